@@ -29,7 +29,7 @@ EXAMPLES = """
 examples:
   python -m benchmarks drafts                                      all workloads at 1, 2, 4, 8 and 16
   python -m benchmarks drafts --workloads chat --concurrency 16 --rounds 5
-  python -m benchmarks drafts --drafter eagle3 --at-least 0.98     exit 1 where a median ratio is below 0.98
+  python -m benchmarks drafts --drafter grammar --at-least 0.98    exit 1 where a median ratio is below 0.98
 
 reading the table:
   without, with   generated tokens / wall time, the median of the rounds

@@ -263,9 +263,12 @@ class DraftBudget:
         most_rows: upper bound of the rows of a step's forward, beyond one for each lane; 0: none.
         by_length: the number of drafts says how sure the drafter is, as behind a lookup.
         may_pause: the drafter needs to see nothing while it does not propose.
+        computes: each draft takes time of its own, as those of a network do. None: where it may not pause.
     """
 
-    def __init__(self, *, most_rows: int = 0, by_length: bool = True, may_pause: bool = True) -> None:
+    def __init__(
+        self, *, most_rows: int = 0, by_length: bool = True, may_pause: bool = True, computes: bool | None = None
+    ) -> None:
         self._most_rows = most_rows or 1 << 30
         self.acceptance = Acceptance(by_length=by_length)
         self.times = {False: StepTimes(), True: StepTimes()}
@@ -273,6 +276,7 @@ class DraftBudget:
         self._propose_times = StepTimes()
         """Of proposing, by the rows that the next step may have."""
         self._pause = Pause() if may_pause else None
+        self._computes = not may_pause if computes is None else computes
         self._probe = Probe()
         self._proposed = self._postponed = False
         """Of captured steps: the last one proposed drafts; a probe waits for the first that does."""
@@ -323,7 +327,7 @@ class DraftBudget:
     def rows_to_propose(self, plan: Plan, most: int, *, least: int = 1) -> int:
         """Return the rows that the step after `plan` may have for a lane: a drafter proposes at most one less.
 
-        Between `least` and `most`. With a drafter that computes each draft (`may_pause` False), the number whose
+        Between `least` and `most`; 1 while proposing pauses. With a drafter that computes each draft, the number whose
         expected tokens are worth the rows and the time of proposing.
         """
         if not plan.proposes:
@@ -333,7 +337,10 @@ class DraftBudget:
                 new = sum(proposal.record.since > self._paused_at for proposal in plan.proposals)
                 if 2 * new >= len(plan.proposals):
                     self._pause.end()
-            return 1 if self._pause.paused else most
+            if self._pause.paused:
+                return 1
+        if not self._computes:
+            return most
         lanes = len(plan.proposals)
         chances = [self.acceptance.chances(Proposal(p.record, most=most - 1)) for p in plan.proposals]
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.drafters.chain import ChainDrafter
+from gpu_engine.drafters.decoupled import DecoupledDrafter, DraftModel
 from gpu_engine.drafters.eagle3 import Eagle3Net
 from gpu_engine.drafters.eagle3_files import load_head
+from gpu_engine.drafters.exchange import load_draft_model
 from gpu_engine.drafters.jump_forward import JumpForwardDrafter
 from gpu_engine.drafters.mtp import MtpNet, load_mtp
 from gpu_engine.drafters.nets import DraftNet, ModelNet
@@ -25,8 +24,7 @@ from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
 from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.drafters.suffix_index import SuffixIndex
 from gpu_engine.model.linear import pack_linears, thin_linears
-from gpu_engine.model.loaded_model import ModelNotSupported
-from gpu_engine.model.loader import LoadedModel, load_model, path_of
+from gpu_engine.model.loader import LoadedModel, path_of
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.launches import StepLaunches
 from gpu_engine.step.program import Drafter
@@ -34,8 +32,9 @@ from gpu_engine.step.stream import Stream
 from gpu_engine.step.sync import Sync
 from kernels.paged_attention import KVPages
 
-SHIPPED_HEAD = Path(__file__).parent / "heads" / "smollm2-135m-instruct"
-"""Trained for the embedded model; README.md in its folder names the data."""
+AUTO_TREE_LANES = 1
+"""With draft_tree=auto: the most lanes of a step whose candidates the grammar process walks. Measured on two cores, the
+walk takes the grammar process time that the forwards of more lanes need (docs/log.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +71,25 @@ def build_drafter(parts: DrafterParts, builders: Mapping[str, Builder] | None = 
     drafter = (BUILDERS if builders is None else builders)[config.drafter](parts)
     if not config.jump_forward_first:
         return drafter
-    suggester = drafter if isinstance(drafter, SuffixDrafter) and config.draft_tree == "on" else None
-    return JumpForwardDrafter(drafter, parts.sync, suggester)
+    suggester = drafter if isinstance(drafter, SuffixDrafter) and config.draft_tree != "off" else None
+    most = AUTO_TREE_LANES if config.draft_tree == "auto" else config.max_batch_size
+    return JumpForwardDrafter(drafter, parts.sync, suggester, max_suggesting_lanes=most)
 
 
 def suffix_drafter(drafter: Drafter) -> SuffixDrafter | None:
     """Return the drafter that keeps answers, if `drafter` is one or has one behind jump-forward tokens."""
-    own = drafter.behind if isinstance(drafter, JumpForwardDrafter) else drafter
+    own = _behind(drafter)
     return own if isinstance(own, SuffixDrafter) and own.index is not None else None
+
+
+def decoupled_drafter(drafter: Drafter) -> DecoupledDrafter | None:
+    """Return the drafter whose model can be exchanged, if `drafter` is one or has one behind jump-forward tokens."""
+    own = _behind(drafter)
+    return own if isinstance(own, DecoupledDrafter) else None
+
+
+def _behind(drafter: Drafter) -> Drafter:
+    return drafter.behind if isinstance(drafter, JumpForwardDrafter) else drafter
 
 
 def _no_drafter(parts: DrafterParts) -> Drafter:
@@ -110,12 +120,8 @@ def _chain(parts: DrafterParts, net: DraftNet) -> Drafter:
 
 
 def _eagle3(parts: DrafterParts) -> Drafter:
-    config, target = parts.config, parts.target
-    if config.drafts_with_shipped_head:
-        directory = SHIPPED_HEAD
-    else:
-        of_head = dataclasses.replace(config, model=config.draft_model, revision="")
-        directory = path_of(of_head, setting="draft_model", with_tokenizer=False)
+    target, of_head = parts.target, dataclasses.replace(parts.config, model=parts.config.draft_model, revision="")
+    directory = path_of(of_head, setting="draft_model", with_tokenizer=False)
     head = load_head(directory, target.net.config.get_text_config(), target.dtype).to(target.device)
     head.requires_grad_(False)
     pages = _one_layer(parts, head.config.num_key_value_heads, head.config.head_dim)
@@ -132,15 +138,30 @@ def _mtp(parts: DrafterParts) -> Drafter:
 
 def _model(parts: DrafterParts) -> Drafter:
     config = parts.config
-    model, d2t_V = _draft_model(config, parts.target)
+    model, d2t_V = load_draft_model(config, parts.target)
     pages = model.allocate_pages(parts.num_pages, config.page_size, token_major=parts.token_major)
     return _chain(parts, ModelNet(model, pages, config.num_drafts, d2t_V))
+
+
+def _decoupled(parts: DrafterParts) -> Drafter:
+    config, (num_slots, num_tokens) = parts.config, parts.slot.history_SL.shape
+    model, d2t_V = load_draft_model(config, parts.target)
+    return DecoupledDrafter(
+        parts.stream,
+        parts.slot,
+        DraftModel.allocate(model, d2t_V, num_slots, num_tokens, config.page_size),
+        parts.target.vocab_size,
+        num_links=config.draft_model_tokens or config.num_drafts,
+        catch_up=config.prefill_shapes.budget,
+        jump_forward=config.jump_forward_first,
+    )
 
 
 BUILDERS: Mapping[str, Builder] = {
     "grammar": _no_drafter,
     "ngram": _ngram,
     "model": _model,
+    "decoupled": _decoupled,
     "eagle3": _eagle3,
     "mtp": _mtp,
 }
@@ -158,29 +179,3 @@ def _prepare(parts: DrafterParts, net: Any) -> None:
     if parts.target.device.type == "cpu" and not parts.token_major:
         pack_linears(net)
     thin_linears(net)
-
-
-def _draft_model(config: EngineConfig, target: LoadedModel) -> tuple[LoadedModel, torch.Tensor | None]:
-    """Load the draft model to the target's device; also return its `d2t_V`, None where its columns are the target's.
-
-    Models of one family share a tokenizer and pad their logits to different widths. Then the columns of real tokens
-    are the same, and `d2t_V` leaves the padding out.
-    """
-    own = {"model": config.draft_model, "revision": "", "drafter": "none", "draft_model": "", "tensor_parallel_size": 1}
-    own |= {"data_parallel_attention": 1, "data_parallel_rank": 0, "data_parallel_dir": ""}
-    if config.device != "cpu" and target.device.type == "cpu":
-        own |= {"device": "cpu", "sync": "auto"}
-    model = load_model(dataclasses.replace(config, **own), setting="draft_model")  # type: ignore[arg-type]
-    vocabulary = model.tokenizer.get_vocab()
-    if vocabulary != target.tokenizer.get_vocab():
-        raise ModelNotSupported(
-            f"draft_model: its tokenizer is not that of {target.name}, so its drafts mean other tokens"
-        )
-    if model.max_model_len < target.max_model_len:
-        raise ModelNotSupported(
-            f"draft_model: made for {model.max_model_len} tokens, the target serves {target.max_model_len}"
-        )
-    if model.vocab_size == target.vocab_size:
-        return model, None
-    count = min(max(vocabulary.values()) + 1, model.vocab_size, target.vocab_size)
-    return model, torch.zeros(count, dtype=torch.int32, device=target.device)

@@ -27,6 +27,9 @@ class Suggester(Drafter, Protocol):
     def suggest(self, batch: StepBatch) -> None:
         """Enqueue the launch that writes `tree_SR` and `num_nodes_S` of the lanes in `drafting_B`."""
 
+    def suggest_nothing(self, batch: StepBatch) -> None:
+        """Enqueue the launch that leaves no candidates to any slot."""
+
 
 class JumpForwardDrafter:
     """Asks the grammar before another drafter proposes.
@@ -35,10 +38,14 @@ class JumpForwardDrafter:
         behind: goes on behind the forced tokens.
         sync: of the step.
         suggester: `behind`, if its candidates go with the request, so that the grammar chooses among them.
+        max_suggesting_lanes: in steps with more lanes none go with it.
     """
 
-    def __init__(self, behind: Drafter, sync: Sync, suggester: Suggester | None = None) -> None:
+    def __init__(
+        self, behind: Drafter, sync: Sync, suggester: Suggester | None = None, *, max_suggesting_lanes: int = 1 << 30
+    ) -> None:
         self.behind, self._sync, self._suggester = behind, sync, suggester
+        self._max_suggesting_lanes = max_suggesting_lanes
         self.layers = behind.layers
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
@@ -49,7 +56,10 @@ class JumpForwardDrafter:
         """Enqueue the question, a short wait, and the other drafter. Where nothing is proposed, nothing is asked."""
         if batch.any_guided and batch.max_rows > 1:
             if self._suggester is not None:
-                self._suggester.suggest(batch)
+                if batch.num_lanes <= self._max_suggesting_lanes:
+                    self._suggester.suggest(batch)
+                else:
+                    self._suggester.suggest_nothing(batch)
             self._sync.post_jump_forward(batch)
             self._sync.await_jump_forward(batch)
         self.behind.propose(batch, step, page_table_BN, hidden)

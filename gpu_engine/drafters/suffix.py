@@ -78,6 +78,8 @@ class SuffixDrafter:
             num_chosen_B=lane.num_chosen_B,
         )
         self._growing_B = lanes.growing_B
+        self._suggested = False
+        """Some slot may have candidates."""
         self._votes = SuffixVotes(lanes, slots, *runs)
         # One lane, for the drafts of a sequence that just got its slot.
         self._first_slot_B, none_B = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
@@ -109,7 +111,17 @@ class SuffixDrafter:
         """Write the tree of candidates of each guided lane that drafts, for the grammar to choose from."""
         self._stream.kernel(self._suggest, batch)
 
+    def suggest_nothing(self, batch: StepBatch) -> None:
+        """Leave no candidates of an earlier step to any slot."""
+        if self._suggested:
+            self._suggested = False
+            self._stream.kernel(self._forget, batch)
+
+    def _forget(self, batch: StepBatch) -> None:
+        batch.slot.num_nodes_S.zero_()
+
     def _suggest(self, batch: StepBatch) -> None:
+        self._suggested = True
         lane, B = batch.lane, batch.num_lanes
         torch.logical_and(lane.drafting_B[:B], lane.guided_B[:B], out=self._growing_B[:B])
         self._votes.grow(B, batch.max_rows - 1)

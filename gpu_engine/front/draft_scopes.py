@@ -126,5 +126,14 @@ def _of_object(value: dict[str, Any]) -> Iterator[str]:
         f" {json.dumps(text)}" for text in constants if isinstance(text, str) and len(text) <= MAX_LITERAL_CHARS
     )
     for key in ("begin", "end"):  # of a structural tag
-        if isinstance(text := value.get(key), str) and 0 < len(text) <= MAX_LITERAL_CHARS:
+        if isinstance(text := value.get(key), str) and 0 < len(text) <= MAX_LITERAL_CHARS and _is_unicode(text):
             yield text
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no lone surrogate, which JSON can write and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -92,16 +93,19 @@ _LOADING = threading.Lock()
 at once, one would leave the other's replacement behind, and no model loaded later would have tied weights."""
 
 
-def load_model(config: EngineConfig, progress: Progress | None = None, *, setting: str = "model") -> LoadedModel:
+def load_model(
+    config: EngineConfig, progress: Progress | None = None, *, setting: str = "model", beside: bool = False
+) -> LoadedModel:
     """Load `config.model`; raise ModelNotSupported, FileNotFoundError or EmbeddedModelMissing with a reason.
 
     `setting` is the setting that names the model: messages about its files begin with it. With `tensor_parallel_size`
     above 1 this starts the other ranks, too, and with `data_parallel_attention` it waits for the other engines; either
-    may raise RankLost.
+    may raise RankLost. `beside`: an engine of this process runs meanwhile, so nothing that its threads share may
+    change; the weights then take memory in float32 first.
     """
     if config.tensor_parallel_size > 1:
         return _load_divided(config, progress)
-    model = _load(config, progress, setting)
+    model = _load(config, progress, setting, beside=beside)
     if config.data_parallel_attention > 1:
         _share_experts(config, model)
     return model
@@ -152,7 +156,9 @@ def lead(model: LoadedModel, forward: FusedForward, collectives: Collectives, ra
     return model
 
 
-def _load(config: EngineConfig, progress: Progress | None, setting: str, part: Shard | None = None) -> LoadedModel:
+def _load(
+    config: EngineConfig, progress: Progress | None, setting: str, part: Shard | None = None, *, beside: bool = False
+) -> LoadedModel:
     report: Progress = progress or (lambda stage, done: None)
     device = torch.device(config.device)
     if device.type == "cpu":
@@ -186,7 +192,10 @@ def _load(config: EngineConfig, progress: Progress | None, setting: str, part: S
     try:
         checkpoint = None if source else open_checkpoint(folder)
         with _LOADING:
-            net = _network(folder, dtype, source, checkpoint)
+            # transformers makes the dtype of the weights torch's default for every thread while it loads them.
+            net = _network(folder, torch.float32 if beside else dtype, source, checkpoint)
+        if beside:
+            _cast_weights(net, dtype)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {error}") from error
     except KeyError as error:
@@ -203,10 +212,22 @@ def _load(config: EngineConfig, progress: Progress | None, setting: str, part: S
         if part is not None:
             raise ModelNotSupported(f"{SETTING}: the fused forward of {path} differs from its own: {why}") from why
         log.warning("loading %s again, unfused: %s", config.model, why)
-        return _load(replace(config, fuse=False), progress, setting)
+        return _load(replace(config, fuse=False), progress, setting, beside=beside)
     _return_freed_memory()
     report("loaded", 1.0)
     return model
+
+
+def _cast_weights(net: nn.Module, dtype: torch.dtype) -> None:
+    """Give the weights of `net` another dtype, as if they were loaded with it.
+
+    Tables that a module computes keep theirs: rotary frequencies in bfloat16 are other frequencies. A computed scalar,
+    such as the scale of Gemma's embeddings, has the dtype of the weights in transformers.
+    """
+    computed = {id(b) for module in net.modules() for b in map(module._buffers.get, module._non_persistent_buffers_set)}
+    for tensor in (*net.parameters(), *net.buffers()):
+        if tensor.is_floating_point() and (id(tensor) not in computed or tensor.dim() == 0):
+            tensor.data = tensor.data.to(dtype)
 
 
 def _network(folder: Path, dtype: torch.dtype, source: dict[str, Any], checkpoint: QuantisedCheckpoint | None) -> Any:

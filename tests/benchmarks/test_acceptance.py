@@ -31,6 +31,9 @@ def test_a_variant_is_a_drafter_a_folder_and_marks() -> None:
     head = Variant.parse("eagle3:a/head+free+unforced")
     assert (head.name, head.drafter, head.draft_model) == ("eagle3+free+unforced", "eagle3", "a/head")
     assert head.flags == ("--draft-model", "a/head", "--draft-masks", "off", "--jump-forward", "false")
+    small = Variant.parse("decoupled:a/model+q4")
+    assert (small.name, small.drafter) == ("decoupled+q4", "decoupled")
+    assert small.flags == ("--draft-model", "a/model", "--draft-quantization", "q4")
     with pytest.raises(ValueError, match="wild is none of"):
         Variant.parse("ngram+wild")
 

@@ -308,7 +308,10 @@ class Ranks:
         return f"<Ranks {self.process_ids} of {self.size}, lost={self._lost}>"
 
 
-_RANK_0_ALONE = ("logits_processors", "adapters", "adapter_dirs", "drafter", "draft_model", "draft_index_bytes")
+_RANK_0_ALONE = (
+    *("logits_processors", "adapters", "adapter_dirs", "drafter", "draft_model", "draft_index_bytes"),
+    *("draft_model_tokens", "draft_quantization", "draft_dirs"),
+)
 
 
 def _log_settings() -> list[str]:

@@ -55,9 +55,28 @@ def test_tokens_do_not_depend_on_what_the_grammar_chooses(
 
 
 def test_without_trees_the_grammar_chooses_nothing(sidecars: Sidecars, expected: list[list[int]]) -> None:
-    with sidecars.engine(config(step_rows=64, **PATIENT)) as (engine, worker):
+    with sidecars.engine(config(step_rows=64, draft_tree="off", **PATIENT)) as (engine, worker):
         assert answer_all(engine, made()) == expected
     assert worker.stats()["chosen_tokens"] == 0
+
+
+def test_auto_lets_the_grammar_choose_for_a_sequence_alone(sidecars: Sidecars, expected: list[list[int]]) -> None:
+    with sidecars.engine(config(step_rows=64, **PATIENT)) as (engine, worker):
+        nodes_S, alone, together = engine._loop.executor.slot_writer.slot.num_nodes_S, list[int](), list[int]()
+        first, second, third, _ = made()
+        first.on_event = lambda _: alone.append(int(nodes_S.max()))
+
+        def watch(_: Answer) -> None:
+            if third.events and not third.over:  # so both were in this step, and in the one before it
+                together.append(int(nodes_S.max()))
+
+        second.on_event = watch
+        assert answer_each(engine, [first]) == expected[:1]
+        assert answer_all(engine, [second, third]) == expected[1:3]
+    assert worker.stats()["chosen_tokens"] > 5
+    assert any(alone)
+    assert len(together) > 5
+    assert not any(together)
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])

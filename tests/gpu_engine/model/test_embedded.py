@@ -118,6 +118,7 @@ def prompts(embedded: LoadedModel) -> list[list[int]]:
     return [ids("What is 2+3?"), ids("Repeat after me, twice: one two three four five six seven.")]
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_real_model_has_the_values_of_its_card(embedded: LoadedModel) -> None:
     assert (embedded.model_type, embedded.vocab_size) == ("llama", 49152)
@@ -128,6 +129,7 @@ def test_the_real_model_has_the_values_of_its_card(embedded: LoadedModel) -> Non
     assert embedded.tokenizer.decode(embedded.tokenizer.encode(text)) == text
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_real_model_answers_the_same_with_and_without_drafts(

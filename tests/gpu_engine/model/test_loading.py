@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -34,6 +35,25 @@ def test_threads_that_load_at_once_leave_transformers_as_it_was(saved: Callable[
             assert PreTrainedModel.tie_weights is before
     finally:
         PreTrainedModel.tie_weights = before
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_model_that_is_loaded_beside_an_engine_has_every_bit_of_one_that_is_not(
+    saved: Callable[[str], Path], family: str, dtype: str
+) -> None:
+    """Tables that a module computes, such as rotary frequencies, stay in float32."""
+    settings = config(model=str(saved(family)), dtype=dtype, quantization="none")
+    usual, beside = (load_model(settings, beside=beside).net for beside in (False, True))
+    for kind in ("named_parameters", "named_buffers"):
+        want, got = (dict(getattr(net, kind)(remove_duplicate=False)) for net in (usual, beside))
+        assert got.keys() == want.keys()
+        for name, tensor in want.items():
+            assert got[name].dtype == tensor.dtype, name
+            assert torch.equal(got[name], tensor), name
+    frequencies = [buffer for name, buffer in usual.named_buffers() if name.endswith("inv_freq")]
+    assert frequencies
+    assert {buffer.dtype for buffer in frequencies} == {torch.float32}
 
 
 @pytest.mark.parametrize(

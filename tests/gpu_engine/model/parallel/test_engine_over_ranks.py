@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -181,13 +182,16 @@ def test_beams_of_a_grammar_are_those_of_one_rank(llama: LoadedModel, ranks: Thr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts_by", ["same", "trained eagle3"])
+@pytest.mark.parametrize("drafts_by", ["same", "decoupled", "trained eagle3"])
 def test_a_drafting_network_on_rank_0_drafts_for_all(
     llama: LoadedModel, ranks: ThreadRanks, draft_models: dict[str, str], drafts_by: str
 ) -> None:
     cases = [partial(ask, tokens(12, 2), max_tokens=30), partial(ask, tokens(20, 3), max_tokens=30, temperature=0.7)]
     with unguided_engine(llama, with_drafts(0)) as engine:
         expected = answer_all(engine, [make() for make in cases])
-    with unguided_engine(ranks.model, with_drafts(3, draft_model=draft_models[drafts_by])) as engine:
+    settings = with_drafts(3, draft_model=draft_models["same" if drafts_by == "decoupled" else drafts_by])
+    if drafts_by == "decoupled":
+        settings = replace(settings, drafter="decoupled")
+    with unguided_engine(ranks.model, settings) as engine:
         assert answer_all(engine, [make() for make in cases]) == expected
         assert engine.stats().accepted_draft_tokens > 5

@@ -1,0 +1,451 @@
+"""A draft model apart from the step: lossless, at the target's own noise, bounded, and exchanged while requests run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from gpu_engine.api.adapters import AdapterKind
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.errors import ExchangeRefused, InvalidRequest, LockstepError, ShuttingDown, UnknownModel
+from gpu_engine.core.draft_budget import DraftBudget
+from gpu_engine.core.engine import Engine
+from gpu_engine.drafters.decoupled import TAIL, DecoupledDrafter, DraftModel
+from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
+from tests.gpu_engine import tiny
+from tests.gpu_engine.adapters.files import save_prompt
+from tests.gpu_engine.core.test_guided import made as made_of_toys
+from tests.gpu_engine.drafters.test_draft_tree import PROMPT, SCHEMA
+from tests.gpu_engine.harness import (
+    UNHURRIED_MS,
+    Answer,
+    Hold,
+    answer_all,
+    answer_each,
+    answer_staggered,
+    ask,
+    config,
+    running,
+    tokens,
+    unguided_engine,
+    until_false,
+    with_drafts,
+)
+from tests.gpu_engine.library_sidecars import PATIENT, Sidecars
+from tests.gpu_engine.toy_sidecar import guided_engine
+
+MIX = [
+    partial(ask, tokens(12, 1), max_tokens=40),
+    partial(ask, tokens(70, 2), max_tokens=30, temperature=0.7, seed=2),
+    partial(ask, tokens(33, 3), max_tokens=50, temperature=1.2, seed=3, top_p=0.9),
+    partial(ask, tokens(20, 4), max_tokens=40, repetition_penalty=1.3, presence_penalty=0.4),
+    partial(ask, tokens(9, 5), max_tokens=45, bad_token_ids=(40, 41, 42)),
+]
+
+
+def made() -> list[Answer]:
+    return [make() for make in MIX]
+
+
+def decoupled(draft_model: str, **fields: object) -> EngineConfig:
+    return config(drafter="decoupled", draft_model=draft_model, **fields)
+
+
+def drafter_of(engine: Engine) -> DecoupledDrafter:
+    drafter = engine._loop.executor.decoupled
+    assert drafter is not None
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def expected(llama: LoadedModel) -> list[list[int]]:
+    with unguided_engine(llama, with_drafts(0)) as engine:
+        return answer_each(engine, made())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [0, 3, 7])
+def test_tokens_do_not_depend_on_the_draft_model(
+    llama: LoadedModel, draft_models: dict[str, str], expected: list[list[int]], num_drafts: int, overlap: bool
+) -> None:
+    settings = decoupled(draft_models["other"], num_draft_tokens=num_drafts, overlap=overlap)
+    with unguided_engine(llama, settings) as engine:
+        assert answer_all(engine, made()) == expected
+        assert answer_staggered(engine, made()) == expected
+        stats = engine.stats()
+    assert (stats.accepted_draft_tokens > 100) == (num_drafts > 0)
+
+
+def test_the_target_as_its_own_draft_model_is_always_right(llama: LoadedModel, expected: list[list[int]]) -> None:
+    """It draws with the target's noise, penalties and bans, from the target's logits."""
+    with unguided_engine(llama, decoupled(llama.name)) as engine:
+        assert answer_all(engine, made()) == expected
+        stats = engine.stats()
+    assert stats.draft_tokens == stats.accepted_draft_tokens > 150
+
+
+def test_steps_with_the_target_as_draft_model_are_few(llama: LoadedModel) -> None:
+    with unguided_engine(llama, decoupled(llama.name, draft_model_tokens=3)) as engine:
+        answer_each(engine, [ask(tokens(6, 1), max_tokens=41, ignore_eos=True)])
+        stats = engine.stats()
+    assert stats.steps == 1 + 40 // 4, "one token, then K + 1 of them in each step"
+    assert stats.drafts_per_step.counts[4:] == [0] * len(stats.drafts_per_step.counts[4:])
+
+
+@pytest.mark.slow
+def test_preemption_changes_no_token(llama: LoadedModel, draft_models: dict[str, str]) -> None:
+    def run(settings: EngineConfig) -> tuple[list[list[int]], int]:
+        with unguided_engine(llama, settings) as engine:
+            answers = [ask(tokens(20, seed), max_tokens=80, temperature=0.5 * (seed % 2)) for seed in range(4)]
+            return answer_all(engine, answers), engine.stats().preemptions
+
+    alone, never = run(with_drafts(0, max_model_len=128))
+    tight, preemptions = run(decoupled(draft_models["other"], max_model_len=128, kv_cache_tokens=128))
+    assert tight == alone
+    assert never == 0 < preemptions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_drafts", "drafts_by"), [(3, "other"), (7, "same")])
+def test_a_lost_and_restored_grammar_process_changes_no_token(
+    llama: LoadedModel, draft_models: dict[str, str], num_drafts: int, drafts_by: str
+) -> None:
+    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
+        wanted = answer_each(engine, made_of_toys())
+    settings = decoupled(draft_models[drafts_by], num_draft_tokens=num_drafts, row_timeout_ms=20.0)
+    with guided_engine(llama, settings) as (engine, grammar):
+        answers, reached = made_of_toys(), threading.Event()
+        grammar.sidecar.before = lambda record: (
+            reached.set() if record.commit_pos + len(record.committed) >= 15 else None
+        )
+        hold = Hold(engine, reached.is_set)
+        for answer in answers:
+            engine.submit(answer.request)
+        with hold.reached():
+            grammar.kill_sidecar()
+            engine.grammar_lost()
+        grammar.start_sidecar()
+        engine.grammar_restored()
+        assert [answer.wait().tokens for answer in answers] == wanted
+        assert engine.stats().accepted_draft_tokens > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "num_drafts", "jump_forward"), [("llguidance", 3, 15), ("xgrammar", 7, 0)])
+def test_guided_tokens_do_not_depend_on_the_draft_model(
+    llama: LoadedModel, backend: str, num_drafts: int, jump_forward: int
+) -> None:
+    sidecars, wanted = Sidecars(backend, llama), list[list[int]]()
+
+    def asked() -> list[Answer]:
+        return [ask(list(PROMPT), grammar=SCHEMA, max_tokens=90, temperature=0.8 * n, seed=n) for n in range(2)]
+
+    with sidecars.engine(with_drafts(0, **PATIENT)) as (engine, _):
+        wanted = answer_each(engine, asked())
+    forward = {"jump_forward_tokens": jump_forward, "jump_forward": jump_forward > 0, "step_rows": 64}
+    settings = decoupled(llama.name, num_draft_tokens=num_drafts, **forward, **PATIENT)
+    with sidecars.engine(settings) as (engine, _):
+        assert answer_all(engine, asked()) == wanted
+        assert engine.stats().draft_tokens > 20
+        assert engine.stats().accepted_draft_tokens > 0
+
+
+@pytest.mark.slow
+def test_the_measured_choice_gives_the_same_tokens(llama: LoadedModel, expected: list[list[int]]) -> None:
+    """The budget may pause proposing: the model then reads what came meanwhile."""
+    with unguided_engine(llama, decoupled(llama.name)) as engine:
+        budget = DraftBudget(by_length=False, computes=True)
+        engine._loop.executor.runner.budget = budget
+        for _ in range(3):
+            assert answer_all(engine, made()) == expected
+
+
+class Watched(DraftModel):
+    """A draft model that records what it reads."""
+
+    reads: list[tuple[int, int, int]]
+    """(slot, first position, tokens) of each fill."""
+    seen: list[set[int]]
+    """By slot: positions of all forwards."""
+
+    @classmethod
+    def of(cls, draft: DraftModel, num_slots: int) -> Watched:
+        made = cls(draft.model, draft.d2t_V, draft.pages, draft.table_SN)
+        object.__setattr__(made, "reads", [])
+        object.__setattr__(made, "seen", [set() for _ in range(num_slots)])
+        return made
+
+    def fill(self, slot: int, ids: np.ndarray, start: int) -> None:
+        self.reads.append((slot, start, len(ids)))
+        self.seen[slot] |= set(range(start, start + len(ids)))
+        super().fill(slot, ids, start)
+
+    def logits(self, slots: object, ids_BT: np.ndarray, positions_BT: np.ndarray) -> torch.Tensor:
+        for slot, row in zip(slots, positions_BT.tolist(), strict=True):  # type: ignore[call-overload]
+            self.seen[slot] |= {position for position in row if position >= 0}
+        return super().logits(slots, ids_BT, positions_BT)  # type: ignore[arg-type]
+
+
+def watched(engine: Engine) -> Watched:
+    drafter = drafter_of(engine)
+    drafter.draft = draft = Watched.of(drafter.draft, drafter.num_slots)
+    return draft
+
+
+def test_a_long_text_is_read_in_parts_that_a_step_allows(llama: LoadedModel) -> None:
+    """`prefill_chunk` is 16 here."""
+    with unguided_engine(llama, decoupled(llama.name)) as engine:
+        draft = watched(engine)
+        proposals: list[int] = []
+        drafter, propose = drafter_of(engine), drafter_of(engine)._propose
+
+        def counted(batch: object) -> None:
+            before = len(draft.reads)
+            propose(batch)  # type: ignore[arg-type]
+            proposals.append(sum(count for _, _, count in draft.reads[before:]))
+
+        drafter._propose = counted  # type: ignore[method-assign, assignment]
+        answer_all(engine, [ask(tokens(100, seed), max_tokens=40, ignore_eos=True) for seed in range(2)])
+        assert engine.stats().accepted_draft_tokens > 10
+    assert max(proposals) == 16
+    assert sum(proposals) >= 2 * (100 - TAIL)
+
+
+def test_nothing_of_a_slots_earlier_sequence_is_used(llama: LoadedModel) -> None:
+    """The same prompt again: the model reads all of it again, and drafts from that alone."""
+    with unguided_engine(llama, decoupled(llama.name)) as engine:
+        draft = watched(engine)
+        first = ask(tokens(30, 1), max_tokens=20, temperature=0.9, seed=1)
+        answer_each(engine, [first])
+        reads, _ = draft.reads.copy(), draft.reads.clear()
+        draft.seen[0].clear()
+        answer_each(engine, [ask(tokens(30, 1), max_tokens=20, temperature=0.9, seed=1)])
+        assert draft.reads == reads
+        assert draft.seen[0] >= set(range(30))
+
+
+def test_drafts_beyond_what_was_verified_are_computed_once(llama: LoadedModel) -> None:
+    """Steps that verify one draft of seven use the others later."""
+    with unguided_engine(llama, decoupled(llama.name, step_rows=2, max_batch_size=1)) as engine:
+        draft = watched(engine)
+        rows = 0
+
+        def logits(slots: object, ids_BT: np.ndarray, positions_BT: np.ndarray) -> torch.Tensor:
+            nonlocal rows
+            rows += int((positions_BT >= 0).sum())
+            return DraftModel.logits(draft, slots, ids_BT, positions_BT)  # type: ignore[arg-type]
+
+        object.__setattr__(draft, "logits", logits)
+        answer_each(engine, [ask(tokens(6, 1), max_tokens=41, ignore_eos=True)])
+        stats = engine.stats()
+    assert stats.accepted_draft_tokens == stats.draft_tokens > 15
+    assert rows <= 6 + 41 + 7
+
+
+@pytest.mark.slow
+def test_virtual_tokens_are_not_drafted_behind(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path / "model", rounds=True)
+    adapter = f"p={save_prompt(tmp_path / 'p', tokens=20, hidden=64, seed=1)}"
+
+    def run(settings: EngineConfig) -> tuple[list[list[int]], int]:
+        settings = replace(settings, model=str(folder), adapters=(adapter,))
+        engine = Engine(settings, load_model(settings))
+        with running(engine):
+            found = engine.adapters.find(AdapterKind.PROMPT, "p")
+            answers = [ask([*found.virtual_ids, *tokens(8, 1)], max_tokens=16), ask(tokens(8, 1), max_tokens=16)]
+            answers[0].request.prompt_adapter = found
+            return answer_each(engine, answers), answers[0].request.telemetry.draft_tokens
+
+    plain, _ = run(with_drafts(0))
+    found, drafts = run(decoupled(str(folder)))
+    assert found == plain
+    assert drafts == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [280, 320])
+def test_a_draft_model_may_pad_its_logits_otherwise(
+    llama: LoadedModel, expected: list[list[int]], tmp_path: Path, width: int
+) -> None:
+    tiny.save(LlamaConfig(**{**tiny.FAMILIES["llama"]().to_dict(), "vocab_size": width}), tmp_path)
+    with unguided_engine(llama, decoupled(str(tmp_path))) as engine:
+        assert answer_all(engine, made()) == expected
+        assert engine.stats().draft_tokens > 30
+
+
+# -- exchange --------------------------------------------------------------------------------------------------------
+
+
+def exchanging(engine: Engine, path: str) -> tuple[threading.Thread, list[object]]:
+    """Start an exchange, and wait until the engine's thread, which is held, is asked to take the model over."""
+    results: list[object] = []
+
+    def exchange() -> None:
+        try:
+            results.append(engine.draft_models.exchange(path))
+        except LockstepError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    until_false(lambda: engine._inbox.empty() and thread.is_alive())
+    return thread, results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [3, 7])
+def test_an_exchange_changes_no_token_of_running_requests(
+    llama: LoadedModel, draft_models: dict[str, str], expected: list[list[int]], num_drafts: int
+) -> None:
+    dirs = (str(Path(llama.name).parent),)
+    settings = decoupled(draft_models["other"], num_draft_tokens=num_drafts, draft_dirs=dirs)
+    with unguided_engine(llama, settings) as engine:
+        answers = made()
+        hold = Hold(engine, lambda: all(len(answer.tokens) >= 2 for answer in answers[:4]))
+        for answer in answers:
+            engine.submit(answer.request)
+        with hold.reached():
+            assert not all(answer.over for answer in answers)
+            before = engine.stats()
+            thread, results = exchanging(engine, llama.name)
+            assert engine.draft_models.name == draft_models["other"]
+        assert [answer.wait().tokens for answer in answers] == expected
+        thread.join(60)
+        assert engine.draft_models.name == llama.name
+        assert [info.name for info in results] == [llama.name]  # type: ignore[attr-defined]
+        after = engine.stats()
+        assert after.accepted_draft_tokens > before.accepted_draft_tokens
+        # From here on the target drafts for itself.
+        assert answer_all(engine, made()) == expected
+        last = engine.stats()
+    wrong = [s.draft_tokens - s.accepted_draft_tokens for s in (before, after, last)]
+    assert wrong[0] > 0
+    assert wrong[2] == wrong[1]
+
+
+def test_the_pages_of_the_former_model_are_not_used_again(llama: LoadedModel, draft_models: dict[str, str]) -> None:
+    """Behind an exchange in the middle of an answer the target is right about all of the rest of it."""
+    dirs = (str(Path(llama.name).parent),)
+    with unguided_engine(llama, decoupled(draft_models["other"], draft_dirs=dirs)) as engine:
+        answer = ask(tokens(20, 7), max_tokens=100, temperature=0.8, seed=2, ignore_eos=True)
+        hold = Hold(engine, lambda: len(answer.tokens) >= 10)
+        engine.submit(answer.request)
+        with hold.reached():
+            exchanging(engine, llama.name)
+            before = engine.stats()
+        answer.wait()
+        after = engine.stats()
+    # The drafts in the slot are of the former model.
+    assert after.draft_tokens - before.draft_tokens - (after.accepted_draft_tokens - before.accepted_draft_tokens) <= 7
+    assert after.accepted_draft_tokens - before.accepted_draft_tokens > 50
+
+
+def test_a_closed_engine_ends_an_exchange_that_waits(llama: LoadedModel, draft_models: dict[str, str]) -> None:
+    settings = decoupled(llama.name, draft_dirs=(str(Path(draft_models["other"]).parent),))
+    engine = Engine(settings, replace(llama, max_model_len=settings.max_model_len))
+    thread, results = exchanging(engine, draft_models["other"])  # the engine's thread never runs
+    engine.close()
+    thread.join(60)
+    assert [type(result) for result in results] == [ShuttingDown]
+    with pytest.raises(ShuttingDown):
+        engine.draft_models.exchange(draft_models["other"])
+
+
+@pytest.fixture(scope="module")
+def foreign(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a draft model with one more token in its vocabulary."""
+    folder = tmp_path_factory.mktemp("foreign") / "model"
+    shutil.copytree(llama.name, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][-1], "id": 290, "content": "<|more|>"})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused_at_start(llama: LoadedModel, foreign: Path) -> None:
+    with pytest.raises(ModelNotSupported, match=r"^draft_model: its tokenizer is not that of "):
+        Engine(decoupled(str(foreign)), llama)
+
+
+def test_what_cannot_be_exchanged_is_refused_and_the_model_before_drafts_on(
+    llama: LoadedModel, foreign: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    def refusal(engine: Engine, path: object, kind: type[LockstepError]) -> str:
+        with pytest.raises(kind) as caught:
+            engine.draft_models.exchange(str(path))
+        return str(caught.value)
+
+    (tmp_path / "empty").mkdir()
+    settings = decoupled(llama.name, draft_dirs=(str(foreign.parent), str(tmp_path)))
+    with unguided_engine(llama, settings) as engine:
+        other = refusal(engine, foreign, InvalidRequest)
+        assert other == f"path: its tokenizer is not that of {llama.name}, so its drafts mean other tokens"
+        assert refusal(engine, "/etc", InvalidRequest) == "path: '/etc' is not below draft_dirs of the server"
+        outside = tmp_path / ".." / ".."
+        assert refusal(engine, outside, InvalidRequest).endswith("is not below draft_dirs of the server")
+        missing = tmp_path / "none"
+        assert refusal(engine, missing, UnknownModel) == f"path: {missing} is not there"
+        assert "has no config.json" in refusal(engine, tmp_path / "empty", InvalidRequest)
+        assert engine.draft_models.name == llama.name
+        assert answer_all(engine, made()) == expected
+        assert engine.stats().accepted_draft_tokens == engine.stats().draft_tokens > 100
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (lambda name: decoupled(name), "path: this server exchanges no draft model (its setting draft_dirs is empty)"),
+        (lambda name: with_drafts(3), "path: drafter is ngram; decoupled alone exchanges its model"),
+        (lambda name: with_drafts(3, draft_model=name), "path: drafter is model; decoupled alone exchanges its model"),
+    ],
+)
+def test_a_server_that_exchanges_nothing_says_so(
+    llama: LoadedModel, settings: Callable[[str], EngineConfig], message: str
+) -> None:
+    engine = Engine(settings(llama.name), llama)
+    try:
+        with pytest.raises(ExchangeRefused) as caught:
+            engine.draft_models.exchange("/models/other")
+        assert str(caught.value) == message
+    finally:
+        engine.close()
+
+
+def test_a_directory_of_draft_models_that_is_not_there_is_refused(llama: LoadedModel) -> None:
+    with pytest.raises(ModelNotSupported, match=r"^draft_dirs: /none is no directory"):
+        Engine(decoupled(llama.name, draft_dirs=("/none",)), llama)
+
+
+@pytest.mark.slow
+def test_loading_beside_an_engine_leaves_the_default_dtype_alone(llama: LoadedModel) -> None:
+    """transformers sets it for all threads while it loads, and a step may make tensors without a dtype."""
+
+    def dtypes_while_loading(*, beside: bool) -> set[torch.dtype]:
+        seen: set[torch.dtype] = set()
+
+        def profile(frame: FrameType, event: str, argument: object) -> None:
+            if event == "return":
+                seen.add(torch.get_default_dtype())
+
+        sys.setprofile(profile)
+        try:
+            loaded = load_model(replace(config(model=llama.name), dtype="bfloat16"), beside=beside)
+        finally:
+            sys.setprofile(None)
+        assert loaded.dtype == next(loaded.net.parameters()).dtype == torch.bfloat16
+        return seen
+
+    assert dtypes_while_loading(beside=True) == {torch.float32}
+    assert torch.bfloat16 in dtypes_while_loading(beside=False), "else this test sees nothing"
