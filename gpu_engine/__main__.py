@@ -13,7 +13,7 @@ def main() -> None:
     # Prompts are tokenised one at a time. The library's thread pool only warns when a child is started after its use.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # The engine's thread needs the GIL soon after each operation, even while the event loop is busy.
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(0.0001)
     from gpu_engine.cli import commands as cli
 
     sys.exit(cli.main())

@@ -38,7 +38,7 @@ from gpu_engine.front.tenants.metrics import TenantCollector
 from gpu_engine.front.tenants.setup import Tenancy, open_tenancy
 from gpu_engine.front.transfer.setup import Transfer, for_role
 from gpu_engine.front.vllm_wire import installed as vllm_wire
-from gpu_engine.ops.core_split import CoreSplit
+from gpu_engine.ops.core_split import CoreSplit, fills_cores
 from gpu_engine.ops.installation import installed_version, overwritten_kernels
 from gpu_engine.ops.metrics_engine import EngineCollector
 from gpu_engine.ops.metrics_http import BothProcesses, MetricsServer
@@ -189,7 +189,7 @@ async def _start(
     grammar: GrammarProcess | None = None
     if directory is not None:
         # A device that sets flags cannot wake a process that sleeps.
-        idle, spin = split is not None, engine_config.sync == "device_flag"
+        idle, spin = _compiles_idle(split, engine_config), engine_config.sync == "device_flag"
         grammar = GrammarProcess(server_config, directory, background, stack, must_spin=spin, compile_idle=idle)
 
     # 4. The model.
@@ -265,6 +265,11 @@ def _resolve(engine_config: EngineConfig, server_config: ServerConfig, parts: Pa
     if server_config.grammar != "none":
         engine_config = replace(engine_config, sync=resolved_sync(engine_config, server_config, cores))
     return engine_config
+
+
+def _compiles_idle(split: CoreSplit | None, config: EngineConfig) -> bool:
+    """Return whether a compilation would take its time from the steps or from the event loop."""
+    return split is not None or fills_cores(config, usable_cores())
 
 
 def _split_cores(stack: AsyncExitStack, config: EngineConfig) -> CoreSplit | None:

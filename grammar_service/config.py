@@ -78,7 +78,7 @@ class GrammarConfig:
     """Compile processes per backend, started ahead of need. 0: one fewer than the usable cores, at most 4."""
     compile_priority: str = "low"
     """Priority of the compile workers: "low" (a higher nice value), or "idle" (SCHED_IDLE: they run when no other
-    process needs their core)."""
+    process needs their core; once a compilation reached its time limit and had hardly run, they are "low")."""
     compile_threads: int = 1
     """Threads within one compilation, in backends that have it (xgrammar). More than one pays where there are more
     cores than compile workers, and grammars take long."""

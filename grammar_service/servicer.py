@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +22,8 @@ import grpc
 from grammar_service.backends.backend import Matcher, MatcherFailed
 from grammar_service.backends.reasoning import ReasoningCompiled
 from grammar_service.backends.registry import NAMES, installed, installed_version
-from grammar_service.compile.compiler import AUTO, Compiler, attempt_limit_s
+from grammar_service.backends.verified import avoiding, find_way_back, is_verified
+from grammar_service.compile.compiler import AUTO, Compiler, Entry, attempt_limit_s
 from grammar_service.compile.owned_cache import Owner
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.config import GrammarConfig
@@ -40,6 +41,7 @@ from grammar_service.grammar.vocabulary import Vocabulary
 from grammar_service.metrics import GrammarMetrics
 from protos.grammar.v1 import grammar_pb2 as pb
 from protos.grammar.v1 import grammar_pb2_grpc as pb_grpc
+from service_runtime.repetition import MAX_COUNT, MAX_PATTERN_SIZE, MIN_COUNT, RepetitionLimit
 from shared_mem.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -140,9 +142,9 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             kind = _kind(request.kind)
             if len(request.owner.encode()) > MAX_OWNER_BYTES:
                 raise InvalidField("owner", f"has more than {MAX_OWNER_BYTES} bytes")
-            whitespace = Whitespace(request.whitespace or Whitespace.BOUNDED) if request.whitespace <= 3 else None
-            if whitespace is None:
+            if request.whitespace not in pb.Whitespace.values():
                 raise InvalidField("whitespace", f"{request.whitespace} is unknown")
+            whitespace = Whitespace(request.whitespace or Whitespace.BOUNDED)
             backend = self._config.backend
             if request.backend:
                 backend = _BACKEND_NAMES.get(request.backend, "")
@@ -172,6 +174,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                 warnings=entry.warnings,
                 min_tokens=entry.plan.min_tokens,
                 known_answer_tokens=len(entry.plan.path or ()),
+                verified=is_verified(entry.compiled),
             )
         raise AssertionError("abort raises")
 
@@ -183,11 +186,9 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             tokens = list(request.committed_tokens)
             try:
                 limit = request.max_tokens
-                new_budget = partial(CompletionBudget, entry.plan, limit) if limit else None
-                new_matcher: Callable[[], Matcher] = entry.compiled.matcher
-                if limit and isinstance(entry.compiled, ReasoningCompiled):
-                    new_matcher = partial(entry.compiled.matcher, entry.plan.closing_at(limit))
-                arguments = (request.slot_gen, new_matcher, tokens, new_budget)
+                repetition = _repetition(request)
+                new_budget = partial(CompletionBudget, entry.plan, limit, repetition=repetition) if limit else None
+                arguments = (request.slot_gen, _new_matcher(entry, limit, request.dead_texts), tokens, new_budget)
                 if len(tokens) > _MANY_TOKENS or (limit and not entry.plan.is_far(limit - len(tokens))):
                     state = await asyncio.to_thread(SlotMatcher.bind, *arguments)
                 else:
@@ -201,13 +202,31 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             self._bound[request.slot] = (request.slot_gen, request.grammar_id)
         return pb.BindResponse()
 
+    async def Backtrack(self, request: pb.BacktrackRequest, context: Any) -> pb.BacktrackResponse:
+        """See grammar.proto."""
+        async with _statuses(context):
+            entry = self._configured().get(request.grammar_id)
+            tokens, first = list(request.committed_tokens), request.first_position
+            if first > len(tokens):
+                raise InvalidField("first_position", f"{first} is more than the {len(tokens)} committed tokens")
+            new_matcher = _new_matcher(entry, request.max_tokens, request.dead_texts)
+            try:
+                found = await asyncio.to_thread(find_way_back, new_matcher, tokens, first)
+            except MatcherFailed as error:
+                raise InternalError(f"the matcher failed: {error}") from None
+            if found is None:
+                return pb.BacktrackResponse()
+            return pb.BacktrackResponse(found=True, num_tokens=found.num_tokens, dead_texts=found.dead)
+        raise AssertionError("abort raises")
+
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
         """See grammar.proto."""
         async with _statuses(context):
             if self._worker is not None:
                 worker = await self._attached(request.slot)
                 worker.release(request.slot, request.slot_gen)
-            if self._bound.get(request.slot, (0, ""))[0] == request.slot_gen:
+            bound = self._bound.get(request.slot)
+            if bound is not None and bound[0] == request.slot_gen:
                 del self._bound[request.slot]
         return pb.ReleaseResponse()
 
@@ -260,6 +279,29 @@ class GrammarServicer(pb_grpc.GrammarServicer):
         if slot >= layout.num_slots:
             raise InvalidField("slot", f"{slot} is not in [0, {layout.num_slots})")
         return worker
+
+
+def _new_matcher(entry: Entry, limit: int, dead_texts: Sequence[bytes]) -> Callable[[], Matcher]:
+    """Return what makes a matcher at the start of an answer of at most `limit` tokens; 0: of any length."""
+    compiled = avoiding(entry.compiled, dead_texts)
+    if limit and isinstance(compiled, ReasoningCompiled):
+        return partial(compiled.matcher, entry.plan.closing_at(limit))
+    return compiled.matcher
+
+
+def _repetition(request: pb.BindRequest) -> RepetitionLimit | None:
+    """Return the limit of a Bind; None without one. Raises InvalidField."""
+    longest, shortest = request.repetition_max_pattern_size, request.repetition_min_pattern_size
+    if not longest:
+        return None
+    for name, value, least, most in (
+        ("repetition_max_pattern_size", longest, 1, MAX_PATTERN_SIZE),
+        ("repetition_min_pattern_size", shortest, 1, longest),
+        ("repetition_min_count", request.repetition_min_count, MIN_COUNT, MAX_COUNT),
+    ):
+        if not least <= value <= most:
+            raise InvalidField(name, f"{value} is not in [{least}, {most}]")
+    return RepetitionLimit(longest, shortest, request.repetition_min_count, request.min_tokens)
 
 
 def _kind(number: int) -> Kind:

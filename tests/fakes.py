@@ -22,7 +22,7 @@ from gpu_engine.api.adapters import Adapter, AdapterKind, AdapterUse
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, InvalidRequest, LockstepError, UnknownAdapter
 from gpu_engine.api.outputs import OutputSpec
-from gpu_engine.api.ports import ClearedGrammars, Compiled, GrammarStats, PageEvents
+from gpu_engine.api.ports import ClearedGrammars, Compiled, DraftModelInfo, GrammarStats, PageEvents
 from gpu_engine.api.processors import Processors
 from gpu_engine.api.request import FinishReason, GrammarSpec, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stage
@@ -154,6 +154,19 @@ class FakeAdapters:
         return [self.loaded[name] for name in sorted(self.loaded)]
 
 
+class FakeDraftModels:
+    """`ports.DraftModelAccess` without a model. `exchange` takes any path but one that ends with "other"."""
+
+    def __init__(self) -> None:
+        self.name = ""
+
+    def exchange(self, path: str) -> DraftModelInfo:
+        if path.endswith("other"):
+            raise InvalidRequest("path", "its tokenizer is another one")
+        self.name = path
+        return DraftModelInfo(path, 1000)
+
+
 class FakeEngine:
     """A `ports.ServedEngine` whose thread plays a script for every request. Without a script the test calls `emit`."""
 
@@ -161,9 +174,11 @@ class FakeEngine:
         self.config = config or EngineConfig(max_model_len=256)
         self.script = script
         self.adapters = FakeAdapters()
+        self.draft_models = FakeDraftModels()
         self.submitted: list[Request] = []
         self.dropped: list[Request] = []
         self.opened: list[tuple[int, int]] = []
+        self.backtracked: list[tuple[int, int, int, tuple[bytes, ...]]] = []
         self.failed: list[tuple[int, int, LockstepError]] = []
         self.outages: list[str] = []
         self.binding: set[tuple[int, int]] = set()
@@ -238,9 +253,20 @@ class FakeEngine:
         self.page_events = events
 
     def grammar_opened(
-        self, slot: int, slot_gen: int, *, compile_ms: float, cache_hit: bool, backend: int, warnings: tuple[str, ...]
+        self,
+        slot: int,
+        slot_gen: int,
+        *,
+        compile_ms: float,
+        cache_hit: bool,
+        backend: int,
+        warnings: tuple[str, ...],
+        verified: bool,
     ) -> None:
         self.opened.append((slot, slot_gen))
+
+    def grammar_backtracked(self, slot: int, slot_gen: int, num_tokens: int, dead_texts: tuple[bytes, ...]) -> None:
+        self.backtracked.append((slot, slot_gen, num_tokens, dead_texts))
 
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         self.failed.append((slot, slot_gen, error))

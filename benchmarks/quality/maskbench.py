@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,12 @@ from numpy.typing import NDArray
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.shared_rows import SharedRows
 from grammar_service.backends.backend import Compiled, Matcher, MatcherFailed, Rows
-from grammar_service.backends.registry import NAMES
+from grammar_service.backends.registry import NAMES, load_backend
 from grammar_service.backends.verified import VerifiedMatcher
 from grammar_service.compile.compiler import AUTO, Compiler
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded
-from grammar_service.grammar.value import Kind, Whitespace
+from grammar_service.grammar.value import Kind, Reading, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
 
 EXAMPLES = """
@@ -44,6 +44,7 @@ examples:
   python -m benchmarks maskbench --data maskbench.jsonl --tokenizer model/ --limit 50
   python -m benchmarks maskbench --data maskbench.jsonl --tokenizer model/ --backend llguidance --check-shm
   python -m benchmarks maskbench --data maskbench.jsonl --tokenizer model/ --backend auto --allow-unenforced
+  python -m benchmarks maskbench --data maskbench.jsonl --tokenizer model/ --backend llguidance --compile-cpu
 
 reading the table:
   compiled           schemas that the backend takes
@@ -281,6 +282,28 @@ def _draw(benches: Mapping[str, Tally], path: Path) -> None:
     plt.close(figure)
 
 
+def compile_cpu_ms(
+    name: str, vocabulary: Vocabulary, lines: Sequence[dict[str, Any]], options: argparse.Namespace
+) -> tuple[list[float], int]:
+    """Compile and load each schema on this thread; return the CPU time of each served one in ms, and how many were not.
+
+    There are no processes and no time limit, so that other work on the machine adds nothing but misses of its caches.
+    """
+    backend = load_backend(name, vocabulary)
+    reading = Reading(verify=options.verify)
+    whitespace, served, refused = Whitespace[options.whitespace.upper()], list[float](), 0
+    for line in lines:
+        begun = time.thread_time()
+        try:
+            grammar = replace(parse(Kind.JSON_SCHEMA, json.dumps(line["schema"]), whitespace), reading=reading)
+            backend.load(grammar, backend.compile(grammar, allow_unenforced=options.allow_unenforced))
+        except GrammarServiceError:
+            refused += 1
+            continue
+        served.append((time.thread_time() - begun) * 1e3)
+    return served, refused
+
+
 def _lines(path: Path, limit: int) -> list[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
         lines = [json.loads(line) for line in file if line.strip()]
@@ -329,6 +352,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=0, help="only the first N schemas")
     parser.add_argument("--whitespace", choices=["compact", "bounded", "any"], default="any")
     parser.add_argument("--compile-timeout-s", type=float, default=5.0)
+    parser.add_argument(
+        "--compile-cpu",
+        action="store_true",
+        help="try no instance: compile each schema in this process, and show the CPU time of its thread",
+    )
     parser.add_argument("--check-shm", action="store_true", help="compare every row with one through shared memory")
     parser.add_argument("--plot", type=Path, help="draw compile and mask times as a PNG (needs matplotlib)")
     parser.add_argument("--details", action="store_true", help="list the instances that were lost or let by")
@@ -341,6 +369,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = _lines(options.data, options.limit)
     vocabulary = read_vocabulary(options.tokenizer, options.stop_id)
     backends = NAMES if options.backend == "both" else (options.backend,)
+    if options.compile_cpu:
+        if options.backend == AUTO:
+            raise SystemExit("--compile-cpu: name a backend; auto tries both")
+        rows = [(name, *compile_cpu_ms(name, vocabulary, lines, options)) for name in backends]
+        cells = [[name, str(len(served)), str(refused), _percentiles(served)] for name, served, refused in rows]
+        print(table(["backend", "served", "refused", "CPU ms p50 / p99 / most"], cells))
+        return 0
     benches: dict[str, Tally] = {}
 
     async def run_all(progress: Progress) -> None:

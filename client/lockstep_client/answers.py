@@ -41,9 +41,11 @@ class FinishReason(enum.StrEnum):
     """A complete answer, which the server led to its end near `max_tokens`."""
     GRAMMAR_INVALID = "grammar_invalid"
     """With `unenforced="verify"`: the answer could not become valid any more."""
+    REPETITION = "repetition"
+    """The answer repeated itself: it was led to its end by its grammar, or cut."""
 
 
-COMPLETE = frozenset({FinishReason.STOP, FinishReason.GRAMMAR_CLOSED})
+COMPLETE = frozenset({FinishReason.STOP, FinishReason.GRAMMAR_CLOSED, FinishReason.REPETITION})
 """Reasons with which a guided answer is complete, unless a stop of the request came first."""
 
 
@@ -178,6 +180,7 @@ class Telemetry:
     seed: int
     backend: str
     warnings: tuple[str, ...]
+    backtracks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +211,8 @@ class Delta:
     """In the last delta of a sequence of a beam search."""
     token_origins: tuple[TokenOrigin, ...]
     """One entry per token, when asked for."""
+    held_tokens: int
+    """Tokens of a verified answer that were chosen and are held back."""
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
@@ -309,6 +314,7 @@ class ModelInfo:
     max_adapter_bytes: int
     page_size: int
     role: str
+    draft_model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +423,7 @@ def delta_of(response: pb.GenerateResponse) -> Delta:
         outputs=tuple(from_message(OutputTensor, each) for each in response.outputs),
         beam_score=response.beam_score if response.HasField("beam_score") else None,
         token_origins=tuple(_origin(each) for each in response.token_origins),
+        held_tokens=response.held_tokens,
     )
 
 

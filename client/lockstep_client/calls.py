@@ -26,6 +26,8 @@ AnyGrammar = Grammar | CompiledGrammar
 
 UNARY_TIMEOUT_S = 30.0
 """Default limit of a call that generates nothing and compiles nothing."""
+LOAD_TIMEOUT_S = 300.0
+"""Default limit of a call that loads a model."""
 
 Q = TypeVar("Q", bound=Wire)
 R = TypeVar("R", bound=Wire)
@@ -57,9 +59,10 @@ CLEAR_GRAMMAR_CACHE = Method("ClearGrammarCache", pb.ClearGrammarCacheRequest, p
 LOAD_ADAPTER = Method("LoadAdapter", pb.LoadAdapterRequest, pb.LoadAdapterResponse)
 UNLOAD_ADAPTER = Method("UnloadAdapter", pb.UnloadAdapterRequest, pb.UnloadAdapterResponse)
 LIST_ADAPTERS = Method("ListAdapters", pb.ListAdaptersRequest, pb.ListAdaptersResponse)
+EXCHANGE_DRAFTER = Method("ExchangeDrafter", pb.ExchangeDrafterRequest, pb.ExchangeDrafterResponse)
 UNARY: tuple[Method[Any, Any], ...] = (
     ABORT, COMPILE, MODEL_INFO, STATS, TOKENIZE, DETOKENIZE, TOKENIZER_INFO, CLEAR_GRAMMAR_CACHE, LOAD_ADAPTER,
-    UNLOAD_ADAPTER, LIST_ADAPTERS,
+    UNLOAD_ADAPTER, LIST_ADAPTERS, EXCHANGE_DRAFTER,
 )  # fmt: skip
 GENERATE_MANY = Method("GenerateMany", pb.GenerateManyRequest, pb.GenerateManyResponse)
 WATCH_STATS = Method("WatchStats", pb.WatchStatsRequest, pb.WatchStatsResponse)

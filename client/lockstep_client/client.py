@@ -30,7 +30,7 @@ from lockstep_client.answers import (
     delta_of,
     from_message,
 )
-from lockstep_client.calls import UNARY_TIMEOUT_S, AnyGrammar, Method, Prepared, Prompt, Q, R
+from lockstep_client.calls import LOAD_TIMEOUT_S, UNARY_TIMEOUT_S, AnyGrammar, Method, Prepared, Prompt, Q, R
 from lockstep_client.embedded import EmbeddedServer, Setting
 from lockstep_client.errors import from_rpc
 from lockstep_client.grammars import CompiledGrammar, Grammar
@@ -332,6 +332,11 @@ class Client:
         """Return the adapters of the server, by name."""
         response = self._call(calls.LIST_ADAPTERS, pb.ListAdaptersRequest(), timeout_s)
         return tuple(map(adapter_of, response.adapters))
+
+    def exchange_drafter(self, path: str, *, timeout_s: float = LOAD_TIMEOUT_S) -> str:
+        """Load another draft model from a directory or GGUF file of the server, below its `draft_dirs`; return its path
+        once it drafts. Requests that run have the same tokens."""
+        return (self._call(calls.EXCHANGE_DRAFTER, pb.ExchangeDrafterRequest(path=path), timeout_s)).model
 
     def clear_grammar_cache(self, *, disk: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> ClearedGrammars:
         """Drop the compiled grammars that no running request uses; with `disk` the files, too."""

@@ -22,7 +22,9 @@ Unenforced = Literal["refuse", "warn", "verify"]
 _WHITESPACE = {"compact": pb.WHITESPACE_COMPACT, "bounded": pb.WHITESPACE_BOUNDED, "any": pb.WHITESPACE_ANY}
 _UNENFORCED = {"refuse": pb.UNENFORCED_REFUSE, "warn": pb.UNENFORCED_WARN, "verify": pb.UNENFORCED_VERIFY}
 _BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE, "auto": pb.BACKEND_AUTO}
-_BOUNDS = ("max_string_length", "max_array_items", "max_number_digits", "max_whitespace")
+_NUMBERS = (
+    "max_string_length", "max_array_items", "max_number_digits", "max_whitespace", "max_backtracks", "hold_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -41,6 +43,8 @@ class Grammar:
     max_array_items: int | None = None
     max_number_digits: int | None = None
     max_whitespace: int | None = None
+    max_backtracks: int | None = None
+    hold_tokens: int | None = None
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -89,6 +93,8 @@ class Grammar:
         max_array_items: int | None = None,
         max_number_digits: int | None = None,
         max_whitespace: int | None = None,
+        max_backtracks: int | None = None,
+        hold_tokens: int | None = None,
     ) -> Grammar:
         """Return the grammar with options; what is not given stays at the server's default.
 
@@ -102,6 +108,8 @@ class Grammar:
             max_array_items: most items of an array in JSON; 0: no bound.
             max_number_digits: most digits of a number in JSON before its point, and behind it; 0: no bound.
             max_whitespace: most white space characters in a row in JSON; 0: no bound but that of `whitespace`.
+            max_backtracks: how often a verified answer without a legal token may go back over tokens that are held.
+            hold_tokens: the last tokens of a verified answer that are held back; 0: it never goes back.
 
         Raises ValueError for a word that is none of these.
 
@@ -124,6 +132,8 @@ class Grammar:
             max_array_items=max_array_items,
             max_number_digits=max_number_digits,
             max_whitespace=max_whitespace,
+            max_backtracks=max_backtracks,
+            hold_tokens=hold_tokens,
         )
 
     def message(self) -> pb.Grammar:
@@ -135,7 +145,7 @@ class Grammar:
             message.backend = _BACKENDS[self.backend]
         if self.unenforced is not None:
             message.unenforced = _UNENFORCED[self.unenforced]
-        for name in _BOUNDS:
+        for name in _NUMBERS:
             if (value := getattr(self, name)) is not None:
                 setattr(message, name, value)
         if isinstance(self.source, tuple):

@@ -116,6 +116,9 @@ class Options(TypedDict, total=False):
     n: int
     include_stop_str_in_output: bool
     skip_special_tokens: bool
+    repetition_max_pattern_size: int
+    repetition_min_pattern_size: int
+    repetition_min_count: int
     logit_bias: Mapping[int, float]
     # Speculation.
     num_draft_tokens: int
@@ -170,6 +173,7 @@ _SCALARS = {
         "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty",
         "presence_penalty", "frequency_penalty", "ignore_eos", "logprobs", "n", "include_stop_str_in_output",
         "skip_special_tokens",
+        "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count",
     ),
     "speculation": ("num_draft_tokens", "draft_index"),
     "response": (

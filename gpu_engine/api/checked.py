@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from gpu_engine.api.adapters import Adapter
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.conversation import Chat, Reasoning
 from gpu_engine.api.outputs import OutputSpec, WantedOutput
 from gpu_engine.api.processors import Processors, ProcessorUse
-from gpu_engine.api.request import BeamParams, GrammarSpec, TenantShare
+from gpu_engine.api.request import Backtracking, BeamParams, GrammarSpec, TenantShare
+from service_runtime.repetition import RepetitionLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,10 @@ class Limits:
     """Every call has a bearer token that the server knows."""
     max_queue_ms: int = 0
     """Of a request without its own; 0: none."""
+    repetition: RepetitionLimit = field(default_factory=partial(RepetitionLimit, 0, 1, 8))
+    """Of a request without its own."""
+    backtracking: Backtracking = field(default_factory=partial(Backtracking, 8, 32))
+    """Of a request without its own numbers; each may be 0."""
     allow_never_preempt: bool = False
     max_output_bytes: int = 0
     """Of the tensors that a request asks for."""
@@ -76,6 +82,8 @@ class Limits:
             logits_processors=processors or Processors(),
             checks_tokens=bool(server.auth_token_file),
             max_queue_ms=server.max_queue_ms,
+            repetition=server.repetition,
+            backtracking=Backtracking(server.max_backtracks, server.hold_tokens),
             allow_never_preempt=server.allow_never_preempt,
             max_output_bytes=server.max_output_bytes,
             output_memory_bytes=server.output_memory_bytes,
@@ -130,6 +138,10 @@ class Checked:
     skip_special_tokens: bool
     omit_text: bool
     omit_token_ids: bool
+    repetition: RepetitionLimit | None = None
+    """None: the answer may repeat itself."""
+    backtracking: Backtracking | None = None
+    """None: no token of the answer is taken back."""
     echo: bool = False
     """The first response of each sequence begins with the prompt."""
     field_logprobs: bool = False

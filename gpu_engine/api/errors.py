@@ -8,6 +8,7 @@
     |- UnknownModel          NOT_FOUND             a model that this server does not have
     |- UnknownAdapter        NOT_FOUND             an adapter, or its directory, that this server does not have
     |- AdapterRefused        FAILED_PRECONDITION   adapters are not allowed here, or one of that name is in use
+    |- ExchangeRefused       FAILED_PRECONDITION   the draft model of this server cannot be exchanged
     |- GrammarNotConfigured  FAILED_PRECONDITION   a grammar on a server without a grammar process
     |- NotSupported          UNIMPLEMENTED         this server does not support it
     |- WrongRole             FAILED_PRECONDITION   this server's role does not include the call
@@ -65,6 +66,10 @@ class AdapterRefused(LockstepError):
     """The server allows no adapters, or not this one now."""
 
 
+class ExchangeRefused(LockstepError):
+    """The server has no draft model that can be exchanged, or its settings allow no other."""
+
+
 class GrammarNotConfigured(LockstepError):
     """The request has a grammar, and this server runs without a grammar process."""
 
@@ -118,6 +123,7 @@ _STATUS: dict[type[LockstepError], grpc.StatusCode] = {
     UnknownModel: grpc.StatusCode.NOT_FOUND,
     UnknownAdapter: grpc.StatusCode.NOT_FOUND,
     AdapterRefused: grpc.StatusCode.FAILED_PRECONDITION,
+    ExchangeRefused: grpc.StatusCode.FAILED_PRECONDITION,
     GrammarNotConfigured: grpc.StatusCode.FAILED_PRECONDITION,
     NotSupported: grpc.StatusCode.UNIMPLEMENTED,
     WrongRole: grpc.StatusCode.FAILED_PRECONDITION,

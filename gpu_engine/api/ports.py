@@ -136,6 +136,29 @@ class AdapterAccess(Protocol):
         """Return the adapters, by name."""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftModelInfo:
+    """A draft model that was loaded."""
+
+    name: str
+    """Its directory or file."""
+    num_parameters: int
+
+
+class DraftModelAccess(Protocol):
+    """The draft model of an engine. Every method is thread-safe."""
+
+    @property
+    def name(self) -> str:
+        """The model that drafts now; empty: none does."""
+
+    def exchange(self, path: str) -> DraftModelInfo:
+        """Load another draft model from a directory or GGUF file, and draft with it from the next iteration on. Blocks.
+
+        Raises InvalidRequest, UnknownModel, ExchangeRefused or ShuttingDown; the model before then drafts on.
+        """
+
+
 class EngineCore(Protocol):
     """The engine, as far as the servicer uses it. Every method is thread-safe and returns at once."""
 
@@ -146,6 +169,10 @@ class EngineCore(Protocol):
     @property
     def adapters(self) -> AdapterAccess:
         """The adapters that requests may name."""
+
+    @property
+    def draft_models(self) -> DraftModelAccess:
+        """The draft model, which clients may exchange."""
 
     @property
     def pages(self) -> PageAccess:
@@ -178,9 +205,21 @@ class GrammarEvents(Protocol):
     """Events of the grammar client for the engine. Thread-safe; a stale (slot, slot_gen) is ignored."""
 
     def grammar_opened(
-        self, slot: int, slot_gen: int, *, compile_ms: float, cache_hit: bool, backend: int, warnings: tuple[str, ...]
+        self,
+        slot: int,
+        slot_gen: int,
+        *,
+        compile_ms: float,
+        cache_hit: bool,
+        backend: int,
+        warnings: tuple[str, ...],
+        verified: bool,
     ) -> None:
-        """The slot's matcher has accepted its committed tokens."""
+        """The slot's matcher has accepted its committed tokens. `verified`: it checks the answer."""
+
+    def grammar_backtracked(self, slot: int, slot_gen: int, num_tokens: int, dead_texts: tuple[bytes, ...]) -> None:
+        """The slot's answer keeps its first `num_tokens` tokens, and avoids the texts from now on; -1: there is no way
+        back."""
 
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         """End the slot's request with `error`."""
@@ -203,8 +242,33 @@ class GrammarEvents(Protocol):
 class GrammarPort(Protocol):
     """The grammar client, as far as the engine uses it. Called on the engine's thread; returns at once."""
 
-    def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
-        """Make a matcher for the slot and have it accept `committed`; answered by grammar_opened or grammar_failed."""
+    def open(
+        self,
+        slot: int,
+        slot_gen: int,
+        request: Request,
+        committed: tuple[int, ...],
+        dead_texts: tuple[bytes, ...] = (),
+    ) -> None:
+        """Make a matcher for the slot and have it accept `committed`; answered by grammar_opened or grammar_failed.
+
+        `dead_texts`: the answer begins with none of them.
+        """
+
+    def backtrack(
+        self,
+        slot: int,
+        slot_gen: int,
+        request: Request,
+        committed: tuple[int, ...],
+        first: int,
+        dead_texts: tuple[bytes, ...],
+    ) -> None:
+        """Find a way back for a verified answer that has no legal token behind `committed`, of which `first` must stay.
+
+        The slot's matcher is of no use any more; `close` releases it. Answered by grammar_backtracked or
+        grammar_failed.
+        """
 
     def forked(self, slot: int, slot_gen: int, request: Request, before: tuple[int, int] | None) -> None:
         """Note that the engine had the slot's matcher copied from another slot of the request, in place of the matcher
@@ -253,6 +317,8 @@ class Compiled:
     """Lower bound of an answer's tokens, the end-of-sequence token included; 0: not known."""
     known_answer_tokens: int = 0
     """Tokens of one complete answer; there may be shorter ones. 0: none was found."""
+    verified: bool = False
+    """Its answers are checked against the schema."""
     attached: int = 0
     """`GrammarLink.attached` at that time: it is in the current grammar process only if the two are equal."""
     ready_s: float = 0.0

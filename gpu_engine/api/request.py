@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gpu_engine.api.adapters import Adapter
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.outputs import OutputRows, WantedOutput
+from service_runtime.repetition import RepetitionLimit
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +35,7 @@ class FinishReason(enum.Enum):
     GRAMMAR_ERROR = 5
     GRAMMAR_CLOSED = 6
     GRAMMAR_INVALID = 7
+    REPETITION = 8
 
 
 class TokenOrigin(enum.Enum):
@@ -125,6 +127,8 @@ class SamplingParams:
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    repetition: RepetitionLimit | None = None
+    """None: the answer may repeat itself."""
 
 
 class EarlyStopping(enum.Enum):
@@ -193,6 +197,7 @@ class Telemetry:
     deferred_rows: int = 0
     backend: int = 0
     warnings: tuple[str, ...] = ()
+    backtracks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +219,20 @@ class TokenEvent:
     """In the last event of a sequence of a beam search, unless the search has found fewer sequences."""
     origins: tuple[TokenOrigin, ...] = ()
     """One entry per token if the request asked for them, else empty."""
+    num_held: int = 0
+    """Tokens that were chosen and are held back, because the answer may still go back over them."""
+
+
+MAX_BACKTRACKS, MAX_HOLD_TOKENS = 64, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Backtracking:
+    """How a verified answer may go back when no token is legal."""
+
+    max_backtracks: int
+    hold_tokens: int
+    """The last tokens of the answer that are held back, and over which it may go back. At least 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +300,8 @@ class Request:
     """Tensors of the model that the request asks for."""
     token_origins: bool = False
     """The events say how each token came."""
+    backtracking: Backtracking | None = None
+    """Of a verified answer; None: what was chosen stays."""
     echo: str | None = None
     """The prompt's text, with which the first response of the sequence begins. None: not asked for."""
     telemetry: Telemetry = field(default_factory=Telemetry)

@@ -1,4 +1,4 @@
-"""The commands that ask a running server: generate, compile, tokenize, detokenize, info, adapters, health.
+"""The commands that ask a running server: generate, compile, tokenize, detokenize, info, adapters, drafter, health.
 
 The invariant: answers go to stdout and everything else to stderr, and the exit status says how the command ended. These
 commands do not load the model's libraries.
@@ -229,6 +229,23 @@ def run_info(flags: argparse.Namespace) -> int:
             print(title)
             for field in message.DESCRIPTOR.fields:
                 print(f"  {field.name:<24} {_shown(message, field.name)}")
+        return OK
+
+    return _ask(flags.server, access, ask)
+
+
+def run_drafter(flags: argparse.Namespace) -> int:
+    """Exchange the draft model of a server if that is asked for, and print the one that drafts."""
+    try:
+        access = access_of(flags)
+    except ValueError as error:
+        return usage(error)
+
+    async def ask(client: Client) -> int:
+        if flags.exchange is not None:
+            await client.exchange_drafter(flags.exchange)
+        info = await client.info()
+        print(f"{info.drafter}\t{info.draft_model}")
         return OK
 
     return _ask(flags.server, access, ask)

@@ -107,6 +107,11 @@ class Client:
         request = pb.LoadAdapterRequest(name=name, path=path)
         return (await self._stub.LoadAdapter(request, timeout=timeout_s, metadata=self._metadata)).adapter
 
+    async def exchange_drafter(self, path: str, *, timeout_s: float = 300.0) -> pb.ExchangeDrafterResponse:
+        """Load another draft model from a directory or file of the server, and draft with it."""
+        request = pb.ExchangeDrafterRequest(path=path)
+        return await self._stub.ExchangeDrafter(request, timeout=timeout_s, metadata=self._metadata)
+
     async def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
         """Take an adapter's name away, and wait until the last sequence that uses it has ended."""
         request = pb.UnloadAdapterRequest(name=name)

@@ -30,6 +30,7 @@ from gpu_engine.cli.asking import (
     run_adapters,
     run_compile,
     run_detokenize,
+    run_drafter,
     run_generate,
     run_health,
     run_info,
@@ -165,6 +166,17 @@ Examples:
 Exit status: 0 the server answered; 1 it did not, or refused; 2 wrong usage.
 """
 
+_DRAFTER = """\
+Show the drafter of a running server and its draft model; with --exchange, load another model first. Requests that run
+go on meanwhile, and have the same tokens.
+
+Examples:
+  lockstep drafter
+  lockstep drafter --exchange /models/SmolLM2-135M     below a --draft-dir of the server
+
+Exit status: 0 the server answered; 1 it did not, or refused; 2 wrong usage.
+"""
+
 _HEALTH = """\
 Ask a server whether it serves; for health checks and scripts.
 
@@ -181,7 +193,7 @@ check the answer with an independent JSON Schema validator, and ask again withou
 
 Examples:
   lockstep demo
-  lockstep demo --drafter eagle3             with the EAGLE-3 head of the embedded model
+  lockstep demo --grammar-backend xgrammar   with the other grammar library
 
 Takes the settings of `lockstep serve`. Exit status: 0 the answer fits the schema; 1 it does not, or the server cannot
 start; 2 wrong usage.
@@ -231,12 +243,15 @@ def _parser() -> Parser:
     info = commands.add("info", help="describe a server", description=_INFO)
     info.set_defaults(run=run_info)
     adapters = _add_adapters(commands)
+    drafter = commands.add("drafter", help="show and exchange the draft model", description=_DRAFTER)
+    drafter.add_argument("--exchange", type=text, metavar="PATH", help="load a draft model from a path of the server")
+    drafter.set_defaults(run=run_drafter)
     health = commands.add("health", help="ask a server whether it serves", description=_HEALTH)
     health.add_argument(
         "--timeout", type=seconds, metavar="SECONDS", default=5.0, help="longest wait for an answer (default: 5)"
     )
     health.set_defaults(run=run_health)
-    for command in (chat, ahead, *tokenizing, info, adapters, health):
+    for command in (chat, ahead, *tokenizing, info, adapters, drafter, health):
         add_access_flags(command)
     return parser
 

@@ -18,11 +18,14 @@ _BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANC
 _UNENFORCED = {"refuse": pb.UNENFORCED_REFUSE, "warn": pb.UNENFORCED_WARN, "verify": pb.UNENFORCED_VERIFY}
 _JSON_KINDS = {"schema": "json_schema", "structural_tag": "structural_tag"}
 _FILE_KINDS = {"ebnf": "ebnf", "lark": "lark"}
-_BOUNDS = {
-    "max_string_length": "most characters of a string in JSON",
-    "max_array_items": "most items of an array in JSON",
-    "max_number_digits": "most digits of a number in JSON before its point, and behind it; without an exponent",
-    "max_whitespace": "most white space characters in a row in JSON",
+_NUMBERS = {
+    "max_string_length": "most characters of a string in JSON; 0: no bound",
+    "max_array_items": "most items of an array in JSON; 0: no bound",
+    "max_number_digits": "most digits of a number in JSON before its point, and behind it, without an exponent; 0: no "
+    "bound",
+    "max_whitespace": "most white space characters in a row in JSON; 0: no bound",
+    "max_backtracks": "how often a verified answer without a legal token may go back",
+    "hold_tokens": "the last tokens of a verified answer that are held back for that; 0: it never goes back",
 }
 GRAMMAR_FLAGS = ("--json", "--schema", "--regex", "--choice", "--ebnf", "--lark", "--structural-tag")
 """The flags that exclude each other."""
@@ -72,9 +75,9 @@ def add_grammar_flags(
         help="what happens to parts that cannot be enforced: the request is refused, a warning, or the answer is "
         "verified (default: refuse)",
     )
-    for name, meaning in _BOUNDS.items():
+    for name, meaning in _NUMBERS.items():
         flag = f"--{name.replace('_', '-')}"
-        grammar.add_argument(flag, type=int, metavar="N", help=f"{meaning}; 0: no bound (default: the server's)")
+        grammar.add_argument(flag, type=int, metavar="N", help=f"{meaning} (default: the server's)")
     return kind
 
 
@@ -89,7 +92,7 @@ def build_grammar(flags: argparse.Namespace) -> pb.Grammar | None:
         options["allow_unenforced"] = True
     if flags.unenforced:
         options["unenforced"] = _UNENFORCED[flags.unenforced]
-    options |= {name: getattr(flags, name) for name in _BOUNDS if getattr(flags, name) is not None}
+    options |= {name: getattr(flags, name) for name in _NUMBERS if getattr(flags, name) is not None}
     source = _source(flags)
     if source is None and options:
         raise ValueError(f"--{next(iter(options)).replace('_', '-')}: needs a grammar")

@@ -31,6 +31,7 @@ from gpu_engine.core.build_executor import BuildExecutor, build_executor
 from gpu_engine.core.loop import EngineLoop
 from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.core.transfer.pages import PageDoor
+from gpu_engine.drafters.exchange import DraftModels
 from gpu_engine.model.adapters.registry import AdapterRegistry
 from gpu_engine.model.loader import LoadedModel
 from kernels.step_tensors import MAX_LOGPROBS
@@ -64,6 +65,8 @@ class Engine:
         """The adapters that requests may name. Thread-safe."""
         self._loop = EngineLoop(config, model, channel, grammar, build_executor, self.adapters, self._clock)
         self._inbox: Queue = threads.queue()
+        self.draft_models = DraftModels(config, model, self._loop.executor.decoupled, self._inbox.put)
+        """The draft model, which clients may exchange. Thread-safe."""
         if self._loop.executor.adapter_copies is not None:
             self._loop.executor.adapter_copies.open(self._inbox.put)
         self._closing = threads.event()
@@ -275,11 +278,15 @@ class Engine:
         cache_hit: bool,
         backend: int,
         warnings: tuple[str, ...] = (),
+        verified: bool = False,
     ) -> None:
         """Let the slot's sequence decode: its matcher is at its committed tokens."""
-        self._inbox.put(
-            lambda: self._loop.grammar_slots.opened(slot, slot_gen, compile_ms, cache_hit, backend, warnings)
-        )
+        slots, key = self._loop.grammar_slots, (slot, slot_gen)
+        self._inbox.put(lambda: slots.opened(*key, compile_ms, cache_hit, backend, warnings, verified=verified))
+
+    def grammar_backtracked(self, slot: int, slot_gen: int, num_tokens: int, dead_texts: tuple[bytes, ...]) -> None:
+        """Let the slot's answer go back, or end it."""
+        self._inbox.put(lambda: self._loop.grammar_backtracked(slot, slot_gen, num_tokens, dead_texts))
 
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         """End the slot's sequence with `error`."""
@@ -354,6 +361,7 @@ class Engine:
             self._thread.join(timeout_s)
         if not self._thread.is_alive():
             self.adapters.close()
+            self.draft_models.close()
 
     def __repr__(self) -> str:
         return f"<Engine {self.model} {self._loop.scheduler}>"

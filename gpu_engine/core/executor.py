@@ -27,7 +27,8 @@ from gpu_engine.core.running import SequenceState, SlotWriter
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.core.transfer.digest import weights_digest
 from gpu_engine.core.transfer.mover import PageMover
-from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, suffix_drafter
+from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, decoupled_drafter, suffix_drafter
+from gpu_engine.drafters.decoupled import DecoupledDrafter
 from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.ops.memory import memory_use
@@ -82,6 +83,8 @@ class Executor:
     """The logits processors that requests may name."""
     answers: SuffixDrafter | None = None
     """The drafter, if it drafts from earlier answers: it learns which sequence has a slot, and what each answered."""
+    decoupled: DecoupledDrafter | None = None
+    """The drafter, if its model can be exchanged."""
     adapter_copies: AdapterCopies | None = None
     """Writes adapters between the steps of a device. None: the model takes none, or its memory is the CPU's."""
     mover: PageMover | None = None
@@ -102,8 +105,9 @@ def lookahead(config: EngineConfig, max_inflight_steps: int) -> int:
 
 def draft_budget(config: EngineConfig) -> DraftBudget:
     """Return the budget of the drafter that the configuration names."""
+    computes = config.drafts_by_net or config.drafts_decoupled
     return DraftBudget(
-        most_rows=config.step_rows, by_length=not config.drafts_by_net, may_pause=not config.drafts_by_net
+        most_rows=config.step_rows, by_length=not computes, may_pause=not config.drafts_by_net, computes=computes
     )
 
 
@@ -198,8 +202,7 @@ def cpu_executor(
     program = StepProgram(stream, launches, model, pages, sync, drafter, slot, lane, ring, processing=processing)
     limits = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
     slot_writer = SlotWriter(slot, eos_token_ids=model.eos_token_ids, adapters=model.adapters is not None, **limits)
-    launcher = DirectLauncher(program, slot, lane, ring)
-    budget = draft_budget(config)
+    launcher, budget = DirectLauncher(program, slot, lane, ring), draft_budget(config)
     # One sequence at a time: on a CPU tokens cost the same together and alone.
     fill = Prefill(stream, model, pages, drafter, slot_writer, lambda _, longest: (1, padded(longest)), max_lanes=1)
 
@@ -231,6 +234,7 @@ def cpu_executor(
         mixes=program.mixes,
         processors=processors,
         answers=suffix_drafter(drafter),
+        decoupled=decoupled_drafter(drafter),
         mover=page_mover(config, model, stream, pages),
         memory=memory_use(model, pages, slot, lane),
     )

@@ -63,6 +63,8 @@ class GrammarSlots:
         self._waiting: list[RunningSequence] = []
         self._with_matcher: list[RunningSequence] = []
         self._blamed: list[RunningSequence] = []
+        self._forgiven = False
+        """The end that is reported next was caused from outside: the supervisor saw it before the link."""
         self.progress = 0
         """Counts up whenever a sequence gets rows, and when a crash is attributed to a sequence."""
 
@@ -74,12 +76,26 @@ class GrammarSlots:
         now = self._attached and not crash_attribution.must_wait(sequence, self._scheduler.running)
         sequence.grammar_state = GrammarState.OPENING if now else GrammarState.LOST
         sequence.deferred, state.empty_answers, state.deferred_since_s = False, 0, 0.0
-        self._sync.forget(sequence.slot)
-        if now and self._port is not None:
-            crash_attribution.trial_started(sequence)
-            self._slot_writer.bind(sequence, drafts=crash_attribution.may_draft(sequence))
-            state.bound = (sequence.slot, sequence.slot_gen)
-            self._port.open(sequence.slot, sequence.slot_gen, state.request, tuple(state.answer))
+        if not state.backtracking:
+            self._sync.forget(sequence.slot)
+        if not now or self._port is None:
+            return
+        crash_attribution.trial_started(sequence)
+        state.bound = (sequence.slot, sequence.slot_gen)
+        where = *state.bound, state.request, tuple(state.answer)
+        if state.backtracking:
+            self._port.backtrack(*where, state.num_sent, state.dead_texts)
+            return
+        self._slot_writer.bind(sequence, drafts=crash_attribution.may_draft(sequence))
+        self._port.open(*where, state.dead_texts)
+
+    def backtrack(self, sequence: RunningSequence) -> None:
+        """Ask for a way back over the tokens that are held: no token is legal behind them.
+
+        The sequence stays out of the batch. A new grammar process is asked again.
+        """
+        sequence.payload.backtracking = True
+        self.open(sequence)
 
     def fork(self, pairs: Sequence[tuple[RunningSequence, RunningSequence]], num_committed: int) -> None:
         """Make the matcher of each target a copy of its source's, both (source, target) beams of one group.
@@ -194,7 +210,15 @@ class GrammarSlots:
     # -- events of the grammar process -------------------------------------------------------------------------------
 
     def opened(
-        self, slot: int, slot_gen: int, compile_ms: float, cache_hit: bool, backend: int, warnings: tuple[str, ...]
+        self,
+        slot: int,
+        slot_gen: int,
+        compile_ms: float,
+        cache_hit: bool,
+        backend: int,
+        warnings: tuple[str, ...],
+        *,
+        verified: bool = False,
     ) -> None:
         """Let the sequence decode: its matcher is at its committed tokens. An event for an earlier owner is ignored."""
         sequence = self._scheduler.sequence(slot, slot_gen)
@@ -204,6 +228,7 @@ class GrammarSlots:
         telemetry = sequence.payload.request.telemetry
         telemetry.compile_ms, telemetry.compile_cache_hit = compile_ms, cache_hit
         telemetry.backend, telemetry.warnings = backend, warnings
+        sequence.payload.verified = verified
 
     def process_silent(self) -> None:
         """Take sequences with an open matcher out of the batch: the process shows no life. Their matchers remain."""
@@ -241,9 +266,12 @@ class GrammarSlots:
         self._blamed = crash_attribution.process_ended(self._waiting, self._with_matcher)
         for sequence in guided:
             sequence.grammar_state, sequence.deferred = GrammarState.LOST, False
+        if self._forgiven:
+            self.forgive()
 
     def forgive(self) -> None:
-        """Undo the counts of the last end: the process was ended from outside."""
+        """Undo the counts of the last end, or of the next one if none is reported yet: it was caused from outside."""
+        self._forgiven = self._attached
         crash_attribution.forgive(self._waiting, self._with_matcher)
         self._waiting, self._with_matcher, self._blamed = [], [], []
 

@@ -26,6 +26,7 @@ from gpu_engine.core.executor import lookahead
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.outputs.delivery import Delivery, ended
+from gpu_engine.core.outputs.holding import go_back
 from gpu_engine.core.outputs.streams import OutputStreams
 from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.core.running import RunningSequence, SequenceState
@@ -317,6 +318,24 @@ class EngineLoop:
         while self._in_flight:
             self._process_outputs(self._in_flight.popleft())
         self.grammar_slots.process_lost(binding)
+
+    def grammar_backtracked(self, slot: int, slot_gen: int, num_tokens: int, dead_texts: tuple[bytes, ...]) -> None:
+        """Let the answer in the slot go on behind its first `num_tokens` tokens; -1: it ends with GRAMMAR_INVALID.
+
+        The sequence loses its slot, and comes back as any that was preempted: with fewer tokens. Its pages are indexed
+        before that. An event for an earlier owner of the slot is ignored.
+        """
+        sequence = self.scheduler.sequence(slot, slot_gen)
+        if sequence is None or not sequence.payload.backtracking:
+            return
+        if num_tokens < 0:
+            self.end(sequence, finish=FinishReason.GRAMMAR_INVALID)
+            return
+        self.scheduler.preempt(sequence, self._clock())
+        self.grammar_slots.close(sequence)
+        state = sequence.payload
+        go_back(state, num_tokens, dead_texts)
+        sequence.length = len(state.request.prompt_ids) + num_tokens
 
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         """End the sequence in the slot with `error`; an event for an earlier owner of the slot is ignored."""

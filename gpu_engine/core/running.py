@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gpu_engine.api.request import Request
+from gpu_engine.api.request import Request, TokenEvent
 from gpu_engine.core.draft_budget import DraftRecord
 from gpu_engine.core.scheduler import Sequence
 from gpu_engine.step.buffers import SlotBuffers
@@ -44,8 +44,23 @@ class SequenceState:
     """Jump-forward tokens among the drafts that its next step verifies."""
     drafts: DraftRecord = field(default_factory=DraftRecord)
     """How many of its drafts were accepted lately."""
+    repeats: bool = False
+    """The answer repeats itself, as `SamplingParams.repetition` says."""
+    verified: bool = False
+    """The grammar process checks the answer against its schema."""
+    held: TokenEvent | None = None
+    """The last tokens of the answer, which the client has not got yet."""
+    backtracking: bool = False
+    """No token is legal behind the answer: the grammar process looks for a way back."""
+    dead_texts: tuple[bytes, ...] = ()
+    """Texts that the answer avoids since it went back; of the grammar process, which alone reads them."""
     pages_written: int = 0
     """Entries of the page table that are written."""
+
+    @property
+    def num_sent(self) -> int:
+        """Tokens of the answer that the client has got."""
+        return len(self.answer) - (len(self.held.token_ids) if self.held is not None else 0)
 
     def __repr__(self) -> str:
         return f"{self.request.key} +{len(self.answer)}"

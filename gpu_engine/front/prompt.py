@@ -103,6 +103,7 @@ def build_requests(
             prompt_logprobs=checked.prompt_logprobs if i == 0 else None,
             echo=echo,
             token_origins=checked.token_origins,
+            backtracking=checked.backtracking,
             # The sequences of a beam search share their steps.
             telemetry=telemetry if checked.beams else Telemetry(arrived_s=arrived_s),
             beams=checked.beams,
@@ -135,6 +136,7 @@ def _sampling(checked: Checked, max_tokens: int, tokenizer: Tokenizer) -> Sampli
         logprobs=0 if checked.logprobs is None and checked.field_logprobs else checked.logprobs,
         include_stop_str_in_output=checked.include_stop_str_in_output,
         skip_special_tokens=checked.skip_special_tokens,
+        repetition=checked.repetition,
     )
 
 

@@ -74,7 +74,9 @@ def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOp
         text or delta.finish or delta.logprobs or delta.prompt_logprobs or delta.outputs or delta.origins or has_ids
     ):
         return []
-    first = pb.GenerateResponse(request_id=request.client_request_id, index=request.index, text=text)
+    first = pb.GenerateResponse(
+        request_id=request.client_request_id, index=request.index, text=text, held_tokens=delta.num_held
+    )
     if echo and not options.omit_token_ids:
         first.prompt_token_ids.extend(request.text_prompt_ids)
     if not options.omit_token_ids:
@@ -169,6 +171,7 @@ def _telemetry(request: Request, finished_s: float) -> pb.Telemetry:
         seed=request.sampling.seed,
         backend=cast("pb.Backend", t.backend),
         warnings=t.warnings,
+        backtracks=t.backtracks,
     )
 
 

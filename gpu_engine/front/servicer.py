@@ -115,7 +115,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         """Describe the model and the limits."""
         calls = self._calls
         backends = calls.grammar.backends if calls.grammar else ()
-        return model_info(calls.model, calls.engine.config, calls.limits, backends, self._version)
+        response = model_info(calls.model, calls.engine.config, calls.limits, backends, self._version)
+        response.draft_model = calls.engine.draft_models.name
+        return response
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         """Return the counters of the engine and the gauges of the grammar process."""
@@ -177,6 +179,15 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         async with ErrorToStatus(context, self._calls.failed, CallRecord()):
             messages = [adapter_message(use) for use in self._visible(context).list_adapters()]
             return pb.ListAdaptersResponse(adapters=messages, max_bytes=self._calls.engine.adapters.max_bytes)
+        raise AssertionError("abort raises")
+
+    async def ExchangeDrafter(self, request: pb.ExchangeDrafterRequest, context: Context) -> pb.ExchangeDrafterResponse:
+        """Load another draft model and draft with it."""
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            self._calls.refuse_if_draining()
+            # A client that leaves meanwhile does not bring the former model back.
+            loaded = await asyncio.to_thread(self._calls.engine.draft_models.exchange, request.path)
+            return pb.ExchangeDrafterResponse(model=loaded.name, num_parameters=loaded.num_parameters)
         raise AssertionError("abort raises")
 
     async def _not_served(self, context: Context) -> NoReturn:

@@ -32,6 +32,10 @@ MAX_HELD_TOKENS = 64
 """A run of this many tokens without one complete character is not UTF-8 text; its text is returned as it is."""
 
 
+_STOPPED = frozenset({FinishReason.STOP, FinishReason.GRAMMAR_CLOSED, FinishReason.REPETITION})
+"""Reasons of an answer that ends with a stop token, if one matched."""
+
+
 @dataclass(slots=True)
 class Delta:
     """What is new since the last delta. `text` may lag behind `token_ids`."""
@@ -56,6 +60,8 @@ class Delta:
     """In the last delta of a sequence of a beam search."""
     origins: list[TokenOrigin] = field(default_factory=list)
     """How each token came, if asked for."""
+    num_held: int = 0
+    """Tokens of a verified answer that are held back."""
     error: LockstepError | None = None
     """The engine failed the sequence; the tokens before the failure are valid."""
 
@@ -81,7 +87,7 @@ class Delta:
             else:
                 self.parts.append(part)
         self.outputs = later.outputs
-        self.beam_score = later.beam_score
+        self.beam_score, self.num_held = later.beam_score, later.num_held
         self.finish, self.error, self.fields = later.finish, later.error, later.fields
         self.matched_token_id, self.matched_stop = later.matched_token_id, later.matched_stop
 
@@ -159,7 +165,7 @@ class SequenceOutput:
             content = [part.text for part in parts if part.kind is PartKind.CONTENT]
             self._content += [joined] if self._parser is None else content
             if delta.finish is not None:
-                whole = delta.finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED) and delta.matched_stop is None
+                whole = delta.finish in _STOPPED and delta.matched_stop is None
                 delta.fields = self._fields.fields("".join(self._content), complete=whole)
         return delta
 
@@ -172,10 +178,10 @@ class SequenceOutput:
         return parts + self._parser.finish() if ended else parts
 
     def _take_one(self, event: TokenEvent, delta: Delta, text: list[str]) -> None:
-        stopped = event.finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED)
-        stop_token_last = stopped and event.matched_token_id is not None
+        stop_token_last = event.finish in _STOPPED and event.matched_token_id is not None
         delta.prompt_logprobs = delta.prompt_logprobs or event.prompt_logprobs
         delta.outputs += event.outputs
+        delta.num_held = event.num_held
         for i, token_id in enumerate(event.token_ids):
             delta.token_ids.append(token_id)
             if event.logprobs and self._with_logprobs:

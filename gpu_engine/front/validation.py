@@ -19,12 +19,13 @@ from gpu_engine.api.adapters import Adapter, AdapterKind
 from gpu_engine.api.checked import Checked, Limits, Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.processors import MAX_PER_REQUEST, Processors, ProcessorUse
-from gpu_engine.api.request import GrammarKind, GrammarSpec
+from gpu_engine.api.request import MAX_BACKTRACKS, MAX_HOLD_TOKENS, Backtracking, GrammarKind, GrammarSpec
 from gpu_engine.front.beam_field import check_beams
 from gpu_engine.front.grammar_field import check_grammar
 from gpu_engine.front.outputs_field import check_outputs
 from gpu_engine.front.tools.fields import chat_bytes, check_chat, check_reasoning, check_tools
 from protos.engine.v1 import engine_pb2 as pb
+from service_runtime.repetition import MAX_COUNT, MAX_PATTERN_SIZE, MIN_COUNT, RepetitionLimit
 
 FindAdapter = Callable[[AdapterKind, str], Adapter]
 """Returns the loaded adapter of a name. Raises InvalidRequest."""
@@ -35,7 +36,7 @@ MAX_BAD_WORDS = 64
 MAX_STRING_BYTES = 256
 MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0
-MAX_REPETITION_PENALTY = 10.0
+MAX_REPETITION = 10.0
 MAX_PENALTY = 2.0
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
@@ -59,14 +60,13 @@ def check(
     name. Raises InvalidRequest, UnknownGrammar or NotSupported.
     """
     request_id = _request_id(request.request_id, running)
-    prompt = check_prompt(request, limits)
     sampling = request.sampling
     grammar = _grammar(request, known)
     adapters = _adapters(request, find_adapter)
     num_drafts, num_jump_forward = (0, 0) if request.HasField("beam_search") else _draft_tokens(request, limits)
     return Checked(
         request_id=request_id,
-        prompt=prompt,
+        prompt=check_prompt(request, limits),
         n=_integer(sampling, "n", 1, low=1, high=limits.max_n),
         num_draft_tokens=num_drafts,
         jump_forward_tokens=num_jump_forward,
@@ -79,9 +79,9 @@ def check(
         top_p=_number(sampling, "top_p", 1.0, low=0.0, high=1.0, open_low=True),
         top_k=max(_integer(sampling, "top_k", 0, low=-1, high=2**31 - 1), 0),
         min_p=_number(sampling, "min_p", 0.0, low=0.0, high=1.0),
-        repetition_penalty=_number(
-            sampling, "repetition_penalty", 1.0, low=0.0, high=MAX_REPETITION_PENALTY, open_low=True
-        ),
+        repetition=_repetition(request, limits),
+        backtracking=_backtracking(request, grammar, limits),
+        repetition_penalty=_number(sampling, "repetition_penalty", 1.0, low=0.0, high=MAX_REPETITION, open_low=True),
         presence_penalty=_number(sampling, "presence_penalty", 0.0, low=-MAX_PENALTY, high=MAX_PENALTY),
         frequency_penalty=_number(sampling, "frequency_penalty", 0.0, low=-MAX_PENALTY, high=MAX_PENALTY),
         stop=_strings(sampling.stop, "sampling.stop", MAX_STOP_STRINGS),
@@ -283,6 +283,46 @@ def _integer(sampling: pb.SamplingParams, name: str, default: int, *, low: int, 
         limit = f"at least {low}" if value < low else f"at most {high}"
         raise InvalidRequest(f"sampling.{name}", f"is {value}, must be {limit}")
     return value
+
+
+def _repetition(request: pb.GenerateRequest, limits: Limits) -> RepetitionLimit | None:
+    """Return how often the answer may repeat a pattern; None: always."""
+    sampling, own = request.sampling, limits.repetition
+    name = "repetition_max_pattern_size"
+    longest = _integer(sampling, name, own.max_pattern_size, low=0, high=MAX_PATTERN_SIZE)
+    shortest = _integer(
+        sampling,
+        "repetition_min_pattern_size",
+        min(own.min_pattern_size, longest or own.min_pattern_size),
+        low=1,
+        high=longest or MAX_PATTERN_SIZE,
+    )
+    count = _integer(sampling, "repetition_min_count", own.min_count, low=MIN_COUNT, high=MAX_COUNT)
+    if longest and request.HasField("beam_search"):
+        if sampling.HasField(name):
+            raise InvalidRequest(f"sampling.{name}", "is not allowed together with beam_search")
+        return None
+    return RepetitionLimit(longest, shortest, count, sampling.min_tokens) if longest else None
+
+
+def _backtracking(request: pb.GenerateRequest, grammar: GrammarSpec | None, limits: Limits) -> Backtracking | None:
+    """Return how a verified answer may go back; None: it may not."""
+    own, wanted = limits.backtracking, request.grammar
+    values = {}
+    for name, default, most in (
+        ("max_backtracks", own.max_backtracks, MAX_BACKTRACKS),
+        ("hold_tokens", own.hold_tokens, MAX_HOLD_TOKENS),
+    ):
+        values[name] = getattr(wanted, name) if wanted.HasField(name) else default
+        if values[name] > most:
+            raise InvalidRequest(f"grammar.{name}", f"is {values[name]}, must be in [0, {most}]")
+        if wanted.HasField(name) and (grammar is None or not grammar.verify):
+            raise InvalidRequest(f"grammar.{name}", "needs grammar.unenforced = UNENFORCED_VERIFY")
+    # Rows of tensors are computed for tokens that would be taken back, and reserved pages are never given back early.
+    stays = request.HasField("beam_search") or request.never_preempt or check_outputs(request, limits)
+    if grammar is None or not grammar.verify or stays or not all(values.values()):
+        return None
+    return Backtracking(**values)
 
 
 def _number(

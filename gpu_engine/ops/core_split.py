@@ -79,6 +79,14 @@ class CoreSplit:
             os.sched_setaffinity(0, self.rest)
 
 
+def fills_cores(config: EngineConfig, usable: int) -> bool:
+    """Return whether the model's threads use every usable core, so that whatever else computes takes time from a step.
+
+    `device` and `num_threads` are resolved.
+    """
+    return config.on_cpu and config.num_threads * config.tensor_parallel_size >= usable
+
+
 def _move(before: frozenset[int], after: frozenset[int]) -> bool:
     """Move every thread of this process whose cores are exactly `before` to `after`."""
     for _ in range(2):  # a second time for threads that were started by a thread not moved yet

@@ -26,6 +26,7 @@ from gpu_engine.sidecar.compilations import Admission, GrammarCompiler, grammar_
 from gpu_engine.sidecar.link import GrammarLink
 from protos.grammar.v1 import grammar_pb2 as gpb
 from service_runtime.logs import REQUEST_ID
+from service_runtime.repetition import RepetitionLimit
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class _Slot:
     request_id: str
     spec: GrammarSpec
     max_tokens: int
+    repetition: RepetitionLimit | None = None
     task: asyncio.Task[None] | None = None
     binding: bool = False
     """A Bind is under way: the matcher may exist when a Release is sent, so the Release waits for it."""
@@ -58,6 +60,17 @@ class _Slot:
     """Number of the grammar process (`GrammarLink.attached`) that confirmed the matcher; 0: none has."""
     in_hand: bool = False
     """The grammar process has the Bind, and the grammar is compiled: a crash now may be due to this matcher."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The answer of a slot, as the grammar process has to know it."""
+
+    committed: tuple[int, ...]
+    dead_texts: tuple[bytes, ...] = ()
+    """It begins with none of them from here on."""
+    first: int | None = None
+    """A way back is asked for, over the tokens behind the first so many; None: a matcher is."""
 
 
 class GrammarClient:
@@ -153,9 +166,28 @@ class GrammarClient:
 
     # ---- for the engine, on its thread -----------------------------------------------------------------------------
 
-    def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
+    def open(
+        self,
+        slot: int,
+        slot_gen: int,
+        request: Request,
+        committed: tuple[int, ...],
+        dead_texts: tuple[bytes, ...] = (),
+    ) -> None:
         """Request a matcher for the slot, advanced over `committed`; grammar_opened or grammar_failed follows."""
-        self._loop.call_soon_threadsafe(self._open, (slot, slot_gen), request, committed)
+        self._loop.call_soon_threadsafe(self._open, (slot, slot_gen), request, _Answer(committed, dead_texts))
+
+    def backtrack(
+        self,
+        slot: int,
+        slot_gen: int,
+        request: Request,
+        committed: tuple[int, ...],
+        first: int,
+        dead_texts: tuple[bytes, ...],
+    ) -> None:
+        """Ask for a way back of the slot's answer; grammar_backtracked or grammar_failed follows."""
+        self._loop.call_soon_threadsafe(self._open, (slot, slot_gen), request, _Answer(committed, dead_texts, first))
 
     def forked(self, slot: int, slot_gen: int, request: Request, before: tuple[int, int] | None) -> None:
         """Note a matcher that the step plane has made, in place of `before`."""
@@ -219,13 +251,15 @@ class GrammarClient:
         # A request that still waits for a slot has no matcher to fail, and would wait for ever in its next slot.
         self._compiler.fail_compiled(error)
 
-    def _open(self, key: tuple[int, int], request: Request, committed: tuple[int, ...]) -> None:
+    def _open(self, key: tuple[int, int], request: Request, answer: _Answer) -> None:
         if self._closed or request.grammar is None:
             return
         if (old := self._slots.get(key)) and old.task:
             old.task.cancel()
-        state = self._slots[key] = _Slot(request.request_id, request.grammar, request.sampling.max_tokens)
-        state.task = self._tasks.spawn(self._open_slot(key, state, committed), f"open slot {key[0]}.{key[1]}")
+        sampling = request.sampling
+        state = _Slot(request.request_id, request.grammar, sampling.max_tokens, sampling.repetition)
+        self._slots[key] = state
+        state.task = self._tasks.spawn(self._open_slot(key, state, answer), f"open slot {key[0]}.{key[1]}")
 
     def _forked(self, key: tuple[int, int], request: Request, before: tuple[int, int] | None) -> None:
         old = self._slots.pop(before, None) if before else None
@@ -236,16 +270,17 @@ class GrammarClient:
             state = _Slot(request.request_id, request.grammar, request.sampling.max_tokens, bound_in=bound_in)
             self._slots[key] = state
 
-    async def _open_slot(self, key: tuple[int, int], state: _Slot, committed: tuple[int, ...]) -> None:
+    async def _open_slot(self, key: tuple[int, int], state: _Slot, answer: _Answer) -> None:
         REQUEST_ID.set(state.request_id)
+        found: gpb.BacktrackResponse | None
         try:
             compiled = await self._compiler.result(state.request_id, state.spec)
             state.binding = True
             try:
-                await self._bind(key, state, compiled, committed)
+                found = await self._bind(key, state, compiled, answer)
             except _EvictedError:
                 compiled = await self._compiler.compile(state.spec, accepted=True)
-                await self._bind(key, state, compiled, committed)
+                found = await self._bind(key, state, compiled, answer)
         except _EvictedError:
             evicted = GrammarUnavailable("the grammar process evicts grammars too fast; try again")
             self._engine.grammar_failed(*key, evicted)
@@ -255,17 +290,32 @@ class GrammarClient:
             self._engine.grammar_failed(*key, InternalError(f"the slot was not opened ({type(error).__name__})"))
             raise  # for the log
         else:
+            if found is not None:
+                self._go_back(key, answer, found)
+                return
             self._engine.grammar_opened(
                 *key,
                 compile_ms=compiled.compile_ms,
                 cache_hit=compiled.cache_hit,
                 backend=compiled.backend,
                 warnings=compiled.warnings,
+                verified=compiled.verified,
             )
         finally:
             state.binding = False
 
-    async def _bind(self, key: tuple[int, int], state: _Slot, compiled: Compiled, committed: tuple[int, ...]) -> None:
+    def _go_back(self, key: tuple[int, int], answer: _Answer, found: gpb.BacktrackResponse) -> None:
+        """Report the way back, which must take at least one token back and none that was sent."""
+        if found.found and not (answer.first or 0) <= found.num_tokens < len(answer.committed):
+            words = f"the grammar process goes back to {found.num_tokens} of {len(answer.committed)} tokens"
+            self._engine.grammar_failed(*key, InternalError(f"{words}, and {answer.first} were sent"))
+            return
+        self._engine.grammar_backtracked(*key, found.num_tokens if found.found else -1, tuple(found.dead_texts))
+
+    async def _bind(
+        self, key: tuple[int, int], state: _Slot, compiled: Compiled, answer: _Answer
+    ) -> gpb.BacktrackResponse | None:
+        """Have the grammar process make a matcher, or return its way back if the answer asks for that."""
         if state.max_tokens < compiled.min_tokens:
             raise InvalidRequest(
                 "sampling.max_tokens",
@@ -273,19 +323,16 @@ class GrammarClient:
             )
         await self._link.ready(self._wait_s)
         attached = self._link.attached
-        message = gpb.BindRequest(
-            slot=key[0],
-            slot_gen=key[1],
-            grammar_id=compiled.grammar_id,
-            committed_tokens=committed,
-            max_tokens=state.max_tokens,
-            request_id=REQUEST_ID.get(),
-        )
+        binds = answer.first is None
+        message = _bind_request(key, state, compiled, answer) if binds else _backtrack_request(state, compiled, answer)
         # A process that has not compiled the grammar answers NOT_FOUND, and cannot crash over the matcher.
         state.in_hand = compiled.attached == attached
         try:
+            if isinstance(message, gpb.BacktrackRequest):
+                return await self._link.stub.Backtrack(message, timeout=BIND_TIMEOUT_S)
             await self._link.stub.Bind(message, timeout=BIND_TIMEOUT_S)
             state.bound_in = attached
+            return None
         except grpc.aio.AioRpcError as error:
             match error.code():
                 case grpc.StatusCode.NOT_FOUND:
@@ -297,7 +344,7 @@ class GrammarClient:
                 case grpc.StatusCode.UNAVAILABLE:
                     # The link is about to notice the loss, and `link_lost` cancels this task while it waits here.
                     await self._link.attached_after(attached, self._wait_s)
-            raise grammar_error(error, "Bind", BIND_TIMEOUT_S) from error
+            raise grammar_error(error, "Bind" if binds else "Backtrack", BIND_TIMEOUT_S) from error
         finally:
             state.in_hand = False
 
@@ -326,3 +373,30 @@ class GrammarClient:
 
 class _EvictedError(Exception):
     """The grammar process does not know the grammar id any more."""
+
+
+def _bind_request(key: tuple[int, int], state: _Slot, compiled: Compiled, answer: _Answer) -> gpb.BindRequest:
+    message = gpb.BindRequest(
+        slot=key[0],
+        slot_gen=key[1],
+        grammar_id=compiled.grammar_id,
+        committed_tokens=answer.committed,
+        max_tokens=state.max_tokens,
+        request_id=REQUEST_ID.get(),
+        dead_texts=answer.dead_texts,
+    )
+    if (limit := state.repetition) is not None:
+        message.repetition_max_pattern_size = limit.max_pattern_size
+        message.repetition_min_pattern_size = limit.min_pattern_size
+        message.repetition_min_count, message.min_tokens = limit.min_count, limit.min_tokens
+    return message
+
+
+def _backtrack_request(state: _Slot, compiled: Compiled, answer: _Answer) -> gpb.BacktrackRequest:
+    return gpb.BacktrackRequest(
+        grammar_id=compiled.grammar_id,
+        committed_tokens=answer.committed,
+        max_tokens=state.max_tokens,
+        dead_texts=answer.dead_texts,
+        first_position=answer.first or 0,
+    )

@@ -278,6 +278,7 @@ class GrammarCompiler:
                 memory_bytes=response.memory_bytes,
                 min_tokens=response.min_tokens,
                 known_answer_tokens=response.known_answer_tokens,
+                verified=response.verified,
                 attached=attached,
                 ready_s=time.monotonic(),
             )

@@ -56,7 +56,7 @@ class ComposingBackend:
             allow_unenforced = True
         if grammar.kind is not Kind.COMPOSED:
             return self._inner.compile(grammar, allow_unenforced=allow_unenforced)
-        document = json.loads(grammar.text)
+        document = _document(grammar)
         backend, vocabulary = self._backend(document)
         if "reasoning" in document:
             ways_out(TokenBytes.of(vocabulary), ReasoningSpec.parse(document["reasoning"]).end)
@@ -69,7 +69,7 @@ class ComposingBackend:
         """Return the compiled form; see `Backend.load`."""
         if grammar.kind is not Kind.COMPOSED:
             return _verified(self._inner.load(grammar, artifact), grammar, self._vocabulary)
-        document = json.loads(grammar.text)
+        document = _document(grammar)
         backend, vocabulary = self._backend(document)
         answer = _verified(backend.load(_tag(grammar, document), artifact), grammar, vocabulary)
         if "reasoning" not in document:
@@ -115,6 +115,17 @@ class ComposingBackend:
 
     def __repr__(self) -> str:
         return f"<ComposingBackend {self.name} opened={len(self._opened)}>"
+
+
+def _document(grammar: Grammar) -> dict[str, Any]:
+    """Return a composed grammar as JSON. Raises InvalidGrammar unless its members have their types."""
+    document: dict[str, Any] = json.loads(grammar.text)
+    if not isinstance(document.get("format"), dict):
+        raise InvalidGrammar("composed grammar: /format: must be an object")
+    opened = document.get("open_tokens", [])
+    if not isinstance(opened, list) or not all(type(token) is int for token in opened):
+        raise InvalidGrammar("composed grammar: /open_tokens: must be an array of token ids")
+    return document
 
 
 def verified_schema(grammar: Grammar) -> str | None:

@@ -4,7 +4,13 @@
     accept    a stop token only behind a valid answer
 
 A token is looked at where it ends a value: a string, an array, an object, or a value before a comma. The value so far,
-its open brackets closed, goes to the validator. An error there counts if no continuation can undo it.
+its open brackets closed, goes to the validator. An error there counts if no continuation can undo it. A row that would
+have nothing but white space left is empty: the same tokens are lost behind it.
+
+An answer without a legal token may go back over some of its tokens. `find_way_back` says how far, and which text is
+*dead* from then on: a matcher that avoids it has no token behind which the answer, without its white space, begins with
+it. The text is dead up to the token that began the last value for which there is another choice, so that the next
+attempt differs in more than the end of a word.
 Invariant: a row depends on the accepted tokens alone, so drafts, rollbacks and rebuilt matchers see the same rows. It
 loses tokens and never gains any. A stop token is legal exactly where the answer is complete and valid; where that
 leaves no token, the row is empty and the request ends with GRAMMAR_INVALID.
@@ -13,15 +19,17 @@ Not responsible for: the validator (see json_schema/validator.py), which parts n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from grammar_service.backends.backend import Compiled, Matcher, Rows
+from grammar_service.backends.backend import Compiled, Matcher, MatcherFailed, Rows
+from grammar_service.backends.json_schema.places import ENDS, QUOTE, SPACE, Place, compacted, ends, goes_on
 from grammar_service.backends.json_schema.validator import Validator
+from grammar_service.backends.reasoning import ReasoningCompiled, ReasoningMatcher
 from grammar_service.grammar.token_bytes import TokenBytes
 from grammar_service.grammar.vocabulary import Vocabulary
 
@@ -29,58 +37,6 @@ MAX_CHECKS = 24
 """Values that are checked for one row. Tokens behind them stay, and are checked again where the answer ends."""
 MAX_TEXT = 16 << 10
 """Bytes of an answer up to which values inside it are checked; its end is checked at any length."""
-
-_QUOTE, _BACKSLASH, _COMMA = b'"\\,'
-_OPEN, _CLOSE = b"{[", b"}]"
-_ENDS = frozenset(b'"},]')
-
-
-class _Place(NamedTuple):
-    """The place in a JSON text behind some of its bytes."""
-
-    brackets: bytes = b""
-    """Closing brackets of what is open, the outermost first."""
-    in_string: bool = False
-    escaped: bool = False
-    is_name: bool = False
-    """The string that is open, or was last, is a member's name."""
-    previous: int = 0
-    """The last byte outside of strings that is no white space."""
-
-
-def _behind(place: _Place, byte: int) -> _Place:
-    brackets, in_string, escaped, _, previous = place
-    if in_string:
-        if escaped:
-            return place._replace(escaped=False)
-        if byte == _BACKSLASH:
-            return place._replace(escaped=True)
-        return place._replace(in_string=False, previous=byte) if byte == _QUOTE else place
-    if byte == _QUOTE:
-        name = brackets[-1:] == b"}" and previous in b"{,"
-        return _Place(brackets, in_string=True, is_name=name, previous=byte)
-    if byte in _OPEN:
-        return _Place(brackets + (b"}" if byte == _OPEN[0] else b"]"), previous=byte)
-    if byte in _CLOSE:
-        return _Place(brackets[:-1], previous=byte)
-    return place if byte in b" \t\r\n" else place._replace(previous=byte)
-
-
-def _ends(place: _Place, text: bytes) -> Iterator[tuple[int, _Place]]:
-    """Yield (length, place) for each part of `text`, which follows at `place`, behind which a value is complete."""
-    for at, byte in enumerate(text):
-        before, place = place, _behind(place, byte)
-        if byte not in _ENDS or before.escaped:
-            continue
-        if byte == _QUOTE:
-            if before.in_string and not place.is_name:
-                yield at + 1, place
-        elif not before.in_string:
-            # Before a comma or a bracket a number or a word ends.
-            if byte == _COMMA:
-                yield at, before
-            else:
-                yield at + 1, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +52,17 @@ class Verification:
     """[W] bits of the tokens with a quote, of which one ends a string."""
     stop_words: NDArray[np.int32]
     """[W] bits of the stop tokens."""
+    space: NDArray[np.int32]
+    """[W] bits of the tokens with white space alone."""
+    longest: int
+    """Bytes of the longest token."""
 
     @staticmethod
     def of(text: str, vocabulary: Vocabulary) -> Verification:
         """Return the verification of answers to the schema `text`. Raises InvalidGrammar."""
         tokens = TokenBytes.of(vocabulary)
-        ending = [token for token, spelled in enumerate(tokens.texts) if not _ENDS.isdisjoint(spelled)]
-        quoting = [token for token in ending if _QUOTE in tokens.texts[token]]
+        ending = [token for token, spelled in enumerate(tokens.texts) if not ENDS.isdisjoint(spelled)]
+        quoting = [token for token in ending if QUOTE in tokens.texts[token]]
         return Verification(
             Validator(text),
             tokens,
@@ -110,6 +70,8 @@ class Verification:
             _words(ending, vocabulary.num_words),
             _words(quoting, vocabulary.num_words),
             _words(list(vocabulary.stop_ids), vocabulary.num_words),
+            _words([t for t, text in enumerate(tokens.texts) if text and not text.strip(SPACE)], vocabulary.num_words),
+            max(map(len, tokens.texts), default=0),
         )
 
 
@@ -125,20 +87,39 @@ def _token_ids(words: NDArray[np.int32]) -> list[int]:
     return found
 
 
-class VerifiedCompiled:
-    """A grammar whose answers are verified."""
+class WayBack(NamedTuple):
+    """How an answer without a legal token goes on."""
 
-    def __init__(self, inner: Compiled, verification: Verification) -> None:
-        self._inner, self._verification = inner, verification
+    num_tokens: int
+    """Of its tokens, those that stay."""
+    dead: tuple[bytes, ...]
+    """Texts to be avoided from then on, without white space between values."""
+
+
+class VerifiedCompiled:
+    """A grammar whose answers are verified.
+
+    Args:
+        inner: the library's.
+        verification: of the schema.
+        dead: texts that no answer begins with.
+    """
+
+    def __init__(self, inner: Compiled, verification: Verification, dead: tuple[bytes, ...] = ()) -> None:
+        self._inner, self._verification, self._dead = inner, verification, dead
         self.warnings = tuple(
             f"verified: {line}" if line.startswith("not enforced by ") else line for line in inner.warnings
         )
         self.memory_bytes = inner.memory_bytes + (256 << 10)
-        """With an estimate of the validator and the two rows."""
+        """With an estimate of the validator and the rows."""
+
+    def avoiding(self, dead: tuple[bytes, ...]) -> VerifiedCompiled:
+        """Return the same grammar, whose answers begin with none of the texts `dead`."""
+        return VerifiedCompiled(self._inner, self._verification, dead)
 
     def matcher(self) -> VerifiedMatcher:
         """Return a matcher at the start of an answer."""
-        return VerifiedMatcher(self._inner.matcher(), self._verification)
+        return VerifiedMatcher(self._inner.matcher(), self._verification, self._dead)
 
 
 class VerifiedMatcher:
@@ -147,12 +128,16 @@ class VerifiedMatcher:
     It has no chain filler: its rows are filled one by one.
     """
 
-    def __init__(self, inner: Matcher, verification: Verification) -> None:
+    def __init__(self, inner: Matcher, verification: Verification, dead: tuple[bytes, ...] = ()) -> None:
         self._inner, self._shared = inner, verification
+        self.dead = dead
+        """Texts that no answer begins with, without white space between values."""
         self._text = bytearray()
-        self._before: list[tuple[int, _Place]] = []
-        """Length of the text and place, before each accepted token."""
-        self._place = _Place()
+        self._compact = bytearray()
+        """The text without white space between values."""
+        self._before: list[tuple[int, int, Place]] = []
+        """Lengths of both texts, and the place, before each accepted token."""
+        self._place = Place()
 
     @property
     def terminated(self) -> bool:
@@ -163,43 +148,62 @@ class VerifiedMatcher:
         """Advance over `token`; see `Matcher.accept`. A stop token is illegal behind an answer that is not valid."""
         if not self._inner.accept(token):
             return False
+        spelled = self._shared.tokens.texts[token]
         if token in self._shared.stops:
+            spelled = b""
             if not self._shared.validator.is_valid(bytes(self._text)):
                 self._inner.rollback(1)
                 return False
-            self._before.append((len(self._text), self._place))
-            return True
-        self._before.append((len(self._text), self._place))
-        spelled = self._shared.tokens.texts[token]
+        self._before.append((len(self._text), len(self._compact), self._place))
         self._text += spelled
-        for byte in spelled:
-            self._place = _behind(self._place, byte)
+        compact, self._place = compacted(self._place, spelled)
+        self._compact += compact
         return True
 
     def rollback(self, count: int) -> None:
         """Take back `count` tokens; see `Matcher.rollback`."""
         if count:
             self._inner.rollback(count)
-            length, self._place = self._before[-count]
-            del self._before[-count:], self._text[length:]
+            length, compact, self._place = self._before[-count]
+            del self._before[-count:], self._text[length:], self._compact[compact:]
 
     def copy(self) -> VerifiedMatcher:
         """Return an independent matcher in the same state."""
-        twin = VerifiedMatcher(self._inner.copy(), self._shared)
-        twin._text, twin._before, twin._place = bytearray(self._text), list(self._before), self._place
+        twin = VerifiedMatcher(self._inner.copy(), self._shared, self.dead)
+        twin._text, twin._compact = bytearray(self._text), bytearray(self._compact)
+        twin._before, twin._place = list(self._before), self._place
         return twin
 
     def fill(self, rows: Rows, index: int) -> None:
         """Write the library's row without the tokens that would lose the answer; see `Matcher.fill`."""
         self._inner.fill(rows, index)
         words = rows.words[index, : len(self._shared.ending)]
+        before = words.copy()
         if (words & self._shared.stop_words).any() and not self._shared.validator.is_valid(bytes(self._text)):
             words &= ~self._shared.stop_words
-        if len(self._text) > MAX_TEXT and len(self._place.brackets) > 1:
-            return
-        candidates = _token_ids(words & (self._shared.quoting if self._place.in_string else self._shared.ending))
-        if candidates:
-            words &= ~_words(self._lost(candidates), len(words))
+        if self.dead and (avoided := self._avoided(words)):
+            words &= ~_words(avoided, len(words))
+        if len(self._text) <= MAX_TEXT or len(self._place.brackets) <= 1:
+            candidates = _token_ids(words & (self._shared.quoting if self._place.in_string else self._shared.ending))
+            if candidates:
+                words &= ~_words(self._lost(candidates), len(words))
+        if not self._place.in_string and not (words & ~self._shared.space).any() and (words != before).any():
+            words[:] = 0
+
+    def _avoided(self, words: NDArray[np.int32]) -> list[int]:
+        """Return the tokens of a row behind which the answer begins with a dead text."""
+        compact, texts, found = bytes(self._compact), self._shared.tokens.texts, list[int]()
+        for dead in self.dead:
+            # A token has no more bytes without its white space than with it.
+            if not dead.startswith(compact) or len(dead) - len(compact) > self._shared.longest:
+                continue
+            rest = dead[len(compact) :]
+            first = rest[:1] if self._place.in_string else rest[:1] + SPACE
+            for token in _token_ids(words):
+                text = texts[token]
+                if not rest or (text[:1] in first and compacted(self._place, text)[0].startswith(rest)):
+                    found.append(token)
+        return found
 
     def _lost(self, candidates: list[int]) -> list[int]:
         """Return the tokens of `candidates` behind which no text makes the answer valid, as far as this is seen."""
@@ -207,7 +211,7 @@ class VerifiedMatcher:
         known: dict[bytes, bool] = {}
         lost = []
         for token in sorted(candidates, key=lambda token: len(texts[token])):
-            for length, place in _ends(self._place, texts[token]):
+            for length, place in ends(self._place, texts[token]):
                 part = texts[token][:length]
                 if part not in known:
                     if len(known) >= MAX_CHECKS:
@@ -218,11 +222,29 @@ class VerifiedMatcher:
                     break
         return lost
 
-    def _is_lost(self, part: bytes, place: _Place) -> bool:
+    def _is_lost(self, part: bytes, place: Place) -> bool:
         text = bytes(self._text) + part
         if not place.brackets:
             return not self._shared.validator.is_valid(text)
         return self._shared.validator.is_lost(text + place.brackets[::-1], len(place.brackets))
+
+    def way_back(self, most: int) -> int:
+        """Go back over tokens of an answer that has no legal token here, to where there is another choice.
+
+        Returns how many tokens that are, at most `most`; then `dead` has the texts to be avoided. 0: there is no other
+        choice among them. The matcher must not be used afterwards. Raises MatcherFailed.
+        """
+        scratch = Rows(np.zeros((1, len(self._shared.ending)), dtype=np.int32))
+        for taken in range(1, min(most, len(self._before)) + 1):
+            text, compact = bytes(self._text[self._before[-1][0] :]), bytes(self._compact)
+            self.rollback(1)
+            if len(compact) == len(self._compact) or goes_on(self._place, bytes(self._compact), text):
+                continue
+            self.dead = (*(dead for dead in self.dead if not dead.startswith(compact)), compact)
+            self.fill(scratch, 0)
+            if scratch.words.any():
+                return taken
+        return 0
 
     def jump_forward_tokens(self, limit: int) -> tuple[int, ...]:
         """Return the library's tokens; see `Matcher.jump_forward_tokens`. A row may have none of them."""
@@ -234,3 +256,36 @@ class VerifiedMatcher:
 
     def __repr__(self) -> str:
         return f"<VerifiedMatcher {len(self._text)} bytes of {self._inner!r}>"
+
+
+def is_verified(compiled: Compiled | ReasoningCompiled) -> bool:
+    """Return whether the answers of a grammar, behind a reasoning or not, are verified."""
+    return isinstance(compiled.answer if isinstance(compiled, ReasoningCompiled) else compiled, VerifiedCompiled)
+
+
+def avoiding(compiled: Compiled, dead: Sequence[bytes]) -> Compiled:
+    """Return the grammar with answers that begin with none of the texts `dead`; as it is if they are not verified."""
+    if isinstance(compiled, ReasoningCompiled):
+        return ReasoningCompiled(avoiding(compiled.answer, dead), compiled.rows)
+    return compiled.avoiding(tuple(dead)) if dead and isinstance(compiled, VerifiedCompiled) else compiled
+
+
+def find_way_back(new_matcher: Callable[[], Matcher], committed: Sequence[int], first: int) -> WayBack | None:
+    """Return how an answer whose tokens `committed` have no legal token behind them goes on.
+
+    Args:
+        new_matcher: returns a matcher at the start of the answer, which avoids the texts that are dead so far.
+        committed: the tokens, those of a reasoning included.
+        first: of them, the first `first` must stay.
+
+    None: there is no other choice, or the answer is not verified. Raises MatcherFailed when a token is illegal.
+    """
+    matcher = new_matcher()
+    for at, token in enumerate(committed):
+        if not matcher.accept(token):
+            raise MatcherFailed(f"token {token} at {at} does not fit the grammar")
+    answer = matcher.answer_alone(0) if isinstance(matcher, ReasoningMatcher) else matcher
+    if not isinstance(answer, VerifiedMatcher):
+        return None
+    taken = answer.way_back(len(committed) - first)
+    return WayBack(len(committed) - taken, answer.dead) if taken else None

@@ -119,7 +119,9 @@ class Compiler:
         loader: loads artifacts; ended with this object. None: threads of its own.
         disk: the artifacts on disk; None: those that `config` names.
         """
-        self._command = command or (COMMAND_IDLE if config.compile_priority == "idle" else COMMAND)
+        idle = config.compile_priority == "idle" and not command
+        self._command = command or (COMMAND_IDLE if idle else COMMAND)
+        self._fallback: Sequence[str] = COMMAND if idle else ()
         self._config = config
         self._vocabulary = vocabulary
         self._pools: dict[str, CompilePool] = {}
@@ -328,6 +330,7 @@ class Compiler:
                 queue_s=self._config.compile_queue_s,
                 threads=self._config.compile_threads,
                 command=self._command,
+                fallback=self._fallback,
                 start=self._start,
             )
         return pool
@@ -348,9 +351,11 @@ class Compiler:
 def attempt_limit_s(config: GrammarConfig) -> float:
     """Return the longest time that the limits allow for one grammar on one backend, in seconds.
 
-    A compilation for an accepted sequence may wait longer for its worker.
+    A compilation for an accepted sequence may wait longer for its worker. A worker at idle priority may be starved, and
+    a second one is started then.
     """
-    return config.compile_queue_s + START_TIMEOUT_S + config.compile_timeout_s
+    tries = 2 if config.compile_priority == "idle" else 1
+    return config.compile_queue_s + tries * (START_TIMEOUT_S + config.compile_timeout_s)
 
 
 def _key(grammar: Grammar, backend: str, order: _Order) -> str:

@@ -34,6 +34,8 @@ START_TIMEOUT_S = 120.0
 
 COMMAND = (sys.executable, "-m", "grammar_service.compile.worker")
 COMMAND_IDLE = (*COMMAND, IDLE)
+STARVED = 0.2
+"""A worker at idle priority that had less than this share of a core until its time limit was starved."""
 
 StartWorker = Callable[[Sequence[str]], Awaitable[CompileProcess]]
 """Starts a command as a compile worker, which waits for its first frame."""
@@ -51,7 +53,9 @@ class CompilePool:
         queue: compilations that may wait for a worker; those of accepted sequences do not count.
         queue_s: longest wait for a worker, in seconds; accepted sequences wait for as long as it takes.
         command: of a process that speaks the protocol of worker.py.
-        start: starts it.
+        fallback: replaces `command` for good once a worker of it was starved at its time limit: other processes leave
+            no core idle. The compilation is tried again in such a worker. (): `command` is at no idle priority.
+        start: starts a command.
     """
 
     def __init__(
@@ -65,13 +69,16 @@ class CompilePool:
         queue_s: float,
         threads: int = 1,
         command: Sequence[str] = COMMAND,
+        fallback: Sequence[str] = (),
         start: StartWorker = CompileProcess.start,
     ) -> None:
         self._backend = backend
         self._vocabulary = vocabulary
         self._threads, self._limits = threads, limits
         self._max_waiting, self._queue_s = queue, queue_s
-        self._command, self._start_worker = command, start
+        self._command, self._fallback, self._start_worker = command, fallback, start
+        self._idle: set[CompileProcess] = set()
+        """Workers of a command that has a fallback."""
         self._closed = False
         self._compile_queue = CompileQueue(workers, queue_s)
         self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(workers)]
@@ -93,6 +100,8 @@ class CompilePool:
                 f"compile_workers: no compile worker of {self._backend} can be started ({error.strerror}); try again"
             ) from error
         self._all.add(worker)
+        if self._fallback:
+            self._idle.add(worker)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 reply = await worker.exchange(self._start_message(worker), self._vocabulary.tokenizer_json)
@@ -152,7 +161,11 @@ class CompilePool:
                 "compilation did not begin; try again"
             ) from None
         try:
-            return await self._compile(grammar, allow_unenforced)
+            while True:  # each time with one worker less that may be starved
+                try:
+                    return await self._compile(grammar, allow_unenforced)
+                except _StarvedError:
+                    continue
         finally:
             self._compile_queue.release()
 
@@ -168,7 +181,7 @@ class CompilePool:
             "reading": asdict(grammar.reading),
             "allow_unenforced": allow_unenforced,
         }
-        begun = time.monotonic()
+        begun, cpu_s = time.monotonic(), worker.cpu_s()
         healthy = False
         try:
             async with asyncio.timeout(self._limits.timeout_s):
@@ -179,6 +192,7 @@ class CompilePool:
             healthy = True
         except TimeoutError:
             self.killed += 1
+            self._check_starved(worker, worker.cpu_s() - cpu_s)
             logger.warning("killed a compilation after %.1f s: %r", time.monotonic() - begun, grammar)
             raise LimitExceeded(
                 f"compile_timeout_s: {self._backend} did not compile the grammar within {self._limits.timeout_s:g} s"
@@ -198,6 +212,18 @@ class CompilePool:
         if "error" in reply:
             raise from_wire(reply["error"], reply["message"])
         return Artifact(data, reply["plan"], reply["compile_ms"])
+
+    def _check_starved(self, worker: CompileProcess, cpu_s: float) -> None:
+        """Raise _StarvedError if a worker at idle priority, in its whole time, had too little of a core to judge by."""
+        if worker in self._idle and cpu_s < STARVED * self._limits.timeout_s:
+            if self._fallback:
+                logger.warning(
+                    "compile_priority: in %g s a compilation had %.2f s of a core, since no core was idle; from now on "
+                    "compile workers of %s have a low priority",
+                    *(self._limits.timeout_s, cpu_s, self._backend),
+                )
+                self._command, self._fallback = self._fallback, ()
+            raise _StarvedError
 
     async def _take_worker(self) -> tuple[asyncio.Task[CompileProcess], CompileProcess]:
         """Take a spare worker. A worker that exited while it was idle, or could not be started before, is replaced, and
@@ -232,6 +258,7 @@ class CompilePool:
 
     async def _discard(self, worker: CompileProcess) -> int:
         self._all.discard(worker)
+        self._idle.discard(worker)
         return await worker.kill()
 
     async def close(self) -> None:
@@ -254,3 +281,7 @@ class CompilePool:
 
     def __repr__(self) -> str:
         return f"<CompilePool {self._backend} {self.stats()}>"
+
+
+class _StarvedError(Exception):
+    """A compilation ended at its time limit, and its worker at idle priority had hardly run."""

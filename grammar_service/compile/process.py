@@ -13,6 +13,7 @@ import contextlib
 import os
 import signal
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ _LINGER_S = 1.0
 """A worker that has closed its pipe gets this long to exit."""
 
 _LENGTH = struct.Struct("<I")
+_PROCESS_CLOCK = 2
+"""The clock of a process's CPU time, in the lower bits of its id: clock_getcpuclockid(3)."""
 _LARGE_BYTES = 1 << 20
 """An artifact above this is read off the event loop."""
 
@@ -45,7 +48,11 @@ class CompileProcess:
     async def start(command: Sequence[str]) -> CompileProcess:
         """Start a worker, which waits for its first frame."""
         artifact_fd = os.memfd_create("lockstep-artifact", 0)
-        stderr_fd = os.memfd_create("lockstep-worker-stderr")
+        try:
+            stderr_fd = os.memfd_create("lockstep-worker-stderr")
+        except BaseException:  # it may have been the last descriptor
+            os.close(artifact_fd)
+            raise
         try:
             # Opened for appending, so that truncating the file after a read does not leave a hole.
             appending = os.open(f"/proc/self/fd/{stderr_fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -100,6 +107,13 @@ class CompileProcess:
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:
             return True  # the process is reaped, and the event loop is about to learn of it
+
+    def cpu_s(self) -> float:
+        """Return the CPU time that the process has had, in seconds; 0.0 when it has ended."""
+        try:
+            return time.clock_gettime((~self._process.pid << 3) | _PROCESS_CLOCK)
+        except OSError:
+            return 0.0
 
     async def take_artifact(self, size: int) -> bytes:
         """Return the `size` bytes of the last result and free their memory."""

@@ -39,7 +39,8 @@ _LENGTH = struct.Struct("<I")
 NICENESS = 5
 """Of workers and loaders. At 10, small schemas exceeded their time on a machine whose cores the engine filled."""
 IDLE = "--idle"
-"""Flag: run under SCHED_IDLE (sched(7)), when no other process wants the core; woken threads find it idle."""
+"""Flag: compile under SCHED_IDLE (sched(7)), when no other process wants the core; woken threads find it idle. A worker
+starts at the niceness, so that it starts on a machine that is never idle, too; pool.py notices when it gets no core."""
 _GROUP_TRIES = 20
 
 
@@ -78,11 +79,6 @@ def main() -> None:
     """Serve frames until stdin ends."""
     die_with_parent()
     lower_priority(NICENESS)
-    if IDLE in sys.argv[1:]:
-        # Permanent: a process without privileges cannot leave SCHED_IDLE. Where it is refused, the niceness remains.
-        for thread in os.listdir("/proc/self/task"):  # a library may have started threads
-            with contextlib.suppress(OSError):
-                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
     # Libraries print to stdout, which must not mix with the frames.
@@ -121,6 +117,16 @@ def lower_priority(niceness: int) -> None:
             return
 
 
+def _yield_to_others() -> None:
+    """Put every thread of this process under SCHED_IDLE.
+
+    Permanent: a process without privileges cannot leave it. Where it is refused, the niceness remains.
+    """
+    for thread in os.listdir("/proc/self/task"):  # a library may have started threads
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+
+
 def _serve(frames: BinaryIO, out: BinaryIO) -> None:
     first = _read(frames)
     if not first:
@@ -148,6 +154,8 @@ def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> Toolch
         out.flush()
         return None
     _limit_memory(int(head["limits"]["memory_mb"]))
+    if IDLE in sys.argv[1:]:
+        _yield_to_others()
     out.write(pack({"ready": os.getpid(), "modules": "torch" in sys.modules}))
     out.flush()
     return toolchain

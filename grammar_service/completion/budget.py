@@ -14,6 +14,9 @@ How it works, with `path`, a known way to the end, and `spare`, the tokens left 
     spare == 0         only the next token of `path` stays
     no path fits       the grammar's own row is used
 
+An answer that repeats itself (`RepetitionLimit`) gets the limit of a short way from there: a known one or one that a
+search of bounded work finds, which need not be the shortest. Without one it goes on, and is looked at again later.
+
 Terms: a row is *steered* when it was narrowed, or when a token before it came from a narrowed row.
 
 Not responsible for: finding paths (see search.py).
@@ -23,7 +26,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +46,7 @@ from grammar_service.grammar.mask_rows import (
     spread_token_ids,
     token_ids,
 )
+from service_runtime.repetition import RepetitionLimit
 
 FIND_WORK, IMPROVE_WORK, TABLE_WORK, ONE_WORK = 2_000, 600, 1_500, 200
 """Units of work: for a state, for a shorter way there, for a row, for one token of a row that needs a search."""
@@ -90,6 +95,8 @@ class LookAhead:
     paths: tuple[tuple[int, Path], ...] = ()
     """(token, path behind it) for each token of the table that needed another path than `path`. The next row often
     needs them again."""
+    limit: int | None = None
+    """The answer repeated itself and ends within so many tokens; None: `max_tokens`."""
 
 
 class CompletionBudget:
@@ -99,11 +106,15 @@ class CompletionBudget:
         plan: of the grammar.
         max_tokens: upper bound on the answer's tokens, the stop token included.
         matcher: at the start of the answer.
+        repetition: an answer that reaches it is led to its end; None: no limit.
     """
 
-    def __init__(self, plan: CompletionPlan, max_tokens: int, matcher: Matcher) -> None:
+    def __init__(
+        self, plan: CompletionPlan, max_tokens: int, matcher: Matcher, *, repetition: RepetitionLimit | None = None
+    ) -> None:
         self._plan = plan
         self._max_tokens = max_tokens
+        self.repetition = repetition
         self._lookaheads: list[LookAhead] = []
         self.advance(matcher, [])
 
@@ -118,16 +129,22 @@ class CompletionBudget:
             return
         # No later look-ahead goes back behind the answer's first token, so that the answer's own matcher is enough.
         begins = isinstance(matcher, ReasoningMatcher) and matcher.answer_begins
-        if (before is not None and at < before.next_position and not begins) or at >= self._max_tokens:
+        limit = self._max_tokens if before is None or before.limit is None else before.limit
+        if matcher.terminated or at >= limit:
             return
-        if matcher.terminated:
+        waits = before is not None and at < before.next_position and not begins
+        closes = limit == self._max_tokens and self._repeats(tokens) and not (waits and before and before.path is None)
+        if waits and not closes:
             return
         try:
-            self._lookaheads.append(self._look(matcher, tokens, before))
+            found, limit = self._look(matcher, tokens, before, limit, closes=closes)
         except (MatcherFailed, WorkSpentError):
             # A copy of the matcher met a limit of its library, or a single row costs more than the work there is.
             steered = before is not None and before.steered
-            self._lookaheads.append(LookAhead(at, None, at + max(1, (self._max_tokens - at) // 8), steered=steered))
+            found = LookAhead(at, None, at + max(1, (limit - at) // 8), steered=steered)
+        if limit < self._max_tokens and found.path is not None:
+            found = replace(found, limit=limit)
+        self._lookaheads.append(found)
 
     def copy(self) -> CompletionBudget:
         """Return a budget at the same position that moves by itself."""
@@ -143,12 +160,22 @@ class CompletionBudget:
     def is_far(self, first: int, last: int) -> bool:
         """Return whether positions `first` to `last` are far from the limit.
 
-        True: `advance` would do nothing at any of them, and none of their rows is narrowed or steered.
+        True: `advance` would do nothing at any of them, and none of their rows is narrowed or steered, as long as the
+        answer does not repeat itself (`repeats_within`).
         """
         latest = self._lookaheads[-1] if self._lookaheads else None
         if latest is None or latest.steered or latest.words is not None:
             return False
         return latest.position <= first and last < latest.next_position
+
+    def repeats_within(self, tokens: Sequence[int], length: int, taken: Sequence[int]) -> bool:
+        """Return whether the answer repeats itself behind one of `taken`, which follow `length` of `tokens`."""
+        if self.repetition is None:
+            return False
+        recent = [*tokens[max(0, length - self.repetition.num_tokens) : length], *taken]
+        before = length + len(taken) - len(recent)
+        ends = range(len(recent) - len(taken) + 1, len(recent) + 1)
+        return any(self.repetition.is_reached(recent, end, before) for end in ends)
 
     def narrowed_row(self, position: int) -> Words | None:
         """Return the narrowed row at `position`, int32 [W]; None: it is not narrowed. The caller must not change it."""
@@ -188,12 +215,48 @@ class CompletionBudget:
         words = self.narrowed_row(position)
         return words is not None and not has_token(words, token)
 
-    def _look(self, matcher: Matcher, tokens: list[int], before: LookAhead | None) -> LookAhead:
+    def _repeats(self, tokens: list[int]) -> bool:
+        return self.repetition is not None and self.repetition.is_reached(tokens, len(tokens))
+
+    def _look(
+        self, matcher: Matcher, tokens: list[int], before: LookAhead | None, limit: int, *, closes: bool
+    ) -> tuple[LookAhead, int]:
+        """Return the look-ahead behind `tokens` of an answer of at most `limit`, and its limit from here on.
+
+        `closes`: the answer repeats itself, and the limit becomes the end of a short way.
+        """
         at = len(tokens)
-        left = self._max_tokens - at
+        left = limit - at
         search = Search(matcher.copy(), self._plan.texts, FIND_WORK, single_token_cost=self._plan.single_token_cost)
         path, checked = self._path(search, tokens, before, left)
         steered = before is not None and (before.steered or before.words is not None)
+        if closes and path:
+            path, checked = self._shortened(search, path, left, checked=checked)
+            left = len(path) if path else left
+        return self._row(search, tokens, before, left, path, checked=checked, steered=steered), at + left
+
+    def _shortened(self, search: Search, path: Path, left: int, *, checked: bool) -> tuple[Path | None, bool]:
+        """Return a shorter way than `path` if one is found, else the same text; every token is in its mask."""
+        search.work = FIND_WORK
+        known = path if checked else search.along(self._plan.texts.text(path[:-1]), left) or search.find(left)
+        if known is None or len(known) == 1:
+            return known, True
+        search.work = IMPROVE_WORK
+        return search.find(len(known) - 1) or known, True
+
+    def _row(
+        self,
+        search: Search,
+        tokens: list[int],
+        before: LookAhead | None,
+        left: int,
+        path: Path | None,
+        *,
+        checked: bool,
+        steered: bool,
+    ) -> LookAhead:
+        """Return the look-ahead with `path` and, near the limit, the row that keeps to ways of `left` tokens."""
+        at = len(tokens)
         if path and left - len(path) >= self._plan.margin:
             return LookAhead(at, path, at + self._skipped(left, left - len(path)), checked, steered)
         search.work = TABLE_WORK

@@ -2,8 +2,8 @@
 
 Invariant: the tokens that a matcher has moved over afterwards are those that `MatcherTable.answer` would move over,
 too. A record that is not *simple*, or whose matcher does not get there, is left to that slower way: its matcher is good
-and at or behind the record's position, all its tokens are plain, the answer's end is far, and every row behind the
-first needed one is needed.
+and at or behind the record's position, all its tokens are plain, the answer's end is far, the answer does not repeat
+itself, and every row behind the first needed one is needed.
 
 Not responsible for: filling rows and publishing them (see batch.py), which thread holds the slots (see work_queues.py).
 """
@@ -83,7 +83,10 @@ def _begin(table: MatcherTable, slot: SlotMatcher, records: Records, index: int)
     common, end, length = start, start + count, len(tokens)
     while common < end and common < length and tokens[common] == told[common - start]:
         common += 1
-    if slot.budget is not None and not slot.budget.is_far(common, end + records.n_draft[index]):
+    budget, last = slot.budget, end + records.n_draft[index]
+    if budget is not None and not budget.is_far(common, last):
+        return None
+    if budget and budget.repetition and budget.repeats_within(tokens, common, told[common - start : last - start]):
         return None
     if common < slot.answer_from:
         return None

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from grammar_service.errors import LimitExceeded
+from grammar_service.grammar.json_pointer import array_index
 from grammar_service.grammar.value import TAG_KINDS, Kind
 
 # Each pattern matches the parts of a text in which brackets and names have no meaning.
@@ -200,8 +201,8 @@ def _resolve(root: Any, pointer: str) -> Any:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(node, dict) and name in node:
             node = node[name]
-        elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
-            node = node[int(name)]
+        elif isinstance(node, list) and (index := array_index(name, len(node))) is not None:
+            node = node[index]
         else:
             return None
     return node

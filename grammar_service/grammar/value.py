@@ -206,6 +206,8 @@ def _load(source: str, what: str, max_depth: int) -> Any:
         value = json.loads(source, parse_constant=no_constant, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise InvalidGrammar(f"{what}: not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+    except ValueError:
+        raise InvalidGrammar(f"{what}: contains a number of too many digits") from None
     except RecursionError:
         raise too_deep from None
     if _deeper_than(value, max_depth):

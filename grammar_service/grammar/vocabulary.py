@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from grammar_service.errors import InvalidField, InvalidGrammar
 from grammar_service.grammar.value import Grammar, Kind
+from shared_mem.layout import MAX_VOCAB
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class Vocabulary:
         document = _document(tokenizer_json)
         if size < 1:
             raise InvalidField("vocab_size", "must be at least 1")
+        if size > MAX_VOCAB:
+            raise InvalidField("vocab_size", f"{size} is above {MAX_VOCAB}, the most of a segment")
         if not stop_ids:
             raise InvalidField("stop_token_ids", "at least one is required, because otherwise no answer could end")
         for token in stop_ids:

@@ -32,7 +32,9 @@ _WHITESPACE: dict[str, pb.Whitespace] = {
     "bounded": pb.WHITESPACE_BOUNDED,
     "any": pb.WHITESPACE_ANY,
 }
-_BOUNDS = ("max_string_length", "max_array_items", "max_number_digits", "max_whitespace")
+_NUMBERS = (
+    "max_string_length", "max_array_items", "max_number_digits", "max_whitespace", "max_backtracks", "hold_tokens",
+)  # fmt: skip
 _PATTERNS = {"": "compact", "[ ]?": "bounded", " ?": "bounded", r"[\n ]?": "bounded", r"[\n\t ]*": "any", r"\s*": "any"}
 """White space patterns of clients, and the policy that allows no more than them or the same."""
 
@@ -135,9 +137,9 @@ def _apply_options(grammar: pb.Grammar, options: StructuredOutputs, fields: Samp
     grammar.allow_unenforced = bool(options.allow_unenforced)
     if options.unenforced is not None:
         grammar.unenforced = _UNENFORCED[options.unenforced]
-    for bound in _BOUNDS:
-        if (value := getattr(options, bound)) is not None:
-            setattr(grammar, bound, value)
+    for number in _NUMBERS:
+        if (value := getattr(options, number)) is not None:
+            setattr(grammar, number, value)
 
 
 def _policy(pattern: str | None, where: str) -> str | None:

@@ -28,6 +28,7 @@ _REASONS = {
     pb.FINISH_REASON_GRAMMAR_CLOSED: "stop",
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_GRAMMAR_INCOMPLETE: "length",
+    pb.FINISH_REASON_REPETITION: "repetition",
 }
 
 
@@ -68,7 +69,9 @@ class Parts:
 
 
 def finish_reason(response: pb.GenerateResponse, calls: int) -> str:
-    """Return OpenAI's name of the reason. Raises ApiError where the sequence has no complete answer to show for it.
+    """Return OpenAI's name of the reason, or vLLM's "repetition".
+
+    Raises ApiError where the sequence has no complete answer to show for it.
 
     calls: number of tool calls that the sequence has made.
     """

@@ -51,6 +51,10 @@ def begin(
         sampling.max_tokens = max_tokens
     if logprobs is not None:
         sampling.logprobs = logprobs
+    if (detection := fields.repetition_detection) is not None:
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            if (value := getattr(detection, name)) is not None:
+                setattr(sampling, f"repetition_{name}", value)
     sampling.stop.extend(fields.stops())
     sampling.stop_token_ids.extend(fields.stop_token_ids or ())
     sampling.bad_words.extend(fields.bad_words or ())

@@ -19,6 +19,7 @@ from http_gateway.wire.fields import Fields, problem
 
 MAX_DISCARDED_BYTES = 64 << 20
 """A client reads no answer before it has sent its body, so the rest of one that is too long is read, and dropped."""
+_MAX_LENGTH_DIGITS = 18
 
 Body = TypeVar("Body", bound=Fields)
 
@@ -34,7 +35,8 @@ async def read_body(request: Request, model: type[Body], limit: int) -> Body:
 
 async def _read(request: Request, limit: int) -> bytes:
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > limit + MAX_DISCARDED_BYTES:
+    # Python refuses to read a number of thousands of digits.
+    if length.isdecimal() and (len(length) > _MAX_LENGTH_DIGITS or int(length) > limit + MAX_DISCARDED_BYTES):
         raise _too_large(limit)
     data, seen = bytearray(), 0
     try:

@@ -93,6 +93,9 @@ class StructuredOutputs(Fields):
     max_number_digits: int | None = Field(default=None, ge=0, le=15)
     max_whitespace: int | None = Field(default=None, ge=0, le=1 << 10)
     """Bounds of the values of JSON; the engine's fields of the same names."""
+    max_backtracks: int | None = Field(default=None, ge=0, le=64)
+    hold_tokens: int | None = Field(default=None, ge=0, le=1024)
+    """How a verified answer goes back; the engine's fields of the same names."""
     disable_fallback: bool | None = None
     """Without effect: nothing falls back to another library unless `backend` is auto."""
     disable_additional_properties: bool | None = None

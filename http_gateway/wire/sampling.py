@@ -50,6 +50,16 @@ class Speculation(Fields):
     draft_index: bool | None = None
 
 
+class RepetitionDetection(Fields):
+    """vLLM's field: an answer ends when its last tokens are one pattern, again and again."""
+
+    max_pattern_size: Unsigned
+    """Tokens of the longest pattern; 0: never."""
+    min_pattern_size: Unsigned | None = None
+    min_count: Unsigned | None = None
+    """How many patterns in a row end the answer."""
+
+
 class LogitsProcessor(Fields):
     """A logits processor in vLLM's form."""
 
@@ -100,6 +110,8 @@ class SamplingFields(Fields):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
+    repetition_detection: RepetitionDetection | None = None
+    """Ends an answer that repeats itself."""
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Number] | None = None
     bad_words: list[str] | None = None
     bad_token_ids: TokenIds | None = None

@@ -71,6 +71,17 @@ def test_white_space_is_as_the_grammar_allows(data: Path, capsys: pytest.Capture
         assert "| 1 / 1" in capsys.readouterr().out
 
 
+def test_the_cpu_time_of_compilations_is_that_of_served_schemas(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--data", str(data / "data.jsonl"), "--tokenizer", str(data), "--compile-cpu"]
+    for more, counts in (([], ["2", "2"]), (["--verify"], ["3", "1"])):
+        assert maskbench.main([*flags, "--backend", "llguidance", *more]) == 0
+        cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")[1:-1]]
+        assert cells[:3] == ["llguidance", *counts]
+        assert 0 < float(cells[3].split(" / ")[0]) < 10_000
+    with pytest.raises(SystemExit, match="auto"):
+        maskbench.main([*flags, "--backend", "auto"])
+
+
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         maskbench.main(["--help"])

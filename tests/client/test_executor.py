@@ -314,7 +314,7 @@ async def test_shutting_down_ends_requests_that_take_too_long(kind: Any, tmp_pat
         assert response.result.finish_reasons == (FinishReason.ABORTED,)
 
 
-async def test_the_client_loads_lists_and_unloads_adapters(kind: Any, tmp_path: Path) -> None:
+async def test_the_client_changes_adapters_and_the_draft_model(kind: Any, tmp_path: Path) -> None:
     async with executing(kind, tmp_path, spoken) as executor:
 
         async def call(method: str, *arguments: Any) -> Any:
@@ -328,6 +328,8 @@ async def test_the_client_loads_lists_and_unloads_adapters(kind: Any, tmp_path: 
         assert executor.setup.engine.submitted[0].lora.name == "low"
         await call("unload_adapter", "low")
         assert await call("adapters") == ()
+        assert await call("exchange_drafter", "/models/small") == "/models/small"
+        assert (await call("model_info")).draft_model == "/models/small"
 
 
 async def test_the_tokenizer_is_dumped_and_loaded(tmp_path: Path) -> None:

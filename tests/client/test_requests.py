@@ -51,6 +51,7 @@ ALL_OPTIONS: dict[str, Any] = {
     "prompt_logprobs": 1, "per_field_logprobs": True, "token_origins": True, "request_id": "r",
     "cache_salt": "s", "priority": -2,
     "context_logits": True, "generation_logits": True, "additional_outputs": ["logits", AdditionalOutput("m", True)],
+    "repetition_max_pattern_size": 6, "repetition_min_pattern_size": 2, "repetition_min_count": 5,
     "max_queue_ms": 250, "never_preempt": True,
     "whole": True, "cumulative": True, "client_id": "c", "lora": "l", "prompt_adapter": "p",
 }  # fmt: skip
@@ -176,8 +177,10 @@ def test_the_reasons_of_an_end_are_the_engines() -> None:
         (Grammar.lark("start: A"), pb.Grammar(lark="start: A")),
         (Grammar.structural_tag({"a": 1}), pb.Grammar(structural_tag='{"a": 1}')),
         (
-            Grammar.schema({"type": "array"}).with_options(unenforced="verify"),
-            pb.Grammar(json_schema='{"type": "array"}', unenforced=pb.UNENFORCED_VERIFY),
+            Grammar.schema({"type": "array"}).with_options(unenforced="verify", max_backtracks=0, hold_tokens=9),
+            pb.Grammar(
+                json_schema='{"type": "array"}', unenforced=pb.UNENFORCED_VERIFY, max_backtracks=0, hold_tokens=9
+            ),
         ),
         (
             Grammar.json_object().with_options(

@@ -23,7 +23,6 @@ PAGES = [
         )
     ),
     *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md"),
-    *sorted((ROOT / "gpu_engine/drafters/heads").glob("*/README.md")),
 ]
 """Every page but the log, whose entries are history."""
 

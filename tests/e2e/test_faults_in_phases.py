@@ -105,7 +105,7 @@ WORDS: dict[str, Any] = {
 async def test_a_grammar_process_killed_while_an_answer_is_verified(
     server: RunningServer, backend: pb.Backend, drafts: int
 ) -> None:
-    grammar = pb.Grammar(json_schema=json.dumps(WORDS), unenforced=pb.UNENFORCED_VERIFY, backend=backend)
+    grammar = pb.Grammar(json_schema=json.dumps(WORDS), unenforced=pb.UNENFORCED_VERIFY, backend=backend, hold_tokens=4)
     message = pb.GenerateRequest(text="Six names of rivers:\n", grammar=grammar)
     message.sampling.CopyFrom(pb.SamplingParams(max_tokens=120, seed=3, temperature=0.9))
     async with Client(server.address) as client:
@@ -127,4 +127,95 @@ async def test_a_grammar_process_killed_while_an_answer_is_verified(
         words = json.loads(plain[1])
         assert len(set(words)) == len(words) >= 6
         assert await answer(drafts, 8) == (*plain[:3], 1)
+        await idle_stats(client)
+
+
+@pytest.mark.parametrize(
+    ("backend", "drafts"),
+    [(pb.BACKEND_LLGUIDANCE, 0), (pb.BACKEND_XGRAMMAR, 3), (pb.BACKEND_LLGUIDANCE, 7)],
+    ids=["llguidance-0", "xgrammar-3", "llguidance-7"],
+)
+async def test_a_grammar_process_killed_while_an_answer_repeats_itself(
+    server: RunningServer, backend: pb.Backend, drafts: int
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+    }
+    message = pb.GenerateRequest(
+        text="Monday, Tuesday, Wednesday,", sampling=pb.SamplingParams(max_tokens=1, temperature=0)
+    )
+    async with Client(server.address) as client:
+        (word,) = [token async for response in client.generate(message) for token in response.token_ids]
+        message.grammar.CopyFrom(pb.Grammar(json_schema=json.dumps(schema), backend=backend))
+        limits = {"repetition_max_pattern_size": 3, "repetition_min_count": 6}
+        message.sampling.CopyFrom(
+            pb.SamplingParams(max_tokens=90, seed=3, temperature=0.7, logit_bias={word: 60.0}, **limits)  # type: ignore[arg-type]
+        )
+
+        async def answer(num_drafts: int, kill_at: int) -> tuple[list[int], str, int, int]:
+            message.speculation.num_draft_tokens = num_drafts
+            tokens: list[int] = []
+            text, finish, kills = "", 0, 0
+            async for response in client.generate(message, timeout_s=ANSWER_TIMEOUT_S):
+                tokens += response.token_ids
+                text, finish = text + response.text, response.finish_reason or finish
+                if kill_at and not kills and len(tokens) >= kill_at and not response.finish_reason:
+                    os.kill(server.grammar_process().pid, signal.SIGKILL)
+                    kills += 1
+            return tokens, text, finish, kills
+
+        plain = await answer(0, 0)
+        assert plain[2] == pb.FINISH_REASON_REPETITION, plain
+        assert set(json.loads(plain[1])) >= {"a", "b"}
+        assert len(plain[0]) < 40
+        assert await answer(drafts, 4) == (*plain[:3], 1)
+        await idle_stats(client)
+
+
+@pytest.mark.parametrize(
+    ("backend", "drafts"),
+    [(pb.BACKEND_LLGUIDANCE, 0), (pb.BACKEND_XGRAMMAR, 3), (pb.BACKEND_LLGUIDANCE, 7)],
+    ids=["llguidance-0", "xgrammar-3", "llguidance-7"],
+)
+async def test_a_grammar_process_killed_while_answers_go_back(
+    server: RunningServer, backend: pb.Backend, drafts: int
+) -> None:
+    """Wherever the kill meets an answer, it goes back to the same places as without one."""
+    digits = {"type": "integer", "minimum": 1, "maximum": 6}
+    schema = {"type": "array", "items": digits, "uniqueItems": True, "minItems": 6, "maxItems": 6}
+    grammar = pb.Grammar(json_schema=json.dumps(schema), unenforced=pb.UNENFORCED_VERIFY, backend=backend)
+    grammar.max_backtracks, grammar.hold_tokens = 32, 6
+    message = pb.GenerateRequest(text="1, 1, 2, 2, 1, 1, 1, 2,", grammar=grammar)
+
+    async with Client(server.address) as client:
+
+        async def answer(seed: int, num_drafts: int, kill: bool) -> tuple[list[int], str, int, int]:
+            message.sampling.CopyFrom(pb.SamplingParams(max_tokens=80, seed=seed, temperature=0.8))
+            message.speculation.num_draft_tokens = num_drafts
+            tokens: list[int] = []
+            text, finish, backtracks, kills = "", 0, 0, 0
+            async for response in client.generate(message, timeout_s=ANSWER_TIMEOUT_S):
+                tokens += response.token_ids
+                text, finish = text + response.text, response.finish_reason or finish
+                backtracks = response.telemetry.backtracks
+                if response.finish_reason:
+                    assert response.held_tokens == 0
+                else:
+                    assert response.held_tokens == 6
+                if kill and not kills and not response.finish_reason:
+                    os.kill(server.grammar_process().pid, signal.SIGKILL)
+                    kills += 1
+            assert kills == kill
+            return tokens, text, finish, backtracks
+
+        went_back = 0
+        for seed in (1, 2):
+            plain = await answer(seed, 0, False)
+            assert plain[2] in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_GRAMMAR_CLOSED), plain
+            assert sorted(json.loads(plain[1])) == [1, 2, 3, 4, 5, 6]
+            assert await answer(seed, drafts, True) == plain
+            went_back += plain[3]
+        assert went_back
         await idle_stats(client)

@@ -39,7 +39,10 @@ ANSWER: dict[str, Any] = {
     "required": ["mood"],
     "additionalProperties": False,
 }
-BACKENDS = [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR]
+BACKENDS = [
+    pytest.param(pb.BACKEND_LLGUIDANCE, id="llguidance"),
+    pytest.param(pb.BACKEND_XGRAMMAR, id="xgrammar", marks=pytest.mark.slow),
+]
 
 
 def functions(**fields: Any) -> pb.Tools:
@@ -85,7 +88,7 @@ def check(calls: list[dict[str, str]]) -> None:
     assert len({call["id"] for call in calls}) == len(calls)
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=["llguidance", "xgrammar"])
+@pytest.mark.parametrize("backend", BACKENDS)
 async def test_required_calls_fit_their_schemas_with_any_number_of_drafts(
     server: RunningServer, backend: pb.Backend
 ) -> None:
@@ -118,7 +121,7 @@ async def test_a_named_call_and_its_result(server: RunningServer) -> None:
         assert not calls
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=["llguidance", "xgrammar"])
+@pytest.mark.parametrize("backend", BACKENDS)
 async def test_tools_or_an_answer_to_a_schema_in_one_request(server: RunningServer, backend: pb.Backend) -> None:
     grammar = pb.Grammar(json_schema=json.dumps(ANSWER), backend=backend)
     async with Client(server.address) as client:

@@ -7,7 +7,7 @@ Not responsible for: the grammar process itself (tests/e2e), models (see tiny.py
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -18,9 +18,10 @@ from gpu_engine.api.ports import GrammarEvents
 from gpu_engine.api.request import Request
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
-from grammar_service.backends.backend import Backend, Compiled, Rows
+from grammar_service.backends.backend import Backend, Compiled, Matcher, Rows
 from grammar_service.backends.reasoning import ReasoningCompiled
 from grammar_service.backends.registry import load_backend
+from grammar_service.backends.verified import avoiding, find_way_back, is_verified
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
@@ -71,7 +72,40 @@ class LibraryGrammar:
     filled: dict[int, list[tuple[int, tuple[int, ...]]]] = field(default_factory=lambda: defaultdict(list))
     """slot -> (slot_gen, tokens before the row) of each filled row."""
 
-    def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
+    def open(
+        self,
+        slot: int,
+        slot_gen: int,
+        request: Request,
+        committed: tuple[int, ...],
+        dead_texts: tuple[bytes, ...] = (),
+    ) -> None:
+        start, plan, verified = self.start(request, dead_texts)
+        limit, repetition = request.sampling.max_tokens, request.sampling.repetition
+        bound = SlotMatcher.bind(
+            slot_gen, start, committed, partial(CompletionBudget, plan, limit, repetition=repetition)
+        )
+        self.worker.bind(slot, LoggedSlot.of(bound, self.filled[slot]) if self.logs else bound)
+        self.engine.grammar_opened(
+            slot, slot_gen, compile_ms=1.0, cache_hit=True, backend=1, warnings=(), verified=verified
+        )
+
+    def backtrack(
+        self,
+        slot: int,
+        slot_gen: int,
+        request: Request,
+        committed: tuple[int, ...],
+        first: int,
+        dead_texts: tuple[bytes, ...],
+    ) -> None:
+        found = find_way_back(self.start(request, dead_texts)[0], committed, first)
+        self.engine.grammar_backtracked(slot, slot_gen, *(found or (-1, ())))
+
+    def start(
+        self, request: Request, dead_texts: tuple[bytes, ...]
+    ) -> tuple[Callable[[], Matcher], CompletionPlan, bool]:
+        """Return what makes a matcher, the plan of the grammar, and whether its answers are verified."""
         assert request.grammar is not None
         source = request.grammar.source
         if source not in self.compiled:
@@ -82,13 +116,11 @@ class LibraryGrammar:
             answer = loaded.answer if isinstance(loaded, ReasoningCompiled) else loaded
             self.compiled[source] = loaded, CompletionPlan.of(answer.matcher(), text, TokenTexts.of(self.vocabulary))
         loaded, plan = self.compiled[source]
-        limit = request.sampling.max_tokens
-        start = loaded.matcher
-        if isinstance(loaded, ReasoningCompiled):
-            start = partial(loaded.matcher, plan.closing_at(limit))
-        bound = SlotMatcher.bind(slot_gen, start, committed, partial(CompletionBudget, plan, limit))
-        self.worker.bind(slot, LoggedSlot.of(bound, self.filled[slot]) if self.logs else bound)
-        self.engine.grammar_opened(slot, slot_gen, compile_ms=1.0, cache_hit=True, backend=1)
+        avoids = avoiding(loaded, dead_texts)
+        start = avoids.matcher
+        if isinstance(avoids, ReasoningCompiled):
+            start = partial(avoids.matcher, plan.closing_at(request.sampling.max_tokens))
+        return start, plan, is_verified(loaded)
 
     def forked(self, slot: int, slot_gen: int, request: Request, before: tuple[int, int] | None) -> None:
         assert not self.logs, "a copy of a slot does not record its rows"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grammar_service.backends.backend import Backend, Compiled
 from grammar_service.backends.registry import load_backend
 from grammar_service.errors import InvalidGrammar, LimitExceeded
-from grammar_service.grammar.value import Grammar, Kind, Whitespace, parse
+from grammar_service.grammar.value import Grammar, Kind, Reading, Whitespace, parse
 from tools.enforced.bytes_vocabulary import STOP, bytes_vocabulary
 from tools.enforced.case import Case
 from tools.enforced.combinations import APPLICATORS, ARRAYS
@@ -32,6 +32,8 @@ class Outcome(enum.Enum):
     ENFORCED = "enforced"
     STRICTER = "stricter"
     """No invalid text is accepted, and some valid texts are rejected too."""
+    VERIFIED = "verified"
+    """As REFUSED; and with UNENFORCED_VERIFY every text is told apart."""
     REFUSED = "refused"
     """The error names the keyword. With `allow_unenforced` the grammar is accepted with a warning."""
     ANNOTATION = "annotation"
@@ -85,7 +87,15 @@ def _refusal(backend: Backend, case: Case, grammar: Grammar, error: str) -> Verd
         return Verdict(case, Outcome.IMPOSSIBLE, error=error)
     if not compiled.warnings:
         return Verdict(case, Outcome.SILENT, error=error)
-    return Verdict(case, Outcome.REFUSED, error=error)
+    verifies = replace(grammar, reading=Reading(verify=True))
+    try:
+        compiled = backend.load(verifies, backend.compile(verifies))
+    except (InvalidGrammar, LimitExceeded):
+        return Verdict(case, Outcome.REFUSED, error=error)
+    if accepted := tuple(text for text in case.invalid if _takes(compiled, text)):
+        return Verdict(case, Outcome.SILENT, accepted, error=error)
+    tells = all(_takes(compiled, text) for text in case.valid)
+    return Verdict(case, Outcome.VERIFIED if tells else Outcome.REFUSED, error=error)
 
 
 def _takes(compiled: Compiled, text: str) -> bool:

@@ -19,6 +19,8 @@ Every case has texts that satisfy its schema and texts that violate it. No text 
 
 - **yes**: all texts are told apart.
 - **stricter**: no text that violates the schema is accepted, and some that satisfy it are rejected, as in the example.
+- **verified**: refused as the next row says. With `unenforced = UNENFORCED_VERIFY` all texts are told apart, because
+  the answer is [checked](grammars.md#verified-answers).
 - **refused**: `INVALID_ARGUMENT` names the keyword and its place. With `allow_unenforced` the grammar is accepted
   without the keyword, and a warning in the response names it.
 - **annotation**: the keyword has no effect, as JSON Schema says of formats that are not known, and a warning in the
@@ -44,6 +46,7 @@ rejected.
 _WORD = {
     Outcome.ENFORCED: "yes",
     Outcome.STRICTER: "stricter",
+    Outcome.VERIFIED: "verified",
     Outcome.REFUSED: "refused",
     Outcome.ANNOTATION: "annotation",
     Outcome.IMPOSSIBLE: "no",

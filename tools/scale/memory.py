@@ -87,8 +87,8 @@ class Serving:
     kv_bytes: int = 2
     """Bytes of a number in the KV cache: 2 for bfloat16, 4 for float32."""
     draft: ModelShape | None = None
-    """With drafter=model: the shape of the draft model, which every rank holds whole. With drafter=eagle3: of the
-    head."""
+    """With drafter=model or decoupled: the shape of the draft model, which every rank holds whole. With drafter=eagle3:
+    of the head."""
 
     def __post_init__(self) -> None:
         heads, ranks = self.shape.num_heads, self.tensor_parallel
@@ -172,8 +172,11 @@ class Serving:
             return float(config.max_draft_index_bytes)
         if self.draft is None:
             return 0.0
-        pages = self.num_pages * config.page_size * self.draft.kv_numbers * self.kv_bytes
-        return self.draft.num_weights * self.form.embedding + pages
+        tokens = self.num_pages * config.page_size
+        if config.drafter == "decoupled":  # a share for each slot, the spare one included
+            history = config.max_model_len + self.lookahead + config.num_rows
+            tokens = (config.max_batch_size + 1) * -(-history // config.page_size) * config.page_size
+        return self.draft.num_weights * self.form.embedding + tokens * self.draft.kv_numbers * self.kv_bytes
 
     def slot_buffers(self) -> int:
         """Return the bytes of `SlotBuffers` of gpu_engine/step/buffers.py."""

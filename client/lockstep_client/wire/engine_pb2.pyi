@@ -60,6 +60,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_GRAMMAR_ERROR: _ClassVar[FinishReason]
     FINISH_REASON_GRAMMAR_CLOSED: _ClassVar[FinishReason]
     FINISH_REASON_GRAMMAR_INVALID: _ClassVar[FinishReason]
+    FINISH_REASON_REPETITION: _ClassVar[FinishReason]
 TOOL_CHOICE_UNSPECIFIED: ToolChoice
 TOOL_CHOICE_AUTO: ToolChoice
 TOOL_CHOICE_NONE: ToolChoice
@@ -93,6 +94,7 @@ FINISH_REASON_GRAMMAR_INCOMPLETE: FinishReason
 FINISH_REASON_GRAMMAR_ERROR: FinishReason
 FINISH_REASON_GRAMMAR_CLOSED: FinishReason
 FINISH_REASON_GRAMMAR_INVALID: FinishReason
+FINISH_REASON_REPETITION: FinishReason
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "messages", "sampling", "grammar", "speculation", "response", "tools", "reasoning", "cache_salt", "priority", "client_id", "logits_processors", "lora", "prompt_adapter", "beam_search", "max_queue_ms", "never_preempt")
@@ -231,7 +233,7 @@ class Reasoning(_message.Message):
     def __init__(self, enabled: _Optional[bool] = ..., max_tokens: _Optional[int] = ..., effort: _Optional[str] = ..., begin: _Optional[str] = ..., end: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "bad_token_ids", "bad_words", "ignore_eos", "logprobs", "n", "include_stop_str_in_output", "skip_special_tokens", "logit_bias")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "bad_token_ids", "bad_words", "ignore_eos", "logprobs", "n", "include_stop_str_in_output", "skip_special_tokens", "logit_bias", "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +261,9 @@ class SamplingParams(_message.Message):
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_MAX_PATTERN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_MIN_PATTERN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_MIN_COUNT_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -279,10 +284,13 @@ class SamplingParams(_message.Message):
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     logit_bias: _containers.ScalarMap[int, float]
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
+    repetition_max_pattern_size: int
+    repetition_min_pattern_size: int
+    repetition_min_count: int
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., repetition_max_pattern_size: _Optional[int] = ..., repetition_min_pattern_size: _Optional[int] = ..., repetition_min_count: _Optional[int] = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("json_object", "json_schema", "regex", "ebnf", "lark", "choice", "structural_tag", "grammar_id", "whitespace", "backend", "allow_unenforced", "unenforced", "max_string_length", "max_array_items", "max_number_digits", "max_whitespace")
+    __slots__ = ("json_object", "json_schema", "regex", "ebnf", "lark", "choice", "structural_tag", "grammar_id", "whitespace", "backend", "allow_unenforced", "unenforced", "max_string_length", "max_array_items", "max_number_digits", "max_whitespace", "max_backtracks", "hold_tokens")
     JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
@@ -299,6 +307,8 @@ class Grammar(_message.Message):
     MAX_ARRAY_ITEMS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUMBER_DIGITS_FIELD_NUMBER: _ClassVar[int]
     MAX_WHITESPACE_FIELD_NUMBER: _ClassVar[int]
+    MAX_BACKTRACKS_FIELD_NUMBER: _ClassVar[int]
+    HOLD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     json_object: bool
     json_schema: str
     regex: str
@@ -315,7 +325,9 @@ class Grammar(_message.Message):
     max_array_items: int
     max_number_digits: int
     max_whitespace: int
-    def __init__(self, json_object: _Optional[bool] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., lark: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., structural_tag: _Optional[str] = ..., grammar_id: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., unenforced: _Optional[_Union[Unenforced, str]] = ..., max_string_length: _Optional[int] = ..., max_array_items: _Optional[int] = ..., max_number_digits: _Optional[int] = ..., max_whitespace: _Optional[int] = ...) -> None: ...
+    max_backtracks: int
+    hold_tokens: int
+    def __init__(self, json_object: _Optional[bool] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., lark: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., structural_tag: _Optional[str] = ..., grammar_id: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., unenforced: _Optional[_Union[Unenforced, str]] = ..., max_string_length: _Optional[int] = ..., max_array_items: _Optional[int] = ..., max_number_digits: _Optional[int] = ..., max_whitespace: _Optional[int] = ..., max_backtracks: _Optional[int] = ..., hold_tokens: _Optional[int] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("choices",)
@@ -384,7 +396,7 @@ class AdditionalOutput(_message.Message):
     def __init__(self, name: _Optional[str] = ..., context: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "matched_token_id", "matched_stop_str", "usage", "telemetry", "parts", "prompt_token_ids", "prompt_logprobs", "field_logprobs", "outputs", "beam_score", "token_origins")
+    __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "matched_token_id", "matched_stop_str", "usage", "telemetry", "parts", "prompt_token_ids", "prompt_logprobs", "field_logprobs", "outputs", "beam_score", "token_origins", "held_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -402,6 +414,7 @@ class GenerateResponse(_message.Message):
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     BEAM_SCORE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ORIGINS_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
     text: str
@@ -419,7 +432,8 @@ class GenerateResponse(_message.Message):
     outputs: _containers.RepeatedCompositeFieldContainer[OutputTensor]
     beam_score: float
     token_origins: _containers.RepeatedScalarFieldContainer[TokenOrigin]
-    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[AnswerPart, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., field_logprobs: _Optional[_Iterable[_Union[FieldLogprob, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[OutputTensor, _Mapping]]] = ..., beam_score: _Optional[float] = ..., token_origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ...) -> None: ...
+    held_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[AnswerPart, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., field_logprobs: _Optional[_Iterable[_Union[FieldLogprob, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[OutputTensor, _Mapping]]] = ..., beam_score: _Optional[float] = ..., token_origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class OutputTensor(_message.Message):
     __slots__ = ("name", "dtype", "shape", "data", "start")
@@ -500,7 +514,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class Telemetry(_message.Message):
-    __slots__ = ("queue_ms", "compile_ms", "compile_cache_hit", "ttft_ms", "total_ms", "mask_wait_ms", "steps", "draft_tokens", "accepted_draft_tokens", "acceptance_length", "deferred_rows", "seed", "backend", "warnings")
+    __slots__ = ("queue_ms", "compile_ms", "compile_cache_hit", "ttft_ms", "total_ms", "mask_wait_ms", "steps", "draft_tokens", "accepted_draft_tokens", "acceptance_length", "deferred_rows", "seed", "backend", "warnings", "backtracks")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     COMPILE_MS_FIELD_NUMBER: _ClassVar[int]
     COMPILE_CACHE_HIT_FIELD_NUMBER: _ClassVar[int]
@@ -515,6 +529,7 @@ class Telemetry(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    BACKTRACKS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     compile_ms: float
     compile_cache_hit: bool
@@ -529,7 +544,8 @@ class Telemetry(_message.Message):
     seed: int
     backend: Backend
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, queue_ms: _Optional[float] = ..., compile_ms: _Optional[float] = ..., compile_cache_hit: _Optional[bool] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., mask_wait_ms: _Optional[float] = ..., steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., deferred_rows: _Optional[int] = ..., seed: _Optional[int] = ..., backend: _Optional[_Union[Backend, str]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    backtracks: int
+    def __init__(self, queue_ms: _Optional[float] = ..., compile_ms: _Optional[float] = ..., compile_cache_hit: _Optional[bool] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., mask_wait_ms: _Optional[float] = ..., steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., deferred_rows: _Optional[int] = ..., seed: _Optional[int] = ..., backend: _Optional[_Union[Backend, str]] = ..., warnings: _Optional[_Iterable[str]] = ..., backtracks: _Optional[int] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
     __slots__ = ("grammar",)
@@ -574,7 +590,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "model_type", "dtype", "vocab_size", "max_model_len", "max_batch_size", "max_queue_size", "num_draft_tokens", "drafter", "eos_token_ids", "backends", "num_parameters", "version", "device", "served_names", "tool_format", "reasoning_begin", "reasoning_end", "logits_processors", "max_beam_width", "output_names", "max_adapter_bytes", "page_size", "role")
+    __slots__ = ("model", "model_type", "dtype", "vocab_size", "max_model_len", "max_batch_size", "max_queue_size", "num_draft_tokens", "drafter", "eos_token_ids", "backends", "num_parameters", "version", "device", "served_names", "tool_format", "reasoning_begin", "reasoning_end", "logits_processors", "max_beam_width", "output_names", "max_adapter_bytes", "page_size", "role", "draft_model")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -599,6 +615,7 @@ class GetModelInfoResponse(_message.Message):
     MAX_ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_type: str
     dtype: str
@@ -623,7 +640,8 @@ class GetModelInfoResponse(_message.Message):
     max_adapter_bytes: int
     page_size: int
     role: str
-    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_queue_size: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., num_parameters: _Optional[int] = ..., version: _Optional[str] = ..., device: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tool_format: _Optional[str] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., max_beam_width: _Optional[int] = ..., output_names: _Optional[_Iterable[str]] = ..., max_adapter_bytes: _Optional[int] = ..., page_size: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
+    draft_model: str
+    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_queue_size: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., num_parameters: _Optional[int] = ..., version: _Optional[str] = ..., device: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tool_format: _Optional[str] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., max_beam_width: _Optional[int] = ..., output_names: _Optional[_Iterable[str]] = ..., max_adapter_bytes: _Optional[int] = ..., page_size: _Optional[int] = ..., role: _Optional[str] = ..., draft_model: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "messages", "tools", "add_special_tokens", "with_texts")
@@ -922,6 +940,20 @@ class Adapter(_message.Message):
     memory_bytes: int
     in_use: int
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[Adapter.Kind, str]] = ..., path: _Optional[str] = ..., size: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., in_use: _Optional[int] = ...) -> None: ...
+
+class ExchangeDrafterRequest(_message.Message):
+    __slots__ = ("path",)
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class ExchangeDrafterResponse(_message.Message):
+    __slots__ = ("model", "num_parameters")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    num_parameters: int
+    def __init__(self, model: _Optional[str] = ..., num_parameters: _Optional[int] = ...) -> None: ...
 
 class ClearGrammarCacheRequest(_message.Message):
     __slots__ = ("disk",)

@@ -7,12 +7,14 @@ Each lane goes one way, in one order:
     any other     count the tokens
                   grammar: rows were missing, or have arrived                 (core/grammar_slots.py)
                   tensors: the tokens wait for their rows                     (streams.py)
-                  else the tokens are sent, or the sequence ends with them
+                  a verified answer without a legal token may go back     (holding.py)
+                  else the tokens are sent or held, or the sequence ends with them
 
 Behind the last lane, each search whose beams all have candidates goes on, or ends.
 
-Invariant: a token is counted once, and sent once or dropped with its sequence. Used by the engine thread alone. Not
-responsible for: what a sequence holds and its release (see loop.py), steps (see runner.py).
+Invariant: a token is counted once, and sent once, or dropped with its sequence or when its answer goes back. Used by
+the engine thread alone. Not responsible for: what a sequence holds and its release (see loop.py), steps (see
+runner.py).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from gpu_engine.api.request import FinishReason, PromptLogprobs, Request, TokenE
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.core.beams.groups import BeamGroups
 from gpu_engine.core.grammar_slots import GrammarSlots
+from gpu_engine.core.outputs.holding import all_unsent, hold, may_backtrack
 from gpu_engine.core.outputs.streams import OutputStreams
 from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.core.running import RunningSequence
@@ -79,7 +82,7 @@ class Delivery:
             step.forward_rows + step.prompt_tokens, step.step_ms, step.waited_ms, guided=step.any_guided
         )
         for b, (sequence, outcome) in enumerate(zip(step.sequences, step.outcomes, strict=True)):
-            if not step.holds(b) or sequence.ended:
+            if not step.holds(b) or sequence.ended or sequence.payload.backtracking:
                 continue
             if outcome.error is not None:
                 self._fail(sequence, outcome, outcome.error, step)
@@ -94,10 +97,12 @@ class Delivery:
         """Return what the client has not got yet of a sequence that ends with the tokens of `event`."""
         if sequence in self._outputs:
             return self._outputs.close(sequence)
-        return event or TokenEvent(sequence.payload.request.index)
+        return all_unsent(sequence.payload, event or TokenEvent(sequence.payload.request.index))
 
     def _take(self, sequence: RunningSequence, outcome: LaneOutcome, step: LaunchedStep) -> None:
         """Deliver a lane that is no beam, or is one whose row is missing or in error."""
+        if sequence.payload.request.sampling.repetition is not None and outcome.token_ids:
+            outcome = _until_repeated(sequence, outcome)
         event = self._event(sequence, outcome)
         self._count(sequence, outcome, step.waited_ms)
         if outcome.deferred:
@@ -105,13 +110,16 @@ class Delivery:
             self._grammar_slots.defer(sequence, step.seq, advanced=bool(outcome.token_ids))
         elif sequence.guided:
             self._grammar_slots.rows_arrived(sequence)
-        finish = _reason(sequence, outcome)
+        finish = None if outcome.finish is None else _reason(sequence, outcome)
         if sequence in self._outputs:
             self._hold(sequence, event, finish)
+        elif finish is FinishReason.GRAMMAR_INVALID and may_backtrack(sequence.payload):
+            hold(sequence.payload, event)
+            self._grammar_slots.backtrack(sequence)
         elif finish is not None:
             self._end(sequence, event, finish=finish)
         elif outcome.token_ids:
-            sequence.payload.request.sink(event)
+            hold(sequence.payload, event)
 
     def _fail(self, sequence: RunningSequence, outcome: LaneOutcome, error: LockstepError, step: LaunchedStep) -> None:
         """End a lane for which the step failed. Without drafts its tokens were sent before the row that failed."""
@@ -119,7 +127,7 @@ class Delivery:
             event = self._event(sequence, outcome)
             self._count(sequence, outcome, step.waited_ms)
             if sequence not in self._outputs:  # their tokens wait for their rows, which an error drops
-                sequence.payload.request.sink(event)
+                sequence.payload.request.sink(all_unsent(sequence.payload, event))
         self._end(sequence, error=error)
 
     def _hold(self, sequence: RunningSequence, event: TokenEvent, finish: FinishReason | None) -> None:
@@ -206,13 +214,48 @@ def ended(event: TokenEvent, request: Request, finish: FinishReason | None, erro
     ids = event.token_ids
     if finish is FinishReason.GRAMMAR_CLOSED and ids[-1] in request.sampling.stop_token_ids:
         finish = FinishReason.STOP  # a stop token of the client: the grammar may be incomplete
-    matched = ids[-1] if finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED) and ids else None
+    stopped = finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED)
+    stopped = stopped or (finish is FinishReason.REPETITION and request.grammar is not None)
+    matched = ids[-1] if stopped and ids else None
     return replace(event, finish=finish, matched_token_id=matched, error=error)
+
+
+def _until_repeated(sequence: RunningSequence, outcome: LaneOutcome) -> LaneOutcome:
+    """Return the outcome up to the token with which the answer repeats itself.
+
+    A guided answer goes on: the grammar process, which sees the same repetition, leads it to its end.
+    """
+    payload, ids = sequence.payload, outcome.token_ids
+    limit = payload.request.sampling.repetition
+    if limit is None or payload.repeats:
+        return outcome
+    recent = (*payload.answer[-limit.num_tokens :], *ids)
+    before = len(payload.answer) + len(ids) - len(recent)
+    for end in range(len(recent) - len(ids) + 1, len(recent) + 1):
+        if limit.is_reached(recent, end, before):
+            break
+    else:
+        return outcome
+    payload.repeats = True
+    count = end - (len(recent) - len(ids))
+    if payload.request.grammar is not None or (count == len(ids) and outcome.finish is FinishReason.STOP):
+        return outcome
+    return replace(
+        outcome,
+        token_ids=ids[:count],
+        logprobs=outcome.logprobs[:count],
+        num_accepted=min(outcome.num_accepted, count),
+        finish=FinishReason.REPETITION,
+        deferred=False,
+    )
 
 
 def _reason(sequence: RunningSequence, outcome: LaneOutcome) -> FinishReason | None:
     """Return why a lane ends. Where answers are verified, no token is legal when none leads to a valid answer."""
     grammar = sequence.payload.request.grammar
+    if outcome.finish is FinishReason.GRAMMAR_CLOSED and sequence.payload.repeats:
+        by_client = outcome.token_ids[-1] in sequence.payload.request.sampling.stop_token_ids
+        return outcome.finish if by_client else FinishReason.REPETITION
     is_lost = outcome.finish is FinishReason.GRAMMAR_ERROR and outcome.blocked == RowKind.DEAD_END
     return FinishReason.GRAMMAR_INVALID if is_lost and grammar is not None and grammar.verify else outcome.finish
 

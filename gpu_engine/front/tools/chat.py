@@ -68,13 +68,20 @@ def _apply(tokenizer: Tokenizer, turns: Sequence[Turn], options: dict[str, Any],
     conversation = [_message(turn, parsed=parsed) for turn in turns]
     begins = not options.get("continue_final_message")
     try:
-        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=begins, **options))
+        text = str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=begins, **options))
+        text.encode()  # no tokenizer reads what cannot be encoded
+        return text
     except TemplateError as error:
         raise InvalidRequest("messages", f"the model's chat template raised an error: {error}") from error
     except TypeError as error:
         if parsed and any(turn.tool_calls for turn in turns):
             raise
         raise InvalidRequest("messages", f"the model's chat template raised an error: {error}") from error
+    except UnicodeEncodeError as error:
+        problem = (
+            "JSON of the conversation or of its tools has a lone surrogate (\\ud800-\\udfff), which is no character"
+        )
+        raise InvalidRequest("messages", problem) from error
     except ValueError as error:  # of continue_final_message
         raise InvalidRequest("messages", f"the model's chat template cannot be used: {error}") from error
 

@@ -158,7 +158,8 @@ def _tool(message: pb.Tool, field: str) -> Tool:
 
 
 def read_json(text: str, field: str) -> Any:
-    """Return the value of a JSON text. Raises InvalidRequest, also for a key that occurs twice in one object."""
+    """Return the value of a JSON text, which can be encoded. Raises InvalidRequest, also for a key that occurs twice in
+    one object."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
@@ -172,9 +173,16 @@ def read_json(text: str, field: str) -> Any:
         raise InvalidRequest(field, f"{name} is not JSON")
 
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError:
+        raise InvalidRequest(field, "contains a lone surrogate (\\ud800-\\udfff), which is no character") from None
     except json.JSONDecodeError as error:
         raise InvalidRequest(field, f"is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+    except ValueError:
+        raise InvalidRequest(field, "contains a number of too many digits") from None
     except RecursionError:
         raise InvalidRequest(field, "is nested too deeply") from None
 

@@ -21,6 +21,7 @@ FINISH_REASONS = {
     FinishReason.GRAMMAR_CLOSED: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.GRAMMAR_INCOMPLETE: "length",
+    FinishReason.REPETITION: "repetition",
     FinishReason.ABORTED: "abort",
     FinishReason.GRAMMAR_ERROR: "error",
     FinishReason.GRAMMAR_INVALID: "error",

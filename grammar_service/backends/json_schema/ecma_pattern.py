@@ -31,9 +31,11 @@ _CONTROLS = {"f": 12, "n": 10, "r": 13, "t": 9, "v": 11}
 _CATEGORY = re.compile(r"\\[pP]\{(?:(?:General_Category|gc)=)?[A-Z][A-Za-z]?\}")
 _HEX = re.compile(r"\\x([0-9A-Fa-f]{2})|\\u([0-9A-Fa-f]{4})|\\u\{([0-9A-Fa-f]{1,6})\}")
 _LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9A-Fa-f]{2})")
-_COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+_COUNT = re.compile(r"\{([0-9]+)(?:,([0-9]*))?\}")
 _GROUP = re.compile(r"\(\?<[A-Za-z_$][\w$]*>")
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_ ")
+
+_MAX_COUNT_DIGITS = 9
 
 
 class NotPortable(ValueError):
@@ -190,6 +192,8 @@ class _Reader:
         count = _COUNT.match(self._text, self._at)
         if self._groups[-1].empty:
             raise self._error("a quantifier with nothing to repeat")
+        if count and any(len(number or "") > _MAX_COUNT_DIGITS for number in count.groups()):
+            raise self._error(f"a count of more than {_MAX_COUNT_DIGITS} digits")
         if count and count[2] and int(count[2]) < int(count[1]):
             raise self._error(f"the bounds of {count[0]} are out of order")
         out = self._take(len(count[0]) if count else 1)

@@ -19,6 +19,8 @@ from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
 from grammar_service.backends.json_schema.walk import Schema, child_schemas, definitions, resolve
+from grammar_service.errors import InvalidGrammar
+from grammar_service.grammar.json_pointer import array_index
 
 _SAFE = "~!$&'()*+,;=:@-._"
 _OLD = ("draft-03", "draft-04")
@@ -28,7 +30,8 @@ _LONE = (*_OLD, "draft-06", "draft-07")
 
 
 def write_pointers(root: Any) -> None:
-    """Rewrite the references of `root`, the root of a document, in place."""
+    """Rewrite the references of `root`, the root of a document, in place. Raises InvalidGrammar for one that is no
+    URI."""
     if isinstance(root, dict):
         _Document(root).write()
 
@@ -87,7 +90,7 @@ class _Document:
             if isinstance(own, str) and own.startswith("#"):
                 self._anchors.setdefault((uri, own[1:]), schema)
             elif isinstance(own, str):
-                uri = urldefrag(urljoin(uri, own)).url
+                uri = _joined(uri, own)[0]
             if schema is self._root or (isinstance(own, str) and not own.startswith("#")):
                 self._resources.setdefault(uri, schema)
             self._places[id(schema)] = place, uri
@@ -102,7 +105,7 @@ class _Document:
 
     def _target(self, node: Schema, reference: str) -> tuple[str, Any] | None:
         """Return (pointer, value) of what a reference at `node` leads to; None: nothing in this document."""
-        uri, fragment = urldefrag(urljoin(self._places[id(node)][1], reference))
+        uri, fragment = _joined(self._places[id(node)][1], reference)
         if reference.startswith("#"):
             uri = self._places[id(node)][1]
         resource = self._resources.get(uri)
@@ -133,6 +136,14 @@ class _Document:
                 node["$ref"] = f"#{target[0]}"
 
 
+def _joined(base: str, reference: str) -> tuple[str, str]:
+    """Return the URI of a reference, and its fragment. Raises InvalidGrammar for one that is no URI."""
+    try:
+        return urldefrag(urljoin(base, reference))
+    except ValueError as error:
+        raise InvalidGrammar(f"JSON Schema: {reference[:80]!r} is no URI: {error}") from None
+
+
 def _below(node: Schema, pointer: str) -> Iterator[tuple[str, Schema]]:
     for keys, child in (*child_schemas(node), *definitions(node)):
         if isinstance(child, dict):
@@ -146,8 +157,8 @@ def _walk(value: Any, fragment: str, pointer: str) -> tuple[str, Any] | None:
             if isinstance(value, dict) and name in value:
                 value = value[name]
                 break
-            if isinstance(value, list) and name.isdigit() and int(name) < len(value):
-                value = value[int(name)]
+            if isinstance(value, list) and (index := array_index(name, len(value))) is not None:
+                value = value[index]
                 break
         else:
             return None

@@ -8,6 +8,7 @@ Not responsible for: when a value is checked (see backends/verified.py).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from grammar_service.errors import InvalidGrammar
 
 _FINAL = frozenset({"uniqueItems", "maxContains"})
 """Keywords that a value, once it violates one, violates however it goes on."""
+_FLAGS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|(?P<flags>\(\?[A-Za-z^-])", re.DOTALL)
+"""Flags of a pattern, beside what may look like them: escapes and classes."""
 _CONDITIONS = frozenset({"then", "else"})
 """Parts of a schema that hold while a condition does; the rest of a value may change the condition."""
 
@@ -31,6 +34,7 @@ class Validator:
 
     def __init__(self, text: str) -> None:
         schema = _modern(json.loads(text))
+        _refuse_flags(schema)
         try:
             self._inner = jsonschema_rs.Draft202012Validator(schema, validate_formats=True, retriever=_no_documents)
         except (ValueError, jsonschema_rs.ReferencingError) as error:
@@ -108,6 +112,22 @@ def _modern(schema: Any) -> Any:
                 if is_exclusive and bound in node:
                     node[exclusive] = node.pop(bound)
     return schema
+
+
+def _refuse_flags(schema: Any) -> None:
+    """Raise InvalidGrammar for a pattern with flags such as (?i) or (?s:x).
+
+    The validator reads them as Rust's expressions, and the dialect of JSON Schema does not have them.
+    """
+    for where, node in subschemas(schema):
+        by_name = node.get("patternProperties")
+        found = [(f"{where}/pattern", node.get("pattern"))]
+        found += [(f"{where}/patternProperties", name) for name in (by_name if isinstance(by_name, dict) else ())]
+        for place, pattern in found:
+            if isinstance(pattern, str) and any(match["flags"] for match in _FLAGS.finditer(pattern)):
+                raise InvalidGrammar(
+                    f"JSON Schema: {place}: answers cannot be verified against the flags of {pattern!r}"
+                )
 
 
 def _no_documents(uri: str) -> Any:

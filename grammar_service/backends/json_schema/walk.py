@@ -12,15 +12,17 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
+from grammar_service.grammar.json_pointer import array_index
+
 Schema = dict[str, Any]
 
-_ONE = (
+ONE = (
     *("items", "additionalItems", "contains", "additionalProperties", "propertyNames", "not", "if", "then", "else"),
     *("unevaluatedItems", "unevaluatedProperties"),
 )
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies")
-_DEFINITIONS = ("$defs", "definitions")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies")
+DEFINITIONS = ("$defs", "definitions")
 
 
 def subschemas(root: Any, path: str = "") -> Iterator[tuple[str, Schema]]:
@@ -51,14 +53,14 @@ def _children(node: Schema, path: str) -> Iterator[tuple[str, Any]]:
 
 def child_schemas(node: Schema) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """Yield (keys, value) of each place of `node` where a schema may be, in an order that does not depend on it."""
-    for key in _ONE:
+    for key in ONE:
         if key in node:
             yield (key,), node[key]
-    for key in _LISTS:
+    for key in LISTS:
         children = node.get(key)
         if isinstance(children, list):
             yield from (((key, i), child) for i, child in enumerate(children))
-    for key in _MAPS:
+    for key in MAPS:
         members = node.get(key)
         if isinstance(members, dict):
             yield from (((key, name), child) for name, child in members.items())
@@ -66,7 +68,7 @@ def child_schemas(node: Schema) -> Iterator[tuple[tuple[str | int, ...], Any]]:
 
 def definitions(node: Schema) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """Yield (keys, value) of each definition of `node`."""
-    for key in _DEFINITIONS:
+    for key in DEFINITIONS:
         members = node.get(key)
         if isinstance(members, dict):
             yield from (((key, name), child) for name, child in members.items())
@@ -85,8 +87,8 @@ def resolve(root: Any, reference: str) -> tuple[str, Any] | None:
             if isinstance(node, dict) and name in node:
                 node = node[name]
                 break
-            if isinstance(node, list) and name.isdigit() and int(name) < len(node):
-                node = node[int(name)]
+            if isinstance(node, list) and (index := array_index(name, len(node))) is not None:
+                node = node[index]
                 break
         else:
             return None
@@ -110,7 +112,7 @@ def _all_definitions(root: Any, path: str) -> Iterator[tuple[str, Any]]:
     for where, node in waiting:
         for key, child in node.items() if isinstance(node, dict) else enumerate(node):
             below = f"{where}/{key}"
-            if isinstance(node, dict) and key in _DEFINITIONS and isinstance(child, dict):
+            if isinstance(node, dict) and key in DEFINITIONS and isinstance(child, dict):
                 yield from ((f"{below}/{name}", each) for name, each in child.items())
             if isinstance(child, dict | list):
                 waiting.append((below, child))

@@ -24,6 +24,7 @@ from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable,
 from grammar_service.backends.json_schema.misspelled import misspelled_keywords, refuse_unknown_types
 from grammar_service.backends.json_schema.references import write_pointers
 from grammar_service.backends.json_schema.rewrite import rewrite, take_out_unwritable_values
+from grammar_service.backends.json_schema.shapes import check_shapes, refuse_no_schema
 from grammar_service.backends.json_schema.string_formats import KNOWN, exact_pattern, take_out_annotations
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import subschemas
@@ -69,9 +70,11 @@ def notation(grammar: Grammar, *, lenient: bool, with_names: bool = True) -> tup
 
     def schema_text(schema: Any, path: str) -> str:
         schema = {} if schema is True else schema
+        refuse_no_schema(schema, path)
         if "x-guidance" in schema:
             raise InvalidGrammar(f"JSON Schema: {path}/x-guidance: a request may not set options of the library")
         write_pointers(schema)
+        check_shapes(schema, path)
         found.extend(take_out_annotations(schema, path, strict=grammar.reading.strict_formats))
         refuse_minima(schema, path, grammar.reading)
         expand(schema)

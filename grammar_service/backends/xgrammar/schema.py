@@ -14,6 +14,7 @@ from typing import Any
 from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable
 from grammar_service.backends.json_schema.references import write_pointers
 from grammar_service.backends.json_schema.rewrite import rewrite
+from grammar_service.backends.json_schema.shapes import check_shapes, refuse_no_schema
 from grammar_service.backends.json_schema.string_formats import KNOWN, exact_pattern, take_out_annotations
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import Schema, subschemas
@@ -89,7 +90,11 @@ _ASSERTIONS = frozenset(
 def problems(schema: Any, path: str = "", *, strict_formats: bool = False) -> list[Unenforced]:
     """Return the parts of the schema at `path` that xgrammar would not enforce.
     Rewrites references, patterns and formats in place. `strict_formats`: whether an unknown format is one of them."""
+    if isinstance(schema, bool):
+        return []
+    refuse_no_schema(schema, path)
     write_pointers(schema)
+    check_shapes(schema, path)
     found = take_out_annotations(schema, path, strict=strict_formats)
     found += rewrite(schema, path, _anchored)
     for where, node in subschemas(schema, path):

@@ -100,6 +100,11 @@ class EngineStub:
                 request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.ExchangeDrafter = channel.unary_unary(
+                '/lockstep.engine.v1.Engine/ExchangeDrafter',
+                request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.ExchangeDrafterRequest.SerializeToString,
+                response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.ExchangeDrafterResponse.FromString,
+                _registered_method=True)
         self.ClearGrammarCache = channel.unary_unary(
                 '/lockstep.engine.v1.Engine/ClearGrammarCache',
                 request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.ClearGrammarCacheRequest.SerializeToString,
@@ -228,6 +233,17 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExchangeDrafter(self, request, context):
+        """Loads another draft model and drafts with it from then on. Requests that run go on, with the same tokens.
+
+        Errors: INVALID_ARGUMENT (the model does not fit, such as one with another vocabulary; the one before drafts on),
+        NOT_FOUND (no such directory or file), FAILED_PRECONDITION (the server's `drafter` is not "decoupled", or its
+        `draft_dirs` is empty).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ClearGrammarCache(self, request, context):
         """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk. A grammar id stays valid:
         its grammar is compiled again.
@@ -305,6 +321,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.FromString,
                     response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'ExchangeDrafter': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExchangeDrafter,
+                    request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.ExchangeDrafterRequest.FromString,
+                    response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.ExchangeDrafterResponse.SerializeToString,
             ),
             'ClearGrammarCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ClearGrammarCache,
@@ -664,6 +685,33 @@ class Engine:
             '/lockstep.engine.v1.Engine/ListAdapters',
             protos_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.SerializeToString,
             protos_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExchangeDrafter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.engine.v1.Engine/ExchangeDrafter',
+            protos_dot_engine_dot_v1_dot_engine__pb2.ExchangeDrafterRequest.SerializeToString,
+            protos_dot_engine_dot_v1_dot_engine__pb2.ExchangeDrafterResponse.FromString,
             options,
             channel_credentials,
             insecure,

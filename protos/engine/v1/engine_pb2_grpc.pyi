@@ -97,6 +97,13 @@ class EngineStub:
     """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]
     """Lists the adapters."""
+    ExchangeDrafter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ExchangeDrafterRequest, _engine_pb2.ExchangeDrafterResponse]
+    """Loads another draft model and drafts with it from then on. Requests that run go on, with the same tokens.
+
+    Errors: INVALID_ARGUMENT (the model does not fit, such as one with another vocabulary; the one before drafts on),
+    NOT_FOUND (no such directory or file), FAILED_PRECONDITION (the server's `drafter` is not "decoupled", or its
+    `draft_dirs` is empty).
+    """
     ClearGrammarCache: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ClearGrammarCacheRequest, _engine_pb2.ClearGrammarCacheResponse]
     """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk. A grammar id stays valid:
     its grammar is compiled again.
@@ -169,6 +176,13 @@ class EngineAsyncStub(EngineStub):
     """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Lists the adapters."""
+    ExchangeDrafter: _aio.UnaryUnaryMultiCallable[_engine_pb2.ExchangeDrafterRequest, _engine_pb2.ExchangeDrafterResponse]  # type: ignore[assignment]
+    """Loads another draft model and drafts with it from then on. Requests that run go on, with the same tokens.
+
+    Errors: INVALID_ARGUMENT (the model does not fit, such as one with another vocabulary; the one before drafts on),
+    NOT_FOUND (no such directory or file), FAILED_PRECONDITION (the server's `drafter` is not "decoupled", or its
+    `draft_dirs` is empty).
+    """
     ClearGrammarCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.ClearGrammarCacheRequest, _engine_pb2.ClearGrammarCacheResponse]  # type: ignore[assignment]
     """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk. A grammar id stays valid:
     its grammar is compiled again.
@@ -316,6 +330,19 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ListAdaptersResponse, _abc.Awaitable[_engine_pb2.ListAdaptersResponse]]:
         """Lists the adapters."""
+
+    @_abc_1.abstractmethod
+    def ExchangeDrafter(
+        self,
+        request: _engine_pb2.ExchangeDrafterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.ExchangeDrafterResponse, _abc.Awaitable[_engine_pb2.ExchangeDrafterResponse]]:
+        """Loads another draft model and drafts with it from then on. Requests that run go on, with the same tokens.
+
+        Errors: INVALID_ARGUMENT (the model does not fit, such as one with another vocabulary; the one before drafts on),
+        NOT_FOUND (no such directory or file), FAILED_PRECONDITION (the server's `drafter` is not "decoupled", or its
+        `draft_dirs` is empty).
+        """
 
     @_abc_1.abstractmethod
     def ClearGrammarCache(

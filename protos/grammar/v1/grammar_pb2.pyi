@@ -107,7 +107,7 @@ class CompileRequest(_message.Message):
     def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., source: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., accepted: _Optional[bool] = ..., verify: _Optional[bool] = ..., owner: _Optional[str] = ..., owner_bytes: _Optional[int] = ..., max_string_length: _Optional[int] = ..., max_array_items: _Optional[int] = ..., max_number_digits: _Optional[int] = ..., max_whitespace: _Optional[int] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
-    __slots__ = ("grammar_id", "backend", "cache_hit", "compile_ms", "memory_bytes", "warnings", "min_tokens", "known_answer_tokens")
+    __slots__ = ("grammar_id", "backend", "cache_hit", "compile_ms", "memory_bytes", "warnings", "min_tokens", "known_answer_tokens", "verified")
     GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     CACHE_HIT_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,7 @@ class CompileResponse(_message.Message):
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KNOWN_ANSWER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
     grammar_id: str
     backend: Backend
     cache_hit: bool
@@ -124,27 +125,62 @@ class CompileResponse(_message.Message):
     warnings: _containers.RepeatedScalarFieldContainer[str]
     min_tokens: int
     known_answer_tokens: int
-    def __init__(self, grammar_id: _Optional[str] = ..., backend: _Optional[_Union[Backend, str]] = ..., cache_hit: _Optional[bool] = ..., compile_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., min_tokens: _Optional[int] = ..., known_answer_tokens: _Optional[int] = ...) -> None: ...
+    verified: bool
+    def __init__(self, grammar_id: _Optional[str] = ..., backend: _Optional[_Union[Backend, str]] = ..., cache_hit: _Optional[bool] = ..., compile_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., min_tokens: _Optional[int] = ..., known_answer_tokens: _Optional[int] = ..., verified: _Optional[bool] = ...) -> None: ...
 
 class BindRequest(_message.Message):
-    __slots__ = ("slot", "slot_gen", "grammar_id", "committed_tokens", "max_tokens", "request_id")
+    __slots__ = ("slot", "slot_gen", "grammar_id", "committed_tokens", "max_tokens", "request_id", "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count", "min_tokens", "dead_texts")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SLOT_GEN_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_MAX_PATTERN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_MIN_PATTERN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_MIN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEAD_TEXTS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     slot_gen: int
     grammar_id: str
     committed_tokens: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
     request_id: str
-    def __init__(self, slot: _Optional[int] = ..., slot_gen: _Optional[int] = ..., grammar_id: _Optional[str] = ..., committed_tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+    repetition_max_pattern_size: int
+    repetition_min_pattern_size: int
+    repetition_min_count: int
+    min_tokens: int
+    dead_texts: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, slot: _Optional[int] = ..., slot_gen: _Optional[int] = ..., grammar_id: _Optional[str] = ..., committed_tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., request_id: _Optional[str] = ..., repetition_max_pattern_size: _Optional[int] = ..., repetition_min_pattern_size: _Optional[int] = ..., repetition_min_count: _Optional[int] = ..., min_tokens: _Optional[int] = ..., dead_texts: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class BindResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class BacktrackRequest(_message.Message):
+    __slots__ = ("grammar_id", "committed_tokens", "max_tokens", "dead_texts", "first_position")
+    GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEAD_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    grammar_id: str
+    committed_tokens: _containers.RepeatedScalarFieldContainer[int]
+    max_tokens: int
+    dead_texts: _containers.RepeatedScalarFieldContainer[bytes]
+    first_position: int
+    def __init__(self, grammar_id: _Optional[str] = ..., committed_tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., dead_texts: _Optional[_Iterable[bytes]] = ..., first_position: _Optional[int] = ...) -> None: ...
+
+class BacktrackResponse(_message.Message):
+    __slots__ = ("found", "num_tokens", "dead_texts")
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEAD_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    found: bool
+    num_tokens: int
+    dead_texts: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, found: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., dead_texts: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("slot", "slot_gen")

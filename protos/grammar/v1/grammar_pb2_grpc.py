@@ -50,6 +50,11 @@ class GrammarStub:
                 request_serializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.BindRequest.SerializeToString,
                 response_deserializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.BindResponse.FromString,
                 _registered_method=True)
+        self.Backtrack = channel.unary_unary(
+                '/lockstep.grammar.v1.Grammar/Backtrack',
+                request_serializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.BacktrackRequest.SerializeToString,
+                response_deserializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.BacktrackResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/lockstep.grammar.v1.Grammar/Release',
                 request_serializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.ReleaseRequest.SerializeToString,
@@ -102,6 +107,16 @@ class GrammarServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Backtrack(self, request, context):
+        """Says how a verified answer goes on that has no legal token behind `committed_tokens`: over which of them it goes back, and
+        which texts it avoids from then on. Binds nothing, and depends on the request alone.
+
+        Errors: those of Bind.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
         """Drops the matcher of (slot, slot_gen). Not an error when there is none.
         """
@@ -149,6 +164,11 @@ def add_GrammarServicer_to_server(servicer, server):
                     servicer.Bind,
                     request_deserializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.BindRequest.FromString,
                     response_serializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.BindResponse.SerializeToString,
+            ),
+            'Backtrack': grpc.unary_unary_rpc_method_handler(
+                    servicer.Backtrack,
+                    request_deserializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.BacktrackRequest.FromString,
+                    response_serializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.BacktrackResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -253,6 +273,33 @@ class Grammar:
             '/lockstep.grammar.v1.Grammar/Bind',
             protos_dot_grammar_dot_v1_dot_grammar__pb2.BindRequest.SerializeToString,
             protos_dot_grammar_dot_v1_dot_grammar__pb2.BindResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Backtrack(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.grammar.v1.Grammar/Backtrack',
+            protos_dot_grammar_dot_v1_dot_grammar__pb2.BacktrackRequest.SerializeToString,
+            protos_dot_grammar_dot_v1_dot_grammar__pb2.BacktrackResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,12 @@ class GrammarStub:
 
     Errors: NOT_FOUND (unknown grammar_id: compile again), INVALID_ARGUMENT (committed_tokens do not fit the grammar).
     """
+    Backtrack: _grpc.UnaryUnaryMultiCallable[_grammar_pb2.BacktrackRequest, _grammar_pb2.BacktrackResponse]
+    """Says how a verified answer goes on that has no legal token behind `committed_tokens`: over which of them it goes back, and
+    which texts it avoids from then on. Binds nothing, and depends on the request alone.
+
+    Errors: those of Bind.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_grammar_pb2.ReleaseRequest, _grammar_pb2.ReleaseResponse]
     """Drops the matcher of (slot, slot_gen). Not an error when there is none."""
     ClearCache: _grpc.UnaryUnaryMultiCallable[_grammar_pb2.ClearCacheRequest, _grammar_pb2.ClearCacheResponse]
@@ -78,6 +84,12 @@ class GrammarAsyncStub(GrammarStub):
     """Makes a new matcher for a slot, advanced over `committed_tokens`. It replaces the matcher of an older slot_gen.
 
     Errors: NOT_FOUND (unknown grammar_id: compile again), INVALID_ARGUMENT (committed_tokens do not fit the grammar).
+    """
+    Backtrack: _aio.UnaryUnaryMultiCallable[_grammar_pb2.BacktrackRequest, _grammar_pb2.BacktrackResponse]  # type: ignore[assignment]
+    """Says how a verified answer goes on that has no legal token behind `committed_tokens`: over which of them it goes back, and
+    which texts it avoids from then on. Binds nothing, and depends on the request alone.
+
+    Errors: those of Bind.
     """
     Release: _aio.UnaryUnaryMultiCallable[_grammar_pb2.ReleaseRequest, _grammar_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Drops the matcher of (slot, slot_gen). Not an error when there is none."""
@@ -123,6 +135,18 @@ class GrammarServicer(metaclass=_abc_1.ABCMeta):
         """Makes a new matcher for a slot, advanced over `committed_tokens`. It replaces the matcher of an older slot_gen.
 
         Errors: NOT_FOUND (unknown grammar_id: compile again), INVALID_ARGUMENT (committed_tokens do not fit the grammar).
+        """
+
+    @_abc_1.abstractmethod
+    def Backtrack(
+        self,
+        request: _grammar_pb2.BacktrackRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_grammar_pb2.BacktrackResponse, _abc.Awaitable[_grammar_pb2.BacktrackResponse]]:
+        """Says how a verified answer goes on that has no legal token behind `committed_tokens`: over which of them it goes back, and
+        which texts it avoids from then on. Binds nothing, and depends on the request alone.
+
+        Errors: those of Bind.
         """
 
     @_abc_1.abstractmethod

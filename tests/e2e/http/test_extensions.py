@@ -184,3 +184,17 @@ def test_bounds_hold_over_http(client: openai.OpenAI, model: str) -> None:
     assert all(len(item) <= 5 for item in items)
     with pytest.raises(openai.BadRequestError, match=r"grammar\.max_array_items"):
         complete(client, model, structured_outputs={"regex": "a", "max_array_items": 2})
+
+
+def test_an_answer_that_repeats_itself_ends_over_http(client: openai.OpenAI, model: str) -> None:
+    first = complete(client, model, max_tokens=1, return_token_ids=True).choices[0]
+    (token,) = first.token_ids
+    answer = complete(
+        client,
+        model,
+        max_tokens=40,
+        logit_bias={str(token): 100},
+        repetition_detection={"max_pattern_size": 3, "min_count": 4},
+        return_token_ids=True,
+    ).choices[0]
+    assert (answer.finish_reason, answer.token_ids) == ("repetition", [token] * 4)

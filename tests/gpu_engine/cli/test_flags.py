@@ -25,6 +25,7 @@ ALL = shlex.split("""
 --priority -2
 --context-logits --generation-logits --tensor logits --context-tensor hidden_states.1
 --max-queue-ms 250 --never-preempt
+--repetition-max-pattern-size 6 --repetition-min-pattern-size 2 --repetition-min-count 5
 --whole --cumulative --client-id c --lora l --prompt-adapter p
 --cache-salt s --draft-tokens 3 --no-draft-index --reasoning --reasoning-tokens 9 --reasoning-effort low
 --reasoning-begin <a> --reasoning-end </a> --processor a --processor 'b={"size": 2}'
@@ -65,7 +66,11 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
     for kind, file in (("ebnf", "list.gbnf"), ("lark", "order.lark"), ("structural-tag", "call.json")):
         other += (build("--prompt", "x", f"--{kind}", str(ROOT / "samples" / file)),)
     bounds = ["--max-string-length", "9", "--max-array-items", "3", "--max-number-digits", "5", "--max-whitespace", "1"]
-    other += (build("--prompt", "x", "--json", "--unenforced", "verify", *bounds),)
+    other += (
+        build(
+            "--prompt", "x", "--json", "--unenforced", "verify", *bounds, "--max-backtracks", "3", "--hold-tokens", "9"
+        ),
+    )
     named = build("--chat", "x", "--tools", str(ROOT / "samples/tools.json"), "--tool-choice", "weather")
     found = set().union(*(set_fields(each) for each in (request, named, *other)))
     assert all_fields(pb.GenerateRequest.DESCRIPTOR) == found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gpu_engine.api.prefill_shapes import PrefillShapes
-from gpu_engine.api.request import Request
+from gpu_engine.api.request import Backtracking, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
+from gpu_engine.core.outputs.holding import go_back, hold, may_backtrack
 from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.core.scheduler import GrammarState, Scheduler
 from gpu_engine.step.stream import ImmediateStream
@@ -19,8 +22,27 @@ class Port:
 
     def __init__(self) -> None:
         self.opened: list[tuple[int, int]] = []
+        self.sought: list[tuple[tuple[int, ...], int, tuple[bytes, ...]]] = []
 
-    def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
+    def backtrack(
+        self,
+        slot: int,
+        slot_gen: int,
+        request: Request,
+        committed: tuple[int, ...],
+        first: int,
+        dead_texts: tuple[bytes, ...],
+    ) -> None:
+        self.sought.append((committed, first, dead_texts))
+
+    def open(
+        self,
+        slot: int,
+        slot_gen: int,
+        request: Request,
+        committed: tuple[int, ...],
+        dead_texts: tuple[bytes, ...] = (),
+    ) -> None:
         self.opened.append((slot, slot_gen))
 
     def forked(self, slot: int, slot_gen: int, request: Request, before: tuple[int, int] | None) -> None:
@@ -69,3 +91,46 @@ def test_a_step_of_the_previous_process_is_not_waited_for() -> None:
     assert sequence.grammar_state is GrammarState.OPEN
     assert sequence.decoding
     assert not sequence.payload.deferred_since_s
+
+
+def test_a_way_back_is_asked_of_the_next_process_again() -> None:
+    scheduler: Scheduler[SequenceState] = Scheduler(
+        2, PageAllocator(8, 16), prefill_chunk=16, lookahead=8, shapes=PrefillShapes(16, 1, 16)
+    )
+    port = Port()
+    grammar_slots = GrammarSlots(
+        port,
+        scheduler,
+        Binds(),
+        NoSync(ImmediateStream(), 4, 8),
+        EngineStats(),
+        lambda sequence: False,
+        lambda sequence, **_: None,
+    )  # type: ignore[arg-type]
+    request = ask(tokens(9, 1), grammar="20").request
+    request.backtracking = Backtracking(2, 2)
+    sequence: RunningSequence = RunningSequence(SequenceState(request), 9, guided=True)
+    scheduler.add(sequence)
+    scheduler.plan()
+    grammar_slots.open(sequence)
+    sequence.prefilled = 8
+    grammar_slots.opened(sequence.slot, sequence.slot_gen, 1.0, False, 2, (), verified=True)
+    state = sequence.payload
+    for token in (5, 6, 7):
+        state.answer.append(token)
+        hold(state, TokenEvent(0, (token,)))
+    assert may_backtrack(state)
+    assert state.num_sent == 1
+
+    grammar_slots.backtrack(sequence)
+    assert not sequence.decoding
+    asked = (5, 6, 7), 1, ()
+    assert port.sought == [asked]
+    grammar_slots.process_lost()
+    grammar_slots.process_restored()
+    assert port.sought == [asked, asked]
+
+    go_back(state, 1, (b"x",))
+    assert (state.answer, state.num_sent, state.backtracking, state.dead_texts) == ([5], 1, False, (b"x",))
+    with pytest.raises(ValueError, match="1 were sent"):
+        go_back(state, 0, (b"x",))

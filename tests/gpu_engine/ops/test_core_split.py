@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.ops.core_split import CoreSplit
+from gpu_engine.ops.core_split import CoreSplit, fills_cores
 from gpu_engine.sidecar.supervisor import grammar_command
 
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -49,7 +49,7 @@ def test_the_split_of_cores(config: EngineConfig, cores: set[int], usable: int, 
 # The script runs in its own process, because it changes the settings of the whole process.
 SCRIPT = """
 import os, subprocess, sys, threading
-from gpu_engine.ops.core_split import CoreSplit
+from gpu_engine.ops.core_split import CoreSplit, fills_cores
 
 def mine():
     return sorted(os.sched_getaffinity(0))
@@ -123,3 +123,8 @@ def test_a_grammar_process_on_the_cores_of_the_event_loop_compiles_at_idle_prior
     flags = grammar_command(ServerConfig(), Path("/d"), compile_idle=True)
     assert flags[flags.index("--compile-priority") + 1] == "idle"
     assert "--compile-priority" not in grammar_command(ServerConfig(), Path("/d"))
+
+
+@pytest.mark.parametrize(("threads", "usable", "fills"), [(2, 2, True), (1, 2, False), (4, 2, True), (3, 4, False)])
+def test_a_model_with_a_thread_for_every_core_fills_them(threads: int, usable: int, fills: bool) -> None:
+    assert fills_cores(EngineConfig(device="cpu", num_threads=threads), usable) is fills

@@ -56,6 +56,7 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self.refuse_configure = ""
         self.hold_compile = asyncio.Event()
         self.hold_compile.set()
+        self.way_back = gpb.BacktrackResponse()
         self.hold_bind = asyncio.Event()
         self.hold_bind.set()
         self.max_compilations = 0
@@ -126,6 +127,11 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
             min_tokens=2,
             known_answer_tokens=7,
         )
+
+    async def Backtrack(  # type: ignore[override]
+        self, request: gpb.BacktrackRequest, context: object
+    ) -> gpb.BacktrackResponse:
+        return self.way_back
 
     async def Bind(  # type: ignore[override]
         self, request: gpb.BindRequest, context: grpc.aio.ServicerContext[object, object]
@@ -451,6 +457,19 @@ async def test_refused_tokens_are_our_defect(tmp_path: Path) -> None:
         s.client.open(0, 1, request(), (1,))
         await eventually(lambda: s.engine.failed)
         assert isinstance(s.engine.failed[0][2], InternalError)
+
+
+@pytest.mark.parametrize(("num_tokens", "goes_back"), [(0, False), (1, True), (2, True), (3, False), (99, False)])
+async def test_a_way_back_takes_back_some_tokens_and_none_that_was_sent(
+    tmp_path: Path, num_tokens: int, goes_back: bool
+) -> None:
+    """The number is another process's: outside of its range it ends one request, and not the engine."""
+    async with connected(tmp_path) as s:
+        s.process.way_back = gpb.BacktrackResponse(found=True, num_tokens=num_tokens, dead_texts=[b"x"])
+        s.client.backtrack(0, 1, request(), (7, 8, 9), 1, ())
+        await eventually(lambda: s.engine.failed or s.engine.backtracked)
+        assert s.engine.backtracked == ([(0, 1, num_tokens, (b"x",))] if goes_back else [])
+        assert [type(error) for _, _, error in s.engine.failed] == ([] if goes_back else [InternalError])
 
 
 async def test_a_slot_closed_while_it_compiles_is_never_bound(tmp_path: Path) -> None:

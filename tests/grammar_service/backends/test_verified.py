@@ -252,3 +252,16 @@ def test_every_answer_that_ends_is_valid(library: Library) -> None:
 @pytest.mark.slow
 def test_many_answers_that_end_are_valid(library: Library) -> None:
     check_walks(library, 300)
+
+
+@pytest.mark.parametrize("pattern", ["^(?s:.)$", "(?i)a", "a(?-i:b)", "(?P<a>b)"])
+def test_flags_of_a_pattern_are_refused_because_the_validator_reads_another_dialect(pattern: str) -> None:
+    with pytest.raises(InvalidGrammar, match="flags"):
+        Validator(json.dumps({"type": "string", "pattern": pattern}))
+    with pytest.raises(InvalidGrammar, match="flags"):
+        Validator(json.dumps({"type": "array", "items": {"patternProperties": {pattern: {}}}}))
+
+
+@pytest.mark.parametrize("pattern", [r"\(\?i", "[(?i)]x", "(?:a)", "(?=a)", "(?!a)", "(?<=a)b", "(?<!a)b", "(?<a>b)"])
+def test_other_groups_and_characters_are_no_flags(pattern: str) -> None:
+    assert Validator(json.dumps({"pattern": pattern})).is_valid(b"1")

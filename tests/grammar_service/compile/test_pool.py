@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ async def pool(
     queue_s: float = 600.0,
     memory_mb: int = 512,
     start: StartWorker = CompileProcess.start,
+    fallback: Sequence[str] = (),
 ) -> AsyncIterator[CompilePool]:
     made = CompilePool(
         "llguidance",
@@ -49,6 +51,7 @@ async def pool(
         queue=queue,
         queue_s=queue_s,
         command=PRETEND,
+        fallback=fallback,
         start=start,
     )
     try:
@@ -100,6 +103,61 @@ async def test_a_slow_grammar_kills_its_own_worker_alone(vocabulary: Vocabulary)
         await workers.ready()
         stats = workers.stats()
         assert (stats["killed"], stats["started"]) == (1, 3)
+
+
+async def test_a_starved_worker_is_replaced_by_one_of_the_fallback(vocabulary: Vocabulary) -> None:
+    """`sleep` uses no CPU time, as a worker at idle priority does on a machine that is never idle."""
+    commands: list[Sequence[str]] = []
+
+    async def start(command: Sequence[str]) -> CompileProcess:
+        commands.append(command)
+        return await CompileProcess.start(PRETEND)
+
+    async with pool(vocabulary, workers=2, timeout_s=0.3, start=start, fallback=("fallback",)) as workers:
+        await workers.ready()
+        with pytest.raises(LimitExceeded, match="compile_timeout_s"):
+            await workers.compile(grammar("sleep"))
+        assert commands[:2] == [PRETEND, PRETEND]
+        assert set(commands[2:]) == {("fallback",)}
+        await workers.ready()
+        assert await pid(workers)
+
+
+async def test_a_worker_that_computes_is_not_starved(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary, timeout_s=0.3, fallback=("fallback",)) as workers:
+        await workers.ready()
+        (worker,) = workers._all
+        worker.cpu_s = iter((0.0, 0.2)).__next__  # type: ignore[method-assign]
+        with pytest.raises(LimitExceeded, match="compile_timeout_s"):
+            await workers.compile(grammar("sleep"))
+        assert workers.stats()["killed"] == 1
+
+
+async def test_the_cpu_time_of_a_worker_grows_while_it_computes(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        await workers.ready()
+        (worker,) = workers._all
+        before = worker.cpu_s()
+        for number in range(20):
+            await workers.compile(grammar(f"text {number}"))
+        assert before > 0
+        assert worker.cpu_s() > before
+        await worker.kill()
+        assert worker.cpu_s() == 0.0
+
+
+async def test_a_start_without_a_second_descriptor_leaves_none_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    spare = os.dup(0)
+    os.close(spare)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 1, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            await CompileProcess.start(PRETEND)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 async def test_a_crash_is_an_error_of_one_request(vocabulary: Vocabulary) -> None:

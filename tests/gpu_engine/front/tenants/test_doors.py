@@ -38,7 +38,9 @@ EXHAUSTED, MISSING = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.NOT_FOU
 LONG_S = 30.0
 
 OPERATORS = {
-    "lockstep.engine.v1.Engine": {"GetStats", "WatchStats", "ClearGrammarCache", "LoadAdapter", "UnloadAdapter"},
+    "lockstep.engine.v1.Engine": {
+        *("GetStats", "WatchStats", "ClearGrammarCache", "LoadAdapter", "UnloadAdapter", "ExchangeDrafter"),
+    },
     "vllm.grpc.engine.VllmEngine": {
         *("GetServerInfo", "GetLoads", "SubscribeKvEvents", "FlushCache", "StartProfile", "StopProfile"),
     },
@@ -70,12 +72,14 @@ async def test_what_concerns_all_is_for_operators(tmp_path: Path) -> None:
             ("ClearGrammarCache", pb.ClearGrammarCacheRequest()),
             ("LoadAdapter", pb.LoadAdapterRequest(name="a", path="/a")),
             ("UnloadAdapter", pb.UnloadAdapterRequest(name="a")),
+            ("ExchangeDrafter", pb.ExchangeDrafterRequest(path="/a")),
             ("WatchStats", pb.WatchStatsRequest()),
         ]
         for name, message in calls:
             status, text = await refusal(getattr(setup.stub, name)(message, metadata=AS_ACME))
             assert (status, text) == (DENIED, f"{name}: is for operators (operator = true of a tenant)")
         assert not setup.engine.adapters.loaded
+        assert not setup.engine.draft_models.name
         assert (await setup.stub.GetStats(pb.GetStatsRequest(), metadata=AS_BOSS)).num_slots == 4
 
 

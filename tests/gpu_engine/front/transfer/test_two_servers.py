@@ -390,16 +390,16 @@ def test_a_role_needs_the_prefix_cache_and_a_drafter_without_a_cache() -> None:
     with pytest.raises(ValueError, match="role: decode needs the prefix cache"):
         EngineConfig(role="decode", prefix_cache=False)
     with pytest.raises(ValueError, match="role: prefill needs a drafter"):
-        EngineConfig(role="prefill", drafter="eagle3")
+        EngineConfig(role="prefill", drafter="mtp")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(("backend", "drafter"), [("llguidance", "ngram"), ("xgrammar", "decoupled")])
 async def test_guided_answers_are_those_of_one_engine_with_drafts_and_a_killed_grammar_process(
-    llama: LoadedModel, tmp_path: Path, backend: str
+    llama: LoadedModel, tmp_path: Path, backend: str, drafter: str
 ) -> None:
     """Eight prompts at once, guided and free, in a cache that makes some lose their slots."""
-    engine = {"kv_cache_tokens": 512, "drafter": "ngram"}
+    engine = {"kv_cache_tokens": 512, "drafter": drafter, "draft_model": llama.name if drafter == "decoupled" else ""}
     texts = [f"{at} {TEXT}" for at in range(8)]
     grammars = [pb.Grammar(regex="[a-f]{20,40}"), pb.Grammar(json_object=True), None, None] * 2
 
