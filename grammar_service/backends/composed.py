@@ -22,7 +22,7 @@ from typing import Any
 from grammar_service.backends.backend import Backend, Compiled
 from grammar_service.backends.json_schema.validator import Validator
 from grammar_service.backends.reasoning import MarkerRows, ReasoningCompiled, ReasoningSpec, ways_out
-from grammar_service.backends.verified import Verification, VerifiedCompiled
+from grammar_service.backends.verified import ValueTokens, Verification, VerifiedCompiled
 from grammar_service.errors import InvalidGrammar, NotSupported
 from grammar_service.grammar.structural_tag import formats
 from grammar_service.grammar.token_bytes import TokenBytes
@@ -43,6 +43,8 @@ class ComposingBackend:
         self._lock = threading.Lock()
         self._opened: dict[tuple[int, ...], tuple[Backend, Vocabulary]] = {}
         self._rows: dict[tuple[str, ReasoningSpec], MarkerRows] = {}
+        self._value_tokens: dict[str, ValueTokens] = {}
+        """By digest, of this vocabulary and those of `_opened` alone."""
 
     @property
     def name(self) -> str:
@@ -68,10 +70,10 @@ class ComposingBackend:
     def load(self, grammar: Grammar, artifact: bytes) -> Compiled:
         """Return the compiled form; see `Backend.load`."""
         if grammar.kind is not Kind.COMPOSED:
-            return _verified(self._inner.load(grammar, artifact), grammar, self._vocabulary)
+            return self._verified(self._inner.load(grammar, artifact), grammar, self._vocabulary)
         document = _document(grammar)
         backend, vocabulary = self._backend(document)
-        answer = _verified(backend.load(_tag(grammar, document), artifact), grammar, vocabulary)
+        answer = self._verified(backend.load(_tag(grammar, document), artifact), grammar, vocabulary)
         if "reasoning" not in document:
             return answer
         return ReasoningCompiled(answer, self._marker_rows(vocabulary, ReasoningSpec.parse(document["reasoning"])))
@@ -96,6 +98,20 @@ class ComposingBackend:
                     self._rows.clear()
                 rows = self._rows[key] = MarkerRows(vocabulary, spec)
             return rows
+
+    def _verified(self, compiled: Compiled, grammar: Grammar, vocabulary: Vocabulary) -> Compiled:
+        schema = verified_schema(grammar)
+        if schema is None:
+            return compiled
+        return VerifiedCompiled(compiled, Verification(Validator(schema), self._tokens_of(vocabulary)))
+
+    def _tokens_of(self, vocabulary: Vocabulary) -> ValueTokens:
+        """Return the rows of a vocabulary, which all its verified grammars share."""
+        with self._lock:
+            tokens = self._value_tokens.get(vocabulary.digest)
+            if tokens is None:
+                tokens = self._value_tokens[vocabulary.digest] = ValueTokens.of(vocabulary)
+            return tokens
 
     def _with_field(
         self, error: InvalidGrammar | NotSupported, document: dict[str, Any], grammar: Grammar, allow_unenforced: bool
@@ -142,11 +158,6 @@ def verified_schema(grammar: Grammar) -> str | None:
         if isinstance(form, dict) and form.get("type") == "json_schema" and form.get("style", "json") == "json":
             return json.dumps(form.get("json_schema"), ensure_ascii=False)
     return None
-
-
-def _verified(compiled: Compiled, grammar: Grammar, vocabulary: Vocabulary) -> Compiled:
-    schema = verified_schema(grammar)
-    return compiled if schema is None else VerifiedCompiled(compiled, Verification.of(schema, vocabulary))
 
 
 def _tag(grammar: Grammar, document: dict[str, Any]) -> Grammar:

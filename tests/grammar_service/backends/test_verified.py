@@ -13,11 +13,14 @@ import pytest
 
 from grammar_service.backends.backend import Compiled, Matcher
 from grammar_service.backends.json_schema.validator import Validator
+from grammar_service.backends.registry import load_backend
+from grammar_service.backends.verified import VerifiedCompiled
 from grammar_service.errors import InvalidGrammar, NotEnforced
 from grammar_service.grammar.token_bytes import TokenBytes
 from grammar_service.grammar.value import Kind, Reading, Whitespace, parse
+from grammar_service.grammar.vocabulary import Vocabulary
 from tests.grammar_service.conftest import Library
-from tests.grammar_service.toy import STOPS, spell
+from tests.grammar_service.toy import PADDED, STOPS, spell, tokenizer_json
 
 WORDS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
 NEEDS_TRUE = {"type": "array", "items": {"type": "boolean"}, "contains": {"const": True}, "minItems": 1}
@@ -265,3 +268,16 @@ def test_flags_of_a_pattern_are_refused_because_the_validator_reads_another_dial
 @pytest.mark.parametrize("pattern", [r"\(\?i", "[(?i)]x", "(?:a)", "(?=a)", "(?!a)", "(?<=a)b", "(?<!a)b", "(?<a>b)"])
 def test_other_groups_and_characters_are_no_flags(pattern: str) -> None:
     assert Validator(json.dumps({"pattern": pattern})).is_valid(b"1")
+
+
+def test_grammars_share_the_rows_of_their_own_vocabulary(library: Library) -> None:
+    one, two = verified(library, WORDS), verified(library, NEEDS_TRUE)
+    assert isinstance(one, VerifiedCompiled)
+    assert isinstance(two, VerifiedCompiled)
+    assert one.verification.tokens is two.verification.tokens
+    assert one.verification.validator is not two.verification.validator
+    stops = STOPS[:1]
+    vocabulary = Vocabulary.load(tokenizer_json(), PADDED, stops)
+    other = verified(Library(load_backend(library.name, vocabulary), vocabulary), WORDS)
+    assert isinstance(other, VerifiedCompiled)
+    assert other.verification.tokens.stops == set(stops) != one.verification.tokens.stops
