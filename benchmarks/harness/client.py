@@ -147,4 +147,5 @@ def _times(telemetry: pb.Telemetry) -> EngineTimes:
         draft_tokens=telemetry.draft_tokens,
         accepted_draft_tokens=telemetry.accepted_draft_tokens,
         deferred_rows=telemetry.deferred_rows,
+        backtracks=telemetry.backtracks,
     )

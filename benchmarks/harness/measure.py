@@ -25,6 +25,8 @@ class EngineTimes:
     draft_tokens: int
     accepted_draft_tokens: int
     deferred_rows: int
+    backtracks: int = 0
+    """Times that a verified answer went back."""
 
     @property
     def step_ms(self) -> float:

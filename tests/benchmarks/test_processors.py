@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.speed.processors import ENTRIES, KINDS, PLAIN, Findings, measure, report
+from benchmarks.cost.processors import ENTRIES, KINDS, PLAIN, Findings, measure, report
 from gpu_engine.api.config import EngineConfig
 from protos.engine.v1 import engine_pb2 as pb
 from tests.benchmarks.conftest import Serve

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from benchmarks.speed.tensors import PLAIN, Findings, kinds, measure, report, request
+from benchmarks.cost.tensors import PLAIN, Findings, kinds, measure, report, request
 from protos.engine.v1 import engine_pb2 as pb
 from tests.benchmarks.conftest import Serve
 from tests.benchmarks.fake_engine import Script
