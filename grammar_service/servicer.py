@@ -25,6 +25,7 @@ from grammar_service.backends.registry import NAMES, installed, installed_versio
 from grammar_service.backends.verified import avoiding, find_way_back, is_verified
 from grammar_service.compile.compiler import AUTO, Compiler, Entry, attempt_limit_s
 from grammar_service.compile.owned_cache import Owner
+from grammar_service.compile.queue import Share
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import (
@@ -53,6 +54,7 @@ ATTACH_WAIT_S = 2.0
 
 MAX_OWNER_BYTES = 64
 """The names of owners are keys of digests."""
+MIN_TENANT_WEIGHT, MAX_TENANT_WEIGHT = 0.01, 100.0
 _MANY_TOKENS = 64
 """More committed tokens than this are replayed off the event loop, and so are tokens near `max_tokens`."""
 
@@ -142,6 +144,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             kind = _kind(request.kind)
             if len(request.owner.encode()) > MAX_OWNER_BYTES:
                 raise InvalidField("owner", f"has more than {MAX_OWNER_BYTES} bytes")
+            share = _share(request)
             if request.whitespace not in pb.Whitespace.values():
                 raise InvalidField("whitespace", f"{request.whitespace} is unknown")
             whitespace = Whitespace(request.whitespace or Whitespace.BOUNDED)
@@ -163,6 +166,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                     bounds={name: getattr(request, name) for name in BOUNDS if request.HasField(name)},
                     accepted=request.accepted,
                     owner=Owner(request.owner, request.owner_bytes),
+                    share=share,
                 )
                 compiled(entry.backend, hit, entry.compile_ms)
             return pb.CompileResponse(
@@ -302,6 +306,16 @@ def _repetition(request: pb.BindRequest) -> RepetitionLimit | None:
         if not least <= value <= most:
             raise InvalidField(name, f"{value} is not in [{least}, {most}]")
     return RepetitionLimit(longest, shortest, request.repetition_min_count, request.min_tokens)
+
+
+def _share(request: pb.CompileRequest) -> Share:
+    """Return whose turn a Compile takes. Raises InvalidField."""
+    if len(request.tenant.encode()) > MAX_OWNER_BYTES:
+        raise InvalidField("tenant", f"has more than {MAX_OWNER_BYTES} bytes")
+    weight = request.tenant_weight or 1.0
+    if not MIN_TENANT_WEIGHT <= weight <= MAX_TENANT_WEIGHT:
+        raise InvalidField("tenant_weight", f"{weight:g} is not in [{MIN_TENANT_WEIGHT:g}, {MAX_TENANT_WEIGHT:g}]")
+    return Share(request.tenant, weight)
 
 
 def _kind(number: int) -> Kind:

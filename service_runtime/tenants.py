@@ -38,7 +38,7 @@ class Tenant:
 
     name: str
     weight: float = 1.0
-    """Share of the engine, relative to the weights of others, while several have requests that wait."""
+    """Share of the engine and of the compile workers, relative to the weights of others, while several wait."""
     max_running: int = 0
     """Sequences with a slot."""
     max_waiting: int | None = None

@@ -76,6 +76,8 @@ class GrammarOwner:
     """Further ones, which wait."""
     max_bytes: int = field(compare=False)
     """Memory of the compiled grammars of `space`; 0: no limit of their own."""
+    weight: float = field(compare=False, default=1.0)
+    """The tenant's share of the compile workers, relative to the weights of others, while several wait for one."""
 
 
 @dataclass(frozen=True, slots=True)

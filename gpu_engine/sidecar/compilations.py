@@ -252,6 +252,7 @@ class GrammarCompiler:
         )
         if spec.owner is not None:
             message.owner, message.owner_bytes = spec.owner.space, spec.owner.max_bytes
+            message.tenant, message.tenant_weight = spec.owner.tenant, spec.owner.weight
         while True:
             await self._link.ready(self._wait_s)
             attached = self._link.attached

@@ -27,6 +27,7 @@ from grammar_service.compile.loader import CompileLoader
 from grammar_service.compile.owned_cache import OwnedCache, Owner
 from grammar_service.compile.pool import COMMAND, COMMAND_IDLE, START_TIMEOUT_S, CompilePool, StartWorker
 from grammar_service.compile.process import CompileProcess
+from grammar_service.compile.queue import NO_TENANT, Share
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import (
@@ -83,6 +84,7 @@ class _Order:
     allow_unenforced: bool
     accepted: bool
     owner: Owner
+    share: Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,7 @@ class Compiler:
         bounds: Mapping[str, Any] = _NO_BOUNDS,
         accepted: bool = False,
         owner: Owner = NO_OWNER,
+        share: Share = NO_TENANT,
     ) -> tuple[Entry, bool]:
         """Return the cache entry of a grammar, and whether it was cached or being compiled for an earlier call.
 
@@ -172,6 +175,7 @@ class Compiler:
             bounds: fields of `Bounds`, in place of the server's.
             accepted: for an accepted sequence: comes before the others, and no limit of the queue rejects it.
             owner: shares compilations and cached grammars with no other one.
+            share: the tenant whose turn in the queue a new compilation takes.
 
         Raises InvalidGrammar, InvalidField, LimitExceeded, NotSupported, InternalError.
         """
@@ -185,12 +189,12 @@ class Compiler:
             self._vocabulary.refuse_special(grammar)
             checked = replace(grammar, reading=replace(grammar.reading, verify=verify))
             try:
-                return await self._from(backend, grammar, _Order(allow_unenforced, accepted, owner))
+                return await self._from(backend, grammar, _Order(allow_unenforced, accepted, owner, share))
             except NotEnforced:
                 # A grammar of which all is enforced needs no verification, and is shared with other requests.
                 if verified_schema(checked) is None:
                     raise
-            return await self._from(backend, checked, _Order(False, accepted, owner))
+            return await self._from(backend, checked, _Order(False, accepted, owner, share))
         except InvalidGrammar:
             self.rejected += 1
             raise
@@ -306,7 +310,11 @@ class Compiler:
                 logger.warning("cache_dir: %s; the grammar is compiled again", error)
                 await asyncio.to_thread(disk.remove, name)
         artifact = await self._pool(backend).compile(
-            grammar, allow_unenforced=allow_unenforced, name=key, accepted=key in self._accepted
+            grammar,
+            allow_unenforced=allow_unenforced,
+            name=key,
+            accepted=key in self._accepted,
+            share=order.share,
         )
         compiled, plan = await self._loader.load(loader, grammar, artifact, self._vocabulary)
         if disk:

@@ -20,7 +20,7 @@ from typing import Any
 
 from grammar_service.compile.artifact import Artifact
 from grammar_service.compile.process import CompileProcess, exit_error
-from grammar_service.compile.queue import CompileQueue
+from grammar_service.compile.queue import NO_TENANT, CompileQueue, Share
 from grammar_service.compile.worker import IDLE
 from grammar_service.config import CompileLimits
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded, from_wire
@@ -138,7 +138,13 @@ class CompilePool:
         await asyncio.gather(*(asyncio.shield(task) for task in self._spare))
 
     async def compile(
-        self, grammar: Grammar, *, allow_unenforced: bool = False, name: str = "", accepted: bool = False
+        self,
+        grammar: Grammar,
+        *,
+        allow_unenforced: bool = False,
+        name: str = "",
+        accepted: bool = False,
+        share: Share = NO_TENANT,
     ) -> Artifact:
         """Compile in a free worker. Cancelling the call kills the worker's process.
 
@@ -147,6 +153,7 @@ class CompilePool:
             allow_unenforced: leave out parts that the backend cannot enforce.
             name: argument of a later `promote`.
             accepted: for an accepted sequence: comes before the others, and no limit of the queue rejects it.
+            share: the tenant whose turn it takes.
 
         Raises InvalidGrammar, NotSupported, LimitExceeded (nesting, time, memory, size, length of the queue, time in
         the queue), InternalError (crash).
@@ -154,7 +161,7 @@ class CompilePool:
         if self._compile_queue.num_waiting >= self._max_waiting and not accepted:
             raise LimitExceeded(f"compile_queue: {self._max_waiting} compilations are waiting already")
         try:
-            await self._compile_queue.acquire(name, accepted=accepted)
+            await self._compile_queue.acquire(name, accepted=accepted, share=share)
         except TimeoutError:
             raise LimitExceeded(
                 f"compile_queue_s: no compile worker of {self._backend} was free within {self._queue_s:g} s, and the "
@@ -167,7 +174,7 @@ class CompilePool:
                 except _StarvedError:
                     continue
         finally:
-            self._compile_queue.release()
+            self._compile_queue.release(share)
 
     def promote(self, name: str) -> None:
         """Treat the waiting compilations of this name as accepted from now on."""

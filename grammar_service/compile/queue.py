@@ -1,17 +1,38 @@
-"""The queue of compilations: those of accepted sequences first, then the others, each in the order of arrival.
+"""The queue of compilations: those of accepted sequences first, then the others, each group fair between tenants.
+
+Within a group the next worker goes to the tenant with the smallest counter: the time for which workers have compiled
+for it while anything waited, divided by its weight. The time of a running compilation counts while it runs. A tenant
+that begins to wait is lifted to the smallest counter of those that wait, so it saves nothing up, and all counters are
+forgotten when nothing waits: then no tenant went short. A tenant's own compilations keep the order of arrival, and so
+do all compilations of a server without tenants, which count as one tenant.
 
 Invariant: a worker is free only while no compilation waits. A released worker goes straight to the next waiter, and a
-cancelled waiter keeps nothing. A compilation that is not for an accepted sequence waits for at most `wait_s`. Not
-thread-safe: one event loop owns a queue.
+cancelled waiter keeps nothing. A compilation that is not for an accepted sequence waits for at most `wait_s`. While one
+group alone waits, no waiting tenant's counter exceeds the smallest one by more than one compilation on every worker,
+over its weight. Not thread-safe: one event loop owns a queue.
 
-Not responsible for: the length limit of the queue (see pool.py).
+Not responsible for: the length limit of the queue (see pool.py), how many compilations one tenant may have at once (see
+gpu_engine/sidecar/turns.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A tenant's part of the workers while several tenants wait."""
+
+    tenant: str = ""
+    """"": all that belong to no tenant."""
+    weight: float = 1.0
+
+
+NO_TENANT = Share()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,43 +40,66 @@ class _Waiter:
     """A compilation in the queue."""
 
     name: str
+    share: Share
     assigned: asyncio.Future[None]
     """Done when a worker is assigned; fails with TimeoutError when the wait was too long."""
 
 
-class CompileQueue:
-    """Assigns `workers` workers to compilations, which wait for at most `wait_s` seconds."""
+@dataclass(slots=True)
+class _Usage:
+    """The workers of one tenant."""
 
-    def __init__(self, workers: int, wait_s: float) -> None:
+    weight: float
+    running: int = 0
+    counter: float = 0.0
+    """In seconds of one worker, divided by the weight."""
+
+
+class CompileQueue:
+    """Assigns `workers` workers to compilations, which wait for at most `wait_s` seconds.
+
+    Args:
+        clock: in seconds, never going back; None: the clock of the event loop.
+    """
+
+    def __init__(self, workers: int, wait_s: float, clock: Callable[[], float] | None = None) -> None:
         self._free = workers
         self._wait_s = wait_s
+        self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._accepted: deque[_Waiter] = deque()
         self._others: deque[_Waiter] = deque()
+        self._usages: dict[str, _Usage] = {}
+        """Of tenants with a worker, and while anything waits of those that had one."""
+        self._counted_s = 0.0
+        """The counters include the running compilations up to this time."""
 
     @property
     def num_waiting(self) -> int:
         """Number of waiting compilations that are not for an accepted sequence."""
         return len(self._others)
 
-    async def acquire(self, name: str = "", *, accepted: bool = False) -> None:
-        """Wait for a worker; the caller must `release` it. `name` is the argument of `promote`.
+    async def acquire(self, name: str = "", *, accepted: bool = False, share: Share = NO_TENANT) -> None:
+        """Wait for a worker; the caller must `release` it for the same share. `name` is the argument of `promote`.
 
         Raises TimeoutError after `wait_s`, unless the compilation is accepted or was promoted.
         """
+        self._count()
         if self._free:
             self._free -= 1
+            self._usage(share).running += 1
             return
+        self._lift(share)
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(name, loop.create_future())
+        waiter = _Waiter(name, share, loop.create_future())
         (self._accepted if accepted else self._others).append(waiter)
         timer = loop.call_later(self._wait_s, self._expire, waiter)
         try:
             await waiter.assigned
         except asyncio.CancelledError:
             if waiter.assigned.cancelled():
-                (self._accepted if waiter in self._accepted else self._others).remove(waiter)
+                self._remove(waiter)
             elif waiter.assigned.exception() is None:
-                self.release()  # the worker was assigned in the moment of the cancellation
+                self.release(share)  # the worker was assigned in the moment of the cancellation
             raise
         finally:
             timer.cancel()
@@ -69,18 +113,64 @@ class CompileQueue:
     def _expire(self, waiter: _Waiter) -> None:
         # A promoted waiter has left `_others`, and so has one with a worker.
         if waiter in self._others and not waiter.assigned.done():
-            self._others.remove(waiter)
+            self._remove(waiter)
             waiter.assigned.set_exception(TimeoutError())
 
-    def release(self) -> None:
+    def release(self, share: Share = NO_TENANT) -> None:
         """Assign the caller's worker to the next waiter, or leave it free."""
-        for waiting in (self._accepted, self._others):
-            for waiter in waiting:
-                if not waiter.assigned.done():
-                    waiting.remove(waiter)
-                    waiter.assigned.set_result(None)
-                    return
-        self._free += 1
+        self._count()
+        self._usage(share).running -= 1
+        waiter = self._next(self._accepted) or self._next(self._others)
+        if waiter is None:
+            self._free += 1
+            self._forget()
+            return
+        self._usage(waiter.share).running += 1
+        self._remove(waiter)
+        waiter.assigned.set_result(None)
+
+    def _next(self, waiting: deque[_Waiter]) -> _Waiter | None:
+        """Return the first compilation of the tenant with the smallest counter."""
+        first: dict[str, _Waiter] = {}
+        for waiter in waiting:
+            if not waiter.assigned.done():
+                first.setdefault(waiter.share.tenant, waiter)
+        return min(first.values(), key=self._order, default=None)
+
+    def _order(self, waiter: _Waiter) -> tuple[float, int]:
+        # Of equal counters the tenant with fewer workers comes first, and then the first one of the queue.
+        usage = self._usage(waiter.share)
+        return usage.counter, usage.running
+
+    def _usage(self, share: Share) -> _Usage:
+        return self._usages.setdefault(share.tenant, _Usage(share.weight))
+
+    def _lift(self, share: Share) -> None:
+        """Raise the counter of a tenant that begins to wait to the smallest one of those that wait."""
+        usage = self._usage(share)
+        usage.weight = share.weight
+        waiting = {waiter.share.tenant: waiter.share for group in (self._accepted, self._others) for waiter in group}
+        if waiting and share.tenant not in waiting:
+            usage.counter = max(usage.counter, min(self._usage(other).counter for other in waiting.values()))
+
+    def _count(self) -> None:
+        """Add the time of the running compilations since the last count, if anything waited."""
+        now_s = self._clock()
+        if self._accepted or self._others:
+            for usage in self._usages.values():
+                usage.counter += usage.running * (now_s - self._counted_s) / usage.weight
+        self._counted_s = now_s
+
+    def _remove(self, waiter: _Waiter) -> None:
+        (self._accepted if waiter in self._accepted else self._others).remove(waiter)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop the counters if nothing waits."""
+        if not self._accepted and not self._others:
+            self._usages = {
+                name: _Usage(usage.weight, usage.running) for name, usage in self._usages.items() if usage.running
+            }
 
     def __repr__(self) -> str:
         return f"<CompileQueue free={self._free} accepted={len(self._accepted)} others={len(self._others)}>"

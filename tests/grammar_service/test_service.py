@@ -197,6 +197,15 @@ def test_errors_become_statuses(sidecar: Sidecar) -> None:
     )
     assert refused(lambda: sidecar.compile(kind=pb.KIND_UNSPECIFIED)) == (code.INVALID_ARGUMENT, "kind: is required")
     assert refused(lambda: sidecar.compile("x" * (1 << 19)))[0] == code.RESOURCE_EXHAUSTED
+    assert refused(lambda: sidecar.compile(tenant="e" * 65)) == (
+        code.INVALID_ARGUMENT,
+        "tenant: has more than 64 bytes",
+    )
+    for weight, shown in ((0.001, "0.001"), (-1.0, "-1"), (float("inf"), "inf"), (float("nan"), "nan")):
+        assert refused(lambda: sidecar.compile(tenant="acme", tenant_weight=weight)) == (  # noqa: B023 - called at once
+            code.INVALID_ARGUMENT,
+            f"tenant_weight: {shown} is not in [0.01, 100]",
+        )
     status, message = refused(lambda: sidecar.compile('{"type":"array","uniqueItems":true}'))
     assert status == code.INVALID_ARGUMENT
     assert "uniqueItems" in message

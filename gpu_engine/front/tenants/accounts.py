@@ -96,6 +96,7 @@ class Account:
             tenant.max_compilations,
             tenant.max_waiting_compilations,
             tenant.compiled_grammar_bytes,
+            tenant.weight,
         )
 
     def own(self, checked: Checked) -> Checked:

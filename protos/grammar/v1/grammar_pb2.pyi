@@ -77,7 +77,7 @@ class ConfigureResponse(_message.Message):
     def __init__(self, backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., versions: _Optional[_Iterable[str]] = ..., pid: _Optional[int] = ..., max_compilations: _Optional[int] = ..., attempt_limit_s: _Optional[float] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
-    __slots__ = ("kind", "source", "whitespace", "backend", "allow_unenforced", "accepted", "verify", "owner", "owner_bytes", "max_string_length", "max_array_items", "max_number_digits", "max_whitespace")
+    __slots__ = ("kind", "source", "whitespace", "backend", "allow_unenforced", "accepted", "verify", "owner", "owner_bytes", "max_string_length", "max_array_items", "max_number_digits", "max_whitespace", "tenant", "tenant_weight")
     KIND_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     WHITESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,8 @@ class CompileRequest(_message.Message):
     MAX_ARRAY_ITEMS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUMBER_DIGITS_FIELD_NUMBER: _ClassVar[int]
     MAX_WHITESPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     kind: Kind
     source: str
     whitespace: Whitespace
@@ -104,7 +106,9 @@ class CompileRequest(_message.Message):
     max_array_items: int
     max_number_digits: int
     max_whitespace: int
-    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., source: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., accepted: _Optional[bool] = ..., verify: _Optional[bool] = ..., owner: _Optional[str] = ..., owner_bytes: _Optional[int] = ..., max_string_length: _Optional[int] = ..., max_array_items: _Optional[int] = ..., max_number_digits: _Optional[int] = ..., max_whitespace: _Optional[int] = ...) -> None: ...
+    tenant: str
+    tenant_weight: float
+    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., source: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., accepted: _Optional[bool] = ..., verify: _Optional[bool] = ..., owner: _Optional[str] = ..., owner_bytes: _Optional[int] = ..., max_string_length: _Optional[int] = ..., max_array_items: _Optional[int] = ..., max_number_digits: _Optional[int] = ..., max_whitespace: _Optional[int] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
     __slots__ = ("grammar_id", "backend", "cache_hit", "compile_ms", "memory_bytes", "warnings", "min_tokens", "known_answer_tokens", "verified")
