@@ -559,7 +559,8 @@ class ServerConfig:
     """Longest wait of a guided request for a grammar process that starts or was lost, in seconds; then UNAVAILABLE."""
     grammar_silence_s: float = 5.0
     """A grammar process without a heartbeat for so many seconds counts as lost, and is killed if the engine has started
-    it. Guided requests pause after 0.1 s already, and continue if the heartbeat returns in time."""
+    it. The same holds for one that lost its connection and cannot be attached again for so long. Guided requests pause
+    after 0.1 s already, and continue if the heartbeat returns in time."""
     grammar_memory_mb: int = 4096
     """A spawned grammar process that uses more memory of its own, in MiB, is killed and restarted. 0: no limit."""
     grammar_max_failures: int = 8

@@ -134,6 +134,7 @@ class GrammarLink:
         silence_s: float,
         on_stuck: Callable[[], None],
         on_attached: Callable[[], None] = lambda: None,
+        was_attached: Callable[[], bool] = lambda: False,
         open_channel: OpenChannel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -142,13 +143,15 @@ class GrammarLink:
         silence_s: without a heartbeat for this long the process counts as hung, and the link as lost.
         on_stuck: called for a hung process, and when none could be attached for `start_patience_s`; kills it.
         on_attached: called whenever a process was attached.
+        was_attached: returns whether the process that runs was attached before. It needs no time for a start, so it
+            counts as hung when it cannot be attached again for `silence_s`.
         open_channel: opens a gRPC channel to a socket; None: `unix_channel`.
         clock: in seconds, never going back.
         """
         self._heartbeats, self._clock = heartbeats, clock
         self._open_channel = open_channel or unix_channel
         self._silence_s = silence_s
-        self._on_stuck, self._on_attached = on_stuck, on_attached
+        self._on_stuck, self._on_attached, self._was_attached = on_stuck, on_attached, was_attached
         self._directory = directory
         self._setup = setup
         self._hand_over = hand_over
@@ -255,21 +258,32 @@ class GrammarLink:
 
     async def _attach(self) -> socket.socket:
         retry_s, since_s, refusal = FIRST_RETRY_S, self._clock(), ""
-        while True:
-            try:
-                return await self._attach_once()
-            except VersionSkew:
-                raise
-            except grpc.aio.AioRpcError as error:
-                refusal = self._refused(error, refusal)
-            except (SharedMemoryError, OSError) as error:
-                log.debug("no grammar process yet: %s", error)
-            if self._clock() > since_s + self.start_patience_s:
-                log.warning("no grammar process could be attached for %g s", self.start_patience_s)
-                since_s = self._clock()
-                self._on_stuck()
-            await asyncio.sleep(retry_s)
-            retry_s = min(retry_s * RETRY_GROWTH, LONGEST_RETRY_S)
+        # A timer, since one attempt to attach a hung process may last longer than `silence_s`.
+        hung = asyncio.get_running_loop().call_later(self._silence_s, self._end_hung)
+        try:
+            while True:
+                try:
+                    return await self._attach_once()
+                except VersionSkew:
+                    raise
+                except grpc.aio.AioRpcError as error:
+                    refusal = self._refused(error, refusal)
+                except (SharedMemoryError, OSError) as error:
+                    log.debug("no grammar process yet: %s", error)
+                if self._clock() > since_s + self.start_patience_s:
+                    log.warning("no grammar process could be attached for %g s", self.start_patience_s)
+                    since_s = self._clock()
+                    self._on_stuck()
+                await asyncio.sleep(retry_s)
+                retry_s = min(retry_s * RETRY_GROWTH, LONGEST_RETRY_S)
+        finally:
+            hung.cancel()
+
+    def _end_hung(self) -> None:
+        """End a process that was attached before, and cannot be attached again."""
+        if self._was_attached():
+            log.warning("the grammar process could not be attached again within %g s", self._silence_s)
+            self._on_stuck()
 
     @staticmethod
     def _refused(error: grpc.aio.AioRpcError, before: str) -> str:

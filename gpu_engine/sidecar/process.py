@@ -99,6 +99,7 @@ class GrammarProcess:
             stop_token_ids=model.eos_token_ids,
             generation=layout.generation,
         )
+        sidecar = self.sidecar
         self._link = GrammarLink(
             self.directory,
             setup,
@@ -106,8 +107,9 @@ class GrammarProcess:
             self.client,
             self.channel,
             silence_s=self.config.grammar_silence_s,
-            on_stuck=self.sidecar.kill if self.sidecar else lambda: None,
-            on_attached=self.sidecar.attached if self.sidecar else lambda: None,
+            on_stuck=sidecar.kill if sidecar else lambda: None,
+            on_attached=sidecar.attached if sidecar else lambda: None,
+            was_attached=lambda: sidecar is not None and sidecar.was_attached,
         )
         stack.push_async_callback(self.client.aclose)
 

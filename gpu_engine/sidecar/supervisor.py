@@ -159,6 +159,11 @@ class Sidecar:
         process = self._process
         return process.pid if process and process.returncode is None else None
 
+    @property
+    def was_attached(self) -> bool:
+        """The child that runs has been attached."""
+        return self.pid is not None and self._attached_s < math.inf
+
     def attached(self) -> None:
         """Note that the child is attached. If it ends `healthy_s` later or after that, the next one starts at once."""
         self._attached_s = self._clock()

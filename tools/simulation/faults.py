@@ -130,7 +130,9 @@ class Faults:
     on_slow: Callable[[float], None] = lambda seconds: None
     """Called with the time that a mask row takes."""
     _disarmed: bool = False
-    _stops_for_good: bool = False
+    _was_attached: Callable[[], bool] = lambda: False
+    _stops_at_start: bool = False
+    """A process was stopped for good before it was attached."""
 
     @staticmethod
     def drawn(world: World, chances: dict[Fault, float] = _CHANCES) -> Faults:
@@ -176,15 +178,24 @@ class Faults:
             case Fault.STOP | Fault.RESET | Fault.EATEN_MEMORY | Fault.DAMAGED_FILES:
                 pass  # at a moment: see `start`
 
-    def start(self, directory: Path, victim: Callable[[], Victim | None], call_later: Callable[..., object]) -> None:
+    def start(
+        self,
+        directory: Path,
+        victim: Callable[[], Victim | None],
+        call_later: Callable[..., object],
+        *,
+        was_attached: Callable[[], bool],
+    ) -> None:
         """Arm the faults that happen at a point or at a moment.
 
         Args:
             directory: of the disk cache.
             victim: returns the grammar process that serves now.
             call_later: of the engine's event loop.
+            was_attached: returns whether that process was attached.
         """
         self._directory, self._victim, world = directory, victim, self.world
+        self._was_attached = was_attached
         world.at_point = self._at_point
         moments: dict[Fault, Callable[[], None]] = {
             Fault.STOP: self._stop,
@@ -201,8 +212,8 @@ class Faults:
     def justified(self) -> frozenset[str]:
         """The errors that the faults of this run justify."""
         faults = [fault for fault in self.chosen if fault is not Fault.JUMP or self._jump_s >= _LONG_JUMP_S]
-        # The link kills a process that it cannot attach after 120 s, and a request waits 30 s for one.
-        lasting = {"GrammarUnavailable"} if self._stops_for_good and not self._disarmed else set()
+        # The link kills a process that was never attached after 120 s, and a request waits 30 s for one.
+        lasting = {"GrammarUnavailable"} if self._stops_at_start and not self._disarmed else set()
         return frozenset(lasting).union(*(JUSTIFIES.get(fault, frozenset()) for fault in faults))
 
     def hold_one_thread_each(self, threads: int) -> bool:
@@ -238,7 +249,7 @@ class Faults:
         if Fault.STOP in self.chosen and (child := self._victim()) is not None:
             seconds = self.world.random.choice((0.02, 0.09, 0.5, 3.0, 8.0, _FOR_GOOD_S))
             self._happens(f"stop for {seconds} s")
-            self._stops_for_good |= seconds == _FOR_GOOD_S
+            self._stops_at_start |= seconds == _FOR_GOOD_S and not self._was_attached()
             child.process.frozen_until_ns = self.world.now_ns + int(seconds * 1e9)
 
     def _reset(self) -> None:

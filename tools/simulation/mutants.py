@@ -256,6 +256,10 @@ _ALL = (
         ((_LINK, "                    self._on_stuck()\n                    return", "                    return"),),
     ),
     Mutant(
+        "a process that hangs and loses its sockets is not killed",
+        ((_LINK, "        if self._was_attached():\n", "        if False:\n"),),
+    ),
+    Mutant(
         "no start follows one that failed",
         ((_SUPERVISOR, "                reason = str(error)\n", "                raise\n"),),
     ),

@@ -193,6 +193,7 @@ class Simulation:
             silence_s=self.server_config.grammar_silence_s,
             on_stuck=self.sidecar.kill,
             on_attached=self.sidecar.attached,
+            was_attached=lambda: self.sidecar.was_attached,
             open_channel=self._open_channel,
             clock=clock,
         )
@@ -206,7 +207,12 @@ class Simulation:
         self.background.append(self.loop.create_task(self.link.run(), name="link"))
         if self.come_and_go:
             self.faults.on_slow = self._abort_any
-        self.faults.start(machine.directory, lambda: machine.listening, self.loop.call_later)
+        self.faults.start(
+            machine.directory,
+            lambda: machine.listening,
+            self.loop.call_later,
+            was_attached=lambda: self.sidecar.was_attached,
+        )
         self.send(self.clients)
         self.started = True
 

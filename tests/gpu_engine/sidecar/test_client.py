@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -24,7 +25,7 @@ from gpu_engine.api.errors import (
     LockstepError,
     NotSupported,
 )
-from gpu_engine.api.request import GrammarKind, GrammarSpec, Request, SamplingParams
+from gpu_engine.api.request import GrammarKind, GrammarOwner, GrammarSpec, Request, SamplingParams
 from gpu_engine.sidecar.client import GrammarClient
 from gpu_engine.sidecar.link import GrammarLink, GrammarSetup, segment_hand_over
 from protos.grammar.v1 import grammar_pb2 as gpb
@@ -62,6 +63,8 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self.max_compilations = 0
         self.attempt_limit_s = 0.0
         self.compile_deadlines_s: list[float | None] = []
+        self.turns: list[tuple[str, str, float]] = []
+        """Owner, tenant and its weight of each Compile."""
         self._stack = AsyncExitStack()
         self._server: grpc.aio.Server
         self._peers: list[socket.socket] = []
@@ -112,6 +115,7 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self.calls["compile"] += 1
         self.accepted[request.source] += request.accepted
         self.compile_deadlines_s.append(context.time_remaining())
+        self.turns.append((request.owner, request.tenant, request.tenant_weight))
         try:
             await self.hold_compile.wait()
         except asyncio.CancelledError:
@@ -193,6 +197,7 @@ async def connected(
     silence_s: float = 20.0,
     max_compilations: int = 0,
     attempt_limit_s: float = 0.0,
+    was_attached: bool = False,
 ) -> AsyncIterator[Setup]:
     process = FakeGrammarProcess(tmp_path)
     process.max_compilations, process.attempt_limit_s = max_compilations, attempt_limit_s
@@ -209,6 +214,7 @@ async def connected(
             channel,
             silence_s=silence_s,
             on_stuck=lambda: stuck.append("kill"),
+            was_attached=lambda: was_attached,
         )
         client.attach(engine, link)
         running = asyncio.create_task(link.run())
@@ -242,6 +248,13 @@ async def test_the_process_is_configured_with_the_tokenizer(tmp_path: Path) -> N
         assert s.channel.words == []
         stats = await s.client.stats()
         assert (stats.starts, stats.ready, stats.matchers, stats.cached_grammars) == (1, True, 4, 5)
+
+
+async def test_a_compilation_takes_the_turn_of_its_tenant(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        await s.client.compile(spec("a"))
+        await s.client.compile(replace(spec("b"), owner=GrammarOwner("", "acme", 1, 1, 0, 2.5)))
+        assert s.process.turns == [("", "", 0.0), ("", "acme", 2.5)]
 
 
 async def test_a_slot_is_opened_with_its_tokens_and_released(tmp_path: Path) -> None:
@@ -715,6 +728,49 @@ async def test_a_process_that_hangs_before_it_is_attached_is_killed(tmp_path: Pa
     assert killed[1] >= killed[0] + 0.1
     task.cancel()
     await asyncio.wait([task])
+
+
+@pytest.mark.parametrize("was_attached", [True, False])
+async def test_a_process_that_was_attached_needs_no_time_for_a_start(tmp_path: Path, was_attached: bool) -> None:
+    killed, ends = list[float](), threading.Event()
+
+    def hand_over(directory: Path) -> socket.socket:
+        ends.wait(20)  # the process is stopped: the attempt lasts longer than the silence
+        raise HandshakeError("no acknowledgement within 5 s")
+
+    client = GrammarClient(ServerConfig(), FakeChannel())
+    link = GrammarLink(
+        tmp_path,
+        SETUP,
+        hand_over,
+        client,
+        FakeChannel(),
+        silence_s=0.2,
+        on_stuck=lambda: killed.append(time.monotonic()),
+        was_attached=lambda: was_attached,
+    )
+    begun_s = time.monotonic()
+    task = asyncio.create_task(link.run())
+    if was_attached:
+        await eventually(lambda: killed)
+        assert killed[0] >= begun_s + 0.2
+    else:
+        await asyncio.sleep(0.5)
+        assert killed == []
+    ends.set()
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_a_process_that_is_attached_again_in_time_is_not_killed(tmp_path: Path) -> None:
+    async with connected(tmp_path, silence_s=2.0, was_attached=True) as s:
+        await s.process.stop()
+        await eventually(lambda: not s.link.up)
+        await s.process.start()
+        await eventually(lambda: s.link.attached == 2)
+        await asyncio.sleep(2.1)
+        assert s.link.up
+        assert s.stuck == []
 
 
 async def test_a_connection_without_a_process_is_tried_again(tmp_path: Path) -> None:

@@ -70,6 +70,23 @@ async def test_a_killed_child_is_started_again(number: int, name: str, caplog: p
     await end(task)
 
 
+async def test_a_child_was_attached_until_it_ends() -> None:
+    sidecar = Sidecar(SLEEPS, lambda reason: None)
+    assert not sidecar.was_attached
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: sidecar.pid)
+    first = sidecar.pid
+    assert not sidecar.was_attached
+    sidecar.attached()
+    assert sidecar.was_attached
+    sidecar.kill()
+    await eventually(lambda: sidecar.pid != first)
+    assert not sidecar.was_attached
+    await eventually(lambda: sidecar.pid)
+    assert not sidecar.was_attached
+    await end(task)
+
+
 async def test_a_child_that_ignores_sigterm_is_killed() -> None:
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     sidecar = Sidecar(python(code), lambda reason: None)

@@ -18,6 +18,7 @@ from tools.simulation.workload import kinds
 
 FOUND = {
     16: "two starts of a compile worker failed with EMFILE, and no later grammar was compiled",
+    5206: "a process that was stopped while its sockets broke counted as hung after the time of a start",
     531: "a SIGKILL that the supervisor saw before the link was counted against the requests",
 }
 """Seeds that have found a defect, and what it was."""
