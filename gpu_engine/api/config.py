@@ -119,15 +119,16 @@ class EngineConfig:
     share it, and no gap between two tokens is longer than such a forward. 0: prefill_chunk."""
     prefix_cache: bool = True
     """Reuse KV pages of requests that share a prefix, as whole pages, until their memory is needed. Off with a drafting
-    network inside of the step (drafter=model, eagle3, mtp), whose cache depends on the tokens that follow."""
+    network inside of the step (drafter=model, eagle3, dflash, mtp), whose cache depends on the tokens that follow."""
     drafter: str = "ngram"
     """Source of drafts: "ngram" (a lookup in the sequence's own text, and on a CPU in earlier answers), "model" (a
     second model inside of the step), "decoupled" (a second model apart from the step, with KV pages of its own, which
-    clients may exchange while the server runs; on a CPU alone so far), "eagle3", "mtp" (the model's own
-    multi-token-prediction layer), "grammar" (jump-forward tokens alone) or "none"."""
+    clients may exchange while the server runs; on a CPU alone so far), "eagle3", "dflash" (a head that drafts a whole
+    block in one forward; on a CPU alone so far), "mtp" (the model's own multi-token-prediction layer), "grammar"
+    (jump-forward tokens alone) or "none"."""
     draft_model: str = ""
     """With drafter=model or decoupled: a model with the same tokenizer, in any form of the setting model. With
-    drafter=eagle3: the directory of an EAGLE-3 head for the model."""
+    drafter=eagle3 or dflash: the directory of an EAGLE-3 or a DFlash head for the model."""
     draft_model_tokens: int = 0
     """With drafter=decoupled: the K of the draft model itself, which is the most tokens that it computes for a sequence
     in a step. 0: num_draft_tokens. The engine computes fewer where the measured times say so."""
@@ -138,8 +139,8 @@ class EngineConfig:
     """With drafter=decoupled: directories below which ExchangeDrafter may load another draft model. Empty:
     ExchangeDrafter is refused. The flag may be repeated, the variable has one a line, and the TOML value is a list."""
     draft_masks: str = "off"
-    """With drafter=model, eagle3 or mtp: "on" masks the drafts with the grammar, which costs one mask row per draft;
-    "off" drafts without masks, and verification alone applies the grammar."""
+    """With drafter=model, eagle3, dflash or mtp: "on" masks the drafts with the grammar, which costs one mask row per
+    draft; "off" drafts without masks, and verification alone applies the grammar."""
     jump_forward: bool = True
     """Draft the tokens that the grammar leaves no choice about, such as the name of a key, before the drafter drafts.
     Always on with drafter=grammar."""
@@ -260,6 +261,7 @@ class EngineConfig:
         _require(not self.takes_adapters, name, "adapters are not divided, and the settings allow some")
         _require(self.role == "both", name, f"the KV pages of ranks are not transferred, and role is {self.role}")
         _require(self.drafter != "mtp", name, "the layer of drafter=mtp is not divided")
+        _require(self.drafter != "dflash", name, "drafter=dflash reads the whole output head, which is divided")
         _require(self.max_batched_tokens == 0, name, "prompts share no forward of ranks, and max_batched_tokens is set")
 
     def _check_shared_experts(self) -> None:
@@ -341,15 +343,20 @@ class EngineConfig:
         )
 
     def _check_drafts(self) -> None:
-        drafters = ("ngram", "model", "decoupled", "eagle3", "mtp", "grammar", "none")
+        drafters = ("ngram", "model", "decoupled", "eagle3", "dflash", "mtp", "grammar", "none")
         _require(self.drafter in drafters, "drafter", f"{self.drafter!r} is not one of {', '.join(drafters)}")
-        with_model = ("model", "decoupled", "eagle3")
+        with_model = ("model", "decoupled", "eagle3", "dflash")
         _require(
             bool(self.draft_model) <= (self.drafter in with_model),
             "draft_model",
-            "is for drafter=model, decoupled and eagle3 alone",
+            "is for drafter=model, decoupled, eagle3 and dflash alone",
         )
         self._check_decoupled()
+        _require(
+            not (self.drafter == "dflash" and self.device.startswith("cuda")),
+            "drafter",
+            f"dflash drafts on a CPU so far, and device is {self.device}",
+        )
         _require(
             bool(self.draft_model) or self.drafter not in with_model,
             "draft_model",
@@ -494,7 +501,17 @@ class EngineConfig:
     @property
     def drafts_by_net(self) -> bool:
         """True: a network drafts, so its drafts may be masked."""
-        return self.num_rows > 1 and self.drafter in ("model", "eagle3", "mtp")
+        return self.num_rows > 1 and self.drafter in ("model", "eagle3", "dflash", "mtp")
+
+    @property
+    def draft_reach(self) -> int:
+        """Positions from behind the last token on at which a drafting network inside of the step stores keys.
+
+        A chain stores those of all its drafts but the last one, a block one for each draft.
+        """
+        if not self.drafts_by_net:
+            return 0
+        return self.num_drafts if self.drafter == "dflash" else max(self.num_drafts - 1, 0)
 
     @property
     def drafts_decoupled(self) -> bool:

@@ -96,11 +96,10 @@ class Executor:
 def lookahead(config: EngineConfig, max_inflight_steps: int) -> int:
     """Return how many positions behind the last known token the steps in flight and the next one may write.
 
-    Every step may advance a sequence by R tokens. Behind the last of them a drafting network's chain stores the keys of
-    its own drafts, all but the last one.
+    Every step may advance a sequence by R tokens. Behind the last of them a drafting network stores the keys of its own
+    drafts.
     """
-    chain = config.num_drafts - 1 if config.drafts_by_net else 0
-    return config.num_rows * (max_inflight_steps + 1) + max(chain, 0)
+    return config.num_rows * (max_inflight_steps + 1) + config.draft_reach
 
 
 def draft_budget(config: EngineConfig) -> DraftBudget:

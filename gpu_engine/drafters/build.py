@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.drafters.chain import ChainDrafter
 from gpu_engine.drafters.decoupled import DecoupledDrafter, DraftModel
-from gpu_engine.drafters.eagle3 import Eagle3Net
-from gpu_engine.drafters.eagle3_files import load_head
 from gpu_engine.drafters.exchange import load_draft_model
+from gpu_engine.drafters.heads.dflash import DFlashNet
+from gpu_engine.drafters.heads.dflash_files import load_dflash
+from gpu_engine.drafters.heads.eagle3 import Eagle3Net
+from gpu_engine.drafters.heads.eagle3_files import load_head
 from gpu_engine.drafters.jump_forward import JumpForwardDrafter
 from gpu_engine.drafters.mtp import MtpNet, load_mtp
 from gpu_engine.drafters.nets import DraftNet, ModelNet
@@ -24,6 +27,7 @@ from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
 from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.drafters.suffix_index import SuffixIndex
 from gpu_engine.model.linear import pack_linears, thin_linears
+from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import LoadedModel, path_of
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.launches import StepLaunches
@@ -120,13 +124,30 @@ def _chain(parts: DrafterParts, net: DraftNet) -> Drafter:
 
 
 def _eagle3(parts: DrafterParts) -> Drafter:
-    target, of_head = parts.target, dataclasses.replace(parts.config, model=parts.config.draft_model, revision="")
-    directory = path_of(of_head, setting="draft_model", with_tokenizer=False)
-    head = load_head(directory, target.net.config.get_text_config(), target.dtype).to(target.device)
+    target = parts.target
+    head = load_head(_head_directory(parts), target.net.config.get_text_config(), target.dtype).to(target.device)
     head.requires_grad_(False)
     pages = _one_layer(parts, head.config.num_key_value_heads, head.config.head_dim)
     _prepare(parts, head)
     return _chain(parts, Eagle3Net(head, target.net.get_input_embeddings(), pages))
+
+
+def _dflash(parts: DrafterParts) -> Drafter:
+    target, directory = parts.target, _head_directory(parts)
+    head = load_dflash(directory, target.net.config.get_text_config(), target.dtype).to(target.device)
+    head.requires_grad_(False)
+    config, most = head.config, head.config.max_drafts
+    if parts.config.num_drafts > most:
+        raise ModelNotSupported(
+            f"num_draft_tokens: {parts.config.num_drafts}, and a block of {directory} has {most} drafts: its "
+            f"block_size is {config.block_size}"
+        )
+    embedding = getattr(target.net.get_input_embeddings(), "weight", None)
+    if embedding is None or embedding.shape != (config.vocab_size, config.hidden_size):
+        raise ModelNotSupported(f"drafter: dflash needs the rows of the embedding of {target.model_type} as a matrix")
+    _prepare(parts, head)
+    pages = [_one_layer(parts, config.num_key_value_heads, config.head_dim) for _ in config.kinds]
+    return _chain(parts, DFlashNet(head, embedding.detach(), target.net.get_output_embeddings(), pages))
 
 
 def _mtp(parts: DrafterParts) -> Drafter:
@@ -163,9 +184,15 @@ BUILDERS: Mapping[str, Builder] = {
     "model": _model,
     "decoupled": _decoupled,
     "eagle3": _eagle3,
+    "dflash": _dflash,
     "mtp": _mtp,
 }
 """By the values of the setting `drafter`."""
+
+
+def _head_directory(parts: DrafterParts) -> Path:
+    of_head = dataclasses.replace(parts.config, model=parts.config.draft_model, revision="")
+    return path_of(of_head, setting="draft_model", with_tokenizer=False)
 
 
 def _one_layer(parts: DrafterParts, num_heads: int, head_dim: int) -> KVPages:

@@ -9,7 +9,7 @@ For capture the chain has a fixed length, and every lane goes through every link
 dead end or is padding takes no part in later links: it requests no row, its positions are padding, and its draws are
 not counted. On a stream that runs at once the chain ends where the last lane does. Invariant: a
 lane's drafts are counted up to the first that is no token, and no row behind that is requested. Not responsible
-for: the computation of a link (see nets.py, pairs.py), acceptance (see kernels/accept.py).
+for: the computation of a link (see nets.py, pairs.py, heads/), acceptance (see kernels/accept.py).
 
 Shapes: B lanes, S slots with the spare one, R rows a slot, N pages of a sequence.
 """
@@ -79,7 +79,7 @@ class ChainDrafter:
             kernel(self._link, batch, k)
             if self._masked:
                 self._sync.post_draft(batch, k)
-            kernel(self._forward, batch, k, page_table_BN, hidden)
+            kernel(self._forward, batch, k, links, page_table_BN, hidden)
             if self._masked:
                 self._sync.await_draft(batch, k)
             else:
@@ -110,10 +110,12 @@ class ChainDrafter:
         batch.lane.drafting_B[:B] = self._going_B[:B] & (self._wanted_B[:B] > k) & (self._count_B[:B] == k)
 
     @torch.no_grad()
-    def _forward(self, batch: StepBatch, k: int, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
+    def _forward(self, batch: StepBatch, k: int, links: int, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
         B = batch.num_lanes
         if k == 0:
-            self._logits_BV = self.net.first(batch, place_of(batch), self._going_B[:B], page_table_BN, hidden)
+            going_B, link_L = self._going_B[:B], torch.arange(links, dtype=torch.int32, device=self._ids.device)
+            wants_BL = link_L < self._wanted_B[:B, None]
+            self._logits_BV = self.net.first(batch, place_of(batch), going_B, wants_BL, page_table_BN, hidden)
         else:
             self._logits_BV = self.net.next(self._ids[:B, None], self._positions[:B, None], page_table_BN)
 

@@ -3,7 +3,7 @@
 `ModelNet` is a whole language model. Invariant: a net's pages have the target's page numbers over tensors of its
 own, and before a first link its cache holds every token in front of the ones that the link gets. Nets use tensor
 operations alone and never read values, so that links can be captured. Not responsible for: the chain (see chain.py),
-nets over pairs (see pairs.py).
+nets over pairs (see pairs.py), a net that computes all links at once (see heads/dflash.py).
 
 Shapes: B lanes, L tokens of history, N pages of a sequence, P rows of the step, H hidden size, Vd columns of the net.
 """
@@ -56,10 +56,14 @@ class DraftNet(Protocol):
         """Process the tokens of some sequences; `hidden` has the target's states at them and at the padding."""
 
     def first(
-        self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,
-        hidden: Hidden,
+        self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, wants_BL: torch.Tensor,
+        page_table_BN: torch.Tensor, hidden: Hidden,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the logits [B, Vd] of draft 0. `place_B` are the lanes' slots, `hidden` the target's at B * P rows."""
+        """Return the logits [B, Vd] of draft 0.
+
+        `place_B` are the lanes' slots, `hidden` the target's at B * P rows. `wants_BL` bool says which links of the
+        chain's L a lane takes part in, from the first one on; none of a lane that is not in `going_B`.
+        """
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
         """Return the logits [B, Vd] behind the draft `ids_B1` at `positions_B1`; -1: padding."""
@@ -87,8 +91,8 @@ class ModelNet:
         prefill(self.model, self._pages, chunks)
 
     def first(
-        self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,
-        hidden: Hidden,
+        self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, wants_BL: torch.Tensor,
+        page_table_BN: torch.Tensor, hidden: Hidden,
     ) -> torch.Tensor:  # fmt: skip
         """Run the last tokens: after a full acceptance the model has not seen the chain's last draft,
         nor any behind it.

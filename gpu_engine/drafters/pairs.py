@@ -2,8 +2,8 @@
 
 The pair of position p is stored at position p of the net's own cache. Invariant: when a first link begins, the
 cache holds true pairs of every position before `length - 1 - emitted`; the link writes the pairs of the step's emitted
-tokens itself, over the pairs of an older chain. Not responsible for: the computation of a pair (see eagle3.py, mtp.py),
-the chain (see chain.py).
+tokens itself, over the pairs of an older chain. Not responsible for: the computation of a pair (see heads/eagle3.py,
+mtp.py), the chain (see chain.py).
 
 Shapes: B lanes, P rows of the step, N = B * P rows, H hidden size, Vd columns of the net.
 """
@@ -47,8 +47,8 @@ class PairNet(ABC):
         self._run(chunks.ids_BP(offset=1), self._pair_part(hidden), chunks.positions_BP, chunks.page_table_BN)
 
     def first(
-        self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,
-        hidden: Hidden,
+        self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, wants_BL: torch.Tensor,
+        page_table_BN: torch.Tensor, hidden: Hidden,
     ) -> torch.Tensor:  # fmt: skip
         """Run the pairs of the step's emitted tokens, and draft behind the last of them."""
         slot, B, P = batch.slot, batch.num_lanes, batch.num_rows

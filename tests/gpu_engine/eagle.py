@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from gpu_engine.drafters.eagle3_files import save_head
-from gpu_engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from gpu_engine.drafters.heads.eagle3_files import save_head
+from gpu_engine.drafters.heads.eagle3_head import Eagle3Config, Eagle3Head
 from tests.gpu_engine.tiny import VOCAB
 from tools.training.trainer import Recipe, Training, new_head
 from tools.training.unroll import Sequence

@@ -108,7 +108,8 @@ def config(**fields: object) -> EngineConfig:
 def with_drafts(num_drafts: int, **fields: object) -> EngineConfig:
     """Return `config` with K drafts a step, of the n-gram drafter unless `draft_model` names a folder."""
     folder = str(fields.get("draft_model", ""))
-    by_folder = "eagle3" if folder.endswith("eagle3") else "model" if folder else "ngram"
+    heads = (name for name in ("eagle3", "dflash") if folder.endswith(name))
+    by_folder = next(heads, "model" if folder else "ngram")
     drafter = by_folder if num_drafts else "none"
     return config(drafter=drafter, num_draft_tokens=num_drafts, **fields)
 

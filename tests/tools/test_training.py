@@ -11,8 +11,8 @@ import torch
 from rich.progress import Progress
 
 from gpu_engine.cli.client import Client
-from gpu_engine.drafters.eagle3_files import load_head
-from gpu_engine.drafters.eagle3_head import Eagle3Head
+from gpu_engine.drafters.heads.eagle3_files import load_head
+from gpu_engine.drafters.heads.eagle3_head import Eagle3Head
 from tests.gpu_engine.drafters.test_eagle3_head import VD, H, V, make_head, target_config
 from tools.training.answers import TrainingAnswer, answer_all, read_answers, read_prompts
 from tools.training.evaluate import replay

@@ -87,8 +87,8 @@ class Serving:
     kv_bytes: int = 2
     """Bytes of a number in the KV cache: 2 for bfloat16, 4 for float32."""
     draft: ModelShape | None = None
-    """With drafter=model or decoupled: the shape of the draft model, which every rank holds whole. With drafter=eagle3:
-    of the head."""
+    """With drafter=model or decoupled: the shape of the draft model, which every rank holds whole. With drafter=eagle3
+    or dflash: of the head."""
 
     def __post_init__(self) -> None:
         heads, ranks = self.shape.num_heads, self.tensor_parallel
@@ -113,8 +113,7 @@ class Serving:
     @property
     def lookahead(self) -> int:
         """See `lookahead` of gpu_engine/core/executor.py."""
-        chain = self.config.num_drafts - 1 if self.config.drafts_by_net else 0
-        return self.config.num_rows * (self.config.max_inflight_steps + 1) + max(chain, 0)
+        return self.config.num_rows * (self.config.max_inflight_steps + 1) + self.config.draft_reach
 
     @property
     def num_pages(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_engine.drafters.eagle3_head import Eagle3Head
+from gpu_engine.drafters.heads.eagle3_head import Eagle3Head
 from tools.training.unroll import Sequence, unroll
 
 

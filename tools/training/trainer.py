@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_engine.drafters.eagle3_files import save_head
-from gpu_engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from gpu_engine.drafters.heads.eagle3_files import save_head
+from gpu_engine.drafters.heads.eagle3_head import Eagle3Config, Eagle3Head
 from tools.training.unroll import Sequence as TrainingSequence
 from tools.training.unroll import unroll
 

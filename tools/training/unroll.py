@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_engine.drafters.eagle3_head import Eagle3Head, rotate
+from gpu_engine.drafters.heads.eagle3_head import Eagle3Head
+from gpu_engine.drafters.heads.parts import rotate
 
 
 @dataclass(frozen=True, slots=True)

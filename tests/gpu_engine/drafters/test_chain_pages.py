@@ -34,11 +34,11 @@ class WatchedNet:
         self.net.prefill(chunks, hidden)
 
     def first(
-        self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,
-        hidden: Hidden,
+        self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, wants_BL: torch.Tensor,
+        page_table_BN: torch.Tensor, hidden: Hidden,
     ) -> torch.Tensor:  # fmt: skip
         self.batch = batch
-        return self.net.first(batch, place_B, going_B, page_table_BN, hidden)
+        return self.net.first(batch, place_B, going_B, wants_BL, page_table_BN, hidden)
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
         assert self.batch is not None

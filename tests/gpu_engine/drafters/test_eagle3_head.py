@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from gpu_engine.drafters.eagle3_files import HeadNotUsable, load_head, save_head
-from gpu_engine.drafters.eagle3_head import Eagle3Config, Eagle3Head, default_aux_layers
+from gpu_engine.drafters.heads.eagle3_files import load_head, save_head
+from gpu_engine.drafters.heads.eagle3_head import Eagle3Config, Eagle3Head, default_aux_layers
+from gpu_engine.drafters.heads.formats import HeadNotUsable
 from tools.training.unroll import Sequence, unroll
 
 V, VD, H = 64, 20, 64

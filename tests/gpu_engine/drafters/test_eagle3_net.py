@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_engine.drafters.eagle3 import Eagle3Net
-from gpu_engine.drafters.eagle3_head import Eagle3Head
+from gpu_engine.drafters.heads.eagle3 import Eagle3Net
+from gpu_engine.drafters.heads.eagle3_head import Eagle3Head
 from gpu_engine.drafters.nets import Hidden
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.step.prefill import Chunks
@@ -77,7 +77,7 @@ def test_drafts_equal_those_of_a_plain_chain() -> None:
     batch, slot = lanes.batch, lanes.batch.slot
     place_B, table_BN = batch.slots_B.long(), slot.page_table_SN
     going_B = torch.ones(4, dtype=torch.bool)
-    logits = [lanes.net.first(batch, place_B, going_B, table_BN, lanes.step_hidden)]
+    logits = [lanes.net.first(batch, place_B, going_B, going_B[:, None], table_BN, lanes.step_hidden)]
     drafts: list[torch.Tensor] = []
     for k in range(3):
         drafts.append(lanes.head.target_ids[logits[-1].argmax(-1)])
@@ -94,7 +94,7 @@ def test_a_lane_that_does_not_draft_writes_no_keys() -> None:
     batch, slot = lanes.batch, lanes.batch.slot
     before = lanes.net._pages.v.clone()
     going_B = torch.tensor([False, False])
-    lanes.net.first(batch, batch.slots_B.long(), going_B, slot.page_table_SN, lanes.step_hidden)
+    lanes.net.first(batch, batch.slots_B.long(), going_B, going_B[:, None], slot.page_table_SN, lanes.step_hidden)
     lanes.net.next(torch.zeros(2, 1), torch.full((2, 1), -1), slot.page_table_SN)
     torch.testing.assert_close(lanes.net._pages.v, before, rtol=0, atol=0)
 

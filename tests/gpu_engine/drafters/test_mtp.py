@@ -100,7 +100,7 @@ def test_mtp_logits_equal_those_of_transformers(folder: Path, target: LoadedMode
         net.prefill(Chunks.cut(slot, torch.tensor([0, 1]), *bounds, 32), {LAYERS: torch.cat(states)})
     batch = StepBatch(slot, lane, 1, 4, any_guided=False)
     going, table = torch.ones(1, dtype=torch.bool), slot.page_table_SN[:1]
-    first = net.first(batch, torch.zeros(1, dtype=torch.long), going, table, hidden(16, 4))
+    first = net.first(batch, torch.zeros(1, dtype=torch.long), going, going[:, None], table, hidden(16, 4))
     torch.testing.assert_close(first, expected[0], rtol=1e-3, atol=1e-3)
     second = net.next(draft[:, None], torch.tensor([[20]]), table)
     torch.testing.assert_close(second, expected[1], rtol=1e-3, atol=1e-3)

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from gpu_engine.drafters.eagle3_files import HeadNotUsable, load_head
+from gpu_engine.drafters.heads.eagle3_files import load_head
+from gpu_engine.drafters.heads.formats import HeadNotUsable
 from gpu_engine.model.adapters.peft_files import AdapterNotSupported, read_adapter
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import load_model

@@ -12,16 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from gpu_engine.drafters.eagle3_head import FUSED_LAYERS, Eagle3Config, Eagle3Head, default_aux_layers
-
-
-class HeadNotUsable(ValueError):
-    """The checkpoint is not an EAGLE3 head, or not one of this target."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(f"draft_model: {problem}")
+from gpu_engine.drafters.heads.eagle3_head import FUSED_LAYERS, Eagle3Config, Eagle3Head, default_aux_layers
+from gpu_engine.drafters.heads.formats import HeadNotUsable, read_config, read_tensors
 
 
 def save_head(head: Eagle3Head, directory: Path) -> None:
@@ -71,8 +65,8 @@ def load_head(directory: Path, target_config: Any, dtype: torch.dtype) -> Eagle3
 
 def _read_config(directory: Path, target_config: Any) -> Eagle3Config:
     path = directory / "config.json"
+    said = read_config(directory, "eagle3")
     try:
-        said = json.loads(path.read_text())
         rope = dict(said.get("rope_parameters") or said.get("rope_scaling") or {})
         theta = float(rope.pop("rope_theta", said.get("rope_theta", 10000.0)))
         heads = int(said["num_attention_heads"])
@@ -93,8 +87,6 @@ def _read_config(directory: Path, target_config: Any) -> Eagle3Config:
             norm_before_residual=bool(said.get("norm_before_residual", False)),
             aux_layers=tuple(layers) if layers else default_aux_layers(target_config.num_hidden_layers),
         )
-    except OSError as error:
-        raise HeadNotUsable(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise HeadNotUsable(f"{path}: not the config of an EAGLE3 head: {error!r}") from None
     fits = {
@@ -117,19 +109,9 @@ def _read_config(directory: Path, target_config: Any) -> Eagle3Config:
 
 def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Return the tensors by the names of this module; published checkpoints use several spellings."""
-    safe, pickled = directory / "model.safetensors", directory / "pytorch_model.bin"
-    if not safe.exists() and pickled.exists():
-        raise HeadNotUsable(
-            f"{directory}: {pickled.name} is a pickle, which may run any code when it is read; convert it to "
-            f"{safe.name}"
-        )
-    try:
-        tensors = load_file(safe)
-    except Exception as error:
-        raise HeadNotUsable(f"{directory}: {safe.name} cannot be read: {error}") from error
     return {
         name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): tensor
-        for name, tensor in tensors.items()
+        for name, tensor in read_tensors(directory).items()
         # The embedding is the target's own.
         if not name.endswith("embed_tokens.weight")
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpu_engine.drafters.eagle3_head import Eagle3Head
+from gpu_engine.drafters.heads.eagle3_head import Eagle3Head
 from gpu_engine.drafters.pairs import PairNet
 from gpu_engine.step.prefill import Hidden
 from kernels.paged_attention import KVPages, paged_attention

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from gpu_engine.drafters.heads.parts import Angles, GatedMlp, HeadNorm, rotate
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(q [N, heads, head_dim], k and v [N, kv_heads, head_dim]) -> [N, heads * head_dim]; rotary is applied already."""
@@ -87,20 +87,6 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     return (min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0))
 
 
-class Eagle3Norm(nn.Module):
-    """Root mean square norm with a weight, in float32 and back (Zhang and Sennrich 2019)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x_NH: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `x_NH` at unit scale, times the weight."""
-        out: torch.Tensor = functional.rms_norm(x_NH.float(), x_NH.shape[-1:], None, self.eps).to(x_NH.dtype)
-        return out * self.weight
-
-
 class Eagle3Attention(nn.Module):
     """Projections over [embedding; hidden state]."""
 
@@ -122,21 +108,6 @@ class Eagle3Attention(nn.Module):
         return out
 
 
-class Eagle3Mlp(nn.Module):
-    """Gated SiLU (Shazeer 2020)."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x_NH: torch.Tensor) -> torch.Tensor:
-        """Return [N, H]."""
-        out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x_NH)) * self.up_proj(x_NH))
-        return out
-
-
 class Eagle3Layer(nn.Module):
     """The decoder layer."""
 
@@ -144,10 +115,10 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         self.norm_before_residual = config.norm_before_residual
         self.self_attn = Eagle3Attention(config)
-        self.mlp = Eagle3Mlp(config)
-        self.hidden_norm = Eagle3Norm(config.hidden_size, config.rms_norm_eps)
-        self.input_layernorm = Eagle3Norm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = Eagle3Norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size)
+        self.hidden_norm = HeadNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = HeadNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = HeadNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self, embeds_NH: torch.Tensor, hidden_NH: torch.Tensor, cos_ND: torch.Tensor, sin_ND: torch.Tensor,
@@ -173,14 +144,11 @@ class Eagle3Head(nn.Module):
         self.config = config
         self.fc = nn.Linear(FUSED_LAYERS * config.target_hidden_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
-        self.norm = Eagle3Norm(config.hidden_size, config.rms_norm_eps)
+        self.norm = HeadNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        rotary = LlamaRotaryEmbedding(config.rope_config())
-        # Not a buffer: frequencies stay in float32 whatever dtype the head is put in.
-        self._inverse_D = rotary.inv_freq.clone()
-        self._scale = float(rotary.attention_scaling)
+        self.angles = Angles(config.rope_config())
 
     def choose_vocabulary(self, target_ids: torch.Tensor) -> None:
         """Make `target_ids`, int64 [Vd] and distinct, the draft vocabulary, in ascending order."""
@@ -199,14 +167,6 @@ class Eagle3Head(nn.Module):
         out: torch.Tensor = self.fc(aux_NF)
         return out
 
-    def angles(self, positions_N: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines, [N, head_dim], in the dtype and on the device of `like`."""
-        if self._inverse_D.device != like.device:
-            self._inverse_D = self._inverse_D.to(like.device)
-        angle_ND = (positions_N[:, None].float() * self._inverse_D).repeat(1, 2)
-        cos_ND, sin_ND = angle_ND.cos() * self._scale, angle_ND.sin() * self._scale
-        return cos_ND.to(like.dtype), sin_ND.to(like.dtype)
-
     def forward(
         self, embeds_NH: torch.Tensor, hidden_NH: torch.Tensor, positions_N: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
@@ -218,9 +178,3 @@ class Eagle3Head(nn.Module):
         """Return scores over the draft vocabulary, [N, Vd]."""
         out: torch.Tensor = self.lm_head(self.norm(hidden_NH))
         return out
-
-
-def rotate(x_NHD: torch.Tensor, cos_ND: torch.Tensor, sin_ND: torch.Tensor) -> torch.Tensor:
-    """Apply rotary embedding, halves as transformers has them (Su et al. 2021)."""
-    left, right = x_NHD.chunk(2, dim=-1)
-    return x_NHD * cos_ND[:, None] + torch.cat([-right, left], dim=-1) * sin_ND[:, None]

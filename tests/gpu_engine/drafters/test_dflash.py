@@ -1,0 +1,283 @@
+"""Drafts of a DFlash head in an engine: those of a plain reference, and the tokens of one token a step."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_engine.core.engine import Engine
+from gpu_engine.drafters.chain import ChainDrafter
+from gpu_engine.model.loaded_model import ModelNotSupported
+from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.step.buffers import StepBatch
+from gpu_engine.step.launches import place_of
+from gpu_engine.step.prefill import Hidden
+from kernels.accept import StepTensors
+from kernels.row_kinds import APPLY
+from shared_mem.channel import Record
+from shared_mem.layout import Stage
+from tests.fakes import EOS
+from tests.gpu_engine import dflash
+from tests.gpu_engine.core.test_guided import legal, made
+from tests.gpu_engine.harness import (
+    PATIENCE_S,
+    UNHURRIED_MS,
+    Answer,
+    Hold,
+    answer_all,
+    answer_each,
+    answer_staggered,
+    ask,
+    config,
+    tokens,
+    unguided_engine,
+    with_drafts,
+)
+from tests.gpu_engine.tiny import VOCAB
+from tests.gpu_engine.toy_sidecar import Automaton, guided_engine
+from tests.kernels.accept_cases import Case, reference_token
+
+PATIENT = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of two heads: drafts of "repeating" are often right, those of "random" rarely."""
+    repeating, random = (tmp_path_factory.mktemp(name) / "dflash" for name in ("repeating", "random"))
+    dflash.save_repeating(repeating)
+    dflash.save_random(random)
+    return {"repeating": str(repeating), "random": str(random)}
+
+
+@pytest.fixture(scope="module")
+def expected(llama: LoadedModel) -> list[list[int]]:
+    """Return the answers of an engine that serves one request at a time and emits one token a step."""
+    answers = made()
+    with guided_engine(llama, with_drafts(0, **PATIENT)) as (engine, _):
+        answer_each(engine, answers)
+    return [answer.tokens for answer in answers]
+
+
+# ---- what is drafted -----------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Proposals:
+    """Records what the drafter of an engine proposed: the tokens so far, the drafts, and how many were wanted."""
+
+    drafter: ChainDrafter
+    seen: list[tuple[list[int], list[int], int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._propose = self.drafter.propose
+        self.drafter.propose = self.propose  # type: ignore[method-assign]
+
+    def propose(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
+        self._propose(batch, step, page_table_BN, hidden)
+        slot, place_B = batch.slot, place_of(batch)
+        for b in batch.lane.drafting_B[: batch.num_lanes].nonzero()[:, 0].tolist():
+            place, wanted = int(place_B[b]), int(self.drafter._wanted_B[b])
+            length, count = int(slot.length_S[place]), int(slot.num_drafts_S[place])
+            so_far, drafts = slot.history_SL[place, :length], slot.drafts_SR[place, :count]
+            self.seen.append((so_far.tolist(), drafts.tolist(), wanted))
+
+
+def drafter_of(engine: Engine) -> ChainDrafter:
+    drafter: ChainDrafter = engine._loop.executor.runner.launcher._program.drafter  # type: ignore[attr-defined]
+    return drafter
+
+
+def reference_drafts(logits: torch.Tensor, so_far: list[int], answer: Answer, automaton: Automaton | None) -> list[int]:
+    """Return the drafts by the definition: under the noise of their positions, and the masks behind those before."""
+    request, drafts = answer.request, list[int]()
+    prompt = len(request.prompt_ids)
+    for row in logits:
+        history = so_far + drafts
+        case = Case(history, prompt, temperature=request.sampling.temperature, seed=request.sampling.seed or 0)
+        if automaton is not None:
+            mask = torch.zeros(VOCAB, dtype=torch.bool)
+            mask[sorted(automaton.legal(history[prompt:]))] = True
+            case = replace(case, kinds=[APPLY], masks={0: mask})
+        token = reference_token(case, history, row, 0)
+        if token is None:
+            break
+        drafts.append(token)
+    return drafts
+
+
+@pytest.mark.parametrize("head", ["repeating", "random"])
+@pytest.mark.parametrize("guided", [True, False])
+def test_drafts_are_those_of_the_reference(llama: LoadedModel, heads: dict[str, str], head: str, guided: bool) -> None:
+    """Masked and free, greedy and drawn with the shared noise, behind every kind of acceptance."""
+    plain, target = dflash.PlainDFlash.read(Path(heads[head])), dflash.PlainTarget(Path(llama.name))
+    grammar = "40" if guided else None
+    answers = [
+        ask(tokens(11 + seed, seed), grammar=grammar, max_tokens=40, temperature=0.4 * seed, seed=seed)
+        for seed in range(3)
+    ]
+    settings = with_drafts(
+        5, draft_model=heads[head], draft_masks="on" if guided else "off", jump_forward=False, **PATIENT
+    )
+    with guided_engine(llama, settings) as (engine, _):
+        proposals = Proposals(drafter_of(engine))
+        answer_all(engine, answers)
+    by_prompt = {tuple(answer.request.prompt_ids): answer for answer in answers}
+    assert sum(wanted for _, _, wanted in proposals.seen) > 60
+    with torch.inference_mode():
+        for so_far, drafts, wanted in proposals.seen:
+            (answer,) = (a for prompt, a in by_prompt.items() if tuple(so_far[: len(prompt)]) == prompt)
+            logits = target.drafts(plain, so_far, wanted)
+            automaton = Automaton.parse(grammar) if grammar else None
+            assert drafts == reference_drafts(logits, so_far, answer, automaton)
+
+
+# ---- tokens do not depend on drafts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["repeating", "random"])
+@pytest.mark.parametrize("num_drafts", [3, 7])
+@pytest.mark.parametrize("masks", ["on", "off"])
+@pytest.mark.parametrize("jump_forward", [False, True])
+@pytest.mark.parametrize("answer", [answer_all, answer_staggered])
+def test_guided_and_free_tokens_do_not_depend_on_dflash_drafts(
+    llama: LoadedModel,
+    heads: dict[str, str],
+    expected: list[list[int]],
+    head: str,
+    num_drafts: int,
+    masks: str,
+    jump_forward: bool,
+    answer: Callable[[Engine, list[Answer]], list[list[int]]],
+    overlap: bool,
+) -> None:
+    settings = with_drafts(
+        num_drafts,
+        draft_model=heads[head],
+        draft_masks=masks,
+        jump_forward=jump_forward,
+        overlap=overlap,
+        **PATIENT,
+    )
+    with guided_engine(llama, settings) as (engine, grammar):
+        assert answer(engine, made()) == expected
+        stats, records = engine.stats(), grammar.sidecar.records
+    assert stats.deferred_rows == 0
+    assert stats.draft_tokens > 100
+    assert stats.accepted_draft_tokens > (40 if head == "repeating" else -1)
+    assert any(record.stage not in (Stage.VERIFY, Stage.PROPOSE) for record in records) == (masks == "on")
+
+
+def test_a_repeating_head_is_right_about_free_answers(llama: LoadedModel, heads: dict[str, str]) -> None:
+    answers = [ask(tokens(9, seed), max_tokens=60, ignore_eos=True) for seed in range(4)]
+    with unguided_engine(llama, with_drafts(7, draft_model=heads["repeating"])) as engine:
+        answer_all(engine, answers)
+        stats = engine.stats()
+    assert stats.accepted_draft_tokens > stats.draft_tokens / 3
+
+
+@pytest.mark.parametrize("precision", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "q4"}])
+def test_a_head_reads_a_target_of_any_precision(
+    llama: LoadedModel, heads: dict[str, str], precision: dict[str, str]
+) -> None:
+    target = load_model(config(model=llama.name, **precision))
+
+    def run(num_drafts: int) -> tuple[list[list[int]], int]:
+        named = {"draft_model": heads["repeating"]} if num_drafts else {}
+        with unguided_engine(target, with_drafts(num_drafts, **named, **precision)) as engine:
+            answers = [ask(tokens(9, seed), max_tokens=40, temperature=0.3 * seed, seed=seed) for seed in range(3)]
+            return answer_all(engine, answers), engine.stats().accepted_draft_tokens
+
+    (plain, _), (drafted, accepted) = run(0), run(5)
+    assert drafted == plain
+    assert accepted > 20
+
+
+def test_masked_drafts_are_legal_and_their_rows_are_not_asked_for_again(
+    llama: LoadedModel, heads: dict[str, str]
+) -> None:
+    settings = with_drafts(3, draft_model=heads["random"], draft_masks="on", jump_forward=False, **PATIENT)
+    with guided_engine(llama, settings) as (engine, grammar):
+        answer = ask(tokens(20, 3), grammar="31", max_tokens=90)
+        answer_all(engine, [answer])
+        records = grammar.sidecar.records
+    assert legal(answer)
+    automaton, so_far = Automaton.parse("31"), answer.tokens
+    verified = [record for record in records if record.stage == Stage.VERIFY]
+    for record in verified:
+        before = so_far[: record.commit_pos + len(record.committed)]
+        drafts = list(itertools.takewhile(lambda draft: draft != EOS, record.drafts))
+        for k, draft in enumerate(drafts):
+            assert draft in automaton.legal([*before, *drafts[:k]])
+    assert {record.need_rows.bit_count() for record in verified if EOS not in record.drafts} == {1}
+
+
+def test_preempted_sequences_go_on_with_the_same_tokens(
+    llama: LoadedModel, heads: dict[str, str], overlap: bool
+) -> None:
+    """Pages end inside of blocks, and get other owners."""
+
+    def run(num_drafts: int, **fields: int) -> tuple[list[list[int]], int, int]:
+        named = {"draft_model": heads["repeating"], "draft_masks": "on"} if num_drafts else {}
+        settings = with_drafts(num_drafts, overlap=overlap, max_model_len=128, **named, **PATIENT, **fields)
+        with guided_engine(llama, settings) as (engine, _):
+            grammars = ("70", None, "70", None)
+            answers = [ask(tokens(20, seed), grammar=each, max_tokens=80) for seed, each in enumerate(grammars)]
+            found, stats = answer_all(engine, answers), engine.stats()
+            return found, stats.preemptions, stats.accepted_draft_tokens
+
+    plain, _, _ = run(0)
+    roomy, never, accepted = run(7)
+    tight, preemptions, _ = run(7, kv_cache_tokens=128)
+    assert roomy == tight == plain
+    assert never == 0 < preemptions
+    assert accepted > 40
+
+
+@pytest.mark.parametrize("during_a_step", [False, True])
+def test_a_lost_and_restored_sidecar_changes_no_token(
+    llama: LoadedModel, heads: dict[str, str], expected: list[list[int]], during_a_step: bool, overlap: bool
+) -> None:
+    """The grammar process ends in the middle of a block's masks, or of a verification, and another one replaces it."""
+    settings = with_drafts(
+        5, draft_model=heads["repeating"], draft_masks="on", overlap=overlap, row_timeout_ms=20.0, draft_timeout_ms=20.0
+    )
+    with guided_engine(llama, settings) as (engine, grammar):
+        reached, first, answers = threading.Event(), grammar.sidecar, made()
+
+        def die(record: Record) -> None:
+            if record.commit_pos + len(record.committed) >= 15:
+                first.stopping |= during_a_step
+                reached.set()
+
+        first.before = die
+        hold = Hold(engine, lambda: reached.is_set() and not during_a_step)
+        for answer in answers:
+            engine.submit(answer.request)
+        assert reached.wait(PATIENCE_S)
+        with nullcontext() if during_a_step else hold.reached():
+            grammar.kill_sidecar()
+            engine.grammar_lost()
+        for answer in answers:
+            if answer.request.grammar is None:
+                answer.wait()
+        assert not all(answer.over for answer in answers)
+        grammar.start_sidecar()
+        engine.grammar_restored()
+        assert [answer.wait().tokens for answer in answers] == expected
+        assert engine.stats().accepted_draft_tokens > 40
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_more_drafts_than_a_block_has_are_refused(llama: LoadedModel, heads: dict[str, str]) -> None:
+    settings = with_drafts(8, draft_model=heads["random"])
+    with pytest.raises(ModelNotSupported, match=r"num_draft_tokens: 8, and a block of .* has 7 drafts"):
+        Engine(settings, replace(llama, max_model_len=settings.max_model_len))
