@@ -54,14 +54,11 @@ class Vocabulary:
         for token in stop_ids:
             if token >= size:
                 raise InvalidField("stop_token_ids", f"{token} is outside the vocabulary of {size}")
-        special = {
-            int(t["id"]): str(t["content"])
-            for t in document.get("added_tokens", ())
-            if t.get("special") and t["id"] < size
-        }
+        added = _added_tokens(document)
+        special = {t["id"]: t["content"] for t in added if t.get("special") and t["id"] < size}
         markers = tuple(
-            int(t["id"])
-            for t in document.get("added_tokens", ())
+            t["id"]
+            for t in added
             if not t.get("special") and t["id"] < size and t["content"][:1] == "<" and t["content"][-1:] == ">"
         )
         stops = tuple(sorted(set(stop_ids)))
@@ -96,6 +93,19 @@ class Vocabulary:
         name = next((text for text in self.special.values() if text and text in grammar.text), None)
         if name is not None:
             raise InvalidGrammar(f"source: names the special token {name!r}; a grammar may describe text only")
+
+
+def _added_tokens(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the added tokens, each with its id and its content. Raises InvalidField."""
+    added = document.get("added_tokens", [])
+    if not isinstance(added, list):
+        raise InvalidField("tokenizer_json", "added_tokens: is no list")
+    for token in added:
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
+            raise InvalidField("tokenizer_json", "added_tokens: a token has no content, or one that is no text")
+        if type(token.get("id")) is not int or token["id"] < 0:
+            raise InvalidField("tokenizer_json", "added_tokens: the id of a token is no whole number from 0 on")
+    return added
 
 
 def _document(tokenizer_json: bytes) -> dict[str, Any]:

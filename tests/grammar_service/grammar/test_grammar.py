@@ -108,6 +108,9 @@ def test_an_error_of_the_vocabulary_names_the_field() -> None:
     for arguments, field in (
         ((b"{", 10, (1,)), "tokenizer_json"),
         ((b"[]", 10, (1,)), "tokenizer_json"),
+        ((b'{"model":{},"added_tokens":7}', 10, (1,)), "tokenizer_json"),
+        ((b'{"model":{},"added_tokens":[{"id":2,"special":true}]}', 10, (1,)), "tokenizer_json"),
+        ((b'{"model":{},"added_tokens":[{"id":-1,"content":"<a>"}]}', 10, (1,)), "tokenizer_json"),
         ((content, 0, (0,)), "vocab_size"),
         ((content, 10, ()), "stop_token_ids"),
         ((content, 10, (10,)), "stop_token_ids"),
