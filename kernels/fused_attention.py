@@ -48,6 +48,7 @@ class QkvAttention:
         pages: KVPages,
         page_table_BN: torch.Tensor,
         positions_BP: torch.Tensor,
+        tree_rows_BRR: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return [N, Hq * D]; row b * P + j is position j of sequence b. `qkv_NC`, contiguous, is changed.
 
@@ -72,9 +73,11 @@ class QkvAttention:
                 scale=self.scale,
                 softcap=self.softcap,
                 window=self.window,
+                tree_rows_BRR=tree_rows_BRR,
             )
             out_NC = out_BPHD.view(B * P, Hq * D)
             return torch.nn.functional.pad(out_NC, (0, 0, 0, padding)) if padding else out_NC
+        assert tree_rows_BRR is None, "trees of drafts are attended to on a GPU alone"
         k, v = pages.k, pages.v
         shapes = (
             *(qkv_NC.dtype, qkv_NC.shape, cos_NR.shape, page_table_BN.shape, page_table_BN.stride(0), B, P),

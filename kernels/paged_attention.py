@@ -57,15 +57,18 @@ def paged_attention(
     window: int = 0,
     chunk: int = 0,
     sinks_H: torch.Tensor | None = None,
+    tree_rows_BRR: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Store the new keys and values, then attend; return [B, P, Hq, D], contiguous, in q's dtype.
 
-    `page_table_BN` int32: page numbers of each sequence, covering every position in use. `positions_BP` int32: absolute
-    position of each query, ascending in P; a negative one is padding (nothing is stored, the result is 0). A query at
-    position p sees positions (p - window, p], or [0, p] with window 0; with a `chunk` instead of a window, those of
-    [p // chunk * chunk, p]. `sinks_H` fp32, contiguous: a further logit of each query head, which takes its part of the
-    weights and has no value (gpt-oss). q, k, v may be strided; D must be contiguous and a multiple of 16, at most 256;
-    T a multiple of 16.
+    `page_table_BN` int32: page numbers of each sequence, covering every position in use. `positions_BP` int32:
+    absolute position of each query, ascending in P; a negative one is padding (nothing is stored, the result is 0). A
+    query at position p sees positions (p - window, p], or [0, p] with window 0; with a `chunk` instead of a window,
+    those of [p // chunk * chunk, p]. `sinks_H` fp32, contiguous: a further logit of each query head, which takes its
+    part of the weights and has no value (gpt-oss). `tree_rows_BRR` int32 (`TreeRows.rows_BRR`), on a GPU: the queries
+    of a sequence are the rows of a tree, which see the positions in front of the first row, and the rows on the way
+    to themselves; the key of row j is stored j behind that of the first row. q, k, v may be strided; D must be
+    contiguous and a multiple of 16, at most 256; T a multiple of 16.
     """
     if pages.token_major:
         from kernels.cuda.attention import paged as device  # a CPU install has no Triton
@@ -77,19 +80,18 @@ def paged_attention(
             window=window,
             chunk=chunk,
             sinks_H=sinks_H,
+            tree_rows_BRR=tree_rows_BRR,
         )
-    B, P, Hq, D = q_BPHD.shape
-    Hkv, T = pages.v.shape[1], pages.v.shape[2]
+    assert tree_rows_BRR is None, "trees of drafts are attended to on a GPU alone"
+    (B, P, Hq, D), (Hkv, T) = q_BPHD.shape, pages.v.shape[1:3]
     assert q_BPHD.dtype in (torch.bfloat16, torch.float32), q_BPHD.dtype
     assert all(t.dtype == q_BPHD.dtype for t in (k_BPHD, v_BPHD, pages.k, pages.v))
     assert k_BPHD.shape == v_BPHD.shape == (B, P, Hkv, D), (k_BPHD.shape, v_BPHD.shape)
     assert pages.k.shape == (pages.v.shape[0], Hkv, D, T)
-    assert pages.k.is_contiguous()
-    assert pages.v.is_contiguous()
+    assert all(t.is_contiguous() for t in (pages.k, pages.v))
     assert all(t.stride(3) == 1 for t in (q_BPHD, k_BPHD, v_BPHD))
-    assert D % 16 == 0, D
+    assert D % 16 == T % 16 == 0, (D, T)
     assert D <= 256, D
-    assert T % 16 == 0, T
     assert Hq % Hkv == 0, (Hq, Hkv)
     assert page_table_BN.dtype == positions_BP.dtype == torch.int32
     assert positions_BP.shape == (B, P)

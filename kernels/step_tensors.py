@@ -18,6 +18,8 @@ MAX_LOGPROBS = 20
 """Largest number of alternatives of a token whose log-probabilities are returned."""
 RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED = 0, 1, 2, 3
 """Values of `AcceptResult.finish_B`; STOP_STEERED is a stop token at a row whose `forced` is STEERED."""
+PARENT_SHIFT = 24
+"""Of a node in a record: the bits from here on are the parent's row, those below the token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,28 @@ def pack_rules(
 
 
 @dataclass(frozen=True, slots=True)
+class TreeRows:
+    """The rows of each lane as nodes of a tree, on a GPU. Row 0 has the last token, row j draft j - 1.
+
+    A row's parent has a smaller number, so the first rows of a lane are always a tree. A row's depth is the number of
+    drafts on the way to it: its position behind the last token. Writer: `kernels.cuda.step_inputs.load_step`, but of
+    `walked_BR` the acceptance. All int32, contiguous.
+    """
+
+    parent_BR: torch.Tensor  # of row j; 0 for row 0
+    depth_BR: torch.Tensor
+    rows_BRR: torch.Tensor  # [b, j, d]: the row at depth d on the way to row j, for d <= depth
+    tokens_BRR: torch.Tensor  # [b, j, i]: draft i on the way to row j, for i < depth
+    walked_BR: torch.Tensor  # the row that gave emitted token i, for i < num_emitted; rises with i
+
+    @classmethod
+    def allocate(cls, num_batch: int, num_rows: int, device: torch.device | str = "cpu") -> TreeRows:
+        """Return the rows of chains of no drafts."""
+        shapes = ((num_rows,), (num_rows,), (num_rows, num_rows), (num_rows, num_rows), (num_rows,))
+        return cls(*(torch.zeros(num_batch, *shape, dtype=torch.int32, device=device) for shape in shapes))
+
+
+@dataclass(frozen=True, slots=True)
 class StepTensors:
     """The tensors that verification and drafting read and write besides logits; the same ones at every step.
 
@@ -138,3 +162,5 @@ class StepTensors:
     """int32 [B], where the rows of each lane begin in the logits of `accept`, on a CPU. None: at b * P."""
     model_logits_NV: torch.Tensor | None = None
     """On a GPU: logits whose log-probabilities `accept` returns, where its own are changed ones. None: its own."""
+    tree: TreeRows | None = None
+    """On a GPU: the drafts of a lane are a tree. None: they are a chain."""

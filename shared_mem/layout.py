@@ -45,7 +45,7 @@ from dataclasses import dataclass
 
 from shared_mem.errors import InvalidField, LayoutError, VersionSkew
 
-LAYOUT_VERSION = 6
+LAYOUT_VERSION = 7
 """Grows with every change of the bytes above or of their meaning; both processes must have the same version."""
 
 MAX_ROWS = 16
@@ -106,10 +106,13 @@ class Stage(enum.IntEnum):
     """The slot's matcher becomes a copy of another slot's, at its first `commit_pos` tokens: the one committed token of
     the record is the number of that slot. The record has a new slot_gen: a fork that gets lost leaves no matcher that
     the slot's next record fits. There is no answer. All records of such a post are forks."""
+    TREE = 66
+    """Committed tokens and a whole tree of drafts (`node`); R rows are wanted. Row j + 1 is the one behind draft j and
+    the drafts on the way to it. Only a GPU posts it, in place of VERIFY."""
 
 
 PARENT_SHIFT = 24
-"""Of a candidate in a PROPOSE record."""
+"""Of a candidate in a PROPOSE record, and of a draft in a TREE record."""
 
 
 def node(token: int, parent: int) -> int:

@@ -147,9 +147,10 @@ class EngineConfig:
     draft_tree: str = "auto"
     """With drafter=ngram: "on" sends the lookup's likeliest continuations to the grammar process, as a tree with the
     request for jump-forward tokens, and drafts the path that the grammar allows. It needs jump_forward, and does
-    nothing on a GPU or without a grammar. Fewer drafts are rejected, but where both processes share two cores, four
+    nothing without a grammar. Fewer drafts are rejected, but where both processes share two cores, four
     sequences and more are slower with it. "auto" does that in steps of one sequence alone. "off" drafts the likeliest
-    chain, legal or not."""
+    chain, legal or not. On a GPU "on" verifies a second branch of the lookup's drafts, with a grammar or without one,
+    and "auto" is "off"; "on" with another drafting drafter, or with logits_processors, is refused at start."""
     draft_timeout_ms: float = 5.0
     """Longest wait for the mask row of a draft, in milliseconds; the draft is then made without a mask. Also the
     longest wait for jump-forward tokens; the step then has none."""
@@ -497,6 +498,11 @@ class EngineConfig:
     def num_rows(self) -> int:
         """R = max(K, F) + 1: the most positions that a decode step verifies per slot."""
         return self.num_jump_forward + 1
+
+    @property
+    def verifies_trees(self) -> bool:
+        """True: a step on a GPU verifies several branches of drafts."""
+        return self.num_drafts > 0 and self.drafter == "ngram" and self.draft_tree == "on"
 
     @property
     def drafts_by_net(self) -> bool:

@@ -24,6 +24,7 @@ from gpu_engine.core.transfer.mover import PageMover
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.pool import AdapterPool
+from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ops.memory import memory_use
 from gpu_engine.processors.loading import load_processors
@@ -43,6 +44,7 @@ from gpu_engine.step.prompt_scorer import PromptScorer
 from gpu_engine.step.stream import Stream
 from gpu_engine.step.sync import NoSync, Sync
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
+from kernels.cuda.tree import PathCompaction
 from shared_mem.channel import EngineEnd
 
 MAX_RULES = 512
@@ -101,10 +103,7 @@ def device_executor(
     # Every slot's rows begin at 16 bytes: Triton would compile a kernel anew for the first slot whose row does not.
     whole = 4 * config.page_size
     tokens = -(-(history_tokens(config, model, max_inflight_steps) + R) // whole) * whole - R
-    # One slot more than sequences have, for padded lanes and the warm-up.
-    slot = SlotBuffers.allocate(S + 1, R, tokens, config.page_size, device)
-    assert slot.page_table_SN.shape[1] % 4 == 0
-    lane = LaneBuffers.allocate(S, R, V, device)
+    slot, lane = _buffers(config, tokens, V, device)
     step_sync: Sync = NoSync(stream, S + 1, R) if sync is None else sync
     launches = TritonLaunches() if sync is None else sync.launches
     rows = SlotRows.allocate(S + 1, V, step_sync.store.mask_SRW, slot.done_S, max_rules=MAX_RULES)
@@ -118,7 +117,8 @@ def device_executor(
     sampling = DeviceRows(rows, RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device))
     processors = load_processors(config.logits_processors, model, torch.device(device))
     processing = Processing.of(processors, stream, launches, slot)
-    program = StepProgram(stream, launches, model, pages, step_sync, drafter, slot, lane, ring, sampling, processing)
+    outer = (sampling, processing, PathCompaction(pages) if config.verifies_trees else None)
+    program = StepProgram(stream, launches, model, pages, step_sync, drafter, slot, lane, ring, *outer)
     kinds = (guided, config.enforce_eager, processing, model.adapters is not None)
     graphs = StepGraphs(stream, program, slot, lane, ring, buckets, step_rows, *kinds)
     budget, shapes = draft_budget(config), config.prefill_shapes
@@ -145,6 +145,29 @@ def device_executor(
         mover=mover,
         memory=memory_use(model, pages, slot, lane, rows.rules_SX, rows.seen_SV, rows.biases, sampling.scratch),
     )
+
+
+def _buffers(
+    config: EngineConfig, num_tokens: int, vocab_size: int, device: torch.device
+) -> tuple[SlotBuffers, LaneBuffers]:
+    """Return the step's buffers. Raises ModelNotSupported; see `_check_trees`."""
+    _check_trees(config)
+    S, R, trees = config.max_batch_size, config.num_rows, config.verifies_trees
+    # One slot more than sequences have, for padded lanes and the warm-up.
+    slot = SlotBuffers.allocate(S + 1, R, num_tokens, config.page_size, device, trees=trees)
+    assert slot.page_table_SN.shape[1] % 4 == 0
+    return slot, LaneBuffers.allocate(S, R, vocab_size, device, trees=trees)
+
+
+def _check_trees(config: EngineConfig) -> None:
+    """Raise ModelNotSupported where draft_tree=on asks for trees that no step on a GPU verifies."""
+    if config.draft_tree != "on" or config.drafter in ("none", "grammar") or config.num_drafts == 0:
+        return
+    if config.drafter != "ngram":
+        problem = f"those of drafter={config.drafter} are a chain; trees are those of drafter=ngram"
+        raise ModelNotSupported(f"draft_tree: on a GPU the drafts are verified, and {problem}")
+    if config.logits_processors:
+        raise ModelNotSupported("draft_tree: on a GPU logits processors get the rows of a chain, and there are some")
 
 
 def _probe(check_ranks: Callable[[], None], stream: Stream) -> None:

@@ -34,6 +34,8 @@ def pinned_twin(buffers: Buffers, stream: Stream) -> Buffers:
     def twin(value: Any) -> Any:
         if is_dataclass(value):
             return pinned_twin(value, stream)  # type: ignore[type-var]
+        if value is None:
+            return None
         return stream.pinned(value.numel() * value.element_size()).view(value.dtype).view(value.shape)
 
     return type(buffers)(**{field.name: twin(getattr(buffers, field.name)) for field in fields(buffers)})

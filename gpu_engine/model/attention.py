@@ -91,6 +91,8 @@ class AttentionContext:
     """int32, the LoRA adapter of each sequence of the batch, 0 for none; None: no sequence has one."""
     adapters: SequenceAdapters | None = None
     """Set by the model in front of a forward where a row has an adapter."""
+    tree_rows_BRR: torch.Tensor | None = None
+    """On a GPU, where the rows of each sequence are those of a tree of drafts; see `TreeRows.rows_BRR`."""
     virtual_VH: torch.Tensor | None = None
     """Set by the model: the embeddings of prompt adapters, for the ids behind those of its own embedding."""
     layers_seen: dict[int, LayerAttention] = field(default_factory=dict)
@@ -168,6 +170,7 @@ def _attend(
         window=parameters.window,
         chunk=parameters.chunk,
         sinks_H=None if s_aux is None else s_aux.float().contiguous(),
+        tree_rows_BRR=ctx.tree_rows_BRR,
     )
     return out[..., :value_dim], None
 

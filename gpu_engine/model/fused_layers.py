@@ -146,7 +146,8 @@ class FusedAttention(nn.Module):
     ) -> torch.Tensor:
         """[N, H] -> [N, H]; row b * P + j is position j of sequence b."""
         pages = ctx.pages[self.layer_idx]
-        out_NC = self._core(self._qkv(x_NH), cos_NR, sin_NR, pages, ctx.page_table_BN, ctx.positions_BP)
+        where = (pages, ctx.page_table_BN, ctx.positions_BP, ctx.tree_rows_BRR)
+        out_NC = self._core(self._qkv(x_NH), cos_NR, sin_NR, *where)
         out_NH: torch.Tensor = self._output(out_NC)
         return out_NH
 

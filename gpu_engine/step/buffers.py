@@ -18,6 +18,7 @@ from gpu_engine.api.request import Request
 from gpu_engine.model.attention import PromptRows
 from kernels.accept import AcceptResult, SlotParams
 from kernels.logprobs import BeamRows
+from kernels.step_tensors import TreeRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,20 @@ class SlotBuffers:
     adapter_S: torch.Tensor
     """int32, the number of the LoRA adapter, 0 for none. Writer: the engine, when it assigns the slot; read where the
     model takes adapters alone."""
+    parents_SR: torch.Tensor | None = None
+    """int32, the parent row of each draft, where the drafts that a step verifies are a tree: on a GPU with
+    draft_tree=on. None: they are a chain. Writer: the drafter."""
 
     @classmethod
     def allocate(
-        cls, num_slots: int, num_rows: int, max_model_len: int, page_size: int, device: torch.device | str = "cpu"
+        cls,
+        num_slots: int,
+        num_rows: int,
+        max_model_len: int,
+        page_size: int,
+        device: torch.device | str = "cpu",
+        *,
+        trees: bool = False,
     ) -> SlotBuffers:
         """Return zeroed buffers in the device's memory."""
 
@@ -78,6 +89,7 @@ class SlotBuffers:
             tree_SR=ints(num_slots, num_rows),
             num_nodes_S=ints(num_slots),
             adapter_S=ints(num_slots),
+            parents_SR=ints(num_slots, num_rows) if trees else None,
         )
 
 
@@ -138,10 +150,18 @@ class LaneBuffers:
     """Writer: the step."""
     inputs: torch.Tensor
     """uint8: the memory of what the engine writes before a step, so that one copy fills it; see `LaneInputs`."""
+    tree: TreeRows | None = None
+    """Of the drafts under verification, where they are a tree. Writer: the step."""
 
     @classmethod
     def allocate(
-        cls, num_lanes: int, num_rows: int, vocab_size: int, device: torch.device | str = "cpu"
+        cls,
+        num_lanes: int,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        *,
+        trees: bool = False,
     ) -> LaneBuffers:
         """Return zeroed buffers in the device's memory."""
 
@@ -164,6 +184,7 @@ class LaneBuffers:
             num_jump_forward_B=ints(num_lanes),
             num_chosen_B=ints(num_lanes),
             result=AcceptResult.allocate(num_lanes, num_rows, vocab_size, device),
+            tree=TreeRows.allocate(num_lanes, num_rows, device) if trees else None,
         )
 
 
@@ -193,6 +214,11 @@ class StepBatch:
     """The launches include the products of LoRA adapters, where the model takes some; False: no lane has one."""
     beams: BeamRows | None = None
     """Lanes that give candidates in place of tokens. Such a step is never captured."""
+
+    @property
+    def tree(self) -> TreeRows | None:
+        """The tree of the drafts of each lane; None: they are chains, or the step verifies none."""
+        return self.lane.tree if self.num_rows > 1 else None
 
     @property
     def slots_B(self) -> torch.Tensor:

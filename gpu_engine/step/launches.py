@@ -77,7 +77,8 @@ class StepLaunches(Protocol):
         """Fill the results of `rows`: log-probabilities of its tokens, one for each row of the logits."""
 
     def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
-        """Write drafts by prompt lookup; with `jump_forward` behind the jump-forward tokens."""
+        """Write drafts by prompt lookup; with `jump_forward` behind the jump-forward tokens. Where the slots have
+        `parents_SR`, also a branch, and the parents."""
 
 
 def place_of(batch: StepBatch) -> torch.Tensor:

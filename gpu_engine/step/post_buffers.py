@@ -81,8 +81,9 @@ class HostPostBuffers(PostBuffers):
         """Arguments of the enqueued posts, by stage, for `check`."""
         # All stages share the memory, since they follow each other on the stream.
         self._calls: dict[int, tuple[BatchArrays, HostCall, HostCall]] = {}
-        for stage in (*range(int(Stage.VERIFY), Stage.DRAFT + rows - 1), int(Stage.PROPOSE), int(Stage.FORK)):
-            timeout_s = (timeout_ns if stage == Stage.VERIFY else draft_timeout_ns) / 1e9
+        others = (int(Stage.PROPOSE), int(Stage.FORK), int(Stage.TREE))
+        for stage in (*range(int(Stage.VERIFY), Stage.DRAFT + rows - 1), *others):
+            timeout_s = (timeout_ns if stage in (Stage.VERIFY, Stage.TREE) else draft_timeout_ns) / 1e9
             self._calls[stage] = channel.host_calls(
                 num_lanes, timeout_s=timeout_s, stage=stage, memory=self.pinned.numpy()
             )

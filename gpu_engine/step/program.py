@@ -33,6 +33,7 @@ from kernels.accept import StepTensors
 from kernels.cuda.row_state import DeviceRows
 from kernels.logprobs import BeamRows, beam_candidates
 from kernels.paged_attention import KVPages
+from kernels.step_tensors import TreeRows
 
 
 class Drafter(Protocol):
@@ -52,6 +53,20 @@ class Drafter(Protocol):
         """
 
 
+class Compaction(Protocol):
+    """Moves the keys and values of the accepted path of each lane behind each other; see `PathCompaction`."""
+
+    def __call__(
+        self,
+        slots_B: torch.Tensor,
+        length_S: torch.Tensor,
+        num_emitted_B: torch.Tensor,
+        tree: TreeRows,
+        page_table_BN: torch.Tensor,
+    ) -> None:
+        """Move them in every layer. Called inside a launch of the stream, behind the acceptance."""
+
+
 class StepProgram:
     """One step, enqueued by a call. Owns the step's inputs.
 
@@ -67,6 +82,7 @@ class StepProgram:
         ring: where the results go.
         rows: tensors that sampling on a GPU needs; None on a CPU.
         processing: the logits processors; None: the server has none.
+        compaction: moves the keys of the accepted path of a tree of drafts; None: drafts are chains.
     """
 
     def __init__(
@@ -82,10 +98,12 @@ class StepProgram:
         ring: OutputRing,
         rows: DeviceRows | None = None,
         processing: Processing | None = None,
+        compaction: Compaction | None = None,
     ) -> None:
         self.stream, self.model, self.sync, self.drafter, self.ring = stream, model, sync, drafter, ring
         self._launches, self._pages, self._slot, self._lane, self._rows = launches, pages, slot, lane, rows
-        self.processing = processing
+        self.processing, self._compaction = processing, compaction
+        assert (compaction is None) == (lane.tree is None)
         self._model_logits_NV: torch.Tensor | None = None
         """The model's own, where captured processors changed those in `_logits_NV`."""
         self._failed_BP: torch.Tensor | None = None
@@ -125,6 +143,8 @@ class StepProgram:
         if batch.beams is not None:
             kernel(self._candidates, batch, batch.beams)
         kernel(self._accept, batch, step)
+        if batch.tree is not None:
+            kernel(self._compact, batch, batch.tree)
         kernel(self._advance, batch)
         begun_s = time.perf_counter()
         if self.stream.runs_at_once and batch.max_rows == 1:
@@ -166,6 +186,8 @@ class StepProgram:
             self.forward_rows = B + int(batch.lane.num_drafts_B[:B].sum())
         context = AttentionContext(self._pages, table_BN, positions_BP, hidden=self._hidden, prompts=batch.prompts)
         context.adapters_B = adapters_B
+        if batch.tree is not None:
+            context.tree_rows_BRR = batch.tree.rows_BRR
         self._logits_NV = self.model.logits(ids_BP, context)
 
     def _packed(
@@ -227,6 +249,11 @@ class StepProgram:
         # The next launches, or the next capture, may use their memory.
         self._logits_NV = self._model_logits_NV = self._failed_BP = None
 
+    def _compact(self, batch: StepBatch, tree: TreeRows) -> None:
+        assert self._compaction is not None
+        counts_B, table_BN = batch.lane.result.num_emitted_B, self._inputs(batch)[2]
+        self._compaction(batch.slots_B, batch.slot.length_S, counts_B, tree, table_BN)
+
     def _advance(self, batch: StepBatch) -> None:
         self._launches.advance(batch, self.sync.store)
 
@@ -259,4 +286,5 @@ class StepProgram:
             slot.params,
             lane.result,
             self._rows,
+            tree=batch.tree,
         )

@@ -25,6 +25,10 @@ from shared_mem.channel import EngineEnd
 from shared_mem.layout import RowKind, Stage
 
 
+def _verify_stage(batch: StepBatch) -> int:
+    return int(Stage.VERIFY if batch.tree is None else Stage.TREE)
+
+
 class StreamSync(abc.ABC):
     """The `Sync` protocol without the mechanism. Owns the cached rows."""
 
@@ -66,7 +70,7 @@ class StreamSync(abc.ABC):
             return
         post = self._buffers(batch.num_lanes)
         self.stream.kernel(self._pack, batch, post, VERIFY)
-        self._send(post, int(Stage.VERIFY), self._timeout_ns)
+        self._send(post, _verify_stage(batch), self._timeout_ns)
 
     def await_rows(self, batch: StepBatch) -> None:
         """Enqueue the wait for the posted lanes, at most `row_timeout_ms`, and the merge of their rows."""
@@ -74,7 +78,7 @@ class StreamSync(abc.ABC):
             self.stream.kernel(free_rows, batch)
             return
         post = self._buffers(batch.num_lanes)
-        self._receive(post, int(Stage.VERIFY), (1 << batch.num_rows) - 1, self._timeout_ns)
+        self._receive(post, _verify_stage(batch), (1 << batch.num_rows) - 1, self._timeout_ns)
         self.stream.kernel(self._cache_rows, batch, post, VERIFY)
 
     def post_draft(self, batch: StepBatch, k: int) -> None:

@@ -1,6 +1,6 @@
 """Records of many slots answered together: each matcher moves, one native call writes the rows, another publishes them.
 
-    split:   fast records in batches, slow records and proposals in batches of their own, the rest one by one
+    split:   fast records in batches, slow records and proposals in batches of their own, the rest and trees one by one
     answer:  move each matcher to its record's first needed row (chain_moves.py)
              one call of the library fills the rows of all chains, without the GIL
              one native call copies the rows into place and publishes the answers
@@ -89,7 +89,7 @@ class BatchAnswerer:
         proposals: list[int] = []
         for index, (number, first, stage) in enumerate(zip(records.slots, records.first, records.stage, strict=True)):
             slot = slots.get(number)
-            if slot is None or first < 0 or slot.filler is None:
+            if slot is None or first < 0 or slot.filler is None or stage == Stage.TREE:
                 continue
             if stage == Stage.PROPOSE:
                 proposals.append(index)

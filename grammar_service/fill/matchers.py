@@ -8,6 +8,7 @@ state, the answer is DEFER or ERROR, never a guess. The same record twice gives 
         roll back to the longest common prefix of the accepted tokens and the record's committed tokens
         accept the rest of the committed tokens           illegal: ERROR, the request ends
         for each row: fill it, accept the next draft      illegal draft: the rows behind it stay DEFER
+        of a tree: the same, depth first, rolling back to the parent of the next draft
 
 Near `max_tokens` the rows are narrowed (completion/budget.py). Pure over the `Matcher` protocol and a view of rows: no
 sockets, no sequence numbers, no threads. One thread at a time uses a slot.
@@ -29,7 +30,7 @@ from grammar_service.backends.reasoning import ReasoningMatcher
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.fill.candidates import CandidateTree
 from grammar_service.grammar.mask_rows import Classifier
-from shared_mem.layout import STEERED, RowKind, Stage
+from shared_mem.layout import STEERED, RowKind, Stage, parent_of, token_of
 from shared_mem.records import Record
 
 logger = logging.getLogger(__name__)
@@ -298,6 +299,8 @@ class MatcherTable:
             slot.leave_reasoning()
         if record.stage == Stage.PROPOSE:
             return self.propose(slot, record.need_rows.bit_count(), record.drafts).answer()
+        if record.stage == Stage.TREE:
+            return self._fill_tree(slot, record, rows, first, on_row)
         return self._fill_rows(slot, record, rows, first, on_row)
 
     def _commit(self, slot: SlotMatcher, record: Record) -> bool:
@@ -346,6 +349,45 @@ class MatcherTable:
             # A draft led to this state. The rows so far are valid; the matcher is rebuilt from the committed tokens.
             answer.kinds[row:] = [RowKind.DEFER] * (count - row)
             answer.forced[row:] = [-1] * (count - row)
+            self.rebuild(slot)
+        return answer
+
+    def _fill_tree(
+        self, slot: SlotMatcher, record: Record, rows: Rows, first: int, on_row: Callable[[int, RowKind, int], bool]
+    ) -> Answer:
+        """Fill row 0, and the row behind each draft of a tree, depth first. Rows behind an illegal draft, or behind one
+        that ends the answer, stay DEFER, and so do those of a draft whose parent is not in front of it."""
+        count, committed = len(record.drafts) + 1, slot.num_committed
+        answer = _same(RowKind.DEFER, count)
+        children: list[list[int]] = [[] for _ in range(count)]
+        for row, draft in enumerate(record.drafts, 1):
+            if 0 <= parent_of(draft) < row:
+                children[parent_of(draft)].append(row)
+        waiting, row = [(0, committed)], 0
+        try:
+            while waiting:
+                row, length = waiting.pop()
+                if row:
+                    slot.rollback(length - 1)
+                    token = token_of(record.drafts[row - 1])
+                    # The target cannot sample a token that a narrowed row lacks: see `_fill_rows`.
+                    if slot.budget is not None and slot.budget.forbids(len(slot.tokens), token):
+                        continue
+                    if not slot.accept(token):
+                        continue
+                if slot.matcher.terminated:
+                    continue
+                if record.need_rows >> row & 1:
+                    kind, forced = slot.fill(rows, first + row, self.classifier)
+                    answer.kinds[row], answer.forced[row] = kind, forced
+                    if not on_row(row, kind, forced):
+                        break
+                waiting += [(child, length + 1) for child in reversed(children[row])]
+        except MatcherFailed as error:
+            if row == 0:
+                _fail(slot, str(error))
+                return _same(RowKind.ERROR, count)
+            # A draft led to this state. The rows so far are valid; the matcher is rebuilt from the committed tokens.
             self.rebuild(slot)
         return answer
 

@@ -1,8 +1,9 @@
 """Verification and sampling of one step on a GPU: the launches behind `kernels.accept.accept`.
 
-Two to four kernels: rows (a tile of columns each), filters (rows with filters), acceptance, log-probabilities (rows
-that return them). Invariant: no launch depends on data, so the whole can be captured. A lane with a negative slot is
-idle: it emits nothing and touches no slot. The rule and the noise are those of kernels/accept.py."""
+Two to four kernels: rows (a tile of columns each), filters (rows with filters), acceptance (along a chain, or along a
+path of a tree, see tree.py), log-probabilities (rows that return them). Invariant: no launch depends on data, so the
+whole can be captured. A lane with a negative slot is idle: it emits nothing and touches no slot. The rule and the
+noise are those of kernels/accept.py."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from kernels.cuda.logprobs import TILE as _LOGPROB_TILE
 from kernels.cuda.logprobs import logprobs_kernel
 from kernels.cuda.row_state import RowScratch, SlotRows
 from kernels.cuda.rows import row_kernel
+from kernels.cuda.tree import tree_acceptance_kernel
 from kernels.step_tensors import MAX_LOGPROBS, StepTensors
 
 _FILTER_TILE_ROWS = 256
@@ -31,13 +33,15 @@ def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None
     B, R, V = step.slots_B.shape[0], step.kinds_BR.shape[1], logits_NV.shape[1]
     p, r, tiles = step.params, step.result, -(-V // scratch.block)
     _rows(logits_NV, step, None, num_rows=num_rows, first_row=0, draft=False)
-    partial_stride = scratch.best_NC.shape[1]
-    acceptance_kernel[(B,)](
+    partial_stride, tree = scratch.best_NC.shape[1], step.tree
+    kernel = acceptance_kernel if tree is None else tree_acceptance_kernel
+    kernel[(B,)](
         *(step.slots_B, step.drafts_BR, step.num_drafts_B, step.kinds_BR, step.forced_BR, step.history_SL),
         *(step.length_S,),
         *(p.max_length_S, p.temperature_S, p.top_p_S, p.min_p_S, p.top_k_S, rows.rules_SX, rows.seen_SV),
         *(rows.done_S.view(torch.uint8), scratch.best_NC, scratch.best_column_NC, scratch.peak_NC, scratch.chosen_N),
         *(r.emitted_BR, r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B),
+        *(() if tree is None else (tree.parent_BR, tree.walked_BR)),
         *(R, step.history_SL.stride(0), rows.rules_SX.stride(0), rows.seen_SV.stride(0), partial_stride, tiles),
         *(V, num_rows),
         ROWS=triton.next_power_of_2(num_rows),
@@ -52,9 +56,11 @@ def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None
         assert own_NV.stride(1) == 1
         logprobs_kernel[(B * num_rows,)](
             *(own_NV, step.slots_B, r.emitted_BR, r.num_emitted_B, p.num_logprobs_S),
+            None if tree is None else tree.walked_BR,
             *(r.logprob_BR, r.top_ids_BRN, r.top_logprobs_BRN, own_NV.stride(0), R, V, num_rows),
             MOST=MAX_LOGPROBS,
             TILE=_LOGPROB_TILE,
+            TREE=tree is not None,
             num_warps=16,
         )
 
@@ -91,13 +97,16 @@ def _rows(
     B, R, V, p = step.slots_B.shape[0], step.kinds_BR.shape[1], logits.shape[1], step.params
     tiles, partial_stride = -(-V // scratch.block), scratch.best_NC.shape[1]
     partials = (scratch.best_NC, scratch.best_column_NC, scratch.peak_NC, scratch.logits_NV)
+    # A draft that is drawn is the next of a chain.
+    tree = None if draft else step.tree
+    depths, tree_tokens = (None, None) if tree is None else (tree.depth_BR, tree.tokens_BRR)
     row_kernel[(tiles, B * num_rows)](
         *(logits, step.slots_B, step.drafts_BR, step.num_drafts_B, step.kinds_BR, step.forced_BR),
         *(rows.masks_SRW, d2t, step.history_SL, step.length_S),
         *(p.prompt_length_S, p.min_tokens_S, p.temperature_S, p.top_p_S, p.min_p_S),
         *(p.repetition_S, p.presence_S, p.frequency_S, p.top_k_S, p.seed_S),
         *(rows.rules_SX, rows.seen_SV, rows.done_S.view(torch.uint8)),
-        *(rows.biases.ids_SX, rows.biases.values_SX, rows.biases.num_S, *partials),
+        *(rows.biases.ids_SX, rows.biases.values_SX, rows.biases.num_S, depths, tree_tokens, *partials),
         *(logits.stride(0), R, step.history_SL.stride(0), rows.masks_SRW.stride(0), rows.masks_SRW.stride(1)),
         *(rows.rules_SX.stride(0), rows.seen_SV.stride(0), scratch.logits_NV.stride(0), partial_stride),
         *(V, num_rows, first_row),
@@ -105,17 +114,19 @@ def _rows(
         DRAFT=draft,
         D2T=d2t is not None,
         FILTERS=filters,
+        TREE=tree is not None,
         num_warps=4,
     )
     if filters:
         filter_kernel[(B * num_rows,)](
             *(step.slots_B, step.num_drafts_B, step.kinds_BR, rows.done_S.view(torch.uint8), d2t, step.length_S),
-            *(p.temperature_S, p.top_p_S, p.min_p_S, p.top_k_S, p.seed_S, *partials, scratch.chosen_N),
+            *(p.temperature_S, p.top_p_S, p.min_p_S, p.top_k_S, p.seed_S, depths, *partials, scratch.chosen_N),
             *(R, scratch.logits_NV.stride(0), partial_stride, tiles, tiles * scratch.block, V, num_rows, first_row),
             ROWS=_FILTER_TILE_ROWS,
             TILES=triton.next_power_of_2(tiles),
             DRAFT=draft,
             D2T=d2t is not None,
+            TREE=tree is not None,
             num_warps=16,
         )
 
@@ -139,6 +150,9 @@ def _check(logits: torch.Tensor, step: StepTensors, num_rows: int) -> tuple[Slot
     assert rows.masks_SRW.stride(2) == 1
     assert rows.done_S.dtype == torch.bool
     assert step.params.seed_S.dtype == torch.int64
+    if step.tree is not None:
+        trees = (step.tree.parent_BR, step.tree.depth_BR, step.tree.tokens_BRR, step.tree.walked_BR)
+        assert all(t.dtype == torch.int32 and t.is_contiguous() and t.shape[1] == R for t in trees)
     assert scratch.best_NC.shape[1] * scratch.block >= V, (V, scratch.best_NC.shape, scratch.block)
     assert scratch.best_NC.shape[0] >= B * num_rows, scratch.best_NC.shape
     assert not filters or scratch.logits_NV.shape[0] >= B * num_rows, scratch.logits_NV.shape

@@ -50,6 +50,7 @@ def filter_kernel(
     min_p: tl.tensor,
     top_k: tl.tensor,
     seed: tl.tensor,
+    depths: tl.tensor,
     best: tl.tensor,
     best_column: tl.tensor,
     peaks: tl.tensor,
@@ -67,6 +68,7 @@ def filter_kernel(
     TILES: tl.constexpr,
     DRAFT: tl.constexpr,
     D2T: tl.constexpr,
+    TREE: tl.constexpr,
 ) -> None:
     """Grid (B * num_rows): the chosen column of a filtered row, -1 where nothing is legal."""
     row = tl.program_id(0)
@@ -89,7 +91,10 @@ def filter_kernel(
         tl.store(chosen + row, column)
         return
     x = scratch + row.to(tl.int64) * scratch_stride
-    n = tl.load(length + s) + j
+    depth = j
+    if TREE:
+        depth = tl.load(depths + b * lane_stride + j)
+    n = tl.load(length + s) + depth
     key = tl.load(seed + s)
     limit = tl.where((k > 0) & (k < V), k, V + 1)
     floor = tl.full([], float("-inf"), tl.float32)

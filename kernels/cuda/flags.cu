@@ -23,7 +23,7 @@ enum { LAST, CURRENT, WAITED_NS, MISSING, COUNTED_TO_NS, WAIT_SINCE_NS };
 enum { KIND_ALL = 0, KIND_APPLY = 1, KIND_DEFER = 3, KIND_ERROR = 5 };
 // Reasons in `refused`; the same numbers, negative, are the statuses of ls_post.
 enum { BAD_SLOT = 1, BAD_N_COMMIT = 2, BAD_N_DRAFT = 3, BAD_COMMIT_POS = 4 };
-enum { VERIFY = 0 }; // stage
+enum { VERIFY = 0, TREE = 66 }; // stages of a verify post
 enum { MAX_ROWS = 16, NOT_REFUSED = 0x7fffffff };
 
 #ifdef __CUDACC__
@@ -88,7 +88,7 @@ extern "C" __global__ void lockstep_post(const i64 *cfg, u64 *counter, const int
     bool invalid = problem != NOT_REFUSED || count > (u32)cfg[NUM_SLOTS];
     if (threadIdx.x == 0) {
         // A step's verify post comes first and clears the word; a later, valid post of the step must not.
-        if (invalid || stage == VERIFY) put64(refused, !invalid ? 0 : problem != NOT_REFUSED ? problem : BAD_SLOT);
+        if (invalid || stage == VERIFY || stage == TREE) put64(refused, !invalid ? 0 : problem != NOT_REFUSED ? problem : BAD_SLOT);
         counter[WAIT_SINCE_NS] = 0;
         if (count == 0 || invalid) counter[CURRENT] = 0;
     }

@@ -24,6 +24,7 @@ def logprobs_kernel(
     emitted: tl.tensor,
     num_emitted: tl.tensor,
     num_logprobs: tl.tensor,
+    walked: tl.tensor,
     logprob: tl.tensor,
     top_ids: tl.tensor,
     top_logprobs: tl.tensor,
@@ -33,8 +34,9 @@ def logprobs_kernel(
     num_rows: tl.tensor,
     MOST: tl.constexpr,
     TILE: tl.constexpr,
+    TREE: tl.constexpr,
 ) -> None:
-    """Grid (B * num_rows). `top_ids` and `top_logprobs` have MOST entries a row."""
+    """Grid (B * num_rows): emitted token j of lane b. `top_ids` and `top_logprobs` have MOST entries a row."""
     row = tl.program_id(0)
     b = row // num_rows
     j = row % num_rows
@@ -44,6 +46,8 @@ def logprobs_kernel(
     wanted = tl.load(num_logprobs + s)
     if (wanted < 0) | (j >= tl.load(num_emitted + b)):
         return
+    if TREE:
+        row = b * num_rows + tl.load(walked + b * lane_stride + j)
     x = logits + row.to(tl.int64) * logits_stride
     at = tl.arange(0, TILE)
     tops = tl.full([TILE], float("-inf"), tl.float32)
@@ -81,9 +85,10 @@ def row_logprobs(logits_NV: torch.Tensor, rows: RowLogprobs) -> None:
     assert n <= len(rows.tokens_N), (n, len(rows.tokens_N))
     assert logits_NV.stride(1) == 1
     logprobs_kernel[(n,)](
-        *(logits_NV, lane, rows.tokens_N, rows.count_1, rows.wanted_1),
+        *(logits_NV, lane, rows.tokens_N, rows.count_1, rows.wanted_1, None),
         *(rows.logprob_N, rows.top_ids_NM, rows.top_logprobs_NM, logits_NV.stride(0), len(rows.tokens_N), V, n),
         MOST=MAX_LOGPROBS,
         TILE=TILE,
+        TREE=False,
         num_warps=16,
     )

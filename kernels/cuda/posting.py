@@ -16,11 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import step_tensors
 from kernels.cuda.rows import APPLY, DEFER
+from kernels.step_tensors import TreeRows
 
 VERIFY, PROPOSE = -1, -2
 """In place of a draft's number. VERIFY: the post or the wait of the verify step. PROPOSE: the post requests
 jump-forward tokens and no row."""
+PARENT_SHIFT = tl.constexpr(step_tensors.PARENT_SHIFT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ def post_kernel(
     n_draft: tl.tensor,
     need_rows: tl.tensor,
     tokens: tl.tensor,
+    parents: tl.tensor,
     history_stride: tl.tensor,
     R: tl.tensor,
     k: tl.tensor,
@@ -80,6 +84,7 @@ def post_kernel(
     ROWS: tl.constexpr,
     DONE: tl.constexpr,
     ASKS_FORCED: tl.constexpr,
+    TREE: tl.constexpr,
 ) -> None:
     """Grid (B): see `pack_post`."""
     b = tl.program_id(0)
@@ -114,6 +119,11 @@ def post_kernel(
         i = tl.arange(0, 2 * ROWS)
         committed = tl.load(history + s * history_stride + start + i, mask=i < num_new, other=0)
         draft = tl.load(drafts + b * R + i - num_new, mask=(i >= num_new) & (i - num_new < R), other=0)
+        if TREE:
+            # Draft j is row j + 1, whose parent this is.
+            at = i - num_new + 1
+            parent = tl.load(parents + b * R + at, mask=(i >= num_new) & (at < R), other=0)
+            draft += parent << PARENT_SHIFT
         tl.store(tokens + b * 2 * R + i, tl.where(i < num_new, committed, draft), mask=i < 2 * R)
         if not ASKS_FORCED:
             tl.store(posted + s, num_posted + num_new)
@@ -137,6 +147,7 @@ def pack_post(
     done_S: torch.Tensor | None = None,
     limits: tuple[torch.Tensor, torch.Tensor] | None = None,
     max_rows: int = 16,
+    tree: TreeRows | None = None,
 ) -> None:
     """Write the records of a step, and advance `posted_S` of the posted lanes.
 
@@ -148,6 +159,8 @@ def pack_post(
     PROPOSE: guided lanes in `drafting_B`, for as many tokens as they may have jump-forward drafts; `limits` are
     `jump_forward_limit_S` and `max_length_S`, and `max_rows` the rows of the next step. `posted_S` stays: the next post
     contains these tokens again.
+
+    With `tree` the drafts of a verify post are nodes (`shared_mem.layout.node`), for a record of stage TREE.
     """
     B, R = slots_B.shape[0], drafts_BR.shape[1]
     ints = (slots_B, slot_gens_B, drafts_BR, num_drafts_B, history_SL, length_S, prompt_length_S, posted_S)
@@ -161,15 +174,18 @@ def pack_post(
     assert PROPOSE <= k < R, k
     assert (k == PROPOSE) == (limits is not None)
     assert done_S is None or done_S.dtype == torch.bool
+    assert tree is None or (k == VERIFY and tree.parent_BR.shape[1] == R)
     flags = (t.view(torch.uint8) for t in (guided_B, drafting_B))
     post_kernel[(B,)](
         *(slots_B, *flags, slot_gens_B, drafts_BR, num_drafts_B, history_SL, length_S, prompt_length_S, posted_S),
         *(rows.cached_SR.view(torch.uint8), None if done_S is None else done_S.view(torch.uint8)),
         *(limits or (None, None)),
-        *(*outs, out.tokens_BT, history_SL.stride(0), R, k, min(max_rows, R) - 1),
+        *(*outs, out.tokens_BT, None if tree is None else tree.parent_BR),
+        *(history_SL.stride(0), R, k, min(max_rows, R) - 1),
         ROWS=triton.next_power_of_2(R),
         DONE=done_S is not None,
         ASKS_FORCED=k == PROPOSE,
+        TREE=tree is not None,
         num_warps=1,
     )
 

@@ -1,6 +1,7 @@
 """One row of logits to its best column, a tile of columns a program: mask, bans, biases, penalties, temperature, noise.
 
-Row j of a lane assumes that drafts[:j] were accepted, so all rows are computed at once. Invariant: the output of a
+Row j of a lane assumes that drafts[:j] were accepted, or in a tree the drafts on the way to it, so all rows are
+computed at once. Invariant: the output of a
 program depends on its slot, row and tile alone, and the tile size is fixed by the workspace, never by the batch. `pick`
 chooses the best column of all tiles. Not responsible for: filters (see filters.py), acceptance (see acceptance.py).
 """
@@ -88,6 +89,24 @@ def add_biases(
 
 
 @triton.jit
+def way_to(
+    b: tl.tensor,
+    j: tl.tensor,
+    drafts: tl.tensor,
+    depths: tl.tensor,
+    tree_tokens: tl.tensor,
+    lane_stride: tl.tensor,
+    TREE: tl.constexpr,
+) -> tl.tensor:
+    """Return the number of drafts on the way to row j, and where they are."""
+    if TREE:
+        lane = b * lane_stride + j
+        return tl.load(depths + lane), tree_tokens + lane * lane_stride
+    else:
+        return j, drafts + b * lane_stride
+
+
+@triton.jit
 def row_kernel(
     logits: tl.tensor,
     slots: tl.tensor,
@@ -115,6 +134,8 @@ def row_kernel(
     bias_ids: tl.tensor,
     bias_values: tl.tensor,
     num_biases: tl.tensor,
+    depths: tl.tensor,
+    tree_tokens: tl.tensor,
     best: tl.tensor,
     best_column: tl.tensor,
     peaks: tl.tensor,
@@ -135,11 +156,12 @@ def row_kernel(
     DRAFT: tl.constexpr,
     D2T: tl.constexpr,
     FILTERS: tl.constexpr,
+    TREE: tl.constexpr,
 ) -> None:
     """Grid (tiles, B * num_rows): best score, its column and the peak of one tile of one row.
 
     DRAFT: whatever the number of drafts. D2T: column c is token c + d2t[c]. FILTERS: rows whose slot filters leave
-    their masked logits in `scratch`.
+    their masked logits in `scratch`. TREE: depth and drafts of a row are those of its way through the tree.
     """
     tile = tl.program_id(0)
     row = tl.program_id(1)
@@ -154,13 +176,13 @@ def row_kernel(
     if not DRAFT:
         if (j > tl.load(num_drafts + b)) | (tl.load(done + s) != 0):
             return
-    drafts += b * lane_stride
+    depth, drafts = way_to(b, j, drafts, depths, tree_tokens, lane_stride, TREE)
     first = tile * (ROWS * 32)
     column = first + tl.arange(0, ROWS)[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = column < V
     x = tl.load(logits + row.to(tl.int64) * logits_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
     num_committed = tl.load(length + s)
-    n = num_committed + j
+    n = num_committed + depth
     t = tl.load(temperature + s)
     token = column
     if D2T:
@@ -183,7 +205,7 @@ def row_kernel(
     rep, pres, freq = tl.load(repetition + s), tl.load(presence + s), tl.load(frequency + s)
     if (rep != 1.0) | (pres != 0.0) | (freq != 0.0):
         count = tl.load(seen + s * seen_stride + token, mask=inside, other=0)
-        for i in range(j):
+        for i in range(depth):
             count = tl.where(token == tl.load(drafts + i), (count | SEEN) + 1, count)
         times = count & (SEEN - 1)
         y = tl.where(x > 0.0, tl.div_rn(x, rep), x * rep)

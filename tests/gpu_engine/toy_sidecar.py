@@ -24,7 +24,7 @@ from grammar_service.fill.candidates import CandidateTree
 from grammar_service.fill.matchers import Proposed
 from shared_mem.channel import EngineEnd, GrammarEnd, Record
 from shared_mem.errors import RingOverrun
-from shared_mem.layout import Layout, RowKind, Stage
+from shared_mem.layout import Layout, RowKind, Stage, parent_of, token_of
 from shared_mem.segment import Segment
 from tests.fakes import EOS
 from tests.gpu_engine.harness import PATIENCE_S, running, settle
@@ -244,24 +244,30 @@ class ToySidecar:
         matcher.moved_to(len(matcher.certain))
         if not matcher.automaton.allows(matcher.certain):
             self.problems.append(f"illegal tokens were committed: {matcher.certain}")
-        if not EVERY.issuperset(record.drafts):
+        is_tree = record.stage == Stage.TREE
+        drafts = [token_of(draft) for draft in record.drafts] if is_tree else list(record.drafts)
+        parents = [parent_of(draft) for draft in record.drafts] if is_tree else [*range(len(drafts))]
+        if not EVERY.issuperset(drafts) or any(parent > j for j, parent in enumerate(parents)):
             self.problems.append(f"{record} has drafts that are no tokens")
         if not record.need_rows & (1 << count) - 1:
             self.problems.append(f"{record} asks for nothing")
-        if record.stage != Stage.VERIFY and record.stage != Stage.DRAFT + len(record.drafts):
+        if record.stage not in (Stage.VERIFY, Stage.TREE) and record.stage != Stage.DRAFT + len(record.drafts):
             self.problems.append(f"{record} is of another stage")
         if self.refuse(record):
             return kinds, forced
-        emitted = list(matcher.certain)
+        ways: dict[int, list[int]] = {0: list(matcher.certain)}
+        """By row: the tokens on the way to it, where all of them are legal."""
         for row in range(count):
             if row:
-                if record.drafts[row - 1] not in matcher.automaton.legal(emitted):
-                    break
-                emitted.append(record.drafts[row - 1])
-                matcher.moved_to(len(emitted))
+                before, token = ways.get(parents[row - 1]), drafts[row - 1]
+                if before is None or token not in matcher.automaton.legal(before):
+                    continue
+                ways[row] = [*before, token]
+                matcher.moved_to(len(ways[row]))
+            emitted = ways[row]
             legal = matcher.automaton.legal(emitted)
             if not legal:
-                break
+                continue
             if record.need_rows >> row & 1:
                 kinds[row], forced[row] = self._fill(seq, record.slot, row, matcher.automaton, len(emitted), legal)
         return kinds, forced

@@ -8,7 +8,7 @@ from pathlib import Path
 from gpu_engine.front import validation
 from kernels import row_kinds, step_tensors
 from shared_mem import native
-from shared_mem.layout import MAX_ROWS, STEERED, RowKind
+from shared_mem.layout import MAX_ROWS, PARENT_SHIFT, STEERED, RowKind, Stage
 
 
 def constants(source: Path) -> dict[str, int]:
@@ -43,5 +43,7 @@ def test_limits_and_outcomes_equal_those_of_c(root: Path) -> None:
     assert {name: accept[name] for name in outcomes} == {name: getattr(step_tensors, name) for name in outcomes}
     assert accept["MAX_LOGPROBS"] == step_tensors.MAX_LOGPROBS == validation.MAX_LOGPROBS
     assert flags["MAX_ROWS"] == MAX_ROWS
+    assert step_tensors.PARENT_SHIFT == PARENT_SHIFT
+    assert (flags["VERIFY"], flags["TREE"]) == (Stage.VERIFY, Stage.TREE)
     refusals = ("BAD_SLOT", "BAD_N_COMMIT", "BAD_N_DRAFT", "BAD_COMMIT_POS")
     assert {name: -flags[name] for name in refusals} == {name: getattr(native, name) for name in refusals}

@@ -185,7 +185,7 @@ class Serving:
             whole = 4 * config.page_size
             history = -(-(history + R) // whole) * whole - R
         table = -(-(history + R) // config.page_size)
-        per_slot = 4 * (history + R) + 4 * table + 2 * 4 * R + 4 * 7 + 1
+        per_slot = 4 * (history + R) + 4 * table + (2 + self._trees) * 4 * R + 4 * 7 + 1
         return (config.max_batch_size + 1) * (per_slot + _SLOT_PARAMS_BYTES)
 
     def lane_buffers(self) -> int:
@@ -193,7 +193,12 @@ class Serving:
         S, R = self.config.max_batch_size, self.config.num_rows
         scratch = 8 * (-(-self.shape.vocab // 64) * 64) if self.config.on_cpu else 0
         result = 4 * (R + 4) + 4 * R + 8 * R * _MAX_LOGPROBS + scratch
-        return S * (13 + 1 + 4 * R + 4 + R + 4 * R + 4 + 4 + result)
+        tree = self._trees * 4 * (3 * R + 2 * R * R)
+        return S * (13 + 1 + 4 * R + 4 + R + 4 * R + 4 + 4 + result + tree)
+
+    @property
+    def _trees(self) -> bool:
+        return self.config.verifies_trees and not self.config.on_cpu
 
     def sampling(self) -> int:
         """Return the bytes of sampling on a device: `SlotRows` and `RowScratch` of kernels/cuda/row_state.py."""

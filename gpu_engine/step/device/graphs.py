@@ -355,6 +355,9 @@ class StepGraphs:
             inputs.copied.wait()
         slots, gens, guided = ((), (), ()) if handle is None else (handle.slots, handle.slot_gens, handle.guided)
         limits = () if handle is None else handle.draft_limits or (self.max_drafts,) * len(slots)
+        if self.lane.tree is not None:
+            # A limit counts the drafts of a chain; the rows of a branch lie behind them, and the shape has them anyway.
+            limits = tuple(shape.num_rows - 1 if limit else 0 for limit in limits)
         pad, lanes = B - len(slots), inputs.lanes
         lanes.slots_B[:B] = torch.tensor([*slots, *[-1] * pad], dtype=torch.int32)
         lanes.slot_gens_B[:B] = torch.tensor([*gens, *[0] * pad], dtype=torch.int32)

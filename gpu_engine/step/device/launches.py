@@ -18,6 +18,7 @@ from kernels.accept import StepTensors
 from kernels.cuda import posting
 from kernels.cuda.accept import accept
 from kernels.cuda.advance import advance
+from kernels.cuda.branch import add_branch
 from kernels.cuda.jump_forward import take_jump_forward
 from kernels.cuda.logprobs import row_logprobs
 from kernels.cuda.ngram import propose_ngram
@@ -46,6 +47,8 @@ class TritonLaunches:
             *(batch.slots_B, slot.history_SL, slot.length_S, slot.drafts_SR, slot.num_drafts_S, slot.done_S),
             *(slot.page_table_SN, ids_BP, positions_BP, lane.drafts_BR, lane.num_drafts_B, page_table_BN),
             lane.draft_limit_B,
+            slot.parents_SR if batch.tree is not None else None,
+            batch.tree,
         )
 
     def accept(self, batch: StepBatch, logits_NV: torch.Tensor, step: StepTensors) -> None:
@@ -70,6 +73,7 @@ class TritonLaunches:
             done_S=slot.done_S if k == VERIFY else None,
             limits=(slot.jump_forward_limit_S, slot.params.max_length_S) if k == PROPOSE else None,
             max_rows=batch.max_rows,
+            tree=batch.tree if k == VERIFY else None,
         )
 
     def cache_rows(
@@ -109,6 +113,16 @@ class TritonLaunches:
             max_rows=batch.max_rows,
             num_jump_forward_B=batch.lane.num_jump_forward_B if jump_forward else None,
         )
+        if slot.parents_SR is not None:
+            add_branch(
+                *(batch.slots_B, batch.lane.guided_B[: batch.num_lanes], slot.history_SL, slot.length_S),
+                *(slot.params.prompt_length_S, slot.draft_limit_S, slot.params.max_length_S),
+                *(slot.drafts_SR, slot.num_drafts_S, slot.parents_SR),
+                ngram_max=ngram_max,
+                ngram_min=ngram_min,
+                max_rows=batch.max_rows,
+                num_jump_forward_B=batch.lane.num_jump_forward_B if jump_forward else None,
+            )
 
 
 def _rows(store: RowStore) -> posting.CachedRows:

@@ -1,19 +1,22 @@
 """Attention over the paged KV cache on a GPU: the launches behind `kernels.paged_attention.paged_attention`.
 
-Up to 16 query positions a sequence go to the decode kernels (a split of the context a program, then a combine), more to
-the prefill kernels. Invariant: a query's result depends on its own sequence alone, bit for bit: splits and blocks
-begin at absolute positions, and their sizes follow from static shapes. No launch depends on data.
+Up to 16 query positions a sequence go to the decode kernels (a split of the context a program, then a combine; for
+the rows of a tree a kernel of its own, then the same combine), more to the prefill kernels. Invariant: a query's
+result depends on its own sequence alone, bit for bit: splits and blocks begin at absolute positions, and their sizes
+follow from static shapes. No launch depends on data.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
 from kernels.cuda.attention.decode import combine_kernel, decode_kernel
 from kernels.cuda.attention.prefill import prefill_kernel, store_kernel
+from kernels.cuda.attention.tree import tree_decode_kernel
 from kernels.kv_pages import KVPages, check_limits
 
 MAX_DECODE_QUERIES = 16
@@ -68,40 +71,41 @@ def paged_attention(
     window: int = 0,
     chunk: int = 0,
     sinks_H: torch.Tensor | None = None,
+    tree_rows_BRR: torch.Tensor | None = None,
     split_len: int | None = None,
     tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
     """Store the new keys and values, then attend; return [B, P, Hq, D], contiguous, in q's dtype.
 
     As `kernels.paged_attention.paged_attention`, and: the pages are token-major; a sequence's positions are
-    consecutive, with its padding (negative) at the end; fp16 is taken too; D is a multiple of 16 and at most 256.
+    consecutive (in a tree: each is the first one and the row's depth), with its padding (negative) at the end; fp16 is
+    taken too; D is a multiple of 16 and at most 256.
     `split_len` (default: from the width of the page table) is part of the result's bits, so an engine never changes it.
     """
-    B, P, Hq, D = q_BPHD.shape
-    Hkv, T = pages.v.shape[1], pages.v.shape[2]
+    (B, P, Hq, D), (Hkv, T) = q_BPHD.shape, pages.v.shape[1:3]
     _assert_arguments(q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP)
     check_limits(window, chunk, sinks_H, Hq)
+    kernel, of_tree = _of_tree(tree_rows_BRR, B, P)
     out = torch.empty(B, P, Hq, D, dtype=q_BPHD.dtype, device=q_BPHD.device)
     scales = (scale, softcap) if softcap else (scale * _LOG2_E, 0.0)
     strides = (*q_BPHD.stride()[:3], *k_BPHD.stride()[:3], *v_BPHD.stride()[:3], page_table_BN.stride(0))
     shape = {"D": D, "BLOCK_D": triton.next_power_of_2(D), "T": T, "G": Hq // Hkv, "SOFTCAP": softcap != 0.0}
     tuning = tuning or DecodeTuning.of(D, q_BPHD.element_size(), B * Hkv)
-    with_sinks = {"SINKS": sinks_H is not None}
-    sinks = positions_BP if sinks_H is None else sinks_H  # not read without sinks
+    sinks, with_sinks = positions_BP if sinks_H is None else sinks_H, {"SINKS": sinks_H is not None}  # else not read
     if P > MAX_DECODE_QUERIES:
-        limits, shape = (window, chunk, sinks, *scales), shape | with_sinks
-        _prefill(q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP, out, strides, limits, shape)
+        limits = (window, chunk, sinks, *scales)
+        _prefill(q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP, out, strides, limits, shape | with_sinks)
         return out
     split = split_len or split_length(page_table_BN.shape[1] * T)
     assert split % tuning.block_n == 0, (split, tuning)
     splits, rows = -(-page_table_BN.shape[1] * T // split), P * (Hq // Hkv)
     partial = torch.empty(B * Hkv * rows, splits, D, dtype=torch.float32, device=out.device)
     weights = torch.empty(2, B * Hkv * rows, splits, dtype=torch.float32, device=out.device)
-    tile = 16 if rows <= 16 else 32
-    tiles = -(-rows // tile)
+    tile, tiles = (16, -(-rows // 16)) if rows <= 16 else (32, -(-rows // 32))
     stripes = max(1, min(splits, tuning.programs // (tiles * B * Hkv)))
-    decode_kernel[(tiles, B * Hkv, stripes)](
-        *(q_BPHD, k_BPHD, v_BPHD, pages.k, pages.v, page_table_BN, positions_BP, partial, weights[0], weights[1]),
+    kernel[(tiles, B * Hkv, stripes)](
+        *(q_BPHD, k_BPHD, v_BPHD, pages.k, pages.v, page_table_BN, positions_BP, *of_tree),
+        *(partial, weights[0], weights[1]),
         *(*strides, P, Hkv, splits, window, chunk, *scales, stripes),
         **shape,
         SPLIT=split,
@@ -121,6 +125,18 @@ def paged_attention(
         num_warps=1 if D <= 128 else 2,
     )
     return out
+
+
+def _of_tree(rows_BRR: torch.Tensor | None, num_batch: int, num_queries: int) -> tuple[Any, tuple[Any, ...]]:
+    """Return the kernel of a chain or of a tree, and the arguments that only the second one has."""
+    if rows_BRR is None:
+        return decode_kernel, ()
+    assert num_queries <= MAX_DECODE_QUERIES, f"a tree of {num_queries} rows; at most {MAX_DECODE_QUERIES} are decoded"
+    assert rows_BRR.dtype == torch.int32
+    assert rows_BRR.is_contiguous()
+    assert rows_BRR.shape[0] >= num_batch
+    assert rows_BRR.shape[1] == rows_BRR.shape[2] >= num_queries
+    return tree_decode_kernel, (rows_BRR, rows_BRR.shape[1])
 
 
 def _assert_arguments(

@@ -119,3 +119,14 @@ def test_a_step_that_verifies_no_drafts_proposes_none(llama: LoadedModel, sync: 
 
 def test_an_unguided_step_has_no_jump_forward_nodes(llama: LoadedModel) -> None:
     assert parts_of(llama, False, jump_forward=True) == parts_of(llama, False, jump_forward=False)
+
+
+def test_trees_of_drafts_add_two_nodes(llama: LoadedModel) -> None:
+    chains, trees = (parts_of(llama, False, draft_tree=tree) for tree in ("off", "on"))
+    names = named(chains)
+    assert named(trees) == [*names[: names.index("_advance")], "_compact", *names[names.index("_advance") :]]
+    more = {name: count for name, count in trees if (name, count) not in chains}
+    # The branch of the lookup, and the keys of the accepted path.
+    assert more == {"_compact": 1, "_propose": 2}
+    # A step without drafts has no tree.
+    assert parts_of(llama, False, num_rows=1, draft_tree="on") == parts_of(llama, False, num_rows=1)

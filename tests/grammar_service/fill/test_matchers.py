@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from grammar_service.backends.backend import Rows
 from grammar_service.fill.matchers import Answer, Health, MatcherRejected, MatcherTable, SlotMatcher
 from grammar_service.grammar.mask_rows import Classifier
-from shared_mem.layout import RowKind, Stage
+from shared_mem.layout import RowKind, Stage, node
 from shared_mem.records import Record
 from tests.grammar_service.toy import STOP, VOCAB, ToyMatcher, row_of, tokens_in
 
@@ -283,6 +283,66 @@ def test_any_history_gives_the_rows_of_a_new_matcher(seed: int, texts: set[tuple
             assert after.accept(token)
         fresh = [*drafts[:taken], draw.choice(sorted(after.legal()))]
         done = [*done, *fresh]
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    texts=st.sets(st.lists(st.integers(1, 4), min_size=1, max_size=7).map(tuple), min_size=1),
+)
+def test_a_row_of_a_tree_is_that_of_a_new_matcher_on_its_way(seed: int, texts: set[tuple[int, ...]]) -> None:
+    draw = random.Random(seed)
+    table = MatcherTable(Classifier(VOCAB))
+    table.bind(0, SlotMatcher.bind(1, lambda: ToyMatcher(texts), ()))
+    rows = Rows(np.zeros((ROWS, 3), dtype=np.int32))
+    done: list[int] = []
+    fresh: list[int] = []
+    for _ in range(8):
+        drafts = [draw.choice([1, 2, 3, 4, STOP]) for _ in range(draw.randrange(ROWS))]
+        parents = [draw.randint(0, j) for j in range(len(drafts))]
+        nodes = tuple(node(token, parent) for token, parent in zip(drafts, parents, strict=True))
+        record = Record(0, 1, len(done) - len(fresh), tuple(fresh), nodes, Stage.TREE)
+        answer = table.answer(record, rows, 0)
+        if draw.random() < 0.3:
+            answer = table.answer(record, rows, 0)
+        states: list[ToyMatcher | None] = []
+        for row in range(len(drafts) + 1):
+            way = [row]
+            while way[-1]:
+                way.append(parents[way[-1] - 1])
+            scratch = ToyMatcher(texts)
+            path = [*done, *(drafts[at - 1] for at in reversed(way[:-1]))]
+            reached = all(scratch.accept(token) for token in path) and not scratch.terminated
+            states.append(scratch if reached else None)
+            if not reached:
+                assert answer.kinds[row] == RowKind.DEFER
+                continue
+            assert answer.kinds[row] in (RowKind.APPLY, RowKind.FORCED)
+            assert tokens_in(rows.words[row]) == scratch.legal()
+        # Verification goes to some row that was reached, and takes a legal token of its own.
+        at = draw.choice([row for row, state in enumerate(states) if state is not None] or [-1])
+        if at < 0:
+            break
+        taken: list[int] = []
+        own = draw.choice(sorted(states[at].legal()))  # type: ignore[union-attr]
+        while at:
+            taken.insert(0, drafts[at - 1])
+            at = parents[at - 1]
+        fresh = [*taken, own]
+        done = [*done, *fresh]
+
+
+def test_a_draft_whose_parent_is_not_in_front_of_it_is_deferred() -> None:
+    answer = Table().ask(0, [], [node(1, 0), node(2, 2), node(2, 1)], stage=Stage.TREE)
+    assert answer.kinds == [RowKind.APPLY, RowKind.APPLY, RowKind.DEFER, RowKind.APPLY]
+
+
+def test_a_matcher_that_fails_inside_a_tree_is_rebuilt() -> None:
+    table = Table(fail_at=[2])
+    answer = table.ask(0, [], [node(1, 0), node(2, 1), node(2, 0)], stage=Stage.TREE)
+    assert answer.kinds[0] == RowKind.APPLY
+    assert RowKind.DEFER in answer.kinds
+    assert table.table.rebuilds == 1
+    assert table.slot.tokens == []
 
 
 def proposed(table: Table, at: int, committed: Sequence[int], limit: int = 4) -> list[int]:

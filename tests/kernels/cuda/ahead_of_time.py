@@ -7,6 +7,7 @@ on a device. Run it in a separate process: TRITON_INTERPRET must not be set befo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.accept import AcceptResult, SlotParams, StepTensors
-from kernels.cuda import accept, advance, fused, low_rank, ngram, noise, posting, scaled, skinny, step_inputs
+from kernels.cuda import accept, advance, branch, fused, low_rank, ngram, noise, posting, scaled, skinny, step_inputs
 from kernels.cuda.attention import paged
 from kernels.cuda.jump_forward import take_jump_forward
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
+from kernels.cuda.tree import PathCompaction
 from kernels.fused import Activation, NormKind, RMSNorm
 from kernels.low_rank_stacks import LowRankStacks, ProductShape
 from kernels.paged_attention import KVPages
+from kernels.step_tensors import TreeRows
 
 MAX_SHARED = 232_448
 """Bytes of shared memory that a program may have on compute capability 9.0."""
@@ -88,10 +91,12 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
     history, length, logits = ints(S, L), ints(S), torch.zeros(B * R, V, dtype=torch.bfloat16)
     lanes = (slots, drafts, num_drafts, kinds, forced)
     d2t, small = ints(32_000), torch.zeros(B * R, 32_000)
+    tree = TreeRows.allocate(B, R)
     for filters in (True, False):
         device = DeviceRows(rows, scratch, filters=filters)
         step = StepTensors(*lanes, 0, (0, 0), history, length, params, result, device)
         accept.accept(logits, step, num_rows=R)
+        accept.accept(logits, replace(step, tree=tree), num_rows=R)
         accept.draw_drafts(logits, step, 0)
         accept.draw_drafts(small, step, R - 1, d2t_V=d2t)
 
@@ -99,6 +104,7 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
         inputs = (slots, history, length, ints(S, R), ints(S), rows.done_S, ints(S, N))
         outs = (torch.zeros(B, R, dtype=dtype), ints(B, R), drafts, num_drafts, ints(B, N))
         step_inputs.load_step(*inputs, *outs, ints(B) + R)
+        step_inputs.load_step(*inputs, *outs, ints(B) + R, ints(S, R), tree)
     counter = torch.zeros(1, dtype=torch.int64)
     results = (result.num_emitted_B, result.num_accepted_B, result.finish_B, result.blocked_B, result.emitted_BR)
     limits = (ints(S), params.max_length_S)
@@ -115,6 +121,12 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
             ngram_min=2,
             num_jump_forward_B=ahead,
         )
+        of_slots = (history, length, params.prompt_length_S, *limits, *proposed, ints(S, R))
+        sizes = {"ngram_max": 4, "ngram_min": 2}
+        branch.add_branch(slots, flags(B).bool(), *of_slots, num_jump_forward_B=ahead, **sizes)
+    for dtype in (torch.bfloat16, torch.float32):
+        pages = [KVPages(*(torch.zeros(4, 2, 16, 64, dtype=dtype) for _ in range(2)), token_major=True)]
+        PathCompaction(pages)(slots, length, result.num_emitted_B, tree, ints(B, N))
 
     cached = posting.CachedRows(rows.masks_SRW, flags(S, R), ints(S, R), flags(S, R).bool())
     out = posting.PostTensors(*(ints(B) for _ in range(6)), ints(B, 2 * R), flags(B, R), ints(B, R))
@@ -142,6 +154,9 @@ def compile_attention(B: int, P: int, Hq: int, Hkv: int, D: int, T: int, dtype: 
         paged.paged_attention(
             *(q, k, k, pages, ints(B, 2048 // T), ints(B, P)), scale=0.1, softcap=softcap, chunk=64, sinks_H=sinks_H
         )
+    if 1 < P <= paged.MAX_DECODE_QUERIES:
+        tree = {"tree_rows_BRR": ints(B, 16, 16)}
+        paged.paged_attention(q, k, k, pages, ints(B, 2048 // T), ints(B, P), scale=0.1, softcap=softcap, **tree)
 
 
 def compile_fused(rows: int, H: int, inner: int, heads: tuple[int, int], D: int, dtype: torch.dtype) -> None:

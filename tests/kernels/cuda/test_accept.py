@@ -23,6 +23,7 @@ from kernels.cuda.accept import accept, draw_drafts
 from kernels.cuda.noise import noise_kernel
 from kernels.cuda.row_state import SEEN, DeviceRows, RowScratch, SlotRows
 from kernels.row_kinds import ALL, APPLY, DEAD_END, DEFER, FORCED
+from kernels.step_tensors import TreeRows
 from tests.kernels.accept_cases import Case, expected, random_cases, reference_token, tensors
 
 
@@ -35,7 +36,14 @@ def none_ended(num_slots: int, device: torch.device) -> torch.Tensor:
 
 
 def run(
-    cases: list[Case], logits: torch.Tensor, rows: int, R: int, device: torch.device, *, filters: bool = True
+    cases: list[Case],
+    logits: torch.Tensor,
+    rows: int,
+    R: int,
+    device: torch.device,
+    *,
+    filters: bool = True,
+    tree: TreeRows | None = None,
 ) -> tuple[AcceptResult, torch.Tensor, torch.Tensor, SlotRows]:
     B, V = len(cases), logits.shape[1]
     t = tensors(cases, V, R)
@@ -51,6 +59,7 @@ def run(
         *(torch.arange(B, dtype=torch.int32, device=device), t.drafts_BR.to(device), t.num_drafts_B.to(device)),
         *(t.kinds_BR.to(device), t.forced_BR.to(device), 0, (0, 0), history, length, on(t.params, device), result),
         DeviceRows(state, RowScratch.allocate(B * rows, V, device, block=256, filters=filters), filters=filters),
+        tree=tree,
     )
     accept(logits.to(device), step, num_rows=rows)
     for b, c in enumerate(cases):  # the counts are those of the new history

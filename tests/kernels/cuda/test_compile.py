@@ -17,6 +17,7 @@ NAMES = {
     *("load_kernel", "post_kernel", "cache_kernel", "advance_kernel", "ngram_kernel", "take_jump_forward_kernel"),
     *("skinny_kernel", "skinny_gated_kernel", "quantise_kernel", "rescale_kernel"),
     *("shrink_kernel", "expand_kernel"),
+    *("tree_decode_kernel", "tree_acceptance_kernel", "compact_kernel", "branch_kernel"),
 }
 
 

@@ -1,0 +1,192 @@
+"""An engine whose steps verify trees of drafts, over a recorded stream, has the tokens of an engine without drafts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from gpu_engine.drafters.build import BUILDERS, DrafterParts
+from gpu_engine.model.loaded_model import ModelNotSupported
+from gpu_engine.model.loader import LoadedModel
+from gpu_engine.step.buffers import StepBatch
+from gpu_engine.step.prefill import Chunks, Hidden
+from gpu_engine.step.stream import Stream
+from kernels.accept import StepTensors
+from shared_mem.layout import Stage, parent_of
+from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine
+from tests.gpu_engine.device.recorded_stream import opaque
+from tests.gpu_engine.device.test_device_engine import GUIDED, SMALL, UNGUIDED, on_device
+from tests.gpu_engine.harness import (
+    Answer,
+    EveryDraft,
+    answer_all,
+    answer_each,
+    ask,
+    unguided_engine,
+    with_drafts,
+)
+from tests.gpu_engine.tiny import VOCAB
+from tests.gpu_engine.toy_sidecar import guided_engine
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+PARENTS = (0, 0, 2, 2, 4)
+"""Of the drafts of `KnownTree`: two behind the last token, two behind the second one, and one behind the last of
+these."""
+
+
+class KnownTree:
+    """Drafts a tree whose second branches are the tokens of known answers, and whose first ones are not."""
+
+    layers: tuple[int, ...] = ()
+
+    def __init__(self, stream: Stream, answers: dict[tuple[int, ...], list[int]]) -> None:
+        self._stream, self._answers = stream, answers
+
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
+        """Do nothing: the history is enough."""
+
+    def propose(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
+        """Enqueue one launch."""
+        self._stream.kernel(opaque(self._propose), batch)
+
+    def _propose(self, batch: StepBatch) -> None:
+        slot = batch.slot
+        assert slot.parents_SR is not None
+        for b, s in enumerate(batch.slots_B.tolist()):
+            if s < 0 or not batch.lane.drafting_B[b]:
+                continue
+            length, prompt = int(slot.length_S[s]), int(slot.params.prompt_length_S[s])
+            text = slot.history_SL[s, :length].tolist()
+            right = [*self._answers[tuple(text[:prompt])][length - prompt :], 1, 1, 1][:3]
+            wrong = [(token + 1) % VOCAB for token in right]
+            drafts = [wrong[0], right[0], wrong[1], right[1], right[2]]
+            slot.drafts_SR[s, : len(drafts)] = torch.tensor(drafts)
+            slot.parents_SR[s, : len(drafts)] = torch.tensor(PARENTS)
+            room = int(slot.params.max_length_S[s]) - length - 1
+            slot.num_drafts_S[s] = max(0, min(len(drafts), int(slot.draft_limit_S[s]), batch.max_rows - 1, room))
+
+
+def answers_without_drafts(llama: LoadedModel, requests: Sequence[partial[Answer]]) -> list[list[int]]:
+    with unguided_engine(llama, with_drafts(0, **SMALL)) as engine:
+        return answer_each(engine, [make() for make in requests])
+
+
+@pytest.mark.parametrize("fields", [{}, {"overlap": False, "enforce_eager": True}], ids=["graph", "eager"])
+def test_accepted_branches_change_no_token(llama: LoadedModel, fields: dict[str, bool]) -> None:
+    """Greedy and sampled, with penalties, biases, filters and bad words. A lane in the middle of a tree has another
+    beside it, and slots are assigned again."""
+    requests = UNGUIDED if not fields else UNGUIDED[:2]
+    expected = answers_without_drafts(llama, requests)
+    prompts = {tuple(make().request.prompt_ids): ids for make, ids in zip(requests, expected, strict=True)}
+    assert len(prompts) == len(requests)
+
+    def build(parts: DrafterParts) -> KnownTree:
+        return KnownTree(parts.stream, prompts)
+
+    device = RecordedDevice(drafter_builders={**BUILDERS, "ngram": build})
+    with device_engine(llama, on_device(5, draft_tree="on", **fields), device) as (engine, _):
+        engine._loop.executor.runner.budget = EveryDraft()
+        answers = [make() for make in requests]
+        assert answer_all(engine, answers) == expected
+        accepted = engine.stats().accepted_draft_tokens
+    # A step emits up to four tokens: three drafts of the second branches and one of its own.
+    assert accepted > sum(map(len, expected)) // 3
+
+
+def test_branches_of_the_lookup_change_no_token(llama: LoadedModel) -> None:
+    """Text of four tokens in random order: runs are short, and each was continued in several ways."""
+    words, draw = [70, 80, 81, 90], random.Random(3)
+    sampled = {"temperature": 1.0, "ignore_eos": True, "logit_bias": tuple((token, 12.0) for token in words)}
+    prompts = [draw.choices(words, k=24) for _ in range(2)]
+    requests = [partial(ask, prompt, max_tokens=14, seed=seed, **sampled) for seed, prompt in enumerate(prompts)]
+    expected = answers_without_drafts(llama, requests)
+    trees: list[list[list[int]]] = []
+    with device_engine(llama, on_device(5, draft_tree="on", overlap=False)) as (engine, _):
+        engine._loop.executor.runner.budget = EveryDraft()
+        tree = engine._loop.executor.runner.launcher.lane.tree  # type: ignore[attr-defined]
+        answers = [make(on_event=lambda _: trees.append(tree.parent_BR.tolist())) for make in requests]
+        assert answer_all(engine, answers) == expected
+        assert engine.stats().accepted_draft_tokens > 0
+    branches = [row for parents_BR in trees for row in parents_BR if row != [0, *range(5)]]
+    assert len(branches) > 3
+
+
+@pytest.fixture(scope="module")
+def guided_tokens(llama: LoadedModel) -> list[list[int]]:
+    with guided_engine(llama, with_drafts(0, **SMALL)) as (engine, _):
+        return answer_each(engine, [make() for make in GUIDED])
+
+
+@pytest.mark.parametrize("sync", [pytest.param("host_callback", marks=pytest.mark.slow), "device_flag"])
+def test_the_lookup_drafts_trees_under_a_grammar(llama: LoadedModel, guided_tokens: list[list[int]], sync: str) -> None:
+    settings = on_device(3, draft_tree="on", sync=sync, max_batch_size=4, jump_forward=True)
+    with guided_device_engine(llama, settings) as (engine, grammar, _):
+        engine._loop.executor.runner.budget = EveryDraft()
+        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+        stats = engine.stats()
+        assert stats.deferred_rows == 0
+        assert stats.accepted_draft_tokens > 3
+        assert {record.stage for record in grammar.sidecar.records} == {Stage.TREE, Stage.PROPOSE}
+
+
+@pytest.mark.parametrize(
+    ("sync", "refused"),
+    [("host_callback", 0), pytest.param("device_flag", 0, marks=pytest.mark.slow), ("device_flag", 3)],
+)
+def test_accepted_branches_under_a_grammar_change_no_token(
+    llama: LoadedModel, guided_tokens: list[list[int]], sync: str, refused: int
+) -> None:
+    """Every `refused`-th record gets no row, so that its lane verifies the same tree again."""
+    prompts = {tuple(make().request.prompt_ids): ids for make, ids in zip(GUIDED, guided_tokens, strict=True)}
+
+    def build(parts: DrafterParts) -> KnownTree:
+        return KnownTree(parts.stream, prompts)
+
+    device = RecordedDevice(drafter_builders={**BUILDERS, "ngram": build})
+    settings = on_device(5, draft_tree="on", sync=sync, max_batch_size=4)
+    with guided_device_engine(llama, settings, device) as (engine, grammar, _):
+        engine._loop.executor.runner.budget = EveryDraft()
+        if refused:
+            grammar.sidecar.refuse = lambda record: len(grammar.sidecar.records) % refused == 0
+        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+        stats, records = engine.stats(), grammar.sidecar.records
+        assert (stats.deferred_rows > 0) == (refused > 0)
+    assert stats.accepted_draft_tokens > sum(map(len, guided_tokens)) // 3
+    drafts = [draft for record in records if record.stage == Stage.TREE for draft in record.drafts]
+    assert any(parent_of(draft) == 0 for draft in drafts)
+    assert max(map(parent_of, drafts)) == max(PARENTS)
+
+
+@pytest.mark.parametrize("drafter", ["model", "eagle3"])
+def test_trees_of_a_network_are_refused(llama: LoadedModel, drafter: str) -> None:
+    settings = replace(on_device(3, draft_model=llama.name, draft_tree="on"), drafter=drafter)
+    with pytest.raises(ModelNotSupported, match=f"draft_tree.*drafter={drafter}"):
+        _built(llama, settings)
+
+
+def test_trees_beside_logits_processors_are_refused(llama: LoadedModel) -> None:
+    settings = on_device(3, draft_tree="on", logits_processors=("x=tests.gpu_engine.processor_cases:X",))
+    with pytest.raises(ModelNotSupported, match=r"draft_tree.*logits processors"):
+        _built(llama, settings)
+
+
+def _built(llama: LoadedModel, settings: object) -> None:
+    device = RecordedDevice()
+    try:
+        device.build_executor(settings, llama, None, num_pages=16, max_inflight_steps=1)  # type: ignore[arg-type]
+    finally:
+        device.stream.close()
