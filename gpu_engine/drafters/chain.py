@@ -63,6 +63,7 @@ class ChainDrafter:
         """`drafting_B` of the step: lanes that go on. The links narrow `drafting_B` down."""
         self._ids, self._positions = ints(num_lanes, torch.int64), ints(num_lanes)
         """The next link's draft of each lane, and its position."""
+        self._link_L = torch.arange(num_links, dtype=torch.int32, device=stream.device)
         self._logits_BV: torch.Tensor | None = None
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
@@ -113,8 +114,7 @@ class ChainDrafter:
     def _forward(self, batch: StepBatch, k: int, links: int, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
         B = batch.num_lanes
         if k == 0:
-            going_B, link_L = self._going_B[:B], torch.arange(links, dtype=torch.int32, device=self._ids.device)
-            wants_BL = link_L < self._wanted_B[:B, None]
+            going_B, wants_BL = self._going_B[:B], self._link_L[:links] < self._wanted_B[:B, None]
             self._logits_BV = self.net.first(batch, place_of(batch), going_B, wants_BL, page_table_BN, hidden)
         else:
             self._logits_BV = self.net.next(self._ids[:B, None], self._positions[:B, None], page_table_BN)
