@@ -26,7 +26,7 @@ _SAFE = "~!$&'()*+,;=:@-._"
 _OLD = ("draft-03", "draft-04")
 """Drafts whose schemas are named by `id`."""
 _LONE = (*_OLD, "draft-06", "draft-07")
-"""Drafts in which `$ref` stands alone: a name beside it has no effect."""
+"""Drafts in which `$ref` stands alone: a name beside it has no effect, but at the root."""
 
 
 def write_pointers(root: Any) -> None:
@@ -86,7 +86,9 @@ class _Document:
         for schema, place, uri in waiting:
             if id(schema) in self._places:
                 continue
-            own = None if self._is_lone and "$ref" in schema else schema.get(self._id)
+            # The document's own URL is its base, also where the name has no effect as a keyword.
+            is_name = schema is self._root or not (self._is_lone and "$ref" in schema)
+            own = schema.get(self._id) if is_name else None
             if isinstance(own, str) and own.startswith("#"):
                 self._anchors.setdefault((uri, own[1:]), schema)
             elif isinstance(own, str):
