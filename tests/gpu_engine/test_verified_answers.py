@@ -143,4 +143,5 @@ def test_answers_to_random_schemas_are_valid(sidecars: Sidecars) -> None:
 def test_answers_to_many_random_schemas_are_valid(sidecars: Sidecars) -> None:
     drafting = config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=7, overlap=True, **PATIENT)
     ends = compare(sidecars, random_cases(sidecars, 4, 80), [drafting])
-    assert ends["STOP"] + ends["GRAMMAR_CLOSED"] >= 30, ends
+    # Enough complete answers to judge. xgrammar enforces fewer keywords, so more of its answers meet a dead end.
+    assert ends["STOP"] + ends["GRAMMAR_CLOSED"] >= 15, ends
