@@ -26,7 +26,7 @@ _SAFE = "~!$&'()*+,;=:@-._"
 _OLD = ("draft-03", "draft-04")
 """Drafts whose schemas are named by `id`."""
 _LONE = (*_OLD, "draft-06", "draft-07")
-"""Drafts in which `$ref` stands alone: a name beside it has no effect, but at the root."""
+"""In these drafts a schema with a `$ref` has no other keyword: a name beside it counts at the root alone."""
 
 
 def write_pointers(root: Any) -> None:
