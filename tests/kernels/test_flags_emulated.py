@@ -22,6 +22,7 @@ from shared_mem.segment import Segment
 SLOTS, ROWS, VOCAB = 6, 4, 100
 LAST, CURRENT, WAITED_NS, MISSING = range(4)
 SHORT_NS = 100_000_000
+ATTEMPTS = 20
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH")
 
@@ -123,17 +124,26 @@ def test_one_block_a_lane_reads_every_row_of_a_proposal(device: Device, segment:
 @pytest.mark.parametrize("fetches", [False, True])
 def test_all_blocks_of_a_wait_share_one_deadline(device: Device, segment: Segment, fetches: bool) -> None:
     device.set([0, 1, 2, 3, 4, 5])
-    device.post()
-    begun = time.monotonic_ns()
-    device.wait(fetches=fetches)
-    # Blocks run one after another here, so separate deadlines of six lanes would take six times as long.
-    assert SHORT_NS <= time.monotonic_ns() - begun < 5 * SHORT_NS
-    assert (device.kinds_BR == RowKind.DEFER).all()
-    assert int(device.counter[MISSING]) == 6
-    assert SHORT_NS <= int(device.counter[WAITED_NS]) < 5 * SHORT_NS
-    device.post()
-    device.wait(rows_wanted=1)
-    assert int(device.counter[WAITED_NS]) >= 2 * SHORT_NS, "the next wait has a new deadline"
+
+    def waited_ns(rows_wanted: int = (1 << ROWS) - 1) -> tuple[int, int]:
+        """Return the time of a wait that nothing answers: by the clock, and as the device counts it."""
+        before, begun = int(device.counter[WAITED_NS]), time.monotonic_ns()
+        device.post()
+        device.wait(rows_wanted, fetches=fetches)
+        return time.monotonic_ns() - begun, int(device.counter[WAITED_NS]) - before
+
+    # Blocks run one after another here, so separate deadlines of six lanes would take six times as long, always. A wait
+    # on a busy machine may take long, too, but not each time.
+    for attempt in range(1, ATTEMPTS + 1):
+        took, counted = waited_ns()
+        assert min(took, counted) >= SHORT_NS
+        assert (device.kinds_BR == RowKind.DEFER).all()
+        assert int(device.counter[MISSING]) == 6 * attempt
+        if max(took, counted) < 5 * SHORT_NS:
+            break
+    else:
+        pytest.fail(f"the last of {ATTEMPTS} waits took {took} ns")
+    assert waited_ns(rows_wanted=1)[1] >= SHORT_NS, "the next wait has a new deadline"
 
 
 def test_the_abort_word_ends_a_wait(device: Device, segment: Segment) -> None:
