@@ -38,6 +38,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         max_batch_size=8,
         extra=(
             *("--max-model-len", "512", "--stream-pace-ms", "0"),
+            # A compile process has a low priority: beside other programs, a second of its work takes many.
+            *("--compile-timeout-s", "120", "--grammar-wait-s", "120", "--grammar-silence-s", "60"),
             *("--allow-never-preempt", "--max-output-bytes", "9000000"),
             *("--adapter", f"low-rank={lora}", "--adapter", f"virtual={virtual}"),
             *PROCESSORS,
