@@ -1,6 +1,7 @@
 """What all tests share: markers that skip a test with a reason, and the distribution of tests over workers.
 
-Invariant: the tests of one file run in one worker, and so do the tests of one folder of `ONE_WORKER`.
+Invariant: the tests of one file run in one worker, and so do the tests of one folder of `ONE_WORKER`. Large products of
+parameters are slow tests but for a part (see products.py).
 Not responsible for: fixtures of one folder (see its conftest.py), fakes (see fakes.py).
 """
 
@@ -19,6 +20,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.products import thin_out
+
 # The same examples in each run, and no deadline that a busy machine misses. --hypothesis-profile=default draws others.
 settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -33,11 +36,20 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Torch reads this at its first import. With one thread a worker does not wait for cores that other workers use.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-ONE_WORKER = ("tests/e2e", "tests/compose")
+ONE_WORKER = ("tests/e2e", "tests/docs", "tests/compose")
 """Folders whose files share a server or a set of containers."""
 
-FIRST = ("tests/e2e/", "tests/gpu_engine/core/", "tests/gpu_engine/drafters/", "tests/gpu_engine/device/")
+FIRST = (
+    *("tests/e2e/", "tests/docs/", "tests/gpu_engine/core/", "tests/gpu_engine/drafters/", "tests/gpu_engine/device/"),
+    *("tests/gpu_engine/model/", "tests/gpu_engine/step/", "tests/kernels/cuda/", "tests/grammar_service/"),
+)
 """The longest folders, in the order in which workers take their files. Short files last keep both workers busy."""
+
+THINNED = (
+    *("tests/gpu_engine/core/", "tests/gpu_engine/device/", "tests/gpu_engine/drafters/", "tests/gpu_engine/model/"),
+    *("tests/gpu_engine/step/test_mixed_batches.py", "tests/grammar_service/completion/", "tests/kernels/cuda/"),
+)
+"""Folders and files whose large products of parameters run engines, grammar libraries, or kernels in an interpreter."""
 
 
 @cache
@@ -104,6 +116,7 @@ def _turn(item: pytest.Item) -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
+    thin_out([item for item in items if item.nodeid.startswith(THINNED)])
     for item in items:
         for marker, missing in _NEEDS.items():
             if item.get_closest_marker(marker) is not None and (reason := missing()) is not None:
