@@ -132,8 +132,10 @@ def _contracts(root: Path) -> list[dict[str, Any]]:
     return contracts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", [".", "client"])
 def test_import_contracts_hold(root: Path, folder: str) -> None:
+    """`make test` checks the same contracts before the tests (`make imports`)."""
     # In a process of its own: it sets logging up, which silences every logger that is there.
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
     command += ["--config", "pyproject.toml"]

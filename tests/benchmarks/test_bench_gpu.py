@@ -85,6 +85,7 @@ def test_native_pairs_check_every_word() -> None:
     assert (figures.pairs, figures.lost, figures.wrong) == (500, 0, 0)
 
 
+@pytest.mark.slow
 def test_help_teaches_the_sections(root: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "bench_gpu", "--help"]
     said = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout

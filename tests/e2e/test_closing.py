@@ -36,7 +36,7 @@ def request(
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pb.BACKEND_LLGUIDANCE, pytest.param(pb.BACKEND_XGRAMMAR, marks=pytest.mark.slow)])
 async def test_a_long_answer_is_completed_at_its_limit_with_the_same_tokens_for_any_number_of_drafts(
     server: RunningServer, backend: pb.Backend
 ) -> None:

@@ -50,8 +50,15 @@ def without_speculation(request: pb.GenerateRequest) -> pb.GenerateRequest:
     return plain
 
 
-@pytest.mark.parametrize("backend", [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("temperature", "backend"),
+    [
+        (0.0, pb.BACKEND_LLGUIDANCE),
+        (1.0, pb.BACKEND_XGRAMMAR),
+        pytest.param(0.0, pb.BACKEND_XGRAMMAR, marks=pytest.mark.slow),
+        pytest.param(1.0, pb.BACKEND_LLGUIDANCE, marks=pytest.mark.slow),
+    ],
+)
 async def test_a_streamed_guided_answer_fits_its_schema(
     server: RunningServer, backend: pb.Backend, temperature: float
 ) -> None:
@@ -141,7 +148,7 @@ async def test_logprobs_come_with_every_token(server: RunningServer) -> None:
         assert entry.top[0].token_id == token
 
 
-@pytest.mark.parametrize("backend", [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR])
+@pytest.mark.parametrize("backend", [pb.BACKEND_LLGUIDANCE, pytest.param(pb.BACKEND_XGRAMMAR, marks=pytest.mark.slow)])
 async def test_log_probabilities_of_prompt_and_fields_are_those_of_the_same_tokens(
     server: RunningServer, backend: pb.Backend
 ) -> None:

@@ -24,8 +24,15 @@ def repeats(ids: tuple[int, ...], size: int) -> int:
     return len(grams) - len(set(grams))
 
 
-@pytest.mark.parametrize("schema", [None, json.dumps(SCHEMA)], ids=["free", "guided"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("temperature", "schema"),
+    [
+        pytest.param(0.0, None, id="greedy, free", marks=pytest.mark.slow),
+        pytest.param(0.9, None, id="sampled, free"),
+        pytest.param(0.0, json.dumps(SCHEMA), id="greedy, guided"),
+        pytest.param(0.9, json.dumps(SCHEMA), id="sampled, guided", marks=pytest.mark.slow),
+    ],
+)
 def test_drafts_change_no_processed_token(server: RunningServer, schema: str | None, temperature: float) -> None:
     processors = [
         LogitsProcessor("ngrams", {"size": 8 if schema else 3}),

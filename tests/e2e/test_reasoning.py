@@ -23,7 +23,10 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 PROMPT = "How many people live in Oslo? Think first, then answer in JSON.\n<think>\n"
-BACKENDS = [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR]
+BACKENDS = [
+    pytest.param(pb.BACKEND_LLGUIDANCE, id="llguidance"),
+    pytest.param(pb.BACKEND_XGRAMMAR, id="xgrammar", marks=pytest.mark.slow),
+]
 
 
 def request(drafts: int, backend: pb.Backend, **fields: Any) -> pb.GenerateRequest:
@@ -51,7 +54,7 @@ async def ask(client: Client, message: pb.GenerateRequest) -> tuple[list[int], d
     return tokens, parts, last
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=["llguidance", "xgrammar"])
+@pytest.mark.parametrize("backend", BACKENDS)
 async def test_the_answer_behind_the_phase_fits_its_schema_with_any_number_of_drafts(
     server: RunningServer, backend: pb.Backend
 ) -> None:
@@ -64,7 +67,7 @@ async def test_the_answer_behind_the_phase_fits_its_schema_with_any_number_of_dr
     jsonschema.validate(json.loads(parts[pb.AnswerPart.KIND_CONTENT]), SCHEMA)
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=["llguidance", "xgrammar"])
+@pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_phase_without_a_budget_is_closed_before_max_tokens(server: RunningServer, backend: pb.Backend) -> None:
     made = [request(k, backend, sampling=pb.SamplingParams(max_tokens=100, temperature=1)) for k in (3, 0)]
     for message in made:

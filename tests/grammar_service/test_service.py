@@ -68,9 +68,14 @@ class Sidecar:
         assert send_segment(connection, segment).pid == self.process.pid
         return connection, EngineEnd(segment)
 
-    def close(self) -> None:
+    def detach(self) -> None:
+        """Close the segments and connections that `attach` made."""
         for each in self._open:
             each.close()
+        self._open.clear()
+
+    def close(self) -> None:
+        self.detach()
         self.channel.close()
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(30) == 0
@@ -95,6 +100,20 @@ def start(tmp_path: Path) -> Iterator[Start]:
 @pytest.fixture
 def sidecar(start: Start) -> Sidecar:
     return start()
+
+
+@pytest.fixture(scope="module")
+def _lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    sidecar = Sidecar(tmp_path_factory.mktemp("lasting") / "s")
+    yield sidecar
+    sidecar.close()
+
+
+@pytest.fixture
+def shared(_lasting: Sidecar) -> Iterator[Sidecar]:
+    """One sidecar for the tests that need no fresh one; no engine is attached to it, and it may have grammars."""
+    yield _lasting
+    _lasting.detach()
 
 
 def ask(engine: EngineEnd, text: str, drafts: str = "", *, at: int = 0, gen: int = 1) -> list[int]:
@@ -172,14 +191,14 @@ def test_metrics_count_compilations_and_rows(sidecar: Sidecar) -> None:
     until(lambda: not missing())  # records are counted behind their publication
 
 
-def test_the_sockets_are_private(sidecar: Sidecar) -> None:
+def test_the_sockets_are_private(shared: Sidecar) -> None:
     for name in ("grammar.sock", SOCKET_NAME):
-        assert stat.S_IMODE((sidecar.directory / name).stat().st_mode) == 0o600
-    assert stat.S_IMODE(sidecar.directory.stat().st_mode) == 0o700
+        assert stat.S_IMODE((shared.directory / name).stat().st_mode) == 0o600
+    assert stat.S_IMODE(shared.directory.stat().st_mode) == 0o700
 
 
-def test_health_is_served(sidecar: Sidecar) -> None:
-    health = health_pb2_grpc.HealthStub(sidecar.channel)
+def test_health_is_served(shared: Sidecar) -> None:
+    health = health_pb2_grpc.HealthStub(shared.channel)
     for service in ("", "lockstep.grammar.v1.Grammar"):
         answer = health.Check(health_pb2.HealthCheckRequest(service=service))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -217,32 +236,32 @@ def test_errors_become_statuses(sidecar: Sidecar) -> None:
     sidecar.stub.Release(pb.ReleaseRequest(slot=1, slot_gen=7))
 
 
-def test_another_engine_follows_the_first(sidecar: Sidecar) -> None:
-    sidecar.configure()
-    grammar = sidecar.compile()
-    connection, engine = sidecar.attach()
-    sidecar.bind(grammar)
+def test_another_engine_follows_the_first(shared: Sidecar) -> None:
+    shared.configure()
+    grammar = shared.compile()
+    connection, engine = shared.attach()
+    shared.bind(grammar)
     assert ask(engine, '{"a":') == [RowKind.APPLY]
     connection.close()
-    _, engine = sidecar.attach(Layout(num_slots=1, num_rows=2, vocab_size=PADDED, generation=2))
+    _, engine = shared.attach(Layout(num_slots=1, num_rows=2, vocab_size=PADDED, generation=2))
     # Matchers went with their engine, grammars stay.
     assert ask(engine, "{") == [RowKind.DEFER]
-    assert sidecar.compile().cache_hit
-    sidecar.bind(grammar, tokens=spell("{"))
+    assert shared.compile().cache_hit
+    shared.bind(grammar, tokens=spell("{"))
     assert ask(engine, '"', at=1) == [RowKind.FORCED]
-    assert sidecar.stub.GetStats(pb.GetStatsRequest()).generation == 2
+    assert shared.stub.GetStats(pb.GetStatsRequest()).generation == 2
 
 
-def test_the_same_configuration_keeps_everything_and_another_drops_it(sidecar: Sidecar) -> None:
-    sidecar.configure()
-    grammar = sidecar.compile()
-    _, engine = sidecar.attach()
-    sidecar.bind(grammar)
-    sidecar.configure()
+def test_the_same_configuration_keeps_everything_and_another_drops_it(shared: Sidecar) -> None:
+    shared.configure()
+    grammar = shared.compile()
+    _, engine = shared.attach()
+    shared.bind(grammar)
+    shared.configure()
     assert ask(engine, "{")[0] in (RowKind.APPLY, RowKind.FORCED)
-    sidecar.configure(stop_token_ids=STOPS[:1])
+    shared.configure(stop_token_ids=STOPS[:1])
     assert ask(engine, '"', at=1) == [RowKind.DEFER]
-    assert refused(lambda: sidecar.bind(grammar))[0] == grpc.StatusCode.NOT_FOUND
+    assert refused(lambda: shared.bind(grammar))[0] == grpc.StatusCode.NOT_FOUND
 
 
 def test_a_cleared_cache_keeps_the_grammars_of_matchers(sidecar: Sidecar) -> None:
@@ -265,19 +284,19 @@ def test_a_cleared_cache_keeps_the_grammars_of_matchers(sidecar: Sidecar) -> Non
     assert not sidecar.compile().cache_hit
 
 
-def test_a_segment_of_another_vocabulary_is_not_bound_to(sidecar: Sidecar) -> None:
-    sidecar.configure()
-    grammar = sidecar.compile()
-    sidecar.attach(Layout(num_slots=1, num_rows=2, vocab_size=PADDED + 1))
-    assert refused(lambda: sidecar.bind(grammar)) == (
+def test_a_segment_of_another_vocabulary_is_not_bound_to(shared: Sidecar) -> None:
+    shared.configure()
+    grammar = shared.compile()
+    shared.attach(Layout(num_slots=1, num_rows=2, vocab_size=PADDED + 1))
+    assert refused(lambda: shared.bind(grammar)) == (
         grpc.StatusCode.FAILED_PRECONDITION,
         f"vocab_size: {PADDED} in Configure, {PADDED + 1} in the segment",
     )
 
 
-def test_a_second_sidecar_does_not_take_the_place_of_the_first(sidecar: Sidecar) -> None:
+def test_a_second_sidecar_does_not_take_the_place_of_the_first(shared: Sidecar) -> None:
     second = subprocess.run(
-        [sys.executable, "-m", "grammar_service", "--dir", str(sidecar.directory)],
+        [sys.executable, "-m", "grammar_service", "--dir", str(shared.directory)],
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
@@ -285,7 +304,7 @@ def test_a_second_sidecar_does_not_take_the_place_of_the_first(sidecar: Sidecar)
     )
     assert second.returncode != 0
     assert "python -m grammar_service: dir: another process listens" in second.stderr
-    sidecar.configure()
+    shared.configure()
 
 
 def test_an_error_names_a_directory_that_cannot_be_created() -> None:
@@ -300,7 +319,7 @@ def test_an_error_names_a_directory_that_cannot_be_created() -> None:
     assert refused.stderr.startswith("python -m grammar_service: dir: /proc/none: ")
 
 
-def test_compile_workers_die_with_a_killed_sidecar(sidecar: Sidecar, start: Start) -> None:
+def test_compile_workers_die_with_a_killed_sidecar(start: Start) -> None:
     victim = start()
     victim.configure()
     victim.compile()
@@ -315,18 +334,20 @@ def test_compile_workers_die_with_a_killed_sidecar(sidecar: Sidecar, start: Star
     victim.process = start_again.process
 
 
-def test_the_llguidance_sidecar_never_loads_torch(sidecar: Sidecar) -> None:
-    sidecar.configure()
-    sidecar.attach()
-    sidecar.bind(sidecar.compile())
-    for pid in (sidecar.process.pid, *_children(sidecar.process.pid)):
+def test_the_llguidance_sidecar_never_loads_torch(shared: Sidecar) -> None:
+    shared.configure()
+    shared.attach()
+    shared.bind(shared.compile())
+    for pid in (shared.process.pid, *_children(shared.process.pid)):
         mapped = Path(f"/proc/{pid}/maps").read_text()
         assert "llguidance" in mapped
         assert "libtorch" not in mapped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["grammar_service.server", "grammar_service.compile.worker"])
 def test_neither_process_imports_torch(module: str) -> None:
+    """`tests/test_architecture.py` imports all modules of the package at once, these among them."""
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers', 'xgrammar'}} & set(sys.modules)))"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, env=os.environ, timeout=60).returncode == 0

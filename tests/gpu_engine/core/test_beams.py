@@ -91,7 +91,7 @@ def test_penalties_bans_and_min_tokens_are_transformers_processors(model: Loaded
     assert answer.scores == pytest.approx(scores, rel=1e-5)
 
 
-@pytest.mark.parametrize("num_drafts", [0, 7])
+@pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.slow), 7])
 def test_a_search_does_not_depend_on_company(model: LoadedModel, num_drafts: int, overlap: bool) -> None:
     """Beams of different width and ordinary sequences run in one batch; none of them changes another."""
     widths = [partial(search, tokens(9, 1), 4), partial(search, tokens(30, 2), 2), partial(search, tokens(17, 3), 3)]

@@ -92,7 +92,9 @@ def guided(llama: LoadedModel) -> list[Answer]:
     return answers
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3, 7])
+@pytest.mark.parametrize(
+    "num_drafts", [pytest.param(0, marks=pytest.mark.slow), 3, pytest.param(7, marks=pytest.mark.slow)]
+)
 def test_processors_and_tensors_do_not_depend_on_speculation(
     llama: LoadedModel, free: list[Answer], num_drafts: int, overlap: bool
 ) -> None:
@@ -102,7 +104,9 @@ def test_processors_and_tensors_do_not_depend_on_speculation(
     assert_same(answers, free)
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3, 7])
+@pytest.mark.parametrize(
+    "num_drafts", [pytest.param(0, marks=pytest.mark.slow), 3, pytest.param(7, marks=pytest.mark.slow)]
+)
 def test_guided_processors_and_tensors_do_not_depend_on_speculation(
     llama: LoadedModel, guided: list[Answer], num_drafts: int, overlap: bool
 ) -> None:

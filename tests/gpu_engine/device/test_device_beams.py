@@ -45,7 +45,8 @@ def test_a_search_beside_an_ordinary_sequence(llama: LoadedModel) -> None:
     assert found.scores == pytest.approx(expected.scores, rel=1e-5)
 
 
-@pytest.mark.parametrize("sync", ["host_callback", pytest.param("device_flag", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["host_callback", "device_flag"])
 def test_a_guided_search(llama: LoadedModel, sync: str) -> None:
     with guided_engine(llama, with_drafts(0, **SMALL)) as (engine, _):
         (expected,) = search_all(engine, [GUIDED()])

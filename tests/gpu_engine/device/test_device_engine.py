@@ -97,7 +97,11 @@ def on_device(num_drafts: int, **fields: object) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    ("fields", "count"), [({}, 4), ({"overlap": False, "enforce_eager": True}, 2)], ids=["graph", "eager"]
+    ("fields", "count"),
+    [
+        pytest.param({}, 4, id="graph"),
+        pytest.param({"overlap": False, "enforce_eager": True}, 2, id="eager", marks=pytest.mark.slow),
+    ],
 )
 def test_unguided_tokens_equal_those_of_a_cpu(
     llama: LoadedModel, unguided_tokens: list[list[int]], fields: dict[str, bool], count: int
@@ -111,7 +115,7 @@ def test_unguided_tokens_equal_those_of_a_cpu(
     assert (counts.replays > 0, counts.eager_steps > 0) == (not fields, bool(fields))
 
 
-@pytest.mark.parametrize("sync", ["host_callback", "device_flag"])
+@pytest.mark.parametrize("sync", ["host_callback", pytest.param("device_flag", marks=pytest.mark.slow)])
 def test_guided_tokens_equal_those_of_a_cpu(llama: LoadedModel, guided_tokens: list[list[int]], sync: str) -> None:
     settings = on_device(3, sync=sync, max_batch_size=4)  # three lanes are padded to four
     with guided_device_engine(llama, settings) as (engine, grammar, _):
@@ -159,7 +163,8 @@ def test_the_runs_of_the_warm_up_change_no_token(llama: LoadedModel, guided_toke
         assert warmed > 100
 
 
-@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("eager", [False, True])
 def test_the_runs_of_the_warm_up_need_no_grammar_process(
     llama: LoadedModel, unguided_tokens: list[list[int]], eager: bool
 ) -> None:

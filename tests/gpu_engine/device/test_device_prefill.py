@@ -206,6 +206,7 @@ def test_a_prefill_that_cannot_be_captured_is_launched_eagerly_with_one_line(
     )
 
 
+@pytest.mark.slow
 def test_enforce_eager_captures_no_prefill(llama: LoadedModel) -> None:
     stream, settings = LoggedStream(), with_drafts(0, device="cuda", enforce_eager=True, **SMALL, **PATIENT)
     with warmed_up(llama, stream, settings) as prefill:
@@ -265,7 +266,8 @@ def test_pages_and_slot_of_a_request_aborted_between_two_chunks_are_reused(
     assert long.request.telemetry.prefilled_s > 0
 
 
-@pytest.mark.parametrize("prefix_cache", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix_cache", [False, True])
 def test_a_request_preempted_between_two_chunks_has_the_same_tokens(llama: LoadedModel, prefix_cache: bool) -> None:
     late = partial(ask, tokens(150, 8), max_tokens=3, ignore_eos=True)
     small = {**SMALL, "prefill_chunk": 64, "max_batch_size": 2}

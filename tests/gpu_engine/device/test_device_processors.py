@@ -122,7 +122,8 @@ def test_other_processors_leave_the_graph(llama: LoadedModel) -> None:
     assert [type(each.error) for each in answers] == [type(None), type(None), ProcessorFailed, type(None)]
 
 
-@pytest.mark.parametrize("sync", ["host_callback", pytest.param("device_flag", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["host_callback", "device_flag"])
 def test_guided_tokens_equal_those_of_a_cpu(llama: LoadedModel, sync: str) -> None:
     guided = partial(ask, tokens(20, 1, repeat=8), grammar="6", max_tokens=30)
     cases: list[tuple[partial[Answer], Uses]] = [(guided, (("captured", ""),)), (guided, (("waves", ""),))]

@@ -62,7 +62,7 @@ def expected(llama: LoadedModel) -> list[list[int]]:
         return answer_each(engine, [ask(prompt, max_tokens=8, temperature=0.7) for prompt in PROMPTS])
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_an_engine_on_a_device_goes_on_from_pages_of_another_one(
     llama: LoadedModel, pieces: list[list[Piece]], expected: list[list[int]], drafts: int
 ) -> None:

@@ -85,9 +85,9 @@ def cut_short(grammar: ToyGrammar, proposed: list[int]) -> int:
     return cut
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sync", "drafter", "num_drafts"),
-    [pytest.param("host_callback", "ngram", 2, marks=pytest.mark.slow), ("device_flag", "grammar", 1)],
+    ("sync", "drafter", "num_drafts"), [("host_callback", "ngram", 2), ("device_flag", "grammar", 1)]
 )
 def test_tokens_equal_those_of_a_cpu(
     llama: LoadedModel, expected: list[list[int]], sync: str, drafter: str, num_drafts: int

@@ -126,8 +126,8 @@ def test_a_text_near_its_bound_keeps_the_table_of_the_row_before(library: Librar
     "items",
     [
         [{}, {"maxLength": 40}, {"minLength": 60}],
-        [{}, {"maxLength": 12}, {"minLength": 30}],
-        [{}, {}, {"minLength": 60}],
+        pytest.param([{}, {"maxLength": 12}, {"minLength": 30}], marks=pytest.mark.slow),
+        pytest.param([{}, {}, {"minLength": 60}], marks=pytest.mark.slow),
         [{"maxLength": 40}, {"maxLength": 40}, {"pattern": "^[A-Z]{3}-[0-9]{20}$"}],
     ],
 )

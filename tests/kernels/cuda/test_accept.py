@@ -96,12 +96,12 @@ def test_accept_follows_the_definition_on_random_cases(device: torch.device, V: 
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"top_k": 3},
+        pytest.param({"top_k": 3}, marks=pytest.mark.slow),
         {"top_k": 40, "top_p": 0.9},
         {"top_p": 0.2},
-        {"top_p": 1e-6},
+        pytest.param({"top_p": 1e-6}, marks=pytest.mark.slow),
         {"min_p": 0.3},
-        {"min_p": 1.0, "top_k": 5},
+        pytest.param({"min_p": 1.0, "top_k": 5}, marks=pytest.mark.slow),
         {"top_k": 2, "top_p": 0.5, "min_p": 0.01, "temperature": 1e-30},
     ],
 )
@@ -224,8 +224,17 @@ def test_idle_lanes_emit_nothing_and_touch_no_slot(device: torch.device) -> None
     assert length.tolist() == [3]
 
 
-@pytest.mark.parametrize("pruned", [False, True])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 4, "top_p": 0.8}])
+@pytest.mark.parametrize(
+    ("sampling", "pruned"),
+    [
+        ({}, False),
+        pytest.param({}, True, marks=pytest.mark.slow),
+        pytest.param({"temperature": 1.0}, False, marks=pytest.mark.slow),
+        ({"temperature": 1.0}, True),
+        ({"temperature": 1.0, "top_k": 4, "top_p": 0.8}, False),
+        pytest.param({"temperature": 1.0, "top_k": 4, "top_p": 0.8}, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_draft_is_the_token_that_its_row_draws_without_a_draft(
     device: torch.device, sampling: dict[str, float], pruned: bool
 ) -> None:

@@ -27,14 +27,14 @@ def inputs(B: int, P: int, Hq: int, Hkv: int, D: int, dtype: torch.dtype, device
     ("P", "Hq", "Hkv", "D", "T", "softcap", "window", "dtype"),
     [
         (1, 9, 3, 64, 16, 0.0, 0, torch.bfloat16),
-        (4, 8, 2, 128, 32, 0.0, 0, torch.float16),
+        pytest.param(4, 8, 2, 128, 32, 0.0, 0, torch.float16, marks=pytest.mark.slow),
         (8, 6, 1, 80, 16, 30.0, 0, torch.float32),
-        (16, 2, 2, 96, 64, 0.0, 21, torch.float32),
+        pytest.param(16, 2, 2, 96, 64, 0.0, 21, torch.float32, marks=pytest.mark.slow),
         (2, 2, 1, 256, 128, 0.0, 140, torch.bfloat16),
-        (70, 4, 2, 64, 16, 0.0, 0, torch.bfloat16),
+        pytest.param(70, 4, 2, 64, 16, 0.0, 0, torch.bfloat16, marks=pytest.mark.slow),
         (40, 2, 2, 80, 32, 20.0, 33, torch.float32),
-        (130, 2, 1, 128, 16, 0.0, 0, torch.float32),
-        (20, 2, 1, 256, 64, 0.0, 0, torch.bfloat16),
+        pytest.param(130, 2, 1, 128, 16, 0.0, 0, torch.float32, marks=pytest.mark.slow),
+        pytest.param(20, 2, 1, 256, 64, 0.0, 0, torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_kernels_equal_reference(
@@ -68,7 +68,13 @@ def test_kernels_equal_reference(
 
 @pytest.mark.parametrize(
     ("P", "D", "window", "chunk", "sinks"),
-    [(1, 64, 0, 0, True), (8, 64, 150, 0, True), (5, 80, 0, 140, False), (40, 64, 0, 96, True), (20, 128, 33, 0, True)],
+    [
+        pytest.param(1, 64, 0, 0, True, marks=pytest.mark.slow),
+        (8, 64, 150, 0, True),
+        (5, 80, 0, 140, False),
+        (40, 64, 0, 96, True),
+        pytest.param(20, 128, 33, 0, True, marks=pytest.mark.slow),
+    ],
 )
 def test_sinks_and_chunks_equal_the_reference(
     device: torch.device, P: int, D: int, window: int, chunk: int, sinks: bool
@@ -125,7 +131,7 @@ def test_the_distribution_of_splits_changes_no_bit(device: torch.device, window:
         assert torch.equal(keys, results[0][1])
 
 
-@pytest.mark.parametrize(("P", "window"), [(32, 0), (96, 41)])
+@pytest.mark.parametrize(("P", "window"), [(32, 0), pytest.param(96, 41, marks=pytest.mark.slow)])
 def test_chunks_of_several_prompts_equal_those_of_each_alone(device: torch.device, P: int, window: int) -> None:
     """The chunks have different starts and lengths; some lanes are only padding, and two of these have one page."""
     starts, lengths, B, N = [0, 50, 7, 0, 0, 130], [P, 3, P - 1, 1, 0, 0], 6, 20
