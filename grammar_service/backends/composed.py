@@ -22,7 +22,8 @@ from typing import Any
 from grammar_service.backends.backend import Backend, Compiled
 from grammar_service.backends.json_schema.validator import Validator
 from grammar_service.backends.reasoning import MarkerRows, ReasoningCompiled, ReasoningSpec, ways_out
-from grammar_service.backends.verified import ValueTokens, Verification, VerifiedCompiled
+from grammar_service.backends.value_tokens import ValueTokens
+from grammar_service.backends.verified import Verification, VerifiedCompiled
 from grammar_service.errors import InvalidGrammar, NotSupported
 from grammar_service.grammar.structural_tag import formats
 from grammar_service.grammar.token_bytes import TokenBytes

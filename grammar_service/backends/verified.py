@@ -27,51 +27,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grammar_service.backends.backend import Compiled, Matcher, MatcherFailed, Rows
-from grammar_service.backends.json_schema.places import ENDS, QUOTE, SPACE, Place, compacted, ends, goes_on
+from grammar_service.backends.json_schema.places import SPACE, Place, compacted, goes_on, string_start
 from grammar_service.backends.json_schema.validator import Validator
+from grammar_service.backends.last_string import LastString
 from grammar_service.backends.reasoning import ReasoningCompiled, ReasoningMatcher
-from grammar_service.grammar.token_bytes import TokenBytes
-from grammar_service.grammar.vocabulary import Vocabulary
+from grammar_service.backends.value_tokens import Part, ValueTokens, take_out
+from grammar_service.grammar.mask_rows import token_ids
 
 MAX_CHECKS = 24
-"""Values that are checked for one row. Tokens behind them stay, and are checked again where the answer ends."""
+"""Values that the validator checks for one row. Tokens behind them stay, and are checked where the answer ends."""
 MAX_TEXT = 16 << 10
 """Bytes of an answer up to which values inside it are checked; its end is checked at any length."""
-
-
-@dataclass(frozen=True, slots=True)
-class ValueTokens:
-    """Rows of the tokens that verification looks at. They depend on the vocabulary alone; its grammars share them."""
-
-    texts: tuple[bytes, ...]
-    """Of each token; see `TokenBytes`."""
-    stops: frozenset[int]
-    ending: NDArray[np.int32]
-    """[W] bits of the tokens with a byte behind which a value may be complete."""
-    quoting: NDArray[np.int32]
-    """[W] bits of the tokens with a quote, of which one ends a string."""
-    stop_words: NDArray[np.int32]
-    """[W] bits of the stop tokens."""
-    space: NDArray[np.int32]
-    """[W] bits of the tokens with white space alone."""
-    longest: int
-    """Bytes of the longest token."""
-
-    @staticmethod
-    def of(vocabulary: Vocabulary) -> ValueTokens:
-        """Return the rows of a vocabulary. Takes about 13 ms for 50,000 tokens."""
-        texts = TokenBytes.of(vocabulary).texts
-        ending = [token for token, spelled in enumerate(texts) if not ENDS.isdisjoint(spelled)]
-        quoting = [token for token in ending if QUOTE in texts[token]]
-        return ValueTokens(
-            texts,
-            frozenset(vocabulary.stop_ids),
-            _words(ending, vocabulary.num_words),
-            _words(quoting, vocabulary.num_words),
-            _words(list(vocabulary.stop_ids), vocabulary.num_words),
-            _words([t for t, text in enumerate(texts) if text and not text.strip(SPACE)], vocabulary.num_words),
-            max(map(len, texts), default=0),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +46,6 @@ class Verification:
 
     validator: Validator
     tokens: ValueTokens
-
-
-def _words(tokens: list[int], num_words: int) -> NDArray[np.int32]:
-    bits = np.zeros(num_words * 32, dtype=bool)
-    bits[tokens] = True
-    words: NDArray[np.int32] = np.packbits(bits, bitorder="little").view(np.int32)
-    return words
-
-
-def _token_ids(words: NDArray[np.int32]) -> list[int]:
-    found: list[int] = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
-    return found
 
 
 class WayBack(NamedTuple):
@@ -146,6 +100,8 @@ class VerifiedMatcher:
         self._before: list[tuple[int, int, Place]] = []
         """Lengths of both texts, and the place, before each accepted token."""
         self._place = Place()
+        self._string: LastString | None = None
+        """Of the string that was open in the last row with one."""
 
     @property
     def terminated(self) -> bool:
@@ -185,17 +141,16 @@ class VerifiedMatcher:
     def fill(self, rows: Rows, index: int) -> None:
         """Write the library's row without the tokens that would lose the answer; see `Matcher.fill`."""
         self._inner.fill(rows, index)
-        words = rows.words[index, : len(self._tokens.ending)]
-        before = words.copy()
-        if (words & self._tokens.stop_words).any() and not self._validator.is_valid(bytes(self._text)):
-            words &= ~self._tokens.stop_words
+        tokens = self._tokens
+        words = rows.words[index, : len(tokens.ending)]
+        loses = bool((words & tokens.stop_words).any()) and not self._validator.is_valid(bytes(self._text))
+        if loses:
+            words &= ~tokens.stop_words
         if self.dead and (avoided := self._avoided(words)):
-            words &= ~_words(avoided, len(words))
-        if len(self._text) <= MAX_TEXT or len(self._place.brackets) <= 1:
-            candidates = _token_ids(words & (self._tokens.quoting if self._place.in_string else self._tokens.ending))
-            if candidates:
-                words &= ~_words(self._lost(candidates), len(words))
-        if not self._place.in_string and not (words & ~self._tokens.space).any() and (words != before).any():
+            loses = take_out(words, avoided)
+        if (len(self._text) <= MAX_TEXT or len(self._place.brackets) <= 1) and (lost := self._lost(words)):
+            loses = take_out(words, lost)
+        if loses and not self._place.in_string and not (words & ~tokens.space).any():
             words[:] = 0
 
     def _avoided(self, words: NDArray[np.int32]) -> list[int]:
@@ -207,34 +162,49 @@ class VerifiedMatcher:
                 continue
             rest = dead[len(compact) :]
             first = rest[:1] if self._place.in_string else rest[:1] + SPACE
-            for token in _token_ids(words):
+            for token in token_ids(words, 32 * len(words)):
                 text = texts[token]
                 if not rest or (text[:1] in first and compacted(self._place, text)[0].startswith(rest)):
                     found.append(token)
         return found
 
-    def _lost(self, candidates: list[int]) -> list[int]:
-        """Return the tokens of `candidates` behind which no text makes the answer valid, as far as this is seen."""
-        texts = self._tokens.texts
-        known: dict[bytes, bool] = {}
-        lost = []
-        for token in sorted(candidates, key=lambda token: len(texts[token])):
-            for length, place in ends(self._place, texts[token]):
-                part = texts[token][:length]
-                if part not in known:
-                    if len(known) >= MAX_CHECKS:
+    def _lost(self, words: NDArray[np.int32]) -> list[int]:
+        """Return the tokens of a row behind which no text makes the answer valid, as far as this is seen."""
+        ends = self._tokens.ends_at(self._place, words)
+        string = self._last_string() if ends.of_string else None
+        head = b"" if string is None else bytes(self._text[len(string.before) :])
+        known = {} if string is None else string.known(head, ends.of_string)
+        groups = ends.groups if string is None or string.asks or any(known.values()) else ends.beyond
+        lost, num_checks = list[int](), 0
+        for parts, tokens in groups:
+            for at in parts:
+                if at not in known:
+                    if num_checks == MAX_CHECKS:
                         break
-                    known[part] = self._is_lost(part, place)
-                if known[part]:
-                    lost.append(token)
+                    num_checks += 1
+                    part = ends.parts[at]
+                    ended = string if part.ends_string else None
+                    known[at] = self._is_lost(part) if ended is None else ended.is_lost(head + part.text)
+                if known[at]:
+                    lost += tokens
                     break
         return lost
 
-    def _is_lost(self, part: bytes, place: Place) -> bool:
-        text = bytes(self._text) + part
-        if not place.brackets:
+    def _last_string(self) -> LastString | None:
+        """Return what checks the ends of the string that is open; None: the string is the answer."""
+        if not self._place.brackets:
+            return None
+        start = string_start(self._text)
+        before = bytes(self._text[:start])
+        if self._string is None or self._string.before != before:
+            self._string = LastString(self._validator, before, self._place.brackets[::-1])
+        return self._string
+
+    def _is_lost(self, part: Part) -> bool:
+        text, brackets = bytes(self._text) + part.text, part.place.brackets
+        if not brackets:
             return not self._validator.is_valid(text)
-        return self._validator.is_lost(text + place.brackets[::-1], len(place.brackets))
+        return self._validator.is_lost(text + brackets[::-1], len(brackets))
 
     def way_back(self, most: int) -> int:
         """Go back over tokens of an answer that has no legal token here, to where there is another choice.

@@ -77,6 +77,21 @@ def compacted(place: Place, text: bytes) -> tuple[bytes, Place]:
     return bytes(kept), place
 
 
+def string_start(text: bytes | bytearray) -> int:
+    """Return where the string begins that is open at the end of `text`: its last quote that is not escaped."""
+    at = text.rindex(QUOTE)
+    while _num_backslashes(text, at) % 2:
+        at = text.rindex(QUOTE, 0, at)
+    return at
+
+
+def _num_backslashes(text: bytes | bytearray, end: int) -> int:
+    at = end
+    while at and text[at - 1] == BACKSLASH:
+        at -= 1
+    return end - at
+
+
 def goes_on(place: Place, compact: bytes, text: bytes) -> bool:
     """Return whether `text` has bytes of one scalar alone, of which the text `compact` before it has some.
 

@@ -33,7 +33,8 @@ class Validator:
     """
 
     def __init__(self, text: str) -> None:
-        schema = _modern(json.loads(text))
+        self.schema = schema = _modern(json.loads(text))
+        """As it is read; not to be changed."""
         _refuse_flags(schema)
         try:
             self._inner = jsonschema_rs.Draft202012Validator(schema, validate_formats=True, retriever=_no_documents)
@@ -54,17 +55,24 @@ class Validator:
         `text` is a JSON text up to the end of some value, behind which its `depth` open brackets were closed.
         """
         try:
-            value = json.loads(text, object_pairs_hook=_in_order)
-            open_path = _last_path(value, depth - 1)
-            return any(_is_final(error, open_path) for error in self._inner.iter_errors(value))
+            value = json.loads(text, object_pairs_hook=in_order)
+            return self.loses(value, last_path(value, depth - 1))
         except ValueError:
             return False
+
+    def loses(self, value: Any, open_path: Sequence[str | int]) -> bool:
+        """Return whether `value` has an error that remains, however the values that are still open go on.
+
+        `open_path` leads to the innermost of them, of which the last member or item is complete. Raises ValueError for
+        a number beyond a double.
+        """
+        return any(_is_final(error, open_path) for error in self._inner.iter_errors(value))
 
     def __repr__(self) -> str:
         return f"<Validator {self._inner!r}>"
 
 
-def _in_order(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def in_order(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object whose last member is the one that was written last, even if its name occurred before."""
     out: dict[str, Any] = {}
     for name, value in pairs:
@@ -73,7 +81,7 @@ def _in_order(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _last_path(value: Any, length: int) -> list[str | int]:
+def last_path(value: Any, length: int) -> list[str | int]:
     """Return the names and indices that lead to the value that was written last, `length` levels deep."""
     path: list[str | int] = []
     for _ in range(length):
@@ -85,14 +93,16 @@ def _last_path(value: Any, length: int) -> list[str | int]:
 def _is_final(error: jsonschema_rs.ValidationError, open_path: Sequence[str | int]) -> bool:
     """Return whether an error remains, however the values that are still open go on.
 
-    The value at an error's place is complete unless it is one of those that are open. Every error of the list is one
-    part of a conjunction, so none of them is undone by another branch.
+    The value at an error's place is complete unless it is one of those that are open. Of these the innermost one has
+    complete items alone. Every error of the list is one part of a conjunction, so none of them is undone by another
+    branch.
     """
     path, place = list(error.instance_path), list(error.schema_path)
     if _CONDITIONS.intersection(map(str, place)):
         return False
-    is_open = path == list(open_path[: len(path)])
-    return not is_open or (bool(place) and place[-1] in _FINAL)
+    if path == list(open_path):
+        return bool(place) and place[-1] in _FINAL
+    return path != list(open_path[: len(path)])
 
 
 def _modern(schema: Any) -> Any:

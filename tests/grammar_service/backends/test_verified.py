@@ -183,6 +183,9 @@ def test_older_names_of_keywords_are_read(schema: Any, valid: Any, invalid: Any)
         ({"properties": {"a": WORDS}, "required": ["b"]}, '{"a":["x"]}', 1, False),
         ({"anyOf": [{"properties": {"a": WORDS}}, {"required": ["b"]}]}, '{"a":["x","x"]}', 1, False),
         ({"properties": {"a": {"anyOf": [WORDS, {"maxItems": 1}]}}}, '{"a":["x","x"]}', 1, True),
+        ({"uniqueItems": True}, '[{"a":1},{"a":1}]', 1, True),
+        ({"uniqueItems": True}, '[{"a":1},{"a":1}]', 2, False),  # the second object may get another member
+        ({"contains": {"required": ["a"], "maxProperties": 1}, "maxContains": 0}, '[{"a":1}]', 2, False),
         ({"items": {"contains": {"const": 1}}}, "[[2]]", 2, False),
         ({"items": {"contains": {"const": 1}}}, "[[2],[]]", 1, True),
         ({"if": {"required": ["b"]}, "then": {"properties": {"a": WORDS}}}, '{"b":1,"a":["x","x"]}', 1, False),
