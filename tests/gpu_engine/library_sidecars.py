@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.ports import GrammarEvents
 from gpu_engine.api.request import Request
@@ -20,7 +22,7 @@ from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 from grammar_service.backends.backend import Backend, Compiled, Matcher, Rows
 from grammar_service.backends.reasoning import ReasoningCompiled
-from grammar_service.backends.registry import load_backend
+from grammar_service.backends.registry import NAMES, load_backend
 from grammar_service.backends.verified import avoiding, find_way_back, is_verified
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.completion.plan import CompletionPlan
@@ -38,6 +40,8 @@ from tests.gpu_engine.harness import UNHURRIED_MS, running
 
 PATIENT = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
 """Settings of an engine in which no row is late."""
+EACH_LIBRARY = [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
+"""Parameters: every grammar library. All but the first are slow, in tests of what the engine does with any of them."""
 
 
 class LoggedSlot(SlotMatcher):

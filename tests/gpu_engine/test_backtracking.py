@@ -14,10 +14,9 @@ import pytest
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.request import Backtracking, FinishReason, GrammarKind, GrammarSpec
 from gpu_engine.model.loader import LoadedModel
-from grammar_service.backends.registry import NAMES
 from tests.fakes import byte_tokenizer
 from tests.gpu_engine.harness import Answer, answer_all, answer_each, ask, config, tokens, with_drafts
-from tests.gpu_engine.library_sidecars import PATIENT, Sidecars
+from tests.gpu_engine.library_sidecars import EACH_LIBRARY, PATIENT, Sidecars
 
 TOKENIZER = byte_tokenizer()
 FINISHED = (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED)
@@ -79,7 +78,7 @@ class Case:
             assert jsonschema_rs.Draft202012Validator(self.schema).is_valid(value), (self, value)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=EACH_LIBRARY)
 def sidecars(request: pytest.FixtureRequest, llama: LoadedModel) -> Sidecars:
     return Sidecars(request.param, llama)
 

@@ -11,11 +11,10 @@ import pytest
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.request import FinishReason, GrammarKind, GrammarSpec
 from gpu_engine.model.loader import LoadedModel
-from grammar_service.backends.registry import NAMES
 from service_runtime.repetition import RepetitionLimit
 from tests.fakes import byte_tokenizer
 from tests.gpu_engine.harness import Answer, answer_all, answer_each, ask, config, tokens, with_drafts
-from tests.gpu_engine.library_sidecars import PATIENT, Sidecars
+from tests.gpu_engine.library_sidecars import EACH_LIBRARY, PATIENT, Sidecars
 
 TOKENIZER = byte_tokenizer()
 TEXT = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
@@ -73,7 +72,7 @@ class Case:
 CASES = [Case(seed, limit, schema) for seed in range(4) for limit in LIMITS for schema in (None, TEXT, LIST)]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=EACH_LIBRARY)
 def sidecars(request: pytest.FixtureRequest, llama: LoadedModel) -> Sidecars:
     return Sidecars(request.param, llama)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gpu_engine.model.loader import LoadedModel
-from grammar_service.backends.registry import NAMES
 from tests.gpu_engine.core.test_guided import made as made_of_toys
 from tests.gpu_engine.harness import Answer, answer_all, answer_each, answer_staggered, ask, config, with_drafts
-from tests.gpu_engine.library_sidecars import PATIENT, Sidecars
+from tests.gpu_engine.library_sidecars import EACH_LIBRARY, PATIENT, Sidecars
 from tests.gpu_engine.toy_sidecar import guided_engine
 
 SCHEMA = (
@@ -27,7 +26,7 @@ def made() -> list[Answer]:
     ]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=EACH_LIBRARY)
 def sidecars(request: pytest.FixtureRequest, llama: LoadedModel) -> Sidecars:
     return Sidecars(request.param, llama)
 
@@ -79,7 +78,9 @@ def test_auto_lets_the_grammar_choose_for_a_sequence_alone(sidecars: Sidecars, e
     assert not any(together)
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+@pytest.mark.parametrize(
+    "num_drafts", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(7, marks=pytest.mark.slow)]
+)
 def test_slots_that_change_hands_keep_their_own_trees(llama: LoadedModel, num_drafts: int, overlap: bool) -> None:
     answers = made_of_toys()
     with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):

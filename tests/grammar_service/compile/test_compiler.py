@@ -28,6 +28,8 @@ from tests.waiting import eventually
 CONFIG = GrammarConfig(dir="unused", compile_workers=1, compile_timeout_s=20)
 ANY = Whitespace.ANY
 UNENFORCED = '{"type":"array","uniqueItems":true}'
+EACH_NAME = pytest.mark.parametrize("name", ["llguidance", pytest.param(AUTO, marks=pytest.mark.slow)])
+"""AUTO asks each library, and the compile process of xgrammar loads torch."""
 
 
 @asynccontextmanager
@@ -219,7 +221,8 @@ async def test_auto_selects_the_first_backend_that_enforces_all_of_a_grammar(voc
             await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, AUTO)
 
 
-async def test_an_unenforced_part_is_a_warning_if_allowed(vocabulary: Vocabulary) -> None:
+@EACH_NAME
+async def test_an_unenforced_part_is_a_warning_if_allowed(vocabulary: Vocabulary, name: str) -> None:
     async with compiler(vocabulary) as made:
         with pytest.raises(NotEnforced, match="uniqueItems"):
             await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
@@ -227,18 +230,18 @@ async def test_an_unenforced_part_is_a_warning_if_allowed(vocabulary: Vocabulary
         assert any("uniqueItems" in warning for warning in entry.warnings)
         with pytest.raises(NotEnforced):
             await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
-        entry, _ = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, AUTO, allow_unenforced=True)
+        entry, _ = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, name, allow_unenforced=True)
         assert entry.warnings
 
 
-async def test_a_grammar_is_verified_only_where_parts_of_it_are_not_enforced(vocabulary: Vocabulary) -> None:
+@EACH_NAME
+async def test_a_grammar_is_verified_only_where_parts_of_it_are_not_enforced(vocabulary: Vocabulary, name: str) -> None:
     async with compiler(vocabulary) as made:
-        for backend in ("llguidance", AUTO):
-            entry, _ = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, backend, verify=True)
-            assert [
-                line.startswith("verified: not enforced by llguidance: /uniqueItems") for line in entry.warnings
-            ] == [True]
-            assert isinstance(entry.compiled, VerifiedCompiled)
+        entry, _ = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, name, verify=True)
+        assert [line.startswith("verified: not enforced by llguidance: /uniqueItems") for line in entry.warnings] == [
+            True
+        ]
+        assert isinstance(entry.compiled, VerifiedCompiled)
         plain, _ = await made.compile(Kind.JSON_SCHEMA, '{"type":"integer"}', ANY, "llguidance")
         same, hit = await made.compile(Kind.JSON_SCHEMA, '{"type":"integer"}', ANY, "llguidance", verify=True)
         assert (same, hit) == (plain, True)
@@ -311,17 +314,18 @@ async def test_an_accepted_grammar_on_disk_starts_no_worker(vocabulary: Vocabula
         assert not made._accepted
 
 
-async def test_artifacts_outlive_a_restart_on_disk(vocabulary: Vocabulary, tmp_path: Path) -> None:
-    pytest.importorskip("xgrammar", reason="needs xgrammar")
-    settings = {"backend": "xgrammar", "cache_dir": str(tmp_path / "cache")}
+@pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)])
+async def test_artifacts_outlive_a_restart_on_disk(vocabulary: Vocabulary, tmp_path: Path, backend: str) -> None:
+    pytest.importorskip(backend, reason=f"needs {backend}")
+    settings = {"backend": backend, "cache_dir": str(tmp_path / "cache")}
     async with compiler(vocabulary, **settings) as made:
-        entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "xgrammar")
+        entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, backend)
         assert not hit
         assert entry.compile_ms > 0
         plan = entry.plan
         assert plan.path is not None
     async with compiler(vocabulary, **settings) as made:
-        entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "xgrammar")
+        entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, backend)
         assert hit
         assert (entry.compile_ms, made.compiled) == (0, 0)
         assert entry.compiled.matcher().accept(spell("a")[0])
@@ -336,14 +340,14 @@ async def test_artifacts_outlive_a_restart_on_disk(vocabulary: Vocabulary, tmp_p
     }
     async with compiler(vocabulary, **settings) as made:
         for number, (source, content) in enumerate(foreign.items(), 1):
-            name = artifact_key(parse(Kind.REGEX, source, ANY), "xgrammar", vocabulary.digest, allow_unenforced=False)
+            name = artifact_key(parse(Kind.REGEX, source, ANY), backend, vocabulary.digest, allow_unenforced=False)
             DiskCache(tmp_path / "cache", 1 << 20).put(name, content)
-            entry, hit = await made.compile(Kind.REGEX, source, ANY, "xgrammar")
+            entry, hit = await made.compile(Kind.REGEX, source, ANY, backend)
             assert not hit, content
             assert made.compiled == number
     async with compiler(vocabulary, **settings) as made:
         for source in foreign:
-            assert (await made.compile(Kind.REGEX, source, ANY, "xgrammar"))[1]
+            assert (await made.compile(Kind.REGEX, source, ANY, backend))[1]
 
 
 async def test_clearing_drops_what_is_not_in_use(vocabulary: Vocabulary, tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ SCHEMAS = [
 Outcome = Callable[[Kind, str, bool], str]
 
 
-@pytest.fixture(scope="module", params=[*NAMES, AUTO])
+@pytest.fixture(
+    scope="module", params=[NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in (*NAMES[1:], AUTO))]
+)
 def outcome(request: pytest.FixtureRequest) -> Iterator[Outcome]:
     """Compile with one backend in real workers; an error that is no answer to a user passes through."""
     if any(importlib.util.find_spec(name) is None for name in NAMES if request.param in (name, AUTO)):
