@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from kernels.cuda.row_state import DeviceRows
+from kernels.row_kinds import ALL
 
 MAX_LOGPROBS = 20
 """Largest number of alternatives of a token whose log-probabilities are returned."""
@@ -20,6 +21,10 @@ RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED = 0, 1, 2, 3
 """Values of `AcceptResult.finish_B`; STOP_STEERED is a stop token at a row whose `forced` is STEERED."""
 PARENT_SHIFT = 24
 """Of a node in a record: the bits from here on are the parent's row, those below the token."""
+TREE_ROWS, TREE_WIDTH = 16, 4
+"""The most nodes that a head expands for one tree, which is the most rows that attention takes for a tree; and the most
+candidates behind a node."""
+TREE_CANDIDATES = TREE_WIDTH + TREE_ROWS * TREE_WIDTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,44 @@ class TreeRows:
         """Return the rows of chains of no drafts."""
         shapes = ((num_rows,), (num_rows,), (num_rows, num_rows), (num_rows, num_rows), (num_rows,))
         return cls(*(torch.zeros(num_batch, *shape, dtype=torch.int32, device=device) for shape in shapes))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """The tree that a head grows for each lane, level by level, on a GPU. Writer: `kernels.cuda.draft_tree`.
+
+    Level k has W candidates behind each node that was expanded on level k - 1; level 0 has W behind the last token.
+    Candidates lie level by level. The W candidates of level k with the best scores are expanded: they are rows k * W to
+    k * W + W - 1, best first. X is `TREE_ROWS`, C is `TREE_CANDIDATES`. All int32 but the scores, contiguous.
+    """
+
+    score_BC: torch.Tensor  # float32, log-probability of the candidate and of all in front of it; -inf: no draft
+    token_BC: torch.Tensor
+    parent_BC: torch.Tensor  # the candidate in front; -1: the last token
+    node_BX: torch.Tensor  # the candidate that is row x
+    above_BX: torch.Tensor  # where among the rows of the level in front its parent is
+    ids_BX: torch.Tensor
+    positions_BX: torch.Tensor  # where the pair of the row is stored; -1: the lane does not draft
+    depth_BX: torch.Tensor  # drafts on the way to the token behind the row
+    tokens_BXX: torch.Tensor  # [b, x, i]: draft i on this way, for i < depth
+    rows_BXX: torch.Tensor  # [b, x, d]: the row at depth d on the way to row x, for d < depth
+    kinds_BX: torch.Tensor  # uint8, ALL: the drafts of a tree are not masked
+
+    @classmethod
+    def allocate(cls, num_batch: int, device: torch.device | str = "cpu") -> DraftTree:
+        """Return a tree without candidates."""
+        B, C, X = num_batch, TREE_CANDIDATES, TREE_ROWS
+        shapes = (*[(B, C)] * 2, *[(B, X)] * 5, *[(B, X, X)] * 2)
+        ints = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
+        scores_BC = torch.full((B, C), -torch.inf, device=device)
+        kinds_BX = torch.full((B, X), ALL, dtype=torch.uint8, device=device)
+        return cls(*(scores_BC, *ints, kinds_BX))
+
+
+def tree_shape(num_drafts: int) -> tuple[int, int]:
+    """Return the width and the levels of the tree from which so many drafts are taken, at least one."""
+    width = min(TREE_WIDTH, num_drafts)
+    return width, min(num_drafts, 1 + TREE_ROWS // width)
 
 
 @dataclass(frozen=True, slots=True)

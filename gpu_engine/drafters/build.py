@@ -26,6 +26,7 @@ from gpu_engine.drafters.nets import DraftNet, ModelNet
 from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
 from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.drafters.suffix_index import SuffixIndex
+from gpu_engine.drafters.tree import TreeDrafter, TreeLaunches
 from gpu_engine.model.linear import pack_linears, thin_linears
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import LoadedModel, path_of
@@ -59,6 +60,8 @@ class DrafterParts:
     slot: SlotBuffers
     lane: LaneBuffers
     """Of the step program, as are the slot's."""
+    trees: TreeLaunches | None = None
+    """Of the step, on a GPU. A CPU has none."""
 
 
 Builder = Callable[[DrafterParts], Drafter]
@@ -129,7 +132,18 @@ def _eagle3(parts: DrafterParts) -> Drafter:
     head.requires_grad_(False)
     pages = _one_layer(parts, head.config.num_key_value_heads, head.config.head_dim)
     _prepare(parts, head)
-    return _chain(parts, Eagle3Net(head, target.net.get_input_embeddings(), pages))
+    net, config = Eagle3Net(head, target.net.get_input_embeddings(), pages), parts.config
+    if not config.verifies_trees:
+        return _chain(parts, net)
+    assert parts.trees is not None, "a CPU verifies chains; EngineConfig refuses trees there"
+    return TreeDrafter(
+        parts.stream,
+        net,
+        parts.trees,
+        jump_forward=config.jump_forward_first,
+        num_lanes=config.max_batch_size,
+        num_drafts=config.num_drafts,
+    )
 
 
 def _dflash(parts: DrafterParts) -> Drafter:

@@ -16,6 +16,7 @@ import torch
 
 from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.prefill import Chunks, Hidden
+from kernels.step_tensors import TreeRows
 
 
 class PairNet(ABC):
@@ -51,6 +52,13 @@ class PairNet(ABC):
         page_table_BN: torch.Tensor, hidden: Hidden,
     ) -> torch.Tensor:  # fmt: skip
         """Run the pairs of the step's emitted tokens, and draft behind the last of them."""
+        return self._keep_and_project(self.last(batch, place_B, going_B, page_table_BN, hidden))
+
+    def last(
+        self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,
+        hidden: Hidden,
+    ) -> torch.Tensor:  # fmt: skip
+        """Store the pairs of the step's emitted tokens; return the net's state behind the last of them, [B, H]."""
         slot, B, P = batch.slot, batch.num_lanes, batch.num_rows
         emitted_B1 = batch.lane.result.num_emitted_B[:B, None]
         row_P = torch.arange(P, dtype=torch.int32, device=place_B.device)
@@ -58,11 +66,12 @@ class PairNet(ABC):
         positions_BP = torch.where(going_B[:, None] & (row_P < emitted_B1), at_BP, -1)
         behind_BP = (at_BP + 1).clamp(min=0, max=slot.history_SL.shape[1] - 1).long()
         ids_BP = slot.history_SL[place_B[:, None], behind_BP]
-        out_BPH = self._run(ids_BP, self._pair_part(hidden), positions_BP.int().contiguous(), page_table_BN).view(
-            B, P, -1
-        )
+        part_NH = self._pair_part(hidden)
+        if batch.tree is not None:
+            part_NH = _walked(part_NH.view(B, P, -1), batch.tree).flatten(0, 1)
+        out_BPH = self._run(ids_BP, part_NH, positions_BP.int().contiguous(), page_table_BN).view(B, P, -1)
         last_B = (emitted_B1[:, 0] - 1).clamp(min=0).long()
-        return self._keep_and_project(out_BPH[torch.arange(B, device=place_B.device), last_B])
+        return out_BPH[torch.arange(B, device=place_B.device), last_B]
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
         """Run the pair of the head's own last output and the draft behind it."""
@@ -74,3 +83,10 @@ class PairNet(ABC):
     def _keep_and_project(self, hidden_BH: torch.Tensor) -> torch.Tensor:
         self._hidden_BH = hidden_BH
         return self._logits(hidden_BH)
+
+
+def _walked(part_BPH: torch.Tensor, tree: TreeRows) -> torch.Tensor:
+    """Return for each emitted token the row of the tree that gave it; rows behind the last token mean nothing."""
+    B, P, H = part_BPH.shape
+    rows_BP = tree.walked_BR[:B, :P].long().clamp(max=P - 1)
+    return part_BPH.gather(1, rows_BP[:, :, None].expand(-1, -1, H))

@@ -7,6 +7,8 @@ noise are those of kernels/accept.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 
@@ -17,7 +19,7 @@ from kernels.cuda.logprobs import logprobs_kernel
 from kernels.cuda.row_state import RowScratch, SlotRows
 from kernels.cuda.rows import row_kernel
 from kernels.cuda.tree import tree_acceptance_kernel
-from kernels.step_tensors import MAX_LOGPROBS, StepTensors
+from kernels.step_tensors import MAX_LOGPROBS, DraftTree, StepTensors
 
 _FILTER_TILE_ROWS = 256
 
@@ -99,28 +101,13 @@ def _rows(
     partials = (scratch.best_NC, scratch.best_column_NC, scratch.peak_NC, scratch.logits_NV)
     # A draft that is drawn is the next of a chain.
     tree = None if draft else step.tree
-    depths, tree_tokens = (None, None) if tree is None else (tree.depth_BR, tree.tokens_BRR)
-    row_kernel[(tiles, B * num_rows)](
-        *(logits, step.slots_B, step.drafts_BR, step.num_drafts_B, step.kinds_BR, step.forced_BR),
-        *(rows.masks_SRW, d2t, step.history_SL, step.length_S),
-        *(p.prompt_length_S, p.min_tokens_S, p.temperature_S, p.top_p_S, p.min_p_S),
-        *(p.repetition_S, p.presence_S, p.frequency_S, p.top_k_S, p.seed_S),
-        *(rows.rules_SX, rows.seen_SV, rows.done_S.view(torch.uint8)),
-        *(rows.biases.ids_SX, rows.biases.values_SX, rows.biases.num_S, depths, tree_tokens, *partials),
-        *(logits.stride(0), R, step.history_SL.stride(0), rows.masks_SRW.stride(0), rows.masks_SRW.stride(1)),
-        *(rows.rules_SX.stride(0), rows.seen_SV.stride(0), scratch.logits_NV.stride(0), partial_stride),
-        *(V, num_rows, first_row),
-        ROWS=scratch.block // 32,
-        DRAFT=draft,
-        D2T=d2t is not None,
-        FILTERS=filters,
-        TREE=tree is not None,
-        num_warps=4,
-    )
+    ways = (None, None) if tree is None else (tree.depth_BR, tree.tokens_BRR)
+    flags = {"DRAFT": draft, "FILTERS": filters, "SCORES": False}
+    _launch_rows(logits, step, d2t, ways, scratch.logits_NV, num_rows, first_row, flags)
     if filters:
         filter_kernel[(B * num_rows,)](
             *(step.slots_B, step.num_drafts_B, step.kinds_BR, rows.done_S.view(torch.uint8), d2t, step.length_S),
-            *(p.temperature_S, p.top_p_S, p.min_p_S, p.top_k_S, p.seed_S, depths, *partials, scratch.chosen_N),
+            *(p.temperature_S, p.top_p_S, p.min_p_S, p.top_k_S, p.seed_S, ways[0], *partials, scratch.chosen_N),
             *(R, scratch.logits_NV.stride(0), partial_stride, tiles, tiles * scratch.block, V, num_rows, first_row),
             ROWS=_FILTER_TILE_ROWS,
             TILES=triton.next_power_of_2(tiles),
@@ -129,6 +116,68 @@ def _rows(
             TREE=tree is not None,
             num_warps=16,
         )
+
+
+def score_rows(
+    logits_NV: torch.Tensor,
+    step: StepTensors,
+    tree: DraftTree,
+    k: int,
+    num_rows: int,
+    *,
+    d2t_V: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the scores of the tokens behind the rows of level k - 1, or behind the last token for k = 0: float32
+    [N, V].
+
+    A score is what verification would compare there, but for masks and filters: bans, biases, penalties, temperature
+    and the noise of the position. `num_rows` rows a lane, N = B * `num_rows`; a row of an idle lane is undefined.
+    """
+    assert step.device is not None, "StepTensors.device is needed on a GPU"
+    B, (N, V), scratch = step.slots_B.shape[0], logits_NV.shape, step.device.scratch
+    assert B * num_rows == N
+    assert scratch.best_NC.shape[0] >= N
+    assert logits_NV.stride(1) == 1
+    assert d2t_V is None or (d2t_V.dtype == torch.int32 and d2t_V.shape == (V,) and d2t_V.is_contiguous())
+    of_tree = replace(step, drafts_BR=tree.ids_BX, kinds_BR=tree.kinds_BX, forced_BR=tree.ids_BX)
+    scores_NV = torch.empty(N, V, dtype=torch.float32, device=logits_NV.device)
+    ways = (tree.depth_BX, tree.tokens_BXX) if k else (None, None)
+    flags = {"DRAFT": True, "FILTERS": False, "SCORES": True}
+    _launch_rows(logits_NV, of_tree, d2t_V, ways, scores_NV, num_rows, max(k - 1, 0) * num_rows, flags)
+    return scores_NV
+
+
+def _launch_rows(
+    logits: torch.Tensor,
+    step: StepTensors,
+    d2t: torch.Tensor | None,
+    ways: tuple[torch.Tensor | None, torch.Tensor | None],
+    out: torch.Tensor,
+    num_rows: int,
+    first_row: int,
+    flags: dict[str, bool],
+) -> None:
+    """Launch the kernel of rows; `ways` are the depths and tokens of a tree, and `out` is its scratch."""
+    assert step.device is not None
+    rows, scratch, p = step.device.slots, step.device.scratch, step.params
+    B, R, V = step.slots_B.shape[0], step.kinds_BR.shape[1], logits.shape[1]
+    row_kernel[(-(-V // scratch.block), B * num_rows)](
+        *(logits, step.slots_B, step.drafts_BR, step.num_drafts_B, step.kinds_BR, step.forced_BR),
+        *(rows.masks_SRW, d2t, step.history_SL, step.length_S),
+        *(p.prompt_length_S, p.min_tokens_S, p.temperature_S, p.top_p_S, p.min_p_S),
+        *(p.repetition_S, p.presence_S, p.frequency_S, p.top_k_S, p.seed_S),
+        *(rows.rules_SX, rows.seen_SV, rows.done_S.view(torch.uint8)),
+        *(rows.biases.ids_SX, rows.biases.values_SX, rows.biases.num_S, *ways),
+        *(scratch.best_NC, scratch.best_column_NC, scratch.peak_NC, out),
+        *(logits.stride(0), R, step.history_SL.stride(0), rows.masks_SRW.stride(0), rows.masks_SRW.stride(1)),
+        *(rows.rules_SX.stride(0), rows.seen_SV.stride(0), out.stride(0), scratch.best_NC.shape[1]),
+        *(V, num_rows, first_row),
+        ROWS=scratch.block // 32,
+        D2T=d2t is not None,
+        TREE=ways[0] is not None,
+        num_warps=4,
+        **flags,
+    )
 
 
 def _check(logits: torch.Tensor, step: StepTensors, num_rows: int) -> tuple[SlotRows, RowScratch, bool]:

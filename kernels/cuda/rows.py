@@ -24,6 +24,8 @@ STEERED = tl.constexpr(row_kinds.STEERED)
 SEEN = tl.constexpr(row_state.SEEN)
 MAX_BIASES = tl.constexpr(row_state.MAX_BIASES)
 NO_COLUMN = tl.constexpr(0x7FFFFFFF)
+MIN_TEMPERATURE = tl.constexpr(1e-6)
+"""Below it the peaks of two tiles are compared at this temperature, where every row is greedy already."""
 
 
 @triton.jit
@@ -107,6 +109,35 @@ def way_to(
 
 
 @triton.jit
+def scored(
+    x: tl.tensor,
+    peak: tl.tensor,
+    t: tl.tensor,
+    seed: tl.tensor,
+    n: tl.tensor,
+    token: tl.tensor,
+    first: tl.tensor,
+    ROWS: tl.constexpr,
+    D2T: tl.constexpr,
+    SCORES: tl.constexpr,
+) -> tl.tensor:
+    """Return the scores of a tile of logits with the peak `peak`: at a temperature above 0 less the peak, and with the
+    noise of position `n`. SCORES: without taking the peak away."""
+    score = x
+    if t > 0.0:
+        # The tile's peak goes to 0 first: a tiny temperature must not overflow it.
+        base = tl.where(peak > float("-inf"), peak, 0.0)
+        if D2T:
+            noise = gumbel_at(seed, n, token)
+        else:
+            noise = gumbel_tile(seed, n, first, ROWS)
+        score = tl.where(x > float("-inf"), tl.div_rn(x - base, t) + noise, float("-inf"))
+        if SCORES:
+            score += tl.div_rn(base, tl.maximum(t, MIN_TEMPERATURE))
+    return score
+
+
+@triton.jit
 def row_kernel(
     logits: tl.tensor,
     slots: tl.tensor,
@@ -157,11 +188,13 @@ def row_kernel(
     D2T: tl.constexpr,
     FILTERS: tl.constexpr,
     TREE: tl.constexpr,
+    SCORES: tl.constexpr,
 ) -> None:
     """Grid (tiles, B * num_rows): best score, its column and the peak of one tile of one row.
 
     DRAFT: whatever the number of drafts. D2T: column c is token c + d2t[c]. FILTERS: rows whose slot filters leave
-    their masked logits in `scratch`. TREE: depth and drafts of a row are those of its way through the tree.
+    their masked logits in `scratch`. TREE: depth and drafts of a row are those of its way through the tree. SCORES:
+    every row leaves its scores in `scratch`, which compare across tiles, and nothing else.
     """
     tile = tl.program_id(0)
     row = tl.program_id(1)
@@ -212,25 +245,20 @@ def row_kernel(
         y -= freq * times.to(tl.float32) + tl.where(times > 0, pres, 0.0)
         x = tl.where(count != 0, y, x)
     peak = tl.max(tl.max(x, axis=1), axis=0)
-    score = x
-    if t > 0.0:
-        # The tile's peak goes to 0 first: a tiny temperature must not overflow it.
-        base = tl.where(peak > float("-inf"), peak, 0.0)
-        if D2T:
-            noise = gumbel_at(tl.load(seed + s), n, token)
-        else:
-            noise = gumbel_tile(tl.load(seed + s), n, first, ROWS)
-        score = tl.where(x > float("-inf"), tl.div_rn(x - base, t) + noise, float("-inf"))
-    top = tl.max(tl.max(score, axis=1), axis=0)
-    lowest = tl.where(score == top, column, NO_COLUMN)
-    at = row * partial_stride + tile
-    tl.store(best + at, top)
-    tl.store(best_column + at, tl.min(tl.min(lowest, axis=1), axis=0))
-    tl.store(peaks + at, peak)
-    if FILTERS:
-        k, p, m = tl.load(top_k + s), tl.load(top_p + s), tl.load(min_p + s)
-        if filters(t, k, p, m, V):
-            tl.store(scratch + row.to(tl.int64) * scratch_stride + column, x)
+    score = scored(x, peak, t, tl.load(seed + s), n, token, first, ROWS, D2T, SCORES)
+    if SCORES:
+        tl.store(scratch + row.to(tl.int64) * scratch_stride + column, score, mask=inside)
+    else:
+        top = tl.max(tl.max(score, axis=1), axis=0)
+        lowest = tl.where(score == top, column, NO_COLUMN)
+        at = row * partial_stride + tile
+        tl.store(best + at, top)
+        tl.store(best_column + at, tl.min(tl.min(lowest, axis=1), axis=0))
+        tl.store(peaks + at, peak)
+        if FILTERS:
+            k, p, m = tl.load(top_k + s), tl.load(top_p + s), tl.load(min_p + s)
+            if filters(t, k, p, m, V):
+                tl.store(scratch + row.to(tl.int64) * scratch_stride + column, x)
 
 
 @triton.jit

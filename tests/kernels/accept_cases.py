@@ -38,8 +38,8 @@ class Case:
     biases: tuple[tuple[int, float], ...] = ()
 
 
-def reference_token(case: Case, history: list[int], logits: torch.Tensor, row: int) -> int | None:
-    """Return the token of a row by the definition, in float64; None for a row that emits nothing."""
+def reference_logits(case: Case, history: list[int], logits: torch.Tensor, row: int) -> torch.Tensor:
+    """Return the logits of a row under its mask, bans, biases and penalties, in float64."""
     x = logits.double().clone()
     kind = case.kinds[row] if case.kinds else ALL
     if kind == APPLY:
@@ -61,6 +61,12 @@ def reference_token(case: Case, history: list[int], logits: torch.Tensor, row: i
         x[token] = x[token] / case.repetition if x[token] > 0 else x[token] * case.repetition
         count = answer.count(token)
         x[token] -= case.frequency * count + (case.presence if count else 0.0)
+    return x
+
+
+def reference_token(case: Case, history: list[int], logits: torch.Tensor, row: int) -> int | None:
+    """Return the token of a row by the definition, in float64; None for a row that emits nothing."""
+    x = reference_logits(case, history, logits, row)
     if x.max() == -math.inf:
         return None
     if case.temperature == 0:

@@ -1,7 +1,7 @@
 """The EAGLE3 head as a draft net: pairs of three fused hidden states and a token (eagle3_head.py).
 
 Invariant: the embedding is the target's. Not responsible for: the storage of pairs (see pairs.py), the chain
-(see chain.py).
+(see chain.py), the tree (see ../tree.py).
 """
 
 from __future__ import annotations
@@ -42,9 +42,24 @@ class Eagle3Net(PairNet):
     def _logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
         return self.head.logits(hidden_BH)
 
+    logits = _logits
+
+    def branch(
+        self, ids_BP: torch.Tensor, hidden_BPH: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor,
+        rows_BXX: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the head's states behind the pairs of a tree, [B, P, H]; see `TreeNet.branch`.
+
+        `rows_BXX` int32: at [b, p, d] the row at depth d on the way to row p. The keys of row p are stored p places
+        behind the first position, where no later forward reads them.
+        """
+        hidden_NH = hidden_BPH.flatten(0, 1)
+        return self._run(ids_BP, hidden_NH, positions_BP, page_table_BN, rows_BXX).view(*ids_BP.shape, -1)
+
     def _run(
-        self, ids_BP: torch.Tensor, hidden_NH: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor
-    ) -> torch.Tensor:
+        self, ids_BP: torch.Tensor, hidden_NH: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor,
+        tree_rows_BRR: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         B, P = positions_BP.shape
 
         def attend(q_NHD: torch.Tensor, k_NGD: torch.Tensor, v_NGD: torch.Tensor) -> torch.Tensor:
@@ -56,6 +71,7 @@ class Eagle3Net(PairNet):
                 page_table_BN,
                 positions_BP,
                 scale=self._width**-0.5,
+                tree_rows_BRR=tree_rows_BRR,
             )
             return out_BPHD.view(B * P, -1)
 

@@ -19,11 +19,13 @@ from kernels.cuda import posting
 from kernels.cuda.accept import accept
 from kernels.cuda.advance import advance
 from kernels.cuda.branch import add_branch
+from kernels.cuda.draft_tree import grow_tree, take_tree
 from kernels.cuda.jump_forward import take_jump_forward
 from kernels.cuda.logprobs import row_logprobs
 from kernels.cuda.ngram import propose_ngram
 from kernels.cuda.step_inputs import load_step
 from kernels.logprobs import RowLogprobs
+from kernels.step_tensors import DraftTree
 
 
 class TritonLaunches:
@@ -123,6 +125,36 @@ class TritonLaunches:
                 max_rows=batch.max_rows,
                 num_jump_forward_B=batch.lane.num_jump_forward_B if jump_forward else None,
             )
+
+    def grow_tree(
+        self, batch: StepBatch, step: StepTensors, tree: DraftTree, logits_NV: torch.Tensor, k: int,
+        shape: tuple[int, int], d2t_V: torch.Tensor | None, *, jump_forward: bool,
+    ) -> None:  # fmt: skip
+        """See `TreeLaunches.grow_tree`."""
+        slot, lane, (width, levels) = batch.slot, batch.lane, shape
+        grow_tree(
+            *(logits_NV, step, tree, k, lane.drafting_B[: batch.num_lanes], slot.drafts_SR),
+            width=width,
+            levels=levels,
+            d2t_V=d2t_V,
+            num_jump_forward_B=lane.num_jump_forward_B if jump_forward else None,
+        )
+
+    def take_tree(
+        self, batch: StepBatch, step: StepTensors, tree: DraftTree, shape: tuple[int, int], max_drafts: int, *,
+        jump_forward: bool,
+    ) -> None:  # fmt: skip
+        """See `TreeLaunches.take_tree`."""
+        slot, lane, (width, levels) = batch.slot, batch.lane, shape
+        assert slot.parents_SR is not None
+        take_tree(
+            *(step, tree, lane.drafting_B[: batch.num_lanes], slot.draft_limit_S, slot.drafts_SR),
+            *(slot.num_drafts_S, slot.parents_SR),
+            width=width,
+            levels=levels,
+            max_drafts=max_drafts,
+            num_jump_forward_B=lane.num_jump_forward_B if jump_forward else None,
+        )
 
 
 def _rows(store: RowStore) -> posting.CachedRows:

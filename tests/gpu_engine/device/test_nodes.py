@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from gpu_engine.model.loader import LoadedModel, load_model
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
-from tests.gpu_engine import tiny
+from tests.gpu_engine import eagle, tiny
 from tests.gpu_engine.device.device_engine import RecordedDevice, opaque_launches
 from tests.gpu_engine.harness import config, with_drafts
 
@@ -130,3 +131,13 @@ def test_trees_of_drafts_add_two_nodes(llama: LoadedModel) -> None:
     assert more == {"_compact": 1, "_propose": 2}
     # A step without drafts has no tree.
     assert parts_of(llama, False, num_rows=1, draft_tree="on") == parts_of(llama, False, num_rows=1)
+
+
+def test_a_head_grows_a_tree_with_a_forward_for_each_level(llama: LoadedModel, tmp_path: Path) -> None:
+    eagle.save_random(Path(llama.name), tmp_path / "eagle3")
+    parts = parts_of(llama, False, draft_model=str(tmp_path / "eagle3"), draft_tree="on")
+    levels = ["_begin", "_grow", *["_forward", "_grow"] * (ROWS - 2), "_take"]
+    names = ["_load", "_no_seq", "_forward", "free_rows", "_accept", "_compact", "_advance", *levels, "_pack"]
+    assert named(parts) == names
+    # Memory for the scores, which is no node of a real graph; a level is scored, normalised, sorted and grown.
+    assert {count for name, count in parts if name == "_grow"} == {5}

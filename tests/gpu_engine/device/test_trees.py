@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,15 +21,18 @@ from gpu_engine.step.prefill import Chunks, Hidden
 from gpu_engine.step.stream import Stream
 from kernels.accept import StepTensors
 from shared_mem.layout import Stage, parent_of
+from tests.gpu_engine import eagle
 from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine
 from tests.gpu_engine.device.recorded_stream import opaque
 from tests.gpu_engine.device.test_device_engine import GUIDED, SMALL, UNGUIDED, on_device
 from tests.gpu_engine.harness import (
+    PATIENCE_S,
     Answer,
     EveryDraft,
     answer_all,
     answer_each,
     ask,
+    config,
     unguided_engine,
     with_drafts,
 )
@@ -171,11 +175,79 @@ def test_accepted_branches_under_a_grammar_change_no_token(
     assert max(map(parent_of, drafts)) == max(PARENTS)
 
 
-@pytest.mark.parametrize("drafter", ["model", "eagle3"])
-def test_trees_of_a_network_are_refused(llama: LoadedModel, drafter: str) -> None:
-    settings = replace(on_device(3, draft_model=llama.name, draft_tree="on"), drafter=drafter)
-    with pytest.raises(ModelNotSupported, match=f"draft_tree.*drafter={drafter}"):
-        _built(llama, settings)
+@pytest.fixture(scope="module")
+def head(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a head of random weights, over a part of the vocabulary."""
+    folder = tmp_path_factory.mktemp("random") / "eagle3"
+    eagle.save_random(Path(llama.name), folder)
+    return str(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_drafts", "fields"),
+    [
+        (5, {}),
+        (15, {}),
+        (2, {"overlap": False, "enforce_eager": True}),
+    ],
+)
+def test_the_tree_of_a_head_changes_no_token(
+    llama: LoadedModel, head: str, num_drafts: int, fields: dict[str, bool]
+) -> None:
+    requests = [UNGUIDED[1], UNGUIDED[2]] if num_drafts == 5 else UNGUIDED
+    expected = answers_without_drafts(llama, requests)
+    settings = on_device(num_drafts, draft_model=head, draft_tree="on", **fields)
+    trees: list[list[int]] = []
+    with device_engine(llama, settings) as (engine, _):
+        tree = engine._loop.executor.runner.launcher.lane.tree  # type: ignore[attr-defined]
+        answers = [make(on_event=lambda _: trees.extend(tree.parent_BR.tolist())) for make in requests]
+        assert answer_all(engine, answers) == expected
+        stats = engine.stats()
+    # A random head shares the noise alone, which is enough for some drafts of sampled answers.
+    assert stats.accepted_draft_tokens > 0
+    assert stats.draft_tokens > 0
+    assert any(max(Counter(row[1 : num_drafts + 1]).values()) > 1 for row in trees), "a node with two children"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sync", "num_drafts", "refused"), [("device_flag", 4, 3), ("host_callback", 7, 0)])
+def test_the_tree_of_a_head_under_a_grammar_changes_no_token(
+    llama: LoadedModel, guided_tokens: list[list[int]], head: str, sync: str, num_drafts: int, refused: int
+) -> None:
+    """Jump-forward tokens are the trunk of the tree. Every `refused`-th record gets no row, so that its lane verifies
+    the same tree again."""
+    fields = {"draft_model": head, "draft_tree": "on", "sync": sync, "jump_forward": True}
+    expected = guided_tokens[::2]
+    with guided_device_engine(llama, on_device(num_drafts, **fields)) as (engine, grammar, _):
+        engine._loop.grammar_slots.stall_s = PATIENCE_S  # a refused step takes the interpreter seconds
+        grammar.sidecar.proposes = lambda automaton, emitted: next(
+            (ids[len(emitted) :][: len(emitted) % 3] for ids in expected if ids[: len(emitted)] == emitted), []
+        )
+        if refused:
+            grammar.sidecar.refuse = lambda record: (
+                record.stage == Stage.TREE and len(grammar.sidecar.records) % refused == 0
+            )
+        assert answer_all(engine, [make() for make in GUIDED[::2]]) == expected
+        stats, records = engine.stats(), grammar.sidecar.records
+        assert (stats.deferred_rows > 0) == (refused > 0)
+    assert stats.accepted_jump_forward_tokens > 3
+    assert {record.stage for record in records} == {Stage.TREE, Stage.PROPOSE}
+    trees = [[parent_of(draft) for draft in record.drafts] for record in records if record.stage == Stage.TREE]
+    assert any(len({*parents}) < len(parents) for parents in trees), "a node with two children"
+
+
+@pytest.mark.parametrize("drafter", ["model", "dflash", "mtp", "decoupled"])
+def test_trees_of_another_network_are_refused(drafter: str) -> None:
+    with pytest.raises(ValueError, match=rf"draft_tree: .*drafter={drafter} are a chain"):
+        config(drafter=drafter, draft_model="" if drafter == "mtp" else "m", draft_tree="on")
+
+
+def test_the_tree_of_a_head_is_refused_by_name_where_it_is_not_verified() -> None:
+    with pytest.raises(ValueError, match=r"draft_tree: .*GPU alone"):
+        config(drafter="eagle3", draft_model="m", draft_tree="on")
+    with pytest.raises(ValueError, match=r"draft_masks: .*tree"):
+        config(drafter="eagle3", draft_model="m", draft_tree="on", draft_masks="on", device="cuda")
 
 
 def test_trees_beside_logits_processors_are_refused(llama: LoadedModel) -> None:

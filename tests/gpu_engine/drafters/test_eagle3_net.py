@@ -22,17 +22,22 @@ PAGE, LENGTH, ROWS = 16, 64, 4
 class Lanes:
     """Sequences of random tokens and hidden states: prefilled as the engine does it, then one step with emitted tokens.
 
-    `lengths` and `emitted` give each lane's tokens after the step and the tokens that the step emitted.
+    `lengths` and `emitted` give each lane's tokens after the step and the tokens that the step emitted. `walked`: the
+    step verified a tree on a GPU, and these are the rows of each lane that gave its tokens.
     """
 
-    def __init__(self, head: Eagle3Head, lengths: list[int], emitted: list[int]) -> None:
+    def __init__(
+        self, head: Eagle3Head, lengths: list[int], emitted: list[int], walked: list[list[int]] | None = None
+    ) -> None:
         draw = torch.Generator().manual_seed(7)
         self.head, B = head, len(lengths)
         self.embedding = torch.nn.Embedding(V, H)
         torch.nn.init.normal_(self.embedding.weight, generator=draw)
-        pages = KVPages.allocate(B * LENGTH // PAGE + B, 2, H // 4, PAGE, torch.float32, torch.device("cpu"))
+        trees, shape = walked is not None, (2, H // 4, PAGE)
+        pages = KVPages.allocate(B * LENGTH // PAGE + B, *shape, torch.float32, torch.device("cpu"), trees)
         self.net = Eagle3Net(head, self.embedding, pages)
-        slot, lane = SlotBuffers.allocate(B, ROWS, LENGTH, PAGE), LaneBuffers.allocate(B, ROWS, V)
+        slot = SlotBuffers.allocate(B, ROWS, LENGTH, PAGE, trees=trees)
+        lane = LaneBuffers.allocate(B, ROWS, V, trees=trees)
         slot.history_SL.copy_(torch.randint(0, V, slot.history_SL.shape, generator=draw))
         slot.page_table_SN.copy_(torch.arange(slot.page_table_SN.numel()).view(B, -1) % len(pages.v))
         lane.slots_B.copy_(torch.arange(B))
@@ -51,6 +56,16 @@ class Lanes:
         self.step_hidden = self.hidden(
             [(b, n - e - 1, ROWS) for b, (n, e) in enumerate(zip(lengths, emitted, strict=True))]
         )
+        if lane.tree is not None and walked is not None:
+            # Stale rows of a step with more rows lie behind those of the emitted tokens.
+            lane.tree.walked_BR.fill_(15)
+            for states_NH in self.step_hidden.values():
+                assert states_NH is not None
+                chain_BPH = states_NH.clone().view(B, ROWS, -1)
+                states_NH.normal_(generator=draw)
+                for b, rows in enumerate(walked):
+                    lane.tree.walked_BR[b, : len(rows)] = torch.tensor(rows)
+                    states_NH.view(B, ROWS, -1)[b, rows] = chain_BPH[b, : len(rows)]
 
     def hidden(self, rows: list[tuple[int, int, int]]) -> Hidden:
         """Return the target's hidden states of the rows (lane, first position, count), by layer."""

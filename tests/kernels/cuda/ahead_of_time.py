@@ -15,7 +15,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.accept import AcceptResult, SlotParams, StepTensors
-from kernels.cuda import accept, advance, branch, fused, low_rank, ngram, noise, posting, scaled, skinny, step_inputs
+from kernels.cuda import (
+    accept,
+    advance,
+    branch,
+    draft_tree,
+    fused,
+    low_rank,
+    ngram,
+    noise,
+    posting,
+    scaled,
+    skinny,
+    step_inputs,
+)
 from kernels.cuda.attention import paged
 from kernels.cuda.jump_forward import take_jump_forward
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
@@ -23,7 +36,7 @@ from kernels.cuda.tree import PathCompaction
 from kernels.fused import Activation, NormKind, RMSNorm
 from kernels.low_rank_stacks import LowRankStacks, ProductShape
 from kernels.paged_attention import KVPages
-from kernels.step_tensors import TreeRows
+from kernels.step_tensors import DraftTree, TreeRows, tree_shape
 
 MAX_SHARED = 232_448
 """Bytes of shared memory that a program may have on compute capability 9.0."""
@@ -145,6 +158,24 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
     advance.advance(slots, *results[:1], *results[2:4], guided, cached.cached_SR)
 
 
+def compile_draft_tree(S: int, B: int, R: int, num_drafts: int) -> None:
+    """Launch the kernels of a head's tree: S slots, B lanes, R rows."""
+    V, (width, levels) = 128_256, tree_shape(num_drafts)
+    rows = SlotRows.allocate(S, V, ints(S, R, 4008), flags(S).bool())
+    device = DeviceRows(rows, RowScratch.allocate(B * width, V, "cpu"))
+    lanes = (ints(B), ints(B, R), ints(B), flags(B, R), ints(B, R))
+    outer = (SlotParams.allocate(S), AcceptResult.allocate(B, R, V), device)
+    step, tree = StepTensors(*lanes, 0, (0, 0), ints(S, 2052), ints(S), *outer), DraftTree.allocate(B)
+    going, drafts, shape = flags(B).bool(), ints(S, R), {"width": width, "levels": levels}
+    for d2t, ahead in ((None, None), (ints(32_000), ints(B))):
+        columns, forced = V if d2t is None else len(d2t), {"num_jump_forward_B": ahead}
+        for k in range(min(levels, 2)):
+            logits = torch.zeros(B * (width if k else 1), columns, dtype=torch.bfloat16)
+            draft_tree.grow_tree(logits, step, tree, k, going, drafts, d2t_V=d2t, **shape, **forced)
+        of_slots = (ints(S), drafts, ints(S), ints(S, R))
+        draft_tree.take_tree(step, tree, going, *of_slots, max_drafts=num_drafts, **shape, **forced)
+
+
 def compile_attention(B: int, P: int, Hq: int, Hkv: int, D: int, T: int, dtype: torch.dtype) -> None:
     """Launch attention once: B sequences, P queries."""
     q, k = torch.zeros(B, P, Hq, D, dtype=dtype), torch.zeros(B, P, Hkv, D, dtype=dtype)
@@ -205,6 +236,9 @@ def main() -> None:
     # Triton makes a number that is 1 a constant, so the smallest shapes are separate programs.
     compile_step(1, 1, 1, 1)
     compile_step(8, 4, 4, 129)
+    compile_draft_tree(1, 1, 2, 1)
+    compile_draft_tree(8, 4, 4, 2)
+    compile_draft_tree(8, 4, 16, 15)
     noise.noise_kernel[(1,)](torch.zeros(512), 1 << 40, 1, 512, ROWS=16)
     compile_attention(1, 1, 9, 3, 64, 16, torch.bfloat16)
     compile_attention(1, 1, 4, 1, 128, 32, torch.bfloat16)

@@ -18,6 +18,7 @@ NAMES = {
     *("skinny_kernel", "skinny_gated_kernel", "quantise_kernel", "rescale_kernel"),
     *("shrink_kernel", "expand_kernel"),
     *("tree_decode_kernel", "tree_acceptance_kernel", "compact_kernel", "branch_kernel"),
+    *("grow_kernel", "take_kernel"),
 }
 
 
