@@ -83,7 +83,8 @@ class GrammarConfig:
     """Threads within one compilation, in backends that have it (xgrammar). More than one pays where there are more
     cores than compile workers, and grammars take long."""
     compile_queue: int = 256
-    """Compilations that may wait for a worker, not counting those of running sequences; one more is refused."""
+    """Compilations that may wait for a worker, not counting those of running sequences; one more is refused. Tenants
+    share these places by weight once all are taken."""
     compile_queue_s: float = 120.0
     """Longest wait of a compilation for a worker, in seconds; then it is refused. The wait does not count toward
     compile_timeout_s, and a running sequence waits for as long as it takes."""

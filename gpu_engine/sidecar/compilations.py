@@ -19,7 +19,7 @@ import asyncio
 import logging
 import re
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -57,18 +57,30 @@ MAX_KNOWN = 16384
 
 
 @dataclass(slots=True)
+class _Places:
+    """The compilations of one tenant on one backend."""
+
+    weight: float
+    taken: int = 0
+
+
+@dataclass(slots=True)
 class Admission:
     """Counts the compilations under way, by the backend that was asked for, and refuses those above its limit.
 
     Invariant: a compilation that is refused here would have found the queue of the grammar process full, by the limit
     that the process itself gave (Configure). Grammars that the process is known to have are answered at once, and need
     no place. A sequence that holds a slot was accepted before and is never refused, but its compilation counts.
+
+    Above the limit a tenant's compilation is sent while another tenant has more of them over its weight: the grammar
+    process gives it the place of that tenant's newest one (see grammar_service/compile/queue.py).
     """
 
     max_known: int = MAX_KNOWN
     refused: int = 0
     """Compilations that were not sent."""
-    _running: Counter[int] = field(default_factory=Counter)
+    _running: dict[int, dict[str, _Places]] = field(default_factory=dict)
+    """Backend -> tenant, "" for none -> its compilations."""
     _known: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _attached: int = 0
     """The number of the grammar process that has the known grammars."""
@@ -83,10 +95,16 @@ class Admission:
         if self.knows(spec, attached):
             self._known.move_to_end(hash(spec))
             return False
-        if 0 < limit <= self._running[spec.backend]:
+        all_places = self._running.setdefault(spec.backend, {})
+        tenant, weight = ("", 1.0) if spec.owner is None else (spec.owner.tenant, spec.owner.weight)
+        mine = all_places.get(tenant) or _Places(weight)
+        mine.weight = weight
+        full = 0 < limit <= sum(places.taken for places in all_places.values())
+        if full and (mine.taken + 1) / weight >= max(places.taken / places.weight for places in all_places.values()):
             self.refused += 1
             raise LimitExceeded(f"grammar: compile_queue: {limit} compilations run or wait already; try again")
-        self._running[spec.backend] += 1
+        mine.taken += 1
+        all_places[tenant] = mine
         return True
 
     def knows(self, spec: GrammarSpec, attached: int) -> bool:
@@ -95,7 +113,10 @@ class Admission:
 
     def leave(self, spec: GrammarSpec) -> None:
         """Give back the place of a compilation that has ended."""
-        self._running[spec.backend] -= 1
+        all_places, tenant = self._running[spec.backend], "" if spec.owner is None else spec.owner.tenant
+        all_places[tenant].taken -= 1
+        if not all_places[tenant].taken:
+            del all_places[tenant]
 
     def compiled(self, spec: GrammarSpec, attached: int) -> None:
         """Remember that the grammar process of this number has the grammar."""
@@ -112,7 +133,8 @@ class Admission:
         self._known.clear()
 
     def __repr__(self) -> str:
-        return f"<Admission running={self._running.total()} known={len(self._known)} refused={self.refused}>"
+        running = sum(places.taken for tenants in self._running.values() for places in tenants.values())
+        return f"<Admission running={running} known={len(self._known)} refused={self.refused}>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from grammar_service.compile.artifact import Artifact
 from grammar_service.compile.process import CompileProcess, exit_error
-from grammar_service.compile.queue import NO_TENANT, CompileQueue, Share
+from grammar_service.compile.queue import NO_TENANT, CompileQueue, QueueFullError, Share
 from grammar_service.compile.worker import IDLE
 from grammar_service.config import CompileLimits
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded, from_wire
@@ -50,7 +50,8 @@ class CompilePool:
         workers: number of processes.
         threads: within one compilation, in backends that have it.
         limits: of one compilation.
-        queue: compilations that may wait for a worker; those of accepted sequences do not count.
+        queue: compilations that may wait for a worker; those of accepted sequences do not count. Tenants share these
+            places by weight.
         queue_s: longest wait for a worker, in seconds; accepted sequences wait for as long as it takes.
         command: of a process that speaks the protocol of worker.py.
         fallback: replaces `command` for good once a worker of it was starved at its time limit: other processes leave
@@ -80,7 +81,7 @@ class CompilePool:
         self._idle: set[CompileProcess] = set()
         """Workers of a command that has a fallback."""
         self._closed = False
-        self._compile_queue = CompileQueue(workers, queue_s)
+        self._compile_queue = CompileQueue(workers, queue_s, max_waiting=queue)
         self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(workers)]
         self._all: set[CompileProcess] = set()
         self._reaping: set[asyncio.Task[int]] = set()
@@ -158,10 +159,10 @@ class CompilePool:
         Raises InvalidGrammar, NotSupported, LimitExceeded (nesting, time, memory, size, length of the queue, time in
         the queue), InternalError (crash).
         """
-        if self._compile_queue.num_waiting >= self._max_waiting and not accepted:
-            raise LimitExceeded(f"compile_queue: {self._max_waiting} compilations are waiting already")
         try:
             await self._compile_queue.acquire(name, accepted=accepted, share=share)
+        except QueueFullError:
+            raise LimitExceeded(f"compile_queue: {self._max_waiting} compilations are waiting already") from None
         except TimeoutError:
             raise LimitExceeded(
                 f"compile_queue_s: no compile worker of {self._backend} was free within {self._queue_s:g} s, and the "

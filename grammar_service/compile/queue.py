@@ -6,19 +6,24 @@ that begins to wait is lifted to the smallest counter of those that wait, so it 
 forgotten when nothing waits: then no tenant went short. A tenant's own compilations keep the order of arrival, and so
 do all compilations of a server without tenants, which count as one tenant.
 
+The places of the queue, too, belong to the tenants by weight once all are taken. A compilation that finds no place
+takes that of the newest one of the tenant with the most waiting compilations over its weight, if its own tenant then
+has fewer over its weight; otherwise it is refused itself. Compilations of accepted sequences need no place.
+
 Invariant: a worker is free only while no compilation waits. A released worker goes straight to the next waiter, and a
 cancelled waiter keeps nothing. A compilation that is not for an accepted sequence waits for at most `wait_s`. While one
 group alone waits, no waiting tenant's counter exceeds the smallest one by more than one compilation on every worker,
-over its weight. Not thread-safe: one event loop owns a queue.
+over its weight. While a tenant's waiting compilations are no more than its share of the places, by the weights of the
+tenants that wait, none of them is refused or loses its place. Not thread-safe: one event loop owns a queue.
 
-Not responsible for: the length limit of the queue (see pool.py), how many compilations one tenant may have at once (see
-gpu_engine/sidecar/turns.py).
+Not responsible for: how many compilations one tenant may have at once (see gpu_engine/sidecar/turns.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,6 +40,10 @@ class Share:
 NO_TENANT = Share()
 
 
+class QueueFullError(Exception):
+    """The compilation has no place in the queue, or lost it to one of another tenant."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiter:
     """A compilation in the queue."""
@@ -42,7 +51,8 @@ class _Waiter:
     name: str
     share: Share
     assigned: asyncio.Future[None]
-    """Done when a worker is assigned; fails with TimeoutError when the wait was too long."""
+    """Done when a worker is assigned; fails with TimeoutError when the wait was too long, and with QueueFullError when
+    another tenant's compilation took the place."""
 
 
 @dataclass(slots=True)
@@ -60,10 +70,19 @@ class CompileQueue:
 
     Args:
         clock: in seconds, never going back; None: the clock of the event loop.
+        max_waiting: places, for compilations that are not for an accepted sequence.
     """
 
-    def __init__(self, workers: int, wait_s: float, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        workers: int,
+        wait_s: float,
+        clock: Callable[[], float] | None = None,
+        *,
+        max_waiting: float = math.inf,
+    ) -> None:
         self._free = workers
+        self._max_waiting = max_waiting
         self._wait_s = wait_s
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._accepted: deque[_Waiter] = deque()
@@ -81,17 +100,22 @@ class CompileQueue:
     async def acquire(self, name: str = "", *, accepted: bool = False, share: Share = NO_TENANT) -> None:
         """Wait for a worker; the caller must `release` it for the same share. `name` is the argument of `promote`.
 
-        Raises TimeoutError after `wait_s`, unless the compilation is accepted or was promoted.
+        Unless the compilation is accepted or was promoted, raises TimeoutError after `wait_s`, and QueueFullError when
+        there is no place, or no longer one.
         """
         self._count()
         if self._free:
             self._free -= 1
             self._usage(share).running += 1
             return
+        displaced = None if accepted else self._displaced(share)
         self._lift(share)
         loop = asyncio.get_running_loop()
         waiter = _Waiter(name, share, loop.create_future())
         (self._accepted if accepted else self._others).append(waiter)
+        if displaced is not None:
+            self._remove(displaced)
+            displaced.assigned.set_exception(QueueFullError())
         timer = loop.call_later(self._wait_s, self._expire, waiter)
         try:
             await waiter.assigned
@@ -109,6 +133,18 @@ class CompileQueue:
         for waiter in [waiter for waiter in self._others if waiter.name == name]:
             self._others.remove(waiter)
             self._accepted.append(waiter)
+
+    def _displaced(self, share: Share) -> _Waiter | None:
+        """Return whose place a compilation of `share` takes; None: one is free. Raises QueueFullError."""
+        waiting = [waiter for waiter in self._others if not waiter.assigned.done()]
+        if len(waiting) < self._max_waiting:
+            return None
+        counts = Counter(waiter.share.tenant for waiter in waiting)
+        newest = {waiter.share.tenant: waiter for waiter in waiting}  # of equal keys the last one stays
+        last = max(newest.values(), key=lambda waiter: counts[waiter.share.tenant] / waiter.share.weight)
+        if counts[last.share.tenant] / last.share.weight <= (counts[share.tenant] + 1) / share.weight:
+            raise QueueFullError
+        return last
 
     def _expire(self, waiter: _Waiter) -> None:
         # A promoted waiter has left `_others`, and so has one with a worker.

@@ -43,6 +43,8 @@ _TESTS = {
     "grammar_service/fill/worker.py": ("grammar_service/fill/test_worker.py",),
     "grammar_service/fill/work_queues.py": ("grammar_service/fill/test_work_queues.py",),
     "grammar_service/compile/pool.py": ("grammar_service/compile/test_pool.py",),
+    "grammar_service/compile/queue.py": ("grammar_service/compile/test_fair_queue.py",),
+    "gpu_engine/sidecar/compilations.py": ("gpu_engine/sidecar/test_admission.py",),
     "service_runtime/single_flight.py": ("service_runtime/test_single_flight.py",),
 }
 """The tests of each file that mutants change, below tests/."""
@@ -144,7 +146,8 @@ _SYNC, _ROWS = "gpu_engine/step/stream_sync.py", "gpu_engine/step/mask_rows.py"
 _WORKER, _MATCHERS, _QUEUES, _ANSWERS, _BATCH = (
     f"grammar_service/fill/{name}.py" for name in ("worker", "matchers", "work_queues", "answers", "batch")
 )
-_POOL = "grammar_service/compile/pool.py"
+_POOL, _COMPILE_QUEUE = "grammar_service/compile/pool.py", "grammar_service/compile/queue.py"
+_COMPILATIONS = "gpu_engine/sidecar/compilations.py"
 _FLIGHTS = "service_runtime/single_flight.py"
 
 _CHANGES = "        while self._inbox:\n            self._queues.put(self._inbox.popleft())\n"
@@ -362,6 +365,21 @@ _ALL = (
                 _POOL,
                 "GrammarServiceError:\n                self._spare.append(self._launch())\n                raise\n",
                 "GrammarServiceError:\n                raise\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a full queue refuses a tenant within its share",
+        ((_COMPILE_QUEUE, "<= (counts[share.tenant] + 1) / share.weight:\n", "<= math.inf:\n"),),
+    ),
+    Mutant(
+        "the engine refuses a tenant within its share",
+        (
+            (
+                _COMPILATIONS,
+                "        if full and (mine.taken + 1) / weight >= max("
+                "places.taken / places.weight for places in all_places.values()):\n",
+                "        if full:\n",
             ),
         ),
     ),

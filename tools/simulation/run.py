@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.errors import InvalidRequest, LimitExceeded
 from gpu_engine.api.ports import GrammarEvents
 from gpu_engine.api.request import FinishReason, Request
 from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
@@ -54,6 +54,8 @@ PATIENCE_S = 300.0
 QUIET_S = 30.0
 """Virtual time in which everything must be given back after the last request has ended."""
 MAX_MODEL_LEN = 96
+TENANTS_EACH, TENANTS_AT = 10, 4
+"""Of so many seeds one has tenants: each whose remainder is this."""
 
 
 class EveryDraft(DraftBudget):
@@ -138,6 +140,10 @@ class Simulation:
         self.faults = Faults.drawn(world) if faulty else Faults(world)
         self.come_and_go = faulty and random.random() < 0.4
         self.plans = workload.drawn(random, come_and_go=self.come_and_go) if plans is None else list(plans)
+        tenants = faulty and seed % TENANTS_EACH == TENANTS_AT
+        if tenants:
+            # Of other random numbers, so that no other draw depends on it.
+            self.plans = workload.beside_flood(self.plans, Random(f"flood {seed}"))
         self.config = _engine_config(random, plain=not faulty)
         self.server_config = ServerConfig(grammar_wait_s=30.0, compile_timeout_s=2.0)
         self.grammar_threads = random.choice((1, 2, 3))
@@ -148,6 +154,8 @@ class Simulation:
             compile_timeout_s=2.0,
             compile_priority=random.choice(("low", "idle")),
         )
+        if tenants:
+            grammar_config = replace(grammar_config, compile_queue=workload.COMPILE_QUEUE)
         compiled = self.directory / "compiled"
         self.machine = Machine(world, self.loop, grammar_config, compiled, self.faults)
         self.model: ToyModel = toy_model(MAX_MODEL_LEN)
@@ -413,7 +421,11 @@ def check_answers(simulation: Simulation, clients: Sequence[Client], expected: d
             continue
         if client.error is not None:
             refused = client.plan.kind.refused and isinstance(client.error, InvalidRequest)
-            if not refused and type(client.error).__name__ not in justified:
+            # No fault fills the queue: whoever floods it is refused, and nobody else.
+            full = isinstance(client.error, LimitExceeded) and "compile_queue:" in str(client.error)
+            if full and not client.plan.floods:
+                world.complain(f"{client} found the queue of compilations full")
+            elif not refused and not full and type(client.error).__name__ not in justified:
                 world.complain(f"{client} ended without a fault that justifies it: {client.error}")
         elif client.finish is FinishReason.ABORTED:
             if not client.aborted:

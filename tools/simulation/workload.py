@@ -3,18 +3,28 @@
 Requests come from a fixed list, so that the tokens which each must have are computed once in a process, without faults
 and without drafts. Invariant: a request's tokens depend on nothing but its own fields.
 
+In some runs two tenants send them: one floods the queue of compilations, the other one has never more than its share.
+
 Not responsible for: gRPC and text (see gpu_engine/front/).
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
 
 from gpu_engine.api.errors import LockstepError
-from gpu_engine.api.request import FinishReason, GrammarKind, GrammarSpec, Request, SamplingParams, TokenEvent
+from gpu_engine.api.request import (
+    FinishReason,
+    GrammarKind,
+    GrammarOwner,
+    GrammarSpec,
+    Request,
+    SamplingParams,
+    TokenEvent,
+)
 from gpu_engine.core.engine import Engine
 from gpu_engine.sidecar.client import GrammarClient
 from tools.simulation.world import World
@@ -40,6 +50,16 @@ TOO_LONG = (
 )
 """Grammars whose answers do not fit into the tokens of their requests."""
 _LONGEST_PROMPT = 36
+
+COMPILE_QUEUE = 7
+"""Places of the queue in runs with tenants."""
+STEADY = GrammarOwner("steady", "steady", max_compilations=0, max_waiting=0, max_bytes=0, weight=6.0)
+"""Of the places 6 are its share beside the flood's 1: one for each grammar that `drawn` draws from."""
+FLOOD = "flood"
+"""The name of the other tenant."""
+_FLOODED = 24
+"""Its compilations."""
+_FLOOD_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +104,18 @@ class Plan:
     """The client leaves when it has so many tokens."""
     aborts_at_s: float | None = None
     """The request is aborted so long after it was sent."""
+    owner: GrammarOwner | None = None
+    """The tenant of its grammar, in runs with tenants."""
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """The grammar as the tenant's."""
+        return self.kind.grammar and replace(self.kind.grammar, owner=self.owner)
+
+    @property
+    def floods(self) -> bool:
+        """The request is one of the tenant that floods."""
+        return self.owner is not None and self.owner.tenant == FLOOD
 
 
 def drawn(random: Random, *, come_and_go: bool) -> list[Plan]:
@@ -98,6 +130,18 @@ def drawn(random: Random, *, come_and_go: bool) -> list[Plan]:
         aborts = random.random() ** 2 * 0.1 if random.random() < share else None
         made.append(Plan(kind, at_s, leaves, aborts))
     return made
+
+
+def beside_flood(plans: list[Plan], random: Random) -> list[Plan]:
+    """Return the requests as those of one tenant, and a flood of another one's compilations about them."""
+    begin_s, guided = random.choice(plans).at_s, [kind for kind in kinds()[:NUM_KINDS] if kind.grammar is not None]
+    flood = []
+    for number in range(_FLOODED):
+        # Each compilation is for a space of its own, so none is in the cache.
+        owner = GrammarOwner(f"{FLOOD}{number}", FLOOD, max_compilations=0, max_waiting=0, max_bytes=0)
+        at_s = max(0.0, begin_s + (random.random() - 0.5) * _FLOOD_S)
+        flood.append(Plan(random.choice(guided), at_s, leaves_at=1, owner=owner))
+    return [replace(plan, owner=STEADY) for plan in plans] + flood
 
 
 def probes() -> list[Plan]:
@@ -134,12 +178,12 @@ class Client:
         def fail(error: LockstepError) -> None:
             self._events.put_nowait(TokenEvent(0, error=error))
 
-        kind, request = self.plan.kind, None
+        kind, spec, request = self.plan.kind, self.plan.grammar, None
         try:
-            if kind.grammar is not None:
-                grammar.prepare(self.name, kind.grammar, fail)
+            if spec is not None:
+                grammar.prepare(self.name, spec, fail)
             request = Request(
-                self.name, 0, list(kind.prompt), kind.sampling, sink, kind.grammar, num_draft_tokens=self.num_drafts
+                self.name, 0, list(kind.prompt), kind.sampling, sink, spec, num_draft_tokens=self.num_drafts
             )
             engine.submit(request)
             if self.plan.aborts_at_s is not None:
@@ -151,7 +195,7 @@ class Client:
             self.over = True
             if request is not None and self.finish is None:
                 engine.drop(request)
-            if kind.grammar is not None:
+            if spec is not None:
                 grammar.forget(self.name)
 
     def abort(self, engine: Engine) -> None:

@@ -1,9 +1,10 @@
-"""The queue of compilations between tenants: the next worker goes by weight, under a clock that the test moves."""
+"""The queue of compilations between tenants: workers and places go by weight, under a clock that the test moves."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grammar_service.compile.queue import CompileQueue, Share
+from grammar_service.compile.queue import NO_TENANT, CompileQueue, QueueFullError, Share
 
 ACME, BETA = Share("acme"), Share("beta")
 
@@ -30,17 +31,22 @@ class Clock:
 class Bench:
     """A queue with compilations that end when the test says so."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, max_waiting: float = math.inf) -> None:
         self.clock = Clock()
-        self.queue = CompileQueue(workers, 600, self.clock)
+        self.queue = CompileQueue(workers, 600, self.clock, max_waiting=max_waiting)
         self.running: list[str] = []
+        self.refused: list[str] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._shares: dict[str, Share] = {}
 
     async def ask(self, name: str, share: Share, *, accepted: bool = False) -> None:
         async def take() -> None:
-            await self.queue.acquire(name, accepted=accepted, share=share)
-            self.running.append(name)
+            try:
+                await self.queue.acquire(name, accepted=accepted, share=share)
+            except QueueFullError:
+                self.refused.append(name)
+            else:
+                self.running.append(name)
 
         self._tasks[name], self._shares[name] = asyncio.create_task(take()), share
         await settled()
@@ -161,6 +167,108 @@ async def test_a_cancelled_waiter_passes_its_worker_to_the_tenant_that_is_next()
     assert bench.running == ["b1"]
     await bench.end("b1", 1.0)
     assert bench.running == ["a1"]
+
+
+async def test_a_full_queue_takes_the_newest_place_of_the_tenant_with_the_most() -> None:
+    bench = Bench(1, max_waiting=4)
+    for i in range(6):
+        await bench.ask(f"a{i}", ACME)
+    assert bench.refused == ["a5"], "one tenant alone may take every place, and no more"
+    for i in range(3):
+        await bench.ask(f"b{i}", BETA)
+    assert bench.refused == ["a5", "a4", "a3", "b2"], "each has two places now"
+    await bench.ask("a6", ACME)
+    assert bench.refused[4:] == ["a6"]
+    assert bench.queue.num_waiting == 4
+    assert await bench.end_one_by_one(5, 1.0) == ["b0", "a1", "b1", "a2"]
+
+
+async def test_places_are_shared_by_weight() -> None:
+    bench, heavy = Bench(1, max_waiting=8), Share("acme", 3.0)
+    await bench.ask("running", NO_TENANT)
+    for i in range(8):
+        await bench.ask(f"b{i}", BETA)
+    for i in range(8):
+        await bench.ask(f"a{i}", heavy)
+    assert bench.refused == ["b7", "b6", "b5", "b4", "b3", "b2", "a6", "a7"]
+    await bench.ask("b8", BETA)
+    assert bench.refused[-1] == "b8"
+
+
+async def test_accepted_and_promoted_compilations_need_no_place_and_lose_none() -> None:
+    bench = Bench(1, max_waiting=2)
+    for name in ("a0", "a1", "a2"):
+        await bench.ask(name, ACME)
+    bench.queue.promote("a2")
+    await bench.ask("a3", ACME)
+    await bench.ask("a4", ACME, accepted=True)
+    await bench.ask("b0", BETA)
+    assert bench.refused == ["a3"]
+    assert repr(bench.queue) == "<CompileQueue free=0 accepted=2 others=2>"
+
+
+async def test_a_compilation_that_loses_its_place_as_it_is_cancelled_gives_back_no_worker() -> None:
+    bench = Bench(1, max_waiting=3)
+    for i in range(4):
+        await bench.ask(f"a{i}", ACME)
+    taking = asyncio.create_task(bench.queue.acquire(share=BETA))
+    await asyncio.sleep(0)
+    bench._tasks["a3"].cancel()  # it has lost its place and has not run yet
+    await settled()
+    assert bench._tasks["a3"].cancelled()
+    assert bench.refused == []
+    assert repr(bench.queue) == "<CompileQueue free=0 accepted=0 others=3>"
+    taking.cancel()
+
+
+async def test_a_place_of_a_cancelled_compilation_is_free_at_once() -> None:
+    bench = Bench(1, max_waiting=2)
+    for i in range(3):
+        await bench.ask(f"a{i}", ACME)
+    bench._tasks["a2"].cancel()
+    taking = bench.queue.acquire(share=ACME)
+    assigned = taking.send(None)  # before the task of a2 has run: no QueueFullError
+    assigned.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        taking.throw(asyncio.CancelledError())
+    await settled()
+    assert repr(bench.queue) == "<CompileQueue free=0 accepted=0 others=1>"
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["a", "b", "c", ""]), st.booleans(), st.booleans()), max_size=80),
+    st.integers(1, 9),
+    st.sampled_from([(1.0, 1.0, 1.0), (1.0, 3.0, 0.5), (100.0, 1.0, 1.0)]),
+)
+@settings(deadline=None, max_examples=60)
+def test_no_tenant_within_its_share_of_the_places_is_refused_or_displaced(
+    asked: list[tuple[str, bool, bool]], max_waiting: int, weights: tuple[float, ...]
+) -> None:
+    shares = {name: Share(name, weight) for name, weight in zip("abc", weights, strict=True)} | {"": NO_TENANT}
+    asyncio.run(_fill(asked, max_waiting, shares))
+
+
+async def _fill(asked: list[tuple[str, bool, bool]], max_waiting: int, shares: dict[str, Share]) -> None:
+    bench, waiting = Bench(1, max_waiting), dict[str, str]()
+    for i, (tenant, accepted, ends) in enumerate(asked):
+        name, refused = f"{tenant}{i}", len(bench.refused)
+        before = Counter(waiting.values())
+        await bench.ask(name, shares[tenant], accepted=accepted)
+        if not accepted and name not in bench.running:
+            waiting[name] = tenant
+            before[tenant] += 1
+        assert len(bench.refused) <= refused + 1
+        for lost in bench.refused[refused:]:
+            loser = waiting.pop(lost)
+            total = sum(shares[other].weight for other in before)
+            assert before[loser] > max_waiting * shares[loser].weight / total
+        assert bench.queue.num_waiting == len(waiting) <= max_waiting
+        if ends and bench.running:
+            await bench.end(bench.running[0], 1.0)
+            for begun in bench.running:
+                waiting.pop(begun, None)
+    for task in bench._tasks.values():
+        task.cancel()
 
 
 @dataclass
