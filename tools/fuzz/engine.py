@@ -197,7 +197,13 @@ def limits(engine: EngineConfig, model: FuzzModel) -> Limits:
 def instant_calls() -> Calls:
     """Return the calls to an engine that answers at once. Must run on the event loop."""
     model = FuzzModel()
-    config = EngineConfig(max_model_len=MAX_MODEL_LEN, max_beam_width=0, draft_index_shared=True, device="cpu")
+    config = EngineConfig(
+        served_model_name="lockstep,fuzzed",
+        max_model_len=MAX_MODEL_LEN,
+        max_beam_width=0,
+        draft_index_shared=True,
+        device="cpu",
+    )
     engine = InstantEngine(config)
     calls = Calls(engine, model, limits(config, model), InstantGrammar())
     calls.warm()

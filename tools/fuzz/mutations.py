@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 _NUMBERS = (
@@ -163,7 +163,8 @@ def mutate_message(data: bytes, random: Random, kind: type[Message], words: Sequ
         return mutate_bytes(data, random)
     for _ in range(random.randint(1, 4)):
         _set_field(message, random, words, _DEEPEST)
-    return message.SerializeToString()
+    # Entries of maps come in the order of a hash that each process has for itself.
+    return message.SerializeToString(deterministic=True)
 
 
 def _set_field(message: Message, random: Random, words: Sequence[str], depth: int) -> None:
@@ -174,8 +175,8 @@ def _set_field(message: Message, random: Random, words: Sequence[str], depth: in
     if random.random() < 0.15:
         message.ClearField(field.name)
         return
-    # A map is a repeated message of entries, to which nothing can be added as to other ones.
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        _set_entry(getattr(message, field.name), field.message_type, random, words, depth)
         return
     if field.message_type is not None and depth:
         held = getattr(message, field.name)
@@ -187,6 +188,18 @@ def _set_field(message: Message, random: Random, words: Sequence[str], depth: in
         getattr(message, field.name).extend(_scalar(field, random, words) for _ in range(random.choice((1, 1, 2, 40))))
     elif field.message_type is None:
         setattr(message, field.name, _scalar(field, random, words))
+
+
+def _set_entry(held: Any, entry: Descriptor, random: Random, words: Sequence[str], depth: int) -> None:
+    """Set an entry of a map: one that it has, or another."""
+    known = sorted(held)
+    again = known and random.random() < 0.5
+    key = random.choice(known) if again else _scalar(entry.fields_by_name["key"], random, words)
+    value = entry.fields_by_name["value"]
+    if value.message_type is None:
+        held[key] = _scalar(value, random, words)
+    elif depth:
+        _set_field(held[key], random, words, depth - 1)
 
 
 _RANGES = {

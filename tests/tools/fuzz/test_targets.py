@@ -13,8 +13,10 @@ from google.protobuf.message import Message
 
 from protos.engine.v1 import engine_pb2 as pb
 from tools.fuzz import corpus, native, rpc
+from tools.fuzz.engine import instant_calls
 from tools.fuzz.target import Broken, Target
 from tools.fuzz.targets import TARGETS, load
+from tools.fuzz.targets.engine_services import method_of
 
 FEW, MANY = 15, 1500
 HEAVY = ("compile_xgrammar", "grammar_service")
@@ -75,6 +77,33 @@ def test_a_seed_makes_the_same_inputs_again() -> None:
     made = [[target.mutate(data, random) for _ in range(50)] for random in (Random(3), Random(3))]
     assert made[0] == made[1]
     assert len(set(made[0])) > 40
+
+
+def test_each_example_of_an_inference_is_answered() -> None:
+    """An example that is refused for the name of its model leads to none of the code behind that."""
+    from gpu_engine.front.kserve.servicer import InferenceServicer
+    from protos.kserve.v2 import inference_pb2
+
+    known = rpc.methods(inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"])
+    examples = {
+        name: data
+        for name, data in corpus.inputs("kserve_service").items()
+        if not name.startswith(("found", "refused"))
+    }
+
+    async def answer(servicer: InferenceServicer, data: bytes) -> str:
+        method = method_of(known, data)
+        context = await rpc.call(servicer, method, data[1:])
+        assert context is not None
+        streamed = method.output_type.name == "ModelStreamInferResponse"
+        parts = map(inference_pb2.ModelStreamInferResponse.FromString, context.responses if streamed else [])
+        return context.details + "".join(part.error_message for part in parts)
+
+    async def answers() -> dict[str, str]:
+        servicer = InferenceServicer(instant_calls(), version="0")
+        return {name: await answer(servicer, data) for name, data in examples.items()}
+
+    assert set(asyncio.run(answers()).values()) == {""}
 
 
 def test_an_internal_error_of_a_service_is_a_defect() -> None:

@@ -20,7 +20,7 @@ TARGETS = {
     "chat": "requests",
     "answer_parts": "requests",
     "engine_service": "engine_services",
-    "kserve_service": "engine_services",
+    "kserve_service": "inference",
     "vllm_service": "engine_services",
     "grammar_service": "grammar_services",
     "http_gateway": "gateway",

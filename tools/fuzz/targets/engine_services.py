@@ -1,7 +1,9 @@
-"""Bytes at the services of the public port: our own, KServe's and vLLM's, before an engine that answers at once.
+"""Bytes at the services of the public port: our own and vLLM's, before an engine that answers at once.
 
 The first byte of an input chooses the method. Invariant: every call ends, with a status that is not INTERNAL, leaves no
 request and no task behind, and its message can be sent.
+
+Not responsible for: KServe's service (see inference.py).
 """
 
 from __future__ import annotations
@@ -29,19 +31,7 @@ VERSION = "0"
 def engine_service() -> Target:
     """Return the target of our own service."""
     service = engine_pb2.DESCRIPTOR.services_by_name["Engine"]
-    return _target(service, lambda calls: EngineServicer(calls, version=VERSION), REQUEST)
-
-
-def kserve_service() -> Target:
-    """Return the target of KServe's service."""
-    # Its messages have the names of Triton's client, which a process may have loaded already.
-    from gpu_engine.front.kserve.inputs import _FIELDS
-    from gpu_engine.front.kserve.servicer import InferenceServicer
-    from protos.kserve.v2 import inference_pb2
-
-    service = inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
-    words = (*REQUEST, *_FIELDS, "fuzzed", "text_input", "stream", "BYTES", "INT32", "FP32", "BOOL", "UINT64", "INT64")
-    return _target(service, lambda calls: InferenceServicer(calls, version=VERSION), words)
+    return service_target(service, lambda calls: EngineServicer(calls, version=VERSION), REQUEST)
 
 
 def vllm_service() -> Target:
@@ -52,10 +42,11 @@ def vllm_service() -> Target:
     from gpu_engine.front.vllm_wire.servicer import VllmEngineServicer
 
     service = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
-    return _target(service, lambda calls: VllmEngineServicer(calls, version=VERSION, kv_events=True), REQUEST)
+    return service_target(service, lambda calls: VllmEngineServicer(calls, version=VERSION, kv_events=True), REQUEST)
 
 
-def _target(service: ServiceDescriptor, serve: Callable[[Calls], Any], words: tuple[str, ...]) -> Target:
+def service_target(service: ServiceDescriptor, serve: Callable[[Calls], Any], words: tuple[str, ...]) -> Target:
+    """Return the target of a service; `serve` makes its servicer."""
     loop = asyncio.new_event_loop()
     known = rpc.methods(service)
 
@@ -66,7 +57,7 @@ def _target(service: ServiceDescriptor, serve: Callable[[Calls], Any], words: tu
     calls, servicer = loop.run_until_complete(start())
 
     async def one(data: bytes) -> None:
-        method = _method(known, data)
+        method = method_of(known, data)
         if await rpc.call(servicer, method, data[1:], endless=method.name in ENDLESS) is None:
             return
         require(len(calls) == 0, f"{method.name} leaves a request behind")
@@ -87,7 +78,8 @@ def _target(service: ServiceDescriptor, serve: Callable[[Calls], Any], words: tu
     )
 
 
-def _method(known: list[MethodDescriptor], data: bytes) -> MethodDescriptor:
+def method_of(known: list[MethodDescriptor], data: bytes) -> MethodDescriptor:
+    """Return the method that the first byte chooses."""
     return known[data[0] % len(known) if data else 0]
 
 
@@ -96,7 +88,7 @@ def mutate_call(known: list[MethodDescriptor], data: bytes, random: Random, word
     head = data[:1] or b"\0"
     if random.random() < 0.05:
         head = bytes([random.randrange(len(known))])
-    method = _method(known, head)
+    method = method_of(known, head)
     kind = rpc.request_type(method)
     if not method.client_streaming:
         return head + mutate_message(data[1:], random, kind, words)
