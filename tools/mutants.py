@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="defects (default: all)")
     parser.add_argument("--jobs", type=int, default=usable_cores(), help="processes (default: the cores, %(default)s)")
     parser.add_argument(
-        "--seeds", type=int, default=1000, help="seeds of the simulation a defect (default: %(default)s)"
+        "--seeds", type=int, default=200, help="seeds of the simulation a defect (default: %(default)s)"
     )
     parser.add_argument("--limit-s", type=float, default=240.0, help="longest try of one check (default: %(default)s)")
     args = parser.parse_args(arguments)
