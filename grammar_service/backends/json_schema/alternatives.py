@@ -7,6 +7,7 @@
     contains                                             the places of an array with a small `maxItems`
     propertyNames                                        patternProperties and additionalProperties
     uniqueItems                                          the orders of few values
+    $ref to what no value satisfies                      `false`, which a library can leave out of an object
 
 Each keyword that can be rewritten becomes a schema in `allOf` of its node, and goes. A keyword that cannot stays as it
 is, and is refused by name later.
@@ -25,7 +26,7 @@ from typing import Any
 
 from grammar_service.backends.json_schema.exclusive import canonical, exclusive, facts_of
 from grammar_service.backends.json_schema.negation import NoComplement, absent, all_of, any_of, complement
-from grammar_service.backends.json_schema.walk import Schema, resolve, subschemas
+from grammar_service.backends.json_schema.walk import DEFINITIONS, Schema, resolve, subschemas
 
 MAX_PARTS = 20_000
 """Objects and lists in all clauses of a schema."""
@@ -62,6 +63,34 @@ def expand(schema: Any) -> None:
                 continue
             left, product = left - parts, product * ways
             _replace(node, present, clause)
+    while _write_false(schema):
+        pass
+
+
+def _write_false(schema: Any) -> bool:
+    """Write `false` in place of references to what no value satisfies; return whether there were any."""
+    nodes = [node for _, node in subschemas(schema)]
+    if not any(map(_is_false, nodes)) and not any(False in _values(node, key) for node in nodes for key in DEFINITIONS):
+        return False
+    found = False
+    for node in nodes:
+        reference = node.get("$ref")
+        place = resolve(schema, reference) if isinstance(reference, str) and not _is_false(node) else None
+        if place is not None and (place[1] is False or (isinstance(place[1], dict) and _is_false(place[1]))):
+            del node["$ref"]
+            node["allOf"] = [*(node.get("allOf") or ()), False]
+            found = True
+    return found
+
+
+def _is_false(node: Schema) -> bool:
+    clauses = node.get("allOf")
+    return isinstance(clauses, list) and any(clause is False for clause in clauses)
+
+
+def _values(node: Schema, key: str) -> list[Any]:
+    members = node.get(key)
+    return [value for value in members.values() if value is False] if isinstance(members, dict) else []
 
 
 def _replace(node: Schema, keywords: list[str], clause: Any) -> None:

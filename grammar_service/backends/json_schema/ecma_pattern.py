@@ -26,6 +26,8 @@ _LINE_ENDS: Ranges = [(10, 10), (13, 13), (0x2028, 0x2029)]
 _SPACE: Ranges = [(9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)]
 _SPACE += [(0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]
 _CARET = ord("^")
+_SURROGATES = (0xD800, 0xDFFF)
+"""No text has one alone."""
 
 _CONTROLS = {"f": 12, "n": 10, "r": 13, "t": 9, "v": 11}
 _CATEGORY = re.compile(r"\\[pP]\{(?:(?:General_Category|gc)=)?[A-Z][A-Za-z]?\}")
@@ -283,18 +285,20 @@ class _Reader:
         return value
 
     def _literal(self, value: int, begin: int) -> str:
+        if _SURROGATES[0] <= value <= _SURROGATES[1]:
+            raise self._error("a lone surrogate", begin)
         if any(first <= value <= last for first, last in self._dialect.unwritable):
             raise self._error(f"the character U+{value:04X}, which this backend does not write in such a string", begin)
         return _char(value)
 
     def _written(self, ranges: Ranges, begin: int) -> str:
         """Return a class of the ranges without the code points that cannot be written."""
-        written = _without([*_without(ranges), *self._dialect.unwritable])
+        written = _of_characters(_without([*_without(ranges), *self._dialect.unwritable]))
         if not written:
             raise self._error("a class that matches no character", begin)
         if written[-1][1] != _LAST:
             return _class_of(written)
-        excluded = _without(written)
+        excluded = _of_characters(_without(written))
         # The class of all characters: `[^]` has another meaning in one library.
         return "[^" + "".join(_pairs(excluded)) + "]" if excluded else f"[\\u0000-{chr(_LAST)}]"
 
@@ -333,6 +337,13 @@ def _without(ranges: Ranges) -> Ranges:
             out.append((at, first - 1))
         at = last + 1
     return [*out, (at, _LAST)] if at <= _LAST else out
+
+
+def _of_characters(ranges: Ranges) -> Ranges:
+    """Return ranges with the same characters, none of which begins or ends with a surrogate."""
+    low, high = _SURROGATES
+    clipped = [(high + 1 if low <= a <= high else a, low - 1 if low <= b <= high else b) for a, b in ranges]
+    return [(first, last) for first, last in clipped if first <= last]
 
 
 def _pairs(ranges: Ranges) -> list[str]:

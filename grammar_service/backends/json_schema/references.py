@@ -6,6 +6,9 @@
 
 The libraries know some of these names, and read a pointer below an `$id` from there. With pointers from the root all
 of them read one document alike.
+`$schema` names the dialect of a document. The drafts are known, in each spelling of their URLs. The specification
+leaves open what becomes of another dialect, unless its metaschema is in the document and requires a vocabulary that is
+not known: then the schema must be refused. Any other one is read as draft 2020-12, which is a warning.
 Invariant: a reference means the place that the specification says, or stays without a target and is refused later: one
 into another document, and a dynamic one that has several targets. No document is ever fetched. A document without
 names stays as it is.
@@ -14,10 +17,12 @@ Not responsible for: what a reference leads to (see walk.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
+from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import Schema, child_schemas, definitions, resolve
 from grammar_service.errors import InvalidGrammar
 from grammar_service.grammar.json_pointer import array_index
@@ -27,6 +32,43 @@ _OLD = ("draft-03", "draft-04")
 """Drafts whose schemas are named by `id`."""
 _LONE = (*_OLD, "draft-06", "draft-07")
 """In these drafts a schema with a `$ref` has no other keyword: a name beside it counts at the root alone."""
+_PLAIN = re.compile(r'[^"<>\\^`{|}]*')
+"""References without characters of which a library says that no URI has them."""
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+_DRAFT = re.compile(r"https?://json-schema\.org/(?:draft-0([3-7])|draft/(2019-09|2020-12))/(?:hyper-)?schema/?#?/?")
+_VOCABULARY = re.compile(r"https://json-schema\.org/draft/20(?:19-09|20-12)/vocab/")
+_LATEST = ("http://json-schema.org/schema", "https://json-schema.org/schema")
+
+
+def take_out_dialects(root: Any, path: str) -> list[Unenforced]:
+    """Write the dialects of the schema at `path` as the libraries know them, in place, and take out the others.
+
+    Returns a warning for each one that is not known. `write_pointers` has run before. Raises InvalidGrammar for one
+    that requires a vocabulary that is not known.
+    """
+    others: dict[str, Unenforced] = {}
+    waiting: list[tuple[str, Any]] = [("", root)]
+    seen: set[int] = set()
+    for where, node in waiting:
+        if not isinstance(node, dict) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        waiting += _below(node, where)
+        dialect = node.get("$schema")
+        if not isinstance(dialect, str):
+            continue
+        draft = _DRAFT.fullmatch(dialect)
+        if draft is not None and draft[1] in ("4", "6", "7"):
+            node["$schema"] = f"http://json-schema.org/draft-0{draft[1]}/schema#"
+        elif draft is not None and draft[2]:
+            node["$schema"] = f"https://json-schema.org/draft/{draft[2]}/schema"
+        else:
+            del node["$schema"]
+            if draft is None and urldefrag(dialect)[0] not in _LATEST:
+                why = f"{dialect[:200]!r} is not a dialect that is known; the schema is read as draft 2020-12"
+                others.setdefault(dialect, Unenforced(path + where, "$schema", why, is_annotation=True))
+    return list(others.values())
 
 
 def write_pointers(root: Any) -> None:
@@ -42,7 +84,11 @@ class _Document:
     def __init__(self, root: Schema) -> None:
         dialect = root.get("$schema")
         dialect = dialect if isinstance(dialect, str) else ""
-        self._root, self._id = root, "id" if any(draft in dialect for draft in _OLD) else "$id"
+        is_old = any(draft in dialect for draft in _OLD)
+        # A dialect of somebody's own says by what it names its documents which draft it is made from.
+        is_other = bool(dialect) and _DRAFT.fullmatch(dialect) is None
+        is_old = is_old or (is_other and "$id" not in root and "://" in str(root.get("id")))
+        self._root, self._id = root, "id" if is_old else "$id"
         self._is_lone = any(draft in dialect for draft in _LONE)
         self._places: dict[int, tuple[str, str]] = {}
         """By identity of a schema: its pointer, and the URI of its resource."""
@@ -53,6 +99,14 @@ class _Document:
         """By name: the schemas with this `$dynamicAnchor`."""
         self._is_recursive = False
         self._visit(root, "", "")
+        self._refuse_vocabularies(dialect)
+
+    def _refuse_vocabularies(self, dialect: str) -> None:
+        metaschema = self._resources.get(urldefrag(dialect)[0]) if dialect else None
+        vocabularies = (metaschema or {}).get("$vocabulary")
+        for name, is_required in vocabularies.items() if isinstance(vocabularies, dict) else ():
+            if is_required is True and not _VOCABULARY.match(name):
+                raise InvalidGrammar(f"JSON Schema: /$schema: the dialect requires the vocabulary {name[:200]!r}")
 
     def write(self) -> None:
         """Rewrite every reference whose target is found; the list of schemas grows by targets at unknown places."""
@@ -65,13 +119,15 @@ class _Document:
             target = self._target(node, reference)
             if target is None:
                 # Without the names around it a library might find another target for what is relative to them.
-                node["$ref"] = urljoin(self._places[id(node)][1], reference) or reference
+                url, fragment = _joined(self._places[id(node)][1], reference)
+                node["$ref"] = (f"{url}#{fragment}" if fragment else url) or reference
             else:
                 pointer, found = target
                 if isinstance(found, dict) and id(found) not in self._places:
                     self._visit(found, pointer, self._places[id(node)][1])
                 direct = resolve(self._root, reference)
-                if direct is None or direct[1] is not found or not reference.startswith("#/"):
+                is_plain = reference.startswith("#/") and _PLAIN.fullmatch(reference)
+                if direct is None or direct[1] is not found or not is_plain:
                     node["$ref"] = f"#{pointer}"
             is_named = is_named or self._is_recursive
         if is_named or isinstance(self._root.get(self._id), str):
@@ -141,7 +197,12 @@ class _Document:
 def _joined(base: str, reference: str) -> tuple[str, str]:
     """Return the URI of a reference, and its fragment. Raises InvalidGrammar for one that is no URI."""
     try:
-        return urldefrag(urljoin(base, reference))
+        scheme = _SCHEME.match(base)
+        if scheme is None or _ABSOLUTE.match(reference):
+            return urldefrag(urljoin(base, reference))
+        # Python's own function joins what begins with a scheme that it knows, alone.
+        url, fragment = urldefrag(urljoin(f"http://{base[scheme.end() :]}", reference))
+        return base[: scheme.end()] + url.removeprefix("http://"), fragment
     except ValueError as error:
         raise InvalidGrammar(f"JSON Schema: {reference[:80]!r} is no URI: {error}") from None
 

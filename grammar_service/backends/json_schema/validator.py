@@ -14,7 +14,7 @@ from typing import Any
 
 import jsonschema_rs
 
-from grammar_service.backends.json_schema.references import write_pointers
+from grammar_service.backends.json_schema.references import take_out_dialects, write_pointers
 from grammar_service.backends.json_schema.walk import subschemas
 from grammar_service.errors import InvalidGrammar
 
@@ -33,7 +33,11 @@ class Validator:
     """
 
     def __init__(self, text: str) -> None:
-        self.schema = schema = _modern(json.loads(text))
+        schema = _modern(json.loads(text))
+        if any(key in node for _, node in subschemas(schema) for key in ("$dynamicRef", "$recursiveRef")):
+            # What such a reference leads to depends on the way to it, by names that pointers do not have.
+            schema = _modern(json.loads(text), with_names=True)
+        self.schema = schema
         """As it is read; not to be changed."""
         _refuse_flags(schema)
         try:
@@ -105,9 +109,14 @@ def _is_final(error: jsonschema_rs.ValidationError, open_path: Sequence[str | in
     return path != list(open_path[: len(path)])
 
 
-def _modern(schema: Any) -> Any:
-    """Return the schema, changed in place, with the keywords of draft 2020-12 in place of older ones."""
-    write_pointers(schema)
+def _modern(schema: Any, *, with_names: bool = False) -> Any:
+    """Return the schema, changed in place, with the keywords of draft 2020-12 in place of older ones.
+
+    `with_names`: leave references as they are.
+    """
+    if not with_names:
+        write_pointers(schema)
+    take_out_dialects(schema, "")
     for _, node in list(subschemas(schema)):
         node.pop("$schema", None)
         items = node.get("items")

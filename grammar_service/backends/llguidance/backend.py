@@ -10,16 +10,19 @@ chains.py).
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from grammar_service.backends.backend import MatcherFailed, Rows
 from grammar_service.backends.json_schema import unenforced
+from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.llguidance.chains import LlguidanceFiller
+from grammar_service.backends.llguidance.loosening import MAX_ROUNDS, Loosening
 from grammar_service.backends.llguidance.native_tokens import native_tokenizer
 from grammar_service.backends.llguidance.notation import check_types, has_schemas, misspelled, notation, parts, readable
-from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded
+from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotEnforced
 from grammar_service.grammar.text_grammar import count_alternatives
 from grammar_service.grammar.value import Grammar, Kind
 from grammar_service.grammar.vocabulary import Vocabulary
@@ -57,36 +60,56 @@ class LlguidanceBackend:
         self._never_but_stops = _SpecialBits(vocabulary, stops_too=False)
         special = self._never.special_words(self._never_but_stops)
         self._filler = LlguidanceFiller(vocabulary, special, self._tokenizer.eos_token)
+        self._refused: tuple[Grammar, str, list[Unenforced]] | None = None
+        """The last grammar with parts that are not enforced, in the library's notation, and these parts."""
 
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Return the grammar in the library's own notation, checked against its limits."""
         if grammar.kind in (Kind.EBNF, Kind.LARK) and (count := count_alternatives(grammar.text)) > MAX_ROW_ITEMS:
             raise LimitExceeded(f"llguidance: {count} alternatives; at most {MAX_ROW_ITEMS} may be open in one place")
-        text, found = notation(grammar, lenient=False)
-        failed, messages = self._messages(text)
-        with_names = not (failed and _OVERLAP in messages[0])
-        if not with_names:
-            text, found = notation(grammar, lenient=False, with_names=False)
+        # A request that has its answers verified asks for a grammar that was refused a moment ago.
+        plain = replace(grammar, reading=replace(grammar.reading, verify=False))
+        refused = self._refused
+        text, found = (
+            refused[1:] if refused is not None and refused[0] == plain else self._built(plain, allow_unenforced)
+        )
+        try:
+            warnings = unenforced.settle(self.name, found, allow_unenforced)
+        except NotEnforced:
+            self._refused = plain, text, found
+            raise
+        return unenforced.pack(warnings + misspelled(grammar), text.encode())
+
+    def _built(self, grammar: Grammar, allow_unenforced: bool) -> tuple[str, list[Unenforced]]:
+        """Return the grammar in the library's notation, and all parts of it that the library does not enforce.
+
+        The lenient notation differs from the strict one in what the library says of such parts, not in what it takes.
+        """
+        with_names, loosening, messages = True, Loosening(), list[str]()
+        for _ in range(MAX_ROUNDS):
+            text, found = notation(grammar, lenient=True, with_names=with_names, loosening=loosening)
             failed, messages = self._messages(text)
-        if failed:
-            check_types(grammar)
-            refused = readable("; ".join(messages), grammar.kind)
-            messages = []
-            if has_schemas(grammar):
-                text, found = notation(grammar, lenient=True, with_names=with_names)
-                failed, messages = self._messages(text)
-            if failed or not messages:
-                # The lenient notation may fail for another reason. The error reports what the strict one named.
-                named = [part for part in parts([refused], grammar) if part.keyword]
-                unenforced.settle(self.name, named, allow_unenforced)
-                if failed and messages:
-                    refused = readable("; ".join(messages), grammar.kind)
-                if any(word in refused for word in _LIMIT_WORDS):
-                    raise LimitExceeded(f"llguidance: {refused}")
-                raise InvalidGrammar(f"llguidance: {refused}")
-        found += parts(messages, grammar)
-        warnings = unenforced.settle(self.name, found, allow_unenforced) + misspelled(grammar)
-        return unenforced.pack(warnings, text.encode())
+            if not failed:
+                return text, found + parts(messages, grammar)
+            if with_names and grammar.reading.max_string_length and _OVERLAP in messages[0]:
+                with_names = False
+            elif (further := loosening.further(messages[0])) is not None:
+                loosening = further
+            else:
+                break
+        raise self._refusal(grammar, readable("; ".join(messages), grammar.kind), allow_unenforced)
+
+    def _refusal(self, grammar: Grammar, message: str, allow_unenforced: bool) -> GrammarServiceError:
+        """Return the error of a grammar that the library does not take. Raises the one of parts that are named."""
+        check_types(grammar)
+        if has_schemas(grammar):
+            # The strict notation may fail for another reason, a part that the library does not enforce.
+            _, named = self._messages(notation(grammar, lenient=False)[0])
+            found = parts([readable("; ".join(named), grammar.kind)], grammar)
+            unenforced.settle(self.name, [part for part in found if part.keyword], allow_unenforced)
+        if any(word in message for word in _LIMIT_WORDS):
+            return LimitExceeded(f"llguidance: {message}")
+        return InvalidGrammar(f"llguidance: {message}")
 
     def load(self, grammar: Grammar, artifact: bytes) -> LlguidanceCompiled:
         """Return the compiled form. Takes as long as the compilation (milliseconds) and releases the GIL."""

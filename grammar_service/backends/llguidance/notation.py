@@ -22,12 +22,13 @@ from grammar_service.backends.json_schema.alternatives import expand
 from grammar_service.backends.json_schema.bounds import refuse_minima, write_bounds
 from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable, portable_regex
 from grammar_service.backends.json_schema.misspelled import misspelled_keywords, refuse_unknown_types
-from grammar_service.backends.json_schema.references import write_pointers
+from grammar_service.backends.json_schema.references import take_out_dialects, write_pointers
 from grammar_service.backends.json_schema.rewrite import rewrite, take_out_unwritable_values
 from grammar_service.backends.json_schema.shapes import check_shapes, refuse_no_schema
 from grammar_service.backends.json_schema.string_formats import KNOWN, exact_pattern, take_out_annotations
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import subschemas
+from grammar_service.backends.llguidance.loosening import Loosening
 from grammar_service.backends.llguidance.tags import Parts, lark_of_tag
 from grammar_service.errors import InvalidGrammar, NotSupported
 from grammar_service.grammar.structural_tag import modern, schemas
@@ -57,11 +58,15 @@ _TIMES = re.compile(r" \(\d+ times\)$")
 _KEYS = re.compile(r"Unimplemented keys: (\[.*?\])$")
 _FORMAT = re.compile(r"Unknown format: (.*)$")
 
+_TIGHT = Loosening()
 
-def notation(grammar: Grammar, *, lenient: bool, with_names: bool = True) -> tuple[str, list[Unenforced]]:
+
+def notation(
+    grammar: Grammar, *, lenient: bool, with_names: bool = True, loosening: Loosening = _TIGHT
+) -> tuple[str, list[Unenforced]]:
     """Return the grammar as text for the library, and the parts that were taken out because it would misread them.
 
-    `with_names`: as in `write_bounds`.
+    `with_names`: as in `write_bounds`. `loosening`: what else is taken out of its schemas.
     """
     found: list[Unenforced] = []
     # White space is not a field of Lark grammars: schemas inside them always have bounded white space.
@@ -74,13 +79,17 @@ def notation(grammar: Grammar, *, lenient: bool, with_names: bool = True) -> tup
         if "x-guidance" in schema:
             raise InvalidGrammar(f"JSON Schema: {path}/x-guidance: a request may not set options of the library")
         write_pointers(schema)
+        found.extend(take_out_dialects(schema, path))
         check_shapes(schema, path)
         found.extend(take_out_annotations(schema, path, strict=grammar.reading.strict_formats))
         refuse_minima(schema, path, grammar.reading)
-        expand(schema)
+        if not loosening.size:
+            expand(schema)
         found.extend(take_out_unwritable_values(schema, path, STRING_DIALECT.unwritable))
         found.extend(rewrite(schema, path, _portable))
         _write_exact_formats(schema)
+        found.extend(loosening.apply(schema, path))
+        _write_tuples(schema)
         found.extend(write_bounds(schema, grammar.reading, with_names=with_names))
         _refuse_long_patterns(schema, path, grammar.reading.max_string_length)
         options = {**_whitespace(grammar.most_whitespace), "json_allowed_escapes": _ESCAPES, "lenient": lenient}
@@ -171,6 +180,27 @@ def _write_exact_formats(schema: Any) -> None:
         else:
             continue
         del node["format"]
+
+
+def _write_tuples(schema: Any) -> None:
+    """Write the first items of arrays as the library reads them.
+
+    Below an older dialect it passes over `prefixItems`, which is what rewriting writes; and it reads `additionalItems`
+    only where no keyword such as `anyOf` stands between it and `items`.
+    """
+    dialect = schema.get("$schema")
+    is_old = isinstance(dialect, str) and "2020-12" not in dialect
+    for _, node in list(subschemas(schema)):
+        first, items = node.get("prefixItems"), node.get("items", True)
+        if is_old and isinstance(first, list) and not isinstance(items, list):
+            first, rest = node.pop("prefixItems"), items
+        elif isinstance(items, list) and "additionalItems" in node:
+            first, rest = items, node["additionalItems"]
+        else:
+            continue
+        node.pop("items", None)
+        node.pop("additionalItems", None)
+        node |= {"items": first, "additionalItems": rest}
 
 
 def _lark_of_regex(regex: str) -> str:

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable
-from grammar_service.backends.json_schema.references import write_pointers
+from grammar_service.backends.json_schema.references import take_out_dialects, write_pointers
 from grammar_service.backends.json_schema.rewrite import rewrite
 from grammar_service.backends.json_schema.shapes import check_shapes, refuse_no_schema
 from grammar_service.backends.json_schema.string_formats import KNOWN, exact_pattern, take_out_annotations
@@ -94,8 +94,9 @@ def problems(schema: Any, path: str = "", *, strict_formats: bool = False) -> li
         return []
     refuse_no_schema(schema, path)
     write_pointers(schema)
+    found = take_out_dialects(schema, path)
     check_shapes(schema, path)
-    found = take_out_annotations(schema, path, strict=strict_formats)
+    found += take_out_annotations(schema, path, strict=strict_formats)
     found += rewrite(schema, path, _anchored)
     for where, node in subschemas(schema, path):
         problem = _problem(node)

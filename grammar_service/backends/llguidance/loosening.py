@@ -1,0 +1,111 @@
+"""Takes out of a schema what the library fails on as a whole, so that the rest of it is a grammar.
+
+    keywords beside a reference in a circle    the library follows the reference before it has read its target
+    patterns of names that overlap             the library intersects no two of them
+    what is intersected, in a large schema     the alternatives that rewriting writes, then those beside other keywords
+
+The library names one such place at a time, so a schema is loosened in rounds.
+Invariant: a loosened schema accepts all that the schema does. Each part that was taken out is returned, so it is
+refused by name, named in a warning, or verified on the answer.
+Not responsible for: the messages of keywords that the library leaves out by itself (see notation.py).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import unquote
+
+from grammar_service.backends.json_schema.negation import ANNOTATIONS
+from grammar_service.backends.json_schema.unenforced import Unenforced
+from grammar_service.backends.json_schema.walk import Schema, subschemas
+
+MAX_ROUNDS = 12
+"""Places that are loosened in one schema."""
+
+_CIRCLE = re.compile(r"circular references with sibling keys are not supported: [^#\s]*(#\S*)")
+_TOO_LARGE = ("schema too large", "intersection stack level exceeded", "Unable to determine if regex is empty")
+_SMALLEST = 3
+_ALTERNATIVES = ("anyOf", "oneOf")
+_OVERLAP = re.compile(r"patternProperty regexes /(.*)/ are not disjoint", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Loosening:
+    """What is taken out of a schema."""
+
+    lone: frozenset[str] = frozenset()
+    """References, without their escapes, that lose the keywords beside them."""
+    gone: frozenset[str] = frozenset()
+    """References that go where something else holds beside them."""
+    overlaps: frozenset[str] = frozenset()
+    """Pairs of patterns, as the library writes them; the second one goes."""
+    size: int = 0
+    """1: no keyword is rewritten into alternatives; 2: alternatives beside other keywords go; 3: `allOf`, too."""
+
+    def further(self, message: str) -> Loosening | None:
+        """Return what is taken out after the library failed with `message`, too; None: nothing is known to help."""
+        if circle := _CIRCLE.search(message):
+            target = unquote(circle[1])
+            if target not in self.lone:
+                return replace(self, lone=self.lone | {target})
+            return replace(self, gone=self.gone | {target}) if target not in self.gone else None
+        if any(words in message for words in _TOO_LARGE):
+            return replace(self, size=self.size + 1) if self.size < _SMALLEST else None
+        overlap = _OVERLAP.search(message)
+        if overlap and overlap[1] not in self.overlaps:
+            return replace(self, overlaps=self.overlaps | {overlap[1]})
+        return None
+
+    def apply(self, schema: Any, path: str) -> list[Unenforced]:
+        """Loosen the schema at `path` in place. Return what was taken out."""
+        found: list[Unenforced] = []
+        if not (self.lone or self.overlaps or self.size > 1):
+            return found
+        for where, node in list(subschemas(schema, path)):
+            found += self._alone(node, where)
+            found += self._without_clauses(node, where)
+            found += self._without_patterns(node, where)
+            found += self._without_alternatives(node, where)
+        return found
+
+    def _alone(self, node: Schema, where: str) -> list[Unenforced]:
+        reference = node.get("$ref")
+        if not isinstance(reference, str) or unquote(reference) not in self.lone:
+            return []
+        beside = [key for key in node if key != "$ref" and key not in ANNOTATIONS]
+        for key in beside:
+            del node[key]
+        return [Unenforced(where, key, "is not enforced beside a reference in a circle") for key in beside]
+
+    def _without_clauses(self, node: Schema, where: str) -> list[Unenforced]:
+        found = []
+        clauses = node.get("allOf")
+        if not isinstance(clauses, list):
+            return []
+        for number, clause in enumerate(clauses):
+            reference = clause.get("$ref") if isinstance(clause, dict) else None
+            if isinstance(reference, str) and unquote(reference) in self.gone:
+                clauses[number] = True
+                found.append(Unenforced(f"{where}/allOf/{number}", "$ref", "a reference in a circle is not followed"))
+        return found
+
+    def _without_alternatives(self, node: Schema, where: str) -> list[Unenforced]:
+        unwanted = _ALTERNATIVES if self.size == 2 else (*_ALTERNATIVES, "allOf") if self.size > 2 else ()
+        if not any(key not in ANNOTATIONS and key not in unwanted for key in node):
+            return []
+        gone = [key for key in unwanted if node.pop(key, None) is not None]
+        return [Unenforced(where, key, "is not enforced beside other keywords of so large a schema") for key in gone]
+
+    def _without_patterns(self, node: Schema, where: str) -> list[Unenforced]:
+        members = node.get("patternProperties")
+        if not isinstance(members, dict):
+            return []
+        gone = [name for name in members if any(pair.endswith(f"/ and /{name}") for pair in self.overlaps)]
+        if not gone:
+            return []
+        node["patternProperties"] = {name: child for name, child in members.items() if name not in gone}
+        # It holds for names that no pattern matches, which the library does not know any more.
+        node.pop("additionalProperties", None)
+        return [Unenforced(where, "patternProperties", f"{name!r} overlaps another pattern of names") for name in gone]

@@ -1,0 +1,235 @@
+"""Schemas on which llguidance fails as a whole: parts are named, refused, and verified on the answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import jsonschema_rs
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from grammar_service.backends.backend import Compiled
+from grammar_service.backends.json_schema.unenforced import Unenforced
+from grammar_service.backends.llguidance.backend import LlguidanceBackend
+from grammar_service.backends.llguidance.loosening import Loosening
+from grammar_service.backends.llguidance.notation import notation
+from grammar_service.errors import NotEnforced
+from grammar_service.grammar.value import Grammar, Kind, Reading, Whitespace, parse
+from grammar_service.grammar.vocabulary import Vocabulary
+from tests.grammar_service.conftest import Library
+from tests.grammar_service.toy import tokenizer_json
+
+CLOSED = {"type": "object", "additionalProperties": False}
+TREE: dict[str, Any] = {
+    "$ref": "#/$defs/tree",
+    "$defs": {"tree": {**CLOSED, "properties": {"a": {"$ref": "#/$defs/tree", "minProperties": 1}}}},
+}
+MIXED: dict[str, Any] = {
+    "$ref": "#/$defs/tree",
+    "$defs": {
+        "named": {"properties": {"a": {"allOf": [{"$ref": "#/$defs/tree"}, {"required": ["b"]}]}}},
+        "tree": {"type": "object", "properties": {"b": {"type": "boolean"}}, "allOf": [{"$ref": "#/$defs/named"}]},
+    },
+}
+NAMES: dict[str, Any] = {**CLOSED, "patternProperties": {"a": {"type": "boolean"}, "b": {"const": True}}}
+CASES: dict[str, tuple[Any, str, list[Any], list[Any]]] = {
+    "keywords beside a reference": (
+        TREE,
+        "minProperties: is not enforced beside a reference in a circle",
+        [{}],
+        [{"a": {}}, {"a": {"a": {}}}, {"b": 1}],
+    ),
+    "patterns of names": (
+        NAMES,
+        "patternProperties: 'b' overlaps",
+        [{"a": False, "b": True, "ab": True}, {}],
+        [{"ab": False}, {"c": 1}, {"b": False}, {"a": 1}],
+    ),
+}
+
+
+@pytest.fixture
+def llguidance(libraries: Callable[[str], Library]) -> Library:
+    return libraries("llguidance")
+
+
+def verified(library: Library, schema: Any) -> Compiled:
+    grammar = replace(parse(Kind.JSON_SCHEMA, json.dumps(schema), Whitespace.COMPACT), reading=Reading(verify=True))
+    return library.backend.load(grammar, library.backend.compile(grammar))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_part_is_refused_by_name_or_verified(llguidance: Library, name: str) -> None:
+    schema, named, valid, invalid = CASES[name]
+    for judge in (jsonschema.Draft202012Validator(schema), jsonschema_rs.Draft202012Validator(schema)):
+        assert [judge.is_valid(each) for each in (*valid, *invalid)] == [True] * len(valid) + [False] * len(invalid)
+    with pytest.raises(NotEnforced, match=named):
+        llguidance.compiled(Kind.JSON_SCHEMA, json.dumps(schema))
+    compiled = verified(llguidance, schema)
+    assert any(line.startswith("verified: ") and named in line for line in compiled.warnings)
+    texts = [[json.dumps(each, separators=(",", ":")) for each in values] for values in (valid, invalid)]
+    assert [text for text in texts[0] if not llguidance.accepts(compiled, text)] == []
+    assert [text for text in texts[1] if llguidance.accepts(compiled, text)] == []
+
+
+def test_a_reference_in_a_circle_goes_where_other_clauses_hold(llguidance: Library) -> None:
+    with pytest.raises(NotEnforced, match="in a circle"):
+        llguidance.compiled(Kind.JSON_SCHEMA, json.dumps(MIXED))
+    compiled = verified(llguidance, MIXED)
+    assert llguidance.accepts(compiled, '{"b":true}')
+    assert llguidance.accepts(compiled, '{"a":{"b":true}}') or llguidance.accepts(compiled, '{"b":true,"a":{"b":true}}')
+    assert not llguidance.accepts(compiled, '{"a":{}}')
+
+
+def test_nothing_is_taken_out_of_a_schema_that_the_library_takes() -> None:
+    schema = json.loads(json.dumps(NAMES))
+    assert Loosening().apply(schema, "") == []
+    assert schema == NAMES
+    assert Loosening().further("no such message") is None
+
+
+def test_the_same_message_again_ends_the_rounds() -> None:
+    overlap = "patternProperty regexes /a/ and /b/ are not disjoint"
+    loosening = Loosening().further(overlap)
+    assert loosening is not None
+    assert loosening.further(overlap) is None
+    circle = "circular references with sibling keys are not supported: json-schema:///#/$defs/x%20y"
+    first = loosening.further(circle)
+    assert first is not None
+    assert first.lone == {"#/$defs/x y"}
+    second = first.further(circle)
+    assert second is not None
+    assert second.gone == {"#/$defs/x y"}
+    assert second.further(circle) is None
+
+
+def test_a_definition_that_no_value_satisfies_is_no_failure(llguidance: Library) -> None:
+    schema = {
+        **CLOSED,
+        "properties": {"a": {"$ref": "#/$defs/gone"}, "b": {"$ref": "#/$defs/never"}, "c": {"type": "integer"}},
+        "$defs": {"gone": {"not": {}, "title": "removed"}, "never": {"$ref": "#/$defs/no"}, "no": False},
+    }
+    compiled = llguidance.compiled(Kind.JSON_SCHEMA, json.dumps(schema), Whitespace.COMPACT)
+    assert llguidance.accepts(compiled, '{"c":1}')
+    assert not llguidance.accepts(compiled, '{"a":1}')
+    assert not llguidance.accepts(compiled, '{"b":1}')
+
+
+@pytest.mark.parametrize(
+    "draft", ["http://json-schema.org/draft-07/schema#", "https://json-schema.org/draft/2019-09/schema"]
+)
+def test_places_of_an_array_hold_below_an_older_dialect(llguidance: Library, draft: str) -> None:
+    """The library passes over `prefixItems` there, which is how `contains` and `uniqueItems` are rewritten."""
+    schema = {"$schema": draft, "type": "array", "items": {"type": "integer"}, "contains": {"const": 1}, "maxItems": 3}
+    compiled = llguidance.compiled(Kind.JSON_SCHEMA, json.dumps(schema), Whitespace.COMPACT)
+    assert [
+        text for text in ("[1]", "[2,1]", "[2,2,1]", "[2]", "[]", "[2,2,2]") if llguidance.accepts(compiled, text)
+    ] == [
+        "[1]",
+        "[2,1]",
+        "[2,2,1]",
+    ]
+    words = {"$schema": draft, "type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "minItems": 1}
+    compiled = llguidance.compiled(Kind.JSON_SCHEMA, json.dumps(words), Whitespace.COMPACT)
+    texts = ('["a"]', '["b","a"]', "[]", '["a","a"]', '["a","b","a"]')
+    assert [text for text in texts if llguidance.accepts(compiled, text)] == ['["a"]', '["b","a"]']
+
+
+def test_additional_items_hold_behind_another_keyword(llguidance: Library) -> None:
+    schema = {"type": "array", "items": [{"const": 1}], "anyOf": [{"minItems": 1}], "additionalItems": False}
+    compiled = llguidance.compiled(Kind.JSON_SCHEMA, json.dumps(schema), Whitespace.COMPACT)
+    assert [text for text in ("[1]", "[]", "[1,2]", "[2]") if llguidance.accepts(compiled, text)] == ["[1]"]
+
+
+def test_a_pointer_with_characters_that_no_uri_has(llguidance: Library) -> None:
+    schema = {"$ref": "#/definitions/Row<int>", "definitions": {"Row<int>": {"const": 1}}}
+    compiled = llguidance.compiled(Kind.JSON_SCHEMA, json.dumps(schema), Whitespace.COMPACT)
+    assert llguidance.accepts(compiled, "1")
+    assert not llguidance.accepts(compiled, "2")
+
+
+def test_a_class_beside_the_surrogates(llguidance: Library) -> None:
+    schema = {"type": "string", "pattern": "^[ -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]*$"}
+    compiled = llguidance.compiled(Kind.JSON_SCHEMA, json.dumps(schema), Whitespace.COMPACT)
+    assert llguidance.accepts(compiled, '"a"')
+    assert not llguidance.accepts(compiled, '"\\n"')
+
+
+def _intersections(count: int) -> Any:
+    """Return a schema whose alternatives the library intersects into more than it takes."""
+    ways = [[{"properties": {f"p{i}": {"const": j}}} for j in range(3)] for i in range(count)]
+    return {"type": "object", "required": ["p0"], "allOf": [{"anyOf": each, "minProperties": 1} for each in ways]}
+
+
+def test_a_schema_that_is_too_large_as_a_whole_is_verified(llguidance: Library) -> None:
+    schema = _intersections(14)
+    with pytest.raises(NotEnforced, match="so large a schema"):
+        llguidance.compiled(Kind.JSON_SCHEMA, json.dumps(schema))
+    compiled = verified(llguidance, schema)
+    assert llguidance.accepts(compiled, '{"p0":1,"p3":2}')
+    assert not llguidance.accepts(compiled, '{"p0":1,"p3":4}')
+    assert not llguidance.accepts(compiled, "{}")
+
+
+def test_a_dynamic_reference_with_several_targets_is_verified(llguidance: Library) -> None:
+    tree = {"$id": "http://x.test/tree", "$dynamicAnchor": "n", "type": "object"}
+    tree |= {"properties": {"a": {"$dynamicRef": "#n"}}, "additionalProperties": {"type": "boolean"}}
+    strict = {
+        "$id": "http://x.test/strict",
+        "$dynamicAnchor": "n",
+        "$ref": "tree",
+        "maxProperties": 1,
+        "$defs": {"t": tree},
+    }
+    judge = jsonschema_rs.Draft202012Validator(strict)
+    compiled = verified(llguidance, strict)
+    for value in ({}, {"a": {}}, {"b": True}, {"a": {"b": True, "c": True}}, {"b": True, "c": True}):
+        text = json.dumps(value, separators=(",", ":"))
+        assert llguidance.accepts(compiled, text) == judge.is_valid(value), text
+
+
+def test_the_lenient_notation_names_what_the_strict_one_refuses(vocabulary: Vocabulary) -> None:
+    """A schema is built in the lenient notation alone, so a part that it passed over in silence would be lost."""
+    tokenizer = LLTokenizer(tokenizer_json().decode(), n_vocab=vocabulary.size, eos_token=list(vocabulary.stop_ids))
+    refused = [
+        {"uniqueItems": True},
+        {"contains": {"const": 1}},
+        {"not": {"pattern": "a"}},
+        {"unevaluatedProperties": False, "type": "object"},
+        {"oneOf": [{"pattern": "a"}, {"pattern": "b"}]},
+        {"properties": {"a": True}, "maxProperties": 1},
+        {"$defs": {"x": {"multipleOf": 2, "not": {"multipleOf": 3}}}, "$ref": "#/$defs/x"},
+    ]
+    for schema in (*refused, {"type": "string"}, {"maxLength": 3}, CLOSED):
+        grammar = parse(Kind.JSON_SCHEMA, json.dumps(schema), Whitespace.COMPACT)
+        strict = LLMatcher(tokenizer, notation(grammar, lenient=False)[0], log_level=0)
+        lenient = LLMatcher(tokenizer, notation(grammar, lenient=True)[0], log_level=0)
+        assert not lenient.is_error()
+        assert strict.is_error() == any(lenient.get_grammar_warnings()) == (schema in refused), schema
+
+
+class CountingBackend(LlguidanceBackend):
+    """Counts how often a grammar is built."""
+
+    built = 0
+
+    def _built(self, grammar: Grammar, allow_unenforced: bool) -> tuple[str, list[Unenforced]]:
+        self.built += 1
+        return super()._built(grammar, allow_unenforced)
+
+
+def test_a_grammar_that_was_refused_is_built_once(vocabulary: Vocabulary) -> None:
+    backend = CountingBackend(vocabulary)
+    for number, keyword in enumerate(({"uniqueItems": True}, {"contains": {"const": 1}}), start=1):
+        grammar = parse(Kind.JSON_SCHEMA, json.dumps({"type": "array", **keyword}), Whitespace.COMPACT)
+        with pytest.raises(NotEnforced):
+            backend.compile(grammar)
+        artifact = backend.compile(replace(grammar, reading=Reading(verify=True)), allow_unenforced=True)
+        assert backend.built == number
+        assert backend.load(grammar, artifact).warnings
+    assert backend.compile(parse(Kind.JSON_SCHEMA, "true", Whitespace.COMPACT))
+    assert backend.built == 3
