@@ -20,6 +20,7 @@ from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.prefill import Chunks, Hidden
 from gpu_engine.step.stream import Stream
 from kernels.accept import StepTensors
+from shared_mem.channel import Record
 from shared_mem.layout import Stage, parent_of
 from tests.gpu_engine import eagle
 from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine
@@ -235,6 +236,46 @@ def test_the_tree_of_a_head_under_a_grammar_changes_no_token(
     assert {record.stage for record in records} == {Stage.TREE, Stage.PROPOSE}
     trees = [[parent_of(draft) for draft in record.drafts] for record in records if record.stage == Stage.TREE]
     assert any(len({*parents}) < len(parents) for parents in trees), "a node with two children"
+
+
+def is_branched(record: Record) -> bool:
+    """Return whether the record has a tree in which two drafts have one parent."""
+    parents = [parent_of(draft) for draft in record.drafts]
+    return record.stage == Stage.TREE and len({*parents}) < len(parents)
+
+
+def known_trees(tokens_of: list[list[int]]) -> RecordedDevice:
+    """Return a device whose drafter is a `KnownTree` of the guided answers."""
+    prompts = {tuple(make().request.prompt_ids): ids for make, ids in zip(GUIDED, tokens_of, strict=True)}
+    return RecordedDevice(
+        drafter_builders={**BUILDERS, "ngram": lambda parts: KnownTree(parts.stream, prompts)},
+    )
+
+
+@pytest.mark.slow
+def test_a_sidecar_that_is_lost_in_a_tree_changes_no_token(llama: LoadedModel, guided_tokens: list[list[int]]) -> None:
+    """The record of the tree is read, and never answered."""
+    fields = {"draft_tree": "on", "sync": "device_flag", "row_timeout_ms": 300.0, "draft_timeout_ms": 300.0}
+    settings = on_device(5, max_batch_size=4, **fields)
+    with guided_device_engine(llama, settings, known_trees(guided_tokens)) as (engine, grammar, stream):
+        first, answers = grammar.sidecar, [make() for make in GUIDED]
+
+        def die(record: Record) -> None:
+            first.stopping |= is_branched(record) and record.commit_pos + len(record.committed) >= 3
+
+        first.before = die
+        for answer in answers:
+            engine.submit(answer.request)
+        grammar._thread.join(PATIENCE_S)
+        grammar.kill_sidecar()
+        engine.grammar_lost()
+        assert answers[1].wait().tokens == guided_tokens[1]
+        assert not answers[0].over
+        grammar.start_sidecar()
+        engine.grammar_restored()
+        assert [answer.wait().tokens for answer in answers] == guided_tokens
+        assert first.problems == []
+        assert stream.failure is None
 
 
 @pytest.mark.parametrize("drafter", ["model", "dflash", "mtp", "decoupled"])
