@@ -20,9 +20,7 @@ from grammar_service.backends.json_schema.walk import resolve
 
 Path = Sequence[str | int]
 
-_NOTES = frozenset(
-    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$id", "$schema"}
-)
+_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
 _OF_STRINGS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
 """Keywords of a string that both libraries enforce."""
 _STEPS = frozenset({"properties", "additionalProperties", "items", "prefixItems"})

@@ -4,8 +4,9 @@
     accept    a stop token only behind a valid answer
 
 A token is looked at where it ends a value: a string, an array, an object, or a value before a comma. The value so far,
-its open brackets closed, goes to the validator. An error there counts if no continuation can undo it. A row that would
-have nothing but white space left is empty: the same tokens are lost behind it.
+its open brackets closed, goes to the validator, but for strings of which the schema says no more than the grammar
+(see last_string.py). An error there counts if no continuation can undo it. A row that would have nothing but white
+space left is empty: the same tokens are lost behind it.
 
 An answer without a legal token may go back over some of its tokens. `find_way_back` says how far, and which text is
 *dead* from then on: a matcher that avoids it has no token behind which the answer, without its white space, begins with

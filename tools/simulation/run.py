@@ -421,7 +421,7 @@ def check_answers(simulation: Simulation, clients: Sequence[Client], expected: d
             continue
         if client.error is not None:
             refused = client.plan.kind.refused and isinstance(client.error, InvalidRequest)
-            # No fault fills the queue: whoever floods it is refused, and nobody else.
+            # No fault fills the queue: only the tenant that floods it may be refused.
             full = isinstance(client.error, LimitExceeded) and "compile_queue:" in str(client.error)
             if full and not client.plan.floods:
                 world.complain(f"{client} found the queue of compilations full")

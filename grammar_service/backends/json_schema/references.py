@@ -85,7 +85,7 @@ class _Document:
         dialect = root.get("$schema")
         dialect = dialect if isinstance(dialect, str) else ""
         is_old = any(draft in dialect for draft in _OLD)
-        # A dialect of somebody's own says by what it names its documents which draft it is made from.
+        # A document with a dialect of its own that is named by `id`, a URL, follows one of the old drafts.
         is_other = bool(dialect) and _DRAFT.fullmatch(dialect) is None
         is_old = is_old or (is_other and "$id" not in root and "://" in str(root.get("id")))
         self._root, self._id = root, "id" if is_old else "$id"
