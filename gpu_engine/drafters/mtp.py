@@ -42,7 +42,8 @@ class MtpNet(PairNet):
         assert states_NH is not None, "the target's forward fills it"
         return states_NH
 
-    def _logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
+        """Return [B, Vd]."""
         out: torch.Tensor = self._mtp._project_to_logits(hidden_BH)
         return out
 

@@ -40,7 +40,7 @@ class PairNet(ABC):
         """Store the pairs at their positions, int32 and contiguous, -1 for padding; return hidden states, [N, H]."""
 
     @abstractmethod
-    def _logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
         """Return [B, Vd]."""
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
@@ -82,7 +82,7 @@ class PairNet(ABC):
 
     def _keep_and_project(self, hidden_BH: torch.Tensor) -> torch.Tensor:
         self._hidden_BH = hidden_BH
-        return self._logits(hidden_BH)
+        return self.logits(hidden_BH)
 
 
 def _walked(part_BPH: torch.Tensor, tree: TreeRows) -> torch.Tensor:

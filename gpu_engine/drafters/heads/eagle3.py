@@ -39,10 +39,9 @@ class Eagle3Net(PairNet):
         fused: torch.Tensor = self.head.fuse(torch.cat([state for state in states if state is not None], dim=-1))
         return fused
 
-    def _logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
+        """Return [B, Vd]."""
         return self.head.logits(hidden_BH)
-
-    logits = _logits
 
     def branch(
         self, ids_BP: torch.Tensor, hidden_BPH: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor,
