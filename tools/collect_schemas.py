@@ -24,6 +24,8 @@ from urllib.parse import urldefrag, urljoin
 import yaml  # type: ignore[import-untyped]
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
+from grammar_service.backends.json_schema.walk import resolve
+
 SUFFIXES = (".json", ".yaml", ".yml")
 MAX_BYTES = 2_000_000
 """Of a file; a larger one is data."""
@@ -83,8 +85,12 @@ def bundled(documents: dict[str, Document], path: str, base: str) -> tuple[Docum
     taken: dict[str, Document] = {}
     missing: list[str] = []
     waiting = list(_outside(root, own))
-    for url in waiting:
-        if url == own or url in taken or url in missing:
+    for url, pointer in waiting:
+        whole = root if url == own else taken.get(url)
+        if whole is not None:
+            missing += [f"{url}#{pointer}"] if _leads_nowhere(whole, pointer) else []
+            continue
+        if url in missing:
             continue
         # A program that ships schemas often looks for them beside each other, whatever their names say.
         document = by_url.get(url) or documents.get(f"{folder}/{url.rpartition('/')[2]}") or _metaschema(url)
@@ -92,6 +98,7 @@ def bundled(documents: dict[str, Document], path: str, base: str) -> tuple[Docum
             missing.append(url)
             continue
         taken[url] = _named(json.loads(json.dumps(document)), url, key)
+        missing += [f"{url}#{pointer}"] if _leads_nowhere(document, pointer) else []
         waiting += _outside(taken[url], url)
     if not taken:
         return root, [], missing
@@ -121,12 +128,17 @@ def _named(document: Document, url: str, key: str) -> Document:
     return {key: url} | {name: value for name, value in document.items() if name not in ("$id", "id")}
 
 
-def _outside(root: Document, base: str) -> Iterator[str]:
-    """Yield the URL of each document that a reference of `root`, the document with the URL `base`, leads to.
+def _leads_nowhere(document: Document, pointer: str) -> bool:
+    """Return whether a fragment is a JSON pointer without a target: another document is meant than this one."""
+    return pointer.startswith("/") and resolve(document, f"#{pointer}") is None
+
+
+def _outside(root: Document, base: str) -> Iterator[tuple[str, str]]:
+    """Yield the URL and the fragment of each reference of `root`, the document with the URL `base`, into another one.
 
     A resource inside the document counts as the document.
     """
-    names, found = set[str](), list[str]()
+    names, found = set[str](), list[tuple[str, str]]()
     waiting: list[tuple[Any, str]] = [(root, base)]
     for node, uri in waiting:
         if isinstance(node, dict):
@@ -135,11 +147,12 @@ def _outside(root: Document, base: str) -> Iterator[str]:
                     uri = urldefrag(urljoin(uri, own))[0]
                     names.add(uri)
             if isinstance(reference := node.get("$ref"), str) and not reference.startswith("#"):
-                found.append(urldefrag(urljoin(uri, reference))[0])
+                url, fragment = urldefrag(urljoin(uri, reference))
+                found.append((url, fragment))
             waiting += ((child, uri) for key, child in node.items() if key not in DATA)
         elif isinstance(node, list):
             waiting += ((child, uri) for child in node)
-    yield from (url for url in dict.fromkeys(found) if url not in names and url != base)
+    yield from (each for each in dict.fromkeys(found) if each[0] not in names and each[0] != base)
 
 
 def lines(wheel: Path, each: int, *, bundle: bool) -> Iterator[dict[str, Any]]:

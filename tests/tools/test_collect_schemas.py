@@ -23,6 +23,7 @@ FILES: dict[str, Any] = {
     "p/part.json": {"$id": "http://x.test/part", "$schema": DRAFT, "definitions": {"i": {"type": "integer"}}},
     "p/whole.yaml": "type: object\nproperties:\n  a: {$ref: 'http://x.test/part#/definitions/i'}\n",
     "p/beside.json": {"$id": "http://x.test/b", "type": "object", "properties": {"a": {"$ref": "alone.json"}}},
+    "p/other.json": {"$id": "http://x.test/o", "type": "object", "properties": {"a": {"$ref": "alone.json#/none"}}},
     "p/lacks.json": {"type": "object", "properties": {"a": {"$ref": "http://x.test/nowhere"}}},
 }
 
@@ -42,6 +43,7 @@ def test_each_schema_comes_once_with_what_it_refers_to(wheel: Path) -> None:
         "again.json": "self-contained",
         "beside.json": "bundled",
         "lacks.json": "not all there",
+        "other.json": "not all there",
         "part.json": "self-contained",
         "whole.yaml": "bundled",
     }
