@@ -46,6 +46,8 @@ class ComposingBackend:
         self._rows: dict[tuple[str, ReasoningSpec], MarkerRows] = {}
         self._value_tokens: dict[str, ValueTokens] = {}
         """By digest, of this vocabulary and those of `_opened` alone."""
+        self._validator: tuple[str, Validator] | None = None
+        """The last validator, and its schema: a process that compiles a grammar loads it next."""
 
     @property
     def name(self) -> str:
@@ -55,7 +57,7 @@ class ComposingBackend:
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Compile; see `Backend.compile`. An error in a part of a composed grammar names the part's field."""
         if (schema := verified_schema(grammar)) is not None:
-            Validator(schema)
+            self._validator = schema, Validator(schema)
             allow_unenforced = True
         if grammar.kind is not Kind.COMPOSED:
             return self._inner.compile(grammar, allow_unenforced=allow_unenforced)
@@ -104,7 +106,9 @@ class ComposingBackend:
         schema = verified_schema(grammar)
         if schema is None:
             return compiled
-        return VerifiedCompiled(compiled, Verification(Validator(schema), self._tokens_of(vocabulary)))
+        made = self._validator
+        validator = made[1] if made is not None and made[0] == schema else Validator(schema)
+        return VerifiedCompiled(compiled, Verification(validator, self._tokens_of(vocabulary)))
 
     def _tokens_of(self, vocabulary: Vocabulary) -> ValueTokens:
         """Return the rows of a vocabulary, which all its verified grammars share."""

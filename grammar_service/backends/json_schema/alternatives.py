@@ -49,6 +49,8 @@ def expand(schema: Any) -> None:
     pointers = [pointer.removeprefix("#") for pointer in _pointers(schema)]
     left = MAX_PARTS
     for where, node in subschemas(schema):
+        if _REWRITTEN.isdisjoint(node):
+            continue
         product = 1
         for keywords, rule in _RULES:
             present = [keyword for keyword in keywords if keyword in node]
@@ -285,3 +287,4 @@ _RULES: tuple[tuple[tuple[str, ...], _Rule], ...] = (
     (("uniqueItems",), _unique),
 )
 """Keywords that go together, and what they become. Raises NoComplement where they must stay."""
+_REWRITTEN = frozenset(keyword for keywords, _ in _RULES for keyword in keywords)

@@ -37,6 +37,8 @@ _ANY_NAME = "bounded"
 
 def refuse_minima(schema: Any, path: str, bounds: Bounds) -> None:
     """Raise InvalidGrammar for a minimum in the schema at `path` that is above a bound."""
+    if not _has_any(bounds):
+        return
     for where, node in _positive(schema, path):
         if "enum" in node or "const" in node:
             continue
@@ -56,6 +58,10 @@ def refuse_minima(schema: Any, path: str, bounds: Bounds) -> None:
                 )
 
 
+def _has_any(bounds: Bounds) -> bool:
+    return bool(bounds.max_string_length or bounds.max_array_items or bounds.max_number_digits)
+
+
 def _positive(schema: Any, path: str) -> Iterator[tuple[str, Schema]]:
     """Yield the subschemas that a value must satisfy, or that branches of it must."""
     for where, node in subschemas(schema, path):
@@ -70,9 +76,7 @@ def write_bounds(root: Any, bounds: Bounds, *, with_names: bool = True) -> list[
     `with_names`: also of names that no schema lists; a library may not intersect the patterns that say it. Returns what
     the caller should know: that names have no bound.
     """
-    if not isinstance(root, dict) or not (
-        bounds.max_string_length or bounds.max_array_items or bounds.max_number_digits
-    ):
+    if not isinstance(root, dict) or not _has_any(bounds):
         return []
     writer = _Writer(root, bounds, with_names)
     writer.write()

@@ -18,16 +18,17 @@ Not responsible for: what a reference leads to (see walk.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
 from grammar_service.backends.json_schema.unenforced import Unenforced
-from grammar_service.backends.json_schema.walk import Schema, child_schemas, definitions, resolve
+from grammar_service.backends.json_schema.walk import Schema, child_schemas, definitions, names_of, resolve
 from grammar_service.errors import InvalidGrammar
 from grammar_service.grammar.json_pointer import array_index
 
 _SAFE = "~!$&'()*+,;=:@-._"
+_SAFE_NAME = re.compile(r"[A-Za-z0-9!$&'()*+,;=:@._-]*")
+"""Names that need no escape in a pointer."""
 _OLD = ("draft-03", "draft-04")
 """Drafts whose schemas are named by `id`."""
 _LONE = (*_OLD, "draft-06", "draft-07")
@@ -48,7 +49,7 @@ def take_out_dialects(root: Any, path: str) -> list[Unenforced]:
     that requires a vocabulary that is not known.
     """
     others: dict[str, Unenforced] = {}
-    waiting: list[tuple[str, Any]] = [("", root)]
+    waiting: list[tuple[_Place | None, Any]] = [(None, root)]
     seen: set[int] = set()
     for where, node in waiting:
         if not isinstance(node, dict) or id(node) in seen:
@@ -67,7 +68,7 @@ def take_out_dialects(root: Any, path: str) -> list[Unenforced]:
             del node["$schema"]
             if draft is None and urldefrag(dialect)[0] not in _LATEST:
                 why = f"{dialect[:200]!r} is not a dialect that is known; the schema is read as draft 2020-12"
-                others.setdefault(dialect, Unenforced(path + where, "$schema", why, is_annotation=True))
+                others.setdefault(dialect, Unenforced(path + _pointer(where), "$schema", why, is_annotation=True))
     return list(others.values())
 
 
@@ -90,15 +91,15 @@ class _Document:
         is_old = is_old or (is_other and "$id" not in root and "://" in str(root.get("id")))
         self._root, self._id = root, "id" if is_old else "$id"
         self._is_lone = any(draft in dialect for draft in _LONE)
-        self._places: dict[int, tuple[str, str]] = {}
-        """By identity of a schema: its pointer, and the URI of its resource."""
+        self._places: dict[int, tuple[_Place | None, str]] = {}
+        """By identity of a schema: its place, and the URI of its resource."""
         self._nodes: list[Schema] = []
         self._resources: dict[str, Schema] = {}
         self._anchors: dict[tuple[str, str], Schema] = {}
         self._dynamic: dict[str, list[Schema]] = {}
         """By name: the schemas with this `$dynamicAnchor`."""
         self._is_recursive = False
-        self._visit(root, "", "")
+        self._visit(root, None, "")
         self._refuse_vocabularies(dialect)
 
     def _refuse_vocabularies(self, dialect: str) -> None:
@@ -116,19 +117,7 @@ class _Document:
             reference = node.get("$ref")
             if not isinstance(reference, str):
                 continue
-            target = self._target(node, reference)
-            if target is None:
-                # Without the names around it a library might find another target for what is relative to them.
-                url, fragment = _joined(self._places[id(node)][1], reference)
-                node["$ref"] = (f"{url}#{fragment}" if fragment else url) or reference
-            else:
-                pointer, found = target
-                if isinstance(found, dict) and id(found) not in self._places:
-                    self._visit(found, pointer, self._places[id(node)][1])
-                direct = resolve(self._root, reference)
-                is_plain = reference.startswith("#/") and _PLAIN.fullmatch(reference)
-                if direct is None or direct[1] is not found or not is_plain:
-                    node["$ref"] = f"#{pointer}"
+            self._write_reference(node, reference)
             is_named = is_named or self._is_recursive
         if is_named or isinstance(self._root.get(self._id), str):
             for node in self._nodes:
@@ -136,9 +125,27 @@ class _Document:
                     if isinstance(node.get(name), str | bool):
                         del node[name]
 
-    def _visit(self, node: Schema, pointer: str, base: str) -> None:
+    def _write_reference(self, node: Schema, reference: str) -> None:
+        uri = self._places[id(node)][1]
+        direct = resolve(self._root, reference)
+        is_plain = reference.startswith("#/") and reference.isprintable() and _PLAIN.fullmatch(reference) is not None
+        if is_plain and direct and id(direct[1]) in self._places and self._resources.get(uri) is self._root:
+            return  # it is a pointer from the root, to a place that is known
+        target = self._target(node, reference)
+        if target is None:
+            # Without the names around it a library might find another target for what is relative to them.
+            url, fragment = _joined(uri, reference)
+            node["$ref"] = (f"{url}#{fragment}" if fragment else url) or reference
+            return
+        place, found = target
+        if isinstance(found, dict) and id(found) not in self._places:
+            self._visit(found, place, uri)
+        if direct is None or direct[1] is not found or not is_plain:
+            node["$ref"] = f"#{_pointer(place)}"
+
+    def _visit(self, node: Schema, at: _Place | None, base: str) -> None:
         """Note the schemas at and below `node`, whose resource has the URI `base`."""
-        waiting = [(node, pointer, base)]
+        waiting = [(node, at, base)]
         for schema, place, uri in waiting:
             if id(schema) in self._places:
                 continue
@@ -159,10 +166,10 @@ class _Document:
                     if key == "$dynamicAnchor":
                         self._dynamic.setdefault(name, []).append(schema)
             self._is_recursive = self._is_recursive or schema.get("$recursiveAnchor") is True
-            waiting += ((child, below, uri) for below, child in _below(schema, place))
+            waiting += [(child, below, uri) for below, child in _below(schema, place)]
 
-    def _target(self, node: Schema, reference: str) -> tuple[str, Any] | None:
-        """Return (pointer, value) of what a reference at `node` leads to; None: nothing in this document."""
+    def _target(self, node: Schema, reference: str) -> tuple[_Place | None, Any] | None:
+        """Return (place, value) of what a reference at `node` leads to; None: nothing in this document."""
         uri, fragment = _joined(self._places[id(node)][1], reference)
         if reference.startswith("#"):
             uri = self._places[id(node)][1]
@@ -191,7 +198,7 @@ class _Document:
                 is_single = len(others) <= 1 or not any(found is other for other in others)
             if is_single:
                 del node[key]
-                node["$ref"] = f"#{target[0]}"
+                node["$ref"] = f"#{_pointer(target[0])}"
 
 
 def _joined(base: str, reference: str) -> tuple[str, str]:
@@ -207,16 +214,34 @@ def _joined(base: str, reference: str) -> tuple[str, str]:
         raise InvalidGrammar(f"JSON Schema: {reference[:80]!r} is no URI: {error}") from None
 
 
-def _below(node: Schema, pointer: str) -> Iterator[tuple[str, Schema]]:
-    for keys, child in (*child_schemas(node), *definitions(node)):
-        if isinstance(child, dict):
-            yield pointer + "".join(f"/{_escaped(str(key))}" for key in keys), child
+class _Place(NamedTuple):
+    """The place of a value in a document: a pointer that is written where it is needed alone."""
+
+    above: _Place | None
+    """None: the root."""
+    keys: tuple[str | int, ...]
 
 
-def _walk(value: Any, fragment: str, pointer: str) -> tuple[str, Any] | None:
+def _pointer(place: _Place | None) -> str:
+    parts: list[str] = []
+    while place is not None:
+        parts += (_escaped(str(key)) for key in reversed(place.keys))
+        place = place.above
+    return "".join(f"/{part}" for part in reversed(parts))
+
+
+def _below(node: Schema, place: _Place | None) -> list[tuple[_Place | None, Schema]]:
+    return [
+        (_Place(place, keys), child)
+        for keys, child in (*child_schemas(node), *definitions(node))
+        if isinstance(child, dict)
+    ]
+
+
+def _walk(value: Any, fragment: str, place: _Place | None) -> tuple[_Place | None, Any] | None:
+    keys: list[str | int] = []
     for part in fragment[1:].split("/"):
-        for name in (part, unquote(part)):
-            name = name.replace("~1", "/").replace("~0", "~")
+        for name in names_of(part):
             if isinstance(value, dict) and name in value:
                 value = value[name]
                 break
@@ -225,9 +250,9 @@ def _walk(value: Any, fragment: str, pointer: str) -> tuple[str, Any] | None:
                 break
         else:
             return None
-        pointer += f"/{_escaped(name)}"
-    return pointer, value
+        keys.append(name)
+    return _Place(place, tuple(keys)), value
 
 
 def _escaped(name: str) -> str:
-    return quote(name.replace("~", "~0").replace("/", "~1"), safe=_SAFE)
+    return name if _SAFE_NAME.fullmatch(name) else quote(name.replace("~", "~0").replace("/", "~1"), safe=_SAFE)

@@ -9,6 +9,7 @@ Not responsible for: keywords that one library ignores (see that backend).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 }
 _NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 """Keyword -> the keyword without which it has no effect."""
+_SOMETIMES_WITHOUT = frozenset({*_WITHOUT_EFFECT, *_NEEDS})
 
 
 def rewrite(schema: Any, path: str, portable: Callable[[str], str]) -> list[Unenforced]:
@@ -63,12 +65,12 @@ def take_out_unwritable_values(schema: Any, path: str, unwritable: Sequence[tupl
     Names of members are not looked at: the library that needs this can write any name. `unwritable`: as in `Dialect`.
     """
     found: list[Unenforced] = []
+    if not unwritable:
+        return found
+    wanted = re.compile("[" + "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in unwritable) + "]")
 
     def problem(value: Any) -> str | None:
-        char = next(
-            (c for text in _strings(value) for c in text if any(first <= ord(c) <= last for first, last in unwritable)),
-            None,
-        )
+        char = next((place[0] for text in _strings(value) if (place := wanted.search(text))), None)
         return char and f"holds the character U+{ord(char):04X}, which this backend does not write in a string"
 
     for where, node in list(subschemas(schema, path)):
@@ -96,6 +98,8 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _remove_without_effect(node: Schema) -> None:
+    if _SOMETIMES_WITHOUT.isdisjoint(node):
+        return
     for keyword, values in _WITHOUT_EFFECT.items():
         # The types are compared too: in Python 0 equals False, but it is another value to a library.
         if keyword in node and any(type(node[keyword]) is type(each) and node[keyword] == each for each in values):

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from grammar_service.backends.json_schema.walk import DEFINITIONS, LISTS, MAPS, Schema, child_schemas, subschemas
+from grammar_service.backends.json_schema.walk import DEFINITIONS, LISTS, MAPS, ONE, Schema, child_schemas, subschemas
 from grammar_service.errors import InvalidGrammar
 
 _NUMBERS = (
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains"),
     *("minimum", "maximum", "multipleOf"),
 )
+_PLACES = frozenset({*ONE, *LISTS, *MAPS, *DEFINITIONS})
+_VALUES = frozenset({"type", *_NUMBERS, "exclusiveMinimum", "exclusiveMaximum", "dependentRequired"})
 _OTHERS = frozenset({"items", "dependencies"})
 """Keywords that may hold lists instead: of schemas, or of names. A dependency may be one name."""
 
@@ -33,6 +35,8 @@ def check_shapes(schema: Any, path: str) -> None:
     """
     for where, node in subschemas(schema, path):
         _check_values(node, where)
+        if _PLACES.isdisjoint(node):
+            continue
         for key in LISTS:
             if key in node and key != "items" and not isinstance(node[key], list):
                 raise _wrong(f"{where}/{key}", "an array of schemas")
@@ -45,6 +49,8 @@ def check_shapes(schema: Any, path: str) -> None:
 
 
 def _check_values(node: Schema, where: str) -> None:
+    if _VALUES.isdisjoint(node):
+        return
     types = node.get("type", [])
     if not isinstance(types, str) and not (isinstance(types, list) and all(isinstance(name, str) for name in types)):
         raise _wrong(f"{where}/type", "the name of a type, or an array of names")

@@ -22,6 +22,7 @@ _FINAL = frozenset({"uniqueItems", "maxContains"})
 """Keywords that a value, once it violates one, violates however it goes on."""
 _FLAGS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|(?P<flags>\(\?[A-Za-z^-])", re.DOTALL)
 """Flags of a pattern, beside what may look like them: escapes and classes."""
+_DYNAMIC = frozenset({"$dynamicRef", "$recursiveRef"})
 _CONDITIONS = frozenset({"then", "else"})
 """Parts of a schema that hold while a condition does; the rest of a value may change the condition."""
 
@@ -34,12 +35,15 @@ class Validator:
 
     def __init__(self, text: str) -> None:
         schema = _modern(json.loads(text))
-        if any(key in node for _, node in subschemas(schema) for key in ("$dynamicRef", "$recursiveRef")):
+        if _may_hold(text, 'cRef"', 'eRef"') and any(
+            key in node for _, node in subschemas(schema) for key in ("$dynamicRef", "$recursiveRef")
+        ):
             # What such a reference leads to depends on the way to it, by names that pointers do not have.
             schema = _modern(json.loads(text), with_names=True)
         self.schema = schema
         """As it is read; not to be changed."""
-        _refuse_flags(schema)
+        if _may_hold(text, "(?"):
+            _refuse_flags(schema)
         try:
             self._inner = jsonschema_rs.Draft202012Validator(schema, validate_formats=True, retriever=_no_documents)
         except (ValueError, jsonschema_rs.ReferencingError) as error:
@@ -131,6 +135,11 @@ def _modern(schema: Any, *, with_names: bool = False) -> Any:
                 if is_exclusive and bound in node:
                     node[exclusive] = node.pop(bound)
     return schema
+
+
+def _may_hold(text: str, *parts: str) -> bool:
+    """Return whether one of `parts` may be in a string of a JSON text; False is certain."""
+    return "\\u" in text or any(part in text for part in parts)
 
 
 def _refuse_flags(schema: Any) -> None:

@@ -24,6 +24,11 @@ LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies")
 DEFINITIONS = ("$defs", "definitions")
 
+_RANKS = {key: rank for rank, key in reversed([*enumerate((*ONE, *LISTS, *MAPS))])}
+_RANKS_OF_TUPLES = {key: rank for rank, key in enumerate((*ONE, *LISTS, *MAPS))}
+"""The order of places; a list of `items` comes after the other lists."""
+_PLACES = frozenset(_RANKS)
+
 
 def subschemas(root: Any, path: str = "") -> Iterator[tuple[str, Schema]]:
     """Yield (path, schema) for `root`, whose path is `path`, and every schema object below it, outer schemas first."""
@@ -35,7 +40,12 @@ def subschemas(root: Any, path: str = "") -> Iterator[tuple[str, Schema]]:
             continue
         seen.add(id(node))
         yield where, node
-        waiting += _children(node, where)
+        # A compilation walks a dozen times, and most schemas have nothing inside.
+        if not _PLACES.isdisjoint(node):
+            for keys, child in child_schemas(node):
+                if isinstance(child, dict):
+                    below = f"{where}/{keys[0]}"
+                    waiting.append((f"{below}/{keys[1]}" if len(keys) > 1 else below, child))
         reference = node.get("$ref")
         if isinstance(reference, str):
             place = resolve(root, reference)
@@ -46,24 +56,21 @@ def subschemas(root: Any, path: str = "") -> Iterator[tuple[str, Schema]]:
                 waiting += _all_definitions(root, path)
 
 
-def _children(node: Schema, path: str) -> Iterator[tuple[str, Any]]:
-    for keys, child in child_schemas(node):
-        yield path + "".join(f"/{key}" for key in keys), child
-
-
-def child_schemas(node: Schema) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yield (keys, value) of each place of `node` where a schema may be, in an order that does not depend on it."""
-    for key in ONE:
-        if key in node:
-            yield (key,), node[key]
-    for key in LISTS:
-        children = node.get(key)
-        if isinstance(children, list):
-            yield from (((key, i), child) for i, child in enumerate(children))
-    for key in MAPS:
-        members = node.get(key)
-        if isinstance(members, dict):
-            yield from (((key, name), child) for name, child in members.items())
+def child_schemas(node: Schema) -> list[tuple[tuple[str | int, ...], Any]]:
+    """Return (keys, value) of each place of `node` where a schema may be, in an order that does not depend on it."""
+    if _PLACES.isdisjoint(node):
+        return []
+    ranks = _RANKS_OF_TUPLES if isinstance(node.get("items"), list) else _RANKS
+    found: list[tuple[tuple[str | int, ...], Any]] = []
+    for key in sorted([key for key in node if key in ranks], key=ranks.__getitem__):
+        value = node[key]
+        if isinstance(value, list) and key in LISTS:
+            found += [((key, i), child) for i, child in enumerate(value)]
+        elif key in ONE:
+            found.append(((key,), value))
+        elif isinstance(value, dict) and key in MAPS:
+            found += [((key, name), child) for name, child in value.items()]
+    return found
 
 
 def definitions(node: Schema) -> Iterator[tuple[tuple[str | int, ...], Any]]:
@@ -82,8 +89,7 @@ def resolve(root: Any, reference: str) -> tuple[str, Any] | None:
         return ("", root) if reference == "#" else _anchored(root, reference[1:])
     node = root
     for part in reference[2:].split("/"):
-        for name in (part, unquote(part)):
-            name = name.replace("~1", "/").replace("~0", "~")
+        for name in names_of(part):
             if isinstance(node, dict) and name in node:
                 node = node[name]
                 break
@@ -93,6 +99,13 @@ def resolve(root: Any, reference: str) -> tuple[str, Any] | None:
         else:
             return None
     return reference[1:], node
+
+
+def names_of(part: str) -> tuple[str, ...]:
+    """Return the names that a part of a JSON pointer in a reference may mean, the likelier one first."""
+    if "%" not in part and "~" not in part:
+        return (part,)
+    return tuple(name.replace("~1", "/").replace("~0", "~") for name in (part, unquote(part)))
 
 
 def _anchored(root: Any, name: str) -> tuple[str, Any] | None:

@@ -21,7 +21,15 @@ from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.llguidance.chains import LlguidanceFiller
 from grammar_service.backends.llguidance.loosening import MAX_ROUNDS, Loosening
 from grammar_service.backends.llguidance.native_tokens import native_tokenizer
-from grammar_service.backends.llguidance.notation import check_types, has_schemas, misspelled, notation, parts, readable
+from grammar_service.backends.llguidance.notation import (
+    Rounds,
+    check_types,
+    has_schemas,
+    misspelled,
+    notation,
+    parts,
+    readable,
+)
 from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotEnforced
 from grammar_service.grammar.text_grammar import count_alternatives
 from grammar_service.grammar.value import Grammar, Kind
@@ -62,6 +70,8 @@ class LlguidanceBackend:
         self._filler = LlguidanceFiller(vocabulary, special, self._tokenizer.eos_token)
         self._refused: tuple[Grammar, str, list[Unenforced]] | None = None
         """The last grammar with parts that are not enforced, in the library's notation, and these parts."""
+        self._made: tuple[str, LLMatcher] | None = None
+        """The last notation that the library took, and its matcher: a process that compiles a grammar loads it next."""
 
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Return the grammar in the library's own notation, checked against its limits."""
@@ -85,9 +95,10 @@ class LlguidanceBackend:
 
         The lenient notation differs from the strict one in what the library says of such parts, not in what it takes.
         """
-        with_names, loosening, messages = True, Loosening(), list[str]()
+        self._made = None  # so that the memory of a compilation does not depend on earlier grammars
+        with_names, loosening, messages, rounds = True, Loosening(), list[str](), Rounds()
         for _ in range(MAX_ROUNDS):
-            text, found = notation(grammar, lenient=True, with_names=with_names, loosening=loosening)
+            text, found = notation(grammar, lenient=True, with_names=with_names, loosening=loosening, rounds=rounds)
             failed, messages = self._messages(text)
             if not failed:
                 return text, found + parts(messages, grammar)
@@ -112,9 +123,17 @@ class LlguidanceBackend:
         return InvalidGrammar(f"llguidance: {message}")
 
     def load(self, grammar: Grammar, artifact: bytes) -> LlguidanceCompiled:
-        """Return the compiled form. Takes as long as the compilation (milliseconds) and releases the GIL."""
+        """Return the compiled form. Takes as long as the compilation (milliseconds) and releases the GIL.
+
+        In a process that has just compiled the grammar it takes microseconds.
+        """
         warnings, text = unenforced.unpack(artifact)
-        pristine = LLMatcher(self._tokenizer, text.decode(), log_level=0, limits=self._limits)
+        made, self._made = self._made, None
+        source = text.decode()
+        if made is not None and made[0] == source:
+            pristine = made[1]
+        else:
+            pristine = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if pristine.is_error():
             raise InvalidGrammar(f"llguidance: {pristine.get_error()}")
         special = (self._never, self._never_but_stops)
@@ -126,6 +145,7 @@ class LlguidanceBackend:
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if matcher.is_error():
             return True, [matcher.get_error()]
+        self._made = text, matcher
         return False, [message for message in matcher.get_grammar_warnings() if message]
 
 

@@ -9,7 +9,9 @@ Not responsible for: limits and matchers (see backend.py). The library is import
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import pickle
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -40,7 +42,7 @@ from grammar_service.grammar.text_grammar import (
     refuse_token_references,
     with_schemas,
 )
-from grammar_service.grammar.value import Grammar, Kind, Whitespace
+from grammar_service.grammar.value import Grammar, Kind, Reading, Whitespace
 
 _SPACE = r"[\x20\x0A\x0D\x09]"
 
@@ -61,13 +63,59 @@ _FORMAT = re.compile(r"Unknown format: (.*)$")
 _TIGHT = Loosening()
 
 
+class Rounds:
+    """The schemas of one grammar as they are before they are loosened, which is the same in every round."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, bool], bytes] = {}
+        """By number of the schema, and whether it has the alternatives of `expand`."""
+
+    def rewritten(
+        self, number: int, schema: Any, path: str, reading: Reading, loosening: Loosening
+    ) -> tuple[Any, list[Unenforced]]:
+        """Return the schema at `path`, the one of this number in the grammar, rewritten, and what was taken out."""
+        key = number, not loosening.size
+        if (kept := self._kept.get(key)) is not None:
+            again: tuple[Any, list[Unenforced]] = pickle.loads(kept)
+            return again
+        found = _rewrite(schema, path, reading, with_alternatives=not loosening.size)
+        if loosening != _TIGHT:  # a round that may have others behind it
+            self._kept[key] = pickle.dumps((schema, found))
+        return schema, found
+
+
+def _rewrite(schema: Any, path: str, reading: Reading, *, with_alternatives: bool) -> list[Unenforced]:
+    """Rewrite the schema at `path` in place, up to what is loosened. Return what was taken out."""
+    refuse_no_schema(schema, path)
+    if "x-guidance" in schema:
+        raise InvalidGrammar(f"JSON Schema: {path}/x-guidance: a request may not set options of the library")
+    write_pointers(schema)
+    found = take_out_dialects(schema, path)
+    check_shapes(schema, path)
+    found += take_out_annotations(schema, path, strict=reading.strict_formats)
+    refuse_minima(schema, path, reading)
+    if with_alternatives:
+        expand(schema)
+    found += take_out_unwritable_values(schema, path, STRING_DIALECT.unwritable)
+    found += rewrite(schema, path, _portable)
+    _write_exact_formats(schema)
+    return found
+
+
 def notation(
-    grammar: Grammar, *, lenient: bool, with_names: bool = True, loosening: Loosening = _TIGHT
+    grammar: Grammar,
+    *,
+    lenient: bool,
+    with_names: bool = True,
+    loosening: Loosening = _TIGHT,
+    rounds: Rounds | None = None,
 ) -> tuple[str, list[Unenforced]]:
     """Return the grammar as text for the library, and the parts that were taken out because it would misread them.
 
-    `with_names`: as in `write_bounds`. `loosening`: what else is taken out of its schemas.
+    `with_names`: as in `write_bounds`. `loosening`: what else is taken out of its schemas. `rounds`: of this grammar.
     """
+    rounds = rounds or Rounds()
+    numbers = itertools.count()
     found: list[Unenforced] = []
     # White space is not a field of Lark grammars: schemas inside them always have bounded white space.
     if grammar.kind is Kind.LARK:
@@ -75,19 +123,8 @@ def notation(
 
     def schema_text(schema: Any, path: str) -> str:
         schema = {} if schema is True else schema
-        refuse_no_schema(schema, path)
-        if "x-guidance" in schema:
-            raise InvalidGrammar(f"JSON Schema: {path}/x-guidance: a request may not set options of the library")
-        write_pointers(schema)
-        found.extend(take_out_dialects(schema, path))
-        check_shapes(schema, path)
-        found.extend(take_out_annotations(schema, path, strict=grammar.reading.strict_formats))
-        refuse_minima(schema, path, grammar.reading)
-        if not loosening.size:
-            expand(schema)
-        found.extend(take_out_unwritable_values(schema, path, STRING_DIALECT.unwritable))
-        found.extend(rewrite(schema, path, _portable))
-        _write_exact_formats(schema)
+        schema, gone = rounds.rewritten(next(numbers), schema, path, grammar.reading, loosening)
+        found.extend(gone)
         found.extend(loosening.apply(schema, path))
         _write_tuples(schema)
         found.extend(write_bounds(schema, grammar.reading, with_names=with_names))

@@ -434,6 +434,22 @@ def test_a_grammar_loads_from_its_artifact_in_another_backend_object(library: Li
     assert library.accepts(compiled, '{"a":1,"b":[]}')
 
 
+def test_a_grammar_loads_alike_where_it_was_compiled_and_elsewhere(library: Library, vocabulary: Vocabulary) -> None:
+    elsewhere = load_backend(library.name, vocabulary)
+    point, words = (
+        parse(*schema(each), Whitespace.COMPACT)
+        for each in (POINT, {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1})
+    )
+    first, second = (library.backend.compile(grammar) for grammar in (point, words))
+    # In the order of compilation, so that the first load is not that of the last compilation; then once more.
+    for grammar, artifact in ((point, first), (words, second), (words, second), (point, first)):
+        loaded = [each.load(grammar, artifact).matcher() for each in (library.backend, elsewhere)]
+        text = '{"a":1,"b":[' if grammar is point else '["a"'
+        for token in spell(text):
+            assert library.legal(loaded[0]) == library.legal(loaded[1])
+            assert all(matcher.accept(token) for matcher in loaded)
+
+
 def test_unknown_backends_are_not_supported(vocabulary: Vocabulary) -> None:
     with pytest.raises(NotSupported, match="llguidance, xgrammar"):
         load_backend("outlines", vocabulary)

@@ -16,7 +16,7 @@ from grammar_service.backends.backend import Compiled
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.llguidance.backend import LlguidanceBackend
 from grammar_service.backends.llguidance.loosening import Loosening
-from grammar_service.backends.llguidance.notation import notation
+from grammar_service.backends.llguidance.notation import Rounds, notation
 from grammar_service.errors import NotEnforced
 from grammar_service.grammar.value import Grammar, Kind, Reading, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
@@ -220,6 +220,20 @@ class CountingBackend(LlguidanceBackend):
     def _built(self, grammar: Grammar, allow_unenforced: bool) -> tuple[str, list[Unenforced]]:
         self.built += 1
         return super()._built(grammar, allow_unenforced)
+
+
+def test_a_later_round_reads_a_schema_as_the_first_one_does() -> None:
+    places = {name: {**NAMES, "dependentRequired": {"a": ["b"]}} for name in "xy"}
+    schema = {"type": "object", "properties": {**places, "z": TREE, "t": {"type": "string", "format": "unheard"}}}
+    schema["$defs"] = TREE["$defs"]
+    grammar = parse(Kind.JSON_SCHEMA, json.dumps(schema), Whitespace.COMPACT)
+    overlap = Loosening(overlaps=frozenset({"a/ and /b"}))
+    rounds = Rounds()
+    several = [Loosening(), overlap, replace(overlap, lone=frozenset({"#/$defs/tree"}))]
+    several += [replace(several[-1], size=size) for size in (1, 2, 3)]
+    texts = [notation(grammar, lenient=True, loosening=each, rounds=rounds) for each in several]
+    assert texts == [notation(grammar, lenient=True, loosening=each) for each in several]
+    assert len({text for text, _ in texts}) > 3
 
 
 def test_a_grammar_that_was_refused_is_built_once(vocabulary: Vocabulary) -> None:

@@ -30,6 +30,20 @@ def test_the_walk_reaches_every_place_of_a_schema() -> None:
     assert set(_paths(schema)) == wanted
 
 
+def test_the_order_of_the_walk_is_that_of_the_keywords_and_not_of_the_schema() -> None:
+    schema: dict[str, Any] = {
+        "properties": {"n": dict(LEAF)},
+        "items": [dict(LEAF), dict(LEAF)],
+        "anyOf": [dict(LEAF)],
+        "not": dict(LEAF),
+        "prefixItems": [dict(LEAF)],
+    }
+    wanted = ["", "/not", "/anyOf/0", "/prefixItems/0", "/items/0", "/items/1", "/properties/n"]
+    assert _paths(schema) == wanted
+    assert _paths(dict(reversed(schema.items()))) == wanted
+    assert _paths({"properties": {"n": {}}, "anyOf": [{}], "items": {}}) == ["", "/items", "/anyOf/0", "/properties/n"]
+
+
 def test_data_is_a_schema_only_if_a_reference_points_to_it() -> None:
     data = {"const": {"not": {}}, "enum": [{"not": {}}], "default": {"not": {}}, "x": {"y": dict(LEAF)}}
     assert _paths(data) == [""]
