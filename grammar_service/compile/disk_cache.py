@@ -12,6 +12,7 @@ Not responsible for: the contents of an artifact (see artifact.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -45,14 +46,19 @@ def artifact_key(
 
     Owners share no file: from the time of a compilation, or from `cache_hit`, one could learn what another compiles.
     """
-    try:
-        ours = version("lockstep-engine")
-    except PackageNotFoundError:
-        ours = "source"
-    parts = (FORMAT, ours, backend, installed_version(backend), vocabulary_digest, str(allow_unenforced))
+    parts = (FORMAT, _own_version(), backend, installed_version(backend), vocabulary_digest, str(allow_unenforced))
     head = "\0".join((*parts, grammar.kind.name, grammar.whitespace.name, str(grammar.reading), ""))
     text = head + grammar.text
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES, key=owner.encode()).hexdigest()
+
+
+@functools.cache
+def _own_version() -> str:
+    """Return this package's version. It is read once: each compilation has a key, and to parse the metadata takes 1 ms."""
+    try:
+        return version("lockstep-engine")
+    except PackageNotFoundError:
+        return "source"
 
 
 class DiskCache:
