@@ -40,6 +40,7 @@ __all__ = [
     "SlotParams",
     "StepTensors",
     "accept",
+    "accept_arguments",
     "draw_drafts",
     "gumbel_noise",
     "pack_rules",
@@ -66,7 +67,7 @@ _LONGS = ("logits_stride", "row_stride", "history_stride", "mask_slot_stride", "
 _INTS = ("num_batch", "num_rows", "vocab_size", "bf16")
 
 
-class _Args(ctypes.Structure):
+class AcceptArgs(ctypes.Structure):
     """Mirror of `struct accept_args`."""
 
     _fields_ = [
@@ -76,7 +77,7 @@ class _Args(ctypes.Structure):
     ]
 
 
-def _arguments(step: StepTensors, logits_NV: torch.Tensor, num_rows: int) -> _Args:
+def accept_arguments(step: StepTensors, logits_NV: torch.Tensor, num_rows: int) -> AcceptArgs:
     """Return the native arguments for logits [N, V], bf16 or fp32; asserts every shape and dtype."""
     B, R = step.slots_B.shape[0], step.kinds_BR.shape[1]
     V, stride = logits_NV.shape[1], step.result.scratch_BV.shape[1]
@@ -97,7 +98,7 @@ def _arguments(step: StepTensors, logits_NV: torch.Tensor, num_rows: int) -> _Ar
     )
     first_row = None if step.first_row_B is None else address(step.first_row_B)
     batch = (logits_NV, step.slots_B, step.drafts_BR, step.num_drafts_B, step.kinds_BR, step.forced_BR)
-    return _Args(
+    return AcceptArgs(
         *[address(t) for t in batch],
         step.mask_address,
         *[address(t) for t in tensors],
@@ -118,7 +119,7 @@ def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None
         from kernels.cuda import accept as device  # a CPU install has no Triton
 
         return device.accept(logits_NV, step, num_rows=num_rows)
-    native().lockstep_accept(ctypes.byref(_arguments(step, logits_NV, num_rows)))
+    native().lockstep_accept(ctypes.byref(accept_arguments(step, logits_NV, num_rows)))
 
 
 def draw_drafts(logits_BV: torch.Tensor, step: StepTensors, k: int, *, d2t_V: torch.Tensor | None = None) -> None:
@@ -134,7 +135,7 @@ def draw_drafts(logits_BV: torch.Tensor, step: StepTensors, k: int, *, d2t_V: to
         return device.draw_drafts(logits_BV, step, k, d2t_V=d2t_V)
     if d2t_V is not None:
         logits_BV = _widened(logits_BV, d2t_V, step, k)
-    native().lockstep_draft(ctypes.byref(_arguments(step, logits_BV, 1)), ctypes.c_int32(k))
+    native().lockstep_draft(ctypes.byref(accept_arguments(step, logits_BV, 1)), ctypes.c_int32(k))
 
 
 def _widened(logits_BV: torch.Tensor, d2t_V: torch.Tensor, step: StepTensors, k: int) -> torch.Tensor:

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.accept import accept_arguments
 from kernels.blocks import BLOCK, BlockWeightsArgs, PackedBlocks
 from kernels.fused_arguments import Activation
 from kernels.kv_pages import KVPages
 from kernels.library import native
 from kernels.low_rank import LowRankTable
+from kernels.step_tensors import StepTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +118,7 @@ class _ForwardArgs(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in ("table_stride", "logits_stride")],
         *[(name, ctypes.c_int64) for name in ("num_rows", "num_sequences", "num_layers", "num_logits", *_SIZES)],
         *[(name, ctypes.c_float) for name in ("embedding_scale", "norm_eps", "logits_softcap")],
-        ("bf16", ctypes.c_int32),
+        *[(name, ctypes.c_int32) for name in ("bf16", "defers_head")],
         *[(name, ctypes.c_void_p) for name in ("adapters", "sequence_adapters", "virtual_embedding")],
         *[(name, ctypes.c_int64) for name in ("adapter_rank", "vocabulary")],
     ]
@@ -162,6 +164,8 @@ class Forward:
         self._logits_NV = torch.empty(0, head.num_outputs)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._pages: list[KVPages] | None = None
+        self._deferred: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Positions and row starts of the last call, which `masked_head` reads again; None: it has no head to fill."""
         self._adapted = False
         """The last call had adapters or virtual tokens."""
 
@@ -199,6 +203,7 @@ class Forward:
         page_table_SN: torch.Tensor,
         *,
         num_logits: int,
+        defers_head: bool = False,
         taps: Mapping[int, torch.Tensor] | None = None,
         adapters: SequenceAdapters | None = None,
         virtual_VH: torch.Tensor | None = None,
@@ -206,7 +211,8 @@ class Forward:
         """Store the rows' keys and values; return the logits of the first `num_logits` rows, float32 [num_logits, V].
 
         The result is a view of memory that the next call overwrites; a row of padding has no defined content. With
-        `num_logits` 0 and no tap behind the last layer, the last layer only fills the pages.
+        `num_logits` 0 and no tap behind the last layer, the last layer only fills the pages. With `defers_head` the
+        logits have no content before `masked_head`, which must be the next call.
 
         `ids_N` int64, `positions_N` int32: negative is padding, behind the other rows of its sequence. `row_starts`
         int32 [S + 1]: sequence s has rows [row_starts[s], row_starts[s + 1]). `page_table_SN` int32. `taps`: layer ->
@@ -224,6 +230,7 @@ class Forward:
         assert len(row_starts) <= len(page_table_SN) + 1
         self._use_pages(pages)
         args.num_rows, args.num_sequences, args.num_logits = N, len(row_starts) - 1, num_logits
+        args.defers_head, self._deferred = defers_head, (positions_N, row_starts) if defers_head else None
         if adapters is not None or virtual_VH is not None or self._adapted:
             self._use_adapters(adapters, virtual_VH)
         self._reserve()
@@ -232,6 +239,18 @@ class Forward:
         self._use_taps(taps or {}, N)
         native().lockstep_forward(ctypes.byref(args))
         return self._logits_NV[:num_logits]
+
+    def masked_head(self, step: StepTensors, *, num_rows: int) -> None:
+        """Fill those logits of the last call, which had `defers_head`, that `accept` may read with the same arguments.
+
+        The others keep what they had. Row j of entry b is b * P + j; `first_row_B` is not supported. A row of kind ALL,
+        or with log-probabilities, is filled whole.
+        """
+        assert self._deferred is not None, "the last call had no defers_head"
+        assert step.first_row_B is None
+        rows = accept_arguments(step, self._logits_NV[: self._args.num_logits], num_rows)
+        native().lockstep_forward_head(ctypes.byref(self._args), ctypes.byref(rows))
+        self._deferred = None
 
     def new_tap(self, num_rows: int) -> torch.Tensor:
         """Return memory for a tap, [num_rows, H]; rows of padding stay zero."""

@@ -93,6 +93,8 @@ class AttentionContext:
     """Set by the model in front of a forward where a row has an adapter."""
     tree_rows_BRR: torch.Tensor | None = None
     """On a GPU, where the rows of each sequence are those of a tree of drafts; see `TreeRows.rows_BRR`."""
+    defers_head: bool = False
+    """The output product is left to the model's `masked_head`. For models that can defer it alone."""
     virtual_VH: torch.Tensor | None = None
     """Set by the model: the embeddings of prompt adapters, for the ids behind those of its own embedding."""
     layers_seen: dict[int, LayerAttention] = field(default_factory=dict)

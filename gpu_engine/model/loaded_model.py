@@ -18,6 +18,7 @@ from gpu_engine.model.attention import AttentionContext, attending
 from gpu_engine.model.fusion import Fused
 from gpu_engine.model.parallel.ranks import RankSet
 from kernels.kv_pages import KVPages
+from kernels.step_tensors import StepTensors
 
 
 class ModelNotSupported(ValueError):
@@ -64,6 +65,16 @@ class LoadedModel:
     def skips_padding(self) -> bool:
         """True: the forward computes no row of padding."""
         return self.fused.forward is not None and self.fused.forward.skips_padding
+
+    @property
+    def can_defer_head(self) -> bool:
+        """True: with `ctx.defers_head` the logits have no content before `masked_head`."""
+        return self.fused.forward is not None and self.fused.forward.can_defer_head
+
+    def masked_head(self, step: StepTensors, num_rows: int) -> None:
+        """Fill those of the last logits that `accept` may read with these arguments, and leave the others."""
+        assert self.fused.forward is not None
+        self.fused.forward.masked_head(step, num_rows)
 
     def allocate_pages(self, num_pages: int, page_size: int, *, token_major: bool | None = None) -> list[KVPages]:
         """Return the KV cache, one entry a layer; in the layout of the device unless it is named."""

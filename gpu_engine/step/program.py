@@ -140,6 +140,8 @@ class StepProgram:
         elif batch.captured_processing:
             kernel(self._process_captured, batch)
         self.sync.await_rows(batch)
+        if self._defers_head(batch):
+            kernel(self._masked_head, batch, step)
         if batch.beams is not None:
             kernel(self._candidates, batch, batch.beams)
         kernel(self._accept, batch, step)
@@ -185,10 +187,20 @@ class StepProgram:
         if self.model.skips_padding:
             self.forward_rows = B + int(batch.lane.num_drafts_B[:B].sum())
         context = AttentionContext(self._pages, table_BN, positions_BP, hidden=self._hidden, prompts=batch.prompts)
-        context.adapters_B = adapters_B
+        context.adapters_B, context.defers_head = adapters_B, self._defers_head(batch)
         if batch.tree is not None:
             context.tree_rows_BRR = batch.tree.rows_BRR
         self._logits_NV = self.model.logits(ids_BP, context)
+
+    def _defers_head(self, batch: StepBatch) -> bool:
+        """Return whether the logits are computed behind the rows of the grammar process, which most of them need not
+        be. Beams and logits processors read all of them."""
+        reads_all = batch.beams is not None or batch.host_processed or batch.captured_processing
+        return self.stream.runs_at_once and batch.any_guided and self.model.can_defer_head and not reads_all
+
+    @torch.no_grad()
+    def _masked_head(self, batch: StepBatch, step: StepTensors) -> None:
+        self.model.masked_head(step, batch.num_rows)
 
     def _packed(
         self,

@@ -8,6 +8,9 @@
  * Rows of one slot are computed in order, up to the first rejected draft, so that history holds exactly the tokens before
  * the row. Slots run in parallel and touch only their own lines. Not responsible for: the wait for the rows.
  */
+#ifndef LOCKSTEP_ACCEPT_H
+#define LOCKSTEP_ACCEPT_H
+
 #include "simd.h"
 #include "team.h"
 
@@ -436,3 +439,5 @@ void VARIANT(lockstep_gumbel)(uint64_t seed, uint32_t position, int64_t n, float
         memcpy(out + i, block, (size_t)(n - i < 64 ? n - i : 64) * sizeof(float));
     }
 }
+
+#endif

@@ -29,7 +29,8 @@ DECLARE(baseline)
     DECLARE(variant)                                                                                                    \
     void lockstep_block_linear_##variant(const struct block_linear_args *);                                             \
     int64_t lockstep_forward_scratch_##variant(const struct forward_args *);                                            \
-    void lockstep_forward_##variant(const struct forward_args *);
+    void lockstep_forward_##variant(const struct forward_args *);                                                       \
+    void lockstep_forward_head_##variant(const struct forward_args *, const struct accept_args *);
 
 DECLARE_BLOCKS(x86_64_v3)
 DECLARE_BLOCKS(x86_64_v4)
@@ -96,4 +97,6 @@ void lockstep_block_linear(const struct block_linear_args *a) { CALL_BLOCKS(lock
 int64_t lockstep_forward_scratch(const struct forward_args *a) { return CALL_BLOCKS(lockstep_forward_scratch, a); }
 
 void lockstep_forward(const struct forward_args *a) { CALL_BLOCKS(lockstep_forward, a); }
+
+void lockstep_forward_head(const struct forward_args *a, const struct accept_args *rows) { CALL_BLOCKS(lockstep_forward_head, a, rows); }
 #endif

@@ -6,6 +6,9 @@
  * Invariant: a row depends on its own sequence alone, bit for bit, whatever else is in the call. Not responsible for: the
  * ownership of pages and weights.
  */
+#ifndef LOCKSTEP_FORWARD_H
+#define LOCKSTEP_FORWARD_H
+
 #include "blocks.h"
 #include "fused.h"
 #include "low_rank.h"
@@ -46,11 +49,21 @@ struct forward_args {
     int64_t hidden, inner, num_heads, num_kv_heads, head_dim, page_size;
     float embedding_scale, norm_eps, logits_softcap; /* softcap 0: none */
     int32_t bf16;               /* pages, embedding and taps */
+    int32_t defers_head;        /* the logits are left to lockstep_forward_head (masked_head.h) */
     const struct low_rank *const *adapters; /* by number: PRODUCTS entries a layer; null: no row has one. [0] is null */
     const int32_t *sequence_adapters;       /* [num_sequences]: their numbers; 0: none */
     const float *virtual_embedding;         /* [][hidden]: of the ids from `vocabulary` on; null: there are none */
     int64_t adapter_rank;       /* of a product, its parts together: the most of any adapter */
     int64_t vocabulary;         /* rows of the embedding */
+};
+
+enum { EVERY_GROUP = -1, NO_GROUP = -2 };
+
+/* A row of the logits, and the groups of the head's outputs that are wanted of it. */
+struct head_row {
+    const uint32_t *mask; /* a word for each group; null: see `only` */
+    int32_t only;         /* the one wanted group, EVERY_GROUP, or NO_GROUP */
+    int32_t place;        /* its number among the caller's rows */
 };
 
 /* Memory of one call, cut from the scratch. R rows that are no padding. */
@@ -60,6 +73,8 @@ struct forward_work {
     int32_t *place, *position, *sequence; /* [R]: number among the caller's rows, position, and whose row it is */
     int32_t *first;                    /* [num_sequences + 1]: sequence b has rows [first[b], first[b + 1]) of R */
     int32_t (*tasks)[3];               /* sequence, KV head, first query of a tile */
+    struct head_row *head_rows; /* [num_logits], with `defers_head` alone, as are their inputs */
+    struct block_rows head_inputs;
     float *low, *active;               /* with adapters alone: [R][adapter_rank] and, as fp32, the input of `down`, [R][inner] */
     int64_t rows, num_tasks, num_logits;
 };
@@ -88,6 +103,9 @@ static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t r
     w.sequence = (int32_t *)carve(&memory, rows * 4);
     w.first = (int32_t *)carve(&memory, (a->num_sequences + 1) * 4);
     w.tasks = (int32_t (*)[3])carve(&memory, tiles * a->num_kv_heads * 12);
+    const int64_t deferred = a->defers_head ? a->num_logits : 0;
+    w.head_rows = (struct head_row *)carve(&memory, deferred * (int64_t)sizeof *w.head_rows);
+    w.head_inputs = block_rows_at(carve(&memory, block_rows_bytes(deferred, a->hidden)), deferred, a->hidden);
     w.low = (float *)carve(&memory, a->adapters ? rows * a->adapter_rank * 4 : 0);
     w.active = (float *)carve(&memory, a->adapters ? rows * a->inner * 4 : 0);
     if (work)
@@ -482,7 +500,8 @@ static void forward_body(struct member *m, void *context) {
         TEAM_FOR(m, r, w->rows)
             tap_row(a, w, a->tap, r, w->delta + r * a->hidden);
     }
-    head(m, a, w);
+    if (!a->defers_head)
+        head(m, a, w);
 }
 
 void VARIANT(lockstep_forward)(const struct forward_args *a) {
@@ -492,3 +511,5 @@ void VARIANT(lockstep_forward)(const struct forward_args *a) {
     if (w.rows > 0)
         team_run(forward_body, &(struct forward_call){a, &w});
 }
+
+#endif

@@ -4,4 +4,5 @@
 #define VARIANT(name) name##_x86_64_v3
 #include "accept.h"
 #include "forward.h"
+#include "masked_head.h"
 #endif

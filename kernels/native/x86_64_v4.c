@@ -4,4 +4,5 @@
 #define VARIANT(name) name##_x86_64_v4
 #include "accept.h"
 #include "forward.h"
+#include "masked_head.h"
 #endif

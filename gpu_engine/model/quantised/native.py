@@ -26,6 +26,7 @@ from gpu_engine.model.rotary import RotaryTable
 from kernels.blocks import PackedBlocks
 from kernels.forward import Forward, ForwardLayer, Norm
 from kernels.fused_arguments import NormKind, RMSNorm
+from kernels.step_tensors import StepTensors
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +48,18 @@ class NativeForward:
         """True."""
         return True
 
+    @property
+    def can_defer_head(self) -> bool:
+        """True."""
+        return True
+
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]; rows of padding have no defined content."""
         return self._run(ids_BP, ctx, ids_BP.numel())
+
+    def masked_head(self, step: StepTensors, num_rows: int) -> None:
+        """See `WholeForward.masked_head`."""
+        self._forward.masked_head(step, num_rows=num_rows)
 
     def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
         """Write keys and values, and what `ctx.hidden` wants."""
@@ -70,6 +80,7 @@ class NativeForward:
         logits_NV = self._forward(
             *(ids_N, positions_N, starts, ctx.pages, table_SN),
             num_logits=num_logits,
+            defers_head=ctx.defers_head,
             taps=taps,
             adapters=ctx.adapters,
             virtual_VH=ctx.virtual_VH,
