@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from gpu_engine.api.errors import InternalError
 from gpu_engine.api.prefill_shapes import PrefillShapes
 from gpu_engine.api.request import Backtracking, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats
+from gpu_engine.core.crash_attribution import BLAME_AT, may_draft
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.outputs.holding import go_back, hold, may_backtrack
@@ -134,3 +136,38 @@ def test_a_way_back_is_asked_of_the_next_process_again() -> None:
     assert (state.answer, state.num_sent, state.backtracking, state.dead_texts) == ([5], 1, False, (b"x",))
     with pytest.raises(ValueError, match="1 were sent"):
         go_back(state, 0, (b"x",))
+
+
+@pytest.mark.parametrize("first", ["reported", "forgiven"])
+@pytest.mark.parametrize("from_outside", [True, False])
+def test_ends_from_outside_are_not_counted(first: str, from_outside: bool) -> None:
+    """Whether the supervisor tells of the end before the link reports it, or behind it."""
+    scheduler: Scheduler[SequenceState] = Scheduler(
+        2, PageAllocator(8, 16), prefill_chunk=16, lookahead=8, shapes=PrefillShapes(16, 1, 16)
+    )
+    ended: list[InternalError] = []
+    grammar_slots = GrammarSlots(
+        Port(),
+        scheduler,
+        Binds(),
+        NoSync(ImmediateStream(), 4, 8),
+        EngineStats(),
+        lambda sequence: False,
+        lambda sequence, *, error: ended.append(error),
+    )  # type: ignore[arg-type]
+    sequence: RunningSequence = RunningSequence(SequenceState(ask(tokens(9, 1), grammar="20").request), 9, guided=True)
+    scheduler.add(sequence)
+    scheduler.plan()
+    grammar_slots.open(sequence)
+    sequence.prefilled = 8
+    for _ in range(BLAME_AT):
+        grammar_slots.opened(sequence.slot, sequence.slot_gen, 1.0, False, 2, ())
+        sequence.payload.deferred_since_s = 1.0  # its rows are late
+        if from_outside and first == "forgiven":
+            grammar_slots.forgive()
+        grammar_slots.process_lost()
+        if from_outside and first == "reported":
+            grammar_slots.forgive()
+        grammar_slots.process_restored()
+    assert len(ended) == (not from_outside)
+    assert may_draft(sequence) == from_outside
