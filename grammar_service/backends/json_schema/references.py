@@ -137,11 +137,11 @@ class _Document:
             url, fragment = _joined(uri, reference)
             node["$ref"] = (f"{url}#{fragment}" if fragment else url) or reference
             return
-        place, found = target
+        found = target.value
         if isinstance(found, dict) and id(found) not in self._places:
-            self._visit(found, place, uri)
+            self._visit(found, target.place, target.base)
         if direct is None or direct[1] is not found or not is_plain:
-            node["$ref"] = f"#{_pointer(place)}"
+            node["$ref"] = f"#{_pointer(target.place)}"
 
     def _visit(self, node: Schema, at: _Place | None, base: str) -> None:
         """Note the schemas at and below `node`, whose resource has the URI `base`."""
@@ -168,21 +168,43 @@ class _Document:
             self._is_recursive = self._is_recursive or schema.get("$recursiveAnchor") is True
             waiting += [(child, below, uri) for below, child in _below(schema, place)]
 
-    def _target(self, node: Schema, reference: str) -> tuple[_Place | None, Any] | None:
-        """Return (place, value) of what a reference at `node` leads to; None: nothing in this document."""
+    def _target(self, node: Schema, reference: str) -> _Target | None:
+        """Return what a reference at `node` leads to; None: nothing in this document."""
         uri, fragment = _joined(self._places[id(node)][1], reference)
         if reference.startswith("#"):
             uri = self._places[id(node)][1]
         resource = self._resources.get(uri)
         if resource is None:
             return None
-        start = self._places[id(resource)][0]
+        start = _Target(*self._places[id(resource)], resource)
         if not fragment:
-            return start, resource
+            return start
         if fragment.startswith("/"):
-            return _walk(resource, fragment, start)
+            return self._walk(start, fragment)
         found = self._anchors.get((uri, unquote(fragment)))
-        return None if found is None else (self._places[id(found)][0], found)
+        return None if found is None else _Target(*self._places[id(found)], found)
+
+    def _walk(self, start: _Target, fragment: str) -> _Target | None:
+        """Return what a pointer from `start` leads to.
+
+        Its base is that of the last schema on the way, since a place that only a reference makes a schema belongs to
+        the resource around it, and not to the one with the reference.
+        """
+        value, base = start.value, start.base
+        keys: list[str | int] = []
+        for part in fragment[1:].split("/"):
+            for name in names_of(part):
+                if isinstance(value, dict) and name in value:
+                    value = value[name]
+                    break
+                if isinstance(value, list) and (index := array_index(name, len(value))) is not None:
+                    value = value[index]
+                    break
+            else:
+                return None
+            keys.append(name)
+            base = self._places.get(id(value), (None, base))[1]
+        return _Target(_Place(start.place, tuple(keys)), base, value)
 
     def _write_dynamic(self, node: Schema) -> None:
         """Make `$ref` of a dynamic reference that has one possible target."""
@@ -190,7 +212,7 @@ class _Document:
             reference = node.get(key)
             if not isinstance(reference, str) or "$ref" in node or (target := self._target(node, reference)) is None:
                 continue
-            found, name = target[1], reference.rpartition("#")[2]
+            found, name = target.value, reference.rpartition("#")[2]
             if key == "$recursiveRef":
                 is_single = not self._is_recursive or len(self._resources) == 1
             else:
@@ -198,7 +220,7 @@ class _Document:
                 is_single = len(others) <= 1 or not any(found is other for other in others)
             if is_single:
                 del node[key]
-                node["$ref"] = f"#{_pointer(target[0])}"
+                node["$ref"] = f"#{_pointer(target.place)}"
 
 
 def _joined(base: str, reference: str) -> tuple[str, str]:
@@ -222,6 +244,15 @@ class _Place(NamedTuple):
     keys: tuple[str | int, ...]
 
 
+class _Target(NamedTuple):
+    """What a reference leads to."""
+
+    place: _Place | None
+    base: str
+    """The URI of its resource, or of the one around it."""
+    value: Any
+
+
 def _pointer(place: _Place | None) -> str:
     parts: list[str] = []
     while place is not None:
@@ -236,22 +267,6 @@ def _below(node: Schema, place: _Place | None) -> list[tuple[_Place | None, Sche
         for keys, child in (*child_schemas(node), *definitions(node))
         if isinstance(child, dict)
     ]
-
-
-def _walk(value: Any, fragment: str, place: _Place | None) -> tuple[_Place | None, Any] | None:
-    keys: list[str | int] = []
-    for part in fragment[1:].split("/"):
-        for name in names_of(part):
-            if isinstance(value, dict) and name in value:
-                value = value[name]
-                break
-            if isinstance(value, list) and (index := array_index(name, len(value))) is not None:
-                value = value[index]
-                break
-        else:
-            return None
-        keys.append(name)
-    return _Place(place, tuple(keys)), value
 
 
 def _escaped(name: str) -> str:

@@ -28,7 +28,11 @@ _CIRCLE = re.compile(r"circular references with sibling keys are not supported: 
 _TOO_LARGE = ("schema too large", "intersection stack level exceeded", "Unable to determine if regex is empty")
 _SMALLEST = 3
 _ALTERNATIVES = ("anyOf", "oneOf")
-_OVERLAP = re.compile(r"patternProperty regexes /(.*)/ are not disjoint", re.DOTALL)
+_OVERLAP = re.compile(r"patternProperty regexes /(.*)/ are (?:not )?disjoint", re.DOTALL)
+"""That they overlap, or that the library cannot tell."""
+_AND = "/ and /"
+_MAX_OVERLAPS = 4
+"""Patterns that go for one that they overlap, before it goes itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,11 @@ class Loosening:
             return replace(self, size=self.size + 1) if self.size < _SMALLEST else None
         overlap = _OVERLAP.search(message)
         if overlap and overlap[1] not in self.overlaps:
-            return replace(self, overlaps=self.overlaps | {overlap[1]})
+            first, _, second = overlap[1].partition(_AND)
+            # There may be more patterns that one overlaps than rounds, so in the end it goes, too.
+            num_overlaps = sum(pair.startswith(first + _AND) for pair in self.overlaps)
+            also = {f"{second}{_AND}{first}"} if num_overlaps >= _MAX_OVERLAPS else set()
+            return replace(self, overlaps=self.overlaps | {overlap[1]} | also)
         return None
 
     def apply(self, schema: Any, path: str) -> list[Unenforced]:
@@ -102,7 +110,7 @@ class Loosening:
         members = node.get("patternProperties")
         if not isinstance(members, dict):
             return []
-        gone = [name for name in members if any(pair.endswith(f"/ and /{name}") for pair in self.overlaps)]
+        gone = [name for name in members if any(pair.endswith(_AND + name) for pair in self.overlaps)]
         if not gone:
             return []
         node["patternProperties"] = {name: child for name, child in members.items() if name not in gone}

@@ -36,6 +36,7 @@ MIXED: dict[str, Any] = {
     },
 }
 NAMES: dict[str, Any] = {**CLOSED, "patternProperties": {"a": {"type": "boolean"}, "b": {"const": True}}}
+WORDS = {f"^{name}$": {"const": name} for name in "ABCDEFGHIJKLMNOPQRST"}
 CASES: dict[str, tuple[Any, str, list[Any], list[Any]]] = {
     "keywords beside a reference": (
         TREE,
@@ -48,6 +49,18 @@ CASES: dict[str, tuple[Any, str, list[Any], list[Any]]] = {
         "patternProperties: 'b' overlaps",
         [{"a": False, "b": True, "ab": True}, {}],
         [{"ab": False}, {"c": 1}, {"b": False}, {"a": 1}],
+    ),
+    "patterns of names that the library cannot tell apart": (
+        {**CLOSED, "patternProperties": {f"^[a-z][0-9_a-z]{{0,245}}_{end}$": {"const": end} for end in ("bin", "hex")}},
+        "overlaps another pattern of names",
+        [{"a_bin": "bin", "a_hex": "hex"}, {}],
+        [{"a_bin": "hex"}, {"a_hex": "bin"}, {"a": "bin"}],
+    ),
+    "a pattern of names that overlaps more patterns than there are rounds": (
+        {**CLOSED, "patternProperties": {"^[A-Z]{1,9}$": {"type": "string"}, **WORDS}},
+        "overlaps another pattern of names",
+        [{"A": "A", "B": "B", "Z": "any"}, {}],
+        [{"A": "B"}, {"Z": 1}, {"a": "a"}],
     ),
 }
 
