@@ -8,7 +8,7 @@ have a stream that records the same nodes and replays them on a thread of its ow
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -66,6 +66,16 @@ class Stream(Protocol):
     def synchronize(self) -> None:
         """Block until everything enqueued has run. Raises when the device failed."""
 
+    def beside(self) -> Stream:
+        """Return another queue of the same device. Their graphs share no memory, so replays of the two may overlap."""
+
+    def current(self) -> AbstractContextManager[None]:
+        """Enqueue on this stream inside the `with` block, where another one was current on this thread."""
+
+    def after(self, event: Event) -> None:
+        """Run nothing that is enqueued here from now on before the device has come to the point of a marked `event`,
+        of this stream or of one beside it. The host does not wait."""
+
 
 class ImmediateStream:
     """The CPU as a stream: a launch runs at once, on the calling thread."""
@@ -101,6 +111,17 @@ class ImmediateStream:
 
     def synchronize(self) -> None:
         """Return: everything has run."""
+
+    def beside(self) -> ImmediateStream:
+        """Return a stream that runs at once."""
+        return ImmediateStream()
+
+    def current(self) -> AbstractContextManager[None]:
+        """Return a block that changes nothing."""
+        return nullcontext()
+
+    def after(self, event: Event) -> None:
+        """Return: the point has come."""
 
     def __repr__(self) -> str:
         return "ImmediateStream()"

@@ -1,7 +1,8 @@
 """`Stream` over CUDA: torch's current stream, its events and its graphs.
 
-Invariant: all graphs of one stream share a memory pool, so their replays follow each other on that stream. Not
-responsible for: the enqueued work (see ../program.py), the choice of graphs (see graphs.py).
+Invariant: all graphs of one stream share a memory pool, so their replays follow each other on that stream; streams
+beside each other share none. Not responsible for: the enqueued work (see ../program.py), the choice of graphs (see
+graphs.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gpu_engine.step.stream import Event
 from kernels.cuda.host_launch import launch_host_function
 
 
@@ -53,6 +55,10 @@ class CudaEvent:
     def wait(self) -> None:
         """Synchronise with the event; torch releases the GIL for it."""
         self._event.synchronize()
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Have `stream` wait for the point."""
+        stream.wait_event(self._event)
 
 
 class CudaStream:
@@ -107,6 +113,21 @@ class CudaStream:
     def synchronize(self) -> None:
         """Wait for this stream."""
         self._stream.synchronize()
+
+    def beside(self) -> CudaStream:
+        """Return another stream of the device, with a pool of its own."""
+        return CudaStream(self.device, low_latency_host=self.low_latency_host)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make this the current stream inside the `with` block."""
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def after(self, event: Event) -> None:
+        """Enqueue a wait for the event."""
+        assert isinstance(event, CudaEvent), f"{event} is no event of CUDA"
+        event.hold(self._stream)
 
     def __repr__(self) -> str:
         return f"CudaStream({self.device}, {self._stream.cuda_stream:#x})"

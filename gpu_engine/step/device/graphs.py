@@ -13,6 +13,9 @@ the step gives them token 0 at position -1, which attention computes and does no
 nothing and touch no slot; the row store writes nothing, or into its spare row; the ring carries them, and the reader
 drops them.
 
+Drafts of a model apart from the step (`DraftsBehind`) are launched behind each step that proposes, on another stream,
+and the next step waits there for them.
+
 Not responsible for: the content of a step (see ../program.py), the choice of its sequences (see core/scheduler.py).
 
 Shapes: B lanes of a bucket, P rows of a step.
@@ -50,6 +53,23 @@ class PermissiveWord(Protocol):
     """While it is set, the grammar process answers ALL to everything. `shared_mem.channel.EngineEnd` has it."""
 
     permissive: bool
+
+
+class DraftsBehind(Protocol):
+    """A drafter whose launches are no part of the steps: they run on a stream of their own, each behind a step."""
+
+    def capture(self, *, eager: bool) -> None:
+        """Run every shape over padding; unless `eager`, capture it. Every step has been run over padding, the device is
+        idle, and idle again after it."""
+
+    def launch(self, batch: StepBatch) -> None:
+        """Enqueue the drafts of the step that was enqueued last. Does not wait."""
+
+    def join(self) -> None:
+        """Let nothing that is enqueued for the steps from now on run in front of these drafts."""
+
+    def close(self) -> None:
+        """Wait for the drafts, and destroy the graphs."""
 
 
 class _Shape(NamedTuple):
@@ -160,6 +180,7 @@ class StepGraphs:
         adapts: the model takes adapters: every shape is captured with their products, too. A shape with logits
             processors then always has them, so there are three graphs of a shape at most.
         max_inflight_steps: launches that may be in flight, at least 1.
+        behind: makes the drafts behind each step that proposes; None: the program makes them.
     """
 
     stream: Stream
@@ -174,6 +195,7 @@ class StepGraphs:
     processing: Processing | None = None
     adapts: bool = False
     max_inflight_steps: int = 2
+    behind: DraftsBehind | None = None
     stats: GraphStats = field(default_factory=GraphStats)
     ms_by_rows: dict[int, float] = field(default_factory=dict)
     """Milliseconds of the captured steps over padding, by their rows in all; `capture` measures them."""
@@ -232,6 +254,8 @@ class StepGraphs:
                 # The first replay uploads the graph, which allocates.
                 graph.replay()
             self.stream.synchronize()
+            if self.behind is not None:
+                self.behind.capture(eager=self.eager)
             self._measure()
         finally:
             if channel is not None:
@@ -248,6 +272,9 @@ class StepGraphs:
                 self.stream.synchronize()
                 begun_s = time.perf_counter()
                 self._graphs[shape].replay()
+                drafts = self._behind(self._batch(shape))
+                if drafts is not None:
+                    drafts.join()
                 self.stream.synchronize()
                 ms, rows = (time.perf_counter() - begun_s) * 1e3, shape.num_lanes * shape.num_rows
                 self.ms_by_rows[rows] = min(ms, self.ms_by_rows.get(rows, ms))
@@ -309,6 +336,7 @@ class StepGraphs:
         else:
             graph.replay()
             self.stats.replays += 1
+        drafts = self._behind(batch)
         if batch.host_processed and self.processing is not None:
             handle.failures = self.processing.host.failures
         self.stats.lanes += lanes
@@ -316,6 +344,15 @@ class StepGraphs:
         handle.num_lanes, handle.num_rows = shape.num_lanes, shape.num_rows
         handle.forward_rows = shape.num_lanes * shape.num_rows
         handle.entry = self.ring.push(batch, logprobs=handle.wants_logprobs)
+        if drafts is not None:
+            drafts.join()  # behind the copies of the step's outputs, which need no drafts
+
+    def _behind(self, batch: StepBatch) -> DraftsBehind | None:
+        """Enqueue the drafts behind the step, if it proposes any; return what the next step waits for."""
+        if self.behind is None or batch.max_rows == 1:
+            return None
+        self.behind.launch(batch)
+        return self.behind
 
     def ready(self, handle: StepHandle[Any]) -> bool:
         """Return whether `read` would not wait."""
@@ -329,6 +366,8 @@ class StepGraphs:
         """Wait for the device, then destroy the graphs. Memory that they point to may be freed only after that."""
         try:
             self.stream.synchronize()
+            if self.behind is not None:
+                self.behind.close()
         finally:
             for graph in self._graphs.values():
                 graph.reset()

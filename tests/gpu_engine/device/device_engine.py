@@ -8,6 +8,7 @@ Not responsible for: expected tokens, which the tests have from an engine on a C
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,10 +37,14 @@ def opaque_launches() -> Iterator[None]:
     """Make a capture record each launch of the interpreter as a native kernel."""
     from triton.runtime.interpreter import GridExecutor
 
-    launch = GridExecutor.__call__
+    launch, one = GridExecutor.__call__, threading.Lock()
+
+    def alone(self: GridExecutor, *args: object, **kwargs: object) -> None:
+        with one:  # the interpreter has one grid for all threads, and streams beside each other have a thread each
+            launch(self, *args, **kwargs)
 
     def recorded(self: GridExecutor, *args: object, **kwargs: object) -> None:
-        opaque(launch)(self, *args, **kwargs)
+        opaque(alone)(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GridExecutor, "__call__", recorded)

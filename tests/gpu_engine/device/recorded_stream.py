@@ -15,7 +15,7 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec
 
@@ -144,6 +144,15 @@ class RecordedEvent:
         self._flag = flag = threading.Event()
         self.stream._queue.put(flag.set)
 
+    def holding(self) -> Node:
+        """Return a node that waits for the point as it is marked now."""
+        flag = self._flag
+
+        def hold() -> None:
+            assert flag.wait(PATIENCE_S), "the stream beside does not come to the event"
+
+        return hold
+
     def reached(self) -> bool:
         self.stream._raise()
         return self._flag.is_set()
@@ -171,6 +180,9 @@ class RecordedStream:
     eager: list[str] = field(default_factory=list)
     """Kinds of the nodes that were enqueued outside a capture."""
     failure: BaseException | None = None
+    parent: RecordedStream | None = None
+    """The stream that this one is beside: one device, which fails and drops nodes as a whole."""
+    _beside: list[RecordedStream] = field(default_factory=list)
     _graph: RecordedGraph | None = None
 
     def __post_init__(self) -> None:
@@ -231,6 +243,18 @@ class RecordedStream:
         event.mark()
         event.wait()
 
+    def beside(self) -> RecordedStream:
+        stream = RecordedStream(self.before, trace=self.trace, parent=self)
+        self._beside.append(stream)
+        return stream
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def after(self, event: RecordedEvent) -> None:
+        assert self._graph is None, "graphs of two streams are captured apart"
+        self._queue.put(event.holding())
+
     # -- the device ---------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException | None = None) -> None:
@@ -238,6 +262,8 @@ class RecordedStream:
         self.failure = error or RuntimeError("an illegal memory access was encountered")
 
     def close(self) -> None:
+        for stream in self._beside:
+            stream.close()
         self._queue.put(None)
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
@@ -253,24 +279,25 @@ class RecordedStream:
 
     def _enqueue(self, node: Node) -> None:
         self._raise()
-        if self.drops:
+        if self._device.drops:
             return
         self._queue.put(functools.partial(self._run, node))
 
     def _run(self, node: Node) -> None:
-        if self.failure is None and self.before is not None:
+        device = self._device
+        if device.failure is None and self.before is not None:
             try:
                 self.before(node)
             except Exception as error:
-                self.failure = error
-        if self.failure is not None:
+                device.failure = error
+        if device.failure is not None:
             self.skipped += 1
             return
         self.ran += 1
         try:
             node()
         except Exception as error:
-            self.failure = error
+            device.failure = error
 
     def _serve(self) -> None:
         torch.set_grad_enabled(False)
@@ -278,8 +305,13 @@ class RecordedStream:
             node()
 
     def _raise(self) -> None:
-        if self.failure is not None:
-            raise DeviceFailed(f"{type(self.failure).__name__}: {self.failure}") from self.failure
+        failure = self._device.failure
+        if failure is not None:
+            raise DeviceFailed(f"{type(failure).__name__}: {failure}") from failure
+
+    @property
+    def _device(self) -> RecordedStream:
+        return self if self.parent is None else self.parent
 
 
 class _NoReadingBack(TorchDispatchMode):
