@@ -126,7 +126,7 @@ class EngineConfig:
     drafter: str = "ngram"
     """Source of drafts: "ngram" (a lookup in the sequence's own text, and on a CPU in earlier answers), "model" (a
     second model inside of the step), "decoupled" (a second model apart from the step, with KV pages of its own, which
-    clients may exchange while the server runs; on a CPU alone so far), "eagle3", "dflash" (a head that drafts a whole
+    clients may exchange while the server runs), "eagle3", "dflash" (a head that drafts a whole
     block in one forward; on a CPU alone so far), "mtp" (the model's own multi-token-prediction layer), "grammar"
     (jump-forward tokens alone) or "none"."""
     draft_model: str = ""
@@ -408,11 +408,6 @@ class EngineConfig:
     def _check_decoupled(self) -> None:
         decoupled = self.drafter == "decoupled"
         _require(
-            not (decoupled and self.device.startswith("cuda")),
-            "drafter",
-            f"decoupled drafts beside a model on a CPU so far, and device is {self.device}",
-        )
-        _require(
             not (decoupled and self.draft_masks == "on"),
             "draft_masks",
             "the drafts of drafter=decoupled are not masked; drafter=model has masks",
@@ -427,6 +422,8 @@ class EngineConfig:
             "draft_quantization",
             f"{self.draft_quantization!r} is not empty or one of {', '.join(kinds[1:])}",
         )
+        q4_on_cuda = self.draft_quantization == "q4" and self.device.startswith("cuda")
+        _require(not q4_on_cuda, "draft_quantization", f"q4 runs on a CPU, and device is {self.device}")
         _require(
             not self.draft_quantization or self.drafter in ("model", "decoupled"),
             "draft_quantization",

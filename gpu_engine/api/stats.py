@@ -53,10 +53,13 @@ class MemoryUse(NamedTuple):
     """Pages of the target."""
     buffer_bytes: int = 0
     """Buffers of slots and lanes; on a GPU those of sampling, too."""
+    draft_bytes: int = 0
+    """Weights and pages of the draft model of drafter=decoupled."""
 
     def __str__(self) -> str:
-        weights, cache, buffers = (f"{count / 1e6:,.1f} MB" for count in self)
-        return f"{weights} of weights, {cache} of KV pages, {buffers} of buffers"
+        weights, cache, buffers, drafts = (f"{count / 1e6:,.1f} MB" for count in self)
+        line = f"{weights} of weights, {cache} of KV pages, {buffers} of buffers"
+        return f"{line}, {drafts} of a draft model" if self.draft_bytes else line
 
 
 @dataclass(slots=True)
@@ -64,7 +67,7 @@ class EngineStats:
     """Counters since the start, and gauges. Times in the names' units."""
 
     memory: MemoryUse = field(default_factory=MemoryUse)
-    """Of this process; it does not change."""
+    """Of this process; it changes with the draft model alone."""
     num_slots: int = 0
     num_pages: int = 0
     waiting: int = 0

@@ -21,7 +21,7 @@ from gpu_engine.core.executor import Executor, draft_budget, history_tokens, pag
 from gpu_engine.core.prefill import Prefill
 from gpu_engine.core.runner import LauncherRunner
 from gpu_engine.core.transfer.mover import PageMover
-from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter
+from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, drafter_behind, exchanging_drafter
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.loaded_model import ModelNotSupported
@@ -120,7 +120,7 @@ def device_executor(
     processing = Processing.of(processors, stream, launches, slot)
     outer = (sampling, processing, PathCompaction(pages) if config.verifies_trees else None)
     program = StepProgram(stream, launches, model, pages, step_sync, drafter, slot, lane, ring, *outer)
-    kinds = (guided, config.enforce_eager, processing, model.adapters is not None)
+    kinds = (guided, config.enforce_eager, processing, model.adapters is not None, drafter_behind(drafter))
     graphs = StepGraphs(stream, program, slot, lane, ring, buckets, step_rows, *kinds)
     budget, shapes = draft_budget(config), config.prefill_shapes
     slot_writer = _slot_writer(config, model, stream, slot, rows, processing)
@@ -141,6 +141,7 @@ def device_executor(
         probe=partial(_probe, check_ranks, stream),
         close=partial(_close, graphs, prefill, end_ranks, model.adapters, copies),
         processors=processors,
+        decoupled=exchanging_drafter(drafter),
         copy_page=partial(stream.kernel, copy),
         adapter_copies=copies,
         mover=mover,

@@ -65,7 +65,9 @@ class Engine:
         """The adapters that requests may name. Thread-safe."""
         self._loop = EngineLoop(config, model, channel, grammar, build_executor, self.adapters, self._clock)
         self._inbox: Queue = threads.queue()
-        self.draft_models = DraftModels(config, model, self._loop.executor.decoupled, self._inbox.put)
+        self.draft_models = DraftModels(
+            *(config, model, self._loop.executor.decoupled, self._inbox.put, self._loop.count_draft_model)
+        )
         """The draft model, which clients may exchange. Thread-safe."""
         if self._loop.executor.adapter_copies is not None:
             self._loop.executor.adapter_copies.open(self._inbox.put)

@@ -27,8 +27,8 @@ from gpu_engine.core.running import SequenceState, SlotWriter
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.core.transfer.digest import weights_digest
 from gpu_engine.core.transfer.mover import PageMover
-from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, decoupled_drafter, suffix_drafter
-from gpu_engine.drafters.decoupled import DecoupledDrafter
+from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, exchanging_drafter, suffix_drafter
+from gpu_engine.drafters.decoupled import ExchangingDrafter
 from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.ops.memory import memory_use
@@ -83,7 +83,7 @@ class Executor:
     """The logits processors that requests may name."""
     answers: SuffixDrafter | None = None
     """The drafter, if it drafts from earlier answers: it learns which sequence has a slot, and what each answered."""
-    decoupled: DecoupledDrafter | None = None
+    decoupled: ExchangingDrafter | None = None
     """The drafter, if its model can be exchanged."""
     adapter_copies: AdapterCopies | None = None
     """Writes adapters between the steps of a device. None: the model takes none, or its memory is the CPU's."""
@@ -233,7 +233,7 @@ def cpu_executor(
         mixes=program.mixes,
         processors=processors,
         answers=suffix_drafter(drafter),
-        decoupled=decoupled_drafter(drafter),
+        decoupled=exchanging_drafter(drafter),
         mover=page_mover(config, model, stream, pages),
         memory=memory_use(model, pages, slot, lane),
     )

@@ -32,8 +32,10 @@ from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.core.scheduler import Chunk, Plan, Scheduler
 from gpu_engine.core.transfer.pages import PageTransfers
+from gpu_engine.drafters.decoupled import DraftModel
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ops.iterations import IterationRecorder
+from gpu_engine.ops.memory import with_draft_model
 from gpu_engine.step.prompt_scorer import SCORED_ROWS
 from shared_mem.channel import EngineEnd
 
@@ -80,6 +82,8 @@ class EngineLoop:
         self._in_flight: deque[LaunchedStep] = deque()
         self.sequences: dict[Request, RunningSequence] = {}
         self.stats = EngineStats(self.executor.memory, num_slots=S, num_pages=num_pages)
+        if self.executor.decoupled is not None:
+            self.count_draft_model(self.executor.decoupled.draft)
         self.iterations = IterationRing(config.iteration_history)
         self._recorder = IterationRecorder(self.stats, self.iterations)
         self.live = 0
@@ -275,6 +279,10 @@ class EngineLoop:
     def step_ms_by_rows(self) -> dict[bool, dict[int, float]]:
         """See `EngineStats`. Any thread: a step that is observed meanwhile may be in a part of the values."""
         return {guided: times.table() for guided, times in self._runner.budget.times.items()}
+
+    def count_draft_model(self, draft: DraftModel) -> None:
+        """Count the memory of the model that drafts from now on."""
+        self.stats.memory = with_draft_model(self.stats.memory, draft.model, draft.pages)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 

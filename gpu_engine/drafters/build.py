@@ -14,7 +14,8 @@ from typing import Any
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.drafters.chain import ChainDrafter
-from gpu_engine.drafters.decoupled import DecoupledDrafter, DraftModel
+from gpu_engine.drafters.decoupled import DecoupledDrafter, DraftModel, ExchangingDrafter
+from gpu_engine.drafters.decoupled_graphs import CapturedDecoupledDrafter
 from gpu_engine.drafters.exchange import load_draft_model
 from gpu_engine.drafters.heads.dflash import DFlashNet
 from gpu_engine.drafters.heads.dflash_files import load_dflash
@@ -89,10 +90,17 @@ def suffix_drafter(drafter: Drafter) -> SuffixDrafter | None:
     return own if isinstance(own, SuffixDrafter) and own.index is not None else None
 
 
-def decoupled_drafter(drafter: Drafter) -> DecoupledDrafter | None:
+def exchanging_drafter(drafter: Drafter) -> ExchangingDrafter | None:
     """Return the drafter whose model can be exchanged, if `drafter` is one or has one behind jump-forward tokens."""
     own = _behind(drafter)
-    return own if isinstance(own, DecoupledDrafter) else None
+    return own if isinstance(own, DecoupledDrafter | CapturedDecoupledDrafter) else None
+
+
+def drafter_behind(drafter: Drafter) -> CapturedDecoupledDrafter | None:
+    """Return the drafter whose launches are no part of the steps, if `drafter` is one or has one behind jump-forward
+    tokens."""
+    own = _behind(drafter)
+    return own if isinstance(own, CapturedDecoupledDrafter) else None
 
 
 def _behind(drafter: Drafter) -> Drafter:
@@ -181,14 +189,25 @@ def _model(parts: DrafterParts) -> Drafter:
 def _decoupled(parts: DrafterParts) -> Drafter:
     config, (num_slots, num_tokens) = parts.config, parts.slot.history_SL.shape
     model, d2t_V = load_draft_model(config, parts.target)
+    links, budget = config.draft_model_tokens or config.num_drafts, config.prefill_shapes.budget
+    if not parts.stream.runs_at_once:
+        return CapturedDecoupledDrafter(
+            *(parts.stream, parts.slot, parts.lane, parts.sync),
+            DraftModel.for_device(model, d2t_V, parts.slot, config.page_size),
+            num_links=links,
+            catch_up=budget,
+            jump_forward=config.jump_forward_first,
+            page_size=config.page_size,
+        )
     return DecoupledDrafter(
         parts.stream,
         parts.slot,
         DraftModel.allocate(model, d2t_V, num_slots, num_tokens, config.page_size),
         parts.target.vocab_size,
-        num_links=config.draft_model_tokens or config.num_drafts,
-        catch_up=config.prefill_shapes.budget,
+        num_links=links,
+        catch_up=budget,
         jump_forward=config.jump_forward_first,
+        page_size=config.page_size,
     )
 
 

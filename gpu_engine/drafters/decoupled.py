@@ -8,8 +8,8 @@ are its next ones. The two-model mode of speculative decoding (Leviathan et al. 
 noise of the target's own sampling.
 
 Invariant: a draft changes no token, and nothing of a slot's earlier sequence is drafted for the next one. Not
-responsible for: loading and exchanging the model (see exchange.py), a draft model inside of the step (see chain.py),
-masks: verification rejects a draft that breaks the grammar.
+responsible for: loading and exchanging the model (see exchange.py), a GPU (see decoupled_graphs.py), a draft model
+inside of the step (see chain.py), masks: verification rejects a draft that breaks the grammar.
 
 Shapes: S slots, B lanes, T tokens of a forward for a lane, L tokens of history, N pages of a slot, V columns.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -54,6 +55,22 @@ class DraftModel:
         per_slot = -(-num_tokens // page_size)
         table_SN = torch.arange(num_slots * per_slot, dtype=torch.int32).view(num_slots, per_slot)
         return cls(model, d2t_V, model.allocate_pages(num_slots * per_slot, page_size), table_SN)
+
+    @classmethod
+    def for_device(
+        cls, model: LoadedModel, d2t_V: torch.Tensor | None, slot: SlotBuffers, page_size: int
+    ) -> DraftModel:
+        """Return the model with pages for every position of each slot, in the layout of a GPU, on the slots' device.
+
+        Waits for the copies that loaded it, which another stream may not wait for.
+        """
+        S, num_tokens = slot.history_SL.shape
+        per_slot, device = -(-num_tokens // page_size), slot.history_SL.device
+        table_SN = torch.arange(S * per_slot, dtype=torch.int32, device=device).view(S, per_slot)
+        draft = cls(model, d2t_V, model.allocate_pages(S * per_slot, page_size, token_major=True), table_SN)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return draft
 
     @property
     def num_tokens(self) -> int:
@@ -92,6 +109,23 @@ class _Lane:
     """The most drafts behind them."""
 
 
+class ExchangingDrafter(Protocol):
+    """A drafter whose model may be exchanged. The engine's thread owns it."""
+
+    @property
+    def draft(self) -> DraftModel:
+        """The model that drafts now. Any thread may ask."""
+
+    def prepare(self, model: LoadedModel, d2t_V: torch.Tensor | None) -> DraftModel:
+        """Return a loaded model with pages for the drafter's slots. Called on any thread."""
+
+    def exchange(self, draft: DraftModel) -> None:
+        """Draft with another model from now on; the pages of the one before are free when this returns.
+
+        A RuntimeError, of a device without memory for its graphs, leaves the model before.
+        """
+
+
 class DecoupledDrafter:
     """Drafts with a model of its own. Used by the engine's thread alone, on a stream that runs at once.
 
@@ -103,6 +137,7 @@ class DecoupledDrafter:
         num_links: the model's own K.
         catch_up: tokens of all texts that the model reads in one step besides those that it drafts behind.
         jump_forward: the drafts begin with the tokens that the grammar forces.
+        page_size: of the pages of a model that takes over.
     """
 
     layers: tuple[int, ...] = ()
@@ -117,9 +152,10 @@ class DecoupledDrafter:
         num_links: int,
         catch_up: int,
         jump_forward: bool = False,
+        page_size: int = 16,
     ) -> None:
         assert stream.runs_at_once
-        self._stream, self.draft, self._links = stream, draft, num_links
+        self._stream, self.draft, self._links, self._page_size = stream, draft, num_links, page_size
         self._catch_up, self._jump_forward = catch_up, jump_forward
         S = len(slot.length_S)
         self._history_SL = torch.zeros_like(slot.history_SL)
@@ -139,6 +175,10 @@ class DecoupledDrafter:
     def max_tokens(self) -> int:
         """Positions of a slot that the model may write."""
         return self._history_SL.shape[1]
+
+    def prepare(self, model: LoadedModel, d2t_V: torch.Tensor | None) -> DraftModel:
+        """See `ExchangingDrafter.prepare`."""
+        return DraftModel.allocate(model, d2t_V, self.num_slots, self.max_tokens, self._page_size)
 
     def exchange(self, draft: DraftModel) -> None:
         """Draft with another model from now on. It reads the texts that run as it gets to them; the pages of the one

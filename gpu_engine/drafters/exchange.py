@@ -3,7 +3,7 @@
 Another model is loaded beside the running engine, on the caller's thread, and takes the place of the one before
 between two iterations. Requests that run keep their tokens, since drafts decide none. Invariant: what is loaded has the
 target's tokenizer, or it is refused and the model before it drafts on; one exchange happens at a time. Not responsible
-for: drafting (see decoupled.py, nets.py).
+for: drafting (see decoupled.py, decoupled_graphs.py, nets.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.api.errors import ExchangeRefused, InvalidRequest, ShuttingDown, UnknownModel
+from gpu_engine.api.errors import ExchangeRefused, InvalidRequest, LimitExceeded, ShuttingDown, UnknownModel
 from gpu_engine.api.ports import DraftModelInfo
-from gpu_engine.drafters.decoupled import DecoupledDrafter, DraftModel
+from gpu_engine.drafters.decoupled import DraftModel, ExchangingDrafter
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.loader import load_model
 
@@ -75,16 +75,19 @@ class DraftModels:
         target: of the engine.
         drafter: None where no draft model can be exchanged.
         post: runs a function on the engine's thread, between two iterations.
+        exchanged: called there with the model that drafts from now on.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         target: LoadedModel,
-        drafter: DecoupledDrafter | None,
+        drafter: ExchangingDrafter | None,
         post: Callable[[Callable[[], None]], None],
+        exchanged: Callable[[DraftModel], None],
     ) -> None:
         self._config, self._target, self._drafter, self._post = config, target, drafter, post
+        self._exchanged = exchanged
         self._dirs = tuple(Path(item).resolve() for item in config.draft_dirs)
         for item in self._dirs:
             if not item.is_dir():
@@ -118,13 +121,16 @@ class DraftModels:
                 model, d2t_V = load_draft_model(self._config, self._target, path=str(place), beside=True)
             except (ModelNotSupported, OSError) as error:
                 raise InvalidRequest("path", str(error).removeprefix("path: ")) from error
-            sizes = (drafter.num_slots, drafter.max_tokens, self._config.page_size)
-            self._take_over(drafter, DraftModel.allocate(model, d2t_V, *sizes))
+            try:
+                self._take_over(drafter, drafter.prepare(model, d2t_V))
+            except RuntimeError as error:  # a device without memory for pages or graphs
+                raise LimitExceeded(f"path: {model.name} was loaded and cannot draft here: {error}") from error
         log.info("%s drafts from now on", model.name)
         return DraftModelInfo(model.name, model.num_parameters)
 
-    def _take_over(self, drafter: DecoupledDrafter, draft: DraftModel) -> None:
-        """Have the engine's thread exchange the models, and wait for that. Raises ShuttingDown."""
+    def _take_over(self, drafter: ExchangingDrafter, draft: DraftModel) -> None:
+        """Have the engine's thread exchange the models, and wait for that. Raises ShuttingDown, or the RuntimeError of
+        the exchange."""
         done: Future[None] = Future()
         with self._lock:
             if self._closed:
@@ -132,8 +138,14 @@ class DraftModels:
             self._pending = done
 
         def swap() -> None:
-            if done.set_running_or_notify_cancel():
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
                 drafter.exchange(draft)
+            except RuntimeError as error:  # no fault of an iteration, which would end every sequence
+                done.set_exception(error)
+            else:
+                self._exchanged(draft)
                 done.set_result(None)
 
         self._post(swap)

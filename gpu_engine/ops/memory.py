@@ -1,7 +1,8 @@
 """How many bytes an engine's weights, pages and buffers take, counted on the tensors that it holds.
 
 Invariant: memory that two tensors share counts once. Not responsible for: Python, torch, CUDA's context and captured
-graphs, activations and logits, a drafter's own network and pages, and the shared segment (see shared_mem/layout.py).
+graphs, activations and logits, the network and pages of a drafter inside of the step, and the shared segment (see
+shared_mem/layout.py).
 """
 
 from __future__ import annotations
@@ -30,9 +31,14 @@ def memory_use(model: LoadedModel, pages: Sequence[KVPages], *buffers: object) -
         buffers: tensors, and dataclasses of tensors.
 
     """
-    cache = sum(layer.k.nbytes + layer.v.nbytes for layer in pages)
+    cache = _page_bytes(pages)
     fields = (tensor for each in buffers for tensor in _fields(each))
     return MemoryUse(weight_bytes(model), cache, _distinct(fields))
+
+
+def with_draft_model(use: MemoryUse, model: LoadedModel, pages: Sequence[KVPages]) -> MemoryUse:
+    """Return `use` with the weights and the pages of a decoupled draft model."""
+    return use._replace(draft_bytes=weight_bytes(model) + _page_bytes(pages))
 
 
 def weight_bytes(model: LoadedModel) -> int:
@@ -42,6 +48,10 @@ def weight_bytes(model: LoadedModel) -> int:
     count.
     """
     return _distinct(_tensors(model))
+
+
+def _page_bytes(pages: Sequence[KVPages]) -> int:
+    return sum(layer.k.nbytes + layer.v.nbytes for layer in pages)
 
 
 def _distinct(tensors: Iterator[torch.Tensor]) -> int:

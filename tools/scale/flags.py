@@ -19,7 +19,9 @@ from tools.scale.shape import PRESETS, load_shape
 from tools.scale.step_time import Roofline
 from tools.scale.traces import Arrival, Lengths, Load, read_trace
 
-_DRAFT_KINDS = ("ngram", "none", "model")
+_MODEL_KINDS = ("model", "decoupled")
+"""Drafters that are a second model."""
+_DRAFT_KINDS = ("ngram", "none", *_MODEL_KINDS)
 
 
 def add_model_flags(parser: argparse.ArgumentParser, model: str = "llama-8b") -> None:
@@ -35,7 +37,7 @@ def add_model_flags(parser: argparse.ArgumentParser, model: str = "llama-8b") ->
     add("--page-size", type=int, default=16, help="page_size (default 16)")
     add("--drafts", type=int, default=0, metavar="K", help="num_draft_tokens; 0: none (default)")
     add("--drafter", default="ngram", choices=_DRAFT_KINDS, help="with drafts (default ngram)")
-    add("--draft-model", metavar="MODEL", help="with --drafter model: its shape, as --model")
+    add("--draft-model", metavar="MODEL", help="with --drafter model or decoupled: its shape, as --model")
     add("--no-prefix-cache", action="store_true", help="prefix_cache off")
 
 
@@ -83,7 +85,7 @@ def config_of(args: argparse.Namespace) -> EngineConfig:
         page_size=args.page_size,
         num_draft_tokens=args.drafts,
         drafter=drafter,
-        draft_model=(args.draft_model or "a draft model") if drafter == "model" else "",
+        draft_model=(args.draft_model or "a draft model") if drafter in _MODEL_KINDS else "",
         prefix_cache=not args.no_prefix_cache,
         max_queue_size=getattr(args, "max_queue", 256),
     )
@@ -91,8 +93,8 @@ def config_of(args: argparse.Namespace) -> EngineConfig:
 
 def serving_of(args: argparse.Namespace) -> Serving:
     """Return the engine whose memory is asked for. Raises ValueError."""
-    if args.draft_model and args.drafter != "model":
-        raise ValueError("--draft-model: needs --drafter model")
+    if args.draft_model and args.drafter not in _MODEL_KINDS:
+        raise ValueError("--draft-model: needs --drafter model or decoupled")
     draft = load_shape(args.draft_model) if args.draft_model else None
     form = FORMATS[args.format or ("q4-cpu" if DEVICES[args.device].on_cpu else "bfloat16")]
     return Serving(load_shape(args.model), form, config_of(args), args.tp, draft=draft)

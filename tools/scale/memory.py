@@ -173,19 +173,14 @@ class Serving:
             return 0.0
         tokens = self.num_pages * config.page_size
         if config.drafter == "decoupled":  # a share for each slot, the spare one included
-            history = config.max_model_len + self.lookahead + config.num_rows
-            tokens = (config.max_batch_size + 1) * -(-history // config.page_size) * config.page_size
+            tokens = (config.max_batch_size + 1) * -(-self._history // config.page_size) * config.page_size
         return self.draft.num_weights * self.form.embedding + tokens * self.draft.kv_numbers * self.kv_bytes
 
     def slot_buffers(self) -> int:
         """Return the bytes of `SlotBuffers` of gpu_engine/step/buffers.py."""
         config, R = self.config, self.config.num_rows
-        history = config.max_model_len + self.lookahead
-        if not config.on_cpu:
-            whole = 4 * config.page_size
-            history = -(-(history + R) // whole) * whole - R
-        table = -(-(history + R) // config.page_size)
-        per_slot = 4 * (history + R) + 4 * table + (2 + self._trees) * 4 * R + 4 * 7 + 1
+        table = -(-self._history // config.page_size)
+        per_slot = 4 * self._history + 4 * table + (2 + self._trees) * 4 * R + 4 * 7 + 1
         return (config.max_batch_size + 1) * (per_slot + _SLOT_PARAMS_BYTES)
 
     def lane_buffers(self) -> int:
@@ -195,6 +190,13 @@ class Serving:
         result = 4 * (R + 4) + 4 * R + 8 * R * _MAX_LOGPROBS + scratch
         tree = self._trees * 4 * (3 * R + 2 * R * R)
         return S * (13 + 1 + 4 * R + 4 + R + 4 * R + 4 + 4 + result + tree)
+
+    @property
+    def _history(self) -> int:
+        """Tokens of a slot's history; on a device the pages of a slot are a multiple of four."""
+        config = self.config
+        history, whole = config.max_model_len + self.lookahead + config.num_rows, 4 * config.page_size
+        return history if config.on_cpu else -(-history // whole) * whole
 
     @property
     def _trees(self) -> bool:
@@ -250,11 +252,12 @@ class Serving:
         return max(0, int((num_bytes - rest) // self.page_bytes)) * self.config.page_size
 
     def num_graphs(self) -> int:
-        """Return how many graphs a GPU captures at most: steps by bucket, rows and guidance, and prefill shapes.
+        """Return how many graphs a GPU captures at most: steps by bucket, rows and guidance, and prefill shapes; with
+        drafter=decoupled also drafts by bucket and guidance, and one that reads.
 
-        See `StepGraphs` of gpu_engine/step/device/graphs.py. Their memory was not measured, and is not counted here:
-        they
-        share one pool, which is as large as the largest of them needs, and the nodes' parameters beside it.
+        See `StepGraphs` of gpu_engine/step/device/graphs.py and gpu_engine/drafters/decoupled_graphs.py. Their memory
+        was not measured, and is not counted here: those of one stream share a pool, which is as large as the largest of
+        them needs, and the nodes' parameters beside it.
         """
         if self.config.on_cpu or self.config.enforce_eager:
             return 0
@@ -262,4 +265,5 @@ class Serving:
         sizes = {1, 2, *range(4, 33, 4), *range(48, 129, 16), *range(160, largest + 1, 32), largest}
         buckets = len([size for size in sizes if size <= largest])
         kinds = 3 if self.config.num_drafts else 1
-        return buckets * kinds * 2 + min(len(self.config.prefill_shapes.every), 64)
+        drafts = buckets * 2 + 1 if self.config.drafts_decoupled else 0
+        return buckets * kinds * 2 + drafts + min(len(self.config.prefill_shapes.every), 64)

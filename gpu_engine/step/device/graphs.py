@@ -179,8 +179,8 @@ class StepGraphs:
         processing: the program's; with captured logits processors every shape is captured with them, too.
         adapts: the model takes adapters: every shape is captured with their products, too. A shape with logits
             processors then always has them, so there are three graphs of a shape at most.
-        max_inflight_steps: launches that may be in flight, at least 1.
         behind: makes the drafts behind each step that proposes; None: the program makes them.
+        max_inflight_steps: launches that may be in flight, at least 1.
     """
 
     stream: Stream
@@ -194,8 +194,8 @@ class StepGraphs:
     eager: bool = False
     processing: Processing | None = None
     adapts: bool = False
-    max_inflight_steps: int = 2
     behind: DraftsBehind | None = None
+    max_inflight_steps: int = 2
     stats: GraphStats = field(default_factory=GraphStats)
     ms_by_rows: dict[int, float] = field(default_factory=dict)
     """Milliseconds of the captured steps over padding, by their rows in all; `capture` measures them."""
