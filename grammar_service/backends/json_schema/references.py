@@ -66,7 +66,7 @@ def take_out_dialects(root: Any, path: str) -> list[Unenforced]:
             node["$schema"] = f"https://json-schema.org/draft/{draft[2]}/schema"
         else:
             del node["$schema"]
-            if draft is None and urldefrag(dialect)[0] not in _LATEST:
+            if draft is None and _joined("", dialect)[0] not in _LATEST:
                 why = f"{dialect[:200]!r} is not a dialect that is known; the schema is read as draft 2020-12"
                 others.setdefault(dialect, Unenforced(path + _pointer(where), "$schema", why, is_annotation=True))
     return list(others.values())
@@ -103,7 +103,7 @@ class _Document:
         self._refuse_vocabularies(dialect)
 
     def _refuse_vocabularies(self, dialect: str) -> None:
-        metaschema = self._resources.get(urldefrag(dialect)[0]) if dialect else None
+        metaschema = self._resources.get(_joined("", dialect)[0]) if dialect else None
         vocabularies = (metaschema or {}).get("$vocabulary")
         for name, is_required in vocabularies.items() if isinstance(vocabularies, dict) else ():
             if is_required is True and not _VOCABULARY.match(name):
