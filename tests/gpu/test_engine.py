@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -149,11 +150,11 @@ def test_guided_tokens_equal_those_of_a_cpu(
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("drafts_by", ["ngram", "grammar", "model"])
+@pytest.mark.parametrize("drafts_by", ["ngram", "grammar", "model", "decoupled"])
 def test_jump_forward_tokens_change_no_answer(
     models: Models, guided_tokens: list[list[int]], drafts_by: str, sync: str, eager: bool
 ) -> None:
-    draft_model = models.cpu.name if drafts_by == "model" else ""
+    draft_model = models.cpu.name if drafts_by in ("model", "decoupled") else ""
     settings = on_gpu(3, sync=sync, enforce_eager=eager, draft_model=draft_model, jump_forward=True)
     with guided_engine(models.gpu, replace(settings, drafter=drafts_by)) as (engine, grammar):
         # After an odd number of tokens the proposal is two right tokens; otherwise it is wrong.
@@ -181,6 +182,24 @@ def test_a_draft_model_changes_no_token_and_its_rows_are_cached(
         verified = [record for record in grammar.sidecar.records if record.stage == Stage.VERIFY]
     assert stats.accepted_draft_tokens > stats.draft_tokens * 0.9
     assert {record.need_rows.bit_count() for record in verified if EOS not in record.drafts} == {1}
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("num_drafts", [3, 7])
+def test_a_decoupled_draft_model_is_exchanged_in_the_middle_of_answers(
+    models: Models, unguided_tokens: list[list[int]], num_drafts: int, eager: bool
+) -> None:
+    name = models.cpu.name
+    fields = {"drafter": "decoupled", "draft_model": name, "draft_dirs": (str(Path(name).parent),)}
+    with unguided_engine(models.gpu, replace(on_gpu(num_drafts, enforce_eager=eager), **fields)) as engine:
+        answers = [make() for make in UNGUIDED]
+        for answer in answers:
+            engine.submit(answer.request)
+        assert engine.draft_models.exchange(name).name == name
+        assert [answer.wait().tokens for answer in answers] == unguided_tokens
+        assert answer_all(engine, [make() for make in UNGUIDED]) == unguided_tokens
+        stats = engine.stats()
+    assert stats.accepted_draft_tokens > stats.draft_tokens * 0.9 > 20
 
 
 def test_logprobs_equal_those_of_a_cpu(models: Models) -> None:
