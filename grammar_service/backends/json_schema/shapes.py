@@ -17,7 +17,7 @@ _NUMBERS = (
     *("minimum", "maximum", "multipleOf"),
 )
 _PLACES = frozenset({*ONE, *LISTS, *MAPS, *DEFINITIONS})
-_VALUES = frozenset({"type", *_NUMBERS, "exclusiveMinimum", "exclusiveMaximum", "dependentRequired"})
+_VALUES = frozenset({"type", *_NUMBERS, "exclusiveMinimum", "exclusiveMaximum", "required", "dependentRequired", "dependencies"})
 _OTHERS = frozenset({"items", "dependencies"})
 """Keywords that may hold lists instead: of schemas, or of names. A dependency may be one name."""
 
@@ -60,9 +60,24 @@ def _check_values(node: Schema, where: str) -> None:
     for key in ("exclusiveMinimum", "exclusiveMaximum"):
         if key in node and not isinstance(node[key], int | float):  # true and false in draft 4
             raise _wrong(f"{where}/{key}", "a number")
-    names = node.get("dependentRequired", {})
-    if not isinstance(names, dict) or not all(isinstance(each, list) for each in names.values()):
+    _check_names(node, where)
+
+
+def _check_names(node: Schema, where: str) -> None:
+    """Raise InvalidGrammar for names of properties that are none. In draft 3, `required` is a boolean."""
+    required, dependent = node.get("required", []), node.get("dependentRequired", {})
+    if not _are_names(required) and not isinstance(required, bool):
+        raise _wrong(f"{where}/required", "an array of names")
+    if not isinstance(dependent, dict) or not all(map(_are_names, dependent.values())):
         raise _wrong(f"{where}/dependentRequired", "an object of arrays of names")
+    others = node.get("dependencies")
+    for name, each in others.items() if isinstance(others, dict) else ():
+        if isinstance(each, list) and not _are_names(each):
+            raise _wrong(f"{where}/dependencies/{name}", "a schema, a name, or an array of names")
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _wrong(place: str, wanted: str) -> InvalidGrammar:
