@@ -188,6 +188,10 @@ class Compiler:
                 grammar = replace(grammar, reading=replace(self._config.reading, **bounds))
             self._vocabulary.refuse_special(grammar)
             checked = replace(grammar, reading=replace(grammar.reading, verify=verify))
+            before = self._verified_before(backend, checked, _Order(False, accepted, owner, share))
+            if before is not None and not allow_unenforced:
+                self.hits += 1
+                return before, True
             try:
                 return await self._from(backend, grammar, _Order(allow_unenforced, accepted, owner, share))
             except NotEnforced:
@@ -239,6 +243,13 @@ class Compiler:
             "compile_rejected": self.rejected,
             "compile_limited": self.limited,
         }
+
+    def _verified_before(self, backend: str, grammar: Grammar, order: _Order) -> Entry | None:
+        """Return the entry of a grammar that is verified, which it is only after it was refused otherwise."""
+        if not grammar.reading.verify:
+            return None
+        key = _key(grammar, backend, order)
+        return self._cached(self._choices.get(key, "") if backend == AUTO else key)
 
     async def _from(self, backend: str, grammar: Grammar, order: _Order) -> tuple[Entry, bool]:
         if backend == AUTO:

@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -249,6 +250,36 @@ async def test_a_grammar_is_verified_only_where_parts_of_it_are_not_enforced(voc
             await made.compile(Kind.LARK, f"start: %json {UNENFORCED}", ANY, "llguidance", verify=True)
         with pytest.raises(NotEnforced, match="uniqueItems"):
             await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
+
+
+class CountingCompiler(Compiler):
+    """Counts the compilations that begin."""
+
+    begun = 0
+
+    async def _compile_once(self, *args: Any) -> Any:
+        self.begun += 1
+        return await super()._compile_once(*args)
+
+
+@EACH_NAME
+async def test_a_verified_grammar_in_the_cache_is_not_refused_once_more(vocabulary: Vocabulary, name: str) -> None:
+    made = CountingCompiler(CONFIG, vocabulary)
+    try:
+        entry, hit = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, name, verify=True)
+        begun = made.begun
+        assert not hit
+        assert begun >= 2
+        assert await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, name, verify=True) == (entry, True)
+        assert made.begun == begun
+        with pytest.raises(NotEnforced):
+            await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
+        warned, _ = await made.compile(
+            Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance", verify=True, allow_unenforced=True
+        )
+        assert not isinstance(warned.compiled, VerifiedCompiled)
+    finally:
+        await made.close()
 
 
 async def test_a_compilation_without_a_waiter_is_killed(vocabulary: Vocabulary) -> None:
