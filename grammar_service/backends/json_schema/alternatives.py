@@ -159,12 +159,35 @@ def _conditional(node: Schema, root: Any) -> Any:
     condition, then, otherwise = node["if"], node.get("then", True), node.get("else", True)
     if then in (True, {}) and otherwise in (True, {}):
         return True
+    _refuse_circle(condition, node, root)
     other = complement(condition, [_without(node, "if", "then", "else")], root)
     return any_of([all_of([condition, then]), all_of([other, otherwise])])
 
 
 def _not(node: Schema, root: Any) -> Any:
+    _refuse_circle(node["not"], node, root)
     return complement(node["not"], [_without(node, "not")], root)
+
+
+def _refuse_circle(schema: Any, node: Schema, root: Any) -> None:
+    """Raise NoComplement where `schema`, of which `node` wants the complement, asks `node` itself about the same value.
+
+    JSON Schema leaves the meaning of such a circle open, and a double negation in it would admit any value.
+    """
+    waiting, seen = [schema], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if each is node:
+            raise NoComplement("$ref: a circle")
+        if not isinstance(each, dict) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        waiting += [each[key] for key in ("not", "if", "then", "else") if key in each]
+        for key in ("allOf", "anyOf", "oneOf"):
+            waiting += each[key] if isinstance(each.get(key), list) else []
+        reference = each.get("$ref")
+        if isinstance(reference, str) and (place := resolve(root, reference)) is not None:
+            waiting.append(place[1])
 
 
 def _one_of(node: Schema, root: Any) -> Any:

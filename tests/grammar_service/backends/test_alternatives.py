@@ -97,6 +97,12 @@ REWRITTEN: dict[str, Any] = {
     },
 }
 UNTOUCHED: dict[str, Any] = {
+    "a negation in a circle": {"not": {"$ref": "#"}},
+    "a condition in a circle": {
+        "if": {"anyOf": [STR, {"$ref": "#/$defs/a"}]},
+        "then": A,
+        "$defs": {"a": {"$ref": "#"}},
+    },
     "not without other properties": {"not": {"properties": {"a": INT}, "unevaluatedProperties": False}},
     "not without other items": {"type": "array", "not": {"minItems": 1, "unevaluatedItems": False}},
     "not a pattern": {"type": "string", "not": {"pattern": "a"}},
