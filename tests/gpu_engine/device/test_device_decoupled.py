@@ -188,7 +188,6 @@ def test_steps_without_drafts_or_proposals_have_the_same_tokens(
     with guided_device_engine(llama, decoupled(llama.name)) as (engine, _, _):
         budget = engine._loop.executor.runner.budget = ByChance()
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
-        assert engine.stats().accepted_draft_tokens > 0
     assert len(budget.steps) == 4
 
 
