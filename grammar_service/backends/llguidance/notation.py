@@ -8,10 +8,10 @@ Not responsible for: limits and matchers (see backend.py). The library is import
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
-import pickle
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -67,7 +67,7 @@ class Rounds:
     """The schemas of one grammar as they are before they are loosened, which is the same in every round."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, bool], bytes] = {}
+        self._kept: dict[tuple[int, bool], tuple[Any, list[Unenforced]]] = {}
         """By number of the schema, and whether it has the alternatives of `expand`."""
 
     def rewritten(
@@ -76,11 +76,10 @@ class Rounds:
         """Return the schema at `path`, the one of this number in the grammar, rewritten, and what was taken out."""
         key = number, not loosening.size
         if (kept := self._kept.get(key)) is not None:
-            again: tuple[Any, list[Unenforced]] = pickle.loads(kept)
-            return again
+            return copy.deepcopy(kept)
         found = _rewrite(schema, path, reading, with_alternatives=not loosening.size)
         if loosening != _TIGHT:  # a round that may have others behind it
-            self._kept[key] = pickle.dumps((schema, found))
+            self._kept[key] = copy.deepcopy((schema, found))
         return schema, found
 
 
