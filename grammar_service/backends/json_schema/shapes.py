@@ -17,7 +17,9 @@ _NUMBERS = (
     *("minimum", "maximum", "multipleOf"),
 )
 _PLACES = frozenset({*ONE, *LISTS, *MAPS, *DEFINITIONS})
-_VALUES = frozenset({"type", *_NUMBERS, "exclusiveMinimum", "exclusiveMaximum", "required", "dependentRequired", "dependencies"})
+_VALUES = frozenset(
+    {"type", *_NUMBERS, "exclusiveMinimum", "exclusiveMaximum", "required", "dependentRequired", "dependencies"}
+)
 _OTHERS = frozenset({"items", "dependencies"})
 """Keywords that may hold lists instead: of schemas, or of names. A dependency may be one name."""
 
