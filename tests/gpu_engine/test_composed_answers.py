@@ -255,7 +255,7 @@ def test_answers_fit_and_do_not_depend_on_drafts(sidecars: Sidecars) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(100, 460, 60))
+@pytest.mark.parametrize("first", range(100, 460, 120))
 def test_more_answers_fit_with_any_drafter_and_after_preemption(
     sidecars: Sidecars, draft_models: dict[str, str], first: int
 ) -> None:
