@@ -38,9 +38,10 @@ class WholeForward(Protocol):
     def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
         """Write keys and values, and the states that `ctx.hidden` wants."""
 
-    @property
-    def can_defer_head(self) -> bool:
-        """True: `logits` may leave its last product to `masked_head`."""
+
+@runtime_checkable
+class DeferringForward(WholeForward, Protocol):
+    """A whole forward whose `logits` may leave its last product to `masked_head`."""
 
     def masked_head(self, step: StepTensors, num_rows: int) -> None:
         """Fill those of the last logits that `accept` may read with these arguments. `ctx.defers_head` was set."""
@@ -113,15 +114,6 @@ class FusedForward:
         if self.logits_softcap:
             logits_NV = torch.tanh(logits_NV / self.logits_softcap) * self.logits_softcap
         return logits_NV[: ids_BP.numel()]
-
-    @property
-    def can_defer_head(self) -> bool:
-        """False: the head is one product of a library."""
-        return False
-
-    def masked_head(self, step: StepTensors, num_rows: int) -> None:
-        """Raise AssertionError: no head is deferred."""
-        raise AssertionError("this forward defers no head")
 
     def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
         """Write keys and values only; stop after the attention of the last layer, unless its output is wanted."""

@@ -15,6 +15,7 @@ from gpu_engine.api.outputs import OutputSpec
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.attention import AttentionContext, attending
+from gpu_engine.model.fused_forward import DeferringForward
 from gpu_engine.model.fusion import Fused
 from gpu_engine.model.parallel.ranks import RankSet
 from kernels.kv_pages import KVPages
@@ -69,11 +70,11 @@ class LoadedModel:
     @property
     def can_defer_head(self) -> bool:
         """True: with `ctx.defers_head` the logits have no content before `masked_head`."""
-        return self.fused.forward is not None and self.fused.forward.can_defer_head
+        return isinstance(self.fused.forward, DeferringForward)
 
     def masked_head(self, step: StepTensors, num_rows: int) -> None:
         """Fill those of the last logits that `accept` may read with these arguments, and leave the others."""
-        assert self.fused.forward is not None
+        assert isinstance(self.fused.forward, DeferringForward), "this forward defers no head"
         self.fused.forward.masked_head(step, num_rows)
 
     def allocate_pages(self, num_pages: int, page_size: int, *, token_major: bool | None = None) -> list[KVPages]:

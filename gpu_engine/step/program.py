@@ -128,6 +128,7 @@ class StepProgram:
         of them."""
         self.propose_s = 0.0
         """Time of the last step's proposing, in seconds; the same."""
+        self._can_defer_head = stream.runs_at_once and model.can_defer_head
 
     def __call__(self, batch: StepBatch) -> None:
         """Enqueue one verify step for every lane and the drafting behind it; the ring gets the results."""
@@ -196,7 +197,7 @@ class StepProgram:
         """Return whether the logits are computed behind the rows of the grammar process, which most of them need not
         be. Beams and logits processors read all of them."""
         reads_all = batch.beams is not None or batch.host_processed or batch.captured_processing
-        return self.stream.runs_at_once and batch.any_guided and self.model.can_defer_head and not reads_all
+        return self._can_defer_head and batch.any_guided and not reads_all
 
     @torch.no_grad()
     def _masked_head(self, batch: StepBatch, step: StepTensors) -> None:

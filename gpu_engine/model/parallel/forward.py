@@ -20,7 +20,6 @@ from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.parallel.collectives import Call, Collectives, Message
 from kernels.kv_pages import KVPages, copy_page
-from kernels.step_tensors import StepTensors
 
 
 class SummedProduct(nn.Module):
@@ -62,15 +61,6 @@ class LeadingForward:
         whole_NV = self.collectives.gather(self.own.logits(ids_BP, ctx), self.vocab_size)
         assert whole_NV is not None, "rank 0 gets the logits"
         return whole_NV
-
-    @property
-    def can_defer_head(self) -> bool:
-        """False: each rank has a part of the head."""
-        return False
-
-    def masked_head(self, step: StepTensors, num_rows: int) -> None:
-        """Raise AssertionError: no head is deferred."""
-        raise AssertionError("this forward defers no head")
 
     def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
         """Write keys and values on every rank, and here the states that `ctx.hidden` wants. Raises RankLost."""

@@ -48,17 +48,12 @@ class NativeForward:
         """True."""
         return True
 
-    @property
-    def can_defer_head(self) -> bool:
-        """True."""
-        return True
-
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]; rows of padding have no defined content."""
         return self._run(ids_BP, ctx, ids_BP.numel())
 
     def masked_head(self, step: StepTensors, num_rows: int) -> None:
-        """See `WholeForward.masked_head`."""
+        """See `DeferringForward.masked_head`."""
         self._forward.masked_head(step, num_rows=num_rows)
 
     def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:

@@ -35,9 +35,7 @@ class Validator:
 
     def __init__(self, text: str) -> None:
         schema = _modern(json.loads(text))
-        if _may_hold(text, 'cRef"', 'eRef"') and any(
-            key in node for _, node in subschemas(schema) for key in ("$dynamicRef", "$recursiveRef")
-        ):
+        if _may_hold(text, *_DYNAMIC) and any(not _DYNAMIC.isdisjoint(node) for _, node in subschemas(schema)):
             # What such a reference leads to depends on the way to it, by names that pointers do not have.
             schema = _modern(json.loads(text), with_names=True)
         self.schema = schema

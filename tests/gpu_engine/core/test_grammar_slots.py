@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from gpu_engine.api.errors import InternalError
@@ -61,20 +63,21 @@ class Binds:
         assert sequence.slot >= 0
 
 
+def small_scheduler() -> Scheduler[SequenceState]:
+    return Scheduler(2, PageAllocator(8, 16), prefill_chunk=16, lookahead=8, shapes=PrefillShapes(16, 1, 16))
+
+
+def slots_over(
+    scheduler: Scheduler[SequenceState], *, port: Any = None, end: Any = lambda sequence, **_: None
+) -> GrammarSlots:
+    sync, writer = NoSync(ImmediateStream(), 4, 8), Binds()
+    return GrammarSlots(port or Port(), scheduler, writer, sync, EngineStats(), lambda sequence: False, end)  # type: ignore[arg-type]
+
+
 def test_a_step_of_the_previous_process_is_not_waited_for() -> None:
-    scheduler: Scheduler[SequenceState] = Scheduler(
-        2, PageAllocator(8, 16), prefill_chunk=16, lookahead=8, shapes=PrefillShapes(16, 1, 16)
-    )
+    scheduler = small_scheduler()
     # Its answers never come: they went with the process.
-    grammar_slots = GrammarSlots(
-        Port(),
-        scheduler,
-        Binds(),
-        NoSync(ImmediateStream(), 4, 8),
-        EngineStats(),
-        lambda sequence: False,
-        lambda sequence, **_: None,
-    )  # type: ignore[arg-type]
+    grammar_slots = slots_over(scheduler)
     request = ask(tokens(9, 1), grammar="20").request
     sequence: RunningSequence = RunningSequence(SequenceState(request), 9, guided=True)
     scheduler.add(sequence)
@@ -96,19 +99,8 @@ def test_a_step_of_the_previous_process_is_not_waited_for() -> None:
 
 
 def test_a_way_back_is_asked_of_the_next_process_again() -> None:
-    scheduler: Scheduler[SequenceState] = Scheduler(
-        2, PageAllocator(8, 16), prefill_chunk=16, lookahead=8, shapes=PrefillShapes(16, 1, 16)
-    )
-    port = Port()
-    grammar_slots = GrammarSlots(
-        port,
-        scheduler,
-        Binds(),
-        NoSync(ImmediateStream(), 4, 8),
-        EngineStats(),
-        lambda sequence: False,
-        lambda sequence, **_: None,
-    )  # type: ignore[arg-type]
+    scheduler, port = small_scheduler(), Port()
+    grammar_slots = slots_over(scheduler, port=port)
     request = ask(tokens(9, 1), grammar="20").request
     request.backtracking = Backtracking(2, 2)
     sequence: RunningSequence = RunningSequence(SequenceState(request), 9, guided=True)
@@ -142,19 +134,9 @@ def test_a_way_back_is_asked_of_the_next_process_again() -> None:
 @pytest.mark.parametrize("from_outside", [True, False])
 def test_ends_from_outside_are_not_counted(first: str, from_outside: bool) -> None:
     """Whether the supervisor tells of the end before the link reports it, or behind it."""
-    scheduler: Scheduler[SequenceState] = Scheduler(
-        2, PageAllocator(8, 16), prefill_chunk=16, lookahead=8, shapes=PrefillShapes(16, 1, 16)
-    )
+    scheduler = small_scheduler()
     ended: list[InternalError] = []
-    grammar_slots = GrammarSlots(
-        Port(),
-        scheduler,
-        Binds(),
-        NoSync(ImmediateStream(), 4, 8),
-        EngineStats(),
-        lambda sequence: False,
-        lambda sequence, *, error: ended.append(error),
-    )  # type: ignore[arg-type]
+    grammar_slots = slots_over(scheduler, end=lambda sequence, *, error: ended.append(error))
     sequence: RunningSequence = RunningSequence(SequenceState(ask(tokens(9, 1), grammar="20").request), 9, guided=True)
     scheduler.add(sequence)
     scheduler.plan()
