@@ -49,7 +49,7 @@ REST_S = 60.0
 ROLES = ("engine", "grammar", "gateway")
 """The processes that are looked at; those that compile come and go."""
 MAX_SLOWER = 1.5
-"""Of the canary's median latency, the last third over the first."""
+"""Default bound of the canary's median latency, the last third over the first."""
 
 EXAMPLES = """
 what it does:
@@ -262,7 +262,7 @@ def slower(canaries: Sequence[tuple[float, float]]) -> float:
     return statistics.median(ms for _, ms in after) / statistics.median(ms for _, ms in before)
 
 
-def verdict(first: Sample, last: Sample, seen: Seen, most_mib: float) -> list[str]:
+def verdict(first: Sample, last: Sample, seen: Seen, most_mib: float, most_slower: float = MAX_SLOWER) -> list[str]:
     """Return a line for each thing that is not as it was; none for a server that stays flat.
 
     Args:
@@ -270,6 +270,7 @@ def verdict(first: Sample, last: Sample, seen: Seen, most_mib: float) -> list[st
         last: at rest, after.
         seen: what happened between them.
         most_mib: what each process may grow by.
+        most_slower: what `slower` may be; infinity where other work on the machine sets the latency.
     """
     lines = seen.unexpected()
     if seen.wrong_canaries:
@@ -289,7 +290,7 @@ def verdict(first: Sample, last: Sample, seen: Seen, most_mib: float) -> list[st
         for name, more in (("descriptors", 0), ("threads", MORE_THREADS)):
             if getattr(after, name) > getattr(before, name) + more:
                 lines.append(f"{role}: {getattr(before, name)} {name} became {getattr(after, name)}")
-    if slower(seen.canaries) > MAX_SLOWER:
+    if slower(seen.canaries) > most_slower:
         lines.append(f"canary: {slower(seen.canaries):.2f} times as slow in the last third as in the first")
     return lines
 
@@ -366,6 +367,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--sample-every", type=float, default=2.0, metavar="SECONDS", help="time between two samples (default 2)")
     add("--warm-rounds", type=int, default=3, help="requests of every kind before the first rest (default 3)")
     add("--growth-mib", type=float, default=48.0, metavar="MIB", help="what a process may grow by (default 48)")
+    add(
+        "--max-slower", type=float, default=MAX_SLOWER, metavar="RATIO",
+        help=f"of the canary's latency, the last third over the first (default {MAX_SLOWER}); "
+        "inf where other work runs on the machine",
+    )  # fmt: skip
     add("--model", default="embedded")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of the model (default: all cores)")
     add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
@@ -416,7 +422,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     print(report(first, last, seen))
-    found = verdict(first, last, seen, args.growth_mib)
+    found = verdict(first, last, seen, args.growth_mib, args.max_slower)
     print("\nverdict: " + ("flat" if not found else "\n  ".join(["not flat:", *found])))
     if args.plot:
         draw(seen, args.plot)

@@ -84,6 +84,7 @@ def test_other_tokens_slower_canaries_and_unexpected_statuses_are_named() -> Non
         "canary: 2 of 9 answers have other tokens",
         "canary: 4.00 times as slow in the last third as in the first",
     ]
+    assert len(verdict(REST, REST, seen, 48.0, most_slower=4.5)) == 2
 
 
 def test_the_report_the_plot_and_the_file_have_what_was_seen(tmp_path: Path) -> None:
@@ -123,8 +124,8 @@ async def test_a_seed_gives_the_same_requests() -> None:
 @pytest.mark.slow
 def test_a_short_soak_of_the_embedded_model_is_flat(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--minutes 0.4 --clients 4 --fault-every 4 --warm-rounds 1 --sample-every 1"
-    # Caches are not full so soon.
-    status = soak.main([*arguments.split(), "--growth-mib", "400"])
+    # Caches are not full so soon, and other tests share the cores: memory and latency say nothing here.
+    status = soak.main([*arguments.split(), "--growth-mib", "400", "--max-slower", "inf"])
     printed = capsys.readouterr().out
     assert "verdict: flat" in printed
     assert status == 0
