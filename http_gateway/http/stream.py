@@ -51,9 +51,16 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
+_SEPARATORS = {char: f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
+"""Where Python's `str.splitlines`, by which some clients read events, ends a line and the specification does not, with
+the escape of each. JSON has them within strings alone; it escapes the others by itself."""
+
+
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
-    """Return one event, with its name where the API has names."""
+    """Return one event, with its name where the API has names. Its data is one line to every client."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    for char, escape in _SEPARATORS.items():
+        text = text.replace(char, escape)
     return f"event: {name}\ndata: {text}\n\n".encode() if name else f"data: {text}\n\n".encode()
 
 

@@ -13,6 +13,7 @@ from http_gateway.answers.chat import ChatShape, ChatStream, ChatWhole
 from http_gateway.answers.completions import Completions, CompletionShape
 from http_gateway.answers.pieces import finish_reason
 from http_gateway.answers.responses import ResponseAnswer, ResponseShape
+from http_gateway.http import stream
 from http_gateway.http.calls import chat_request
 from http_gateway.wire.chat import ChatRequest
 from http_gateway.wire.completions import CompletionRequest
@@ -238,3 +239,14 @@ def test_an_answer_that_failed_is_an_error(reason: pb.FinishReason, status: int)
     with pytest.raises(ApiError) as raised:
         finish_reason(end(0, reason), 0)
     assert raised.value.status == status
+
+
+@given(
+    st.text(
+        alphabet=st.one_of(st.sampled_from('\r\n\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\\"'), st.characters(codec="utf-8"))
+    )
+)
+def test_the_data_of_an_event_is_one_line_to_every_client(text: str) -> None:
+    lines = stream.event({"text": text}, "a").decode().splitlines()
+    assert [lines[0], *lines[2:]] == ["event: a", ""]
+    assert json.loads(lines[1].removeprefix("data: ")) == {"text": text}
