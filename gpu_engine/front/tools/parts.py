@@ -316,6 +316,8 @@ class PartsParser:
             return False
         if found is None:
             self._held = self._held.lstrip(_SPACE)
+            if not self._held:
+                return False  # more white space may come, and it is no content either
             self._state = _State.CONTENT
             return True
         if found == last and last:

@@ -110,6 +110,12 @@ def test_text_around_calls_in_free_text() -> None:
         assert found == [("CONTENT", "a"), *calls, ("CONTENT", "b"), *calls]
 
 
+def test_white_space_behind_a_call_that_no_other_follows_is_no_content() -> None:
+    for pieces in cuts(spelled(HARMONY, [("get", "{}")]) + "\n\n b"):
+        found = parts_of(AnswerLayout(TOOLS, HARMONY), pieces)
+        assert found == [("call get", ""), ("TOOL_ARGUMENTS", "{}"), ("CONTENT", "b")]
+
+
 def test_an_answer_that_is_content_holds_no_calls() -> None:
     text = '{"text": "<tool_call>\\n{\\"name\\": \\"get\\"", "name": "get", "arguments": {}}'
     for form in (HERMES, JSON):
