@@ -60,7 +60,7 @@ def expand(schema: Any) -> None:
                 clause = rule(node, schema)
             except NoComplement:
                 continue
-            parts, ways = _size(clause), _ways(clause)
+            parts, ways = _size(clause, node), _ways(clause)
             if parts > min(left, MAX_NODE_PARTS) or product * ways > MAX_PRODUCT:
                 continue
             left, product = left - parts, product * ways
@@ -117,11 +117,17 @@ def _pointers(schema: Any) -> Iterator[str]:
             yield reference
 
 
-def _size(value: Any) -> int:
-    """Return the number of objects and lists in a value, one that is shared once for each place."""
-    count, waiting = 0, [value]
+def _size(clause: Any, node: Schema) -> int:
+    """Return the number of objects and lists in a clause for a node, one that is shared once for each place.
+
+    More than `MAX_NODE_PARTS` for a clause that holds the node itself, as the complement of a reference to a place
+    around the node does: in the node's place it would have no end.
+    """
+    count, waiting = 0, [clause]
     while waiting and count <= MAX_NODE_PARTS:
         each = waiting.pop()
+        if each is node:
+            return MAX_NODE_PARTS + 1
         if isinstance(each, dict | list):
             count += 1
             waiting.extend(each.values() if isinstance(each, dict) else each)

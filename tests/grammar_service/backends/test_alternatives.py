@@ -197,6 +197,13 @@ def test_what_has_no_exact_form_stays_as_it_is(name: str) -> None:
     assert schema == UNTOUCHED[name]
 
 
+def test_a_complement_that_would_hold_itself_is_left_out() -> None:
+    schema: Any = {"not": {"unevaluatedItems": {"not": {"$ref": "#"}}}}
+    expand(schema)
+    assert json.loads(json.dumps(schema)) == schema, "a tree, as JSON has them"
+    assert '"not"' in json.dumps(schema)
+
+
 def random_schema(draw: random.Random, depth: int) -> Any:
     """Return a schema of the keywords that are rewritten, over the names and values of `instances`."""
     leaves = [
