@@ -36,6 +36,7 @@ examples:
   make fuzz                                       every target for five minutes
   make fuzz ARGS="--seconds 20"                   every target for 20 s
   make fuzz ARGS="request chat --executions 1000000 --seconds 3600"
+  make fuzz ARGS="pattern --max-bytes 200"        short inputs: more of them
   make fuzz ARGS="--run tools/fuzz/corpus/chat/found-1"   one input, with its traceback
 
 Coverage of Python needs atheris: pip install --editable '.[fuzz]'. Native targets need gcc, and take clang where it is.
@@ -79,6 +80,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(names)} (default: all)")
     made.add_argument("--seconds", type=int, default=300, help="of each target (default: %(default)s)")
     made.add_argument("--executions", type=int, default=0, help="end a target after so many (default: no limit)")
+    made.add_argument(
+        "--max-bytes", type=int, default=0, metavar="N",
+        help="longest input; short ones run faster (default: the target's bound)",
+    )  # fmt: skip
     made.add_argument("--seed", type=int, default=0, help="of the random numbers (default: another one each time)")
     made.add_argument("--plain", action="store_true", help="make inputs without coverage: more of them, and no atheris")
     made.add_argument("--grow", action="store_true", help="add inputs that reach more code to the corpus")
@@ -128,6 +133,7 @@ def _command(name: str, work: Path, args: argparse.Namespace) -> list[str]:
     flags = [f"-max_total_time={args.seconds}", f"-artifact_prefix={work}/", "-print_final_stats=1", "-reload=0"]
     flags += [f"-runs={args.executions}"] if args.executions else []
     flags += [f"-seed={args.seed}"] if args.seed else []
+    flags += [f"-max_len={args.max_bytes}"] if args.max_bytes else []
     if name in native.TARGETS:
         return [str(native.build(name, work)), *flags, str(new), str(known)]
     module = "tools.fuzz.plain" if args.plain else "tools.fuzz.child"

@@ -15,7 +15,7 @@ from random import Random
 
 import atheris
 
-from tools.fuzz.plain import PROGRESS, REPORT_S, Current, flags_of
+from tools.fuzz.plain import PROGRESS, REPORT_S, Current, bounded, flags_of
 from tools.fuzz.targets import load
 
 PACKAGES = [
@@ -34,7 +34,7 @@ def main() -> None:
     current = Current.of(flags_of(flags))
     logging.disable(logging.CRITICAL)
     with atheris.instrument_imports(include=PACKAGES):
-        target = load(name)
+        target = bounded(load(name), flags_of(flags))
     count, reported_s = 0, time.monotonic()
 
     def one(data: bytes) -> None:
@@ -54,7 +54,7 @@ def main() -> None:
         return bytes(changed[:most])
 
     limits = [f"-max_len={target.max_bytes}", f"-timeout={target.timeout_s}", f"-rss_limit_mb={target.memory_mb}"]
-    atheris.Setup([sys.argv[0], *limits, *flags], one, custom_mutator=mutate)
+    atheris.Setup([sys.argv[0], *flags, *limits], one, custom_mutator=mutate)
     atheris.Fuzz()
 
 

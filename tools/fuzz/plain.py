@@ -1,8 +1,8 @@
 """`python -m tools.fuzz.plain TARGET [libFuzzer's flags] [corpora]`: one target on inputs made by its mutations alone.
 
 It has no coverage to guide it, and makes ten times as many inputs as child.py in the same time. Takes the flags
--max_total_time, -runs, -seed and -artifact_prefix, and ignores others. Invariant: whatever ends the process, the input
-that it ran is in the file `current` of the artifacts' folder.
+-max_total_time, -runs, -seed, -max_len and -artifact_prefix, and ignores others. Invariant: whatever ends the process,
+the input that it ran is in the file `current` of the artifacts' folder.
 
 Not responsible for: what is done with it (see __main__.py).
 """
@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -66,13 +67,19 @@ def flags_of(arguments: Sequence[str]) -> dict[str, str]:
     return {found[1]: found[2] for each in arguments if (found := re.fullmatch(r"-(\w+)=(.*)", each))}
 
 
+def bounded(target: Target, flags: Mapping[str, str]) -> Target:
+    """Return the target with the bound on its inputs that the flags set; theirs may only be lower."""
+    most = int(flags.get("max_len") or target.max_bytes)
+    return replace(target, max_bytes=min(most, target.max_bytes))
+
+
 def main() -> None:
     """Run the target that the first argument names; status 1 for a defect."""
     name, *arguments = sys.argv[1:]
     flags = flags_of(arguments)
     folders = [Path(each) for each in arguments if not each.startswith("-")]
     logging.disable(logging.CRITICAL)
-    target, current = load(name), Current.of(flags)
+    target, current = bounded(load(name), flags), Current.of(flags)
     signal.signal(signal.SIGALRM, _hang)
     seeds = [path.read_bytes() for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
     random = Random(int(flags.get("seed") or secrets.randbits(32)))

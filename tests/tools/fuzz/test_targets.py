@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from protos.engine.v1 import engine_pb2 as pb
 from tools.fuzz import corpus, native, rpc
 from tools.fuzz.engine import instant_calls
+from tools.fuzz.plain import bounded
 from tools.fuzz.target import Broken, Target
 from tools.fuzz.targets import TARGETS, load
 from tools.fuzz.targets.engine_services import method_of
@@ -69,6 +70,12 @@ def test_each_folder_of_the_corpus_is_of_a_target() -> None:
 def test_files_of_the_corpus_are_small() -> None:
     sizes = {path: path.stat().st_size for path in corpus.FOLDER.rglob("*") if path.is_file()}
     assert not {path: size for path, size in sizes.items() if size > 20_000}
+
+
+@pytest.mark.parametrize(("flags", "expected"), [({}, 1024), ({"max_len": "200"}, 200), ({"max_len": "9999"}, 1024)])
+def test_a_flag_lowers_the_bound_on_inputs(flags: dict[str, str], expected: int) -> None:
+    target = Target(lambda data: None, lambda data, random: data, max_bytes=1024)
+    assert bounded(target, flags).max_bytes == expected
 
 
 def test_a_seed_makes_the_same_inputs_again() -> None:
