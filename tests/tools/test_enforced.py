@@ -44,7 +44,8 @@ def _is_validated(case: Case) -> bool:
 
 @pytest.mark.parametrize("case", [case for case in KEYWORDS if _is_validated(case)], ids=lambda case: case.name)
 def test_the_cases_agree_with_a_json_schema_validator(case: Case) -> None:
-    validator = jsonschema.Draft202012Validator(case.schema, format_checker=jsonschema.FormatChecker(["date", "email"]))
+    dialect = jsonschema.validators.validator_for(case.schema, default=jsonschema.Draft202012Validator)
+    validator = dialect(case.schema, format_checker=jsonschema.FormatChecker(["date", "email"]))
     assert [text for text in case.valid if not validator.is_valid(json.loads(text))] == []
     assert [text for text in case.invalid if _is_json(text) and validator.is_valid(json.loads(text))] == []
 

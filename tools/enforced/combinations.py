@@ -9,6 +9,8 @@ from tools.enforced.keywords import AB, INT, OBJ, STR, A
 
 ARR: dict[str, Any] = {"type": "array"}
 INTS: dict[str, Any] = {"type": "array", "items": INT}
+DRAFT_3: dict[str, Any] = {"$schema": "http://json-schema.org/draft-03/schema#"}
+REQUIRED: dict[str, Any] = {**INT, "required": True}
 NEEDS_A: dict[str, Any] = {"required": ["a"]}
 NEEDS_B: dict[str, Any] = {"required": ["b"]}
 
@@ -83,5 +85,10 @@ APPLICATORS: tuple[Case, ...] = (
         [1],
         ["x"],
     ),
+    case("extends", "in draft 3", {**DRAFT_3, "extends": {**INT, "maximum": 3}}, [3], [4, "a"]),
+    case("disallow", "in draft 3", {**DRAFT_3, "type": ["integer", "string"], "disallow": "integer"}, ["a"], [1]),
+    case("divisibleBy", "in draft 3", {**DRAFT_3, **INT, "divisibleBy": 3}, [0, 6], [4]),
+    case("required", "true, in draft 3", {**DRAFT_3, **OBJ, "properties": {"a": REQUIRED}}, [{"a": 1}], [{}]),
+    case("type", "a schema, in draft 3", {**DRAFT_3, "type": ["null", INTS]}, [None, [1]], [1, ["a"]]),
     case("a keyword that does not exist", "", {**INT, "zork": 1}, [1], ["x"]),
 )

@@ -29,6 +29,9 @@ properties propertyNames readOnly required then title type unevaluatedItems unev
 """
 """The keywords of drafts 3 to 2020-12."""
 
+_OF_DRAFT_3 = frozenset({"disallow", "divisibleBy", "extends"})
+"""Keywords of draft 3 alone. Where a schema follows it, they are written anew before anyone looks (see draft_3.py)."""
+
 _OTHERS = "comment discriminator example externalDocs nullable schema xml"
 """Keywords of OpenAPI, and annotations in wide use that are close to a keyword."""
 
@@ -51,13 +54,18 @@ def refuse_unknown_types(schema: Any, path: str) -> None:
 
 
 def misspelled_keywords(schema: Any, path: str) -> list[str]:
-    """Return a line for each keyword of `schema` (at `path`) that is one edit away from a known one; it names both."""
-    found = [
-        f"{where}/{key}: is not a keyword of JSON Schema and has no effect; did you mean {meant!r}?"
-        for where, node in subschemas(schema, path)
-        for key in node
-        if (meant := _meant(key)) is not None
-    ]
+    """Return a line for each keyword of `schema` (at `path`) that is one edit away from a known one, or of draft 3."""
+    found = []
+    for where, node in subschemas(schema, path):
+        for key in node:
+            if (meant := _meant(key)) is not None:
+                why = f"is not a keyword of JSON Schema and has no effect; did you mean {meant!r}?"
+                found.append(f"{where}/{key}: {why}")
+            elif key in _OF_DRAFT_3:
+                found.append(f"{where}/{key}: is a keyword of draft 3, which `$schema` does not name; it has no effect")
+            elif key == "required" and node[key] is True:
+                why = "is not an array of names, and a boolean only in draft 3, which `$schema` does not name"
+                found.append(f"{where}/{key}: {why}; it has no effect")
     if len(found) > MAX_NAMED:
         return [*found[:MAX_NAMED], f"and {len(found) - MAX_NAMED} more keywords that may be misspelled"]
     return found

@@ -21,6 +21,7 @@ import re
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
+from grammar_service.backends.json_schema.draft_3 import is_draft_3
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import Schema, child_schemas, definitions, names_of, resolve
 from grammar_service.errors import InvalidGrammar
@@ -46,9 +47,10 @@ def take_out_dialects(root: Any, path: str) -> list[Unenforced]:
     """Write the dialects of the schema at `path` as the libraries know them, in place, and take out the others.
 
     Returns a warning for each one that is not known. `write_pointers` has run before. Raises InvalidGrammar for one
-    that requires a vocabulary that is not known.
+    that requires a vocabulary that is not known, and for draft 3 inside of another dialect.
     """
     others: dict[str, Unenforced] = {}
+    root_is_3 = is_draft_3(root)
     waiting: list[tuple[_Place | None, Any]] = [(None, root)]
     seen: set[int] = set()
     for where, node in waiting:
@@ -65,6 +67,8 @@ def take_out_dialects(root: Any, path: str) -> list[Unenforced]:
         elif draft is not None and draft[2]:
             node["$schema"] = f"https://json-schema.org/draft/{draft[2]}/schema"
         else:
+            if draft is not None and node is not root and not root_is_3:
+                raise InvalidGrammar(f"JSON Schema: {path}{_pointer(where)}/$schema: draft 3 inside of another dialect")
             del node["$schema"]
             if draft is None and _joined("", dialect)[0] not in _LATEST:
                 why = f"{dialect[:200]!r} is not a dialect that is known; the schema is read as draft 2020-12"

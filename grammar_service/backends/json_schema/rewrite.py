@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from grammar_service.backends.json_schema.ecma_pattern import NotPortable
 from grammar_service.backends.json_schema.exclusive import exclusive
+from grammar_service.backends.json_schema.strings.ecma_pattern import NotPortable
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import Schema, subschemas
 

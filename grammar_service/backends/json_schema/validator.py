@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema_rs
 
+from grammar_service.backends.json_schema.draft_3 import write_draft_3
 from grammar_service.backends.json_schema.references import take_out_dialects, write_pointers
 from grammar_service.backends.json_schema.walk import subschemas
 from grammar_service.errors import InvalidGrammar
@@ -116,6 +117,7 @@ def _modern(schema: Any, *, with_names: bool = False) -> Any:
 
     `with_names`: leave references as they are.
     """
+    write_draft_3(schema, "")
     if not with_names:
         write_pointers(schema)
     take_out_dialects(schema, "")

@@ -22,12 +22,13 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from grammar_service.backends.json_schema.alternatives import expand
 from grammar_service.backends.json_schema.bounds import refuse_minima, write_bounds
-from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable, portable_regex
+from grammar_service.backends.json_schema.draft_3 import write_draft_3
 from grammar_service.backends.json_schema.misspelled import misspelled_keywords, refuse_unknown_types
 from grammar_service.backends.json_schema.references import take_out_dialects, write_pointers
 from grammar_service.backends.json_schema.rewrite import rewrite, take_out_unwritable_values
 from grammar_service.backends.json_schema.shapes import check_shapes, refuse_no_schema
-from grammar_service.backends.json_schema.string_formats import KNOWN, exact_pattern, take_out_annotations
+from grammar_service.backends.json_schema.strings.ecma_pattern import Dialect, portable, portable_regex
+from grammar_service.backends.json_schema.strings.string_formats import KNOWN, exact_pattern, take_out_annotations
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import subschemas
 from grammar_service.backends.llguidance.loosening import Loosening
@@ -88,6 +89,7 @@ def _rewrite(schema: Any, path: str, reading: Reading, *, with_alternatives: boo
     refuse_no_schema(schema, path)
     if "x-guidance" in schema:
         raise InvalidGrammar(f"JSON Schema: {path}/x-guidance: a request may not set options of the library")
+    write_draft_3(schema, path)
     write_pointers(schema)
     found = take_out_dialects(schema, path)
     check_shapes(schema, path)
@@ -297,6 +299,12 @@ def _part(message: str, grammar: Grammar) -> list[Unenforced]:
 
 
 def _schemas(grammar: Grammar) -> Iterator[tuple[str, Any]]:
+    for path, schema in _written_schemas(grammar):
+        write_draft_3(schema, path)
+        yield path, schema
+
+
+def _written_schemas(grammar: Grammar) -> Iterator[tuple[str, Any]]:
     if grammar.kind is Kind.STRUCTURAL_TAG:
         yield from schemas(modern(json.loads(grammar.text)))
     elif grammar.kind is Kind.LARK:

@@ -23,8 +23,9 @@ import xgrammar
 from grammar_service.backends.backend import MatcherFailed, Rows
 from grammar_service.backends.json_schema import unenforced
 from grammar_service.backends.json_schema.bounds import refuse_minima
-from grammar_service.backends.json_schema.ecma_pattern import portable_regex
+from grammar_service.backends.json_schema.draft_3 import write_draft_3
 from grammar_service.backends.json_schema.misspelled import misspelled_keywords, refuse_unknown_types
+from grammar_service.backends.json_schema.strings.ecma_pattern import portable_regex
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.xgrammar.chains import XgrammarFiller
 from grammar_service.backends.xgrammar.rules import bounded, corrected, wanted_count
@@ -111,6 +112,7 @@ def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced], list[str]]:
     """Return the grammar as the library must read it, the parts that it would ignore, and likely misspellings."""
     if grammar.kind in (Kind.JSON_SCHEMA, Kind.JSON_OBJECT):
         schema = json.loads(grammar.text)
+        write_draft_3(schema, "")
         refuse_unknown_types(schema, "")
         misspelled = misspelled_keywords(schema, "")
         refuse_minima(schema, "", grammar.reading)
@@ -133,6 +135,7 @@ def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced], list[str]]:
         if "json_schema" in node:
             place = schema_place(node, path)
             node.pop("at", None)
+            write_draft_3(node["json_schema"], place)
             refuse_unknown_types(node["json_schema"], f"{path}/json_schema")
             misspelled += misspelled_keywords(node["json_schema"], place)
             found += problems(node["json_schema"], place, strict_formats=grammar.reading.strict_formats)

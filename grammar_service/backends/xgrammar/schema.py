@@ -11,11 +11,12 @@ import json
 import math
 from typing import Any
 
-from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable
+from grammar_service.backends.json_schema.draft_3 import write_draft_3
 from grammar_service.backends.json_schema.references import take_out_dialects, write_pointers
 from grammar_service.backends.json_schema.rewrite import rewrite
 from grammar_service.backends.json_schema.shapes import check_shapes, refuse_no_schema
-from grammar_service.backends.json_schema.string_formats import KNOWN, exact_pattern, take_out_annotations
+from grammar_service.backends.json_schema.strings.ecma_pattern import Dialect, portable
+from grammar_service.backends.json_schema.strings.string_formats import KNOWN, exact_pattern, take_out_annotations
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import Schema, subschemas
 from grammar_service.grammar.value import Bounds
@@ -93,6 +94,7 @@ def problems(schema: Any, path: str = "", *, strict_formats: bool = False) -> li
     if isinstance(schema, bool):
         return []
     refuse_no_schema(schema, path)
+    write_draft_3(schema, path)
     write_pointers(schema)
     found = take_out_dialects(schema, path)
     check_shapes(schema, path)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
-from grammar_service.backends.json_schema.date_patterns import exact_pattern
+from grammar_service.backends.json_schema.strings.date_patterns import exact_pattern
 
 
 def pattern_of(name: str, *, lower_case: bool = False) -> re.Pattern[str]:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from grammar_service.backends.json_schema.ecma_pattern import Dialect, NotPortable, portable
+from grammar_service.backends.json_schema.strings.ecma_pattern import Dialect, NotPortable, portable
 
 STRINGS_OF_JSON = Dialect(unwritable=((0, 7), (11, 11), (14, 31)))
 STRINGS = ["", "a", "b", "A", "Z", "1", "_", "-", "]", "[", "^", "&", "~", ".", "\\", '"', "/", "{", "}", "$", "|"]

@@ -31,9 +31,7 @@ def test_one_edit_is_a_misspelling(key: str, meant: str) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "key", ["zork", "x-order", "note", "ids", "iff", "comment", "example", "divisibleBy", "proprtis"]
-)
+@pytest.mark.parametrize("key", ["zork", "x-order", "note", "ids", "iff", "comment", "example", "proprtis"])
 def test_known_keywords_and_distant_words_are_not_reported(key: str) -> None:
     assert misspelled_keywords({key: 1}, "") == []
 

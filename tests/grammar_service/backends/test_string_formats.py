@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grammar_service.backends.json_schema.string_formats import KNOWN, exact_pattern, take_out_annotations
+from grammar_service.backends.json_schema.strings.string_formats import KNOWN, exact_pattern, take_out_annotations
 
 VALID: dict[str, list[str]] = {
     "duration": ["P4DT12H30M5S", "P4Y", "PT0S", "P0D", "P1M", "PT1M", "PT36H", "P1DT12H", "P2W"],

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from grammar_service.backends.json_schema.ecma_pattern import Dialect, NotPortable, portable, portable_regex
+from grammar_service.backends.json_schema.strings.ecma_pattern import Dialect, NotPortable, portable, portable_regex
 from grammar_service.backends.json_schema.validator import Validator
 from grammar_service.backends.llguidance.notation import STRING_DIALECT as LLGUIDANCE
 from grammar_service.backends.llguidance.notation import check_types, misspelled, notation

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from grammar_service.backends.json_schema import date_patterns
+from grammar_service.backends.json_schema.strings import date_patterns
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import Schema, subschemas
 
