@@ -32,6 +32,7 @@ from grammar_service.fill.worker import Worker
 from grammar_service.metrics_http import CannotListen, MetricsListener
 from grammar_service.servicer import GrammarServicer
 from protos.grammar.v1 import grammar_pb2, grammar_pb2_grpc
+from service_runtime.aborted_calls import AbortedCalls
 from service_runtime.threads import OS_THREADS, Threads
 from shared_mem.channel import GrammarEnd
 from shared_mem.errors import InvalidField, SharedMemoryError
@@ -104,10 +105,11 @@ async def _serve(config: GrammarConfig, path: Path, listener: socket.socket) -> 
 
 async def _start_grpc(path: Path, servicer: GrammarServicer) -> tuple[grpc.aio.Server, Any]:
     server = grpc.aio.server(
+        interceptors=[AbortedCalls()],
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ]
+        ],
     )
     grammar_pb2_grpc.add_GrammarServicer_to_server(servicer, server)
     alive = health.aio.HealthServicer()  # type: ignore[attr-defined]

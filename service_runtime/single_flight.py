@@ -89,11 +89,16 @@ class SingleFlight(Generic[Key, Result]):
             return await asyncio.shield(flight.task)
         finally:
             self.leave(flight)
+            # An error's traceback holds this frame, and the flight's task holds the error: a cycle, but for this line.
+            del flight
 
     async def run(self, key: Key, start: Callable[[], Coroutine[Any, Any, Result]]) -> tuple[Result, bool]:
         """Join, wait and leave. Returns the result, and whether an earlier caller had started the flight."""
         flight, joined = self.join(key, start)
-        return await self.wait(flight), joined
+        try:
+            return await self.wait(flight), joined
+        finally:
+            del flight  # see `wait`
 
     def leave(self, flight: Flight[Key, Result]) -> None:
         """Stop being a waiter. The last one to leave a running flight starts the grace time."""

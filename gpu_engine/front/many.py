@@ -23,6 +23,7 @@ from gpu_engine.front.calls import Call, Caller, Calls, Check, Context, public_e
 from gpu_engine.front.responses import Responses
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from protos.engine.v1 import engine_pb2 as pb
+from service_runtime.aborted_calls import forget_frames
 
 CheckOf = Callable[[pb.GenerateRequest], Check]
 """Returns the check of a request."""
@@ -162,6 +163,7 @@ class ManyRequests:
                 message = pb.RequestError(code=int(status.value[0]), message=str(failure))
                 last = refusal is None or name not in self._requests
                 await self._write(pb.GenerateManyResponse(request_id=name, error=message, last=last))
+                forget_frames(error)
 
     async def _write(self, message: pb.GenerateManyResponse) -> None:
         async with self._writing:

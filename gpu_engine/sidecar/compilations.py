@@ -215,16 +215,18 @@ class GrammarCompiler:
         if ticket is None:
             return await self.compile(spec, accepted=True)
         self._flights.retain(ticket.flight)
-        compiled = await self._flights.wait(ticket.flight)
-        return replace(compiled, cache_hit=compiled.cache_hit or ticket.joined)
+        try:
+            compiled = await self._flights.wait(ticket.flight)
+            return replace(compiled, cache_hit=compiled.cache_hit or ticket.joined)
+        finally:
+            del ticket  # see `SingleFlight.wait`
 
     async def compile(self, spec: GrammarSpec, *, accepted: bool = False) -> Compiled:
         """Compile a grammar for no request, or again after the grammar process has dropped it. Raises LockstepError.
 
         `accepted`: the grammar's sequence holds a slot, so no queue may refuse it, neither here nor there.
         """
-        flight, _ = self._join(spec, accepted=accepted)
-        return await self._flights.wait(flight)
+        return await self._flights.wait(self._join(spec, accepted=accepted)[0])
 
     def _join(self, spec: GrammarSpec, *, accepted: bool = False) -> tuple[_Flight, bool]:
         """Join a flight, or start one; return it, and whether it was there. Raises LimitExceeded, unless `accepted`.

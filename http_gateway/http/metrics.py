@@ -22,6 +22,7 @@ from http_gateway.engines.engine import Engine
 from http_gateway.engines.fleet import Fleet
 from http_gateway.http.stream import CLIENT_GONE, ClientGone
 from protos.engine.v1 import engine_pb2 as pb
+from service_runtime.aborted_calls import forget_frames
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -84,8 +85,9 @@ class GatewayMetrics:
             self._running.inc()
             try:
                 await app(scope, receive, noting)
-            except ClientGone:
+            except ClientGone as error:
                 status = CLIENT_GONE
+                forget_frames(error)  # Starlette's frames hold it, and the request
             finally:
                 self._running.dec()
                 self._requests.labels(path, str(status)).inc()

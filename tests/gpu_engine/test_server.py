@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import struct
 import sys
@@ -169,6 +170,25 @@ async def test_a_prompt_of_ten_megabytes_is_refused_by_name(tmp_path: Path) -> N
             await anext(client.generate(pb.GenerateRequest(text="x" * (10 << 20))))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.details() == "text: has 10485760 bytes, at most 4194304 (max_prompt_bytes) are allowed"
+
+
+async def test_a_refused_request_is_freed_at_once(tmp_path: Path) -> None:
+    """Its grammar may have megabytes, and the collector of Python finds a cycle of old objects minutes later."""
+
+    def held() -> int:
+        return sum(type(each) is GrammarSpec and each.source == "re[f]used" for each in gc.get_objects())
+
+    started = open_server(ENGINE, config(tmp_path), parts=parts(answers_with("yes")))
+    async with started as server, Client(server.address) as client:
+        gc.collect()
+        gc.disable()
+        try:
+            with pytest.raises(grpc.aio.AioRpcError, match="runs without a grammar process"):
+                async for _ in client.generate(pb.GenerateRequest(text="x", grammar=pb.Grammar(regex="re[f]used"))):
+                    pass
+            await eventually(lambda: not held())
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateMany", "Compile", "Abort", "GetStats"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -17,6 +18,9 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from grammar_service.config import GrammarConfig
+from grammar_service.server import _start_grpc
+from grammar_service.servicer import GrammarServicer
 from protos.grammar.v1 import grammar_pb2 as pb
 from protos.grammar.v1 import grammar_pb2_grpc as pb_grpc
 from shared_mem.channel import EngineEnd
@@ -24,6 +28,7 @@ from shared_mem.handover import SOCKET_NAME, connect, send_segment
 from shared_mem.layout import Layout, RowKind
 from shared_mem.segment import Segment
 from tests.grammar_service.toy import PADDED, STOPS, spell, tokenizer_json, tokens_in
+from tests.waiting import eventually
 
 LAYOUT = Layout(num_slots=2, num_rows=8, vocab_size=PADDED)
 PATIENCE_S = 60.0
@@ -406,3 +411,25 @@ def test_a_taken_address_for_probes_is_named(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert f"health_listen: cannot bind '{address}'" in done.stderr
+
+
+async def test_a_refused_compilation_is_freed_at_once(tmp_path: Path) -> None:
+    """Its source may have megabytes, and the collector of Python finds a cycle of old objects minutes later."""
+
+    def held() -> int:
+        return sum(type(each) is grpc.aio.AbortError for each in gc.get_objects())
+
+    servicer = GrammarServicer(GrammarConfig(dir=str(tmp_path)))
+    server, _ = await _start_grpc(tmp_path / "s", servicer)
+    gc.collect()
+    gc.disable()
+    try:
+        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
+            for _ in range(4):
+                with pytest.raises(grpc.aio.AioRpcError, match="FAILED_PRECONDITION"):
+                    await pb_grpc.GrammarStub(channel).Compile(pb.CompileRequest(source="a"))
+            await eventually(lambda: held() <= 1)  # gRPC's loop has a variable with the newest call
+    finally:
+        gc.enable()
+        await server.stop(0)
+        await servicer.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -155,3 +157,35 @@ async def test_close_cancels_running_flights() -> None:
     assert work.cancelled == 1
     with pytest.raises(asyncio.CancelledError):
         await caller
+
+
+@pytest.mark.parametrize("joins_first", [False, True], ids=["run", "wait"])
+async def test_a_failed_flight_is_freed_with_its_last_waiter(joins_first: bool) -> None:
+    """Its error holds the frames of what failed, and with them a request of any size."""
+
+    class Held(Exception):
+        pass
+
+    errors: list[weakref.ref[Held]] = []
+
+    async def fail() -> int:
+        error = Held()
+        errors.append(weakref.ref(error))
+        try:
+            raise error
+        finally:
+            del error
+
+    async def ask(flights: SingleFlight[str, int]) -> None:
+        with pytest.raises(Held):
+            await (flights.wait(flights.join("a", fail)[0]) if joins_first else flights.run("a", fail))
+
+    gc.collect()
+    gc.disable()
+    try:
+        flights: SingleFlight[str, int] = SingleFlight()
+        await ask(flights)
+        await asyncio.sleep(0)
+        assert [error() for error in errors] == [None]
+    finally:
+        gc.enable()

@@ -25,6 +25,7 @@ from gpu_engine.api.config import ServerConfig
 from gpu_engine.front.port.auth import BearerTokens
 from gpu_engine.front.port.malformed import ParsedRequests
 from gpu_engine.front.port.tls import server_credentials
+from service_runtime.aborted_calls import AbortedCalls
 from service_runtime.tokens import token_file
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ def bind(
     if (problem := exposure(config)) is not None:
         log.warning("%s", problem)
     server = grpc.aio.server(
-        interceptors=[*interceptors, ParsedRequests()],
+        interceptors=[AbortedCalls(), *interceptors, ParsedRequests()],
         options=[
             ("grpc.max_receive_message_length", max(LARGEST_MESSAGE_BYTES, 2 * config.max_prompt_bytes)),
             _OWN_PORT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import threading
@@ -422,6 +423,32 @@ async def test_a_refused_grammar_fails_at_arrival_and_at_its_slot(
         for error in (refused[0], s.engine.failed[0][2]):
             assert type(error) is kind
             assert text in str(error)
+
+
+async def test_a_refused_grammar_is_freed_with_its_request(tmp_path: Path) -> None:
+    """It may have megabytes, and the collector of Python finds a cycle of old objects minutes later."""
+
+    def held() -> int:
+        return sum(type(each) is GrammarSpec and each.source == "refused" for each in gc.get_objects())
+
+    async with connected(tmp_path) as s:
+        s.process.refuse_compile = (grpc.StatusCode.RESOURCE_EXHAUSTED, "source: line 3")
+        refused: list[LockstepError] = []
+        gc.collect()
+        gc.disable()
+        try:
+            s.client.prepare("r", spec("refused"), refused.append)
+            s.client.open(0, 1, request(source="refused"), ())
+            await eventually(lambda: s.engine.failed and refused)
+            s.client.close(0, 1)
+            s.client.forget("r")
+            with pytest.raises(LimitExceeded):
+                await s.client.compile(spec("refused"))
+            refused.clear()
+            s.engine.failed.clear()
+            await eventually(lambda: not held())
+        finally:
+            gc.enable()
 
 
 async def test_the_deadline_of_a_compilation_leaves_the_process_the_time_that_its_limits_allow(tmp_path: Path) -> None:
