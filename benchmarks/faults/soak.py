@@ -42,8 +42,8 @@ CALM_SHARE = 1 / 3
 FULL_SHARE = 0.9
 """Of the KV cache's pages."""
 KV_CACHE_TOKENS = 16384
-MORE_THREADS = 4
-"""What a process may have more of at the end: pools start a thread when all of theirs are busy for the first time."""
+MORE_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""The largest pool of a process, asyncio's, which starts its threads as it needs them."""
 REST_S = 60.0
 """Longest wait until a server without requests holds none."""
 ROLES = ("engine", "grammar", "gateway")
@@ -62,7 +62,8 @@ reading the table:
   at rest, first   after a few requests of every kind, with a full KV cache
   at rest, last    after all of them
   lowest memory    in the second sixth of the time, and in the last one: buffers of large steps come and go. Of the
-                   grammar process in the fifth sixth and the last one, in which it is the same process
+                   grammar process from three quarters of the time to five sixths, when it has filled its caches since
+                   the last fault, and in the last sixth
   verdict          what grew beyond its bound; the exit status is 1 then, or after a status that a kind of request may
                    not have, or a canary with other tokens
 
@@ -91,14 +92,14 @@ class Seen:
     def lowest_memory(self, role: str) -> tuple[float, float]:
         """Return the least memory of the process of `role` early and late, in MiB; NaN where no sample has it."""
         begin, end = self.samples[0].seconds, self.samples[-1].seconds
-        early = (4, 5) if role == "grammar" else (1, 2)
+        early = (3 / 4, 5 / 6) if role == "grammar" else (1 / 6, 2 / 6)
 
-        def least(sixths: tuple[int, int]) -> float:
-            first, last = (begin + (end - begin) * sixth / 6 for sixth in sixths)
+        def least(shares: tuple[float, float]) -> float:
+            first, last = (begin + (end - begin) * share for share in shares)
             found = [each.of(role) for each in self.samples if first <= each.seconds <= last]
             return min((process.memory_mib for process in found if process), default=float("nan"))
 
-        return least(early), least((5, 6))
+        return least(early), least((5 / 6, 1))
 
     def unexpected(self) -> list[str]:
         """Return a line for each status that its kind may not have."""
