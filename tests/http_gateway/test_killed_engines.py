@@ -134,7 +134,8 @@ async def test_what_was_not_sent_goes_to_the_other_engine(model: str, tmp_path: 
             for number in range(4)
         }
         for number in range(ROUNDS):
-            asked = [(PATHS[at % 3], at % 4, at % 2 == 0) for at in range(number, number + LOAD)]
+            # Equal prompts go to one engine, so each prompt has a stream and a whole answer.
+            asked = [(PATHS[at % 3], at % 4, at // 4 % 2 == 0) for at in range(number, number + LOAD)]
             answers = [asyncio.create_task(ask(gateway, path, n, stream=stream)) for path, n, stream in asked]
             await asyncio.sleep(chance.uniform(0.0, 0.4))
             killed = names[number % 2]
