@@ -135,6 +135,9 @@ class EngineConfig:
     draft_model_tokens: int = 0
     """With drafter=decoupled: the K of the draft model itself, which is the most tokens that it computes for a sequence
     in a step. 0: num_draft_tokens. The engine computes fewer where the measured times say so."""
+    draft_device: str = ""
+    """With drafter=decoupled on a GPU: "cuda:N", another GPU than the target's, for the draft model with its pages and
+    graphs. Empty: the target's. The texts of a step's sequences cross to it behind each step that proposes."""
     draft_quantization: str = ""
     """With drafter=model or decoupled: weights of the draft model's products, as the setting quantization has them.
     Empty: that of quantization."""
@@ -156,6 +159,10 @@ class EngineConfig:
     drafter=ngram a second branch of the lookup's drafts, with drafter=eagle3 the best nodes of the head's likeliest
     tokens. "on" is refused with other drafters, with drafter=eagle3 on a CPU or with draft_masks, and on a GPU with
     logits_processors."""
+    draft_choice: str = "measured"
+    """How many of its drafts a step verifies: "measured": as many as raise the expected tokens per second, from the
+    measured time of steps and from each sequence's accepted drafts, at most K. "fixed": all of them, at most K; the
+    drafter always proposes. "fixed" is what published acceptance lengths are measured with, and may be slower."""
     draft_timeout_ms: float = 5.0
     """Longest wait for the mask row of a draft, in milliseconds; the draft is then made without a mask. Also the
     longest wait for jump-forward tokens; the step then has none."""
@@ -369,6 +376,11 @@ class EngineConfig:
             f"drafter={self.drafter} needs one",
         )
         _require(self.draft_masks in ("on", "off"), "draft_masks", f"{self.draft_masks!r} is not on or off")
+        _require(
+            self.draft_choice in ("measured", "fixed"),
+            "draft_choice",
+            f"{self.draft_choice!r} is not measured or fixed",
+        )
         self._check_trees()
         _require(self.draft_timeout_ms > 0, "draft_timeout_ms", "must be positive")
         for name in ("num_draft_tokens", "jump_forward_tokens"):
@@ -416,6 +428,7 @@ class EngineConfig:
         _require(0 <= self.draft_model_tokens <= most, "draft_model_tokens", f"must be in [0, {most}]")
         for name in ("draft_model_tokens", "draft_dirs"):
             _require(decoupled or not getattr(self, name), name, "is for drafter=decoupled alone")
+        self._check_draft_device()
         kinds = ("", "auto", "none", "int8", "q4")
         _require(
             self.draft_quantization in kinds,
@@ -429,6 +442,16 @@ class EngineConfig:
             "draft_quantization",
             "is for drafter=model and decoupled alone",
         )
+
+    def _check_draft_device(self) -> None:
+        device, name = self.draft_device, "draft_device"
+        _require(not device or self.drafter == "decoupled", name, "is for drafter=decoupled alone")
+        known = not device or re.fullmatch(r"cuda:[0-9]+", device) is not None
+        _require(known, name, f"{device!r} is not empty or cuda:N")
+        # "auto" is checked again when it is resolved.
+        _require(not device or self.device != "cpu", name, f"needs a GPU, and device is {self.device}")
+        own = "cuda:0" if self.device == "cuda" else self.device
+        _require(device != own, name, f"{device} is the target's; leave it empty to share it")
 
     def _check_adapters(self) -> None:
         try:

@@ -113,7 +113,7 @@ def device_executor(
     step_rows = StepRows(config.num_drafts + 1, R, config.max_step_rows, links=config.drafts_by_net)
     whole_cache = (num_pages + scratch_pages(config.page_size), config.page_size)
     pages, check_ranks, end_ranks, copy = pages_and_calls(model, *whole_cache, token_major=True)
-    parts = DrafterParts(config, model, stream, launches, step_sync, num_pages, True, slot, lane, launches)
+    parts = DrafterParts(config, model, stream, launches, step_sync, num_pages, True, slot, lane, launches, rows)
     drafter = build_drafter(parts, drafter_builders)
     sampling = DeviceRows(rows, RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device))
     processors = load_processors(config.logits_processors, model, torch.device(device))

@@ -389,3 +389,21 @@ class DraftBudget:
     def __repr__(self) -> str:
         paused = " paused" if self._pause is not None and self._pause.paused else ""
         return f"<DraftBudget{paused} free {self.times[False]} guided {self.times[True]} {self.acceptance}>"
+
+
+class EveryDraft(DraftBudget):
+    """Verifies every draft that a step has room for, and always proposes K more: drafters are compared with it."""
+
+    def choose(self, proposals: Sequence[Proposal], shapes: Sequence[Shape] | None, *, guided: bool) -> Plan:
+        """See `DraftBudget.choose`."""
+        if shapes is None:
+            room = max(0, self._most_rows // max(1, len(proposals)) - 1)
+        else:
+            room = (
+                max(shape.rows_per_lane for shape in shapes if shape.rows <= self._most_rows or shape is shapes[0]) - 1
+            )
+        return Plan(tuple(proposals), tuple(min(room, proposal.num_drafts) for proposal in proposals), guided)
+
+    def rows_to_propose(self, plan: Plan, most: int, *, least: int = 1) -> int:
+        """Return `most`."""
+        return most

@@ -20,7 +20,7 @@ from gpu_engine.api.page_transfer import PageFormat
 from gpu_engine.api.prefill_shapes import padded
 from gpu_engine.api.processors import Processors
 from gpu_engine.api.stats import MemoryUse
-from gpu_engine.core.draft_budget import DraftBudget
+from gpu_engine.core.draft_budget import DraftBudget, EveryDraft
 from gpu_engine.core.prefill import Prefill
 from gpu_engine.core.runner import LauncherRunner, StepRunner
 from gpu_engine.core.running import SequenceState, SlotWriter
@@ -105,7 +105,8 @@ def lookahead(config: EngineConfig, max_inflight_steps: int) -> int:
 def draft_budget(config: EngineConfig) -> DraftBudget:
     """Return the budget of the drafter that the configuration names."""
     computes = config.drafts_by_net or config.drafts_decoupled
-    return DraftBudget(
+    kind = EveryDraft if config.draft_choice == "fixed" else DraftBudget
+    return kind(
         most_rows=config.step_rows, by_length=not computes, may_pause=not config.drafts_by_net, computes=computes
     )
 

@@ -282,7 +282,9 @@ class EngineLoop:
 
     def count_draft_model(self, draft: DraftModel) -> None:
         """Count the memory of the model that drafts from now on."""
-        self.stats.memory = with_draft_model(self.stats.memory, draft.model, draft.pages)
+        assert self.executor.decoupled is not None, "no other drafter has such a model"
+        buffers = self.executor.decoupled.buffers
+        self.stats.memory = with_draft_model(self.stats.memory, draft.model, draft.pages, buffers)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 

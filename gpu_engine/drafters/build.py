@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.drafters.chain import ChainDrafter
 from gpu_engine.drafters.decoupled import DecoupledDrafter, DraftModel, ExchangingDrafter
@@ -22,6 +24,7 @@ from gpu_engine.drafters.heads.dflash_files import load_dflash
 from gpu_engine.drafters.heads.eagle3 import Eagle3Net
 from gpu_engine.drafters.heads.eagle3_files import load_head
 from gpu_engine.drafters.jump_forward import JumpForwardDrafter
+from gpu_engine.drafters.mirror import Mirror
 from gpu_engine.drafters.mtp import MtpNet, load_mtp
 from gpu_engine.drafters.nets import DraftNet, ModelNet
 from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
@@ -36,6 +39,7 @@ from gpu_engine.step.launches import StepLaunches
 from gpu_engine.step.program import Drafter
 from gpu_engine.step.stream import Stream
 from gpu_engine.step.sync import Sync
+from kernels.cuda.row_state import SlotRows
 from kernels.paged_attention import KVPages
 
 AUTO_TREE_LANES = 1
@@ -63,6 +67,8 @@ class DrafterParts:
     """Of the step program, as are the slot's."""
     trees: TreeLaunches | None = None
     """Of the step, on a GPU. A CPU has none."""
+    rows: SlotRows | None = None
+    """Of the step's sampling, on a GPU. A CPU has none."""
 
 
 Builder = Callable[[DrafterParts], Drafter]
@@ -198,6 +204,7 @@ def _decoupled(parts: DrafterParts) -> Drafter:
             catch_up=budget,
             jump_forward=config.jump_forward_first,
             page_size=config.page_size,
+            mirror=_mirror(parts, model.device) if config.draft_device else None,
         )
     return DecoupledDrafter(
         parts.stream,
@@ -209,6 +216,11 @@ def _decoupled(parts: DrafterParts) -> Drafter:
         jump_forward=config.jump_forward_first,
         page_size=config.page_size,
     )
+
+
+def _mirror(parts: DrafterParts, device: torch.device) -> Mirror:
+    assert parts.rows is not None, "EngineConfig refuses a draft_device on a CPU"
+    return Mirror(parts.stream, parts.slot, parts.lane, parts.rows, device)
 
 
 BUILDERS: Mapping[str, Builder] = {

@@ -60,12 +60,12 @@ class DraftModel:
     def for_device(
         cls, model: LoadedModel, d2t_V: torch.Tensor | None, slot: SlotBuffers, page_size: int
     ) -> DraftModel:
-        """Return the model with pages for every position of each slot, in the layout of a GPU, on the slots' device.
+        """Return the model with pages for every position of each slot, in the layout of a GPU, on the model's device.
 
         Waits for the copies that loaded it, which another stream may not wait for.
         """
         S, num_tokens = slot.history_SL.shape
-        per_slot, device = -(-num_tokens // page_size), slot.history_SL.device
+        per_slot, device = -(-num_tokens // page_size), model.device
         table_SN = torch.arange(S * per_slot, dtype=torch.int32, device=device).view(S, per_slot)
         draft = cls(model, d2t_V, model.allocate_pages(S * per_slot, page_size, token_major=True), table_SN)
         if device.type == "cuda":
@@ -116,6 +116,11 @@ class ExchangingDrafter(Protocol):
     def draft(self) -> DraftModel:
         """The model that drafts now. Any thread may ask."""
 
+    @property
+    def buffers(self) -> tuple[object, ...]:
+        """What crosses to the model's device and back, where that is not the target's: tensors, and dataclasses of
+        tensors."""
+
     def prepare(self, model: LoadedModel, d2t_V: torch.Tensor | None) -> DraftModel:
         """Return a loaded model with pages for the drafter's slots. Called on any thread."""
 
@@ -141,6 +146,7 @@ class DecoupledDrafter:
     """
 
     layers: tuple[int, ...] = ()
+    buffers: tuple[object, ...] = ()
 
     def __init__(
         self,

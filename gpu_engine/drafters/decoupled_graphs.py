@@ -6,6 +6,9 @@ model lacks of a text, such as a prompt, it reads in another graph while the tar
 of tokens a step; until then the sequence has no drafts but jump-forward tokens. So both models' prompts, the target's
 prefix cache, preemption and an exchange of the model need no help from the rest of the engine.
 
+With a device of its own (`Mirror`) it drafts over twins of the step's buffers, which cross behind the step, as its
+drafts cross in front of the next one.
+
 Order: step, draft graph, next step. The reading graph runs between two draft graphs, beside anything else. It touches
 the model's own pages and counters, and of the step's buffers it reads committed text alone. Where a slot gets another
 sequence meanwhile, the next draft graph sees another `slot_gen`, and forgets what was read.
@@ -29,6 +32,7 @@ import torch
 
 from gpu_engine.drafters.chain import ChainDrafter
 from gpu_engine.drafters.decoupled import TAIL, DraftModel
+from gpu_engine.drafters.mirror import Mirror, pad
 from gpu_engine.drafters.nets import ModelNet
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loaded_model import LoadedModel
@@ -61,8 +65,8 @@ class DecoupledNet(ModelNet):
     """The draft model as the net of a chain, with what it knows of each slot.
 
     Args:
-        draft: the model, on the steps' device.
-        slot: of the step program.
+        draft: the model, on the device of `slot`.
+        slot: of the step program, or its twin.
         num_lanes: the largest batch.
         num_links: K.
         catch_up: tokens that one reading graph reads at most.
@@ -203,8 +207,10 @@ class _Chain(ChainDrafter):
 class _Graphs:
     """One draft model with its stream and graphs."""
 
-    def __init__(self, stream: Stream, net: DecoupledNet, chain: _Chain, lane: LaneBuffers) -> None:
-        self.stream, self.net, self._chain, self._lane = stream, net, chain, lane
+    def __init__(
+        self, stream: Stream, net: DecoupledNet, chain: _Chain, lane: LaneBuffers, mirror: Mirror | None
+    ) -> None:
+        self.stream, self.net, self._chain, self._lane, self._mirror = stream, net, chain, lane, mirror
         self._graphs: dict[_Shape, Graph] = {}
         self._read: Graph | None = None
         self._lacking = stream.pinned(4).view(torch.int32)
@@ -214,9 +220,9 @@ class _Graphs:
         """Run every shape over padding and, unless `eager`, capture it. The device is idle, and idle again after it."""
         stream, shapes = self.stream, sorted(steps, reverse=True)
         with stream.current():
-            stream.kernel(self._pad)
             for _ in range(_WARM_UPS):
                 for shape in shapes:
+                    self._pad(shape)
                     self._propose(*steps[shape])
                 stream.kernel(self.net.read)
             stream.synchronize()
@@ -227,8 +233,10 @@ class _Graphs:
                     self._propose(*steps[shape])
             with stream.capture() as self._read:
                 stream.kernel(self.net.read)
-            for graph in (*self._graphs.values(), self._read):
-                graph.replay()  # the first replay uploads a graph, which allocates
+            for shape in shapes:
+                self._pad(shape)
+                self._graphs[shape].replay()  # the first replay uploads a graph, which allocates
+            self._read.replay()
             stream.synchronize()
 
     def launch(self, shape: _Shape, steps: Steps) -> None:
@@ -262,11 +270,19 @@ class _Graphs:
         return len(self._graphs) + (self._read is not None)
 
     def _propose(self, batch: StepBatch, step: StepTensors) -> None:
+        if self._mirror is not None:
+            self.stream.kernel(self._mirror.unpack, batch)
         self._chain.propose(batch, step, self.net.table_SN, {})
+        if self._mirror is not None:
+            self.stream.kernel(self._mirror.pack_drafts, batch)
 
-    def _pad(self) -> None:
-        self._lane.slots_B.fill_(-1)
-        self._lane.drafting_B.fill_(False)
+    def _pad(self, shape: _Shape) -> None:
+        """Let the next drafts be those of padding."""
+        self.stream.synchronize()
+        if self._mirror is None:
+            self.stream.kernel(pad, self._lane)
+        else:
+            self._mirror.send_padding(shape.num_lanes)
 
 
 class CapturedDecoupledDrafter:
@@ -280,6 +296,7 @@ class CapturedDecoupledDrafter:
         catch_up: tokens of all texts that the model reads in one step besides those that it drafts behind.
         jump_forward: the drafts begin with the tokens that the grammar forces.
         page_size: of the model's pages.
+        mirror: the buffers on the draft model's device; None: it is the steps'.
     """
 
     layers: tuple[int, ...] = ()
@@ -296,8 +313,10 @@ class CapturedDecoupledDrafter:
         catch_up: int,
         jump_forward: bool,
         page_size: int,
+        mirror: Mirror | None = None,
     ) -> None:
-        self._stream, self._slot, self._lane, self._sync = stream, slot, lane, sync
+        self._stream, self._sync, self.mirror = stream, sync, mirror
+        self._slot, self._lane = (slot, lane) if mirror is None else (mirror.slot, mirror.lane)
         self._links, self._catch_up, self._jump_forward = num_links, catch_up, jump_forward
         self._page_size, self._eager = page_size, False
         self._steps: dict[_Shape, tuple[StepBatch, StepTensors]] = {}
@@ -310,9 +329,14 @@ class CapturedDecoupledDrafter:
         return self._now.net.draft
 
     @property
+    def buffers(self) -> tuple[object, ...]:
+        """See `ExchangingDrafter.buffers`."""
+        return () if self.mirror is None else self.mirror.memory
+
+    @property
     def num_graphs(self) -> int:
-        """Captured graphs of the model that drafts now."""
-        return self._now.num_graphs
+        """Captured graphs of the model that drafts now, and of the ways to it and back."""
+        return self._now.num_graphs + (0 if self.mirror is None else self.mirror.num_graphs)
 
     def prepare(self, model: LoadedModel, d2t_V: torch.Tensor | None) -> DraftModel:
         """See `ExchangingDrafter.prepare`."""
@@ -326,6 +350,8 @@ class CapturedDecoupledDrafter:
         before = self._now
         self._stream.synchronize()
         before.stream.synchronize()
+        if self.mirror is not None:
+            self.mirror.synchronize()
         now = self._graphs_of(draft)
         try:
             now.capture(self._steps, eager=self._eager)
@@ -340,35 +366,47 @@ class CapturedDecoupledDrafter:
 
     def propose(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
         """Enqueue nothing: the drafts come behind the step. Its tensors are those of the draft graph."""
-        self._steps.setdefault(_shape_of(batch), (replace(batch, host_processed=(), beams=None), step))
+        if (shape := _shape_of(batch)) not in self._steps:
+            batch = replace(batch, host_processed=(), beams=None)
+            self._steps[shape] = (batch, step) if self.mirror is None else self.mirror.tensors(batch, step)
 
     def capture(self, *, eager: bool) -> None:
         """See `DraftsBehind.capture`."""
         self._eager = eager
+        if self.mirror is not None:
+            self.mirror.capture(eager=eager)
         self._now.capture(self._steps, eager=eager)
 
     def launch(self, batch: StepBatch) -> None:
         """See `DraftsBehind.launch`."""
-        now = self._now
+        now, mirror = self._now, self.mirror
         self._stepped.mark()
+        ready = self._stepped if mirror is None else mirror.send(batch.num_lanes, self._stepped)
         with now.stream.current():
-            now.stream.after(self._stepped)
+            now.stream.after(ready)
             now.launch(_shape_of(batch), self._steps)
+        if mirror is not None:
+            mirror.take(batch.num_lanes, now.drafted)
 
     def join(self) -> None:
         """See `DraftsBehind.join`."""
-        self._stream.after(self._now.drafted)
+        self._stream.after(self._now.drafted if self.mirror is None else self.mirror.taken)
 
     def close(self) -> None:
         """See `DraftsBehind.close`."""
-        self._now.close()
+        try:
+            self._now.close()
+        finally:
+            if self.mirror is not None:
+                self.mirror.close()
 
     def _graphs_of(self, draft: DraftModel) -> _Graphs:
-        stream, num_lanes = self._stream.beside(), len(self._lane.slots_B)
+        device = None if self.mirror is None else self.mirror.device
+        stream, num_lanes = self._stream.beside(device), len(self._lane.slots_B)
         net = DecoupledNet(draft, self._slot, num_lanes, self._links, self._catch_up)
         sizes = {"num_lanes": num_lanes, "num_links": self._links}
         chain = _Chain(stream, net, self._sync, masked=False, jump_forward=self._jump_forward, **sizes)
-        return _Graphs(stream, net, chain, self._lane)
+        return _Graphs(stream, net, chain, self._lane, self.mirror)
 
     def __repr__(self) -> str:
         return f"<CapturedDecoupledDrafter of {self._links} with {self.draft!r}>"

@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 def load_draft_model(
     config: EngineConfig, target: LoadedModel, *, path: str = "", beside: bool = False
 ) -> tuple[LoadedModel, torch.Tensor | None]:
-    """Load the draft model to the target's device; also return its `d2t_V`, None where its columns are the target's.
+    """Load the draft model to its device; also return its `d2t_V`, None where its columns are the target's.
 
     Models of one family share a tokenizer and pad their logits to different widths. Then the columns of real tokens
     are the same, and `d2t_V` leaves the padding out.
@@ -51,7 +52,12 @@ def load_draft_model(
     own |= {"quantization": config.draft_quantization or config.quantization}
     if config.device != "cpu" and target.device.type == "cpu":
         own |= {"device": "cpu", "sync": "auto"}
-    loaded = load_model(dataclasses.replace(config, **own), setting=setting, beside=beside)  # type: ignore[arg-type]
+    elif config.draft_device:
+        own |= {"device": _draft_device(config.draft_device)}
+    own |= {"draft_device": ""}
+    # Loading makes the model's device the thread's current one.
+    with torch.cuda.device(target.device) if target.device.type == "cuda" else nullcontext():
+        loaded = load_model(dataclasses.replace(config, **own), setting=setting, beside=beside)  # type: ignore[arg-type]
     vocabulary = loaded.tokenizer.get_vocab()
     if vocabulary != target.tokenizer.get_vocab():
         raise ModelNotSupported(
@@ -64,7 +70,14 @@ def load_draft_model(
     if loaded.vocab_size == target.vocab_size:
         return loaded, None
     count = min(max(vocabulary.values()) + 1, loaded.vocab_size, target.vocab_size)
-    return loaded, torch.zeros(count, dtype=torch.int32, device=target.device)
+    return loaded, torch.zeros(count, dtype=torch.int32, device=loaded.device)
+
+
+def _draft_device(name: str) -> str:
+    there = torch.cuda.device_count()
+    if (torch.device(name).index or 0) >= there:
+        raise ModelNotSupported(f"draft_device: {name} is not there; CUDA devices that torch sees: {there}")
+    return name
 
 
 class DraftModels:

@@ -36,9 +36,12 @@ def memory_use(model: LoadedModel, pages: Sequence[KVPages], *buffers: object) -
     return MemoryUse(weight_bytes(model), cache, _distinct(fields))
 
 
-def with_draft_model(use: MemoryUse, model: LoadedModel, pages: Sequence[KVPages]) -> MemoryUse:
-    """Return `use` with the weights and the pages of a decoupled draft model."""
-    return use._replace(draft_bytes=weight_bytes(model) + _page_bytes(pages))
+def with_draft_model(
+    use: MemoryUse, model: LoadedModel, pages: Sequence[KVPages], buffers: Sequence[object] = ()
+) -> MemoryUse:
+    """Return `use` with the weights and the pages of a decoupled draft model, and with its own buffers."""
+    fields = (tensor for each in buffers for tensor in _fields(each))
+    return use._replace(draft_bytes=weight_bytes(model) + _page_bytes(pages) + _distinct(fields))
 
 
 def weight_bytes(model: LoadedModel) -> int:

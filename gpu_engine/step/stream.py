@@ -49,7 +49,7 @@ class Stream(Protocol):
         host."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between device and pinned memory; both contiguous, of one dtype and shape."""
+        """Copy between device and pinned memory, or between two devices; both contiguous, of one dtype and shape."""
 
     def host(self, function: int, user_data: int) -> None:
         """Call the C function `void function(void *user_data)`; it may not call CUDA. Skipped after a device error."""
@@ -66,8 +66,9 @@ class Stream(Protocol):
     def synchronize(self) -> None:
         """Block until everything enqueued has run. Raises when the device failed."""
 
-    def beside(self) -> Stream:
-        """Return another queue of the same device. Their graphs share no memory, so replays of the two may overlap."""
+    def beside(self, device: torch.device | None = None) -> Stream:
+        """Return another queue, of the same device or of another one. Their graphs share no memory, so replays of the
+        two may overlap."""
 
     def current(self) -> AbstractContextManager[None]:
         """Enqueue on this stream inside the `with` block, where another one was current on this thread."""
@@ -112,8 +113,9 @@ class ImmediateStream:
     def synchronize(self) -> None:
         """Return: everything has run."""
 
-    def beside(self) -> ImmediateStream:
+    def beside(self, device: torch.device | None = None) -> ImmediateStream:
         """Return a stream that runs at once."""
+        assert device in (None, self.device), f"{device}: a CPU has no other device beside it"
         return ImmediateStream()
 
     def current(self) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from benchmarks.harness.server import EngineServer, ServerOptions
 from gpu_engine.api.config import EngineConfig
@@ -200,6 +201,18 @@ def test_a_decoupled_draft_model_is_exchanged_in_the_middle_of_answers(
         assert answer_all(engine, [make() for make in UNGUIDED]) == unguided_tokens
         stats = engine.stats()
     assert stats.accepted_draft_tokens > stats.draft_tokens * 0.9 > 20
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_a_draft_model_on_a_gpu_of_its_own_is_right_as_the_target_is(
+    models: Models, unguided_tokens: list[list[int]], eager: bool
+) -> None:
+    fields = {"drafter": "decoupled", "draft_model": models.cpu.name, "draft_device": "cuda:1"}
+    with unguided_engine(models.gpu, replace(on_gpu(3, enforce_eager=eager), **fields)) as engine:
+        assert answer_all(engine, [make() for make in UNGUIDED]) == unguided_tokens
+        stats = engine.stats()
+    assert stats.accepted_draft_tokens > stats.draft_tokens * 0.9 > 10
 
 
 def test_logprobs_equal_those_of_a_cpu(models: Models) -> None:

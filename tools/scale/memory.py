@@ -71,7 +71,7 @@ class Part(NamedTuple):
     name: str
     num_bytes: float
     where: str
-    """"device", or "host" for memory that a GPU does not hold."""
+    """"device", "host" for memory that a GPU does not hold, or the draft model's own GPU."""
     estimate: bool = False
     """No test compares it with the engine."""
 
@@ -174,7 +174,20 @@ class Serving:
         tokens = self.num_pages * config.page_size
         if config.drafter == "decoupled":  # a share for each slot, the spare one included
             tokens = (config.max_batch_size + 1) * -(-self._history // config.page_size) * config.page_size
-        return self.draft.num_weights * self.form.embedding + tokens * self.draft.kv_numbers * self.kv_bytes
+        own = self.draft.num_weights * self.form.embedding + tokens * self.draft.kv_numbers * self.kv_bytes
+        return own + (self.draft_buffers() if config.draft_device else 0)
+
+    def draft_buffers(self) -> int:
+        """Return the bytes of the buffers that a draft model on a device of its own drafts over, and of what crosses.
+
+        See `Mirror` of gpu_engine/drafters/mirror.py. What crosses lies on both devices.
+        """
+        S, R, vocab = self.config.max_batch_size, self.config.num_rows, self.shape.vocab
+        tiles = -(-vocab // _TILE)
+        sampling = (S + 1) * (4 * vocab + _RULES_BYTES + _BIASES_BYTES) + S * (12 * tiles + 4 * tiles * _TILE + 4)
+        twins = self.slot_buffers() + self.lane_buffers() + 13 * S + sampling
+        there = 4 * self._history + 4 * R + _SLOT_PARAMS_BYTES + _RULES_BYTES + _BIASES_BYTES + 4 * 7 + 2
+        return twins + 2 * S * (there + 4 * R + 4)
 
     def slot_buffers(self) -> int:
         """Return the bytes of `SlotBuffers` of gpu_engine/step/buffers.py."""
@@ -234,7 +247,7 @@ class Serving:
             Part("weights", self.weights(), "device"),
             Part("rotary tables", self.tables(), "device"),
             Part("KV cache", self.kv_cache(), "device"),
-            Part("drafter", self.draft_memory(), "device", self.draft is not None),
+            Part("drafter", self.draft_memory(), self.config.draft_device or "device", self.draft is not None),
             Part("slot buffers", self.slot_buffers(), "device"),
             Part("lane buffers", self.lane_buffers(), "device"),
             Part("sampling", self.sampling(), "device", estimate=True),
@@ -253,7 +266,8 @@ class Serving:
 
     def num_graphs(self) -> int:
         """Return how many graphs a GPU captures at most: steps by bucket, rows and guidance, and prefill shapes; with
-        drafter=decoupled also drafts by bucket and guidance, and one that reads.
+        drafter=decoupled also drafts by bucket and guidance, and one that reads; with draft_device the way there and
+        the way back by bucket.
 
         See `StepGraphs` of gpu_engine/step/device/graphs.py and gpu_engine/drafters/decoupled_graphs.py. Their memory
         was not measured, and is not counted here: those of one stream share a pool, which is as large as the largest of
@@ -266,4 +280,5 @@ class Serving:
         buckets = len([size for size in sizes if size <= largest])
         kinds = 3 if self.config.num_drafts else 1
         drafts = buckets * 2 + 1 if self.config.drafts_decoupled else 0
+        drafts += buckets * 2 if self.config.draft_device else 0
         return buckets * kinds * 2 + drafts + min(len(self.config.prefill_shapes.every), 64)

@@ -91,7 +91,11 @@ class CudaStream:
         function(*args)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue one asynchronous copy."""
+        """Enqueue one asynchronous copy.
+
+        Between two devices torch enqueues it on the current stream of the source's, and has the current streams of both
+        wait for each other.
+        """
         target.copy_(source, non_blocking=True)
 
     def host(self, function: int, user_data: int) -> None:
@@ -114,9 +118,9 @@ class CudaStream:
         """Wait for this stream."""
         self._stream.synchronize()
 
-    def beside(self) -> CudaStream:
-        """Return another stream of the device, with a pool of its own."""
-        return CudaStream(self.device, low_latency_host=self.low_latency_host)
+    def beside(self, device: torch.device | None = None) -> CudaStream:
+        """Return another stream of the device, or one of another device, with a pool of its own."""
+        return CudaStream(device or self.device, low_latency_host=self.low_latency_host)
 
     @contextmanager
     def current(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import pytest
 from gpu_engine.core.draft_budget import (
     DraftBudget,
     DraftRecord,
+    EveryDraft,
     Pause,
     Plan,
     Probe,
@@ -309,3 +310,24 @@ def test_an_empty_step_teaches_nothing() -> None:
     plan = budget.choose([Proposal(record, 0, DRAFTS)], None, guided=True)
     budget.observe(plan, [([], 0)], rows=8, verify_ms=24.0, propose_ms=0.1, proposed_rows=8)
     assert set(record.tries) == {0.0}
+
+
+def test_a_fixed_choice_takes_all_drafts_that_have_room() -> None:
+    """However dear a row is, and however bad the drafts were."""
+    records = [DraftRecord(), DraftRecord()]
+    proposals = [Proposal(records[0], 0, DRAFTS), Proposal(records[1], 0, DRAFTS[:2])]
+    budget = EveryDraft()
+    budget.seed({1: 1.0, 64: 1000.0})
+    for _ in range(50):
+        plan = budget.choose(proposals, None, guided=True)
+        assert plan.limits == (7, 2)
+        assert budget.rows_to_propose(plan, 8) == 8
+        budget.observe(plan, [([99], 0), ([99], 0)], rows=11, verify_ms=500.0, propose_ms=90.0, proposed_rows=8)
+    assert EveryDraft(most_rows=8).choose(proposals, None, guided=True).limits == (3, 2)
+    assert EveryDraft(most_rows=1).choose(proposals, None, guided=True).limits == (0, 0)
+    assert EveryDraft().choose([], None, guided=False).limits == ()
+    shapes = [Shape(1, 2), Shape(4, 8), Shape(8, 16)]
+    unknown = [Proposal(record, most=7) for record in records]
+    assert EveryDraft().choose(unknown, shapes, guided=False).limits == (7, 7)
+    assert EveryDraft(most_rows=8).choose(unknown, shapes, guided=False).limits == (3, 3)
+    assert EveryDraft(most_rows=1).choose(unknown, shapes, guided=False).limits == (0, 0)

@@ -56,6 +56,8 @@ class _Tracer(TorchDispatchMode):
 
     nodes: list[Node]
     saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
+    touched: set[int] = field(default_factory=set)
+    """Addresses of the memory of every argument."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -68,6 +70,7 @@ class _Tracer(TorchDispatchMode):
             func.overloadpacket is _aten.index and any(t is not None and t.dtype == torch.bool for t in args[1])
         ):
             raise ReadsBack(f"{func} in a captured kernel")
+        self.touched |= _addresses(args, kwargs)
         named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
         written = [
             leaf
@@ -91,6 +94,11 @@ class _Tracer(TorchDispatchMode):
             storage.copy_(before)
 
 
+def _addresses(*values: object) -> set[int]:
+    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and not leaf.is_mkldnn)
+    return {leaf.untyped_storage().data_ptr() for leaf in leaves}
+
+
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: list[Any]) -> None:
     """Repeat an operation, with its results in the memory that they had at the capture."""
     for old, new in zip(out, tree_leaves(func(*args, **kwargs)), strict=True):
@@ -108,6 +116,7 @@ def opaque(function: Callable[P, None]) -> Callable[P, None]:
     def launch(*args: P.args, **kwargs: P.kwargs) -> None:
         if _tracing:
             _tracing[-1].nodes.append(lambda: function(*args, **kwargs))
+            _tracing[-1].touched |= _addresses(args, kwargs)
         else:
             with _disable_current_modes():
                 function(*args, **kwargs)
@@ -124,6 +133,8 @@ class RecordedGraph:
     parts: list[tuple[str, int]] = field(default_factory=list)
     """In the same order: the name of the kernel's function, or the kind, and its number of nodes."""
     replays: int = 0
+    touched: set[int] = field(default_factory=set)
+    """Addresses of the memory that its kernels get."""
 
     def replay(self) -> None:
         assert self.nodes, "the graph was reset"
@@ -207,6 +218,7 @@ class RecordedStream:
         finally:
             _tracing.pop()
             tracer.restore()
+        self._graph.touched |= tracer.touched
         self._graph.kinds.append("kernel")
         self._graph.parts.append((function.__name__, len(self._graph.nodes) - before))
 
@@ -243,7 +255,7 @@ class RecordedStream:
         event.mark()
         event.wait()
 
-    def beside(self) -> RecordedStream:
+    def beside(self, device: torch.device | None = None) -> RecordedStream:
         stream = RecordedStream(self.before, trace=self.trace, parent=self)
         self._beside.append(stream)
         return stream

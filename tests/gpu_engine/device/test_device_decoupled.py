@@ -57,10 +57,17 @@ pytestmark = [
 
 
 def decoupled(
-    draft_model: str, num_drafts: int = 3, *, links: int = 0, dirs: tuple[str, ...] = (), **fields: object
+    draft_model: str,
+    num_drafts: int = 3,
+    *,
+    links: int = 0,
+    dirs: tuple[str, ...] = (),
+    draft_device: str = "",
+    **fields: object,
 ) -> EngineConfig:
+    own = {"draft_model_tokens": links, "draft_dirs": dirs, "draft_device": draft_device}
     settings = on_device(num_drafts, **fields)
-    return replace(settings, drafter="decoupled", draft_model=draft_model, draft_model_tokens=links, draft_dirs=dirs)
+    return replace(settings, drafter="decoupled", draft_model=draft_model, **own)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="session")
@@ -162,13 +169,15 @@ def test_tokens_do_not_depend_on_the_draft_model(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("draft_device", ["", "cuda:1"], ids=["shared", "own"])
 @pytest.mark.parametrize(("sync", "num_drafts"), [("host_callback", 3), ("device_flag", 7)])
 def test_guided_tokens_do_not_depend_on_the_draft_model(
-    llama: LoadedModel, other: str, guided_tokens: list[list[int]], sync: str, num_drafts: int
+    llama: LoadedModel, other: str, guided_tokens: list[list[int]], sync: str, num_drafts: int, draft_device: str
 ) -> None:
     """With jump-forward drafts in front of the model's own. Three lanes are padded to four."""
     fields = {"sync": sync, "max_batch_size": 4, "jump_forward": True, "jump_forward_tokens": num_drafts}
-    with guided_device_engine(llama, decoupled(other, num_drafts, **fields)) as (engine, grammar, _):
+    settings = decoupled(other, num_drafts, draft_device=draft_device, **fields)
+    with guided_device_engine(llama, settings) as (engine, grammar, _):
         every_draft(engine)
         grammar.sidecar.proposes = lambda automaton, emitted: next(
             (ids[len(emitted) :][:1] for ids in guided_tokens if ids[: len(emitted)] == emitted), []
@@ -187,7 +196,8 @@ def test_steps_without_drafts_or_proposals_have_the_same_tokens(
     """Then the model reads later what it missed."""
     with guided_device_engine(llama, decoupled(llama.name)) as (engine, _, _):
         budget = engine._loop.executor.runner.budget = ByChance()
-        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+        for _ in range(2):  # some twelve steps each, of which every kind comes
+            assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
     assert len(budget.steps) == 4
 
 
@@ -344,7 +354,7 @@ class NoCapture(RecordedStream):
 class LittleMemory(RecordedStream):
     """A device with memory for the graphs of one draft model alone."""
 
-    def beside(self) -> RecordedStream:
+    def beside(self, device: torch.device | None = None) -> RecordedStream:
         if not self._beside:
             return super().beside()
         self._beside.append(NoCapture(parent=self))
@@ -389,7 +399,150 @@ def test_its_memory_is_counted_and_planned(llama: LoadedModel, other: str) -> No
     assert graphs == 2 * len(lane_buckets(3)) + 1
 
 
+# -- a device of its own ---------------------------------------------------------------------------------------------
+
+OWN = {"draft_device": "cuda:1"}
+
+
+def over_there(engine: Engine) -> tuple[set[int], set[int]]:
+    """Return the addresses that the steps and both ways use, and those that the draft graphs use."""
+    drafter = drafter_of(engine)
+    mirror, now = drafter.mirror, drafter._now
+    assert mirror is not None
+    here = [*launcher_of(engine).captured.values(), *mirror._packs.values(), *mirror._takes.values()]  # type: ignore[attr-defined]
+    there = [*now._graphs.values(), now._read]
+    return tuple(set().union(*(graph.touched for graph in graphs)) for graphs in (here, there))  # type: ignore[attr-defined,return-value]
+
+
+def test_a_draft_model_with_a_device_of_its_own_is_right_as_the_target_is(llama: LoadedModel) -> None:
+    """No kernel of one device gets memory of the other one."""
+
+    def asked() -> list[Answer]:
+        return [ask(tokens(5, seed), max_tokens=7, temperature=0.8, ignore_eos=True) for seed in (2, 3)]
+
+    with unguided_engine(llama, with_drafts(0, **SMALL)) as engine:
+        expected = answer_each(engine, asked())
+    with device_engine(llama, decoupled(llama.name, 2, max_batch_size=1, **OWN)) as (engine, stream):
+        every_draft(engine)
+        assert answer_each(engine, asked()) == expected
+        stats, drafter = engine.stats(), drafter_of(engine)
+        here, there = over_there(engine)
+        assert here
+        assert there
+        assert here & there == set()
+        assert drafter.num_graphs == 2 + 2, "and one for each way of the only bucket"
+        carrier, beside = stream._beside
+        at_start = len(beside.eager)
+        answer_each(engine, asked()[:1])
+        assert set(beside.eager[at_start:]) == {"copy"}, "of `lacking` alone"
+        assert set(carrier.eager[-6:]) == {"copy"}, "each way is a graph and a copy"
+    assert stats.draft_tokens == stats.accepted_draft_tokens > 4
+    assert launcher_of(engine).stats.eager_steps == 0
+    assert drafter.num_graphs == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", ["steps", "carrier", "drafts"])
+def test_each_way_waits_for_the_others(llama: LoadedModel, late: str) -> None:
+    make = partial(ask, tokens(5, 2), max_tokens=17, temperature=0.8, ignore_eos=True)
+    with unguided_engine(llama, with_drafts(0, **SMALL)) as engine:
+        expected = answer_each(engine, [make()])
+    with device_engine(llama, decoupled(llama.name, 2, max_batch_size=1, **OWN)) as (engine, stream):
+        every_draft(engine)
+        streams = dict(zip(("steps", "carrier", "drafts"), (stream, *stream._beside), strict=True))
+        streams[late].before = lambda node: time.sleep(1e-3)
+        assert answer_each(engine, [make()]) == expected
+        stats = engine.stats()
+    assert stats.draft_tokens == stats.accepted_draft_tokens > 9
+    assert stats.steps <= 1 + 16 // 3 + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"overlap": False, "enforce_eager": True}], ids=["graph", "eager"])
+def test_what_crosses_is_all_that_drafting_reads(llama: LoadedModel, fields: dict[str, bool]) -> None:
+    """Penalties, bans, biases, filters and seeds; the target is right about its own tokens only where each is there."""
+    prompt = tokens(7, 1)
+    with unguided_engine(llama, with_drafts(0, **SMALL)) as engine:
+        (likely,) = answer_each(engine, [ask(prompt, max_tokens=9, ignore_eos=True)])
+
+    def asked() -> list[Answer]:
+        return [
+            ask([*prompt, *likely], max_tokens=14, ignore_eos=True, presence_penalty=1.5, frequency_penalty=1.5),
+            ask(prompt, max_tokens=14, ignore_eos=True, logit_bias=((9, 50.0),), bad_token_ids=(9,)),
+            ask(prompt, max_tokens=14, ignore_eos=True, logit_bias=((likely[0] ^ 1, 50.0),)),
+            ask(prompt, max_tokens=14, ignore_eos=True, temperature=1.1, top_k=9, top_p=0.8, min_p=0.02, seed=1 << 63),
+        ]
+
+    with unguided_engine(llama, with_drafts(0, **SMALL)) as engine:
+        expected = answer_each(engine, asked())
+    with device_engine(llama, decoupled(llama.name, **OWN, **fields)) as (engine, _):
+        every_draft(engine)
+        assert answer_all(engine, asked()) == expected
+        stats = engine.stats()
+    assert stats.draft_tokens == stats.accepted_draft_tokens > 24
+
+
+@pytest.mark.slow
+def test_steps_without_drafts_have_the_same_tokens_over_there(
+    llama: LoadedModel, guided_tokens: list[list[int]]
+) -> None:
+    with guided_device_engine(llama, decoupled(llama.name, **OWN)) as (engine, _, _):
+        engine._loop.executor.runner.budget = ByChance()
+        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+
+
+@pytest.mark.slow
+def test_an_exchange_over_there_changes_no_token(llama: LoadedModel, other: str) -> None:
+    make, dirs = partial(ask, tokens(9, 1), max_tokens=30, ignore_eos=True), (str(Path(llama.name).parent),)
+    with unguided_engine(llama, with_drafts(0, **SMALL)) as engine:
+        expected = answer_each(engine, [make()])
+    with device_engine(llama, decoupled(other, max_batch_size=1, dirs=dirs, **OWN)) as (engine, _):
+        every_draft(engine)
+        answer = make()
+        hold = Hold(engine, lambda: len(answer.tokens) >= 2)
+        engine.submit(answer.request)
+        with hold.reached():
+            thread, results = exchanging(engine, llama.name)
+        assert [answer.wait().tokens] == expected
+        thread.join(PATIENCE_S)
+        assert [info.name for info in results] == [llama.name]  # type: ignore[attr-defined]
+        before = engine.stats()
+        assert answer_each(engine, [make()]) == expected
+        after = engine.stats()
+    drafts = after.draft_tokens - before.draft_tokens
+    assert after.accepted_draft_tokens - before.accepted_draft_tokens == drafts > 9
+
+
+def test_the_memory_of_both_ways_is_counted_and_planned(llama: LoadedModel, other: str) -> None:
+    settings = decoupled(other, max_batch_size=3, page_size=32, **OWN)
+    model, found = replace(llama, max_model_len=settings.max_model_len), {}
+    for each in (settings, replace(settings, draft_device="")):
+        device = RecordedDevice()
+        engine = Engine(each, model, build_executor=device.build_executor)
+        try:
+            found[each.draft_device] = engine.stats().memory.draft_bytes
+        finally:
+            engine.close()
+            device.stream.close()
+    kinds = {"num_layers": 1, "hidden": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "intermediate": 96}
+    shape = ModelShape(name="tiny", vocab=tiny.VOCAB, **kinds)
+    plan = Serving(shape, FORMATS["float32"], settings, kv_bytes=4, draft=shape)
+    on_a_cpu = 3 * 8 * -(-tiny.VOCAB // 64) * 64  # acceptance's scratch, which a GPU has not
+    buffers = found["cuda:1"] - found[""] - on_a_cpu
+    assert plan.draft_buffers() == pytest.approx(buffers, rel=0.02)
+    assert [part.where for part in plan.parts() if part.name == "drafter"] == ["cuda:1"]
+    shared = replace(plan, config=replace(settings, draft_device=""))
+    assert plan.num_graphs() - shared.num_graphs() == 2 * len(lane_buckets(3))
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_the_automatic_device_may_turn_out_to_be_a_gpu() -> None:
+    settings = config(drafter="decoupled", draft_model="m", device="auto", draft_device="cuda:1")
+    assert replace(settings, device="cuda").draft_device == "cuda:1"
+    with pytest.raises(ValueError, match=r"^draft_device: needs a GPU, and device is cpu"):
+        replace(settings, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -399,8 +552,12 @@ def test_its_memory_is_counted_and_planned(llama: LoadedModel, other: str) -> No
         ({"draft_tree": "on"}, "draft_tree: .*drafter=decoupled are a chain"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: "),
         ({"draft_quantization": "q4"}, "draft_quantization: q4 runs on a CPU, and device is cuda"),
+        ({"draft_device": "cuda:0"}, "draft_device: cuda:0 is the target's; leave it empty to share it"),
+        ({"draft_device": "cpu"}, "draft_device: 'cpu' is not empty or cuda:N"),
+        ({"draft_device": "cuda:1", "device": "cpu"}, "draft_device: needs a GPU, and device is cpu"),
+        ({"draft_device": "cuda:1", "drafter": "model"}, "draft_device: is for drafter=decoupled alone"),
     ],
 )
 def test_what_does_not_work_with_it_on_a_gpu_is_refused_by_name(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=rf"^{message}"):
-        config(drafter="decoupled", draft_model="m", device="cuda", **fields)
+        config(**{"drafter": "decoupled", "draft_model": "m", "device": "cuda", **fields})

@@ -199,6 +199,20 @@ def test_jump_forward_tokens_change_no_answer(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_fixed_choice_of_drafts_changes_no_answer(
+    llama: LoadedModel, guided_tokens: list[list[int]], eager: bool
+) -> None:
+    """Captured steps verify drafts that the host never saw, the first of a sequence with none."""
+    settings = on_device(2, max_batch_size=4, draft_choice="fixed", enforce_eager=eager)
+    with guided_device_engine(llama, settings) as (engine, _, _):
+        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+        stats = engine.stats()
+    assert stats.deferred_rows == 0
+    assert stats.draft_tokens > 0
+
+
+@pytest.mark.slow
 def test_a_draft_model_continues_after_jump_forward_tokens(llama: LoadedModel, guided_tokens: list[list[int]]) -> None:
     settings = on_device(2, draft_model=llama.name, draft_masks="on", max_batch_size=4, jump_forward=True)
     with guided_device_engine(llama, settings) as (engine, grammar, _):

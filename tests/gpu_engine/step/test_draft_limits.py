@@ -17,6 +17,7 @@ from tests.gpu_engine.harness import (
     answer_all,
     answer_each,
     answer_staggered,
+    config,
     unguided_engine,
     with_drafts,
 )
@@ -67,6 +68,21 @@ def test_tokens_do_not_depend_on_the_limits(
     assert len(budget.limits) > 20
     assert 0 < stats.accepted_draft_tokens <= stats.draft_tokens
     assert stats.step_rows >= stats.draft_tokens + stats.steps
+
+
+@pytest.mark.parametrize("drafter", ["", "model", "decoupled"])
+def test_a_fixed_choice_verifies_every_draft(
+    llama: LoadedModel, draft_models: dict[str, str], expected: list[list[int]], drafter: str, overlap: bool
+) -> None:
+    fields = {"drafter": drafter or "ngram", "draft_model": draft_models["same"] if drafter else ""}
+    settings = config(num_draft_tokens=3, overlap=overlap, draft_choice="fixed", **fields)
+    with unguided_engine(llama, settings) as engine:
+        assert answer_all(engine, made()) == expected
+        assert answer_staggered(engine, made()) == expected
+        stats = engine.stats()
+    if drafter:  # right about every draft: each step but an answer's first and its last ones takes four tokens
+        assert stats.drafts_per_step.counts[3] > sum(stats.drafts_per_step.counts) / 2
+    assert stats.draft_tokens > 0
 
 
 @pytest.mark.parametrize("drafter", ["", "same"])
