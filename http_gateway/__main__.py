@@ -11,7 +11,7 @@ from http_gateway.config import read
 from service_runtime.logs import configure
 
 GRPC_EXPERIMENTS = "-event_engine_client"
-"""gRPC's older poller: a message of a stream costs two context switches, and six with the newer (docs/log.md)."""
+"""gRPC's older poller: a message of a stream costs two context switches, and six with the newer (docs/log/)."""
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ class GatewayConfig:
     """File with API keys, one per line; every call except /health then needs one. A changed file is read again. Empty:
     none is asked for."""
     tenant_file: str = ""
-    """TOML file with the tenants of the engines (docs/tenants.md), in place of api_key_file: the keys are their tokens,
+    """TOML file with the tenants of the engines (docs/access.md), in place of api_key_file: the keys are their tokens,
     which are sent on to the engines. /metrics is for operators then."""
     tls_cert: str = ""
     """PEM file with the gateway's certificate chain for HTTPS. A renewed file is read again."""

@@ -1,6 +1,6 @@
 """Tenants from a file: who calls, by token or by client certificate, and what that caller may use.
 
-The file is TOML, with a table for each tenant (docs/tenants.md). Invariant: a token and a certificate name belong to
+The file is TOML, with a table for each tenant (docs/access.md). Invariant: a token and a certificate name belong to
 one tenant; tokens are stored as digests; a file that is malformed is an error that names the setting, the file and the
 key, never the token.
 

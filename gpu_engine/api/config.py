@@ -184,7 +184,7 @@ class EngineConfig:
     role: str = "both"
     """"both": the engine prefills and decodes its requests. "decode": the engines of prefill_from prefill its prompts,
     and it prefills what they do not. "prefill": it prefills for such engines, runs without a grammar process, and
-    refuses every Generate; see docs/disaggregated.md."""
+    refuses every Generate; see docs/deployment.md."""
     transfer_bytes: int = 1 << 28
     """With role=decode: the most bytes of KV pages that running fetches may wait for; a prompt beyond them is prefilled
     here. One fetch alone may have more."""
@@ -601,7 +601,7 @@ class ServerConfig:
     """File with bearer tokens, one per line; every call except health then needs one. A changed file is read again."""
     tenant_file: str = ""
     """TOML file with tenants, their tokens and their limits, in place of auth_token_file; every call except health then
-    needs a token or a certificate of a tenant. A changed file is read again. See docs/tenants.md."""
+    needs a token or a certificate of a tenant. A changed file is read again. See docs/access.md."""
     audit_log: str = ""
     """With tenant_file: file to which a line of JSON is appended for each call: who, when, which method, how many
     tokens, and how it ended. Empty: none."""
@@ -703,7 +703,7 @@ class ServerConfig:
     that sends a request where its prompt is cached. Every client that reaches the public port can then read them."""
     kserve: bool = False
     """Serve inference.GRPCInferenceService, the gRPC service of KServe and Triton, on the public port; see
-    docs/triton.md."""
+    docs/gateways.md."""
     metrics_listen: str = ""
     """"host:port" on which to serve the Prometheus metrics of both processes over HTTP. Empty: none. The port has no
     password: bind it to an address that only the scraper reaches."""

@@ -3,7 +3,7 @@
 The threads of `asyncio.to_thread` stay alive. The OpenMP runtime under torch keeps a pool of workers for every living
 thread that ever ran a parallel loop. When the pools together have more threads than the machine has cores, idle workers
 sleep between loops instead of polling. A step has hundreds of loops: one idle second pool made it 1.8 times as slow
-(docs/log.md).
+(docs/log/).
 
 The invariant: after the start, the engine's thread is the only one with a pool.
 

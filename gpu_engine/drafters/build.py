@@ -44,7 +44,7 @@ from kernels.paged_attention import KVPages
 
 AUTO_TREE_LANES = 1
 """With draft_tree=auto: the most lanes of a step whose candidates the grammar process walks. Measured on two cores, the
-walk takes the grammar process time that the forwards of more lanes need (docs/log.md)."""
+walk takes the grammar process time that the forwards of more lanes need (docs/log/)."""
 
 
 @dataclass(frozen=True, slots=True)

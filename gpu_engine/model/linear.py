@@ -1,7 +1,7 @@
 """Linear layers with the interface of `nn.Linear`: oneDNN's prepacked products on a CPU, our kernel for few rows on a
 GPU.
 
-Packing once saves the reorder that a plain product does at every call (2x per step, measured in docs/log.md).
+Packing once saves the reorder that a plain product does at every call (2x per step, measured in docs/log/).
 Invariant: a row's result has the same bits for any number of rows; oneDNN guarantees that from two rows on, so one row
 is doubled; on a GPU it holds up to 16 rows, in the 16-bit types. Not responsible for:
 weights in blocks (see quantised/linear.py), weights of 8 bits on a GPU (see quantised/scaled.py).

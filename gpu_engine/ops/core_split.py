@@ -1,7 +1,7 @@
 """Cores for the model's threads and cores for everything else, on a machine with few cores to spare.
 
 A step keeps a core busy for tens of milliseconds. The kernel may wake a thread that handles a request, compiles a
-grammar or fills a row on a core that runs a step, even though another core is idle (docs/log.md). So where one to three
+grammar or fills a row on a core that runs a step, even though another core is idle (docs/log/). So where one to three
 cores are not the model's, every other thread of the engine, and the grammar process that the engine starts, is confined
 to those cores. The model's threads may run on every core, because other processes may keep the model's own cores busy.
 

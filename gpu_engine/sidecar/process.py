@@ -193,7 +193,7 @@ class GrammarProcess:
 def resolved_sync(engine_config: EngineConfig, server_config: ServerConfig, cores: int) -> str:
     """Return the sync mode, "auto" resolved: device flags where a spawned grammar process can spin on its own core.
 
-    A host function costs a step about 75 microseconds for each post and await, device flags less than 20 (docs/log.md);
+    A host function costs a step about 75 microseconds for each post and await, device flags less than 20 (docs/log/);
     but device flags cannot wake a process that sleeps.
     """
     if engine_config.sync != "auto" or engine_config.device == "cpu":

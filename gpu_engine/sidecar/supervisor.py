@@ -276,7 +276,7 @@ class ChildProcess:
     """One child process, made by `start`. Used on the event loop.
 
     uvloop's own way to start a process forks: with a model in memory that blocks the loop for 50 ms, and the step then
-    meets copied pages (docs/log.md). `subprocess.Popen` uses vfork, which copies no page tables.
+    meets copied pages (docs/log/). `subprocess.Popen` uses vfork, which copies no page tables.
 
     Invariant: `wait`, and nothing else, reaps the child and closes its pipe; the owner calls it. Until then the process
     id belongs to the child, so a signal reaches no other process.

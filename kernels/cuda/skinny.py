@@ -115,7 +115,7 @@ class SkinnyTuning:
 
     @classmethod
     def of(cls, N: int, K: int, shared_bytes: int) -> SkinnyTuning:
-        """Return the fastest sizes measured on an H200 (docs/log.md), within a multiprocessor's shared memory."""
+        """Return the fastest sizes measured on an H200 (docs/log/), within a multiprocessor's shared memory."""
         if N * K < 4 << 20:
             return cls(16, 128, 2, 6)
         # Small matrices end before many blocks are in flight; large ones have enough programs.

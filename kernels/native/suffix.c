@@ -10,7 +10,7 @@
  * grammar process walks it and takes at each node the heaviest token that is legal, and `lockstep_suffix_draft` cuts that
  * path where it is no longer worth a row. The losers' shares count for the token that was taken, since they cannot be right.
  * (Prompt lookup: Saxena 2023. Votes by frequency: SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975. The constants were
- * found by walking recorded answers again, see docs/log.md.)
+ * found by walking recorded answers again, see docs/log/.)
  *
  * A ring is an array of tokens in which the newest overwrite the oldest, and a chain of the places of every pair of
  * tokens, newest first, as deflate has it (RFC 1951). Texts are separated by SEPARATOR, which equals no token.

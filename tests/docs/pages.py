@@ -22,9 +22,9 @@ PAGES = [
             "deploy/triton/README.md",
         )
     ),
-    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
 ]
-"""Every page but the log, whose entries are history."""
+"""Every page except the log, whose entries are history."""
 
 _INDENTED = re.compile(r"^    ((?:python -m|make|lockstep) .*)$", re.MULTILINE)
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""docs/tls.md from its first line to its last: certificates are made, servers ask for them, clients connect."""
+"""The part of docs/access.md on TLS: certificates are made, servers ask for them, clients connect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.docs.pages import ROOT, Snippet, snippets
 from tests.docs.test_snippets import commands
 from tests.fakes import FakeEngine, FakeModel, answers_with
 
-BLOCKS = [block for block in snippets("bash", "python") if block.page == ROOT / "docs/tls.md"]
+PAGE = ROOT / "docs/access.md"
+BLOCKS = [block for block in snippets("bash", "python") if block.page == PAGE and "tls" in block.marks]
 ADDRESS = "gpu1:50051"
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl on PATH")

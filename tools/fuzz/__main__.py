@@ -28,7 +28,7 @@ from tools.fuzz.targets import TARGETS
 
 DESCRIPTION = """
 Runs each target with inputs that libFuzzer changes to reach code that no input has reached. An input fails that raises
-anything but a typed error, breaks a property, hangs, takes too much memory or crashes the process. docs/fuzzing.md has
+anything but a typed error, breaks a property, hangs, takes too much memory or crashes the process. docs/testing.md has
 the targets and what each one checks.
 """
 EPILOG = """

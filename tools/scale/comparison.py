@@ -1,4 +1,4 @@
-"""The formulas against what was measured: one row for each figure of docs/log.md and docs/benchmarks.md that they
+"""The formulas against what was measured: one row for each figure of docs/log/ and docs/benchmarks.md that they
 concern.
 
 Invariant: a row says whether a number of its device was fitted to it; such a row shows no skill. Rows that the formulas
@@ -56,12 +56,12 @@ class Figure:
 _SOURCES = {
     "memory of the embedded model": "what an engine says when it starts, with 16 slots of 2048 tokens (`python -m "
     "tools.scale compare --measure`)",
-    "other memory": "docs/log.md, 'products over blocks of 4 and 8 bits' and 'FP8 and int8 products on a GPU'",
-    "forwards on two cores (near)": "docs/log.md, 'prefill over blocks, the same bits in less time'",
-    "steps on two cores": "docs/log.md, 'the whole of it, on a quiet machine of two cores' (`perf record`)",
-    "steps on one H200, free": "`python -m benchmarks bench_gpu`; docs/log.md, 'the first runs on a device'",
-    "steps on one H200, guided": "`python -m benchmarks bench_gpu`; docs/log.md, 'the first runs on a device'",
-    "kernels on one H200": "`python -m benchmarks bench_kernels`; docs/log.md, 'the first runs on a device'",
+    "other memory": "docs/log/, 'products over blocks of 4 and 8 bits' and 'FP8 and int8 products on a GPU'",
+    "forwards on two cores (near)": "docs/log/, 'prefill over blocks, the same bits in less time'",
+    "steps on two cores": "docs/log/, 'the whole of it, on a quiet machine of two cores' (`perf record`)",
+    "steps on one H200, free": "`python -m benchmarks bench_gpu`; docs/log/, 'the first runs on a device'",
+    "steps on one H200, guided": "`python -m benchmarks bench_gpu`; docs/log/, 'the first runs on a device'",
+    "kernels on one H200": "`python -m benchmarks bench_kernels`; docs/log/, 'the first runs on a device'",
 }
 """Where each group was measured."""
 

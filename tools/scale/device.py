@@ -1,6 +1,6 @@
 """What a device can do: bytes and operations a second, and what each launch, collective and host's work costs.
 
-Invariant: each number is the vendor's own, or says which measurement of docs/log.md it was fitted to; a fitted number
+Invariant: each number is the vendor's own, or says which measurement of docs/log/ it was fitted to; a fitted number
 predicts nothing about that measurement.
 Not responsible for: what a step needs of it (see step_time.py).
 """
@@ -88,7 +88,7 @@ DEVICES = {
             rows_s=0.0,
             await_s=18e-6,
             link=NVLINK4,
-            source="bandwidth, node and await: docs/log.md, 'the first runs on a device'; peak: data sheet",
+            source="bandwidth, node and await: docs/log/, 'the first runs on a device'; peak: data sheet",
         ),
         Device(
             name="h100",
@@ -134,7 +134,7 @@ DEVICES = {
             link=SHARED_MEMORY,
             source="two cores of an AMD EPYC (Zen 5): peak is 2 x 7.76 dot products a nanosecond x 128 operations x "
             "70%; bandwidth is fitted to a forward of one row, attention and rows to the prefill of 256 tokens, step "
-            "and lane to the profiled steps of 1 and 24 rows, all of docs/log.md",
+            "and lane to the profiled steps of 1 and 24 rows, all of docs/log/",
         ),
     )
 }

@@ -28,7 +28,7 @@ DESCRIPTION = """
 Runs the engine process and the grammar process in one thread under a virtual clock. A seed chooses what happens next at
 every point: which thread goes on, when a message arrives, and which faults strike (kills, hangs, lost sockets, no
 memory, no descriptors, a full disk, leaps of the clock, clients that leave). Afterwards every answer must have the
-tokens of an undisturbed run, and nothing may be left behind. docs/simulation.md has the list.
+tokens of an undisturbed run, and nothing may be left behind. docs/testing.md has the list.
 """
 EPILOG = """
 examples:

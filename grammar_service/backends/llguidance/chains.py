@@ -19,7 +19,7 @@ from grammar_service.grammar.vocabulary import Vocabulary
 from shared_mem.chains import SpecialWords
 
 FEW_CHAINS = 16
-"""Up to this many chains take less time one after the other than on the library's thread pool (docs/log.md)."""
+"""Up to this many chains take less time one after the other than on the library's thread pool (docs/log/)."""
 
 
 class LlguidanceFiller:

@@ -80,7 +80,7 @@ class XgrammarFiller:
         return legal
 
     def accept_each(self, matchers: Sequence[Any], tokens: Sequence[list[int]]) -> list[int]:
-        """Advance one matcher after the other: the library's call for many takes as long (docs/log.md)."""
+        """Advance one matcher after the other: the library's call for many takes as long (docs/log/)."""
         return [self._accepted(matcher, new) if new else 0 for matcher, new in zip(matchers, tokens, strict=True)]
 
     def _accepted(self, matcher: Any, tokens: list[int]) -> int:
@@ -100,7 +100,7 @@ class XgrammarFiller:
         """Fill each chain with drafts in one call, which follows them and comes back, and all other chains in another.
 
         Both calls run on the calling thread, without the GIL: on two cores the library's own threads cost more than
-        they save (docs/log.md).
+        they save (docs/log/).
         """
         tensor = torch.from_numpy(rows)
         failed, single = [], []

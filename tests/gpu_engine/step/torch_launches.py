@@ -169,7 +169,7 @@ class TorchLaunches:
         The longest match wins, then the last one in the answer: a draft that was rejected there is not made again. Of
         matches in the prompt alone the first wins: behind it there is the most text, and in a prompt that lists its
         fields the first one is the list. A match of n tokens is good for 2 n + 1 drafts; more were hardly ever accepted
-        (docs/log.md). Cost: `ngram_max` comparisons over the history. (On a CPU the drafter `ngram` uses the votes of
+        (docs/log/). Cost: `ngram_max` comparisons over the history. (On a CPU the drafter `ngram` uses the votes of
         drafters/suffix.py instead.)
         """
         slot, slots, R = batch.slot, place_of(batch), len(self._row_R)

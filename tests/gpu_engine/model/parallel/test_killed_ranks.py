@@ -21,7 +21,7 @@ from tests.gpu_engine.model.parallel.forked_servers import ForkedServer, short_f
 pytestmark = pytest.mark.slow
 
 ROUNDS = 8
-"""For each rank; runs of twenty have passed (docs/log.md)."""
+"""For each rank; runs of twenty have passed (docs/log/)."""
 LANES = 2
 """Rounds beside each other: most of a round is the start of the processes."""
 LIMIT_S = 5.0
