@@ -6,12 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.processors import Processors
 from gpu_engine.cli.client import Client
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.pacing import StreamPacer
@@ -27,6 +29,7 @@ class Setup:
     engine: FakeEngine
     calls: Calls
     grammar: FakeGrammar
+    address: str
 
 
 @asynccontextmanager
@@ -36,12 +39,21 @@ async def serving(
     *,
     with_grammar: bool = True,
     pacer: StreamPacer | None = None,
-    **engine_fields: int,
+    model: FakeModel | None = None,
+    server_config: ServerConfig | None = None,
+    processors: Processors | None = None,
+    **engine_fields: Any,
 ) -> AsyncIterator[Setup]:
-    engine = FakeEngine(EngineConfig(max_model_len=256, **engine_fields), script)  # type: ignore[arg-type]
-    model, grammar = FakeModel(), FakeGrammar({"bad": InvalidRequest("grammar", "line 1: no")})
-    server_config = ServerConfig(max_n=4, max_prompt_bytes=10_000)
-    limits = Limits.of(engine.config, server_config, vocab_size=320, max_model_len=256, outputs=model.outputs)
+    engine = FakeEngine(EngineConfig(**{"max_model_len": 256, **engine_fields}), script)
+    model, grammar = model or FakeModel(), FakeGrammar({"bad": InvalidRequest("grammar", "line 1: no")})
+    limits = Limits.of(
+        engine.config,
+        server_config or ServerConfig(max_n=4, max_prompt_bytes=10_000),
+        vocab_size=320,
+        max_model_len=engine.config.max_model_len,
+        outputs=model.outputs,
+        processors=processors,
+    )
     access = grammar if with_grammar else None
     calls = Calls(engine, model, limits, access, pacer=pacer)
     calls.warm()
@@ -52,7 +64,7 @@ async def serving(
     await server.start()
     try:
         async with Client(address) as client:
-            yield Setup(client, engine, calls, grammar)
+            yield Setup(client, engine, calls, grammar, address)
     finally:
         await server.stop(None)
         engine.close(5)
