@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpu_engine.api.errors import InternalError
+from gpu_engine.api.errors import GrammarUnavailable, InternalError, LockstepError
 from gpu_engine.api.prefill_shapes import PrefillShapes
 from gpu_engine.api.request import Backtracking, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats
@@ -68,10 +68,10 @@ def small_scheduler() -> Scheduler[SequenceState]:
 
 
 def slots_over(
-    scheduler: Scheduler[SequenceState], *, port: Any = None, end: Any = lambda sequence, **_: None
+    scheduler: Scheduler[SequenceState], *, port: Any = None, end: Any = lambda sequence, **_: None, **clock: Any
 ) -> GrammarSlots:
     sync, writer = NoSync(ImmediateStream(), 4, 8), Binds()
-    return GrammarSlots(port or Port(), scheduler, writer, sync, EngineStats(), lambda sequence: False, end)  # type: ignore[arg-type]
+    return GrammarSlots(port or Port(), scheduler, writer, sync, EngineStats(), lambda sequence: False, end, **clock)  # type: ignore[arg-type]
 
 
 def test_a_step_of_the_previous_process_is_not_waited_for() -> None:
@@ -96,6 +96,23 @@ def test_a_step_of_the_previous_process_is_not_waited_for() -> None:
     assert sequence.grammar_state is GrammarState.OPEN
     assert sequence.decoding
     assert not sequence.payload.deferred_since_s
+
+
+def test_a_sequence_ends_after_ten_seconds_without_rows_and_not_before() -> None:
+    now_s, ended = [100.0], list[LockstepError]()
+    scheduler = small_scheduler()
+    grammar_slots = slots_over(scheduler, end=lambda sequence, *, error: ended.append(error), clock=lambda: now_s[0])
+    sequence: RunningSequence = RunningSequence(SequenceState(ask(tokens(9, 1), grammar="20").request), 9, guided=True)
+    scheduler.add(sequence)
+    scheduler.plan()
+    grammar_slots.open(sequence)
+    sequence.prefilled = 8
+    grammar_slots.opened(sequence.slot, sequence.slot_gen, 1.0, False, 2, ())
+    grammar_slots.defer(sequence, 7, advanced=False)
+    for now_s[0], expected in ((100.5, []), (109.9, []), (110.1, ["the grammar process gave no rows for 10 s"])):
+        grammar_slots.poll()
+        assert [str(error) for error in ended] == expected
+    assert isinstance(ended[0], GrammarUnavailable)
 
 
 def test_a_way_back_is_asked_of_the_next_process_again() -> None:

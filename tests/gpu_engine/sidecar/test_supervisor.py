@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -154,6 +155,42 @@ async def test_after_too_many_failures_it_is_given_up_for_a_time(
     await asyncio.sleep(0.5)
     assert len(reasons) == sidecar.starts - MAX_FAILURES
     await end(task)
+
+
+class EndsAtOnce:
+    """A child that fails as soon as it is started."""
+
+    pid, returncode = 1 << 30, 3
+
+    def __init__(self) -> None:
+        self.output = asyncio.StreamReader()
+        self.output.feed_eof()
+
+    def send(self, number: signal.Signals) -> None:
+        raise AssertionError("it has ended")
+
+    async def wait(self) -> int:
+        return self.returncode
+
+
+@pytest.mark.parametrize(("seconds_apart", "too_many"), [(29.0, True), (31.0, False)])
+async def test_failures_within_a_minute_are_counted(seconds_apart: float, too_many: bool) -> None:
+    reasons: list[str] = []
+
+    async def start(command: Sequence[str], environment: Mapping[str, str]) -> EndsAtOnce:
+        return EndsAtOnce()
+
+    sidecar = Sidecar(
+        [], reasons.append, max_failures=3, start=start, clock=lambda: seconds_apart * sidecar.starts, cool_down_s=600
+    )
+    sidecar.longest_retry_s = 0.0
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: reasons or sidecar.starts >= 10)
+    await end(task)
+    assert (sidecar.starts == 3) == too_many
+    assert [reason.startswith("the grammar process failed 3 times within 60 s") for reason in reasons] == [
+        True
+    ] * too_many
 
 
 @pytest.mark.parametrize(("ending", "is_forgiven"), [("kill", 1), ("ordered", 0), ("crash", 0), ("kill unattached", 0)])
