@@ -148,7 +148,7 @@ async def open_server(
             # Before torch is imported, which takes seconds.
             check_port(server_config)
             server_config = for_role(engine_config, server_config)
-            vllm_wire.refuse_missing(server_config.vllm_wire)
+            vllm_wire.refuse_missing(server_config.service_names)
             directory = grammar_directory(server_config, stack) if server_config.grammar != "none" else None
             yield await _start(stack, engine_config, server_config, directory, progress, parts or real_parts())
     except BaseExceptionGroup as group:
@@ -392,13 +392,13 @@ def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig, t
     # Calls that the service does not implement are UNIMPLEMENTED.
     servicer = EngineServicer(calls, version=version)
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
-    if vllm_wire.wanted(config.vllm_wire):
+    if vllm_wire.wanted(config.service_names):
         from gpu_engine.front.vllm_wire.servicer import SERVICE as VLLM_SERVICE
         from gpu_engine.front.vllm_wire.servicer import add_to
 
-        add_to(server, calls, version, kv_events=config.kv_events)
+        add_to(server, calls, version, kv_events="kv_events" in config.service_names)
         services.append(VLLM_SERVICE)
-    if config.kserve:
+    if "kserve" in config.service_names:
         from gpu_engine.front.kserve.servicer import SERVICE as KSERVE_SERVICE
         from gpu_engine.front.kserve.servicer import add_to as add_kserve_to
 

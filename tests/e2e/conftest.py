@@ -38,7 +38,7 @@ def server() -> Iterator[RunningServer]:
     extra += ("--compile-timeout-s", "20")
     # A killed grammar process starts again beside other tests, and loads xgrammar with torch.
     extra += ("--grammar-wait-s", "120")
-    extra += ("--kv-events", "true", "--kserve", "true")
+    extra += ("--services", "vllm,kv_events,kserve")
     extra += ("--logits-processor", "ngrams=gpu_engine.processors.ngrams:NoRepeatedNgrams")
     extra += ("--logits-processor", "end=gpu_engine.processors.long_answers:LengthPenalty")
     extra += ("--adapter-dir", str(ROOT / "examples/executor/adapters"))

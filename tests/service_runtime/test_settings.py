@@ -6,11 +6,15 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
-from service_runtime.settings import SettingsError, Sources, add_flags
+from service_runtime.settings import Merged, SettingsError, Sources, add_flags
+
+
+def share_of_old(old: Mapping[str, Any]) -> float:
+    return 1.0 if old.get("whole") else old["halves"] / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +22,10 @@ class Config:
     """A config."""
 
     RENAMED: ClassVar = {"number": "count"}
+    MERGED: ClassVar = (Merged("share", {"halves": int, "whole": bool}, share_of_old),)
+    DROPPED: ClassVar = {"luck": "nothing replaces it"}
+    HIDDEN: ClassVar = frozenset({"eager"})
+    INTERNAL: ClassVar = frozenset({"patience"})
 
     name: str = "n"
     """What it is called: 100%."""
@@ -31,6 +39,8 @@ class Config:
     """Whether, or as the device likes it."""
     parts: tuple[str, ...] = ()
     """Which."""
+    patience: int = 3
+    """No setting."""
 
 
 def resolve_with_warnings(
@@ -119,7 +129,9 @@ def test_help_shows_default_and_variable() -> None:
     add_flags(parser, [Config])
     text = " ".join(parser.format_help().split())
     assert "What it is called: 100%. (default: n; env: LOCKSTEP_NAME)" in text
-    assert "as the device likes it. (default: unset; env: LOCKSTEP_EAGER)" in text
+    assert "Which. (default: none; env: LOCKSTEP_PARTS)" in text
+    for absent in ("--eager", "--number", "--halves", "--luck", "--patience"):
+        assert absent not in text
 
 
 def test_a_renamed_setting_is_read_under_its_old_name_with_one_warning(tmp_path: Path) -> None:
@@ -143,14 +155,41 @@ def test_a_setting_under_both_names_is_refused(tmp_path: Path) -> None:
         (["--count", "2"], {"LOCKSTEP_NUMBER": "2"}),
         (["--config", file], {"LOCKSTEP_COUNT": "2"}),
     ):
-        with pytest.raises(SettingsError, match=r"number is the old name of count, which .* gives, too"):
+        with pytest.raises(SettingsError, match=r"number is the old name of count, which .* also gives"):
             resolve(arguments, environ)
 
 
-def test_help_does_not_show_old_names() -> None:
-    parser = argparse.ArgumentParser()
-    add_flags(parser, [Config])
-    assert "--number" not in parser.format_help()
+def test_merged_settings_are_read_under_their_old_names_with_a_warning_each(tmp_path: Path) -> None:
+    file = toml(tmp_path, "halves = 1")
+    assert resolve_with_warnings(["--config", file]) == (
+        Config(share=0.5),
+        [f"{file}: halves: halves is part of share now; the old name works only in this version"],
+    )
+    config, warnings = resolve_with_warnings(["--config", file, "--whole"])
+    assert (config.share, len(warnings)) == (1.0, 2)
+    with pytest.raises(SettingsError, match=r"^LOCKSTEP_HALVES: halves is part of share now, which is given as well$"):
+        resolve(["--share", "0.1"], {"LOCKSTEP_HALVES": "1"})
+    with pytest.raises(SettingsError, match=r"^--halves: 'x' is not an integer$"):
+        resolve(["--halves", "x"])
+
+
+def test_a_dropped_setting_is_refused_in_every_place_with_what_to_do(tmp_path: Path) -> None:
+    file = toml(tmp_path, "luck = 1")
+    for arguments, environ, place in (
+        (["--luck", "1"], {}, "--luck"),
+        (["--luck"], {}, "--luck"),
+        ([], {"LOCKSTEP_LUCK": "1"}, "LOCKSTEP_LUCK"),
+        (["--config", file], {}, f"{file}: luck"),
+    ):
+        with pytest.raises(SettingsError) as caught:
+            resolve(arguments, environ)
+        assert str(caught.value) == f"{place}: luck is no longer a setting: nothing replaces it"
+
+
+def test_an_internal_field_is_no_setting(tmp_path: Path) -> None:
+    assert resolve([], {"LOCKSTEP_PATIENCE": "9"}).patience == 3
+    with pytest.raises(SettingsError, match="unknown setting 'patience'"):
+        resolve(["--config", toml(tmp_path, "patience = 9")])
 
 
 def test_a_process_may_have_its_own_prefix_and_table(tmp_path: Path) -> None:

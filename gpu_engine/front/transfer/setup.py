@@ -40,12 +40,11 @@ def for_role(engine: EngineConfig, server: ServerConfig) -> ServerConfig:
     for name, value, none in (
         ("grammar", server.grammar == "connect", "none"),
         ("http", bool(server.http), "empty"),
-        ("kserve", server.kserve, "false"),
-        ("vllm_wire", server.vllm_wire == "on", "off"),
+        ("services", not set(server.service_names) <= {"auto"}, "empty or auto"),
     ):
         if value:
             raise ServerError(f"{name}: role=prefill generates nothing; it must be {none}")
-    return replace(server, grammar="none", vllm_wire="off")
+    return replace(server, grammar="none", services="")
 
 
 class Transfer:

@@ -1,4 +1,4 @@
-"""Whether the service of this room is served: the setting `vllm_wire`, and the package that it needs.
+"""Whether the service of this room is served: the setting `services`, and the package that it needs.
 
 Invariant: a server that does not serve it does not import that package.
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 
 from gpu_engine.front.port.listening import ServerError
@@ -23,20 +23,30 @@ Load = Callable[[str], ModuleType]
 """Imports a module."""
 
 
-def refuse_missing(setting: str, load: Load = importlib.import_module) -> None:
-    """Raise ServerError, in one line, if `setting` is "on" and the package is missing or cannot be used."""
-    if setting == "on" and (problem := _problem(load)) is not None:
-        raise ServerError(f"vllm_wire: {problem}")
+def refuse_missing(names: Collection[str], load: Load = importlib.import_module) -> None:
+    """Raise ServerError, in one line, if `names` ask for the service and the package is missing or unusable."""
+    if _is_required(names) and (problem := _problem(load)) is not None:
+        raise ServerError(f"services: vllm {problem}")
 
 
-def wanted(setting: str, load: Load = importlib.import_module) -> bool:
-    """Return whether to serve it. With "auto", a package that is installed and cannot be used is logged."""
-    refuse_missing(setting, load)
-    if setting == "auto" and (problem := _problem(load)) is not None:
-        if problem != _MISSING:
-            log.warning("vllm_wire: %s", problem)
+def wanted(names: Collection[str], load: Load = importlib.import_module) -> bool:
+    """Return whether to serve it, by the names in the setting services.
+
+    With "auto", an installed package that cannot be used is logged.
+    """
+    refuse_missing(names, load)
+    if _is_required(names):
+        return True
+    if "auto" not in names:
         return False
-    return setting != "off"
+    problem = _problem(load)
+    if problem not in (None, _MISSING):
+        log.warning("services: vllm is not served: %s", problem)
+    return problem is None
+
+
+def _is_required(names: Collection[str]) -> bool:
+    return "vllm" in names or ("kv_events" in names and "auto" not in names)
 
 
 def _problem(load: Load) -> str | None:

@@ -103,7 +103,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
         """Stream the blocks that enter and leave the prefix cache, after a snapshot of those that are in it."""
         if not self._kv_events:
-            await _refuse(context, "SubscribeKvEvents: the setting kv_events is off")
+            await _refuse(context, "SubscribeKvEvents: is served with services=vllm,kv_events")
         if not self._calls.engine.config.caches_prefixes:
             await _refuse(context, "SubscribeKvEvents: this server has no prefix cache")
         if request.start_sequence_number > _MAX_START:

@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
             "settings": {
                 "max_batch_size": 8,
                 "grammar_handles_bytes": 268435456,
-                "kserve": True,
+                "services": "kserve",
                 "stream_pace_ms": 2.5,
             },
             "env": [{"name": "OMP_NUM_THREADS", "value": "4"}],

@@ -180,7 +180,7 @@ def test_the_processes_accept_their_environment(charts: Rendered, case: str) -> 
     if case == "everything":
         # A number of six digits and more is a float with an exponent to Helm.
         assert (server.grammar_handles_bytes, grammar.cache_bytes) == (268435456, 536870912)
-        assert (server.kserve, server.stream_pace_ms, engine.max_batch_size) == (True, 2.5, 8)
+        assert (server.services, server.stream_pace_ms, engine.max_batch_size) == ("kserve", 2.5, 8)
         assert (server.tls_client_ca, server.drain_timeout_s) == ("/run/secrets/tls/ca.crt", 100.0)
         assert (grammar.backend, grammar.compile_timeout_s) == ("xgrammar", 10.0)
 
@@ -286,7 +286,7 @@ def test_smg_takes_its_arguments_and_the_engines_serve_what_it_speaks(charts: Re
     assert args.selector.items() <= labels.items()
     assert "app.kubernetes.io/component" in args.selector
     data = charts.one("smg", "ConfigMap", "demo-lockstep-engine")["data"]
-    assert (data["LOCKSTEP_VLLM_WIRE"], data["LOCKSTEP_KV_EVENTS"]) == ("on", "true")
+    assert data["LOCKSTEP_SERVICES"] == "vllm,kv_events"
     assert charts.one("smg", "Role", "demo-lockstep-smg")["rules"] == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
     ]

@@ -35,7 +35,9 @@ class Fakes:
 @asynccontextmanager
 async def serving(fakes: Fakes, **fields: Any) -> AsyncIterator[Server]:
     """Run a server with KServe's service, and a model named "fake"."""
-    server_config = ServerConfig(**{"listen": "localhost:0", "grammar": "none", "kserve": True, "max_n": 4} | fields)
+    server_config = ServerConfig(
+        **{"listen": "localhost:0", "grammar": "none", "services": "auto,kserve", "max_n": 4} | fields
+    )
     engine_config = EngineConfig(max_model_len=256, served_model_name="fake, alias")
     async with open_server(engine_config, server_config, parts=fakes.parts()) as server:
         yield server

@@ -421,7 +421,7 @@ async def test_shared_memory_is_refused_by_name(triton: TritonProcess) -> None:
 
 
 async def test_a_server_without_the_setting_does_not_know_the_service(triton: TritonProcess) -> None:
-    async with serving(Fakes(), kserve=False) as server:
+    async with serving(Fakes(), services="") as server:
         response = await triton("infer", server.address, TEXT)
         async with grpc.aio.insecure_channel(server.address) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check(

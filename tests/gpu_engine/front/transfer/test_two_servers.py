@@ -374,7 +374,7 @@ async def test_a_client_that_leaves_ends_the_fetch_on_both_sides(llama: LoadedMo
     [
         ({"role": "both"}, {"prefill_from": ("h:1",)}, "prefill_from: is for role=decode"),
         ({"role": "decode"}, {}, "prefill_from: role=decode needs"),
-        ({"role": "prefill"}, {"kserve": True}, "kserve: role=prefill generates nothing"),
+        ({"role": "prefill"}, {"services": "kserve"}, "services: role=prefill generates nothing"),
         ({"role": "prefill", "max_model_len": 32}, {}, "max_model_len: role=prefill needs 66"),
     ],
 )

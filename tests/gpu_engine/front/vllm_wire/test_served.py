@@ -57,9 +57,9 @@ async def services(channel: grpc.aio.Channel) -> set[str]:
     raise AssertionError("no response")
 
 
-@pytest.mark.parametrize("setting", ["auto", "on"])
+@pytest.mark.parametrize("setting", ["auto", "vllm", "kv_events"])
 async def test_the_service_is_on_the_public_port_with_a_health_name_and_reflection(setting: str) -> None:
-    async with serving(vllm_wire=setting) as server, grpc.aio.insecure_channel(server.address) as channel:
+    async with serving(services=setting) as server, grpc.aio.insecure_channel(server.address) as channel:
         assert await answer(channel) == [*b"yes", EOS]
         health = health_pb2_grpc.HealthStub(channel)
         check = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=20)
@@ -68,7 +68,7 @@ async def test_the_service_is_on_the_public_port_with_a_health_name_and_reflecti
 
 
 async def test_a_server_without_the_service_does_not_know_it() -> None:
-    async with serving(vllm_wire="off") as server, grpc.aio.insecure_channel(server.address) as channel:
+    async with serving(services="") as server, grpc.aio.insecure_channel(server.address) as channel:
         assert await refusal(channel) is grpc.StatusCode.UNIMPLEMENTED
         assert SERVICE not in await services(channel)
 
@@ -110,26 +110,26 @@ TOO_NEW = RuntimeError("the runtime 7.0 is older\n than the code 8.0")
 
 def test_on_without_the_package_names_the_extra_in_one_line() -> None:
     with pytest.raises(ServerError) as caught:
-        wanted("on", raising(ABSENT))
+        wanted(["vllm"], raising(ABSENT))
     assert str(caught.value) == (
-        "vllm_wire: needs the package smg-grpc-proto: pip install 'lockstep-engine[vllm-wire]'"
+        "services: vllm needs the package smg-grpc-proto: pip install 'lockstep-engine[vllm-wire]'"
     )
 
 
 def test_auto_without_the_package_is_off() -> None:
-    assert not wanted("auto", raising(ABSENT))
-    assert not wanted("off", raising(AssertionError("off imports nothing")))
+    assert not wanted(["auto", "kv_events"], raising(ABSENT))
+    assert not wanted(["kserve"], raising(AssertionError("nothing is imported")))
 
 
 def test_a_package_that_cannot_be_used_is_reported_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ServerError, match=r"is older than the code 8\.0$"):
-        wanted("on", raising(TOO_NEW))
-    assert not wanted("auto", raising(TOO_NEW))
+        wanted(["vllm"], raising(TOO_NEW))
+    assert not wanted(["auto"], raising(TOO_NEW))
     assert "smg-grpc-proto cannot be used: the runtime 7.0 is older than the code 8.0" in caplog.text
     with pytest.raises(ModuleNotFoundError):
-        wanted("auto", raising(ModuleNotFoundError("no", name="google")))
+        wanted(["auto"], raising(ModuleNotFoundError("no", name="google")))
 
 
 def test_another_value_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^vllm_wire: 'yes' is not auto, on or off"):
-        ServerConfig(vllm_wire="yes")
+    with pytest.raises(ValueError, match=r"^services: 'yes' is not one of kserve, vllm, kv_events, auto$"):
+        ServerConfig(services="yes")

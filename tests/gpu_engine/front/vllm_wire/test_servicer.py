@@ -368,7 +368,7 @@ async def test_the_engine_is_watched_while_a_subscriber_is_there(tmp_path: Path)
 @pytest.mark.parametrize(
     ("fields", "status", "message"),
     [
-        ({"kv_events": False}, "UNIMPLEMENTED", "SubscribeKvEvents: the setting kv_events is off"),
+        ({"kv_events": False}, "UNIMPLEMENTED", "SubscribeKvEvents: is served with services=vllm,kv_events"),
         ({"prefix_cache": False}, "UNIMPLEMENTED", "SubscribeKvEvents: this server has no prefix cache"),
         ({}, "INVALID_ARGUMENT", "start_sequence_number: is 18446744073709551615, must be at most"),
     ],
