@@ -118,7 +118,7 @@ ORDERS = (
     _relaxed("ENGINE_PARKS_UNFENCED", "ls_await has no fence between `parked` and its comparison",
              "        atomic_thread_fence(memory_order_seq_cst);\n        futex_wait_until(bell"),
 )  # fmt: skip
-"""Each order of flags.c that is not relaxed, weakened, but for those that docs/assurance.md names."""
+"""Each order of flags.c that is not relaxed, weakened, except those that docs/log names."""
 
 MUTANTS = (
     Mutant("RING_LOOKS_FIRST", "ls_ring looks at the sleeper before it rings (no fence)", "wake-ups",
