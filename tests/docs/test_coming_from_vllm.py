@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 
 def test_what_stands_beside_a_flag_is_a_setting_or_a_field() -> None:
     section = (ROOT / "docs/http.md").read_text().partition("## Coming from vLLM")[2]
-    flags = section.partition("Fields of a request")[0]
+    flags = section.partition("Request fields have")[0]
     rows = [line.split("|")[1:3] for line in flags.splitlines() if line.startswith("| `")]
     assert len(rows) > 15
     known = {setting.name for kind in (EngineConfig, ServerConfig, GatewayConfig) for setting in settings_of(kind)}
