@@ -17,7 +17,7 @@ def main() -> None:
     if sys.argv[1:2] == ["health"]:
         sys.exit(_ask_for_health(sys.argv[2:]))
     config, warnings = read(sys.argv[1:], os.environ)
-    configure(config.log_level, config.log_format)
+    configure(config.log_level or "info", config.log_format)
     for warning in warnings:
         logging.getLogger("grammar_service.config").warning("%s", warning)
     # A compile worker calls exec right after fork, so it does not need gRPC's fork handlers.

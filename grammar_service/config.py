@@ -10,16 +10,24 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from grammar_service.backends.registry import NAMES
 from grammar_service.grammar.value import BOUNDS, MAX_JSON_DEPTH, Reading
 from service_runtime.cores import usable_cores
-from service_runtime.logs import FORMATS, LEVELS
-from service_runtime.settings import Sources, add_flags
+from service_runtime.settings import Merged, Sources, add_flags
+from service_runtime.shared_settings import LogSettings, ProbeSettings, is_host_port, require
 
 ENVIRONMENT_PREFIX = "LOCKSTEP_GRAMMAR_"
 MAX_RULE_DEPTH = 1024
 """Both libraries were seen to follow chains of this length on the stack of a compile worker."""
+
+CACHE_BYTES = 256 << 20
+"""Default size of the cache; also the bound of the grammars that are held for their matchers without a cache."""
+
+QUEUE_S = 120.0
+"""Longest wait of a compilation for a worker; then it is refused. The wait does not count toward its time limit, and a
+running sequence waits for as long as it takes."""
 
 _DESCRIPTION = """\
 The grammar process of Lockstep: it compiles grammars, and fills token masks in shared memory for one engine at a time.
@@ -43,9 +51,17 @@ be ended.
 """
 
 
-def _require(condition: bool, name: str, problem: str) -> None:
-    if not condition:
-        raise ValueError(f"{name}: {problem}")
+def _bounds(text: str) -> dict[str, int]:
+    """Return the bounds in the text of the setting json_bounds. Raises ValueError."""
+    found: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        require(name in BOUNDS, "json_bounds", f"{name!r} is not one of {', '.join(BOUNDS)}")
+        require(name not in found, "json_bounds", f"{name} is given twice")
+        in_range = value.isdecimal() and int(value) <= BOUNDS[name]
+        require(in_range, "json_bounds", f"{part!r}: {name} must be an integer in [0, {BOUNDS[name]}]")
+        found[name] = int(value)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +81,18 @@ class CompileLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrammarConfig:
+class GrammarConfig(LogSettings, ProbeSettings):
     """Settings of the grammar process."""
+
+    MERGED: ClassVar = (
+        Merged("json_bounds", dict.fromkeys(BOUNDS, int), lambda old: ",".join(f"{k}={v}" for k, v in old.items())),
+        Merged("cache_bytes", {"cache": bool}, lambda old: CACHE_BYTES if old["cache"] else 0),
+    )
+    DROPPED: ClassVar = {
+        "compile_threads": "a compilation has one thread; compile_workers is the number of compilations at a time",
+        "compile_queue_s": f"a compilation waits at most {QUEUE_S:g} s for a worker",
+    }
+    """For these names see service_runtime/settings.py."""
 
     dir: str = ""
     """Directory of the sockets grammar.sock and segment.sock, created with mode 0700 if it is missing. Required."""
@@ -79,15 +105,9 @@ class GrammarConfig:
     compile_priority: str = "low"
     """Priority of the compile workers: "low" (a higher nice value), or "idle" (SCHED_IDLE: they run when no other
     process needs their core; once a compilation reached its time limit and had hardly run, they are "low")."""
-    compile_threads: int = 1
-    """Threads within one compilation, in backends that have it (xgrammar). More than one pays where there are more
-    cores than compile workers, and grammars take long."""
     compile_queue: int = 256
     """Compilations that may wait for a worker, not counting those of running sequences; one more is refused. Tenants
     share these places by weight once all are taken."""
-    compile_queue_s: float = 120.0
-    """Longest wait of a compilation for a worker, in seconds; then it is refused. The wait does not count toward
-    compile_timeout_s, and a running sequence waits for as long as it takes."""
     compile_memory_mb: int = 2048
     """Memory that one compile worker may allocate after its start, in MiB."""
     max_grammar_bytes: int = 256 << 10
@@ -101,22 +121,15 @@ class GrammarConfig:
     strict_formats: bool = False
     """Refuse schemas with a `format` that is not known. False: as JSON Schema says, it is an annotation without effect,
     and the response has a warning."""
-    max_string_length: int = 0
-    """The most characters of a string in JSON, and of a name that no schema lists, where a request sets no bound of its
-    own. It holds beside the bounds of a schema. 0: none."""
-    max_array_items: int = 0
-    """The most items of an array in JSON, where a request sets no bound of its own. 0: none."""
-    max_number_digits: int = 0
-    """The most digits of a number in JSON before its point, and behind it (there at most 9), where a request sets no
-    bound of its own; such numbers have no exponent. 0: none."""
-    max_whitespace: int = 0
-    """The most white space characters in a row in JSON, where a request sets no bound of its own. 0: none but that of
-    the white space policy."""
-    cache: bool = True
-    """Reuse compiled grammars. False: each request's grammar is compiled anew, unless an equal one is being compiled,
-    and cache_dir is not used; cache_bytes then bounds the grammars that are held for their matchers."""
-    cache_bytes: int = 256 << 20
-    """Size limit of the compiled grammars in memory, in bytes; the least recently used is evicted first."""
+    json_bounds: str = ""
+    """Bounds of JSON values for requests that set none, separated by commas, such as "max_string_length=200,
+    max_array_items=16". The bounds are max_string_length (characters of a string, and of a name that no schema lists),
+    max_array_items, max_number_digits (digits before the decimal point, and after it, where at most 9 are allowed; such
+    numbers have no exponent) and max_whitespace (white space characters in a row). They hold in addition to the bounds
+    of a schema. Empty: none."""
+    cache_bytes: int = CACHE_BYTES
+    """Size limit of the compiled grammars in memory, in bytes; the least recently used is evicted first. 0: each
+    request's grammar is compiled anew, unless an equal one is being compiled, and cache_dir is not used."""
     cache_dir: str = ""
     """Directory that keeps compiled grammars across restarts, created if it is missing. Empty: none."""
     cache_dir_bytes: int = 1 << 30
@@ -129,46 +142,30 @@ class GrammarConfig:
     spin_us: float = 50.0
     """Time that the worker thread polls for the next step before it sleeps, in microseconds. With a core to spare:
     1000000."""
-    log_level: str = "info"
-    """"debug", "info", "warning" or "error"."""
-    log_format: str = "text"
-    """"text", or "json": one object per line."""
-    metrics_listen: str = ""
-    """"host:port" on which to serve Prometheus metrics over HTTP. Empty: the engine alone can read them."""
-    health_listen: str = ""
-    """"host:port" for the health service alone, in clear text: for probes that cannot reach the socket in dir, such as
-    those of Kubernetes. Empty: none."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.dir), "dir", "is required")
-        _require(self.backend in NAMES, "backend", f"{self.backend!r} is not one of {', '.join(NAMES)}")
-        _require(0 < self.compile_timeout_s <= 600, "compile_timeout_s", "must be in (0, 600]")
-        _require(0 <= self.compile_workers <= 64, "compile_workers", "must be in [0, 64]")
+        require(bool(self.dir), "dir", "is required")
+        require(self.backend in NAMES, "backend", f"{self.backend!r} is not one of {', '.join(NAMES)}")
+        require(0 < self.compile_timeout_s <= 600, "compile_timeout_s", "must be in (0, 600]")
+        require(0 <= self.compile_workers <= 64, "compile_workers", "must be in [0, 64]")
         priority = self.compile_priority
-        _require(priority in ("low", "idle"), "compile_priority", f"{priority!r} is not low or idle")
-        _require(1 <= self.compile_threads <= 64, "compile_threads", "must be in [1, 64]")
-        _require(self.compile_queue >= 1, "compile_queue", "must be at least 1")
-        _require(0 < self.compile_queue_s <= 3600, "compile_queue_s", "must be in (0, 3600]")
-        _require(self.compile_memory_mb >= 64, "compile_memory_mb", "must be at least 64")
-        _require(1 <= self.max_grammar_bytes <= 64 << 20, "max_grammar_bytes", "must be in [1, 67108864]")
-        _require(
-            1 <= self.max_grammar_depth <= MAX_JSON_DEPTH, "max_grammar_depth", f"must be in [1, {MAX_JSON_DEPTH}]"
-        )
-        _require(1 <= self.max_rule_depth <= MAX_RULE_DEPTH, "max_rule_depth", f"must be in [1, {MAX_RULE_DEPTH}]")
-        _require(1 << 16 <= self.max_artifact_bytes <= 1 << 30, "max_artifact_bytes", "must be in [65536, 1073741824]")
-        for bound, most in BOUNDS.items():
-            _require(0 <= getattr(self, bound) <= most, bound, f"must be in [0, {most}]")
-        _require(self.cache_dir_bytes >= 1 << 20, "cache_dir_bytes", "must be at least 1048576")
-        _require(self.cache_bytes >= 1 << 20, "cache_bytes", "must be at least 1048576")
-        _require(0 <= self.threads <= 64, "threads", "must be in [0, 64]")
-        _require(0.1 <= self.row_deadline_ms <= 10_000, "row_deadline_ms", "must be in [0.1, 10000]")
-        _require(0 <= self.spin_us <= 1e6, "spin_us", "must be in [0, 1000000]")
-        _require(self.log_level in LEVELS, "log_level", f"{self.log_level!r} is unknown")
-        _require(self.log_format in FORMATS, "log_format", f"{self.log_format!r} is not text or json")
-        for name, address in (("metrics_listen", self.metrics_listen), ("health_listen", self.health_listen)):
-            host, colon, port = address.rpartition(":")
-            is_host_port = bool(host and colon and port.isdecimal() and int(port) < 1 << 16)
-            _require(not address or is_host_port, name, f"{address!r} is not host:port")
+        require(priority in ("low", "idle"), "compile_priority", f"{priority!r} is not low or idle")
+        require(self.compile_queue >= 1, "compile_queue", "must be at least 1")
+        require(self.compile_memory_mb >= 64, "compile_memory_mb", "must be at least 64")
+        require(1 <= self.max_grammar_bytes <= 64 << 20, "max_grammar_bytes", "must be in [1, 67108864]")
+        require(1 <= self.max_grammar_depth <= MAX_JSON_DEPTH, "max_grammar_depth", f"must be in [1, {MAX_JSON_DEPTH}]")
+        require(1 <= self.max_rule_depth <= MAX_RULE_DEPTH, "max_rule_depth", f"must be in [1, {MAX_RULE_DEPTH}]")
+        require(1 << 16 <= self.max_artifact_bytes <= 1 << 30, "max_artifact_bytes", "must be in [65536, 1073741824]")
+        _bounds(self.json_bounds)
+        require(self.cache_dir_bytes >= 1 << 20, "cache_dir_bytes", "must be at least 1048576")
+        require(self.cache_bytes == 0 or self.cache_bytes >= 1 << 20, "cache_bytes", "must be 0 or at least 1048576")
+        require(0 <= self.threads <= 64, "threads", "must be in [0, 64]")
+        require(0.1 <= self.row_deadline_ms <= 10_000, "row_deadline_ms", "must be in [0.1, 10000]")
+        require(0 <= self.spin_us <= 1e6, "spin_us", "must be in [0, 1000000]")
+        self.check_logs()
+        self.check_metrics()
+        known = not self.health_listen or is_host_port(self.health_listen)
+        require(known, "health_listen", f"{self.health_listen!r} is not host:port")
 
     @property
     def workers(self) -> int:
@@ -189,7 +186,8 @@ class GrammarConfig:
     @property
     def reading(self) -> Reading:
         """How schemas are read where the request says nothing."""
-        return Reading(strict_formats=self.strict_formats, **{name: getattr(self, name) for name in BOUNDS})
+        bounds: dict[str, Any] = _bounds(self.json_bounds)
+        return Reading(strict_formats=self.strict_formats, **bounds)
 
     @property
     def fill_threads(self) -> int:

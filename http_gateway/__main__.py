@@ -17,7 +17,7 @@ GRPC_EXPERIMENTS = "-event_engine_client"
 def main() -> None:
     """Run a gateway."""
     config, warnings = read(sys.argv[1:], os.environ)
-    configure(config.log_level, config.log_format)
+    configure(config.log_level or "info", config.log_format)
     for warning in warnings:
         logging.getLogger("http_gateway.config").warning("%s", warning)
     # The gateway starts no processes, so it does not need gRPC's fork handlers.

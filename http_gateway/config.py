@@ -11,8 +11,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from service_runtime.logs import FORMATS, LEVELS
 from service_runtime.settings import Sources, add_flags
+from service_runtime.shared_settings import LogSettings, PortSettings, is_address, is_host_port, require
 
 ENVIRONMENT_PREFIX = "LOCKSTEP_GATEWAY_"
 
@@ -32,13 +32,8 @@ A flag beats the environment variable {ENVIRONMENT_PREFIX}<NAME>, which beats th
 """
 
 
-def _require(condition: bool, name: str, problem: str) -> None:
-    if not condition:
-        raise ValueError(f"{name}: {problem}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayConfig:
+class GatewayConfig(LogSettings, PortSettings):
     """The HTTP address of the gateway, its engines, and the keys of its clients."""
 
     listen: str = "127.0.0.1:8000"
@@ -64,56 +59,31 @@ class GatewayConfig:
     tenant_file: str = ""
     """TOML file with the tenants of the engines (docs/access.md), in place of api_key_file: the keys are their tokens,
     which are sent on to the engines. /metrics is for operators then."""
-    tls_cert: str = ""
-    """PEM file with the gateway's certificate chain for HTTPS. A renewed file is read again."""
-    tls_key: str = ""
-    """PEM file with the private key of tls_cert, unencrypted."""
-    tls_client_ca: str = ""
-    """PEM file with certificate authorities; every client then needs a certificate that one of them has signed."""
     max_body_bytes: int = 8 << 20
     """Longest body of a request, in bytes; a longer one is answered with 413."""
     allowed_origins: str = ""
     """Origins whose pages may use the API from a browser (CORS), with a comma between two; "*" means all."""
     page: bool = True
     """Serve a small page for trying the model at `/`."""
-    drain_timeout_s: float = 5.0
-    """Time that running answers have to end after SIGTERM, in seconds."""
-    log_format: str = "text"
-    """"text", or "json" (one object per line)."""
-    log_level: str = "info"
-    """"debug", "info", "warning" or "error"."""
 
     def __post_init__(self) -> None:
-        host, _, port = self.listen.rpartition(":")
-        _require(
-            port.isdecimal() and int(port) < 1 << 16 and bool(host),
-            "listen",
-            f"{self.listen!r} is neither host:port nor fd:N",
-        )
-        _require(bool(self.engines), "engine", "at least one address is required")
+        require(is_host_port(self.listen), "listen", f"{self.listen!r} is neither host:port nor fd:N")
+        require(bool(self.engines), "engine", "at least one address is required")
         for address in self.engines:
-            host, _, port = address.rpartition(":")
-            _require(
-                (address.startswith("unix:") and address != "unix:") or (bool(host) and port.isdecimal()),
-                "engine",
-                f"{address!r} is neither host:port nor unix:/path",
-            )
-        _require(len(set(self.engines)) == len(self.engines), "engine", "an address is given twice")
-        for prefix in ("tls", "engine_tls"):
-            cert, key = getattr(self, f"{prefix}_cert"), getattr(self, f"{prefix}_key")
-            _require(bool(cert) or not key, f"{prefix}_cert", f"is required with {prefix}_key")
-            _require(bool(key) or not cert, f"{prefix}_key", f"is required with {prefix}_cert")
-        _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")
-        _require(not (self.tenant_file and self.api_key_file), "api_key_file", "its keys belong into tenant_file")
-        _require(
+            require(is_address(address), "engine", f"{address!r} is neither host:port nor unix:/path")
+        require(len(set(self.engines)) == len(self.engines), "engine", "an address is given twice")
+        cert, key = self.engine_tls_cert, self.engine_tls_key
+        require(bool(cert) or not key, "engine_tls_cert", "is required with engine_tls_key")
+        require(bool(key) or not cert, "engine_tls_key", "is required with engine_tls_cert")
+        self.check_port()
+        self.check_logs()
+        require(not (self.tenant_file and self.api_key_file), "api_key_file", "its keys belong into tenant_file")
+        require(
             not self.forward_keys or bool(self.api_key_file or self.tenant_file),
             "forward_keys",
             "needs api_key_file: the keys of clients",
         )
-        _require(self.max_body_bytes >= 1024, "max_body_bytes", "must be at least 1024")
-        _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must not be negative")
-        _require(self.log_format in FORMATS, "log_format", f"{self.log_format!r} is not one of {', '.join(FORMATS)}")
-        _require(self.log_level in LEVELS, "log_level", f"{self.log_level!r} is not one of {', '.join(LEVELS)}")
+        require(self.max_body_bytes >= 1024, "max_body_bytes", "must be at least 1024")
 
     @property
     def engines(self) -> tuple[str, ...]:

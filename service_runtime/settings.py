@@ -22,7 +22,7 @@ import difflib
 import inspect
 import textwrap
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -214,8 +214,11 @@ class Sources:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise SettingsError(f"{self._file}: unknown setting {unknown[0]!r}{hint}")
 
-    def fill(self, config_class: type[C]) -> C:
-        """Return an instance. Raises SettingsError, or ValueError from the class for a value out of range."""
+    def fill(self, config_class: type[C], internal: Mapping[str, Any] | None = None) -> C:
+        """Return an instance. `internal`: values of fields in `INTERNAL` of this or another class.
+
+        Raises SettingsError, or ValueError from the class for a value out of range.
+        """
         for name, instead in _dropped(config_class).items():
             if (given := self._look_up(name, flag_of(name))) is not None:
                 raise SettingsError(f"{given.where}: {name} is no longer a setting: {instead}")
@@ -226,6 +229,8 @@ class Sources:
                 values[setting.name] = _value(setting, given)
         for merged in _merged(config_class):
             self._merge(merged, values)
+        own: Collection[str] = getattr(config_class, "INTERNAL", ())
+        values.update((name, value) for name, value in (internal or {}).items() if name in own)
         return config_class(**values)
 
     def _merge(self, merged: Merged, values: dict[str, Any]) -> None:
@@ -291,14 +296,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _field_docs(config_class: type[Any]) -> dict[str, str]:
-    """Return the docstring below each field in the source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    """Return the docstring below each field in the source of the class and its bases."""
     docs: dict[str, str] = {}
-    for field, below in zip(body.body, body.body[1:], strict=False):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                docs[name] = inspect.cleandoc(text)
+    for each in reversed(config_class.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, below in zip(body.body, body.body[1:], strict=False):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = inspect.cleandoc(text)
     return docs
 
 

@@ -18,8 +18,12 @@ from grammar_service.config import ENVIRONMENT_PREFIX, GrammarConfig
 from http_gateway.config import ENVIRONMENT_PREFIX as GATEWAY_PREFIX
 from http_gateway.config import GatewayConfig
 from service_runtime.settings import ENV_PREFIX, Setting, settings_of, variable_of
+from service_runtime.shared_settings import SHARED
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/configuration.md"
+
+_SHARED = {setting.name for kind in SHARED for setting in settings_of(kind)}
+_PREFIXES = ((ServerConfig, ENV_PREFIX), (GrammarConfig, ENVIRONMENT_PREFIX), (GatewayConfig, GATEWAY_PREFIX))
 
 _SECTIONS: tuple[tuple[str, type[Any], str], ...] = (
     ("Engine process: the model and its batches", EngineConfig, ENV_PREFIX),
@@ -65,6 +69,14 @@ One that the engine starts (`http`) takes its variables, except for those settin
 `listen`, `engine`, `drain_timeout_s`, the log settings and, where the engine has them, the certificate and the tokens.
 """
 
+_SHARED_HEAD = """
+## Several processes
+
+Each process has a value of its own for these settings: the engine the variable with `LOCKSTEP_`, the grammar process
+with `LOCKSTEP_GRAMMAR_`, the gateway with `LOCKSTEP_GATEWAY_`.
+
+"""
+
 _TAIL = """\
 
 ## Variables that are not settings
@@ -85,10 +97,12 @@ examples:
 """
 
 
-def table(settings: list[Setting], prefix: str) -> str:
-    """Return the Markdown table of one config class."""
+def table(kind: type[Any], prefix: str) -> str:
+    """Return the Markdown table of one config class, without what several processes have."""
     lines = ["| setting | flag | variable | default | meaning |", "|---|---|---|---|---|"]
-    for setting in settings:
+    for setting in settings_of(kind):
+        if setting.hidden or setting.name in _SHARED:
+            continue
         cells = (
             f"`{setting.name}`",
             f"`{setting.flag}`",
@@ -100,10 +114,22 @@ def table(settings: list[Setting], prefix: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def shared_table() -> str:
+    """Return the Markdown table of the settings that several processes have."""
+    lines = ["| setting | flag | variables | default | meaning |", "|---|---|---|---|---|"]
+    for kind in SHARED:
+        prefixes = [prefix for each, prefix in _PREFIXES if issubclass(each, kind)]
+        for setting in settings_of(kind):
+            variables = ", ".join(f"`{variable_of(setting.name, prefix)}`" for prefix in prefixes)
+            cells = (f"`{setting.name}`", f"`{setting.flag}`", variables, _default(setting.default), _meaning(setting))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def page() -> str:
     """Return the whole of docs/configuration.md."""
-    sections = [f"\n## {title}\n\n{table(settings_of(kind), prefix)}" for title, kind, prefix in _SECTIONS]
-    return _HEAD + "".join(sections) + _TAIL
+    sections = [f"\n## {title}\n\n{table(kind, prefix)}" for title, kind, prefix in _SECTIONS]
+    return _HEAD + "".join(sections) + _SHARED_HEAD + shared_table() + _TAIL
 
 
 def _default(value: Any) -> str:

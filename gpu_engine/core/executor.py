@@ -30,7 +30,7 @@ from gpu_engine.core.transfer.mover import PageMover
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, exchanging_drafter, suffix_drafter
 from gpu_engine.drafters.decoupled import ExchangingDrafter
 from gpu_engine.drafters.suffix import SuffixDrafter
-from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
+from gpu_engine.model.loaded_model import LoadedModel
 from gpu_engine.ops.memory import memory_use
 from gpu_engine.processors.loading import load_processors
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
@@ -41,7 +41,7 @@ from gpu_engine.step.output_ring import OutputRing
 from gpu_engine.step.outputs.tensors import TensorOutputs, scratch_pages
 from gpu_engine.step.prefill import chunks_of, fill_prompts, prompt_rows
 from gpu_engine.step.processing.processing import Processing
-from gpu_engine.step.program import Drafter, StepProgram
+from gpu_engine.step.program import StepProgram
 from gpu_engine.step.prompt_scorer import PromptScorer
 from gpu_engine.step.stream import ImmediateStream, Stream
 from gpu_engine.step.stream_sync import InlineSync
@@ -105,7 +105,7 @@ def lookahead(config: EngineConfig, max_inflight_steps: int) -> int:
 def draft_budget(config: EngineConfig) -> DraftBudget:
     """Return the budget of the drafter that the configuration names."""
     computes = config.drafts_by_net or config.drafts_decoupled
-    kind = EveryDraft if config.draft_choice == "fixed" else DraftBudget
+    kind = EveryDraft if config.verifies_every_draft else DraftBudget
     return kind(
         most_rows=config.step_rows, by_length=not computes, may_pause=not config.drafts_by_net, computes=computes
     )
@@ -149,11 +149,6 @@ def _take_number_of_threads() -> None:
 
 def _nothing() -> None:
     """A CPU has nothing to wait for."""
-
-
-def _cannot_mix(model: LoadedModel, drafter: Drafter) -> ModelNotSupported:
-    reason = "the drafter reads the model's states" if drafter.layers else f"the {model.dtype_name} model is none"
-    return ModelNotSupported(f"max_batched_tokens: prompts share a step's forward for quantised models: {reason}")
 
 
 def _inline_sync(
@@ -223,8 +218,6 @@ def cpu_executor(
         budget.seed(_forward_ms(program.warm_up, min(S * R, config.step_rows or S * R)))
 
     runner = LauncherRunner(launcher, slot_writer, sync, budget, max_inflight_steps)
-    if config.max_batched_tokens and not program.mixes:
-        raise _cannot_mix(model, drafter)
     fills = prefill_together if program.mixes else prefill
     scorer = PromptScorer(stream, launches, model, pages, drafter, slot)
     tensors = TensorOutputs(stream, model, pages, slot, config.page_size)

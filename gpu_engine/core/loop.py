@@ -72,10 +72,9 @@ class EngineLoop:
             lookahead=num_lookahead,
             shapes=shapes,
             tokens_of=_tokens_of if config.caches_prefixes else None,
-            max_batched_tokens=config.max_batched_tokens or shapes.budget if self.executor.mixes else 0,
+            max_batched_tokens=max(shapes.budget, S) if self.executor.mixes else 0,
             scored_chunk=SCORED_ROWS,
             max_starvation_s=config.max_starvation_s or math.inf,
-            static=config.batching == "static",
         )
         self._slot_writer, self._sync = self.executor.slot_writer, self.executor.sync
         self._runner, self._answers = self.executor.runner, self.executor.answers

@@ -170,7 +170,6 @@ class Scheduler(Generic[Payload]):
         max_batched_tokens: int = 0,
         scored_chunk: int = 1,
         max_starvation_s: float = math.inf,
-        static: bool = False,
     ) -> None:
         """Args: see below.
 
@@ -182,12 +181,11 @@ class Scheduler(Generic[Payload]):
             chunk is in it decodes in it, too. 0: prompts have forwards of their own, with `prefill_chunk` and `shapes`.
         scored_chunk: chunks of scored sequences end at multiples of this number of tokens.
         max_starvation_s: the wait after which a sequence goes in front of every one that came later.
-        static: slots are given only while no sequence runs, to as many as fit; else whenever one is free.
         """
         self.allocator, self._shapes, self._tokens_of = allocator, shapes, tokens_of
         self._chunk, self.lookahead, self._max_batched_tokens = prefill_chunk, lookahead, max_batched_tokens
         self._scored_chunk_tokens = scored_chunk
-        self._max_starvation_s, self._static = max_starvation_s, static
+        self._max_starvation_s = max_starvation_s
         self._slots: list[Sequence[Payload] | None] = [None] * num_slots
         self._gens = [0] * num_slots
         self._waiting: deque[Sequence[Payload]] = deque()
@@ -399,8 +397,6 @@ class Scheduler(Generic[Payload]):
     def _assign_slots(self) -> list[Sequence[Payload]]:
         """Move sequences from the head of the waiting queue into free slots while there are pages for the first one."""
         assigned: list[Sequence[Payload]] = []
-        if self._static and self.running:
-            return assigned
         free = [slot for slot, sequence in enumerate(self._slots) if sequence is None]
         while self._waiting and free:
             first = self._waiting[0] if self._shares is None else self._shares.next(self._waiting)

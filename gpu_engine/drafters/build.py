@@ -119,12 +119,12 @@ def _no_drafter(parts: DrafterParts) -> Drafter:
 
 def _ngram(parts: DrafterParts) -> Drafter:
     config = parts.config
-    sizes, forced = (config.ngram_max, config.ngram_min), config.jump_forward_first
+    longest, forced = config.ngram_max, config.jump_forward_first
     if not parts.stream.runs_at_once:
-        return NgramDrafter(parts.stream, parts.launches, *sizes, jump_forward=forced)
+        return NgramDrafter(parts.stream, parts.launches, longest, jump_forward=forced)
     max_bytes = config.max_draft_index_bytes
     index = SuffixIndex(max_bytes, len(parts.slot.length_S)) if max_bytes else None
-    return SuffixDrafter(parts.stream, parts.slot, parts.lane, index, *sizes, jump_forward=forced)
+    return SuffixDrafter(parts.stream, parts.slot, parts.lane, index, longest, jump_forward=forced)
 
 
 def _chain(parts: DrafterParts, net: DraftNet) -> Drafter:
@@ -195,7 +195,7 @@ def _model(parts: DrafterParts) -> Drafter:
 def _decoupled(parts: DrafterParts) -> Drafter:
     config, (num_slots, num_tokens) = parts.config, parts.slot.history_SL.shape
     model, d2t_V = load_draft_model(config, parts.target)
-    links, budget = config.draft_model_tokens or config.num_drafts, config.prefill_shapes.budget
+    links, budget = config.num_drafts, config.prefill_shapes.budget
     if not parts.stream.runs_at_once:
         return CapturedDecoupledDrafter(
             *(parts.stream, parts.slot, parts.lane, parts.sync),

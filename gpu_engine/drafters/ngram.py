@@ -17,18 +17,16 @@ from kernels.accept import StepTensors
 
 
 class NgramDrafter:
-    """Looks up the longest suffix of `ngram_max` down to `ngram_min` tokens, in one launch.
+    """Looks up the longest suffix of at most `ngram_max` tokens, in one launch.
 
     `jump_forward`: the drafts begin with the tokens that the grammar forces.
     """
 
     layers: tuple[int, ...] = ()
 
-    def __init__(
-        self, stream: Stream, launches: StepLaunches, ngram_max: int, ngram_min: int, *, jump_forward: bool = False
-    ) -> None:
+    def __init__(self, stream: Stream, launches: StepLaunches, ngram_max: int, *, jump_forward: bool = False) -> None:
         self._stream, self._launches = stream, launches
-        self._max, self._min, self._jump_forward = ngram_max, ngram_min, jump_forward
+        self._max, self._jump_forward = ngram_max, jump_forward
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """Return: the history is all that a lookup needs."""
@@ -39,10 +37,10 @@ class NgramDrafter:
 
     def _propose(self, batch: StepBatch) -> None:
         jump_forward = self._jump_forward and batch.any_guided
-        self._launches.propose_ngram(batch, self._max, self._min, jump_forward=jump_forward)
+        self._launches.propose_ngram(batch, self._max, jump_forward=jump_forward)
 
     def __repr__(self) -> str:
-        return f"<NgramDrafter {self._min} to {self._max}>"
+        return f"<NgramDrafter 1 to {self._max}>"
 
 
 class NoDrafter:

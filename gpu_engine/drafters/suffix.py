@@ -32,7 +32,7 @@ class SuffixDrafter:
         stream: of the steps.
         slot, lane: of the step program.
         index: earlier answers; None: the sequence's own text alone.
-        ngram_max, ngram_min: the settings.
+        ngram_max: the setting.
         jump_forward: the drafts begin with the tokens that the grammar forces.
     """
 
@@ -45,14 +45,13 @@ class SuffixDrafter:
         lane: LaneBuffers,
         index: SuffixIndex | None,
         ngram_max: int,
-        ngram_min: int,
         *,
         jump_forward: bool = False,
     ) -> None:
         assert stream.runs_at_once
         self._stream, self.index, self._jump_forward = stream, index, jump_forward
         self._max_drafts = slot.drafts_SR.shape[1] - 1
-        num_slots, runs, r = len(slot.length_S), (ngram_min, ngram_max), lane.result
+        num_slots, runs, r = len(slot.length_S), (1, ngram_max), lane.result
         slots = SuffixSlots(
             history_SL=slot.history_SL,
             length_S=slot.length_S,

@@ -84,7 +84,8 @@ def check_bytes(
         raise InvalidRequest(
             _field_of(largest),
             f"the outputs may have {sum(sizes)} bytes for {prompt_length} tokens of the prompt and {num_sequences} x "
-            f"{max_tokens} (max_tokens) of the answer, at most {limits.max_output_bytes} (max_output_bytes) fit",
+            f"{max_tokens} (max_tokens) of the answer, at most {limits.max_output_bytes} fit "
+            "(a quarter of output_memory_bytes)",
         )
 
 

@@ -212,7 +212,7 @@ def _load(
         if part is not None:
             raise ModelNotSupported(f"{SETTING}: the fused forward of {path} differs from its own: {why}") from why
         log.warning("loading %s again, unfused: %s", config.model, why)
-        return _load(replace(config, fuse=False), progress, setting, beside=beside)
+        return _load(replace(config, fuse_parts=False), progress, setting, beside=beside)
     _return_freed_memory()
     report("loaded", 1.0)
     return model
@@ -267,7 +267,7 @@ def prepare(
     """Prepare a transformers model that was loaded with the attention of `attention.NAME`, from `gguf_file` or
     `checkpoint` if it came from one of them; with `part`, cut it down to one rank's.
 
-    Raises ModelNotSupported, or FusedModelDiffers when it must be loaded again with `fuse` off.
+    Raises ModelNotSupported, or FusedModelDiffers when it must be loaded again with `fuse_parts` off.
     """
     device = torch.device(config.device)
     dtype = resolve_dtype(config.dtype, device)
@@ -334,15 +334,15 @@ def _prepare_net(
     seen = probe(model, rough=by_row)
     # Activations of 8 bits hide a float32's rounding: another order of a sum may give another integer.
     bounds = Bounds.of(torch.bfloat16 if model.quantised else dtype, rough=by_row)
-    if config.fuse:
+    if config.fuse_parts:
         with attention.attending(seen.ctx):
             model.fused = fuse_parts(net, seen.record, seen.ctx.layers_seen, bounds)
     if device.type == "cpu":
         pack_linears(net)
-    elif config.fuse:
+    elif config.fuse_parts:
         thin_linears(net)
         join_activations(net)
-    if config.fuse:
+    if config.fuse_parts:
         model.fused = verified(net, model.fused, seen.record, seen.logits_NV, seen.again(model), bounds, seen.noise)
     if model.quantised and not by_row:
         if model.fused.forward and whole:

@@ -52,7 +52,7 @@ class CoreSplit:
         spare = len(cores) - threads
         # With device flags the grammar process polls, and fills a core by itself.
         least = 2 if config.sync == "device_flag" else 1
-        if not config.split_cores or usable < len(cores) or not least <= spare <= MAX_SPARE:
+        if usable < len(cores) or not least <= spare <= MAX_SPARE:
             return None
         return CoreSplit(cores, frozenset(sorted(cores)[-spare:]))
 
@@ -97,6 +97,6 @@ def _move(before: frozenset[int], after: frozenset[int]) -> bool:
             except ProcessLookupError:
                 continue  # the thread has ended
             except OSError as error:  # not allowed, or the process's CPU set has changed
-                log.warning("split_cores: the kernel does not let this process set the cores of its threads: %s", error)
+                log.warning("the kernel does not let this process set the cores of its threads: %s", error)
                 return False
     return True

@@ -179,11 +179,11 @@ class Sidecar:
             await self._run_until(allowed)
             allowed = 1
             reason = (
-                f"the grammar process failed {self._max_failures} times within {FAILURE_WINDOW_S:g} s "
-                "(grammar_max_failures); see the server's log"
+                f"the grammar process failed {self._max_failures} times within {FAILURE_WINDOW_S:g} s; see "
+                "the server's log"
             )
             log.error(
-                "%s. Guided requests are refused, others go on; the next start is in %g s (grammar_retry_s)",
+                "%s. Guided requests are refused, others go on; the next start is in %g s",
                 reason,
                 self._cool_down_s,
             )

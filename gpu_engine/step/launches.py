@@ -76,7 +76,7 @@ class StepLaunches(Protocol):
     def row_logprobs(self, logits_NV: torch.Tensor, rows: RowLogprobs) -> None:
         """Fill the results of `rows`: log-probabilities of its tokens, one for each row of the logits."""
 
-    def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
+    def propose_ngram(self, batch: StepBatch, ngram_max: int, *, jump_forward: bool) -> None:
         """Write drafts by prompt lookup; with `jump_forward` behind the jump-forward tokens. Where the slots have
         `parents_SR`, also a branch, and the parents."""
 

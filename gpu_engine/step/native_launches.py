@@ -84,7 +84,7 @@ class NativeLaunches:
         """See `StepLaunches.row_logprobs`."""
         row_logprobs(logits_NV, rows)
 
-    def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
+    def propose_ngram(self, batch: StepBatch, ngram_max: int, *, jump_forward: bool) -> None:
         """Raise NotImplementedError: on a CPU the drafter `ngram` is drafters/suffix.py."""
         raise NotImplementedError("on a CPU drafts come from the suffix votes")
 

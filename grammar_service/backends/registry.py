@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 
 from grammar_service.backends.backend import Backend
@@ -42,8 +42,8 @@ def import_library(name: str) -> None:
         _backend_class(name)
 
 
-def load_backend(name: str, vocabulary: Vocabulary, *, threads: int = 1) -> Backend:
-    """Return the backend `name` over a vocabulary. `threads` may run within one compilation, if the library has it.
+def load_backend(name: str, vocabulary: Vocabulary) -> Backend:
+    """Return the backend `name` over a vocabulary.
 
     Raises NotSupported (the name is not in NAMES, or its library is not installed) and InvalidField (the library cannot
     read the tokenizer).
@@ -52,14 +52,14 @@ def load_backend(name: str, vocabulary: Vocabulary, *, threads: int = 1) -> Back
         raise NotSupported(f"backend {name!r} is unknown; there are {', '.join(NAMES)}")
     if not installed(name):
         raise NotSupported(f"backend {name} is not installed in this sidecar")
-    return ComposingBackend(_backend_class(name, threads), vocabulary)
+    return ComposingBackend(_backend_class(name), vocabulary)
 
 
-def _backend_class(name: str, threads: int = 1) -> Callable[[Vocabulary], Backend]:
+def _backend_class(name: str) -> Callable[[Vocabulary], Backend]:
     if name == "llguidance":
         from grammar_service.backends.llguidance.backend import LlguidanceBackend
 
         return LlguidanceBackend
     from grammar_service.backends.xgrammar.backend import XgrammarBackend
 
-    return partial(XgrammarBackend, threads=threads)
+    return XgrammarBackend

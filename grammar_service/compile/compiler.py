@@ -29,7 +29,7 @@ from grammar_service.compile.pool import COMMAND, COMMAND_IDLE, START_TIMEOUT_S,
 from grammar_service.compile.process import CompileProcess
 from grammar_service.compile.queue import NO_TENANT, Share
 from grammar_service.completion.plan import CompletionPlan
-from grammar_service.config import GrammarConfig
+from grammar_service.config import CACHE_BYTES, QUEUE_S, GrammarConfig
 from grammar_service.errors import (
     GrammarServiceError,
     InternalError,
@@ -133,9 +133,9 @@ class Compiler:
         """Keys of running compilations that an accepted sequence waits for."""
         self._start, self._load = start, load
         self._loader = loader or CompileLoader()
-        on_disk = config.cache and config.cache_dir
+        on_disk = config.cache_bytes and config.cache_dir
         self._disk = disk or (DiskCache(Path(config.cache_dir), config.cache_dir_bytes) if on_disk else None)
-        self._cache: OwnedCache[Entry] = OwnedCache(config.cache_bytes)
+        self._cache: OwnedCache[Entry] = OwnedCache(config.cache_bytes or CACHE_BYTES)
         self._choices: OrderedDict[str, str] = OrderedDict()
         self.compiled = 0
         self.hits = 0
@@ -281,7 +281,7 @@ class Compiler:
 
     def _cached(self, key: str) -> Entry | None:
         """Return the entry that may be used in place of a compilation."""
-        return self._cache.get(key) if self._config.cache else None
+        return self._cache.get(key) if self._config.cache_bytes else None
 
     async def _one(self, grammar: Grammar, backend: str, order: _Order) -> tuple[Entry, bool]:
         key = _key(grammar, backend, order)
@@ -346,8 +346,7 @@ class Compiler:
                 workers=self._config.workers,
                 limits=self._config.compile_limits,
                 queue=self._config.compile_queue,
-                queue_s=self._config.compile_queue_s,
-                threads=self._config.compile_threads,
+                queue_s=QUEUE_S,
                 command=self._command,
                 fallback=self._fallback,
                 start=self._start,
@@ -374,7 +373,7 @@ def attempt_limit_s(config: GrammarConfig) -> float:
     a second one is started then.
     """
     tries = 2 if config.compile_priority == "idle" else 1
-    return config.compile_queue_s + tries * (START_TIMEOUT_S + config.compile_timeout_s)
+    return QUEUE_S + tries * (START_TIMEOUT_S + config.compile_timeout_s)
 
 
 def _key(grammar: Grammar, backend: str, order: _Order) -> str:

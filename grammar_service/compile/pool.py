@@ -48,7 +48,6 @@ class CompilePool:
         backend: name of the backend.
         vocabulary: each worker receives it at its start.
         workers: number of processes.
-        threads: within one compilation, in backends that have it.
         limits: of one compilation.
         queue: compilations that may wait for a worker; those of accepted sequences do not count. Tenants share these
             places by weight.
@@ -68,14 +67,13 @@ class CompilePool:
         limits: CompileLimits,
         queue: int,
         queue_s: float,
-        threads: int = 1,
         command: Sequence[str] = COMMAND,
         fallback: Sequence[str] = (),
         start: StartWorker = CompileProcess.start,
     ) -> None:
         self._backend = backend
         self._vocabulary = vocabulary
-        self._threads, self._limits = threads, limits
+        self._limits = limits
         self._max_waiting, self._queue_s = queue, queue_s
         self._command, self._fallback, self._start_worker = command, fallback, start
         self._idle: set[CompileProcess] = set()
@@ -131,7 +129,7 @@ class CompilePool:
             "max_artifact_bytes": self._limits.max_artifact_bytes,
         }
         vocabulary = self._vocabulary
-        about = {"size": vocabulary.size, "stop_ids": vocabulary.stop_ids, "threads": self._threads}
+        about = {"size": vocabulary.size, "stop_ids": vocabulary.stop_ids}
         return {"backend": self._backend, **about, "limits": limits}
 
     async def ready(self) -> None:
@@ -165,7 +163,7 @@ class CompilePool:
             raise LimitExceeded(f"compile_queue: {self._max_waiting} compilations are waiting already") from None
         except TimeoutError:
             raise LimitExceeded(
-                f"compile_queue_s: no compile worker of {self._backend} was free within {self._queue_s:g} s, and the "
+                f"no compile worker of {self._backend} was free within {self._queue_s:g} s, and the "
                 "compilation did not begin; try again"
             ) from None
         try:

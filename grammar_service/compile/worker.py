@@ -145,9 +145,7 @@ def _serve(frames: BinaryIO, out: BinaryIO) -> None:
 def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> Toolchain | None:
     try:
         vocabulary = Vocabulary.load(tokenizer_json, head["size"], tuple(head["stop_ids"]))
-        toolchain = Toolchain(
-            load_backend(head["backend"], vocabulary, threads=head["threads"]), TokenTexts.of(vocabulary)
-        )
+        toolchain = Toolchain(load_backend(head["backend"], vocabulary), TokenTexts.of(vocabulary))
     except Exception as error:
         name, message = to_wire(error)
         out.write(pack({"error": name, "message": message}))

@@ -36,7 +36,6 @@ def branch_kernel(
     max_drafts: tl.tensor,
     reserved: tl.tensor,
     MOST: tl.constexpr,
-    LEAST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BEHIND: tl.constexpr,
@@ -73,7 +72,7 @@ def branch_kernel(
         longest = tl.maximum(longest, run)
         score = run * 2 * n + tl.where(at + 1 >= prompt, n + at, n - 1 - at)
         other = tl.load(tokens + at + 1, mask=at < n - 1, other=-1) != next_token
-        better = (run >= LEAST) & other & (score > best)
+        better = (run >= 1) & other & (score > best)
         best = tl.where(better, score, best)
         best_end = tl.where(better, at, best_end)
     highest = tl.max(best, axis=0)
@@ -105,7 +104,6 @@ def add_branch(
     parents_SR: torch.Tensor,
     *,
     ngram_max: int,
-    ngram_min: int,
     max_rows: int = 16,
     num_jump_forward_B: torch.Tensor | None = None,
 ) -> None:
@@ -121,13 +119,12 @@ def add_branch(
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in (slots_B, *tensors))
     assert guided_B.dtype == torch.bool
     assert parents_SR.shape == drafts_SR.shape
-    assert 1 <= ngram_min <= ngram_max, (ngram_min, ngram_max)
+    assert ngram_max >= 1, ngram_max
     R = drafts_SR.shape[1]
     branch_kernel[(slots_B.shape[0],)](
         *(slots_B, guided_B.view(torch.uint8), *tensors, num_jump_forward_B),
         *(history_SL.stride(0), R, min(max_rows, R + 1) - 1, BRANCH_TOKENS),
         MOST=ngram_max,
-        LEAST=ngram_min,
         ROWS=triton.next_power_of_2(R),
         BLOCK=4096,
         BEHIND=num_jump_forward_B is not None,

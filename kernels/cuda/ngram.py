@@ -27,7 +27,6 @@ def ngram_kernel(
     R: tl.tensor,
     max_drafts: tl.tensor,
     MOST: tl.constexpr,
-    LEAST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BEHIND: tl.constexpr,
@@ -54,7 +53,7 @@ def ngram_kernel(
             alive = alive & (at >= t) & (tl.load(tokens + at - t, mask=alive & (at >= t), other=-1) == suffix)
             run += alive.to(tl.int32)
         score = run * 2 * n + tl.where(at + 1 >= prompt, n + at, n - 1 - at)
-        better = (run >= LEAST) & (score > best)
+        better = (run >= 1) & (score > best)
         best = tl.where(better, score, best)
         best_end = tl.where(better, at, best_end)
     highest = tl.max(best, axis=0)
@@ -81,13 +80,12 @@ def propose_ngram(
     num_drafts_S: torch.Tensor,
     *,
     ngram_max: int,
-    ngram_min: int,
     max_rows: int = 16,
     num_jump_forward_B: torch.Tensor | None = None,
 ) -> None:
     """Write `drafts_SR` (0 behind the last) and `num_drafts_S` of the lanes' slots; all int32, contiguous.
 
-    A suffix of `ngram_max` down to `ngram_min` tokens is looked up; drafts stay within draft_limit, one below
+    A suffix of `ngram_max` down to one token is looked up; drafts stay within draft_limit, one below
     max_length, and one below `max_rows`. Cost: one pass over the history. The slot of an idle lane (negative slot) is
     unchanged.
 
@@ -97,13 +95,12 @@ def propose_ngram(
     """
     tensors = (slots_B, history_SL, length_S, prompt_length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)
-    assert 1 <= ngram_min <= ngram_max, (ngram_min, ngram_max)
+    assert ngram_max >= 1, ngram_max
     R = drafts_SR.shape[1]
     ngram_kernel[(slots_B.shape[0],)](
         *(*tensors, num_jump_forward_B),
         *(history_SL.stride(0), R, min(max_rows, R + 1) - 1),
         MOST=ngram_max,
-        LEAST=ngram_min,
         ROWS=triton.next_power_of_2(R),
         BLOCK=4096,
         BEHIND=num_jump_forward_B is not None,

@@ -27,10 +27,10 @@ def cell(variant: str, drafts: int, group: str, *answers: Answer, wall_s: float 
 
 def test_a_variant_is_a_drafter_a_folder_and_marks() -> None:
     assert Variant.parse("ngram") == Variant("ngram", "ngram", "", ())
-    assert Variant.parse("none+forced").flags == ("--jump-forward", "true")
+    assert Variant.parse("none+forced").flags == ()
     head = Variant.parse("eagle3:a/head+free+unforced")
     assert (head.name, head.drafter, head.draft_model) == ("eagle3+free+unforced", "eagle3", "a/head")
-    assert head.flags == ("--draft-model", "a/head", "--draft-masks", "off", "--jump-forward", "false")
+    assert head.flags == ("--draft-model", "a/head", "--draft-masks", "off", "--jump-forward-tokens", "0")
     small = Variant.parse("decoupled:a/model+q4")
     assert (small.name, small.drafter) == ("decoupled+q4", "decoupled")
     assert small.flags == ("--draft-model", "a/model", "--draft-quantization", "q4")

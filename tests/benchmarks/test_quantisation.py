@@ -133,7 +133,7 @@ def test_a_quantised_model_diverges_and_a_model_from_itself_does_not(folder: Pat
 @pytest.mark.parametrize("fuse", [False, True])
 def test_weights_of_4_bits_take_less_than_those_of_8(folder: Path, fuse: bool) -> None:
     q4, int8, none = (
-        weight_bytes(load_model(config(model=str(folder), quantization=kind, fuse=fuse)))
+        weight_bytes(load_model(config(model=str(folder), quantization=kind, fuse_parts=fuse)))
         for kind in ("q4", "int8", "none")
     )
     assert q4 < int8 < none

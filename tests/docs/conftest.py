@@ -39,11 +39,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         extra=(
             *("--max-model-len", "512", "--stream-pace-ms", "0"),
             # A compile process has a low priority: beside other programs, a second of its work takes many.
-            *("--compile-timeout-s", "120", "--grammar-wait-s", "120", "--grammar-silence-s", "60"),
-            *("--allow-never-preempt", "--max-output-bytes", "9000000"),
+            *("--compile-timeout-s", "120", "--grammar-wait-s", "120"),
+            *("--allow-never-preempt", "--output-memory-bytes", "36000000"),
             *("--adapter", f"low-rank={lora}", "--adapter", f"virtual={virtual}"),
             *PROCESSORS,
         ),
+        internal={"grammar_silence_s": 60.0},
     )
     with EngineServer(options) as engine:
         yield engine.address

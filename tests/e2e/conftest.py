@@ -33,7 +33,7 @@ class RunningServer:
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
     """One thread: other tests use the other core, and no end-to-end test measures speed."""
-    extra = ("--max-model-len", "512", "--max-queue-size", "64", "--grammar-silence-s", "4")
+    extra = ("--max-model-len", "512", "--max-queue-size", "64")
     # xgrammar takes some seconds for a random schema, and longer beside another test.
     extra += ("--compile-timeout-s", "20")
     # A killed grammar process starts again beside other tests, and loads xgrammar with torch.
@@ -42,7 +42,9 @@ def server() -> Iterator[RunningServer]:
     extra += ("--logits-processor", "ngrams=gpu_engine.processors.ngrams:NoRepeatedNgrams")
     extra += ("--logits-processor", "end=gpu_engine.processors.long_answers:LengthPenalty")
     extra += ("--adapter-dir", str(ROOT / "examples/executor/adapters"))
-    options = ServerOptions(dtype="auto", num_threads=1, max_batch_size=8, extra=extra)
+    options = ServerOptions(
+        dtype="auto", num_threads=1, max_batch_size=8, extra=extra, internal={"grammar_silence_s": 4.0}
+    )
     before = {child.pid for child in psutil.Process().children()}
     with EngineServer(options) as engine:
         (process,) = [child for child in psutil.Process().children() if child.pid not in before]

@@ -118,7 +118,7 @@ def test_prompts_prefilled_together_have_the_tokens_of_a_cpu(models: Models, dra
     with unguided_engine(models.cpu, with_drafts(0)) as engine:
         expected = answer_each(engine, made())
     draft_model = models.cpu.name if drafts_by == "model" else ""
-    settings = on_gpu(3, draft_model=draft_model, prefill_chunk=512, max_batch_size=16)
+    settings = on_gpu(3, draft_model=draft_model, max_batched_tokens=512, max_batch_size=16)
     with unguided_engine(models.gpu, settings) as engine:
         prefill = engine._loop.executor.prefill
         assert isinstance(prefill, Prefill)
@@ -156,7 +156,7 @@ def test_jump_forward_tokens_change_no_answer(
     models: Models, guided_tokens: list[list[int]], drafts_by: str, sync: str, eager: bool
 ) -> None:
     draft_model = models.cpu.name if drafts_by in ("model", "decoupled") else ""
-    settings = on_gpu(3, sync=sync, enforce_eager=eager, draft_model=draft_model, jump_forward=True)
+    settings = on_gpu(3, sync=sync, enforce_eager=eager, draft_model=draft_model)
     with guided_engine(models.gpu, replace(settings, drafter=drafts_by)) as (engine, grammar):
         # After an odd number of tokens the proposal is two right tokens; otherwise it is wrong.
         grammar.sidecar.proposes = lambda automaton, emitted: (

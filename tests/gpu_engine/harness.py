@@ -101,7 +101,7 @@ def tokens(count: int, seed: int, *, repeat: int = 0) -> list[int]:
 def config(**fields: object) -> EngineConfig:
     """Return a small engine's configuration: 4 slots, chunks of 16, K = F = 7."""
     base: dict[str, object] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
-    base |= {"max_batch_size": 4, "max_model_len": 256, "prefill_chunk": 16, "jump_forward_tokens": 0}
+    base |= {"max_batch_size": 4, "max_model_len": 256, "max_batched_tokens": 16, "jump_forward_tokens": 1}
     return EngineConfig(**{**base, **fields})  # type: ignore[arg-type]
 
 

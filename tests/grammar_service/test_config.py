@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from grammar_service.config import GrammarConfig, read
+from grammar_service.grammar.value import BOUNDS
+from service_runtime.settings import settings_of
 
 
 def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> None:
@@ -79,10 +81,44 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         read(["--help"], {})
     assert caught.value.code == 0
     shown = capsys.readouterr().out
-    for name in GrammarConfig.__dataclass_fields__:
+    for name in (setting.name for setting in settings_of(GrammarConfig)):
         assert "--" + name.replace("_", "-") in shown
 
 
 def test_threads_follow_the_machine_unless_they_are_set() -> None:
     assert GrammarConfig(dir="d", threads=5).fill_threads == 5
     assert 1 <= GrammarConfig(dir="d").fill_threads <= 8
+
+
+@pytest.mark.parametrize(
+    ("line", "bounds"),
+    [
+        ('json_bounds = "max_string_length=9, max_whitespace=0"', {"max_string_length": 9}),
+        ("max_string_length = 9\nmax_array_items = 3", {"max_string_length": 9, "max_array_items": 3}),
+        ("", {}),
+    ],
+)
+def test_bounds_are_one_setting_that_has_the_old_names(line: str, bounds: dict[str, int], tmp_path: Path) -> None:
+    file = tmp_path / "sidecar.toml"
+    file.write_text(f'dir = "d"\n{line}\n')
+    config, _ = read(["--config", str(file)], {})
+    assert {name: value for name in BOUNDS if (value := getattr(config.reading, name))} == bounds
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_strings=3", "'max_strings' is not one of max_string_length, "),
+        ("max_number_digits=16", r"'max_number_digits=16': max_number_digits must be an integer in \[0, 15\]"),
+        ("max_array_items=x", "max_array_items must be an integer"),
+        ("max_array_items=1,max_array_items=2", "max_array_items is given twice"),
+    ],
+)
+def test_wrong_bounds_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^json_bounds: .*{message}"):
+        GrammarConfig(dir="d", json_bounds=text)
+
+
+def test_a_cache_that_is_off_has_no_bytes() -> None:
+    assert read(["--dir", "d", "--cache", "false"], {})[0].cache_bytes == 0
+    assert read(["--dir", "d", "--cache"], {})[0].cache_bytes == 256 << 20

@@ -131,7 +131,8 @@ def calibrate(args: argparse.Namespace) -> int:
         num_draft_tokens=args.drafts,
         max_batch_size=max(16, *args.levels, *args.check),
         prefix_cache=False,
-        extra=("--draft-index-bytes=0", "--iteration-history=100000", *args.engine_flag),
+        extra=("--draft-index-bytes=0", *args.engine_flag),
+        internal={"iteration_history": 100_000},
     )
     args.out.mkdir(parents=True, exist_ok=True)
     progress = Progress(len(names) * (len(args.levels) + len(args.check)))

@@ -147,9 +147,8 @@ class EngineSpec:
             lookahead=sizes.lookahead,
             shapes=config.prefill_shapes,
             tokens_of=(lambda sequence: sequence.payload.tokens()) if config.caches_prefixes else None,
-            max_batched_tokens=(config.max_batched_tokens or config.prefill_shapes.budget) if self.mixes else 0,
+            max_batched_tokens=max(config.prefill_shapes.budget, config.max_batch_size) if self.mixes else 0,
             max_starvation_s=config.max_starvation_s or math.inf,
-            static=config.batching == "static",
         )
 
 

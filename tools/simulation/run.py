@@ -303,7 +303,7 @@ def _engine_config(random: Random, *, plain: bool) -> EngineConfig:
         max_model_len=MAX_MODEL_LEN,
         page_size=16,
         kv_cache_tokens=MAX_MODEL_LEN if tight else 0,
-        prefill_chunk=16,
+        max_batched_tokens=16,
         drafter="ngram" if drafts else "none",
         num_draft_tokens=drafts,
         jump_forward_tokens=random.choice((0, drafts)),

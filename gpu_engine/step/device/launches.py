@@ -104,14 +104,13 @@ class TritonLaunches:
         """See `StepLaunches.row_logprobs`."""
         row_logprobs(logits_NV, rows)
 
-    def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
+    def propose_ngram(self, batch: StepBatch, ngram_max: int, *, jump_forward: bool) -> None:
         """See `StepLaunches.propose_ngram`."""
         slot = batch.slot
         propose_ngram(
             *(batch.slots_B, slot.history_SL, slot.length_S, slot.params.prompt_length_S, slot.draft_limit_S),
             *(slot.params.max_length_S, slot.drafts_SR, slot.num_drafts_S),
             ngram_max=ngram_max,
-            ngram_min=ngram_min,
             max_rows=batch.max_rows,
             num_jump_forward_B=batch.lane.num_jump_forward_B if jump_forward else None,
         )
@@ -121,7 +120,6 @@ class TritonLaunches:
                 *(slot.params.prompt_length_S, slot.draft_limit_S, slot.params.max_length_S),
                 *(slot.drafts_SR, slot.num_drafts_S, slot.parents_SR),
                 ngram_max=ngram_max,
-                ngram_min=ngram_min,
                 max_rows=batch.max_rows,
                 num_jump_forward_B=batch.lane.num_jump_forward_B if jump_forward else None,
             )

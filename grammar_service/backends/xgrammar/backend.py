@@ -44,11 +44,11 @@ _T = TypeVar("_T")
 
 
 class XgrammarBackend:
-    """xgrammar with one vocabulary. One compilation at a time per object, in `threads` threads."""
+    """xgrammar with one vocabulary. One compilation at a time per object, on one thread."""
 
     name = "xgrammar"
 
-    def __init__(self, vocabulary: Vocabulary, *, threads: int = 1) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         tokens, vocab_type = _encoded_tokens(vocabulary)
         self._tokenizer = xgrammar.TokenizerInfo(
@@ -58,7 +58,7 @@ class XgrammarBackend:
         self._never = frozenset(i for i, text in enumerate(tokens) if not text) - set(vocabulary.stop_ids)
         self._spelling = Spelling(vocabulary)
         self._filler = XgrammarFiller(vocabulary, self._never, _full_row(vocabulary))
-        self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=threads, cache_enabled=False)
+        self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
 
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Compile in this process, with its stderr redirected; see `Backend.compile`."""

@@ -172,10 +172,3 @@ def test_preemption_changes_nothing_of_them(llama: LoadedModel, spared: int | No
     assert never == 0
     assert preemptions > 0 or spared is not None
     assert_same(found, expected)
-
-
-def test_static_batches_change_nothing_of_them(llama: LoadedModel, free: list[Answer]) -> None:
-    with unguided_engine(llama, with_drafts(3, batching="static", max_batch_size=2, **NAMED)) as engine:
-        answers = made(engine, FREE, llama)
-        answer_all(engine, answers)
-    assert_same(answers, free)

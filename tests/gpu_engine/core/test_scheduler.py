@@ -29,7 +29,6 @@ def scheduler(
     tokens_of: Callable[[Sequence[str]], list[int]] | None = None,
     max_batched_tokens: int = 0,
     max_starvation_s: float = math.inf,
-    static: bool = False,
 ) -> Names:
     return Scheduler(
         num_slots,
@@ -41,7 +40,6 @@ def scheduler(
         max_batched_tokens=max_batched_tokens,
         scored_chunk=SCORED,
         max_starvation_s=max_starvation_s,
-        static=static,
     )
 
 
@@ -201,18 +199,6 @@ def test_a_sequence_that_is_never_preempted_has_all_its_pages_before_it_begins()
     machine.remove(b)
     assert names(machine.plan().assigned) == ["c"]
     assert c.slot >= 0
-
-
-def test_a_static_batch_begins_when_the_former_one_has_ended() -> None:
-    machine = scheduler(num_slots=2, static=True)
-    for name in "abc":
-        machine.add(sequence(name))
-    assert names(machine.plan().assigned) == ["a", "b"]
-    machine.remove(machine.running[0])
-    machine.add(sequence("d"))
-    assert machine.plan().assigned == ()
-    machine.remove(machine.running[0])
-    assert names(machine.plan().assigned) == ["c", "d"]
 
 
 @pytest.mark.parametrize("mixed", [0, 60])
@@ -610,7 +596,6 @@ class Turns(RuleBasedStateMachine):
     chunk, lanes = CHUNK, 1
     tokens_of: Callable[[Sequence[str]], list[int]] | None = None
     starves_s = math.inf
-    static = False
     waits = False
     """Some sequences reserve pages, and some wait for a bounded time."""
 
@@ -625,7 +610,6 @@ class Turns(RuleBasedStateMachine):
             lanes=self.lanes,
             tokens_of=self.tokens_of,
             max_starvation_s=self.starves_s,
-            static=self.static,
         )
         self.now_s = 0.0
         self.count = 0
@@ -666,7 +650,7 @@ class Turns(RuleBasedStateMachine):
 
     @rule(emitted=st.integers(0, ROWS))
     def turn(self, emitted: int) -> None:
-        line, ran = self.machine.waiting, self.machine.running
+        line = self.machine.waiting
         self.now_s += 1.0
         plan = self.machine.plan(self.now_s)
         assert not (plan.preempted and plan.assigned)
@@ -676,7 +660,6 @@ class Turns(RuleBasedStateMachine):
             assert self.now_s >= s.waits_since_s + s.max_queue_s
             self.machine.remove(s)
         self.in_order(plan, [s for s in line if s not in plan.expired])
-        assert not (self.static and ran and plan.assigned)
         for s in plan.assigned:
             assert s.slot_gen == self.gens.get(s.slot, 0) + 1
             self.gens[s.slot] = s.slot_gen
@@ -787,18 +770,11 @@ class TurnsThatWait(TurnsThatShare):
     starves_s, waits = 5.0, True
 
 
-class StaticTurns(TurnsThatWait):
-    """The same in batches that begin and end together."""
-
-    static = True
-
-
 TestTurns = Turns.TestCase
 TestTurnsThatWait = TurnsThatWait.TestCase
-TestStaticTurns = StaticTurns.TestCase
 TestTurnsOfSeveral = TurnsOfSeveral.TestCase
 TestTurnsThatShare = TurnsThatShare.TestCase
 TestTurns.settings = TestTurnsOfSeveral.settings = TestTurnsThatShare.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-TestTurnsThatWait.settings = TestStaticTurns.settings = TestTurns.settings
+TestTurnsThatWait.settings = TestTurns.settings

@@ -68,20 +68,6 @@ def test_a_request_that_is_never_preempted_keeps_its_slot_and_two_of_them_end(
         assert not {answer.request.request_id for answer in answers[2:]} & set(lost)
 
 
-def test_a_static_batch_begins_when_every_sequence_of_the_former_one_has_ended(llama: LoadedModel) -> None:
-    seen: list[tuple[int, list[int]]] = []
-
-    def note(answer: Answer) -> None:
-        if len(answer.events) == 1:
-            seen.append((answers.index(answer), [n for n, other in enumerate(answers) if other.over]))
-
-    with unguided_engine(llama, config(max_batch_size=2, batching="static")) as engine:
-        answers = [ask(tokens(5, n), max_tokens=10 + 40 * (n % 2), ignore_eos=True, on_event=note) for n in range(5)]
-        answer_all(engine, answers)
-    assert seen == [(0, []), (1, []), (2, [0, 1]), (3, [0, 1]), (4, [0, 1, 2, 3])]
-    assert engine.stats().finished == {"LENGTH": 5}
-
-
 @pytest.mark.parametrize(("starves_s", "first"), [(0.0, "high"), (0.03, "low")])
 def test_a_low_priority_starves_no_longer_than_the_setting_says(
     llama: LoadedModel, starves_s: float, first: str

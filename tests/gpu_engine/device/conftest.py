@@ -24,4 +24,4 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     family.num_hidden_layers, family.num_attention_heads, family.num_key_value_heads = 1, 2, 1
     family.head_dim = family.hidden_size // family.num_attention_heads
     folder = tiny.save(family, tmp_path_factory.mktemp("rounds"), rounds=True)
-    return load_model(config(model=str(folder), fuse=False))
+    return load_model(config(model=str(folder), fuse_parts=False))

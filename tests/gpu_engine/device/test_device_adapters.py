@@ -50,7 +50,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
-SMALL = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 32, "row_timeout_ms": 20_000.0}
+SMALL = {"max_batch_size": 2, "max_model_len": 64, "max_batched_tokens": 32, "row_timeout_ms": 20_000.0}
 LIMITS = AdapterLimits(1 << 20, max_adapters=2, max_lora_rank=8, max_virtual_tokens=6)
 GAIN = 4.0
 """Of the adapters: the model counts upwards, and goes on with that beside a weak one."""
@@ -91,8 +91,8 @@ def made(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Made:
         "c": save_lora(folder, root / "c", seed=3, targets=("o_proj", "up_proj"), gain=GAIN),
         "p": save_prompt(root / "p", tokens=5, hidden=hidden, seed=1),
     }
-    cpu = load_model(config(model=str(folder), fuse=False, max_adapter_bytes=1 << 20))
-    return Made(files, cpu, over_stacks(load_model(config(model=str(folder), fuse=False)), LIMITS))
+    cpu = load_model(config(model=str(folder), fuse_parts=False, max_adapter_bytes=1 << 20))
+    return Made(files, cpu, over_stacks(load_model(config(model=str(folder), fuse_parts=False)), LIMITS))
 
 
 def over_stacks(model: LoadedModel, limits: AdapterLimits) -> LoadedModel:
@@ -105,7 +105,7 @@ def over_stacks(model: LoadedModel, limits: AdapterLimits) -> LoadedModel:
 
 def on_device(num_drafts: int, **fields: object) -> EngineConfig:
     sizes = {"max_adapter_bytes": 1 << 20, "max_adapters": 2, "max_lora_rank": 8, "max_virtual_tokens": 6}
-    base = {"device": "cuda", "draft_timeout_ms": 20_000.0, "fuse": False, **SMALL, **sizes}
+    base = {"device": "cuda", "draft_timeout_ms": 20_000.0, "fuse_parts": False, **SMALL, **sizes}
     return with_drafts(num_drafts, **{**base, **fields})
 
 

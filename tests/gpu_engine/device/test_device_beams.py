@@ -22,8 +22,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
-SMALL = {"max_batch_size": 4, "max_model_len": 64, "prefill_chunk": 32, "row_timeout_ms": 20_000.0}
-ON_DEVICE = {"device": "cuda", "draft_timeout_ms": 20_000.0, "fuse": False}
+SMALL = {"max_batch_size": 4, "max_model_len": 64, "max_batched_tokens": 32, "row_timeout_ms": 20_000.0}
+ON_DEVICE = {"device": "cuda", "draft_timeout_ms": 20_000.0, "fuse_parts": False}
 FREE = partial(search, tokens(17, 2), 3, max_tokens=7, repetition_penalty=1.2, logit_bias=((65, 1.5),))
 GUIDED = partial(search, tokens(17, 3), 3, max_tokens=9, grammar="6")
 OTHER = partial(ask, tokens(9, 5), max_tokens=5, ignore_eos=True)

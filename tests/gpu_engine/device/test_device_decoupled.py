@@ -60,12 +60,11 @@ def decoupled(
     draft_model: str,
     num_drafts: int = 3,
     *,
-    links: int = 0,
     dirs: tuple[str, ...] = (),
     draft_device: str = "",
     **fields: object,
 ) -> EngineConfig:
-    own = {"draft_model_tokens": links, "draft_dirs": dirs, "draft_device": draft_device}
+    own = {"draft_dirs": dirs, "draft_device": draft_device}
     settings = on_device(num_drafts, **fields)
     return replace(settings, drafter="decoupled", draft_model=draft_model, **own)  # type: ignore[arg-type]
 
@@ -175,7 +174,7 @@ def test_guided_tokens_do_not_depend_on_the_draft_model(
     llama: LoadedModel, other: str, guided_tokens: list[list[int]], sync: str, num_drafts: int, draft_device: str
 ) -> None:
     """With jump-forward drafts in front of the model's own. Three lanes are padded to four."""
-    fields = {"sync": sync, "max_batch_size": 4, "jump_forward": True, "jump_forward_tokens": num_drafts}
+    fields = {"sync": sync, "max_batch_size": 4, "jump_forward_tokens": num_drafts}
     settings = decoupled(other, num_drafts, draft_device=draft_device, **fields)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
         every_draft(engine)
@@ -254,8 +253,8 @@ def test_a_lost_and_restored_grammar_process_changes_no_token(
 
 @pytest.mark.slow
 def test_a_text_is_read_beside_the_steps_and_drafted_behind_then(llama: LoadedModel) -> None:
-    """`prefill_chunk` is 32 for two lanes, so the model reads 60 tokens, which the prefix cache had for the target, in
-    parts of 16. It is right about every draft then."""
+    """`max_batched_tokens` is 32 for two lanes, so the model reads 60 tokens in parts of 16, which the prefix cache had
+    for the target. It is right about every draft then."""
     prompt = tokens(60, 5)
     settings = decoupled(llama.name, max_model_len=160, page_size=16)
     with unguided_engine(llama, with_drafts(0, **{**SMALL, "max_model_len": 160})) as engine:
@@ -274,16 +273,6 @@ def test_a_text_is_read_beside_the_steps_and_drafted_behind_then(llama: LoadedMo
 
 
 @pytest.mark.slow
-def test_the_draft_model_has_a_number_of_drafts_of_its_own(llama: LoadedModel) -> None:
-    with device_engine(llama, decoupled(llama.name, 7, links=2, max_batch_size=1)) as (engine, _):
-        every_draft(engine)
-        answer_each(engine, [ask(tokens(6, 1), max_tokens=31, ignore_eos=True)])
-        stats = engine.stats()
-    assert stats.steps <= 1 + 30 // 3 + 2
-    assert stats.drafts_per_step.counts[3:] == [0] * len(stats.drafts_per_step.counts[3:])
-
-
-@pytest.mark.slow
 def test_virtual_tokens_are_not_drafted_behind(llama: LoadedModel, tmp_path: Path) -> None:
     """The model has no embedding for them; a GPU would read behind its table."""
     limits = AdapterLimits(1 << 20, max_adapters=1, max_lora_rank=8, max_virtual_tokens=6)
@@ -295,10 +284,10 @@ def test_virtual_tokens_are_not_drafted_behind(llama: LoadedModel, tmp_path: Pat
         answers[0].request.prompt_adapter = found
         return answers
 
-    model = load_model(config(model=llama.name, fuse=False, max_adapter_bytes=1 << 20))
+    model = load_model(config(model=llama.name, fuse_parts=False, max_adapter_bytes=1 << 20))
     with unguided_engine(model, with_drafts(0, **SMALL, **named)) as engine:
         expected = answer_each(engine, asked(engine))
-    over = over_stacks(load_model(config(model=llama.name, fuse=False)), limits)
+    over = over_stacks(load_model(config(model=llama.name, fuse_parts=False)), limits)
     sizes = {"max_adapter_bytes": 1 << 20, "max_adapters": 1, "max_lora_rank": 8, "max_virtual_tokens": 6}
     with device_engine(over, decoupled(llama.name, max_batch_size=1, **named, **sizes)) as (engine, _):
         every_draft(engine)

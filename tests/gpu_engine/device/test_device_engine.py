@@ -47,8 +47,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
-SMALL = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 32, "row_timeout_ms": 20_000.0}
-PATIENT = {"draft_timeout_ms": 20_000.0, "fuse": False}
+SMALL = {"max_batch_size": 2, "max_model_len": 64, "max_batched_tokens": 32, "row_timeout_ms": 20_000.0}
+PATIENT = {"draft_timeout_ms": 20_000.0, "fuse_parts": False}
 
 BIASES = tuple((token, 1.5 - token % 4) for token in range(0, 300, 3))
 UNGUIDED = [
@@ -145,7 +145,7 @@ class ByChance(DraftBudget):
 def test_steps_without_drafts_or_proposals_have_the_same_tokens(
     llama: LoadedModel, guided_tokens: list[list[int]], sync: str
 ) -> None:
-    with guided_device_engine(llama, on_device(3, sync=sync, jump_forward=True)) as (engine, _, _):
+    with guided_device_engine(llama, on_device(3, sync=sync)) as (engine, _, _):
         budget = engine._loop.executor.runner.budget = ByChance()
         for _ in range(2):
             assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
@@ -184,7 +184,7 @@ def test_the_runs_of_the_warm_up_need_no_grammar_process(
 def test_jump_forward_tokens_change_no_answer(
     llama: LoadedModel, guided_tokens: list[list[int]], sync: str, drafter: str
 ) -> None:
-    settings = replace(on_device(3, sync=sync, max_batch_size=4), drafter=drafter, jump_forward=True)
+    settings = replace(on_device(3, sync=sync, max_batch_size=4), drafter=drafter)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
         # After an odd number of tokens the proposal is two right tokens; otherwise it is wrong.
         grammar.sidecar.proposes = lambda automaton, emitted: (
@@ -204,7 +204,7 @@ def test_a_fixed_choice_of_drafts_changes_no_answer(
     llama: LoadedModel, guided_tokens: list[list[int]], eager: bool
 ) -> None:
     """Captured steps verify drafts that the host never saw, the first of a sequence with none."""
-    settings = on_device(2, max_batch_size=4, draft_choice="fixed", enforce_eager=eager)
+    settings = on_device(2, max_batch_size=4, verifies_every_draft=True, enforce_eager=eager)
     with guided_device_engine(llama, settings) as (engine, _, _):
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
         stats = engine.stats()
@@ -214,7 +214,7 @@ def test_a_fixed_choice_of_drafts_changes_no_answer(
 
 @pytest.mark.slow
 def test_a_draft_model_continues_after_jump_forward_tokens(llama: LoadedModel, guided_tokens: list[list[int]]) -> None:
-    settings = on_device(2, draft_model=llama.name, draft_masks="on", max_batch_size=4, jump_forward=True)
+    settings = on_device(2, draft_model=llama.name, draft_masks="on", max_batch_size=4)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
         grammar.sidecar.proposes = lambda automaton, emitted: next(
             (ids[len(emitted) :][:1] for ids in guided_tokens if ids[: len(emitted)] == emitted), []

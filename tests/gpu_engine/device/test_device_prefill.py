@@ -36,8 +36,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
-SMALL = {"max_batch_size": 4, "max_model_len": 160, "prefill_chunk": 128, "row_timeout_ms": 20_000.0}
-PATIENT = {"draft_timeout_ms": 20_000.0, "fuse": False}
+SMALL = {"max_batch_size": 4, "max_model_len": 160, "max_batched_tokens": 128, "row_timeout_ms": 20_000.0}
+PATIENT = {"draft_timeout_ms": 20_000.0, "fuse_parts": False}
 MIX = [
     partial(ask, tokens(5, 1), max_tokens=3, ignore_eos=True),
     partial(ask, [*range(196, 203)] * 4, max_tokens=6),
@@ -217,7 +217,7 @@ def test_enforce_eager_captures_no_prefill(llama: LoadedModel) -> None:
 
 def test_the_number_of_captured_prefills_is_bounded(llama: LoadedModel) -> None:
     """The forwards with the most tokens are launched kernel by kernel."""
-    sizes = {**SMALL, "max_batch_size": 16, "max_model_len": 8192, "prefill_chunk": 8192}
+    sizes = {**SMALL, "max_batch_size": 16, "max_model_len": 8192, "max_batched_tokens": 8192}
     shapes = with_drafts(0, device="cuda", **sizes).prefill_shapes.every
     assert len(shapes) > MAX_GRAPHS
     stream = RecordedStream(drops=True)
@@ -244,7 +244,7 @@ class NoModel:
 def test_pages_and_slot_of_a_request_aborted_between_two_chunks_are_reused(
     llama: LoadedModel, expected: list[list[int]]
 ) -> None:
-    settings = with_drafts(0, device="cuda", **{**SMALL, "prefill_chunk": 64, "max_batch_size": 2}, **PATIENT)
+    settings = with_drafts(0, device="cuda", **{**SMALL, "max_batched_tokens": 64, "max_batch_size": 2}, **PATIENT)
     long, following = ask(tokens(158, 8), name="long"), [MIX[0](), MIX[2]()]
 
     def submit_and_abort(answer: Answer) -> None:
@@ -270,7 +270,7 @@ def test_pages_and_slot_of_a_request_aborted_between_two_chunks_are_reused(
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_a_request_preempted_between_two_chunks_has_the_same_tokens(llama: LoadedModel, prefix_cache: bool) -> None:
     late = partial(ask, tokens(150, 8), max_tokens=3, ignore_eos=True)
-    small = {**SMALL, "prefill_chunk": 64, "max_batch_size": 2}
+    small = {**SMALL, "max_batched_tokens": 64, "max_batch_size": 2}
     with unguided_engine(llama, with_drafts(0, **small)) as engine:
         expected = answer_each(engine, [late()])
     last = late()

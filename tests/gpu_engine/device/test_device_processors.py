@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
-SMALL = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 32, "row_timeout_ms": 20_000.0}
+SMALL = {"max_batch_size": 2, "max_model_len": 64, "max_batched_tokens": 32, "row_timeout_ms": 20_000.0}
 OTHERS = tuple(entry for entry in SETTING if "aptured" not in entry)
 NGRAMS = "ngrams=gpu_engine.processors.ngrams:NoRepeatedNgrams"
 CAPTURED = {"logits_processors": (f"captured={HERE}:CapturedWaves", f"nan={HERE}:CapturedNaN", NGRAMS)}
@@ -53,7 +53,9 @@ FREE: list[tuple[partial[Answer], Uses]] = [
 
 
 def on_device(num_drafts: int, **fields: object) -> object:
-    return with_drafts(num_drafts, **{"device": "cuda", "draft_timeout_ms": 20_000.0, "fuse": False, **SMALL, **fields})
+    return with_drafts(
+        num_drafts, **{"device": "cuda", "draft_timeout_ms": 20_000.0, "fuse_parts": False, **SMALL, **fields}
+    )
 
 
 def made(processors: Processors, cases: list[tuple[partial[Answer], Uses]]) -> list[Answer]:

@@ -103,7 +103,9 @@ def load_part(settings: EngineConfig, part: Shard) -> tuple[LoadedModel, Any]:
     attention.register()
     net = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32, attn_implementation=attention.NAME)
     whole = load_model(config(model=settings.model))
-    model = prepare(config(model=settings.model, fuse=False, quantization="none"), net, whole.tokenizer, part=part)
+    model = prepare(
+        config(model=settings.model, fuse_parts=False, quantization="none"), net, whole.tokenizer, part=part
+    )
     layers = [SiteLayer(Site(layer.self_attn, "o_proj"), Site(layer.mlp, "down_proj")) for layer in net.model.layers]
     return model, OwnForward(model, tuple(layers))
 

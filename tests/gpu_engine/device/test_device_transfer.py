@@ -25,13 +25,13 @@ pytestmark = [
 ]
 
 PAGE = 16
-SMALL = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 16}
+SMALL = {"max_batch_size": 2, "max_model_len": 64, "max_batched_tokens": 16}
 PROMPTS = [tokens(2 * PAGE + 5, 3), tokens(PAGE + 3, 4)]
 SOON_S = 60.0
 
 
 def settings(role: str, drafts: int = 0) -> EngineConfig:
-    return with_drafts(drafts, device="cuda", fuse=False, role=role, **SMALL)
+    return with_drafts(drafts, device="cuda", fuse_parts=False, role=role, **SMALL)
 
 
 def whole_pages(prompt: list[int]) -> list[int]:

@@ -35,8 +35,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
-SMALL = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 32, "row_timeout_ms": 20_000.0}
-PATIENT = {"draft_timeout_ms": 20_000.0, "fuse": False}
+SMALL = {"max_batch_size": 2, "max_model_len": 64, "max_batched_tokens": 32, "row_timeout_ms": 20_000.0}
+PATIENT = {"draft_timeout_ms": 20_000.0, "fuse_parts": False}
 GUIDED = [
     partial(ask, tokens(20, 1, repeat=8), grammar="14", max_tokens=30),
     partial(ask, tokens(7, 2), max_tokens=6, ignore_eos=True),
@@ -189,7 +189,7 @@ def test_drafts_beyond_the_rows_of_a_larger_bucket_are_dropped(llama: LoadedMode
 
 @pytest.mark.slow
 def test_any_choice_among_captured_steps_gives_the_same_tokens(llama: LoadedModel, expected: list[list[int]]) -> None:
-    fields = {"drafter": "ngram", "num_draft_tokens": 7, "jump_forward_tokens": 0, **PATIENT}
+    fields = {"drafter": "ngram", "num_draft_tokens": 7, "jump_forward_tokens": 1, **PATIENT}
     with guided_device_engine(llama, config(device="cuda", **{**SMALL, **fields})) as (engine, _, _):
         runner = engine._loop.executor.runner
         shapes = {rows for _, rows, _ in runner.launcher.captured}  # type: ignore[attr-defined]

@@ -43,12 +43,12 @@ PAIR = {
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("tiny"))
-    return load_model(config(model=str(folder), fuse=False))
+    return load_model(config(model=str(folder), fuse_parts=False))
 
 
 def parts_of(model: LoadedModel, guided: bool, num_rows: int = ROWS, **fields: Any) -> list[tuple[str, int]]:
     """Return (name, nodes) of the graph of one lane."""
-    settings = with_drafts(ROWS - 1, device="cuda", max_batch_size=1, max_model_len=64, prefill_chunk=32, **fields)
+    settings = with_drafts(ROWS - 1, device="cuda", max_batch_size=1, max_model_len=64, max_batched_tokens=32, **fields)
     device = RecordedDevice()
     model = replace(model, max_model_len=settings.max_model_len)
     try:

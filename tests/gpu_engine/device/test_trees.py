@@ -138,7 +138,7 @@ def guided_tokens(llama: LoadedModel) -> list[list[int]]:
 
 @pytest.mark.parametrize("sync", [pytest.param("host_callback", marks=pytest.mark.slow), "device_flag"])
 def test_the_lookup_drafts_trees_under_a_grammar(llama: LoadedModel, guided_tokens: list[list[int]], sync: str) -> None:
-    settings = on_device(3, draft_tree="on", sync=sync, max_batch_size=4, jump_forward=True)
+    settings = on_device(3, draft_tree="on", sync=sync, max_batch_size=4)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
         engine._loop.executor.runner.budget = EveryDraft()
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
@@ -218,7 +218,7 @@ def test_the_tree_of_a_head_under_a_grammar_changes_no_token(
 ) -> None:
     """Jump-forward tokens are the trunk of the tree. Every `refused`-th record gets no row, so that its lane verifies
     the same tree again."""
-    fields = {"draft_model": head, "draft_tree": "on", "sync": sync, "jump_forward": True}
+    fields = {"draft_model": head, "draft_tree": "on", "sync": sync}
     expected = guided_tokens[::2]
     with guided_device_engine(llama, on_device(num_drafts, **fields)) as (engine, grammar, _):
         engine._loop.grammar_slots.stall_s = PATIENCE_S  # a refused step takes the interpreter seconds

@@ -33,7 +33,13 @@ from gpu_engine.step.stream import Stream
 from kernels.accept import StepTensors
 from tests.gpu_engine.harness import Answer, answer_all, ask, config, running, tokens, unguided_engine, with_drafts
 
-SMALL = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 32, "jump_forward": False, "fuse": False}
+SMALL = {
+    "max_batch_size": 2,
+    "max_model_len": 64,
+    "max_batched_tokens": 32,
+    "jump_forward_tokens": 0,
+    "fuse_parts": False,
+}
 
 
 class RepeatDrafter:
@@ -77,7 +83,7 @@ def requests() -> list[Answer]:
 @pytest.fixture(scope="module")
 def target(llama: LoadedModel) -> LoadedModel:
     """Return the tiny Llama without native code, which no recorded stream sees."""
-    return load_model(config(model=llama.name, fuse=False))
+    return load_model(config(model=llama.name, fuse_parts=False))
 
 
 @pytest.fixture(scope="module")

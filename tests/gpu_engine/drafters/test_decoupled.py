@@ -97,7 +97,7 @@ def test_the_target_as_its_own_draft_model_is_always_right(llama: LoadedModel, e
 
 
 def test_steps_with_the_target_as_draft_model_are_few(llama: LoadedModel) -> None:
-    with unguided_engine(llama, decoupled(llama.name, draft_model_tokens=3)) as engine:
+    with unguided_engine(llama, decoupled(llama.name, num_draft_tokens=3)) as engine:
         answer_each(engine, [ask(tokens(6, 1), max_tokens=41, ignore_eos=True)])
         stats = engine.stats()
     assert stats.steps == 1 + 40 // 4, "one token, then K + 1 of them in each step"
@@ -154,7 +154,7 @@ def test_guided_tokens_do_not_depend_on_the_draft_model(
 
     with sidecars.engine(with_drafts(0, **PATIENT)) as (engine, _):
         wanted = answer_each(engine, asked())
-    forward = {"jump_forward_tokens": jump_forward, "jump_forward": jump_forward > 0, "step_rows": 64}
+    forward = {"jump_forward_tokens": jump_forward, "step_rows": 64}
     settings = decoupled(llama.name, num_draft_tokens=num_drafts, **forward, **PATIENT)
     with sidecars.engine(settings) as (engine, _):
         assert answer_all(engine, asked()) == wanted
@@ -205,7 +205,7 @@ def watched(engine: Engine) -> Watched:
 
 
 def test_a_long_text_is_read_in_parts_that_a_step_allows(llama: LoadedModel) -> None:
-    """`prefill_chunk` is 16 here."""
+    """`max_batched_tokens` is 16 here."""
     with unguided_engine(llama, decoupled(llama.name)) as engine:
         draft = watched(engine)
         proposals: list[int] = []

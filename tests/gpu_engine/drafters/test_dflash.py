@@ -123,7 +123,7 @@ def test_drafts_are_those_of_the_reference(llama: LoadedModel, heads: dict[str, 
         for seed in range(3)
     ]
     settings = with_drafts(
-        5, draft_model=heads[head], draft_masks="on" if guided else "off", jump_forward=False, **PATIENT
+        5, draft_model=heads[head], draft_masks="on" if guided else "off", jump_forward_tokens=0, **PATIENT
     )
     with guided_engine(llama, settings) as (engine, _):
         proposals = Proposals(drafter_of(engine))
@@ -161,7 +161,7 @@ def test_guided_and_free_tokens_do_not_depend_on_dflash_drafts(
         num_drafts,
         draft_model=heads[head],
         draft_masks=masks,
-        jump_forward=jump_forward,
+        jump_forward_tokens=int(jump_forward),
         overlap=overlap,
         **PATIENT,
     )
@@ -202,7 +202,7 @@ def test_a_head_reads_a_target_of_any_precision(
 def test_masked_drafts_are_legal_and_their_rows_are_not_asked_for_again(
     llama: LoadedModel, heads: dict[str, str]
 ) -> None:
-    settings = with_drafts(3, draft_model=heads["random"], draft_masks="on", jump_forward=False, **PATIENT)
+    settings = with_drafts(3, draft_model=heads["random"], draft_masks="on", jump_forward_tokens=0, **PATIENT)
     with guided_engine(llama, settings) as (engine, grammar):
         answer = ask(tokens(20, 3), grammar="31", max_tokens=90)
         answer_all(engine, [answer])

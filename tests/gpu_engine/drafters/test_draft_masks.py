@@ -51,7 +51,7 @@ def test_tokens_do_not_depend_on_draft_masks(
     settings = with_drafts(
         3,
         draft_model=draft_models[drafts_by],
-        jump_forward=jump_forward,
+        jump_forward_tokens=int(jump_forward),
         draft_masks=masks,
         overlap=overlap,
         **PATIENT,

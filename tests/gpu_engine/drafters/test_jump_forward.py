@@ -89,7 +89,7 @@ def test_no_proposal_changes_a_token(
     llama: LoadedModel, expected: list[list[int]], num_drafts: int, proposes: str, drafter: str, overlap: bool
 ) -> None:
     settings = config(
-        drafter=drafter, num_draft_tokens=num_drafts, jump_forward=True, overlap=overlap, row_timeout_ms=UNHURRIED_MS,
+        drafter=drafter, num_draft_tokens=num_drafts, overlap=overlap, row_timeout_ms=UNHURRIED_MS,
         draft_timeout_ms=UNHURRIED_MS,
     )  # fmt: skip
     with guided_engine(llama, settings) as (engine, grammar):
@@ -118,7 +118,7 @@ def test_a_draft_net_continues_after_jump_forward_tokens(
     waits: dict[str, str],
 ) -> None:
     settings = with_drafts(
-        3, draft_model=draft_models[drafts_by], jump_forward=True, row_timeout_ms=UNHURRIED_MS,
+        3, draft_model=draft_models[drafts_by], row_timeout_ms=UNHURRIED_MS,
         draft_timeout_ms=UNHURRIED_MS, **waits,
     )  # fmt: skip
     with guided_engine(llama, settings) as (engine, grammar):
@@ -131,9 +131,7 @@ def test_a_draft_net_continues_after_jump_forward_tokens(
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
 def test_a_late_proposal_is_ignored(llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool) -> None:
-    settings = config(
-        drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS
-    )
+    settings = config(drafter=drafter, overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS)
     with guided_engine(llama, settings) as (engine, grammar):
         sidecar = grammar.sidecar
         sidecar.proposes = prophet(expected)
@@ -148,9 +146,7 @@ def test_a_late_proposal_is_ignored(llama: LoadedModel, expected: list[list[int]
 def test_tokens_are_the_same_when_the_draft_wait_times_out(
     llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
 ) -> None:
-    settings = config(
-        drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=0.001
-    )
+    settings = config(drafter=drafter, overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=0.001)
     with guided_engine(llama, settings) as (engine, grammar):
         grammar.sidecar.proposes = prophet(expected)
         assert answer_all(engine, made()) == expected
@@ -162,9 +158,7 @@ def test_tokens_are_the_same_when_the_draft_wait_times_out(
 def test_late_rows_of_jump_forward_drafts_serve_the_repeated_step(
     llama: LoadedModel, expected: list[list[int]], drafter: str, there: int, overlap: bool
 ) -> None:
-    settings = config(
-        drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS
-    )
+    settings = config(drafter=drafter, overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS)
     with guided_engine(llama, settings) as (engine, grammar):
         sidecar = grammar.sidecar
         sidecar.gives = True
@@ -184,7 +178,7 @@ def test_late_rows_of_jump_forward_drafts_serve_the_repeated_step(
 def test_consecutive_deferred_answers_reopen_the_matcher(
     llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
 ) -> None:
-    settings = config(drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=UNHURRIED_MS)
+    settings = config(drafter=drafter, overlap=overlap, row_timeout_ms=UNHURRIED_MS)
     with guided_engine(llama, settings) as (engine, grammar):
         sidecar = grammar.sidecar
         sidecar.proposes = prophet(expected)
@@ -201,7 +195,7 @@ def test_consecutive_deferred_answers_reopen_the_matcher(
 def test_a_restart_changes_no_token(
     llama: LoadedModel, expected: list[list[int]], drafter: str, during_a_proposal: bool, overlap: bool
 ) -> None:
-    settings = config(drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=20.0)
+    settings = config(drafter=drafter, overlap=overlap, row_timeout_ms=20.0)
     with guided_engine(llama, settings) as (engine, grammar):
         reached, first = threading.Event(), grammar.sidecar
         first.proposes = prophet(expected)
@@ -229,7 +223,7 @@ def test_a_restart_changes_no_token(
 def test_a_dead_end_after_jump_forward_drafts_ends_only_its_request(
     llama: LoadedModel, expected: list[list[int]], trouble: str, overlap: bool
 ) -> None:
-    settings = config(jump_forward=True, overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS)
+    settings = config(overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS)
     with guided_engine(llama, settings) as (engine, grammar):
         grammar.sidecar.proposes = prophet(expected)
         answers = made()
@@ -248,7 +242,7 @@ def test_a_preempted_request_continues_with_the_same_tokens(llama: LoadedModel, 
             return answer_all(engine, answers), engine.stats().preemptions
 
     undisturbed, preemptions_with_room = run(drafter="none")
-    preempted, preemptions = run(jump_forward=True, kv_cache_tokens=128)
+    preempted, preemptions = run(kv_cache_tokens=128)
     assert preempted == undisturbed
     assert preemptions_with_room == 0 < preemptions
 
@@ -263,7 +257,7 @@ def test_a_proposed_stop_token_ends_the_answer(llama: LoadedModel, overlap: bool
 
 def test_no_jump_forward_tokens_are_requested_without_grammar_or_drafts(llama: LoadedModel) -> None:
     for fields in ({}, {"num_draft_tokens": 0}, {"drafter": "none"}):
-        settings = config(jump_forward=True, row_timeout_ms=UNHURRIED_MS, **fields)
+        settings = config(row_timeout_ms=UNHURRIED_MS, **fields)
         with guided_engine(llama, settings) as (engine, grammar):
             answer_all(engine, [ask(tokens(9, 1), ignore_eos=True)])
             assert grammar.sidecar.records == []

@@ -136,7 +136,9 @@ def test_guided_tokens_do_not_depend_on_mtp_drafts(target: LoadedModel, masks: s
     }
     with guided_engine(target, config(drafter="none", **patient)) as (engine, _):
         expected = answer_all(engine, made())
-    settings = config(drafter="mtp", num_draft_tokens=3, jump_forward=jump_forward, draft_masks=masks, **patient)
+    settings = config(
+        drafter="mtp", num_draft_tokens=3, jump_forward_tokens=int(jump_forward), draft_masks=masks, **patient
+    )
     with guided_engine(target, settings) as (engine, grammar):
         assert answer_all(engine, made()) == expected
         stats = engine.stats()

@@ -87,7 +87,7 @@ def test_the_bytes_are_counted_from_the_prompt_and_max_tokens_before_anything_ru
         check_bytes(wanted, num_sequences=n, **rows, limits=replace(LIMITS, max_output_bytes=exact - 1))
     assert caught.value.field == "response.generation_logits"
     assert f"may have {exact} bytes" in caught.value.problem
-    assert f"at most {exact - 1} (max_output_bytes)" in caught.value.problem
+    assert f"at most {exact - 1} fit (a quarter of output_memory_bytes)" in caught.value.problem
 
 
 def test_a_request_without_max_tokens_counts_as_long_as_the_context() -> None:

@@ -42,7 +42,9 @@ def some_ids(B: int, P: int) -> torch.Tensor:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_is_fused_completely_with_unchanged_logits(saved: Saved, family: str, dtype: str) -> None:
-    plain, fused = (load_model(config(model=str(saved(family)), dtype=dtype, fuse=fuse)) for fuse in (False, True))
+    plain, fused = (
+        load_model(config(model=str(saved(family)), dtype=dtype, fuse_parts=fuse)) for fuse in (False, True)
+    )
     norms = 9 if family in ("gemma2", "gemma3") else 5
     assert plain.fused == Fused()
     assert (fused.fused.norms, fused.fused.blocks, fused.fused.attentions) == (norms, 2, 2), fused.fused.left
@@ -70,7 +72,7 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows(saved: Saved, family: st
 @pytest.mark.parametrize("fuse", [False, True])
 @torch.inference_mode()
 def test_requested_layer_inputs_are_returned(saved: Saved, fuse: bool) -> None:
-    model = load_model(config(model=str(saved("llama")), fuse=fuse))
+    model = load_model(config(model=str(saved("llama")), fuse_parts=fuse))
     ids = some_ids(2, 12)
     with_own = AutoModelForCausalLM.from_pretrained(saved("llama"), attn_implementation="eager").eval()
     states = with_own(input_ids=ids, output_hidden_states=True).hidden_states
@@ -84,7 +86,7 @@ def test_requested_layer_inputs_are_returned(saved: Saved, fuse: bool) -> None:
 
 
 def test_fuse_off_changes_no_module(saved: Saved) -> None:
-    model = load_model(config(model=str(saved("llama")), fuse=False))
+    model = load_model(config(model=str(saved("llama")), fuse_parts=False))
     assert not [item for item in model.net.modules() if isinstance(item, FusedNorm)]
     assert model.fused.forward is None
 
@@ -107,7 +109,7 @@ def test_a_model_with_an_unusual_loop_keeps_its_own_forward_over_fused_parts(
     tmp_path: Path, family: Callable[[], PreTrainedConfig], blocks: int, reason: str
 ) -> None:
     tiny.save(family(), tmp_path)
-    plain, fused = (load_model(config(model=str(tmp_path), fuse=fuse)) for fuse in (False, True))
+    plain, fused = (load_model(config(model=str(tmp_path), fuse_parts=fuse)) for fuse in (False, True))
     assert (fused.fused.attentions, fused.fused.blocks, fused.fused.norms) == (2, blocks, 5)
     assert fused.fused.forward is None
     assert len(fused.fused.left) == 1

@@ -248,8 +248,6 @@ def test_a_directory_that_would_run_code_is_refused(tmp_path: Path, saved: Calla
         else:
             assert load_model(config(model=str(folder))).model_type == "llama"
     assert not ran.exists()
-    with pytest.raises(ValueError, match=r"^trust_remote_code: code of a model's repository is never run"):
-        config(trust_remote_code=True)
 
 
 @pytest.mark.slow

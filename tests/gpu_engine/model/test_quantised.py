@@ -49,7 +49,7 @@ def logits(model: LoadedModel, ids_BP: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("quantization", ["int8", "q4"])
 def test_every_family_runs_as_one_native_call(saved: Saved, family: str, dtype: str, quantization: str) -> None:
     settings = {"model": str(saved(family)), "dtype": dtype, "quantization": quantization}
-    loop, native = (load_model(config(**settings, fuse=fuse)) for fuse in (False, True))
+    loop, native = (load_model(config(**settings, fuse_parts=fuse)) for fuse in (False, True))
     assert loop.quantised
     assert loop.fused.forward is None
     assert isinstance(native.fused.forward, NativeForward), native.fused.left
@@ -159,7 +159,7 @@ def test_padding_is_not_computed_and_writes_nothing(saved: Saved) -> None:
 @torch.inference_mode()
 def test_the_states_that_a_drafter_wants_are_those_of_the_loop(saved: Saved) -> None:
     settings = {"model": str(saved("llama")), "dtype": "float32", "quantization": "int8"}
-    loop, native = (load_model(config(**settings, fuse=fuse)) for fuse in (False, True))
+    loop, native = (load_model(config(**settings, fuse_parts=fuse)) for fuse in (False, True))
     ids_BP, taken = some_ids(2, 9), []
     for model in (loop, native):
         ctx = context(model, 2, 9)

@@ -65,7 +65,7 @@ def test_a_dynamic_model_calls_its_rotary_embedding_only_at_load(tmp_path: Path,
     source.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     folder = tmp_path / "dynamic"
     save(source, folder)
-    model = load_model(config(model=str(folder), max_model_len=64, fuse=fuse))
+    model = load_model(config(model=str(folder), max_model_len=64, fuse_parts=fuse))
     modules = [m for m in model.net.modules() if type(m).__name__ == "LlamaRotaryEmbedding"]
     assert len(modules) == 1
     called: list[object] = []

@@ -346,13 +346,13 @@ def small(saved: Saved) -> LoadedModel:
     attention.register()
     net = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.NAME).requires_grad_(False)
     assert scaled(gpu(quantization="int8"), net)
-    settings = config(model=str(folder), quantization="none", fuse=False)
+    settings = config(model=str(folder), quantization="none", fuse_parts=False)
     return prepare(settings, net, AutoTokenizer.from_pretrained(folder))
 
 
 @pytest.mark.slow
 def test_tokens_of_captured_steps_are_those_of_eager_ones_with_and_without_drafts(small: LoadedModel) -> None:
-    sizes = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 32}
+    sizes = {"max_batch_size": 2, "max_model_len": 64, "max_batched_tokens": 32}
 
     def answers() -> list[Any]:
         return [
@@ -363,7 +363,7 @@ def test_tokens_of_captured_steps_are_those_of_eager_ones_with_and_without_draft
     with device_engine(small, with_drafts(0, device="cuda", enforce_eager=True, **sizes)) as (engine, _):
         want = answer_each(engine, answers())
     # The same model without rounding drafts: most of its drafts are right, and some are not.
-    with device_engine(small, with_drafts(2, device="cuda", draft_model=small.name, fuse=False, **sizes)) as (
+    with device_engine(small, with_drafts(2, device="cuda", draft_model=small.name, fuse_parts=False, **sizes)) as (
         engine,
         _,
     ):

@@ -38,7 +38,6 @@ needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="n
         (EngineConfig(device="cpu", num_threads=1), set(range(5)), 5, None),
         (EngineConfig(device="cuda"), set(range(16)), 16, None),
         (EngineConfig(device="cpu", num_threads=1), {0, 1, 2}, 2, None),
-        (EngineConfig(device="cpu", num_threads=1, split_cores=False), {0, 1}, 2, None),
     ],
 )
 def test_the_split_of_cores(config: EngineConfig, cores: set[int], usable: int, rest: set[int] | None) -> None:

@@ -75,7 +75,7 @@ def test_a_fixed_choice_verifies_every_draft(
     llama: LoadedModel, draft_models: dict[str, str], expected: list[list[int]], drafter: str, overlap: bool
 ) -> None:
     fields = {"drafter": drafter or "ngram", "draft_model": draft_models["same"] if drafter else ""}
-    settings = config(num_draft_tokens=3, overlap=overlap, draft_choice="fixed", **fields)
+    settings = config(num_draft_tokens=3, overlap=overlap, verifies_every_draft=True, **fields)
     with unguided_engine(llama, settings) as engine:
         assert answer_all(engine, made()) == expected
         assert answer_staggered(engine, made()) == expected
@@ -119,7 +119,7 @@ def test_guided_tokens_do_not_depend_on_the_limits(llama: LoadedModel, row_timeo
         wanted = answer_each(engine, guided_requests())
 
     def settings() -> EngineConfig:
-        return with_drafts(7, overlap=overlap, jump_forward=True, row_timeout_ms=row_timeout_ms)
+        return with_drafts(7, overlap=overlap, row_timeout_ms=row_timeout_ms)
 
     with guided_engine(llama, settings()) as (engine, grammar):
         # A deferred step is repeated with another limit, over the rows that are cached.

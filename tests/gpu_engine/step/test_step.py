@@ -143,7 +143,7 @@ def test_a_request_may_draft_less_than_the_server(llama: LoadedModel, expected: 
 
 @pytest.mark.parametrize("chunk", [16, 21, 256])
 def test_tokens_do_not_depend_on_prefill_chunks(llama: LoadedModel, expected: list[list[int]], chunk: int) -> None:
-    with unguided_engine(llama, with_drafts(3, prefill_chunk=chunk)) as engine:
+    with unguided_engine(llama, with_drafts(3, max_batched_tokens=chunk)) as engine:
         assert answer_all(engine, made()) == expected
         assert engine.stats().prefill_tokens == sum(len(answer.request.prompt_ids) - 1 for answer in made())
 
@@ -177,7 +177,7 @@ def test_greedy_answers_equal_those_of_transformers(saved: Callable[[str], Path]
     expected = [tiny.generate(saved(family), prompt, 40) for prompt in prompts]
     assert all(len(set(answer)) > 5 for answer in expected)
     for num_drafts in (0, 3, 7):
-        with unguided_engine(model, with_drafts(num_drafts, prefill_chunk=32)) as engine:
+        with unguided_engine(model, with_drafts(num_drafts, max_batched_tokens=32)) as engine:
             assert answer_all(engine, [ask(prompt, ignore_eos=True) for prompt in prompts]) == expected
             assert engine.stats().cached_tokens == 0
             assert answer_staggered(engine, [ask(prompt, ignore_eos=True) for prompt in prompts]) == expected

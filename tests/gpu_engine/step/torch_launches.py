@@ -163,7 +163,7 @@ class TorchLaunches:
         top = logprobs_NV.topk(wanted)
         rows.top_logprobs_NM[:n, :wanted], rows.top_ids_NM[:n, :wanted] = top.values, top.indices.int()
 
-    def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
+    def propose_ngram(self, batch: StepBatch, ngram_max: int, *, jump_forward: bool) -> None:
         """See `StepLaunches.propose_ngram`. Looks at values.
 
         The longest match wins, then the last one in the answer: a draft that was rejected there is not made again. Of
@@ -190,7 +190,7 @@ class TorchLaunches:
             run_BL += alive_BL
         written_BL = at_L + 1 >= slot.params.prompt_length_S[slots][:, None]  # the token behind the match
         rank_BL = torch.where(written_BL, L + at_L, L - 1 - at_L)
-        score_BL = torch.where(run_BL >= ngram_min, run_BL.long() * 2 * L + rank_BL, -1)
+        score_BL = torch.where(run_BL >= 1, run_BL.long() * 2 * L + rank_BL, -1)
         best_B, end_B = score_BL.max(dim=1)
         at_R = torch.arange(R, device=end_B.device)
         follow_BR = torch.where(

@@ -403,7 +403,7 @@ async def test_clearing_drops_what_is_not_in_use(vocabulary: Vocabulary, tmp_pat
 
 
 async def test_without_a_cache_each_grammar_is_compiled_anew(vocabulary: Vocabulary, tmp_path: Path) -> None:
-    async with compiler(vocabulary, cache=False, cache_dir=str(tmp_path / "cache")) as made:
+    async with compiler(vocabulary, cache_bytes=0, cache_dir=str(tmp_path / "cache")) as made:
         for count, backend in enumerate(("llguidance", "llguidance", AUTO, AUTO), 1):
             entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, backend)
             assert (hit, made.compiled) == (False, count)
@@ -412,18 +412,6 @@ async def test_without_a_cache_each_grammar_is_compiled_anew(vocabulary: Vocabul
         one, other = await asyncio.gather(*(made.compile(Kind.REGEX, "ac+", ANY, "llguidance") for _ in range(2)))
         assert one[0] is other[0], "compilations at the same time are one"
     assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.slow
-async def test_a_compilation_in_threads_makes_the_same_grammar(vocabulary: Vocabulary) -> None:
-    pytest.importorskip("xgrammar", reason="needs xgrammar")
-    schema = json.dumps({"properties": {name: {"enum": ["x", 1]} for name in "abcdefgh"}, "required": ["a"]})
-    artifacts = []
-    for threads in (1, 4):
-        async with compiler(vocabulary, backend="xgrammar", compile_threads=threads) as made:
-            artifact = await made._pool("xgrammar").compile(parse(Kind.JSON_SCHEMA, schema, ANY))
-            artifacts.append((artifact.data, artifact.plan))
-    assert artifacts[0] == artifacts[1]
 
 
 async def test_a_grammar_on_disk_needs_no_worker(vocabulary: Vocabulary, tmp_path: Path) -> None:

@@ -131,11 +131,10 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
             *limits,
             *proposed,
             ngram_max=4,
-            ngram_min=2,
             num_jump_forward_B=ahead,
         )
         of_slots = (history, length, params.prompt_length_S, *limits, *proposed, ints(S, R))
-        sizes = {"ngram_max": 4, "ngram_min": 2}
+        sizes = {"ngram_max": 4}
         branch.add_branch(slots, flags(B).bool(), *of_slots, num_jump_forward_B=ahead, **sizes)
     for dtype in (torch.bfloat16, torch.float32):
         pages = [KVPages(*(torch.zeros(4, 2, 16, 64, dtype=dtype) for _ in range(2)), token_major=True)]

@@ -42,8 +42,8 @@ def test_load_cuts_the_last_token_and_the_drafts(device: torch.device, P: int, d
             assert torch.equal(out_table[b], table[s, :N])
 
 
-@pytest.mark.parametrize(("longest", "shortest", "ids"), [(3, 1, 3), (4, 2, 4), (2, 2, 200)])
-def test_ngram_drafts_equal_those_of_the_engine(device: torch.device, longest: int, shortest: int, ids: int) -> None:
+@pytest.mark.parametrize(("longest", "ids"), [(3, 3), (4, 4), (2, 200)])
+def test_ngram_drafts_equal_those_of_the_engine(device: torch.device, longest: int, ids: int) -> None:
     S, R, L = 8, 4, 150
     slot, lane = SlotBuffers.allocate(S, R, L, 16), LaneBuffers.allocate(S, R, 8)
     slot.history_SL.copy_(ints(torch.device("cpu"), *slot.history_SL.shape, high=ids, seed=ids))
@@ -56,9 +56,9 @@ def test_ngram_drafts_equal_those_of_the_engine(device: torch.device, longest: i
     ours += [slot.params.prompt_length_S.to(device), slot.draft_limit_S.to(device)]
     drafts, num = slot.drafts_SR.to(device), slot.num_drafts_S.to(device)
     limit = slot.params.max_length_S.to(device)
-    propose_ngram(*ours, limit, drafts, num, ngram_max=longest, ngram_min=shortest)
+    propose_ngram(*ours, limit, drafts, num, ngram_max=longest)
     batch = StepBatch(slot, lane, S, R, any_guided=False)
-    TorchLaunches(R).propose_ngram(batch, longest, shortest, jump_forward=False)
+    TorchLaunches(R).propose_ngram(batch, longest, jump_forward=False)
     assert num.tolist() == slot.num_drafts_S.tolist()
     for s in range(S):
         assert drafts[s, : int(num[s])].tolist() == slot.drafts_SR[s, : int(num[s])].tolist()
@@ -85,9 +85,9 @@ def test_ngram_drafts_continue_after_jump_forward_tokens(device: torch.device, i
     ours += [slot.params.prompt_length_S.to(device), slot.draft_limit_S.to(device)]
     drafts, num = slot.drafts_SR.clone().to(device), slot.num_drafts_S.clone().to(device)
     limit, ahead = slot.params.max_length_S.to(device), lane.num_jump_forward_B.to(device)
-    propose_ngram(*ours, limit, drafts, num, ngram_max=4, ngram_min=1, num_jump_forward_B=ahead)
+    propose_ngram(*ours, limit, drafts, num, ngram_max=4, num_jump_forward_B=ahead)
     batch = StepBatch(slot, lane, S, R, any_guided=True)
-    TorchLaunches(R).propose_ngram(batch, 4, 1, jump_forward=True)
+    TorchLaunches(R).propose_ngram(batch, 4, jump_forward=True)
     assert num.tolist() == slot.num_drafts_S.tolist()
     assert num[lane.num_jump_forward_B < 0].tolist() == [2, 2]
     assert any(int(num[s]) > count for s, count in enumerate(lane.num_jump_forward_B.tolist()) if count > 0)

@@ -250,8 +250,8 @@ def branched(
     return chain + branch, [0 if i == own else i for i in range(own + len(branch))]
 
 
-@pytest.mark.parametrize(("most", "least", "ids"), [(3, 1, 8), (4, 2, 6), (2, 1, 12)])
-def test_a_branch_begins_with_another_token(device: torch.device, most: int, least: int, ids: int) -> None:
+@pytest.mark.parametrize(("most", "ids"), [(3, 8), (4, 6), (2, 12)])
+def test_a_branch_begins_with_another_token(device: torch.device, most: int, ids: int) -> None:
     S, R, g, num_branches = 12, 8, torch.Generator().manual_seed(ids), 0
     length = torch.randint(2, 140, (S,), generator=g).int()
     history = torch.randint(ids, (S, 160), generator=g).int()
@@ -261,13 +261,13 @@ def test_a_branch_begins_with_another_token(device: torch.device, most: int, lea
     drafts, parents = (torch.full((S, R), 99, dtype=torch.int32, device=device) for _ in range(2))
     num = torch.zeros(S, dtype=torch.int32, device=device)
     slot = [t.to(device) for t in (history, length, prompt, limit, most_tokens)]
-    sizes = {"ngram_max": most, "ngram_min": least}
+    sizes = {"ngram_max": most}
     propose_ngram(slots.to(device), *slot, drafts, num, **sizes)
     add_branch(slots.to(device), guided.to(device), *slot, drafts, num, parents, **sizes)
     for b, s in enumerate(slots.tolist()):
         room = max(0, min(int(limit[s]), R - 1, int(most_tokens[s] - length[s]) - 1))
         text = history[s, : int(length[s])].tolist()
-        want, want_parents = branched(text, most, least, room, int(prompt[s]), guided=bool(guided[b]))
+        want, want_parents = branched(text, most, 1, room, int(prompt[s]), guided=bool(guided[b]))
         assert drafts[s, : int(num[s])].tolist() == want
         assert parents[s, : int(num[s])].tolist() == want_parents
         roots = [want[i] for i, parent in enumerate(want_parents) if parent == 0]
@@ -286,7 +286,7 @@ def test_a_branch_begins_behind_the_jump_forward_tokens(device: torch.device) ->
     slot = [t.to(device) for t in (history, length, length.clone(), torch.full((3,), 6).int(), length + 20)]
     drafts, parents, num = drafts.to(device), parents.to(device), torch.tensor([1, 0, 3]).int().to(device)
     slots, guided = torch.arange(3).int().to(device), torch.zeros(3, dtype=torch.bool, device=device)
-    more = {"ngram_max": 3, "ngram_min": 1, "num_jump_forward_B": forced}
+    more = {"ngram_max": 3, "num_jump_forward_B": forced}
     propose_ngram(slots, *slot, drafts, num, **more)
     add_branch(slots, guided, *slot, drafts, num, parents, **more)
     assert drafts[0, : int(num[0])].tolist() == [1, 5, 5, 7, 6, 6]

@@ -73,7 +73,7 @@ def test_the_weights_of_the_embedded_model_are_predicted(quantization: str, form
         {},
         {"max_batch_size": 4, "max_model_len": 512, "page_size": 32},
         {"drafter": "none"},
-        {"num_draft_tokens": 3, "jump_forward": False, "overlap": True},
+        {"num_draft_tokens": 3, "jump_forward_tokens": 0, "overlap": True},
         {"kv_cache_tokens": 5000, "drafter": "model", "draft_model": "x"},
     ],
     ids=str,
