@@ -18,21 +18,34 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 PROCESSORS = (
-    *("--logits-processor", "ngrams=gpu_engine.processors.ngrams:NoRepeatedNgrams"),
-    *("--logits-processor", "end=gpu_engine.processors.long_answers:LengthPenalty"),
+    "ngrams=gpu_engine.processors.ngrams:NoRepeatedNgrams",
+    "end=gpu_engine.processors.long_answers:LengthPenalty",
 )
+"""Of the setting `logits_processors`."""
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the address of a server with the default drafter and both grammar libraries where they are installed."""
-    folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("tiny"), rounds=True)
-    path = Path(folder) / "tokenizer_config.json"
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a random model, a byte tokenizer and a chat template."""
+    folder = Path(tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("tiny"), rounds=True))
+    path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT_TEMPLATE}))
-    lora = save_lora(folder, tmp_path_factory.mktemp("low-rank"), seed=1)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def adapters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Return the setting `adapters`, with one of each kind."""
+    lora = save_lora(model_folder, tmp_path_factory.mktemp("low-rank"), seed=1)
     virtual = save_prompt(tmp_path_factory.mktemp("virtual"), tokens=4, hidden=64)
+    return f"low-rank={lora}", f"virtual={virtual}"
+
+
+@pytest.fixture(scope="session")
+def server(model_folder: Path, adapters: tuple[str, ...]) -> Iterator[str]:
+    """Return the address of a server with the default drafter and both grammar libraries where they are installed."""
     options = ServerOptions(
-        model=str(folder),
+        model=str(model_folder),
         dtype="float32",
         num_threads=1,
         max_batch_size=8,
@@ -41,8 +54,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             # A compile process has a low priority: beside other programs, a second of its work takes many.
             *("--compile-timeout-s", "120", "--grammar-wait-s", "120"),
             *("--allow-never-preempt", "--output-memory-bytes", "36000000"),
-            *("--adapter", f"low-rank={lora}", "--adapter", f"virtual={virtual}"),
-            *PROCESSORS,
+            *(word for adapter in adapters for word in ("--adapter", adapter)),
+            *(word for processor in PROCESSORS for word in ("--logits-processor", processor)),
         ),
         internal={"grammar_silence_s": 60.0},
     )

@@ -1,14 +1,16 @@
-"""docs/features.md says which features work together; this runs its pairs and its refusals."""
+"""docs/features.md says which features do not work together; this combines all others, and checks the refusals."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import tomllib
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import grpc
 import pytest
@@ -17,11 +19,24 @@ from google.protobuf import json_format
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
+from tests.docs.conftest import PROCESSORS
+from tests.docs.covering import covering_rows, pairs_of
+from tests.docs.feature_effects import EFFECTS, Answer
 from tests.docs.pages import ROOT, rows
+from tests.docs.recorded_server import recorded_server
+
+Send = Callable[[Collection[str]], Answer | grpc.RpcError]
 
 PAGE = ROOT / "docs/features.md"
-PARTS = 4
-"""The pairs are run in so many parts; all but the first are slow. Each part has every feature, with others."""
+NEEDS = {"bounds": "grammar", "fields": "bounds"}
+"""Features that have no effect without another one; within bounds an answer reaches its end."""
+COMPANY = {"bounds": ("grammar",), "fields": ("grammar", "bounds"), "min_tokens": ("stop",)}
+"""The least features with which a feature shows its effect."""
+FEATURES_IN_A_ROW = 8
+BASE = {"text": "abcabcabc"}
+SAMPLED = {"sampling": {"seed": 8, "temperature": 0.5}}
+"""With it the answer to `BASE` has tokens that features change, and an end before its 40 tokens."""
+LIMIT = {"sampling": {"maxTokens": 40}}
 
 
 def code(cell: str) -> str:
@@ -30,26 +45,9 @@ def code(cell: str) -> str:
     return cell[1:-1]
 
 
-def feature_fields() -> dict[str, dict[str, Any]]:
-    return {name: json.loads(code(cell)) for name, cell in rows(PAGE, "Request features")}
-
-
-def pairs() -> dict[tuple[str, str], bool]:
-    """Return whether the page says that each pair of features works."""
-    names = list(feature_fields())
-    found = {}
-    for row in rows(PAGE, "Pairs of request features"):
-        for column, cell in zip(names[1:], row[1:], strict=True):
-            if cell:
-                assert cell in ("yes", "no")
-                found[row[0], column] = cell == "yes"
-    return found
-
-
-def part_of(part: int) -> dict[tuple[str, str], bool]:
-    """Return the pairs of one part: those whose two places on the page add up to its number, modulo `PARTS`."""
-    place = {name: number for number, name in enumerate(feature_fields())}
-    return {pair: works for pair, works in pairs().items() if sum(place[name] for name in pair) % PARTS == part}
+FEATURES: dict[str, dict[str, Any]] = {name: json.loads(code(cell)) for name, cell in rows(PAGE, "Request features")}
+REFUSED = {frozenset((first, second)): code(begins) for first, second, begins in rows(PAGE, "Pairs that are refused")}
+COVERING = covering_rows(list(FEATURES), REFUSED, NEEDS, FEATURES_IN_A_ROW)
 
 
 def merged(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -61,24 +59,19 @@ def merged(*parts: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def request_with(names: Collection[str]) -> dict[str, Any]:
+    """Return the fields of a request with some features."""
+    prompt = {} if any("messages" in FEATURES[name] for name in names) else BASE
+    drawn = {} if "beams" in names else SAMPLED
+    return merged(prompt, LIMIT, drawn, *(FEATURES[name] for name in FEATURES if name in names))
+
+
 def ask(stub: engine_pb2_grpc.EngineStub, fields: dict[str, Any]) -> list[pb.GenerateResponse] | grpc.RpcError:
     request = json_format.ParseDict(fields, pb.GenerateRequest())
     try:
         return list(stub.Generate(request, timeout=300))
     except grpc.RpcError as error:
         return error
-
-
-def test_every_pair_has_one_cell() -> None:
-    assert list(pairs()) == list(itertools.combinations(feature_fields(), 2))
-
-
-def test_every_pair_is_in_one_part_and_every_feature_in_each() -> None:
-    parts = [part_of(part) for part in range(PARTS)]
-    assert sorted(pair for part in parts for pair in part) == sorted(pairs())
-    for part in parts:
-        assert set(itertools.chain.from_iterable(part)) == set(feature_fields())
-        assert set(part.values()) == {True, False}
 
 
 VALUES = {
@@ -105,7 +98,7 @@ def fields_of(message: Any, prefix: str = "") -> set[str]:
 
 def test_every_field_of_a_request_belongs_to_a_feature() -> None:
     used = set(VALUES)
-    for given in feature_fields().values():
+    for given in FEATURES.values():
         used |= fields_of(json_format.ParseDict(given, pb.GenerateRequest()))
     every = set()
     for field in pb.GenerateRequest.DESCRIPTOR.fields:
@@ -115,54 +108,119 @@ def test_every_field_of_a_request_belongs_to_a_feature() -> None:
     assert VALUES - every == set()
 
 
-def effects(responses: list[pb.GenerateResponse]) -> dict[str, bool]:
-    """Return whether the answer shows each feature that adds to it, or leaves out of it."""
-    last = [response for response in responses if response.finish_reason]
-    tensors = {output.name for response in responses for output in response.outputs}
-    return {
-        "beams": all(response.HasField("beam_score") for response in last),
-        "logits": tensors >= {"context_logits", "generation_logits"},
-        "tensors": tensors >= {"hidden_states.1", "model.layers.0.mlp"},
-        "origins": any(response.token_origins for response in responses),
-        "logprobs": any(response.logprobs for response in responses),
-        "prompt_logprobs": any(response.prompt_logprobs for response in responses),
-        "fields": any(response.field_logprobs for response in responses),
-        "output": not any(response.token_ids for response in responses),
-        "whole": sum(bool(response.text) for response in responses) <= len(last),
-        "reasoning": any(response.parts for response in responses),
-        "tools": any(response.parts for response in responses),
-        "no_text": not any(response.text or response.parts for response in responses),
-    }
+def test_each_feature_has_an_effect() -> None:
+    assert list(EFFECTS) == list(FEATURES)
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
-def test_every_pair_does_what_its_cell_says(server: str, part: int) -> None:
-    features = feature_fields()
+def test_each_pair_is_refused_or_in_a_row() -> None:
+    together = set().union(*(pairs_of(row) for row in COVERING))
+    assert together | REFUSED.keys() | {frozenset(("ignore_eos", name)) for name in NEEDS} == pairs_of(FEATURES)
+    assert not together & REFUSED.keys()
 
-    def failure(pair: tuple[str, str], works: bool) -> str | None:
-        prompt = {} if any("messages" in features[name] for name in pair) else {"text": "abcabcabc"}
-        # With a seed of the server's choice an answer may end at its first token, and then it shows nothing.
-        limit = {"sampling": {"maxTokens": 24} | ({} if "beams" in pair else {"seed": 1})}
-        answer = ask(stub, merged(prompt, limit, *(features[name] for name in pair)))
-        if not works:
-            refused = isinstance(answer, grpc.RpcError) and answer.code() == grpc.StatusCode.INVALID_ARGUMENT
-            return None if refused else f"{pair}: not refused"
-        if isinstance(answer, grpc.RpcError):
-            return f"{pair}: {answer.code().name}: {answer.details()}"
-        ended = {response.index for response in answer if response.finish_reason}
-        failed = {response.finish_reason for response in answer} & {pb.FINISH_REASON_GRAMMAR_ERROR}
-        if failed or ended != set(range(2 if "n" in pair else 1)):
-            return f"{pair}: {ended}, {failed}"
-        shown = effects(answer)
-        if "no_text" in pair:  # parts are text
-            shown |= dict.fromkeys(("reasoning", "tools"), True)
-        missing = [name for name in pair if not shown.get(name, True)]
-        return f"{pair}: no sign of {missing}" if missing else None
 
-    with grpc.insecure_channel(server) as channel, ThreadPoolExecutor(8) as pool:
+@pytest.fixture(scope="module")
+def send(model_folder: Path, adapters: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Send]:
+    """Return a function that sends a request with some features to a server whose engine takes notes."""
+    folder = tmp_path_factory.mktemp("noted")
+    engine = EngineConfig(
+        model=str(model_folder),
+        adapters=adapters,
+        logits_processors=PROCESSORS,
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        max_batch_size=8,
+        max_model_len=512,
+        draft_index_shared=True,
+    )
+    server = ServerConfig(
+        listen=f"unix:{folder}/s",
+        grammar_dir=str(folder),
+        compile_timeout_s=120.0,
+        grammar_wait_s=120.0,
+        stream_pace_ms=0.0,
+        allow_never_preempt=True,
+        output_memory_bytes=36_000_000,
+    )
+    with recorded_server(engine, server) as (address, notes), grpc.insecure_channel(address) as channel:
         stub = engine_pb2_grpc.EngineStub(channel)
-        chosen = part_of(part)
-        assert [problem for problem in pool.map(failure, chosen, chosen.values()) if problem] == []
+
+        def send(names: Collection[str]) -> Answer | grpc.RpcError:
+            fields = request_with(names) | {"request_id": f"request {uuid4()}"}
+            answer = ask(stub, fields)
+            if isinstance(answer, grpc.RpcError):
+                return answer
+            return Answer(frozenset(names), fields, answer, notes[fields["request_id"]])
+
+        yield send
+
+
+def problems_of(row: Collection[str], answer: Answer | grpc.RpcError) -> list[str]:
+    """Return what is wrong with the answer to a request with the features of a row."""
+    if isinstance(answer, grpc.RpcError):
+        return [f"{answer.code().name}: {answer.details()}"]
+    ended = [response.index for response in answer.responses if response.finish_reason]
+    failed = any(response.finish_reason == pb.FINISH_REASON_GRAMMAR_ERROR for response in answer.responses)
+    problems = (
+        [] if sorted(ended) == list(range(2 if "n" in row else 1)) and not failed else [f"ended: {ended}, {failed}"]
+    )
+    return problems + [f"no effect of {name}" for name in row if not EFFECTS[name](answer)]
+
+
+def test_every_feature_has_its_effect_with_every_other(send: Send) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(send, COVERING)
+        wrong = {
+            row: found for row, answer in zip(COVERING, answers, strict=True) if (found := problems_of(row, answer))
+        }
+    assert not wrong, "\n".join(f"{', '.join(row)}: {problems}" for row, problems in wrong.items())
+
+
+def dropped(send: Send, row: Collection[str], name: str) -> bool:
+    """Return whether the check of a feature fails for a row whose request leaves the feature out."""
+    answer = send([each for each in row if each != name])
+    assert isinstance(answer, Answer), (row, name, answer)
+    if name in ("whole", "cumulative"):
+        # A short answer may come in one response anyway, and so does one without text and token ids.
+        in_one = len(answer.noted.events) < 10 * len(answer.indexes) or {"output", "no_text"} <= {*row}
+        if in_one:
+            return True
+    return not EFFECTS[name](replace(answer, features=frozenset(row)))
+
+
+def test_a_feature_that_is_dropped_is_missed(send: Send) -> None:
+    tries = {name: (name, *COMPANY.get(name, ())) for name in FEATURES}
+    assert [name for name, row in tries.items() if not dropped(send, row, name)] == []
+
+
+SUBSUMED = {
+    ("grammar", "verified"),  # a stricter schema
+    ("chat", "tools"),  # the same messages
+    ("cumulative", "whole"),  # one response has all
+    *(("whole", "beams"), ("cumulative", "beams")),  # a search has its answers at its end
+    ("index", "beams"),  # it drafts nothing
+}
+"""Pairs of which the second feature has the effect of the first."""
+
+
+@pytest.mark.slow
+def test_a_feature_that_is_dropped_is_missed_with_every_other(send: Send) -> None:
+    """Whatever another feature of a request makes the server ignore is noticed."""
+    tries = [(row, name) for row in COVERING for name in row if not {(name, each) for each in row} & SUBSUMED]
+    tries = [(row, name) for row, name in tries if name not in {NEEDS.get(each) for each in row}]
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda each: dropped(send, *each), tries)
+        silent = [each for each, is_missed in zip(tries, found, strict=True) if not is_missed]
+    assert not silent, "\n".join(f"{name} in {', '.join(row)}" for row, name in silent)
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=" and ".join)
+def test_a_refused_pair_names_its_field(server: str, pair: frozenset[str]) -> None:
+    with grpc.insecure_channel(server) as channel:
+        answer = ask(engine_pb2_grpc.EngineStub(channel), request_with(pair))
+    assert isinstance(answer, grpc.RpcError)
+    assert answer.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert str(answer.details()).startswith(REFUSED[pair])
 
 
 @pytest.mark.parametrize("row", rows(PAGE, "Refused requests"), ids=lambda row: row[0])
