@@ -1,7 +1,7 @@
 """The Prometheus metrics of a grammar process: compilations, the cache, matchers, rows, fill times.
 
-Invariant: the event loop alone writes here. The counters of a worker are read at each scrape, and added to those of
-earlier workers when its engine disconnects; so a counter never decreases.
+Invariant: only the event loop writes here. The counters of a worker are read at each scrape, and added to the counters
+of earlier workers when its engine disconnects; so a counter never decreases.
 
 Not responsible for: the worker's own counting (see fill/counters.py), the HTTP listener (see metrics_http.py).
 """
@@ -22,7 +22,7 @@ from grammar_service.config import GrammarConfig
 from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
 from grammar_service.fill.counters import FILL_BOUNDS_S, WorkerCounts
 
-prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # no creation time beside every counter
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # no creation time for each counter
 
 COMPILE_BOUNDS_S = (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 
@@ -121,7 +121,7 @@ class GrammarMetrics(Collector):
         yield _counter("gaps", "Records that assumed tokens which never arrived; the slot was bound again", now.gaps)
         yield _counter("rebuilds", "Matchers rebuilt because a draft made the library fail", now.rebuilds)
         rows = CounterMetricFamily(
-            f"{_PREFIX}rows", "Answered mask rows by kind, rows behind drafts included", labels=("kind",)
+            f"{_PREFIX}rows", "Answered mask rows by kind, rows after drafts included", labels=("kind",)
         )
         for name, count in sorted(now.rows_by_kind.items()):
             rows.add_metric((name.lower(),), count)

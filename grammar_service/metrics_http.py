@@ -1,4 +1,4 @@
-"""The grammar process's own HTTP listener for Prometheus, on a thread of its own.
+"""The grammar process's HTTP listener for Prometheus, on a separate thread.
 
 Invariant: it only reads. It has neither TLS nor a password, so it must listen where only the scraper can connect.
 

@@ -127,7 +127,7 @@ async def _start_grpc(path: Path, servicer: GrammarServicer) -> tuple[grpc.aio.S
 
 
 async def _start_probe(address: str, alive: Any) -> grpc.aio.Server:
-    """Serve the health service alone on a TCP address. Raises CannotListen."""
+    """Serve only the health service on a TCP address. Raises CannotListen."""
     # With SO_REUSEPORT, two processes on one port would share its checks without an error.
     probe = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     health_pb2_grpc.add_HealthServicer_to_server(alive, probe)

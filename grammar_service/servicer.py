@@ -286,7 +286,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
 
 
 def _new_matcher(entry: Entry, limit: int, dead_texts: Sequence[bytes]) -> Callable[[], Matcher]:
-    """Return what makes a matcher at the start of an answer of at most `limit` tokens; 0: of any length."""
+    """Return a factory of matchers at the start of an answer of at most `limit` tokens (0: any length)."""
     compiled = avoiding(entry.compiled, dead_texts)
     if limit and isinstance(compiled, ReasoningCompiled):
         return partial(compiled.matcher, entry.plan.closing_at(limit))

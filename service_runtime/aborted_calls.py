@@ -18,7 +18,7 @@ import grpc
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of an error and of the errors behind it. Called where it is handled, or logged, for good."""
+    """Drop the tracebacks of an error and of the errors after it. Called where it is handled, or logged, for good."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -26,7 +26,7 @@ def forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-class AbortedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stub alone
+class AbortedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stub
     """The first interceptor of a server: its methods that are coroutines leave no cycle when they abort."""
 
     async def intercept_service(
@@ -50,7 +50,7 @@ class AbortedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
                 return await method(request, context)
             except grpc.aio.AbortError as error:
                 forget_frames(error)
-                return None  # gRPC raises the error again by itself, behind every method of an aborted call
+                return None  # gRPC raises the error again by itself, after every method of an aborted call
 
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(call, handler.request_deserializer, handler.response_serializer)  # type: ignore[no-any-return]

@@ -49,7 +49,7 @@ def _groups(file: Path) -> Iterator[tuple[list[str], PurePosixPath]]:
 
 
 def _upwards(mount: Path, group: PurePosixPath) -> Iterator[Path]:
-    # In a container the path is the host's, and the mount begins at our own group: the mount itself is read, too.
+    # In a container the path is the host's, and the mount begins at our own group: the mount itself is also read.
     for folder in (group, *group.parents):
         if ".." not in folder.parts:
             yield mount / folder

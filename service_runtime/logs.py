@@ -116,7 +116,7 @@ def level_of(line: str) -> int | None:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the fields of a line beside its message: those of `extra={"fields": ...}`, and the request's id."""
+    """Return the fields of a line next to its message: those of `extra={"fields": ...}`, and the request's id."""
     fields: dict[str, Any] = dict(getattr(record, "fields", {}))
     if request_id := getattr(record, "request_id", ""):
         fields["request_id"] = request_id
@@ -124,6 +124,6 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _word(value: object) -> str:
-    # A client chooses its request id: the id must not be able to begin a line or a field of its own.
+    # A client chooses its request id: the id must not be able to begin a new line or field.
     text = f"{value:.1f}" if isinstance(value, float) else str(value)
     return text if text.isprintable() and " " not in text else json.dumps(text)

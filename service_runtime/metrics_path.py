@@ -17,7 +17,7 @@ PATH = "/metrics"
 
 
 def only_at_its_path(metrics: WSGIApplication) -> WSGIApplication:
-    """Return an application that serves `metrics` at PATH alone."""
+    """Return an application that serves `metrics` only at PATH."""
 
     def app(environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         path = environ["PATH_INFO"]

@@ -158,7 +158,7 @@ def add_flags(parser: argparse.ArgumentParser, config_classes: Sequence[type[Any
             if setting.hidden:
                 text = argparse.SUPPRESS
             metavar = "STR" if setting.is_list else setting.kind.__name__.upper()
-            # A flag alone turns a switch on, as users of other servers write it.
+            # A flag without a value turns a switch on, as in other servers.
             form: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.kind is bool else {}
             if setting.is_list:
                 form = {"action": "append", "dest": setting.name}
@@ -194,7 +194,7 @@ class Sources:
             flags: parsed by a parser with `add_flags` of the same classes.
             environ: the environment variables.
             config_classes: every class whose fields may be keys of the file.
-            prefix: of the environment variables.
+            prefix: the prefix of the environment variables.
             table: the file's table of this name is read instead of the whole file, where it has one.
 
         Raises SettingsError for a file that cannot be read or has a key that is no field of `config_classes`.

@@ -89,7 +89,7 @@ class SingleFlight(Generic[Key, Result]):
             return await asyncio.shield(flight.task)
         finally:
             self.leave(flight)
-            # An error's traceback holds this frame, and the flight's task holds the error: a cycle, but for this line.
+            # An error's traceback holds this frame, and the flight's task holds the error: a cycle without this line.
             del flight
 
     async def run(self, key: Key, start: Callable[[], Coroutine[Any, Any, Result]]) -> tuple[Result, bool]:

@@ -34,7 +34,7 @@ EVERY = "*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """One tenant; 0 is no limit of its own, unless the field says otherwise."""
+    """One tenant; 0 means no limit unless the field says otherwise."""
 
     name: str
     weight: float = 1.0
@@ -42,7 +42,7 @@ class Tenant:
     max_running: int = 0
     """Sequences with a slot."""
     max_waiting: int | None = None
-    """Sequences beyond those that run; None: those that run or wait are its share of the server's, by weight."""
+    """The most waiting sequences; None: running and waiting ones together have a share of the server's by weight."""
     tokens_per_minute: int = 0
     """Tokens of prompts and answers; so many may also come at once."""
     max_compilations: int = 2
@@ -52,7 +52,7 @@ class Tenant:
     compiled_grammar_bytes: int = 64 << 20
     """Memory of its compiled grammars, as far as they are kept for later requests."""
     shares: frozenset[str] = frozenset()
-    """Of SHARABLE."""
+    """Names in SHARABLE."""
     adapters: frozenset[str] = frozenset()
     """Names of adapters that it may use."""
     operator: bool = False
@@ -77,7 +77,7 @@ class TenantTable:
     by_certificate: Mapping[bytes, Tenant] = field(default_factory=dict)
 
     def of_certificate(self, names: Iterable[bytes]) -> Tenant | None:
-        """Return the tenant of a certificate with these names; None also where they are those of several tenants."""
+        """Return the tenant of a certificate with these names; None also if several tenants have them."""
         found = {tenant.name: tenant for name in names if (tenant := self.by_certificate.get(name)) is not None}
         return next(iter(found.values())) if len(found) == 1 else None
 
@@ -105,7 +105,7 @@ def parse_tenants(content: bytes, path: Path, setting: str = "tenant_file") -> T
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{where}: {error}") from error
     if unknown := document.keys() - {"tenants"}:
-        raise ValueError(f"{where}: {min(unknown)!r} is unknown; there is `tenants` alone")
+        raise ValueError(f"{where}: {min(unknown)!r} is unknown; the only table is `tenants`")
     tables = document.get("tenants")
     if not isinstance(tables, dict) or not tables:
         raise ValueError(f"{where} has no tenant; [tenants.NAME] begins one")
@@ -149,7 +149,7 @@ def _tenant(name: str, table: dict[str, Any], place: str) -> Tenant:
     for key in table.keys() & set(_LISTS):
         values[key] = frozenset(_texts(table, key, place))
     if wrong := values.get("shares", frozenset()) - set(SHARABLE):
-        raise ValueError(f"{place}.shares: {min(wrong)!r} is none of {', '.join(SHARABLE)}")
+        raise ValueError(f"{place}.shares: {min(wrong)!r} is not one of {', '.join(SHARABLE)}")
     weight = table.get("weight", 1.0)
     if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0.01 <= weight <= 100:
         raise ValueError(f"{place}.weight: is {weight!r}, must be a number in [0.01, 100]")

@@ -147,4 +147,4 @@ class _OSThreads:
         return threading.Thread(target=target, name=name, daemon=True)
 
 
-OS_THREADS: Threads = _OSThreads()  # type: ignore[assignment]  # a condition takes the locks of `lock` alone
+OS_THREADS: Threads = _OSThreads()  # type: ignore[assignment]  # a condition takes only the locks of `lock`

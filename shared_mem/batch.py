@@ -43,7 +43,7 @@ def _padded(dtype: type[np.generic], shape: tuple[int, ...]) -> int:
 class BatchArrays:
     """B lanes of at most R rows. In: the record to post; out: its answer.
 
-    `slots` starts as -1 everywhere: such a lane (padding, or a sequence without a grammar) is neither posted nor
+    `slots` starts as -1 everywhere: that lane (padding, or a sequence without a grammar) is neither posted nor
     waited for, and its rows become ALL. Several BatchArrays may exist, one per captured batch size.
 
     Args:

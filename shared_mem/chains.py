@@ -26,7 +26,7 @@ DONE, STALE, SLOW = 0, 1, 2
 
 
 class SpecialWords(NamedTuple):
-    """Words of a row that hold tokens with a rule of their own, or bits of no token. Arrays of one length."""
+    """Words of a row that hold tokens with special rules, or bits of no token. Arrays of one length."""
 
     at: Int32Array
     keep: npt.NDArray[np.uint32]
@@ -85,7 +85,7 @@ class ChainArrays:
     n_draft: Int32Array
     """[max_chains] written by `take`: drafts of the record; the last row."""
     drafts: Int32Array
-    """[max_chains, R] written by `take`: the drafts behind the first row, each a token of the vocabulary."""
+    """[max_chains, R] written by `take`: the drafts after the first row, each a token of the vocabulary."""
     accepting: ByteArray
     """[max_chains] in: 1 where the answer is complete at the first row."""
     states: ByteArray
@@ -159,7 +159,7 @@ class ChainArrays:
 
     @property
     def num_answered(self) -> int:
-        """Chains that `publish` did not leave alone."""
+        """Chains that `publish` handled."""
         return self._args.answered
 
     @property

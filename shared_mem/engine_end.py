@@ -65,7 +65,7 @@ class EngineEnd:
     """The engine's role. Holds the mapping; does not close the segment.
 
     Args:
-        segment: of this process. Sequences go on from the newest one in it.
+        segment: this process's segment. Sequences continue from the newest one in it.
         spin_ns: an await spins so long before it parks.
     """
 
@@ -174,7 +174,7 @@ class EngineEnd:
         Args:
             seq: from `post`; 0 defers every lane that has a slot.
             slots: [B] as posted.
-            slot_gens: [B] as posted: an answer to an earlier owner of the slot is none.
+            slot_gens: [B] as posted: an answer to an earlier owner of the slot does not count.
             timeout_s: bound from now, when `deadline_ns` is 0.
             deadline_ns: bound on CLOCK_MONOTONIC, in nanoseconds.
         """

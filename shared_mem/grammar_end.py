@@ -50,7 +50,7 @@ class GrammarEnd:
         ]
         self._working = np.zeros(1, dtype=np.uint64)
         self._working_address = at(self._working)
-        self._watch = np.zeros(2, dtype=np.int64)  # `ls_watch`: written by the calls of `overdue` alone
+        self._watch = np.zeros(2, dtype=np.int64)  # `ls_watch`: written only by the calls of `overdue`
         self._watch_address = at(self._watch)
         self._waits = self._records = self._overruns = 0
         # Per slot: threads with different slots share no counter.
@@ -92,7 +92,7 @@ class GrammarEnd:
         """Return the records of `seq`, a copy as arrays. One native call reads all of them.
 
         Raises:
-            RingOverrun: they were overwritten (this end is `num_recs` behind), before or during the copy.
+            RingOverrun: they were overwritten (this end is `num_recs` posts late), before or during the copy.
         """
         args = self._records_args
         args.seq = seq
@@ -129,9 +129,9 @@ class GrammarEnd:
         """Publish a slot's answer after its mask rows are written. One thread per slot at a time.
 
         Args:
-            seq: of the record that is answered.
+            seq: the sequence number of the answered record.
             slot: 0 <= slot < num_slots.
-            slot_gen: of the record.
+            slot_gen: the record's slot_gen.
             kinds: at most R RowKinds; the rows after them become DEFER.
             forced: as long as `kinds`; tokens of the FORCED rows, elsewhere STEERED or -1. None: all -1.
             late: rows that are DEFER here may still come, by `add_rows`, until a call of that says that none will.
@@ -159,7 +159,7 @@ class GrammarEnd:
     def add_rows(self, seq: int, slot: int, kinds: Sequence[int], forced: Sequence[int], *, late: bool) -> bool:
         """Add rows to a late answer, after their mask rows are written. One thread per slot at a time.
 
-        A row that was published is unchanged; DEFER adds nothing. Arguments as those of `publish`; `late` False: no
+        A row that was published is unchanged; DEFER adds nothing. Arguments as in `publish`; `late` False: no
         row will come any more. Returns False when another answer is there; nothing was written.
         """
         n = len(kinds)
@@ -179,7 +179,7 @@ class GrammarEnd:
     def publish_chains(self, seq: int, arrays: ChainArrays, special: SpecialWords, *, publishes: bool = True) -> None:
         """Publish the answers of the chains, each as `publish` does, after copying their rows into the segment.
 
-        Chains whose state is SLOW then were left alone. Releases the GIL. `publishes` False: only copies the rows.
+        Chains whose state is SLOW then were skipped. Releases the GIL. `publishes` False: only copies the rows.
         """
         arrays.publish(seq, self._address + self.layout.row_offset(seq, 0, 0), special, publishes=publishes)
 

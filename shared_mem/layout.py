@@ -25,7 +25,7 @@ writes each 128-byte line (the writer is named below), so no line is ever conten
 
     ANS    [num_slots], ans_stride apart                                                  grammar
            u64 seq | u32 slot_gen | u8 kind[R] (padded to 4) | i32 forced[R] (padded to 8) | u64 late
-                 late = seq: published with rows missing; each changes once from DEFER, then late to 0 behind the last
+                 late = seq: published with rows missing; each changes once from DEFER, then late to 0 after the last
 
     MASK   [2][num_slots][R], row_stride apart; buffer = seq & 1                          grammar
            W little-endian words, bit v % 32 of word v / 32: token v is legal; the rest of the stride is not defined
@@ -97,7 +97,7 @@ class Stage(enum.IntEnum):
     """One draft step; the k-th one is stage DRAFT + k."""
     PROPOSE = 64
     """Committed tokens, and in place of drafts a tree of candidates (`node`). Requests no row, but the jump-forward
-    tokens behind the committed ones, and behind these the tokens of the tree that the grammar allows: at each node the
+    tokens after the committed ones, and after these the tokens of the tree that the grammar allows: at each node the
     first legal child. Both together are at most as many as `need_rows` has bits. The answer has FORCED and a token at
     k = 0, 1, ..., then APPLY and a token for each node, and after the last ALL if the tree was walked, else another
     kind. They are proposals: no mask is written, and nothing is cached. The next record has the same committed tokens
@@ -107,12 +107,12 @@ class Stage(enum.IntEnum):
     the record is the number of that slot. The record has a new slot_gen: a fork that gets lost leaves no matcher that
     the slot's next record fits. There is no answer. All records of such a post are forks."""
     TREE = 66
-    """Committed tokens and a whole tree of drafts (`node`); R rows are wanted. Row j + 1 is the one behind draft j and
+    """Committed tokens and a whole tree of drafts (`node`); R rows are wanted. Row j + 1 is the one after draft j and
     the drafts on the way to it. Only a GPU posts it, in place of VERIFY."""
 
 
 PARENT_SHIFT = 24
-"""Of a candidate in a PROPOSE record, and of a draft in a TREE record."""
+"""A candidate in a PROPOSE record, or a draft in a TREE record."""
 
 
 def node(token: int, parent: int) -> int:
@@ -302,7 +302,7 @@ class Layout:
         """Return the layout that `header` (the first bytes of a segment) describes.
 
         Raises:
-            LayoutError: too short, not a segment, damaged, or its sizes are not those of its shape.
+            LayoutError: too short, not a segment, damaged, or its sizes do not match its shape.
             VersionSkew: written by another layout version.
         """
         if len(header) < _PREFIX.size:
@@ -324,5 +324,5 @@ class Layout:
         except InvalidField as error:
             raise LayoutError(f"header: {error}") from error
         if total != layout.total_bytes or tuple(derived) != layout._derived():
-            raise LayoutError("the header's sizes and offsets are not those of its shape")
+            raise LayoutError("the header's sizes and offsets do not match its shape")
         return layout

@@ -1,9 +1,9 @@
 """The compiled flags, seen from Python: structs that mirror native/flags.h, and the functions with their types.
 
 Invariant: a struct here has the fields of the C struct in the same order; `ls_abi` is compared at load. Functions that
-wait release the GIL. Functions that only touch a few lines hold it: beside one busy Python thread, releasing the GIL
-for a microsecond cost 8-9 ms at the 99th percentile, and holding it 8-29 us. Not responsible for: the meaning of the
-calls (see channel.py).
+wait release the GIL. Functions that only touch a few lines hold it: while another Python thread is busy, releasing the
+GIL for a microsecond cost 8-9 ms at the 99th percentile, and holding it 8-29 us. Not responsible for: the meaning of
+the calls (see channel.py).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class PublishArgs(ctypes.Structure):
 
 
 def library_path(directory: Path | None = None) -> Path:
-    """Return the compiled library in `directory` (default: beside this file).
+    """Return the compiled library in `directory` (default: next to this file).
 
     Raises:
         NativeMissing: it is not there.

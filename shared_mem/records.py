@@ -30,7 +30,7 @@ class Record(NamedTuple):
     """Answer tokens committed before `committed`."""
     committed: tuple[int, ...]
     drafts: tuple[int, ...]
-    """Of a proposal its candidates; see `shared_mem.layout.node`."""
+    """The candidates of a proposal; see `shared_mem.layout.node`."""
     stage: int
     need_rows: int = 0xFFFFFFFF
     """Bit j set: row j is wanted."""
@@ -50,7 +50,7 @@ class Records:
     """The n records of one post. The lists have one entry for each record and must not be changed.
 
     Args:
-        seq: of the post.
+        seq: the sequence number of the post.
         fields: int32 [NUM_FIELDS, n], C-contiguous; this object keeps it.
         tokens: int32 [n, T], C-contiguous; this object keeps it.
     """
@@ -64,7 +64,7 @@ class Records:
         self.need_rows = [rows & 0xFFFFFFFF for rows in lists[6]]
         """Wanted rows, one bit each."""
         self.first = lists[7]
-        """The first wanted row, if every row behind it is wanted too; else -1."""
+        """The first wanted row, if every row after it is wanted too; else -1."""
         self.tokens: list[list[int]] = tokens.tolist()
         """`n_commit` committed tokens, then `n_draft` drafts, or candidates of a proposal, then tokens without a
         meaning."""

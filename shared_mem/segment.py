@@ -58,7 +58,7 @@ class Segment:
 
     @staticmethod
     def attach(fd: int) -> Segment:
-        """Map the segment behind `fd` and take `fd` over: it is closed when this raises.
+        """Map the segment after `fd` and take `fd` over: it is closed when this raises.
 
         Raises:
             LayoutError: the file is not a segment, is not sealed, or has another size than its header says.

@@ -124,7 +124,7 @@ class ChainFiller(Protocol):
     """[V] 1 for each token that is neither special nor a stop token."""
 
     def may_follow(self, matcher: Any, tokens: Sequence[int]) -> bool:
-        """Return whether the matcher would accept all of `tokens`, of which only the last may be a stop token.
+        """Return whether the matcher would accept all of `tokens`. Only the last may be a stop token.
 
         The matcher does not move. Raises MatcherFailed.
         """

@@ -45,7 +45,7 @@ class ComposingBackend:
         self._opened: dict[tuple[int, ...], tuple[Backend, Vocabulary]] = {}
         self._rows: dict[tuple[str, ReasoningSpec], MarkerRows] = {}
         self._value_tokens: dict[str, ValueTokens] = {}
-        """By digest, of this vocabulary and those of `_opened` alone."""
+        """By digest; only for this vocabulary and the vocabularies of `_opened`."""
         self._validator: tuple[str, Validator] | None = None
         """The last validator, and its schema: a process that compiles a grammar loads it next."""
 

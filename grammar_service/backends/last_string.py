@@ -1,9 +1,9 @@
 """A text within a string that is a value, checked with one end of the string after another.
 
-The text in front of the string is read once, and most strings of most schemas need no validator: it is asked where the
+The text before the string is read once, and most strings of most schemas need no validator: it is asked where the
 schema of the string's place has more than the grammar surely says. A string among the items of an array that are to be
 unique is compared with them here.
-Invariant: the answer is that of `Validator.is_lost`, or False: what is overlooked here is found where the answer ends.
+Invariant: the answer equals `Validator.is_lost`, or is False: an error missed here is found at the end of the answer.
 Not responsible for: what a token ends (see value_tokens.py), the validator (see json_schema/validator.py).
 """
 
@@ -26,7 +26,7 @@ _OF_STRINGS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
 _STEPS = frozenset({"properties", "additionalProperties", "items", "prefixItems"})
 _SIZES = frozenset({"required", "minProperties", "maxProperties", "minItems", "maxItems", "uniqueItems"})
 _PLAIN = _NOTES | _OF_STRINGS | _STEPS | _SIZES | {"$ref", "allOf", "$defs", "definitions"}
-"""Keywords that say nothing of a string below them but by the schema of its own place."""
+"""Keywords that constrain a string below them only through the schema of its place."""
 MAX_NODES = 64
 """Schemas of one place; where there are more, every string is asked for."""
 
@@ -41,10 +41,10 @@ class Check(enum.Enum):
 
 
 class LastString:
-    """The string that is open at the end of a text. Of one thread."""
+    """The string that is open at the end of a text. Not thread-safe."""
 
     def __init__(self, validator: Validator, before: bytes, closing: bytes) -> None:
-        """Args: `before` is the text in front of its quote; `closing` closes the brackets open there, at least one."""
+        """Args: `before` is the text before its quote; `closing` closes the brackets open there, at least one."""
         self._validator, self.before = validator, before
         self._check = Check.NOTHING  # of a text that is no JSON, however the string ends
         try:
@@ -66,7 +66,7 @@ class LastString:
         return self._check is Check.ANYTHING
 
     def known(self, head: bytes, ends: Mapping[int, bytes]) -> dict[int, bool]:
-        """Return `is_lost` for each of `ends` behind `head`, the string so far with its quote; none where `asks`."""
+        """Return `is_lost` for each of `ends` after `head`, the string so far with its quote; none where `asks`."""
         if self._check is Check.ANYTHING:
             return {}
         if self._check is Check.NOTHING or not self._items:
@@ -80,7 +80,7 @@ class LastString:
         }
 
     def is_lost(self, string: bytes) -> bool:
-        """Return whether nothing behind `string`, the whole of it with its quotes, makes the text valid."""
+        """Return whether nothing after `string`, the whole of it with its quotes, makes the text valid."""
         if self._check is Check.NOTHING:
             return False
         try:
@@ -93,7 +93,7 @@ class LastString:
             return False
 
     def __repr__(self) -> str:
-        return f"<LastString behind {len(self.before)} bytes, {self._check.name}>"
+        return f"<LastString after {len(self.before)} bytes, {self._check.name}>"
 
 
 def _encoded(value: str) -> bytes:

@@ -1,4 +1,4 @@
-"""A phase of free text before an answer, in which the model thinks: its markers, its budget, and the answer behind it.
+"""A phase of free text before an answer, in which the model thinks: its markers, its budget, and the answer after it.
 
     BEGIN       the marker `begin`, or the answer at once       only where the prompt did not end with the marker
     REASONING   any text, up to the first `end`                 no special token, no stop token
@@ -7,8 +7,8 @@
 
 Everything is counted in tokens and bytes here, and no library sees the phase, so it is the same on every backend, and
 rolls back as any matcher does.
-Invariant: a row depends on the tokens before it and on the budget alone, never on drafts. The end of the phase falls on
-the end of a token, newlines aside: a token with other text behind `end` is illegal.
+Invariant: a row depends only on the tokens before it and on the budget, never on drafts. The end of the phase falls on
+the end of a token, newlines aside: a token with other text after `end` is illegal.
 Not responsible for: the answer itself, the budget's default (see completion/budget.py).
 """
 
@@ -63,7 +63,7 @@ def ways_out(tokens: TokenBytes, end: bytes) -> list[tuple[int, ...]]:
 
 
 class MarkerRows:
-    """The mask rows of the phase, by how much of a marker was matched. Immutable but for its cache.
+    """The mask rows of the phase, by how much of a marker was matched. Immutable except for its cache.
 
     Made in one pass over the vocabulary, 0.1 s for a large one; a row then takes microseconds. Raises InvalidGrammar
     when the vocabulary cannot spell `end`.
@@ -78,7 +78,7 @@ class MarkerRows:
         """By bytes of `end` that are matched: the tokens that complete it."""
         self.reserve = max(map(len, self.rests))
         self._crossing: dict[int, list[int]] = {}
-        """Bytes of `end` -> tokens that begin with the rest of it and have other text behind that; -1: tokens that
+        """Bytes of `end` -> tokens that begin with the rest of it and have other text after that; -1: tokens that
         have all of `end` within."""
         self._text = self._read_texts()
         self._rows: dict[tuple[str, int], Words] = {}
@@ -103,7 +103,7 @@ class MarkerRows:
         return bits
 
     def scan(self, matched: int, text: bytes) -> tuple[int, int]:
-        """Return how much of `end` is matched behind `text`, and where in `text` the end is complete; -1: it is not."""
+        """Return how much of `end` is matched after `text`, and where in `text` the end is complete; -1: it is not."""
         end, fail = self.spec.end, self._fail
         for at, byte in enumerate(text):
             while matched and end[matched] != byte:
@@ -120,7 +120,7 @@ class MarkerRows:
         return bool(text) and (at < 0 or is_gap(text[at:], 0))
 
     def begins(self, matched: int, text: bytes) -> bool:
-        """Return whether a token with this text goes on with `begin`, of which `matched` bytes are there."""
+        """Return whether a token with this text continues `begin` after its first `matched` bytes."""
         rest = self.spec.begin[matched:]
         if not text.startswith(rest):
             return bool(text) and rest.startswith(text)
@@ -181,7 +181,7 @@ def _failures(pattern: bytes) -> list[int]:
 
 
 class ReasoningCompiled:
-    """A compiled answer behind a reasoning phase."""
+    """A compiled answer after a reasoning phase."""
 
     def __init__(self, answer: Compiled, rows: MarkerRows) -> None:
         self.answer = answer
@@ -198,7 +198,7 @@ class ReasoningCompiled:
         return self.answer.memory_bytes
 
     def matcher(self, closing_at: int | None = None) -> ReasoningMatcher:
-        """Return a matcher at the start. From `closing_at` tokens on, the phase is ended; None: by its budget alone."""
+        """Return a matcher at the start. The phase ends at `closing_at` tokens, or only by its budget if None."""
         return ReasoningMatcher(self.answer.matcher, self.rows, closing_at)
 
 
@@ -212,7 +212,7 @@ class Phase(enum.Enum):
 
 
 class _Step(NamedTuple):
-    """The state behind a token. Steps form a list from the last one to the first, which copies share."""
+    """The state after a token. Steps form a list from the last one to the first, which copies share."""
 
     before: _Step | None
     phase: Phase
@@ -230,7 +230,7 @@ class _Step(NamedTuple):
 
 @dataclass(slots=True)
 class _Inner:
-    """The matchers of the answer: 0 without reasoning before it, 1 behind it."""
+    """The matchers of the answer: 0 without reasoning before it, 1 after it."""
 
     start: Callable[[], Matcher]
     made: list[Matcher | None] = field(default_factory=lambda: [None, None])
@@ -274,7 +274,7 @@ class ReasoningMatcher:
         """Return the matcher of the answer, if the answer had begun before the last `uncommitted` tokens; else None.
 
         It is in the same state, and takes this matcher's place: it knows no phase, so that it cannot be rolled back
-        behind the `uncommitted` tokens.
+        after the `uncommitted` tokens.
         """
         step: _Step | None = self._at
         for _ in range(uncommitted):

@@ -1,8 +1,8 @@
 """The tokens that verification looks at, and the values that they end.
 
-Which values the tokens of a row end depends on the place in the text and on the row alone, and the rows within a string
-are alike, so the last answers are kept. Invariant: what is kept equals what would be found anew. Any thread may use
-it. Not responsible for: whether a value is valid (see verified.py), places in a text (see json_schema/places.py).
+The values that the tokens of a row end depend only on the place in the text and on the row, and the rows within a
+string are alike, so the last answers are kept. Invariant: what is kept equals what would be found anew. Any thread may
+use it. Not responsible for: whether a value is valid (see verified.py), places in a text (see json_schema/places.py).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MAX_KEPT = 128
 
 
 class Part(NamedTuple):
-    """The beginning of some tokens, behind which a value is complete."""
+    """The beginning of some tokens, after which a value is complete."""
 
     text: bytes
     place: Place
-    """Behind it."""
+    """After it."""
     ends_string: bool
-    """It ends the string that is open in front of it, and nothing else."""
+    """It ends the string that is open before it, and nothing else."""
 
 
 class TokenEnds(NamedTuple):
@@ -40,26 +40,27 @@ class TokenEnds(NamedTuple):
     groups: tuple[tuple[tuple[int, ...], list[int]], ...]
     """(indices of parts, tokens that have them), the shortest tokens first."""
     of_string: dict[int, bytes]
-    """Those of `parts` that end the string which is open, a value."""
+    """The `parts` that end the open string, which is a value."""
     beyond: tuple[tuple[tuple[int, ...], list[int]], ...]
-    """Those of `groups` that end another value, too."""
+    """The `groups` that also end another value."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueTokens:
-    """Rows of the tokens that verification looks at. They depend on the vocabulary alone; its grammars share them."""
+    """Rows of the tokens that verification looks at. They depend only on the vocabulary, and its grammars share
+    them."""
 
     texts: tuple[bytes, ...]
-    """Of each token; see `TokenBytes`."""
+    """The bytes of each token; see `TokenBytes`."""
     stops: frozenset[int]
     ending: NDArray[np.int32]
-    """[W] bits of the tokens with a byte behind which a value may be complete."""
+    """[W] bits of the tokens with a byte after which a value may be complete."""
     quoting: NDArray[np.int32]
-    """[W] bits of the tokens with a quote, of which one ends a string."""
+    """[W] bits of the tokens with a quote. One of the quotes may end a string."""
     stop_words: NDArray[np.int32]
     """[W] bits of the stop tokens."""
     space: NDArray[np.int32]
-    """[W] bits of the tokens with white space alone."""
+    """[W] bits of the tokens with only white space."""
     longest: int
     """Bytes of the longest token."""
     _kept: dict[tuple[Place, bytes], TokenEnds] = field(default_factory=dict, repr=False)

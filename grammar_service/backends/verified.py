@@ -1,18 +1,18 @@
 """Matchers that check the rest of a JSON Schema where a value ends, for parts that no grammar can say.
 
-    fill      the library's row, without the tokens behind which the answer could not become valid any more
-    accept    a stop token only behind a valid answer
+    fill      the library's row, without the tokens after which the answer could not become valid any more
+    accept    a stop token only after a valid answer
 
 A token is looked at where it ends a value: a string, an array, an object, or a value before a comma. The value so far,
 its open brackets closed, goes to the validator, but for strings of which the schema says no more than the grammar
 (see last_string.py). An error there counts if no continuation can undo it. A row that would have nothing but white
-space left is empty: the same tokens are lost behind it.
+space left is empty: the same tokens are lost after it.
 
 An answer without a legal token may go back over some of its tokens. `find_way_back` says how far, and which text is
-*dead* from then on: a matcher that avoids it has no token behind which the answer, without its white space, begins with
+*dead* from then on: a matcher that avoids it has no token after which the answer, without its white space, begins with
 it. The text is dead up to the token that began the last value for which there is another choice, so that the next
 attempt differs in more than the end of a word.
-Invariant: a row depends on the accepted tokens alone, so drafts, rollbacks and rebuilt matchers see the same rows. It
+Invariant: a row depends only on the accepted tokens, so drafts, rollbacks and rebuilt matchers see the same rows. It
 loses tokens and never gains any. A stop token is legal exactly where the answer is complete and valid; where that
 leaves no token, the row is empty and the request ends with GRAMMAR_INVALID.
 Not responsible for: the validator (see json_schema/validator.py), which parts need it (see the backends).
@@ -36,7 +36,7 @@ from grammar_service.backends.value_tokens import Part, ValueTokens, take_out
 from grammar_service.grammar.mask_rows import token_ids
 
 MAX_CHECKS = 24
-"""Values that the validator checks for one row. Tokens behind them stay, and are checked where the answer ends."""
+"""Values that the validator checks for one row. Tokens after them stay, and are checked where the answer ends."""
 MAX_TEXT = 16 << 10
 """Bytes of an answer up to which values inside it are checked; its end is checked at any length."""
 
@@ -53,7 +53,7 @@ class WayBack(NamedTuple):
     """How an answer without a legal token goes on."""
 
     num_tokens: int
-    """Of its tokens, those that stay."""
+    """Its tokens that stay legal."""
     dead: tuple[bytes, ...]
     """Texts to be avoided from then on, without white space between values."""
 
@@ -63,7 +63,7 @@ class VerifiedCompiled:
 
     Args:
         inner: the library's.
-        verification: of the schema.
+        verification: the schema's.
         dead: texts that no answer begins with.
     """
 
@@ -85,7 +85,7 @@ class VerifiedCompiled:
 
 
 class VerifiedMatcher:
-    """The library's matcher, the text of the answer, and the place in it behind each token.
+    """The library's matcher, the text of the answer, and the place in it after each token.
 
     It has no chain filler: its rows are filled one by one.
     """
@@ -102,7 +102,7 @@ class VerifiedMatcher:
         """Lengths of both texts, and the place, before each accepted token."""
         self._place = Place()
         self._string: LastString | None = None
-        """Of the string that was open in the last row with one."""
+        """The check of the string that was open in the last row with an open string."""
 
     @property
     def terminated(self) -> bool:
@@ -110,7 +110,7 @@ class VerifiedMatcher:
         return self._inner.terminated
 
     def accept(self, token: int) -> bool:
-        """Advance over `token`; see `Matcher.accept`. A stop token is illegal behind an answer that is not valid."""
+        """Advance over `token`; see `Matcher.accept`. A stop token is illegal after an answer that is not valid."""
         if not self._inner.accept(token):
             return False
         spelled = self._tokens.texts[token]
@@ -155,7 +155,7 @@ class VerifiedMatcher:
             words[:] = 0
 
     def _avoided(self, words: NDArray[np.int32]) -> list[int]:
-        """Return the tokens of a row behind which the answer begins with a dead text."""
+        """Return the tokens of a row after which the answer begins with a dead text."""
         compact, texts, found = bytes(self._compact), self._tokens.texts, list[int]()
         for dead in self.dead:
             # A token has no more bytes without its white space than with it.
@@ -170,7 +170,7 @@ class VerifiedMatcher:
         return found
 
     def _lost(self, words: NDArray[np.int32]) -> list[int]:
-        """Return the tokens of a row behind which no text makes the answer valid, as far as this is seen."""
+        """Return the tokens of a row after which, as far as is known, no text makes the answer valid."""
         ends = self._tokens.ends_at(self._place, words)
         string = self._last_string() if ends.of_string else None
         head = b"" if string is None else bytes(self._text[len(string.before) :])
@@ -238,7 +238,7 @@ class VerifiedMatcher:
 
 
 def is_verified(compiled: Compiled | ReasoningCompiled) -> bool:
-    """Return whether the answers of a grammar, behind a reasoning or not, are verified."""
+    """Return whether the answers of a grammar, after a reasoning or not, are verified."""
     return isinstance(compiled.answer if isinstance(compiled, ReasoningCompiled) else compiled, VerifiedCompiled)
 
 
@@ -250,12 +250,12 @@ def avoiding(compiled: Compiled, dead: Sequence[bytes]) -> Compiled:
 
 
 def find_way_back(new_matcher: Callable[[], Matcher], committed: Sequence[int], first: int) -> WayBack | None:
-    """Return how an answer whose tokens `committed` have no legal token behind them goes on.
+    """Return how an answer whose tokens `committed` have no legal token after them goes on.
 
     Args:
         new_matcher: returns a matcher at the start of the answer, which avoids the texts that are dead so far.
-        committed: the tokens, those of a reasoning included.
-        first: of them, the first `first` must stay.
+        committed: the tokens, including those of a reasoning phase.
+        first: the number of committed tokens that must stay.
 
     None: there is no other choice, or the answer is not verified. Raises MatcherFailed when a token is illegal.
     """

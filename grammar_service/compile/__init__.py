@@ -2,6 +2,6 @@
 
 - `compiler`: the room's entry; cache, choice of the backend, one compilation for equal requests;
 - `queue`, `pool`, `process`: which compilation is next, the processes, one process;
-- `worker`, `proof`: what runs in such a process;
+- `worker`, `proof`: the code of that process;
 - `artifact`, `loader`, `disk_cache`: a compiled grammar as bytes, from there into this process, on disk.
 """

@@ -21,7 +21,7 @@ class Artifact:
     plan: Any
     """Argument of `CompletionPlan.from_wire`."""
     compile_ms: float = 0.0
-    """Time of the compilation alone, without queue, proof and transport; 0: the artifact came from the disk."""
+    """Time of only the compilation, without queue, proof and transport; 0: the artifact came from the disk."""
 
     def pack(self) -> bytes:
         """Return the artifact as bytes, without the time."""

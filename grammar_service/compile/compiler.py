@@ -96,7 +96,7 @@ class Cleared:
     """Grammars that are in use."""
     files: int
     freed_bytes: int
-    """Of memory, estimated, and of files."""
+    """Bytes of memory (estimated) and of files."""
 
 
 class Compiler:
@@ -118,8 +118,8 @@ class Compiler:
         command: starts a compile worker; (): the project's own, at the priority that `config` names.
         start: starts a process of it.
         load: makes a backend by its name.
-        loader: loads artifacts; ended with this object. None: threads of its own.
-        disk: the artifacts on disk; None: those that `config` names.
+        loader: loads artifacts; ended with this object. None: a new loader.
+        disk: the artifacts on disk; None: the cache that `config` names.
         """
         idle = config.compile_priority == "idle" and not command
         self._command = command or (COMMAND_IDLE if idle else COMMAND)
@@ -195,7 +195,7 @@ class Compiler:
             try:
                 return await self._from(backend, grammar, _Order(allow_unenforced, accepted, owner, share))
             except NotEnforced:
-                # A grammar of which all is enforced needs no verification, and is shared with other requests.
+                # A fully enforced grammar needs no verification, and is shared with other requests.
                 if verified_schema(checked) is None:
                     raise
             return await self._from(backend, checked, _Order(False, accepted, owner, share))

@@ -66,7 +66,7 @@ class DiskCache:
 
     Args:
         directory: created with mode 0700 if it is missing.
-        max_bytes: of all files together; the least recently used are removed first.
+        max_bytes: the most bytes of all files; the least recently used are removed first.
         new_file: makes a temporary file, as `tempfile.NamedTemporaryFile` does.
 
     Raises OSError when the directory cannot be created, or when any user may write into it, and so could change the

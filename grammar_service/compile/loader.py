@@ -35,7 +35,7 @@ class CompileLoader:
     """The loading threads. One event loop owns them; `close` ends them."""
 
     def __init__(self, threads: Executor | None = None) -> None:
-        """Args: `threads` run the loads, and are shut down with this object; None: NUM_LOADERS of its own."""
+        """Args: `threads` run the loads, and are shut down with this object; None: NUM_LOADERS new ones."""
         self._threads = threads or _deep_threads()
 
     async def load(

@@ -1,7 +1,7 @@
 """The compiled grammars in memory, bounded in bytes for all owners together and for each owner.
 
-Invariant: the sums are those of the entries. An owner that exceeds its own bound loses its own least recently used
-grammars; where all together exceed theirs, the owner with the most bytes does. So no owner evicts another that has
+Invariant: the sums equal the sums over the entries. An owner that exceeds its own bound loses its own least recently
+used grammars; where all together exceed theirs, the owner with the most bytes does. So no owner evicts another that has
 less than itself. With one owner this is plain least recently used.
 
 Not responsible for: what an entry is (see compiler.py), files (see disk_cache.py).
@@ -25,7 +25,7 @@ class Owner:
 
     name: str = ""
     max_bytes: int = 0
-    """0: no bound of its own."""
+    """The owner's bound in bytes; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class OwnedCache(Generic[Value]):
     """Values by key, in memory. Used on one event loop.
 
     Args:
-        max_bytes: of all values.
+        max_bytes: the most bytes of all values.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -1,7 +1,7 @@
 """Started processes that compile one grammar at a time each, and are killed when their time is over.
 
 Invariant: a caller waits for a free worker for at most `queue_s`, and then for its own compilation for at most
-`timeout_s`: the time behind other compilations and the start of a worker never count as compile time. A worker that
+`timeout_s`: the time after other compilations and the start of a worker never count as compile time. A worker that
 exceeds `timeout_s` is killed and replaced. A crash is an error of one request. Not thread-safe: one event loop owns a
 pool.
 
@@ -45,16 +45,14 @@ class CompilePool:
     """Workers of one backend with one vocabulary.
 
     Args:
-        backend: name of the backend.
-        vocabulary: each worker receives it at its start.
-        workers: number of processes.
-        limits: of one compilation.
-        queue: compilations that may wait for a worker; those of accepted sequences do not count. Tenants share these
+        backend: name of the backend. vocabulary: each worker receives it at its start. workers: number of processes.
+        threads: within one compilation, in backends that have it. limits: the limits of one compilation. queue:
+        compilations that may wait for a worker; compilations of accepted sequences do not count. Tenants share these
             places by weight.
         queue_s: longest wait for a worker, in seconds; accepted sequences wait for as long as it takes.
-        command: of a process that speaks the protocol of worker.py.
+        command: the command line of a process that speaks the protocol of worker.py.
         fallback: replaces `command` for good once a worker of it was starved at its time limit: other processes leave
-            no core idle. The compilation is tried again in such a worker. (): `command` is at no idle priority.
+            no core idle. The compilation is tried again in such a worker. (): `command` does not run at idle priority.
         start: starts a command.
     """
 

@@ -1,7 +1,7 @@
 """Tries a compiled grammar out in the process that compiled it, before the grammar process loads it.
 
 Invariant: an artifact that passes was loaded and gave its first rows within the library's own limits, on stacks smaller
-than those of the grammar process. So loading it there with the same limits succeeds, too. The proof covers only the
+than those of the grammar process. So loading it there with the same limits also succeeds. The proof covers only the
 tokens that it walked over: a later row that hits a limit is an error of one request. Runs in a process that can be
 killed, and finds the completion plan while it is there.
 
@@ -33,7 +33,7 @@ WALK_STACK_BYTES = 4 << 20
 
 PROOF_STEPS = 8
 PROOF_S = 0.1
-"""Bounds of the walk behind its first row, which is always filled."""
+"""Bounds of the walk after its first row, which is always filled."""
 
 NO_ANSWER = "it admits no answer: no text begins one"
 
@@ -60,7 +60,7 @@ def prove(backend: Backend, grammar: Grammar, artifact: bytes, texts: TokenTexts
     plans: list[CompletionPlan] = []
     before = threading.stack_size(WALK_STACK_BYTES)
     try:
-        # The way to an answer's end is searched behind the reasoning, which is ended by a count of tokens.
+        # The way to an answer's end is searched after the reasoning, which is ended by a count of tokens.
         answer = compiled.answer if isinstance(compiled, ReasoningCompiled) else compiled
         arguments = (answer.matcher, grammar.text, texts, plans, failures)
         walking = threading.Thread(target=_walk_and_plan, args=arguments, name="proof")

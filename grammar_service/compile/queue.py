@@ -1,18 +1,18 @@
-"""The queue of compilations: those of accepted sequences first, then the others, each group fair between tenants.
+"""The queue of compilations: accepted sequences first, then the others, each group fair between tenants.
 
 Within a group the next worker goes to the tenant with the smallest counter: the time for which workers have compiled
 for it while anything waited, divided by its weight. The time of a running compilation counts while it runs. A tenant
-that begins to wait is lifted to the smallest counter of those that wait, so it saves nothing up, and all counters are
-forgotten when nothing waits: then no tenant went short. A tenant's own compilations keep the order of arrival, and so
-do all compilations of a server without tenants, which count as one tenant.
+that begins to wait is lifted to the smallest counter of the waiting tenants, so it saves nothing up, and all counters
+are forgotten when nothing waits: then no tenant went short. A tenant's own compilations keep the order of arrival, and
+so do all compilations of a server without tenants, which count as one tenant.
 
-The places of the queue, too, belong to the tenants by weight once all are taken. A compilation that finds no place
-takes that of the newest one of the tenant with the most waiting compilations over its weight, if its own tenant then
-has fewer over its weight; otherwise it is refused itself. Compilations of accepted sequences need no place.
+Once all places of the queue are taken, they also belong to the tenants by weight. A compilation that finds no place
+takes the place of the newest one of the tenant with the most waiting compilations over its weight, if its own tenant
+then has fewer over its weight; otherwise it is refused itself. Compilations of accepted sequences need no place.
 
 Invariant: a worker is free only while no compilation waits. A released worker goes straight to the next waiter, and a
 cancelled waiter keeps nothing. A compilation that is not for an accepted sequence waits for at most `wait_s`. While one
-group alone waits, no waiting tenant's counter exceeds the smallest one by more than one compilation on every worker,
+group waits, no waiting tenant's counter exceeds the smallest one by more than one compilation on every worker,
 over its weight. While a tenant's waiting compilations are no more than its share of the places, by the weights of the
 tenants that wait, none of them is refused or loses its place. Not thread-safe: one event loop owns a queue.
 
@@ -88,7 +88,7 @@ class CompileQueue:
         self._accepted: deque[_Waiter] = deque()
         self._others: deque[_Waiter] = deque()
         self._usages: dict[str, _Usage] = {}
-        """Of tenants with a worker, and while anything waits of those that had one."""
+        """Counters of tenants with a worker, and of tenants that had one while anything waits."""
         self._counted_s = 0.0
         """The counters include the running compilations up to this time."""
 
@@ -129,7 +129,7 @@ class CompileQueue:
             timer.cancel()
 
     def promote(self, name: str) -> None:
-        """Move the compilations of this name behind the last one of an accepted sequence."""
+        """Move the compilations of this name after the last one of an accepted sequence."""
         for waiter in [waiter for waiter in self._others if waiter.name == name]:
             self._others.remove(waiter)
             self._accepted.append(waiter)
@@ -182,7 +182,7 @@ class CompileQueue:
         return self._usages.setdefault(share.tenant, _Usage(share.weight))
 
     def _lift(self, share: Share) -> None:
-        """Raise the counter of a tenant that begins to wait to the smallest one of those that wait."""
+        """Raise the counter of a tenant that begins to wait to the smallest counter of the waiting tenants."""
         usage = self._usage(share)
         usage.weight = share.weight
         waiting = {waiter.share.tenant: waiter.share for group in (self._accepted, self._others) for waiter in group}

@@ -37,10 +37,11 @@ from service_runtime.parent_death import die_with_parent
 
 _LENGTH = struct.Struct("<I")
 NICENESS = 5
-"""Of workers and loaders. At 10, small schemas exceeded their time on a machine whose cores the engine filled."""
+"""The niceness of workers and loaders. At 10, small schemas exceeded their time on a machine whose cores the engine
+filled."""
 IDLE = "--idle"
 """Flag: compile under SCHED_IDLE (sched(7)), when no other process wants the core; woken threads find it idle. A worker
-starts at the niceness, so that it starts on a machine that is never idle, too; pool.py notices when it gets no core."""
+starts at the niceness, so that it also starts on a machine that is never idle; pool.py notices when it gets no core."""
 _GROUP_TRIES = 20
 
 
@@ -85,7 +86,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     faulthandler.enable()
-    # A stack of known size, smaller than that of the loaders in the grammar process.
+    # A stack of known size, smaller than the stacks of the loaders in the grammar process.
     threading.stack_size(WORKER_STACK_BYTES)
     serving = threading.Thread(target=_serve, args=(sys.stdin.buffer, out), name="compile")
     serving.start()
@@ -95,8 +96,8 @@ def main() -> None:
 def lower_priority(niceness: int) -> None:
     """Lower the priority of this process.
 
-    Where Linux groups tasks by session (sched(7), autogroup), a niceness counts within its session alone, and all
-    sessions get equal shares. So this process starts a session of its own and gives the session the niceness.
+    Where Linux groups tasks by session (sched(7), autogroup), a niceness counts only within its session, and all
+    sessions get equal shares. So this process starts a new session and gives the session the niceness.
     """
     os.nice(niceness)
     # Refused to the leader of a process group.
@@ -109,7 +110,7 @@ def lower_priority(niceness: int) -> None:
             with open("/proc/self/autogroup", "w", encoding="ascii") as file:
                 file.write(str(niceness))
         except BlockingIOError:
-            # Without privileges, such a file may be written once in 0.1 s on the whole machine.
+            # Without privileges, this file may be written once per 0.1 s on the whole machine.
             time.sleep(random.uniform(0.05, 0.15))
         except OSError:
             return  # this kernel has no autogroups, so the niceness is enough

@@ -1,15 +1,15 @@
 """Budgeted completion: near `max_tokens`, mask rows are narrowed to tokens from which the answer still ends in time.
 
-Invariant: a narrowed row, and whether a row is narrowed, depend on the grammar, the tokens so far and the limit alone;
+Invariant: a narrowed row, and whether a row is narrowed, depend only on the grammar, the tokens so far and the limit;
 not on drafts, on time, or on earlier requests for rows. So each look-ahead is a function of the one before it, or of a
-look-ahead whose position is such a function, and a rebuilt matcher comes to the same rows. Far from the limit a token
-costs one comparison.
+look-ahead whose position is a function of the same, and a rebuilt matcher comes to the same rows. Far from the limit a
+token costs one comparison.
 
 How it works, with `path`, a known way to the end, and `spare`, the tokens left beyond it:
 
     spare >= margin    the grammar's own row is used; the next look-ahead follows some tokens later, and carries `path`
                        over them
-    spare <  margin    a token stays in the row if a path behind it is known and fits: found for the token itself, or,
+    spare <  margin    a token stays in the row if a path after it is known and fits: found for the token itself, or,
                        in free text, for three tokens of its class
     spare == 0         only the next token of `path` stays
     no path fits       the grammar's own row is used
@@ -53,15 +53,15 @@ FIND_WORK, IMPROVE_WORK, TABLE_WORK, ONE_WORK = 2_000, 600, 1_500, 200
 _WORK_PER_TOKEN = 12
 """Units for one token of a row, by tokens left: a descent of so many tokens."""
 _MAX_SINGLES = 12
-"""Up to so many tokens of a class are tried one by one; of a larger class, three tokens represent all."""
+"""The most tokens of a class that are tried one by one. Three tokens represent a larger class."""
 _MAX_CARRIED = 64
-"""Over so many tokens a known path is carried; behind more, a new one is searched for."""
+"""Over so many tokens a known path is carried; after more, a new one is searched for."""
 _MAX_WORDS = 48
 """As _MAX_SINGLES, for words in a row that is not free text."""
 _LONG_RUN = 3
 """Tokens by which each of many tokens may lengthen the way to the end."""
 _MAX_SEARCHES = 2
-"""Tokens of a row behind which a search is made because the known path does not fit there."""
+"""Tokens of a row after which a search is made because the known path does not fit there."""
 
 
 class _Group(NamedTuple):
@@ -91,9 +91,9 @@ class LookAhead:
     plain: Words | None = None
     """The grammar's own row, where there is a table."""
     table: tuple[_Group, ...] = ()
-    """The groups of the row's tokens; `words` is made of those that fit into the tokens left."""
+    """The groups of the row's tokens; `words` has the ones that fit into the remaining tokens."""
     paths: tuple[tuple[int, Path], ...] = ()
-    """(token, path behind it) for each token of the table that needed another path than `path`. The next row often
+    """(token, path after it) for each token of the table that needed another path than `path`. The next row often
     needs them again."""
     limit: int | None = None
     """The answer repeated itself and ends within so many tokens; None: `max_tokens`."""
@@ -103,7 +103,7 @@ class CompletionBudget:
     """The look-aheads along one answer. Moves with its slot's matcher, on the same thread.
 
     Args:
-        plan: of the grammar.
+        plan: the grammar's plan.
         max_tokens: upper bound on the answer's tokens, the stop token included.
         matcher: at the start of the answer.
         repetition: an answer that reaches it is led to its end; None: no limit.
@@ -119,15 +119,15 @@ class CompletionBudget:
         self.advance(matcher, [])
 
     def advance(self, matcher: Matcher, tokens: list[int]) -> None:
-        """Look ahead from the position behind `tokens`, over which `matcher` has just moved; it stays there."""
+        """Look ahead from the position after `tokens`, over which `matcher` has just moved; it stays there."""
         at = len(tokens)
         before = self._lookaheads[-1] if self._lookaheads else None
         if isinstance(matcher, ReasoningMatcher) and matcher.phase is Phase.REASONING:
-            # The answer's way to its end begins behind the reasoning, whose own end is a count of tokens.
+            # The answer's way to its end begins after the reasoning, whose own end is a count of tokens.
             steered = matcher.cut_short or (before is not None and before.steered)
             self._lookaheads.append(LookAhead(at, self._plan.path, at + 1, steered=steered))
             return
-        # No later look-ahead goes back behind the answer's first token, so that the answer's own matcher is enough.
+        # No later look-ahead goes back after the answer's first token, so that the answer's own matcher is enough.
         begins = isinstance(matcher, ReasoningMatcher) and matcher.answer_begins
         limit = self._max_tokens if before is None or before.limit is None else before.limit
         if matcher.terminated or at >= limit:
@@ -153,7 +153,7 @@ class CompletionBudget:
         return twin
 
     def truncate(self, length: int) -> None:
-        """Drop the look-aheads behind position `length`, to which the matcher was rolled back."""
+        """Drop the look-aheads after position `length`, to which the matcher was rolled back."""
         while len(self._lookaheads) > 1 and self._lookaheads[-1].position > length:
             self._lookaheads.pop()
 
@@ -169,7 +169,7 @@ class CompletionBudget:
         return latest.position <= first and last < latest.next_position
 
     def repeats_within(self, tokens: Sequence[int], length: int, taken: Sequence[int]) -> bool:
-        """Return whether the answer repeats itself behind one of `taken`, which follow `length` of `tokens`."""
+        """Return whether the answer repeats itself after one of `taken`, which follow `length` of `tokens`."""
         if self.repetition is None:
             return False
         recent = [*tokens[max(0, length - self.repetition.num_tokens) : length], *taken]
@@ -221,7 +221,7 @@ class CompletionBudget:
     def _look(
         self, matcher: Matcher, tokens: list[int], before: LookAhead | None, limit: int, *, closes: bool
     ) -> tuple[LookAhead, int]:
-        """Return the look-ahead behind `tokens` of an answer of at most `limit`, and its limit from here on.
+        """Return the look-ahead after `tokens` of an answer of at most `limit`, and its limit from here on.
 
         `closes`: the answer repeats itself, and the limit becomes the end of a short way.
         """
@@ -280,7 +280,7 @@ class CompletionBudget:
     def _skipped(self, left: int, spare: int) -> int:
         """Return how many tokens may follow a far position before the next look-ahead; at least 1."""
         # Each token takes one of the spare tokens and lengthens the way by less than the margin. Many tokens lengthen
-        # it by less than the margin and _LONG_RUN tokens each, because a part that is opened has to be written, too.
+        # it by less than the margin and _LONG_RUN tokens each, because a part that is opened must also be written.
         margin = self._plan.margin
         skipped = max(min(spare // margin, _MAX_CARRIED), (spare - margin) // (1 + _LONG_RUN))
         if self._plan.longest_way is not None:
@@ -290,7 +290,7 @@ class CompletionBudget:
     def _is_same_text(self, before: LookAhead, token: int, plain: Words) -> bool:
         """Return whether `token` continued a text, a number or white space, so that the table before it still holds.
 
-        A bounded text loses its longest tokens one by one. Behind the tokens that stay legal, the rest is the same.
+        A bounded text loses its longest tokens one by one. After the tokens that stay legal, the rest is the same.
         """
         if before.plain is None or not any(has_token(members, token) for members in self._plan.texts.classes):
             return False
@@ -324,7 +324,7 @@ class CompletionBudget:
     def _carried(self, search: Search, taken: list[int], before: LookAhead, left: int) -> tuple[Path | None, bool]:
         """Return the path of the look-ahead `before`, carried over the tokens `taken` since, and whether it is its end.
 
-        None: the path leads to no end behind one of the tokens.
+        None: the path leads to no end after one of the tokens.
         """
         path = before.path or ()
         if path[: len(taken)] == tuple(taken):
@@ -356,10 +356,10 @@ class _Table:
 
     Args:
         search: at the row's state, with the work that the table may spend.
-        texts: of the vocabulary.
+        texts: the vocabulary's texts.
         path: the known way to the end.
         left: tokens that the answer may still have.
-        known: token -> path behind it, found for the row before.
+        known: token -> path after it, found for the row before.
     """
 
     def __init__(self, search: Search, texts: TokenTexts, path: Path, left: int, known: dict[int, Path]) -> None:

@@ -1,17 +1,17 @@
 """How much longer one token can make the way to the end of an answer, read from a JSON Schema.
 
-Invariant: the result is a function of the schema's text and the vocabulary alone. A schema with a keyword that is not
+Invariant: the result is a function of only the schema's text and the vocabulary. A schema with a keyword that is not
 read here has no result.
 
 How it works: a token of an answer chooses. It opens an optional property, an item, a branch of an anyOf, a value of an
 enum. The way to the end then grows by the shortest text of what was opened. In one token a choice may hold further
-ones inside it (`[{"`), which add up, to _MAX_NESTED levels; a choice behind another one does not add, because the text
+ones inside it (`[{"`), which add up, to _MAX_NESTED levels; a choice after another one does not add, because the text
 of the other one is written by then.
 
     shortest(value)   tokens of the shortest text: a least fixed point over the $refs (Knuth 1977), at most an estimate
     opening(value)    growth by the choices that a token can make where the value begins
     by one token      the largest of: opening(value), a further property and a further item, with what they open
-    longest way       what an object or array needs at most, and behind that the longest way within one member
+    longest way       what an object or array needs at most, and after that the longest way within one member
 
 Not responsible for: the shortest way itself, which is found with the matcher (see search.py).
 """
@@ -49,7 +49,7 @@ _ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
 _COUNTS = {"minItems", "maxItems", "minLength", "maxLength", "maxProperties"}
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _ALONE = {"$ref", "anyOf", "oneOf", "enum", "const"}
-"""A schema with one of these has no other keyword here, but for annotations, and `type` beside values."""
+"""A schema with one of these has no other keyword here except annotations, and `type` next to values."""
 _TYPED = {"properties", "required", "additionalProperties", "items", "prefixItems", "pattern", "format"}
 _TYPED |= _COUNTS | _BOUNDS
 _KNOWN = _ANNOTATIONS | _ALONE | _TYPED | {"type"}
@@ -137,7 +137,7 @@ class _Reader:
         return None
 
     def _ways(self, node: Any, ways: Sequence[int]) -> list[int]:
-        """Return the longest way from a state within each alternative of a node, from those of its children."""
+        """Return the longest way from a state within each alternative of a node, from the results of its children."""
         if isinstance(node, bool):
             return [_LONG if node else 0]
         if "$ref" in node:
@@ -161,7 +161,7 @@ class _Reader:
         return whole + 1 + self._opening_of(kind, node)
 
     def _further(self, node: Any) -> int:
-        """Return the growth by a comma and a value behind it, with what a token opens there."""
+        """Return the growth by a comma and a value after it, with what a token opens there."""
         number = self._numbers[id(node)]
         return 0 if self._high[number] >= _LONG else 1 + self._high[number] + self._opening[number]
 
@@ -200,7 +200,7 @@ class _Reader:
         raise _NotReadError
 
     def _alternatives(self, node: Any, lengths: Sequence[int], low: bool) -> list[int]:
-        """Return the tokens of the shortest text of each alternative of a node, from those of its children."""
+        """Return the tokens of the shortest text of each alternative of a node, from the results of its children."""
         if isinstance(node, bool):
             return [1 if node else _LONG]
         if "$ref" in node:
@@ -275,7 +275,7 @@ class _Reader:
 
     def _opening_of(self, kind: str, node: Json) -> int:
         if kind == "object":
-            # A token seldom ends a name and opens its value; such a value is a start of its own.
+            # A token seldom ends a name and opens its value; a value like that counts as a start.
             lengths = (self._name(name) + self._high[self._numbers[id(value)]] for name, value in _optional(node))
             return max((length for length in lengths if length < _LONG), default=0)
         if kind == "array":

@@ -1,6 +1,6 @@
 """What is known of a grammar's answers before their first token: a short way to the end, and a proven minimum length.
 
-Invariant: a plan is a function of the grammar and the vocabulary alone. It is found within a bounded amount of work,
+Invariant: a plan is a function of only the grammar and the vocabulary. It is found within a bounded amount of work,
 never changes, and is shared by every answer to the grammar. `min_tokens` is never above the length of the shortest
 answer; when the work ends early it is only lower.
 
@@ -103,7 +103,7 @@ class CompletionPlan:
     def closing_at(self, max_tokens: int) -> int:
         """Return at which token a phase before the answer must end, so that the answer fits into `max_tokens`.
 
-        The answer keeps its known way and the margin, or of few tokens half of what the way leaves.
+        The answer keeps its known way and the margin, or half of what the way leaves if few tokens remain.
         """
         beyond = max_tokens - len(self.path or ())
         return beyond - min(self.margin, beyond // 2)
@@ -119,7 +119,7 @@ class CompletionPlan:
 def min_tokens(matcher: Matcher, texts: TokenTexts, work: int) -> int:
     """Return a proven lower bound on the tokens of an answer, the stop token included; 1 says nothing.
 
-    Breadth first over every legal token, as far as `work` units go. States behind the same text count as one state.
+    Breadth first over every legal token, as far as `work` units go. States after the same text count as one state.
     """
     search = Search(matcher, texts, work, measures=True)
     layer: dict[bytes, Path] = {b"": ()}

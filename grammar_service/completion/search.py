@@ -1,6 +1,6 @@
 """The search for an answer's end: from a matcher's state, few tokens that complete the answer, the stop token included.
 
-Invariant: the result depends on the matcher's state and the bounds alone, never on time. Work is counted in steps of
+Invariant: the result depends only on the matcher's state and the bounds, never on time. Work is counted in steps of
 the matcher. The search is incomplete: None does not prove that there is no end. Each token of a `Path` is legal under
 the masks that the engine samples with. Every method leaves the matcher where it was; a matcher that raised
 MatcherFailed is unusable.
@@ -62,11 +62,11 @@ class WorkSpentError(Exception):
 
 
 class Search:
-    """Looks ahead with a matcher of its own.
+    """Looks ahead with a private matcher.
 
     Args:
         matcher: a copy, which the search moves.
-        texts: of the matcher's vocabulary.
+        texts: the texts of the matcher's vocabulary.
         work: units that the search may spend in all.
         single_token_cost: extra units for a row with a single legal token.
         measures: ask the matcher for the cost of each row before the fill. `single_token_cost` then becomes the most
@@ -134,7 +134,7 @@ class Search:
                     return None if stop is None else (*taken, stop)
                 token = spelled[0]
                 if not has_token(words, token):
-                    # Some libraries' masks allow only their own spelling of a text that can go one way alone.
+                    # Some libraries' masks allow only one spelling of a text that has only one continuation.
                     left = self._texts.text(spelled)
                     legal = [
                         t for t in (token_ids(words, 16) or ()) if left.startswith(self._texts.texts[t] or b"\xff")
@@ -170,7 +170,7 @@ class Search:
             self._back(taken)
 
     def carry(self, token: int, path: Path, limit: int) -> Path | None:
-        """Return a path from the present state, just behind `token`, derived from a `path` that began before `token`.
+        """Return a path from the present state, just after `token`, derived from a `path` that began before `token`.
 
         The new path spells the text of the old one, less the part that `token` has written. None when no such path is
         legal within `limit` tokens. The tokens are legal for the matcher, but not each is in a mask.
@@ -178,7 +178,7 @@ class Search:
         return next((rest for rest in self._rests(token, path) if len(rest) <= limit and self.fits(rest)), None)
 
     def after(self, token: int, path: Path, limit: int) -> Path | None:
-        """Return what `carry` returns behind `token`; the matcher is before it."""
+        """Return what `carry` returns after `token`; the matcher is before it."""
         for rest in self._rests(token, path):
             if len(rest) <= limit and self.fits((token, *rest)):
                 return rest
@@ -192,9 +192,9 @@ class Search:
         return found
 
     def join(self, token: int, path: Path, limit: int) -> Path | None:
-        """Return a path behind `token` that is the end of `path`, from one of its joints on; the shortest such path.
+        """Return a path after `token` that is the end of `path`, from one of its joints on; the shortest such path.
 
-        The matcher is before `token`. A token that ends a value early or writes it differently leaves such a path.
+        The matcher is before `token`. A token that ends a value early or writes it differently leaves this path.
         """
         for rest in self._ends(path):
             if len(rest) <= limit and self.fits((token, *rest)):
@@ -214,7 +214,7 @@ class Search:
         return self._behind(token, ask)
 
     def leads(self, token: int, path: Path) -> bool:
-        """Return whether `path` leads to the end behind `token`."""
+        """Return whether `path` leads to the end after `token`."""
         return self.fits((token, *path))
 
     def legal_after(self, path: Path) -> list[int]:
@@ -232,7 +232,7 @@ class Search:
             self._back(taken)
 
     def find_after(self, token: int, limit: int, work: int) -> Path | None:
-        """Return a path of at most `limit` tokens behind `token`, found with at most `work` of the remaining units."""
+        """Return a path of at most `limit` tokens after `token`, found with at most `work` of the remaining units."""
         reserved = max(0, self.work - work - _ACCEPT_WORK)
         self.work -= reserved
         try:
@@ -319,7 +319,7 @@ class Search:
         return trail if len(trail) <= limit else best
 
     def _behind(self, token: int, ask: Callable[[], T]) -> T | None:
-        """Return the result of `ask` with the matcher behind `token`; None where the token is illegal."""
+        """Return the result of `ask` with the matcher after `token`; None where the token is illegal."""
         if not self._accept(token):
             return None
         try:
@@ -370,7 +370,7 @@ class Search:
 
 
 def _joints(text: bytes) -> list[int]:
-    """Return the places of a text beside its brackets, quotation marks, commas and colons, the last one first.
+    """Return the places of a text next to its brackets, quotation marks, commas and colons, the last one first.
 
     Where there are more than _MAX_JOINTS, the first ones.
     """
@@ -409,7 +409,7 @@ def is_text(words: Words, number: int | None = None) -> bool:
 def choices_of(words: Words, texts: TokenTexts) -> list[int]:
     """Return the tokens of a row that a search tries, the best first; at least one where any token is legal.
 
-    A function of the row and the vocabulary alone. A search meets the same rows again and again, so the last ones are
+    A function of only the row and the vocabulary. A search meets the same rows again and again, so the last ones are
     remembered: the list is shared, and the caller must not change it.
     """
     row = words.tobytes()
@@ -426,7 +426,7 @@ def _choices(words: Words, texts: TokenTexts) -> list[int]:
     legal = has_tokens(words, texts.structure)
     out: list[int] = []
     if is_text(words, number):
-        # Within free text brackets are text, too; only a quotation mark is sure to end something.
+        # Within free text brackets are also text; only a quotation mark is sure to end something.
         out += texts.structure[legal & texts.quoted][:2].tolist()
         out += texts.words[has_tokens(words, texts.words)][:1].tolist()
         out += texts.punctuation[has_tokens(words, texts.punctuation)][:4].tolist()

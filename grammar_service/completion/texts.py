@@ -37,13 +37,13 @@ class TokenTexts:
     stop_ids: tuple[int, ...]
     num_words: int
     structure: Ids
-    """Tokens of JSON punctuation and short values; those that close most brackets come first."""
+    """Tokens of JSON punctuation and short values; the ones that close most brackets come first."""
     quoted: NDArray[np.bool_]
     """Bool, aligned with `structure`: the token begins with a quotation mark."""
     cost: NDArray[np.float64]
     """Float, aligned with `structure`: below 0 the token closes more than it opens."""
     words: Ids
-    """Tokens of ASCII letters alone, the long and common ones first."""
+    """Tokens of only ASCII letters, the long and common ones first."""
     punctuation: Ids
     """Tokens of a single byte that often ends something."""
     classes: tuple[Words, ...]

@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class RecordAnswerer:
-    """Answers `FillTask`s. Any number of threads, each of which holds the slot of its task.
+    """Answers `FillTask`s, on any number of threads. Each thread holds the slot of its task.
 
     Args:
         channel: receives rows and answers.
         table: the worker's matchers.
-        counters: of the worker.
+        counters: the worker's.
         queues: their lock guards the publication of a task's answer.
         now_ns: the clock that measures fills.
     """
@@ -74,7 +74,7 @@ class RecordAnswerer:
         """Answer with jump-forward tokens, or with nothing if the proposal is stale.
 
         A newer sequence shows that the engine has stopped waiting, because it posts and waits in program order. The
-        proposal is then answered without work, so that the records behind it come sooner; the next record of the slot
+        proposal is then answered without work, so that the records after it come sooner; the next record of the slot
         commits the same tokens again.
         """
         if self._queues.superseded(task.slot) or self._channel.newest_seq() > task.seq:

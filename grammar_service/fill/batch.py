@@ -1,10 +1,10 @@
 """Records of many slots answered together: each matcher moves, one native call writes the rows, another publishes them.
 
-    split:   fast records in batches, slow records and proposals in batches of their own, the rest and trees one by one
+    split:   fast records in batches, slow records and proposals in separate batches, the rest and trees one by one
     answer:  move each matcher to its record's first needed row (chain_moves.py)
              one call of the library fills the rows of all chains, without the GIL
              one native call copies the rows into place and publishes the answers
-    propose: move each matcher behind the committed tokens, and ask it for jump-forward tokens
+    propose: move each matcher after the committed tokens, and ask it for jump-forward tokens
              one native call publishes the answers
     both:    the records that are not simple, or that the native calls could not finish, become `FillTask`s
 
@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 MIN_RECORDS = 4
 """Fewer records are answered one by one: the calls for a batch cost as much as so many records save."""
 MAX_SLOTS, MAX_ROWS = 64, 256
-"""Of one batch. Its answers are out while the next batch is filled, and its rows fit a second-level cache."""
+"""The most slots of a batch. Its answers are out while the next batch is filled, and its rows fit into an L2 cache."""
 SLOW_NS = 500_000
-"""A slot whose last record took longer is slow: it is batched with other slow slots, behind the fast ones."""
+"""A slot whose last record took longer is slow: it is batched with other slow slots, after the fast ones."""
 MAX_SLOW_NS = 4_000_000
 """A slot whose last record took longer is never batched."""
 SURPRISE_NS, TIMING_INTERVAL = 2_000_000, 64
@@ -55,9 +55,9 @@ class BatchAnswerer:
 
     Args:
         channel: receives rows and answers.
-        table: the worker's matchers; a thread touches those of slots that it holds.
-        counters: of the worker.
-        lock: of the work queues.
+        table: the worker's matchers; a thread touches only matchers of slots that it holds.
+        counters: the worker's.
+        lock: the work queues' lock.
         answer_alone: answers one `FillTask`.
         threads: for the libraries' own thread pools.
         max_batch_ns: a batch is expected to take no longer.
@@ -176,7 +176,7 @@ class BatchAnswerer:
 
     def _move(self, batch: BatchTask) -> tuple[list[tuple[ChainFiller, MovedChains]], list[int]]:
         with self._lock:
-            # This thread uses these objects alone, even after another thread has abandoned the batch and replaced them.
+            # Only this thread uses these objects, even after another thread has abandoned the batch and replaced them.
             held = [self._table.slots.get(number) for number in batch.slots]
         return move_chains(self._table, batch.records, batch.which, held)
 
@@ -261,7 +261,7 @@ class BatchAnswerer:
     ) -> list[int]:
         """Rebuild the matchers that failed, and add rows to answers that were published without them.
 
-        Returns the records that the native call left alone.
+        Returns the records that the native call skipped.
         """
         for i in filled.failed:
             self._table.rebuild(chains.slots[i])

@@ -2,7 +2,7 @@
 
 A lookup in the engine proposes the likeliest continuations, and the likeliest one is often illegal: text of the prompt
 in another notation, or the names of another object. A chain of drafts ends at its first illegal token, a tree has the
-next likely token beside it. Invariant: the result is legal behind the forced tokens, and the matcher does not move. A
+next likely token next to it. Invariant: the result is legal after the forced tokens, and the matcher does not move. A
 chosen token is a draft: verification guards it as any other. Not responsible for: the tree itself (see
 kernels/native/suffix.c), when the engine asks (see matchers.py).
 """
@@ -15,7 +15,7 @@ from shared_mem.layout import parent_of, token_of
 
 
 class CandidateTree:
-    """The candidates of one proposal record; a candidate whose parent is not in front of it is left out."""
+    """The candidates of one proposal record; a candidate whose parent is not before it is left out."""
 
     def __init__(self, candidates: Sequence[int]) -> None:
         self._tokens = [token_of(candidate) for candidate in candidates]
@@ -28,7 +28,7 @@ class CandidateTree:
     def choose(
         self, forced: Sequence[int], limit: int, num_legal: Callable[[Sequence[int]], int]
     ) -> tuple[int, ...] | None:
-        """Return the chosen tokens behind `forced`, at most `limit` with these; None: `forced` is no path of the tree.
+        """Return the chosen tokens after `forced`, at most `limit` with these; None: `forced` is no path of the tree.
 
         `num_legal` returns how many of some tokens the grammar allows, one after the other. It is called at most once
         for each candidate.

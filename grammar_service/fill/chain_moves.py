@@ -1,9 +1,9 @@
 """Moves the matchers of many records at once, each to the first row that its record needs.
 
-Invariant: the tokens that a matcher has moved over afterwards are those that `MatcherTable.answer` would move over,
+Invariant: afterwards a matcher has moved over the same tokens as in `MatcherTable.answer`,
 too. A record that is not *simple*, or whose matcher does not get there, is left to that slower way: its matcher is good
-and at or behind the record's position, all its tokens are plain, the answer's end is far, the answer does not repeat
-itself, and every row behind the first needed one is needed.
+and at or after the record's position, all its tokens are plain, the answer's end is far, the answer does not repeat
+itself, and every row after the first needed one is needed.
 
 Not responsible for: filling rows and publishing them (see batch.py), which thread holds the slots (see work_queues.py).
 """
@@ -35,7 +35,7 @@ class _Moves:
     """What the matchers of one backend have still to accept."""
 
     plain: list[int]
-    """1 for each record of the post that has plain tokens alone."""
+    """1 for each record of the post that has only plain tokens."""
     which: list[int] = field(default_factory=list)
     slots: list[SlotMatcher] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
@@ -48,7 +48,7 @@ def move_chains(
 
     Args:
         table: rebuilds a matcher whose position is not known.
-        records: of one post.
+        records: the records of one post.
         which: numbers of the records, of different slots.
         slots: the slot's matcher for each of `which`; the caller holds them all.
     """
@@ -97,7 +97,7 @@ def _begin(table: MatcherTable, slot: SlotMatcher, records: Records, index: int)
             table.rebuild(slot)
             return None
     slot.num_committed = common
-    # The drafts are right behind the committed tokens.
+    # The drafts are right after the committed tokens.
     return told[common - start : count + records.first[index]]
 
 

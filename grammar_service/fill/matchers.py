@@ -7,7 +7,7 @@ state, the answer is DEFER or ERROR, never a guess. The same record twice gives 
     answer(record):
         roll back to the longest common prefix of the accepted tokens and the record's committed tokens
         accept the rest of the committed tokens           illegal: ERROR, the request ends
-        for each row: fill it, accept the next draft      illegal draft: the rows behind it stay DEFER
+        for each row: fill it, accept the next draft      illegal draft: the rows after it stay DEFER
         of a tree: the same, depth first, rolling back to the parent of the next draft
 
 Near `max_tokens` the rows are narrowed (completion/budget.py). Pure over the `Matcher` protocol and a view of rows: no
@@ -56,7 +56,7 @@ class Proposed(NamedTuple):
     forced: tuple[int, ...] = ()
     """Jump-forward tokens."""
     chosen: tuple[int, ...] | None = None
-    """Of the record's candidates, behind the forced tokens; None: these were not looked at."""
+    """Of the record's candidates, after the forced tokens; None: these were not looked at."""
 
     def answer(self) -> Answer:
         """Return the answer to the record: see `Stage.PROPOSE`."""
@@ -102,7 +102,7 @@ class SlotMatcher:
     """Fills rows of this slot together with rows of other slots. None: the backend has no such call, or the slot is in
     its reasoning."""
     answer_from: int = 0
-    """Behind a reasoning: the matcher is of the answer alone, and is not rolled back to fewer tokens than these."""
+    """Tokens of a reasoning phase. The matcher covers only the answer after them, and is not rolled back into them."""
 
     @staticmethod
     def bind(
@@ -127,7 +127,7 @@ class SlotMatcher:
         return slot
 
     def leave_reasoning(self) -> None:
-        """Behind a committed reasoning, go on with the answer's own matcher, whose rows are filled in batches."""
+        """After a committed reasoning, go on with the answer's own matcher, whose rows are filled in batches."""
         if isinstance(self.matcher, ReasoningMatcher):
             answer = self.matcher.answer_alone(len(self.tokens) - self.num_committed)
             if answer is not None:
@@ -143,7 +143,7 @@ class SlotMatcher:
         return True
 
     def rollback(self, length: int) -> None:
-        """Take back all tokens behind the first `length`. Raises MatcherFailed, and then nothing has moved."""
+        """Take back all tokens after the first `length`. Raises MatcherFailed, and then nothing has moved."""
         extra = len(self.tokens) - length
         if extra > 0:
             if length < self.answer_from:
@@ -155,7 +155,7 @@ class SlotMatcher:
                 self.budget.truncate(length)
 
     def _return_to_reasoning(self, length: int) -> None:
-        """Replace the matcher by one of the reasoning, behind the first `length` tokens. Raises MatcherFailed."""
+        """Replace the matcher by one of the reasoning, after the first `length` tokens. Raises MatcherFailed."""
         matcher = self.new_matcher()
         if not all(matcher.accept(token) for token in self.tokens[:length]):
             raise MatcherFailed("a token of the answer was rejected when a matcher was moved over it again")
@@ -182,11 +182,11 @@ class SlotMatcher:
         if self.matcher.terminated:
             return ()
         path = None if self.budget is None else self.budget.only_path(len(self.tokens))
-        # The stop token at the end of the path needs no draft: a step adds one token of its own.
+        # The stop token at the end of the path needs no draft: a step adds the bonus token.
         return self.matcher.jump_forward_tokens(limit) if path is None else path[:-1][:limit]
 
     def choose(self, candidates: Sequence[int], forced: Sequence[int], limit: int) -> tuple[int, ...] | None:
-        """Return the candidates behind `forced` that the grammar allows; None: they were not looked at."""
+        """Return the candidates after `forced` that the grammar allows; None: they were not looked at."""
         matcher, filler = self.matcher, self.filler
         if filler is None or matcher.terminated:
             return None
@@ -213,7 +213,7 @@ class MatcherTable:
     classifier: Classifier
     slots: dict[int, SlotMatcher] = field(default_factory=dict)
     released: dict[int, int] = field(default_factory=dict)
-    """Slot -> newest slot_gen that was released. Late records of such an owner are answered without a matcher."""
+    """Slot -> newest slot_gen that was released. Late records of that owner are answered without a matcher."""
     gaps: int = 0
     rebuilds: int = 0
     thread_time_ns: Callable[[], int] = time.thread_time_ns
@@ -304,7 +304,7 @@ class MatcherTable:
         return self._fill_rows(slot, record, rows, first, on_row)
 
     def _commit(self, slot: SlotMatcher, record: Record) -> bool:
-        """Bring the matcher to just behind the committed tokens. False: one is illegal, and the slot has failed."""
+        """Bring the matcher to just after the committed tokens. False: one is illegal, and the slot has failed."""
         start, committed = record.commit_pos, record.committed
         end = start + len(committed)
         common = start
@@ -330,7 +330,7 @@ class MatcherTable:
             for row in range(count):
                 if row:
                     token = record.drafts[row - 1]
-                    # The target cannot sample a token that a narrowed row lacks, so the rows behind it are not needed.
+                    # The target cannot sample a token that a narrowed row lacks, so the rows after it are not needed.
                     if slot.budget is not None and slot.budget.forbids(len(slot.tokens), token):
                         break
                     if not slot.accept(token):
@@ -355,8 +355,8 @@ class MatcherTable:
     def _fill_tree(
         self, slot: SlotMatcher, record: Record, rows: Rows, first: int, on_row: Callable[[int, RowKind, int], bool]
     ) -> Answer:
-        """Fill row 0, and the row behind each draft of a tree, depth first. Rows behind an illegal draft, or behind one
-        that ends the answer, stay DEFER, and so do those of a draft whose parent is not in front of it."""
+        """Fill row 0, and the row after each draft of a tree, depth first. Rows after an illegal draft, or after one
+        that ends the answer, stay DEFER, and so do rows of a draft whose parent is not before it."""
         count, committed = len(record.drafts) + 1, slot.num_committed
         answer = _same(RowKind.DEFER, count)
         children: list[list[int]] = [[] for _ in range(count)]
@@ -392,7 +392,7 @@ class MatcherTable:
         return answer
 
     def propose(self, slot: SlotMatcher, limit: int, candidates: Sequence[int] = ()) -> Proposed:
-        """Return at most `limit` tokens behind those of a good matcher: jump-forward tokens, then legal candidates.
+        """Return at most `limit` tokens after the tokens of a good matcher: jump-forward tokens, then legal candidates.
 
         Fills no row.
         """

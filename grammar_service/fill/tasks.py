@@ -118,7 +118,7 @@ class BatchTask:
     """Records of one post and of different slots, which it holds all at once.
 
     Args:
-        records: of the post.
+        records: the records of the post.
         which: the numbers of the task's records.
         fill: answers the task.
     """

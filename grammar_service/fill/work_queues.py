@@ -89,7 +89,7 @@ class WorkQueues:
         self._busy: dict[int, Task] = {}
         """Slot -> its task in hand."""
         self._waiting: dict[int, collections.deque[Task]] = {}
-        """Slot -> the tasks that wait behind its task in hand; absent if there are none."""
+        """Slot -> the tasks that wait after its task in hand; absent if there are none."""
         self._in_hand: dict[Task, Thread] = {}
         """Task in hand -> its thread, while the task is not known to be late."""
         self._abandoned: set[Task] = set()
@@ -142,7 +142,7 @@ class WorkQueues:
             self._todo.append(task)
 
     def call_helpers(self, count: int) -> None:
-        """Let at most `count` idle threads, one of which always watches, do tasks beside the leader."""
+        """Let at most `count` idle threads do tasks in addition to the leader. One of them always watches."""
         if count > 0:
             with self.lock:
                 self._called.notify(count)
@@ -164,12 +164,12 @@ class WorkQueues:
                 if replacements := self._delegate.abandon(task):
                     self._abandoned.add(task)
                     self._release(task, replacements)
-                    # The slow slot will hold a thread of its own.
+                    # The slow slot will occupy a whole thread.
                     self._threads.append(self._thread(len(self._threads)))
                     self._threads[-1].start()
 
     def _release(self, task: Task, rest: Sequence[Task]) -> None:
-        """Release the slots of a task. The rest of the task comes next, then the tasks that waited behind it."""
+        """Release the slots of a task. The rest of the task comes next, then the tasks that waited after it."""
         waiting: list[Task] = []
         for slot in task.slots:
             del self._busy[slot]
@@ -177,7 +177,7 @@ class WorkQueues:
         self._todo.extendleft(reversed([*rest, *waiting]))
 
     def superseded(self, slot: int) -> bool:
-        """Return whether a newer task waits behind the slot's task in hand."""
+        """Return whether a newer task waits after the slot's task in hand."""
         return slot in self._waiting
 
     def _run(self) -> None:
@@ -197,7 +197,7 @@ class WorkQueues:
             logger.exception("the threads that fill mask rows ended")
 
     def _next(self, me: Thread) -> Task | None:
-        """Take a task in hand. None: there is none, and a leader is idle from here or has passed the lead on."""
+        """Take a task. None: no task is left, and a leader is idle from now on or has passed the lead on."""
         with self.lock:
             leads = self._leader is me
             while self._todo:
@@ -235,7 +235,7 @@ class WorkQueues:
         self._delegate.late(task)
 
     def _do(self, task: Task) -> bool:
-        """Do a task and the tasks that wait behind it. False: another thread has replaced this one."""
+        """Do a task and the tasks that wait after it. False: another thread has replaced this one."""
         while True:
             rest = task()
             with self.lock:

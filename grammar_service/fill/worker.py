@@ -2,12 +2,12 @@
 
 One thread does all of this as long as it is quick. When a task takes longer than `row_deadline_ms` (a batch has more,
 by its slots), another thread takes the lead: it publishes each incomplete answer with DEFER for the missing rows, and
-continues with the other slots. The slow thread adds its rows to the published answer. Queueing behind earlier tasks
+continues with the other slots. The slow thread adds its rows to the published answer. Queueing after earlier tasks
 does not count toward the deadline, within `_TASKS_PER_DEADLINE`.
 
 Invariant: one thread at a time touches a bound matcher and the rows of its slot. Binds and releases pass through a
 queue that the leader empties after it sees a sequence and before it reads the records; so a record that is posted after
-the acknowledgement of a Bind meets the new matcher. The leader alone writes signs of life, so they stop when all
+the acknowledgement of a Bind meets the new matcher. Only the leader writes signs of life, so they stop when all
 threads hang.
 
 Not responsible for: which thread leads (see work_queues.py), the moves of a matcher (see matchers.py), sockets (see
@@ -85,7 +85,7 @@ class Worker:
         self._queues = WorkQueues(threads + 1, self, os)
         num_cores = min(threads, usable_cores())
         self._max_helpers = num_cores - 1
-        """Threads beside the leader that may take a batch of the same sequence."""
+        """Threads next to the leader that may take a batch of the same sequence."""
         self._on_time_until_ns = self._on_time_limit_ns = 0
         """`Threads.monotonic_ns()` until which tasks of the sequence are on time, and the most that it may become."""
         self._inbox: collections.deque[ChangeTask] = collections.deque()

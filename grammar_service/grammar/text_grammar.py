@@ -52,7 +52,7 @@ def ignored_attributes(lark: str) -> list[tuple[str, str]]:
     """Return (attribute, why) for each rule attribute in a Lark grammar that has no effect, as in `a[capture]: "x"`.
 
     Raises InvalidGrammar for attributes that end a rule after a number of tokens or at a stop string: a matcher with
-    such a rule cannot roll back.
+    a rule like that cannot roll back.
     """
     loud = _LARK_QUIET.sub(_blank, lark)
     out = []
@@ -96,7 +96,7 @@ def check_gbnf(gbnf: str) -> None:
     """Raise InvalidGrammar, with the line, for parts of a GBNF grammar that a library would misread.
 
     These are xgrammar's token functions, as in `Token(5)`; rule attributes, which xgrammar ignores; and a rule that is
-    defined twice, of which llguidance's converter takes the last definition.
+    defined twice, for which llguidance's converter takes the last definition.
     """
     loud = _QUIET.sub(_blank, gbnf)
     found = _XGRAMMAR_TOKENS.search(loud)

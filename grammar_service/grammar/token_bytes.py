@@ -1,4 +1,4 @@
-"""The bytes of each token of a vocabulary, read from tokenizer.json alone.
+"""The bytes of each token of a vocabulary, read only from tokenizer.json.
 
 Invariant: a special token, a stop token and padding have no bytes, so no text is ever spelled with them.
 Not responsible for: which tokens are special (see vocabulary.py), the tokenizer's own choice of tokens for a text.
@@ -26,7 +26,7 @@ _IMPOSSIBLE = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """A vocabulary as bytes. Immutable but for its cache; any thread may use it."""
+    """A vocabulary as bytes. Immutable except for its cache; any thread may use it."""
 
     texts: tuple[bytes, ...]
     """By token id; empty for a token without bytes."""
@@ -34,7 +34,7 @@ class TokenBytes:
     """The lowest token id of each text."""
     _spelled: dict[bytes, tuple[int, ...]] = field(default_factory=dict, repr=False)
     _lengths: dict[bytes, bytes] = field(default_factory=dict, repr=False)
-    """Text -> what `_first_lengths` returns; no longer than `_spelled`, but for texts that no tokens spell."""
+    """Text -> what `_first_lengths` returns; no longer than `_spelled`, except for texts that no tokens spell."""
 
     @staticmethod
     def of(vocabulary: Vocabulary) -> TokenBytes:

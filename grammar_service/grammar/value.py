@@ -23,7 +23,7 @@ MAX_JSON_DEPTH = 128
 
 
 class Kind(enum.IntEnum):
-    """Kinds of grammar; the values are those of the proto enum."""
+    """Kinds of grammar, with the values of the proto enum."""
 
     JSON_OBJECT = 1
     JSON_SCHEMA = 2
@@ -37,7 +37,7 @@ class Kind(enum.IntEnum):
 
 
 class Whitespace(enum.IntEnum):
-    """White space between JSON tokens; the values are those of the proto enum."""
+    """White space between JSON tokens, with the values of the proto enum."""
 
     COMPACT = 1
     BOUNDED = 2
@@ -61,13 +61,13 @@ MAX_NUMBER_DIGITS = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Bounds of JSON values beside those of a schema; 0: none. They hold for JSON alone."""
+    """Bounds of JSON values in addition to the schema's; 0: none. They apply only to JSON."""
 
     max_string_length: int = 0
     """Characters of a string, and of a name that no schema lists."""
     max_array_items: int = 0
     max_number_digits: int = 0
-    """Digits before the point, and behind it; at most MAX_NUMBER_DIGITS. With it a number has no exponent."""
+    """Digits before the point, and after it; at most MAX_NUMBER_DIGITS. With it a number has no exponent."""
     max_whitespace: int = 0
     """White space characters in a row."""
 
@@ -89,7 +89,8 @@ BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class Reading(Bounds):
-    """How the schemas of a grammar are read, beside their text. JSON values alone, so that it travels as JSON."""
+    """How the schemas of a grammar are read, in addition to their text. All values are JSON, so that it travels as
+    JSON."""
 
     strict_formats: bool = False
     """A `format` that is not known is a part that cannot be enforced, in place of an annotation."""

@@ -85,7 +85,7 @@ class Vocabulary:
     def refuse_special(self, grammar: Grammar) -> None:
         """Raise InvalidGrammar if an EBNF or Lark grammar contains the text of a special token.
 
-        Such a token could switch the roles of a conversation. In other kinds of grammar the same characters are
+        That token could switch the roles of a conversation. In other kinds of grammar the same characters are
         harmless, because no mask ever allows a special token as text.
         """
         if grammar.kind not in (Kind.EBNF, Kind.LARK):

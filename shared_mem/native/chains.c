@@ -3,7 +3,7 @@
  * Invariant: an answer is published only when the words alone determine each of its rows. A chain is left to the slot-by-slot
  * path when its row allows a draft and the library has written no row after it, or the other way round (an empty row after
  * an illegal draft does not count as written), or when a row has a stop token and the answer is not known to be complete
- * there. Rows are copied before ls_put_answer stores the sequence with release, and the bell rings behind the last answer;
+ * there. Rows are copied before ls_put_answer stores the sequence with release, and the bell rings after the last answer;
  * all of that ordering is in flags.c. One thread at a time publishes for a slot.
  *
  * Shared bytes that this file writes: MASK rows, in ls_publish_chains alone, of slots that the calling thread holds. ANS and
@@ -100,7 +100,7 @@ static uint32_t classify(const struct ls_chains_args *a, int32_t i, uint8_t *kin
         if (r) {
             const uint32_t token = (uint32_t)drafts[r - 1];
             const int legal = row_of(a, i, r - 1)[token / 32] >> token % 32 & 1;
-            /* xgrammar clears the row behind an illegal draft, llguidance leaves it alone. */
+            /* xgrammar clears the row after an illegal draft, llguidance leaves it alone. */
             if (!legal) return written && !is_empty(a, row) ? 0 : r;
             if (!written) return 0;
         } else if (!written) {

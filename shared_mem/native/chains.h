@@ -50,7 +50,7 @@ struct ls_chains_args {
     int32_t *n_draft;   /* of the record: row n_draft is the last one */
     uint8_t *accepting; /* the answer is complete at row `first` */
     uint8_t *states;    /* in and out */
-    int32_t *drafts;    /* [count][R]: behind row `first`; each is a token of the vocabulary */
+    int32_t *drafts;    /* [count][R]: after row `first`; each is a token of the vocabulary */
     uint8_t *kinds;           /* [count][R], out; R kinds, DEFER for a row that was not written */
     int32_t *forced;          /* [count][R], out */
     int64_t *tallies;         /* [num_slots][LS_KINDS] counts rows 0..n_draft of every chain that is answered */

@@ -3,7 +3,7 @@
  * Invariant: data first, flag last. A reader that sees a flag (acquire) sees all that its writer wrote before it (release). An
  * answer's flag is its sequence. An answer that was published with rows missing is late: a row that is added
  * later has a flag of its own: its kind, which changes once from DEFER to its value. The answer's last word, `late`, changes
- * from the sequence to 0 behind the last of these rows.
+ * from the sequence to 0 after the last of these rows.
  *
  * Sleeping. A side that waits spins first, then parks on a futex. To lose no wake-up both sides follow Dekker's pattern:
  *
@@ -22,11 +22,11 @@
  *                                                                             half that the next post but one uses again
  *     REC seq     ls_post release            ls_records acquire               the contents of the entry
  *     REC seq 0   ls_post release fence      ls_records acquire fence         a reader that saw new contents sees 0 or a newer
- *                                                                             sequence behind its copy
+ *                                                                             sequence after its copy
  *     ANS seq     ls_put_answer release      take_answer acquire              mask rows, kinds, tokens, `late`
  *     ANS kind    ls_add_rows release        take_answer acquire              one added row: mask and token
- *     ANS late    ls_add_rows release        take_answer acquire              all added rows, because kinds are read behind it
- *     DOORBELL    ls_ring release            ls_await acquire                 answers: a look behind the bell finds them
+ *     ANS late    ls_add_rows release        take_answer acquire              all added rows, because kinds are read after it
+ *     DOORBELL    ls_ring release            ls_await acquire                 answers: a look after the bell finds them
  *     ABORT       ls_set_abort seq_cst       ls_await acquire                 nothing but itself
  *     park        ls_wait_req seq_cst fence  ls_post seq_cst fence            GRAMMAR_PARKED and REQ_SEQ, as above
  *     park        ls_await seq_cst fence     ls_ring seq_cst fence            ENGINE_PARKED and DOORBELL, as above
@@ -174,7 +174,7 @@ void ls_post(void *post_args) {
 
     uint64_t seq = a->counter->last + 1;
     uint8_t *entry = ring_entry(v, seq);
-    /* A seqlock's writer: a reader that is num_recs behind must notice that its entry is being overwritten. */
+    /* A seqlock's writer: a reader that is num_recs after must notice that its entry is being overwritten. */
     atomic_store_explicit(at64(entry, 0), 0, memory_order_relaxed);
     atomic_thread_fence(memory_order_release);
     uint32_t k = 0;
@@ -229,7 +229,7 @@ static int take_answer(struct ls_await_args *a, uint64_t seq, int32_t i) {
     /* Read before the kinds: when no row is missing any more, the loop below sees all of them. */
     a->late += atomic_load_explicit(at64(answer, v->ans_late), memory_order_acquire) == seq;
     for (uint32_t r = 0; r < v->num_rows; r++) {
-        /* The engine has numbers of its own behind LS_KIND_ERROR: a kind that there is not is an error of the row. */
+        /* The engine has numbers of its own after LS_KIND_ERROR: a kind that there is not is an error of the row. */
         const uint8_t kind = atomic_load_explicit(at8(answer, ANS_KIND + r), memory_order_acquire);
         a->kinds[row + r] = kind < LS_KINDS ? kind : LS_KIND_ERROR;
         a->forced[row + r] = (int32_t)get32(answer, v->ans_forced + 4 * r);
@@ -359,7 +359,7 @@ int32_t ls_overdue(const struct ls_view *v, const uint64_t *working, struct ls_w
     return 0;
 }
 
-/* The first of the rows 0..n_draft that is wanted, if all rows behind it are wanted too; else -1. */
+/* The first of the rows 0..n_draft that is wanted, if all rows after it are wanted too; else -1. */
 static int32_t first_wanted(uint32_t need_rows, uint32_t n_draft) {
     const uint32_t beyond = 2u << n_draft, wanted = need_rows & (beyond - 1);
     if (!wanted) return -1;

@@ -108,7 +108,7 @@ struct ls_records_args {
     int32_t *n_draft;
     int32_t *stage;
     uint32_t *need_rows;
-    int32_t *first; /* the first wanted row, if every row behind it is wanted too; else -1. A proposal wants none: 0 */
+    int32_t *first; /* the first wanted row, if every row after it is wanted too; else -1. A proposal wants none: 0 */
     int32_t *tokens; /* [num_slots][2 * num_rows], out */
     uint64_t seq;
     int32_t count;  /* out */
@@ -156,7 +156,7 @@ LS_EXPORT int32_t ls_overdue(const struct ls_view *view, const uint64_t *working
 LS_EXPORT void ls_records(struct ls_records_args *args);
 LS_EXPORT int32_t ls_publish(const struct ls_publish_args *args); /* 0, or 1: a newer answer is there, nothing written */
 
-/* Its two halves, for several answers and one bell behind them: an engine that sleeps is woken once. */
+/* Its two halves, for several answers and one bell after them: an engine that sleeps is woken once. */
 int32_t ls_put_answer(const struct ls_publish_args *args);
 void ls_ring(const struct ls_view *view);
 

@@ -73,7 +73,7 @@ def test_every_adapter_may_be_used_by_a_tenant_that_says_so() -> None:
         (f'[tenants.a]\ntokens=["{TOKEN}"]\nmax_running=true', "tenants.a.max_running: is True"),
         (f'[tenants.a]\ntokens=["{TOKEN}"]\nweight=0', "tenants.a.weight: is 0"),
         (f'[tenants.a]\ntokens=["{TOKEN}"]\noperator=1', "tenants.a.operator: is 1"),
-        (f'[tenants.a]\ntokens=["{TOKEN}"]\nshares=["all"]', "tenants.a.shares: 'all' is none of"),
+        (f'[tenants.a]\ntokens=["{TOKEN}"]\nshares=["all"]', "tenants.a.shares: 'all' is not one of"),
         (f'[tenants.a]\ntokens=["{TOKEN}"]\n[tenants.b]\ntokens=["{TOKEN}"]', "tenants.b: has a token of the tenant a"),
         (
             '[tenants.a]\ncertificates=["x"]\n[tenants.b]\ncertificates=["x"]',

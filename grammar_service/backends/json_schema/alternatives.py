@@ -3,7 +3,7 @@
     dependencies, dependentRequired, dependentSchemas    the property is absent, or the rest holds
     if, then, else                                       if and then, or the complement of if and else
     not                                                  the complement
-    oneOf                                                each branch with the complements of those that overlap it
+    oneOf                                                each branch with the complements of overlapping ones
     contains                                             the places of an array with a small `maxItems`
     propertyNames                                        patternProperties and additionalProperties
     uniqueItems                                          the orders of few values
@@ -176,9 +176,9 @@ def _not(node: Schema, root: Any) -> Any:
 
 
 def _refuse_circle(schema: Any, node: Schema, root: Any) -> None:
-    """Raise NoComplement where `schema`, of which `node` wants the complement, asks `node` itself about the same value.
+    """Raise NoComplement if `schema`, whose complement `node` needs, refers to `node` itself for the same value.
 
-    JSON Schema leaves the meaning of such a circle open, and a double negation in it would admit any value.
+    JSON Schema leaves the meaning of a circle like that open, and a double negation in it would admit any value.
     """
     waiting, seen = [schema], set[int]()
     while waiting:
@@ -243,7 +243,7 @@ def _names(node: Schema, root: Any) -> Any:
 
 
 def _names_of(names: Any, root: Any, depth: int) -> Any:
-    """Return a schema of the objects whose names satisfy `names`; other values satisfy it, too."""
+    """Return a schema of the objects whose names satisfy `names`. Other values also satisfy it."""
     if isinstance(names, bool):
         return names or {"properties": {}, "additionalProperties": False}
     if not isinstance(names, dict) or depth == 0:

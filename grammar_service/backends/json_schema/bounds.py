@@ -2,7 +2,7 @@
 
     max_string_length     `maxLength` of strings, and the length of names that no schema lists
     max_array_items       `maxItems`
-    max_number_digits     digits before the point, and as many behind it; without an exponent
+    max_number_digits     digits before the point, and as many after it; without an exponent
 
 The smaller one of a bound and the schema's own wins. A schema whose own minimum is above a bound is refused by name.
 The values of `enum` and `const` and the names that a schema lists are finite; no bound changes them.
@@ -156,7 +156,7 @@ class _Writer:
         return True
 
     def _own(self, node: Schema, types: frozenset[str] | None) -> None:
-        """Write the bounds of `types` into the node's own keywords; None: of every type."""
+        """Write the bounds of `types`, or of every type if None, into the node's own keywords."""
         bounds = self._bounds
 
         def has(*names: str) -> bool:
@@ -226,7 +226,7 @@ def _smaller(own: Any, limit: int) -> Any:
 def write_digits(node: Schema, digits: int, *, whole: bool) -> None:
     """Write `max_number_digits` into a node of numbers, which are integers where `whole` is set.
 
-    The step 10^-d of the values takes away digits behind the point and exponents. Integers have neither.
+    The step 10^-d of the values takes away digits after the point and exponents. Integers have neither.
     """
     largest = 10**digits
     for plain, strict, sign in (("minimum", "exclusiveMinimum", -1), ("maximum", "exclusiveMaximum", 1)):

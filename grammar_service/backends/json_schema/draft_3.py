@@ -9,7 +9,7 @@
     format ip-address, host-name         ipv4, hostname
 
 Invariant: the schema written means what draft 3 (draft-zyp-json-schema-03, section 5) says of the one read. It is
-stricter in one case: a `required` beside a `$ref` counts. A schema of another draft stays as it is; there these words
+stricter in one case: a `required` next to a `$ref` counts. A schema of another draft stays as it is; there these words
 are no keywords.
 Not responsible for: keywords that several drafts share, exclusive bounds among them (see the libraries' backends).
 """
@@ -25,7 +25,7 @@ _DRAFT = "json-schema.org/draft-03/"
 _FORMATS = {"ip-address": "ipv4", "host-name": "hostname"}
 _ANY = "any"
 _ALONE = frozenset({"type", "anyOf", "not", "multipleOf"})
-"""Keywords whose meaning does not depend on the ones beside them."""
+"""Keywords whose meaning does not depend on the ones next to them."""
 
 
 def is_draft_3(node: Any) -> bool:
@@ -43,7 +43,7 @@ def write_draft_3(root: Any, path: str) -> None:
         return
     nodes = []
     for where, node in subschemas(root, path):
-        _write_keywords(node, where)  # before the walk goes on to what is inside of them
+        _write_keywords(node, where)  # before the walk goes on to what is inside them
         nodes.append(node)
     names = [_required(node, root) for node in nodes]
     for node, required in zip(nodes, names, strict=True):
@@ -113,7 +113,7 @@ def _of_types(kinds: list[Any]) -> Schema | None:
 
 
 def _require(node: Schema, other: Schema) -> None:
-    """Let a schema hold for the values of `node`, too: as its own keyword where there is one, else in its `allOf`."""
+    """Make a schema also hold for the values of `node`: as its own keyword if it has one, else in its `allOf`."""
     if other.keys() <= _ALONE and node.keys().isdisjoint(other):
         node.update(other)
         return

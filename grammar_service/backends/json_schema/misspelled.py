@@ -17,7 +17,7 @@ from grammar_service.backends.json_schema.walk import subschemas
 from grammar_service.errors import InvalidGrammar
 
 MAX_NAMED = 16
-"""Misspelled keywords that the warnings name; of more, the number is given."""
+"""The most misspelled keywords that warnings name. Further ones are counted."""
 
 _DRAFTS = """
 $anchor $comment $defs $dynamicAnchor $dynamicRef $id $recursiveAnchor $recursiveRef $ref $schema $vocabulary
@@ -30,7 +30,7 @@ properties propertyNames readOnly required then title type unevaluatedItems unev
 """The keywords of drafts 3 to 2020-12."""
 
 _OF_DRAFT_3 = frozenset({"disallow", "divisibleBy", "extends"})
-"""Keywords of draft 3 alone. Where a schema follows it, they are written anew before anyone looks (see draft_3.py)."""
+"""Keywords that only draft 3 has. In its schemas, draft_3.py rewrites them before any check."""
 
 _OTHERS = "comment discriminator example externalDocs nullable schema xml"
 """Keywords of OpenAPI, and annotations in wide use that are close to a keyword."""

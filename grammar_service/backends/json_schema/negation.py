@@ -7,7 +7,7 @@
     if, then, else, not, $ref, contains, dependentRequired
 
 Invariant: for every value that satisfies the context, the result holds exactly when the schema does not. The context is
-schemas that hold beside it, such as the one that contains the `not`; it decides types and values. What has no
+schemas that hold next to it, such as the one that contains the `not`; it decides types and values. What has no
 complement raises NoComplement. Pure; the results may share parts with the schema.
 Not responsible for: where a complement is needed (see alternatives.py).
 """
@@ -26,7 +26,7 @@ MAX_DEPTH = 12
 """Levels of schemas and references that a complement follows."""
 _ANY = r"[\s\S]"
 MAX_CHARACTERS = 4096
-"""Of all strings whose complement is one pattern."""
+"""The most characters of all strings whose complement is one pattern."""
 
 ANNOTATIONS = frozenset(
     {
@@ -113,7 +113,7 @@ def type_names(types: Iterable[str]) -> list[str]:
 
 
 def other_strings(values: Iterable[str], longest: int | None = None) -> str:
-    """Return a pattern of all strings but `values`: those of at most `longest` characters, at least 1.
+    """Return a pattern of all strings of 1 to `longest` characters except `values`.
 
     It means the same in ECMA-262 and in portable notation. Raises NoComplement for too many characters.
     """
@@ -257,7 +257,7 @@ def _closed(schema: Schema, value: Any, context: Sequence[Any], root: Any, depth
         return
     if facts.closed is None or not isinstance(known, dict) or facts.closed - known.keys():
         raise NoComplement("additionalProperties")
-    # In this context an object has no other names than those of `properties`.
+    # In this context an object has only the names in `properties`.
     yield from ()
 
 
@@ -317,7 +317,7 @@ def _conditional(schema: Schema, context: Sequence[Any], root: Any, depth: int) 
 
 
 def _arrays(schema: Schema, types: frozenset[str]) -> Iterator[Any]:
-    """Yield nothing: items of which one may be of another kind have no complement without `contains`."""
+    """Yield nothing: the complement, one item of another kind, needs `contains`."""
     parts = [key for key in ("items", "prefixItems", "additionalItems") if schema.get(key, True) not in (True, {}, [])]
     if parts and "array" in types:
         raise NoComplement(parts[0])

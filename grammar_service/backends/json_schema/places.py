@@ -1,6 +1,6 @@
 """Where a JSON text has got to: open brackets, strings, and the ends of values, byte by byte.
 
-Invariant: a place is a function of the text's bytes alone. It is meant for text that a grammar of JSON has allowed, and
+Invariant: a place is a function of only the text's bytes. It is meant for text that a grammar of JSON has allowed, and
 says nothing about other text.
 Not responsible for: whether a text is JSON, or valid (see validator.py).
 """
@@ -14,12 +14,12 @@ QUOTE, BACKSLASH, COMMA = b'"\\,'
 OPEN, CLOSE = b"{[", b"}]"
 SPACE = b" \t\r\n"
 ENDS = frozenset(b'"},]')
-"""Bytes behind which, or before which, a value may be complete."""
+"""Bytes after which, or before which, a value may be complete."""
 _STRUCTURE = frozenset(b'{}[],:"')
 
 
 class Place(NamedTuple):
-    """The place in a JSON text behind some of its bytes."""
+    """The place in a JSON text after some of its bytes."""
 
     brackets: bytes = b""
     """Closing brackets of what is open, the outermost first."""
@@ -28,11 +28,11 @@ class Place(NamedTuple):
     is_name: bool = False
     """The string that is open, or was last, is a member's name."""
     previous: int = 0
-    """The last byte outside of strings that is no white space."""
+    """The last byte outside strings that is not white space."""
 
 
 def behind(place: Place, byte: int) -> Place:
-    """Return the place behind one more byte."""
+    """Return the place after one more byte."""
     brackets, in_string, escaped, _, previous = place
     if in_string:
         if escaped:
@@ -51,7 +51,7 @@ def behind(place: Place, byte: int) -> Place:
 
 
 def ends(place: Place, text: bytes) -> Iterator[tuple[int, Place]]:
-    """Yield (length, place) for each part of `text`, which follows at `place`, behind which a value is complete."""
+    """Yield (length, place) for each part of `text`, which follows at `place`, after which a value is complete."""
     for at, byte in enumerate(text):
         before, place = place, behind(place, byte)
         if byte not in ENDS or before.escaped:
@@ -68,7 +68,7 @@ def ends(place: Place, text: bytes) -> Iterator[tuple[int, Place]]:
 
 
 def compacted(place: Place, text: bytes) -> tuple[bytes, Place]:
-    """Return `text`, which follows at `place`, without the white space between values, and the place behind it."""
+    """Return `text`, which follows at `place`, without the white space between values, and the place after it."""
     kept = bytearray()
     for byte in text:
         if place.in_string or byte not in SPACE:
@@ -93,7 +93,7 @@ def _num_backslashes(text: bytes | bytearray, end: int) -> int:
 
 
 def goes_on(place: Place, compact: bytes, text: bytes) -> bool:
-    """Return whether `text` has bytes of one scalar alone, of which the text `compact` before it has some.
+    """Return whether all bytes of `text` belong to one scalar that began in the text `compact` before it.
 
     `compact` ends at `place` and has no white space between values. The quote that ends a string belongs to it.
     """

@@ -33,9 +33,9 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9!$&'()*+,;=:@._-]*")
 _OLD = ("draft-03", "draft-04")
 """Drafts whose schemas are named by `id`."""
 _LONE = (*_OLD, "draft-06", "draft-07")
-"""In these drafts a schema with a `$ref` has no other keyword: a name beside it counts at the root alone."""
+"""In these drafts a schema with a `$ref` has no other keyword: a name next to it counts only at the root."""
 _PLAIN = re.compile(r'[^"<>\\^`{|}]*')
-"""References without characters of which a library says that no URI has them."""
+"""References without characters that a library rejects in a URI."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _DRAFT = re.compile(r"https?://json-schema\.org/(?:draft-0([3-7])|draft/(2019-09|2020-12))/(?:hyper-)?schema/?#?/?")
@@ -47,7 +47,7 @@ def take_out_dialects(root: Any, path: str) -> list[Unenforced]:
     """Write the dialects of the schema at `path` as the libraries know them, in place, and take out the others.
 
     Returns a warning for each one that is not known. `write_pointers` has run before. Raises InvalidGrammar for one
-    that requires a vocabulary that is not known, and for draft 3 inside of another dialect.
+    that requires a vocabulary that is not known, and for draft 3 inside another dialect.
     """
     others: dict[str, Unenforced] = {}
     root_is_3 = is_draft_3(root)
@@ -68,7 +68,7 @@ def take_out_dialects(root: Any, path: str) -> list[Unenforced]:
             node["$schema"] = f"https://json-schema.org/draft/{draft[2]}/schema"
         else:
             if draft is not None and node is not root and not root_is_3:
-                raise InvalidGrammar(f"JSON Schema: {path}{_pointer(where)}/$schema: draft 3 inside of another dialect")
+                raise InvalidGrammar(f"JSON Schema: {path}{_pointer(where)}/$schema: draft 3 inside another dialect")
             del node["$schema"]
             if draft is None and _joined("", dialect)[0] not in _LATEST:
                 why = f"{dialect[:200]!r} is not a dialect that is known; the schema is read as draft 2020-12"
@@ -90,7 +90,7 @@ class _Document:
         dialect = root.get("$schema")
         dialect = dialect if isinstance(dialect, str) else ""
         is_old = any(draft in dialect for draft in _OLD)
-        # A document with a dialect of its own that is named by `id`, a URL, follows one of the old drafts.
+        # A document with a custom dialect that `id`, a URL, names follows one of the old drafts.
         is_other = bool(dialect) and _DRAFT.fullmatch(dialect) is None
         is_old = is_old or (is_other and "$id" not in root and "://" in str(root.get("id")))
         self._root, self._id = root, "id" if is_old else "$id"
@@ -191,9 +191,8 @@ class _Document:
     def _walk(self, start: _Target, fragment: str) -> _Target | None:
         """Return what a pointer from `start` leads to.
 
-        Its base is that of the last schema on the way, since a place that only a reference makes a schema belongs to
-        the resource around it, and not to the one with the reference.
-        """
+        Its base is the base of the last schema on the way, since a place that only a reference makes a schema belongs
+        to the resource around it, and not to the one with the reference."""
         value, base = start.value, start.base
         keys: list[str | int] = []
         for part in fragment[1:].split("/"):
@@ -241,7 +240,7 @@ def _joined(base: str, reference: str) -> tuple[str, str]:
 
 
 class _Place(NamedTuple):
-    """The place of a value in a document: a pointer that is written where it is needed alone."""
+    """The place of a value in a document: a pointer, written only when it is needed."""
 
     above: _Place | None
     """None: the root."""

@@ -1,6 +1,6 @@
 """The types of a JSON Schema's keywords: one with a value of another type is an error that names its place.
 
-Invariant: behind this check the keywords below have values of their types in every schema that a backend compiles, so
+Invariant: after this check the keywords below have values of their types in every schema that a backend compiles, so
 the other modules of this room read them without looking again. The schema is not changed.
 Not responsible for: whether a value makes sense (the libraries judge that).
 """
@@ -66,7 +66,7 @@ def _check_values(node: Schema, where: str) -> None:
 
 
 def _check_names(node: Schema, where: str) -> None:
-    """Raise InvalidGrammar for names of properties that are none. In draft 3, `required` is a boolean."""
+    """Raise InvalidGrammar for names of properties that are not strings. In draft 3, `required` is a boolean."""
     required, dependent = node.get("required", []), node.get("dependentRequired", {})
     if not _are_names(required) and not isinstance(required, bool):
         raise _wrong(f"{where}/required", "an array of names")

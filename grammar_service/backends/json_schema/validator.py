@@ -22,7 +22,7 @@ from grammar_service.errors import InvalidGrammar
 _FINAL = frozenset({"uniqueItems", "maxContains"})
 """Keywords that a value, once it violates one, violates however it goes on."""
 _FLAGS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|(?P<flags>\(\?[A-Za-z^-])", re.DOTALL)
-"""Flags of a pattern, beside what may look like them: escapes and classes."""
+"""Flags of a pattern, next to what may look like them: escapes and classes."""
 _DYNAMIC = frozenset({"$dynamicRef", "$recursiveRef"})
 _CONDITIONS = frozenset({"then", "else"})
 """Parts of a schema that hold while a condition does; the rest of a value may change the condition."""
@@ -37,7 +37,7 @@ class Validator:
     def __init__(self, text: str) -> None:
         schema = _modern(json.loads(text))
         if _may_hold(text, *_DYNAMIC) and any(not _DYNAMIC.isdisjoint(node) for _, node in subschemas(schema)):
-            # What such a reference leads to depends on the way to it, by names that pointers do not have.
+            # The target of this reference depends on the way to it, by names that pointers do not have.
             schema = _modern(json.loads(text), with_names=True)
         self.schema = schema
         """As it is read; not to be changed."""
@@ -59,7 +59,7 @@ class Validator:
     def is_lost(self, text: bytes, depth: int) -> bool:
         """Return whether no text that goes on like `text` satisfies the schema. False says nothing.
 
-        `text` is a JSON text up to the end of some value, behind which its `depth` open brackets were closed.
+        `text` is a JSON text up to the end of some value, after which its `depth` open brackets were closed.
         """
         try:
             value = json.loads(text, object_pairs_hook=in_order)
@@ -70,7 +70,7 @@ class Validator:
     def loses(self, value: Any, open_path: Sequence[str | int]) -> bool:
         """Return whether `value` has an error that remains, however the values that are still open go on.
 
-        `open_path` leads to the innermost of them, of which the last member or item is complete. Raises ValueError for
+        `open_path` leads to the innermost of them, whose last member or item is complete. Raises ValueError for
         a number beyond a double.
         """
         return any(_is_final(error, open_path) for error in self._inner.iter_errors(value))
@@ -100,8 +100,8 @@ def last_path(value: Any, length: int) -> list[str | int]:
 def _is_final(error: jsonschema_rs.ValidationError, open_path: Sequence[str | int]) -> bool:
     """Return whether an error remains, however the values that are still open go on.
 
-    The value at an error's place is complete unless it is one of those that are open. Of these the innermost one has
-    complete items alone. Every error of the list is one part of a conjunction, so none of them is undone by another
+    The value at an error's place is complete unless it is still open. The innermost open value has
+    only complete items. Every error of the list is one part of a conjunction, so none of them is undone by another
     branch.
     """
     path, place = list(error.instance_path), list(error.schema_path)

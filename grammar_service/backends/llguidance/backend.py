@@ -268,7 +268,7 @@ class LlguidanceMatcher:
     def rollback(self, count: int) -> None:
         """Take back `count` tokens; see `Matcher.rollback`.
 
-        A mask leaves rows of the library's parser behind, and a rollback to a state before it does not take them back:
+        A mask leaves rows in the library's parser, and a rollback to a state before it does not remove them:
         tokens that are accepted then may lead to a wrong state. A mask of the present state drops these rows.
         """
         if count and self.terminated:
@@ -286,7 +286,7 @@ class LlguidanceMatcher:
             self._since_mask -= count
 
     def masked(self) -> None:
-        """Note that the chain filler has computed the mask of the present state, and of none behind it after that."""
+        """Note that the chain filler has computed the mask of the present state, and of none after it after that."""
         self._since_mask = 0
 
     def copy(self) -> LlguidanceMatcher:

@@ -56,7 +56,7 @@ class LlguidanceFiller:
             return False
         if ends and not plain:
             return bool(inner.is_accepting())
-        # The library knows one stop token alone.
+        # The library knows only one stop token.
         asked = (*plain, self._library_stop) if ends else plain
         legal: int = inner.validate_tokens(asked)
         if legal < len(asked) and inner.is_error():
@@ -94,7 +94,7 @@ class LlguidanceFiller:
             self._fill_together(list(zip(inners, first, drafts, strict=True)), rows, threads)
         for matcher in matchers:
             matcher.masked()
-        # The library's own state after a failure allows a stop token alone, and an answer that is complete allows one,
+        # The library's state after a failure allows only a stop token, and an answer that is complete allows one,
         # too. So a first row without a stop token needs no further question.
         ends = rows[first.start : first.stop : stride][:, self._stop_columns] & self._stop_bits
         asked = np.flatnonzero(ends.any(axis=1)).tolist()
@@ -103,8 +103,8 @@ class LlguidanceFiller:
         )
 
     def _fill_together(self, chains: list[tuple[Any, int, list[int]]], rows: NDArray[np.int32], threads: int) -> None:
-        # All chains with drafts go in one call, and all first rows in another: those of chains once more, because the
-        # library's rollback over the drafts leaves rows of its parser behind; see `LlguidanceMatcher.rollback`.
+        # All chains with drafts go in one call, and all first rows in another: those of chains a second time, because
+        # the library's rollback over the drafts leaves rows in its parser; see `LlguidanceMatcher.rollback`.
         try:
             executor = self._idle.pop()
         except IndexError:
@@ -124,11 +124,11 @@ class LlguidanceFiller:
 
 
 def _fill_each(inners: list[Any], drafts: Sequence[list[int]], rows: NDArray[np.int32], stride: int) -> None:
-    # Without the GIL, on this thread. A call gets the address of its own first row.
+    # Without the GIL, on this thread. Each call gets the address of its first row.
     base, row_bytes = rows.ctypes.data, rows.strides[0]
     for i, (inner, tokens) in enumerate(zip(inners, drafts, strict=True)):
         address = base + i * stride * row_bytes
         if tokens:
             inner.unsafe_compute_mask_ptr_with_draft_token(address, row_bytes, tokens)
-        # The first row once more behind drafts: see `_fill_together`.
+        # The first row once more after drafts: see `_fill_together`.
         inner.unsafe_compute_mask_ptr(address, row_bytes)

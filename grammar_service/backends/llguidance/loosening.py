@@ -1,8 +1,8 @@
 """Takes out of a schema what the library fails on as a whole, so that the rest of it is a grammar.
 
-    keywords beside a reference in a circle    the library follows the reference before it has read its target
+    keywords next to a reference in a circle   the library follows the reference before it has read its target
     patterns of names that overlap             the library intersects no two of them
-    what is intersected, in a large schema     the alternatives that rewriting writes, then those beside other keywords
+    what is intersected, in a large schema     alternatives from rewriting, then the ones next to other keywords
 
 The library names one such place at a time, so a schema is loosened in rounds.
 Invariant: a loosened schema accepts all that the schema does. Each part that was taken out is returned, so it is
@@ -40,16 +40,18 @@ class Loosening:
     """What is taken out of a schema."""
 
     lone: frozenset[str] = frozenset()
-    """References, without their escapes, that lose the keywords beside them."""
+    """References, without their escapes, that lose the keywords next to them."""
     gone: frozenset[str] = frozenset()
-    """References that go where something else holds beside them."""
+    """References that go where something else holds next to them."""
     overlaps: frozenset[str] = frozenset()
     """Pairs of patterns, as the library writes them; the second one goes."""
     size: int = 0
-    """1: no keyword is rewritten into alternatives; 2: alternatives beside other keywords go; 3: `allOf`, too."""
+    """1: no keyword is rewritten into alternatives; 2: alternatives next to other keywords go; 3: `allOf` goes as
+    well."""
 
     def further(self, message: str) -> Loosening | None:
-        """Return what is taken out after the library failed with `message`, too; None: nothing is known to help."""
+        """Return the next part to take out after the library failed with `message`, or None if none is known to
+        help."""
         if circle := _CIRCLE.search(message):
             target = unquote(circle[1])
             if target not in self.lone:
@@ -60,7 +62,7 @@ class Loosening:
         overlap = _OVERLAP.search(message)
         if overlap and overlap[1] not in self.overlaps:
             first, _, second = overlap[1].partition(_AND)
-            # There may be more patterns that one overlaps than rounds, so in the end it goes, too.
+            # There may be more patterns that one overlaps than rounds, so in the end it goes as well.
             num_overlaps = sum(pair.startswith(first + _AND) for pair in self.overlaps)
             also = {f"{second}{_AND}{first}"} if num_overlaps >= _MAX_OVERLAPS else set()
             return replace(self, overlaps=self.overlaps | {overlap[1]} | also)
@@ -85,7 +87,7 @@ class Loosening:
         beside = [key for key in node if key != "$ref" and key not in ANNOTATIONS]
         for key in beside:
             del node[key]
-        return [Unenforced(where, key, "is not enforced beside a reference in a circle") for key in beside]
+        return [Unenforced(where, key, "is not enforced next to a reference in a circle") for key in beside]
 
     def _without_clauses(self, node: Schema, where: str) -> list[Unenforced]:
         found = []
@@ -104,7 +106,7 @@ class Loosening:
         if not any(key not in ANNOTATIONS and key not in unwanted for key in node):
             return []
         gone = [key for key in unwanted if node.pop(key, None) is not None]
-        return [Unenforced(where, key, "is not enforced beside other keywords of so large a schema") for key in gone]
+        return [Unenforced(where, key, "is not enforced next to other keywords in a schema this large") for key in gone]
 
     def _without_patterns(self, node: Schema, where: str) -> list[Unenforced]:
         members = node.get("patternProperties")

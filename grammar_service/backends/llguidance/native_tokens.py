@@ -2,7 +2,7 @@
 
 The library takes each added token in angle brackets of a tokenizer.json for a special one, which no text contains. Here
 the bytes of the tokens are given to it, and it calls back for the canonical tokens of a text that must follow.
-Invariant: a token without bytes (special, stop, padding) is special for the library, too.
+Invariant: a token without bytes (special, stop, padding) is also special for the library.
 Not responsible for: the library's own reading of tokenizer.json (see backend.py).
 """
 

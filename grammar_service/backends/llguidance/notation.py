@@ -79,7 +79,7 @@ class Rounds:
         if (kept := self._kept.get(key)) is not None:
             return copy.deepcopy(kept)
         found = _rewrite(schema, path, reading, with_alternatives=not loosening.size)
-        if loosening != _TIGHT:  # a round that may have others behind it
+        if loosening != _TIGHT:  # a round that may have others after it
             self._kept[key] = copy.deepcopy((schema, found))
         return schema, found
 
@@ -113,8 +113,8 @@ def notation(
 ) -> tuple[str, list[Unenforced]]:
     """Return the grammar as text for the library, and the parts that were taken out because it would misread them.
 
-    `with_names`: as in `write_bounds`. `loosening`: what else is taken out of its schemas. `rounds`: of this grammar.
-    """
+    `with_names`: as in `write_bounds`. `loosening`: what else is taken out of its schemas. `rounds`: the rounds of this
+    grammar so far."""
     rounds = rounds or Rounds()
     numbers = itertools.count()
     found: list[Unenforced] = []
@@ -180,7 +180,7 @@ def _whitespace(most: int | None) -> dict[str, Any]:
 
 
 def _refuse_long_patterns(schema: Any, path: str, longest: int) -> None:
-    """Raise InvalidGrammar for a pattern without a string of at most `longest` characters; 0: of any length."""
+    """Raise InvalidGrammar for a pattern that no string of at most `longest` characters (0: any length) matches."""
     for where, node in subschemas(schema, path) if longest else ():
         pattern = node.get("pattern")
         if isinstance(pattern, str) and _is_longer(pattern, longest):
@@ -205,7 +205,7 @@ def check_types(grammar: Grammar) -> None:
 
 
 def _write_exact_formats(schema: Any) -> None:
-    """Replace the formats, some of which the library reads too leniently and some not at all, by exact patterns."""
+    """Replace formats by exact patterns. The library reads some too leniently and ignores others."""
     for _, node in list(subschemas(schema)):
         name = node.get("format")
         if not isinstance(name, str) or name not in KNOWN:
@@ -224,7 +224,7 @@ def _write_tuples(schema: Any) -> None:
     """Write the first items of arrays as the library reads them.
 
     Below an older dialect it passes over `prefixItems`, which is what rewriting writes; and it reads `additionalItems`
-    only where no keyword such as `anyOf` stands between it and `items`.
+    only if no keyword such as `anyOf` is between it and `items`.
     """
     dialect = schema.get("$schema")
     is_old = isinstance(dialect, str) and "2020-12" not in dialect

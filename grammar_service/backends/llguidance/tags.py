@@ -1,12 +1,12 @@
-"""A structural tag in Lark: llguidance has no such tags of its own.
+"""A structural tag in Lark, because llguidance has no structural tags.
 
     const_string, json_schema, regex, grammar, lark      a literal, `%json`, a nested grammar
     sequence, or, optional, plus, star, repeat            operators
     tag, tags_with_separator                              sequences
-    any_text                                              free text up to the literal behind it, or to the end
+    any_text                                              free text up to the literal after it, or to the end
     triggered_tags                                        free text in which a trigger begins one of its tags
 
-Free text ends at the first occurrence of the literal behind it, because a lazy lexeme ends at its first match.
+Free text ends at the first occurrence of the literal after it, because a lazy lexeme ends at its first match.
 Invariant: a format, or an option of one, that has no equivalent is refused by name.
 Not responsible for: the notation of schemas and regular expressions (see notation.py).
 """
@@ -76,7 +76,7 @@ class _Writer:
                 return self._nested(self._lark(_string(node, "grammar", path), path))
             case "any_text":
                 if not last:
-                    raise NotSupported(f"structural tag: {path}: this backend needs a fixed text behind any_text")
+                    raise NotSupported(f"structural tag: {path}: this backend needs a fixed text after any_text")
                 _refuse(node, path, "excludes", "max_tokens", "max_chars")
                 return "TEXT"
             case "sequence":
@@ -179,7 +179,7 @@ class _Writer:
         if node.get("excludes") not in (None, [], ends):
             raise NotSupported(f"structural tag: {path}/excludes: this backend does not support it")
         if not all(ends):
-            raise NotSupported(f"structural tag: {path}: this backend needs a fixed text behind any_text")
+            raise NotSupported(f"structural tag: {path}: this backend needs a fixed text after any_text")
         found = " | ".join(map(lark_literal, ends))
         return self._rule(f"TEXT ({found})" if len(ends) > 1 else f"TEXT {found}", "[lazy]")
 

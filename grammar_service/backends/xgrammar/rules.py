@@ -61,7 +61,7 @@ _EXPONENT = re.compile(r'^(\w+ ::= \("") \| \(\[eE\] \w+ \w+_digits\{1, -1\}\)\)
 def bounded(rules: str, bounds: Bounds) -> str:
     """Return `rules` of one JSON Schema with the bounds in the rules of values without keywords of their own.
 
-    Raises InternalError if the library generates other rules than those that this module knows.
+    Raises InternalError if the library generates rules that this module does not know.
     """
     length, items, digits = bounds.max_string_length, bounds.max_array_items, bounds.max_number_digits
     if length:

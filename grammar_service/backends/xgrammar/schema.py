@@ -43,7 +43,7 @@ REGEX_DIALECT = Dialect(categories=False, ignore_case=False)
 """Regular expressions of whole answers."""
 
 _RANGE_DIGITS = 6
-"""Digits behind the point of a number with a minimum or a maximum."""
+"""Digits after the point of a number with a minimum or a maximum."""
 
 _ANYTHING = portable("[^]*", STRING_DIALECT)
 
@@ -111,7 +111,7 @@ def problems(schema: Any, path: str = "", *, strict_formats: bool = False) -> li
 def _write_exact_format(node: Schema, where: str) -> list[Unenforced]:
     """Replace a format, which the library reads too leniently if at all, by an exact pattern.
 
-    A pattern beside it is lost (`_strings` has reported it), and so are lengths. Return what of them is not enforced.
+    A pattern next to it is lost (`_strings` has reported it), and so are lengths. Return what of them is not enforced.
     """
     types = node["type"] if isinstance(node.get("type"), list) else [node.get("type")]
     name = node.get("format")
@@ -120,13 +120,13 @@ def _write_exact_format(node: Schema, where: str) -> list[Unenforced]:
     node["pattern"] = portable(exact_pattern(name, lower_case=False), STRING_DIALECT)
     del node["format"]
     lost = [keyword for keyword in ("minLength", "maxLength") if node.pop(keyword, None) is not None]
-    return [Unenforced(where, keyword, "is not enforced beside format") for keyword in lost]
+    return [Unenforced(where, keyword, "is not enforced next to format") for keyword in lost]
 
 
 def own_bounds(schema: Any, bounds: Bounds) -> list[Unenforced]:
-    """Write the bounds into the keywords of each node, in place; values without keywords have those of the rules.
+    """Write the bounds into the keywords of each node, in place; values without keywords are bounded by the rules.
 
-    Return what of the bounds is not enforced. To be called behind `problems`.
+    Return what of the bounds is not enforced. To be called after `problems`.
     """
     found: list[Unenforced] = []
     for where, node in subschemas(schema):
@@ -150,7 +150,7 @@ def _bounded_number(node: Schema, where: str, digits: int, *, whole: bool) -> li
     if not own:
         return []
     if not whole and digits < _RANGE_DIGITS:
-        why = f"has numbers with {_RANGE_DIGITS} digits behind the point, which max_number_digits does not bound"
+        why = f"has numbers with {_RANGE_DIGITS} digits after the point, which max_number_digits does not bound"
         return [Unenforced(where, own[0], why)]
     largest = 10**digits - 1
     for plain, strict, sign in (("minimum", "exclusiveMinimum", -1), ("maximum", "exclusiveMaximum", 1)):
@@ -215,7 +215,7 @@ def _replacing(node: dict[str, Any]) -> tuple[str, str] | None:
             )
             others = [] if same else others
         if others:
-            return others[0], f"is not enforced beside {keyword}"
+            return others[0], f"is not enforced next to {keyword}"
         return None
     return None
 
@@ -247,7 +247,7 @@ def _typed(node: dict[str, Any]) -> tuple[str, str] | None:
         return ("type", "is an empty list, which is not enforced") if node["type"] == [] else None
     implied = {"array" for k in _IMPLY_ARRAY if k in node} | {"object" for k in _IMPLY_OBJECT if k in node}
     if len(implied) > 1:
-        return "type", "is missing beside keywords for arrays and for objects"
+        return "type", "is missing next to keywords for arrays and for objects"
     for keyword, kind in _OF_TYPE.items():
         if keyword in node and kind not in implied:
             return keyword, 'is not enforced without "type"'
@@ -256,12 +256,12 @@ def _typed(node: dict[str, Any]) -> tuple[str, str] | None:
 
 def _strings(node: dict[str, Any]) -> tuple[str, str] | None:
     types = node["type"] if isinstance(node.get("type"), list) else [node.get("type")]
-    # A format is one of strings. Of a number, as in `"format": "float"` of OpenAPI, it has no effect.
+    # A format applies to strings. On a number, as in `"format": "float"` of OpenAPI, it has no effect.
     if "format" in node and (types == [None] or "string" in types):
         if not isinstance(node["format"], str) or node["format"] not in KNOWN:
             return "format", f"{node['format']!r} is not enforced"
         if "pattern" in node:
-            return "pattern", "is not enforced beside format"
+            return "pattern", "is not enforced next to format"
     return None
 
 
@@ -280,12 +280,12 @@ def _objects(node: dict[str, Any]) -> tuple[str, str] | None:
             return f"required/{i}", f"{name!r} is not enforced, since it is not in properties"
     for keyword in ("patternProperties", "propertyNames"):
         if keyword in node and known:
-            return keyword, "is not enforced beside properties"
+            return keyword, "is not enforced next to properties"
     patterns = node.get("patternProperties")
     if isinstance(patterns, dict) and len(patterns) > 1:
         return "patternProperties", "is not enforced on a name that several of its patterns match"
     if "additionalProperties" in node and "propertyNames" in node:
-        return "additionalProperties", "is not enforced beside propertyNames"
+        return "additionalProperties", "is not enforced next to propertyNames"
     if "patternProperties" in node and "propertyNames" in node:
-        return "propertyNames", "is not enforced beside patternProperties"
+        return "propertyNames", "is not enforced next to patternProperties"
     return None

@@ -1,7 +1,7 @@
 """Spells a jump-forward text in tokens as the tokenizer would, and cuts it where a later character could change it.
 
 xgrammar names only the text that must follow, not its tokens. The tokens are proposals: the engine verifies them.
-Invariant: the bytes of the tokens are the text or a beginning of it, and depend on the text and the matcher alone.
+Invariant: the bytes of the tokens are the text or a beginning of it, and depend only on the text and the matcher.
 Not responsible for: finding the text (see backend.py).
 """
 
@@ -54,7 +54,7 @@ class Spelling:
         return tokens
 
     def spell(self, text: str) -> tuple[int, ...]:
-        """Return tokens whose bytes are those of `text`; none if the vocabulary has no such tokens."""
+        """Return tokens that spell `text`; none if the vocabulary cannot spell it."""
         token_bytes, data = self.ready(), text.encode()
         if self._tokenizer is not None:
             tokens = tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)

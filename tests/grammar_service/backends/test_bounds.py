@@ -167,7 +167,7 @@ def test_what_one_library_does_not_bound_it_refuses_by_name(libraries: Any) -> N
     library = libraries("xgrammar")
     with pytest.raises(NotEnforced, match="multipleOf: is not bounded by max_number_digits"):
         compiled(library, {**INT, "multipleOf": 5}, max_number_digits=4)
-    with pytest.raises(NotEnforced, match="minimum: has numbers with 6 digits behind the point"):
+    with pytest.raises(NotEnforced, match="minimum: has numbers with 6 digits after the point"):
         compiled(library, {**NUM, "minimum": 5}, max_number_digits=4)
     tag = '{"type":"structural_tag","format":{"type":"json_schema","json_schema":{}}}'
     with pytest.raises(NotSupported, match="max_array_items"):

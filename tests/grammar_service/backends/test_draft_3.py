@@ -138,7 +138,7 @@ def test_a_value_of_another_type_is_refused_with_its_place(
 
 def test_draft_3_inside_of_another_dialect_is_refused(library: Library) -> None:
     schema = closed(a={"$schema": DRAFT_3, "type": "integer"})
-    with pytest.raises(InvalidGrammar, match=r"/properties/a/\$schema: draft 3 inside of another dialect"):
+    with pytest.raises(InvalidGrammar, match=r"/properties/a/\$schema: draft 3 inside another dialect"):
         library.compiled(Kind.JSON_SCHEMA, json.dumps(schema))
 
 

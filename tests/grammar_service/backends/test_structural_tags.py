@@ -127,7 +127,7 @@ def test_a_lark_grammar_inside_a_tag(library: Library) -> None:
     [
         ({"type": "glob"}, NotSupported, "/format/type: this backend supports any_text"),
         ({"type": "sequence"}, InvalidGrammar, "/format/elements"),
-        ({"type": "sequence", "elements": [TEXT, SCHEMA]}, NotSupported, "/format/elements/0: .* behind any_text"),
+        ({"type": "sequence", "elements": [TEXT, SCHEMA]}, NotSupported, "/format/elements/0: .* after any_text"),
         ({"type": "triggered_tags", "at_least_one": True}, NotSupported, "/format/at_least_one"),
         ({"type": "triggered_tags", "triggers": []}, InvalidGrammar, "/format/triggers"),
         ({"type": "triggered_tags", "triggers": ["<"], "tags": []}, InvalidGrammar, "/format/tags"),

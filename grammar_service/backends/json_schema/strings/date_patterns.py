@@ -30,7 +30,7 @@ _OFFSET_MINUTES = (0, 30, 45)
 
 
 def exact_pattern(name: str, *, lower_case: bool) -> str:
-    """Return the pattern of one of FORMATS. `lower_case`: whether `t` and `z` are accepted beside `T` and `Z`."""
+    """Return the pattern of one of FORMATS. `lower_case`: whether `t` and `z` are accepted next to `T` and `Z`."""
     time = _time("[Zz]" if lower_case else "Z")
     pattern = {"date": _DATE, "time": time, "date-time": f"{_DATE}{'[Tt]' if lower_case else 'T'}{time}"}[name]
     return f"^{pattern}$"

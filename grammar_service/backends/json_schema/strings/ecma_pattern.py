@@ -27,7 +27,7 @@ _SPACE: Ranges = [(9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x
 _SPACE += [(0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]
 _CARET = ord("^")
 _SURROGATES = (0xD800, 0xDFFF)
-"""No text has one alone."""
+"""Surrogates, which no text has unpaired."""
 
 _CONTROLS = {"f": 12, "n": 10, "r": 13, "t": 9, "v": 11}
 _CATEGORY = re.compile(r"\\[pP]\{(?:(?:General_Category|gc)=)?[A-Z][A-Za-z]?\}")

@@ -46,7 +46,7 @@ _LDH = "A-Za-z0-9"
 _IDN = "a-z0-9\u00e0-\u00f6\u00f8-\u00ff\u3041-\u3094\u4e00-\u9fa5"
 _ATOM = "A-Za-z0-9!#$%&'*+/=?\\^_`{|}~\\-"
 _WIDE = "\u00a1-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
-"""Characters beyond ASCII of RFC 3987 (`ucschar`), those of the first plane."""
+"""Characters beyond ASCII of RFC 3987 (`ucschar`) in the first plane."""
 
 
 def _mail(atom: str, host: str) -> str:
@@ -118,7 +118,7 @@ KNOWN = (*date_patterns.FORMATS, *_PATTERNS)
 def exact_pattern(name: str, *, lower_case: bool) -> str:
     """Return the pattern of one of KNOWN, in ECMA-262.
 
-    `lower_case`: whether `t` and `z` are accepted in times beside `T` and `Z`.
+    `lower_case`: whether `t` and `z` are accepted in times next to `T` and `Z`.
     """
     if name in date_patterns.FORMATS:
         return date_patterns.exact_pattern(name, lower_case=lower_case)
