@@ -45,9 +45,11 @@ class CompilePool:
     """Workers of one backend with one vocabulary.
 
     Args:
-        backend: name of the backend. vocabulary: each worker receives it at its start. workers: number of processes.
-        threads: within one compilation, in backends that have it. limits: the limits of one compilation. queue:
-        compilations that may wait for a worker; compilations of accepted sequences do not count. Tenants share these
+        backend: name of the backend.
+        vocabulary: each worker receives it at its start.
+        workers: number of processes.
+        limits: limits of one compilation.
+        queue: compilations that may wait for a worker, not counting accepted sequences. Tenants share these
             places by weight.
         queue_s: longest wait for a worker, in seconds; accepted sequences wait for as long as it takes.
         command: the command line of a process that speaks the protocol of worker.py.
