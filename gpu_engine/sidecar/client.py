@@ -339,7 +339,8 @@ class GrammarClient:
                     raise _EvictedError from error
                 case grpc.StatusCode.INVALID_ARGUMENT:
                     # The tokens were chosen under this grammar's masks: a refusal is a defect of this project.
-                    log.error("the grammar process refused committed tokens: %s", error.details())
+                    log.error("the grammar process refused committed tokens; DEBUG has its message")
+                    log.debug("the grammar process refused committed tokens: %s", error.details())  # it has a token
                     raise InternalError("the grammar process refused tokens that it had allowed") from error
                 case grpc.StatusCode.UNAVAILABLE:
                     # The link is about to notice the loss, and `link_lost` cancels this task while it waits here.

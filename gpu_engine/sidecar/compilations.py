@@ -347,5 +347,6 @@ def grammar_error(error: grpc.aio.AioRpcError, call: str, timeout_s: float) -> L
                 f"the grammar process does not answer ({error.code().name}: {message}); try again"
             )
         case code:
-            log.error("the grammar process failed: %s %s", code, message)
+            log.error("the grammar process failed: %s; DEBUG has its message", code.name)
+            log.debug("the grammar process failed: %s", message)  # it may quote the grammar
             return InternalError(f"the grammar process failed ({code.name}); the server's log has the details")
