@@ -24,7 +24,7 @@ from gpu_engine.api.errors import InternalError, InvalidRequest, LockstepError, 
 from gpu_engine.api.outputs import OutputSpec
 from gpu_engine.api.ports import ClearedGrammars, Compiled, DraftModelInfo, GrammarStats, PageEvents
 from gpu_engine.api.processors import Processors
-from gpu_engine.api.request import FinishReason, GrammarSpec, Request, TokenEvent
+from gpu_engine.api.request import FinishReason, GrammarSpec, Request, Telemetry, TokenEvent
 from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stage
 
 EOS = 256
@@ -173,9 +173,12 @@ class FakeEngine:
     def __init__(self, config: EngineConfig | None = None, script: Script | None = None) -> None:
         self.config = config or EngineConfig(max_model_len=256)
         self.script = script
+        self.measure: Callable[[Request, Telemetry], None] | None = None
+        """Fills the telemetry of each request in."""
         self.adapters = FakeAdapters()
         self.draft_models = FakeDraftModels()
         self.submitted: list[Request] = []
+        self.telemetry: dict[Request, Telemetry] = {}
         self.dropped: list[Request] = []
         self.opened: list[tuple[int, int]] = []
         self.backtracked: list[tuple[int, int, int, tuple[bytes, ...]]] = []
@@ -203,13 +206,17 @@ class FakeEngine:
     def start(self) -> None:
         """Nothing to warm up."""
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, *, awaits_pages: bool = False) -> Telemetry:
         if self.refuse_with and len(self.submitted) >= self.refuse_from:
             raise self.refuse_with
         self.submitted.append(request)
+        telemetry = self.telemetry[request] = Telemetry()
+        if self.measure:
+            self.measure(request, telemetry)
         if self.script:
             for event in self.script(request):
                 self.emit(request, event)
+        return telemetry
 
     def emit(self, request: Request, event: TokenEvent) -> None:
         """Send `event` from the engine thread, unless the request was dropped."""
@@ -244,7 +251,7 @@ class FakeEngine:
 
     def sequence_stats(self) -> list[SequenceStats]:
         return [
-            SequenceStats(r.request_id, r.index, r.client_id, Stage.DECODE, len(r.prompt_ids), 0, 0, None, 0)
+            SequenceStats(r.request_id, r.index, r.scheduling.client_id, Stage.DECODE, len(r.prompt_ids), 0, 0, None, 0)
             for r in self.submitted
             if r not in self.dropped
         ]

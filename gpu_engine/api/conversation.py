@@ -1,4 +1,4 @@
-"""The conversation, the tools and the reasoning of a request, as values within all limits.
+"""The prompt of a request, and the tools and the reasoning of a conversation, as values within all limits.
 
 The invariant: nothing here is changed once it is made.
 
@@ -111,3 +111,13 @@ class Chat:
     continue_final_message: bool = False
     tools: Tools | None = None
     reasoning: Reasoning | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A prompt that the client tokenised."""
+
+    ids: tuple[int, ...]
+
+
+Prompt = str | Tokens | Chat

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gpu_engine.api.outputs import OutputSpec
     from gpu_engine.api.page_transfer import PageAccess
     from gpu_engine.api.processors import Processors
-    from gpu_engine.api.request import GrammarSpec, Request, Salt
+    from gpu_engine.api.request import GrammarSpec, Request, Salt, Telemetry
     from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats
 
 
@@ -178,8 +178,12 @@ class EngineCore(Protocol):
     def pages(self) -> PageAccess:
         """The KV pages, of an engine whose role is "prefill" or "decode"."""
 
-    def submit(self, request: Request) -> None:
-        """Queue one sequence. Raises LimitExceeded when the queue is full, and ShuttingDown while the engine closes."""
+    def submit(self, request: Request, *, awaits_pages: bool = False) -> Telemetry:
+        """Queue one sequence; return its telemetry, which the engine's thread writes.
+
+        `awaits_pages`: it comes into the waiting queue when `PageAccess.close` names it. Raises LimitExceeded when the
+        queue is full, and ShuttingDown while the engine closes.
+        """
 
     def abort(self, request_id: str) -> bool:
         """End every sequence of the request with ABORTED; False if none is waiting or running."""

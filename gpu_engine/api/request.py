@@ -1,6 +1,12 @@
-"""One sequence to generate: its parameters, its events, and its times.
+"""One request: its parts, its sequences, their events, and their times.
 
-The invariant: a `Request` is validated and tokenised before it is made, and no later module checks user input again.
+Checking a message yields the parts of `Params`, which pass through the server by reference. Each value is copied from
+the message once, into the part where every reader finds it:
+
+    ValidatedRequest    the parts, a prompt that is not tokenised yet, and n       (front/validation.py)
+    Request             the same parts, and the tokens of one of the n sequences   (front/prompt.py)
+
+Invariant: nothing here but `Telemetry` changes once it is made, and no module after the checks checks user input again.
 The `n` sequences of one RPC are n Requests with the same `request_id` and different `index`.
 
 Not responsible for: protobuf (front/servicer.py), or the state of a running sequence (core/running.py).
@@ -9,12 +15,15 @@ Not responsible for: protobuf (front/servicer.py), or the state of a running seq
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, Any
 
 from gpu_engine.api.adapters import Adapter
+from gpu_engine.api.conversation import Prompt, Reasoning
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.outputs import OutputRows, WantedOutput
 from service_runtime.repetition import RepetitionLimit
@@ -103,7 +112,7 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling and stopping, with every default applied. `temperature == 0` is greedy."""
+    """How tokens are chosen and when an answer stops, with every default applied. `temperature == 0` is greedy."""
 
     max_tokens: int
     seed: int
@@ -119,18 +128,99 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """Of the client; the engine adds the model's end-of-sequence ids unless `ignore_eos`."""
+    """The client's stop tokens; the engine adds the model's end-of-sequence ids unless `ignore_eos`."""
     bad_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences of length >= 2 that must not be generated; single tokens are in `bad_token_ids`."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, bias), by rising token: added to the logits before penalties and temperature."""
     ignore_eos: bool = False
-    logprobs: int | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
     repetition: RepetitionLimit | None = None
     """None: the answer may repeat itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How many drafts a sequence may have."""
+
+    num_draft_tokens: int = 0
+    """Drafts per step, at most the server's K."""
+    jump_forward_tokens: int | None = None
+    """Jump-forward tokens per step, at most the server's F. None: as many as `num_draft_tokens`."""
+    draft_index: bool = True
+    """The suffix index may draft for the request and keep its answer, if the server has one."""
+
+    @property
+    def max_jump_forward(self) -> int:
+        """The most jump-forward tokens per step; 0 for a request without speculation."""
+        own = self.num_draft_tokens
+        return own if self.jump_forward_tokens is None or not own else self.jump_forward_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TenantShare:
+    """What the scheduler knows of the tenant of a sequence."""
+
+    name: str
+    weight: float
+    """The tenant's part of the engine, relative to other tenants, while several have sequences that wait."""
+    max_running: int
+    """The most slots; 0: no limit of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """When a sequence runs, for whom, and with whom it shares cached pages."""
+
+    priority: int = 0
+    """A higher one leaves the waiting queue first."""
+    max_queue_ms: int | None = None
+    """The longest wait for a slot, after which the sequence ends with QueueTimeout; None: no limit."""
+    never_preempt: bool = False
+    """The sequence waits until the pages of its whole answer are free, and holds them to its end."""
+    cache_salt: str = ""
+    """Requests share pages of the prefix cache, and answers of the suffix index, only where their salts are equal."""
+    client_id: str = ""
+    """Name of a group of requests, chosen by the client; empty: none."""
+    tenant: TenantShare | None = None
+    """The tenant of the request; None: the server has no tenants."""
+
+    @property
+    def max_queue_s(self) -> float:
+        """`max_queue_ms` in seconds; infinite without a limit."""
+        return math.inf if self.max_queue_ms is None else self.max_queue_ms / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What the engine computes for a request in addition to its tokens."""
+
+    logprobs: int | None = None
+    """Alternatives of each token whose log-probabilities are returned; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """Alternatives of each token of the prompt; None: no log-probabilities of the prompt."""
+    field_logprobs: bool = False
+    """The last response has the log-probability of each leaf of the JSON answer."""
+    token_origins: bool = False
+    """The events say how the step chose each token."""
+    tensors: tuple[WantedOutput, ...] = ()
+    """Tensors of the model."""
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives of each token that a step computes; None: no log-probabilities."""
+        return 0 if self.logprobs is None and self.field_logprobs else self.logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseParams:
+    """How the tokens of a request become the text that its client gets."""
+
+    omit_text: bool = False
+    echo: bool = False
+    """The first response of each sequence begins with the prompt."""
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
 
 class EarlyStopping(enum.Enum):
@@ -177,9 +267,9 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class Telemetry:
-    """Times and counts of one sequence. Times are `time.monotonic()` seconds. Only the engine's thread writes it."""
+    """Times and counts of one sequence, or of one beam search. Times are `time.monotonic()` seconds, 0.0 before they
+    come. The engine's thread writes it; other threads may read it."""
 
-    arrived_s: float = field(default_factory=time.monotonic)
     scheduled_s: float = 0.0
     cached_tokens: int = 0
     """Prompt tokens that were not prefilled, because their KV pages were cached when the sequence last got a slot
@@ -247,80 +337,97 @@ class DraftScope:
     """Texts, as tokens, with which a new scope begins."""
 
 
-@dataclass(frozen=True, slots=True)
-class TenantShare:
-    """What the scheduler knows of the tenant of a sequence."""
-
-    name: str
-    weight: float
-    """The part of the engine that it gets, relative to others, while both have sequences that wait."""
-    max_running: int
-    """The most slots; 0: no limit of its own."""
-
-
 Salt = str | tuple[str, int, int]
 """Part of the prefix cache's key: a client's salt, or that and the generations of the adapters, 0 for none."""
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """One sequence. Two requests are equal only if they are the same object; `key` names it in logs."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Params:
+    """What a request asks for, in parts."""
 
-    request_id: str
-    index: int
-    prompt_ids: list[int]
-    """At least one token; len(prompt_ids) + 1 <= max_model_len."""
     sampling: SamplingParams
-    sink: Callable[[TokenEvent], None]
-    """Called on the engine's thread with each event; must not block or raise."""
     grammar: GrammarSpec | None = None
-    num_draft_tokens: int = 0
-    """Drafts per step for this sequence, at most the server's K."""
-    jump_forward_tokens: int | None = None
-    """Jump-forward tokens per step for this sequence, at most the server's F. None: as many as `num_draft_tokens`."""
-    draft_scope: DraftScope | None = None
-    """None: the suffix index neither drafts for this sequence nor keeps its answer."""
-    priority: int = 0
-    """A higher one leaves the waiting queue first."""
-    max_queue_s: float | None = None
-    """The longest wait for a slot, in seconds, after which the sequence ends with QueueTimeout; None: no limit."""
-    never_preempt: bool = False
-    """The sequence waits until the pages of its whole answer are free, and holds them to its end."""
-    cache_salt: str = ""
-    """Requests share pages of the prefix cache only where their salts are equal."""
-    client_id: str = ""
-    """Of a group of requests, chosen by the client; empty: none."""
+    backtracking: Backtracking | None = None
+    """How a verified answer may go back; None: no token is taken back."""
+    speculation: Speculation = Speculation()
+    scheduling: Scheduling = Scheduling()
+    outputs: Outputs = Outputs()
+    response: ResponseParams = ResponseParams()
     logits_processors: tuple[ProcessorUse, ...] = ()
     """They change the logits of each token, in this order."""
     lora: Adapter | None = None
     """The LoRA adapter of every forward over the sequence."""
     prompt_adapter: Adapter | None = None
-    """The prompt adapter whose virtual tokens `prompt_ids` begins with."""
-    prompt_logprobs: int | None = None
-    """Alternatives of each token of the prompt whose log-probabilities are wanted; None: none are."""
-    outputs: tuple[WantedOutput, ...] = ()
-    """Tensors of the model that the request asks for."""
-    token_origins: bool = False
-    """The events say how each token came."""
-    backtracking: Backtracking | None = None
-    """Of a verified answer; None: what was chosen stays."""
-    echo: str | None = None
-    """The prompt's text, with which the first response of the sequence begins. None: not asked for."""
-    telemetry: Telemetry = field(default_factory=Telemetry)
+    """The prompt adapter whose virtual tokens the prompt begins with."""
     beams: BeamParams | None = None
     """A beam search in place of sampling: the engine runs it for the request with index 0, and sends the events of
     every sequence that is returned to its sink. None: sampling."""
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The adapters that the sequence uses."""
+        return tuple(adapter for adapter in (self.lora, self.prompt_adapter) if adapter is not None)
+
+    @property
+    def salt(self) -> Salt:
+        """What pages of the prefix cache are shared by: the client's salt, and the adapters' weights."""
+        salt = self.scheduling.cache_salt
+        if self.lora is None and self.prompt_adapter is None:
+            return salt
+        lora, prompt = (0 if adapter is None else adapter.generation for adapter in (self.lora, self.prompt_adapter))
+        return salt, lora, prompt
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ValidatedRequest:
+    """A request that is within every limit that can be checked without the tokenizer.
+
+    `max_tokens` and `bad_words` are what the client gave: the tokenizer decides what `params.sampling` has of them
+    (see `front/prompt.py`).
+    """
+
+    request_id: str
+    prompt: Prompt
+    n: int
+    """Sequences to return."""
+    params: Params
+    """`sampling.seed` is the first sequence's, given by the client or drawn."""
+    max_tokens: int | None = None
+    """None: as many as the context has room for."""
+    bad_words: tuple[str, ...] = ()
+    reasoning: Reasoning | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Request(Params):
+    """One sequence. Two requests are equal only if they are the same object; `key` names it in logs."""
+
+    request_id: str
+    """On a server with tenants it begins with the tenant's name."""
+    index: int = 0
+    prompt_ids: list[int]
+    """At least one token; len(prompt_ids) + 1 <= max_model_len. Never changed."""
+    sink: Callable[[TokenEvent], None]
+    """Called on the engine's thread with each event; must not block or raise."""
+    arrived_s: float = field(default_factory=time.monotonic)
+    """`time.monotonic()` when the request arrived."""
+    draft_scope: DraftScope | None = None
+    """None: the suffix index neither drafts for this sequence nor keeps its answer."""
+    echo_text: str | None = None
+    """The prompt's text, with which the first response of the sequence begins; None: not asked for."""
     prefill_only: bool = False
     """The sequence is prefilled and never decodes: another engine reads its pages (see api/page_transfer.py)."""
-    awaits_pages: bool = False
-    """The sequence comes into the waiting queue when an import of pages is closed."""
-    tenant: TenantShare | None = None
-    """Whose request it is; `request_id` then begins with its name. None: the server has no tenants."""
+
+    @classmethod
+    def of(cls, params: Params, **fields: Any) -> Request:
+        """Return the request of one sequence: the parts of `params`, and its own `fields`."""
+        return cls(**{part.name: getattr(params, part.name) for part in dataclass_fields(Params)}, **fields)
 
     @property
     def client_request_id(self) -> str:
         """`request_id` as the client has given or received it."""
-        return self.request_id if self.tenant is None else self.request_id[len(self.tenant.name) + 1 :]
+        tenant = self.scheduling.tenant
+        return self.request_id if tenant is None else self.request_id[len(tenant.name) + 1 :]
 
     @property
     def num_virtual_tokens(self) -> int:
@@ -333,29 +440,11 @@ class Request:
         return self.prompt_ids[self.num_virtual_tokens :] if self.prompt_adapter is not None else self.prompt_ids
 
     @property
-    def adapters(self) -> tuple[Adapter, ...]:
-        """The adapters that the sequence uses."""
-        return tuple(adapter for adapter in (self.lora, self.prompt_adapter) if adapter is not None)
-
-    @property
-    def salt(self) -> Salt:
-        """What pages of the prefix cache are shared by: the client's salt, and the adapter's weights."""
-        if self.lora is None and self.prompt_adapter is None:
-            return self.cache_salt
-        lora, prompt = (0 if adapter is None else adapter.generation for adapter in (self.lora, self.prompt_adapter))
-        return self.cache_salt, lora, prompt
-
-    @property
-    def max_jump_forward(self) -> int:
-        """The most jump-forward tokens per step; 0 for a request without speculation."""
-        own = self.num_draft_tokens
-        return own if self.jump_forward_tokens is None or not own else self.jump_forward_tokens
-
-    @property
     def key(self) -> str:
         """`request_id` and index, for logs."""
         return f"{self.request_id}/{self.index}"
 
     def __repr__(self) -> str:
-        grammar_state = self.grammar.kind.name if self.grammar else "unconstrained"
-        return f"<Request {self.key} prompt={len(self.prompt_ids)} {grammar_state} draft={self.num_draft_tokens}>"
+        kind = self.grammar.kind.name if self.grammar else "unconstrained"
+        drafts = self.speculation.num_draft_tokens
+        return f"<Request {self.key} prompt={len(self.prompt_ids)} {kind} draft={drafts}>"

@@ -12,7 +12,7 @@ A token sets the count to 0, so a sequence that gets a token between two ends is
 quarantine are not delayed. In the quarantine the sequence with the fewest trials comes first, so that every
 sequence gets a trial. An end that was caused from outside (SIGKILL, SIGTERM) is forgiven.
 
-Pure: it reads grammar states and writes the counters of `SequenceState`. Not responsible for: opening and ending
+Pure: it reads grammar states and writes the counters of `RunningSequence`. Not responsible for: opening and ending
 sequences (see grammar_slots.py).
 """
 
@@ -33,7 +33,7 @@ NO_DRAFTS_AT = 2
 
 def token_received(sequence: RunningSequence) -> None:
     """Set the crash count back: the grammar process served this sequence."""
-    sequence.payload.crash_count = 0
+    sequence.crash_count = 0
 
 
 def process_ended(waiting: Iterable[RunningSequence], with_matcher: Iterable[RunningSequence]) -> list[RunningSequence]:
@@ -44,42 +44,42 @@ def process_ended(waiting: Iterable[RunningSequence], with_matcher: Iterable[Run
         with_matcher: sequences whose matcher was open; some of these may be in `waiting`, too.
     """
     for sequence in with_matcher:
-        sequence.payload.ends_while_open += 1
+        sequence.ends_while_open += 1
     suspects = []
     for sequence in waiting:
-        sequence.payload.crash_count += 1
+        sequence.crash_count += 1
         if is_quarantined(sequence):
             suspects.append(sequence)
     blame_at = BLAME_AT if len(suspects) == 1 else BLAME_IN_COMPANY_AT
-    return [sequence for sequence in suspects if sequence.payload.crash_count >= blame_at]
+    return [sequence for sequence in suspects if sequence.crash_count >= blame_at]
 
 
 def forgive(waiting: Iterable[RunningSequence], with_matcher: Iterable[RunningSequence]) -> None:
     """Undo `process_ended` with the same sequences: the process was ended from outside."""
     for sequence in with_matcher:
-        sequence.payload.ends_while_open -= 1
+        sequence.ends_while_open -= 1
     for sequence in waiting:
-        sequence.payload.crash_count = max(sequence.payload.crash_count - 1, 0)
+        sequence.crash_count = max(sequence.crash_count - 1, 0)
 
 
 def may_draft(sequence: RunningSequence) -> bool:
     """Return whether the sequence may have drafts, which a library may crash over and no answer needs."""
-    return sequence.payload.crash_count < QUARANTINE_AT and sequence.payload.ends_while_open < NO_DRAFTS_AT
+    return sequence.crash_count < QUARANTINE_AT and sequence.ends_while_open < NO_DRAFTS_AT
 
 
 def is_quarantined(sequence: RunningSequence) -> bool:
     """Return whether the sequence may be opened only while no other quarantined sequence is on trial."""
-    return sequence.payload.crash_count >= QUARANTINE_AT
+    return sequence.crash_count >= QUARANTINE_AT
 
 
 def trial_order(sequence: RunningSequence) -> int:
     """Return a sort key for sequences that wait to be opened: the fewest trials first."""
-    return sequence.payload.trials
+    return sequence.trials
 
 
 def trial_started(sequence: RunningSequence) -> None:
     """Count a trial if the sequence, which is being opened, is in quarantine."""
-    sequence.payload.trials += is_quarantined(sequence)
+    sequence.trials += is_quarantined(sequence)
 
 
 def must_wait(sequence: RunningSequence, running: Iterable[RunningSequence]) -> bool:

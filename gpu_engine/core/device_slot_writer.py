@@ -85,7 +85,7 @@ class DeviceSlotWriter(SlotWriter):
         if self._copied[s].used:
             self._copied[s].event.wait()
         super().assign(sequence)
-        request, count = sequence.payload.request, sequence.length
+        request, count = sequence.request, sequence.length
         self._copy(self.buffers.history_SL[s, :count], self.slot.history_SL[s, :count])
         for name in self._per_slot:
             self._copy_one(getattr(self.buffers, name), getattr(self.slot, name), s)
@@ -130,7 +130,7 @@ class DeviceSlotWriter(SlotWriter):
 
     def bind(self, sequence: RunningSequence, *, drafts: bool = True) -> None:
         """See `SlotWriter.bind`; enqueues."""
-        self._stream.kernel(self._write_posted, sequence.slot, len(sequence.payload.answer))
+        self._stream.kernel(self._write_posted, sequence.slot, len(sequence.answer))
         if not drafts:
             self._stream.kernel(self._end_drafts, sequence.slot)
 
@@ -151,7 +151,7 @@ class DeviceSlotWriter(SlotWriter):
 
     def write_pages(self, sequence: RunningSequence) -> None:
         """Enqueue the entries of the page table that are new."""
-        end = self._write_pages(sequence) and sequence.payload.pages_written
+        end = self._write_pages(sequence) and sequence.pages_written
         if end:
             # The whole row up to here: earlier entries do not change.
             self._copy(self.buffers.page_table_SN[sequence.slot, :end], self.slot.page_table_SN[sequence.slot, :end])

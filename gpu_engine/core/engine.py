@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import queue
 from collections.abc import Callable, Collection
 
@@ -25,11 +24,11 @@ from gpu_engine.api.errors import (
 )
 from gpu_engine.api.ports import GrammarPort, PageEvents
 from gpu_engine.api.processors import Processors
-from gpu_engine.api.request import BeamParams, FinishReason, Request
+from gpu_engine.api.request import BeamParams, FinishReason, Request, Telemetry
 from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stage
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
 from gpu_engine.core.loop import EngineLoop
-from gpu_engine.core.running import RunningSequence, SequenceState
+from gpu_engine.core.running import RunningSequence
 from gpu_engine.core.transfer.pages import PageDoor
 from gpu_engine.drafters.exchange import DraftModels
 from gpu_engine.model.adapters.registry import AdapterRegistry
@@ -198,9 +197,10 @@ class Engine:
             raise self._start_error
         log.info("memory: %s", self._loop.stats.memory)
 
-    def submit(self, request: Request) -> None:
-        """Queue a sequence.
+    def submit(self, request: Request, *, awaits_pages: bool = False) -> Telemetry:
+        """Queue a sequence; return its telemetry, which the engine's thread writes.
 
+        `awaits_pages`: it comes into the waiting queue when `pages.close` names it.
         Raises LimitExceeded when the waiting queue is full, ShuttingDown when the engine closes, InternalError when the
         device is lost, InvalidRequest when the device cannot hold the request's stop and banned tokens, or the KV cache
         its beams, or when its adapter was unloaded.
@@ -222,23 +222,22 @@ class Engine:
             loop.live += width
             sequence = self._sequence_of(request)
             # Under the lock: a sequence that is counted is in the inbox before `close` sets the flag.
-            self._inbox.put(lambda: loop.admit(sequence))
+            self._inbox.put(lambda: loop.admit(sequence, awaits_pages=awaits_pages))
+        return sequence.telemetry
 
     def _sequence_of(self, request: Request) -> RunningSequence:
         length = len(request.prompt_ids)
         longest = min(length + request.sampling.max_tokens, self.model.max_model_len)
         return RunningSequence(
-            SequenceState(request),
             length,
             request.grammar is not None,
-            priority=request.priority,
+            scheduling=request.scheduling,
             salt=request.salt,
-            scored=request.prompt_logprobs is not None,
+            scored=request.outputs.prompt_logprobs is not None,
             waits_since_s=self._clock(),
-            max_queue_s=math.inf if request.max_queue_s is None else request.max_queue_s,
-            reserved=longest if request.never_preempt else 0,
+            reserved=longest if request.scheduling.never_preempt else 0,
             held=request.prefill_only,
-            tenant=request.tenant,
+            request=request,
         )
 
     def _check_beams(self, request: Request, params: BeamParams) -> None:
@@ -370,7 +369,7 @@ class Engine:
 
 
 def _stats_of(sequence: RunningSequence) -> SequenceStats:
-    request, slot = sequence.payload.request, sequence.slot
+    request, slot = sequence.request, sequence.slot
     prompt = len(request.prompt_ids)
     if slot < 0:
         stage = Stage.WAITING
@@ -381,11 +380,11 @@ def _stats_of(sequence: RunningSequence) -> SequenceStats:
     return SequenceStats(
         request.request_id,
         request.index,
-        request.client_id,
+        request.scheduling.client_id,
         stage,
         prompt,
         min(sequence.prefilled, prompt),
-        len(sequence.payload.answer),
+        len(sequence.answer),
         slot if slot >= 0 else None,
         len(sequence.pages),
     )

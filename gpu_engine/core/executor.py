@@ -23,7 +23,7 @@ from gpu_engine.api.stats import MemoryUse
 from gpu_engine.core.draft_budget import DraftBudget, EveryDraft
 from gpu_engine.core.prefill import Prefill
 from gpu_engine.core.runner import LauncherRunner, StepRunner
-from gpu_engine.core.running import SequenceState, SlotWriter
+from gpu_engine.core.running import RunningSequence, SlotWriter
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.core.transfer.digest import weights_digest
 from gpu_engine.core.transfer.mover import PageMover
@@ -60,7 +60,7 @@ class Executor:
     slot_writer: SlotWriter
     sync: Sync
     runner: StepRunner
-    prefill: Callable[[tuple[Chunk[SequenceState], ...]], None]
+    prefill: Callable[[tuple[Chunk[RunningSequence], ...]], None]
     """Fill the caches with these chunks of different sequences, which fit one of the configuration's shapes."""
     scorer: PromptScorer
     """Fills the caches with a chunk, and returns the log-probabilities of its tokens."""
@@ -201,11 +201,11 @@ def cpu_executor(
     # One sequence at a time: on a CPU tokens cost the same together and alone.
     fill = Prefill(stream, model, pages, drafter, slot_writer, lambda _, longest: (1, padded(longest)), max_lanes=1)
 
-    def prefill(chunks: tuple[Chunk[SequenceState], ...]) -> None:
+    def prefill(chunks: tuple[Chunk[RunningSequence], ...]) -> None:
         for chunk in chunks:
             fill((chunk,))
 
-    def prefill_together(chunks: tuple[Chunk[SequenceState], ...]) -> None:
+    def prefill_together(chunks: tuple[Chunk[RunningSequence], ...]) -> None:
         for chunk in chunks:
             slot_writer.write_pages(chunk.sequence)
         with torch.inference_mode():

@@ -19,7 +19,7 @@ from gpu_engine.api.errors import GrammarUnavailable, InternalError, LockstepErr
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.core import crash_attribution
-from gpu_engine.core.running import RunningSequence, SequenceState, SlotWriter
+from gpu_engine.core.running import RunningSequence, SlotWriter
 from gpu_engine.core.scheduler import GrammarState, Scheduler
 from gpu_engine.step.sync import Fork, Sync
 
@@ -45,7 +45,7 @@ class GrammarSlots:
     def __init__(
         self,
         port: GrammarPort | None,
-        scheduler: Scheduler[SequenceState],
+        scheduler: Scheduler[RunningSequence],
         slot_writer: SlotWriter,
         sync: Sync,
         stats: EngineStats,
@@ -72,29 +72,28 @@ class GrammarSlots:
 
     def open(self, sequence: RunningSequence) -> None:
         """Request a matcher at the committed tokens. Without a process, or in quarantine, the sequence waits for it."""
-        state = sequence.payload
         now = self._attached and not crash_attribution.must_wait(sequence, self._scheduler.running)
         sequence.grammar_state = GrammarState.OPENING if now else GrammarState.LOST
-        sequence.deferred, state.empty_answers, state.deferred_since_s = False, 0, 0.0
-        if not state.backtracking:
+        sequence.deferred, sequence.empty_answers, sequence.deferred_since_s = False, 0, 0.0
+        if not sequence.backtracking:
             self._sync.forget(sequence.slot)
         if not now or self._port is None:
             return
         crash_attribution.trial_started(sequence)
-        state.bound = (sequence.slot, sequence.slot_gen)
-        where = *state.bound, state.request, tuple(state.answer)
-        if state.backtracking:
-            self._port.backtrack(*where, state.num_sent, state.dead_texts)
+        sequence.bound = (sequence.slot, sequence.slot_gen)
+        where = *sequence.bound, sequence.request, tuple(sequence.answer)
+        if sequence.backtracking:
+            self._port.backtrack(*where, sequence.num_sent, sequence.dead_texts)
             return
         self._slot_writer.bind(sequence, drafts=crash_attribution.may_draft(sequence))
-        self._port.open(*where, state.dead_texts)
+        self._port.open(*where, sequence.dead_texts)
 
     def backtrack(self, sequence: RunningSequence) -> None:
         """Ask for a way back over the tokens that are held: no token is legal behind them.
 
         The sequence stays out of the batch. A new grammar process is asked again.
         """
-        sequence.payload.backtracking = True
+        sequence.backtracking = True
         self.open(sequence)
 
     def fork(self, pairs: Sequence[tuple[RunningSequence, RunningSequence]], num_committed: int) -> None:
@@ -105,24 +104,24 @@ class GrammarSlots:
         """
         forks: list[Fork] = []
         for source, target in pairs:
-            state, before = target.payload, target.payload.bound
+            before = target.bound
             if self._port is None or source.grammar_state not in (GrammarState.OPEN, GrammarState.SILENT):
                 self.close(target)
                 self.open(target)
                 continue
             target.grammar_state = source.grammar_state
-            target.deferred, state.empty_answers, state.deferred_since_s = False, 0, 0.0
-            state.bound = (target.slot, target.slot_gen)
-            self._port.forked(*state.bound, state.request, before)
+            target.deferred, target.empty_answers, target.deferred_since_s = False, 0, 0.0
+            target.bound = (target.slot, target.slot_gen)
+            self._port.forked(*target.bound, target.request, before)
             forks.append(Fork(target.slot, target.slot_gen, source.slot, num_committed))
         if forks:
             self._sync.fork(forks)
 
     def close(self, sequence: RunningSequence) -> None:
         """Release the sequence's matcher, if one was requested."""
-        if sequence.payload.bound is not None and self._port is not None:
-            self._port.close(*sequence.payload.bound)
-        sequence.payload.bound = None
+        if sequence.bound is not None and self._port is not None:
+            self._port.close(*sequence.bound)
+        sequence.bound = None
 
     def defer(self, sequence: RunningSequence, seq: int, *, advanced: bool) -> None:
         """Take a sequence whose step lacked rows out of the batch until the rows arrive.
@@ -131,33 +130,32 @@ class GrammarSlots:
             seq: sequence number of the post that requested the rows.
             advanced: the step emitted tokens, with the rows that had arrived.
         """
-        state = sequence.payload
-        state.request.telemetry.deferred_rows += 1
+        sequence.telemetry.deferred_rows += 1
         self._stats.deferred_rows += 1
         if advanced:
             self._token_received(sequence)
         if sequence.grammar_state not in (GrammarState.OPEN, GrammarState.SILENT):
             return  # the step posted to a matcher that is gone: none of its rows will arrive
-        state.deferred_since_s = self._clock() if advanced else state.deferred_since_s or self._clock()
-        state.deferred_seq, state.advanced = seq, advanced
+        sequence.deferred_since_s = self._clock() if advanced else sequence.deferred_since_s or self._clock()
+        sequence.deferred_seq, sequence.advanced = seq, advanced
         sequence.deferred = not advanced
         if self._in_step(sequence):
             return  # the outcome of the step in flight decides
         num_rows = self._take_late_rows(sequence)
-        state.empty_answers += num_rows == 0 and not advanced
-        if state.empty_answers >= _MAX_EMPTY_ANSWERS:
+        sequence.empty_answers += num_rows == 0 and not advanced
+        if sequence.empty_answers >= _MAX_EMPTY_ANSWERS:
             self._reopen(sequence)
 
     def _reopen(self, sequence: RunningSequence) -> None:
         """Have the matcher rebuilt at the committed tokens; the time since the first deferral goes on."""
-        since_s = sequence.payload.deferred_since_s
+        since_s = sequence.deferred_since_s
         self.open(sequence)
-        sequence.payload.deferred_since_s = since_s
+        sequence.deferred_since_s = since_s
 
     def rows_arrived(self, sequence: RunningSequence) -> None:
         """Note that the sequence's step had all the rows that it needed."""
         self._token_received(sequence)
-        sequence.payload.empty_answers, sequence.payload.deferred_since_s, sequence.deferred = 0, 0.0, False
+        sequence.empty_answers, sequence.deferred_since_s, sequence.deferred = 0, 0.0, False
 
     def _token_received(self, sequence: RunningSequence) -> None:
         crash_attribution.token_received(sequence)
@@ -183,7 +181,7 @@ class GrammarSlots:
                 self._reopen(sequence)
 
     def _is_stalled(self, sequence: RunningSequence) -> bool:
-        since_s = sequence.payload.deferred_since_s
+        since_s = sequence.deferred_since_s
         is_open = sequence.grammar_state is GrammarState.OPEN
         return is_open and since_s > 0 and self._clock() > since_s + self.stall_s
 
@@ -192,13 +190,11 @@ class GrammarSlots:
 
         False while the process is silent: it may still read the record.
         """
-        state = sequence.payload
-        return not self._silent and self._sync.unread(state.deferred_seq, sequence.slot, sequence.slot_gen)
+        return not self._silent and self._sync.unread(sequence.deferred_seq, sequence.slot, sequence.slot_gen)
 
     def _take_late_rows(self, sequence: RunningSequence) -> int | None:
         """Return how many missing rows arrived, or None while the answer is not complete: then it stays deferred."""
-        state = sequence.payload
-        num_rows = self._sync.late(state.deferred_seq, sequence.slot, sequence.slot_gen, advanced=state.advanced)
+        num_rows = self._sync.late(sequence.deferred_seq, sequence.slot, sequence.slot_gen, advanced=sequence.advanced)
         sequence.deferred = num_rows is None
         return num_rows
 
@@ -225,10 +221,10 @@ class GrammarSlots:
         if sequence is None or sequence.grammar_state is not GrammarState.OPENING:
             return
         sequence.grammar_state = GrammarState.SILENT if self._silent else GrammarState.OPEN
-        telemetry = sequence.payload.request.telemetry
+        telemetry = sequence.telemetry
         telemetry.compile_ms, telemetry.compile_cache_hit = compile_ms, cache_hit
         telemetry.backend, telemetry.warnings = backend, warnings
-        sequence.payload.verified = verified
+        sequence.verified = verified
 
     def process_silent(self) -> None:
         """Take sequences with an open matcher out of the batch: the process shows no life. Their matchers remain."""
@@ -243,8 +239,7 @@ class GrammarSlots:
         for sequence in self._scheduler.running:
             if sequence.grammar_state is GrammarState.SILENT:
                 sequence.grammar_state = GrammarState.OPEN
-                state = sequence.payload
-                state.deferred_since_s = state.deferred_since_s and self._clock()
+                sequence.deferred_since_s = sequence.deferred_since_s and self._clock()
 
     def process_lost(self, binding: Collection[tuple[int, int]] = ()) -> None:
         """Pause guided sequences: the process has ended, and their matchers with it. They hold their slots and pages.
@@ -257,7 +252,7 @@ class GrammarSlots:
         self._with_matcher = [
             sequence for sequence in guided if sequence.grammar_state in (GrammarState.OPEN, GrammarState.SILENT)
         ]
-        awaiting_rows = [sequence for sequence in self._with_matcher if sequence.payload.deferred_since_s > 0]
+        awaiting_rows = [sequence for sequence in self._with_matcher if sequence.deferred_since_s > 0]
         self._waiting = [
             sequence
             for sequence in guided
@@ -288,7 +283,7 @@ class GrammarSlots:
                 self.open(sequence)
 
     def _end_blamed(self, sequence: RunningSequence) -> None:
-        count, request = sequence.payload.crash_count, sequence.payload.request
+        count, request = sequence.crash_count, sequence.request
         problem = f"the grammar process died {count} times over this request, without a token in between"
         log.error("%s; the request ends", problem, extra={"request_id": request.request_id})
         cause = "its grammar, or the library behind it, seems to be the cause"

@@ -29,7 +29,7 @@ from gpu_engine.core.outputs.delivery import Delivery, ended
 from gpu_engine.core.outputs.holding import go_back
 from gpu_engine.core.outputs.streams import OutputStreams
 from gpu_engine.core.runner import LaunchedStep
-from gpu_engine.core.running import RunningSequence, SequenceState
+from gpu_engine.core.running import RunningSequence
 from gpu_engine.core.scheduler import Chunk, Plan, Scheduler
 from gpu_engine.core.transfer.pages import PageTransfers
 from gpu_engine.drafters.decoupled import DraftModel
@@ -41,7 +41,7 @@ from shared_mem.channel import EngineEnd
 
 
 def _tokens_of(sequence: RunningSequence) -> list[int]:
-    return [*sequence.payload.request.prompt_ids, *sequence.payload.answer]
+    return [*sequence.request.prompt_ids, *sequence.answer]
 
 
 class EngineLoop:
@@ -65,7 +65,7 @@ class EngineLoop:
         self.allocator = PageAllocator(num_pages, page_size)
         self.executor = build_executor(config, model, channel, num_pages, max_inflight_steps)
         shapes = config.prefill_shapes
-        self.scheduler: Scheduler[SequenceState] = Scheduler(
+        self.scheduler: Scheduler[RunningSequence] = Scheduler(
             S,
             self.allocator,
             prefill_chunk=shapes.budget,
@@ -129,7 +129,7 @@ class EngineLoop:
             busy |= self.outputs.run(wait=not busy)
         return busy
 
-    def _change_slots(self, plan: Plan[SequenceState]) -> None:
+    def _change_slots(self, plan: Plan[RunningSequence]) -> None:
         """Carry out what the plan says of slots."""
         for sequence in plan.expired:
             self._expired(sequence)
@@ -138,7 +138,7 @@ class EngineLoop:
         for sequence in plan.assigned:
             self._slot_assigned(sequence)
 
-    def _launch(self, plan: Plan[SequenceState]) -> None:
+    def _launch(self, plan: Plan[RunningSequence]) -> None:
         """Launch the plan's forwards: those of prompts, and a step."""
         if plan.scored is not None:
             self._score(plan.scored)
@@ -174,7 +174,7 @@ class EngineLoop:
 
     def _expired(self, sequence: RunningSequence) -> None:
         waited_ms = (self._clock() - sequence.waits_since_s) * 1e3
-        most_ms = sequence.max_queue_s * 1e3
+        most_ms = sequence.scheduling.max_queue_s * 1e3
         error = QueueTimeout(
             f"max_queue_ms: waited {waited_ms:.0f} ms for a slot, at most {most_ms:.0f} ms are allowed"
         )
@@ -186,8 +186,8 @@ class EngineLoop:
         self._slot_writer.assign(sequence)
         self._sync.forget(sequence.slot)
         if self._answers is not None:
-            self._answers.assign(sequence.slot, sequence.payload.request.draft_scope)
-        telemetry = sequence.payload.request.telemetry
+            self._answers.assign(sequence.slot, sequence.request.draft_scope)
+        telemetry = sequence.telemetry
         telemetry.scheduled_s = telemetry.scheduled_s or self._clock()
         if sequence.guided:
             self.grammar_slots.open(sequence)
@@ -201,20 +201,20 @@ class EngineLoop:
             self.executor.scorer.drop(sequence)
         self.grammar_slots.close(sequence)
 
-    def _score(self, chunk: Chunk[SequenceState]) -> None:
-        sequence, wanted = chunk.sequence, chunk.sequence.payload.request.prompt_logprobs
+    def _score(self, chunk: Chunk[RunningSequence]) -> None:
+        sequence, wanted = chunk.sequence, chunk.sequence.request.outputs.prompt_logprobs
         assert wanted is not None, sequence
         self._slot_writer.write_pages(sequence)
         self.executor.scorer.launch(sequence, sequence.slot, chunk.start, chunk.end, wanted)
         self._prefilled((chunk,))
 
-    def _prefilled(self, chunks: tuple[Chunk[SequenceState], ...]) -> None:
+    def _prefilled(self, chunks: tuple[Chunk[RunningSequence], ...]) -> None:
         now_s = self._clock()
         for chunk in chunks:
             chunk.sequence.prefilled = chunk.end
             if chunk.end == chunk.sequence.prefill_end:
                 self.scheduler.index_pages(chunk.sequence)
-            telemetry = chunk.sequence.payload.request.telemetry
+            telemetry = chunk.sequence.telemetry
             if not telemetry.first_token_s:  # else it was preempted, and its answer is prefilled, too
                 telemetry.prefilled_s = now_s
             self.stats.prefill_tokens += chunk.end - chunk.start
@@ -239,7 +239,7 @@ class EngineLoop:
         `event`: tokens that are not sent yet.
         """
         sequence = sequence.members[0]
-        request = sequence.payload.request
+        request = sequence.request
         del self.sequences[request]
         group = self.beams.remove(sequence) if sequence.group else None
         with self.live_lock:
@@ -247,13 +247,13 @@ class EngineLoop:
         if not self.transfers.ended(sequence):
             self._slot_writer.release(sequence)
             self.scheduler.remove(sequence)
-        request.telemetry.finished_s = self._clock()
+        sequence.telemetry.finished_s = self._clock()
         if group is not None:
             last = list(group.last_events(finish, error))
         else:
             last = [ended(self._delivery.last_event(sequence, event), request, finish, error)]
         if self._answers is not None and error is None:
-            answer = last[0].token_ids if group else sequence.payload.answer
+            answer = last[0].token_ids if group else sequence.answer
             self._answers.add(request.draft_scope, request.text_prompt_ids, answer)
         if error is not None:
             self.stats.failed[status_of(error).name] += 1
@@ -287,13 +287,13 @@ class EngineLoop:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def admit(self, sequence: RunningSequence) -> None:
+    def admit(self, sequence: RunningSequence, *, awaits_pages: bool) -> None:
         """Put a submitted sequence into the waiting queue, now or when its pages have come."""
-        request = sequence.payload.request
+        request = sequence.request
         self.sequences[request] = sequence
         if request.beams is not None:
             self.beams.add(sequence)
-        if request.awaits_pages:
+        if awaits_pages:
             self.transfers.await_pages(sequence)
         else:
             self._enqueue(sequence)
@@ -335,16 +335,15 @@ class EngineLoop:
         before that. An event for an earlier owner of the slot is ignored.
         """
         sequence = self.scheduler.sequence(slot, slot_gen)
-        if sequence is None or not sequence.payload.backtracking:
+        if sequence is None or not sequence.backtracking:
             return
         if num_tokens < 0:
             self.end(sequence, finish=FinishReason.GRAMMAR_INVALID)
             return
         self.scheduler.preempt(sequence, self._clock())
         self.grammar_slots.close(sequence)
-        state = sequence.payload
-        go_back(state, num_tokens, dead_texts)
-        sequence.length = len(state.request.prompt_ids) + num_tokens
+        go_back(sequence, num_tokens, dead_texts)
+        sequence.length = len(sequence.request.prompt_ids) + num_tokens
 
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         """End the sequence in the slot with `error`; an event for an earlier owner of the slot is ignored."""

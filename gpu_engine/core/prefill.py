@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_engine.core.running import SequenceState, SlotWriter
+from gpu_engine.core.running import RunningSequence, SlotWriter
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.prefill import Chunks, Hidden, prefill
@@ -98,7 +98,7 @@ class Prefill:
         """The shapes (B, P) that launches replay; the others are launched kernel by kernel."""
         return frozenset((shape.lanes, shape.length) for shape in self._graphs if not shape.adapted)
 
-    def __call__(self, chunks: tuple[Chunk[SequenceState], ...]) -> None:
+    def __call__(self, chunks: tuple[Chunk[RunningSequence], ...]) -> None:
         """Enqueue filling the caches with chunks of different sequences, which fit one of the shapes."""
         shape = self._shape_of(len(chunks), max(chunk.end - chunk.start for chunk in chunks))
         assert shape is not None, f"{len(chunks)} chunks fit none of the shapes"
@@ -106,7 +106,7 @@ class Prefill:
             self._slot_writer.write_pages(chunk.sequence)
         adapted = self._variants[0]
         if len(self._variants) > 1:
-            adapted = any(chunk.sequence.payload.request.adapters for chunk in chunks)
+            adapted = any(chunk.sequence.request.adapters for chunk in chunks)
         rows = [(chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks]
         self._launch(rows, _Shape(*shape, adapted))
 

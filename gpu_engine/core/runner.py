@@ -19,7 +19,7 @@ from typing import Protocol
 
 from gpu_engine.api.errors import InternalError, ProcessorFailed
 from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
-from gpu_engine.core.running import RunningSequence, SequenceState, SlotWriter
+from gpu_engine.core.running import RunningSequence, SlotWriter
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.step.direct import StepLauncher
 from gpu_engine.step.handle import BeamLanes, StepHandle
@@ -47,7 +47,7 @@ class StepRunner(Protocol):
     def launch(
         self,
         sequences: tuple[RunningSequence, ...],
-        chunks: tuple[Chunk[SequenceState], ...] = (),
+        chunks: tuple[Chunk[RunningSequence], ...] = (),
         beams: BeamLanes | None = None,
     ) -> LaunchedStep:
         """Start a step; returns without knowing a token. `chunks` of prompts share its forward, where that may have
@@ -91,7 +91,7 @@ class LauncherRunner:
     def launch(
         self,
         sequences: tuple[RunningSequence, ...],
-        chunks: tuple[Chunk[SequenceState], ...] = (),
+        chunks: tuple[Chunk[RunningSequence], ...] = (),
         beams: BeamLanes | None = None,
     ) -> LaunchedStep:
         """Start a step."""
@@ -99,7 +99,7 @@ class LauncherRunner:
         for sequence in (*sequences, *(chunk.sequence for chunk in chunks)):
             self._slot_writer.write_pages(sequence)
         guided = tuple(sequence.guided for sequence in sequences)
-        logprobs = tuple(sequence.payload.request.sampling.logprobs for sequence in sequences)
+        logprobs = tuple(sequence.request.outputs.num_logprobs for sequence in sequences)
         handle = StepHandle(sequences, guided, logprobs)
         if processed := self._slot_writer.processed:
             lanes = tuple(processed.get(slot) for slot in handle.slots)
@@ -117,10 +117,9 @@ class LauncherRunner:
         """Choose the drafts of the step."""
         guided, launcher = handle.any_guided, self.launcher
         drafts: Sequence[tuple[int, ...] | None] = launcher.drafts(handle.slots) or [None] * len(handle.slots)
-        states = [sequence.payload for sequence in handle.sequences]
         proposals = [
-            Proposal(state.drafts, state.num_jump_forward if tokens else 0, tokens, launcher.max_drafts)
-            for state, tokens in zip(states, drafts, strict=True)
+            Proposal(each.drafts, each.num_jump_forward if tokens else 0, tokens, launcher.max_drafts)
+            for each, tokens in zip(handle.sequences, drafts, strict=True)
         ]
         shapes = launcher.shapes(len(handle.slots), guided=guided)
         plan = self.budget.choose(proposals, None if shapes is None else [Shape(*s) for s in shapes], guided=guided)

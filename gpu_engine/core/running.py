@@ -10,18 +10,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gpu_engine.api.request import Request, TokenEvent
+from gpu_engine.api.request import Request, Telemetry, TokenEvent
 from gpu_engine.core.draft_budget import DraftRecord
 from gpu_engine.core.scheduler import Sequence
 from gpu_engine.step.buffers import SlotBuffers
 from kernels.accept import pack_rules
 
 
-@dataclass(slots=True, eq=False)
-class SequenceState:
-    """The engine's state of one sequence: the payload of the scheduler's `Sequence`."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class RunningSequence(Sequence):
+    """One sequence of the engine: its request, its answer so far, and what happened to it."""
 
     request: Request
+    telemetry: Telemetry = field(default_factory=Telemetry)
+    """The beams of a search share one."""
     answer: list[int] = field(default_factory=list)
     """Tokens emitted so far."""
     deferred_seq: int = 0
@@ -48,7 +50,7 @@ class SequenceState:
     """The answer repeats itself, as `SamplingParams.repetition` says."""
     verified: bool = False
     """The grammar process checks the answer against its schema."""
-    held: TokenEvent | None = None
+    unsent: TokenEvent | None = None
     """The last tokens of the answer, which the client has not got yet."""
     backtracking: bool = False
     """No token is legal behind the answer: the grammar process looks for a way back."""
@@ -60,13 +62,12 @@ class SequenceState:
     @property
     def num_sent(self) -> int:
         """Tokens of the answer that the client has got."""
-        return len(self.answer) - (len(self.held.token_ids) if self.held is not None else 0)
+        return len(self.answer) - (len(self.unsent.token_ids) if self.unsent is not None else 0)
 
     def __repr__(self) -> str:
-        return f"{self.request.key} +{len(self.answer)}"
-
-
-RunningSequence = Sequence[SequenceState]
+        state = "waiting" if self.slot < 0 else f"slot {self.slot} gen {self.slot_gen} pages {len(self.pages)}"
+        progress = f"{self.grammar_state.name} {self.prefilled}/{self.length}"
+        return f"<RunningSequence {self.request.key} +{len(self.answer)} {state} {progress}>"
 
 
 class SlotWriter:
@@ -104,13 +105,9 @@ class SlotWriter:
 
     def assign(self, sequence: RunningSequence) -> None:
         """Write the history and parameters of a sequence that just got its slot."""
-        s, request, sampling, slot = (
-            sequence.slot,
-            sequence.payload.request,
-            sequence.payload.request.sampling,
-            self.slot,
-        )
-        tokens = request.prompt_ids + sequence.payload.answer
+        s, slot, request = sequence.slot, self.slot, sequence.request
+        sampling, logprobs = request.sampling, request.outputs.num_logprobs
+        tokens = request.prompt_ids + sequence.answer
         rules = self._rules_of(request, sampling.logit_bias)
         self._rules[s] = rules
         if request.logits_processors:
@@ -121,9 +118,9 @@ class SlotWriter:
         slot.length_S[s] = len(tokens)
         slot.num_drafts_S[s] = 0
         slot.done_S[s] = False
-        slot.draft_limit_S[s] = min(request.num_draft_tokens, self._num_drafts)
-        slot.jump_forward_limit_S[s] = min(request.max_jump_forward, slot.drafts_SR.shape[1] - 1)
-        slot.posted_S[s] = len(sequence.payload.answer)
+        slot.draft_limit_S[s] = min(request.speculation.num_draft_tokens, self._num_drafts)
+        slot.jump_forward_limit_S[s] = min(request.speculation.max_jump_forward, slot.drafts_SR.shape[1] - 1)
+        slot.posted_S[s] = len(sequence.answer)
         if self._adapters:
             slot.adapter_S[s] = 0 if request.lora is None else request.lora.number
             (self.adapted.discard if request.lora is None else self.adapted.add)(s)
@@ -136,9 +133,9 @@ class SlotWriter:
         p.repetition_S[s] = sampling.repetition_penalty
         p.presence_S[s], p.frequency_S[s] = sampling.presence_penalty, sampling.frequency_penalty
         p.seed_S[s] = sampling.seed - (1 << 64) if sampling.seed >= 1 << 63 else sampling.seed
-        p.num_logprobs_S[s] = -1 if sampling.logprobs is None else sampling.logprobs
+        p.num_logprobs_S[s] = -1 if logprobs is None else logprobs
         p.rules_S[s] = rules.data_ptr()
-        sequence.payload.pages_written = sequence.payload.num_jump_forward = 0
+        sequence.pages_written = sequence.num_jump_forward = 0
 
     def release(self, sequence: RunningSequence) -> None:
         """Forget a sequence that ends, if it has a slot."""
@@ -150,7 +147,7 @@ class SlotWriter:
 
         `drafts` False: the sequence loses its drafts, and gets none while it holds the slot.
         """
-        self.slot.posted_S[sequence.slot] = len(sequence.payload.answer)
+        self.slot.posted_S[sequence.slot] = len(sequence.answer)
         if not drafts:
             for limit_S in (self.slot.num_drafts_S, self.slot.draft_limit_S, self.slot.jump_forward_limit_S):
                 limit_S[sequence.slot] = 0
@@ -165,7 +162,7 @@ class SlotWriter:
         As many tokens are posted of both. The page table follows with `write_pages`.
         """
         self._fork(source.slot, target.slot, source.length)
-        target.payload.pages_written = 0
+        target.pages_written = 0
 
     def _extend(self, slot: int, length: int, token: int) -> None:
         self.buffers.history_SL[slot, length - 1].fill_(token)
@@ -190,10 +187,10 @@ class SlotWriter:
 
     def _write_pages(self, sequence: RunningSequence) -> int:
         """Bring the slot's row of the page table up to date; return how many entries are new, at its end."""
-        new, at = sequence.pages[sequence.payload.pages_written :], sequence.payload.pages_written
+        new, at = sequence.pages[sequence.pages_written :], sequence.pages_written
         if new:
             self.slot.page_table_SN[sequence.slot, at : at + len(new)] = torch.tensor(new, dtype=torch.int32)
-            sequence.payload.pages_written += len(new)
+            sequence.pages_written += len(new)
         return len(new)
 
     def _rules_of(self, request: Request, biases: tuple[tuple[int, float], ...] = ()) -> torch.Tensor:

@@ -17,14 +17,12 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from gpu_engine.api.prefill_shapes import PrefillShapes
-from gpu_engine.api.request import Salt, TenantShare
+from gpu_engine.api.request import Salt, Scheduling, TenantShare
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.tenants.shares import FairShares
-
-Payload = TypeVar("Payload")
 
 
 class GrammarState(enum.Enum):
@@ -43,10 +41,9 @@ class GrammarState(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Sequence(Generic[Payload]):
+class Sequence:
     """Scheduling state of one sequence. The scheduler writes slot, slot_gen and page fields; the engine the rest."""
 
-    payload: Payload
     length: int
     """Tokens known: prompt plus answer."""
     guided: bool
@@ -67,14 +64,14 @@ class Sequence(Generic[Payload]):
     """`PageAllocator.index_version` at the last search of the prefix cache; -1: never searched."""
     deferred: bool = False
     """The grammar process deferred its rows: the sequence is out of the batch until they arrive."""
-    priority: int = 0
-    """A higher one leaves the waiting queue first."""
+    scheduling: Scheduling = field(default_factory=Scheduling)
+    """The request's own: its priority, the longest wait for its first slot, and its tenant."""
     salt: Salt = ""
     """The prefix cache shares pages among sequences with one salt alone."""
     scored: bool = False
     """Log-probabilities of its prompt are wanted: it is prefilled in chunks of its own, and uses no cached page, for
     which there are no logits. The engine clears it with the first token."""
-    group: tuple[Sequence[Payload], ...] = ()
+    group: tuple[Self, ...] = ()
     """The beams of a search, this one among them: they get their slots together and lose them together, and the first
     of them waits in the queue for all. Empty: the sequence is alone."""
     held: bool = False
@@ -85,8 +82,6 @@ class Sequence(Generic[Payload]):
     the largest number, is preempted first."""
     waits_since_s: float = 0.0
     """When it came into the waiting queue: at its arrival, or when it was preempted."""
-    max_queue_s: float = math.inf
-    """The longest wait for its first slot."""
     starving: bool = False
     """It has waited so long that no sequence that came later is in front of it."""
     ended: bool = False
@@ -94,8 +89,16 @@ class Sequence(Generic[Payload]):
     reserved: int = 0
     """It has the pages of so many tokens from its first slot on, all that it may ever need, and is never preempted. 0:
     it gets pages as it grows, and may be preempted."""
-    tenant: TenantShare | None = None
-    """Whose sequence it is; None: no tenant's, and its place in the queue alone decides."""
+
+    @property
+    def priority(self) -> int:
+        """A sequence with a higher one leaves the waiting queue first."""
+        return self.scheduling.priority
+
+    @property
+    def tenant(self) -> TenantShare | None:
+        """Whose sequence it is; None: no tenant's, and only its place in the queue decides."""
+        return self.scheduling.tenant
 
     @property
     def prefill_end(self) -> int:
@@ -114,39 +117,42 @@ class Sequence(Generic[Payload]):
         return self.slot >= 0 and ready and not waits and prefilled >= self.prefill_end
 
     @property
-    def members(self) -> tuple[Sequence[Payload], ...]:
-        """The sequences that share its fate: its group, or itself."""
+    def members(self) -> tuple[Self, ...]:
+        """Its beam group, or itself."""
         return self.group or (self,)
 
     def __repr__(self) -> str:
         state = "waiting" if self.slot < 0 else f"slot {self.slot} gen {self.slot_gen} pages {len(self.pages)}"
-        return f"<Sequence {self.payload} {state} {self.grammar_state.name} {self.prefilled}/{self.length}>"
+        return f"<Sequence {state} {self.grammar_state.name} {self.prefilled}/{self.length}>"
+
+
+S = TypeVar("S", bound=Sequence)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk(Generic[Payload]):
+class Chunk(Generic[S]):
     """Tokens [start, end) of a sequence, to be prefilled in this iteration."""
 
-    sequence: Sequence[Payload]
+    sequence: S
     start: int
     end: int
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Generic[Payload]):
+class Plan(Generic[S]):
     """One iteration of the engine loop; the loop acts on the fields in this order."""
 
-    preempted: tuple[Sequence[Payload], ...]
+    preempted: tuple[S, ...]
     """Sequences that lost their slot and pages; they wait in front of those of their priority."""
-    assigned: tuple[Sequence[Payload], ...]
+    assigned: tuple[S, ...]
     """Sequences that were given a slot in this iteration."""
-    prefill: tuple[Chunk[Payload], ...]
+    prefill: tuple[Chunk[S], ...]
     """Chunks to be run in one forward, the oldest sequence first."""
-    decode: tuple[Sequence[Payload], ...]
+    decode: tuple[S, ...]
     """The batch of the decode step."""
-    scored: Chunk[Payload] | None = None
+    scored: Chunk[S] | None = None
     """A chunk to be run in a forward of its own, before the others: its logits are wanted."""
-    expired: tuple[Sequence[Payload], ...] = ()
+    expired: tuple[S, ...] = ()
     """Sequences whose `max_queue_s` is over: they are out of the waiting queue, and the engine removes them."""
 
     @property
@@ -155,7 +161,7 @@ class Plan(Generic[Payload]):
         return not self.prefill and not self.decode and self.scored is None
 
 
-class Scheduler(Generic[Payload]):
+class Scheduler(Generic[S]):
     """Slots and waiting queue. Used by the engine thread alone; other threads may read `running` and `waiting`."""
 
     def __init__(
@@ -166,7 +172,7 @@ class Scheduler(Generic[Payload]):
         prefill_chunk: int,
         lookahead: int,
         shapes: PrefillShapes,
-        tokens_of: Callable[[Sequence[Payload]], list[int]] | None = None,
+        tokens_of: Callable[[S], list[int]] | None = None,
         max_batched_tokens: int = 0,
         scored_chunk: int = 1,
         max_starvation_s: float = math.inf,
@@ -186,22 +192,22 @@ class Scheduler(Generic[Payload]):
         self._chunk, self.lookahead, self._max_batched_tokens = prefill_chunk, lookahead, max_batched_tokens
         self._scored_chunk_tokens = scored_chunk
         self._max_starvation_s = max_starvation_s
-        self._slots: list[Sequence[Payload] | None] = [None] * num_slots
+        self._slots: list[S | None] = [None] * num_slots
         self._gens = [0] * num_slots
-        self._waiting: deque[Sequence[Payload]] = deque()
-        self._expired: list[Sequence[Payload]] = []
+        self._waiting: deque[S] = deque()
+        self._expired: list[S] = []
         """Sequences that a plan named and that are not removed yet."""
         self._next_due_s = math.inf
         """When a wait in the queue is over next, or earlier: `plan` looks at the queue then."""
         self._admissions = 0
-        self._shares: FairShares[Sequence[Payload]] | None = None
+        self._shares: FairShares[S] | None = None
         """Made for the first sequence of a tenant."""
-        self._blocked: tuple[Sequence[Payload], int, int] | None = None
+        self._blocked: tuple[S, int, int] | None = None
         """The first waiting sequence that had too few pages, with the allocator's (index_version, num_available)."""
         self.num_cached_tokens = 0
         """Tokens of all sequences so far that the prefix cache had, so that they needed no prefill."""
 
-    def add(self, sequence: Sequence[Payload]) -> None:
+    def add(self, sequence: S) -> None:
         """Put a new sequence into the waiting queue, behind those of its priority. It waits since `waits_since_s`."""
         if sequence.tenant is not None:
             self._shares = self._shares or FairShares(lambda each: len(each.members))
@@ -212,7 +218,7 @@ class Scheduler(Generic[Payload]):
         self._waiting.insert(at, sequence)
         self._next_due_s = min(self._next_due_s, self._due_s(sequence))
 
-    def remove(self, sequence: Sequence[Payload]) -> None:
+    def remove(self, sequence: S) -> None:
         """Remove a sequence with its group, running or waiting; slots and pages are released."""
         if sequence.slot >= 0:
             self._release_slots(sequence)
@@ -221,7 +227,7 @@ class Scheduler(Generic[Payload]):
         else:
             self._waiting.remove(sequence.members[0])
 
-    def plan(self, now_s: float = 0.0) -> Plan[Payload]:
+    def plan(self, now_s: float = 0.0) -> Plan[S]:
         """Decide one iteration: find pages for the decode batch, assign free slots, choose chunks to prefill.
 
         `now_s` is of the clock of `Sequence.waits_since_s`, and never goes back.
@@ -236,14 +242,14 @@ class Scheduler(Generic[Payload]):
         decode = tuple(s for s in self.running if s.decodes_behind(ends.get(s, s.prefilled)))
         return Plan(tuple(preempted), tuple(assigned), chunks, decode, scored, expired)
 
-    def index_pages(self, sequence: Sequence[Payload]) -> None:
+    def index_pages(self, sequence: S) -> None:
         """Put the full pages that are prefilled so far into the prefix cache, for sequences with the same beginning."""
         if self._tokens_of is not None and sequence.prefilled // self.allocator.page_size > sequence.num_indexed_pages:
             tokens = self._tokens_of(sequence)[: sequence.prefilled]
             where = sequence.pages, sequence.num_indexed_pages, sequence.salt
             sequence.num_indexed_pages = self.allocator.insert(tokens, *where)
 
-    def preempt(self, sequence: Sequence[Payload], now_s: float = 0.0) -> None:
+    def preempt(self, sequence: S, now_s: float = 0.0) -> None:
         """Take slot and pages of a sequence and put it into the waiting queue, in front of those of its priority.
 
         With its next slot it is prefilled again, or finds its pages in the prefix cache. A group loses its slots
@@ -262,13 +268,13 @@ class Scheduler(Generic[Payload]):
         self._waiting.insert(at, first)
         self._next_due_s = min(self._next_due_s, self._due_s(first))
 
-    def preempt_youngest(self, now_s: float) -> tuple[Sequence[Payload], ...]:
+    def preempt_youngest(self, now_s: float) -> tuple[S, ...]:
         """Preempt the youngest running sequence that reserved no pages, with its group; return what lost its slot."""
         youngest = max((s for s in self.running if not s.reserved), key=lambda s: s.order)
         self.preempt(youngest, now_s)
         return youngest.members
 
-    def fork(self, source: Sequence[Payload], target: Sequence[Payload]) -> tuple[tuple[int, int], ...] | None:
+    def fork(self, source: S, target: S) -> tuple[tuple[int, int], ...] | None:
         """Make `target` a copy of `source`, another beam of its group: a new owner of its slot, with the same tokens.
 
         It gives up its own pages, shares the full pages of `source`, and gets pages of its own behind them. Returns the
@@ -289,24 +295,24 @@ class Scheduler(Generic[Payload]):
         partly = source.prefilled % self.allocator.page_size != 0
         return ((source.pages[full], pages[full]),) if partly else ()
 
-    def clear(self, beam: Sequence[Payload]) -> None:
+    def clear(self, beam: S) -> None:
         """Take the tokens and pages of a beam that has no continuation; it keeps its slot, for a later fork."""
         self.index_pages(beam)
         self.allocator.free(beam.pages)
         beam.length = beam.prefilled = beam.num_indexed_pages = 0
         beam.held, beam.deferred = True, False
 
-    def _due_s(self, sequence: Sequence[Payload]) -> float:
+    def _due_s(self, sequence: S) -> float:
         """Return when the queue must be looked at for this sequence."""
         starves_s = math.inf if sequence.starving else self._max_starvation_s
-        return sequence.waits_since_s + min(starves_s, math.inf if sequence.order else sequence.max_queue_s)
+        return sequence.waits_since_s + min(starves_s, math.inf if sequence.order else sequence.scheduling.max_queue_s)
 
-    def _look_at_waits(self, now_s: float) -> tuple[Sequence[Payload], ...]:
+    def _look_at_waits(self, now_s: float) -> tuple[S, ...]:
         """Take sequences whose longest wait is over out of the queue, and return them; put starving ones to the front.
 
         Starving sequences are in the order in which they came.
         """
-        expired = [s for s in self._waiting if not s.order and now_s >= s.waits_since_s + s.max_queue_s]
+        expired = [s for s in self._waiting if not s.order and now_s >= s.waits_since_s + s.scheduling.max_queue_s]
         left = [s for s in self._waiting if s not in expired]
         for s in left:
             s.starving = s.starving or now_s >= s.waits_since_s + self._max_starvation_s
@@ -316,7 +322,7 @@ class Scheduler(Generic[Payload]):
         self._expired += expired
         return tuple(expired)
 
-    def _scored_chunk(self) -> Chunk[Payload] | None:
+    def _scored_chunk(self) -> Chunk[S] | None:
         """Return the next chunk of the oldest scored sequence."""
         prompts = (s for s in self.running if s.scored and s.prefilled < s.prefill_end)
         oldest = min(prompts, key=lambda s: s.order, default=None)
@@ -325,18 +331,18 @@ class Scheduler(Generic[Payload]):
         size = self._scored_chunk_tokens
         return Chunk(oldest, oldest.prefilled, min(oldest.prefill_end, (oldest.prefilled // size + 1) * size))
 
-    def _prompts(self) -> list[Sequence[Payload]]:
+    def _prompts(self) -> list[S]:
         """Return the running sequences whose prompts share forwards, the oldest first."""
         prompts = (s for s in self.running if s.prefilled < s.prefill_end and not s.scored)
         return sorted(prompts, key=lambda s: s.order)
 
-    def _chunks(self) -> tuple[Chunk[Payload], ...]:
+    def _chunks(self) -> tuple[Chunk[S], ...]:
         """Return the next chunk of the oldest sequence, and of every younger one that fits beside the older ones.
 
         Whether a sequence is included depends on older sequences alone, so younger ones never delay it. Chunks end at
         multiples of the chunk size: a prompt is cut the same way whatever other prompts are prefilled with it.
         """
-        chosen: list[Chunk[Payload]] = []
+        chosen: list[Chunk[S]] = []
         longest = 0
         for s in self._prompts():
             if chosen and self._shapes.of(len(chosen) + 1, longest) is None:
@@ -350,7 +356,7 @@ class Scheduler(Generic[Payload]):
                 longest = length
         return tuple(chosen)
 
-    def _mixed_chunks(self, scored: Chunk[Payload] | None) -> tuple[Chunk[Payload], ...]:
+    def _mixed_chunks(self, scored: Chunk[S] | None) -> tuple[Chunk[S], ...]:
         """Return what the prompts have of the next forward: the oldest first, as much as the budget leaves.
 
         A decoding sequence has one token of the budget: its drafts are bounded elsewhere. The chunk `scored`, which has
@@ -360,7 +366,7 @@ class Scheduler(Generic[Payload]):
         room = self._max_batched_tokens - sum(s.decoding for s in self.running)
         if scored is not None:
             room -= scored.end - scored.start
-        chosen: list[Chunk[Payload]] = []
+        chosen: list[Chunk[S]] = []
         for s in self._prompts():
             if room <= 0:
                 break
@@ -371,7 +377,7 @@ class Scheduler(Generic[Payload]):
             room -= end - s.prefilled
         return tuple(chosen)
 
-    def _shares_next_page(self, sequence: Sequence[Payload], chunk: Chunk[Payload]) -> bool:
+    def _shares_next_page(self, sequence: S, chunk: Chunk[S]) -> bool:
         """Return whether the sequence of `chunk` has the next full page that this one needs, or has it afterwards.
 
         Pages are in the prefix cache once their whole prompt is prefilled."""
@@ -382,21 +388,21 @@ class Scheduler(Generic[Payload]):
             return False
         return self._tokens_of(sequence)[:end] == self._tokens_of(chunk.sequence)[:end]
 
-    def _make_room(self, now_s: float) -> list[Sequence[Payload]]:
+    def _make_room(self, now_s: float) -> list[S]:
         """Give every decoding sequence pages for its next step; preempt the youngest sequences while pages lack.
 
         A sequence that has reserved pages has all of them, so it lacks none and every one that lacks some may be
         preempted itself.
         """
-        preempted: list[Sequence[Payload]] = []
+        preempted: list[S] = []
         for sequence in sorted((s for s in self.running if s.decoding), key=lambda s: s.order):
             while sequence.slot >= 0 and not self.allocator.grow(sequence.pages, sequence.length + self.lookahead):
                 preempted += self.preempt_youngest(now_s)
         return preempted
 
-    def _assign_slots(self) -> list[Sequence[Payload]]:
+    def _assign_slots(self) -> list[S]:
         """Move sequences from the head of the waiting queue into free slots while there are pages for the first one."""
-        assigned: list[Sequence[Payload]] = []
+        assigned: list[S] = []
         free = [slot for slot, sequence in enumerate(self._slots) if sequence is None]
         while self._waiting and free:
             first = self._waiting[0] if self._shares is None else self._shares.next(self._waiting)
@@ -410,7 +416,7 @@ class Scheduler(Generic[Payload]):
                 assigned.append(sequence)
         return assigned
 
-    def _assign_slot(self, sequence: Sequence[Payload], slot: int) -> None:
+    def _assign_slot(self, sequence: S, slot: int) -> None:
         first = sequence.members[0]
         if not first.order:
             self._admissions += 1
@@ -422,7 +428,7 @@ class Scheduler(Generic[Payload]):
         sequence.grammar_state = GrammarState.OPENING if sequence.guided else GrammarState.UNCONSTRAINED
         self._slots[slot] = sequence
 
-    def _allocate(self, sequence: Sequence[Payload]) -> bool:
+    def _allocate(self, sequence: S) -> bool:
         """Give a waiting sequence, with its group, its pages, cached ones first.
 
         False, and no pages, when too few are available.
@@ -430,7 +436,7 @@ class Scheduler(Generic[Payload]):
         state = (sequence, self.allocator.index_version, self.allocator.num_available)
         if state == self._blocked:
             return False
-        given: list[Sequence[Payload]] = []
+        given: list[S] = []
         for each in sequence.members:
             pages = self._match_prefix(each) if each.length else []
             given.append(each)
@@ -443,7 +449,7 @@ class Scheduler(Generic[Payload]):
         self.num_cached_tokens += sum(each.num_cached_tokens for each in given)
         return True
 
-    def _match_prefix(self, sequence: Sequence[Payload]) -> list[int]:
+    def _match_prefix(self, sequence: S) -> list[int]:
         """Return the cached pages of the sequence's beginning, which counts as prefilled.
 
         At least the last token is left over: it is the first input of the first decode step.
@@ -456,7 +462,7 @@ class Scheduler(Generic[Payload]):
         sequence.prefilled = sequence.num_cached_tokens = len(pages) * self.allocator.page_size
         return pages
 
-    def _search_again(self, sequence: Sequence[Payload]) -> bool:
+    def _search_again(self, sequence: S) -> bool:
         """Search the prefix cache once more before the first chunk; True when nothing is left to prefill.
 
         A sequence that was admitted together with this one may have been prefilled since. The pages that are exchanged
@@ -473,14 +479,14 @@ class Scheduler(Generic[Payload]):
         self.num_cached_tokens += sequence.num_cached_tokens - before
         return sequence.prefilled == sequence.prefill_end
 
-    def _release_slots(self, sequence: Sequence[Payload]) -> None:
+    def _release_slots(self, sequence: S) -> None:
         """Take the slots and pages of a sequence and its group."""
         if self._shares is not None:
             self._shares.released(sequence.members[0])
         for each in sequence.members:
             self._release_slot(each)
 
-    def _release_slot(self, sequence: Sequence[Payload]) -> None:
+    def _release_slot(self, sequence: S) -> None:
         slot, sequence.slot, sequence.deferred = sequence.slot, -1, False
         self._slots[slot] = None
         try:
@@ -494,16 +500,16 @@ class Scheduler(Generic[Payload]):
         return self._next_due_s
 
     @property
-    def running(self) -> list[Sequence[Payload]]:
+    def running(self) -> list[S]:
         """Sequences that hold a slot, by slot."""
         return [s for s in self._slots if s is not None]
 
     @property
-    def waiting(self) -> list[Sequence[Payload]]:
+    def waiting(self) -> list[S]:
         """The waiting queue, next sequence first."""
         return list(self._waiting)
 
-    def sequence(self, slot: int, slot_gen: int) -> Sequence[Payload] | None:
+    def sequence(self, slot: int, slot_gen: int) -> S | None:
         """Return the sequence that holds (slot, slot_gen); None when it has lost the slot."""
         holder = self._slots[slot]
         return holder if holder is not None and holder.slot_gen == slot_gen else None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.limits import Limits
 from gpu_engine.api.request import BeamParams, EarlyStopping
 from protos.engine.v1 import engine_pb2 as pb
 

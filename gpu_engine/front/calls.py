@@ -17,12 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
 
-from gpu_engine.api.checked import Checked, Limits
 from gpu_engine.api.errors import (
     GrammarNotConfigured,
     InternalError,
@@ -33,29 +33,38 @@ from gpu_engine.api.errors import (
     WrongRole,
     status_of,
 )
+from gpu_engine.api.limits import Limits
 from gpu_engine.api.outputs import most_bytes
 from gpu_engine.api.ports import EngineCore, GrammarAccess, Model
-from gpu_engine.api.request import DraftScope, FinishReason, GrammarSpec, Request, TokenEvent
+from gpu_engine.api.request import (
+    DraftScope,
+    FinishReason,
+    GrammarSpec,
+    Request,
+    Telemetry,
+    TokenEvent,
+    ValidatedRequest,
+)
 from gpu_engine.front.draft_scopes import DraftScopes, client_identity
 from gpu_engine.front.mailbox import Inbox, Mailbox
 from gpu_engine.front.pacing import StreamPacer
 from gpu_engine.front.prompt import build_requests, is_large
-from gpu_engine.front.tenants.accounts import Account, Tenants, Visible, refuse_stranger
+from gpu_engine.front.tenants.accounts import Account, Tenants, TenantView, refuse_stranger
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.tokens.field_logprobs import FieldScorer
 from gpu_engine.front.tools.composition import planned
 from gpu_engine.front.tools.parts import AnswerLayout
 from gpu_engine.front.transfer.remote_prefill import RemotePrefill
 from gpu_engine.front.validation import given_id
-from gpu_engine.ops.access import CallRecord
+from gpu_engine.ops.access import CallRecord, Ended
 from gpu_engine.ops.metrics_requests import RequestWatch
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-Check = Callable[[Visible], Checked]
-"""Returns the checked request, given what it can see of the server. Raises LockstepError."""
+Check = Callable[[TenantView], ValidatedRequest]
+"""Returns the validated request, given what it can see of the server. Raises LockstepError."""
 
 Respond = Callable[[SequenceOutput, Delta], Iterable[Any]]
 """Returns the messages to send for what is new of one sequence, in their order."""
@@ -175,12 +184,12 @@ class Calls:
             return Caller(metadata, b"" if account is None else account.identity, account)
         return Caller(metadata, client_identity(metadata, identities, checks_tokens=self.limits.checks_tokens))
 
-    def visible_to(self, caller: Caller) -> Visible:
+    def visible_to(self, caller: Caller) -> TenantView:
         """Return what a caller can see of the server. Raises NotAdmitted where it is no tenant of a server with
         tenants."""
         if self._tenants is not None and caller.account is None:
             raise refuse_stranger()
-        return Visible(self._running.keys(), self.engine.adapters, caller.account)
+        return TenantView(self._running.keys(), self.engine.adapters, caller.account)
 
     def abort(self, request_id: str, caller: Caller) -> bool:
         """End the sequences of one of the caller's requests with ABORTED; return False when it has no such running
@@ -235,11 +244,10 @@ class Calls:
         """The engine is warm, and new requests are taken."""
         return self._warm.is_set() and not self._draining
 
-    def sequences(self) -> Iterable[Request]:
+    def sequences(self) -> Iterable[SequenceOutput]:
         """Yield the submitted sequences of the running calls."""
         for call in self._running.values():
-            for output in call.outputs:
-                yield output.request
+            yield from call.outputs
 
     def __len__(self) -> int:
         return len(self._running)
@@ -259,39 +267,42 @@ class Calls:
         await self._warm.wait()
         visible = self.visible_to(caller)
         asked, layout = planned(check(visible), self.model.tokenizer)
-        checked = asked if visible.account is None else visible.account.own(asked)
-        call.record.begin(checked)
-        call.request_id = checked.request_id
-        self._running[checked.request_id] = call
+        valid = asked if visible.account is None else visible.account.own(asked)
+        grammar = valid.params.grammar
+        call.record.begin(valid)
+        call.request_id = valid.request_id
+        self._running[valid.request_id] = call
         self._idle.clear()
         try:
             if visible.account is not None:
-                _enter(visible.account, call, checked)
-            if checked.grammar:
-                self._start_compile(checked.request_id, checked.grammar, call.inbox)
-            scope = self._scopes.of(asked, caller.identity)
-            requests = await self._build(checked, call.inbox, arrived_s, scope)
+                _enter(visible.account, call, valid)
+            if grammar:
+                self._start_compile(valid.request_id, grammar, call.inbox)
+            scope = self._scopes.of(asked.params, caller.identity)
+            requests = await self._build(valid, call.inbox, arrived_s, scope)
             if call.account is not None:
                 call.account.charge_prompt(len(requests[0].prompt_ids))
             self._reserve_outputs(call, requests)
             wanted = self._prefills.begin(requests) if self._prefills and not call.aborted else None
+            telemetry = Telemetry()
             for request in requests:
                 if call.aborted:
                     request.sink(TokenEvent(request.index, finish=FinishReason.ABORTED))
                 elif request.beams is None or request.index == 0:  # a beam search is one sequence to the engine
-                    self.engine.submit(request)
-                call.outputs.append(self._output(request, checked, layout))
+                    telemetry = self.engine.submit(request, awaits_pages=wanted is not None)
+                call.outputs.append(self._output(request, telemetry, layout))
             if self._prefills and wanted:
                 call.fetch = self._prefills.start(wanted, requests)
             await self._stream(call, respond, write)
         finally:
-            self._release(checked, call)
+            self._release(call, grammar)
 
     def _reserve_outputs(self, call: Call, requests: list[Request]) -> None:
         """Count the tensors that the sequences may return until the call ends: a client that reads slowly leaves them
         here. Raises LimitExceeded."""
         call.output_bytes = sum(
-            most_bytes(request.outputs, len(request.prompt_ids), request.sampling.max_tokens) for request in requests
+            most_bytes(request.outputs.tensors, len(request.prompt_ids), request.sampling.max_tokens)
+            for request in requests
         )
         if not call.output_bytes:
             return
@@ -308,16 +319,23 @@ class Calls:
         # An invalid grammar ends the request at once, not when a slot is free.
         self.grammar.prepare(request_id, grammar, inbox.fail)
 
-    async def _build(self, checked: Checked, inbox: Inbox, arrived_s: float, scope: DraftScope | None) -> list[Request]:
-        sink = self._mailbox.sink(inbox)
-        arguments = (checked, self.model.tokenizer, self.limits, sink, arrived_s, scope)
-        if is_large(checked):
-            return await asyncio.to_thread(build_requests, *arguments)
-        return build_requests(*arguments)
+    async def _build(
+        self, valid: ValidatedRequest, inbox: Inbox, arrived_s: float, draft_scope: DraftScope | None
+    ) -> list[Request]:
+        build = partial(
+            build_requests,
+            valid,
+            tokenizer=self.model.tokenizer,
+            limits=self.limits,
+            sink=self._mailbox.sink(inbox),
+            arrived_s=arrived_s,
+            draft_scope=draft_scope,
+        )
+        return await asyncio.to_thread(build) if is_large(valid) else build()
 
-    def _output(self, request: Request, checked: Checked, layout: AnswerLayout | None) -> SequenceOutput:
+    def _output(self, request: Request, telemetry: Telemetry, layout: AnswerLayout | None) -> SequenceOutput:
         decode_ids = self.model.tokenizer.backend_tokenizer.decode
-        skip = checked.skip_special_tokens
+        skip = request.response.skip_special_tokens
 
         def decode(ids: Any) -> str:
             return str(decode_ids(ids, skip_special_tokens=skip))
@@ -328,10 +346,9 @@ class Calls:
         return SequenceOutput(
             request,
             decode,
-            with_text=not checked.omit_text,
-            with_logprobs=checked.logprobs is not None,
+            telemetry=telemetry,
             parser=layout.parser() if layout else None,
-            fields=FieldScorer() if checked.field_logprobs else None,
+            fields=FieldScorer() if request.outputs.field_logprobs else None,
             decode_special=decode_special if layout and layout.special_text else None,
             reasoning=layout.reasoning_tokens() if layout else None,
         )
@@ -356,12 +373,19 @@ class Calls:
                 if delta.finish:
                     running -= 1
                     self.finished[delta.finish.name] += 1
-                    call.record.finished(output.request, delta.finish, output.completion_tokens, output.finished_s)
+                    ended = Ended(
+                        request=output.request,
+                        telemetry=output.telemetry,
+                        finish=delta.finish,
+                        completion_tokens=output.completion_tokens,
+                        finished_s=output.finished_s,
+                    )
+                    call.record.ended.append(ended)
             if running:
                 # Events that arrive meanwhile are merged into one response; the end of a sequence ends the pause.
                 await call.inbox.pause(self._pacer.pause_s(len(self._running)))
 
-    def _release(self, checked: Checked, call: Call) -> None:
+    def _release(self, call: Call, grammar: GrammarSpec | None) -> None:
         if call.account is not None:
             call.account.leave(call.counted)
         if call.fetch is not None:
@@ -369,10 +393,10 @@ class Calls:
         for output in call.outputs:
             if not output.ended:
                 self.engine.drop(output.request)
-        if checked.grammar and self.grammar:
-            call.record.compiled_s = self.grammar.compiled_s(checked.request_id)
-            self.grammar.forget(checked.request_id)
-        del self._running[checked.request_id]
+        if grammar and self.grammar:
+            call.record.compiled_s = self.grammar.compiled_s(call.request_id)
+            self.grammar.forget(call.request_id)
+        del self._running[call.request_id]
         if not self._running:
             self._idle.set()
 
@@ -380,10 +404,11 @@ class Calls:
         return f"<Calls running={len(self._running)} draining={self._draining}>"
 
 
-def _enter(account: Account, call: Call, checked: Checked) -> None:
+def _enter(account: Account, call: Call, valid: ValidatedRequest) -> None:
     """Count a request in its tenant's account. Raises LimitExceeded."""
-    width = checked.n if checked.beams is None else checked.beams.width
-    account.enter(width, together=checked.beams is not None)
+    beams = valid.params.beams
+    width = valid.n if beams is None else beams.width
+    account.enter(width, together=beams is not None)
     call.account, call.counted = account, width
 
 
@@ -401,7 +426,7 @@ async def _responses(respond: Respond, output: SequenceOutput, delta: Delta) -> 
 def _numbers_of(output: SequenceOutput) -> int:
     """Return how many log-probabilities the sequence has."""
     request = output.request
-    of_prompt, of_answer = request.prompt_logprobs, request.sampling.logprobs
+    of_prompt, of_answer = request.outputs.prompt_logprobs, request.outputs.num_logprobs
     numbers = 0 if of_prompt is None else len(request.prompt_ids) * (1 + of_prompt)
     return numbers if of_answer is None else numbers + output.completion_tokens * (1 + of_answer)
 

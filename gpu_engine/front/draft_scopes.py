@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from gpu_engine.api.checked import Checked, Limits
+from gpu_engine.api.limits import Limits
 from gpu_engine.api.ports import Tokenizer
-from gpu_engine.api.request import DraftScope, GrammarKind, GrammarSpec
+from gpu_engine.api.request import DraftScope, GrammarKind, GrammarSpec, Params
 from gpu_engine.front.grammar_handles import grammar_id
 
 MAX_SEEDED_CHARS = 64 << 10
@@ -60,15 +60,16 @@ class DraftScopes:
         self._seeds: OrderedDict[str, tuple[tuple[int, ...], ...]] = OrderedDict()
         """By grammar id; the most recently used last."""
 
-    def of(self, checked: Checked, client: bytes) -> DraftScope | None:
+    def of(self, params: Params, client: bytes) -> DraftScope | None:
         """Return the scope; None: no earlier answer drafts for the request. `client`: see `client_identity`."""
-        if not self._limits.draft_index or not checked.draft_index or not checked.num_draft_tokens:
+        speculation, grammar = params.speculation, params.grammar
+        if not self._limits.draft_index or not speculation.draft_index or not speculation.num_draft_tokens:
             return None
-        if not client and checked.grammar is None and not self._limits.draft_index_shared:
+        if not client and grammar is None and not self._limits.draft_index_shared:
             return None
-        name = grammar_id(checked.grammar) if checked.grammar else ""
-        key = _digest(client) + _digest(checked.cache_salt.encode()) + name.encode()
-        return DraftScope(key, self._seeds_of(name, checked.grammar) if checked.grammar else ())
+        name = grammar_id(grammar) if grammar else ""
+        key = _digest(client) + _digest(params.scheduling.cache_salt.encode()) + name.encode()
+        return DraftScope(key, self._seeds_of(name, grammar) if grammar else ())
 
     def _seeds_of(self, name: str, grammar: GrammarSpec) -> tuple[tuple[int, ...], ...]:
         if name not in self._seeds:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import difflib
 from dataclasses import replace
 
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.limits import Limits
 from gpu_engine.api.outputs import LOGITS, MAX_ROW_BYTES, OutputSpec, WantedOutput, most_bytes, row_bytes
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -64,7 +64,7 @@ def _spec(field: str, name: str, limits: Limits) -> OutputSpec:
     raise InvalidRequest(field, f"{name[:200]!r} is no output of the model; {names}")
 
 
-def of_sequence(wanted: tuple[WantedOutput, ...], index: int) -> tuple[WantedOutput, ...]:
+def tensors_of(wanted: tuple[WantedOutput, ...], index: int) -> tuple[WantedOutput, ...]:
     """Return what one of the n sequences returns: the first one alone has the rows of the prompt."""
     if not index:
         return wanted
@@ -76,7 +76,7 @@ def check_bytes(
 ) -> None:
     """Raise InvalidRequest unless every row that the n sequences of a request may have is within max_output_bytes."""
     sizes = [
-        sum(most_bytes(of_sequence((one,), index), prompt_length, max_tokens) for index in range(num_sequences))
+        sum(most_bytes(tensors_of((one,), index), prompt_length, max_tokens) for index in range(num_sequences))
         for one in wanted
     ]
     if sum(sizes) > limits.max_output_bytes:

@@ -1,4 +1,4 @@
-"""From checked values to Requests: the chat template, the tokenizer, and the limits that need token counts.
+"""From a validated request to Requests: the chat template, the tokenizer, and the limits that need token counts.
 
 Invariant: a Request that is returned fits into the context with room for at least one new token. Synchronous and
 without state; `is_large` says when to call it off the event loop.
@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from gpu_engine.api.checked import Checked, Limits, Prompt, Tokens
-from gpu_engine.api.conversation import Chat
+from gpu_engine.api.conversation import Chat, Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.limits import Limits
 from gpu_engine.api.ports import Tokenizer
-from gpu_engine.api.request import DraftScope, Request, SamplingParams, Telemetry, TokenEvent
-from gpu_engine.front.outputs_field import check_bytes, of_sequence
+from gpu_engine.api.request import DraftScope, Params, Request, TokenEvent, ValidatedRequest
+from gpu_engine.front.outputs_field import check_bytes, tensors_of
 from gpu_engine.front.text_output import REPLACEMENT
 from gpu_engine.front.tools.chat import render
 from gpu_engine.front.tools.fields import chat_bytes
@@ -32,13 +32,13 @@ HEAD_MARGIN_TOKENS = 64
 _MASK_64 = (1 << 64) - 1
 
 
-def is_large(checked: Checked) -> bool:
+def is_large(valid: ValidatedRequest) -> bool:
     """Return whether `build_requests` takes long enough to run on another thread."""
-    size = chars_of(checked.prompt)
-    if checked.echo and isinstance(checked.prompt, Tokens):
-        size = len(checked.prompt.ids)
+    size = chars_of(valid.prompt)
+    if valid.params.response.echo and isinstance(valid.prompt, Tokens):
+        size = len(valid.prompt.ids)
     # A small prompt is built on the event loop: on the threads it could queue behind large ones.
-    return size > LARGE_PROMPT_CHARS or len(checked.bad_words) > FEW_BAD_WORDS
+    return size > LARGE_PROMPT_CHARS or len(valid.bad_words) > FEW_BAD_WORDS
 
 
 def chars_of(prompt: Prompt) -> int:
@@ -53,7 +53,7 @@ def chars_of(prompt: Prompt) -> int:
 
 
 def build_requests(
-    checked: Checked,
+    valid: ValidatedRequest,
     tokenizer: Tokenizer,
     limits: Limits,
     sink: Callable[[TokenEvent], None],
@@ -61,82 +61,57 @@ def build_requests(
     draft_scope: DraftScope | None = None,
 ) -> list[Request]:
     """Return the n sequences of a request, which share `sink` and `draft_scope`. Raises InvalidRequest."""
-    field, prompt_ids = _prompt_ids(checked, tokenizer, limits)
+    field, prompt_ids = _prompt_ids(valid, tokenizer, limits)
     if not prompt_ids:
         raise InvalidRequest(field, "has no tokens")
-    echo = _echo(checked, prompt_ids, tokenizer) if checked.echo else None
-    if checked.prompt_adapter is not None:
-        prompt_ids = [*checked.prompt_adapter.virtual_ids, *prompt_ids]
+    echo_text = _echo_text(valid, prompt_ids, tokenizer) if valid.params.response.echo else None
+    if valid.params.prompt_adapter is not None:
+        prompt_ids = [*valid.params.prompt_adapter.virtual_ids, *prompt_ids]
     check_prompt_length(field, len(prompt_ids), limits.max_model_len)
-    room = limits.max_model_len - len(prompt_ids)
-    max_tokens = room if checked.max_tokens is None else min(checked.max_tokens, room)
-    if checked.min_tokens > max_tokens:
-        raise InvalidRequest(
-            "sampling.min_tokens",
-            f"is {checked.min_tokens}, at most {max_tokens} can be generated (max_tokens, context)",
-        )
-    check_bytes(
-        checked.outputs, num_sequences=checked.n, prompt_length=len(prompt_ids), max_tokens=max_tokens, limits=limits
-    )
-    sampling = _sampling(checked, max_tokens, tokenizer)
-    telemetry = Telemetry(arrived_s=arrived_s)
+    params = _resolved(valid, len(prompt_ids), tokenizer, limits)
     return [
-        Request(
-            request_id=checked.request_id,
+        Request.of(
+            _of_sequence(params, i),
+            request_id=valid.request_id,
             index=i,
             prompt_ids=list(prompt_ids),
-            sampling=replace(sampling, seed=sequence_seed(checked.seed, i)),
             sink=sink,
-            grammar=checked.grammar,
-            num_draft_tokens=checked.num_draft_tokens,
-            jump_forward_tokens=checked.jump_forward_tokens,
+            arrived_s=arrived_s,
             draft_scope=draft_scope,
-            priority=checked.priority,
-            max_queue_s=None if checked.max_queue_ms is None else checked.max_queue_ms / 1e3,
-            never_preempt=checked.never_preempt,
-            outputs=of_sequence(checked.outputs, i),
-            cache_salt=checked.cache_salt,
-            client_id=checked.client_id,
-            logits_processors=checked.logits_processors,
-            lora=checked.lora,
-            prompt_adapter=checked.prompt_adapter,
-            prompt_logprobs=checked.prompt_logprobs if i == 0 else None,
-            echo=echo,
-            token_origins=checked.token_origins,
-            backtracking=checked.backtracking,
-            # The sequences of a beam search share their steps.
-            telemetry=telemetry if checked.beams else Telemetry(arrived_s=arrived_s),
-            beams=checked.beams,
-            tenant=checked.tenant,
+            echo_text=echo_text,
         )
-        for i in range(checked.n)
+        for i in range(valid.n)
     ]
 
 
-def _sampling(checked: Checked, max_tokens: int, tokenizer: Tokenizer) -> SamplingParams:
-    """Return the parameters of sequence 0."""
-    bad_token_ids, bad_words = _bad_words(checked, tokenizer)
-    return SamplingParams(
-        max_tokens=max_tokens,
-        seed=checked.seed,
-        min_tokens=checked.min_tokens,
-        temperature=checked.temperature,
-        top_p=checked.top_p,
-        top_k=checked.top_k,
-        min_p=checked.min_p,
-        repetition_penalty=checked.repetition_penalty,
-        presence_penalty=checked.presence_penalty,
-        frequency_penalty=checked.frequency_penalty,
-        stop=checked.stop,
-        stop_token_ids=checked.stop_token_ids,
-        bad_token_ids=bad_token_ids,
-        bad_words=bad_words,
-        logit_bias=checked.logit_bias,
-        ignore_eos=checked.ignore_eos,
-        logprobs=0 if checked.logprobs is None and checked.field_logprobs else checked.logprobs,
-        include_stop_str_in_output=checked.include_stop_str_in_output,
-        skip_special_tokens=checked.skip_special_tokens,
-        repetition=checked.repetition,
+def _resolved(valid: ValidatedRequest, prompt_length: int, tokenizer: Tokenizer, limits: Limits) -> Params:
+    """Return the parts with what the tokenizer decides: `max_tokens` within the context, and the tokens of bad words.
+
+    Raises InvalidRequest.
+    """
+    sampling = valid.params.sampling
+    max_tokens = min(sampling.max_tokens, limits.max_model_len - prompt_length)
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequest(
+            "sampling.min_tokens",
+            f"is {sampling.min_tokens}, at most {max_tokens} can be generated (max_tokens, context)",
+        )
+    tensors = valid.params.outputs.tensors
+    check_bytes(tensors, num_sequences=valid.n, prompt_length=prompt_length, max_tokens=max_tokens, limits=limits)
+    bad_token_ids, bad_words = _bad_words(valid, tokenizer)
+    sampling = replace(sampling, max_tokens=max_tokens, bad_token_ids=bad_token_ids, bad_words=bad_words)
+    return replace(valid.params, sampling=sampling)
+
+
+def _of_sequence(params: Params, index: int) -> Params:
+    """Return the parts of one of the n sequences: it has a seed of its own, and only the first describes the prompt."""
+    if index == 0:
+        return params
+    outputs = params.outputs
+    return replace(
+        params,
+        sampling=replace(params.sampling, seed=sequence_seed(params.sampling.seed, index)),
+        outputs=replace(outputs, prompt_logprobs=None, tensors=tensors_of(outputs.tensors, index)),
     )
 
 
@@ -153,15 +128,15 @@ def sequence_seed(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
-def _prompt_ids(checked: Checked, tokenizer: Tokenizer, limits: Limits) -> tuple[str, list[int]]:
-    match checked.prompt:
+def _prompt_ids(valid: ValidatedRequest, tokenizer: Tokenizer, limits: Limits) -> tuple[str, list[int]]:
+    match valid.prompt:
         case str(text):
             _check_head("text", text, tokenizer, limits)
             return "text", _encode(tokenizer, text, add_special_tokens=True)
         case Tokens(ids):
             return "token_ids.ids", list(ids)
         case Chat():  # the template writes the special tokens itself
-            text = render(checked.prompt, tokenizer)
+            text = render(valid.prompt, tokenizer)
             _check_head("messages", text, tokenizer, limits)
             return "messages", _encode(tokenizer, text, add_special_tokens=False)
 
@@ -173,13 +148,12 @@ def encode_prompt(prompt: str | Chat, tokenizer: Tokenizer, *, add_special_token
     return _encode(tokenizer, render(prompt, tokenizer), add_special_tokens=False)
 
 
-def _echo(checked: Checked, prompt_ids: list[int], tokenizer: Tokenizer) -> str:
+def _echo_text(valid: ValidatedRequest, prompt_ids: list[int], tokenizer: Tokenizer) -> str:
     """Return the prompt's text, without an incomplete character at its end: the answer's text begins with that one."""
-    text = checked.prompt
+    text = valid.prompt
     if not isinstance(text, str):
-        (text,) = tokenizer.backend_tokenizer.decode_batch(
-            [prompt_ids], skip_special_tokens=checked.skip_special_tokens
-        )
+        skip = valid.params.response.skip_special_tokens
+        (text,) = tokenizer.backend_tokenizer.decode_batch([prompt_ids], skip_special_tokens=skip)
     return text.rstrip(REPLACEMENT)
 
 
@@ -202,10 +176,10 @@ def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> lis
     return list(encoding.ids)
 
 
-def _bad_words(checked: Checked, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def _bad_words(valid: ValidatedRequest, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     # Most vocabularies have different tokens for a word at the start of a text and after a space: both are forbidden.
-    single, several = dict.fromkeys(checked.bad_token_ids), dict[tuple[int, ...], None]()
-    for word in checked.bad_words:
+    single, several = dict.fromkeys(valid.params.sampling.bad_token_ids), dict[tuple[int, ...], None]()
+    for word in valid.bad_words:
         for form in (word, f" {word}"):
             ids = tuple(_encode(tokenizer, form, add_special_tokens=False))
             if len(ids) == 1:

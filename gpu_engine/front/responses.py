@@ -13,11 +13,11 @@ from itertools import islice
 from typing import cast
 
 from gpu_engine.api.adapters import AdapterUse
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.limits import Limits
 from gpu_engine.api.outputs import OutputRows
 from gpu_engine.api.ports import Model
-from gpu_engine.api.request import PromptLogprobs, Request
+from gpu_engine.api.request import PromptLogprobs
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.tools.formats import reasoning_markers, tool_format
@@ -116,9 +116,9 @@ def _add_end(response: pb.GenerateResponse, output: SequenceOutput, delta: Delta
         response.beam_score = delta.beam_score
     response.usage.prompt_tokens = len(request.prompt_ids)
     response.usage.completion_tokens = output.completion_tokens
-    response.usage.cached_tokens = request.telemetry.cached_tokens
+    response.usage.cached_tokens = output.telemetry.cached_tokens
     response.usage.reasoning_tokens = output.reasoning_tokens
-    response.telemetry.CopyFrom(_telemetry(request, output.finished_s))
+    response.telemetry.CopyFrom(_telemetry(output))
 
 
 def _add_outputs(first: pb.GenerateResponse, outputs: Sequence[OutputRows]) -> list[pb.GenerateResponse]:
@@ -150,25 +150,25 @@ def _prompt_entries(scores: PromptLogprobs, num_virtual_tokens: int) -> Iterator
         yield pb.TokenLogprobs(logprob=logprob, top=top)
 
 
-def _telemetry(request: Request, finished_s: float) -> pb.Telemetry:
-    t = request.telemetry
+def _telemetry(output: SequenceOutput) -> pb.Telemetry:
+    t, arrived_s = output.telemetry, output.request.arrived_s
 
     def since_arrival_ms(moment_s: float) -> float:
-        return (moment_s - t.arrived_s) * 1e3 if moment_s else 0.0
+        return (moment_s - arrived_s) * 1e3 if moment_s else 0.0
 
     return pb.Telemetry(
         queue_ms=since_arrival_ms(t.scheduled_s),
         compile_ms=t.compile_ms,
         compile_cache_hit=t.compile_cache_hit,
         ttft_ms=since_arrival_ms(t.first_token_s),
-        total_ms=since_arrival_ms(finished_s),
+        total_ms=since_arrival_ms(output.finished_s),
         mask_wait_ms=t.mask_wait_ms,
         steps=t.steps,
         draft_tokens=t.draft_tokens,
         accepted_draft_tokens=t.accepted_draft_tokens,
         acceptance_length=(t.accepted_draft_tokens + t.steps) / t.steps if t.steps else 0.0,
         deferred_rows=t.deferred_rows,
-        seed=request.sampling.seed,
+        seed=output.request.sampling.seed,
         backend=cast("pb.Backend", t.backend),
         warnings=t.warnings,
         backtracks=t.backtracks,

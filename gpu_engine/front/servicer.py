@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import NoReturn
-
-import grpc
 
 from gpu_engine.api.adapters import AdapterUse
-from gpu_engine.api.checked import Checked
 from gpu_engine.api.errors import GrammarNotConfigured
 from gpu_engine.api.ports import GrammarStats
+from gpu_engine.api.request import ValidatedRequest
 from gpu_engine.front.calls import Calls, Check, Context, ErrorToStatus
 from gpu_engine.front.grammar_handles import GrammarHandles
 from gpu_engine.front.many import OpenManyCalls
 from gpu_engine.front.responses import Responses, adapter_message, model_info, stats_response
 from gpu_engine.front.stats_feed import StatsFeed
-from gpu_engine.front.tenants.accounts import Visible
+from gpu_engine.front.tenants.accounts import TenantView
 from gpu_engine.front.tokens.tokenisation import Tokenisation
 from gpu_engine.front.tokens.tokenizer_info import TokenizerInfo
 from gpu_engine.front.validation import check
@@ -64,13 +61,13 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     def _check_of(self, request: pb.GenerateRequest) -> Check:
         calls = self._calls
 
-        def checked(visible: Visible) -> Checked:
+        def checked(visible: TenantView) -> ValidatedRequest:
             known = self._handles_of(visible).spec if calls.grammar else None
             return check(request, calls.limits, visible.running, known, visible.find_adapter)
 
         return checked
 
-    def _handles_of(self, visible: Visible) -> GrammarHandles:
+    def _handles_of(self, visible: TenantView) -> GrammarHandles:
         """Return the grammars that the caller may name by id."""
         owner = "" if visible.account is None else visible.account.grammars
         handles = self._handles.get(owner)
@@ -78,7 +75,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             handles = self._handles[owner] = GrammarHandles(self._calls.limits.grammar_handles_bytes, owner)
         return handles
 
-    def _visible(self, context: Context) -> Visible:
+    def _visible(self, context: Context) -> TenantView:
         return self._calls.visible_to(self._calls.caller_of(context))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -189,9 +186,6 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             loaded = await asyncio.to_thread(self._calls.engine.draft_models.exchange, request.path)
             return pb.ExchangeDrafterResponse(model=loaded.name, num_parameters=loaded.num_parameters)
         raise AssertionError("abort raises")
-
-    async def _not_served(self, context: Context) -> NoReturn:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this version does not serve this call")
 
     def __repr__(self) -> str:
         return f"<EngineServicer {self._calls!r}>"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.outputs import OutputRows
-from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent, TokenOrigin
+from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, Telemetry, TokenEvent, TokenOrigin
 from gpu_engine.front.tokens.field_logprobs import FieldLogprob, FieldScorer
 from gpu_engine.front.tools.parts import Part, PartKind, PartsParser
 from gpu_engine.front.tools.reasoning_tokens import ReasoningTokens
@@ -100,8 +100,7 @@ class SequenceOutput:
         request: Request,
         decode: Decode,
         *,
-        with_text: bool = True,
-        with_logprobs: bool = True,
+        telemetry: Telemetry | None = None,
         parser: PartsParser | None = None,
         fields: FieldScorer | None = None,
         decode_special: Decode | None = None,
@@ -109,29 +108,29 @@ class SequenceOutput:
     ) -> None:
         """Args: see below.
 
-        with_text: False: the deltas have no text; tokens are decoded for stop strings alone.
-        with_logprobs: False: the deltas have no log-probabilities, though the events may.
+        telemetry: of the sequence, which the engine's thread writes; None: a test reads none.
         parser: of this sequence; None: the deltas have no parts.
         fields: collects the log-probabilities of the answer's leaves, which its events have; None: not asked for.
         decode_special: keeps special tokens, for a parser that reads them; None: it reads the text.
         reasoning: counts the tokens of the reasoning; None: the answer has none.
         """
-        sampling = request.sampling
+        sampling, response = request.sampling, request.response
         self.request = request
+        self.telemetry = telemetry or Telemetry()
         self.completion_tokens = 0
         self.ended = False
         self.finished_s = 0.0
         """`time.monotonic()` of the end; 0.0 before it."""
-        self._with_text = with_text
-        self._echo = request.echo
-        self._with_logprobs, self._fields = with_logprobs, fields
+        self._with_text = with_text = not response.omit_text
+        self._echo = request.echo_text
+        self._with_logprobs, self._fields = request.outputs.logprobs is not None, fields
         self._content: list[str] = []
         """With `fields`: the text that was sent, without reasoning and tool calls."""
         needs_text = with_text or fields is not None or reasoning is not None
         self._reasoning = reasoning
         self._parser = parser if with_text or fields is not None else None
         self._min_tokens = sampling.min_tokens
-        self._keep_stop = sampling.include_stop_str_in_output
+        self._keep_stop = response.include_stop_str_in_output
         self._detokenizer = Detokenizer(decode, request.text_prompt_ids) if needs_text or sampling.stop else None
         self._scanner = StopScanner(sampling.stop, keep_match=self._keep_stop)
         reads_special = self._parser is not None or reasoning is not None
@@ -186,7 +185,7 @@ class SequenceOutput:
             delta.token_ids.append(token_id)
             if event.logprobs and self._with_logprobs:
                 delta.logprobs.append(event.logprobs[i])
-            if self.request.token_origins:  # a beam search drafts nothing
+            if self.request.outputs.token_origins:  # a beam search drafts nothing
                 delta.origins.append(event.origins[i] if event.origins else TokenOrigin.SAMPLED)
             self.completion_tokens += 1
             hidden = stop_token_last and i == len(event.token_ids) - 1 and not self._keep_stop

@@ -1,4 +1,4 @@
-"""From the wire to checked values: every limit that the proto states is enforced here, and nowhere else.
+"""From the wire to the parts of a request: every limit that the proto states is enforced here, and nowhere else.
 
 Invariant: the values that `check` returns are within all limits; otherwise InvalidRequest names the field and the
 limit. Pure: no tokenizer, no I/O, so it runs on the event loop (a request has a few kilobytes; a large prompt is only
@@ -16,10 +16,25 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from gpu_engine.api.adapters import Adapter, AdapterKind
-from gpu_engine.api.checked import Checked, Limits, Prompt, Tokens
+from gpu_engine.api.conversation import Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.limits import Limits
+from gpu_engine.api.outputs import WantedOutput
 from gpu_engine.api.processors import MAX_PER_REQUEST, Processors, ProcessorUse
-from gpu_engine.api.request import MAX_BACKTRACKS, MAX_HOLD_TOKENS, Backtracking, GrammarKind, GrammarSpec
+from gpu_engine.api.request import (
+    MAX_BACKTRACKS,
+    MAX_HOLD_TOKENS,
+    Backtracking,
+    GrammarKind,
+    GrammarSpec,
+    Outputs,
+    Params,
+    ResponseParams,
+    SamplingParams,
+    Scheduling,
+    Speculation,
+    ValidatedRequest,
+)
 from gpu_engine.front.beam_field import check_beams
 from gpu_engine.front.grammar_field import check_grammar
 from gpu_engine.front.outputs_field import check_outputs
@@ -53,75 +68,106 @@ def check(
     running: Collection[str],
     known: Callable[[str], GrammarSpec] | None = None,
     find_adapter: FindAdapter | None = None,
-) -> Checked:
+) -> ValidatedRequest:
     """Check everything except limits that need the tokenizer.
 
     `running` has the request ids in use, `known` returns the grammar of an id, and `find_adapter` the adapter of a
     name. Raises InvalidRequest, UnknownGrammar or NotSupported.
     """
     request_id = _request_id(request.request_id, running)
-    sampling = request.sampling
     grammar = _grammar(request, known)
-    adapters = _adapters(request, find_adapter)
-    num_drafts, num_jump_forward = (0, 0) if request.HasField("beam_search") else _draft_tokens(request, limits)
-    return Checked(
-        request_id=request_id,
-        prompt=check_prompt(request, limits),
-        n=_integer(sampling, "n", 1, low=1, high=limits.max_n),
-        num_draft_tokens=num_drafts,
-        jump_forward_tokens=num_jump_forward,
-        draft_index=not request.speculation.HasField("draft_index") or request.speculation.draft_index,
+    lora = _adapter("lora", AdapterKind.LORA, request.lora, find_adapter)
+    prompt_adapter = _adapter("prompt_adapter", AdapterKind.PROMPT, request.prompt_adapter, find_adapter)
+    speculation = _speculation(request, limits)
+    prompt = check_prompt(request, limits)
+    n = _integer(request.sampling, "n", 1, low=1, high=limits.max_n)
+    max_tokens = _integer(request.sampling, "max_tokens", 1, low=1) if request.sampling.HasField("max_tokens") else None
+    sampling = _sampling(request, max_tokens, limits)
+    bad_words = _strings(request.sampling.bad_words, "sampling.bad_words", MAX_BAD_WORDS)
+    outputs = _outputs(request, grammar, limits)
+    params = Params(
+        sampling=sampling,
         grammar=grammar,
+        backtracking=_backtracking(request, grammar, outputs.tensors, limits),
+        speculation=speculation,
+        scheduling=_scheduling(request, limits),
+        outputs=outputs,
+        response=_response(request),
+        logits_processors=_logits_processors(request, request_id, limits.logits_processors),
+        lora=lora,
+        prompt_adapter=prompt_adapter,
+        beams=check_beams(request, limits),
+    )
+    return ValidatedRequest(
+        request_id=request_id,
+        prompt=prompt,
+        n=n,
+        params=params,
+        max_tokens=max_tokens,
+        bad_words=bad_words,
+        reasoning=check_reasoning(request),
+    )
+
+
+def _sampling(request: pb.GenerateRequest, max_tokens: int | None, limits: Limits) -> SamplingParams:
+    sampling = request.sampling
+    return SamplingParams(
+        max_tokens=limits.max_model_len if max_tokens is None else max_tokens,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
-        max_tokens=_integer(sampling, "max_tokens", 1, low=1) if sampling.HasField("max_tokens") else None,
         min_tokens=sampling.min_tokens,
         temperature=_number(sampling, "temperature", 1.0, low=0.0, high=MAX_TEMPERATURE),
         top_p=_number(sampling, "top_p", 1.0, low=0.0, high=1.0, open_low=True),
         top_k=max(_integer(sampling, "top_k", 0, low=-1, high=2**31 - 1), 0),
         min_p=_number(sampling, "min_p", 0.0, low=0.0, high=1.0),
         repetition=_repetition(request, limits),
-        backtracking=_backtracking(request, grammar, limits),
         repetition_penalty=_number(sampling, "repetition_penalty", 1.0, low=0.0, high=MAX_REPETITION, open_low=True),
         presence_penalty=_number(sampling, "presence_penalty", 0.0, low=-MAX_PENALTY, high=MAX_PENALTY),
         frequency_penalty=_number(sampling, "frequency_penalty", 0.0, low=-MAX_PENALTY, high=MAX_PENALTY),
         stop=_strings(sampling.stop, "sampling.stop", MAX_STOP_STRINGS),
         stop_token_ids=check_token_ids(sampling.stop_token_ids, "sampling.stop_token_ids", limits.vocab_size),
         bad_token_ids=_bad_token_ids(sampling, limits.vocab_size),
-        bad_words=_strings(sampling.bad_words, "sampling.bad_words", MAX_BAD_WORDS),
         logit_bias=_logit_bias(sampling, limits.vocab_size),
         ignore_eos=sampling.ignore_eos,
-        logprobs=_integer(sampling, "logprobs", 0, low=0, high=MAX_LOGPROBS) if sampling.HasField("logprobs") else None,
-        include_stop_str_in_output=sampling.include_stop_str_in_output,
-        skip_special_tokens=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
-        omit_text=request.response.omit_text,
-        omit_token_ids=request.response.omit_token_ids,
-        reasoning=check_reasoning(request),
-        echo=request.response.echo,
-        field_logprobs=_field_logprobs(request.response, grammar),
-        token_origins=request.response.token_origins,
-        prompt_logprobs=_prompt_logprobs(request.response),
-        priority=_priority(request.priority),
-        max_queue_ms=_max_queue_ms(request, limits),
-        never_preempt=_never_preempt(request, limits),
-        outputs=check_outputs(request, limits),
-        cache_salt=_cache_salt(request.cache_salt),
-        client_id=_client_id(request.client_id),
-        logits_processors=_logits_processors(request, request_id, limits.logits_processors),
-        beams=check_beams(request, limits),
-        lora=adapters["lora"],
-        prompt_adapter=adapters["prompt_adapter"],
     )
 
 
-def _adapters(request: pb.GenerateRequest, find: FindAdapter | None) -> dict[str, Adapter | None]:
-    """Return the fields of `Checked` for the adapters that the request names."""
-    named = {"lora": (AdapterKind.LORA, request.lora), "prompt_adapter": (AdapterKind.PROMPT, request.prompt_adapter)}
-    found: dict[str, Adapter | None] = {}
-    for field, (kind, name) in named.items():
-        if name and find is None:
-            raise InvalidRequest(field, "this service takes no adapters")
-        found[field] = find(kind, name) if name and find is not None else None
-    return found
+def _scheduling(request: pb.GenerateRequest, limits: Limits) -> Scheduling:
+    return Scheduling(
+        priority=_priority(request.priority),
+        max_queue_ms=_max_queue_ms(request, limits),
+        never_preempt=_never_preempt(request, limits),
+        cache_salt=_cache_salt(request.cache_salt),
+        client_id=_client_id(request.client_id),
+    )
+
+
+def _outputs(request: pb.GenerateRequest, grammar: GrammarSpec | None, limits: Limits) -> Outputs:
+    sampling, response = request.sampling, request.response
+    return Outputs(
+        logprobs=_integer(sampling, "logprobs", 0, low=0, high=MAX_LOGPROBS) if sampling.HasField("logprobs") else None,
+        prompt_logprobs=_prompt_logprobs(response),
+        field_logprobs=_field_logprobs(response, grammar),
+        token_origins=response.token_origins,
+        tensors=check_outputs(request, limits),
+    )
+
+
+def _response(request: pb.GenerateRequest) -> ResponseParams:
+    sampling = request.sampling
+    return ResponseParams(
+        omit_text=request.response.omit_text,
+        echo=request.response.echo,
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
+    )
+
+
+def _adapter(field: str, kind: AdapterKind, name: str, find: FindAdapter | None) -> Adapter | None:
+    if not name:
+        return None
+    if find is None:
+        raise InvalidRequest(field, "this service takes no adapters")
+    return find(kind, name)
 
 
 def _grammar(request: pb.GenerateRequest, known: Callable[[str], GrammarSpec] | None) -> GrammarSpec | None:
@@ -263,16 +309,20 @@ def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
         )
 
 
-def _draft_tokens(request: pb.GenerateRequest, limits: Limits) -> tuple[int, int]:
-    """Return the most drafts of a step, and the most jump-forward tokens; a number in the request is for both."""
-    if not request.speculation.HasField("num_draft_tokens"):
-        return limits.num_draft_tokens, limits.jump_forward_tokens
-    value = request.speculation.num_draft_tokens
+def _speculation(request: pb.GenerateRequest, limits: Limits) -> Speculation:
+    """Return the most drafts and jump-forward tokens of a step; a number in the request is for both."""
+    given = request.speculation
+    draft_index = not given.HasField("draft_index") or given.draft_index
+    if request.HasField("beam_search"):
+        return Speculation(0, 0, draft_index)
+    if not given.HasField("num_draft_tokens"):
+        return Speculation(limits.num_draft_tokens, limits.jump_forward_tokens, draft_index)
+    value = given.num_draft_tokens
     if value > limits.num_draft_tokens:
         raise InvalidRequest(
             "speculation.num_draft_tokens", f"is {value}, at most {limits.num_draft_tokens} are allowed"
         )
-    return value, value
+    return Speculation(value, value, draft_index)
 
 
 def _integer(sampling: pb.SamplingParams, name: str, default: int, *, low: int, high: int = 2**32 - 1) -> int:
@@ -305,7 +355,9 @@ def _repetition(request: pb.GenerateRequest, limits: Limits) -> RepetitionLimit 
     return RepetitionLimit(longest, shortest, count, sampling.min_tokens) if longest else None
 
 
-def _backtracking(request: pb.GenerateRequest, grammar: GrammarSpec | None, limits: Limits) -> Backtracking | None:
+def _backtracking(
+    request: pb.GenerateRequest, grammar: GrammarSpec | None, tensors: tuple[WantedOutput, ...], limits: Limits
+) -> Backtracking | None:
     """Return how a verified answer may go back; None: it may not."""
     own, wanted = limits.backtracking, request.grammar
     values = {}
@@ -319,7 +371,7 @@ def _backtracking(request: pb.GenerateRequest, grammar: GrammarSpec | None, limi
         if wanted.HasField(name) and (grammar is None or not grammar.verify):
             raise InvalidRequest(f"grammar.{name}", "needs grammar.unenforced = UNENFORCED_VERIFY")
     # Rows of tensors are computed for tokens that would be taken back, and reserved pages are never given back early.
-    stays = request.HasField("beam_search") or request.never_preempt or check_outputs(request, limits)
+    stays = request.HasField("beam_search") or request.never_preempt or tensors
     if grammar is None or not grammar.verify or stays or not all(values.values()):
         return None
     return Backtracking(**values)

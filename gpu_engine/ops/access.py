@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu_engine.api.checked import Checked
 from gpu_engine.api.conversation import Chat
-from gpu_engine.api.request import FinishReason, Request, Telemetry
+from gpu_engine.api.request import FinishReason, Params, Request, Telemetry, ValidatedRequest
 from service_runtime.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
@@ -30,14 +29,10 @@ class Ended:
     """A sequence that has ended."""
 
     request: Request
+    telemetry: Telemetry
     finish: FinishReason
     completion_tokens: int
     finished_s: float
-
-    @property
-    def telemetry(self) -> Telemetry:
-        """Times and counts of the sequence."""
-        return self.request.telemetry
 
 
 @dataclass(slots=True)
@@ -56,7 +51,7 @@ class CallRecord:
     """Name of the gRPC status; empty while the call runs."""
     request_id: str = ""
     """Given by the client, or drawn. A refused request has one only if the client gave a valid one."""
-    checked: Checked | None = None
+    validated: ValidatedRequest | None = None
     """None: the request is not checked yet, or was refused."""
     compiled_s: float = 0.0
     """When its grammar was compiled or found in the cache; 0: no grammar, or not compiled yet."""
@@ -67,19 +62,20 @@ class CallRecord:
         self.request_id = request_id
         REQUEST_ID.set(request_id)
 
-    def begin(self, checked: Checked) -> None:
-        """Set the checked request, which is within all limits."""
-        self.checked = checked
-        self.set_request_id(checked.request_id)
+    def begin(self, valid: ValidatedRequest) -> None:
+        """Set the request, which is within all limits."""
+        self.validated = valid
+        self.set_request_id(valid.request_id)
 
-    def finished(self, request: Request, finish: FinishReason, completion_tokens: int, finished_s: float) -> None:
-        """Add one sequence that has ended."""
-        self.ended.append(Ended(request, finish, completion_tokens, finished_s))
+    @property
+    def params(self) -> Params | None:
+        """The parts of the request; None: it is not checked yet, or was refused."""
+        return None if self.validated is None else self.validated.params
 
     @property
     def operation(self) -> str:
         """ "chat" or "text_completion"."""
-        return "chat" if self.checked and isinstance(self.checked.prompt, Chat) else "text_completion"
+        return "chat" if self.validated and isinstance(self.validated.prompt, Chat) else "text_completion"
 
     @property
     def prompt_tokens(self) -> int:
@@ -98,8 +94,8 @@ class CallRecord:
             fields["request_id"] = self.request_id
         if self.tenant:
             fields["tenant"] = self.tenant
-        if self.checked and self.checked.client_id:
-            fields["client_id"] = self.checked.client_id
+        if self.params and self.params.scheduling.client_id:
+            fields["client_id"] = self.params.scheduling.client_id
         if self.ended:
             fields["finish"] = ",".join(each.finish.name for each in self.ended)
             fields["prompt_tokens"], fields["completion_tokens"] = self.prompt_tokens, self.completion_tokens
@@ -110,8 +106,8 @@ class CallRecord:
         if steps := sum(each.telemetry.steps for each in self.ended):
             accepted = sum(each.telemetry.accepted_draft_tokens for each in self.ended)
             fields["acceptance_length"] = round((accepted + steps) / steps, 3)
-        if self.checked and self.checked.grammar:
-            fields["grammar"] = self.checked.grammar.kind.name.lower()
+        if self.params and self.params.grammar:
+            fields["grammar"] = self.params.grammar.kind.name.lower()
             fields["backend"] = next((BACKENDS.get(each.telemetry.backend, "") for each in self.ended), "")
         return fields
 

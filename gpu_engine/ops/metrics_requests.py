@@ -86,15 +86,15 @@ class RequestMetrics:
             self._count_sequence(each)
 
     def _count_sequence(self, ended: Ended) -> None:
-        times = ended.telemetry
+        times, arrived_s = ended.telemetry, ended.request.arrived_s
         self.sequences.labels(ended.finish.name.lower()).inc()
-        self.latency.observe(ended.finished_s - times.arrived_s)
+        self.latency.observe(ended.finished_s - arrived_s)
         self.prompt_tokens.observe(len(ended.request.prompt_ids))
         self.generation_tokens.observe(ended.completion_tokens)
         if times.scheduled_s:
-            self.queue.observe(times.scheduled_s - times.arrived_s)
+            self.queue.observe(times.scheduled_s - arrived_s)
         if times.first_token_s:
-            self.ttft.observe(times.first_token_s - times.arrived_s)
+            self.ttft.observe(times.first_token_s - arrived_s)
             if ended.completion_tokens > 1:
                 took_s = max(times.last_token_s - times.first_token_s, 0.0)
                 self.per_token.observe(took_s / (ended.completion_tokens - 1))

@@ -78,7 +78,7 @@ class RequestTracer:
         times = ended.telemetry
         which = {"lockstep.sequence.index": ended.request.index}
         parts: tuple[tuple[str, float, float, dict[str, Any]], ...] = (
-            ("queue", times.arrived_s, times.scheduled_s, {}),
+            ("queue", ended.request.arrived_s, times.scheduled_s, {}),
             ("prefill", times.scheduled_s, times.prefilled_s, {}),
             ("decode", times.prefilled_s, times.last_token_s, _decoding(ended)),
         )
@@ -115,25 +115,26 @@ class RequestTracer:
             attributes["error.type"] = call.status
         if call.tenant:
             attributes["lockstep.tenant"] = call.tenant
-        if checked := call.checked:
+        if valid := call.validated:
+            sampling, grammar = valid.params.sampling, valid.params.grammar
             attributes |= {
-                "gen_ai.response.id": checked.request_id,
-                "gen_ai.request.choice.count": checked.n,
-                "gen_ai.request.temperature": checked.temperature,
-                "gen_ai.request.top_p": checked.top_p,
-                "gen_ai.request.top_k": checked.top_k,
+                "gen_ai.response.id": valid.request_id,
+                "gen_ai.request.choice.count": valid.n,
+                "gen_ai.request.temperature": sampling.temperature,
+                "gen_ai.request.top_p": sampling.top_p,
+                "gen_ai.request.top_k": sampling.top_k,
                 # A seed has 64 bits without a sign; an integer of OpenTelemetry has a sign, and cannot hold every seed.
-                "lockstep.seed": str(checked.seed),
-                "gen_ai.output.type": "json" if checked.grammar and "JSON" in checked.grammar.kind.name else "text",
+                "lockstep.seed": str(sampling.seed),
+                "gen_ai.output.type": "json" if grammar and "JSON" in grammar.kind.name else "text",
             }
-            if checked.seed <= _LARGEST_INTEGER:
-                attributes["gen_ai.request.seed"] = checked.seed
-            if checked.client_id:
-                attributes["lockstep.client_id"] = checked.client_id
-            if checked.max_tokens is not None:
-                attributes["gen_ai.request.max_tokens"] = checked.max_tokens
-            if checked.grammar:
-                attributes["lockstep.grammar.kind"] = checked.grammar.kind.name.lower()
+            if sampling.seed <= _LARGEST_INTEGER:
+                attributes["gen_ai.request.seed"] = sampling.seed
+            if client_id := valid.params.scheduling.client_id:
+                attributes["lockstep.client_id"] = client_id
+            if valid.max_tokens is not None:
+                attributes["gen_ai.request.max_tokens"] = valid.max_tokens
+            if grammar:
+                attributes["lockstep.grammar.kind"] = grammar.kind.name.lower()
         if call.ended:
             attributes |= {
                 "gen_ai.response.model": self._model,

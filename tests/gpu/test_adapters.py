@@ -26,8 +26,8 @@ def asked(engine: Engine) -> list[Answer]:
         virtual = engine.adapters.find(AdapterKind.PROMPT, prompt) if prompt else None
         ids = [*(() if virtual is None else virtual.virtual_ids), *tokens(30, seed, repeat=8)]
         answer = ask(ids, max_tokens=30, seed=seed, temperature=0.7 * (seed - 1), ignore_eos=True)
-        answer.request.prompt_adapter = virtual
-        answer.request.lora = engine.adapters.find(AdapterKind.LORA, lora) if lora else None
+        answer.change(prompt_adapter=virtual)
+        answer.change(lora=engine.adapters.find(AdapterKind.LORA, lora) if lora else None)
         answers.append(answer)
     return answers
 
@@ -51,5 +51,5 @@ def test_tokens_equal_those_of_a_cpu(eager: bool, tmp_path: Path) -> None:
             assert answer_all(engine, asked(engine)) == expected
             engine.adapters.load("again", str(files["b"]))  # while graphs are there, into another number
             (answer,) = asked(engine)[-1:]
-            answer.request.lora = engine.adapters.find(AdapterKind.LORA, "again")
+            answer.change(lora=engine.adapters.find(AdapterKind.LORA, "again"))
             assert answer_all(engine, [answer]) == expected[-1:]

@@ -129,7 +129,7 @@ def test_prompts_prefilled_together_have_the_tokens_of_a_cpu(models: Models, dra
         def submit(first: Answer) -> None:
             first.on_event = None
             for answer in answers:
-                engine.submit(answer.request)
+                answer.submit(engine)
 
         engine.submit(ask(tokens(3, 99), max_tokens=1, on_event=submit).request)
         assert [answer.wait().tokens for answer in answers] == expected
@@ -195,7 +195,7 @@ def test_a_decoupled_draft_model_is_exchanged_in_the_middle_of_answers(
     with unguided_engine(models.gpu, replace(on_gpu(num_drafts, enforce_eager=eager), **fields)) as engine:
         answers = [make() for make in UNGUIDED]
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         assert engine.draft_models.exchange(name).name == name
         assert [answer.wait().tokens for answer in answers] == unguided_tokens
         assert answer_all(engine, [make() for make in UNGUIDED]) == unguided_tokens
@@ -232,10 +232,10 @@ def test_logprobs_equal_those_of_a_cpu(models: Models) -> None:
 def test_the_slot_of_an_aborted_request_is_reused(models: Models, unguided_tokens: list[list[int]]) -> None:
     with unguided_engine(models.gpu, on_gpu(3, max_batch_size=1)) as engine:
         endless = ask(tokens(5, 9), max_tokens=10_000, ignore_eos=True)
-        engine.submit(endless.request)
+        endless.submit(engine)
         until_false(lambda: len(endless.tokens) < 4)
         following = UNGUIDED[0]()
-        engine.submit(following.request)
+        following.submit(engine)
         engine.abort(endless.request.request_id)
         assert endless.wait().finish in (FinishReason.ABORTED, FinishReason.LENGTH)
         assert following.wait().tokens == unguided_tokens[0]
@@ -253,7 +253,7 @@ def test_a_step_without_rows_ends_and_answers_continue(
 
         first.before = die
         for made in answers:
-            engine.submit(made.request)
+            made.submit(engine)
         grammar._thread.join(PATIENCE_S)
         grammar.kill_sidecar()
         engine.grammar_lost()

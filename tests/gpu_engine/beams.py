@@ -17,6 +17,7 @@ from gpu_engine.api.request import BeamParams, EarlyStopping, FinishReason, Requ
 from gpu_engine.core.engine import Engine
 from tests.fakes import EOS
 from tests.gpu_engine.harness import PATIENCE_S, ask, held
+from tests.gpu_engine.made_requests import changed
 
 STOPPING = {EarlyStopping.HEURISTIC: False, EarlyStopping.AT_ONCE: True, EarlyStopping.NEVER: "never"}
 """transformers' `early_stopping`."""
@@ -36,6 +37,13 @@ class BeamAnswer:
         self.events.append(event)
         if len(self.events) == self.params.num_returned:
             self._over.set()
+
+    def change(self, **values: Any) -> None:
+        """Change fields of the request, which is not submitted yet."""
+        self.request = changed(self.request, **values)
+
+    def submit(self, engine: Engine) -> None:
+        engine.submit(self.request)
 
     def wait(self) -> BeamAnswer:
         assert self._over.wait(PATIENCE_S), f"{self.events} of {self.request}"
@@ -76,7 +84,7 @@ def search(
     given."""
     answer = BeamAnswer(BeamParams(width, penalty, stopping, n or width))
     made = ask(prompt, drafts=0, **options)
-    made.request.sink, made.request.beams, answer.request = answer, answer.params, made.request
+    answer.request = changed(made.request, sink=answer, beams=answer.params)
     return answer
 
 
@@ -84,7 +92,7 @@ def search_all(engine: Engine, answers: Sequence[BeamAnswer]) -> list[BeamAnswer
     """Submit all searches at once, and wait for them."""
     with held(engine):
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
     return [answer.wait() for answer in answers]
 
 

@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import LockstepError
-from gpu_engine.api.request import FinishReason, GrammarKind, GrammarSpec, Logprobs, Request, SamplingParams, TokenEvent
+from gpu_engine.api.request import FinishReason, GrammarKind, GrammarSpec, Logprobs, Request, Telemetry, TokenEvent
 from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
+from tests.gpu_engine.made_requests import changed, made
 
 PATIENCE_S = 60.0
 """Seconds after which a wait fails its test."""
@@ -34,10 +36,19 @@ class Answer:
     """The sink of one request, with every event that the engine sent to it."""
 
     request: Request = field(init=False)
+    telemetry: Telemetry = field(init=False)
+    """The sequence's, once it is submitted."""
     events: list[TokenEvent] = field(default_factory=list)
     on_event: Callable[[Answer], None] | None = None
     """Called on the engine thread after each event."""
     _over: threading.Event = field(default_factory=threading.Event)
+
+    def change(self, **values: Any) -> None:
+        """Change fields of the request, which is not submitted yet."""
+        self.request = changed(self.request, **values)
+
+    def submit(self, engine: Engine, *, awaits_pages: bool = False) -> None:
+        self.telemetry = engine.submit(self.request, awaits_pages=awaits_pages)
 
     def __call__(self, event: TokenEvent) -> None:
         self.events.append(event)
@@ -82,13 +93,20 @@ def ask(
     drafts: int = 15,
     on_event: Callable[[Answer], None] | None = None,
     name: str | None = None,
-    **sampling: object,
+    **values: object,
 ) -> Answer:
-    """Return the answer of a request that is not yet submitted; `sampling` goes to SamplingParams, temperature 0."""
-    params = SamplingParams(max_tokens=max_tokens, seed=seed, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    """Return the answer of a request that is not yet submitted; `values` are any fields of it, the temperature is 0."""
     answer = Answer(on_event=on_event)
-    spec = None if grammar is None else GrammarSpec(GrammarKind.LARK, grammar)
-    answer.request = Request(name or f"r{next(_numbers)}", 0, prompt, params, answer, spec, drafts)
+    answer.request = made(
+        prompt,
+        answer,
+        request_id=name or f"r{next(_numbers)}",
+        max_tokens=max_tokens,
+        seed=seed,
+        grammar=None if grammar is None else GrammarSpec(GrammarKind.LARK, grammar),
+        num_draft_tokens=drafts,
+        **{"temperature": 0.0, **values},
+    )
     return answer
 
 
@@ -234,7 +252,7 @@ def answer_all(engine: Engine, answers: list[Answer]) -> list[list[int]]:
     """Submit all requests at once and return their tokens."""
     with held(engine):
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
     return [answer.wait().tokens for answer in answers]
 
 
@@ -256,7 +274,7 @@ def answer_staggered(engine: Engine, answers: list[Answer], *, gap: int = 5) -> 
         following = next(remaining, None)
         if following is not None:
             following.on_event = submit_next_if_due
-            engine.submit(following.request)
+            following.submit(engine)
 
     submit_next()
     return [answer.wait().tokens for answer in answers]

@@ -181,8 +181,8 @@ class ByClient:
 def processed(processors: Processors, answer: Answer, *uses: tuple[str, str]) -> Answer:
     """Return the answer of the same request with these processors: (name, arguments as JSON)."""
     request = answer.request
-    ids = {"request_id": request.request_id, "client_id": request.client_id}
-    request.logits_processors = tuple(
-        processors.use(f"logits_processors[{i}]", name, arguments, **ids) for i, (name, arguments) in enumerate(uses)
-    )
+    ids = {"request_id": request.request_id, "client_id": request.scheduling.client_id}
+    each = enumerate(uses)
+    made = tuple(processors.use(f"logits_processors[{i}]", name, arguments, **ids) for i, (name, arguments) in each)
+    answer.change(logits_processors=made)
     return answer

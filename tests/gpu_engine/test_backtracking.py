@@ -64,8 +64,8 @@ class Case:
             logprobs=self.logprobs,
         )
         source = f"JSON_SCHEMA {self.whitespace} {json.dumps(self.schema)}"
-        answer.request.grammar = GrammarSpec(GrammarKind.JSON_SCHEMA, source, verify=True)
-        answer.request.backtracking = self.back
+        answer.change(grammar=GrammarSpec(GrammarKind.JSON_SCHEMA, source, verify=True))
+        answer.change(backtracking=self.back)
         return answer
 
     def check(self, answer: Answer) -> None:
@@ -91,7 +91,7 @@ def run(sidecars: Sidecars, settings: EngineConfig, cases: list[Case], *, alone:
 
 
 def outcome(answer: Answer) -> tuple[list[int], FinishReason | None, int]:
-    return answer.tokens, answer.finish, answer.request.telemetry.backtracks
+    return answer.tokens, answer.finish, answer.telemetry.backtracks
 
 
 def compare(sidecars: Sidecars, cases: list[Case], others: list[EngineConfig]) -> list[Answer]:
@@ -113,7 +113,7 @@ def test_answers_that_go_back_are_valid_and_do_not_depend_on_drafts(sidecars: Si
     cases = [Case(seed, schema) for seed in range(1) for schema in SCHEMAS]
     drafting = config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=7, overlap=True, **PATIENT)
     answers = compare(sidecars, cases, [with_drafts(3, **PATIENT), drafting])
-    went_back = [answer for answer in answers if answer.request.telemetry.backtracks]
+    went_back = [answer for answer in answers if answer.telemetry.backtracks]
     assert sum(answer.finish in FINISHED for answer in went_back) >= 2, [outcome(answer) for answer in answers]
     stay = run(sidecars, with_drafts(0, **PATIENT), [replace(case, back=None) for case in cases])
     assert ends(stay)["GRAMMAR_INVALID"] > ends(answers)["GRAMMAR_INVALID"] > 0
@@ -124,7 +124,7 @@ def test_tokens_that_were_sent_stay(sidecars: Sidecars) -> None:
     answers = run(sidecars, with_drafts(3, **PATIENT), [Case(0, SCHEMAS[0], Backtracking(8, held)) for held in (2, 60)])
     short, long = answers
     assert long.finish in FINISHED
-    assert long.request.telemetry.backtracks > 0
+    assert long.telemetry.backtracks > 0
     assert short.finish is FinishReason.GRAMMAR_INVALID
     assert len(short.tokens) > len(short.events) > 2
     assert {event.num_held for event in short.events[:-1]} == {2}
@@ -133,7 +133,7 @@ def test_tokens_that_were_sent_stay(sidecars: Sidecars) -> None:
 
 def test_what_belongs_to_tokens_goes_back_with_them(sidecars: Sidecars) -> None:
     (answer,) = run(sidecars, with_drafts(3, **PATIENT), [Case(0, SCHEMAS[0], logprobs=2)])
-    assert answer.request.telemetry.backtracks > 0
+    assert answer.telemetry.backtracks > 0
     assert len([each for event in answer.events for each in event.logprobs]) == len(answer.tokens)
 
 

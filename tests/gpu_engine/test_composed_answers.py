@@ -130,7 +130,7 @@ class Case:
             temperature=self.temperature,
             logit_bias=bias,
         )
-        answer.request.token_origins = True
+        answer.change(token_origins=True)
         return answer
 
     def check(self, answer: Answer) -> Counter[str]:
@@ -146,7 +146,7 @@ class Case:
         deltas = [out.take([event]) for event in answer.events]
         origins = Counter(origin for delta in deltas for origin in delta.origins)
         accepted = origins[TokenOrigin.DRAFT] + origins[TokenOrigin.FORCED]
-        assert accepted == answer.request.telemetry.accepted_draft_tokens
+        assert accepted == answer.telemetry.accepted_draft_tokens
         assert origins.total() == len(answer.tokens)
         found = Counter({answer.finish.name: 1, "drafts": accepted, "forced": origins[TokenOrigin.FORCED]})
         if answer.finish not in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED):

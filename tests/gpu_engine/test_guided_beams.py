@@ -39,7 +39,7 @@ def sidecars(request: pytest.FixtureRequest, llama: LoadedModel) -> Sidecars:
 
 def run(engine: Engine, answers: list[BeamAnswer]) -> list[list[list[int]]]:
     for answer in answers:
-        engine.submit(answer.request)
+        answer.submit(engine)
     return [answer.wait().tokens for answer in answers]
 
 
@@ -49,7 +49,7 @@ def test_beams_part_in_the_reasoning_and_in_the_answer(sidecars: Sidecars) -> No
         alone = [run(engine, [make()])[0] for make in SEARCHES]
     answers, other = [make() for make in SEARCHES], ask(tokens(30, 1), grammar=SEARCHES[0].keywords["grammar"])
     with sidecars.engine(settings(7, max_batch_size=8, overlap=True), logs=False) as (engine, _):
-        engine.submit(other.request)
+        other.submit(engine)
         assert run(engine, answers) == alone
         other.wait()
     for answer in answers:

@@ -45,8 +45,8 @@ class Case:
             repetition=self.limit,
         )
         if self.schema is not None:
-            answer.request.grammar = GrammarSpec(
-                GrammarKind.JSON_SCHEMA, f"JSON_SCHEMA COMPACT {json.dumps(self.schema)}"
+            answer.change(
+                grammar=GrammarSpec(GrammarKind.JSON_SCHEMA, f"JSON_SCHEMA COMPACT {json.dumps(self.schema)}")
             )
         return answer
 

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.ports import GrammarPort
-from gpu_engine.api.request import GrammarKind, GrammarSpec, Request, SamplingParams, TokenEvent
+from gpu_engine.api.request import GrammarKind, GrammarSpec, Request, TokenEvent
 from gpu_engine.cli.client import Client
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.ops.core_split import CoreSplit
@@ -28,6 +28,7 @@ from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.cores import usable_cores
 from shared_mem.handover import SOCKET_NAME, listen
 from tests.fakes import FakeEngine, FakeModel, Script, answers_with
+from tests.gpu_engine.made_requests import made
 from tests.waiting import eventually
 
 ENGINE = EngineConfig(max_model_len=256, num_draft_tokens=3)
@@ -293,7 +294,7 @@ async def test_it_spawns_and_uses_a_grammar_process(tmp_path: Path) -> None:
         assert server.sidecar is not None
         assert pb.BACKEND_LLGUIDANCE in (await client.info()).backends
         spec = GrammarSpec(GrammarKind.REGEX, "[ab]+")
-        request = Request("r", 0, [1], SamplingParams(max_tokens=4, seed=0), lambda event: None, grammar=spec)
+        request = made([1], max_tokens=4, grammar=spec)
         ports[0].open(0, 1, request, (ord("a"),))
         await eventually(lambda: engines[0].opened or engines[0].failed)
         assert engines[0].failed == []

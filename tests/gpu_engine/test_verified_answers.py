@@ -54,8 +54,8 @@ class Case:
             tokens(9, self.seed, repeat=3), max_tokens=80, seed=self.seed, temperature=0.0 if self.seed % 2 else 1.2
         )
         spec = GrammarSpec(GrammarKind.JSON_SCHEMA, f"JSON_SCHEMA COMPACT {json.dumps(self.schema)}", verify=True)
-        answer.request.grammar = spec
-        answer.request.backtracking = self.back
+        answer.change(grammar=spec)
+        answer.change(backtracking=self.back)
         return answer
 
     def check(self, answer: Answer) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from gpu_engine.api.adapters import Adapter, AdapterKind, AdapterUse
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import (
     AdapterRefused,
@@ -28,10 +27,11 @@ from gpu_engine.api.errors import (
     UnknownAdapter,
     WrongRole,
 )
+from gpu_engine.api.limits import Limits
 from gpu_engine.api.outputs import LOGITS, OutputSpec
 from gpu_engine.api.page_transfer import PageAccess
 from gpu_engine.api.ports import ClearedGrammars, Compiled, DraftModelInfo, GrammarStats, PageEvents
-from gpu_engine.api.request import FinishReason, GrammarSpec, Logprobs, Request, TokenEvent, TokenOrigin
+from gpu_engine.api.request import FinishReason, GrammarSpec, Logprobs, Request, Telemetry, TokenEvent, TokenOrigin
 from gpu_engine.api.stats import EngineStats, Iteration, IterationRing, SequenceStats
 from gpu_engine.front.calls import Calls
 from tools.simulation.model import EOS, VOCAB, byte_tokenizer
@@ -117,10 +117,11 @@ class InstantEngine:
         """Refuse: the engine has no pages for others."""
         raise WrongRole("role: this engine has no KV pages for others")
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, *, awaits_pages: bool = False) -> Telemetry:
         """Answer the sequence."""
         for event in _answer(request):
             request.sink(event)
+        return Telemetry()
 
     def abort(self, request_id: str) -> bool:
         """Return that no such request runs: all have ended."""
@@ -145,8 +146,8 @@ class InstantEngine:
 
 def _answer(request: Request) -> Iterator[TokenEvent]:
     count = min(len(ANSWER), request.sampling.max_tokens)
-    top = tuple((token, -1.0 - token) for token in range(request.sampling.logprobs or 0))
-    scored = request.sampling.logprobs is not None
+    top = tuple((token, -1.0 - token) for token in range(request.outputs.num_logprobs or 0))
+    scored = request.outputs.num_logprobs is not None
     for i in range(count):
         last = i == count - 1
         yield TokenEvent(
@@ -154,7 +155,7 @@ def _answer(request: Request) -> Iterator[TokenEvent]:
             (ANSWER[i],),
             (Logprobs(-0.5, top),) if scored else (),
             finish=FinishReason.LENGTH if last else None,
-            origins=(TokenOrigin.SAMPLED,) if request.token_origins else (),
+            origins=(TokenOrigin.SAMPLED,) if request.outputs.token_origins else (),
         )
 
 

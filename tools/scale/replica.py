@@ -61,6 +61,13 @@ class Request:
         return self._tokens
 
 
+@dataclass(slots=True, eq=False, kw_only=True, repr=False)
+class ServedSequence(Sequence):
+    """The scheduler's state of a request."""
+
+    request: Request
+
+
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """How many drafts a sequence verifies in a step, and how many tokens it gets, by the sequences that decode."""
@@ -136,7 +143,7 @@ class EngineSpec:
     start_s: float = 15.0
     """From the start of an engine's process to its first request."""
 
-    def scheduler(self) -> Scheduler[Request]:
+    def scheduler(self) -> Scheduler[ServedSequence]:
         """Return a scheduler as `EngineLoop` of gpu_engine/core/loop.py builds it."""
         config = self.config
         sizes = Serving(PRESETS["embedded"], FORMATS["bfloat16"], config)  # pages and lookahead depend on no shape
@@ -146,7 +153,7 @@ class EngineSpec:
             prefill_chunk=config.prefill_shapes.budget,
             lookahead=sizes.lookahead,
             shapes=config.prefill_shapes,
-            tokens_of=(lambda sequence: sequence.payload.tokens()) if config.caches_prefixes else None,
+            tokens_of=(lambda sequence: sequence.request.tokens()) if config.caches_prefixes else None,
             max_batched_tokens=max(config.prefill_shapes.budget, config.max_batch_size) if self.mixes else 0,
             max_starvation_s=config.max_starvation_s or math.inf,
         )
@@ -215,7 +222,7 @@ class Replica:
     def _boot(self) -> None:
         self._scheduler = self.spec.scheduler()
         self._grammar = GrammarSide(self._env, self.spec.grammars, self._rng)
-        self._held: dict[Request, Sequence[Request]] = {}
+        self._held: dict[Request, ServedSequence] = {}
         self._wake = self._env.event()
         self.alive = True
         self._loop = self._env.process(self._run())
@@ -231,7 +238,9 @@ class Replica:
         if len(self._held) >= config.max_queue_size + config.max_batch_size:
             raise QueueFull(f"engine {self.number}: max_queue_size = {config.max_queue_size}")
         arrival = request.arrival
-        sequence = Sequence(request, arrival.prompt_tokens, arrival.grammar > 0, waits_since_s=self._env.now)
+        sequence = ServedSequence(
+            arrival.prompt_tokens, arrival.grammar > 0, waits_since_s=self._env.now, request=request
+        )
         self._held[request] = sequence
         self._scheduler.add(sequence)
         self._notify()
@@ -255,15 +264,15 @@ class Replica:
                 sequence.grammar_state = GrammarState.LOST
                 self._env.process(self._reopen(sequence, sequence.slot_gen))
 
-    def _reopen(self, sequence: Sequence[Request], slot_gen: int) -> Generator[simpy.Event, Any, None]:
+    def _reopen(self, sequence: ServedSequence, slot_gen: int) -> Generator[simpy.Event, Any, None]:
         yield from self._grammar.ready()
         self._opened(sequence, slot_gen)
 
-    def _open(self, sequence: Sequence[Request], slot_gen: int) -> Generator[simpy.Event, Any, None]:
-        yield from self._grammar.open(sequence.payload.arrival.grammar)
+    def _open(self, sequence: ServedSequence, slot_gen: int) -> Generator[simpy.Event, Any, None]:
+        yield from self._grammar.open(sequence.request.arrival.grammar)
         self._opened(sequence, slot_gen)
 
-    def _opened(self, sequence: Sequence[Request], slot_gen: int) -> None:
+    def _opened(self, sequence: ServedSequence, slot_gen: int) -> None:
         if sequence.slot >= 0 and sequence.slot_gen == slot_gen:
             sequence.grammar_state = GrammarState.OPEN
             self._notify()
@@ -291,10 +300,10 @@ class Replica:
         except simpy.Interrupt:
             return
 
-    def _seconds(self, plan: Plan[Request]) -> tuple[list[int], float]:
+    def _seconds(self, plan: Plan[ServedSequence]) -> tuple[list[int], float]:
         """Return the drafts of each sequence that decodes, and the time of the iteration."""
         mean, _ = self.spec.drafts.at(len(plan.decode))
-        wanted = [mean * sequence.payload.gain for sequence in plan.decode]
+        wanted = [mean * sequence.request.gain for sequence in plan.decode]
         drafts = [min(MAX_DRAFT_TOKENS, int(count) + (self._rng.random() < count % 1)) for count in wanted]
         chunks = [(chunk.end - chunk.start, (chunk.start + chunk.end) // 2) for chunk in plan.prefill]
         tokens = sum(count for count, _ in chunks)
@@ -326,7 +335,7 @@ class Replica:
         low = int(place)
         return quantiles[low] + (place - low) * (quantiles[low + 1] - quantiles[low])
 
-    def _apply(self, plan: Plan[Request], drafts: list[int]) -> None:
+    def _apply(self, plan: Plan[ServedSequence], drafts: list[int]) -> None:
         """Give every sequence of the iteration what it brought."""
         for chunk in plan.prefill:
             chunk.sequence.prefilled = chunk.end
@@ -334,7 +343,7 @@ class Replica:
                 self._scheduler.index_pages(chunk.sequence)
         mean, tokens = self.spec.drafts.at(len(plan.decode))
         for sequence, count in zip(plan.decode, drafts, strict=True):
-            request, brought = sequence.payload, 1
+            request, brought = sequence.request, 1
             acceptance = acceptance_of(mean * request.gain, 1 + (tokens - 1) * request.gain) if count else 0.0
             while brought <= count and self._rng.random() < acceptance:
                 brought += 1

@@ -176,7 +176,7 @@ _ALL = (
             (
                 _LOOP,
                 "            self.executor.scorer.drop(sequence)\n        self.grammar_slots.close(sequence)\n",
-                "            self.executor.scorer.drop(sequence)\n        sequence.payload.bound = None\n",
+                "            self.executor.scorer.drop(sequence)\n        sequence.bound = None\n",
             ),
         ),
     ),

@@ -23,6 +23,7 @@ from gpu_engine.api.request import (
     GrammarSpec,
     Request,
     SamplingParams,
+    Speculation,
     TokenEvent,
 )
 from gpu_engine.core.engine import Engine
@@ -183,7 +184,12 @@ class Client:
             if spec is not None:
                 grammar.prepare(self.name, spec, fail)
             request = Request(
-                self.name, 0, list(kind.prompt), kind.sampling, sink, spec, num_draft_tokens=self.num_drafts
+                request_id=self.name,
+                prompt_ids=list(kind.prompt),
+                sampling=kind.sampling,
+                sink=sink,
+                grammar=spec,
+                speculation=Speculation(self.num_drafts),
             )
             engine.submit(request)
             if self.plan.aborts_at_s is not None:

@@ -28,7 +28,7 @@ from gpu_engine.api.request import FinishReason, PromptLogprobs, TokenEvent
 from gpu_engine.core.beams.edits import edits_of
 from gpu_engine.core.beams.search import BeamSearch, Child, Hypothesis
 from gpu_engine.core.grammar_slots import GrammarSlots
-from gpu_engine.core.running import RunningSequence, SequenceState, SlotWriter
+from gpu_engine.core.running import RunningSequence, SlotWriter
 from gpu_engine.core.scheduler import Scheduler
 from gpu_engine.step.handle import BeamLanes
 from gpu_engine.step.outcomes import Candidates
@@ -59,7 +59,7 @@ class BeamGroup:
         """Yield the one event of each sequence that is returned. `finish` and `error` end the search early; without
         both it is done.
         """
-        params = self.members[0].payload.request.beams
+        params = self.members[0].request.beams
         assert params is not None
         found = [] if finish or error else self.search.hypotheses
         missing = FinishReason.GRAMMAR_ERROR if self.guided else FinishReason.LENGTH
@@ -75,7 +75,7 @@ class BeamGroup:
     def _finish(self, hypothesis: Hypothesis) -> FinishReason:
         if not hypothesis.stopped:
             return FinishReason.GRAMMAR_INCOMPLETE if self.guided else FinishReason.LENGTH
-        by_client = hypothesis.token_ids[-1] in self.members[0].payload.request.sampling.stop_token_ids
+        by_client = hypothesis.token_ids[-1] in self.members[0].request.sampling.stop_token_ids
         return FinishReason.GRAMMAR_CLOSED if self.guided and hypothesis.closed and not by_client else FinishReason.STOP
 
     def placed(self, children: Sequence[Child]) -> list[tuple[RunningSequence, RunningSequence]]:
@@ -106,7 +106,7 @@ class BeamGroups:
 
     def __init__(
         self,
-        scheduler: Scheduler[SequenceState],
+        scheduler: Scheduler[RunningSequence],
         slot_writer: SlotWriter,
         sync: Sync,
         grammar_slots: GrammarSlots,
@@ -126,11 +126,19 @@ class BeamGroups:
 
     def add(self, first: RunningSequence) -> None:
         """Make the group of a submitted sequence whose request is a beam search."""
-        request, sampling = first.payload.request, first.payload.request.sampling
+        request, sampling = first.request, first.request.sampling
         assert request.beams is not None
         stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self._eos)
         others = [
-            RunningSequence(SequenceState(request), 0, False, priority=first.priority, salt=first.salt, held=True)
+            RunningSequence(
+                0,
+                False,
+                scheduling=request.scheduling,
+                salt=request.salt,
+                held=True,
+                request=request,
+                telemetry=first.telemetry,
+            )
             for _ in range(request.beams.width - 1)
         ]
         members = (first, *others)
@@ -154,8 +162,7 @@ class BeamGroups:
             if sequence.group:
                 sequence.held = True
                 lanes.append(b)
-                state = sequence.payload
-                edits.append(edits_of(state.request, self.of(sequence).stop_ids, state.answer))
+                edits.append(edits_of(sequence.request, self.of(sequence).stop_ids, sequence.answer))
         return BeamLanes(tuple(lanes), tuple(edits)) if lanes else None
 
     def slot_lost(self, beam: RunningSequence) -> None:
@@ -167,7 +174,7 @@ class BeamGroups:
         """Keep what a step has found for a beam. `waited_ms`: the time that the step waited for mask rows."""
         self.of(beam).found[beam] = candidates
         if beam.guided:
-            beam.payload.request.telemetry.mask_wait_ms += waited_ms
+            beam.telemetry.mask_wait_ms += waited_ms
             self._grammar_slots.rows_arrived(beam)
 
     def complete(self) -> list[BeamGroup]:
@@ -181,7 +188,7 @@ class BeamGroups:
         if group.search.done:
             return
         placed = group.placed(children)
-        num_committed = len(group.beams[0].payload.answer)
+        num_committed = len(group.beams[0].answer)
         for each in group.beams:
             each.prefilled = each.length  # the step has stored the keys of the last token, too
         pairs = [(source, target) for source, target in placed if source is not target]
@@ -190,9 +197,9 @@ class BeamGroups:
         for each in group.members:
             if each not in group.beams and each.length:
                 self._clear(each)
-        prompt_length = len(group.members[0].payload.request.prompt_ids)
+        prompt_length = len(group.members[0].request.prompt_ids)
         for sequence, beam in zip(group.beams, group.search.beams, strict=True):
-            sequence.payload.answer = beam.token_ids
+            sequence.answer = beam.token_ids
             sequence.length = prompt_length + len(beam.token_ids)
             sequence.held, sequence.guided = False, group.guided
             if forked:
@@ -212,7 +219,7 @@ class BeamGroups:
                     self._report_lost(lost)
                 if source.slot < 0:
                     return False
-            target.payload.answer = list(source.payload.answer)
+            target.answer = list(source.answer)
             if is_new:
                 self._slot_writer.assign(target)
             else:
@@ -225,7 +232,7 @@ class BeamGroups:
         """Take the tokens of a beam without a child."""
         self._grammar_slots.close(beam)
         self._scheduler.clear(beam)
-        beam.payload.answer, beam.guided = [], False
+        beam.answer, beam.guided = [], False
 
     def __len__(self) -> int:
         return len(self._groups)

@@ -82,7 +82,7 @@ class Delivery:
             step.forward_rows + step.prompt_tokens, step.step_ms, step.waited_ms, guided=step.any_guided
         )
         for b, (sequence, outcome) in enumerate(zip(step.sequences, step.outcomes, strict=True)):
-            if not step.holds(b) or sequence.ended or sequence.payload.backtracking:
+            if not step.holds(b) or sequence.ended or sequence.backtracking:
                 continue
             if outcome.error is not None:
                 self._fail(sequence, outcome, outcome.error, step)
@@ -97,11 +97,11 @@ class Delivery:
         """Return what the client has not got yet of a sequence that ends with the tokens of `event`."""
         if sequence in self._outputs:
             return self._outputs.close(sequence)
-        return all_unsent(sequence.payload, event or TokenEvent(sequence.payload.request.index))
+        return all_unsent(sequence, event or TokenEvent(sequence.request.index))
 
     def _take(self, sequence: RunningSequence, outcome: LaneOutcome, step: LaunchedStep) -> None:
         """Deliver a lane that is no beam, or is one whose row is missing or in error."""
-        if sequence.payload.request.sampling.repetition is not None and outcome.token_ids:
+        if sequence.request.sampling.repetition is not None and outcome.token_ids:
             outcome = _until_repeated(sequence, outcome)
         event = self._event(sequence, outcome)
         self._count(sequence, outcome, step.waited_ms)
@@ -113,13 +113,13 @@ class Delivery:
         finish = None if outcome.finish is None else _reason(sequence, outcome)
         if sequence in self._outputs:
             self._hold(sequence, event, finish)
-        elif finish is FinishReason.GRAMMAR_INVALID and may_backtrack(sequence.payload):
-            hold(sequence.payload, event)
+        elif finish is FinishReason.GRAMMAR_INVALID and may_backtrack(sequence):
+            hold(sequence, event)
             self._grammar_slots.backtrack(sequence)
         elif finish is not None:
             self._end(sequence, event, finish=finish)
         elif outcome.token_ids:
-            hold(sequence.payload, event)
+            hold(sequence, event)
 
     def _fail(self, sequence: RunningSequence, outcome: LaneOutcome, error: LockstepError, step: LaunchedStep) -> None:
         """End a lane for which the step failed. Without drafts its tokens were sent before the row that failed."""
@@ -127,7 +127,7 @@ class Delivery:
             event = self._event(sequence, outcome)
             self._count(sequence, outcome, step.waited_ms)
             if sequence not in self._outputs:  # their tokens wait for their rows, which an error drops
-                sequence.payload.request.sink(all_unsent(sequence.payload, event))
+                sequence.request.sink(all_unsent(sequence, event))
         self._end(sequence, error=error)
 
     def _hold(self, sequence: RunningSequence, event: TokenEvent, finish: FinishReason | None) -> None:
@@ -143,7 +143,7 @@ class Delivery:
         for group in self._beams.complete():
             first = group.members[0]
             group.prompt_logprobs = group.prompt_logprobs or self._prompt_logprobs(first)
-            first.payload.request.telemetry.steps += 1
+            first.telemetry.steps += 1
             for _ in group.beams:
                 self._stats.count_tokens(1, 0, 0)
             self._count_time(first)
@@ -155,8 +155,8 @@ class Delivery:
 
     def _event(self, sequence: RunningSequence, outcome: LaneOutcome) -> TokenEvent:
         """Return the event of a step's tokens. Must come before they are counted, which changes what was drafted."""
-        request, ids = sequence.payload.request, outcome.token_ids
-        origins = _origins(sequence, outcome) if request.token_origins else ()
+        request, ids = sequence.request, outcome.token_ids
+        origins = _origins(sequence, outcome) if request.outputs.token_origins else ()
         scores = self._prompt_logprobs(sequence) if ids else None
         return TokenEvent(request.index, ids, outcome.logprobs, prompt_logprobs=scores, origins=origins)
 
@@ -170,16 +170,16 @@ class Delivery:
     # -- counters ----------------------------------------------------------------------------------------------------
 
     def _count(self, sequence: RunningSequence, outcome: LaneOutcome, waited_ms: float) -> None:
-        telemetry, stats, count = sequence.payload.request.telemetry, self._stats, len(outcome.token_ids)
-        sequence.payload.answer.extend(outcome.token_ids)
+        telemetry, stats, count = sequence.telemetry, self._stats, len(outcome.token_ids)
+        sequence.answer.extend(outcome.token_ids)
         sequence.length += count
         # The pages hold the keys of every token but the last; those of rejected drafts are overwritten.
         sequence.prefilled = sequence.length - 1
         telemetry.steps += 1
         telemetry.mask_wait_ms += waited_ms if sequence.guided else 0.0
-        stats.count_tokens(count, outcome.num_drafts, outcome.num_accepted, sequence.payload.num_jump_forward)
+        stats.count_tokens(count, outcome.num_drafts, outcome.num_accepted, sequence.num_jump_forward)
         if outcome.num_jump_forward >= 0:
-            sequence.payload.num_jump_forward = outcome.num_jump_forward
+            sequence.num_jump_forward = outcome.num_jump_forward
         if count:
             telemetry.draft_tokens += outcome.num_drafts
             telemetry.accepted_draft_tokens += outcome.num_accepted
@@ -190,7 +190,7 @@ class Delivery:
 
     def _count_time(self, sequence: RunningSequence) -> None:
         """Note that the sequence got tokens now."""
-        telemetry, now_s = sequence.payload.request.telemetry, time.monotonic()
+        telemetry, now_s = sequence.telemetry, time.monotonic()
         if telemetry.first_token_s:
             self._stats.token_gap_seconds.observe(now_s - telemetry.last_token_s)
         else:
@@ -225,20 +225,20 @@ def _until_repeated(sequence: RunningSequence, outcome: LaneOutcome) -> LaneOutc
 
     A guided answer goes on: the grammar process, which sees the same repetition, leads it to its end.
     """
-    payload, ids = sequence.payload, outcome.token_ids
-    limit = payload.request.sampling.repetition
-    if limit is None or payload.repeats:
+    ids = outcome.token_ids
+    limit = sequence.request.sampling.repetition
+    if limit is None or sequence.repeats:
         return outcome
-    recent = (*payload.answer[-limit.num_tokens :], *ids)
-    before = len(payload.answer) + len(ids) - len(recent)
+    recent = (*sequence.answer[-limit.num_tokens :], *ids)
+    before = len(sequence.answer) + len(ids) - len(recent)
     for end in range(len(recent) - len(ids) + 1, len(recent) + 1):
         if limit.is_reached(recent, end, before):
             break
     else:
         return outcome
-    payload.repeats = True
+    sequence.repeats = True
     count = end - (len(recent) - len(ids))
-    if payload.request.grammar is not None or (count == len(ids) and outcome.finish is FinishReason.STOP):
+    if sequence.request.grammar is not None or (count == len(ids) and outcome.finish is FinishReason.STOP):
         return outcome
     return replace(
         outcome,
@@ -252,9 +252,9 @@ def _until_repeated(sequence: RunningSequence, outcome: LaneOutcome) -> LaneOutc
 
 def _reason(sequence: RunningSequence, outcome: LaneOutcome) -> FinishReason | None:
     """Return why a lane ends. Where answers are verified, no token is legal when none leads to a valid answer."""
-    grammar = sequence.payload.request.grammar
-    if outcome.finish is FinishReason.GRAMMAR_CLOSED and sequence.payload.repeats:
-        by_client = outcome.token_ids[-1] in sequence.payload.request.sampling.stop_token_ids
+    grammar = sequence.request.grammar
+    if outcome.finish is FinishReason.GRAMMAR_CLOSED and sequence.repeats:
+        by_client = outcome.token_ids[-1] in sequence.request.sampling.stop_token_ids
         return outcome.finish if by_client else FinishReason.REPETITION
     is_lost = outcome.finish is FinishReason.GRAMMAR_ERROR and outcome.blocked == RowKind.DEAD_END
     return FinishReason.GRAMMAR_INVALID if is_lost and grammar is not None and grammar.verify else outcome.finish
@@ -263,7 +263,7 @@ def _reason(sequence: RunningSequence, outcome: LaneOutcome) -> FinishReason | N
 def _origins(sequence: RunningSequence, outcome: LaneOutcome) -> tuple[TokenOrigin, ...]:
     """Return how a step came to each of its tokens: the first drafts are those of the grammar."""
     accepted = min(outcome.num_accepted, len(outcome.token_ids))
-    forced = min(sequence.payload.num_jump_forward, accepted)
+    forced = min(sequence.num_jump_forward, accepted)
     return (
         *[TokenOrigin.FORCED] * forced,
         *[TokenOrigin.DRAFT] * (accepted - forced),

@@ -11,28 +11,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpu_engine.api.request import TokenEvent
-from gpu_engine.core.running import SequenceState
+from gpu_engine.core.running import RunningSequence
 
 
-def hold(state: SequenceState, event: TokenEvent) -> None:
+def hold(sequence: RunningSequence, event: TokenEvent) -> None:
     """Send the tokens of `event`, all but those that are to be held of a verified answer."""
-    backtracking = state.request.backtracking
-    if backtracking is None or not state.verified:
-        state.request.sink(event)
+    backtracking = sequence.request.backtracking
+    if backtracking is None or not sequence.verified:
+        sequence.request.sink(event)
         return
-    event = all_unsent(state, event)
+    event = all_unsent(sequence, event)
     count = max(0, len(event.token_ids) - backtracking.hold_tokens)
     if not count:
-        state.held = event
+        sequence.unsent = event
         return
-    state.held = _part(event, count, len(event.token_ids))
-    held = len(state.held.token_ids)
-    state.request.sink(replace(_part(event, 0, count), prompt_logprobs=event.prompt_logprobs, num_held=held))
+    sequence.unsent = _part(event, count, len(event.token_ids))
+    held = len(sequence.unsent.token_ids)
+    sequence.request.sink(replace(_part(event, 0, count), prompt_logprobs=event.prompt_logprobs, num_held=held))
 
 
-def all_unsent(state: SequenceState, event: TokenEvent) -> TokenEvent:
+def all_unsent(sequence: RunningSequence, event: TokenEvent) -> TokenEvent:
     """Return the held tokens and those of `event` in one event; nothing is held any more."""
-    held, state.held = state.held, None
+    held, sequence.unsent = sequence.unsent, None
     if held is None:
         return event
     return replace(
@@ -44,21 +44,21 @@ def all_unsent(state: SequenceState, event: TokenEvent) -> TokenEvent:
     )
 
 
-def may_backtrack(state: SequenceState) -> bool:
+def may_backtrack(sequence: RunningSequence) -> bool:
     """Return whether an answer without a legal token may look for a way back."""
-    backtracking, done = state.request.backtracking, state.request.telemetry.backtracks
-    return backtracking is not None and state.verified and done < backtracking.max_backtracks
+    backtracking, done = sequence.request.backtracking, sequence.telemetry.backtracks
+    return backtracking is not None and sequence.verified and done < backtracking.max_backtracks
 
 
-def go_back(state: SequenceState, num_tokens: int, dead_texts: tuple[bytes, ...]) -> None:
+def go_back(sequence: RunningSequence, num_tokens: int, dead_texts: tuple[bytes, ...]) -> None:
     """Take back the tokens behind the first `num_tokens`, which no client has."""
-    sent, held = state.num_sent, state.held
+    sent, held = sequence.num_sent, sequence.unsent
     if num_tokens < sent:
-        raise ValueError(f"num_tokens: {num_tokens} of {len(state.answer)} tokens, and {sent} were sent")
-    del state.answer[num_tokens:]
-    state.held = None if held is None else _part(held, 0, num_tokens - sent)
-    state.backtracking, state.dead_texts = False, dead_texts
-    state.request.telemetry.backtracks += 1
+        raise ValueError(f"num_tokens: {num_tokens} of {len(sequence.answer)} tokens, and {sent} were sent")
+    del sequence.answer[num_tokens:]
+    sequence.unsent = None if held is None else _part(held, 0, num_tokens - sent)
+    sequence.backtracking, sequence.dead_texts = False, dead_texts
+    sequence.telemetry.backtracks += 1
 
 
 def _part(event: TokenEvent, begin: int, end: int) -> TokenEvent:

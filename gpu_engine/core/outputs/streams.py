@@ -47,7 +47,7 @@ class _Stream:
     @property
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
-        return len(self.sequence.payload.request.prompt_ids)
+        return len(self.sequence.request.prompt_ids)
 
     @property
     def end(self) -> int:
@@ -111,7 +111,7 @@ class _Stream:
 
     def _event(self, count: int) -> TokenEvent:
         scores = self.prompt_logprobs if count else None
-        index = self.sequence.payload.request.index
+        index = self.sequence.request.index
         event = TokenEvent(
             index,
             tuple(self.tokens[:count]),
@@ -147,7 +147,7 @@ class OutputStreams:
 
     def add(self, sequence: RunningSequence) -> None:
         """Begin with a sequence, if its request asks for tensors."""
-        if wanted := sequence.payload.request.outputs:
+        if wanted := sequence.request.outputs.tensors:
             parts = {each.source: each.spec.row_bytes for each in wanted}
             self._streams[sequence] = _Stream(sequence, wanted, parts)
 
@@ -186,7 +186,7 @@ class OutputStreams:
                 assert stream.finish is not None
                 self._end(stream.sequence, stream.finish)
             elif stream.finish is None and (event := stream.event()) is not None:
-                stream.sequence.payload.request.sink(event)
+                stream.sequence.request.sink(event)
         return launched or any(stream.piece is not None for stream in self._streams.values())
 
     def close(self, sequence: RunningSequence) -> TokenEvent:

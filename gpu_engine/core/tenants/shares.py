@@ -25,11 +25,14 @@ PROMPT_COST, ANSWER_COST = 1.0, 2.0
 class Shared(Protocol):
     """A sequence of a tenant, as far as the counters look at it."""
 
-    tenant: TenantShare | None
     length: int
     num_cached_tokens: int
     order: int
     starving: bool
+
+    @property
+    def tenant(self) -> TenantShare | None:
+        """Whose sequence it is; None: no tenant's."""
 
 
 S = TypeVar("S", bound=Shared)

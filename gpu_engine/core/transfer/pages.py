@@ -106,13 +106,13 @@ class PageTransfers:
         reading = self._readings.pop(sequence, None)
         if reading is not None:
             _fail(reading.done, InternalError("the sequence has ended"))
-        return self._awaiting.pop(sequence.payload.request, None) is not None
+        return self._awaiting.pop(sequence.request, None) is not None
 
     # -- pages that come ----------------------------------------------------------------------------------------------
 
     def await_pages(self, sequence: RunningSequence) -> None:
         """Keep a submitted sequence out of the waiting queue until its import is closed."""
-        self._awaiting[sequence.payload.request] = sequence
+        self._awaiting[sequence.request] = sequence
 
     def open(self, wanted: WantedPages, done: Future[Opened]) -> None:
         """Begin an import. What it holds is held until `close`, also if the caller has given up."""

@@ -14,15 +14,15 @@ from collections.abc import AsyncIterator, Collection
 
 import grpc
 
-from gpu_engine.api.checked import Checked
 from gpu_engine.api.errors import ShuttingDown, UnknownModel, status_of
 from gpu_engine.api.owned_tasks import OwnedTasks
+from gpu_engine.api.request import ValidatedRequest
 from gpu_engine.front.calls import Call, Caller, Calls, Context, ErrorToStatus, Write, public_error
 from gpu_engine.front.kserve.descriptions import model_config, model_metadata, repository_index, server_metadata
 from gpu_engine.front.kserve.inputs import Asked, ends_another, to_engine
 from gpu_engine.front.kserve.outputs import VERSION, Answers
 from gpu_engine.front.kserve.statistics import Statistics
-from gpu_engine.front.tenants.accounts import Visible
+from gpu_engine.front.tenants.accounts import TenantView
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.validation import check
 from gpu_engine.ops.access import CallRecord
@@ -217,21 +217,21 @@ class _Inference:
         self._asked = Asked()
         self._answers: Answers | None = None
 
-    def check(self, visible: Visible) -> Checked:
+    def check(self, visible: TenantView) -> ValidatedRequest:
         request = self.request
         refuse_unknown_model(request.model_name, request.model_version, self._calls.engine.config.served_names)
         self._asked = asked = to_engine(request, decoupled=self._decoupled)
-        checked = check(asked.message, self._calls.limits, visible.running, find_adapter=visible.find_adapter)
+        valid = check(asked.message, self._calls.limits, visible.running, find_adapter=visible.find_adapter)
         self._answers = Answers(
             request,
             request.id or asked.message.request_id,
             asked.outputs,
-            sequences=checked.n,
+            sequences=valid.n,
             stream=asked.stream,
             batched=asked.batched,
             pad_id=asked.pad_id,
         )
-        return checked
+        return valid
 
     def respond(self, output: SequenceOutput, delta: Delta) -> list[pb.ModelInferResponse]:
         assert self._answers is not None, "a request is answered after it was checked"

@@ -30,10 +30,10 @@ class Statistics:
         self._last_ms = time.time_ns() // 1_000_000
 
     def _sequence(self, output: SequenceOutput) -> None:
-        telemetry = output.request.telemetry
+        telemetry = output.telemetry
         self._sequences += 1
         self._steps += telemetry.steps
-        stages = (telemetry.arrived_s, telemetry.scheduled_s, telemetry.prefilled_s, output.finished_s)
+        stages = (output.request.arrived_s, telemetry.scheduled_s, telemetry.prefilled_s, output.finished_s)
         times = (self._times.queue, self._times.compute_input, self._times.compute_infer)
         for duration, begin_s, end_s in zip(times, stages, stages[1:], strict=False):
             if begin_s and end_s:  # a sequence may end before it gets a slot

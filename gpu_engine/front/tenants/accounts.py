@@ -20,10 +20,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from gpu_engine.api.adapters import Adapter, AdapterKind, AdapterUse
-from gpu_engine.api.checked import Checked
 from gpu_engine.api.errors import InvalidRequest, LimitExceeded, NotAdmitted
 from gpu_engine.api.ports import AdapterAccess
-from gpu_engine.api.request import GrammarOwner, TenantShare
+from gpu_engine.api.request import GrammarOwner, TenantShare, ValidatedRequest
 from gpu_engine.front.port.auth import HEADER, bearer
 from service_runtime.from_files import FromFiles
 from service_runtime.tenants import DRAFT_INDEX, GRAMMARS, PREFIX_CACHE, Tenant, TenantTable, share_of
@@ -99,16 +98,20 @@ class Account:
             tenant.weight,
         )
 
-    def own(self, checked: Checked) -> Checked:
-        """Return a checked request under the names that it has inside of the server."""
-        tenant = self.tenant
+    def own(self, valid: ValidatedRequest) -> ValidatedRequest:
+        """Return a request under the names that it has inside of the server."""
+        tenant, params = self.tenant, valid.params
         space = "" if tenant.shares_in(PREFIX_CACHE) else tenant.name
-        return replace(
-            checked,
-            request_id=self.internal_id(checked.request_id),
-            cache_salt=f"{space}\0{checked.cache_salt}",
-            grammar=None if checked.grammar is None else replace(checked.grammar, owner=self.grammar_owner),
+        scheduling = replace(
+            params.scheduling,
+            cache_salt=f"{space}\0{params.scheduling.cache_salt}",
             tenant=TenantShare(tenant.name, tenant.weight, tenant.max_running),
+        )
+        grammar = None if params.grammar is None else replace(params.grammar, owner=self.grammar_owner)
+        return replace(
+            valid,
+            request_id=self.internal_id(valid.request_id),
+            params=replace(params, scheduling=scheduling, grammar=grammar),
         )
 
     # -- limits --------------------------------------------------------------------------------------------------------
@@ -249,7 +252,7 @@ class Tenants:
 
 
 @dataclass(frozen=True, slots=True)
-class Visible:
+class TenantView:
     """What a request can see of a server: with tenants, what is its tenant's own."""
 
     internal_ids: Collection[str]

@@ -46,8 +46,8 @@ class AuditLog:
             fields["prompt_tokens"] = record.prompt_tokens
             fields["completion_tokens"] = record.completion_tokens
             fields["finish"] = [each.finish.name for each in record.ended]
-        if record.checked is not None and record.checked.grammar is not None:
-            fields["grammar"] = record.checked.grammar.kind.name.lower()
+        if record.params is not None and record.params.grammar is not None:
+            fields["grammar"] = record.params.grammar.kind.name.lower()
         self._write(record.tenant, record.method, record.status, record.ended_s - record.arrived_s, fields)
 
     def close(self) -> None:

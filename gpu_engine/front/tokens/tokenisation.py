@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.conversation import Chat
 from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.limits import Limits
 from gpu_engine.api.ports import Tokenizer
 from gpu_engine.front.prompt import LARGE_PROMPT_CHARS, chars_of, encode_prompt
 from gpu_engine.front.validation import check_prompt, check_token_ids

@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpu_engine.api.checked import Checked, Prompt, Tokens
-from gpu_engine.api.conversation import Chat, InputKind, Tool, ToolChoice, Tools, Turn
+from gpu_engine.api.conversation import Chat, InputKind, Prompt, Tokens, Tool, ToolChoice, Tools, Turn
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.ports import Tokenizer
-from gpu_engine.api.request import GrammarKind, GrammarSpec
+from gpu_engine.api.request import GrammarKind, GrammarSpec, ValidatedRequest
 from gpu_engine.front.tools.chat import render
 from gpu_engine.front.tools.fields import MAX_MARKER_BYTES, read_json
 from gpu_engine.front.tools.formats import Markers, ToolFormat, opened_tokens, reasoning_markers, tool_format
@@ -45,25 +44,26 @@ class ReasoningPhase:
     max_tokens: int | None
 
 
-def planned(checked: Checked, tokenizer: Tokenizer) -> tuple[Checked, AnswerLayout | None]:
+def planned(valid: ValidatedRequest, tokenizer: Tokenizer) -> tuple[ValidatedRequest, AnswerLayout | None]:
     """Return a request with the grammar of its whole answer, and the layout of the answer; None: it has one part.
 
     Raises InvalidRequest.
     """
-    tools = checked.prompt.tools if isinstance(checked.prompt, Chat) else None
-    if tools is None and checked.reasoning is None:
-        return checked, None
+    own = valid.params.grammar
+    tools = valid.prompt.tools if isinstance(valid.prompt, Chat) else None
+    if tools is None and valid.reasoning is None:
+        return valid, None
     form = tool_format(tokenizer.chat_template)
     if tools is not None and form is None:
         raise InvalidRequest("tools", "this model has no chat template")
     if tools is not None and form is not None and tools.callable and not form.served:
         raise InvalidRequest("tools", f"calls in the model's format {form.name} are not supported by this version")
-    phase = reasoning_phase(checked, tokenizer)
+    phase = reasoning_phase(valid, tokenizer)
     opened = opened_tokens(tokenizer, form, phase.markers if phase else None)
-    grammar = composed(tools, form, checked.grammar, phase, opened)
-    if grammar is not None and checked.ignore_eos:
+    grammar = composed(tools, form, own, phase, opened)
+    if grammar is not None and valid.params.sampling.ignore_eos:
         raise InvalidRequest("sampling.ignore_eos", "is not allowed together with reasoning.max_tokens")
-    free = tools is not None and tools.choice is ToolChoice.AUTO and not _has_content(checked.grammar)
+    free = tools is not None and tools.choice is ToolChoice.AUTO and not _has_content(own)
     layout = AnswerLayout(
         tools,
         form,
@@ -72,12 +72,12 @@ def planned(checked: Checked, tokenizer: Tokenizer) -> tuple[Checked, AnswerLayo
         thinks_first=phase is not None and phase.is_open,
         special_text=bool(opened),
     )
-    return replace(checked, grammar=grammar), layout
+    return replace(valid, params=replace(valid.params, grammar=grammar)), layout
 
 
-def reasoning_phase(checked: Checked, tokenizer: Tokenizer) -> ReasoningPhase | None:
+def reasoning_phase(valid: ValidatedRequest, tokenizer: Tokenizer) -> ReasoningPhase | None:
     """Return the phase with which an answer may begin; None: it has none. Raises InvalidRequest."""
-    wanted, prompt = checked.reasoning, checked.prompt
+    wanted, prompt = valid.reasoning, valid.prompt
     if wanted is None:
         return None
     if wanted.effort and not isinstance(prompt, Chat):

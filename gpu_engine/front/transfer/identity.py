@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from gpu_engine.api.page_transfer import PageFormat
 from gpu_engine.api.ports import EngineCore, Model
-from gpu_engine.api.request import Request, SamplingParams, TokenEvent
+from gpu_engine.api.request import Request, SamplingParams, Scheduling, TokenEvent
 
 PROBE_TOKENS = 64
 """The fixed prompt has so many tokens, and a page at least."""
@@ -51,9 +51,14 @@ def prefill_request(token_ids: Sequence[int], cache_salt: str, request_id: str) 
 
     A sequence prefills all tokens but its last one, hence one more, which is never read.
     """
-    sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
-    prompt = [*token_ids, token_ids[-1]]
-    return Request(request_id, 0, prompt, sampling, _ignore, cache_salt=cache_salt, prefill_only=True)
+    return Request(
+        request_id=request_id,
+        prompt_ids=[*token_ids, token_ids[-1]],
+        sampling=SamplingParams(max_tokens=1, seed=0, temperature=0.0),
+        scheduling=Scheduling(cache_salt=cache_salt),
+        sink=_ignore,
+        prefill_only=True,
+    )
 
 
 def _ignore(event: TokenEvent) -> None:

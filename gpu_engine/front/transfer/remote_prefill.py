@@ -3,7 +3,7 @@
 A request whose prompt is long enough is submitted at once, and waits in the engine while its pages come. Its grammar is
 compiled meanwhile. Pages that have come stay, however the fetch ends; the engine prefills what lacks.
 
-Invariant: a request that `begin` has marked is released by the task that `start` returns, however that ends, or ends
+Invariant: a request that waits for pages is released by the task that `start` returns, however that ends, or ends
 itself. An engine that failed is left alone for a time that doubles, so a hung one delays few requests.
 
 Not responsible for: the way of the pages (see grpc_transport.py), the pages here (see core/transfer/).
@@ -83,9 +83,10 @@ class RemotePrefill:
         """Set before the first request."""
 
     def begin(self, requests: Sequence[Request]) -> WantedPages | None:
-        """Mark the sequences of a request, which have one prompt, to wait for pages; None: they are prefilled here.
+        """Return the pages that the sequences of a request, which have one prompt, should wait for; None: they are
+        prefilled here.
 
-        The caller submits them, and calls `start`.
+        The caller submits them with `awaits_pages`, and calls `start`.
         """
         first, form = requests[0], self.form
         assert form is not None, "a request before the engine is identified"
@@ -98,10 +99,8 @@ class RemotePrefill:
         if all(peer.rests_until_s > now_s for peer in self._peers):
             self._metrics.fell_back(self._peers[0].reason)
             return None
-        for request in requests:
-            request.awaits_pages = True
         tokens = first.prompt_ids[: num_pages * form.page_size]
-        return WantedPages(tokens, first.cache_salt, first.request_id, least_pages)
+        return WantedPages(tokens, first.scheduling.cache_salt, first.request_id, least_pages)
 
     def start(self, wanted: WantedPages, requests: Sequence[Request]) -> asyncio.Task[None]:
         """Fetch the pages, then let `requests` go on. Cancelling the task ends the fetch."""
@@ -179,5 +178,6 @@ def _can_use(request: Request) -> bool:
     Pages of an adapter are known by its number on one engine. Log-probabilities of a prompt and tensors of it come from
     its forward, which is here.
     """
-    with_context = any(wanted.context for wanted in request.outputs)
-    return not request.adapters and request.prompt_logprobs is None and not with_context
+    outputs = request.outputs
+    with_context = any(wanted.context for wanted in outputs.tensors)
+    return not request.adapters and outputs.prompt_logprobs is None and not with_context

@@ -62,12 +62,12 @@ class Answers:
             finish_reason=FINISH_REASONS[finish],
             prompt_tokens=len(request.prompt_ids),
             completion_tokens=output.completion_tokens,
-            cached_tokens=request.telemetry.cached_tokens,
+            cached_tokens=output.telemetry.cached_tokens,
             output_logprobs=_logprobs(token_ids, self._logprobs[index]),
             input_logprobs=self._prompt if index == 0 else None,
             index=index,
-            spec_accepted_tokens=request.telemetry.accepted_draft_tokens,
-            spec_draft_tokens=request.telemetry.draft_tokens,
+            spec_accepted_tokens=output.telemetry.accepted_draft_tokens,
+            spec_draft_tokens=output.telemetry.draft_tokens,
         )
         if delta.matched_stop is not None:
             complete.matched_stop_str = delta.matched_stop
@@ -82,7 +82,7 @@ def _chunk(output: SequenceOutput, delta: Delta) -> vllm.GenerateStreamChunk:
         token_ids=delta.token_ids,
         prompt_tokens=len(request.prompt_ids),
         completion_tokens=len(delta.token_ids),
-        cached_tokens=request.telemetry.cached_tokens,
+        cached_tokens=output.telemetry.cached_tokens,
         output_logprobs=_logprobs(delta.token_ids, delta.logprobs),
         index=request.index,
     )

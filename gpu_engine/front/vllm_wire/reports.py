@@ -88,7 +88,7 @@ class Reports:
     def _load(self, stats: EngineStats) -> vllm.SchedulerLoad:
         page_size = self._calls.engine.config.page_size
         prompt_tokens = stats.cached_tokens + stats.prefill_tokens
-        waiting = (request for request in self._calls.sequences() if not request.telemetry.scheduled_s)
+        waiting = (output.request for output in self._calls.sequences() if not output.telemetry.scheduled_s)
         return vllm.SchedulerLoad(
             num_running_reqs=stats.running,
             num_waiting_reqs=stats.waiting,

@@ -16,9 +16,9 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
-from gpu_engine.api.checked import Checked
+from gpu_engine.api.request import ValidatedRequest
 from gpu_engine.front.calls import Calls, Context, ErrorToStatus
-from gpu_engine.front.tenants.accounts import Visible
+from gpu_engine.front.tenants.accounts import TenantView
 from gpu_engine.front.validation import check
 from gpu_engine.front.vllm_wire.answers import Answers
 from gpu_engine.front.vllm_wire.page_feed import PageFeed
@@ -49,7 +49,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         """Stream one answer: chunks with `stream`, and one complete for each of the n sequences."""
         self._reports.received()
 
-        def checked(visible: Visible) -> Checked:
+        def checked(visible: TenantView) -> ValidatedRequest:
             return check(to_engine(request), self._calls.limits, visible.running)
 
         await self._calls.generate(

@@ -66,7 +66,7 @@ class _Part:
         request, lane = self.lane.request, self.lane
         return SequenceRows(
             request.request_id,
-            request.client_id,
+            request.scheduling.client_id,
             request.index,
             arguments,
             len(request.prompt_ids),
@@ -146,7 +146,7 @@ class HostProcessing:
             if drafts[b]:
                 tokens = torch.cat([tokens, lane.drafts_BR[b, : drafts[b]].clamp(min=0)])
             rows_RV = logits_NV[first[b] : first[b] + drafts[b] + 1]
-            own_RV = None if request.sampling.logprobs is None else rows_RV.clone()
+            own_RV = None if request.outputs.num_logprobs is None else rows_RV.clone()
             found.append(_Lane(b, request, tokens, lengths[b], rows_RV, len(rows_RV), own_RV))
         return found
 
@@ -196,7 +196,7 @@ class HostProcessing:
         scores, result, count, b = self._scores, batch.lane.result, len(logits_RV), lane.number
         scores.tokens_N[:count] = result.emitted_BR[b, :count]
         scores.count_1.fill_(count)
-        scores.wanted_1.fill_(lane.request.sampling.logprobs or 0)
+        scores.wanted_1.fill_(lane.request.outputs.num_logprobs or 0)
         self.launches.row_logprobs(logits_RV, scores)
         result.logprob_BR[b, :count] = scores.logprob_N[:count]
         result.top_ids_BRN[b, :count] = scores.top_ids_NM[:count]

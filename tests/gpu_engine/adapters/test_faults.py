@@ -71,8 +71,8 @@ def made(engine: Engine) -> list[Answer]:
         answer = ask(
             [*(() if virtual is None else virtual.virtual_ids), *ids], grammar=grammar, max_tokens=60, **sampling
         )
-        answer.request.prompt_adapter = virtual
-        answer.request.lora = engine.adapters.find(AdapterKind.LORA, lora) if lora else None
+        answer.change(prompt_adapter=virtual)
+        answer.change(lora=engine.adapters.find(AdapterKind.LORA, lora) if lora else None)
         found.append(answer)
     return found
 
@@ -105,7 +105,7 @@ def test_a_killed_grammar_process_changes_no_token(
 
         first.before = die
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         assert reached.wait(PATIENCE_S)
         grammar.lose_sidecar(engine)
         assert not all(answer.over for answer in answers)
@@ -139,7 +139,7 @@ def test_cancelled_sequences_release_their_adapters_while_the_grammar_process_is
 
         first.before = die
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         assert reached.wait(PATIENCE_S)
         grammar.lose_sidecar(engine)
         for answer in answers[:2]:

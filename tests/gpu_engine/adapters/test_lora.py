@@ -93,7 +93,7 @@ def adapted(configured: EngineConfig, model: LoadedModel) -> AbstractContextMana
 
 def named(engine: Engine, name: str, prompt: list[int], **sampling: Any) -> Answer:
     answer = ask(prompt, **{"max_tokens": 20, "ignore_eos": True, **sampling})
-    answer.request.lora = engine.adapters.find(AdapterKind.LORA, name) if name else None
+    answer.change(lora=engine.adapters.find(AdapterKind.LORA, name) if name else None)
     return answer
 
 
@@ -190,7 +190,7 @@ def test_an_adapter_never_meets_pages_of_another(engine: Engine) -> None:
     prompt = tokens(60, 9)
     answers = [named(engine, name, prompt) for name in ("a", "a", "b", "", "a")]
     first = answer_each(engine, answers)
-    assert [answer.request.telemetry.cached_tokens for answer in answers] == [0, 48, 0, 0, 48]
+    assert [answer.telemetry.cached_tokens for answer in answers] == [0, 48, 0, 0, 48]
     assert first[0] == first[1] == first[4]
 
 
@@ -206,11 +206,11 @@ def test_a_reloaded_adapter_starts_without_pages(
         engine.adapters.load("x", str(other))
         after = named(engine, "x", prompt)
         assert answer_all(engine, [after])[0] == merged_answer(folder, other, prompt, 20) != before
-        assert after.request.telemetry.cached_tokens == 0
+        assert after.telemetry.cached_tokens == 0
         stale = ask(prompt)
-        stale.request.lora = old
+        stale.change(lora=old)
         with pytest.raises(InvalidRequest, match="lora: the LoRA adapter 'x' was unloaded meanwhile"):
-            engine.submit(stale.request)
+            stale.submit(engine)
         engine.adapters.unload("x")
 
 
@@ -221,7 +221,7 @@ def test_an_unload_waits_for_the_sequences_that_use_the_adapter(
     with adapted(with_drafts(3, model=str(folder), adapter_dirs=(str(tmp_path),)), load("none")) as engine:
         engine.adapters.load("x", str(path))
         long = named(engine, "x", tokens(20, 1), max_tokens=200)
-        engine.submit(long.request)
+        long.submit(engine)
         until_false(lambda: not long.tokens)
         gone = engine.adapters.unload("x")
         assert engine.adapters.listed() == []
@@ -246,7 +246,7 @@ def test_preempted_cancelled_and_aborted_sequences_release_their_adapter(
         assert engine.stats().preemptions > 0
         dropped, aborted = (named(engine, "a", tokens(30, seed), max_tokens=150) for seed in (2, 3))
         for answer in (dropped, aborted):
-            engine.submit(answer.request)
+            answer.submit(engine)
         until_false(lambda: not (dropped.tokens and aborted.tokens))
         engine.drop(dropped.request)
         engine.abort(aborted.request.request_id)
@@ -259,7 +259,7 @@ def test_the_prompts_log_probabilities_are_those_of_the_adapter(
 ) -> None:
     prompt = tokens(40, 6)
     answer = named(engine, "a", prompt, max_tokens=2)
-    answer.request.prompt_logprobs = 0
+    answer.change(prompt_logprobs=0)
     answer_all(engine, [answer])
     scores = next(event.prompt_logprobs for event in answer.events if event.prompt_logprobs is not None)
     net = merge(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), files["a"])

@@ -51,10 +51,12 @@ def test_tensors_are_those_of_each_sequences_own_adapters(tmp_path: Path, drafts
             adapter = engine.adapters.find(AdapterKind.PROMPT, "p") if prompt else None
             virtual = [] if adapter is None else list(adapter.virtual_ids)
             answer = ask([*virtual, *tokens(40, 5)], max_tokens=20, ignore_eos=True)
-            answer.request.prompt_adapter = adapter
-            answer.request.lora = engine.adapters.find(AdapterKind.LORA, "l") if lora else None
-            answer.request.outputs = tuple(
-                WantedOutput(name, name, model.outputs[name], context=True, answer=True) for name in NAMES
+            answer.change(prompt_adapter=adapter)
+            answer.change(lora=engine.adapters.find(AdapterKind.LORA, "l") if lora else None)
+            answer.change(
+                tensors=tuple(
+                    WantedOutput(name, name, model.outputs[name], context=True, answer=True) for name in NAMES
+                )
             )
             asked.append((answer, lora, prompt))
         answer_all(engine, [answer for answer, _, _ in asked])

@@ -70,9 +70,9 @@ def served(model: Path, files: dict[str, Path], prompts: list[list[int]], kind: 
                 virtual = list(adapter.virtual_ids) if kind is AdapterKind.PROMPT else []
                 answer = ask([*virtual, *prompt], max_tokens=16, ignore_eos=True)
                 if kind is AdapterKind.PROMPT:
-                    answer.request.prompt_adapter = adapter
+                    answer.change(prompt_adapter=adapter)
                 else:
-                    answer.request.lora = adapter
+                    answer.change(lora=adapter)
                 answers.append(answer)
         return answer_all(engine, answers)
 

@@ -28,8 +28,8 @@ def made(engine: Engine) -> list[Answer]:
         adapter = engine.adapters.find(AdapterKind.PROMPT, "p") if prompt else None
         virtual = [] if adapter is None else list(adapter.virtual_ids)
         answer = ask([*virtual, *tokens(24, 5, repeat=8)], max_tokens=20, ignore_eos=True)
-        answer.request.prompt_adapter = adapter
-        answer.request.lora = engine.adapters.find(AdapterKind.LORA, "l") if lora else None
+        answer.change(prompt_adapter=adapter)
+        answer.change(lora=engine.adapters.find(AdapterKind.LORA, "l") if lora else None)
         answers.append(processed(engine.processors, answer, *uses))
     return answers
 

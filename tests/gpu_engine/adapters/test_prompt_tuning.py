@@ -47,8 +47,8 @@ def asked(engine: Engine, name: str, prompt: list[int], lora: str = "", **sampli
     adapter = engine.adapters.find(AdapterKind.PROMPT, name) if name else None
     virtual = [] if adapter is None else list(adapter.virtual_ids)
     answer = ask([*virtual, *prompt], **{"max_tokens": 16, "ignore_eos": True, **sampling})
-    answer.request.prompt_adapter = adapter
-    answer.request.lora = engine.adapters.find(AdapterKind.LORA, lora) if lora else None
+    answer.change(prompt_adapter=adapter)
+    answer.change(lora=engine.adapters.find(AdapterKind.LORA, lora) if lora else None)
     return answer
 
 
@@ -101,7 +101,7 @@ def test_pages_behind_virtual_tokens_are_shared_by_one_adapter_alone(folder: Pat
     with running(Engine(configured, load_model(configured))) as engine:
         answers = [asked(engine, name, tokens(40, 1)) for name in ("p", "q", "p", "")]
         answer_each(engine, answers)
-    assert [answer.request.telemetry.cached_tokens for answer in answers] == [0, 0, 48, 0]
+    assert [answer.telemetry.cached_tokens for answer in answers] == [0, 0, 48, 0]
     assert answers[0].tokens == answers[2].tokens
 
 
@@ -110,7 +110,7 @@ def test_log_probabilities_of_the_prompt_follow_the_virtual_tokens(folder: Path,
     prompt = tokens(25, 1)
     with running(Engine(configured, load_model(configured))) as engine:
         answer = asked(engine, "p", prompt, max_tokens=1)
-        answer.request.prompt_logprobs = 1
+        answer.change(prompt_logprobs=1)
         answer_all(engine, [answer])
     scores = next(event.prompt_logprobs for event in answer.events if event.prompt_logprobs is not None)
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -102,7 +102,7 @@ def test_a_search_does_not_depend_on_company(model: LoadedModel, num_drafts: int
     with unguided_engine(model, with_drafts(num_drafts, max_batch_size=12, overlap=overlap)) as engine:
         searches, answers = [make() for make in widths], [make() for make in others]
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         found = results(search_all(engine, searches))
         assert [answer.wait().tokens for answer in answers] == plain
         assert [ids for ids, _ in found] == [ids for ids, _ in alone]
@@ -145,7 +145,7 @@ def test_guided_beams_are_legal_and_do_not_depend_on_company(llama: LoadedModel,
         grammar,
     ):
         answers, other = [make() for make in GUIDED], ask(tokens(30, 1, repeat=10), grammar="50", max_tokens=60)
-        engine.submit(other.request)
+        other.submit(engine)
         found = results(search_all(engine, answers))
         other.wait()
         # Each search binds one matcher; every other one is a copy.
@@ -197,7 +197,7 @@ def test_beams_survive_a_kill_of_the_grammar_process(llama: LoadedModel, at: int
 
         grammar.sidecar.before = die
         answer = GUIDED[0]()
-        engine.submit(answer.request)
+        answer.submit(engine)
         until_false(lambda: not dead.is_set())
         grammar.lose_sidecar(engine)
         engine.forgive_grammar_end()
@@ -222,14 +222,14 @@ def test_a_search_can_be_aborted_and_dropped(llama: LoadedModel, guided: bool) -
         options = {"grammar": "200"} if guided else {"ignore_eos": True}
         answer = search(tokens(9, 1), 3, max_tokens=200, **options)
         hold = Hold(engine, lambda: engine.stats().steps >= 5)
-        engine.submit(answer.request)
+        answer.submit(engine)
         with hold.reached():
             assert engine.stats().running == 3
             assert engine.abort(answer.request.request_id)
         assert answer.wait().finishes == [FinishReason.ABORTED] * 3
         dropped = search(tokens(9, 2), 3, max_tokens=200, **options)
         hold = Hold(engine, lambda: engine.stats().steps >= 12)
-        engine.submit(dropped.request)
+        dropped.submit(engine)
         with hold.reached():
             engine.drop(dropped.request)
         settle(engine)
@@ -244,14 +244,15 @@ def test_searches_that_cannot_run_are_refused_by_name(model: LoadedModel) -> Non
             (search([1], 4, stop_token_ids=tuple(range(17))), "stop tokens"),
         ):
             with pytest.raises(InvalidRequest, match=problem) as raised:
-                engine.submit(answer.request)
+                answer.submit(engine)
             assert raised.value.field == "beam_search.beam_width"
 
 
 @pytest.mark.parametrize("early", [True, False])
 def test_log_probabilities_of_the_prompt_come_with_the_best_sequence(model: LoadedModel, early: bool) -> None:
     plain, answer = ask(tokens(40, 1), max_tokens=4), search(tokens(40, 1), 2, max_tokens=4)
-    plain.request.prompt_logprobs = answer.request.prompt_logprobs = 2
+    plain.change(prompt_logprobs=2)
+    answer.change(prompt_logprobs=2)
     with unguided_engine(model, with_drafts(0)) as engine:
         if early:
             search_all(engine, [search(tokens(40, 1), 3, max_tokens=9)])

@@ -52,7 +52,7 @@ def made(engine: Engine, cases: list[Callable[[], Answer]], model: LoadedModel |
     answers = [processed(engine.processors, make(), *uses) for make, uses in zip(cases, USES, strict=True)]
     for answer in answers if model else ():
         assert model is not None
-        answer.request.outputs = (WantedOutput(LOGITS, LOGITS, model.outputs[LOGITS], context=True, answer=True),)
+        answer.change(tensors=(WantedOutput(LOGITS, LOGITS, model.outputs[LOGITS], context=True, answer=True),))
     return answers
 
 
@@ -60,7 +60,7 @@ def logits(answer: Answer) -> np.ndarray[Any, Any]:
     """Return the rows of an answer; asserts that each token but the last, and each of the prompt, has one."""
     parts = [rows for event in answer.events for rows in event.outputs]
     assert [rows.start for rows in parts[1:]] == [rows.end for rows in parts[:-1]]
-    cached = answer.request.telemetry.cached_tokens
+    cached = answer.telemetry.cached_tokens
     assert (parts[0].start, parts[-1].end) == (cached, len(answer.request.prompt_ids) + len(answer.tokens) - 1)
     return np.concatenate([rows.data for rows in parts]).view("<f4")
 
@@ -124,7 +124,7 @@ def test_logits_are_the_models_own_whatever_a_processor_does(llama: LoadedModel)
         by_processor = processed(engine.processors, ask(tokens(9, 1), **fields), ("only", '{"token": 7}'))
         spec = llama.outputs[LOGITS]
         for answer in (by_bias, by_processor):
-            answer.request.outputs = (WantedOutput(LOGITS, LOGITS, spec, context=True, answer=True),)
+            answer.change(tensors=(WantedOutput(LOGITS, LOGITS, spec, context=True, answer=True),))
         answer_all(engine, [by_bias, by_processor])
     assert by_processor.tokens == by_bias.tokens == [7] * 8
     np.testing.assert_allclose(logits(by_processor), logits(by_bias), atol=1e-4)
@@ -142,7 +142,7 @@ def test_a_killed_grammar_process_changes_nothing_of_them(llama: LoadedModel, gu
 
         first.before = die
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         assert reached.wait(PATIENCE_S)
         grammar.kill_sidecar()
         engine.grammar_lost()
@@ -163,7 +163,7 @@ def test_preemption_changes_nothing_of_them(llama: LoadedModel, spared: int | No
         with unguided_engine(llama, settings) as engine:
             answers = made(engine, [long] * 4, llama)
             if spared is not None:
-                answers[spared].request.never_preempt = True
+                answers[spared].change(never_preempt=True)
             answer_all(engine, answers)
             return answers, engine.stats().preemptions
 

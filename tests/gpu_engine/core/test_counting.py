@@ -25,7 +25,7 @@ def test_tokens_steps_drafts_and_times_add_up(llama: LoadedModel, overlap: bool)
     with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
         produced = sum(map(len, answer_all(engine, [free, guided])))
         settle(engine)
-        telemetry = [answer.request.telemetry for answer in (free, guided)]
+        telemetry = [answer.telemetry for answer in (free, guided)]
         assert value(engine, "info", model="tiny") == 1
         assert value(engine, "prompt_tokens_total") == 29 + 19
         assert value(engine, "generation_tokens_total") == produced
@@ -41,8 +41,9 @@ def test_tokens_steps_drafts_and_times_add_up(llama: LoadedModel, overlap: bool)
         # Between n emissions of a sequence there are n - 1 gaps.
         emissions = sum(sum(bool(event.token_ids) for event in answer.events) for answer in (free, guided))
         assert value(engine, "inter_token_latency_seconds_count") == emissions - 2
-        for times in telemetry:
-            assert times.arrived_s <= times.scheduled_s <= times.prefilled_s <= times.first_token_s
+        for answer in (free, guided):
+            times = answer.telemetry
+            assert answer.request.arrived_s <= times.scheduled_s <= times.prefilled_s <= times.first_token_s
             assert times.first_token_s <= times.last_token_s <= times.finished_s
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from gpu_engine.core import crash_attribution
-from gpu_engine.core.running import RunningSequence, SequenceState
+from gpu_engine.core.running import RunningSequence
 from gpu_engine.core.scheduler import GrammarState
 from tests.gpu_engine.harness import ask, tokens
 
 
 def sequences(count: int) -> list[RunningSequence]:
     requests = [ask(tokens(9, i), grammar="20").request for i in range(count)]
-    return [RunningSequence(SequenceState(requests[i]), 9, guided=True, slot=i) for i in range(count)]
+    return [RunningSequence(9, guided=True, slot=i, request=requests[i]) for i in range(count)]
 
 
 def process_ended(waiting: list[RunningSequence]) -> list[RunningSequence]:
@@ -36,7 +36,7 @@ def test_an_end_does_not_count_against_a_sequence_that_waited_for_nothing() -> N
     one, other = sequences(2)
     for _ in range(2):
         process_ended([one])
-    assert other.payload.crash_count == 0
+    assert other.crash_count == 0
     assert process_ended([one]) == [one]
 
 

@@ -34,7 +34,7 @@ def asked(scope: DraftScope | None, *, guided: bool) -> list[Answer]:
         for number, sampling in enumerate(SAMPLING):
             grammar = str(40 + number) if guided else None
             answers.append(ask(tokens(12, number), max_tokens=60, seed=seed, grammar=grammar, **sampling))  # type: ignore[arg-type]
-            answers[-1].request.draft_scope = scope
+            answers[-1].change(draft_scope=scope)
     return answers
 
 
@@ -71,11 +71,12 @@ def test_tokens_do_not_depend_on_the_index(
 def test_an_answer_that_comes_again_takes_few_steps(llama: LoadedModel) -> None:
     def steps(scope: DraftScope | None) -> tuple[int, int]:
         first, again = (ask(tokens(12, 5), max_tokens=64, seed=9, temperature=1.0, ignore_eos=True) for _ in range(2))
-        first.request.draft_scope = again.request.draft_scope = scope
+        first.change(draft_scope=scope)
+        again.change(draft_scope=scope)
         with engine_of(llama, with_drafts(7)) as engine:
             answer_each(engine, [first, again])
         assert first.tokens == again.tokens
-        return first.request.telemetry.steps, again.request.telemetry.steps
+        return first.telemetry.steps, again.telemetry.steps
 
     first, again = steps(SCOPE)
     assert again == 64 // 8, "every step has seven drafts, the first one too, and all of them are right"
@@ -87,11 +88,11 @@ def test_answers_of_another_scope_or_of_none_draft_for_nobody(llama: LoadedModel
     scopes = (DraftScope(b"one"), DraftScope(b"two"), None, None, DraftScope(b"three"))
     answers = [ask(tokens(12, 5), max_tokens=48, seed=9, temperature=1.0, ignore_eos=True) for _ in scopes]
     for answer, scope in zip(answers, scopes, strict=True):
-        answer.request.draft_scope = scope
+        answer.change(draft_scope=scope)
     with engine_of(llama, with_drafts(7)) as engine:
         answer_each(engine, answers)
         assert engine.stats().index_draft_tokens == 0
-    assert len({answer.request.telemetry.steps for answer in answers}) == 1
+    assert len({answer.telemetry.steps for answer in answers}) == 1
 
 
 def test_an_engine_without_an_index_ignores_scopes(llama: LoadedModel) -> None:
@@ -107,7 +108,7 @@ def test_preempted_sequences_look_into_their_scope_again(llama: LoadedModel, ove
         with guided_engine(llama, settings) as (engine, _):
             answers = [ask(tokens(20, seed % 4), grammar="70", max_tokens=80) for seed in range(8)]
             for answer in answers:
-                answer.request.draft_scope = SCOPE
+                answer.change(draft_scope=SCOPE)
             found = answer_all(engine, answers)
             return found, engine.stats().preemptions, engine.stats().accepted_index_draft_tokens
 
@@ -121,7 +122,7 @@ def test_preempted_sequences_look_into_their_scope_again(llama: LoadedModel, ove
 def test_the_limit_of_a_request_bounds_drafts_of_the_index(llama: LoadedModel) -> None:
     answers = [ask(tokens(12, 5), max_tokens=40, seed=9, ignore_eos=True, drafts=2) for _ in range(2)]
     for answer in answers:
-        answer.request.draft_scope = SCOPE
+        answer.change(draft_scope=SCOPE)
     with engine_of(llama, with_drafts(7)) as engine:
         answer_each(engine, answers)
     assert max(len(event.token_ids) for event in answers[1].events) == 3

@@ -43,9 +43,9 @@ def test_the_queue_has_a_bound_that_is_named(llama: LoadedModel) -> None:
     engine = Engine(config(max_batch_size=2, max_queue_size=3), llama)
     answers = [ask(tokens(5, seed)) for seed in range(6)]
     for answer in answers[:5]:
-        engine.submit(answer.request)
+        answer.submit(engine)
     with pytest.raises(LimitExceeded, match="max_queue_size = 3"):
-        engine.submit(answers[5].request)
+        answers[5].submit(engine)
     assert engine.stats().waiting == 5
     with running(engine):
         for answer in answers[:5]:
@@ -72,8 +72,8 @@ def test_closing_ends_what_runs_and_what_waits(llama: LoadedModel, overlap: bool
     with unguided_engine(llama, config(overlap=overlap, max_batch_size=1, max_model_len=256)) as engine:
         runs, waits = endless(), endless(2)
         hold = Hold(engine, lambda: bool(runs.tokens))
-        engine.submit(runs.request)
-        engine.submit(waits.request)
+        runs.submit(engine)
+        waits.submit(engine)
         with hold.reached():
             engine.close(0)
         engine.close(PATIENCE_S)
@@ -92,7 +92,7 @@ def test_whatever_was_accepted_before_the_close_gets_an_end(llama: LoadedModel, 
             try:
                 while True:
                     answer = ask(tokens(3, 1), max_tokens=2)
-                    engine.submit(answer.request)
+                    answer.submit(engine)
                     accepted.append(answer)
                     if len(accepted) > 50:
                         enough.set()
@@ -115,7 +115,7 @@ def test_threads_may_submit_and_read_counters_at_once(llama: LoadedModel) -> Non
 
         def submit(part: list[Answer]) -> None:
             for answer in part:
-                engine.submit(answer.request)
+                answer.submit(engine)
                 engine.stats()
 
         threads = [threading.Thread(target=submit, args=(answers[i::4],)) for i in range(4)]
@@ -138,7 +138,7 @@ def test_abort_ends_every_sequence_of_a_request(llama: LoadedModel, running: boo
         hold = Hold(engine, lambda: len((parts[1] if running else other).tokens) >= 5)
         with held(engine):
             for answer in (other, *parts):
-                engine.submit(answer.request)
+                answer.submit(engine)
         with hold.reached():
             assert engine.abort("n")
         assert [part.wait().finish for part in parts] == [FinishReason.ABORTED] * 2
@@ -150,8 +150,8 @@ def test_a_dropped_request_says_no_more_and_frees_its_place(llama: LoadedModel, 
     with unguided_engine(llama, config(overlap=overlap, max_batch_size=1)) as engine:
         gone, line = endless(), endless(2)
         hold = Hold(engine, lambda: len(gone.tokens) >= 3)
-        engine.submit(gone.request)
-        engine.submit(line.request)
+        gone.submit(engine)
+        line.submit(engine)
         with hold.reached():
             engine.drop(line.request)
             engine.drop(gone.request)
@@ -172,10 +172,10 @@ def test_a_sink_that_raises_costs_no_other_request_its_end(
         others = [endless(seed) for seed in range(3)]
         hold = Hold(engine, lambda: bool(others[2].tokens))
         for answer in others:
-            engine.submit(answer.request)
+            answer.submit(engine)
         faulty = ask(tokens(5, 7), on_event=raises)
         with hold.reached():
-            engine.submit(faulty.request)
+            faulty.submit(engine)
         faulty.wait()
         for answer in others:
             assert isinstance(answer.wait().error, InternalError)
@@ -210,7 +210,7 @@ def test_a_fault_in_a_turn_ends_what_was_there_and_nothing_else(
         hold = Hold(engine, lambda: len(answers[0].tokens) >= 5)
         with held(engine):
             for answer in answers:
-                engine.submit(answer.request)
+                answer.submit(engine)
         with caplog.at_level(logging.CRITICAL):
             with hold.reached():
                 net.fails_next = True
@@ -238,7 +238,7 @@ def test_a_broken_way_to_the_grammar_process_does_not_end_the_thread(llama: Load
         engine = Engine(settings, llama, EngineEnd(segment), RaisingPort())
         engine.start()
         guided = ask(tokens(5, 1), grammar="9")
-        engine.submit(guided.request)
+        guided.submit(engine)
         until_false(lambda: bool(engine.stats().waiting + engine.stats().running))
         free = ask(tokens(5, 2), ignore_eos=True)
         assert len(answer_all(engine, [free])[0]) == 40
@@ -271,12 +271,12 @@ def test_telemetry_counts_steps_and_drafts(llama: LoadedModel) -> None:
         answer = ask(tokens(30, 1, repeat=10), max_tokens=60)
         answer_all(engine, [answer])
         stats = engine.stats()
-    telemetry = answer.request.telemetry
+    telemetry = answer.telemetry
     assert telemetry.steps == len(answer.events) == stats.steps
     assert telemetry.accepted_draft_tokens == len(answer.tokens) - telemetry.steps
     assert telemetry.draft_tokens == stats.draft_tokens
     assert stats.step_rows >= stats.draft_tokens + stats.steps
-    assert telemetry.arrived_s <= telemetry.scheduled_s <= telemetry.first_token_s <= telemetry.finished_s
+    assert answer.request.arrived_s <= telemetry.scheduled_s <= telemetry.first_token_s <= telemetry.finished_s
 
 
 def test_reprs_name_what_a_human_looks_for(llama: LoadedModel) -> None:

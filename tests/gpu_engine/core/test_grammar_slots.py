@@ -14,7 +14,7 @@ from gpu_engine.core.crash_attribution import BLAME_AT, may_draft
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.outputs.holding import go_back, hold, may_backtrack
-from gpu_engine.core.running import RunningSequence, SequenceState
+from gpu_engine.core.running import RunningSequence
 from gpu_engine.core.scheduler import GrammarState, Scheduler
 from gpu_engine.step.stream import ImmediateStream
 from gpu_engine.step.sync import NoSync
@@ -63,12 +63,12 @@ class Binds:
         assert sequence.slot >= 0
 
 
-def small_scheduler() -> Scheduler[SequenceState]:
+def small_scheduler() -> Scheduler[RunningSequence]:
     return Scheduler(2, PageAllocator(8, 16), prefill_chunk=16, lookahead=8, shapes=PrefillShapes(16, 1, 16))
 
 
 def slots_over(
-    scheduler: Scheduler[SequenceState], *, port: Any = None, end: Any = lambda sequence, **_: None, **clock: Any
+    scheduler: Scheduler[RunningSequence], *, port: Any = None, end: Any = lambda sequence, **_: None, **clock: Any
 ) -> GrammarSlots:
     sync, writer = NoSync(ImmediateStream(), 4, 8), Binds()
     return GrammarSlots(port or Port(), scheduler, writer, sync, EngineStats(), lambda sequence: False, end, **clock)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def test_a_step_of_the_previous_process_is_not_waited_for() -> None:
     # Its answers never come: they went with the process.
     grammar_slots = slots_over(scheduler)
     request = ask(tokens(9, 1), grammar="20").request
-    sequence: RunningSequence = RunningSequence(SequenceState(request), 9, guided=True)
+    sequence: RunningSequence = RunningSequence(9, guided=True, request=request)
     scheduler.add(sequence)
     scheduler.plan()
     grammar_slots.open(sequence)
@@ -95,14 +95,14 @@ def test_a_step_of_the_previous_process_is_not_waited_for() -> None:
     grammar_slots.poll()
     assert sequence.grammar_state is GrammarState.OPEN
     assert sequence.decoding
-    assert not sequence.payload.deferred_since_s
+    assert not sequence.deferred_since_s
 
 
 def test_a_sequence_ends_after_ten_seconds_without_rows_and_not_before() -> None:
     now_s, ended = [100.0], list[LockstepError]()
     scheduler = small_scheduler()
     grammar_slots = slots_over(scheduler, end=lambda sequence, *, error: ended.append(error), clock=lambda: now_s[0])
-    sequence: RunningSequence = RunningSequence(SequenceState(ask(tokens(9, 1), grammar="20").request), 9, guided=True)
+    sequence: RunningSequence = RunningSequence(9, guided=True, request=ask(tokens(9, 1), grammar="20").request)
     scheduler.add(sequence)
     scheduler.plan()
     grammar_slots.open(sequence)
@@ -118,20 +118,18 @@ def test_a_sequence_ends_after_ten_seconds_without_rows_and_not_before() -> None
 def test_a_way_back_is_asked_of_the_next_process_again() -> None:
     scheduler, port = small_scheduler(), Port()
     grammar_slots = slots_over(scheduler, port=port)
-    request = ask(tokens(9, 1), grammar="20").request
-    request.backtracking = Backtracking(2, 2)
-    sequence: RunningSequence = RunningSequence(SequenceState(request), 9, guided=True)
+    request = ask(tokens(9, 1), grammar="20", backtracking=Backtracking(2, 2)).request
+    sequence: RunningSequence = RunningSequence(9, guided=True, request=request)
     scheduler.add(sequence)
     scheduler.plan()
     grammar_slots.open(sequence)
     sequence.prefilled = 8
     grammar_slots.opened(sequence.slot, sequence.slot_gen, 1.0, False, 2, (), verified=True)
-    state = sequence.payload
     for token in (5, 6, 7):
-        state.answer.append(token)
-        hold(state, TokenEvent(0, (token,)))
-    assert may_backtrack(state)
-    assert state.num_sent == 1
+        sequence.answer.append(token)
+        hold(sequence, TokenEvent(0, (token,)))
+    assert may_backtrack(sequence)
+    assert sequence.num_sent == 1
 
     grammar_slots.backtrack(sequence)
     assert not sequence.decoding
@@ -141,10 +139,10 @@ def test_a_way_back_is_asked_of_the_next_process_again() -> None:
     grammar_slots.process_restored()
     assert port.sought == [asked, asked]
 
-    go_back(state, 1, (b"x",))
-    assert (state.answer, state.num_sent, state.backtracking, state.dead_texts) == ([5], 1, False, (b"x",))
+    go_back(sequence, 1, (b"x",))
+    assert (sequence.answer, sequence.num_sent, sequence.backtracking, sequence.dead_texts) == ([5], 1, False, (b"x",))
     with pytest.raises(ValueError, match="1 were sent"):
-        go_back(state, 0, (b"x",))
+        go_back(sequence, 0, (b"x",))
 
 
 @pytest.mark.parametrize("first", ["reported", "forgiven"])
@@ -154,14 +152,14 @@ def test_ends_from_outside_are_not_counted(first: str, from_outside: bool) -> No
     scheduler = small_scheduler()
     ended: list[InternalError] = []
     grammar_slots = slots_over(scheduler, end=lambda sequence, *, error: ended.append(error))
-    sequence: RunningSequence = RunningSequence(SequenceState(ask(tokens(9, 1), grammar="20").request), 9, guided=True)
+    sequence: RunningSequence = RunningSequence(9, guided=True, request=ask(tokens(9, 1), grammar="20").request)
     scheduler.add(sequence)
     scheduler.plan()
     grammar_slots.open(sequence)
     sequence.prefilled = 8
     for _ in range(BLAME_AT):
         grammar_slots.opened(sequence.slot, sequence.slot_gen, 1.0, False, 2, ())
-        sequence.payload.deferred_since_s = 1.0  # its rows are late
+        sequence.deferred_since_s = 1.0  # its rows are late
         if from_outside and first == "forgiven":
             grammar_slots.forgive()
         grammar_slots.process_lost()

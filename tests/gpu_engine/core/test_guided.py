@@ -112,7 +112,7 @@ def test_guided_tokens_do_not_depend_on_a_draft_model(
     if drafts_by == "same" and waits == {"draft_masks": "on"}:
         # With the rows of the verification and its noise the target as its own drafter is right, but behind a stop.
         for answer in answers:
-            telemetry = answer.request.telemetry
+            telemetry = answer.telemetry
             wrong = telemetry.draft_tokens - telemetry.accepted_draft_tokens
             assert wrong < 3 if answer.finish is FinishReason.STOP else wrong == 0
 
@@ -137,17 +137,17 @@ def test_the_result_of_the_compilation_reaches_the_telemetry(llama: LoadedModel)
     with guided_engine(llama, with_drafts(3, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
         answer = ask(tokens(9, 1), grammar="20", max_tokens=60)
         answer_all(engine, [answer])
-    telemetry = answer.request.telemetry
+    telemetry = answer.telemetry
     assert (telemetry.compile_ms, telemetry.compile_cache_hit) == (1.5, True)
     assert (telemetry.backend, telemetry.warnings) == (2, ("toy",))
-    assert telemetry.arrived_s <= telemetry.scheduled_s <= telemetry.first_token_s <= telemetry.finished_s
+    assert answer.request.arrived_s <= telemetry.scheduled_s <= telemetry.first_token_s <= telemetry.finished_s
 
 
 def test_a_grammar_that_is_slow_to_open_delays_no_other_request(llama: LoadedModel) -> None:
     with guided_engine(llama, with_drafts(7, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
         grammar.hold = True
         slow = ask(tokens(9, 1), grammar="20", max_tokens=60)
-        engine.submit(slow.request)
+        slow.submit(engine)
         answer_all(engine, [ask(tokens(9, 2), ignore_eos=True)])
         assert slow.events == []
         grammar.hold = False
@@ -197,7 +197,7 @@ def test_a_late_answer_defers_its_slot_and_holds_up_no_other(
             # The answer comes when a free request has 30 tokens, however long that takes.
             if record.commit_pos > 10 and not withheld.is_set():
                 withheld.set()
-                engine.submit(free.request)
+                free.submit(engine)
                 assert seen_free.wait(PATIENCE_S)
 
         def watch(answer: Answer) -> None:
@@ -210,7 +210,7 @@ def test_a_late_answer_defers_its_slot_and_holds_up_no_other(
         answer_all(engine, [guided])
         free.wait()
         assert guided.tokens == expected[0]
-        assert guided.request.telemetry.deferred_rows >= 1
+        assert guided.telemetry.deferred_rows >= 1
         assert len(grammar.opened) == 1
 
 
@@ -285,7 +285,7 @@ def test_a_slot_with_missing_rows_is_in_no_step(llama: LoadedModel, expected: li
                 return None
             if not withheld.is_set():
                 withheld.set()
-                engine.submit(free.request)
+                free.submit(engine)
             return 0
 
         def watch(answer: Answer) -> None:
@@ -299,7 +299,7 @@ def test_a_slot_with_missing_rows_is_in_no_step(llama: LoadedModel, expected: li
         answer_all(engine, [guided])
         assert guided.tokens == expected[0]
         # With overlap the next step was launched before the first was read.
-        assert guided.request.telemetry.deferred_rows == (2 if overlap else 1)
+        assert guided.telemetry.deferred_rows == (2 if overlap else 1)
         assert len(free.wait().tokens) == 60
         assert len(grammar.opened) == 1
 
@@ -320,7 +320,7 @@ def test_a_sidecar_that_is_silent_for_a_while_loses_nothing(
         grammar.sidecar.before = stop
         hold = Hold(engine, lambda: reached.is_set() and not during_a_step)
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         assert reached.wait(PATIENCE_S)
         with nullcontext() if during_a_step else hold.reached():
             engine._channel.set_abort()
@@ -366,7 +366,7 @@ def test_a_matcher_that_never_answers_ends_its_request(llama: LoadedModel, overl
         grammar.sidecar.refuse = lambda record: record.slot == 0
         stuck, fine = (ask(tokens(9, seed), grammar="30", max_tokens=60) for seed in (1, 2))
         for answer in (stuck, fine):
-            engine.submit(answer.request)
+            answer.submit(engine)
         assert fine.wait().finish is FinishReason.STOP
         until_false(lambda: len(grammar.opened) <= 3)
         engine._loop.grammar_slots.stall_s = 0.3
@@ -391,7 +391,7 @@ def test_a_slot_whose_record_was_overwritten_unread_is_opened_again(
 
         sidecar.withhold = trouble
         answer = MIX[0]()
-        engine.submit(answer.request)
+        answer.submit(engine)
         if frozen:
             assert sidecar.froze.wait(PATIENCE_S)
         else:
@@ -458,7 +458,7 @@ def test_a_lost_and_restored_sidecar_changes_no_token(
         first.before = die
         hold = Hold(engine, lambda: reached.is_set() and not during_a_step)
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         assert reached.wait(PATIENCE_S)
         with nullcontext() if during_a_step else hold.reached():
             grammar.kill_sidecar()
@@ -477,7 +477,7 @@ def test_a_request_that_comes_during_an_outage_waits_for_its_end(llama: LoadedMo
     with guided_engine(llama, with_drafts(3, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
         engine.grammar_lost()
         guided = ask(tokens(9, 1), grammar="20", max_tokens=60)
-        engine.submit(guided.request)
+        guided.submit(engine)
         answer_all(engine, [ask(tokens(9, 2), ignore_eos=True)])
         assert grammar.opened == []
         assert guided.events == []
@@ -503,7 +503,7 @@ def test_events_for_an_earlier_owner_of_a_slot_are_ignored(
         answer.on_event = news
         assert answer_all(engine, [answer]) == expected[:1]
         assert [(slot, gen) for slot, gen, _ in grammar.opened] == [(0, 1), (0, 2)]
-        assert answer.request.telemetry.backend == 2
+        assert answer.telemetry.backend == 2
 
 
 def test_a_preempted_guided_request_goes_on_behind_its_own_tokens(llama: LoadedModel, overlap: bool) -> None:
@@ -611,7 +611,7 @@ def test_a_library_that_dies_of_drafts_costs_two_processes_and_no_answer(
         grammar.before = grammar.sidecar.before = None
         again = MIX[0]()
         assert answer_all(engine, [again]) == expected[:1]
-        assert again.request.telemetry.draft_tokens > 0
+        assert again.telemetry.draft_tokens > 0
 
 
 def test_ends_from_outside_end_no_request(llama: LoadedModel, expected: list[list[int]], overlap: bool) -> None:
@@ -619,7 +619,7 @@ def test_ends_from_outside_end_no_request(llama: LoadedModel, expected: list[lis
         grammar.forgives = True
         answer = ask(MIX[0]().request.prompt_ids, grammar="50 crash 0", max_tokens=90)
         with grammar.supervised(engine):
-            engine.submit(answer.request)
+            answer.submit(engine)
             until_false(lambda: len(grammar.buried) < 10)
             assert not answer.over
             assert engine.abort(answer.request.request_id)

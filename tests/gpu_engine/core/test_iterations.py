@@ -39,7 +39,7 @@ def test_an_engine_says_what_each_sequence_is_doing(llama: LoadedModel) -> None:
         running.append(engine)
         first = ask(tokens(20, 1), name="a", max_tokens=30, on_event=look)
         second = ask(tokens(6, 2), name="b", max_tokens=2)
-        second.request.client_id = "team"
+        second.change(client_id="team")
         answer_all(engine, [first, second])
         assert engine.sequence_stats() == []
     decodes, waits = seen[0]

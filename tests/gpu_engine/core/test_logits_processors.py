@@ -138,7 +138,7 @@ def test_a_killed_grammar_process_changes_no_token(llama: LoadedModel, guided: l
 
         first.before = die
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         assert reached.wait(PATIENCE_S)
         grammar.kill_sidecar()
         engine.grammar_lost()
@@ -178,7 +178,7 @@ def test_a_processor_sees_the_ids(llama: LoadedModel) -> None:
         answers = []
         for index, client in ((0, "65"), (2, "65"), (0, "70")):
             answer = ask(tokens(9, 1), max_tokens=4, ignore_eos=True)
-            answer.request.client_id, answer.request.index = client, index
+            answer.change(client_id=client, index=index)
             answers.append(processed(engine.processors, answer, ("by_client", "")))
         assert answer_all(engine, answers) == [[65] * 4, [67] * 4, [70] * 4]
 

@@ -56,7 +56,7 @@ def wanted(model: LoadedModel, source: str, *, context: bool = True, answer: boo
 
 
 def with_outputs(answer: Answer, *outputs: WantedOutput) -> Answer:
-    answer.request.outputs = outputs
+    answer.change(tensors=outputs)
     return answer
 
 
@@ -78,7 +78,7 @@ def rows_of(answer: Answer) -> Rows:
                 assert at == max(of_name, default=rows.start - 1) + 1, "rows are sent in their order"
                 of_name[at] = row
         for of_name in (
-            found.get(each.name, {}) for each in answer.request.outputs if each.answer and event.error is None
+            found.get(each.name, {}) for each in answer.request.outputs.tensors if each.answer and event.error is None
         ):
             if have and answer.finish is not FinishReason.ABORTED:
                 assert max(of_name) == prompt - 2 + have, "a token is sent with its row"
@@ -145,7 +145,7 @@ def test_they_change_no_token(model: LoadedModel, fields: dict[str, Any], overla
     assert [answer.logprobs for answer in answers] == [answer.logprobs for answer in expected]
     rows = [rows_of(answer) for answer in answers]
     assert len(rows[0][LOGITS]) == 41
-    assert len(rows[2][last]) == 140 - answers[2].request.telemetry.cached_tokens
+    assert len(rows[2][last]) == 140 - answers[2].telemetry.cached_tokens
     if not fields:
         assert rows[0][LOGITS].argmax(-1).tolist() == answers[0].tokens
 
@@ -154,7 +154,7 @@ def test_rows_of_cached_tokens_are_missing_and_the_first_row_says_so(model: Load
     with unguided_engine(model, with_drafts(3)) as engine:
         answers = [with_outputs(ask(LONG, max_tokens=20), wanted(model, LOGITS)) for _ in range(2)]
         answer_each(engine, answers)
-    cached = [answer.request.telemetry.cached_tokens for answer in answers]
+    cached = [answer.telemetry.cached_tokens for answer in answers]
     assert cached[0] == 0 < cached[1]
     assert [first_of(answer, LOGITS) for answer in answers] == cached
     first, second = (rows_of(answer)[LOGITS] for answer in answers)
@@ -183,10 +183,10 @@ def test_preempted_sequences_have_each_row_once(model: LoadedModel, overlap: boo
 def test_a_request_that_ends_between_two_forwards_leaves_nothing(llama: LoadedModel, overlap: bool) -> None:
     with unguided_engine(llama, config(overlap=overlap, max_batch_size=2)) as engine:
         other = ask(tokens(5, 1), max_tokens=200, ignore_eos=True)
-        engine.submit(other.request)
+        other.submit(engine)
         for seed in range(8):
             one = with_outputs(ask(tokens(200, seed), max_tokens=50), wanted(llama, LOGITS))
-            engine.submit(one.request)
+            one.submit(engine)
             until_false(lambda one=one: not (one.events or one.over))  # type: ignore[misc]
             if seed % 2:
                 engine.abort(one.request.request_id)
@@ -212,7 +212,7 @@ def test_an_aborted_sequence_keeps_the_tokens_that_waited_for_their_rows(llama: 
         endless = with_outputs(ask(tokens(9, 2), max_tokens=200, ignore_eos=True), wanted(llama, LOGITS, context=False))
         plain = ask(tokens(9, 2), max_tokens=200, ignore_eos=True)
         hold = Hold(engine, lambda: len(endless.tokens) >= 5)
-        engine.submit(endless.request)
+        endless.submit(engine)
         with hold.reached():
             engine.abort(endless.request.request_id)
         assert endless.wait().finish is FinishReason.ABORTED
@@ -286,7 +286,7 @@ def test_every_name_that_is_offered_gives_its_rows(saved: Callable[[str], Path],
         ]
         answer_each(engine, answers)
     for answer in answers:
-        first = answer.request.telemetry.cached_tokens
+        first = answer.telemetry.cached_tokens
         for name, rows in rows_of(answer).items():
             assert rows.shape == (20 + 3 - 1 - first, *loaded.outputs[name].shape)
             assert np.isfinite(rows).all()

@@ -54,9 +54,7 @@ def prefilled(prefill: Engine, token_ids: list[int] = WHOLE, salt: str = "") -> 
 
 
 def waiting(prompt: list[int] = PROMPT, **sampling: object) -> Answer:
-    answer = ask(prompt, **{"max_tokens": 20, "ignore_eos": True, "temperature": 0.7, **sampling})
-    answer.request.awaits_pages = True
-    return answer
+    return ask(prompt, **{"max_tokens": 20, "ignore_eos": True, "temperature": 0.7, **sampling})
 
 
 def want(token_ids: list[int] = WHOLE, salt: str = "") -> WantedPages:
@@ -85,12 +83,12 @@ def test_a_sequence_goes_on_from_pages_of_another_engine(llama: LoadedModel, oth
         assert [piece.num_pages for piece in pieces] == [1] * 6
         assert prefill.stats().finished.total() == prefill.stats().generated_tokens == 0
         assert decode.pages.open(wanted).result(SOON_S) == Opened(0)
-        decode.submit(answer.request)
+        answer.submit(decode, awaits_pages=True)
         write(decode, wanted, pieces)
         assert not answer.events
         decode.pages.close(wanted, [answer.request])
         assert answer.wait().tokens == expected
-        assert answer.request.telemetry.cached_tokens == 6 * PAGE
+        assert answer.telemetry.cached_tokens == 6 * PAGE
         assert decode.stats().prefill_tokens == len(PROMPT) - 1 - 6 * PAGE
         assert prefill.stats().prefill_tokens == 6 * PAGE
 
@@ -109,11 +107,11 @@ def test_pages_that_came_before_a_failure_are_used(llama: LoadedModel, other: Lo
     with pair(llama, other) as (prefill, decode):
         wanted, answer = want(), waiting()
         decode.pages.open(wanted).result(SOON_S)
-        decode.submit(answer.request)
+        answer.submit(decode, awaits_pages=True)
         write(decode, wanted, prefilled(prefill)[:4])
         decode.pages.close(wanted, [answer.request])
         assert answer.wait().tokens == expected
-        assert answer.request.telemetry.cached_tokens == 4 * PAGE
+        assert answer.telemetry.cached_tokens == 4 * PAGE
 
 
 def test_an_import_begins_behind_the_pages_that_are_cached(llama: LoadedModel, other: LoadedModel) -> None:
@@ -121,11 +119,11 @@ def test_an_import_begins_behind_the_pages_that_are_cached(llama: LoadedModel, o
         answer_all(decode, [ask(PROMPT[: 2 * PAGE + 1], max_tokens=1)])
         wanted, answer = want(), waiting()
         assert decode.pages.open(wanted).result(SOON_S) == Opened(2)
-        decode.submit(answer.request)
+        answer.submit(decode, awaits_pages=True)
         write(decode, wanted, prefilled(prefill)[2:], at=2)
         decode.pages.close(wanted, [answer.request])
         answer.wait()
-        assert answer.request.telemetry.cached_tokens == 6 * PAGE
+        assert answer.telemetry.cached_tokens == 6 * PAGE
         again = want()
         assert decode.pages.open(again).result(SOON_S) == Opened(6)  # nothing is left to fetch, and nothing is held
 
@@ -142,7 +140,7 @@ def test_two_imports_with_one_beginning_end_as_one_chain_of_pages(llama: LoadedM
             decode.pages.close(wanted, [])
         answers = [ask([*token_ids, 7], max_tokens=4) for _, token_ids in imports]
         answer_all(decode, answers)
-        assert [answer.request.telemetry.cached_tokens for answer in answers] == [6 * PAGE, 6 * PAGE]
+        assert [answer.telemetry.cached_tokens for answer in answers] == [6 * PAGE, 6 * PAGE]
         assert decode.stats().pages_cached == 6 + 2
 
 
@@ -153,9 +151,9 @@ def test_salts_hide_imported_pages(llama: LoadedModel, other: LoadedModel) -> No
         write(decode, wanted, prefilled(prefill, salt="a"))
         decode.pages.close(wanted, [])
         answers = [ask(PROMPT, max_tokens=2), ask(PROMPT, max_tokens=2)]
-        answers[1].request.cache_salt = "a"
+        answers[1].change(cache_salt="a")
         answer_all(decode, answers)
-        assert [answer.request.telemetry.cached_tokens for answer in answers] == [0, 6 * PAGE]
+        assert [answer.telemetry.cached_tokens for answer in answers] == [0, 6 * PAGE]
 
 
 @pytest.mark.parametrize("how", ["drop", "abort"])
@@ -163,7 +161,7 @@ def test_a_sequence_that_ends_while_it_waits_leaves_nothing(llama: LoadedModel, 
     with engine(llama, "decode") as decode:
         wanted, answer = want(), waiting()
         decode.pages.open(wanted).result(SOON_S)
-        decode.submit(answer.request)
+        answer.submit(decode, awaits_pages=True)
         until_false(lambda: not decode.stats().waiting)
         if how == "drop":
             decode.drop(answer.request)
@@ -193,9 +191,9 @@ def test_a_failed_step_ends_imports_and_what_waits_for_them(llama: LoadedModel) 
         net.fails_next = True
         wanted, answer = want(), waiting()
         decode.pages.open(wanted).result(SOON_S)
-        decode.submit(answer.request)
+        answer.submit(decode, awaits_pages=True)
         other = ask(PROMPT[:20], max_tokens=4)
-        decode.submit(other.request)
+        other.submit(decode)
         assert isinstance(other.wait().error, InternalError)
         assert isinstance(answer.wait().error, InternalError)
         piece = Piece(1, bytes(decode.pages.form.page_bytes))

@@ -44,13 +44,13 @@ def asked(engine: Engine) -> list[tuple[list[int], Any]]:
 def test_a_salt_hides_pages_and_changes_no_token(llama: LoadedModel) -> None:
     def salted(salt: str) -> Answer:
         answer = ask(SYSTEM + tokens(20, 1), max_tokens=10, temperature=0.7, ignore_eos=True)
-        answer.request.cache_salt = salt
+        answer.change(cache_salt=salt)
         return answer
 
     answers = [salted(salt) for salt in ("", "a", "b", "a")]
     with unguided_engine(llama, with_drafts(3)) as engine:
         answer_each(engine, answers)
-    assert [answer.request.telemetry.cached_tokens for answer in answers] == [0, 0, 0, 64]
+    assert [answer.telemetry.cached_tokens for answer in answers] == [0, 0, 0, 64]
     assert len({tuple(answer.tokens) for answer in answers}) == 1
 
 
@@ -77,10 +77,10 @@ def test_the_usage_reports_the_cached_tokens(llama: LoadedModel) -> None:
         answer_each(engine, answers)
         exactly = ask(SYSTEM[:49], max_tokens=2)
         answer_all(engine, [exactly])
-    assert [answer.request.telemetry.cached_tokens for answer in answers] == [0, 64, 48, 48]
-    times = exactly.request.telemetry
+    assert [answer.telemetry.cached_tokens for answer in answers] == [0, 64, 48, 48]
+    times = exactly.telemetry
     assert times.cached_tokens == 48
-    assert times.arrived_s <= times.scheduled_s == times.prefilled_s <= times.first_token_s, (
+    assert exactly.request.arrived_s <= times.scheduled_s == times.prefilled_s <= times.first_token_s, (
         "nothing was left to prefill"
     )
 
@@ -156,4 +156,4 @@ def test_what_a_failed_step_may_have_written_is_not_found(llama: LoadedModel, ca
         until_false(lambda: engine.stats().pages_cached)  # the client gets its last event first
         again = ask(SYSTEM, max_tokens=4)
         answer_all(engine, [again])
-        assert again.request.telemetry.cached_tokens == 0
+        assert again.telemetry.cached_tokens == 0

@@ -44,7 +44,7 @@ def model(request: pytest.FixtureRequest, llama: LoadedModel, saved: Callable[[s
 
 def scored(prompt: list[int], wanted: int = 3, **fields: Any) -> Answer:
     answer = ask(prompt, **{"max_tokens": 4, "ignore_eos": True, **fields})
-    answer.request.prompt_logprobs = wanted
+    answer.change(prompt_logprobs=wanted)
     return answer
 
 
@@ -115,13 +115,13 @@ def test_they_need_every_row_so_cached_pages_are_not_reused_but_made(llama: Load
     with unguided_engine(llama, with_drafts(3)) as engine:
         answers = [ask(LONG, max_tokens=3), scored(LONG, 0), scored(LONG, 0), ask(LONG, max_tokens=3)]
         answer_each(engine, answers)
-    assert [answer.request.telemetry.cached_tokens > 0 for answer in answers] == [False, False, False, True]
+    assert [answer.telemetry.cached_tokens > 0 for answer in answers] == [False, False, False, True]
     assert np.array_equal(scores_of(answers[1]).logprob_N, scores_of(answers[2]).logprob_N)
     assert scores_of(answers[1]).top_ids_NM.shape == (len(LONG) - 1, 0)
     with unguided_engine(llama, with_drafts(3)) as engine:
         answers = [scored(LONG), ask(LONG, max_tokens=3)]
         answer_each(engine, answers)
-    assert answers[1].request.telemetry.cached_tokens > 0, "its own pages are found by others"
+    assert answers[1].telemetry.cached_tokens > 0, "its own pages are found by others"
 
 
 def test_preempted_prompts_have_all_of_them_once(model: LoadedModel, overlap: bool) -> None:
@@ -142,11 +142,11 @@ def test_preempted_prompts_have_all_of_them_once(model: LoadedModel, overlap: bo
 def test_a_request_that_ends_between_two_chunks_leaves_nothing(llama: LoadedModel, overlap: bool) -> None:
     with unguided_engine(llama, config(overlap=overlap, max_batch_size=2)) as engine:
         other = ask(tokens(5, 1), max_tokens=200, ignore_eos=True)
-        engine.submit(other.request)
+        other.submit(engine)
         aborted = [scored(tokens(200, seed)) for seed in range(8)]
         for answer in aborted:
             hold = Hold(engine, lambda: bool(_parts(engine)))
-            engine.submit(answer.request)
+            answer.submit(engine)
             with hold.reached():
                 engine.abort(answer.request.request_id)
             answer.wait()

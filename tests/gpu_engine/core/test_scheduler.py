@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,12 +13,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from gpu_engine.api.prefill_shapes import PrefillShapes
+from gpu_engine.api.request import Scheduling
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.scheduler import GrammarState, Plan, Scheduler, Sequence
 
 PAGE, CHUNK, ROWS, SCORED = 16, 32, 4, 24
 
-Names = Scheduler[str]
+
+@dataclass(slots=True, eq=False, kw_only=True, repr=False)
+class Named(Sequence):
+    name: str
+
+
+Names = Scheduler[Named]
 
 
 def scheduler(
@@ -26,7 +34,7 @@ def scheduler(
     *,
     chunk: int = CHUNK,
     lanes: int = 1,
-    tokens_of: Callable[[Sequence[str]], list[int]] | None = None,
+    tokens_of: Callable[[Named], list[int]] | None = None,
     max_batched_tokens: int = 0,
     max_starvation_s: float = math.inf,
 ) -> Names:
@@ -43,15 +51,24 @@ def scheduler(
     )
 
 
-def sequence(name: str, length: int = 10, *, guided: bool = False, priority: int = 0, salt: str = "") -> Sequence[str]:
-    return Sequence(name, length, guided, priority=priority, salt=salt)
+def sequence(
+    name: str,
+    length: int = 10,
+    *,
+    guided: bool = False,
+    priority: int = 0,
+    salt: str = "",
+    max_queue_ms: int | None = None,
+) -> Named:
+    scheduling = Scheduling(priority=priority, max_queue_ms=max_queue_ms)
+    return Named(length, guided, scheduling=scheduling, salt=salt, name=name)
 
 
-def names(sequences: tuple[Sequence[str], ...] | list[Sequence[str]]) -> list[str]:
-    return [s.payload for s in sequences]
+def names(sequences: tuple[Named, ...] | list[Named]) -> list[str]:
+    return [s.name for s in sequences]
 
 
-def act(machine: Names, plan: Plan[str], emitted: int = 1) -> None:
+def act(machine: Names, plan: Plan[Named], emitted: int = 1) -> None:
     """Do what an engine does with a plan."""
     for chunk in plan.prefill:
         chunk.sequence.prefilled = chunk.end
@@ -65,7 +82,7 @@ def prefills(machine: Names) -> list[list[tuple[str, int, int]]]:
     """Return the chunks of each iteration until everything is prefilled; no sequence decodes meanwhile."""
     turns = []
     while (plan := machine.plan()).prefill:
-        turns.append([(chunk.sequence.payload, chunk.start, chunk.end) for chunk in plan.prefill])
+        turns.append([(chunk.sequence.name, chunk.start, chunk.end) for chunk in plan.prefill])
         for chunk in plan.prefill:
             chunk.sequence.prefilled = chunk.end
     return turns
@@ -76,11 +93,11 @@ def test_the_first_in_the_queue_gets_the_lowest_free_slot() -> None:
     for name in "abc":
         machine.add(sequence(name))
     plan = machine.plan()
-    assert [(s.payload, s.slot, s.slot_gen) for s in plan.assigned] == [("a", 0, 1), ("b", 1, 1)]
+    assert [(s.name, s.slot, s.slot_gen) for s in plan.assigned] == [("a", 0, 1), ("b", 1, 1)]
     assert names(machine.waiting) == ["c"]
     machine.remove(plan.assigned[0])
     (running,) = machine.plan().assigned
-    assert (running.payload, running.slot, running.slot_gen) == ("c", 0, 2)
+    assert (running.name, running.slot, running.slot_gen) == ("c", 0, 2)
 
 
 def test_no_sequence_overtakes_the_first_in_the_queue_even_if_it_would_fit() -> None:
@@ -98,7 +115,7 @@ def test_a_higher_priority_leaves_the_queue_first_and_equal_ones_in_the_order_of
     order = []
     while machine.waiting:
         (one,) = machine.plan().assigned
-        order.append(one.payload)
+        order.append(one.name)
         machine.remove(one)
     assert order == ["higher", "high", "a", "b", "c", "low", "low too"]
 
@@ -134,15 +151,15 @@ def test_a_preempted_sequence_waits_behind_higher_priorities() -> None:
 def test_a_sequence_that_waits_for_longer_than_it_may_leaves_the_queue_and_no_other_does() -> None:
     machine = scheduler(num_slots=1)
     machine.add(sequence("runs"))
-    for name, patience_s in (("patient", math.inf), ("hasty", 2.0), ("less hasty", 5.0)):
-        one = sequence(name)
-        one.waits_since_s, one.max_queue_s = 1.0, patience_s
+    for name, max_queue_ms in (("patient", None), ("hasty", 2000), ("less hasty", 5000)):
+        one = sequence(name, max_queue_ms=max_queue_ms)
+        one.waits_since_s = 1.0
         machine.add(one)
     assert names(machine.plan(1.0).assigned) == ["runs"]
     assert machine.next_due_s == 3.0
     assert machine.plan(2.9).expired == ()
     (hasty,) = machine.plan(3.0).expired
-    assert hasty.payload == "hasty"
+    assert hasty.name == "hasty"
     machine.remove(hasty)
     assert names(machine.plan(100.0).expired) == ["less hasty"]
     assert names(machine.waiting) == ["patient"]
@@ -151,8 +168,7 @@ def test_a_sequence_that_waits_for_longer_than_it_may_leaves_the_queue_and_no_ot
 
 def test_a_sequence_that_had_a_slot_does_not_expire_when_it_is_preempted() -> None:
     machine = scheduler(num_slots=1)
-    one = sequence("a")
-    one.max_queue_s = 1.0
+    one = sequence("a", max_queue_ms=1000)
     machine.add(one)
     machine.plan(0.5)
     machine.preempt(one, 0.6)
@@ -212,7 +228,7 @@ def test_one_scored_prompt_at_a_time_has_a_chunk_of_its_own_beside_the_others(mi
     while not (plan := machine.plan()).idle and len(plan.decode) < 4:
         assert plan.scored is not None
         chunks = (plan.scored, *plan.prefill)
-        seen.append([(chunk.sequence.payload, chunk.start, chunk.end) for chunk in chunks])
+        seen.append([(chunk.sequence.name, chunk.start, chunk.end) for chunk in chunks])
         for chunk in chunks:
             chunk.sequence.prefilled = chunk.end
     # The scored chunk has a part of a mixed forward's budget.
@@ -281,7 +297,7 @@ def test_prompts_share_a_budget_and_decode_in_the_forward_that_ends_them() -> No
         machine.add(sequence(name, length))
     seen = []
     while (plan := machine.plan()).prefill:
-        seen.append(([(c.sequence.payload, c.start, c.end) for c in plan.prefill], names(plan.decode)))
+        seen.append(([(c.sequence.name, c.start, c.end) for c in plan.prefill], names(plan.decode)))
         act(machine, plan)
     assert seen == [
         ([("a", 0, 30), ("b", 0, 19)], ["a", "d"]),  # d has no prompt to prefill, and one token of the budget
@@ -300,12 +316,12 @@ def test_every_token_is_prefilled_once_and_within_the_budget(lengths: list[int],
     while (plan := machine.plan()).prefill:
         assert sum(c.end - c.start for c in plan.prefill) + sum(s.decoding for s in plan.decode) <= budget
         for chunk in plan.prefill:
-            assert chunk.start == ended[chunk.sequence.payload] < chunk.end
-            ended[chunk.sequence.payload] = chunk.end
-        decoded |= {s.payload for s in plan.decode}
+            assert chunk.start == ended[chunk.sequence.name] < chunk.end
+            ended[chunk.sequence.name] = chunk.end
+        decoded |= {s.name for s in plan.decode}
         act(machine, plan)
     assert ended == {str(at): length - 1 for at, length in enumerate(lengths)}
-    assert decoded | {s.payload for s in machine.plan().decode} == set(ended)
+    assert decoded | {s.name for s in machine.plan().decode} == set(ended)
 
 
 def test_a_guided_prompt_that_ends_before_its_matcher_is_there_does_not_decode() -> None:
@@ -319,27 +335,27 @@ def test_a_guided_prompt_that_ends_before_its_matcher_is_there_does_not_decode()
 def test_a_prompt_that_begins_as_one_in_the_same_forward_waits_for_its_pages() -> None:
     texts = {"a": [1] * 60, "b": [1] * 40 + [2] * 10, "c": [3] * 30}
     machine = scheduler(
-        num_slots=3, num_pages=40, max_batched_tokens=200, tokens_of=lambda s: texts[s.payload][: s.length]
+        num_slots=3, num_pages=40, max_batched_tokens=200, tokens_of=lambda s: texts[s.name][: s.length]
     )
     for name, text in texts.items():
         machine.add(sequence(name, len(text)))
     plan = machine.plan()
-    assert [c.sequence.payload for c in plan.prefill] == ["a", "c"]
+    assert [c.sequence.name for c in plan.prefill] == ["a", "c"]
     for chunk in plan.prefill:
         chunk.sequence.prefilled = chunk.end
         machine.index_pages(chunk.sequence)
     (chunk,) = machine.plan().prefill
-    assert (chunk.sequence.payload, chunk.start, chunk.end) == ("b", 32, 49)
+    assert (chunk.sequence.name, chunk.start, chunk.end) == ("b", 32, 49)
 
 
 def test_a_prompt_waits_for_pages_that_an_older_one_has_computed_but_not_indexed() -> None:
     texts = {"a": [1] * 80, "b": [1] * 70 + [2] * 10}
-    machine = scheduler(num_pages=40, max_batched_tokens=50, tokens_of=lambda s: texts[s.payload][: s.length])
+    machine = scheduler(num_pages=40, max_batched_tokens=50, tokens_of=lambda s: texts[s.name][: s.length])
     for name, text in texts.items():
         machine.add(sequence(name, len(text)))
     turns = []
     while (plan := machine.plan()).prefill:
-        turns.append([(c.sequence.payload, c.start, c.end) for c in plan.prefill])
+        turns.append([(c.sequence.name, c.start, c.end) for c in plan.prefill])
         for chunk in plan.prefill:
             chunk.sequence.prefilled = chunk.end
             if chunk.end == chunk.sequence.prefill_end:
@@ -392,12 +408,12 @@ def test_pages_run_out_and_the_youngest_gives_way_then_comes_back_and_ends() -> 
         for s in plan.preempted:
             assert (s.slot, s.pages, s.prefilled) == (-1, [], 0)
         for s in plan.assigned:
-            gens[s.payload].append(s.slot_gen)
+            gens[s.name].append(s.slot_gen)
         act(machine, plan)
         for s in list(machine.running):
             if s.length >= 100:
                 machine.remove(s)
-                ended.append(s.payload)
+                ended.append(s.name)
         if len(ended) == 3:
             break
     assert ended == ["a", "b", "c"]
@@ -468,7 +484,7 @@ def test_an_owner_of_a_slot_is_known_by_its_generation() -> None:
 
 def test_a_prompt_that_begins_like_another_is_prefilled_from_where_they_part() -> None:
     said = {"a": [1] * 70, "same": [1] * 70, "longer": [1] * 70 + [2] * 30, "other": [1] * 20 + [2] * 20}
-    machine = scheduler(num_slots=4, num_pages=40, tokens_of=lambda one: (said[one.payload] + [9] * 99)[: one.length])
+    machine = scheduler(num_slots=4, num_pages=40, tokens_of=lambda one: (said[one.name] + [9] * 99)[: one.length])
     machine.add(sequence("a", 70))
     assert prefills(machine) == [[("a", 0, 32)], [("a", 32, 64)], [("a", 64, 69)]]
     for name in ("same", "longer", "other"):
@@ -477,7 +493,7 @@ def test_a_prompt_that_begins_like_another_is_prefilled_from_where_they_part() -
     assert machine.plan().prefill[0].start == 0
     machine.remove(machine.running[0])
     for name in ("same", "longer", "other"):
-        machine.remove(next(s for s in machine.running if s.payload == name))
+        machine.remove(next(s for s in machine.running if s.name == name))
         machine.add(sequence(name, len(said[name])))
     assert prefills(machine) == [
         [("same", 64, 69)],
@@ -491,13 +507,13 @@ def test_a_prompt_that_begins_like_another_is_prefilled_from_where_they_part() -
 
 @pytest.mark.parametrize("mixed", [0, 200])
 def test_two_salts_never_share_a_page(mixed: int) -> None:
-    tokens_of: Callable[[Sequence[str]], list[int]] = lambda one: [1] * one.length  # noqa: E731
+    tokens_of: Callable[[Named], list[int]] = lambda one: [1] * one.length  # noqa: E731
     machine = scheduler(num_slots=4, num_pages=40, chunk=256, lanes=4, tokens_of=tokens_of, max_batched_tokens=mixed)
     for name, salt in (("a", "x"), ("b", "y"), ("c", ""), ("again", "x")):
         machine.add(sequence(name, 50, salt=salt))
     turns = prefills(machine)
     starts = {name: start for turn in turns for name, start, _ in turn}
-    a, b, c, again = (next(s for s in machine.running if s.payload == name) for name in ("a", "b", "c", "again"))
+    a, b, c, again = (next(s for s in machine.running if s.name == name) for name in ("a", "b", "c", "again"))
     assert starts["a"] == starts["b"] == starts["c"] == 0
     waits = {"again"} if mixed else set()
     assert {name for name, _, _ in turns[0]} == {"a", "b", "c", "again"} - waits, "no salt waits for another's pages"
@@ -528,7 +544,7 @@ def test_sequences_admitted_together_find_the_pages_of_the_first() -> None:
         machine.add(sequence(name, length))
     seen = []
     while (plan := machine.plan()).prefill:
-        seen += [(chunk.sequence.payload, chunk.start, chunk.end) for chunk in plan.prefill]
+        seen += [(chunk.sequence.name, chunk.start, chunk.end) for chunk in plan.prefill]
         for chunk in plan.prefill:
             chunk.sequence.prefilled = chunk.end
             if chunk.end == chunk.sequence.prefill_end:
@@ -552,8 +568,8 @@ def test_a_page_without_its_last_key_is_not_shared() -> None:
 def test_a_blocked_queue_is_not_searched_again() -> None:
     asked: list[str] = []
 
-    def tokens_of(one: Sequence[str]) -> list[int]:
-        asked.append(one.payload)
+    def tokens_of(one: Named) -> list[int]:
+        asked.append(one.name)
         return [1] * one.length
 
     machine = scheduler(num_slots=2, num_pages=6, tokens_of=tokens_of)
@@ -570,7 +586,7 @@ def test_a_blocked_queue_is_not_searched_again() -> None:
 
 
 def test_a_preempted_sequence_finds_its_pages_that_were_not_evicted() -> None:
-    machine = scheduler(num_slots=2, num_pages=7, tokens_of=lambda one: [ord(one.payload)] * one.length)
+    machine = scheduler(num_slots=2, num_pages=7, tokens_of=lambda one: [ord(one.name)] * one.length)
     machine.add(sequence("a", 40))
     machine.add(sequence("b", 33))
     prefills(machine)
@@ -594,7 +610,7 @@ class Turns(RuleBasedStateMachine):
     alive = Bundle("alive")
     salts: tuple[str, ...] = ("",)
     chunk, lanes = CHUNK, 1
-    tokens_of: Callable[[Sequence[str]], list[int]] | None = None
+    tokens_of: Callable[[Named], list[int]] | None = None
     starves_s = math.inf
     waits = False
     """Some sequences reserve pages, and some wait for a bounded time."""
@@ -622,17 +638,17 @@ class Turns(RuleBasedStateMachine):
         scored=st.booleans(),
         priority=st.integers(-1, 1),
         more=st.none() | st.integers(0, MAX_LENGTH),
-        patience_s=st.sampled_from([math.inf, 2.0, 7.0]),
+        max_queue_ms=st.sampled_from([None, 2000, 7000]),
     )
     def arrive(
-        self, length: int, guided: bool, scored: bool, priority: int, more: int | None, patience_s: float
-    ) -> Sequence[str]:
+        self, length: int, guided: bool, scored: bool, priority: int, more: int | None, max_queue_ms: int | None
+    ) -> Named:
         self.count += 1
         salt = self.salts[self.count % len(self.salts)]
-        new = sequence(str(self.count), length, guided=guided, priority=priority, salt=salt)
+        patience = max_queue_ms if self.waits else None
+        new = sequence(str(self.count), length, guided=guided, priority=priority, salt=salt, max_queue_ms=patience)
         new.scored, new.waits_since_s = scored, self.now_s
         if self.waits:
-            new.max_queue_s = patience_s
             new.reserved = 0 if more is None else min(length + more, MAX_LENGTH)
         line = names(self.machine.waiting)
         self.machine.add(new)
@@ -642,7 +658,7 @@ class Turns(RuleBasedStateMachine):
         return new
 
     @rule(gone=consumes(alive))
-    def leave(self, gone: Sequence[str]) -> None:
+    def leave(self, gone: Named) -> None:
         if gone.slot >= 0 or gone in self.machine.waiting:
             self.machine.remove(gone)
         assert gone.slot == -1
@@ -657,7 +673,7 @@ class Turns(RuleBasedStateMachine):
         for s in plan.expired:
             assert s in line
             assert not s.order
-            assert self.now_s >= s.waits_since_s + s.max_queue_s
+            assert self.now_s >= s.waits_since_s + s.scheduling.max_queue_s
             self.machine.remove(s)
         self.in_order(plan, [s for s in line if s not in plan.expired])
         for s in plan.assigned:
@@ -693,13 +709,13 @@ class Turns(RuleBasedStateMachine):
             if s.length == most:
                 self.machine.remove(s)
 
-    def in_order(self, plan: Plan[str], line: list[Sequence[str]]) -> None:
+    def in_order(self, plan: Plan[Named], line: list[Named]) -> None:
         """Check that sequences got their slots in the order of the queue `line`, starving ones first."""
         starving = [s for s in line if self.now_s >= s.waits_since_s + self.starves_s]
         line = sorted(starving, key=lambda s: s.waits_since_s) + [s for s in line if s not in starving]
         assert names(plan.assigned) == names(line[: len(plan.assigned)])
 
-    def wrote(self, one: Sequence[str], start: int, end: int) -> None:
+    def wrote(self, one: Named, start: int, end: int) -> None:
         """Hear that the keys of positions [start, end) are written."""
 
     @precondition(lambda self: self.machine.running)
@@ -747,11 +763,11 @@ class TurnsThatShare(TurnsOfSeveral):
         """(page, place in it) -> the writer's salt, and tokens up to there, on all of which keys depend."""
 
     @staticmethod
-    def tokens_of(one: Sequence[str]) -> list[int]:
-        number = int(one.payload)
+    def tokens_of(one: Named) -> list[int]:
+        number = int(one.name)
         return [number % 2] * min(one.length, 40) + [number % 4] * (one.length - 40)
 
-    def wrote(self, one: Sequence[str], start: int, end: int) -> None:
+    def wrote(self, one: Named, start: int, end: int) -> None:
         written = [*self.tokens_of(one)[: one.length - 1], *[-1] * 2 * ROWS]
         for at in range(start, end):
             self.cells[one.pages[at // PAGE], at % PAGE] = one.salt, tuple(written[: at + 1])

@@ -19,12 +19,12 @@ def endless(seed: int) -> Answer:
 def test_a_request_that_waits_for_too_long_ends_alone_and_says_for_how_long(llama: LoadedModel, overlap: bool) -> None:
     with unguided_engine(llama, config(max_batch_size=1, overlap=overlap)) as engine:
         runs, hasty, patient = endless(1), ask(tokens(9, 2)), ask(tokens(9, 2))
-        hasty.request.max_queue_s = 0.02
+        hasty.change(max_queue_ms=20)
         hold = Hold(engine, lambda: bool(runs.tokens))
-        engine.submit(runs.request)
+        runs.submit(engine)
         with hold.reached():
             for answer in (hasty, patient):
-                engine.submit(answer.request)
+                answer.submit(engine)
             time.sleep(0.03)  # longer than it waits at most
         error = hasty.wait().error
         assert isinstance(error, QueueTimeout)
@@ -40,7 +40,7 @@ def test_an_idle_engine_ends_a_wait_in_time(llama: LoadedModel) -> None:
     with unguided_engine(llama, config(max_batch_size=1)) as engine:
         first, second = ask(tokens(9, 1)), ask(tokens(9, 2))
         for answer in (first, second):
-            answer.request.max_queue_s = 30.0
+            answer.change(max_queue_ms=30_000)
         assert all(answer_all(engine, [first, second]))
         assert engine._loop.scheduler.next_due_s > 0
 
@@ -57,12 +57,10 @@ def test_a_request_that_is_never_preempted_keeps_its_slot_and_two_of_them_end(
     with unguided_engine(llama, config(overlap=overlap, kv_cache_tokens=256, prefix_cache=False)) as engine:
         answers = made()
         for answer in answers[2:]:  # both together need more pages than there are
-            answer.request.never_preempt = True
+            answer.change(never_preempt=True)
         lost: list[str] = []
         taken = engine._loop._slot_lost
-        engine._loop._slot_lost = lambda sequence: (lost.append(sequence.payload.request.request_id), taken(sequence))[
-            1
-        ]  # type: ignore[method-assign]
+        engine._loop._slot_lost = lambda sequence: (lost.append(sequence.request.request_id), taken(sequence))[1]  # type: ignore[method-assign]
         assert answer_all(engine, answers) == expected
         assert lost
         assert not {answer.request.request_id for answer in answers[2:]} & set(lost)
@@ -77,16 +75,17 @@ def test_a_low_priority_starves_no_longer_than_the_setting_says(
             endless(1),
             *(ask(tokens(5, n), max_tokens=3, name=name) for n, name in ((2, "low"), (3, "high"))),
         )
-        low.request.priority, high.request.priority = -1, 1
+        low.change(priority=-1)
+        high.change(priority=1)
         waits = engine._loop.scheduler
         hold = Hold(engine, lambda: bool(runs.tokens) and (starves_s == 0 or waits.waiting[0].starving))
         with held(engine):
-            engine.submit(runs.request)
-            engine.submit(low.request)
+            runs.submit(engine)
+            low.submit(engine)
         with hold.reached():
-            assert [sequence.payload.request for sequence in waits.waiting] == [low.request]
-            engine.submit(high.request)
+            assert [sequence.request for sequence in waits.waiting] == [low.request]
+            high.submit(engine)
             engine.abort(runs.request.request_id)
         both = [low.wait(), high.wait()]
-    order = sorted(both, key=lambda answer: answer.request.telemetry.scheduled_s)
+    order = sorted(both, key=lambda answer: answer.telemetry.scheduled_s)
     assert order[0].request.request_id == first

@@ -115,9 +115,9 @@ def asked(engine: Engine, cases: list[Case]) -> list[Answer]:
         answer = make()
         if prompt:
             virtual = engine.adapters.find(AdapterKind.PROMPT, prompt)
-            answer.request.prompt_adapter = virtual
-            answer.request.prompt_ids = [*virtual.virtual_ids, *answer.request.prompt_ids]
-        answer.request.lora = engine.adapters.find(AdapterKind.LORA, lora) if lora else None
+            answer.change(prompt_adapter=virtual)
+            answer.change(prompt_ids=[*virtual.virtual_ids, *answer.request.prompt_ids])
+        answer.change(lora=engine.adapters.find(AdapterKind.LORA, lora) if lora else None)
         answers.append(answer)
     return answers
 
@@ -189,7 +189,7 @@ def test_adapters_are_loaded_and_unloaded_between_replays(made: Made, free: list
         running = partial(ask, [*range(196, 203)] * 2, max_tokens=40, ignore_eos=True)
         alone = answer_all(engine, asked(engine, [(running, "a", "")]))[0]
         (long,) = asked(engine, [(running, "a", "")])
-        engine.submit(long.request)
+        long.submit(engine)
         until_false(lambda: not long.tokens)
         for name in ("b", "c", "b"):
             engine.adapters.load("x", str(made.files[name]))
@@ -242,7 +242,7 @@ def test_a_killed_grammar_process_and_few_pages_change_no_token(made: Made, guid
 
         first.before = die
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         grammar._thread.join(PATIENCE_S)
         grammar.kill_sidecar()
         engine.grammar_lost()
@@ -259,7 +259,7 @@ def test_the_prompts_log_probabilities_and_cached_pages_are_those_of_a_cpu(made:
 
     def scored(engine: Engine) -> list[float]:
         (answer,) = asked(engine, [case])
-        answer.request.prompt_logprobs = 0
+        answer.change(prompt_logprobs=0)
         answer_all(engine, [answer])
         found = next(event.prompt_logprobs for event in answer.events if event.prompt_logprobs is not None)
         return [float(value) for value in found.logprob_N]
@@ -267,7 +267,7 @@ def test_the_prompts_log_probabilities_and_cached_pages_are_those_of_a_cpu(made:
     def cached(engine: Engine) -> list[int]:
         answers = [asked(engine, [(case[0], lora, prompt)])[0] for lora, prompt in (("a", "p"), ("a", ""), ("a", "p"))]
         answer_each(engine, answers)
-        return [answer.request.telemetry.cached_tokens for answer in answers]
+        return [answer.telemetry.cached_tokens for answer in answers]
 
     with unguided_engine(made.cpu, with_drafts(0, **SMALL, **made.named)) as engine:
         expected = scored(engine)

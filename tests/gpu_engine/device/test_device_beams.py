@@ -32,11 +32,11 @@ OTHER = partial(ask, tokens(9, 5), max_tokens=5, ignore_eos=True)
 def test_a_search_beside_an_ordinary_sequence(llama: LoadedModel) -> None:
     with unguided_engine(llama, with_drafts(0, **SMALL)) as engine:
         (expected,), plain = search_all(engine, [FREE()]), OTHER()
-        engine.submit(plain.request)
+        plain.submit(engine)
         plain.wait()
     with device_engine(llama, with_drafts(1, **SMALL, **ON_DEVICE)) as (engine, _):
         found, other = FREE(), OTHER()
-        engine.submit(other.request)
+        other.submit(engine)
         search_all(engine, [found])
         assert other.wait().tokens == plain.tokens
         counts = engine._loop.executor.runner.launcher.stats  # type: ignore[attr-defined]

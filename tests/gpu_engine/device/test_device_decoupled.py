@@ -239,7 +239,7 @@ def test_a_lost_and_restored_grammar_process_changes_no_token(
 
         first.before = die
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         grammar._thread.join(PATIENCE_S)
         grammar.kill_sidecar()
         engine.grammar_lost()
@@ -281,7 +281,7 @@ def test_virtual_tokens_are_not_drafted_behind(llama: LoadedModel, tmp_path: Pat
     def asked(engine: Engine) -> list[Answer]:
         found = engine.adapters.find(AdapterKind.PROMPT, "p")
         answers = [ask([*found.virtual_ids, *tokens(20, 1)], max_tokens=6), ask(tokens(8, 1), max_tokens=6)]
-        answers[0].request.prompt_adapter = found
+        answers[0].change(prompt_adapter=found)
         return answers
 
     model = load_model(config(model=llama.name, fuse_parts=False, max_adapter_bytes=1 << 20))
@@ -293,7 +293,7 @@ def test_virtual_tokens_are_not_drafted_behind(llama: LoadedModel, tmp_path: Pat
         every_draft(engine)
         answers = asked(engine)
         assert answer_each(engine, answers) == expected
-        assert [answer.request.telemetry.draft_tokens > 0 for answer in answers] == [False, True]
+        assert [answer.telemetry.draft_tokens > 0 for answer in answers] == [False, True]
 
 
 # -- exchange --------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_an_exchange_in_the_middle_of_answers_changes_no_token(llama: LoadedMode
         answers, drafter = [make() for make in requests], drafter_of(engine)
         hold = Hold(engine, lambda: all(len(answer.tokens) >= 2 for answer in answers))
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         with hold.reached():
             assert not any(answer.over for answer in answers)
             before, old = engine.stats(), drafter._now
@@ -489,7 +489,7 @@ def test_an_exchange_over_there_changes_no_token(llama: LoadedModel, other: str)
         every_draft(engine)
         answer = make()
         hold = Hold(engine, lambda: len(answer.tokens) >= 2)
-        engine.submit(answer.request)
+        answer.submit(engine)
         with hold.reached():
             thread, results = exchanging(engine, llama.name)
         assert [answer.wait().tokens] == expected

@@ -260,7 +260,7 @@ def test_prompt_logprobs_equal_those_of_a_cpu(llama: LoadedModel, drafts_by: str
     def made() -> list[Answer]:
         answers = [ask(tokens(n, n), max_tokens=4, ignore_eos=True) for n in (70, 5, 1)]
         for answer in answers:
-            answer.request.prompt_logprobs = 3
+            answer.change(prompt_logprobs=3)
         return [*answers, ask(tokens(8, 2), max_tokens=4)]
 
     fields = {"draft_model": llama.name} if drafts_by == "model" else {}
@@ -288,8 +288,10 @@ def test_tensors_equal_those_of_a_cpu(llama: LoadedModel) -> None:
     def made() -> list[Answer]:
         answers = [ask(tokens(n, n), max_tokens=12, ignore_eos=True) for n in (70, 1)]
         for answer in answers:
-            answer.request.outputs = tuple(
-                WantedOutput(name, name, llama.outputs[name], context=True, answer=True) for name in names
+            answer.change(
+                tensors=tuple(
+                    WantedOutput(name, name, llama.outputs[name], context=True, answer=True) for name in names
+                )
             )
         return [*answers, ask(tokens(8, 2), max_tokens=4)]
 
@@ -314,10 +316,10 @@ def test_the_slot_of_an_aborted_request_is_reused(llama: LoadedModel, unguided_t
     with device_engine(llama, on_device(3, max_batch_size=1)) as (engine, _):
         endless = ask(tokens(5, 9), max_tokens=1000, ignore_eos=True)
         hold = Hold(engine, lambda: len(endless.tokens) >= 4)
-        engine.submit(endless.request)
+        endless.submit(engine)
         following = UNGUIDED[0]()
         with hold.reached():
-            engine.submit(following.request)
+            following.submit(engine)
             assert engine.abort(endless.request.request_id)
         assert endless.wait().finish is FinishReason.ABORTED
         assert following.wait().tokens == unguided_tokens[0]
@@ -343,7 +345,7 @@ def test_a_step_ends_when_its_sidecar_dies_and_answers_continue(
 
         first.before = die
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         first_thread = grammar._thread
         first_thread.join(PATIENCE_S)
         grammar.kill_sidecar()
@@ -373,7 +375,7 @@ def test_a_refused_post_ends_only_its_own_requests_with_internal(
 
         guided, unguided = ask(tokens(20, 1), grammar="50", max_tokens=90, on_event=break_the_count), GUIDED[1]()
         for answer in (guided, unguided):
-            engine.submit(answer.request)
+            answer.submit(engine)
         assert isinstance(guided.wait().error, InternalError)
         assert unguided.wait().tokens == guided_tokens[1]
         assert "a step's post was refused" in caplog.text
@@ -393,7 +395,7 @@ def test_a_lost_device_ends_the_engine_and_is_reported(llama: LoadedModel) -> No
         engine.watch(failures.append)
         answer = ask(tokens(5, 9), max_tokens=1000, ignore_eos=True)
         hold = Hold(engine, lambda: len(answer.tokens) >= 4)
-        engine.submit(answer.request)
+        answer.submit(engine)
         with hold.reached():
             stream.fail()
         assert isinstance(answer.wait().error, InternalError)

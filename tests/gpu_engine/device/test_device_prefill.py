@@ -73,10 +73,10 @@ def answer_together(engine: Engine, answers: list[Answer]) -> list[list[int]]:
     def submit(first: Answer) -> None:
         first.on_event = None
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
 
     first = ask(tokens(3, 99), max_tokens=1, on_event=submit)
-    engine.submit(first.request)
+    first.submit(engine)
     first.wait()
     return [answer.wait().tokens for answer in answers]
 
@@ -105,7 +105,7 @@ def test_prompts_prefilled_together_have_the_tokens_of_each_alone(
         assert {(4, 32), (1, 128)} <= set(prefill.launches - warmed)
     assert stats.prefill_tokens == 2 + sum(len(answer.request.prompt_ids) - 1 for answer in answers)
     for answer in answers:
-        times = answer.request.telemetry
+        times = answer.telemetry
         assert (times.prefilled_s > 0) == (len(answer.request.prompt_ids) > 1)
         assert times.prefilled_s <= times.first_token_s
     if drafts_by == "model":
@@ -249,21 +249,21 @@ def test_pages_and_slot_of_a_request_aborted_between_two_chunks_are_reused(
 
     def submit_and_abort(answer: Answer) -> None:
         if len(answer.tokens) == 1:
-            engine.submit(long.request)
+            long.submit(engine)
             for later in following:
-                engine.submit(later.request)
+                later.submit(engine)
         elif len(answer.tokens) == 3:
             engine.abort("long")
 
     with device_engine(llama, settings) as (engine, _):
         first = ask(tokens(3, 9), max_tokens=5, ignore_eos=True, on_event=submit_and_abort)
-        engine.submit(first.request)
+        first.submit(engine)
         assert long.wait().finish is FinishReason.ABORTED
         assert [answer.wait().tokens for answer in following] == [expected[0], expected[2]]
         first.wait()
         whole = sum(len(answer.request.prompt_ids) - 1 for answer in (first, *following))
         assert engine.stats().prefill_tokens - whole in (64, 128)
-    assert long.request.telemetry.prefilled_s > 0
+    assert long.telemetry.prefilled_s > 0
 
 
 @pytest.mark.slow
@@ -277,13 +277,13 @@ def test_a_request_preempted_between_two_chunks_has_the_same_tokens(llama: Loade
 
     def submit(answer: Answer) -> None:
         if len(answer.tokens) == 19:
-            engine.submit(last.request)
+            last.submit(engine)
 
     settings = with_drafts(0, device="cuda", kv_cache_tokens=160, prefix_cache=prefix_cache, **small, **PATIENT)
     with device_engine(llama, settings) as (engine, _):
         # There are 12 pages; the late request takes 10, and two more tokens require a third page for the first one.
         first = ask(tokens(10, 9), max_tokens=26, ignore_eos=True, on_event=submit)
-        engine.submit(first.request)
+        first.submit(engine)
         assert [last.wait().tokens] == expected
         assert len(first.wait().tokens) == 26
         stats = engine.stats()

@@ -155,7 +155,7 @@ def test_a_killed_grammar_process_changes_no_token(llama: LoadedModel, name: str
 
         first.before = die
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         grammar._thread.join(PATIENCE_S)
         grammar.kill_sidecar()
         engine.grammar_lost()

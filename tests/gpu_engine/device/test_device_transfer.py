@@ -71,14 +71,13 @@ def test_an_engine_on_a_device_goes_on_from_pages_of_another_one(
         # The first one decodes, from pages that came, while the pages of the second come.
         for prompt, each, answer in zip(PROMPTS, pieces, answers, strict=True):
             wanted = WantedPages(whole_pages(prompt), "", answer.request.request_id)
-            answer.request.awaits_pages = True
             assert engine.pages.open(wanted).result(SOON_S) == Opened(0)
-            engine.submit(answer.request)
+            answer.submit(engine, awaits_pages=True)
             for at, piece in enumerate(each):
                 engine.pages.write(wanted, at, piece).result(SOON_S)
             engine.pages.close(wanted, [answer.request])
         assert [answer.wait().tokens for answer in answers] == expected
-        assert [answer.request.telemetry.cached_tokens for answer in answers] == [2 * PAGE, PAGE]
+        assert [answer.telemetry.cached_tokens for answer in answers] == [2 * PAGE, PAGE]
         own = sum(len(prompt) - 1 - len(whole_pages(prompt)) for prompt in PROMPTS)
         assert engine.stats().prefill_tokens == own
 

@@ -176,11 +176,11 @@ def test_drafts_beyond_the_rows_of_a_larger_bucket_are_dropped(llama: LoadedMode
         answers = six()
         hold = Hold(engine, lambda: min(len(made.tokens) for made in answers[:3]) >= 3)
         for made in answers[:3]:
-            engine.submit(made.request)
+            made.submit(engine)
         # One of the others is prefilled in each iteration, while the first ones have many drafts.
         with hold.reached():
             for made in answers[3:]:
-                engine.submit(made.request)
+                made.submit(engine)
         assert [made.wait().tokens for made in answers] == expected
         assert engine.stats().deferred_rows == 0
         assert longest(grammar) > 7

@@ -265,7 +265,7 @@ def test_a_sidecar_that_is_lost_in_a_tree_changes_no_token(llama: LoadedModel, g
 
         first.before = die
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         grammar._thread.join(PATIENCE_S)
         grammar.kill_sidecar()
         engine.grammar_lost()

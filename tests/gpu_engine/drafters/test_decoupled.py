@@ -132,7 +132,7 @@ def test_a_lost_and_restored_grammar_process_changes_no_token(
         )
         hold = Hold(engine, reached.is_set)
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         with hold.reached():
             grammar.kill_sidecar()
             engine.grammar_lost()
@@ -265,8 +265,8 @@ def test_virtual_tokens_are_not_drafted_behind(tmp_path: Path) -> None:
         with running(engine):
             found = engine.adapters.find(AdapterKind.PROMPT, "p")
             answers = [ask([*found.virtual_ids, *tokens(8, 1)], max_tokens=16), ask(tokens(8, 1), max_tokens=16)]
-            answers[0].request.prompt_adapter = found
-            return answer_each(engine, answers), answers[0].request.telemetry.draft_tokens
+            answers[0].change(prompt_adapter=found)
+            return answer_each(engine, answers), answers[0].telemetry.draft_tokens
 
     plain, _ = run(with_drafts(0))
     found, drafts = run(decoupled(str(folder)))
@@ -315,7 +315,7 @@ def test_an_exchange_changes_no_token_of_running_requests(
         answers = made()
         hold = Hold(engine, lambda: all(len(answer.tokens) >= 2 for answer in answers[:4]))
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         with hold.reached():
             assert not all(answer.over for answer in answers)
             before = engine.stats()
@@ -341,7 +341,7 @@ def test_the_pages_of_the_former_model_are_not_used_again(llama: LoadedModel, dr
     with unguided_engine(llama, decoupled(draft_models["other"], draft_dirs=dirs)) as engine:
         answer = ask(tokens(20, 7), max_tokens=100, temperature=0.8, seed=2, ignore_eos=True)
         hold = Hold(engine, lambda: len(answer.tokens) >= 10)
-        engine.submit(answer.request)
+        answer.submit(engine)
         with hold.reached():
             exchanging(engine, llama.name)
             before = engine.stats()

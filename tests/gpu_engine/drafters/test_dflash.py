@@ -259,7 +259,7 @@ def test_a_lost_and_restored_sidecar_changes_no_token(
         first.before = die
         hold = Hold(engine, lambda: reached.is_set() and not during_a_step)
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         assert reached.wait(PATIENCE_S)
         with nullcontext() if during_a_step else hold.reached():
             grammar.kill_sidecar()

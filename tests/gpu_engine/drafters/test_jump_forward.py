@@ -209,7 +209,7 @@ def test_a_restart_changes_no_token(
 
         first.before = die
         for answer in answers:
-            engine.submit(answer.request)
+            answer.submit(engine)
         assert reached.wait(PATIENCE_S)
         grammar.kill_sidecar()
         engine.grammar_lost()

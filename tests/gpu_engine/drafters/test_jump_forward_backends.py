@@ -119,7 +119,7 @@ def test_an_answer_of_jump_forward_tokens_takes_few_steps(
     settings = config(drafter="grammar", num_draft_tokens=num_drafts, jump_forward_tokens=max_jump_forward, **PATIENT)
     with sidecars.engine(settings) as (engine, _):
         answer = made()[at]
-        answer.request.jump_forward_tokens = 15
+        answer.change(jump_forward_tokens=15)
         assert answer_all(engine, [answer]) == [expected[at]]
     # The first step emits one token, each later step as many as it has rows; the last row emits the stop token.
-    assert answer.request.telemetry.steps == 1 + -(-(len(expected[at]) - 1) // rows)
+    assert answer.telemetry.steps == 1 + -(-(len(expected[at]) - 1) // rows)

@@ -179,7 +179,7 @@ def test_a_number_of_drafts_in_the_request_limits_all_drafts(llama: LoadedModel)
         with guided_engine(llama, settings) as (engine, grammar):
             grammar.sidecar.proposes = liar
             answer = ask(tokens(20, 3), grammar="40", max_tokens=60, drafts=own)
-            answer.request.jump_forward_tokens = jump_forward
+            answer.change(jump_forward_tokens=jump_forward)
             answer_all(engine, [answer])
             records = grammar.sidecar.records
             return answer.tokens, max(lengths(grammar.sidecar)), {Stage(r.stage) for r in records}

@@ -10,9 +10,9 @@ from typing import Any
 
 import grpc
 
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.limits import Limits
 from gpu_engine.api.processors import Processors
 from gpu_engine.cli.client import Client
 from gpu_engine.front.calls import Calls

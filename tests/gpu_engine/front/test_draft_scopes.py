@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.limits import Limits
 from gpu_engine.api.request import DraftScope, GrammarKind, GrammarSpec
 from gpu_engine.front.draft_scopes import (
     MAX_LITERALS,
@@ -33,7 +33,7 @@ def scope_of(made: DraftScopes, client: bytes = b"", **fields: Any) -> DraftScop
     limits = Limits(
         vocab_size=320, max_model_len=256, num_draft_tokens=7, jump_forward_tokens=7, max_n=4, max_prompt_bytes=1000
     )
-    return made.of(check(pb.GenerateRequest(text="hi", **fields), limits, ()), client)
+    return made.of(check(pb.GenerateRequest(text="hi", **fields), limits, ()).params, client)
 
 
 def schema(value: Any, **options: Any) -> pb.Grammar:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.request import FinishReason, Logprobs, Request, SamplingParams, TokenEvent
+from gpu_engine.api.request import FinishReason, Logprobs, TokenEvent
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.tokens.field_logprobs import FieldLogprob, FieldScorer, leaves
 from gpu_engine.front.tools.formats import Markers
@@ -21,6 +21,7 @@ from gpu_engine.front.tools.parts import AnswerLayout
 from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
 from tests.gpu_engine.front.test_validation import LIMITS
+from tests.gpu_engine.made_requests import made
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
@@ -69,9 +70,9 @@ def scored(
     def decode(ids: Sequence[int]) -> str:
         return b"".join(chunks[i] for i in ids).decode("utf-8", "replace")
 
-    sampling = SamplingParams(max_tokens=1000, seed=0, stop=options.pop("stop", ()), logprobs=0)
-    request = Request("r", 0, [], sampling, print)
-    output = SequenceOutput(request, decode, with_logprobs=False, fields=FieldScorer(), **options)
+    omit_text = not options.pop("with_text", True)
+    request = made([], stop=options.pop("stop", ()), field_logprobs=True, omit_text=omit_text)
+    output = SequenceOutput(request, decode, fields=FieldScorer(), **options)
     deltas = []
     for first in range(0, len(chunks), per_event):
         ids = tuple(range(first, min(first + per_event, len(chunks))))
@@ -129,4 +130,4 @@ def test_without_a_json_grammar_they_are_refused(grammar: pb.Grammar | None) -> 
     with pytest.raises(InvalidRequest, match=r"^response\.per_field_logprobs: needs a grammar of the kind json_object"):
         check(request, LIMITS, ())
     request.grammar.CopyFrom(pb.Grammar(json_object=True))
-    assert check(request, LIMITS, ()).field_logprobs
+    assert check(request, LIMITS, ()).params.outputs.field_logprobs

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.limits import Limits
 from gpu_engine.api.outputs import OutputSpec, WantedOutput
-from gpu_engine.front.outputs_field import check_bytes, check_outputs, of_sequence
+from gpu_engine.front.outputs_field import check_bytes, check_outputs, tensors_of
 from gpu_engine.front.prompt import build_requests
 from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
@@ -73,8 +73,8 @@ def test_beams_have_no_outputs() -> None:
 
 def test_the_first_sequence_alone_has_the_rows_of_the_prompt() -> None:
     wanted = check_outputs(asked("logits", context=True, context_logits=True), LIMITS)
-    assert of_sequence(wanted, 0) == wanted
-    assert of_sequence(wanted, 1) == (WantedOutput("logits", "logits", LOGITS, context=False, answer=True),)
+    assert tensors_of(wanted, 0) == wanted
+    assert tensors_of(wanted, 1) == (WantedOutput("logits", "logits", LOGITS, context=False, answer=True),)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -98,4 +98,4 @@ def test_a_request_without_max_tokens_counts_as_long_as_the_context() -> None:
             checked, ByteTokenizer(), replace(LIMITS, max_output_bytes=58 * 1280), lambda event: None, arrived_s=0.0
         )
     (built,) = build_requests(checked, ByteTokenizer(), LIMITS, lambda event: None, arrived_s=0.0)
-    assert [each.name for each in built.outputs] == ["generation_logits"]
+    assert [each.name for each in built.outputs.tensors] == ["generation_logits"]

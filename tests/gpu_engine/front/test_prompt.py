@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.limits import Limits
 from gpu_engine.api.request import Request
 from gpu_engine.front.prompt import build_requests, is_large, sequence_seed
 from gpu_engine.front.validation import check
@@ -34,7 +34,7 @@ def test_max_tokens_is_the_room_that_is_left() -> None:
     (request,) = build(pb.GenerateRequest(text="hello"))
     assert request.prompt_ids == list(b"hello")
     assert request.sampling.max_tokens == 64 - 5
-    assert request.telemetry.arrived_s == 12.5
+    assert request.arrived_s == 12.5
 
 
 def test_a_larger_max_tokens_is_cut_to_the_room() -> None:

@@ -31,7 +31,7 @@ def script(request: Request) -> Iterable[TokenEvent]:
     """Yield THINKS token by token, with log-probabilities and those of the prompt."""
     ids = [*THINKS.encode(), EOS]
     for place, token in enumerate(ids):
-        wanted = request.prompt_logprobs if place == 0 else None
+        wanted = request.outputs.prompt_logprobs if place == 0 else None
         yield TokenEvent(
             request.index,
             (token,),
@@ -157,7 +157,7 @@ async def test_a_sequence_that_fails_has_no_whole_response(tmp_path: Path) -> No
 async def test_a_client_id_reaches_the_engine_and_has_a_limit(tmp_path: Path) -> None:
     async with serving(tmp_path, answers_with("x")) as s:
         await answer(s.client, ask(client_id="team \u00e9"))
-        assert [request.client_id for request in s.engine.submitted] == ["team \u00e9"]
+        assert [request.scheduling.client_id for request in s.engine.submitted] == ["team \u00e9"]
         too_long = await refusal(s.client, ask(client_id="\u00e9" * 65))
         control = await refusal(s.client, ask(client_id="a\nb"))
     assert too_long.details() == "client_id: has 130 bytes, at most 128 are allowed"

@@ -138,7 +138,7 @@ async def test_log_probabilities_of_the_prompt_are_in_the_first_response_of_sequ
     tmp_path: Path, length: int
 ) -> None:
     def script(request: Request) -> Iterable[TokenEvent]:
-        wanted = request.prompt_logprobs
+        wanted = request.outputs.prompt_logprobs
         scores = None if wanted is None else prompt_scores(len(request.prompt_ids) - 1, wanted)
         yield TokenEvent(request.index, (104,), prompt_logprobs=scores)
         yield TokenEvent(request.index, (EOS,), finish=FinishReason.STOP, matched_token_id=EOS)
@@ -223,7 +223,7 @@ async def test_tensors_of_all_running_requests_together_are_bounded(tmp_path: Pa
 
 async def test_a_wait_that_is_too_long_is_a_deadline_exceeded(tmp_path: Path) -> None:
     def script(request: Request) -> Iterable[TokenEvent]:
-        assert request.max_queue_s == 0.25
+        assert request.scheduling.max_queue_s == 0.25
         yield TokenEvent(0, error=QueueTimeout("max_queue_ms: waited 251 ms"))
 
     async with serving(tmp_path, script) as s:
@@ -378,8 +378,8 @@ async def test_a_request_id_is_free_again_after_its_request(tmp_path: Path) -> N
 
 async def test_responses_carry_what_was_asked_for(tmp_path: Path) -> None:
     def script(request: Request) -> Iterable[TokenEvent]:
-        logprobs = (Logprobs(-0.5, ((65, -0.5), (66, -1.5))),) if request.sampling.logprobs else ()
-        origins = (TokenOrigin.DRAFT,) if request.token_origins else ()
+        logprobs = (Logprobs(-0.5, ((65, -0.5), (66, -1.5))),) if request.outputs.logprobs else ()
+        origins = (TokenOrigin.DRAFT,) if request.outputs.token_origins else ()
         yield TokenEvent(0, (65,), logprobs, origins=origins)
         yield TokenEvent(0, (EOS,), logprobs and (Logprobs(0.0, ()),), FinishReason.STOP, EOS, origins=origins)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import tokenizers
@@ -14,7 +15,7 @@ from tokenizers import decoders, models
 
 from gpu_engine.api.conversation import Tool, Tools
 from gpu_engine.api.errors import GrammarUnavailable
-from gpu_engine.api.request import FinishReason, Logprobs, Request, SamplingParams, TokenEvent, TokenOrigin
+from gpu_engine.api.request import FinishReason, Logprobs, TokenEvent, TokenOrigin
 from gpu_engine.front.text_output import (
     MAX_HELD_TOKENS,
     Delta,
@@ -27,6 +28,7 @@ from gpu_engine.front.tools.formats import MISTRAL, Markers
 from gpu_engine.front.tools.parts import AnswerLayout, PartKind
 from gpu_engine.front.tools.reasoning_tokens import ReasoningTokens
 from tests.fakes import EOS, byte_tokenizer
+from tests.gpu_engine.made_requests import made
 
 TOKENIZER = byte_tokenizer()
 
@@ -35,9 +37,8 @@ def decode(ids: Sequence[int]) -> str:
     return str(TOKENIZER.decode(list(ids), skip_special_tokens=True))
 
 
-def output(**sampling: object) -> SequenceOutput:
-    params = SamplingParams(max_tokens=1000, seed=0, **sampling)  # type: ignore[arg-type]
-    return SequenceOutput(Request("r", 0, list(b"prompt"), params, lambda event: None), decode)
+def output(**sampling: Any) -> SequenceOutput:
+    return SequenceOutput(made(list(b"prompt"), **sampling), decode)
 
 
 def steps_of(ids: Sequence[int], cuts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -142,7 +143,7 @@ def test_the_result_does_not_depend_on_the_steps(ids: list[int], cuts: list[int]
 
 
 def test_the_token_that_completes_a_stop_string_is_the_last() -> None:
-    out = output(stop=("lo w",))
+    out = output(stop=("lo w",), logprobs=0)
     delta = out.take([TokenEvent(0, tuple(b"hello world"), tuple(Logprobs(0.0, ()) for _ in b"hello world"))])
     assert (delta.text, delta.finish, delta.matched_stop) == ("hel", FinishReason.STOP, "lo w")
     assert bytes(delta.token_ids) == b"hello w"
@@ -183,8 +184,7 @@ def test_an_error_comes_after_the_tokens_before_it() -> None:
 
 
 def test_without_text_only_stop_strings_are_found() -> None:
-    params = SamplingParams(max_tokens=9, seed=0, stop=("b",))
-    out = SequenceOutput(Request("r", 0, [1], params, lambda event: None), decode, with_text=False)
+    out = SequenceOutput(made([1], max_tokens=9, stop=("b",), omit_text=True), decode)
     delta = out.take([TokenEvent(0, tuple(b"abc"))])
     assert (delta.text, delta.matched_stop, len(delta.token_ids)) == ("", "b", 2)
 
@@ -202,7 +202,7 @@ def test_parts_are_read_from_text_with_special_tokens(size: int) -> None:
     layout = AnswerLayout(Tools((Tool("f"),)), MISTRAL, triggered=True, special_text=True)
     for stop, wanted in (((), '{"a": 1}'), (("1}",), '{"a": ')):
         out = SequenceOutput(
-            Request("r", 0, list(b"prompt"), SamplingParams(max_tokens=1000, seed=0, stop=stop), lambda event: None),
+            made(list(b"prompt"), stop=stop),
             lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
             parser=layout.parser(),
             decode_special=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
@@ -249,12 +249,9 @@ def _thought(texts: list[str], *, is_open: bool) -> str:
 def test_tokens_of_the_reasoning_and_their_origins(size: int, with_text: bool) -> None:
     ids = [*b"<think>hm</think>\n\nyes", EOS]
     layout = AnswerLayout(markers=THINK)
-    request = Request("r", 0, list(b"prompt"), SamplingParams(max_tokens=1000, seed=0), lambda event: None)
-    request.token_origins = True
     out = SequenceOutput(
-        request,
+        made(list(b"prompt"), token_origins=True, omit_text=not with_text),
         decode,
-        with_text=with_text,
         parser=layout.parser(),
         reasoning=layout.reasoning_tokens(),
     )

@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.limits import Limits
 from gpu_engine.front.prompt import build_requests
 from gpu_engine.front.tokens.tokenisation import Tokenisation
 from gpu_engine.front.validation import check

@@ -8,10 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from gpu_engine.api.checked import Limits, Tokens
-from gpu_engine.api.conversation import Chat, Turn
+from gpu_engine.api.conversation import Chat, Tokens, Turn
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.request import BeamParams, EarlyStopping, GrammarKind
+from gpu_engine.api.limits import Limits
+from gpu_engine.api.request import (
+    BeamParams,
+    EarlyStopping,
+    GrammarKind,
+    Outputs,
+    ResponseParams,
+    SamplingParams,
+    Scheduling,
+    Speculation,
+)
 from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -184,31 +193,32 @@ def test_a_grammar_excludes_ignore_eos() -> None:
 
 def test_unset_fields_take_the_stated_defaults() -> None:
     checked = check(request(), LIMITS, ())
-    assert (checked.temperature, checked.top_p, checked.top_k, checked.min_p) == (1.0, 1.0, 0, 0.0)
-    assert (checked.repetition_penalty, checked.presence_penalty, checked.frequency_penalty) == (1.0, 0.0, 0.0)
-    assert (checked.n, checked.min_tokens, checked.max_tokens, checked.logprobs) == (1, 0, None, None)
-    assert checked.skip_special_tokens
-    assert (checked.num_draft_tokens, checked.jump_forward_tokens) == (7, 15)
-    assert checked.grammar is None
+    params = checked.params
+    assert (checked.n, checked.max_tokens, checked.bad_words) == (1, None, ())
+    assert params.sampling == SamplingParams(max_tokens=LIMITS.max_model_len, seed=params.sampling.seed)
+    assert (params.scheduling, params.outputs, params.response) == (Scheduling(), Outputs(), ResponseParams())
+    assert params.speculation == Speculation(7, 15)
+    assert params.grammar is None
     assert len(checked.request_id) == 32
-    assert 0 <= checked.seed < 2**64
-    assert checked.seed != check(request(), LIMITS, ()).seed
+    assert 0 <= params.sampling.seed < 2**64
+    assert params.sampling.seed != check(request(), LIMITS, ()).params.sampling.seed
 
 
 def test_values_at_the_limits_pass() -> None:
     change = sampling(
         temperature=0.0, top_p=1.0, top_k=-1, min_p=1.0, presence_penalty=-2.0, n=4, logprobs=20, max_tokens=1, seed=0
     )
-    checked = check(request(change), LIMITS, ())
-    assert (checked.temperature, checked.top_k, checked.seed, checked.logprobs) == (0.0, 0, 0, 20)
+    params = check(request(change), LIMITS, ()).params
+    assert (params.sampling.temperature, params.sampling.top_k, params.sampling.seed) == (0.0, 0, 0)
+    assert params.outputs.logprobs == 20
 
 
 def test_zero_drafts_is_not_the_default() -> None:
     message = request()
     for named in (0, 3, 7):
         message.speculation.num_draft_tokens = named
-        checked = check(message, LIMITS, ())
-        assert (checked.num_draft_tokens, checked.jump_forward_tokens) == (named, named), "a named number is for all"
+        speculation = check(message, LIMITS, ()).params.speculation
+        assert speculation == Speculation(named, named), "a named number is for all"
 
 
 def test_the_forms_of_a_prompt() -> None:
@@ -218,25 +228,26 @@ def test_the_forms_of_a_prompt() -> None:
 
 
 def test_choices_become_a_json_list() -> None:
-    spec = check(request(grammar(choice=pb.Choice(choices=["a", '"']), backend=2, whitespace=1)), LIMITS, ()).grammar
+    choice = grammar(choice=pb.Choice(choices=["a", '"']), backend=2, whitespace=1)
+    spec = check(request(choice), LIMITS, ()).params.grammar
     assert spec is not None
     assert (spec.kind, spec.source, spec.backend, spec.whitespace) == (GrammarKind.CHOICE, '["a", "\\""]', 2, 1)
 
 
 def test_a_regex_of_one_space_is_a_regex() -> None:
-    spec = check(request(grammar(regex=" ")), LIMITS, ()).grammar
+    spec = check(request(grammar(regex=" ")), LIMITS, ()).params.grammar
     assert spec is not None
     assert spec.source == " "
 
 
 def test_a_beam_search_has_no_drafts_and_its_defaults_are_transformers() -> None:
     checked = check(request(beams(4, sampling(n=3))), LIMITS, ())
-    assert checked.beams == BeamParams(4, 1.0, EarlyStopping.HEURISTIC, 3)
-    assert (checked.num_draft_tokens, checked.jump_forward_tokens, checked.n) == (0, 0, 3)
+    assert checked.params.beams == BeamParams(4, 1.0, EarlyStopping.HEURISTIC, 3)
+    assert (checked.params.speculation, checked.n) == (Speculation(0, 0), 3)
     none = check(request(beams(2, prompt(speculation=pb.Speculation(num_draft_tokens=0)))), LIMITS, ())
-    assert none.beams == BeamParams(2)
+    assert none.params.beams == BeamParams(2)
     chosen = check(request(beams(2, length_penalty=-0.5, early_stopping=pb.EARLY_STOPPING_NEVER)), LIMITS, ())
-    assert chosen.beams == BeamParams(2, -0.5, EarlyStopping.NEVER)
+    assert chosen.params.beams == BeamParams(2, -0.5, EarlyStopping.NEVER)
 
 
 def test_a_server_without_beams_refuses_them() -> None:

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpu_engine.api.adapters import AdapterUse
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.api.request import FinishReason, TokenEvent
+from gpu_engine.api.request import FinishReason, Request, Telemetry, TokenEvent
 from gpu_engine.api.stats import EngineStats, Histogram
 from gpu_engine.cli.client import Client
 from gpu_engine.front.port.listening import ServerError
@@ -139,7 +139,16 @@ def test_a_call_that_ends_by_an_error_without_a_status_was_cancelled() -> None:
 
 
 def parts(script: Script | None = None) -> Parts:
-    return Parts(lambda config, progress: FakeModel(), lambda config, m, channel, grammar: FakeEngine(config, script))
+    def measure(request: Request, times: Telemetry) -> None:
+        if len(request.prompt_ids) < 5:
+            times.scheduled_s = times.first_token_s = request.arrived_s + 0.25
+
+    def build_engine(config: EngineConfig, *_: object) -> FakeEngine:
+        engine = FakeEngine(config, script)
+        engine.measure = measure
+        return engine
+
+    return Parts(lambda config, progress: FakeModel(), build_engine)
 
 
 def config(tmp_path: Path, **fields: Any) -> ServerConfig:
@@ -149,7 +158,6 @@ def config(tmp_path: Path, **fields: Any) -> ServerConfig:
 async def test_calls_are_counted_by_their_outcome(tmp_path: Path) -> None:
     def script(request: Any) -> Any:
         if len(request.prompt_ids) < 5:
-            request.telemetry.scheduled_s = request.telemetry.first_token_s = request.telemetry.arrived_s + 0.25
             return answers_with("answer")(request)
         return [TokenEvent(request.index, (65,))]
 

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -19,10 +18,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client import CollectorRegistry
 
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.request import Request
+from gpu_engine.api.limits import Limits
+from gpu_engine.api.request import Request, Telemetry
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.ops.access import CallRecord
@@ -46,16 +45,15 @@ def tracer(spans: InMemorySpanExporter) -> RequestTracer:
     return RequestTracer(provider.get_tracer("test"), "tiny")
 
 
-def timed(request: Request) -> Any:
-    times = request.telemetry
-    at = times.arrived_s
+def measure(request: Request, times: Telemetry) -> None:
+    at = request.arrived_s
     times.scheduled_s, times.prefilled_s, times.first_token_s, times.last_token_s = at + 1, at + 3, at + 4, at + 9
     times.steps, times.accepted_draft_tokens, times.compile_cache_hit = 4, 2, True
-    return answers_with("answer")(request)
 
 
 async def called(tmp_path: Path, spans: InMemorySpanExporter, request: pb.GenerateRequest) -> list[ReadableSpan]:
-    engine = FakeEngine(EngineConfig(max_model_len=256), timed)
+    engine = FakeEngine(EngineConfig(max_model_len=256), answers_with("answer"))
+    engine.measure = measure
     limits = Limits.of(engine.config, ServerConfig(), vocab_size=320, max_model_len=256)
     grammar = FakeGrammar({"bad": InvalidRequest("grammar", "line 1: no")})
     watch = RequestWatch(CollectorRegistry(), tracer(spans).record)

@@ -26,7 +26,7 @@ from gpu_engine.api.errors import (
     LockstepError,
     NotSupported,
 )
-from gpu_engine.api.request import GrammarKind, GrammarOwner, GrammarSpec, Request, SamplingParams
+from gpu_engine.api.request import GrammarKind, GrammarOwner, GrammarSpec, Request
 from gpu_engine.sidecar.client import GrammarClient
 from gpu_engine.sidecar.link import GrammarLink, GrammarSetup, segment_hand_over
 from protos.grammar.v1 import grammar_pb2 as gpb
@@ -37,6 +37,7 @@ from shared_mem.handover import SOCKET_NAME, listen, recv_segment
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
 from tests.fakes import FakeEngine
+from tests.gpu_engine.made_requests import made
 from tests.waiting import eventually
 
 SETUP = GrammarSetup(b"{}", 320, (2,), 7)
@@ -236,8 +237,7 @@ def spec(source: str = "a") -> GrammarSpec:
 
 
 def request(request_id: str = "r", source: str = "a") -> Request:
-    params = SamplingParams(max_tokens=9, seed=0)
-    return Request(request_id, 0, [1], params, lambda event: None, grammar=spec(source))
+    return made([1], request_id=request_id, max_tokens=9, grammar=spec(source))
 
 
 async def test_the_process_is_configured_with_the_tokenizer(tmp_path: Path) -> None:

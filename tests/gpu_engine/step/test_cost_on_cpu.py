@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_engine.core.executor import cpu_executor
-from gpu_engine.core.running import RunningSequence, SequenceState
+from gpu_engine.core.running import RunningSequence
 from kernels.kv_pages import KVPages
 from kernels.library import native
 from tests.gpu_engine.harness import ask, config, tokens
@@ -49,7 +49,7 @@ def test_a_step_without_drafts_calls_torch_rarely() -> None:
     executor = cpu_executor(config(drafter="none"), StubModel(), None, 64, 0)  # type: ignore[arg-type]
     executor.warm_up()
     request = ask(tokens(20, 1), max_tokens=60, ignore_eos=True).request
-    sequence: RunningSequence = RunningSequence(SequenceState(request), len(request.prompt_ids), False)
+    sequence: RunningSequence = RunningSequence(len(request.prompt_ids), False, request=request)
     sequence.slot, sequence.pages = 0, [1, 2, 3, 4, 5]
     executor.slot_writer.assign(sequence)
 

@@ -136,7 +136,7 @@ def test_a_request_may_draft_less_than_the_server(llama: LoadedModel, expected: 
     with unguided_engine(llama, with_drafts(7)) as engine:
         answers = made()
         for answer in answers:
-            answer.request.num_draft_tokens = 0
+            answer.change(num_draft_tokens=0)
         assert answer_all(engine, answers) == expected
         assert engine.stats().draft_tokens == 0
 

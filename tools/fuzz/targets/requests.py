@@ -40,15 +40,15 @@ def request() -> Target:
         except DecodeError:
             return
         try:
-            checked, layout = planned(check(message, bounds, (), None, adapters.find), model.tokenizer)
-            built = build_requests(checked, model.tokenizer, bounds, lambda event: None, 0.0)
+            valid, layout = planned(check(message, bounds, (), None, adapters.find), model.tokenizer)
+            built = build_requests(valid, model.tokenizer, bounds, lambda event: None, 0.0)
         except InternalError:
             raise
         except LockstepError as error:
             require(str(error).strip(), "an error without a message")
             return
-        if checked.grammar is not None:
-            require(all(isinstance(text, str) for text in literals(checked.grammar)), "a literal that is no text")
+        if valid.params.grammar is not None:
+            require(all(isinstance(text, str) for text in literals(valid.params.grammar)), "a literal that is no text")
         if layout is not None:
             layout.parser().finish()
         for each in built:

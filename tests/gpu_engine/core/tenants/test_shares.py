@@ -3,43 +3,60 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_engine.api.prefill_shapes import PrefillShapes
-from gpu_engine.api.request import TenantShare
+from gpu_engine.api.request import Scheduling, TenantShare
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.scheduler import Plan, Scheduler, Sequence
+
+
+@dataclass(slots=True, eq=False, kw_only=True, repr=False)
+class Named(Sequence):
+    name: str
+
 
 PAGE, CHUNK, ROWS = 16, 32, 4
 
 ACME, BETA = TenantShare("acme", 1.0, 0), TenantShare("beta", 1.0, 0)
 
 
-def scheduler(num_slots: int = 1, num_pages: int = 64, max_starvation_s: float = math.inf) -> Scheduler[str]:
+def scheduler(num_slots: int = 1, num_pages: int = 64, max_starvation_s: float = math.inf) -> Scheduler[Named]:
     shapes = PrefillShapes(CHUNK, 1, CHUNK)
     allocator = PageAllocator(num_pages, PAGE)
     options = {"prefill_chunk": CHUNK, "lookahead": ROWS, "shapes": shapes, "max_starvation_s": max_starvation_s}
     return Scheduler(num_slots, allocator, **options)  # type: ignore[arg-type]
 
 
-def sequence(name: str, tenant: TenantShare | None, length: int = 10, **fields: object) -> Sequence[str]:
-    return Sequence(name, length, False, tenant=tenant, **fields)  # type: ignore[arg-type]
+def sequence(
+    name: str,
+    tenant: TenantShare | None,
+    length: int = 10,
+    *,
+    priority: int = 0,
+    max_queue_ms: int | None = None,
+    waits_since_s: float = 0.0,
+    held: bool = False,
+) -> Named:
+    scheduling = Scheduling(priority=priority, max_queue_ms=max_queue_ms, tenant=tenant)
+    return Named(length, False, scheduling=scheduling, waits_since_s=waits_since_s, held=held, name=name)
 
 
-def assigned(plan: Plan[str]) -> list[str]:
-    return [each.payload for each in plan.assigned]
+def assigned(plan: Plan[Named]) -> list[str]:
+    return [each.name for each in plan.assigned]
 
 
-def answer(machine: Scheduler[str], tokens: int = 10) -> str:
+def answer(machine: Scheduler[Named], tokens: int = 10) -> str:
     """Give the only slot to the next sequence, which answers with so many tokens and ends; return its name."""
     ((one,),) = [machine.plan().assigned]
     one.length += tokens
     machine.remove(one)
     machine.check_integrity()
-    return one.payload
+    return one.name
 
 
 def test_a_tenant_s_flood_does_not_stand_in_front_of_another_s_request() -> None:
@@ -65,7 +82,7 @@ def test_a_long_wait_counts_within_its_tenant() -> None:
     machine.add(sequence("a1", ACME, waits_since_s=5.0))
     machine.plan(11.0)  # a1 has the slot, by its priority
     (running,) = machine.running
-    assert running.payload == "a0", "a0 had waited for too long"
+    assert running.name == "a0", "a0 had waited for too long"
 
 
 def test_a_tenant_that_comes_back_has_saved_nothing_up() -> None:
@@ -138,9 +155,9 @@ def test_a_sequence_that_waits_for_too_long_is_taken_out() -> None:
     machine = scheduler()
     machine.add(sequence("a0", ACME))
     machine.plan(0.0)
-    machine.add(sequence("b0", BETA, waits_since_s=0.0, max_queue_s=1.0))
+    machine.add(sequence("b0", BETA, waits_since_s=0.0, max_queue_ms=1000))
     plan = machine.plan(2.0)
-    assert [each.payload for each in plan.expired] == ["b0"]
+    assert [each.name for each in plan.expired] == ["b0"]
     machine.remove(plan.expired[0])
     machine.remove(machine.running[0])
     assert assigned(machine.plan(3.0)) == []
@@ -157,13 +174,13 @@ def test_a_sequence_without_a_tenant_has_its_place_in_the_queue() -> None:
 def test_a_cached_prompt_costs_its_tenant_nothing() -> None:
     tokens = {"a0": list(range(160)), "a1": list(range(160)), "b0": list(range(500, 660)), "a2": [7] * 20}
     shapes = PrefillShapes(CHUNK, 1, CHUNK)
-    machine: Scheduler[str] = Scheduler(
+    machine: Scheduler[Named] = Scheduler(
         1,
         PageAllocator(64, PAGE),
         prefill_chunk=CHUNK,
         lookahead=ROWS,
         shapes=shapes,
-        tokens_of=lambda each: tokens[each.payload],
+        tokens_of=lambda each: tokens[each.name],
     )
     machine.add(sequence("a0", ACME, length=160))
     machine.plan()
@@ -208,7 +225,7 @@ def test_while_two_tenants_wait_their_counters_stay_close(jobs: list[tuple[str, 
     bound = 2 * num_slots * (60 + 2 * 60)
     while machine.waiting:
         for one in machine.plan().assigned:
-            one.length += answers[one.payload]
+            one.length += answers[one.name]
         for one in machine.running:
             machine.remove(one)
         assert machine._shares is not None

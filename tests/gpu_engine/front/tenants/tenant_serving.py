@@ -9,8 +9,8 @@ from pathlib import Path
 
 import grpc
 
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.limits import Limits
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.kserve.servicer import add_to as add_kserve_to
 from gpu_engine.front.port.malformed import ParsedRequests

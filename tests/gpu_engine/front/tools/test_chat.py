@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.conversation import Chat
 from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.limits import Limits
 from gpu_engine.front.tools.chat import render
 from gpu_engine.front.tools.composition import planned
 from gpu_engine.front.tools.formats import (
@@ -220,7 +220,7 @@ def test_calls_in_a_format_that_is_not_served_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"^tools: calls in the model's format qwen3-coder"):
         planned(check(message, LIMITS, ()), tokenizer)
     message.tools.choice = pb.TOOL_CHOICE_NONE
-    assert planned(check(message, LIMITS, ()), tokenizer)[0].grammar is None
+    assert planned(check(message, LIMITS, ()), tokenizer)[0].params.grammar is None
 
 
 def test_special_tokens_of_a_format_are_opened() -> None:
@@ -230,7 +230,7 @@ def test_special_tokens_of_a_format_are_opened() -> None:
     assert opened_tokens(tokenizer, MISTRAL, None) == (number,)
     message = pb.GenerateRequest(messages=pb.ChatMessages(messages=[user()]), tools=TOOLS)
     made, layout = planned(check(message, LIMITS, ()), tokenizer)
-    assert made.grammar is not None
-    assert json.loads(made.grammar.source)["open_tokens"] == [number]
+    assert made.params.grammar is not None
+    assert json.loads(made.params.grammar.source)["open_tokens"] == [number]
     assert layout is not None
     assert layout.special_text

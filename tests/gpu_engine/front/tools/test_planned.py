@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gpu_engine.api.checked import Checked, Limits
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.request import GrammarKind
+from gpu_engine.api.limits import Limits
+from gpu_engine.api.request import GrammarKind, ValidatedRequest
 from gpu_engine.front.tools.chat import render
 from gpu_engine.front.tools.composition import planned
 from gpu_engine.front.validation import check
@@ -26,14 +26,14 @@ CHAT = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
 SCHEMA = '{"properties": {"a": {"type": "integer"}}}'
 
 
-def checked(**fields: Any) -> Checked:
+def checked(**fields: Any) -> ValidatedRequest:
     prompt = {} if {"text", "token_ids", "messages"} & fields.keys() else {"messages": CHAT}
     return check(pb.GenerateRequest(**prompt, **fields), LIMITS, ())  # type: ignore[arg-type]
 
 
 def reasoning_of(template: str, **fields: Any) -> Any:
     made, _ = planned(checked(**fields), ByteTokenizer(template))
-    return json.loads(made.grammar.source).get("reasoning") if made.grammar else None
+    return json.loads(made.params.grammar.source).get("reasoning") if made.params.grammar else None
 
 
 BUDGET = pb.Reasoning(max_tokens=9)
@@ -85,15 +85,16 @@ def test_the_requests_own_markers_come_before_the_templates() -> None:
 )
 def test_a_grammar_is_composed_only_where_it_must_be(fields: dict[str, Any], kind: GrammarKind | None) -> None:
     made, layout = planned(checked(**fields), ByteTokenizer(QWEN))
-    assert (made.grammar.kind if made.grammar else None) is kind
+    assert (made.params.grammar.kind if made.params.grammar else None) is kind
     assert (layout is None) is (not {"tools", "reasoning"} & fields.keys())
 
 
 def test_options_of_the_grammar_hold_for_the_composed_one() -> None:
     options = pb.Grammar(backend=pb.BACKEND_XGRAMMAR, whitespace=pb.WHITESPACE_ANY, allow_unenforced=True)
     made, _ = planned(checked(tools=pb.Tools(tools=[pb.Tool(name="f")]), grammar=options), ByteTokenizer())
-    assert made.grammar is not None
-    assert (made.grammar.backend, made.grammar.whitespace, made.grammar.allow_unenforced) == (1, 3, True)
+    spec = made.params.grammar
+    assert spec is not None
+    assert (spec.backend, spec.whitespace, spec.allow_unenforced) == (1, 3, True)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +124,8 @@ def test_options_of_the_grammar_hold_for_the_composed_one() -> None:
 )
 def test_each_kind_of_grammar_behind_reasoning(spec: dict[str, Any], form: dict[str, Any]) -> None:
     made, _ = planned(checked(reasoning=BUDGET, grammar=pb.Grammar(**spec)), ByteTokenizer(QWEN))
-    assert made.grammar is not None
-    assert json.loads(made.grammar.source)["format"] == form
+    assert made.params.grammar is not None
+    assert json.loads(made.params.grammar.source)["format"] == form
 
 
 BAD: list[tuple[str, str, str, dict[str, Any]]] = [

@@ -14,9 +14,10 @@ from prometheus_client import CollectorRegistry
 
 from gpu_engine.api.errors import InternalError
 from gpu_engine.api.page_transfer import Fallback, Opened, PageFormat, Piece, TransferFailed, WantedPages
-from gpu_engine.api.request import Request, SamplingParams
+from gpu_engine.api.request import Request
 from gpu_engine.front.transfer.remote_prefill import RemotePrefill
 from gpu_engine.ops.metrics_transfer import TransferMetrics
+from tests.gpu_engine.made_requests import made
 from tests.waiting import eventually
 
 FORM = PageFormat("f", "float32", 16, "channel-major", 1, 1, 8)
@@ -94,13 +95,13 @@ class Setup:
     def fallbacks(self, reason: Fallback) -> float:
         return self.registry.get_sample_value("lockstep_transfer_fallbacks_total", {"reason": reason.value}) or 0.0
 
-    async def ask(self, request: Request | None = None) -> Request:
-        """Run one request to the end of its fetch."""
+    async def ask(self, request: Request | None = None) -> bool:
+        """Run one request to the end of its fetch; return whether it waited for pages."""
         request = request or prompt()
         wanted = self.prefills.begin([request])
         if wanted is not None:
             await asyncio.gather(self.prefills.start(wanted, [request]), return_exceptions=True)
-        return request
+        return wanted is not None
 
 
 def setup(*transports: FakeTransport, pages: FakePages | None = None) -> Setup:
@@ -112,13 +113,13 @@ def setup(*transports: FakeTransport, pages: FakePages | None = None) -> Setup:
 
 
 def prompt(count: int = 65, **fields: Any) -> Request:
-    return Request("r", 0, list(range(count)), SamplingParams(1, 0), lambda event: None, **fields)
+    return made(list(range(count)), max_tokens=1, **fields)
 
 
 async def test_pages_are_written_in_order_and_the_sequences_go_on() -> None:
     one = setup(FakeTransport("a"), pages=FakePages(Opened(1)))
-    request = await one.ask()
-    assert request.awaits_pages
+    request = prompt()
+    assert await one.ask(request)
     assert one.pages.written == [(1, 1), (2, 1), (3, 1)]
     assert one.pages.closed == [[request]]
     assert one.registry.get_sample_value("lockstep_transfer_received_pages_total") == 3
@@ -136,8 +137,8 @@ async def test_short_prompts_and_those_whose_forward_is_wanted_are_not_fetched(
     request_of: Callable[[], Request], fetched: bool
 ) -> None:
     transport = FakeTransport("a")
-    request = await setup(transport).ask(request_of())
-    assert (request.awaits_pages, bool(transport.asked)) == (fetched, fetched)
+    waited = await setup(transport).ask(request_of())
+    assert (waited, bool(transport.asked)) == (fetched, fetched)
 
 
 async def test_another_engine_goes_on_where_one_stopped() -> None:
@@ -165,8 +166,8 @@ async def test_an_engine_that_failed_rests_for_longer_each_time_and_is_logged_on
     transport = FakeTransport("a", Fallback.DIFFERS)
     one = setup(transport)
     with caplog.at_level(logging.INFO):
-        assert (await one.ask()).awaits_pages
-        assert not (await one.ask()).awaits_pages  # at once, without a wait
+        assert await one.ask()
+        assert not await one.ask()  # at once, without a wait
         one.now_s[0] += 1.0
         await one.ask()
         one.now_s[0] += 1.0

@@ -19,10 +19,10 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent
+from gpu_engine.api.limits import Limits
+from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, Telemetry, TokenEvent
 from gpu_engine.cli.client import Client
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.malformed import ParsedRequests
@@ -104,8 +104,6 @@ async def test_without_stream_there_is_one_complete_for_each_index(tmp_path: Pat
 
 def ends_with(finish: FinishReason, token: int | None = None) -> Script:
     def script(request: Request) -> list[TokenEvent]:
-        request.telemetry.draft_tokens, request.telemetry.accepted_draft_tokens = 5, 3
-        request.telemetry.cached_tokens = 1
         return [TokenEvent(request.index, (7, 8), finish=finish, matched_token_id=token)]
 
     return script
@@ -125,7 +123,11 @@ def ends_with(finish: FinishReason, token: int | None = None) -> Script:
 async def test_a_complete_has_the_finish_reason_of_vllm_and_the_drafts(
     tmp_path: Path, finish: FinishReason, reason: str
 ) -> None:
+    def measure(request: Request, telemetry: Telemetry) -> None:
+        telemetry.draft_tokens, telemetry.accepted_draft_tokens, telemetry.cached_tokens = 5, 3, 1
+
     async with serving(tmp_path, ends_with(finish)) as s:
+        s.engine.measure = measure
         complete = (await answer(s.stub, ask()))[-1].complete
     assert complete.finish_reason == reason
     assert (complete.spec_accepted_tokens, complete.spec_draft_tokens, complete.cached_tokens) == (3, 5, 1)
@@ -167,7 +169,7 @@ async def test_log_probabilities_of_the_prompt_are_in_the_messages_of_index_0(tm
     )
 
     def script(request: Request) -> list[TokenEvent]:
-        first = scores if request.prompt_logprobs is not None else None
+        first = scores if request.outputs.prompt_logprobs is not None else None
         return [
             TokenEvent(request.index, (7,), prompt_logprobs=first),
             TokenEvent(request.index, (8,), finish=FinishReason.LENGTH),

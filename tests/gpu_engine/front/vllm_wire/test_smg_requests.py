@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
-from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.limits import Limits
 from gpu_engine.api.request import GrammarKind, Request
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.vllm_wire.servicer import add_to

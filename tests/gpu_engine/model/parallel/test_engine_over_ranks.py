@@ -101,8 +101,8 @@ def test_logits_and_states_are_those_of_the_whole_model_and_other_outputs_are_no
     rows = []
     for model in (llama, ranks.model):
         answer = ask(tokens(20, 2), max_tokens=8)
-        answer.request.outputs = tuple(
-            WantedOutput(name, name, model.outputs[name], context=True, answer=True) for name in names
+        answer.change(
+            tensors=tuple(WantedOutput(name, name, model.outputs[name], context=True, answer=True) for name in names)
         )
         with unguided_engine(model, with_drafts(7)) as engine:
             answer_all(engine, [answer])
@@ -126,7 +126,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_one_rank(llama: LoadedModel,
     rows, found = [], []
     for model in (llama, ranks.model):
         answer = ask(tokens(70, 4, repeat=10), max_tokens=6, ignore_eos=True)
-        answer.request.prompt_logprobs = 3
+        answer.change(prompt_logprobs=3)
         with unguided_engine(model, with_drafts(7)) as engine:
             found.append(answer_all(engine, [answer, ask(tokens(12, 2), max_tokens=20)]))
         scores = answer.events[0].prompt_logprobs
@@ -147,7 +147,7 @@ def test_pages_of_an_earlier_prompt_are_used_again_on_every_rank(llama: LoadedMo
     answers = turns()
     with unguided_engine(ranks.model, with_drafts(7)) as engine:
         assert answer_each(engine, answers) == expected
-    assert [answer.request.telemetry.cached_tokens for answer in answers] == [0, 64, 48]
+    assert [answer.telemetry.cached_tokens for answer in answers] == [0, 64, 48]
 
 
 @pytest.mark.parametrize("num_drafts", [0, pytest.param(7, marks=pytest.mark.slow)])
@@ -162,7 +162,7 @@ def test_a_killed_grammar_process_changes_no_token(llama: LoadedModel, ranks: Th
 
         grammar.sidecar.before = die
         for answer in made:
-            engine.submit(answer.request)
+            answer.submit(engine)
         assert reached.wait(PATIENCE_S)
         grammar.kill_sidecar()
         engine.grammar_lost()

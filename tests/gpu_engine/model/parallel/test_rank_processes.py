@@ -83,7 +83,7 @@ def test_two_processes_have_the_tokens_of_one_and_a_killed_one_ends_the_engine(l
         try:
             assert answer_all(engine, cases()) == expected
             running = ask(tokens(9, 5), max_tokens=200, ignore_eos=True)
-            engine.submit(running.request)
+            running.submit(engine)
             reason, seconds = lose(engine, ranks.process_ids[0], signal.SIGKILL)
             assert reason == f"rank 1 of 2 (process {ranks.process_ids[0]}) was ended by SIGKILL"
             assert seconds < LIMIT_S
@@ -103,7 +103,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine(llama: LoadedModel, number: s
         try:
             running = ask(tokens(9, 5), max_tokens=240, ignore_eos=True, seed=1)
             if busy:
-                engine.submit(running.request)
+                running.submit(engine)
             reason, seconds = lose(engine, ranks.process_ids[0], number)
             lost = "was ended by SIGKILL" if number == signal.SIGKILL else "has sent no heartbeat for 2.5 s"
             assert reason == f"rank 1 of 2 (process {ranks.process_ids[0]}) {lost}"

@@ -122,7 +122,7 @@ def together(calls: Sequence[Callable[[], Any]]) -> None:
 
 def submit(engine: Engine, answers: list[Answer]) -> list[Answer]:
     for answer in answers:
-        engine.submit(answer.request)
+        answer.submit(engine)
     return answers
 
 
@@ -188,8 +188,8 @@ def test_preempted_sequences_beams_and_hidden_states(folder: Path, tmp_path: Pat
         assert set(first.model.outputs) == {n for n in whole.outputs if ".experts." not in n}
         names = (LOGITS, "hidden_states.1", "model.layers.1.mlp")
         answer = ask(tokens(20, 2), max_tokens=4)
-        answer.request.outputs = tuple(
-            WantedOutput(name, name, whole.outputs[name], context=True, answer=True) for name in names
+        answer.change(
+            tensors=tuple(WantedOutput(name, name, whole.outputs[name], context=True, answer=True) for name in names)
         )
         answer_all(second, [answer])
         assert {part.name for event in answer.events for part in event.outputs} == set(names)
@@ -243,7 +243,7 @@ def test_adapters_and_rounded_products_are_those_of_the_whole_model(
 
     def asked(engine: Engine, name: str) -> Answer:
         answer = ask(tokens(30, 5), max_tokens=20, ignore_eos=True)
-        answer.request.lora = engine.adapters.find(AdapterKind.LORA, name) if name else None
+        answer.change(lora=engine.adapters.find(AdapterKind.LORA, name) if name else None)
         return answer
 
     with running(Engine(with_drafts(0, **fields), load_model(config(model=str(folder), **fields)))) as engine:
