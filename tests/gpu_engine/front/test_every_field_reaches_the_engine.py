@@ -19,7 +19,16 @@ from google.protobuf import json_format
 
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.api.processors import LoadedProcessor, ProcessorRequest, Processors
-from gpu_engine.api.request import Backtracking, EarlyStopping, FinishReason, GrammarKind, Logprobs, Request, TokenEvent
+from gpu_engine.api.request import (
+    Backtracking,
+    EarlyStopping,
+    FinishReason,
+    GrammarKind,
+    Logprobs,
+    Request,
+    Speculation,
+    TokenEvent,
+)
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 from service_runtime.repetition import RepetitionLimit
@@ -199,15 +208,15 @@ ROWS: dict[str, Row] = {
         "bad_words", ["qu"], lambda s: s.request.sampling.bad_words, ((113, 117), (32, 113, 117))
     ),
     "sampling.ignore_eos": sampling("ignore_eos", True, lambda s: s.request.sampling.ignore_eos, True),
-    "sampling.logprobs": sampling("logprobs", 2, lambda s: s.request.sampling.logprobs, 2),
+    "sampling.logprobs": sampling("logprobs", 2, lambda s: s.request.outputs.logprobs, 2),
     "sampling.n": sampling("n", 2, lambda s: [request.index for request in s.requests], [0, 1]),
     "sampling.include_stop_str_in_output": sampling(
-        "include_stop_str_in_output", True, lambda s: s.request.sampling.include_stop_str_in_output, True
+        "include_stop_str_in_output", True, lambda s: s.request.response.include_stop_str_in_output, True
     ),
     "sampling.skip_special_tokens": sampling(
         "skip_special_tokens",
         False,
-        lambda s: (s.request.sampling.skip_special_tokens, s.text[0][:9]),
+        lambda s: (s.request.response.skip_special_tokens, s.text[0][:9]),
         (False, "<|start|>"),
     ),
     "sampling.logit_bias": sampling("logit_bias", {"65": 1.5}, lambda s: s.request.sampling.logit_bias, ((65, 1.5),)),
@@ -262,8 +271,8 @@ ROWS: dict[str, Row] = {
     "grammar.hold_tokens": verified(lambda s: s.request.backtracking, Backtracking(8, 5), hold_tokens=5),
     "speculation.num_draft_tokens": Row(
         {"text": "hi", "speculation": {"num_draft_tokens": 2}},
-        lambda s: (s.request.num_draft_tokens, s.request.jump_forward_tokens, s.request.max_jump_forward),
-        (2, 2, 2),
+        lambda s: s.request.speculation,
+        Speculation(2, 2),
     ),
     "speculation.draft_index": Row(
         {"text": "hi", "speculation": {"draft_index": False}, "grammar": {"json_object": True}},
@@ -274,41 +283,45 @@ ROWS: dict[str, Row] = {
     "response.omit_token_ids": response(
         lambda s: [token for each in s.responses for token in each.token_ids], [], omit_token_ids=True
     ),
-    "response.echo": response(lambda s: (s.request.echo, s.text[0][:2]), ("hi", "hi"), echo=True),
-    "response.prompt_logprobs": response(lambda s: s.request.prompt_logprobs, 2, prompt_logprobs=2),
+    "response.echo": response(lambda s: (s.request.echo_text, s.text[0][:2]), ("hi", "hi"), echo=True),
+    "response.prompt_logprobs": response(lambda s: s.request.outputs.prompt_logprobs, 2, prompt_logprobs=2),
     "response.per_field_logprobs": response(
         lambda s: [leaf.pointer for leaf in s.responses[-1].field_logprobs], ["/a"], per_field_logprobs=True
     ),
     "response.whole": response(lambda s: s.text, [ANSWER], whole=True),
     "response.cumulative": response(lambda s: s.responses[-1].text, ANSWER, cumulative=True),
     "response.context_logits": response(
-        lambda s: [(each.name, each.context, each.answer) for each in s.request.outputs],
+        lambda s: [(each.name, each.context, each.answer) for each in s.request.outputs.tensors],
         [("context_logits", True, False)],
         context_logits=True,
     ),
     "response.generation_logits": response(
-        lambda s: [(each.name, each.context, each.answer) for each in s.request.outputs],
+        lambda s: [(each.name, each.context, each.answer) for each in s.request.outputs.tensors],
         [("generation_logits", False, True)],
         generation_logits=True,
     ),
     "response.additional_outputs.name": response(
-        lambda s: [each.source for each in s.request.outputs], ["logits"], additional_outputs=[{"name": "logits"}]
+        lambda s: [each.source for each in s.request.outputs.tensors],
+        ["logits"],
+        additional_outputs=[{"name": "logits"}],
     ),
     "response.additional_outputs.context": response(
-        lambda s: [each.context for each in s.request.outputs],
+        lambda s: [each.context for each in s.request.outputs.tensors],
         [True],
         additional_outputs=[{"name": "logits", "context": True}],
     ),
     "response.token_origins": response(
-        lambda s: (s.request.token_origins, any(each.token_origins for each in s.responses)),
+        lambda s: (s.request.outputs.token_origins, any(each.token_origins for each in s.responses)),
         (True, True),
         token_origins=True,
     ),
-    "cache_salt": Row({"text": "hi", "cache_salt": "s"}, lambda s: (s.request.cache_salt, s.request.salt), ("s", "s")),
-    "priority": Row({"text": "hi", "priority": 7}, lambda s: s.request.priority, 7),
+    "cache_salt": Row(
+        {"text": "hi", "cache_salt": "s"}, lambda s: (s.request.scheduling.cache_salt, s.request.salt), ("s", "s")
+    ),
+    "priority": Row({"text": "hi", "priority": 7}, lambda s: s.request.scheduling.priority, 7),
     "client_id": Row(
         {"text": "hi", "client_id": "me", "logits_processors": [{"name": "noted"}]},
-        lambda s: (s.request.client_id, s.request.logits_processors[0].arguments),
+        lambda s: (s.request.scheduling.client_id, s.request.logits_processors[0].arguments),
         ("me", ("me", {})),
     ),
     "logits_processors.name": Row(
@@ -336,8 +349,8 @@ ROWS: dict[str, Row] = {
         EarlyStopping.NEVER,
         early_stopping="EARLY_STOPPING_NEVER",
     ),
-    "max_queue_ms": Row({"text": "hi", "max_queue_ms": 250}, lambda s: s.request.max_queue_s, 0.25),
-    "never_preempt": Row({"text": "hi", "never_preempt": True}, lambda s: s.request.never_preempt, True),
+    "max_queue_ms": Row({"text": "hi", "max_queue_ms": 250}, lambda s: s.request.scheduling.max_queue_s, 0.25),
+    "never_preempt": Row({"text": "hi", "never_preempt": True}, lambda s: s.request.scheduling.never_preempt, True),
 }
 """By the path of the field: a request that sets it, its effect, and the expected effect."""
 
@@ -375,7 +388,7 @@ class Noted:
 def events_of(request: Request) -> Iterator[TokenEvent]:
     """Yield one event for each token of the answer, with what the request asks for."""
     for token in (257, *ANSWER.encode(), EOS):
-        scores = () if request.sampling.logprobs is None else (Logprobs(-0.5, ()),)
+        scores = () if request.outputs.num_logprobs is None else (Logprobs(-0.5, ()),)
         finish = FinishReason.STOP if token == EOS else None
         yield TokenEvent(request.index, (token,), scores, finish, EOS if token == EOS else None)
 
