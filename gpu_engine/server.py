@@ -27,7 +27,6 @@ from grpc_reflection.v1alpha import reflection
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import RankLost
 from gpu_engine.api.limits import Limits
-from gpu_engine.api.own_thread import in_own_thread
 from gpu_engine.api.ports import GrammarPort, Model, ServedEngine
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.front.calls import Calls
@@ -52,6 +51,7 @@ from gpu_engine.sidecar.process import GrammarProcess, end_task, resolved_sync
 from gpu_engine.sidecar.supervisor import Sidecar
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from service_runtime.cores import usable_cores
+from service_runtime.own_thread import in_own_thread
 from shared_mem.channel import EngineEnd
 from shared_mem.errors import VersionSkew
 
@@ -393,14 +393,14 @@ def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig, t
     servicer = EngineServicer(calls, version=version)
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
     if vllm_wire.wanted(config.service_names):
-        from gpu_engine.front.vllm_wire.servicer import SERVICE as VLLM_SERVICE
-        from gpu_engine.front.vllm_wire.servicer import add_to
+        from gpu_engine.front.vllm_wire.vllm_servicer import SERVICE as VLLM_SERVICE
+        from gpu_engine.front.vllm_wire.vllm_servicer import add_to
 
         add_to(server, calls, version, kv_events="kv_events" in config.service_names)
         services.append(VLLM_SERVICE)
     if "kserve" in config.service_names:
-        from gpu_engine.front.kserve.servicer import SERVICE as KSERVE_SERVICE
-        from gpu_engine.front.kserve.servicer import add_to as add_kserve_to
+        from gpu_engine.front.kserve.inference_servicer import SERVICE as KSERVE_SERVICE
+        from gpu_engine.front.kserve.inference_servicer import add_to as add_kserve_to
 
         add_kserve_to(server, calls, version)
         services.append(KSERVE_SERVICE)

@@ -2,7 +2,8 @@
 
 Invariant: a decision is a function of the answer's tokens alone. So the engine and the grammar process come to the same
 one, with any drafts, and again when tokens are replayed.
-Not responsible for: what happens then (see gpu_engine/core/outputs/delivery.py, grammar_service/completion/budget.py).
+Not responsible for: what happens then (see gpu_engine/core/events/output_processor.py,
+grammar_service/completion/budget.py).
 """
 
 from __future__ import annotations

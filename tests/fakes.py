@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from gpu_engine.api.adapters import Adapter, AdapterKind, AdapterUse
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, InvalidRequest, LockstepError, UnknownAdapter
-from gpu_engine.api.outputs import OutputSpec
+from gpu_engine.api.output_tensors import OutputSpec
 from gpu_engine.api.ports import ClearedGrammars, Compiled, DraftModelInfo, GrammarStats, PageEvents
 from gpu_engine.api.processors import Processors
 from gpu_engine.api.request import FinishReason, GrammarSpec, Request, Telemetry, TokenEvent

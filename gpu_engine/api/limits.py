@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.api.outputs import OutputSpec
+from gpu_engine.api.output_tensors import OutputSpec
 from gpu_engine.api.processors import Processors
 from gpu_engine.api.request import Backtracking
 from service_runtime.repetition import RepetitionLimit

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gpu_engine.api.adapters import Adapter, AdapterKind, AdapterUse
     from gpu_engine.api.config import EngineConfig
     from gpu_engine.api.errors import LockstepError
-    from gpu_engine.api.outputs import OutputSpec
+    from gpu_engine.api.output_tensors import OutputSpec
     from gpu_engine.api.page_transfer import PageAccess
     from gpu_engine.api.processors import Processors
     from gpu_engine.api.request import GrammarSpec, Request, Salt, Telemetry

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from gpu_engine.api.adapters import Adapter
 from gpu_engine.api.conversation import Prompt, Reasoning
 from gpu_engine.api.errors import LockstepError
-from gpu_engine.api.outputs import OutputRows, WantedOutput
+from gpu_engine.api.output_tensors import OutputRows, WantedOutput
 from service_runtime.repetition import RepetitionLimit
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.core.device_slot_writer import DeviceSlotWriter
 from gpu_engine.core.draft_budget import DraftBudget
 from gpu_engine.core.executor import Executor, draft_budget, history_tokens, page_mover, pages_and_calls
-from gpu_engine.core.prefill import Prefill
+from gpu_engine.core.prefill_graphs import Prefill
 from gpu_engine.core.runner import LauncherRunner
 from gpu_engine.core.transfer.mover import PageMover
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, drafter_behind, exchanging_drafter

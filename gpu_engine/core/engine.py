@@ -13,11 +13,11 @@ import logging
 import queue
 from collections.abc import Callable, Collection
 
+from gpu_engine.api.admission import EngineAdmission
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import (
     InternalError,
     InvalidRequest,
-    LimitExceeded,
     LockstepError,
     RankLost,
     ShuttingDown,
@@ -29,7 +29,7 @@ from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stag
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
 from gpu_engine.core.loop import EngineLoop
 from gpu_engine.core.running import RunningSequence
-from gpu_engine.core.transfer.pages import PageDoor
+from gpu_engine.core.transfer.pages import PageTransferClient
 from gpu_engine.drafters.exchange import DraftModels
 from gpu_engine.model.adapters.registry import AdapterRegistry
 from gpu_engine.model.loader import LoadedModel
@@ -59,6 +59,7 @@ class Engine:
         threads: Threads = OS_THREADS,
     ) -> None:
         self.config, self.model, self._clock = config, model, threads.monotonic
+        self._admission = EngineAdmission.of(config)
         self._channel = channel
         self.adapters = AdapterRegistry.open(config, model.adapters)
         """The adapters that requests may name. Thread-safe."""
@@ -76,7 +77,7 @@ class Engine:
         self._failure: Exception | None = None
         self._watchers: list[Callable[[Exception], None]] = []
         """`_failure` and `_watchers` are guarded by the loop's `live_lock`."""
-        self.pages = PageDoor(self._loop.transfers, self._inbox.put, self._loop.sequences.get)
+        self.pages = PageTransferClient(self._loop.transfers, self._inbox.put, self._loop.sequences.get)
         """The KV pages, of an engine that transfers some. Thread-safe."""
         self._thread = threads.thread(self._run, "engine")
         if model.ranks is not None:  # an idle engine meets a lost rank in its inbox, others in a step
@@ -205,7 +206,7 @@ class Engine:
         device is lost, InvalidRequest when the device cannot hold the request's stop and banned tokens, or the KV cache
         its beams, or when its adapter was unloaded.
         """
-        loop, config = self._loop, self.config
+        loop = self._loop
         loop.executor.slot_writer.check(request)
         width = 1 if request.beams is None else request.beams.width
         if request.beams is not None:
@@ -215,8 +216,7 @@ class Engine:
                 raise InternalError("the engine lost its device; see its log")
             if self._closing.is_set():
                 raise ShuttingDown("the server is shutting down")
-            if loop.live >= config.max_queue_size + config.max_batch_size:
-                raise LimitExceeded(f"{loop.live} sequences run or wait; max_queue_size = {config.max_queue_size}")
+            self._admission.admit(loop.live)
             if adapters := request.adapters:
                 self.adapters.acquire(adapters)
             loop.live += width

@@ -21,12 +21,11 @@ from gpu_engine.api.prefill_shapes import padded
 from gpu_engine.api.processors import Processors
 from gpu_engine.api.stats import MemoryUse
 from gpu_engine.core.draft_budget import DraftBudget, EveryDraft
-from gpu_engine.core.prefill import Prefill
+from gpu_engine.core.prefill_graphs import Prefill
 from gpu_engine.core.runner import LauncherRunner, StepRunner
 from gpu_engine.core.running import RunningSequence, SlotWriter
 from gpu_engine.core.scheduler import Chunk
-from gpu_engine.core.transfer.digest import weights_digest
-from gpu_engine.core.transfer.mover import PageMover
+from gpu_engine.core.transfer.mover import PageMover, weights_digest
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, exchanging_drafter, suffix_drafter
 from gpu_engine.drafters.decoupled import ExchangingDrafter
 from gpu_engine.drafters.suffix import SuffixDrafter

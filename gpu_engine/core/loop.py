@@ -4,7 +4,7 @@
 thread. Invariant: the engine thread alone calls in here; other threads use `engine.Engine`, which leaves messages.
 
 Not responsible for: gRPC and tokenisation (see front/), compiling grammars (see sidecar/), the program that a step runs
-(see step/), what its outcomes are to clients (see outputs/delivery.py).
+(see step/), what its outcomes are to clients (see events/output_processor.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gpu_engine.api.request import FinishReason, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats, IterationRing
 from gpu_engine.core.beams.groups import BeamGroups
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
+from gpu_engine.core.events.held_tokens import go_back
+from gpu_engine.core.events.output_processor import OutputProcessor, ended
+from gpu_engine.core.events.tensor_streams import OutputStreams
 from gpu_engine.core.executor import lookahead
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
-from gpu_engine.core.outputs.delivery import Delivery, ended
-from gpu_engine.core.outputs.holding import go_back
-from gpu_engine.core.outputs.streams import OutputStreams
 from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.core.running import RunningSequence
 from gpu_engine.core.scheduler import Chunk, Plan, Scheduler
@@ -101,7 +101,7 @@ class EngineLoop:
             *(self.scheduler, self._slot_writer, self._sync, self.grammar_slots, self.executor.copy_page),
             *(model.eos_token_ids, self._slot_lost),
         )
-        self._delivery = Delivery(
+        self._output_processor = OutputProcessor(
             self.stats, self.executor.scorer, self.outputs, self.grammar_slots, self.beams, self.end
         )
         self.transfers = PageTransfers(self.allocator, self.executor.mover, config.transfer_bytes, self._enqueue)
@@ -154,7 +154,7 @@ class EngineLoop:
     def _process_outputs(self, step: LaunchedStep) -> None:
         """Wait for a step, send token events, end finished sequences."""
         self._runner.collect(step)
-        self._delivery.deliver(step)
+        self._output_processor.deliver(step)
 
     def _record(self, num_decoding: int) -> None:
         """Add the iteration to the ring of the last ones."""
@@ -251,7 +251,7 @@ class EngineLoop:
         if group is not None:
             last = list(group.last_events(finish, error))
         else:
-            last = [ended(self._delivery.last_event(sequence, event), request, finish, error)]
+            last = [ended(self._output_processor.last_event(sequence, event), request, finish, error)]
         if self._answers is not None and error is None:
             answer = last[0].token_ids if group else sequence.answer
             self._answers.add(request.draft_scope, request.text_prompt_ids, answer)

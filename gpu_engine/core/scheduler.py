@@ -3,7 +3,7 @@
 `Scheduler.plan` returns a `Plan`; the engine loop acts on it. The waiting queue is in the order of priorities, and
 first come, first served among equal ones; a sequence that has waited for too long is in front of all others. A priority
 decides nothing else: a sequence that has had a slot is never preempted for one that had its first slot later. Of
-several tenants each has such an order of its own, and `tenants/shares.py` says whose first sequence is next.
+several tenants each has such an order of its own, and `fair_shares.py` says whose first sequence is next.
 Invariant: a running sequence owns its pages and its (slot, slot_gen); `remove` and `preempt` take both back. Pure: no
 tensors, no clocks, no I/O; the caller says what time it is.
 
@@ -21,8 +21,8 @@ from typing import Generic, Self, TypeVar
 
 from gpu_engine.api.prefill_shapes import PrefillShapes
 from gpu_engine.api.request import Salt, Scheduling, TenantShare
+from gpu_engine.core.fair_shares import FairShares
 from gpu_engine.core.kv_cache import PageAllocator
-from gpu_engine.core.tenants.shares import FairShares
 
 
 class GrammarState(enum.Enum):

@@ -6,7 +6,7 @@ place, `public_error`. A slow client delays no other: its events wait in its Inb
 sequence when it reads.
 
 Not responsible for: messages (a service checks its own and makes its own responses), tokenisation (see prompt.py),
-many requests in one call (see many.py).
+many requests in one call (see generate_many.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
+from gpu_engine.api.admission import EngineAdmission
 from gpu_engine.api.errors import (
     GrammarNotConfigured,
     InternalError,
@@ -34,7 +35,7 @@ from gpu_engine.api.errors import (
     status_of,
 )
 from gpu_engine.api.limits import Limits
-from gpu_engine.api.outputs import most_bytes
+from gpu_engine.api.output_tensors import most_bytes
 from gpu_engine.api.ports import EngineCore, GrammarAccess, Model
 from gpu_engine.api.request import (
     DraftScope,
@@ -144,6 +145,8 @@ class Calls:
         tenants: the accounts of callers; None: all callers are alike.
         """
         self.engine, self.model, self.limits, self.grammar = engine, model, limits, grammar
+        self.admission = EngineAdmission.of(engine.config)
+        """How many requests the engine takes."""
         self.finished: Counter[str] = Counter()
         """Sequences by the name of their finish reason."""
         self.failed: Counter[str] = Counter()
@@ -158,7 +161,7 @@ class Calls:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._at_drain: list[Callable[[], None]] = []
+        self._at_drain: set[Callable[[], None]] = set()
         self._warm = asyncio.Event()
 
     async def generate(
@@ -171,8 +174,24 @@ class Calls:
         """
         caller = self.caller_of(context)
         with self.watch.call(caller.metadata, caller.tenant) as record:
-            async with ErrorToStatus(context, self.failed, record, rename):
+            async with self.errors_to_status(context, record, rename):
                 await self.answer(Call(record=record), caller, request_id, check, respond, context.write)
+
+    def errors_to_status(
+        self, context: Context, record: CallRecord | None = None, rename: Rename | None = None
+    ) -> ErrorToStatus:
+        """Return a context in which an error ends the gRPC call with its status. `record`: of a request."""
+        return ErrorToStatus(self, context, record or CallRecord(), rename)
+
+    def count_failure(
+        self, error: Exception, record: CallRecord, rename: Rename | None = None
+    ) -> tuple[grpc.StatusCode, str]:
+        """Count a request that failed; return the status and the text that its client gets."""
+        failure = public_error(error, rename)
+        status = status_of(failure)
+        self.failed[status.name] += 1
+        record.status = status.name
+        return status, str(failure)
 
     def caller_of(self, context: Context) -> Caller:
         """Return the client of a gRPC call."""
@@ -216,7 +235,7 @@ class Calls:
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, wait up to `timeout_s` for the running ones, then abort these."""
         self._draining = True
-        for end in self._at_drain:
+        for end in tuple(self._at_drain):
             end()
         try:
             async with asyncio.timeout(timeout_s):
@@ -226,9 +245,10 @@ class Calls:
             for call in tuple(self._running.values()):
                 self.end(call)
 
-    def at_drain(self, end: Callable[[], None]) -> None:
-        """Call `end` when `drain` begins: it ends streams that have no end of their own."""
-        self._at_drain.append(end)
+    def at_drain(self, end: Callable[[], None]) -> Callable[[], None]:
+        """Call `end` when `drain` begins: it ends streams that have no end of their own. Returns what withdraws it."""
+        self._at_drain.add(end)
+        return lambda: self._at_drain.discard(end)
 
     def refuse_if_draining(self) -> None:
         """Raise ShuttingDown once `drain` was called."""
@@ -444,13 +464,8 @@ def public_error(error: Exception, rename: Rename | None = None) -> LockstepErro
 class ErrorToStatus:
     """Turns an error into the gRPC status of its call."""
 
-    def __init__(
-        self, context: Context, failed: Counter[str], record: CallRecord, rename: Rename | None = None
-    ) -> None:
-        self._context = context
-        self._failed = failed
-        self._record = record
-        self._rename = rename
+    def __init__(self, calls: Calls, context: Context, record: CallRecord, rename: Rename | None) -> None:
+        self._calls, self._context, self._record, self._rename = calls, context, record, rename
 
     async def __aenter__(self) -> None:
         return None
@@ -461,8 +476,4 @@ class ErrorToStatus:
         if self._context.cancelled() or self._context.done():
             log.debug("the client left while an answer was written: %r", error)
             return
-        error = public_error(error, self._rename)
-        status = status_of(error)
-        self._failed[status.name] += 1
-        self._record.status = status.name
-        await self._context.abort(status, str(error))
+        await self._context.abort(*self._calls.count_failure(error, self._record, self._rename))

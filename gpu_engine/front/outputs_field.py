@@ -3,7 +3,7 @@
 Invariant: an output that is returned is one of the model's, and all rows that the request can have are within the
 limit; otherwise InvalidRequest names the field and the limit. Pure.
 
-Not responsible for: computing them (see core/outputs/), sending them (see responses.py).
+Not responsible for: computing them (see step/outputs/), sending them (see responses.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.limits import Limits
-from gpu_engine.api.outputs import LOGITS, MAX_ROW_BYTES, OutputSpec, WantedOutput, most_bytes, row_bytes
+from gpu_engine.api.output_tensors import LOGITS, MAX_ROW_BYTES, OutputSpec, WantedOutput, most_bytes, row_bytes
 from protos.engine.v1 import engine_pb2 as pb
 
 MAX_ADDITIONAL_OUTPUTS = 8

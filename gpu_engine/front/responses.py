@@ -15,7 +15,7 @@ from typing import cast
 from gpu_engine.api.adapters import AdapterUse
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.limits import Limits
-from gpu_engine.api.outputs import OutputRows
+from gpu_engine.api.output_tensors import OutputRows
 from gpu_engine.api.ports import Model
 from gpu_engine.api.request import PromptLogprobs
 from gpu_engine.api.stats import EngineStats

@@ -15,16 +15,15 @@ from gpu_engine.api.adapters import AdapterUse
 from gpu_engine.api.errors import GrammarNotConfigured
 from gpu_engine.api.ports import GrammarStats
 from gpu_engine.api.request import ValidatedRequest
-from gpu_engine.front.calls import Calls, Check, Context, ErrorToStatus
+from gpu_engine.front.calls import Calls, Check, Context
+from gpu_engine.front.generate_many import ManyRequests
 from gpu_engine.front.grammar_handles import GrammarHandles
-from gpu_engine.front.many import OpenManyCalls
 from gpu_engine.front.responses import Responses, adapter_message, model_info, stats_response
 from gpu_engine.front.stats_feed import StatsFeed
 from gpu_engine.front.tenants.accounts import TenantView
 from gpu_engine.front.tokens.tokenisation import Tokenisation
 from gpu_engine.front.tokens.tokenizer_info import TokenizerInfo
 from gpu_engine.front.validation import check
-from gpu_engine.ops.access import CallRecord
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 
@@ -40,7 +39,6 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         """By tenant, "" for what all callers share."""
         self._tokenisation = Tokenisation(calls.model.tokenizer, calls.limits)
         self._tokenizer_info = TokenizerInfo(calls.model)
-        self._many = OpenManyCalls(calls, self._check_of)
         self._stats_feed = StatsFeed(calls.engine)
         calls.at_drain(self._stats_feed.close)
 
@@ -55,8 +53,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self, requests: AsyncIterator[pb.GenerateManyRequest], context: Context
     ) -> None:
         """Answer many requests, in the order in which their responses come."""
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
-            await self._many.run(requests, context)
+        async with self._calls.errors_to_status(context):
+            await ManyRequests(self._calls, context, self._check_of).run(requests)
 
     def _check_of(self, request: pb.GenerateRequest) -> Check:
         calls = self._calls
@@ -80,7 +78,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End a running request, by its id."""
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+        async with self._calls.errors_to_status(context):
             aborted = self._calls.abort(request.request_id, self._calls.caller_of(context))
             return pb.AbortResponse(aborted=aborted)
         raise AssertionError("abort raises")
@@ -88,7 +86,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     async def Compile(self, request: pb.CompileRequest, context: Context) -> pb.CompileResponse:
         """Compile a grammar ahead of time and give it an id."""
         grammar = self._calls.grammar
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+        async with self._calls.errors_to_status(context):
             self._calls.refuse_if_draining()
             visible = self._visible(context)
             owner = None if visible.account is None else visible.account.grammar_owner
@@ -99,7 +97,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self, request: pb.ClearGrammarCacheRequest, context: Context
     ) -> pb.ClearGrammarCacheResponse:
         """Drop the compiled grammars that no running request uses."""
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+        async with self._calls.errors_to_status(context):
             if self._calls.grammar is None:
                 raise GrammarNotConfigured("this server runs without a grammar process (its setting grammar=none)")
             cleared = await self._calls.grammar.clear_cache(disk=request.disk)
@@ -131,12 +129,12 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self, request: pb.WatchStatsRequest, context: Context
     ) -> None:
         """Stream the statistics of iterations and of running requests."""
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+        async with self._calls.errors_to_status(context):
             await self._stats_feed.run(request, context.write)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turn text or a conversation into token ids."""
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+        async with self._calls.errors_to_status(context):
             return await self._tokenisation.tokenize(request)
         raise AssertionError("abort raises")
 
@@ -144,20 +142,20 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self, request: pb.GetTokenizerInfoRequest, context: Context
     ) -> pb.GetTokenizerInfoResponse:
         """Return the tokenizer."""
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+        async with self._calls.errors_to_status(context):
             return await self._tokenizer_info.get()
         raise AssertionError("abort raises")
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Turn token ids into text."""
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+        async with self._calls.errors_to_status(context):
             return await self._tokenisation.detokenize(request)
         raise AssertionError("abort raises")
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
         """Load an adapter."""
         adapters = self._calls.engine.adapters
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+        async with self._calls.errors_to_status(context):
             self._calls.refuse_if_draining()
             adapter = await asyncio.to_thread(adapters.load, request.name, request.path)
             return pb.LoadAdapterResponse(adapter=adapter_message(AdapterUse(adapter, 0)))
@@ -165,7 +163,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
         """Unload an adapter when its last user has ended."""
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+        async with self._calls.errors_to_status(context):
             # A client that leaves meanwhile does not bring the name back.
             await asyncio.shield(asyncio.wrap_future(self._calls.engine.adapters.unload(request.name)))
             return pb.UnloadAdapterResponse()
@@ -173,14 +171,14 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         """List the adapters."""
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+        async with self._calls.errors_to_status(context):
             messages = [adapter_message(use) for use in self._visible(context).list_adapters()]
             return pb.ListAdaptersResponse(adapters=messages, max_bytes=self._calls.engine.adapters.max_bytes)
         raise AssertionError("abort raises")
 
     async def ExchangeDrafter(self, request: pb.ExchangeDrafterRequest, context: Context) -> pb.ExchangeDrafterResponse:
         """Load another draft model and draft with it."""
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+        async with self._calls.errors_to_status(context):
             self._calls.refuse_if_draining()
             # A client that leaves meanwhile does not bring the former model back.
             loaded = await asyncio.to_thread(self._calls.engine.draft_models.exchange, request.path)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpu_engine.api.errors import LockstepError
-from gpu_engine.api.outputs import OutputRows
+from gpu_engine.api.output_tensors import OutputRows
 from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, Telemetry, TokenEvent, TokenOrigin
 from gpu_engine.front.tokens.field_logprobs import FieldLogprob, FieldScorer
 from gpu_engine.front.tools.parts import Part, PartKind, PartsParser

@@ -19,7 +19,7 @@ from gpu_engine.api.adapters import Adapter, AdapterKind
 from gpu_engine.api.conversation import Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.limits import Limits
-from gpu_engine.api.outputs import WantedOutput
+from gpu_engine.api.output_tensors import WantedOutput
 from gpu_engine.api.processors import MAX_PER_REQUEST, Processors, ProcessorUse
 from gpu_engine.api.request import (
     MAX_BACKTRACKS,

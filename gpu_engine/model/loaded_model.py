@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from gpu_engine.api.outputs import OutputSpec
+from gpu_engine.api.output_tensors import OutputSpec
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.attention import AttentionContext, attending

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils.quantization_config import Mxfp4Config
 
 from gpu_engine.api.config import EMBEDDED_MODEL, EngineConfig
-from gpu_engine.api.outputs import HIDDEN_STATES, LOGITS
+from gpu_engine.api.output_tensors import HIDDEN_STATES, LOGITS
 from gpu_engine.model import attention
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.peft_files import AdapterNotSupported

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_engine.api.outputs import HIDDEN_STATES, LOGITS, OutputSpec
+from gpu_engine.api.output_tensors import HIDDEN_STATES, LOGITS, OutputSpec
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loaded_model import LoadedModel
 from gpu_engine.model.recording import recording

@@ -19,13 +19,13 @@ import grpc
 
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.api.errors import GrammarUnavailable, InternalError, InvalidRequest, LockstepError
-from gpu_engine.api.owned_tasks import OwnedTasks
 from gpu_engine.api.ports import ClearedGrammars, Compiled, GrammarEvents, GrammarStats
 from gpu_engine.api.request import GrammarSpec, Request
 from gpu_engine.sidecar.compilations import Admission, GrammarCompiler, grammar_error
 from gpu_engine.sidecar.link import GrammarLink
 from protos.grammar.v1 import grammar_pb2 as gpb
 from service_runtime.logs import REQUEST_ID
+from service_runtime.owned_tasks import OwnedTasks
 from service_runtime.repetition import RepetitionLimit
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class GrammarClient:
         self._wait_s = config.grammar_wait_s
         self._abort_word = abort_word
         self._loop = asyncio.get_running_loop()
-        self._tasks = OwnedTasks()
+        self._tasks = OwnedTasks(LockstepError)
         self._link: GrammarLink
         self._compiler: GrammarCompiler
         self._engine: GrammarEvents

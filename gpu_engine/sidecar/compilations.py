@@ -35,12 +35,12 @@ from gpu_engine.api.errors import (
     LockstepError,
     NotSupported,
 )
-from gpu_engine.api.owned_tasks import OwnedTasks
 from gpu_engine.api.ports import Compiled
 from gpu_engine.api.request import GrammarOwner, GrammarSpec
 from gpu_engine.sidecar.link import GrammarLink
 from gpu_engine.sidecar.turns import CompileTurns
 from protos.grammar.v1 import grammar_pb2 as gpb
+from service_runtime.owned_tasks import OwnedTasks
 from service_runtime.single_flight import Flight, SingleFlight
 
 log = logging.getLogger(__name__)

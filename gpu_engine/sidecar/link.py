@@ -20,10 +20,10 @@ from typing import Protocol
 
 import grpc
 
-from gpu_engine.api.errors import GrammarUnavailable
-from gpu_engine.api.owned_tasks import OwnedTasks
+from gpu_engine.api.errors import GrammarUnavailable, LockstepError
 from protos.grammar.v1 import grammar_pb2 as gpb
 from protos.grammar.v1 import grammar_pb2_grpc
+from service_runtime.owned_tasks import OwnedTasks
 from shared_mem.errors import SharedMemoryError, VersionSkew
 from shared_mem.handover import RPC_SOCKET_NAME, SOCKET_NAME, connect, send_segment
 from shared_mem.segment import Segment
@@ -159,7 +159,7 @@ class GrammarLink:
         self._up = asyncio.Event()
         self._given_up: GrammarUnavailable | None = None
         self._changed = asyncio.Event()
-        self._tasks = OwnedTasks()
+        self._tasks = OwnedTasks(LockstepError)
         self._channel: grpc.aio.Channel | None = None
         self.stub: grammar_pb2_grpc.GrammarAsyncStub
         self.backends: tuple[int, ...] = ()

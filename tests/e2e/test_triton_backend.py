@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_engine.front.kserve.inputs import INPUTS
-from gpu_engine.front.kserve.outputs import LOGITS, OUTPUTS
+from gpu_engine.front.kserve.infer_requests import INPUTS
+from gpu_engine.front.kserve.infer_responses import LOGITS, OUTPUTS
 from gpu_engine.front.kserve.tensors import Tensor
 from lockstep_client import Client
 from tests.e2e.conftest import RunningServer

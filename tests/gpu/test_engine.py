@@ -16,7 +16,7 @@ from benchmarks.harness.server import EngineServer, ServerOptions
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.request import FinishReason
 from gpu_engine.cli.client import Client
-from gpu_engine.core.prefill import Prefill
+from gpu_engine.core.prefill_graphs import Prefill
 from gpu_engine.model.loader import LoadedModel, load_model
 from protos.engine.v1 import engine_pb2 as pb
 from shared_mem.channel import Record

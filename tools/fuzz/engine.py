@@ -28,7 +28,7 @@ from gpu_engine.api.errors import (
     WrongRole,
 )
 from gpu_engine.api.limits import Limits
-from gpu_engine.api.outputs import LOGITS, OutputSpec
+from gpu_engine.api.output_tensors import LOGITS, OutputSpec
 from gpu_engine.api.page_transfer import PageAccess
 from gpu_engine.api.ports import ClearedGrammars, Compiled, DraftModelInfo, GrammarStats, PageEvents
 from gpu_engine.api.request import FinishReason, GrammarSpec, Logprobs, Request, Telemetry, TokenEvent, TokenOrigin

@@ -20,6 +20,7 @@ from typing import Any
 
 import simpy
 
+from gpu_engine.api.admission import EngineAdmission
 from gpu_engine.api.config import MAX_DRAFT_TOKENS, EngineConfig
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.scheduler import GrammarState, Plan, Scheduler, Sequence
@@ -234,9 +235,9 @@ class Replica:
 
     def submit(self, request: Request) -> None:
         """Put a request into the waiting queue. Raises QueueFull."""
-        config = self.spec.config
-        if len(self._held) >= config.max_queue_size + config.max_batch_size:
-            raise QueueFull(f"engine {self.number}: max_queue_size = {config.max_queue_size}")
+        admission = EngineAdmission.of(self.spec.config)
+        if len(self._held) >= admission.max_sequences:
+            raise QueueFull(f"engine {self.number}: max_queue_size = {admission.max_waiting}")
         arrival = request.arrival
         sequence = ServedSequence(
             arrival.prompt_tokens, arrival.grammar > 0, waits_since_s=self._env.now, request=request

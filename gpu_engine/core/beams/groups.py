@@ -14,7 +14,7 @@ are prefilled again as any other. So are matchers after the end of a grammar pro
 
 Invariant: all sequences of a group with tokens have equally many, and no step with one of them is in flight when the
 search chooses. Used by the engine thread alone. Not responsible for: the decision (see search.py), steps (see
-loop.py), events (see outputs/delivery.py).
+loop.py), events (see events/output_processor.py).
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 On a device the pages go through a buffer there and pinned memory. Invariant: a copy is behind everything enqueued
 before it. Reading waits for the device, so an engine whose steps wait for another process writes alone.
+`weights_digest` is a part of the format of pages. Two loads of the same files give the same digest. It does not see
+kernels and their rounding, which the keys and values of a fixed prompt show (front/transfer/identity.py).
 
 Not responsible for: the owners of pages (see core/kv_cache.py), and when pages are moved (see pages.py).
 
@@ -10,14 +12,22 @@ Shapes: L layers, N pages of the cache, n pages that are moved, E numbers of the
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from gpu_engine.api.page_transfer import Bytes, PageFormat
+from gpu_engine.model.loaded_model import LoadedModel
 from gpu_engine.step.stream import Event, Stream
 from kernels.kv_pages import KVPages
+
+_SAMPLE = 64
+"""Numbers of each tensor that go into the digest."""
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "_attn_implementation")
 
 
 class PageMover:
@@ -112,3 +122,30 @@ class PageMover:
 
     def __repr__(self) -> str:
         return f"<PageMover of {self.form.piece_pages} pages of {self.form.page_bytes} bytes>"
+
+
+def weights_digest(model: LoadedModel) -> str:
+    """Return 64 hexadecimal digits: of the configuration, and of name, shape, dtype and a sample of each tensor.
+
+    A sample, so that a large model takes no longer than a small one.
+    """
+    digest = hashlib.sha256(f"{model.model_type} {model.quantised}".encode())
+    config = {name: value for name, value in model.net.config.to_dict().items() if name not in _NOT_THE_MODEL}
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    tensors = itertools.chain(model.net.named_parameters(), model.net.named_buffers())
+    for name, tensor in sorted(tensors, key=lambda named: str(named[0])):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(_sample(tensor))
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of up to `_SAMPLE` numbers, evenly spaced."""
+    count = tensor.numel()
+    if not count:
+        return b""
+    chosen = torch.linspace(0, count - 1, min(count, _SAMPLE), dtype=torch.float64).long().tolist()
+    # Indices a dimension: a tensor that is not contiguous is not copied.
+    places = [torch.unravel_index(torch.tensor(at), tensor.shape) for at in chosen] if tensor.dim() else [()]
+    return b"".join(tensor[place].reshape(1).cpu().view(torch.uint8).numpy().tobytes() for place in places)

@@ -195,7 +195,7 @@ class PageTransfers:
         return f"<PageTransfers {len(self._readings)} reads, {len(self._imports)} imports>"
 
 
-class PageDoor:
+class PageTransferClient:
     """`PageAccess` of an engine: leaves messages in the inbox of its thread."""
 
     def __init__(
@@ -235,7 +235,7 @@ class PageDoor:
         self._post(lambda: self._transfers.close(wanted, requests))
 
     def __repr__(self) -> str:
-        return f"<PageDoor of {self._transfers!r}>"
+        return f"<PageTransferClient of {self._transfers!r}>"
 
 
 def _fail(done: Future[Piece], error: Exception) -> None:

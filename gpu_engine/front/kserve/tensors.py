@@ -3,7 +3,7 @@
 Invariant: values that `read_inputs` returns have the datatype and the number of elements that their description says;
 otherwise InvalidRequest names the tensor and what it must have.
 
-Not responsible for: what a tensor means (see inputs.py and outputs.py).
+Not responsible for: what a tensor means (see infer_requests.py and infer_responses.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ bucket that refills at the limit's rate and holds one minute of it. An answer th
 bucket in debt, which the next request waits for. So over any time the tokens exceed the limit by no more than the
 answers that ran at its end. Used on the event loop.
 
-Not responsible for: slots and their order between tenants (see core/tenants/shares.py), compilations
+Not responsible for: slots and their order between tenants (see core/fair_shares.py), compilations
 (see sidecar/turns.py).
 """
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from gpu_engine.api.adapters import Adapter, AdapterKind, AdapterUse
+from gpu_engine.api.admission import EngineAdmission
 from gpu_engine.api.errors import InvalidRequest, LimitExceeded, NotAdmitted
 from gpu_engine.api.ports import AdapterAccess
 from gpu_engine.api.request import GrammarOwner, TenantShare, ValidatedRequest
@@ -189,18 +190,17 @@ class Tenants:
         self,
         file: FromFiles[TenantTable],
         *,
-        slots: int,
-        queue: int,
+        admission: EngineAdmission,
         gateway_digest: bytes = b"",
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args: see below.
 
         file: the tenants' file.
-        slots, queue: sequences that run in the engine, and that wait for it.
+        admission: the engine's, which the tenants share.
         gateway_digest: SHA-256 of the token of the server's own gateway process; b"": there is none.
         """
-        self._file, self._slots, self._queue, self._clock_s = file, slots, queue, clock_s
+        self._file, self._admission, self._clock_s = file, admission, clock_s
         self._gateway = {gateway_digest: GATEWAY} if gateway_digest else {}
         self._accounts: dict[str, Account] = {}
 
@@ -230,10 +230,10 @@ class Tenants:
 
     def account_of(self, tenant: Tenant) -> Account:
         """Return the account of a tenant, with the limits that it has now."""
-        share = share_of(tenant, self.table, self._slots + self._queue)
+        share = share_of(tenant, self.table, self._admission.max_sequences)
         account = self._accounts.get(tenant.name)
         if account is None:
-            account = self._accounts[tenant.name] = Account(tenant, share, self._slots, self._clock_s)
+            account = self._accounts[tenant.name] = Account(tenant, share, self._admission.max_running, self._clock_s)
         account.renew(tenant, share)
         return account
 

@@ -11,6 +11,7 @@ import secrets
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from gpu_engine.api.admission import EngineAdmission
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.front.tenants.access import TenantAccess
@@ -32,8 +33,7 @@ class Tenancy:
         self._gateway_token = secrets.token_hex(32)
         self.tenants = Tenants(
             file,
-            slots=engine.max_batch_size,
-            queue=engine.max_queue_size,
+            admission=EngineAdmission.of(engine),
             gateway_digest=hashlib.sha256(self._gateway_token.encode()).digest() if server.http else b"",
         )
         try:

@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from gpu_engine.api.owned_tasks import OwnedTasks
+from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.page_transfer import Fallback, PageAccess, PageFormat, PageTransport, TransferFailed, WantedPages
 from gpu_engine.api.request import Request
 from gpu_engine.ops.metrics_transfer import TransferMetrics
+from service_runtime.owned_tasks import OwnedTasks
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class RemotePrefill:
         """Args: `least_tokens` is the shortest prompt, less its cached pages, that is worth a fetch."""
         self._pages, self._metrics, self._least_tokens, self._clock_s = pages, metrics, least_tokens, clock_s
         self._peers = [_Peer(transport) for transport in transports]
-        self._tasks = OwnedTasks()
+        self._tasks = OwnedTasks(LockstepError)
         self.form: PageFormat | None = None
         """Set before the first request."""
 

@@ -19,8 +19,8 @@ from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.listening import ServerError, is_local
 from gpu_engine.front.transfer.grpc_transport import open_transports
 from gpu_engine.front.transfer.identity import identify, least_model_len
+from gpu_engine.front.transfer.kv_transfer_servicer import SERVICE, KvTransferServicer
 from gpu_engine.front.transfer.remote_prefill import RemotePrefill
-from gpu_engine.front.transfer.servicer import SERVICE, KvTransferServicer
 from gpu_engine.ops.metrics_transfer import TransferMetrics
 from protos.transfer.v1 import transfer_pb2_grpc
 

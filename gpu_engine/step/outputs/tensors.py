@@ -3,7 +3,7 @@
 The forward of some rows reads the keys and values in front of them from the sequence's pages. Its own keys and values
 go to scratch pages, which no sequence has. Invariant: nothing that a step or another sequence reads is written, so the
 tokens are the same with and without. On a device every forward has the one shape that was warmed up. Not responsible
-for: which rows are wanted, and when (see core/outputs/streams.py).
+for: which rows are wanted, and when (see core/events/tensor_streams.py).
 
 Shapes: P rows of a forward, N pages of a sequence.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_engine.api.outputs import LOGITS, MAX_ROW_BYTES
+from gpu_engine.api.output_tensors import LOGITS, MAX_ROW_BYTES
 from gpu_engine.api.prefill_shapes import padded
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel

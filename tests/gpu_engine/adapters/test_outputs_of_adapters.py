@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from gpu_engine.api.adapters import AdapterKind
-from gpu_engine.api.outputs import WantedOutput
+from gpu_engine.api.output_tensors import WantedOutput
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import load_model
 from tests.gpu_engine import tiny

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_engine.api.outputs import LOGITS, WantedOutput
+from gpu_engine.api.output_tensors import LOGITS, WantedOutput
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record

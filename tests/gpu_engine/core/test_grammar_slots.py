@@ -11,9 +11,9 @@ from gpu_engine.api.prefill_shapes import PrefillShapes
 from gpu_engine.api.request import Backtracking, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.core.crash_attribution import BLAME_AT, may_draft
+from gpu_engine.core.events.held_tokens import go_back, hold, may_backtrack
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
-from gpu_engine.core.outputs.holding import go_back, hold, may_backtrack
 from gpu_engine.core.running import RunningSequence
 from gpu_engine.core.scheduler import GrammarState, Scheduler
 from gpu_engine.step.stream import ImmediateStream

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gpu_engine.api.outputs import LOGITS, WantedOutput
+from gpu_engine.api.output_tensors import LOGITS, WantedOutput
 from gpu_engine.api.request import FinishReason
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel, load_model

@@ -15,7 +15,7 @@ import pytest
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, InvalidRequest
-from gpu_engine.api.outputs import WantedOutput
+from gpu_engine.api.output_tensors import WantedOutput
 from gpu_engine.api.request import FinishReason
 from gpu_engine.core.device_slot_writer import DeviceSlotWriter
 from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape

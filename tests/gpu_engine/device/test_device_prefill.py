@@ -16,7 +16,7 @@ import torch
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.request import FinishReason
 from gpu_engine.core.engine import Engine
-from gpu_engine.core.prefill import MAX_GRAPHS, Prefill
+from gpu_engine.core.prefill_graphs import MAX_GRAPHS, Prefill
 from gpu_engine.core.running import SlotWriter
 from gpu_engine.drafters.ngram import NoDrafter
 from gpu_engine.model.attention import AttentionContext

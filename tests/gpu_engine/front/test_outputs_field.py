@@ -9,7 +9,7 @@ import pytest
 
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.limits import Limits
-from gpu_engine.api.outputs import OutputSpec, WantedOutput
+from gpu_engine.api.output_tensors import OutputSpec, WantedOutput
 from gpu_engine.front.outputs_field import check_bytes, check_outputs, tensors_of
 from gpu_engine.front.prompt import build_requests
 from gpu_engine.front.validation import check

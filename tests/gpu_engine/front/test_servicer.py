@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpu_engine.api.errors import GrammarUnavailable, LimitExceeded, QueueTimeout
-from gpu_engine.api.outputs import OutputRows, OutputSpec
+from gpu_engine.api.output_tensors import OutputRows, OutputSpec
 from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent, TokenOrigin
 from gpu_engine.cli.client import Client
 from gpu_engine.front.pacing import StreamPacer

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import grpc
 
+from gpu_engine.api.admission import EngineAdmission
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.limits import Limits
 from gpu_engine.front.calls import Calls
-from gpu_engine.front.kserve.servicer import add_to as add_kserve_to
+from gpu_engine.front.kserve.inference_servicer import add_to as add_kserve_to
 from gpu_engine.front.port.malformed import ParsedRequests
 from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.front.tenants.access import TenantAccess
 from gpu_engine.front.tenants.accounts import Tenants
-from gpu_engine.front.vllm_wire.servicer import add_to as add_vllm_to
+from gpu_engine.front.vllm_wire.vllm_servicer import add_to as add_vllm_to
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 from service_runtime.tenants import tenant_file
@@ -67,7 +68,7 @@ async def serving(tmp_path: Path, script: Script | None = None, file: str = FILE
     path.write_text(file)
     engine, grammar, model = FakeEngine(EngineConfig(max_model_len=256), script), FakeGrammar(), FakeModel()
     limits = Limits.of(engine.config, ServerConfig(max_n=8), vocab_size=320, max_model_len=256, outputs=model.outputs)
-    tenants = Tenants(tenant_file(path), slots=8, queue=16)
+    tenants = Tenants(tenant_file(path), admission=EngineAdmission(8, 16))
     calls = Calls(engine, model, limits, grammar, tenants=tenants)
     calls.warm()
     server = grpc.aio.server(interceptors=[TenantAccess(tenants), ParsedRequests()])

@@ -15,6 +15,7 @@ import pytest
 import trustme
 from prometheus_client import CollectorRegistry
 
+from gpu_engine.api.admission import EngineAdmission
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.api.errors import LimitExceeded
 from gpu_engine.core.engine import Engine
@@ -217,7 +218,7 @@ def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path) -> None:
 
 async def test_usage_is_counted_by_tenant(tmp_path: Path) -> None:
     (tmp_path / "tenants.toml").write_text(FILE)
-    tenants = Tenants(tenant_file(tmp_path / "tenants.toml"), slots=1, queue=8)
+    tenants = Tenants(tenant_file(tmp_path / "tenants.toml"), admission=EngineAdmission(1, 8))
     account = tenants.account_of(tenants.table.by_name["acme"])
     account.enter(2, together=False)
     account.charge_prompt(7)

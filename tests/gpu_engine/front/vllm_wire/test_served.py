@@ -19,7 +19,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.front.vllm_wire.installed import wanted
-from gpu_engine.front.vllm_wire.servicer import SERVICE
+from gpu_engine.front.vllm_wire.vllm_servicer import SERVICE
 from gpu_engine.server import Parts, Server, open_server
 from tests.fakes import EOS, FakeEngine, FakeModel, answers_with
 

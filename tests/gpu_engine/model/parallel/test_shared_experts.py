@@ -16,7 +16,7 @@ from transformers import MixtralConfig
 from gpu_engine.api.adapters import AdapterKind
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, RankLost
-from gpu_engine.api.outputs import LOGITS, WantedOutput
+from gpu_engine.api.output_tensors import LOGITS, WantedOutput
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from gpu_engine.model.parallel.peers import Peers

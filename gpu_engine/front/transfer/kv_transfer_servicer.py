@@ -12,10 +12,9 @@ import asyncio
 
 from gpu_engine.api.errors import InvalidRequest, PagesDiffer, ShuttingDown, TransferStalled
 from gpu_engine.api.page_transfer import PageFormat
-from gpu_engine.front.calls import Calls, Context, ErrorToStatus
+from gpu_engine.front.calls import Calls, Context
 from gpu_engine.front.transfer.identity import prefill_request
 from gpu_engine.front.validation import MAX_SALT_BYTES
-from gpu_engine.ops.access import CallRecord
 from gpu_engine.ops.metrics_transfer import TransferMetrics
 from protos.transfer.v1 import transfer_pb2 as pb
 from protos.transfer.v1 import transfer_pb2_grpc
@@ -40,7 +39,7 @@ class KvTransferServicer(transfer_pb2_grpc.KvTransferServicer):
     ) -> None:
         """Prefill, and stream pages."""
         calls = self._calls
-        async with ErrorToStatus(context, calls.failed, CallRecord()):
+        async with calls.errors_to_status(context):
             calls.refuse_if_draining()
             await calls.until_warm()
             num_pages = self._check(request)

@@ -17,15 +17,14 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
 from gpu_engine.api.request import ValidatedRequest
-from gpu_engine.front.calls import Calls, Context, ErrorToStatus
+from gpu_engine.front.calls import Calls, Context
 from gpu_engine.front.tenants.accounts import TenantView
 from gpu_engine.front.validation import check
-from gpu_engine.front.vllm_wire.answers import Answers
 from gpu_engine.front.vllm_wire.page_feed import PageFeed
 from gpu_engine.front.vllm_wire.reports import Reports, model_info
-from gpu_engine.front.vllm_wire.requests import field_name, to_engine
 from gpu_engine.front.vllm_wire.tokenizer_files import TokenizerFiles, tokenizer_files
-from gpu_engine.ops.access import CallRecord
+from gpu_engine.front.vllm_wire.vllm_requests import field_name, to_engine
+from gpu_engine.front.vllm_wire.vllm_responses import Answers
 
 _MAX_START = 2**63 - 1
 """Of a subscriber's cursor: numbers behind it fit into the message."""
@@ -62,7 +61,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         """End running requests, by their ids; an id that is not known is no error."""
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+        async with self._calls.errors_to_status(context):
             caller = self._calls.caller_of(context)
             for request_id in request.request_ids:
                 self._calls.abort(request_id, caller)
@@ -93,7 +92,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """Stream a zip archive of the tokenizer's files; the last chunk has its SHA-256."""
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+        async with self._calls.errors_to_status(context):
             files = await self._packed()
             *chunks, last = files.chunks()
             for chunk in chunks:

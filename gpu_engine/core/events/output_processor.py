@@ -6,8 +6,8 @@ Each lane goes one way, in one order:
     a beam        its candidates go to its search, and nothing else happens   (core/beams/)
     any other     count the tokens
                   grammar: rows were missing, or have arrived                 (core/grammar_slots.py)
-                  tensors: the tokens wait for their rows                     (streams.py)
-                  a verified answer without a legal token may go back     (holding.py)
+                  tensors: the tokens wait for their rows                     (tensor_streams.py)
+                  a verified answer without a legal token may go back     (held_tokens.py)
                   else the tokens are sent or held, or the sequence ends with them
 
 Behind the last lane, each search whose beams all have candidates goes on, or ends.
@@ -27,9 +27,9 @@ from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.request import FinishReason, PromptLogprobs, Request, TokenEvent, TokenOrigin
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.core.beams.groups import BeamGroups
+from gpu_engine.core.events.held_tokens import all_unsent, hold, may_backtrack
+from gpu_engine.core.events.tensor_streams import OutputStreams
 from gpu_engine.core.grammar_slots import GrammarSlots
-from gpu_engine.core.outputs.holding import all_unsent, hold, may_backtrack
-from gpu_engine.core.outputs.streams import OutputStreams
 from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.core.running import RunningSequence
 from gpu_engine.core.scheduler import GrammarState
@@ -52,7 +52,7 @@ class EndSequence(Protocol):
         """Release everything the sequence holds, and send its last event, with the tokens of `event`."""
 
 
-class Delivery:
+class OutputProcessor:
     """Delivers the outcomes of steps.
 
     Args:
@@ -206,7 +206,7 @@ class Delivery:
         return sequence.num_cached_tokens if reused is None else reused
 
     def __repr__(self) -> str:
-        return f"<Delivery {self._stats.generated_tokens} tokens>"
+        return f"<OutputProcessor {self._stats.generated_tokens} tokens>"
 
 
 def ended(event: TokenEvent, request: Request, finish: FinishReason | None, error: LockstepError | None) -> TokenEvent:

@@ -1,9 +1,9 @@
 """The service `inference.GRPCInferenceService` on grpc.aio.
 
-Invariant: as in front/servicer.py, a method turns messages into values and back. Each request of a stream is a call of
-its own to the rest of the front, with its own errors; the stream's messages are written one at a time.
+Invariant: as in front/servicer.py, a method turns messages into values and back. Each request of a stream has its own
+errors.
 
-Not responsible for: the life of a request (see front/calls.py), the meaning of tensors (see inputs.py, outputs.py).
+Not responsible for: the life of a request (see front/calls.py), the meaning of tensors (see infer_requests.py).
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Collection
+from functools import partial
 
 import grpc
 
-from gpu_engine.api.errors import ShuttingDown, UnknownModel, status_of
-from gpu_engine.api.owned_tasks import OwnedTasks
+from gpu_engine.api.errors import UnknownModel
 from gpu_engine.api.request import ValidatedRequest
-from gpu_engine.front.calls import Call, Caller, Calls, Context, ErrorToStatus, Write, public_error
+from gpu_engine.front.calls import Call, Caller, Calls, Context, Write
 from gpu_engine.front.kserve.descriptions import model_config, model_metadata, repository_index, server_metadata
-from gpu_engine.front.kserve.inputs import Asked, ends_another, to_engine
-from gpu_engine.front.kserve.outputs import VERSION, Answers
+from gpu_engine.front.kserve.infer_requests import Asked, ends_another, to_engine
+from gpu_engine.front.kserve.infer_responses import VERSION, Answers
 from gpu_engine.front.kserve.statistics import Statistics
+from gpu_engine.front.request_stream import RequestStream
 from gpu_engine.front.tenants.accounts import TenantView
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.validation import check
@@ -39,12 +40,7 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         """Args: `version` is this distribution's."""
         self._calls, self._version = calls, version
         self._statistics = Statistics()
-        self._readers: set[asyncio.Task[None]] = set()
-        config = calls.engine.config
-        self._names = config.served_names
-        self._max_running = config.max_batch_size + config.max_queue_size
-        """Of one stream; its next request is read when one of them has ended."""
-        calls.at_drain(self._end_reading)
+        self._names = calls.engine.config.served_names
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
         """Say that the server answers."""
@@ -93,8 +89,8 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         caller = self._calls.caller_of(context)
         with self._calls.watch.call(caller.metadata, caller.tenant) as record:
             record.method = "ModelInfer"
-            async with ErrorToStatus(context, self._calls.failed, record, inference.rename):
-                await self._infer(inference, caller, record, keep)
+            async with self._calls.errors_to_status(context, record, inference.rename):
+                await self._infer(inference, caller, record, write=keep)
         (response,) = responses
         return response
 
@@ -102,69 +98,24 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> None:
         """Answer requests until the client sends no more, and the running ones have ended."""
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
-            self._calls.refuse_if_draining()
-            tasks, answers = OwnedTasks(), set[asyncio.Task[None]]()
-            reader = tasks.spawn(self._read(requests, context, tasks, answers), "ModelStreamInfer reader")
-            self._readers.add(reader)
-            try:
-                await asyncio.wait((reader,))
-                if not reader.cancelled():
-                    reader.result()
-                while answers:
-                    await asyncio.wait(answers)
-                if reader.cancelled():
-                    raise ShuttingDown("the server is shutting down")
-            finally:
-                self._readers.discard(reader)
-                await tasks.aclose()
+        async with self._calls.errors_to_status(context):
+            stream = RequestStream(self._calls, context, "ModelStreamInfer")
+            await stream.run(lambda: self._read(requests, stream))
 
-    async def _read(
-        self,
-        requests: AsyncIterator[pb.ModelInferRequest],
-        context: Context,
-        tasks: OwnedTasks,
-        answers: set[asyncio.Task[None]],
-    ) -> None:
-        """Start a task for each request. Raises InvalidRequest for a message that does not parse."""
-        lock, free = asyncio.Lock(), asyncio.Semaphore(self._max_running)
-
-        async def write(response: pb.ModelStreamInferResponse) -> None:
-            async with lock:
-                await context.write(response)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            answers.discard(task)
-            free.release()
-
-        async for request in requests:
-            await free.acquire()
-            task = tasks.spawn(self._answer(request, context, write), f"request {request.id}")
-            answers.add(task)
-            task.add_done_callback(ended)
-
-    async def _answer(self, request: pb.ModelInferRequest, context: Context, write: Write) -> None:
-        """Answer one request of a stream; an error is its last response."""
-        inference, caller = _Inference(request, self._calls, decoupled=True), self._calls.caller_of(context)
+    async def _read(self, requests: AsyncIterator[pb.ModelInferRequest], stream: RequestStream) -> None:
+        """Begin each request when the call has room for it. Raises InvalidRequest for a message that does not parse."""
+        room = asyncio.Semaphore(self._calls.admission.max_sequences)
 
         async def send(response: pb.ModelInferResponse) -> None:
-            await write(pb.ModelStreamInferResponse(infer_response=response))
+            await stream.write(pb.ModelStreamInferResponse(infer_response=response))
 
-        with self._calls.watch.call(caller.metadata, caller.tenant) as record:
-            record.method = "ModelStreamInfer"
-            try:
-                await self._infer(inference, caller, record, send)
-            except Exception as error:
-                if context.cancelled() or context.done():
-                    return  # there is no client to tell
-                failure = public_error(error, inference.rename)
-                record.status = status_of(failure).name
-                self._calls.failed[record.status] += 1
-                response = _last_response(request)
-                response.parameters["status"].string_param = record.status
-                await write(pb.ModelStreamInferResponse(error_message=str(failure), infer_response=response))
+        async for request in requests:
+            await room.acquire()
+            inference = _Inference(request, self._calls, decoupled=True)
+            run = partial(self._infer, inference, write=send)
+            stream.begin(request.id, run, partial(_failed, request), ended=room.release, rename=inference.rename)
 
-    async def _infer(self, inference: _Inference, caller: Caller, record: CallRecord, write: Write) -> None:
+    async def _infer(self, inference: _Inference, caller: Caller, record: CallRecord, *, write: Write) -> None:
         """Run a request to its end. Raises its error."""
         request = inference.request
         self._statistics.arrived()
@@ -182,12 +133,8 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         self._statistics.succeeded(time.monotonic() - began_s, inference.ended)
 
     async def _known(self, name: str, version: str, context: Context) -> None:
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+        async with self._calls.errors_to_status(context):
             refuse_unknown_model(name, version, self._names)
-
-    def _end_reading(self) -> None:
-        for reader in self._readers:
-            reader.cancel()
 
     def __repr__(self) -> str:
         return f"<InferenceServicer {self._calls!r} {self._statistics!r}>"
@@ -206,6 +153,13 @@ def _last_response(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
     response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
     response.parameters["triton_final_response"].bool_param = True
     return response
+
+
+def _failed(request: pb.ModelInferRequest, status: grpc.StatusCode, problem: str) -> pb.ModelStreamInferResponse:
+    """Return the last response of a request that failed."""
+    response = _last_response(request)
+    response.parameters["status"].string_param = status.name
+    return pb.ModelStreamInferResponse(error_message=problem, infer_response=response)
 
 
 class _Inference:

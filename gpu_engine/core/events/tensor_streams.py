@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gpu_engine.api.outputs import OutputRows, WantedOutput
+from gpu_engine.api.output_tensors import OutputRows, WantedOutput
 from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, TokenEvent, TokenOrigin
 from gpu_engine.core.running import RunningSequence
 from gpu_engine.step.outputs.tensors import Bytes, Piece, TensorOutputs

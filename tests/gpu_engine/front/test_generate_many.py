@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from gpu_engine.api.errors import GrammarUnavailable
 from gpu_engine.api.request import FinishReason, Request, TokenEvent
-from gpu_engine.front.many import OpenManyCalls
+from gpu_engine.front.generate_many import ManyRequests
 from gpu_engine.front.validation import check
 from gpu_engine.ops.access import CallRecord
 from gpu_engine.ops.metrics_requests import RequestWatch
@@ -279,8 +279,8 @@ async def test_a_client_that_does_not_read_stops_its_own_requests_alone(tmp_path
 
     async with serving(tmp_path, answers_with("abc"), **SMALL) as s, asyncio.timeout(30):
         context: Any = NotReading()
-        open_calls = OpenManyCalls(s.calls, lambda request: lambda seen: check(request, s.calls.limits, seen.running))
-        task = asyncio.create_task(open_calls.run(actions(), context))
+        many = ManyRequests(s.calls, context, lambda request: lambda seen: check(request, s.calls.limits, seen.running))
+        task = asyncio.create_task(many.run(actions()))
         await eventually(lambda: len(s.engine.submitted) == LIMIT)
         assert (await answer(s.client, ask("other")))[-1].finish_reason == pb.FINISH_REASON_STOP
         await eventually(lambda: len(asked) > LIMIT)

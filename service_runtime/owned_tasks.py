@@ -12,33 +12,36 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from gpu_engine.api.errors import LockstepError
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
 class OwnedTasks:
-    """Used on one event loop."""
+    """Used on one event loop.
 
-    def __init__(self) -> None:
+    Args:
+        expected: errors of this kind are left to the code that awaits the task; any other error is logged as well.
+    """
+
+    def __init__(self, expected: type[Exception]) -> None:
+        self._expected = expected
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Start `work`. A LockstepError is left to the code that awaits the task; any other error is logged, too."""
+        """Start `work`."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def background(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Start `work` without a result; errors as in `spawn`."""
+        """Start `work` without a result."""
         _ = self.spawn(work, name)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not isinstance(error, LockstepError):
+        if not task.cancelled() and (error := task.exception()) and not isinstance(error, self._expected):
             log.error("%s failed", task.get_name(), exc_info=error)
 
     async def aclose(self) -> None:

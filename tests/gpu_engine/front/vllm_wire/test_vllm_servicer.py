@@ -28,8 +28,8 @@ from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.malformed import ParsedRequests
 from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.front.vllm_wire.reports import Reports
-from gpu_engine.front.vllm_wire.servicer import add_to
 from gpu_engine.front.vllm_wire.tokenizer_files import CHUNK_BYTES, TokenizerFiles, tokenizer_files
+from gpu_engine.front.vllm_wire.vllm_servicer import add_to
 from protos.engine.v1 import engine_pb2_grpc
 from tests.fakes import EOS, FakeEngine, FakeGrammar, FakeModel, Script, answers_with
 from tests.waiting import eventually
