@@ -196,7 +196,7 @@ _ALL = (
     ),
     Mutant(
         "a matcher is opened without the committed tokens",
-        ((_SLOTS, "open(*where, state", "open(*where[:3], (), state"),),
+        ((_SLOTS, "open(*where, sequence", "open(*where[:3], (), sequence"),),
     ),
     Mutant(
         "a record that was overwritten is waited for",
