@@ -234,8 +234,15 @@ async def _start(
     calls.warm()
     await set_health(SERVING)
     stack.push_async_callback(_drain, listeners.server, calls, set_health, gateway, server_config.drain_timeout_s)
-    addresses = (scrapes.address if scrapes else None, gateway.address if gateway else None)
-    return Server(listeners.address, model, calls, engine, grammar.sidecar if grammar else None, *addresses)
+    return Server(
+        address=listeners.address,
+        model=model,
+        calls=calls,
+        engine=engine,
+        sidecar=grammar.sidecar if grammar else None,
+        metrics_address=scrapes.address if scrapes else None,
+        http_address=gateway.address if gateway else None,
+    )
 
 
 def _open_calls(
@@ -253,8 +260,14 @@ def _open_calls(
 
 def _limits(server_config: ServerConfig, model: Model, engine: ServedEngine) -> Limits:
     """Return the limits of requests to this model."""
-    sizes = {"vocab_size": model.vocab_size, "max_model_len": model.max_model_len}
-    return Limits.of(engine.config, server_config, outputs=model.outputs, processors=engine.processors, **sizes)
+    return Limits.of(
+        engine.config,
+        server_config,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        outputs=model.outputs,
+        processors=engine.processors,
+    )
 
 
 def _resolve(engine_config: EngineConfig, server_config: ServerConfig, parts: Parts) -> EngineConfig:

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import queue
 from collections.abc import Callable, Collection
+from functools import partial
 
 from gpu_engine.api.admission import EngineAdmission
 from gpu_engine.api.config import EngineConfig
@@ -66,7 +67,11 @@ class Engine:
         self._loop = EngineLoop(config, model, channel, grammar, build_executor, self.adapters, self._clock)
         self._inbox: Queue = threads.queue()
         self.draft_models = DraftModels(
-            *(config, model, self._loop.executor.decoupled, self._inbox.put, self._loop.count_draft_model)
+            config=config,
+            target=model,
+            drafter=self._loop.executor.decoupled,
+            post=self._inbox.put,
+            exchanged=self._loop.count_draft_model,
         )
         """The draft model, which clients may exchange. Thread-safe."""
         if self._loop.executor.adapter_copies is not None:
@@ -282,8 +287,17 @@ class Engine:
         verified: bool = False,
     ) -> None:
         """Let the slot's sequence decode: its matcher is at its committed tokens."""
-        slots, key = self._loop.grammar_slots, (slot, slot_gen)
-        self._inbox.put(lambda: slots.opened(*key, compile_ms, cache_hit, backend, warnings, verified=verified))
+        opened = partial(
+            self._loop.grammar_slots.opened,
+            slot,
+            slot_gen,
+            compile_ms=compile_ms,
+            cache_hit=cache_hit,
+            backend=backend,
+            warnings=warnings,
+            verified=verified,
+        )
+        self._inbox.put(opened)
 
     def grammar_backtracked(self, slot: int, slot_gen: int, num_tokens: int, dead_texts: tuple[bytes, ...]) -> None:
         """Let the slot's answer go back, or end it."""

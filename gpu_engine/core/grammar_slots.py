@@ -81,12 +81,19 @@ class GrammarSlots:
             return
         crash_attribution.trial_started(sequence)
         sequence.bound = (sequence.slot, sequence.slot_gen)
-        where = *sequence.bound, sequence.request, tuple(sequence.answer)
+        committed = tuple(sequence.answer)
         if sequence.backtracking:
-            self._port.backtrack(*where, sequence.num_sent, sequence.dead_texts)
+            self._port.backtrack(
+                sequence.slot,
+                sequence.slot_gen,
+                sequence.request,
+                committed,
+                first=sequence.num_sent,
+                dead_texts=sequence.dead_texts,
+            )
             return
         self._slot_writer.bind(sequence, drafts=crash_attribution.may_draft(sequence))
-        self._port.open(*where, sequence.dead_texts)
+        self._port.open(sequence.slot, sequence.slot_gen, sequence.request, committed, dead_texts=sequence.dead_texts)
 
     def backtrack(self, sequence: RunningSequence) -> None:
         """Ask for a way back over the tokens that are held: no token is legal behind them.

@@ -94,12 +94,23 @@ class EngineLoop:
             lambda sequence, finish: self.end(sequence, finish=finish),
         )
         self.grammar_slots = GrammarSlots(
-            *(grammar, self.scheduler, self._slot_writer, self._sync, self.stats, self._in_step, self.end),
+            port=grammar,
+            scheduler=self.scheduler,
+            slot_writer=self._slot_writer,
+            sync=self._sync,
+            stats=self.stats,
+            in_step=self._in_step,
+            end=self.end,
             clock=clock,
         )
         self.beams = BeamGroups(
-            *(self.scheduler, self._slot_writer, self._sync, self.grammar_slots, self.executor.copy_page),
-            *(model.eos_token_ids, self._slot_lost),
+            scheduler=self.scheduler,
+            slot_writer=self._slot_writer,
+            sync=self._sync,
+            grammar_slots=self.grammar_slots,
+            copy_page=self.executor.copy_page,
+            eos_token_ids=model.eos_token_ids,
+            slot_lost=self._slot_lost,
         )
         self._output_processor = OutputProcessor(
             self.stats, self.executor.scorer, self.outputs, self.grammar_slots, self.beams, self.end

@@ -245,9 +245,12 @@ class Scheduler(Generic[S]):
     def index_pages(self, sequence: S) -> None:
         """Put the full pages that are prefilled so far into the prefix cache, for sequences with the same beginning."""
         if self._tokens_of is not None and sequence.prefilled // self.allocator.page_size > sequence.num_indexed_pages:
-            tokens = self._tokens_of(sequence)[: sequence.prefilled]
-            where = sequence.pages, sequence.num_indexed_pages, sequence.salt
-            sequence.num_indexed_pages = self.allocator.insert(tokens, *where)
+            sequence.num_indexed_pages = self.allocator.insert(
+                self._tokens_of(sequence)[: sequence.prefilled],
+                sequence.pages,
+                num_indexed=sequence.num_indexed_pages,
+                salt=sequence.salt,
+            )
 
     def preempt(self, sequence: S, now_s: float = 0.0) -> None:
         """Take slot and pages of a sequence and put it into the waiting queue, in front of those of its priority.

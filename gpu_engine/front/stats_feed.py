@@ -55,10 +55,9 @@ class StatsFeed:
 
     def _response(self, iterations: list[Iteration], missed: int, *, with_requests: bool) -> pb.WatchStatsResponse:
         now = self._engine.stats()
-        sizes = now.num_slots, now.num_pages
         sequences = self._engine.sequence_stats() if with_requests else []
         return pb.WatchStatsResponse(
-            iterations=[_iteration(each, *sizes) for each in iterations],
+            iterations=[_iteration(each, num_slots=now.num_slots, num_pages=now.num_pages) for each in iterations],
             requests=[_sequence(each) for each in sequences],
             missed=missed,
         )
@@ -67,7 +66,7 @@ class StatsFeed:
         return f"<StatsFeed {self._engine.iterations!r}>"
 
 
-def _iteration(each: Iteration, num_slots: int, num_pages: int) -> pb.IterationStats:
+def _iteration(each: Iteration, *, num_slots: int, num_pages: int) -> pb.IterationStats:
     return pb.IterationStats(
         iteration=each.number,
         time_s=each.ended_s,

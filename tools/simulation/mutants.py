@@ -196,7 +196,7 @@ _ALL = (
     ),
     Mutant(
         "a matcher is opened without the committed tokens",
-        ((_SLOTS, "open(*where, sequence", "open(*where[:3], (), sequence"),),
+        ((_SLOTS, "sequence.request, committed, dead_texts", "sequence.request, (), dead_texts"),),
     ),
     Mutant(
         "a record that was overwritten is waited for",

@@ -28,13 +28,27 @@ log = logging.getLogger(__name__)
 _EXEMPT = f"/{health.SERVICE_NAME}/"
 _METHODS = {
     "lockstep.engine.v1.Engine": (
-        *("Generate", "GenerateMany", "Abort", "Compile", "GetModelInfo", "Tokenize", "Detokenize"),
-        *("GetTokenizerInfo", "ListAdapters"),
+        "Generate",
+        "GenerateMany",
+        "Abort",
+        "Compile",
+        "GetModelInfo",
+        "Tokenize",
+        "Detokenize",
+        "GetTokenizerInfo",
+        "ListAdapters",
     ),
     "vllm.grpc.engine.VllmEngine": ("Generate", "Abort", "HealthCheck", "GetModelInfo", "GetTokenizer", "Embed"),
     "inference.GRPCInferenceService": (
-        *("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelConfig"),
-        *("RepositoryIndex", "ModelInfer", "ModelStreamInfer"),
+        "ServerLive",
+        "ServerReady",
+        "ModelReady",
+        "ServerMetadata",
+        "ModelMetadata",
+        "ModelConfig",
+        "RepositoryIndex",
+        "ModelInfer",
+        "ModelStreamInfer",
     ),
     "grpc.reflection.v1alpha.ServerReflection": ("ServerReflectionInfo",),
 }
