@@ -157,7 +157,7 @@ def bounds(answer: Answer) -> bool:
 
 def drafts(answer: Answer) -> bool:
     last = [answer.last(index).telemetry for index in answer.indexes]
-    return answer.request.num_draft_tokens == answer.request.max_jump_forward == 3 and all(
+    return answer.request.speculation.num_draft_tokens == answer.request.speculation.max_jump_forward == 3 and all(
         each.draft_tokens <= 3 * each.steps for each in last
     )
 
@@ -195,7 +195,7 @@ def echo(answer: Answer, index: int) -> bool:
     first = next((each for each in answer.of(index) if each.text or each.prompt_token_ids), None)
     shows_text = "no_text" in answer.features or (first is not None and first.text.startswith(text))
     shows_ids = "output" in answer.features or (first is not None and list(first.prompt_token_ids) == ids)
-    return answer.request.echo == text and shows_text and shows_ids
+    return answer.request.echo_text == text and shows_text and shows_ids
 
 
 def tools(answer: Answer) -> bool:
@@ -289,7 +289,11 @@ EFFECTS: dict[str, Effect] = {
     ),
     "penalties": sampled(repetition_penalty=float32(1.1), presence_penalty=0.5, frequency_penalty=0.5),
     "repetition": repetition,
-    "stop": both(sampled(stop=("gh",), stop_token_ids=(113,), include_stop_str_in_output=True), every(stop)),
+    "stop": both(
+        sampled(stop=("gh",), stop_token_ids=(113,)),
+        lambda answer: answer.request.response.include_stop_str_in_output,
+        every(stop),
+    ),
     "bans": both(sampled(bad_token_ids=(102,)), every(bans)),
     "min_tokens": both(sampled(min_tokens=8), every(min_tokens)),
     "ignore_eos": both(sampled(ignore_eos=True), every(lambda a, i: a.last(i).matched_token_id != EOS)),
@@ -302,22 +306,22 @@ EFFECTS: dict[str, Effect] = {
     "output": lambda answer: not any(response.token_ids for response in answer.responses),
     "index": lambda answer: all(request.draft_scope is None for request in answer.noted.requests),
     "echo": every(echo),
-    "priority": lambda answer: answer.request.priority == 5,
-    "salt": lambda answer: answer.request.cache_salt == "a",
+    "priority": lambda answer: answer.request.scheduling.priority == 5,
+    "salt": lambda answer: answer.request.scheduling.cache_salt == "a",
     "bias": both(sampled(logit_bias=((65, 1.5), (100, -50.0))), every(bias)),
     "tools": tools,
     "reasoning": reasoning,
     "prompt_logprobs": lambda answer: (
         sum(len(r.prompt_logprobs) for r in answer.of(0)) == len(answer.request.text_prompt_ids)
     ),
-    "fields": both(every(fields), lambda answer: answer.request.sampling.logprobs is not None),
+    "fields": both(every(fields), lambda answer: answer.request.outputs.num_logprobs is not None),
     "logits": logits,
     "tensors": tensors,
-    "max_queue": lambda answer: answer.request.max_queue_s == 60.0,
-    "never_preempt": lambda answer: answer.request.never_preempt,
+    "max_queue": lambda answer: answer.request.scheduling.max_queue_s == 60.0,
+    "never_preempt": lambda answer: answer.request.scheduling.never_preempt,
     "whole": every(whole),
     "cumulative": every(cumulative),
-    "client_id": lambda answer: answer.request.client_id == "a",
+    "client_id": lambda answer: answer.request.scheduling.client_id == "a",
     "processors": processors,
     "beams": both(
         lambda answer: answer.request.beams is not None and answer.request.beams.width == 2,
@@ -326,6 +330,9 @@ EFFECTS: dict[str, Effect] = {
     "origins": one_a_token("token_origins"),
     "lora": lambda answer: answer.request.lora is not None and answer.request.lora.name == "low-rank",
     "prompt_adapter": lambda answer: answer.request.num_virtual_tokens == VIRTUAL_TOKENS,
-    "no_text": both(sampled(skip_special_tokens=False), lambda a: not any(r.text or r.parts for r in a.responses)),
+    "no_text": both(
+        lambda answer: not answer.request.response.skip_special_tokens,
+        lambda answer: not any(response.text or response.parts for response in answer.responses),
+    ),
 }
 """By the name of the feature."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.api.request import Request, TokenEvent
+from gpu_engine.api.request import Request, Telemetry, TokenEvent
 from gpu_engine.core.engine import Engine
 from gpu_engine.server import open_server, real_parts
 
@@ -37,8 +37,10 @@ class NotingEngine(Engine):
     """An engine that notes what it is asked for, by request id."""
 
     notes: dict[str, Noted]
+    queued: dict[Request, Request]
+    """By the request of a sequence: the same with another sink."""
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, *, awaits_pages: bool = False) -> Telemetry:
         """Note the request and its events, and queue the sequence."""
         noted, sink = self.notes.setdefault(request.request_id, Noted()), request.sink
 
@@ -46,9 +48,13 @@ class NotingEngine(Engine):
             noted.events.append(event)
             sink(event)
 
-        noted.requests.append(replace(request))
-        request.sink = note
-        super().submit(request)
+        noted.requests.append(request)
+        self.queued[request] = replace(request, sink=note)
+        return super().submit(self.queued[request], awaits_pages=awaits_pages)
+
+    def drop(self, request: Request) -> None:
+        """Release what the sequence holds."""
+        super().drop(self.queued.pop(request, request))
 
 
 @contextmanager
@@ -60,7 +66,7 @@ def recorded_server(engine: EngineConfig, server: ServerConfig) -> Iterator[tupl
 
     def build(*arguments: Any) -> Engine:
         made = NotingEngine(*arguments)
-        made.notes = notes
+        made.notes, made.queued = notes, {}
         return made
 
     async def run() -> None:
