@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.tables import Progress
-from benchmarks.quality.acceptance import Cell, Variant, answer, differing, result_table
+from benchmarks.quality.acceptance import Cell, answer, differing, result_table
 from benchmarks.quality.acceptance_prompts import facts, own_prompts, read_prompts
 from tests.benchmarks.conftest import Serve
 from tests.benchmarks.fake_engine import Script
@@ -23,19 +23,6 @@ def made(name: str, *tokens: int, steps: int = 1) -> Answer:
 
 def cell(variant: str, drafts: int, group: str, *answers: Answer, wall_s: float = 2.0) -> Cell:
     return Cell(variant, drafts, group, answers, wall_s)
-
-
-def test_a_variant_is_a_drafter_a_folder_and_marks() -> None:
-    assert Variant.parse("ngram") == Variant("ngram", "ngram", "", ())
-    assert Variant.parse("none+forced").flags == ()
-    head = Variant.parse("eagle3:a/head+free+unforced")
-    assert (head.name, head.drafter, head.draft_model) == ("eagle3+free+unforced", "eagle3", "a/head")
-    assert head.flags == ("--draft-model", "a/head", "--draft-masks", "off", "--jump-forward-tokens", "0")
-    small = Variant.parse("decoupled:a/model+q4")
-    assert (small.name, small.drafter) == ("decoupled+q4", "decoupled")
-    assert small.flags == ("--draft-model", "a/model", "--draft-quantization", "q4")
-    with pytest.raises(ValueError, match="wild is none of"):
-        Variant.parse("ngram+wild")
 
 
 def test_facts_are_the_leaves() -> None:
@@ -63,19 +50,6 @@ def test_prompts_come_from_a_file_by_group(tmp_path: Path) -> None:
     path.write_text('{"name": "a"}')
     with pytest.raises(ValueError, match=r"cases\.jsonl:1"):
         read_prompts(path, 3)
-
-
-def test_own_prompts_have_schemas_and_ask_for_the_drafts() -> None:
-    prompts = own_prompts(2)
-    assert [prompt.group for prompt in prompts] == ["extraction"] * 2 + ["generation"] * 2 + ["repeated"] * 8
-    assert len({prompt.schema for prompt in prompts[4:]}) == 3
-    assert own_prompts(2, ["repeated"]) == prompts[4:]
-    with pytest.raises(ValueError, match="--groups: wild is none of"):
-        own_prompts(2, ["wild"])
-    request = prompts[0].call(5, 64).request
-    assert request.speculation.num_draft_tokens == 5
-    assert request.sampling.temperature == 0.0
-    assert json.loads(request.grammar.json_schema)["type"] == "object"
 
 
 def test_the_table_has_tokens_a_step_and_the_ratio_to_no_drafts() -> None:

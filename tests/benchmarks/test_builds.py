@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import grpc
 import pytest
 
 from benchmarks.harness.measure import Answer, Run
@@ -95,25 +94,6 @@ def test_a_build_that_is_too_slow_fails_the_run(
     arguments = ["--old", str(old), "--new", str(new), "--rounds", "1", "--count", "1", "--workloads", "chat"]
     assert builds.main([*arguments, "--at-least", "1000"], starts[1]) == 1
     assert "too slow: at concurrency 8 the median ratio is" in capsys.readouterr().out
-
-
-def test_a_refusal_names_the_request(
-    checkouts: tuple[Path, Path], serve_fake: Serve, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refuses = Script(refuse=(grpc.StatusCode.UNAVAILABLE, "the grammar process is not running"))
-
-    @contextmanager
-    def start(build: Build) -> Iterator[str]:
-        yield serve_fake(refuses)[0]
-
-    assert builds.main(["--old", str(checkouts[0]), "--new", str(checkouts[1]), "--count", "1"], start) == 2
-    assert "UNAVAILABLE: the grammar process is not running" in capsys.readouterr().err
-
-
-def test_a_folder_without_the_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        builds.main(["--old", str(tmp_path)])
-    assert f"--old: {tmp_path} is not a checkout of the engine" in capsys.readouterr().err
 
 
 def test_each_server_runs_in_its_own_checkout(tmp_path: Path) -> None:

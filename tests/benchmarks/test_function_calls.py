@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonschema import Draft202012Validator
 
-from benchmarks.harness.tool_calls import ToolDataMissing
 from benchmarks.quality import function_calls
-from benchmarks.quality.function_prompts import CATEGORIES, json_schema, read_prompts
+from benchmarks.quality.function_prompts import CATEGORIES, read_prompts
 
 COUNT = {
     "type": "dict",
@@ -41,47 +39,12 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-def test_prompts_are_taken_evenly_from_the_categories(data: Path) -> None:
-    names = [prompt.name for prompt in read_prompts(data, 20)]
-    assert len(set(names)) == 20
-    assert names[:10] == [f"{category}_0" for category in CATEGORIES]
-    assert names[10:19] == [f"{category}_2" for category in CATEGORIES[:-1]]
-    assert names[19] == f"{CATEGORIES[0]}_1"
-    assert len(read_prompts(data, 999)) == 46
-
-
-def test_missing_data_says_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(ToolDataMissing, match="does not exist: pip install --no-deps bfcl-eval"):
-        read_prompts(tmp_path, 1)
-
-
 def test_functions_are_openai_s(data: Path) -> None:
     tool = read_prompts(data, 1)[0].tools[0]
     assert tool["function"]["name"] == "simple_python_f0"
     assert tool["function"]["parameters"] == COUNT | {
         "type": "object", "properties": {"n": {"type": "integer", "description": "How many.", "default": 1}}
     }  # fmt: skip
-
-
-def test_types_become_json_schema_s_and_other_words_stay() -> None:
-    schema = json_schema(
-        {
-            "type": "dict",
-            "properties": {
-                "a": {"type": "float"},
-                "b": {"type": "ArrayList", "items": {"type": "tuple", "items": {"type": "any"}}},
-                "c": {"type": "HashMap", "optional": True, "default": {}},
-                "d": {"type": "Duration", "enum": ["1h"]},
-            },
-        }
-    )
-    Draft202012Validator.check_schema(schema)
-    assert schema["properties"] == {
-        "a": {"type": "number", "format": "float"},
-        "b": {"type": "array", "items": {"type": "array", "items": {"type": "string"}}},
-        "c": {"type": "object", "optional": True, "default": {}},
-        "d": {"type": "string", "enum": ["1h"]},
-    }
 
 
 Reply = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
@@ -206,13 +169,3 @@ def test_a_function_that_was_not_offered_fails(run: Any, serve: Any, capsys: pyt
 
     assert run(serve(reply)) == 1
     assert "call 0 of 'other': this function was not offered" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [(["--choices", "some"], "--choices: 'some' is none of"), (["--drafts", "7,0"], "--drafts: the first must be 0")],
-)
-def test_a_wrong_flag_is_named(run: Any, capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
-    with pytest.raises(SystemExit):
-        run("127.0.0.1:1", *flags)
-    assert message in capsys.readouterr().err

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import collections
-import hashlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-import grpc
-import jsonschema
 import pytest
 
-from benchmarks.faults.attacker import elsewhere
 from benchmarks.faults.attacks import (
-    BYSTANDER,
-    FLOODER,
-    TENANTS,
     Outcomes,
     Target,
-    burners,
-    distinct_schema,
     flood,
     hostile,
-    hostile_grammars,
-    kills,
-    tenant,
     under,
 )
 from benchmarks.faults.isolation import Result, as_json, changed, ratio, result_table, tokenizer_of
 from benchmarks.harness.streams import Streams, Window, Windows
-from protos.engine.v1 import engine_pb2 as pb
-from service_runtime.tenants import parse_tenants
 from tests.benchmarks.conftest import Serve
 from tests.benchmarks.fake_engine import Script
 from tests.waiting import eventually
@@ -68,12 +52,6 @@ def test_only_answers_that_both_windows_finished_are_compared() -> None:
     assert changed(found, "guided") == (2, 1)
 
 
-def test_the_table_has_a_row_for_each_kind_and_says_what_was_done() -> None:
-    text = result_table([result(Window(gaps_ms=[1.0]), Window(gaps_ms=[2.0], invalid=3))])
-    assert text.count("| flood") == 2
-    assert "flood: 3 OK" in text
-
-
 def test_streams_repeat_the_same_requests_in_every_watch(serve_fake: Serve) -> None:
     address, engine = serve_fake(Script())
 
@@ -97,21 +75,6 @@ def test_streams_repeat_the_same_requests_in_every_watch(serve_fake: Serve) -> N
     # "{}" lacks what every schema of the workload requires.
     assert first.invalid >= len(first.answers) > 0
     assert {request.HasField("grammar") for request in engine.requests} == {True, False}
-
-
-def test_a_refused_stream_is_counted_and_goes_on(serve_fake: Serve) -> None:
-    address, _ = serve_fake(Script(refuse=(grpc.StatusCode.UNAVAILABLE, "away")))
-
-    async def watch() -> Window:
-        streams = Streams(address, per_kind=1, max_tokens=8)
-        try:
-            return (await watched(streams, lambda windows: windows["free"].failed > 1))["free"]
-        finally:
-            await streams.close()
-
-    window = asyncio.run(watch())
-    assert window.failures["UNAVAILABLE"] == window.failed > 1
-    assert window.first_failure == "0.0: UNAVAILABLE: away"
 
 
 def test_what_failed_is_said_under_the_table_and_in_the_plain_data() -> None:
@@ -158,74 +121,7 @@ def test_a_hostile_request_and_its_control_differ_in_the_grammar_alone(serve_fak
     assert {request.sampling.max_tokens for request in engine.requests} == {4}
 
 
-def test_a_flooding_tenant_asks_for_answers_and_schemas_that_no_other_request_has(serve_fake: Serve) -> None:
-    address, engine = serve_fake(Script())
-
-    async def attack() -> None:
-        async with under(tenant(200.0), Target(address, None)):
-            await eventually(lambda: len(engine.requests) >= 5 and len(engine.compiled) >= 5)
-
-    asyncio.run(attack())
-    sources = [request.grammar.json_schema for request in [*engine.requests, *engine.compiled]]
-    assert len(sources) == len(set(sources))
-    table = parse_tenants(TENANTS.encode(), Path("tenants"))
-    assert set(table.by_digest) == {hashlib.sha256(token.encode()).digest() for token in (FLOODER, BYSTANDER)}
-    assert table.by_name["steady"].operator, "the streams read the statistics"
-
-
-def test_refusals_are_counted_by_status(serve_fake: Serve) -> None:
-    address, _ = serve_fake(Script(refuse=(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")))
-
-    async def attack() -> Outcomes:
-        async with under(flood(100.0), Target(address, None)) as outcomes:
-            await eventually(lambda: outcomes["RESOURCE_EXHAUSTED"] != 0)
-        return outcomes
-
-    assert asyncio.run(attack())["OK"] == 0
-
-
-def test_without_a_process_nothing_is_killed() -> None:
-    async def attack() -> Outcomes:
-        async with under(kills(0.01), Target("", None)) as outcomes:
-            await eventually(lambda: outcomes)
-        return outcomes
-
-    assert set(asyncio.run(attack())) == {"no process to kill"}
-
-
-def test_an_attack_from_another_process_tells_what_it_did(serve_fake: Serve) -> None:
-    address, engine = serve_fake(Script())
-
-    async def attack() -> Outcomes:
-        async with under(elsewhere("flood", 100.0), Target(address, None)) as outcomes:
-            await eventually(lambda: len(engine.compiled) >= 10)
-        return outcomes
-
-    outcomes = asyncio.run(attack())
-    assert outcomes["sent"] >= outcomes["OK"] >= 9
-
-
 @pytest.mark.model
 def test_the_control_compiles_the_schemas_of_the_flood() -> None:
     command = (sys.executable, "-m", "benchmarks.faults.compile_alone", "--tokenizer", str(tokenizer_of("embedded")))
     subprocess.run([*command, "--count", "3"], check=True)
-
-
-def test_burners_end_with_the_attack() -> None:
-    async def attack() -> Outcomes:
-        async with under(burners(1, 19), Target("", None)) as outcomes:
-            await eventually(lambda: outcomes["processes"] != 0)
-        return outcomes
-
-    assert asyncio.run(attack()) == collections.Counter(processes=1)
-
-
-def test_the_schemas_of_the_attacks_are_schemas() -> None:
-    assert distinct_schema(1) != distinct_schema(2)
-    sources = [distinct_schema(1), *(g.json_schema for g in hostile_grammars().values() if g.json_schema)]
-    for source in sources:
-        json.loads(source)
-        if len(source) < 1 << 20:
-            jsonschema.Draft202012Validator.check_schema(json.loads(source))
-    assert max(len(source) for source in sources) > 2 << 20
-    assert pb.Grammar(regex="x") != hostile_grammars()["a regex of many states"]

@@ -81,9 +81,3 @@ def test_the_cpu_time_of_compilations_is_that_of_served_schemas(data: Path, caps
         assert 0 < compilation < whole < 10_000
     with pytest.raises(SystemExit, match="auto"):
         maskbench.main([*flags, "--backend", "auto"])
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        maskbench.main(["--help"])
-    assert "reading the table" in capsys.readouterr().out

@@ -88,17 +88,6 @@ def test_a_token_that_the_reference_excludes_adds_nothing() -> None:
     assert found.mean_kl == pytest.approx(math.log(3 / 2))
 
 
-def test_a_rest_of_one_token_is_left_out() -> None:
-    assert [window.tolist() for window in windows([1, 2, 3, 4, 5], 3)] == [[1, 2, 3], [4, 5]]
-    assert [window.tolist() for window in windows([1, 2, 3, 4], 3)] == [[1, 2, 3]]
-
-
-@pytest.mark.parametrize(("ids", "size", "field"), [([1, 2], 1, "window"), ([1], 4, "text")])
-def test_what_cannot_be_scored_is_named(ids: list[int], size: int, field: str) -> None:
-    with pytest.raises(ValueError, match=f"^{field}:"):
-        windows(ids, size)
-
-
 def test_logits_of_a_window_are_those_of_the_transformers_model(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -142,14 +131,6 @@ def test_weights_of_4_bits_take_less_than_those_of_8(folder: Path, fuse: bool) -
     assert 4 * parameters <= none < 4 * (parameters + 3 * 256 * 16)
 
 
-@needs_blocks
-def test_scratch_memory_and_logits_are_no_weights(folder: Path) -> None:
-    model = load_model(config(model=str(folder), quantization="q4"))
-    before = weight_bytes(model)
-    WindowLogits(model, 256)(torch.arange(256))  # 300 KB of logits
-    assert weight_bytes(model) - before < 100, "the starts of one more shape"
-
-
 def answer(text: str = "", tokens: tuple[int, ...] = ()) -> Answer:
     return Answer("", text, tokens, "stop", 0.0, 0.0, 0.0, 1)
 
@@ -159,13 +140,6 @@ def test_tokens_behind_the_first_difference_are_not_equal() -> None:
     answers = {"a": answer(tokens=(1, 9, 3, 4)), "b": answer(tokens=(5, 6)), "c": answer(tokens=(7, 8, 9, 9))}
     assert quantisation.same_tokens(reference, answers) == (pytest.approx((1 + 2 + 2) / (4 + 2 + 4)), 1 / 3)
     assert quantisation.same_tokens(reference, reference) == (1.0, 1.0)
-
-
-def test_a_missing_answer_is_an_error() -> None:
-    with pytest.raises(KeyError, match="'a'"):
-        quantisation.same_tokens({"a": answer(tokens=(1,))}, {})
-    with pytest.raises(KeyError, match="person-0"):
-        quantisation.extracted(workload("extraction", 1), {}, Judge())
 
 
 def test_valid_answers_are_right_when_every_fact_is() -> None:
@@ -192,24 +166,6 @@ def test_the_bound_is_on_auto_alone(over_none: float, fails: bool) -> None:
     rows = [row("none", 0.0), row("auto", over_none), row("int8", 0.9)]
     assert bool(quantisation.too_high(rows, 1.0)) is fails
     assert quantisation.too_high(rows, None) == ""
-
-
-def test_the_text_is_ascii_and_long_enough() -> None:
-    assert len(quantisation.TEXT.read_bytes().decode("ascii")) > 16_000
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--quantizations", "none,fp3"], "'fp3' is not one of auto, none, int8, q4"),
-        (["--count", "0"], "--count: must be at least 1"),
-        (["--quantizations", "int8", "--at-most", "1"], "--at-most: needs auto"),
-    ],
-)
-def test_wrong_flags_are_named(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        quantisation.main(flags)
-    assert words in capsys.readouterr().err
 
 
 @needs_blocks
@@ -246,8 +202,3 @@ def test_a_run_compares_logits_and_answers_with_those_of_none(
     shares = ("same_tokens", "equal_answers", "valid", "right", "facts")
     assert [none[name] for name in shares] == [1.0, 1.0, 1.0, 1.0, 1.0]
     assert [int8[name] for name in shares] == [0.75, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_a_model_that_is_not_there_ends_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert quantisation.main(["--model", str(folder / "missing"), "--no-answers"]) == 2
-    assert "cannot run: model:" in capsys.readouterr().err

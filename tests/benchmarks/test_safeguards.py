@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-import grpc
 import pytest
 
 from benchmarks.cost import safeguards
@@ -80,15 +77,6 @@ def test_the_schemas_that_are_verified_have_a_part_for_it(backend: Backend, item
     assert not any(compiles(backend, item) for item in items)
 
 
-def test_a_changed_schema_is_in_the_prompt_too() -> None:
-    changed = without_bounds(EXTRACTION)
-    assert [item.name for item in changed] == [item.name for item in EXTRACTION]
-    for item in changed:
-        assert item.schema is not None
-        assert "maxLength" not in item.schema
-        assert item.schema in item.messages[0][1]
-
-
 def test_ratios_are_taken_within_a_turn_and_only_complete_answers_count_as_valid() -> None:
     lists = dead_ends(64)[:1]
     known = {"way-back": safeguards.Safeguard(lists, safeguards.nothing, safeguards.guard)}
@@ -104,33 +92,6 @@ def test_ratios_are_taken_within_a_turn_and_only_complete_answers_count_as_valid
     ]  # fmt: skip
 
 
-def test_every_prompt_is_asked_on_both_sides_in_each_round(
-    serve_fake: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    address, engine = serve_fake(Script())
-    started: list[ServerOptions] = []
-
-    @contextmanager
-    def start(options: ServerOptions) -> Iterator[str]:
-        started.append(options)
-        yield address
-
-    report = tmp_path / "safeguards.json"
-    arguments = ["--only", "verify,repetition-free", "--count", "3", "--rounds", "2", "--concurrency", "1,2"]
-    assert safeguards.main([*arguments, "--json", str(report)], start) == 0
-    assert len(started) == 1
-    # Of each of two safeguards: a warm-up of both sides, and two rounds of both at each concurrency.
-    assert len(engine.requests) == 2 * (2 * 3 + 2 * 2 * 2 * 3)
-    verified = [each for each in engine.requests if each.grammar.unenforced == pb.UNENFORCED_VERIFY]
-    assert len(verified) == 3 + 2 * 2 * 3
-    cells = {(cell["safeguard"], cell["concurrency"]): cell for cell in json.loads(report.read_text())}
-    assert {cell: len(each["ratios"]) for cell, each in cells.items()} == {
-        ("verify", 1): 6, ("verify", 2): 4, ("repetition-free", 1): 6, ("repetition-free", 2): 4
-    }  # fmt: skip
-    assert all(each["equal"][0] == each["equal"][1] for each in cells.values())
-    assert "| repetition-free | 2" in capsys.readouterr().out
-
-
 def test_a_safeguard_that_costs_too_much_fails_the_run(serve_fake: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     @contextmanager
     def start(options: ServerOptions) -> Iterator[str]:
@@ -139,18 +100,3 @@ def test_a_safeguard_that_costs_too_much_fails_the_run(serve_fake: Serve, capsys
     arguments = ["--only", "bounds", "--count", "1", "--rounds", "1", "--concurrency", "1", "--at-least", "1000"]
     assert safeguards.main(arguments, start) == 1
     assert "too slow: bounds at 1" in capsys.readouterr().out
-
-
-def test_a_refusal_names_the_request(serve_fake: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    @contextmanager
-    def start(options: ServerOptions) -> Iterator[str]:
-        yield serve_fake(Script(refuse=(grpc.StatusCode.INVALID_ARGUMENT, "grammar.max_string_length: too large")))[0]
-
-    assert safeguards.main(["--only", "bounds", "--count", "1"], start) == 2
-    assert "INVALID_ARGUMENT: grammar.max_string_length" in capsys.readouterr().err
-
-
-def test_an_unknown_safeguard_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        safeguards.main(["--only", "verfy"])
-    assert "--only: 'verfy' is not one of verify-idle, verify," in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import grpc
 import pytest
 
 from benchmarks.quality import schemas
@@ -29,13 +28,6 @@ def test_cases_are_spread_over_the_file(data: Path) -> None:
     assert [case.name for case in schemas.spread(cases, 3)] == ["case-0", "case-2", "case-4"]
     assert schemas.spread(cases, 99) == cases
     assert [case.name for case in schemas.read_cases(data, "odd")] == ["case-1", "case-3", "case-5"]
-
-
-def test_a_bad_line_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"name": "a", "schema": {}}\n[1]\n')
-    with pytest.raises(ValueError, match=r"bad\.jsonl:2:"):
-        schemas.read_cases(path)
 
 
 def run(data: Path, address: str) -> int:
@@ -67,17 +59,3 @@ def test_cut_off_answers_are_counted_and_not_judged(
     printed = capsys.readouterr().out
     assert "grammar_incomplete" in printed
     assert "INVALID" not in printed
-
-
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [(grpc.StatusCode.INVALID_ARGUMENT, "nothing was shown"), (grpc.StatusCode.INTERNAL, "the server's fault")],
-)
-def test_refusals_are_counted_by_status_and_reason(
-    data: Path, serve_fake: Serve, capsys: pytest.CaptureFixture[str], status: grpc.StatusCode, words: str
-) -> None:
-    address, _ = serve_fake(Script(refuse=(status, "oneOf is not supported")))
-    assert run(data, address) == 1
-    printed = capsys.readouterr().out
-    assert f"refused 4x {status.name}: oneOf is not supported" in printed
-    assert words in printed

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from benchmarks.faults import soak
-from benchmarks.faults.footprint import Process, Sample, processes
-from benchmarks.faults.soak import MORE_THREADS, Seen, as_json, report, slower, verdict
+from benchmarks.faults.footprint import Process, Sample
+from benchmarks.faults.soak import MORE_THREADS, Seen, slower, verdict
 from benchmarks.faults.traffic import KINDS, Traffic
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
@@ -86,28 +84,6 @@ def test_other_tokens_slower_canaries_and_unexpected_statuses_are_named() -> Non
         "canary: 4.00 times as slow in the last third as in the first",
     ]
     assert len(verdict(REST, REST, seen, 48.0, most_slower=4.5)) == 2
-
-
-def test_the_report_the_plot_and_the_file_have_what_was_seen(tmp_path: Path) -> None:
-    seen = flat()
-    seen.samples = [REST, changed("engine", memory_mib=901.0)]
-    seen.faults["SIGKILL"] = 3
-    seen.count("free", "OK")
-    text = report(REST, REST, seen)
-    assert "engine: lowest memory, MiB" in text
-    assert "3 SIGKILL" in text
-    assert "1 OK" in text
-    soak.draw(seen, tmp_path / "soak.png")
-    assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
-    assert [sample["running"] for sample in as_json(seen)] == [0, 0]
-
-
-def test_processes_are_this_one_and_its_children() -> None:
-    (own, *_) = processes(os.getpid())
-    assert own.role == "engine"
-    assert own.memory_mib > 1
-    assert own.descriptors > 0
-    assert own.threads > 0
 
 
 async def test_a_seed_gives_the_same_requests() -> None:

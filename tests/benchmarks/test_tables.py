@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 
-import pytest
-
 from benchmarks.harness.measure import Run, Summary, summarize
-from benchmarks.harness.report import Cell, as_json, best_peer, overview_table, result_table, skipped_line
-from benchmarks.harness.tables import Progress, number, share, table
+from benchmarks.harness.report import Cell, as_json, best_peer, overview_table, result_table
+from benchmarks.harness.tables import share
 from benchmarks.harness.validity import Judge
 from tests.benchmarks.test_measure import answer
-
-
-def test_table_pads_every_column() -> None:
-    lines = table(["a", "long"], [["wide cell", "1"], ["x"]]).splitlines()
-    assert lines == ["| a         | long |", "|-----------|------|", "| wide cell | 1    |", "| x         |      |"]
-
-
-def test_a_row_that_is_too_long_is_an_error() -> None:
-    with pytest.raises(ValueError, match="2 cells under a header of 1"):
-        table(["a"], [["1", "2"]])
-
-
-def test_numbers() -> None:
-    assert number(1.25, 1, " ms") == "1.2 ms"
-    assert number(math.nan, 1, " ms") == "-"
 
 
 def test_a_share_never_rounds_up_to_all() -> None:
     assert share(1.0) == "100%"
     assert share(0.9999) == "99.9%"
     assert share(math.nan) == "-"
-
-
-def test_progress_counts_to_its_total() -> None:
-    out = io.StringIO()
-    progress = Progress(10, out)
-    for _ in range(10):
-        progress.step("item")
-    assert out.getvalue().splitlines()[-1].startswith("10/10 ")
-    assert len(out.getvalue().splitlines()) == 10
 
 
 def summary(tokens: int) -> Summary:
@@ -90,12 +63,6 @@ def test_the_overview_has_a_cell_per_system_and_concurrency() -> None:
         "ours": ["30 tok/s, 500 ms, 1.50x", "80 tok/s, 500 ms, -"],
         "peer": ["20 tok/s, 500 ms, 1.00x*", "fails"],
     }
-
-
-def test_systems_that_did_not_start_are_named_in_one_line() -> None:
-    absent = {"openvino": "no python", "openvino-lookup": "no python", "vllm": "it broke\nand here is the log"}
-    assert skipped_line(absent) == "skipped: openvino, openvino-lookup (no python); vllm (it broke)"
-    assert skipped_line({}) == ""
 
 
 def test_the_json_names_the_best_peer_and_has_no_nan() -> None:

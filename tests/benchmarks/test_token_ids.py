@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
 import pytest
 
 from benchmarks.harness.server import ServerOptions
@@ -91,11 +90,3 @@ def test_a_build_with_another_token_differs_from_the_record(
     assert "float32, 0 drafts, alone: 4 of 4 equal" in printed
     assert "float32, 3 drafts, batch of 2: 0 of 4 equal" in printed
     assert "is 999" in printed
-
-
-def test_a_refusal_fails_the_run(serve_fake: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = Script(refuse=(grpc.StatusCode.UNAVAILABLE, "the grammar process is not running"))
-    record = tmp_path / "ids.json"
-    assert token_ids.main(["--record", str(record), *ARGUMENTS], build(serve_fake, script)) == 2
-    assert "UNAVAILABLE" in capsys.readouterr().err
-    assert not record.exists()

@@ -28,10 +28,6 @@ def test_two_calls_give_equal_items_with_distinct_names(name: str) -> None:
     assert len({item.name for item in items}) == len(items)
 
 
-def test_counts_are_enough_for_a_table() -> None:
-    assert [len(workload(name)) for name in WORKLOADS] == [24, 16, 12]
-
-
 @pytest.mark.parametrize("item", workload("extraction"), ids=lambda item: item.name)
 def test_every_fact_stands_in_the_prompt_and_satisfies_the_schema(item: Any) -> None:
     facts = json.loads(item.facts)
@@ -67,20 +63,8 @@ def test_guided_schemas_are_schemas_and_stand_in_the_system_message(name: str) -
         assert item.schema in item.messages[0][1]
 
 
-def test_chat_is_free_text() -> None:
-    assert all(item.schema is None for item in workload("chat"))
-
-
 def test_count_and_budget_are_applied() -> None:
     items = workload("extraction", 3, 50)
     assert len(items) == 3
     assert {item.max_tokens for item in items} == {50}
     assert {item.max_tokens for item in workload("chat", max_tokens=4096)} == {128}, "a budget is lowered, never raised"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"), [(("nope",), "workload"), (("chat", 0), "count"), (("chat", 1, 0), "max_tokens")]
-)
-def test_wrong_arguments_are_named(arguments: tuple[Any, ...], field: str) -> None:
-    with pytest.raises(ValueError, match=f"^{field}:"):
-        workload(*arguments)
