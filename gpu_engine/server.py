@@ -29,6 +29,7 @@ from gpu_engine.api.errors import RankLost
 from gpu_engine.api.limits import Limits
 from gpu_engine.api.ports import GrammarPort, Model, ServedEngine
 from gpu_engine.api.stats import EngineStats
+from gpu_engine.doors.found import Door, wanted_doors
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.early import check_port
 from gpu_engine.front.port.listening import HealthServicer, Listeners, ServerError, bind
@@ -36,7 +37,6 @@ from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.front.tenants.metrics import TenantCollector
 from gpu_engine.front.tenants.setup import Tenancy, open_tenancy
 from gpu_engine.front.transfer.setup import Transfer, for_role
-from gpu_engine.front.vllm_wire import installed as vllm_wire
 from gpu_engine.ops.core_split import CoreSplit, fills_cores
 from gpu_engine.ops.installation import installed_version, overwritten_kernels
 from gpu_engine.ops.metrics_engine import EngineCollector
@@ -76,13 +76,15 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts that tests replace: the model, the engine, and the number of CUDA devices."""
+    """The parts that tests replace: the model, the engine, the number of CUDA devices, and the doors."""
 
     load_model: Callable[[EngineConfig, Progress | None], Model]
     build_engine: Callable[[EngineConfig, Any, EngineEnd | None, GrammarPort | None], ServedEngine]
     num_cuda_devices: Callable[[], int] = lambda: 0
     find_model: Callable[[EngineConfig, Progress | None], object] = lambda config, progress: None
     """Raises the errors of `load_model` for a model that is not there; fetches one of the hub."""
+    doors: Sequence[Door] | None = None
+    """The doors that may be served; None: the installed ones."""
 
 
 def real_parts() -> Parts:
@@ -148,9 +150,9 @@ async def open_server(
             # Before torch is imported, which takes seconds.
             check_port(server_config)
             server_config = for_role(engine_config, server_config)
-            vllm_wire.refuse_missing(server_config.service_names)
+            doors = wanted_doors(server_config, parts.doors if parts else None)
             directory = grammar_directory(server_config, stack) if server_config.grammar != "none" else None
-            yield await _start(stack, engine_config, server_config, directory, progress, parts or real_parts())
+            yield await _start(stack, engine_config, server_config, doors, directory, progress, parts or real_parts())
     except BaseExceptionGroup as group:
         # The task group wraps every error that passes through it, even a single one of the block.
         error = _only_error(group)
@@ -170,6 +172,7 @@ async def _start(
     stack: AsyncExitStack,
     engine_config: EngineConfig,
     server_config: ServerConfig,
+    doors: Sequence[Door],
     directory: Path | None,
     progress: Progress | None,
     parts: Parts,
@@ -211,7 +214,7 @@ async def _start(
     watch = _watch_requests(stack, metrics, engine, model, tenancy)
     transfer = _open_transfer(stack, engine, model, server_config, metrics)
     calls = _open_calls(engine, model, client, server_config, watch, transfer, tenancy)
-    services = _add_services(listeners.server, calls, server_config, transfer)
+    services = _add_services(listeners.server, calls, server_config, transfer, doors)
 
     # 7. The ports answer; health says NOT_SERVING until stage 9.
     set_health = partial(_set_health, listeners.health, services, engine_config.role)
@@ -399,24 +402,15 @@ async def serve(
         log.info("shutting down: running requests get %.1f s to end", server_config.drain_timeout_s)
 
 
-def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig, transfer: Transfer) -> list[str]:
+def _add_services(
+    server: grpc.aio.Server, calls: Calls, config: ServerConfig, transfer: Transfer, doors: Sequence[Door]
+) -> list[str]:
     """Add the services of the public port; return the names of the services that have a health of their own."""
-    services, version = [SERVICE], installed_version()
+    services = [SERVICE]
     # Calls that the service does not implement are UNIMPLEMENTED.
-    servicer = EngineServicer(calls, version=version)
+    servicer = EngineServicer(calls, version=installed_version())
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
-    if vllm_wire.wanted(config.service_names):
-        from gpu_engine.front.vllm_wire.vllm_servicer import SERVICE as VLLM_SERVICE
-        from gpu_engine.front.vllm_wire.vllm_servicer import add_to
-
-        add_to(server, calls, version, kv_events="kv_events" in config.service_names)
-        services.append(VLLM_SERVICE)
-    if "kserve" in config.service_names:
-        from gpu_engine.front.kserve.inference_servicer import SERVICE as KSERVE_SERVICE
-        from gpu_engine.front.kserve.inference_servicer import add_to as add_kserve_to
-
-        add_kserve_to(server, calls, version)
-        services.append(KSERVE_SERVICE)
+    services += [door.add_to(server, calls, config) for door in doors]
     services += transfer.add_to(server, calls)
     reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     return services

@@ -61,10 +61,10 @@ LAZY_IMPORTS = {
         ("gpu_engine.model.quantised.choice", "gpu_engine.model.quantised.gguf_blocks"),
     },
     "vLLM's messages are a package of their own extra": {
-        ("gpu_engine.server", "gpu_engine.front.vllm_wire.vllm_servicer"),
+        ("gpu_engine.doors.vllm_wire.door", "gpu_engine.doors.vllm_wire.vllm_servicer"),
     },
     "KServe's messages have the names of Triton's, which a process may have already": {
-        ("gpu_engine.server", "gpu_engine.front.kserve.inference_servicer"),
+        ("gpu_engine.doors.kserve.door", "gpu_engine.doors.kserve.inference_servicer"),
     },
     "a backend's library is loaded where that backend is configured": {
         ("grammar_service.backends.registry", "grammar_service.backends"),

@@ -9,7 +9,7 @@ call ends, `run` ends its tasks, and they release what their requests hold. A se
 requests have ended; the client's messages are read until then.
 
 Not responsible for: the life of one request (see calls.py), what the client's messages say and how many requests a
-call may have (see the services: generate_many.py, kserve/).
+call may have (see the services: generate_many.py, doors/kserve/).
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ STEPS = (
 )
 """Product files that name every field."""
 WIRES = {
-    "gpu_engine/front/kserve/": 1,
-    "gpu_engine/front/vllm_wire/": 1,
+    "gpu_engine/doors/kserve/": 1,
+    "gpu_engine/doors/vllm_wire/": 1,
     "client/lockstep_client/executing/": 1,
 }
 """Folder of another wire -> the most files in it that name a field."""

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_engine.front.kserve.infer_requests import INPUTS
-from gpu_engine.front.kserve.infer_responses import LOGITS, OUTPUTS
-from gpu_engine.front.kserve.tensors import Tensor
+from gpu_engine.doors.kserve.infer_requests import INPUTS
+from gpu_engine.doors.kserve.infer_responses import LOGITS, OUTPUTS
+from gpu_engine.doors.kserve.tensors import Tensor
 from lockstep_client import Client
 from tests.e2e.conftest import RunningServer
-from tests.gpu_engine.front.kserve.client_process import triton_process
+from tests.gpu_engine.doors.kserve.client_process import triton_process
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.model

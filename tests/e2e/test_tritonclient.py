@@ -10,7 +10,7 @@ import pytest
 
 from lockstep_client import Client
 from tests.e2e.conftest import RunningServer
-from tests.gpu_engine.front.kserve.client_process import TritonProcess, triton_process
+from tests.gpu_engine.doors.kserve.client_process import TritonProcess, triton_process
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.model

@@ -3,7 +3,7 @@
 Invariant: the index of a string in `encoded_vocab` is its token's id. The message is made once, off the event loop, and
 shared by the calls that wait for it.
 
-Not responsible for: the files of a tokenizer for gateways (see vllm_wire/tokenizer_files.py).
+Not responsible for: the files of a tokenizer for gateways (see doors/vllm_wire/tokenizer_files.py).
 """
 
 from __future__ import annotations

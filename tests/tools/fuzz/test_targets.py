@@ -88,7 +88,7 @@ def test_a_seed_makes_the_same_inputs_again() -> None:
 
 def test_each_example_of_an_inference_is_answered() -> None:
     """An example that is refused for the name of its model leads to none of the code behind that."""
-    from gpu_engine.front.kserve.inference_servicer import InferenceServicer
+    from gpu_engine.doors.kserve.inference_servicer import InferenceServicer
     from protos.kserve.v2 import inference_pb2
 
     known = rpc.methods(inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"])

@@ -39,7 +39,7 @@ def vllm_service() -> Target:
     # Its messages are a package of their own.
     from smg_grpc_proto import vllm_engine_pb2
 
-    from gpu_engine.front.vllm_wire.vllm_servicer import VllmEngineServicer
+    from gpu_engine.doors.vllm_wire.vllm_servicer import VllmEngineServicer
 
     service = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
     return service_target(service, lambda calls: VllmEngineServicer(calls, version=VERSION, kv_events=True), REQUEST)

@@ -52,8 +52,8 @@ _PARAMETERS = ("priority", "timeout", "triton_enable_empty_final_response", "seq
 def kserve_service() -> Target:
     """Return the target of KServe's service."""
     # Its messages have the names of Triton's client, which a process may have loaded already.
-    from gpu_engine.front.kserve.infer_requests import INPUTS
-    from gpu_engine.front.kserve.inference_servicer import InferenceServicer
+    from gpu_engine.doors.kserve.infer_requests import INPUTS
+    from gpu_engine.doors.kserve.inference_servicer import InferenceServicer
     from protos.kserve.v2 import inference_pb2
 
     service = inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -85,8 +85,8 @@ def _mutation(plain: Mutate) -> Mutate:
 
 def mutate_request(data: bytes, random: Random) -> bytes:
     """Return another request: with tensors, outputs or parameters that were set, replaced or left out."""
-    from gpu_engine.front.kserve.infer_requests import INPUTS, REFUSED, UNSERVED
-    from gpu_engine.front.kserve.infer_responses import OUTPUTS
+    from gpu_engine.doors.kserve.infer_requests import INPUTS, REFUSED, UNSERVED
+    from gpu_engine.doors.kserve.infer_responses import OUTPUTS
     from protos.kserve.v2 import inference_pb2 as pb
 
     request = pb.ModelInferRequest()
@@ -120,7 +120,7 @@ def mutate_request(data: bytes, random: Random) -> bytes:
 
 def _put(request: Any, name: str, described: Any, random: Random, *, raw: bool) -> None:
     """Add a tensor, in place of one of that name."""
-    from gpu_engine.front.kserve.tensors import SCALAR, add_output
+    from gpu_engine.doors.kserve.tensors import SCALAR, add_output
     from protos.kserve.v2 import inference_pb2 as pb
 
     for i in reversed([i for i, tensor in enumerate(request.inputs) if tensor.name == name]):

@@ -12,13 +12,13 @@ import grpc
 from gpu_engine.api.admission import EngineAdmission
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.limits import Limits
+from gpu_engine.doors.kserve.inference_servicer import add_to as add_kserve_to
+from gpu_engine.doors.vllm_wire.vllm_servicer import add_to as add_vllm_to
 from gpu_engine.front.calls import Calls
-from gpu_engine.front.kserve.inference_servicer import add_to as add_kserve_to
 from gpu_engine.front.port.malformed import ParsedRequests
 from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.front.tenants.access import TenantAccess
 from gpu_engine.front.tenants.accounts import Tenants
-from gpu_engine.front.vllm_wire.vllm_servicer import add_to as add_vllm_to
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 from service_runtime.tenants import tenant_file

@@ -7,9 +7,9 @@ Not responsible for: counts and times (see statistics.py).
 
 from __future__ import annotations
 
-from gpu_engine.front.kserve.infer_requests import INPUTS
-from gpu_engine.front.kserve.infer_responses import OUTPUTS, VERSION
-from gpu_engine.front.kserve.tensors import BOOL, BYTES, FP32, INT32, UINT64
+from gpu_engine.doors.kserve.infer_requests import INPUTS
+from gpu_engine.doors.kserve.infer_responses import OUTPUTS, VERSION
+from gpu_engine.doors.kserve.tensors import BOOL, BYTES, FP32, INT32, UINT64
 from protos.kserve.v2 import inference_pb2 as pb
 
 PLATFORM = "lockstep"

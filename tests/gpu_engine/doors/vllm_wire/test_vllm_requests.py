@@ -10,7 +10,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from gpu_engine.api.errors import InvalidRequest, NotSupported
-from gpu_engine.front.vllm_wire.vllm_requests import UNSERVED, field_name, likely_lark, to_engine
+from gpu_engine.doors.vllm_wire.vllm_requests import UNSERVED, field_name, likely_lark, to_engine
 
 TEXT_ALONE = {"sampling_params.spaces_between_special_tokens", "sampling_params.grammar_from_first_token"}
 """Handed on in no field: tokens do not depend on the first, and grammars always begin as the second says."""

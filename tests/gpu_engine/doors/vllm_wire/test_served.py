@@ -17,9 +17,9 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.doors.vllm_wire.door import is_wanted
+from gpu_engine.doors.vllm_wire.vllm_servicer import SERVICE
 from gpu_engine.front.port.listening import ServerError
-from gpu_engine.front.vllm_wire.installed import wanted
-from gpu_engine.front.vllm_wire.vllm_servicer import SERVICE
 from gpu_engine.server import Parts, Server, open_server
 from tests.fakes import EOS, FakeEngine, FakeModel, answers_with
 
@@ -110,24 +110,24 @@ TOO_NEW = RuntimeError("the runtime 7.0 is older\n than the code 8.0")
 
 def test_on_without_the_package_names_the_extra_in_one_line() -> None:
     with pytest.raises(ServerError) as caught:
-        wanted(["vllm"], raising(ABSENT))
+        is_wanted(["vllm"], raising(ABSENT))
     assert str(caught.value) == (
         "services: vllm needs the package smg-grpc-proto: pip install 'lockstep-engine[vllm-wire]'"
     )
 
 
 def test_auto_without_the_package_is_off() -> None:
-    assert not wanted(["auto", "kv_events"], raising(ABSENT))
-    assert not wanted(["kserve"], raising(AssertionError("nothing is imported")))
+    assert not is_wanted(["auto", "kv_events"], raising(ABSENT))
+    assert not is_wanted(["kserve"], raising(AssertionError("nothing is imported")))
 
 
 def test_a_package_that_cannot_be_used_is_reported_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ServerError, match=r"is older than the code 8\.0$"):
-        wanted(["vllm"], raising(TOO_NEW))
-    assert not wanted(["auto"], raising(TOO_NEW))
+        is_wanted(["vllm"], raising(TOO_NEW))
+    assert not is_wanted(["auto"], raising(TOO_NEW))
     assert "smg-grpc-proto cannot be used: the runtime 7.0 is older than the code 8.0" in caplog.text
     with pytest.raises(ModuleNotFoundError):
-        wanted(["auto"], raising(ModuleNotFoundError("no", name="google")))
+        is_wanted(["auto"], raising(ModuleNotFoundError("no", name="google")))
 
 
 def test_another_value_is_refused() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gpu_engine.api.output_tensors import OutputRows
-from gpu_engine.front.kserve.tensors import BYTES, FP32, INT32, LIST, ROWS, Tensor, add_output
+from gpu_engine.doors.kserve.tensors import BYTES, FP32, INT32, LIST, ROWS, Tensor, add_output
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from protos.kserve.v2 import inference_pb2 as pb
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_engine.api.errors import InvalidRequest, NotSupported
-from gpu_engine.front.kserve.infer_requests import INPUTS, REFUSED, UNSERVED, Asked, ends_another, to_engine
-from gpu_engine.front.kserve.infer_responses import NEEDS, OUTPUTS
+from gpu_engine.doors.kserve.infer_requests import INPUTS, REFUSED, UNSERVED, Asked, ends_another, to_engine
+from gpu_engine.doors.kserve.infer_responses import NEEDS, OUTPUTS
 from protos.engine.v1 import engine_pb2 as engine
 from protos.kserve.v2 import inference_pb2 as pb
 

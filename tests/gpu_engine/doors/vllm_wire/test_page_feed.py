@@ -16,7 +16,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.ports import PageEvents
 from gpu_engine.core.kv_cache import PageAllocator
-from gpu_engine.front.vllm_wire.page_feed import BATCH_EVENTS, POSTS_PER_TURN, PageFeed
+from gpu_engine.doors.vllm_wire.page_feed import BATCH_EVENTS, POSTS_PER_TURN, PageFeed
 from tests.fakes import FakeEngine
 
 PAGE = 16

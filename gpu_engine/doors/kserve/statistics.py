@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from gpu_engine.front.kserve.infer_responses import VERSION
+from gpu_engine.doors.kserve.infer_responses import VERSION
 from gpu_engine.front.text_output import SequenceOutput
 from protos.kserve.v2 import inference_pb2 as pb
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-_CALLS = "tests.gpu_engine.front.kserve.triton_calls"
+_CALLS = "tests.gpu_engine.doors.kserve.triton_calls"
 _LONGEST_CALL_S = 120.0
 """Longer than every timeout within a call."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gpu_engine.front.kserve.client_process import TritonProcess, triton_process
+from tests.gpu_engine.doors.kserve.client_process import TritonProcess, triton_process
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ import grpc
 
 from gpu_engine.api.errors import UnknownModel
 from gpu_engine.api.request import ValidatedRequest
+from gpu_engine.doors.kserve.descriptions import model_config, model_metadata, repository_index, server_metadata
+from gpu_engine.doors.kserve.infer_requests import Asked, ends_another, to_engine
+from gpu_engine.doors.kserve.infer_responses import VERSION, Answers
+from gpu_engine.doors.kserve.statistics import Statistics
 from gpu_engine.front.calls import Call, Caller, Calls, Context, Write
-from gpu_engine.front.kserve.descriptions import model_config, model_metadata, repository_index, server_metadata
-from gpu_engine.front.kserve.infer_requests import Asked, ends_another, to_engine
-from gpu_engine.front.kserve.infer_responses import VERSION, Answers
-from gpu_engine.front.kserve.statistics import Statistics
 from gpu_engine.front.request_stream import RequestStream
 from gpu_engine.front.tenants.accounts import TenantView
 from gpu_engine.front.text_output import Delta, SequenceOutput

@@ -15,12 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gpu_engine.api.output_tensors import OutputRows, OutputSpec
 from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
-from gpu_engine.front.kserve.infer_responses import joined_rows
-from gpu_engine.front.kserve.inference_servicer import SERVICE
+from gpu_engine.doors.kserve.infer_responses import joined_rows
+from gpu_engine.doors.kserve.inference_servicer import SERVICE
 from protos.kserve.v2 import inference_pb2 as pb
 from tests.fakes import EOS, answers_with
-from tests.gpu_engine.front.kserve.client_process import CallFailed, TritonProcess
-from tests.gpu_engine.front.kserve.fake_server import Fakes, serving
+from tests.gpu_engine.doors.kserve.client_process import CallFailed, TritonProcess
+from tests.gpu_engine.doors.kserve.fake_server import Fakes, serving
 from tests.waiting import eventually
 
 TEXT = {"text_input": ("BYTES", ["hi"])}

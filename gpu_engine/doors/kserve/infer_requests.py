@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from gpu_engine.api.errors import InvalidRequest, NotSupported
-from gpu_engine.front.kserve.infer_responses import LOGITS, NEEDS, OUTPUTS, TEXTS
-from gpu_engine.front.kserve.tensors import (
+from gpu_engine.doors.kserve.infer_responses import LOGITS, NEEDS, OUTPUTS, TEXTS
+from gpu_engine.doors.kserve.tensors import (
     BOOL,
     BYTES,
     FP32,

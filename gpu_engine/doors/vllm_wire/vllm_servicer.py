@@ -17,14 +17,14 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
 from gpu_engine.api.request import ValidatedRequest
+from gpu_engine.doors.vllm_wire.page_feed import PageFeed
+from gpu_engine.doors.vllm_wire.reports import Reports, model_info
+from gpu_engine.doors.vllm_wire.tokenizer_files import TokenizerFiles, tokenizer_files
+from gpu_engine.doors.vllm_wire.vllm_requests import field_name, to_engine
+from gpu_engine.doors.vllm_wire.vllm_responses import Answers
 from gpu_engine.front.calls import Calls, Context
 from gpu_engine.front.tenants.accounts import TenantView
 from gpu_engine.front.validation import check
-from gpu_engine.front.vllm_wire.page_feed import PageFeed
-from gpu_engine.front.vllm_wire.reports import Reports, model_info
-from gpu_engine.front.vllm_wire.tokenizer_files import TokenizerFiles, tokenizer_files
-from gpu_engine.front.vllm_wire.vllm_requests import field_name, to_engine
-from gpu_engine.front.vllm_wire.vllm_responses import Answers
 
 _MAX_START = 2**63 - 1
 """Of a subscriber's cursor: numbers behind it fit into the message."""

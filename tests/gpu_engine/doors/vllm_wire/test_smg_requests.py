@@ -16,8 +16,8 @@ import pytest
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.limits import Limits
 from gpu_engine.api.request import GrammarKind, Request
+from gpu_engine.doors.vllm_wire.vllm_servicer import add_to
 from gpu_engine.front.calls import Calls
-from gpu_engine.front.vllm_wire.vllm_servicer import add_to
 from tests.e2e.smg import Smg, smg
 from tests.fakes import FakeEngine, FakeGrammar, FakeModel, answers_with
 

@@ -1,0 +1,58 @@
+"""The doors that are installed, and what each of them is to the server.
+
+Invariant: finding a door imports neither its messages nor its servicer.
+
+Not responsible for: the setting's syntax (api/config.py), the engine's own service (front/servicer.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Collection, Sequence
+from importlib.metadata import entry_points
+from typing import Protocol
+
+import grpc
+
+from gpu_engine import doors
+from gpu_engine.api.config import ServerConfig
+from gpu_engine.front.calls import Calls
+from gpu_engine.front.port.listening import ServerError
+
+GROUP = "lockstep.doors"
+"""The group of entry points with the doors of other distributions; each names a `Door`."""
+AUTO = "auto"
+"""In the setting services: every door that can be served and asks for nothing."""
+
+
+class Door(Protocol):
+    """A service of the public port; a module implements it."""
+
+    NAMES: frozenset[str]
+    """The names of the setting services that this door serves."""
+
+    def is_wanted(self, names: Collection[str]) -> bool:
+        """Return whether to serve it, given the names in the setting services.
+
+        Raises ServerError, in one line, when it is asked for by name and something that it needs is missing.
+        """
+
+    def add_to(self, server: grpc.aio.Server, calls: Calls, config: ServerConfig) -> str:
+        """Serve `calls` on `server` as well; return the full name of the gRPC service."""
+
+
+def found_doors() -> list[Door]:
+    """Return every door: the packages next to this module, then those of other distributions."""
+    own = [each.name for each in pkgutil.iter_modules(doors.__path__) if each.ispkg]
+    modules: list[Door] = [importlib.import_module(f"{doors.__name__}.{name}.door") for name in own]
+    return [*modules, *(entry.load() for entry in entry_points(group=GROUP))]
+
+
+def wanted_doors(config: ServerConfig, doors: Sequence[Door] | None = None) -> list[Door]:
+    """Return the doors that the setting services asks for; `doors` are the installed ones. Raises ServerError."""
+    installed = found_doors() if doors is None else doors
+    for name in config.service_names:
+        if name != AUTO and not any(name in door.NAMES for door in installed):
+            raise ServerError(f"services: {name} is not installed")
+    return [door for door in installed if door.is_wanted(config.service_names)]

@@ -1,0 +1,29 @@
+"""The door "kserve" of the setting services: the service of KServe and Triton. It needs nothing more than the engine.
+
+Not responsible for: the service (see inference_servicer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import grpc
+
+from gpu_engine.api.config import ServerConfig
+from gpu_engine.front.calls import Calls
+from gpu_engine.ops.installation import installed_version
+
+NAMES = frozenset({"kserve"})
+
+
+def is_wanted(names: Collection[str]) -> bool:
+    """Return whether the setting names it."""
+    return "kserve" in names
+
+
+def add_to(server: grpc.aio.Server, calls: Calls, config: ServerConfig) -> str:
+    """Serve `calls` on `server` as well; return the name of the service."""
+    from gpu_engine.doors.kserve.inference_servicer import SERVICE, add_to
+
+    add_to(server, calls, installed_version())
+    return SERVICE
