@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    import asyncio
+
     from gpu_engine.api.request import Request
 
 PIECE_BYTES = 4 << 20
@@ -161,3 +163,17 @@ class PageAccess(Protocol):
         """Put the pages that were written into the prefix cache, give up their ownership, and let `requests`, which
         were submitted with `awaits_pages`, into the waiting queue. No error without `open`, or for a request that has
         ended."""
+
+
+class PrefillElsewhere(Protocol):
+    """Other engines that prefill prompts, as far as a call uses them. Used on the event loop."""
+
+    def begin(self, requests: Sequence[Request]) -> WantedPages | None:
+        """Return the pages that the sequences of a request, which have one prompt, should wait for; None: they are
+        prefilled here.
+
+        The caller submits them with `awaits_pages`, and calls `start`.
+        """
+
+    def start(self, wanted: WantedPages, requests: Sequence[Request]) -> asyncio.Task[None]:
+        """Fetch the pages, then let `requests` go on. Cancelling the task ends the fetch."""

@@ -36,6 +36,7 @@ from gpu_engine.api.errors import (
 )
 from gpu_engine.api.limits import Limits
 from gpu_engine.api.output_tensors import most_bytes
+from gpu_engine.api.page_transfer import PrefillElsewhere
 from gpu_engine.api.ports import EngineCore, GrammarAccess, Model
 from gpu_engine.api.request import (
     DraftScope,
@@ -46,16 +47,15 @@ from gpu_engine.api.request import (
     TokenEvent,
     ValidatedRequest,
 )
+from gpu_engine.front.caller import Accounts, Caller, CallerAccount, TenantView, refuse_stranger
 from gpu_engine.front.draft_scopes import DraftScopes, client_identity
 from gpu_engine.front.mailbox import Inbox, Mailbox
 from gpu_engine.front.pacing import StreamPacer
 from gpu_engine.front.prompt import build_requests, is_large
-from gpu_engine.front.tenants.accounts import Account, Tenants, TenantView, refuse_stranger
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.tokens.field_logprobs import FieldScorer
 from gpu_engine.front.tools.composition import planned
 from gpu_engine.front.tools.parts import AnswerLayout
-from gpu_engine.front.transfer.remote_prefill import RemotePrefill
 from gpu_engine.front.validation import given_id
 from gpu_engine.ops.access import CallRecord, Ended
 from gpu_engine.ops.metrics_requests import RequestWatch
@@ -83,22 +83,6 @@ MANY_BYTES = 1 << 20
 """The same for the bytes of tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The client of a gRPC call."""
-
-    metadata: tuple[tuple[str, str | bytes], ...] = ()
-    identity: bytes = b""
-    """See `client_identity`."""
-    account: Account | None = None
-    """Of its tenant; None: the server has no tenants, or the caller is none of them."""
-
-    @property
-    def tenant(self) -> str:
-        """The name of its tenant; "" without one."""
-        return "" if self.account is None else self.account.name
-
-
 @dataclass(slots=True)
 class Call:
     """A request, from its arrival to its last response."""
@@ -115,8 +99,8 @@ class Call:
     """The request was aborted before its sequences were submitted."""
     fetch: asyncio.Task[None] | None = None
     """Another engine prefills its prompt."""
-    account: Account | None = None
-    """Of the tenant, once its limits have let the request through."""
+    account: CallerAccount | None = None
+    """The tenant's account, once its limits have let the request through."""
     counted: int = 0
     """Sequences that count in the account."""
 
@@ -133,8 +117,8 @@ class Calls:
         *,
         watch: RequestWatch | None = None,
         pacer: StreamPacer | None = None,
-        prefills: RemotePrefill | None = None,
-        tenants: Tenants | None = None,
+        prefills: PrefillElsewhere | None = None,
+        tenants: Accounts | None = None,
     ) -> None:
         """Args: see below.
 
@@ -198,8 +182,7 @@ class Calls:
         metadata = tuple(context.invocation_metadata() or ())
         identities = context.peer_identities()
         if self._tenants is not None:
-            found = self._tenants.find(metadata, identities)
-            account = None if isinstance(found, str) else self._tenants.account_of(found)
+            account = self._tenants.account_of_call(metadata, identities)
             return Caller(metadata, b"" if account is None else account.identity, account)
         return Caller(metadata, client_identity(metadata, identities, checks_tokens=self.limits.checks_tokens))
 
@@ -424,7 +407,7 @@ class Calls:
         return f"<Calls running={len(self._running)} draining={self._draining}>"
 
 
-def _enter(account: Account, call: Call, valid: ValidatedRequest) -> None:
+def _enter(account: CallerAccount, call: Call, valid: ValidatedRequest) -> None:
     """Count a request in its tenant's account. Raises LimitExceeded."""
     beams = valid.params.beams
     width = valid.n if beams is None else beams.width

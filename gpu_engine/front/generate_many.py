@@ -17,7 +17,8 @@ from functools import partial
 import grpc
 
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.front.calls import Call, Caller, Calls, Check, Context
+from gpu_engine.front.caller import Caller
+from gpu_engine.front.calls import Call, Calls, Check, Context
 from gpu_engine.front.request_stream import RequestStream
 from gpu_engine.front.responses import Responses
 from gpu_engine.front.text_output import Delta, SequenceOutput

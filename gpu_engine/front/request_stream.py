@@ -21,7 +21,8 @@ from typing import Any
 import grpc
 
 from gpu_engine.api.errors import LockstepError, ShuttingDown
-from gpu_engine.front.calls import Caller, Calls, Context, Rename
+from gpu_engine.front.caller import Caller
+from gpu_engine.front.calls import Calls, Context, Rename
 from gpu_engine.ops.access import CallRecord
 from service_runtime.aborted_calls import forget_frames
 from service_runtime.owned_tasks import OwnedTasks

@@ -15,12 +15,12 @@ from gpu_engine.api.adapters import AdapterUse
 from gpu_engine.api.errors import GrammarNotConfigured
 from gpu_engine.api.ports import GrammarStats
 from gpu_engine.api.request import ValidatedRequest
+from gpu_engine.front.caller import TenantView
 from gpu_engine.front.calls import Calls, Check, Context
 from gpu_engine.front.generate_many import ManyRequests
 from gpu_engine.front.grammar_handles import GrammarHandles
 from gpu_engine.front.responses import Responses, adapter_message, model_info, stats_response
 from gpu_engine.front.stats_feed import StatsFeed
-from gpu_engine.front.tenants.accounts import TenantView
 from gpu_engine.front.tokens.tokenisation import Tokenisation
 from gpu_engine.front.tokens.tokenizer_info import TokenizerInfo
 from gpu_engine.front.validation import check

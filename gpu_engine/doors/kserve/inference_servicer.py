@@ -21,9 +21,9 @@ from gpu_engine.doors.kserve.descriptions import model_config, model_metadata, r
 from gpu_engine.doors.kserve.infer_requests import Asked, ends_another, to_engine
 from gpu_engine.doors.kserve.infer_responses import VERSION, Answers
 from gpu_engine.doors.kserve.statistics import Statistics
-from gpu_engine.front.calls import Call, Caller, Calls, Context, Write
+from gpu_engine.front.caller import Caller, TenantView
+from gpu_engine.front.calls import Call, Calls, Context, Write
 from gpu_engine.front.request_stream import RequestStream
-from gpu_engine.front.tenants.accounts import TenantView
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.validation import check
 from gpu_engine.ops.access import CallRecord

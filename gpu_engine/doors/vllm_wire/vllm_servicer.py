@@ -22,8 +22,8 @@ from gpu_engine.doors.vllm_wire.reports import Reports, model_info
 from gpu_engine.doors.vllm_wire.tokenizer_files import TokenizerFiles, tokenizer_files
 from gpu_engine.doors.vllm_wire.vllm_requests import field_name, to_engine
 from gpu_engine.doors.vllm_wire.vllm_responses import Answers
+from gpu_engine.front.caller import TenantView
 from gpu_engine.front.calls import Calls, Context
-from gpu_engine.front.tenants.accounts import TenantView
 from gpu_engine.front.validation import check
 
 _MAX_START = 2**63 - 1

@@ -16,13 +16,11 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 
-from gpu_engine.api.adapters import Adapter, AdapterKind, AdapterUse
 from gpu_engine.api.admission import EngineAdmission
-from gpu_engine.api.errors import InvalidRequest, LimitExceeded, NotAdmitted
-from gpu_engine.api.ports import AdapterAccess
+from gpu_engine.api.errors import LimitExceeded
 from gpu_engine.api.request import GrammarOwner, TenantShare, ValidatedRequest
 from gpu_engine.front.port.auth import HEADER, bearer
 from service_runtime.from_files import FromFiles
@@ -114,6 +112,15 @@ class Account:
             request_id=self.internal_id(valid.request_id),
             params=replace(params, scheduling=scheduling, grammar=grammar),
         )
+
+    @property
+    def is_operator(self) -> bool:
+        """It may see what concerns all tenants."""
+        return self.tenant.operator
+
+    def may_use(self, adapter: str) -> bool:
+        """Return whether its requests may name the adapter."""
+        return self.tenant.may_use(adapter)
 
     # -- limits --------------------------------------------------------------------------------------------------------
 
@@ -228,6 +235,13 @@ class Tenants:
             return token
         return self.of_token(token) or "holds an unknown token"
 
+    def account_of_call(
+        self, metadata: Iterable[tuple[str, str | bytes]], names: Iterable[bytes] | None
+    ) -> Account | None:
+        """Return the account of a call's tenant; None: the caller is no tenant. For the arguments see `find`."""
+        found = self.find(metadata, names)
+        return None if isinstance(found, str) else self.account_of(found)
+
     def account_of(self, tenant: Tenant) -> Account:
         """Return the account of a tenant, with the limits that it has now."""
         share = share_of(tenant, self.table, self._admission.max_sequences)
@@ -249,56 +263,3 @@ class Tenants:
 
     def __repr__(self) -> str:
         return f"<Tenants {', '.join(self.table.by_name)}>"
-
-
-@dataclass(frozen=True, slots=True)
-class TenantView:
-    """What a request can see of a server: with tenants, what is its tenant's own."""
-
-    internal_ids: Collection[str]
-    """Of every running request."""
-    adapters: AdapterAccess
-    account: Account | None = None
-
-    @property
-    def running(self) -> Collection[str]:
-        """The ids in use, as clients name them."""
-        return self.internal_ids if self.account is None else _OwnIds(self.internal_ids, self.account)
-
-    def find_adapter(self, kind: AdapterKind, name: str) -> Adapter:
-        """See `AdapterAccess.find`."""
-        account = self.account
-        if account is None or account.tenant.may_use(name):
-            return self.adapters.find(kind, name)
-        names = ", ".join(use.adapter.name for use in self.list_adapters() if use.adapter.kind is kind) or "none"
-        field, noun = ("lora", "LoRA") if kind is AdapterKind.LORA else ("prompt_adapter", "prompt")
-        raise InvalidRequest(field, f"there is no {noun} adapter {name!r}; there are: {names}")
-
-    def list_adapters(self) -> list[AdapterUse]:
-        """See `AdapterAccess.listed`. Counts of users are those of operators alone."""
-        listed, account = self.adapters.listed(), self.account
-        if account is None or account.tenant.operator:
-            return listed
-        return [replace(use, in_use=0) for use in listed if account.tenant.may_use(use.adapter.name)]
-
-
-class _OwnIds(Collection[str]):
-    """The request ids of one tenant, as its clients name them."""
-
-    def __init__(self, internal_ids: Collection[str], account: Account) -> None:
-        self._internal_ids, self._account = internal_ids, account
-
-    def __contains__(self, request_id: object) -> bool:
-        return isinstance(request_id, str) and self._account.internal_id(request_id) in self._internal_ids
-
-    def __iter__(self) -> Iterator[str]:
-        prefix = self._account.internal_id("")
-        return (each.removeprefix(prefix) for each in self._internal_ids if each.startswith(prefix))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def refuse_stranger(problem: str = "is missing") -> NotAdmitted:
-    """Return the error of a call without a tenant."""
-    return NotAdmitted(f"{HEADER}: {problem}")
