@@ -49,7 +49,7 @@ class SlotArgs(_Tensors):
     _fields_ = _layout(
         *("history", "length", "drafts", "num_drafts", "posted"),
         *("jump_forward_limit", "prompt_length", "max_length", "page_table"),
-        *("done", "history_stride", "table_stride", "num_slots", "num_rows", "tree", "num_nodes"),
+        *("done", "history_stride", "table_stride", "num_slots", "num_rows"),
     )
 
 
@@ -58,7 +58,7 @@ class LaneArgs(_Tensors):
 
     _fields_ = _layout(
         *("slots", "draft_limit", "slot_gens", "guided", "drafting", "kinds"),
-        *("drafts", "num_drafts", "forced", "num_jump_forward", "num_emitted", "finish", "blocked", "num_chosen"),
+        *("drafts", "num_drafts", "forced", "num_jump_forward", "num_emitted", "finish", "blocked"),
     )
 
 

@@ -46,7 +46,6 @@ class _Args(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in _POINTERS],
         *[(name, ctypes.c_int64) for name in ("history_stride", "row_stride")],
         *[(name, ctypes.c_int32) for name in ("num_lanes", "max_drafts", "min_run", "max_run")],
-        *[(name, ctypes.c_void_p) for name in ("growing", "num_chosen", "tree", "num_nodes", "shares")],
     ]
 
 
@@ -120,11 +119,6 @@ class SuffixLanes:
     num_verified_B: torch.Tensor
     """Drafts that the step has verified."""
     num_accepted_B: torch.Tensor
-    growing_B: torch.Tensor
-    """bool: the lane gets a tree."""
-    num_chosen_B: torch.Tensor
-    """Drafts behind the jump-forward tokens that the grammar chose from the slot's tree, in the same places; -1: it
-    walked none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +142,6 @@ class SuffixSlots:
     """Result, jump-forward tokens included."""
     from_ring_S: torch.Tensor
     """Result: bit j is set where the ring's places chose draft j."""
-    tree_SR: torch.Tensor
-    """Result of `grow`: nodes, the likeliest first, each `token | parent << 24`; parent 0 is the end of the sequence
-    and j + 1 is node j. The heaviest of siblings comes first."""
-    num_nodes_S: torch.Tensor
-    """Result of `grow`."""
-    shares_SR: torch.Tensor
-    """float32, for this class alone: each node's share of the votes; negative: the ring's places chose it."""
 
 
 class SuffixVotes:
@@ -174,36 +161,22 @@ class SuffixVotes:
         s = slots
         read = (s.history_SL, s.length_S, s.prompt_length_S, s.draft_limit_S, s.max_length_S, s.rings_S)
         written = (s.drafts_SR, s.num_drafts_S, s.from_ring_S)
-        assert s.tree_SR.shape == s.shares_SR.shape == s.drafts_SR.shape
-        assert s.shares_SR.dtype == torch.float32
-        assert lanes.growing_B.dtype == torch.bool
-        self._chosen = address(lanes.num_chosen_B)
-        of_trees = (address(lanes.growing_B), self._chosen, *_addresses(s.tree_SR, s.num_nodes_S), address(s.shares_SR))
         of_lanes = (lanes.slots_B, lanes.num_emitted_B, lanes.num_jump_forward_B)
         strides = (s.history_SL.stride(0), s.drafts_SR.stride(0))
         places = _addresses(*of_lanes, *read, *written)
-        self._args = _Args(*places, *strides, 0, 0, min_run, max_run, *of_trees)
+        self._args = _Args(*places, *strides, 0, 0, min_run, max_run)
         verified = (lanes.slots_B, lanes.num_emitted_B, lanes.num_verified_B, lanes.num_accepted_B)
         self._count_args = _CountArgs(*_addresses(*verified, s.from_ring_S, self._counts), 0)
 
     def draft(self, num_lanes: int, max_drafts: int, *, jump_forward: bool) -> None:
         """Write the drafts of the first `num_lanes` lanes, at most `max_drafts` for each.
 
-        `jump_forward`: `num_jump_forward_B` and `num_chosen_B` are valid for this step; else no lane has any. A lane
-        for which the grammar walked a tree gets no further drafts, and fewer where the chosen ones are not worth a row.
+        `jump_forward`: `num_jump_forward_B` is valid for this step; else no lane has jump-forward tokens.
         """
         assert 0 <= num_lanes <= len(self._lanes.slots_B), num_lanes
         self._args.num_lanes, self._args.max_drafts = num_lanes, min(max_drafts, self._slots.drafts_SR.shape[1])
         self._args.num_jump_forward = address(self._lanes.num_jump_forward_B) if jump_forward else None
-        self._args.num_chosen = self._chosen if jump_forward else None
         native().lockstep_suffix_draft(ctypes.byref(self._args))
-
-    def grow(self, num_lanes: int, max_nodes: int) -> None:
-        """Write the trees of the first `num_lanes` lanes: `max_nodes` candidates each at most, none where
-        `growing_B` is False."""
-        assert 0 <= num_lanes <= len(self._lanes.slots_B), num_lanes
-        self._args.num_lanes, self._args.max_drafts = num_lanes, min(max_nodes, self._slots.tree_SR.shape[1] - 1)
-        native().lockstep_suffix_tree(ctypes.byref(self._args))
 
     def count(self, num_lanes: int) -> None:
         """Count the ring's drafts among those that the step verified; called before the next ones are written."""

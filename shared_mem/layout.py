@@ -96,12 +96,9 @@ class Stage(enum.IntEnum):
     DRAFT = 1
     """One draft step; the k-th one is stage DRAFT + k."""
     PROPOSE = 64
-    """Committed tokens, and in place of drafts a tree of candidates (`node`). Requests no row, but the jump-forward
-    tokens after the committed ones, and after these the tokens of the tree that the grammar allows: at each node the
-    first legal child. Both together are at most as many as `need_rows` has bits. The answer has FORCED and a token at
-    k = 0, 1, ..., then APPLY and a token for each node, and after the last ALL if the tree was walked, else another
-    kind. They are proposals: no mask is written, and nothing is cached. The next record has the same committed tokens
-    again."""
+    """Committed tokens and no drafts. Requests no row, but the jump-forward tokens after the committed ones, at most as
+    many as `need_rows` has bits. The answer has FORCED and a token at k = 0, 1, ..., then another kind. They are
+    proposals: no mask is written, and nothing is cached. The next record has the same committed tokens again."""
     FORK = 65
     """The slot's matcher becomes a copy of another slot's, at its first `commit_pos` tokens: the one committed token of
     the record is the number of that slot. The record has a new slot_gen: a fork that gets lost leaves no matcher that
@@ -112,22 +109,22 @@ class Stage(enum.IntEnum):
 
 
 PARENT_SHIFT = 24
-"""A candidate in a PROPOSE record, or a draft in a TREE record."""
+"""Bits of the token in a draft of a TREE record; the parent is above them."""
 
 
 def node(token: int, parent: int) -> int:
-    """Return a candidate as an int32 of a record. `parent`: 0 for the committed tokens, j + 1 for candidate j."""
+    """Return a draft of a tree as an int32 of a record. `parent`: 0 for the committed tokens, j + 1 for draft j."""
     return token | parent << PARENT_SHIFT
 
 
-def token_of(candidate: int) -> int:
-    """Return the token of a candidate."""
-    return candidate & (1 << PARENT_SHIFT) - 1
+def token_of(draft: int) -> int:
+    """Return the token of a draft."""
+    return draft & (1 << PARENT_SHIFT) - 1
 
 
-def parent_of(candidate: int) -> int:
-    """Return the parent of a candidate; see `node`."""
-    return candidate >> PARENT_SHIFT
+def parent_of(draft: int) -> int:
+    """Return the parent of a draft; see `node`."""
+    return draft >> PARENT_SHIFT
 
 
 class Word(enum.IntEnum):

@@ -30,7 +30,7 @@ class Record(NamedTuple):
     """Answer tokens committed before `committed`."""
     committed: tuple[int, ...]
     drafts: tuple[int, ...]
-    """The candidates of a proposal; see `shared_mem.layout.node`."""
+    """Draft tokens; the nodes of a TREE record, see `shared_mem.layout.node`."""
     stage: int
     need_rows: int = 0xFFFFFFFF
     """Bit j set: row j is wanted."""
@@ -66,8 +66,7 @@ class Records:
         self.first = lists[7]
         """The first wanted row, if every row after it is wanted too; else -1."""
         self.tokens: list[list[int]] = tokens.tolist()
-        """`n_commit` committed tokens, then `n_draft` drafts, or candidates of a proposal, then tokens without a
-        meaning."""
+        """`n_commit` committed tokens, then `n_draft` drafts, then tokens without a meaning."""
 
     @property
     def pointer(self) -> int:

@@ -35,9 +35,9 @@ its own, so that the suffix index has seen nothing but the prompts before.
 A variant is a drafter with marks: +masked or +free for a network's drafts with or without masks (default: without),
 +forced or +unforced for jump-forward tokens in front of its drafts or not ("grammar": jump-forward tokens alone), +fN
 for at most N of them (--jump-forward-tokens; only with the largest K, because a request that names its K has no more
-drafts in all), +noindex for prompt lookup without the suffix index, +tree and +notree for prompt lookup whose drafts
-the grammar chooses in every step, or in none, +fixed for K drafts in every step, as published
-acceptance lengths are measured, +q4 and +int8 for a draft model with products of so many bits:
+drafts in all), +noindex for prompt lookup without the suffix index, +tree for a verified tree of drafts on a GPU,
++fixed for K drafts in every step, as published acceptance lengths are measured, +q4 and +int8 for a draft model with
+products of so many bits:
   ngram   ngram+noindex   ngram+unforced   ngram+f15   grammar   eagle3:DIR+masked   eagle3:DIR+free   model:DIR
   decoupled:DIR   decoupled:embedded+q4 (with --dtype bfloat16: the model drafts for itself with 4 bits)
 
@@ -70,13 +70,12 @@ class Variant:
             "unforced": ("--jump-forward-tokens", "0"),
             "noindex": ("--draft-index-bytes", "0"),
             "tree": ("--draft-tree", "on"),
-            "notree": ("--draft-tree", "off"),
             "fixed": (),
             **{kind: ("--draft-quantization", kind) for kind in ("q4", "int8")},
             **{f"f{most}": ("--jump-forward-tokens", str(most)) for most in range(MAX_DRAFT_TOKENS + 1)},
         }
         if unknown := [mark for mark in marks if mark not in known]:
-            names = "free, masked, forced, unforced, noindex, tree, notree, fixed, q4, int8, fN"
+            names = "free, masked, forced, unforced, noindex, tree, fixed, q4, int8, fN"
             raise ValueError(f"{text}: {', '.join(unknown)} is none of {names}")
         flags = tuple(flag for mark in marks for flag in known[mark])
         name = "+".join([drafter, *marks])

@@ -159,15 +159,9 @@ class EngineConfig:
     draft_masks: str = "off"
     """With drafter=model, eagle3, dflash or mtp: "on" masks the drafts with the grammar, which costs one mask row per
     draft; "off" drafts without masks, and verification alone applies the grammar."""
-    draft_tree: str = "auto"
-    """With drafter=ngram: "on" sends the lookup's likeliest continuations to the grammar process, as a tree with the
-    request for jump-forward tokens, and drafts the path that the grammar allows. It needs jump_forward_tokens, and
-    does nothing without a grammar. Fewer drafts are rejected, but where both processes share two cores, four
-    sequences and more are slower with it. "auto" does that in steps of one sequence alone. "off" drafts the likeliest
-    chain, legal or not. On a GPU "on" verifies a tree, with a grammar or without one, and "auto" is "off": with
-    drafter=ngram a second branch of the lookup's drafts, with drafter=eagle3 the best nodes of the head's likeliest
-    tokens. "on" is refused with other drafters, with drafter=eagle3 on a CPU or with draft_masks, and on a GPU with
-    logits_processors."""
+    draft_tree: str = "off"
+    """On a GPU, "on" verifies a tree of drafts instead of a chain: with drafter=ngram a second continuation of the
+    lookup, with drafter=eagle3 the best nodes of the head's likeliest tokens. "off": a chain."""
     num_draft_tokens: int = 7
     """K: the most drafts per step, as a default and as the upper limit of a request. The engine chooses how many drafts
     of each sequence a step verifies, from the measured time of steps and from each sequence's accepted drafts."""
@@ -382,25 +376,24 @@ class EngineConfig:
         )
 
     def _check_trees(self) -> None:
-        trees = ("auto", "on", "off")
-        require(self.draft_tree in trees, "draft_tree", f"{self.draft_tree!r} is not one of {', '.join(trees)}")
+        require(self.draft_tree in ("on", "off"), "draft_tree", f"{self.draft_tree!r} is not on or off")
         if self.draft_tree != "on":
             return
         require(
-            self.drafter in ("ngram", "eagle3", "grammar", "none"),
+            self.drafter in ("ngram", "eagle3"),
             "draft_tree",
-            f"the drafts of drafter={self.drafter} are a chain; trees are those of drafter=ngram and eagle3",
+            f"needs drafter=ngram or eagle3; drafter is {self.drafter}",
         )
-        of_head = self.drafter == "eagle3"
+        require(self.device != "cpu", "draft_tree", "needs a GPU; device is cpu")
         require(
-            not (of_head and self.device == "cpu"),
+            not self.logits_processors,
             "draft_tree",
-            "trees of drafter=eagle3 are verified on a GPU alone, and device is cpu",
+            "cannot be combined with logits_processors, which get the rows of a chain",
         )
         require(
-            not (of_head and self.draft_masks == "on"),
+            self.draft_masks == "off",
             "draft_masks",
-            "the drafts of a tree are not masked; draft_tree=off drafts a chain under masks",
+            "cannot be combined with draft_tree: the drafts of a tree are not masked",
         )
 
     def _check_decoupled(self) -> None:
@@ -531,7 +524,7 @@ class EngineConfig:
     @property
     def verifies_trees(self) -> bool:
         """True: a step on a GPU verifies several branches of drafts."""
-        return self.num_drafts > 0 and self.drafter in ("ngram", "eagle3") and self.draft_tree == "on"
+        return self.num_drafts > 0 and self.draft_tree == "on"
 
     @property
     def drafts_by_net(self) -> bool:

@@ -24,7 +24,6 @@ from gpu_engine.core.transfer.mover import PageMover
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, drafter_behind, exchanging_drafter
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.pool import AdapterPool
-from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ops.memory import memory_use
 from gpu_engine.processors.loading import load_processors
@@ -152,19 +151,12 @@ def device_executor(
 def _buffers(
     config: EngineConfig, num_tokens: int, vocab_size: int, device: torch.device
 ) -> tuple[SlotBuffers, LaneBuffers]:
-    """Return the step's buffers. Raises ModelNotSupported; see `_check_trees`."""
-    _check_trees(config)
+    """Return the step's buffers."""
     S, R, trees = config.max_batch_size, config.num_rows, config.verifies_trees
     # One slot more than sequences have, for padded lanes and the warm-up.
     slot = SlotBuffers.allocate(S + 1, R, num_tokens, config.page_size, device, trees=trees)
     assert slot.page_table_SN.shape[1] % 4 == 0
     return slot, LaneBuffers.allocate(S, R, vocab_size, device, trees=trees)
-
-
-def _check_trees(config: EngineConfig) -> None:
-    """Raise ModelNotSupported where logits processors would get the rows of a tree."""
-    if config.verifies_trees and config.logits_processors:
-        raise ModelNotSupported("draft_tree: on a GPU logits processors get the rows of a chain, and there are some")
 
 
 def _probe(check_ranks: Callable[[], None], stream: Stream) -> None:

@@ -42,10 +42,6 @@ from gpu_engine.step.sync import Sync
 from kernels.cuda.row_state import SlotRows
 from kernels.paged_attention import KVPages
 
-AUTO_TREE_LANES = 1
-"""With draft_tree=auto: the most lanes of a step whose candidates the grammar process walks. Measured on two cores, the
-walk takes the grammar process time that the forwards of more lanes need (docs/log/)."""
-
 
 @dataclass(frozen=True, slots=True)
 class DrafterParts:
@@ -83,11 +79,7 @@ def build_drafter(parts: DrafterParts, builders: Mapping[str, Builder] | None = 
     if config.num_drafts == 0:
         return NoDrafter()
     drafter = (BUILDERS if builders is None else builders)[config.drafter](parts)
-    if not config.jump_forward_first:
-        return drafter
-    suggester = drafter if isinstance(drafter, SuffixDrafter) and config.draft_tree != "off" else None
-    most = AUTO_TREE_LANES if config.draft_tree == "auto" else config.max_batch_size
-    return JumpForwardDrafter(drafter, parts.sync, suggester, max_suggesting_lanes=most)
+    return JumpForwardDrafter(drafter, parts.sync) if config.jump_forward_first else drafter
 
 
 def suffix_drafter(drafter: Drafter) -> SuffixDrafter | None:
@@ -110,7 +102,7 @@ def drafter_behind(drafter: Drafter) -> CapturedDecoupledDrafter | None:
 
 
 def _behind(drafter: Drafter) -> Drafter:
-    return drafter.behind if isinstance(drafter, JumpForwardDrafter) else drafter
+    return drafter.next_drafter if isinstance(drafter, JumpForwardDrafter) else drafter
 
 
 def _no_drafter(parts: DrafterParts) -> Drafter:

@@ -62,9 +62,6 @@ class SuffixDrafter:
             drafts_SR=slot.drafts_SR,
             num_drafts_S=slot.num_drafts_S,
             from_ring_S=torch.zeros(num_slots, dtype=torch.int32),
-            tree_SR=slot.tree_SR,
-            num_nodes_S=slot.num_nodes_S,
-            shares_SR=torch.zeros(slot.tree_SR.shape),
         )
         assert len(slots.rings_S) == num_slots
         lanes = SuffixLanes(
@@ -73,12 +70,7 @@ class SuffixDrafter:
             num_jump_forward_B=lane.num_jump_forward_B,
             num_verified_B=lane.num_drafts_B,
             num_accepted_B=r.num_accepted_B,
-            growing_B=lane.drafting_B & lane.guided_B,
-            num_chosen_B=lane.num_chosen_B,
         )
-        self._growing_B = lanes.growing_B
-        self._suggested = False
-        """Some slot may have candidates."""
         self._votes = SuffixVotes(lanes, slots, *runs)
         # One lane, for the drafts of a sequence that just got its slot.
         self._first_slot_B, none_B = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
@@ -88,8 +80,6 @@ class SuffixDrafter:
             num_jump_forward_B=none_B,
             num_verified_B=none_B,
             num_accepted_B=none_B,
-            growing_B=torch.zeros(1, dtype=torch.bool),
-            num_chosen_B=none_B,
         )
         self._first_votes = SuffixVotes(first, slots, *runs)
 
@@ -105,25 +95,6 @@ class SuffixDrafter:
             self._votes.count(batch.num_lanes)
         jump_forward = self._jump_forward and batch.any_guided
         self._votes.draft(batch.num_lanes, batch.max_rows - 1, jump_forward=jump_forward)
-
-    def suggest(self, batch: StepBatch) -> None:
-        """Write the tree of candidates of each guided lane that drafts, for the grammar to choose from."""
-        self._stream.kernel(self._suggest, batch)
-
-    def suggest_nothing(self, batch: StepBatch) -> None:
-        """Leave no candidates of an earlier step to any slot."""
-        if self._suggested:
-            self._suggested = False
-            self._stream.kernel(self._forget, batch)
-
-    def _forget(self, batch: StepBatch) -> None:
-        batch.slot.num_nodes_S.zero_()
-
-    def _suggest(self, batch: StepBatch) -> None:
-        self._suggested = True
-        lane, B = batch.lane, batch.num_lanes
-        torch.logical_and(lane.drafting_B[:B], lane.guided_B[:B], out=self._growing_B[:B])
-        self._votes.grow(B, batch.max_rows - 1)
 
     def assign(self, slot: int, scope: DraftScope | None) -> None:
         """Let the sequence that just got the slot look into its scope, and draft for its first step.

@@ -48,10 +48,6 @@ class SlotBuffers:
     """int32, page numbers. Writer: the engine, before a step that needs them."""
     params: SlotParams
     """Writer: the engine, when it assigns the slot."""
-    tree_SR: torch.Tensor
-    """int32, candidates of the next drafts as nodes of a tree (`shared_mem.layout.node`). Writer: the drafter."""
-    num_nodes_S: torch.Tensor
-    """int32, of `tree_SR`; 0: the next PROPOSE post sends no candidates. Writer: the drafter."""
     adapter_S: torch.Tensor
     """int32, the number of the LoRA adapter, 0 for none. Writer: the engine, when it assigns the slot; read where the
     model takes adapters alone."""
@@ -86,8 +82,6 @@ class SlotBuffers:
             posted_S=ints(num_slots),
             page_table_SN=ints(num_slots, -(-(max_model_len + num_rows) // page_size)),
             params=SlotParams.allocate(num_slots, device),
-            tree_SR=ints(num_slots, num_rows),
-            num_nodes_S=ints(num_slots),
             adapter_S=ints(num_slots),
             parents_SR=ints(num_slots, num_rows) if trees else None,
         )
@@ -143,9 +137,6 @@ class LaneBuffers:
     """int32, jump-forward tokens, which the drafter proposes before its own. They are in `drafts_SR`
     and in `history_SL` behind the last token. -1: the lane emitted nothing and its drafts are unchanged, since mask
     rows are cached for them. Writer: the sync, in steps with a guided lane; 0 without jump-forward."""
-    num_chosen_B: torch.Tensor
-    """int32, drafts behind the jump-forward tokens, in the same places, that the grammar chose from `tree_SR`. -1: it
-    walked no tree. Writer: the sync, in steps with a guided lane on a stream that runs at once."""
     result: AcceptResult
     """Writer: the step."""
     inputs: torch.Tensor
@@ -182,7 +173,6 @@ class LaneBuffers:
             kinds_BR=torch.zeros(num_lanes, num_rows, dtype=torch.uint8, device=device),
             forced_BR=ints(num_lanes, num_rows),
             num_jump_forward_B=ints(num_lanes),
-            num_chosen_B=ints(num_lanes),
             result=AcceptResult.allocate(num_lanes, num_rows, vocab_size, device),
             tree=TreeRows.allocate(num_lanes, num_rows, device) if trees else None,
         )

@@ -137,8 +137,6 @@ def _slot_args(slot: SlotBuffers) -> SlotArgs:
         "max_length": slot.params.max_length_S,
         "page_table": slot.page_table_SN,
         "done": slot.done_S,
-        "tree": slot.tree_SR,
-        "num_nodes": slot.num_nodes_S,
     }
     (S, R), L, N = slot.drafts_SR.shape, slot.history_SL.shape[1], slot.page_table_SN.shape[1]
     return SlotArgs.of(tensors, history_stride=L, table_stride=N, num_slots=S, num_rows=R)
@@ -157,7 +155,6 @@ def _lane_args(lane: LaneBuffers) -> LaneArgs:
         "num_drafts": lane.num_drafts_B,
         "forced": lane.forced_BR,
         "num_jump_forward": lane.num_jump_forward_B,
-        "num_chosen": lane.num_chosen_B,
         "num_emitted": r.num_emitted_B,
         "finish": r.finish_B,
         "blocked": r.blocked_B,

@@ -130,13 +130,6 @@ class ChainFiller(Protocol):
         """
         ...
 
-    def num_legal(self, matcher: Any, tokens: Sequence[int]) -> int:
-        """Return how many of `tokens`, all plain, the matcher would accept, one after the other.
-
-        The matcher does not move. Raises MatcherFailed.
-        """
-        ...
-
     def accept_each(self, matchers: Sequence[Any], tokens: Sequence[list[int]]) -> list[int]:
         """Advance each matcher over its own plain tokens, as `accept` does. Return how many; -1 if the matcher failed.
 

@@ -82,7 +82,6 @@ class RecordAnswerer:
         else:
             task.answer = self._fill(task, task.record)
             self._counters.proposed_tokens += task.answer.kinds.count(RowKind.FORCED)
-            self._counters.chosen_tokens += task.answer.kinds.count(RowKind.APPLY)
         with self._queues.lock:
             self._publish(task)
         self._channel.heartbeat()

@@ -25,7 +25,7 @@ from grammar_service.backends.backend import ChainFiller, Filled
 from grammar_service.fill.chain_moves import MovedChains, move_chains
 from grammar_service.fill.channel import Channel
 from grammar_service.fill.counters import Counters
-from grammar_service.fill.matchers import MatcherTable, Proposed, SlotMatcher
+from grammar_service.fill.matchers import MatcherTable, SlotMatcher
 from grammar_service.fill.tasks import BatchTask, ChangeTask, FillTask
 from grammar_service.fill.work_queues import Task
 from service_runtime.threads import Lock
@@ -297,7 +297,7 @@ class BatchAnswerer:
         tokens again.
         """
         if self._is_stale(batch):
-            self._publish_proposals(batch, batch.which, [Proposed()] * len(batch.which))
+            self._publish_proposals(batch, batch.which, [()] * len(batch.which))
             self._counters.dropped_proposals += len(batch.which)
             return self._singles(batch, [])
         groups, rest = self._move(batch)
@@ -309,33 +309,29 @@ class BatchAnswerer:
         # The engine posts and waits in program order, so a newer sequence shows that it has stopped waiting.
         return self._channel.newest_seq() > batch.seq
 
-    def _proposed(self, batch: BatchTask, chains: MovedChains) -> list[Proposed]:
+    def _proposed(self, batch: BatchTask, chains: MovedChains) -> list[tuple[int, ...]]:
         """Return the proposal of each slot, an empty one from the moment on at which the engine stops waiting."""
-        records, proposed = batch.records, list[Proposed]()
+        records, proposed = batch.records, list[tuple[int, ...]]()
         for index, slot in zip(chains.which, chains.slots, strict=True):
             if len(proposed) % PROPOSALS_PER_LOOK == 0 and self._is_stale(batch):
                 break
             try:
-                behind = records.n_commit[index]
-                candidates = records.tokens[index][behind : behind + records.n_draft[index]]
-                proposed.append(self._table.propose(slot, records.need_rows[index].bit_count(), candidates))
+                proposed.append(self._table.propose(slot, records.need_rows[index].bit_count()))
             except Exception:
                 # A proposal is a convenience: a defect in it ends nothing.
                 logger.exception("%r", batch, extra={"request_id": slot.request_id})
-                proposed.append(Proposed())
+                proposed.append(())
         num_dropped = len(chains.which) - len(proposed)
         self._counters.dropped_proposals += num_dropped
-        self._counters.proposed_tokens += sum(len(each.forced) for each in proposed)
-        self._counters.chosen_tokens += sum(len(each.chosen or ()) for each in proposed)
-        return proposed + [Proposed()] * num_dropped
+        self._counters.proposed_tokens += sum(map(len, proposed))
+        return proposed + [()] * num_dropped
 
-    def _publish_proposals(self, batch: BatchTask, which: list[int], proposed: list[Proposed]) -> None:
+    def _publish_proposals(self, batch: BatchTask, which: list[int], proposed: list[tuple[int, ...]]) -> None:
         arrays, count = self._take_arrays(batch, which), len(which)
         arrays.kinds[:count], arrays.forced[:count] = RowKind.DEFER, -1
         for i, tokens in enumerate(proposed):
-            kinds, forced = tokens.answer()
-            if kinds:
-                arrays.kinds[i, : len(kinds)], arrays.forced[i, : len(forced)] = kinds, forced
+            if tokens:
+                arrays.kinds[i, : len(tokens)], arrays.forced[i, : len(tokens)] = RowKind.FORCED, tokens
         if not self._begin_publishing(batch):
             return
         if batch.late:

@@ -84,8 +84,8 @@ class Counters:
         """Answered rows of each slot by kind."""
         self.records = self.overruns = self.batched_records = 0
         self.late_answers = self.late_rows = self.filled_rows = 0
-        self.proposed_tokens = self.chosen_tokens = self.dropped_proposals = 0
-        """Jump-forward tokens, candidates that the grammar chose, and proposals that came too late."""
+        self.proposed_tokens = self.dropped_proposals = 0
+        """Jump-forward tokens, and proposals that came too late."""
         self.fill_times = FillTimes(num_slots)
         self._fill_ns: collections.deque[int] = collections.deque(maxlen=_NUM_SAMPLES)
 
@@ -110,7 +110,7 @@ class Counters:
         out: dict[str, float] = {"records": self.records, "overruns": self.overruns}
         out.update(batched_records=self.batched_records, late_answers=self.late_answers, late_rows=self.late_rows)
         out.update(filled_rows=self.filled_rows)
-        out.update(proposed_tokens=self.proposed_tokens, chosen_tokens=self.chosen_tokens)
+        out.update(proposed_tokens=self.proposed_tokens)
         out.update(dropped_proposals=self.dropped_proposals)
         out.update(fill_p50_us=float(np.percentile(samples, 50)), fill_p99_us=float(np.percentile(samples, 99)))
         return out

@@ -28,7 +28,6 @@ from typing import NamedTuple
 from grammar_service.backends.backend import ChainFiller, Matcher, MatcherFailed, Rows, chain_filler_of
 from grammar_service.backends.reasoning import ReasoningMatcher
 from grammar_service.completion.budget import CompletionBudget
-from grammar_service.fill.candidates import CandidateTree
 from grammar_service.grammar.mask_rows import Classifier
 from shared_mem.layout import STEERED, RowKind, Stage, parent_of, token_of
 from shared_mem.records import Record
@@ -48,22 +47,6 @@ class Answer(NamedTuple):
     """RowKind of each row."""
     forced: list[int]
     """The only legal token of a FORCED row, STEERED for a steered row, else -1."""
-
-
-class Proposed(NamedTuple):
-    """The tokens of a proposal."""
-
-    forced: tuple[int, ...] = ()
-    """Jump-forward tokens."""
-    chosen: tuple[int, ...] | None = None
-    """Of the record's candidates, after the forced tokens; None: these were not looked at."""
-
-    def answer(self) -> Answer:
-        """Return the answer to the record: see `Stage.PROPOSE`."""
-        kinds, chosen = [int(RowKind.FORCED)] * len(self.forced), self.chosen
-        if chosen is None:
-            return Answer(kinds, list(self.forced))
-        return Answer([*kinds, *[int(RowKind.APPLY)] * len(chosen), int(RowKind.ALL)], [*self.forced, *chosen, -1])
 
 
 class Health(enum.Enum):
@@ -185,13 +168,6 @@ class SlotMatcher:
         # The stop token at the end of the path needs no draft: a step adds the bonus token.
         return self.matcher.jump_forward_tokens(limit) if path is None else path[:-1][:limit]
 
-    def choose(self, candidates: Sequence[int], forced: Sequence[int], limit: int) -> tuple[int, ...] | None:
-        """Return the candidates after `forced` that the grammar allows; None: they were not looked at."""
-        matcher, filler = self.matcher, self.filler
-        if filler is None or matcher.terminated:
-            return None
-        return CandidateTree(candidates).choose(forced, limit, lambda tokens: filler.num_legal(matcher, tokens))
-
 
 class MatcherRejected(Exception):
     """Token number `index` of the committed tokens is illegal."""
@@ -298,7 +274,8 @@ class MatcherTable:
         if slot.filler is None:
             slot.leave_reasoning()
         if record.stage == Stage.PROPOSE:
-            return self.propose(slot, record.need_rows.bit_count(), record.drafts).answer()
+            tokens = self.propose(slot, record.need_rows.bit_count())
+            return Answer([int(RowKind.FORCED)] * len(tokens), list(tokens))
         if record.stage == Stage.TREE:
             return self._fill_tree(slot, record, rows, first, on_row)
         return self._fill_rows(slot, record, rows, first, on_row)
@@ -391,22 +368,17 @@ class MatcherTable:
             self.rebuild(slot)
         return answer
 
-    def propose(self, slot: SlotMatcher, limit: int, candidates: Sequence[int] = ()) -> Proposed:
-        """Return at most `limit` tokens after the tokens of a good matcher: jump-forward tokens, then legal candidates.
-
-        Fills no row.
-        """
+    def propose(self, slot: SlotMatcher, limit: int) -> tuple[int, ...]:
+        """Return at most `limit` jump-forward tokens after the tokens of a good matcher. Fills no row."""
         if slot.proposals_to_skip:
             slot.proposals_to_skip -= 1
-            return Proposed()
+            return ()
         begun_ns = self.thread_time_ns()
         try:
-            tokens = Proposed(slot.jump_forward_tokens(limit))
-            if candidates:
-                tokens = Proposed(tokens.forced, slot.choose(candidates, tokens.forced, limit))
+            tokens = slot.jump_forward_tokens(limit)
         except MatcherFailed:
             # No row depends on this call, and a rebuilt matcher may still fill the next one.
-            tokens = Proposed()
+            tokens = ()
             self.rebuild(slot)
         took_ns = self.thread_time_ns() - begun_ns
         slot.proposals_to_skip = min(MAX_SKIPPED_PROPOSALS, took_ns // SLOW_PROPOSAL_NS * SKIPPED_PROPOSALS)

@@ -16,7 +16,6 @@ struct step_slots {
     uint8_t *done;
     int64_t history_stride, table_stride;
     int64_t num_slots, num_rows; /* the spare slot included; R */
-    const int32_t *tree, *num_nodes; /* candidates that a PROPOSE post sends: see shared_mem/layout.py */
 };
 
 struct step_lanes {
@@ -25,7 +24,6 @@ struct step_lanes {
     uint8_t *drafting, *kinds;
     int32_t *drafts, *num_drafts, *forced, *num_jump_forward;
     const int32_t *num_emitted, *finish, *blocked;
-    int32_t *num_chosen;
 };
 
 struct step_store {
@@ -96,7 +94,7 @@ void lockstep_step_pack(const struct step_slots *s, const struct step_lanes *l, 
     const int64_t R = s->num_rows;
     for (int64_t b = 0; b < num_lanes; b++) {
         const int64_t at = place(s, l, b);
-        const int32_t start = s->prompt_length[at] + s->posted[at], drafts = k == VERIFY ? l->num_drafts[b] : k == PROPOSE ? s->num_nodes[at] : k;
+        const int32_t start = s->prompt_length[at] + s->posted[at], drafts = k == VERIFY ? l->num_drafts[b] : k == PROPOSE ? 0 : k;
         int32_t need = 0;
         if (l->guided[b] && l->slots[b] >= 0) {
             if (k == VERIFY) {
@@ -122,7 +120,7 @@ void lockstep_step_pack(const struct step_slots *s, const struct step_lanes *l, 
         if (!need || count < 0 || count > R) /* the native post refuses such a count by name */
             continue;
         memcpy(p->tokens + b * 2 * R, s->history + at * s->history_stride + start, (size_t)count * 4);
-        memcpy(p->tokens + b * 2 * R + count, (k == PROPOSE ? s->tree + at * R : l->drafts + b * R), (size_t)drafts * 4);
+        memcpy(p->tokens + b * 2 * R + count, l->drafts + b * R, (size_t)drafts * 4);
         if (k != PROPOSE)
             s->posted[at] += count;
     }
@@ -155,8 +153,7 @@ void lockstep_step_cache_rows(const struct step_slots *s, const struct step_lane
     }
 }
 
-/* Take the legal tokens at the front of a proposal into the drafts and behind the history: the forced ones, then those that
- * the grammar chose from the tree. */
+/* Take the forced tokens of a proposal into the drafts, and write them after the history. */
 void lockstep_step_take_jump_forward(const struct step_slots *s, const struct step_lanes *l, int64_t num_lanes,
                                      const struct step_post *p, int32_t vocab_size) {
     const int64_t R = s->num_rows;
@@ -166,18 +163,14 @@ void lockstep_step_take_jump_forward(const struct step_slots *s, const struct st
             l->num_jump_forward[b] = -1;
             continue;
         }
-        int32_t count = 0, forced = 0;
+        int32_t count = 0;
         while (p->slots[b] >= 0 && count < R && p->need_rows[b] >> count) {
-            const int32_t token = p->forced[b * R + count], kind = p->kinds[b * R + count];
-            if ((kind != KIND_FORCED && kind != KIND_APPLY) || token < 0 || token >= vocab_size || (kind == KIND_FORCED && forced < count))
+            const int32_t token = p->forced[b * R + count];
+            if (p->kinds[b * R + count] != KIND_FORCED || token < 0 || token >= vocab_size)
                 break;
             s->history[at * s->history_stride + s->length[at] + count] = token;
             s->drafts[at * R + count++] = token;
-            forced += kind == KIND_FORCED;
         }
-        const int walked = p->slots[b] >= 0 && s->num_nodes[at] && count < R && p->kinds[b * R + count] == KIND_ALL;
-        l->num_jump_forward[b] = forced;
-        l->num_chosen[b] = walked ? count - forced : -1;
-        s->num_drafts[at] = walked ? count : forced;
+        l->num_jump_forward[b] = s->num_drafts[at] = count;
     }
 }

@@ -6,9 +6,6 @@
  * the next token. A draft is made while the product of the winners' shares is at least WORTH; UNKNOWN is the weight of all
  * that was never seen, so a short run alone does not draft far. Where no place is left, the search begins again behind the
  * drafts so far. So a continuation that was rejected loses to the one that the target wrote there, at an equal run.
- * With a grammar there is a choice before that: `lockstep_suffix_tree` writes the likeliest continuations as a tree, the
- * grammar process walks it and takes at each node the heaviest token that is legal, and `lockstep_suffix_draft` cuts that
- * path where it is no longer worth a row. The losers' shares count for the token that was taken, since they cannot be right.
  * (Prompt lookup: Saxena 2023. Votes by frequency: SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975. The constants were
  * found by walking recorded answers again, see docs/log/.)
  *
@@ -22,10 +19,7 @@
 
 enum { SEPARATOR = -1 };
 enum { MAX_RING_PLACES = 64, MAX_OWN_PLACES = 192, MAX_PLACES = MAX_RING_PLACES + MAX_OWN_PLACES, MAX_SEARCHES = 2 };
-enum { MAX_NODES = 15, MAX_CHILDREN = 4, TREE_SEARCHES = 2, PARENT_SHIFT = 24, TOKEN_BITS = (1 << PARENT_SHIFT) - 1 };
 static const float BASE = 4.0f, WRITTEN = 16.0f, UNKNOWN = 32.0f, WORTH = 0.1f;
-/* Of a node that enters the tree, and of a path that the grammar took. */
-static const float NODE_WORTH = 0.005f, PATH_WORTH = 0.05f;
 
 struct suffix_ring {
     int32_t *tokens;   /* [mask + 1], position p at p & mask */
@@ -50,11 +44,6 @@ struct suffix_args {
     int32_t *from_ring;              /* [S], bit j: places of the ring had most of the weight that chose draft j */
     int64_t history_stride, row_stride;
     int32_t num_lanes, max_drafts, min_run, max_run;
-    const uint8_t *growing;          /* [B], the lane gets a tree */
-    const int32_t *num_chosen;       /* [B], drafts behind the forced ones that the grammar took; -1: it walked no tree */
-    int32_t *tree;                   /* [S][row_stride], nodes: token | parent << PARENT_SHIFT, parent 0 for none, j + 1 for node j */
-    int32_t *num_nodes;              /* [S] */
-    float *shares;                   /* [S][row_stride], of each node among its siblings; negative: the ring chose it */
 };
 
 struct count_args {
@@ -187,144 +176,9 @@ static struct ballot vote(struct place *places, int *count) {
     return won;
 }
 
-/* A continuation that may become a node: places [first, first + count) of the pool chose its token. */
-struct twig {
-    int32_t token, parent, first, count;
-    float share, chance;
-    int32_t from_ring;
-};
-
-/* Move the places that vote for `token` to the front of the range, one token further; return their number. */
-static int32_t gather_votes(struct place *places, int32_t count, int32_t token) {
-    int32_t front = 0;
-    for (int32_t i = 0; i < count; i++) {
-        if (next_of(&places[i]) != token) continue;
-        struct place p = places[i];
-        places[i] = places[front];
-        p.next++;
-        places[front++] = p;
-    }
-    return front;
-}
-
-/* Add the heaviest continuations of the places in the range to `twigs`; return how many there are then. */
-static int branch(struct place *pool, int32_t first, int32_t count, int32_t parent, float chance, struct twig *twigs, int num) {
-    float all = 0.0f;
-    for (int32_t i = first; i < first + count; i++)
-        if (next_of(&pool[i]) != SEPARATOR) all += pool[i].weight;
-    for (int c = 0; c < MAX_CHILDREN && count > 0; c++) {
-        /* vote() moves the winners to the front of a copy; here the others stay behind them for the next child. */
-        struct place copy[MAX_PLACES];
-        int left = count;
-        for (int32_t i = 0; i < count; i++) copy[i] = pool[first + i];
-        struct ballot won = vote(copy, &left);
-        if (won.token == SEPARATOR) break;
-        float sum = 0.0f;
-        for (int i = 0; i < left; i++) sum += copy[i].weight;
-        int32_t own = gather_votes(pool + first, count, won.token);
-        float share = sum / (all + UNKNOWN);
-        if (chance * share < NODE_WORTH) break;
-        twigs[num++] = (struct twig){won.token, parent, first, own, share, chance * share, won.from_ring};
-        first += own;
-        count -= own;
-    }
-    return num;
-}
-
-/* Write the path to a node behind the history; return its length. */
-static int64_t lay_path(const int32_t *tree, int32_t node, int32_t *behind) {
-    int32_t path[MAX_NODES];
-    int64_t depth = 0;
-    for (; node > 0; node = tree[node - 1] >> PARENT_SHIFT) path[depth++] = tree[node - 1] & TOKEN_BITS;
-    for (int64_t i = 0; i < depth; i++) behind[i] = path[depth - 1 - i];
-    return depth;
-}
-
-/* Find the places that equal the end of the sequence with a node's path behind it. None of them reaches into the path:
- * other paths are written there later. */
-static int32_t search(const struct suffix_args *a, int32_t slot, const struct suffix_ring *ring, int64_t depth, struct place *out) {
-    const int32_t *tokens = a->history + slot * a->history_stride;
-    const int64_t n = a->length[slot];
-    int found = ring ? ring_places(a, ring, tokens, n + depth, out) : 0;
-    int all = found + own_places(a, tokens, n + depth, a->prompt_length[slot], out + found);
-    for (int i = found; i < all; i++) out[i].end = n;
-    return all;
-}
-
-/* The likeliest continuations first, until the tree is full or no continuation is worth a node. */
-static void grow_tree(const struct suffix_args *a, int32_t slot) {
-    const struct suffix_ring *ring = (const struct suffix_ring *)(intptr_t)a->rings[slot];
-    int32_t *tree = a->tree + slot * a->row_stride, nodes = 0, most = a->max_drafts < MAX_NODES ? a->max_drafts : MAX_NODES;
-    float *shares = a->shares + slot * a->row_stride;
-    struct place pool[TREE_SEARCHES * MAX_PLACES];
-    struct twig twigs[(MAX_NODES + 1) * MAX_CHILDREN];
-    int searches = 1, num = branch(pool, 0, search(a, slot, ring, 0, pool), 0, 1.0f, twigs, 0);
-    while (nodes < most && num > 0) {
-        int best = 0;
-        for (int i = 1; i < num; i++)
-            if (twigs[i].chance > twigs[best].chance) best = i;
-        struct twig t = twigs[best];
-        twigs[best] = twigs[--num];
-        tree[nodes] = t.token | t.parent << PARENT_SHIFT;
-        shares[nodes++] = t.from_ring ? -t.share : t.share;
-        if (nodes == most) break;
-        int before = num;
-        num = branch(pool, t.first, t.count, nodes, t.chance, twigs, num);
-        int going = 0;
-        for (int32_t i = t.first; i < t.first + t.count; i++) going |= next_of(&pool[i]) != SEPARATOR;
-        if (num == before && !going && searches < TREE_SEARCHES) {
-            int64_t depth = lay_path(tree, nodes, a->history + slot * a->history_stride + a->length[slot]);
-            int32_t first = MAX_PLACES * searches++;
-            num = branch(pool, first, search(a, slot, ring, depth, pool + first), nodes, t.chance, twigs, num);
-        }
-    }
-    a->num_nodes[slot] = nodes;
-}
-
-void lockstep_suffix_tree(const struct suffix_args *a) {
-    for (int lane = 0; lane < a->num_lanes; lane++) {
-        const int32_t slot = a->slots[lane];
-        if (slot < 0) continue;
-        a->num_nodes[slot] = 0;
-        if (a->growing[lane] && a->num_emitted[lane] && a->draft_limit[slot] > 0) grow_tree(a, slot);
-    }
-}
-
-/* Cut the path that the grammar took, in `drafts` behind `forced` others, where it is not worth a row. */
-static void cut_path(const struct suffix_args *a, int32_t slot, int32_t forced, int32_t count) {
-    const int32_t *drafts = a->drafts + slot * a->row_stride, *tree = a->tree + slot * a->row_stride;
-    const float *shares = a->shares + slot * a->row_stride;
-    int32_t kept = 0, node = 0, from_ring = 0;
-    float worth = 1.0f;
-    while (kept < count) {
-        float before = 0.0f;
-        int32_t at = -1;
-        for (int32_t j = node; j < a->num_nodes[slot] && at < 0; j++) {
-            if (tree[j] >> PARENT_SHIFT != node) continue;
-            if ((tree[j] & TOKEN_BITS) == drafts[kept]) at = j;
-            else before += shares[j] < 0 ? -shares[j] : shares[j];
-        }
-        if (at < 0) break;
-        if (kept >= forced) {
-            const float share = shares[at] < 0 ? -shares[at] : shares[at];
-            worth *= before < 0.99f ? share / (1.0f - before) : 1.0f;
-            if (worth < PATH_WORTH || kept >= a->draft_limit[slot]) break;
-            from_ring |= (shares[at] < 0) << kept;
-        }
-        node = at + 1;
-        kept++;
-    }
-    a->num_drafts[slot] = kept < forced ? forced : kept;
-    a->from_ring[slot] = from_ring;
-}
-
 static void draft_lane(const struct suffix_args *a, int lane) {
     int32_t slot = a->slots[lane], done = a->num_jump_forward ? a->num_jump_forward[lane] : 0;
     if (slot < 0 || done < 0 || !a->num_emitted[lane]) return;
-    if (a->num_chosen && a->num_chosen[lane] >= 0) {
-        cut_path(a, slot, done, done + a->num_chosen[lane]);
-        return;
-    }
     int32_t *drafts = a->drafts + slot * a->row_stride, *tokens = a->history + slot * a->history_stride;
     int64_t n = a->length[slot] + done, room = a->max_length[slot] - n - 1;
     int64_t limit = a->draft_limit[slot] < a->max_drafts ? a->draft_limit[slot] : a->max_drafts;

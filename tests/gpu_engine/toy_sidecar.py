@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -20,8 +20,6 @@ from gpu_engine.api.ports import GrammarEvents
 from gpu_engine.api.request import Request
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
-from grammar_service.fill.candidates import CandidateTree
-from grammar_service.fill.matchers import Proposed
 from shared_mem.channel import EngineEnd, GrammarEnd, Record
 from shared_mem.errors import RingOverrun
 from shared_mem.layout import Layout, RowKind, Stage, parent_of, token_of
@@ -130,8 +128,6 @@ class ToySidecar:
     released: set[tuple[int, int]] = field(default_factory=set)
     """(slot, slot_gen) of every release."""
     withheld: int = 0
-    chosen: int = 0
-    """Candidates that were legal."""
     overruns: int = 0
     """Posts that were overwritten before they were read."""
     _inbox: deque[Callable[[], None]] = field(default_factory=deque)
@@ -273,27 +269,14 @@ class ToySidecar:
         return kinds, forced
 
     def _propose(self, record: Record, matcher: Matcher) -> tuple[list[int], list[int]]:
-        """Return the jump-forward tokens of a PROPOSE record, and the candidates that are legal behind them. The next
-        record repeats its committed tokens."""
+        """Return the jump-forward tokens of a PROPOSE record. The next record repeats its committed tokens."""
         emitted = [*matcher.certain, *record.committed]
         if not matcher.automaton.allows(emitted) or not record.need_rows:
             self.problems.append(f"{record} requests jump-forward tokens after {emitted}")
         if self.refuse(record):
             return [], []
-        limit = record.need_rows.bit_count()
-        tokens = self.proposes(matcher.automaton, emitted)[:limit]
-        automaton, chosen = matcher.automaton, None
-        if record.drafts and automaton.allows(emitted + tokens):
-
-            def num_legal(path: Sequence[int]) -> int:
-                return next(
-                    (n for n in range(len(path)) if path[n] not in automaton.legal([*emitted, *path[:n]])), len(path)
-                )
-
-            chosen = CandidateTree(record.drafts).choose(tokens, limit, num_legal)
-        self.chosen += len(chosen or ())
-        kinds, forced = Proposed(tuple(tokens), chosen).answer()
-        return kinds, forced
+        tokens = list(self.proposes(matcher.automaton, emitted)[: record.need_rows.bit_count()])
+        return [int(RowKind.FORCED)] * len(tokens), tokens
 
     def _fill(
         self, seq: int, slot: int, row: int, automaton: Automaton, place: int, legal: frozenset[int]

@@ -101,11 +101,6 @@ class ToyFiller:
         matcher.rollback(taken)
         return taken == len(tokens)
 
-    def num_legal(self, matcher: Any, tokens: Sequence[int]) -> int:
-        taken = self.accept(matcher, tokens)
-        matcher.rollback(taken)
-        return taken
-
     def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
         return next((i for i, token in enumerate(tokens) if not matcher.accept(token)), len(tokens))
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kernels.suffix import MIN_CAPACITY, SEPARATOR, AnswerRing, SuffixLanes, SuffixSlots, SuffixVotes
-from shared_mem.layout import parent_of, token_of
 
 SLOTS, ROWS, LENGTH = 4, 8, 160
 BASE, WRITTEN, UNKNOWN, WORTH, MAX_RING_PLACES, MAX_SEARCHES = 4.0, 16.0, 32.0, 0.1, 64, 2
@@ -37,8 +36,6 @@ class Bench:
             num_jump_forward_B=ints(SLOTS),
             num_verified_B=ints(SLOTS),
             num_accepted_B=ints(SLOTS),
-            growing_B=torch.ones(SLOTS, dtype=torch.bool),
-            num_chosen_B=ints(SLOTS, value=-1),
         )
         self.slots = SuffixSlots(
             history_SL=ints(SLOTS, LENGTH + ROWS, value=77),
@@ -50,9 +47,6 @@ class Bench:
             drafts_SR=ints(SLOTS, ROWS),
             num_drafts_S=ints(SLOTS, value=-7),
             from_ring_S=ints(SLOTS),
-            tree_SR=ints(SLOTS, ROWS),
-            num_nodes_S=ints(SLOTS, value=-7),
-            shares_SR=torch.zeros(SLOTS, ROWS),
         )
         self.votes = SuffixVotes(self.lanes, self.slots, self.min_run, self.max_run)
 
@@ -213,87 +207,6 @@ def test_a_lane_that_emitted_nothing_keeps_its_drafts() -> None:
     bench.lanes.slots_B[2] = -1
     bench.votes.draft(3, ROWS - 1, jump_forward=True)
     assert bench.slots.num_drafts_S.tolist() == [-7] * 4
-
-
-def grown(bench: Bench, slot: int, max_nodes: int = ROWS - 1) -> list[tuple[int, int]]:
-    """Grow the trees; return (token, parent) of each node of the slot."""
-    bench.votes.grow(SLOTS, max_nodes)
-    nodes = bench.slots.tree_SR[slot, : int(bench.slots.num_nodes_S[slot])].tolist()
-    return [(token_of(node), parent_of(node)) for node in nodes]
-
-
-def test_a_tree_holds_the_first_drafts_and_their_rivals() -> None:
-    bench, draw = Bench(), random.Random(5)
-    branching = 0
-    for _ in range(200):
-        letters = draw.randint(2, 9)
-        pattern = [draw.randrange(letters) for _ in range(draw.randint(3, 12))]
-        prompt, answer = (made_text(draw, pattern, letters, draw.randint(1, 40)) for _ in range(2))
-        ring = ring_of(*[made_text(draw, pattern, letters, draw.randint(1, 30)) for _ in range(draw.randint(0, 4))])
-        slot, history = draw.randrange(SLOTS), prompt + answer
-        bench.slots.rings_S[:] = 0
-        bench.slots.rings_S[slot] = ring.address
-        bench.write(slot, prompt, answer)
-        first = bench.draft(slot)[:1]
-        nodes = grown(bench, slot)
-        assert bench.slots.history_SL[slot, : len(history)].tolist() == history
-        assert [token for token, parent in nodes if parent == 0][:1] == first or not first
-        assert all(0 <= parent <= number for number, (_, parent) in enumerate(nodes)), "a parent comes first"
-        siblings = [(parent, token) for token, parent in nodes]
-        assert len(set(siblings)) == len(siblings), "siblings have different tokens"
-        shares = bench.slots.shares_SR[slot, : len(nodes)].abs().tolist()
-        for parent in {parent for _, parent in nodes}:
-            of_parent = [share for share, (_, p) in zip(shares, nodes, strict=True) if p == parent]
-            assert of_parent == sorted(of_parent, reverse=True), "the heaviest sibling comes first"
-            assert sum(of_parent) < 1
-            branching += len(of_parent) > 1
-        few = grown(bench, slot, 2)
-        assert few == nodes[:2]
-    assert branching > 20
-
-
-def test_a_lane_that_may_not_grow_has_no_tree() -> None:
-    bench, ring = Bench(), ring_of(*[[1, 2, 3, 4]] * 3)
-    bench.slots.rings_S[:] = ring.address
-    for slot in range(SLOTS):
-        bench.write(slot, [50], [1, 2])
-    bench.lanes.growing_B[0] = False
-    bench.lanes.num_emitted_B[1] = 0
-    bench.slots.draft_limit_S[2] = 0
-    assert grown(bench, 3) == [(3, 0), (4, 1)]
-    assert bench.slots.num_nodes_S.tolist() == [0, 0, 0, 2]
-
-
-def test_the_path_that_the_grammar_chose_is_cut_where_it_is_not_worth_a_row() -> None:
-    """Six texts go on with 3, 4 and one with 9, 9: behind an illegal 3 the token 9 is the likeliest."""
-    bench, ring = Bench(), ring_of(*[[1, 2, 3, 4]] * 6, [1, 2, 9, 9, 9])
-    bench.slots.rings_S[0] = ring.address
-    bench.write(0, [50], [1, 2])
-    nodes = grown(bench, 0)
-    assert {(3, 0), (9, 0)} <= set(nodes)
-    path = [9, 9]
-    bench.slots.drafts_SR[0, :2] = torch.tensor(path, dtype=torch.int32)
-    bench.lanes.num_chosen_B[0] = 2
-    assert bench.draft(0) == path
-    assert int(bench.slots.from_ring_S[0]) == 0b11
-    bench.slots.draft_limit_S[0] = 1
-    assert bench.draft(0) == [9]
-    bench.slots.draft_limit_S[0] = ROWS - 1
-    at = nodes.index((9, 0))
-    bench.slots.shares_SR[0, at] = -1e-6
-    assert bench.draft(0) == [], "a token that hardly any place votes for costs more than it brings"
-    bench.lanes.num_jump_forward_B[0], bench.lanes.num_chosen_B[0] = 1, 1
-    assert bench.draft(0)[:1] == [9], "a forced token stays"
-
-
-def test_without_a_walk_the_likeliest_chain_is_drafted() -> None:
-    bench, ring = Bench(), ring_of(*[[1, 2, 3, 4]] * 6)
-    bench.slots.rings_S[0] = ring.address
-    bench.write(0, [50], [1, 2])
-    assert grown(bench, 0)
-    assert bench.draft(0) == [3, 4]
-    bench.lanes.num_chosen_B[0] = 0
-    assert bench.draft(0) == [], "the grammar allowed none"
 
 
 def test_the_drafts_of_rings_are_counted_by_their_bits() -> None:

@@ -193,7 +193,7 @@ class Serving:
         """Return the bytes of `SlotBuffers` of gpu_engine/step/buffers.py."""
         config, R = self.config, self.config.num_rows
         table = -(-self._history // config.page_size)
-        per_slot = 4 * self._history + 4 * table + (2 + self._trees) * 4 * R + 4 * 7 + 1
+        per_slot = 4 * self._history + 4 * table + (1 + self._trees) * 4 * R + 4 * 6 + 1
         return (config.max_batch_size + 1) * (per_slot + _SLOT_PARAMS_BYTES)
 
     def lane_buffers(self) -> int:
@@ -202,7 +202,7 @@ class Serving:
         scratch = 8 * (-(-self.shape.vocab // 64) * 64) if self.config.on_cpu else 0
         result = 4 * (R + 4) + 4 * R + 8 * R * _MAX_LOGPROBS + scratch
         tree = self._trees * 4 * (3 * R + 2 * R * R)
-        return S * (13 + 1 + 4 * R + 4 + R + 4 * R + 4 + 4 + result + tree)
+        return S * (13 + 1 + 4 * R + 4 + R + 4 * R + 4 + result + tree)
 
     @property
     def _history(self) -> int:

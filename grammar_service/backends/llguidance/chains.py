@@ -63,15 +63,6 @@ class LlguidanceFiller:
             raise MatcherFailed(inner.get_error())
         return legal == len(asked)
 
-    def num_legal(self, matcher: Any, tokens: Sequence[int]) -> int:
-        """Validate all tokens in one call of the library."""
-        if matcher.terminated or not self._all_plain(tokens):
-            return 0
-        legal: int = matcher.inner.validate_tokens(tokens)
-        if legal < len(tokens) and matcher.inner.is_error():
-            raise MatcherFailed(matcher.inner.get_error())
-        return legal
-
     def accept_each(self, matchers: Sequence[Any], tokens: Sequence[list[int]]) -> list[int]:
         """Make one call of the library for each matcher. Its parallel call would break a matcher on an illegal token,
         and accepts one token."""

@@ -65,20 +65,6 @@ class XgrammarFiller:
             raise MatcherFailed(str(error)) from None
         return legal
 
-    def num_legal(self, matcher: Any, tokens: Sequence[int]) -> int:
-        """Accept the tokens up to the first illegal one, and take them back."""
-        if matcher.terminated or not self._all_plain(tokens):
-            return 0
-        legal = self._accepted(matcher, list(tokens))
-        if legal < 0:
-            raise MatcherFailed("a candidate of a draft was rejected with an error")
-        try:
-            if legal:
-                matcher.inner.rollback(legal)
-        except RuntimeError as error:
-            raise MatcherFailed(str(error)) from None
-        return legal
-
     def accept_each(self, matchers: Sequence[Any], tokens: Sequence[list[int]]) -> list[int]:
         """Advance one matcher after the other: the library's call for many takes as long (docs/log/)."""
         return [self._accepted(matcher, new) if new else 0 for matcher, new in zip(matchers, tokens, strict=True)]

@@ -538,7 +538,7 @@ def test_the_automatic_device_may_turn_out_to_be_a_gpu() -> None:
     ("fields", "message"),
     [
         ({"draft_masks": "on"}, "draft_masks: .*drafter=decoupled are not masked"),
-        ({"draft_tree": "on"}, "draft_tree: .*drafter=decoupled are a chain"),
+        ({"draft_tree": "on"}, "draft_tree: .*drafter is decoupled"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: "),
         ({"draft_quantization": "q4"}, "draft_quantization: q4 runs on a CPU, and device is cuda"),
         ({"draft_device": "cuda:0"}, "draft_device: cuda:0 is the target's; leave it empty to share it"),

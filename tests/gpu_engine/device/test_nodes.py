@@ -69,7 +69,7 @@ def named(parts: list[tuple[str, int]]) -> list[str]:
 
 @pytest.mark.parametrize("sync", list(PAIR))
 def test_nodes_of_a_guided_step(llama: LoadedModel, sync: str) -> None:
-    parts = parts_of(llama, True, sync=sync, jump_forward=False)
+    parts = parts_of(llama, True, sync=sync, jump_forward_tokens=0)
     post, wait = PAIR[sync]
     assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_advance", "_propose", "_pack"]
     counts = [(name, count) for name, count in parts if name != "_forward"]
@@ -104,7 +104,7 @@ def test_jump_forward_adds_a_post_and_a_wait_without_a_fetch(llama: LoadedModel,
     post, wait = PAIR[sync]
     # A proposal has no rows; the kernel after the wait writes the tokens where drafters read them.
     pair = [*post, *(name for name in wait if name not in ("_fetch", "_cache_rows")), "_take_jump_forward"]
-    parts = parts_of(llama, True, sync=sync, jump_forward=True)
+    parts = parts_of(llama, True, sync=sync, jump_forward_tokens=1)
     assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_advance", *pair, "_propose", "_pack"]
     counts = [(name, count) for name, count in parts if name != "_forward"]
     assert {name: count for name, count in counts if count != 1} == {"_accept": 4}
@@ -114,12 +114,12 @@ def test_jump_forward_adds_a_post_and_a_wait_without_a_fetch(llama: LoadedModel,
 @pytest.mark.parametrize("sync", list(PAIR))
 def test_a_step_that_verifies_no_drafts_proposes_none(llama: LoadedModel, sync: str) -> None:
     post, wait = PAIR[sync]
-    parts = parts_of(llama, True, num_rows=1, sync=sync, jump_forward=True)
+    parts = parts_of(llama, True, num_rows=1, sync=sync, jump_forward_tokens=1)
     assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_advance", "_pack"]
 
 
 def test_an_unguided_step_has_no_jump_forward_nodes(llama: LoadedModel) -> None:
-    assert parts_of(llama, False, jump_forward=True) == parts_of(llama, False, jump_forward=False)
+    assert parts_of(llama, False, jump_forward_tokens=1) == parts_of(llama, False, jump_forward_tokens=0)
 
 
 def test_trees_of_drafts_add_two_nodes(llama: LoadedModel) -> None:

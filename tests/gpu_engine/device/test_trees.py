@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gpu_engine.drafters.build import BUILDERS, DrafterParts
-from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.prefill import Chunks, Hidden
@@ -278,28 +278,19 @@ def test_a_sidecar_that_is_lost_in_a_tree_changes_no_token(llama: LoadedModel, g
         assert stream.failure is None
 
 
-@pytest.mark.parametrize("drafter", ["model", "dflash", "mtp", "decoupled"])
-def test_trees_of_another_network_are_refused(drafter: str) -> None:
-    with pytest.raises(ValueError, match=rf"draft_tree: .*drafter={drafter} are a chain"):
-        config(drafter=drafter, draft_model="" if drafter == "mtp" else "m", draft_tree="on")
-
-
-def test_the_tree_of_a_head_is_refused_by_name_where_it_is_not_verified() -> None:
-    with pytest.raises(ValueError, match=r"draft_tree: .*GPU alone"):
-        config(drafter="eagle3", draft_model="m", draft_tree="on")
-    with pytest.raises(ValueError, match=r"draft_masks: .*tree"):
-        config(drafter="eagle3", draft_model="m", draft_tree="on", draft_masks="on", device="cuda")
-
-
-def test_trees_beside_logits_processors_are_refused(llama: LoadedModel) -> None:
-    settings = on_device(3, draft_tree="on", logits_processors=("x=tests.gpu_engine.processor_cases:X",))
-    with pytest.raises(ModelNotSupported, match=r"draft_tree.*logits processors"):
-        _built(llama, settings)
-
-
-def _built(llama: LoadedModel, settings: object) -> None:
-    device = RecordedDevice()
-    try:
-        device.build_executor(settings, llama, None, num_pages=16, max_inflight_steps=1)  # type: ignore[arg-type]
-    finally:
-        device.stream.close()
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *(({"drafter": drafter}, rf"draft_tree: .*drafter is {drafter}") for drafter in ("mtp", "grammar", "none")),
+        *(
+            ({"drafter": drafter, "draft_model": "m"}, rf"draft_tree: .*drafter is {drafter}")
+            for drafter in ("model", "decoupled")
+        ),
+        ({"device": "cpu"}, "draft_tree: needs a GPU"),
+        ({"drafter": "eagle3", "draft_model": "m", "draft_masks": "on"}, "draft_masks: .*tree"),
+        ({"logits_processors": ("x=tests.gpu_engine.processor_cases:X",)}, "draft_tree: .*logits_processors"),
+    ],
+)
+def test_trees_are_refused_by_name_where_they_are_not_verified(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        config(**{"device": "cuda", "draft_tree": "on", **fields})

@@ -58,7 +58,7 @@ def test_a_chain_writes_only_to_the_pages_of_its_sequence(llama: LoadedModel, ov
     engine = Engine(settings, replace(llama, max_model_len=settings.max_model_len))
     drafter = engine._loop.executor.runner.launcher._program.drafter  # type: ignore[attr-defined]
     while not hasattr(drafter, "net"):
-        drafter = drafter.behind
+        drafter = drafter.next_drafter
     drafter.net = net = WatchedNet(drafter.net, engine, settings.page_size)
     with running(engine):
         answer_all(

@@ -27,7 +27,6 @@ from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from tests.gpu_engine import tiny
 from tests.gpu_engine.adapters.files import save_prompt
 from tests.gpu_engine.core.test_guided import made as made_of_toys
-from tests.gpu_engine.drafters.test_draft_tree import PROMPT, SCHEMA
 from tests.gpu_engine.harness import (
     UNHURRIED_MS,
     Answer,
@@ -45,6 +44,14 @@ from tests.gpu_engine.harness import (
 )
 from tests.gpu_engine.library_sidecars import PATIENT, Sidecars
 from tests.gpu_engine.toy_sidecar import guided_engine
+
+SCHEMA = (
+    'JSON_SCHEMA COMPACT {"type":"array","minItems":4,"maxItems":6,"items":{"type":"object","properties":'
+    '{"kind":{"enum":["cat","car","dog"]},"n":{"type":"integer","minimum":1,"maximum":40}},"required":["kind","n"]}}'
+)
+PROMPT = b'kind: dog, n: 12; "kind" is "cow" or "cab", "n":"7"; [{"kind":"cat","n":7},{"kind":"cab"}]'
+"""Text near the answers, some of it illegal in them."""
+
 
 MIX = [
     partial(ask, tokens(12, 1), max_tokens=40),

@@ -62,8 +62,8 @@ def expected(sidecars: Sidecars) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("num_drafts", "max_jump_forward"),
-    [(1, 0), (2, 0), (4, 0), (7, 0), (1, 7), (2, 7), (3, 7), (3, 15)]
-    + [pytest.param(number, 0, marks=pytest.mark.slow) for number in (3, 5, 6)],
+    [(1, 1), (2, 1), (4, 1), (7, 1), (1, 7), (2, 7), (3, 7), (3, 15)]
+    + [pytest.param(number, 1, marks=pytest.mark.slow) for number in (3, 5, 6)],
 )
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
 def test_tokens_do_not_depend_on_jump_forward(
@@ -88,7 +88,7 @@ def test_tokens_do_not_depend_on_jump_forward(
 
 @pytest.mark.parametrize("drafts_by", ["same", "trained eagle3", "random eagle3"])
 @pytest.mark.parametrize(
-    ("masks", "num_drafts", "max_jump_forward"), [("on", 5, 0), ("off", 5, 0), ("on", 2, 7), ("off", 3, 15)]
+    ("masks", "num_drafts", "max_jump_forward"), [("on", 5, 1), ("off", 5, 1), ("on", 2, 7), ("off", 3, 15)]
 )
 def test_draft_nets_continue_after_jump_forward_tokens(
     sidecars: Sidecars,

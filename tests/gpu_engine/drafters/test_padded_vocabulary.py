@@ -18,7 +18,7 @@ from tests.gpu_engine.harness import answer_all, ask, tokens, unguided_engine, w
 def drafter_of(engine: Engine) -> object:
     drafter = engine._loop.executor.runner.launcher._program.drafter  # type: ignore[attr-defined]
     while not hasattr(drafter, "net"):
-        drafter = drafter.behind
+        drafter = drafter.next_drafter
     return drafter
 
 

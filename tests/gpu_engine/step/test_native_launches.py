@@ -35,8 +35,6 @@ class State:
         slot.jump_forward_limit_S.copy_(self.ints(S, high=R))
         slot.drafts_SR.copy_(self.ints(S, R, high=V))
         slot.num_drafts_S.copy_(self.ints(S, high=R))
-        slot.tree_SR.copy_(self.ints(S, R, high=V))
-        slot.num_nodes_S.copy_(self.ints(S, high=R))
         slot.page_table_SN.copy_(self.ints(*slot.page_table_SN.shape, high=50))
         slot.done_S.copy_(self.bools(S, 0.2))
         lane.slots_B.copy_(torch.randperm(S - 1, generator=self.g)[:B])

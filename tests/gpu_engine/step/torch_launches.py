@@ -76,7 +76,7 @@ class TorchLaunches:
             room_B = slot.params.max_length_S[slots_B] - length_B - 1
             wanted_B = torch.minimum(slot.jump_forward_limit_S[slots_B], room_B).clamp(max=min(R, batch.max_rows) - 1)
             missing_BR = (self._row_R < wanted_B[:, None]) & (may_request_B & lane.drafting_B[:B])[:, None]
-            drafts_B = slot.num_nodes_S[slots_B]
+            drafts_B = torch.zeros_like(drafts_B)
         else:
             missing_BR = (self._row_R == k) & (may_request_B & lane.drafting_B[:B])[:, None]
             drafts_B = torch.full_like(drafts_B, k)
@@ -88,7 +88,7 @@ class TorchLaunches:
         # Committed tokens first, drafts right behind them.
         at_T, num_new_B1 = self._at_T, num_new_B[:, None]
         source_BT = torch.where(at_T < num_new_B1, at_T, R + at_T - num_new_B1).clamp(min=0, max=2 * R - 1)
-        drafts_BR = slot.tree_SR[slots_B] if k == PROPOSE else lane.drafts_BR[:B]
+        drafts_BR = lane.drafts_BR[:B]
         post.tokens.copy_(torch.cat([committed_BR, drafts_BR], dim=1).gather(1, source_BT.long()))
         post.slots.copy_(torch.where(requested_B, batch.slots_B, -1))
         post.slot_gens.copy_(lane.slot_gens_B[:B])
@@ -140,15 +140,12 @@ class TorchLaunches:
             num_requested = need.bit_length() if posted_slot >= 0 else 0
             kinds, tokens = post.kinds[b].tolist(), post.forced[b]
             rows = list(zip(kinds[:num_requested], tokens[:num_requested].tolist(), strict=True))
-            forced = self._count(rows, RowKind.FORCED, vocab_size)
-            count = forced + self._count(rows[forced:], RowKind.APPLY, vocab_size)
+            count = self._count(rows, RowKind.FORCED, vocab_size)
             if count:
                 at = int(slot.length_S[place])
                 slot.history_SL[place, at : at + count] = tokens[:count]
                 slot.drafts_SR[place, :count] = tokens[:count]
-            walked = posted_slot >= 0 and slot.num_nodes_S[place] > 0 and kinds[count : count + 1] == [int(RowKind.ALL)]
-            lane.num_jump_forward_B[b], lane.num_chosen_B[b] = forced, count - forced if walked else -1
-            slot.num_drafts_S[place] = count if walked else forced
+            lane.num_jump_forward_B[b] = slot.num_drafts_S[place] = count
 
     def _count(self, rows: list[tuple[int, int]], kind: RowKind, vocab_size: int) -> int:
         """Return how many rows at the front have this kind and a token of the vocabulary."""

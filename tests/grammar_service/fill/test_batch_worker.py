@@ -17,7 +17,7 @@ from grammar_service.fill.matchers import SlotMatcher
 from grammar_service.fill.worker import Worker
 from shared_mem.batch import BatchArrays
 from shared_mem.channel import AwaitResult, EngineEnd, GrammarEnd
-from shared_mem.layout import Layout, RowKind, Stage, node
+from shared_mem.layout import Layout, RowKind, Stage
 from shared_mem.segment import Segment
 from tests.grammar_service.toy import VOCAB, ToyFiller, ToyMatcher, Watched, tokens_in
 
@@ -319,25 +319,3 @@ def test_proposals_of_many_slots_are_answered_together(segment: Segment, worker:
     _until(lambda: worker.stats()["batched_records"] == before["batched_records"] + MANY)
     assert worker.stats()["proposed_tokens"] == MANY
     assert (worker.stats()["filled_rows"], filler.fills) == (before["filled_rows"], fills)
-
-
-@pytest.mark.parametrize("count", [1, MANY])
-def test_legal_candidates_arrive_behind_jump_forward_tokens(segment: Segment, worker: Worker, count: int) -> None:
-    """Behind 1 and 2 the texts go on with 3 and 5; of the candidates 9, 3, 4 the heaviest is illegal."""
-    engine, filler, slots = EngineEnd(segment), ToyFiller(), list(range(count))
-    for slot in slots:
-        worker.bind(slot, SlotMatcher.bind(1, lambda: Member(filler), []))
-    whole(engine, step(engine, count, 0, [1], [])[0], slots)
-    arrays = engine.batch_arrays(count)
-    arrays.slots[:], arrays.slot_gens[:], arrays.commit_pos[:], arrays.need_rows[:] = slots, 1, 1, 3
-    arrays.n_commit[:], arrays.n_draft[:], arrays.tokens[:, :3] = 1, 2, [2, node(9, 0), node(3, 0)]
-    # On a busy machine an answer may be late, and its tokens come later.
-    seq = engine.post_batch(arrays, stage=Stage.PROPOSE)
-    whole(engine, seq, slots)
-    answer = engine.await_rows(seq, slots, [1] * count, timeout_s=0)
-    assert answer.kinds.tolist() == [[RowKind.APPLY, RowKind.ALL, RowKind.DEFER]] * count
-    assert answer.forced.tolist() == [[3, -1, -1]] * count
-    _until(lambda: worker.stats()["chosen_tokens"] == count)
-    # The matchers have not moved: the next record commits another token than the candidate.
-    seq, _ = step(engine, count, 1, [2], [5])
-    assert [row[:2] for row in whole(engine, seq, slots)] == [[RowKind.APPLY, RowKind.FORCED]] * count
