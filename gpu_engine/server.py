@@ -212,12 +212,12 @@ async def _start(
 
     # 6. The services on the public port.
     watch = _watch_requests(stack, metrics, engine, model, tenancy)
-    transfer = _open_transfer(stack, engine, model, server_config, metrics)
+    transfer = _open_transfer(stack, engine, model, metrics)
     calls = _open_calls(engine, model, client, server_config, watch, transfer, tenancy)
     services = _add_services(listeners.server, calls, server_config, transfer, doors)
 
     # 7. The ports answer; health says NOT_SERVING until stage 9.
-    set_health = partial(_set_health, listeners.health, services, engine_config.role)
+    set_health = partial(_set_health, listeners.health, services, engine_config.transfer.role)
     await set_health(NOT_SERVING)
     await listeners.start()
     if gateway:
@@ -363,10 +363,8 @@ def _watch_requests(
     return RequestWatch(metrics.registry, tracing.requests(model.name), of_tenant)
 
 
-def _open_transfer(
-    stack: AsyncExitStack, engine: ServedEngine, model: Model, config: ServerConfig, metrics: BothProcesses
-) -> Transfer:
-    transfer = Transfer(engine, model, config, metrics.registry)
+def _open_transfer(stack: AsyncExitStack, engine: ServedEngine, model: Model, metrics: BothProcesses) -> Transfer:
+    transfer = Transfer(engine, model, metrics.registry)
     stack.push_async_callback(transfer.aclose)
     return transfer
 

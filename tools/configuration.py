@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.transfer_config import TransferConfig
 from grammar_service.config import ENVIRONMENT_PREFIX, GrammarConfig
 from http_gateway.config import ENVIRONMENT_PREFIX as GATEWAY_PREFIX
 from http_gateway.config import GatewayConfig
@@ -28,6 +29,7 @@ _PREFIXES = ((ServerConfig, ENV_PREFIX), (GrammarConfig, ENVIRONMENT_PREFIX), (G
 _SECTIONS: tuple[tuple[str, type[Any], str], ...] = (
     ("Engine process: the model and its batches", EngineConfig, ENV_PREFIX),
     ("Engine process: addresses, access, and the grammar process", ServerConfig, ENV_PREFIX),
+    ("Engine process: page transfer", TransferConfig, ENV_PREFIX),
     ("Grammar process", GrammarConfig, ENVIRONMENT_PREFIX),
     ("Gateway", GatewayConfig, GATEWAY_PREFIX),
 )

@@ -34,7 +34,7 @@ from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.streams import Streams, Window, Windows
 from benchmarks.harness.tables import Progress, number, table
-from gpu_engine.api.config import EMBEDDED_MODEL
+from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.model.embedded import ensure_embedded
 from grammar_service.compile.worker import NICENESS
 

@@ -23,7 +23,7 @@ from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.acceptance_plot import PUBLISHED, PUBLISHED_GROUPS, draw
 from benchmarks.quality.acceptance_prompts import OWN_GROUPS, AcceptancePrompt, own_prompts, read_prompts
-from gpu_engine.api.config import MAX_DRAFT_TOKENS
+from gpu_engine.api.engine_settings import MAX_DRAFT_TOKENS
 
 EXAMPLES = """
 Groups of prompts: "extraction", where the prompt states the facts that the answer is made of, "generation", where it

@@ -25,7 +25,7 @@ from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.acceptance import Variant
 from benchmarks.quality.acceptance_plot import draw_pareto, published_length
 from benchmarks.quality.acceptance_prompts import AcceptancePrompt, own_prompts, read_prompts
-from gpu_engine.api.config import MAX_DRAFT_TOKENS
+from gpu_engine.api.engine_settings import MAX_DRAFT_TOKENS
 
 EXAMPLES = """
 Groups, --data and variants are those of `acceptance`. The suffix index is off: the passes have the same prompts.

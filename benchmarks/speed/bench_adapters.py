@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks.harness.tables import number, table
-from gpu_engine.api.config import EMBEDDED_MODEL, EngineConfig
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.model.adapters.peft_files import LoraFiles, LoraMatrices
 from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.attention import AttentionContext

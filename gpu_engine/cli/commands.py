@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.transfer_config import TransferConfig
 from gpu_engine.cli.asking import (
     FAILED,
     INTERRUPTED,
@@ -228,7 +229,7 @@ def _parser() -> Parser:
     serve = commands.add("serve", help="run a server", usage="%(prog)s [settings]", description=_SERVE)
     demo = commands.add("demo", help="see one guided answer", usage="%(prog)s [settings]", description=_DEMO)
     for command, run in ((serve, _run_serve), (demo, _run_demo)):
-        add_flags(command, [EngineConfig, ServerConfig])
+        add_flags(command, [EngineConfig, ServerConfig, TransferConfig])
         command.set_defaults(run=run)
     commands.add("gateway", help="serve OpenAI's HTTP API in front of running servers", add_help=False)
     _add_generate(commands)
@@ -303,8 +304,9 @@ def _add_tokenizing(commands: Commands) -> list[Parser]:
 
 def _configure(flags: argparse.Namespace, default_level: str) -> tuple[EngineConfig, ServerConfig]:
     """Return the settings, with logging set up as they say. Raises ValueError for a wrong setting."""
-    sources = Sources(flags, os.environ, [EngineConfig, ServerConfig])
-    engine_config = sources.fill(EngineConfig, flags.internal)
+    sources = Sources(flags, os.environ, [EngineConfig, ServerConfig, TransferConfig])
+    transfer = sources.fill(TransferConfig)
+    engine_config = sources.fill(EngineConfig, {**flags.internal, "transfer": transfer})
     server_config = sources.fill(ServerConfig, flags.internal)
     level = server_config.log_level or default_level
     configure_logs(level, server_config.log_format, forwarded_loggers=("grammar_service", "http_gateway"))

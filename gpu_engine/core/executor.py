@@ -130,7 +130,7 @@ def history_tokens(config: EngineConfig, model: LoadedModel, max_inflight_steps:
 
 def page_mover(config: EngineConfig, model: LoadedModel, stream: Stream, pages: list[KVPages]) -> PageMover | None:
     """Return what copies pages from and for other engines; None for one that does neither."""
-    if config.role == "both":
+    if not config.transfer.moves_pages:
         return None
     layout = "token-major" if pages[0].token_major else "channel-major"
     sizes = (model.num_layers, model.num_kv_heads, model.head_dim)

@@ -115,7 +115,9 @@ class EngineLoop:
         self._output_processor = OutputProcessor(
             self.stats, self.executor.scorer, self.outputs, self.grammar_slots, self.beams, self.end
         )
-        self.transfers = PageTransfers(self.allocator, self.executor.mover, config.transfer_bytes, self._enqueue)
+        self.transfers = PageTransfers(
+            self.allocator, self.executor.mover, config.transfer.transfer_bytes, self._enqueue
+        )
 
     def run_iteration(self) -> bool:
         """Plan, prefill some chunks, launch one step, process an earlier one; False when there was nothing to do.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gpu_engine.api.capabilities import OF_FILES, LoadedFiles, refuse
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.drafters.chain import ChainDrafter
 from gpu_engine.drafters.decoupled import DecoupledDrafter, DraftModel, ExchangingDrafter
@@ -156,15 +157,17 @@ def _dflash(parts: DrafterParts) -> Drafter:
     target, directory = parts.target, _head_directory(parts)
     head = load_dflash(directory, target.net.config.get_text_config(), target.dtype).to(target.device)
     head.requires_grad_(False)
-    config, most = head.config, head.config.max_drafts
-    if parts.config.num_drafts > most:
-        raise ModelNotSupported(
-            f"num_draft_tokens: {parts.config.num_drafts}, and a block of {directory} has {most} drafts: its "
-            f"block_size is {config.block_size}"
-        )
+    config = head.config
     embedding = getattr(target.net.get_input_embeddings(), "weight", None)
-    if embedding is None or embedding.shape != (config.vocab_size, config.hidden_size):
-        raise ModelNotSupported(f"drafter: dflash needs the rows of the embedding of {target.model_type} as a matrix")
+    given = LoadedFiles(
+        parts.config,
+        head=str(directory),
+        block_size=config.block_size,
+        embeds_rows=embedding is not None and embedding.shape == (config.vocab_size, config.hidden_size),
+        model_type=target.model_type,
+    )
+    refuse(OF_FILES, given, ModelNotSupported)
+    assert embedding is not None
     _prepare(parts, head)
     pages = [_one_layer(parts, config.num_key_value_heads, config.head_dim) for _ in config.kinds]
     return _chain(parts, DFlashNet(head, embedding.detach(), target.net.get_output_embeddings(), pages))

@@ -265,7 +265,7 @@ class Calls:
         arrived_s = time.monotonic()
         call.record.set_request_id(given_id(request_id))
         self.refuse_if_draining()
-        if self.engine.config.role == "prefill":
+        if self.engine.config.transfer.role == "prefill":
             raise WrongRole("role: this server has role=prefill and generates nothing; ask an engine with role=decode")
         await self._warm.wait()
         visible = self.visible_to(caller)

@@ -198,7 +198,7 @@ def model_info(
         output_names=model.outputs,
         max_beam_width=limits.max_beam_width,
         page_size=config.page_size,
-        role=config.role,
+        role=config.transfer.role,
         max_adapter_bytes=config.adapter_bytes,
     )
     response.backends.extend(cast("tuple[pb.Backend, ...]", backends))

@@ -20,7 +20,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.quantization_config import Mxfp4Config
 
-from gpu_engine.api.config import EMBEDDED_MODEL, EngineConfig
+from gpu_engine.api.capabilities import OF_FILES, LoadedFiles, refuse
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.api.output_tensors import HIDDEN_STATES, LOGITS
 from gpu_engine.model import attention
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
@@ -290,13 +292,10 @@ def prepare(
 def _refuse_blocks_of_files(
     config: EngineConfig, gguf_file: Path | None, checkpoint: QuantisedCheckpoint | None
 ) -> None:
-    """Raise ModelNotSupported where one process would take a file's own integers: a part would round them again."""
-    wanted = config.quantization
-    if wanted != "none" and (checkpoint is not None or (gguf_file is not None and wanted != "int8")):
-        file = gguf_file.name if gguf_file is not None else str(checkpoint)
-        raise ModelNotSupported(
-            f"{SETTING}: the integers of a quantised file ({file}) are not divided, and quantization is {wanted}"
-        )
+    """Raise ModelNotSupported where one process would take a file's own integers."""
+    file = gguf_file.name if gguf_file is not None else str(checkpoint or "")
+    given = LoadedFiles(config, file=file, exact_file=checkpoint is not None)
+    refuse(OF_FILES, given, ModelNotSupported)
 
 
 def _prepare_part(config: EngineConfig, model: LoadedModel, part: Shard) -> LoadedModel:

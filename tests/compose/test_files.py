@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.transfer_config import TransferConfig
 from gpu_engine.front.transfer.setup import for_role
 from gpu_engine.sidecar.supervisor import SPIN_ALWAYS_US
 from http_gateway.config import ENVIRONMENT_PREFIX, GatewayConfig
@@ -127,12 +128,13 @@ def test_the_prefill_engine_is_an_override_as_hardened_as_the_engine(root: Path,
     assert "ports" not in prefill, "clients ask the engine that decodes"
     assert not any("/run/lockstep" in volume for volume in prefill["volumes"]), "it has no grammar process"
     given = prefill["environment"]
-    prefills, decodes = EngineConfig(role=given["LOCKSTEP_ROLE"]), EngineConfig(role="decode")
-    assert services["engine"]["environment"]["LOCKSTEP_ROLE"] == decodes.role
+    assert services["engine"]["environment"]["LOCKSTEP_ROLE"] == "decode"
     address = services["engine"]["environment"]["LOCKSTEP_PREFILL_FROM"]
     assert address == "prefill:50051"
+    prefills = EngineConfig(transfer=TransferConfig(role=given["LOCKSTEP_ROLE"]))
+    decodes = EngineConfig(transfer=TransferConfig(role="decode", prefill_from=(address,)))
     for_role(prefills, ServerConfig(grammar=given["LOCKSTEP_GRAMMAR"], grammar_dir=given["LOCKSTEP_GRAMMAR_DIR"]))
-    for_role(decodes, ServerConfig(prefill_from=(address,)))
+    for_role(decodes, ServerConfig())
 
 
 def test_secrets_are_mounted_and_not_built_in(root: Path) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-import tomllib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -231,14 +229,3 @@ def test_a_refused_request_names_its_field(server: str, row: list[str]) -> None:
     assert isinstance(answer, grpc.RpcError)
     assert answer.code().name == code(status)
     assert str(answer.details()).startswith(code(begins))
-
-
-@pytest.mark.parametrize("row", rows(PAGE, "Refused settings"), ids=lambda row: row[0])
-def test_refused_settings_name_one_of_them(row: list[str]) -> None:
-    _, settings, begins = row
-    values = tomllib.loads("\n".join(re.findall(r"`([^`]+)`", settings)))
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    engine = {field.name for field in fields(EngineConfig)}
-    kind: type[Any] = EngineConfig if set(values) <= engine else ServerConfig
-    with pytest.raises(ValueError, match=rf"^{code(begins)}: "):
-        kind(**values)

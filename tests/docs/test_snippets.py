@@ -25,6 +25,7 @@ import yaml
 from google.protobuf import json_format
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.transfer_config import TransferConfig
 from gpu_engine.cli import commands as cli
 from gpu_engine.ops.installation import DISTRIBUTION
 from grammar_service import config as grammar_config
@@ -123,7 +124,7 @@ def test_data_parses(snippet: Snippet) -> None:
         case "yaml":
             yaml.safe_load(snippet.text)
         case "toml":
-            engine = {s.name for kind in (EngineConfig, ServerConfig) for s in settings_of(kind)}
+            engine = {s.name for kind in (EngineConfig, ServerConfig, TransferConfig) for s in settings_of(kind)}
             table = tomllib.loads(snippet.text)
             if "tenants" in table:
                 assert parse_tenants(snippet.text.encode(), snippet.page).by_name

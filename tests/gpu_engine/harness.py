@@ -6,6 +6,7 @@ Not responsible for: fixtures (see conftest.py) and models (see tiny.py).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.request import FinishReason, GrammarKind, GrammarSpec, Logprobs, Request, Telemetry, TokenEvent
+from gpu_engine.api.transfer_config import TransferConfig
 from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
@@ -116,8 +118,14 @@ def tokens(count: int, seed: int, *, repeat: int = 0) -> list[int]:
     return ids + ids[:repeat]
 
 
+_TRANSFER = {field.name for field in dataclasses.fields(TransferConfig)}
+
+
 def config(**fields: object) -> EngineConfig:
-    """Return a small engine's configuration: 4 slots, chunks of 16, K = F = 7."""
+    """Return a small engine's configuration: 4 slots, chunks of 16, K = F = 7. Fields of TransferConfig are its own."""
+    own = {name: fields.pop(name) for name in [*fields] if name in _TRANSFER}
+    if own:
+        fields["transfer"] = TransferConfig(**own)  # type: ignore[arg-type]
     base: dict[str, object] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
     base |= {"max_batch_size": 4, "max_model_len": 256, "max_batched_tokens": 16, "jump_forward_tokens": 1}
     return EngineConfig(**{**base, **fields})  # type: ignore[arg-type]

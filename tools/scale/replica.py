@@ -21,7 +21,8 @@ from typing import Any
 import simpy
 
 from gpu_engine.api.admission import EngineAdmission
-from gpu_engine.api.config import MAX_DRAFT_TOKENS, EngineConfig
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.engine_settings import MAX_DRAFT_TOKENS
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.scheduler import GrammarState, Plan, Scheduler, Sequence
 from tools.scale.memory import FORMATS, Serving

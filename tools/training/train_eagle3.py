@@ -18,7 +18,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gpu_engine.api.config import EMBEDDED_MODEL
+from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.drafters.heads.eagle3_head import Eagle3Config
 from gpu_engine.model.embedded import ensure_embedded
 from tools.training.answers import TrainingAnswer, read_answers

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import grpc
 
-from gpu_engine.api.config import ServerConfig
 from gpu_engine.api.page_transfer import Fallback, PageFormat, Piece, TransferFailed, WantedPages
+from gpu_engine.api.transfer_config import TransferConfig
 from protos.transfer.v1 import transfer_pb2 as pb
 from protos.transfer.v1 import transfer_pb2_grpc
 from service_runtime.from_files import FromFiles, read_bytes
@@ -100,7 +100,7 @@ class GrpcTransport:
         return f"<GrpcTransport {self.address}>"
 
 
-def open_transports(config: ServerConfig) -> list[GrpcTransport]:
+def open_transports(config: TransferConfig) -> list[GrpcTransport]:
     """Return a transport for each engine of `prefill_from`. Raises ValueError with the setting at fault."""
     tls, path = _credentials(config), config.prefill_token_file
 
@@ -112,7 +112,7 @@ def open_transports(config: ServerConfig) -> list[GrpcTransport]:
     return [GrpcTransport(address, tls=tls, token=token, **options) for address in config.prefill_from]
 
 
-def _credentials(config: ServerConfig) -> grpc.ChannelCredentials | None:
+def _credentials(config: TransferConfig) -> grpc.ChannelCredentials | None:
     if not config.prefill_tls_ca:
         return None
     names = ("prefill_tls_ca", "prefill_tls_key", "prefill_tls_cert")

@@ -15,14 +15,7 @@ from dataclasses import replace
 from gpu_engine.api.page_transfer import PageFormat
 from gpu_engine.api.ports import EngineCore, Model
 from gpu_engine.api.request import Request, SamplingParams, Scheduling, TokenEvent
-
-PROBE_TOKENS = 64
-"""The fixed prompt has so many tokens, and a page at least."""
-
-
-def least_model_len(page_size: int) -> int:
-    """Return the smallest `max_model_len` that has room for the fixed prompt."""
-    return max(PROBE_TOKENS, page_size) + 2
+from gpu_engine.api.transfer_config import PROBE_TOKENS
 
 
 async def identify(engine: EngineCore, model: Model) -> PageFormat:

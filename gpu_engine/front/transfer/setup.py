@@ -13,12 +13,13 @@ from dataclasses import replace
 import grpc
 from prometheus_client import CollectorRegistry
 
+from gpu_engine.api.capabilities import OF_START, Start, refuse
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.ports import EngineCore, Model
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.listening import ServerError, is_local
 from gpu_engine.front.transfer.grpc_transport import open_transports
-from gpu_engine.front.transfer.identity import identify, least_model_len
+from gpu_engine.front.transfer.identity import identify
 from gpu_engine.front.transfer.kv_transfer_servicer import SERVICE, KvTransferServicer
 from gpu_engine.front.transfer.remote_prefill import RemotePrefill
 from gpu_engine.ops.metrics_transfer import TransferMetrics
@@ -29,58 +30,45 @@ log = logging.getLogger(__name__)
 
 def for_role(engine: EngineConfig, server: ServerConfig) -> ServerConfig:
     """Return the settings of a server with the engine's role. Raises ServerError with the setting that contradicts."""
-    if server.prefill_from and engine.role != "decode":
-        raise ServerError(f"prefill_from: is for role=decode, and role is {engine.role}")
-    if engine.role == "decode" and not server.prefill_from:
-        raise ServerError("prefill_from: role=decode needs the address of an engine with role=prefill")
-    if engine.role != "both" and engine.max_model_len < (least := least_model_len(engine.page_size)):
-        raise ServerError(f"max_model_len: role={engine.role} needs {least} at least")
-    if engine.role != "prefill":
-        return server
-    for name, value, none in (
-        ("grammar", server.grammar == "connect", "none"),
-        ("http", bool(server.http), "empty"),
-        ("services", not set(server.service_names) <= {"auto"}, "empty or auto"),
-    ):
-        if value:
-            raise ServerError(f"{name}: role=prefill generates nothing; it must be {none}")
-    return replace(server, grammar="none", services="")
+    refuse(OF_START, Start(engine, server), ServerError)
+    return replace(server, grammar="none", services="") if engine.transfer.role == "prefill" else server
 
 
 class Transfer:
     """The transfers of one engine, none with the role "both". Made and used on the event loop."""
 
-    def __init__(self, engine: EngineCore, model: Model, server: ServerConfig, registry: CollectorRegistry) -> None:
+    def __init__(self, engine: EngineCore, model: Model, registry: CollectorRegistry) -> None:
         """Raises ServerError with the setting at fault."""
-        self._engine, self._model, self._server = engine, model, server
+        self._engine, self._model, self._config = engine, model, engine.config.transfer
+        config = self._config
         self._servicer: KvTransferServicer | None = None
         self.prefills: RemotePrefill | None = None
         """With role=decode: the other engines."""
-        if engine.config.role == "both":
+        if config.role == "both":
             return
         self._metrics = TransferMetrics(registry)
-        if engine.config.role == "decode":
+        if config.role == "decode":
             try:
-                transports = open_transports(server)
+                transports = open_transports(config)
             except ValueError as error:
                 raise ServerError(str(error)) from error
-            if not server.prefill_tls_ca:
-                for address in server.prefill_from:
+            if not config.prefill_tls_ca:
+                for address in config.prefill_from:
                     if not is_local(address):
                         log.warning("prefill_from: prompts cross the network to %s in clear text", address)
-            self.prefills = RemotePrefill(engine.pages, transports, self._metrics, least_tokens=server.prefill_tokens)
+            self.prefills = RemotePrefill(engine.pages, transports, self._metrics, least_tokens=config.prefill_tokens)
 
     def add_to(self, server: grpc.aio.Server, calls: Calls) -> list[str]:
         """Add the service of role=prefill, the only one with a health of its own; return its name."""
-        if self._engine.config.role != "prefill":
+        if self._config.role != "prefill":
             return []
-        self._servicer = KvTransferServicer(calls, self._metrics, timeout_s=self._server.prefill_timeout_s)
+        self._servicer = KvTransferServicer(calls, self._metrics, timeout_s=self._config.prefill_timeout_s)
         transfer_pb2_grpc.add_KvTransferServicer_to_server(self._servicer, server)
         return [SERVICE]
 
     async def identify(self) -> None:
         """Compute the fingerprint of the warm engine. Before the first request."""
-        if self._engine.config.role == "both":
+        if self._config.role == "both":
             return
         form = await identify(self._engine, self._model)
         if self._servicer is not None:
@@ -88,7 +76,10 @@ class Transfer:
         if self.prefills is not None:
             self.prefills.form = form
         log.info(
-            "role: %s, %d bytes a KV page, fingerprint %s", self._engine.config.role, form.page_bytes, form.fingerprint
+            "role: %s, %d bytes a KV page, fingerprint %s",
+            self._config.role,
+            form.page_bytes,
+            form.fingerprint,
         )
 
     async def aclose(self) -> None:
@@ -97,4 +88,4 @@ class Transfer:
             await self.prefills.aclose()
 
     def __repr__(self) -> str:
-        return f"<Transfer role={self._engine.config.role} {self.prefills!r}>"
+        return f"<Transfer role={self._config.role} {self.prefills!r}>"

@@ -310,7 +310,7 @@ class Ranks:
 
 _RANK_0_ALONE = (
     *("logits_processors", "adapters", "adapter_dirs", "drafter", "draft_model", "draft_index_bytes"),
-    *("draft_quantization", "draft_dirs", "draft_device"),
+    *("draft_quantization", "draft_dirs", "draft_device", "transfer"),
 )
 
 

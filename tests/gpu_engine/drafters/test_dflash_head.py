@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.transfer_config import TransferConfig
 from gpu_engine.core.executor import lookahead
 from gpu_engine.drafters.heads.dflash import DFlashNet
 from gpu_engine.drafters.heads.dflash_files import load_dflash
@@ -183,7 +184,7 @@ def test_the_error_of_an_incomplete_head_names_the_missing_tensor(tmp_path: Path
     [
         ("drafter", {"device": "cuda"}),
         ("tensor_parallel_size", {"tensor_parallel_size": 2}),
-        ("role", {"role": "decode"}),
+        ("role", {"transfer": TransferConfig(role="decode")}),
         ("draft_quantization", {"draft_quantization": "q4"}),
         ("draft_model", {"draft_model": ""}),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_engine.api.config import EMBEDDED_MODEL
+from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.api.request import FinishReason
 from gpu_engine.model.embedded import Progress, cache_dir, ensure_embedded, weights_file
 from gpu_engine.model.loader import LoadedModel, load_model

@@ -70,5 +70,5 @@ def test_settings_of_the_device_cannot_be_read_before_it_is_resolved() -> None:
     with pytest.raises(ValueError, match="device: auto must be resolved"):
         _ = EngineConfig().max_inflight_steps
     assert resolved(cuda_devices=1).max_inflight_steps == 1
-    with pytest.raises(ValueError, match="sync: 'device_flag' on cpu"):
+    with pytest.raises(ValueError, match="sync: device_flag needs a GPU; device is cpu"):
         resolved(cuda_devices=0, sync="device_flag")

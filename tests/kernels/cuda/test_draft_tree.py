@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from gpu_engine.api.config import MAX_DRAFT_TOKENS, MAX_EXPANDED_NODES
+from gpu_engine.api.engine_settings import MAX_DRAFT_TOKENS, MAX_EXPANDED_NODES
 from kernels.accept import AcceptResult, StepTensors, gumbel_noise, pack_rules
 from kernels.cuda.attention.paged import MAX_DECODE_QUERIES
 from kernels.cuda.draft_tree import grow_tree, num_candidates, take_tree

@@ -41,10 +41,11 @@ PAGES = (len(TEXT) - 1) // 16
 
 @asynccontextmanager
 async def serving(llama: LoadedModel, tmp_path: Path, role: str = "both", **fields: Any) -> AsyncIterator[Server]:
-    engine = config(model=llama.name, role=role, num_draft_tokens=7)
+    own = {name: fields.pop(name) for name in [*fields] if name.startswith("prefill_")}
+    engine = config(model=llama.name, role=role, num_draft_tokens=7, **{"prefill_timeout_s": 60.0, **own})
     (tmp_path / "tenants.toml").write_text(FILE)
     base: dict[str, Any] = {"listen": f"unix:{tmp_path}/{role}", "grammar": "none", "drain_timeout_s": 0.0}
-    base |= {"tenant_file": str(tmp_path / "tenants.toml"), "prefill_timeout_s": 60.0}
+    base["tenant_file"] = str(tmp_path / "tenants.toml")
     async with open_server(engine, ServerConfig(**base | fields), parts=PARTS) as server:
         yield server
 

@@ -31,11 +31,11 @@ pytestmark = pytest.mark.slow
 
 
 def settings(llama: LoadedModel, tmp_path: Path, role: str) -> tuple[EngineConfig, ServerConfig, str]:
-    engine = config(model=llama.name, role=role, max_model_len=512, kv_cache_tokens=4096, num_draft_tokens=3)
-    fields: dict[str, Any] = {"listen": f"unix:{tmp_path}/{role}", "grammar": "none"}
+    fields: dict[str, Any] = {"model": llama.name, "role": role, "num_draft_tokens": 3}
     if role == "decode":
         fields |= {"prefill_from": (f"unix:{tmp_path}/prefill",), "prefill_tokens": 32}
-    return engine, ServerConfig(**fields), f"{tmp_path}/{role}.log"
+    engine = config(max_model_len=512, kv_cache_tokens=4096, **fields)
+    return engine, ServerConfig(listen=f"unix:{tmp_path}/{role}", grammar="none"), f"{tmp_path}/{role}.log"
 
 
 @asynccontextmanager

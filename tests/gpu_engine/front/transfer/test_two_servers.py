@@ -17,6 +17,7 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.transfer_config import TransferConfig
 from gpu_engine.cli.client import Client
 from gpu_engine.core.engine import Engine
 from gpu_engine.front.port.listening import ServerError
@@ -33,24 +34,24 @@ TEXT = "A prompt of a hundred and some tokens, which is long enough for a fetch:
 PAGES = (len(TEXT) - 1) // 16
 
 
-def engine_config(llama: LoadedModel, role: str, **fields: Any) -> EngineConfig:
-    return config(model=llama.name, role=role, num_draft_tokens=7, **fields)
-
-
-def server_config(tmp_path: Path, role: str, **fields: Any) -> ServerConfig:
-    base: dict[str, Any] = {"listen": f"unix:{tmp_path}/{role}", "grammar": "none", "drain_timeout_s": 0.0}
-    base["prefill_timeout_s"] = 60.0  # however busy the machine is
+def configs(
+    llama: LoadedModel, tmp_path: Path, role: str, engine: dict[str, Any], **fields: Any
+) -> tuple[EngineConfig, ServerConfig]:
+    """Return the settings of a server; `fields` are those of ServerConfig, and of TransferConfig."""
+    own: dict[str, Any] = {"prefill_timeout_s": 60.0}  # however busy the machine is
     if role == "decode":
-        base |= {"prefill_from": (f"unix:{tmp_path}/prefill",), "prefill_tokens": 32}
-    return ServerConfig(**base | fields)
+        own |= {"prefill_from": (f"unix:{tmp_path}/prefill",), "prefill_tokens": 32}
+    own |= {name: fields.pop(name) for name in [*fields] if name.startswith("prefill_")}
+    base: dict[str, Any] = {"listen": f"unix:{tmp_path}/{role}", "grammar": "none", "drain_timeout_s": 0.0}
+    return config(model=llama.name, role=role, num_draft_tokens=7, **own, **engine), ServerConfig(**base | fields)
 
 
 @asynccontextmanager
 async def serving(
     llama: LoadedModel, tmp_path: Path, role: str, engine: dict[str, Any] | None = None, **fields: Any
 ) -> AsyncIterator[Server]:
-    settings = engine_config(llama, role, **engine or {})
-    async with open_server(settings, server_config(tmp_path, role, **fields), parts=PARTS) as server:
+    settings, server_settings = configs(llama, tmp_path, role, engine or {}, **fields)
+    async with open_server(settings, server_settings, parts=PARTS) as server:
         yield server
 
 
@@ -165,7 +166,7 @@ async def test_another_model_is_refused_with_one_line_and_the_answer_comes(
         return model
 
     async with AsyncExitStack() as stack:
-        settings, on = engine_config(llama, "prefill"), server_config(tmp_path, "prefill")
+        settings, on = configs(llama, tmp_path, "prefill", {})
         await stack.enter_async_context(open_server(settings, on, parts=replace(PARTS, load_model=other)))
         decode = await stack.enter_async_context(serving(llama, tmp_path, "decode"))
         client = await stack.enter_async_context(Client(decode.address))
@@ -369,28 +370,11 @@ async def test_a_client_that_leaves_ends_the_fetch_on_both_sides(llama: LoadedMo
         assert (await answer(two.client, ask()))[0]
 
 
-@pytest.mark.parametrize(
-    ("engine", "server", "message"),
-    [
-        ({"role": "both"}, {"prefill_from": ("h:1",)}, "prefill_from: is for role=decode"),
-        ({"role": "decode"}, {}, "prefill_from: role=decode needs"),
-        ({"role": "prefill"}, {"services": "kserve"}, "services: role=prefill generates nothing"),
-        ({"role": "prefill", "max_model_len": 32}, {}, "max_model_len: role=prefill needs 66"),
-    ],
-)
-async def test_settings_that_contradict_the_role_are_named(
-    engine: dict[str, Any], server: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ServerError, match=message):
-        async with open_server(EngineConfig(**engine), ServerConfig(grammar="none", **server), parts=PARTS):
+async def test_settings_that_contradict_the_role_end_the_start() -> None:
+    start = EngineConfig(transfer=TransferConfig(role="decode")), ServerConfig(grammar="none")
+    with pytest.raises(ServerError, match="prefill_from: role=decode needs"):
+        async with open_server(*start, parts=PARTS):
             pass
-
-
-def test_a_role_needs_the_prefix_cache_and_a_drafter_without_a_cache() -> None:
-    with pytest.raises(ValueError, match="role: decode needs the prefix cache"):
-        EngineConfig(role="decode", prefix_cache=False)
-    with pytest.raises(ValueError, match="role: prefill needs a drafter"):
-        EngineConfig(role="prefill", drafter="mtp")
 
 
 @pytest.mark.slow
