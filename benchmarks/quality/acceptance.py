@@ -2,7 +2,7 @@
 
 Invariant: every drafter answers the same prompts greedily under the same grammars, so the texts are equal and only the
 number of steps differs; an answer that differs from the one without drafts fails the run.
-Not responsible for: training a head (see tools/training).
+Not responsible for: training a head.
 """
 
 from __future__ import annotations

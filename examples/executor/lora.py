@@ -3,7 +3,7 @@
     python examples/executor/lora.py [host:port]        default: a server of its own with the embedded model
 
 A server that is named needs `--adapter-dir` with the directory `adapters` beside this file. Both adapters were
-trained on other countries (`python -m tools.training.train_adapter`): each puts a phrase of its own behind the city.
+trained on other countries (`python -m tools.train_adapter`): each puts a phrase of its own behind the city.
 """
 
 from __future__ import annotations

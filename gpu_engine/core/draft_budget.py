@@ -324,10 +324,10 @@ class DraftBudget:
         waits, self._proposed = wants and not self._proposed, wants
         return ([0] * len(limits), False, True) if waits else (limits, is_probe, wants)
 
-    def rows_to_propose(self, plan: Plan, most: int, *, least: int = 1) -> int:
+    def rows_to_propose(self, plan: Plan, most: int) -> int:
         """Return the rows that the step after `plan` may have for a lane: a drafter proposes at most one less.
 
-        Between `least` and `most`; 1 while proposing pauses. With a drafter that computes each draft, the number whose
+        Between 1 and `most`; 1 while proposing pauses. With a drafter that computes each draft, the number whose
         expected tokens are worth the rows and the time of proposing.
         """
         if not plan.proposes:
@@ -348,7 +348,7 @@ class DraftBudget:
             tokens = lanes + sum(sum(lane[: rows - 1]) for lane in chances)
             return tokens / (self.times[plan.guided].ms(lanes * rows) + self._propose_times.ms(rows))
 
-        return max(range(min(max(least, 2), most), most + 1), key=rate)
+        return max(range(min(2, most), most + 1), key=rate)
 
     def observe(
         self,
@@ -404,6 +404,6 @@ class EveryDraft(DraftBudget):
             )
         return Plan(tuple(proposals), tuple(min(room, proposal.num_drafts) for proposal in proposals), guided)
 
-    def rows_to_propose(self, plan: Plan, most: int, *, least: int = 1) -> int:
+    def rows_to_propose(self, plan: Plan, most: int) -> int:
         """Return `most`."""
         return most

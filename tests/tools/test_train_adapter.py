@@ -25,7 +25,7 @@ def test_the_shipped_adapters_are_small_and_read(name: str, kind: type) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_some_updates_lower_the_loss(kind: str, files: type, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    from tools.training.train_adapter import train
+    from tools.train_adapter import train
 
     losses = train(kind, tmp_path, updates=4, rate=0.01)
     assert losses[-1] < losses[0]

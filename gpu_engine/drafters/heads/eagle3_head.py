@@ -6,7 +6,7 @@ position p + 1), and its own output replaces the target's hidden state from the 
 a vocabulary of its own, a subset of the target's: draft id d is target id d + d2t[d].
 
 Invariant: names are those of the public checkpoints, so `state_dict` is the file. Not responsible for:
-files (see eagle3_files.py), its use as a draft net (see eagle3.py), training (see tools/training).
+files (see eagle3_files.py), its use as a draft net (see eagle3.py), training.
 
 Shapes: N rows, H hidden size of the head, Ht of the target, Vd draft vocabulary, V target vocabulary.
 """

@@ -89,10 +89,3 @@ def segment_numbers(layout: Layout, address: int) -> SegmentNumbers:
         mask_buffer_bytes=layout.mask_buffer_bytes,
         row_stride=layout.row_stride,
     )
-
-
-def segment_rows(segment: Segment) -> torch.Tensor:
-    """Return a segment's mask rows in place, int32 [2, S, R, W']: `TritonLaunches` reads them once it is registered."""
-    layout, at = segment.layout, segment.layout.mask_offset
-    rows = torch.from_numpy(segment.memory)[at : at + 2 * layout.mask_buffer_bytes].view(torch.int32)
-    return rows.view(2, layout.num_slots, layout.num_rows, -1)

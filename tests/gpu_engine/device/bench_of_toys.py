@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.device.graphs import StepGraphs, StepRows
-from gpu_engine.step.device.pinned import segment_rows
 from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
 from gpu_engine.step.handle import StepHandle
 from gpu_engine.step.launches import StepLaunches
@@ -31,6 +32,13 @@ from tests.gpu_engine.toy_sidecar import Automaton, Matcher, ToySidecar
 
 MODES = ("host_callback", "device_flag")
 SLOTS, ROWS = 4, 3
+
+
+def segment_rows(segment: Segment) -> torch.Tensor:
+    """Return a segment's mask rows in place, int32 [2, S, R, W']: `TritonLaunches` reads them once it is registered."""
+    layout, at = segment.layout, segment.layout.mask_offset
+    rows = torch.from_numpy(segment.memory)[at : at + 2 * layout.mask_buffer_bytes].view(torch.int32)
+    return rows.view(2, layout.num_slots, layout.num_rows, -1)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from tests.gpu_engine.drafters.test_eagle3_head import make_head
 from tests.gpu_engine.drafters.test_eagle3_net import Lanes
+from tests.gpu_engine.eagle import make_head
 from tests.kernels.tree_cases import way_to
 
 pytestmark = [

@@ -1,40 +1,18 @@
-"""The EAGLE3 head: files of the public format, rejected files, and the unrolled chain compared with a plain chain."""
+"""The EAGLE3 head: files of the public format, and rejected files."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
 
 from gpu_engine.drafters.heads.eagle3_files import load_head, save_head
 from gpu_engine.drafters.heads.eagle3_head import Eagle3Config, Eagle3Head, default_aux_layers
 from gpu_engine.drafters.heads.formats import HeadNotUsable
-from tools.training.unroll import Sequence, unroll
-
-V, VD, H = 64, 20, 64
-
-
-def target_config(**changed: Any) -> LlamaConfig:
-    shape: dict[str, Any] = {
-        "vocab_size": V, "hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128,
-    }  # fmt: skip
-    return LlamaConfig(**(shape | changed))
-
-
-def make_head(seed: int = 0, **changed: Any) -> Eagle3Head:
-    torch.manual_seed(seed)
-    head = Eagle3Head(replace(Eagle3Config.of_target(target_config(), draft_vocab_size=VD), **changed))
-    head.choose_vocabulary(torch.randperm(V)[:VD])
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return head.eval()
+from tests.gpu_engine.eagle import VD, H, V, make_head, target_config
 
 
 def test_a_saved_head_is_loaded_unchanged(tmp_path: Path) -> None:
@@ -144,53 +122,3 @@ def test_a_folder_without_a_head_is_rejected(tmp_path: Path) -> None:
 def test_the_default_auxiliary_layers_exist(num_layers: int) -> None:
     assert all(0 <= layer < num_layers for layer in default_aux_layers(num_layers))
     assert num_layers != 32 or default_aux_layers(num_layers) == (2, 16, 29)
-
-
-# ---- the unrolled chain --------------------------------------------------------------------------------------------
-
-
-class PlainAttention:
-    """Causal attention that stores all keys and values that it has been given."""
-
-    def __init__(self, head: Eagle3Head) -> None:
-        self.heads, self.groups, self.width = head.midlayer.self_attn.shape
-        self.k: list[torch.Tensor] = []
-        self.v: list[torch.Tensor] = []
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = []
-        for row in range(len(q)):
-            self.k.append(k[row])
-            self.v.append(v[row])
-            keys, values = (torch.stack(x).repeat_interleave(self.heads // self.groups, 1) for x in (self.k, self.v))
-            share = torch.einsum("hd,nhd->hn", q[row], keys).mul(self.width**-0.5).softmax(-1)
-            out.append(torch.einsum("hn,nhd->hd", share, values).flatten())
-        return torch.stack(out)
-
-
-@pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_the_unrolled_logits_equal_those_of_a_plain_chain(norm_before_residual: bool) -> None:
-    head = make_head(norm_before_residual=norm_before_residual)
-    ids, aux, embedding = torch.randint(V, (14,)), torch.randn(14, 3 * H), torch.randn(V, H)
-    sequence, depth = Sequence(ids, aux, answer_at=5), 4
-    with torch.inference_mode():
-        unrolled = list(unroll(head, embedding, sequence, depth))
-        for base in sequence.region:
-            attention = PlainAttention(head)
-            embeds, fused = embedding[ids[1 : base + 2]], head.fuse(aux[: base + 1])
-            hidden = head(embeds, fused, torch.arange(base + 1), attention)[-1:]
-            for j in range(min(depth, sequence.region.stop - base)):
-                logits, wanted = unrolled[j]
-                row = base - sequence.region.start
-                torch.testing.assert_close(logits[row], head.logits(hidden)[0], rtol=1e-4, atol=1e-4)
-                assert wanted[row] == ids[base + j + 2]
-                at = base + j + 1
-                hidden = (
-                    head(embedding[ids[at + 1 : at + 2]], hidden, torch.tensor([at]), attention) if at < 13 else hidden
-                )
-
-
-def test_an_answer_of_one_token_has_no_draft() -> None:
-    sequence = Sequence(torch.randint(V, (6,)), torch.randn(6, 3 * H), answer_at=5)
-    assert len(sequence.region) == 0
-    assert list(unroll(make_head(), torch.randn(V, H), sequence, 3)) == []

@@ -14,7 +14,7 @@ from gpu_engine.step.prefill import Chunks
 from kernels.accept import StepTensors, draw_drafts
 from kernels.paged_attention import KVPages
 from shared_mem.layout import RowKind
-from tests.gpu_engine.drafters.test_eagle3_head import VD, H, PlainAttention, V, make_head
+from tests.gpu_engine.eagle import VD, H, PlainAttention, V, make_head
 
 PAGE, LENGTH, ROWS = 16, 64, 4
 

@@ -1,4 +1,4 @@
-"""Trains a small adapter of the embedded model with peft: `python -m tools.training.train_adapter`.
+"""Trains a small adapter of the embedded model with peft: `python -m tools.train_adapter`.
 
 The adapters of `examples/executor/adapters` are made by it. An adapter learns to say a country's capital and then a
 phrase of its own. Invariant: the loss has the answers' tokens alone, and the countries of `HELD_BACK` are in none.
@@ -102,7 +102,7 @@ def train(kind: str, out: Path, *, updates: int, rate: float, seed: int = 0) -> 
 
 def main(arguments: list[str]) -> None:
     """Train, and say how the loss went."""
-    parser = argparse.ArgumentParser(prog="python -m tools.training.train_adapter", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.train_adapter", description=__doc__.split("\n")[0])
     parser.add_argument("--kind", choices=sorted(PHRASES), required=True)
     parser.add_argument("--out", type=Path, required=True, help="directory of the adapter")
     parser.add_argument("--updates", type=int, default=60)

@@ -5,7 +5,7 @@ engine computes draft j. Its attention sees true pairs up to p - j, and the head
 at depth j are those of draft j after j right drafts, for every position of the answer at the same time.
 
 Invariant: no value at depth j of base position b = p - j depends on hidden states after b.
-Not responsible for: the loss (see trainer.py).
+Not responsible for: the loss (see eagle.py).
 
 Shapes: n tokens of a sequence, m positions of the answer's region, H hidden, Vd draft vocabulary.
 """
