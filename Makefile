@@ -18,6 +18,10 @@ SOURCES := benchmarks client gpu_engine grammar_service http_gateway kernels pro
 # What an installation is made from; a change installs again.
 INSTALLED_FROM := pyproject.toml setup.py $(wildcard locks/*.txt shared_mem/native/*.[ch] kernels/native/*.[ch])
 BUF_VERSION := 1.75.0
+C_SOURCES := $(wildcard shared_mem/native/*.[ch] kernels/native/*.[ch] kernels/cuda/*.cu tests/shared_mem/*.[ch] \
+	tests/kernels/*.[ch] tools/fuzz/native/*.[ch])
+# The kernels of one vector unit use gcc's builtins, which clang does not know.
+TIDY_SOURCES := $(wildcard shared_mem/native/*.c) $(addprefix kernels/native/,dispatch.c step.c suffix.c team.c)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow check lint types imports test-gpu compose-test simulate model mutants fuzz test-sanitizers \
@@ -92,6 +96,8 @@ $(VENV)/.bytecode: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(C_SOURCES)
+	$(VENV)/bin/clang-tidy --quiet $(TIDY_SOURCES) -- -std=gnu11 -pthread
 
 types: $(VENV)/.dev
 	$(VENV)/bin/mypy
