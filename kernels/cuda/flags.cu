@@ -15,8 +15,22 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-enum { WORDS, REC, ANS, MASK, REC_ENTRY_STRIDE, NUM_SLOTS, NUM_ROWS, NUM_RECS, REC_HEAD_BYTES, REC_STRIDE, ANS_STRIDE,
-       ANS_FORCED, MASK_BUFFER_BYTES, ROW_STRIDE };
+enum {
+    WORDS,
+    REC,
+    ANS,
+    MASK,
+    REC_ENTRY_STRIDE,
+    NUM_SLOTS,
+    NUM_ROWS,
+    NUM_RECS,
+    REC_HEAD_BYTES,
+    REC_STRIDE,
+    ANS_STRIDE,
+    ANS_FORCED,
+    MASK_BUFFER_BYTES,
+    ROW_STRIDE
+};
 enum { REQ_SEQ = 0, ABORT = 128 }; // words
 // Indices of `counter`, in device memory; flags.py has the same.
 enum { LAST, CURRENT, WAITED_NS, MISSING, COUNTED_TO_NS, WAIT_SINCE_NS };
@@ -27,10 +41,18 @@ enum { VERIFY = 0, TREE = 66 }; // stages of a verify post
 enum { MAX_ROWS = 16, NOT_REFUSED = 0x7fffffff };
 
 #ifdef __CUDACC__
-static __device__ __forceinline__ void put64(u8 *p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
-static __device__ __forceinline__ void put32(u8 *p, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-static __device__ __forceinline__ void put16(u8 *p, u32 v) { asm volatile("st.relaxed.sys.global.u16 [%0], %1;" ::"l"(p), "h"((unsigned short)v) : "memory"); }
-static __device__ __forceinline__ void release64(u8 *p, u64 v) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+static __device__ __forceinline__ void put64(u8 *p, u64 v) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+static __device__ __forceinline__ void put32(u8 *p, u32 v) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+static __device__ __forceinline__ void put16(u8 *p, u32 v) {
+    asm volatile("st.relaxed.sys.global.u16 [%0], %1;" ::"l"(p), "h"((unsigned short)v) : "memory");
+}
+static __device__ __forceinline__ void release64(u8 *p, u64 v) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
 static __device__ __forceinline__ u64 get64(const u8 *p) {
     u64 v;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
@@ -45,7 +67,9 @@ static __device__ __forceinline__ u32 get32(const u8 *p) {
 static __device__ __forceinline__ uint4 get128(const u8 *p) {
     uint4 x;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p) : "memory");
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(p)
+                 : "memory");
     return x;
 }
 static __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
@@ -55,7 +79,9 @@ static __device__ __forceinline__ u64 now_ns() {
     return t;
 }
 #endif
-static __device__ __forceinline__ u32 get8(const u8 *p) { return get32((const u8 *)((u64)p & ~3ull)) >> 8 * ((u64)p & 3) & 0xff; }
+static __device__ __forceinline__ u32 get8(const u8 *p) {
+    return get32((const u8 *)((u64)p & ~3ull)) >> 8 * ((u64)p & 3) & 0xff;
+}
 
 // Returns why the record of lane i cannot be posted, or 0. The grammar process bounds its reads in the same way.
 static __device__ int problem_of(const i64 *cfg, const int *slots, const int *commit_pos, const int *n_commit,
@@ -88,7 +114,8 @@ extern "C" __global__ void lockstep_post(const i64 *cfg, u64 *counter, const int
     bool invalid = problem != NOT_REFUSED || count > (u32)cfg[NUM_SLOTS];
     if (threadIdx.x == 0) {
         // A step's verify post comes first and clears the word; a later, valid post of the step must not.
-        if (invalid || stage == VERIFY || stage == TREE) put64(refused, !invalid ? 0 : problem != NOT_REFUSED ? problem : BAD_SLOT);
+        if (invalid || stage == VERIFY || stage == TREE)
+            put64(refused, !invalid ? 0 : problem != NOT_REFUSED ? problem : BAD_SLOT);
         counter[WAIT_SINCE_NS] = 0;
         if (count == 0 || invalid) counter[CURRENT] = 0;
     }
@@ -106,7 +133,8 @@ extern "C" __global__ void lockstep_post(const i64 *cfg, u64 *counter, const int
     for (int i = warp; i < batch; i += blockDim.x / 32) {
         if (slots[i] < 0) continue;
         u8 *record = entry + cfg[REC_HEAD_BYTES] + (u64)slots[i] * cfg[REC_STRIDE];
-        for (int t = lane; t < n_commit[i] + n_draft[i]; t += 32) put32(record + 24 + 4 * t, (u32)tokens[i * width + t]);
+        for (int t = lane; t < n_commit[i] + n_draft[i]; t += 32)
+            put32(record + 24 + 4 * t, (u32)tokens[i * width + t]);
         if (lane == 0) {
             put64(record, seq);
             put32(record + 8, (u32)slot_gens[i]);
@@ -130,7 +158,8 @@ extern "C" __global__ void lockstep_post(const i64 *cfg, u64 *counter, const int
 static __device__ void copy_row(const i64 *cfg, u64 seq, int slot, int row, u8 *mask) {
     u64 at = ((u64)slot * cfg[NUM_ROWS] + row) * cfg[ROW_STRIDE];
     const u8 *from = (const u8 *)cfg[MASK] + (seq & 1) * cfg[MASK_BUFFER_BYTES] + at;
-    for (i64 b = 16 * threadIdx.x; b < cfg[ROW_STRIDE]; b += 16 * blockDim.x) *(uint4 *)(mask + at + b) = get128(from + b);
+    for (i64 b = 16 * threadIdx.x; b < cfg[ROW_STRIDE]; b += 16 * blockDim.x)
+        *(uint4 *)(mask + at + b) = get128(from + b);
 }
 
 // Waits until the answer has `seq` or a newer one, the deadline, or the abort word; returns whether it belongs to this lane.
@@ -158,8 +187,8 @@ static __device__ bool wait_for(const i64 *cfg, u64 *counter, u64 seq, const u8 
 // grid (batch, y), at least 16 threads a block. A block waits for its lane once, then takes rows blockIdx.y, blockIdx.y + y,
 // ... of the answer: one thread reads a row's kind and token, the whole block copies the row's mask. y = 1 where no mask is
 // expected. rows_wanted: bit j set: row j is read. Lanes wait at the same time; each nanosecond is counted once.
-extern "C" __global__ void lockstep_wait(const i64 *cfg, u64 *counter, const int *slots, const int *slot_gens, u8 *kinds,
-                                         int *forced, u8 *mask, u32 rows_wanted, u64 timeout_ns) {
+extern "C" __global__ void lockstep_wait(const i64 *cfg, u64 *counter, const int *slots, const int *slot_gens,
+                                         u8 *kinds, int *forced, u8 *mask, u32 rows_wanted, u64 timeout_ns) {
     __shared__ bool answered;
     __shared__ u32 kind_of[MAX_ROWS];
     int i = blockIdx.x, rows = (int)cfg[NUM_ROWS], slot = slots[i];
@@ -188,7 +217,7 @@ extern "C" __global__ void lockstep_wait(const i64 *cfg, u64 *counter, const int
         if (answered) {
             fence();
             kind = get8(answer + 12 + row);
-            if (kind > KIND_ERROR) kind = KIND_ERROR; // the engine has numbers of its own behind it
+            if (kind > KIND_ERROR) kind = KIND_ERROR; // the engine has numbers of its own after it
             fence(); // a row that is added to a late answer has its own flag, which is its kind
             token = (int)get32(answer + cfg[ANS_FORCED] + 4 * row);
         }

@@ -34,8 +34,8 @@ struct accept_args {
     const int32_t *forced;     /* [B][row_stride] */
     const uint32_t *masks;     /* [slot][mask_slot_stride], row r at r * mask_row_stride words; 1 = allowed */
     /* Per slot, S entries. */
-    int32_t *history;          /* [S][history_stride], prompt then answer; this kernel appends */
-    int32_t *length;           /* [S], tokens in history; this kernel advances */
+    int32_t *history; /* [S][history_stride], prompt then answer; this kernel appends */
+    int32_t *length;  /* [S], tokens in history; this kernel advances */
     const int32_t *prompt_length;
     const int32_t *max_length; /* [S], prompt plus answer at most */
     const int32_t *min_tokens;
@@ -43,21 +43,21 @@ struct accept_args {
     const int32_t *top_k;
     const uint64_t *seed;
     const int32_t *num_logprobs; /* [S], -1: none */
-    const int64_t *rules;      /* [S], address of int32: n, stop ids.., n, bad ids.., n, (length, ids..).., n, (id, bits of
+    const int64_t *rules; /* [S], address of int32: n, stop ids.., n, bad ids.., n, (length, ids..).., n, (id, bits of
                                 * a float).. ; 0: none */
     /* Results, B entries. */
-    int32_t *emitted;          /* [B][row_stride] */
-    int32_t *num_emitted;      /* [B] */
-    int32_t *num_accepted;     /* [B] drafts among them */
-    int32_t *finish;           /* [B] RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED */
-    int32_t *blocked;          /* [B] kind of the row that emitted nothing, else 0 */
-    float *logprob;            /* [B][row_stride] */
-    int32_t *top_ids;          /* [B][row_stride][MAX_LOGPROBS] */
-    float *top_logprobs;       /* [B][row_stride][MAX_LOGPROBS] */
+    int32_t *emitted;      /* [B][row_stride] */
+    int32_t *num_emitted;  /* [B] */
+    int32_t *num_accepted; /* [B] drafts among them */
+    int32_t *finish;       /* [B] RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED */
+    int32_t *blocked;      /* [B] kind of the row that emitted nothing, else 0 */
+    float *logprob;        /* [B][row_stride] */
+    int32_t *top_ids;      /* [B][row_stride][MAX_LOGPROBS] */
+    float *top_logprobs;   /* [B][row_stride][MAX_LOGPROBS] */
     /* Scratch, B entries of padded V. */
-    float *scratch;            /* [B][scratch_stride] */
-    int32_t *counts;           /* [B][scratch_stride], all zero between calls */
-    const int32_t *first_row;  /* [B], where a lane's rows of the logits begin; NULL: at b * P */
+    float *scratch;           /* [B][scratch_stride] */
+    int32_t *counts;          /* [B][scratch_stride], all zero between calls */
+    const int32_t *first_row; /* [B], where a lane's rows of the logits begin; NULL: at b * P */
     int64_t logits_stride, row_stride, history_stride, mask_slot_stride, mask_row_stride, scratch_stride;
     int32_t num_batch, num_rows, vocab_size, bf16;
 };
@@ -89,8 +89,7 @@ INLINE void gumbel64(uint64_t seed, uint32_t position, uint32_t first, float out
         /* 23 bits and a half: never 0, never 1. */
         v16f u = (__builtin_convertvector((v16i)(c[w] >> 9), v16f) + splat(0.5f)) * splat(1.0f / 8388608.0f);
         v16f g = splat(0.0f) - log16(splat(0.0f) - log16(u));
-        for (int i = 0; i < 16; i++)
-            out[4 * i + w] = g[i];
+        for (int i = 0; i < 16; i++) out[4 * i + w] = g[i];
     }
 }
 
@@ -109,12 +108,11 @@ INLINE float float_of(uint32_t k) {
 }
 
 /* x[] := the row's logits in fp32 with everything illegal at -inf. Entries from V to the padded end are -inf. */
-INLINE void load_masked(const struct accept_args *a, int64_t row, int kind, int32_t forced, const uint32_t *mask, float *x,
-                        int bf16) {
+INLINE void load_masked(const struct accept_args *a, int64_t row, int kind, int32_t forced, const uint32_t *mask,
+                        float *x, int bf16) {
     const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     int64_t v = a->vocab_size, base = row * a->logits_stride;
-    for (int64_t i = v & ~15ll; i < a->scratch_stride; i++)
-        x[i] = i < v ? load1(a->logits, base + i, bf16) : -INFINITY;
+    for (int64_t i = v & ~15ll; i < a->scratch_stride; i++) x[i] = i < v ? load1(a->logits, base + i, bf16) : -INFINITY;
     for (int64_t i = 0; i + 16 <= v; i += 16) {
         v16f y = load(a->logits, base + i, bf16);
         memcpy(x + i, &y, sizeof y);
@@ -122,18 +120,18 @@ INLINE void load_masked(const struct accept_args *a, int64_t row, int kind, int3
     if (kind == KIND_APPLY)
         for (int64_t i = 0; i < a->scratch_stride; i += 16) {
             uint32_t bits = i < v ? mask[i / 32] >> (i % 32) & 0xffffu : 0;
-            if (bits == 0xffffu)
-                continue;
-            v16i legal = -((v16i)((v16u){bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits} >> (v16u)lane) & 1);
+            if (bits == 0xffffu) continue;
+            v16i legal = -((v16i)((v16u){bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits,
+                                         bits, bits, bits} >>
+                                  (v16u)lane) &
+                           1);
             v16f y = select16(legal, load_f32(x + i), splat(-INFINITY));
             memcpy(x + i, &y, sizeof y);
         }
     if (kind == KIND_FORCED) {
         float keep = forced >= 0 && forced < v ? x[forced] : -INFINITY;
-        for (int64_t i = 0; i < a->scratch_stride; i++)
-            x[i] = -INFINITY;
-        if (forced >= 0 && forced < v)
-            x[forced] = keep;
+        for (int64_t i = 0; i < a->scratch_stride; i++) x[i] = -INFINITY;
+        if (forced >= 0 && forced < v) x[forced] = keep;
     }
 }
 
@@ -142,11 +140,9 @@ INLINE void load_masked(const struct accept_args *a, int64_t row, int kind, int3
 static void apply_rules(const int32_t *rule, int early, const int32_t *history, int32_t n, float *x) {
     int32_t count = *rule++;
     for (int32_t i = 0; i < count; i++, rule++)
-        if (early)
-            x[*rule] = -INFINITY;
+        if (early) x[*rule] = -INFINITY;
     count = *rule++;
-    for (int32_t i = 0; i < count; i++, rule++)
-        x[*rule] = -INFINITY;
+    for (int32_t i = 0; i < count; i++, rule++) x[*rule] = -INFINITY;
     count = *rule++;
     for (int32_t i = 0; i < count; i++) {
         int32_t len = *rule++;
@@ -164,29 +160,25 @@ static void apply_rules(const int32_t *rule, int early, const int32_t *history, 
 
 static int is_stop(const int32_t *rule, int32_t token) {
     for (int32_t i = 0; rule && i < rule[0]; i++)
-        if (rule[1 + i] == token)
-            return 1;
+        if (rule[1 + i] == token) return 1;
     return 0;
 }
 
 /* Repetition (prompt and answer), presence and frequency (answer). Two passes: count, then apply once and clear. A prompt
- * adapter's virtual tokens, whose ids are behind the vocabulary, are left out. */
+ * adapter's virtual tokens, whose ids are after the vocabulary, are left out. */
 static void apply_penalties(const struct accept_args *a, int32_t s, const int32_t *history, int32_t n, int32_t *counts,
                             float *x) {
     const int32_t seen = 1 << 30;
     float rep = a->repetition[s], pres = a->presence[s], freq = a->frequency[s];
-    if (rep == 1.0f && pres == 0.0f && freq == 0.0f)
-        return;
+    if (rep == 1.0f && pres == 0.0f && freq == 0.0f) return;
     for (int32_t i = 0; i < n; i++) {
-        if (history[i] >= a->vocab_size)
-            continue;
+        if (history[i] >= a->vocab_size) continue;
         counts[history[i]] |= seen;
         counts[history[i]] += i >= a->prompt_length[s];
     }
     for (int32_t i = 0; i < n; i++) {
         int32_t token = history[i], c = token < a->vocab_size ? counts[token] : 0;
-        if (c == 0)
-            continue;
+        if (c == 0) continue;
         counts[token] = 0;
         c &= ~seen;
         x[token] = x[token] > 0.0f ? x[token] / rep : x[token] * rep;
@@ -235,20 +227,16 @@ INLINE float peak_of(const float *x, int64_t n) {
 INLINE int32_t choose(const struct accept_args *a, int32_t s, uint32_t position, float *x) {
     int64_t n = a->scratch_stride;
     float peak = peak_of(x, n), t = a->temperature[s];
-    if (!(peak > -INFINITY))
-        return -1;
+    if (!(peak > -INFINITY)) return -1;
     if (t == 0.0f) {
         for (int64_t i = 0;; i++)
-            if (x[i] == peak)
-                return (int32_t)i;
+            if (x[i] == peak) return (int32_t)i;
     }
     /* The peak goes to 0 first: a tiny temperature must not overflow it. */
-    for (int64_t i = 0; i < n; i++)
-        x[i] = (x[i] - peak) / t;
+    for (int64_t i = 0; i < n; i++) x[i] = (x[i] - peak) / t;
     peak = 0.0f;
     float cut = -INFINITY;
-    if (a->top_k[s] > 0 && a->top_k[s] < a->vocab_size)
-        cut = threshold(x, n, peak, cut, (float)a->top_k[s], 0);
+    if (a->top_k[s] > 0 && a->top_k[s] < a->vocab_size) cut = threshold(x, n, peak, cut, (float)a->top_k[s], 0);
     if (a->top_p[s] < 1.0f) {
         float by_mass = threshold(x, n, peak, cut, a->top_p[s] * total_mass(x, n, peak, cut), 1);
         cut = by_mass > cut ? by_mass : cut;
@@ -257,14 +245,12 @@ INLINE int32_t choose(const struct accept_args *a, int32_t s, uint32_t position,
         float by_peak = peak + logf(a->min_p[s]);
         cut = by_peak > cut ? by_peak : cut;
     }
-    if (cut > peak)
-        cut = peak;
+    if (cut > peak) cut = peak;
     int32_t best = -1;
     float top = -INFINITY, noise[64];
     for (int64_t i = 0; i < n; i += 64) {
         float reach = peak_of(x + i, 64);
-        if (!(reach >= cut) || reach == -INFINITY || reach + GUMBEL_MAX < top)
-            continue;
+        if (!(reach >= cut) || reach == -INFINITY || reach + GUMBEL_MAX < top) continue;
         gumbel64(a->seed[s], position, (uint32_t)i, noise);
         for (int j = 0; j < 64; j++)
             if (x[i + j] >= cut && x[i + j] > -INFINITY && x[i + j] + noise[j] > top) {
@@ -286,8 +272,7 @@ INLINE void report_logprobs(const struct accept_args *a, int64_t row, int64_t ou
     int32_t held = 0;
     a->logprob[out] = x[token] - lse;
     for (int32_t i = 0; i < a->vocab_size && top > 0; i++) {
-        if (held == top && x[i] - lse <= values[held - 1])
-            continue;
+        if (held == top && x[i] - lse <= values[held - 1]) continue;
         int32_t at = held < top ? held++ : held - 1;
         for (; at > 0 && values[at - 1] < x[i] - lse; at--) {
             values[at] = values[at - 1];
@@ -312,17 +297,21 @@ struct logprobs_args {
 
 static void logprobs_body(struct member *m, void *context) {
     const struct logprobs_args *a = context;
-    const struct accept_args rows = {.logits = a->logits, .logprob = a->logprob, .top_ids = a->top_ids,
-                                     .top_logprobs = a->top_logprobs, .logits_stride = a->logits_stride,
-                                     .scratch_stride = a->scratch_stride, .vocab_size = a->vocab_size};
+    const struct accept_args rows = {.logits = a->logits,
+                                     .logprob = a->logprob,
+                                     .top_ids = a->top_ids,
+                                     .top_logprobs = a->top_logprobs,
+                                     .logits_stride = a->logits_stride,
+                                     .scratch_stride = a->scratch_stride,
+                                     .vocab_size = a->vocab_size};
     TEAM_FOR_CHUNKS(m, group, a->num_groups, 1)
-        for (int64_t row = group; row < a->num_rows; row += a->num_groups) {
-            float *x = a->scratch + group * a->scratch_stride;
-            if (a->bf16)
-                report_logprobs(&rows, row, row, a->tokens[row], a->top, x, 1);
-            else
-                report_logprobs(&rows, row, row, a->tokens[row], a->top, x, 0);
-        }
+    for (int64_t row = group; row < a->num_rows; row += a->num_groups) {
+        float *x = a->scratch + group * a->scratch_stride;
+        if (a->bf16)
+            report_logprobs(&rows, row, row, a->tokens[row], a->top, x, 1);
+        else
+            report_logprobs(&rows, row, row, a->tokens[row], a->top, x, 0);
+    }
 }
 
 void VARIANT(lockstep_logprobs)(const struct logprobs_args *a) { team_run(logprobs_body, (void *)(intptr_t)a); }
@@ -342,16 +331,14 @@ INLINE void accept_slot(const struct accept_args *a, int64_t b, int bf16) {
         }
         const uint32_t *mask = a->masks + s * a->mask_slot_stride + j * a->mask_row_stride;
         load_masked(a, row, kind, a->forced[out], mask, x, bf16);
-        if (rule)
-            apply_rules(rule, n - a->prompt_length[s] < a->min_tokens[s], history, n, x);
+        if (rule) apply_rules(rule, n - a->prompt_length[s] < a->min_tokens[s], history, n, x);
         apply_penalties(a, s, history, n, a->counts + b * a->scratch_stride, x);
         int32_t token = choose(a, s, (uint32_t)n, x);
         if (token < 0) {
             blocked = KIND_DEAD_END;
             break;
         }
-        if (a->num_logprobs[s] >= 0)
-            report_logprobs(a, row, out, token, a->num_logprobs[s], x, bf16);
+        if (a->num_logprobs[s] >= 0) report_logprobs(a, row, out, token, a->num_logprobs[s], x, bf16);
         a->emitted[out] = token;
         history[n++] = token;
         emitted++;
@@ -359,8 +346,7 @@ INLINE void accept_slot(const struct accept_args *a, int64_t b, int bf16) {
         accepted += match;
         int stop = a->forced[out] == STEERED ? STOP_STEERED : STOP_TOKEN;
         finish = is_stop(rule, token) ? stop : n >= a->max_length[s] ? STOP_LENGTH : RUN_ON;
-        if (!match)
-            break;
+        if (!match) break;
     }
     a->length[s] = n;
     a->num_emitted[b] = emitted;
@@ -379,7 +365,7 @@ static void accept_one(const struct accept_args *a, int64_t b) {
 static void accept_body(struct member *m, void *context) {
     const struct accept_args *a = context;
     TEAM_FOR_CHUNKS(m, b, a->num_batch, 1)
-        accept_one(a, b);
+    accept_one(a, b);
 }
 
 void VARIANT(lockstep_accept)(const struct accept_args *a) {
@@ -398,8 +384,7 @@ INLINE void draft_slot(const struct accept_args *a, int64_t b, int32_t k, int bf
     float *x = a->scratch + b * a->scratch_stride;
     int64_t out = b * a->row_stride + k;
     load_masked(a, b, a->kinds[out], a->forced[out], mask, x, bf16);
-    if (rule)
-        apply_rules(rule, n - a->prompt_length[s] < a->min_tokens[s], history, n, x);
+    if (rule) apply_rules(rule, n - a->prompt_length[s] < a->min_tokens[s], history, n, x);
     apply_penalties(a, s, history, n, a->counts + b * a->scratch_stride, x);
     int32_t token = a->kinds[out] >= KIND_DEFER ? -1 : choose(a, s, (uint32_t)n, x);
     a->drafts[out] = token;
@@ -421,7 +406,7 @@ static void draft_one(const struct accept_args *a, int64_t b, int32_t k) {
 static void draft_body(struct member *m, void *context) {
     const struct draft_call *call = context;
     TEAM_FOR_CHUNKS(m, b, call->args->num_batch, 1)
-        draft_one(call->args, b, call->k);
+    draft_one(call->args, b, call->k);
 }
 
 void VARIANT(lockstep_draft)(const struct accept_args *a, int32_t k) {

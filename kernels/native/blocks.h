@@ -18,9 +18,9 @@
 
 #include <immintrin.h>
 
-#define QBLOCK 32  /* inputs of a block */
-#define LANES 16   /* outputs of a vector */
-#define GROUP 32   /* outputs at once: two vectors share the loads of the activations */
+#define QBLOCK 32 /* inputs of a block */
+#define LANES 16  /* outputs of a vector */
+#define GROUP 32  /* outputs at once: two vectors share the loads of the activations */
 
 #define FETCH_AHEAD 2048 /* bytes of weights */
 
@@ -33,7 +33,8 @@ typedef int8_t v16c __attribute__((vector_size(16)));
 
 /* One matrix. The loader of the model owns the memory. K = inputs / 32; G = outputs / 16, rounded up to an even number. */
 struct block_weights {
-    const uint8_t *quants;   /* 4 bits: [G/2][K][2][4][16][4], input 4 j + i in the low half of a byte, 4 (j + 4) + i in the high
+    const uint8_t
+        *quants; /* 4 bits: [G/2][K][2][4][16][4], input 4 j + i in the low half of a byte, 4 (j + 4) + i in the high
                                 one; 8 bits: [G/2][K][2][8][16][4]. A group's blocks lie in the order in which they are read */
     const uint16_t *scales;  /* [G/2][K][2][16], half precision */
     const uint16_t *offsets; /* the same, added to every weight of the block; null: none, with 8 bits only */
@@ -44,17 +45,17 @@ struct block_weights {
 
 /* Rows of activations in blocks; K = inputs / 32. */
 struct block_rows {
-    int8_t *quants; /* [rows][inputs] */
-    float *scales;  /* [rows][K] */
-    float *sums;    /* [rows][K], scale times the sum of the integers */
+    int8_t *quants;  /* [rows][inputs] */
+    float *scales;   /* [rows][K] */
+    float *sums;     /* [rows][K], scale times the sum of the integers */
     int32_t *counts; /* [rows][K], the sum of the integers */
     int64_t inputs;
 };
 
 struct block_linear_args {
     struct block_weights weights;
-    const void *x; /* [rows][inputs] */
-    void *out;     /* [rows][outputs] */
+    const void *x;    /* [rows][inputs] */
+    void *out;        /* [rows][outputs] */
     uint8_t *scratch; /* block_rows_bytes(rows, inputs) */
     int64_t rows, bf16;
 };
@@ -77,7 +78,8 @@ INLINE v16f half16(const uint16_t *p) {
 #if defined(__AVX512F__)
     return (v16f)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #else
-    __m256 half[2] = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
+    __m256 half[2] = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+                      _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
     return load_f32(half);
 #endif
 }
@@ -105,8 +107,7 @@ INLINE v16i splat_int(int32_t x) { return (v16i){x, x, x, x, x, x, x, x, x, x, x
 /* Pairs of bytes into 16 bits saturate from 2 * 127 * 129 on, so 8-bit weights go in halves of 4 bits. */
 INLINE __m256i dot_half(__m256i sum, __m256i w, __m256i x, int wide) {
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
-    if (!wide)
-        return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones));
+    if (!wide) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones));
     __m256i lo = _mm256_maddubs_epi16(_mm256_and_si256(w, low), x);
     __m256i hi = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(w, 4), low), x);
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(lo, ones));
@@ -132,8 +133,8 @@ INLINE v16i dot4(v16i sum, v16u w, int32_t x, int wide) {
 
 /* Quantise `count` blocks of 32, up to 16, of which block i is at x + i * stride: integers to nearest even of
  * x * 127 / largest magnitude. Block 0 is `block` of `row`; the others follow in the same row, or are those of the next rows. */
-INLINE void quantise_blocks(const float *x, int64_t stride, int64_t count, const struct block_rows *to, int64_t row, int64_t block,
-                            int next_rows) {
+INLINE void quantise_blocks(const float *x, int64_t stride, int64_t count, const struct block_rows *to, int64_t row,
+                            int64_t block, int next_rows) {
     const v16f magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
     const v16i positive = splat_int(0x7fffffff);
     const int64_t at = row * (to->inputs / QBLOCK) + block, step = next_rows ? to->inputs / QBLOCK : 1;
@@ -157,7 +158,7 @@ INLINE void quantise_blocks(const float *x, int64_t stride, int64_t count, const
         memcpy(q, &qa, sizeof qa);
         memcpy(q + 16, &qb, sizeof qb);
     }
-    v16f whole = sum_of_each(each), sum = scale * whole; /* the lanes behind `count` are not read */
+    v16f whole = sum_of_each(each), sum = scale * whole; /* the lanes after `count` are not read */
     v16i integer = __builtin_convertvector(whole, v16i);
     for (int64_t i = 0; i < count; i++) {
         to->scales[at + i * step] = scale[i];
@@ -185,8 +186,8 @@ INLINE v16u part_of(const uint8_t *q, int64_t block, int j, int form) {
 
 /* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on, into rows of `out`; rows and form are compile-time
  * constants. The sums go from registers to their place: a copy would wait for them, and hold up the next tile. */
-INLINE void group_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows, int form,
-                       float *out, int64_t stride) {
+INLINE void group_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
+                       int form, float *out, int64_t stride) {
     const int64_t blocks = w->inputs / QBLOCK, bytes = form == OF_4_BITS ? 256 : 512;
     const uint8_t *q = w->quants + 2 * g * blocks * bytes;
     const uint16_t *s = w->scales + g * blocks * GROUP, *o = form == OF_8_BITS ? 0 : w->offsets + g * blocks * GROUP;
@@ -198,12 +199,11 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
     for (int64_t k = 0; k < blocks; k++) {
         v16i sum[ROW_TILE][2];
         /* The hardware's own prefetch begins anew at every page. */
-        for (int64_t line = 0; line < 2 * bytes; line += 64)
-            __builtin_prefetch(q + 2 * k * bytes + FETCH_AHEAD + line);
+        for (int64_t line = 0; line < 2 * bytes; line += 64) __builtin_prefetch(q + 2 * k * bytes + FETCH_AHEAD + line);
         UNROLL_8 for (int t = 0; t < rows; t++) sum[t][0] = sum[t][1] =
             splat_int(form == OF_4_BITS ? 0 : -128 * xc[t * blocks + k]);
         UNROLL_DOTS for (int i = 0; i < 8; i++) {
-            const int j = form == OF_4_BITS ? i / 2 + i % 2 * 4 : i; /* both halves of a byte, one behind the other */
+            const int j = form == OF_4_BITS ? i / 2 + i % 2 * 4 : i; /* both halves of a byte, one after the other */
             v16u a = part_of(q, 2 * k, j, form), b = part_of(q, 2 * k + 1, j, form);
             UNROLL_8 for (int t = 0; t < rows; t++) {
                 int32_t four;
@@ -227,8 +227,7 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
             }
         }
     }
-    if (w->bias)
-        UNROLL_8 for (int t = 0; t < rows; t++) {
+    if (w->bias) UNROLL_8 for (int t = 0; t < rows; t++) {
             acc[t][0] += load_f32(w->bias + g * GROUP);
             acc[t][1] += load_f32(w->bias + g * GROUP + LANES);
         }
@@ -238,14 +237,14 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
     }
 }
 
-#define OF_ROWS(n)                                                                                                      \
-    case n:                                                                                                             \
-        group_tile(w, g, x, first, n, form, out, stride);                                                                     \
+#define OF_ROWS(n)                                                                                                     \
+    case n:                                                                                                            \
+        group_tile(w, g, x, first, n, form, out, stride);                                                              \
         break;
 
 /* The same for up to ROW_TILE rows. */
-INLINE void rows_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int64_t rows, int form,
-                      float *out, int64_t stride) {
+INLINE void rows_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int64_t rows,
+                      int form, float *out, int64_t stride) {
     switch (rows) {
         OF_ROWS(1)
 #if ROW_TILE == 6
@@ -258,8 +257,8 @@ INLINE void rows_tile(const struct block_weights *w, int64_t g, const struct blo
     }
 }
 
-static void group_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int64_t rows, float *out,
-                       int64_t stride) {
+static void group_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
+                       int64_t rows, float *out, int64_t stride) {
     if (w->kind == BLOCKS_4_BIT)
         rows_tile(w, g, x, first, rows, OF_4_BITS, out, stride);
     else if (w->offsets)
@@ -272,14 +271,13 @@ INLINE int64_t groups_of(const struct block_weights *w) { return (w->outputs + G
 
 /* Rows of the next tile: a tile of few rows waits for its dot products, so the last two are about equal. */
 INLINE int64_t tile_of(int64_t left) {
-    if (left <= ROW_TILE)
-        return left;
+    if (left <= ROW_TILE) return left;
     return left < 2 * ROW_TILE ? (left + 1) / 2 : ROW_TILE;
 }
 
 /* Group g of `rows` rows from `first` on, whole, as fp32 [rows][stride]. */
-INLINE void group_of_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int64_t rows, float *out,
-                          int64_t stride) {
+INLINE void group_of_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
+                          int64_t rows, float *out, int64_t stride) {
     for (int64_t r = 0, n; r < rows; r += n) {
         n = tile_of(rows - r);
         group_rows(w, g, x, first + r, n, out + r * stride, stride);
@@ -309,14 +307,14 @@ static void block_linear_body(struct member *m, void *context) {
     const struct block_weights *w = &a->weights;
     struct block_rows x = block_rows_at(a->scratch, a->rows, w->inputs);
     TEAM_FOR(m, r, a->rows)
-        for (int64_t block = 0; block < w->inputs / QBLOCK; block++) {
-            float part[QBLOCK];
-            for (int64_t i = 0; i < QBLOCK; i += 16) {
-                v16f y = load(a->x, r * w->inputs + block * QBLOCK + i, (int)a->bf16);
-                memcpy(part + i, &y, sizeof y);
-            }
-            quantise_blocks(part, QBLOCK, 1, &x, r, block, 0);
+    for (int64_t block = 0; block < w->inputs / QBLOCK; block++) {
+        float part[QBLOCK];
+        for (int64_t i = 0; i < QBLOCK; i += 16) {
+            v16f y = load(a->x, r * w->inputs + block * QBLOCK + i, (int)a->bf16);
+            memcpy(part + i, &y, sizeof y);
         }
+        quantise_blocks(part, QBLOCK, 1, &x, r, block, 0);
+    }
     TEAM_FOR(m, g, groups_of(w)) {
         const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
         float y[ROW_TILE][GROUP];
@@ -330,6 +328,8 @@ static void block_linear_body(struct member *m, void *context) {
     }
 }
 
-void VARIANT(lockstep_block_linear)(const struct block_linear_args *a) { team_run(block_linear_body, (void *)(intptr_t)a); }
+void VARIANT(lockstep_block_linear)(const struct block_linear_args *a) {
+    team_run(block_linear_body, (void *)(intptr_t)a);
+}
 
 #endif

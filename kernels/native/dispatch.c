@@ -11,25 +11,25 @@ struct paged_attention_args;
 struct rms_norm_args;
 struct rotary_args;
 
-#define DECLARE(variant)                                                                                                \
-    void lockstep_accept_##variant(const struct accept_args *);                                                         \
-    void lockstep_draft_##variant(const struct accept_args *, int32_t);                                                 \
-    void lockstep_logprobs_##variant(const struct logprobs_args *);                                                     \
-    void lockstep_low_rank_##variant(const struct low_rank_args *);                                                     \
-    void lockstep_paged_attention_##variant(const struct paged_attention_args *);                                       \
-    void lockstep_rms_norm_##variant(const struct rms_norm_args *);                                                     \
-    void lockstep_rotary_##variant(const struct rotary_args *);                                                         \
-    void lockstep_gated_##variant(const struct gated_args *);                                                           \
+#define DECLARE(variant)                                                                                               \
+    void lockstep_accept_##variant(const struct accept_args *);                                                        \
+    void lockstep_draft_##variant(const struct accept_args *, int32_t);                                                \
+    void lockstep_logprobs_##variant(const struct logprobs_args *);                                                    \
+    void lockstep_low_rank_##variant(const struct low_rank_args *);                                                    \
+    void lockstep_paged_attention_##variant(const struct paged_attention_args *);                                      \
+    void lockstep_rms_norm_##variant(const struct rms_norm_args *);                                                    \
+    void lockstep_rotary_##variant(const struct rotary_args *);                                                        \
+    void lockstep_gated_##variant(const struct gated_args *);                                                          \
     void lockstep_gumbel_##variant(uint64_t, uint32_t, int64_t, float *);
 
 DECLARE(baseline)
 
 #if defined(__x86_64__)
-#define DECLARE_BLOCKS(variant)                                                                                         \
-    DECLARE(variant)                                                                                                    \
-    void lockstep_block_linear_##variant(const struct block_linear_args *);                                             \
-    int64_t lockstep_forward_scratch_##variant(const struct forward_args *);                                            \
-    void lockstep_forward_##variant(const struct forward_args *);                                                       \
+#define DECLARE_BLOCKS(variant)                                                                                        \
+    DECLARE(variant)                                                                                                   \
+    void lockstep_block_linear_##variant(const struct block_linear_args *);                                            \
+    int64_t lockstep_forward_scratch_##variant(const struct forward_args *);                                           \
+    void lockstep_forward_##variant(const struct forward_args *);                                                      \
     void lockstep_forward_head_##variant(const struct forward_args *, const struct accept_args *);
 
 DECLARE_BLOCKS(x86_64_v3)
@@ -50,14 +50,14 @@ static int level(void) {
     return known;
 }
 
-#define CALL(name, ...)                                                                                                 \
-    (level() == 5   ? name##_x86_64_vnni(__VA_ARGS__)                                                                   \
-     : level() == 4 ? name##_x86_64_v4(__VA_ARGS__)                                                                     \
-     : level() == 3 ? name##_x86_64_v3(__VA_ARGS__)                                                                     \
+#define CALL(name, ...)                                                                                                \
+    (level() == 5   ? name##_x86_64_vnni(__VA_ARGS__)                                                                  \
+     : level() == 4 ? name##_x86_64_v4(__VA_ARGS__)                                                                    \
+     : level() == 3 ? name##_x86_64_v3(__VA_ARGS__)                                                                    \
                     : name##_baseline(__VA_ARGS__))
-#define CALL_BLOCKS(name, ...)                                                                                          \
-    (level() == 5   ? name##_x86_64_vnni(__VA_ARGS__)                                                                   \
-     : level() == 4 ? name##_x86_64_v4(__VA_ARGS__)                                                                     \
+#define CALL_BLOCKS(name, ...)                                                                                         \
+    (level() == 5   ? name##_x86_64_vnni(__VA_ARGS__)                                                                  \
+     : level() == 4 ? name##_x86_64_v4(__VA_ARGS__)                                                                    \
                     : name##_x86_64_v3(__VA_ARGS__))
 #else
 #define CALL(name, ...) name##_baseline(__VA_ARGS__)
@@ -79,7 +79,9 @@ void lockstep_rotary(const struct rotary_args *a) { CALL(lockstep_rotary, a); }
 
 void lockstep_gated(const struct gated_args *a) { CALL(lockstep_gated, a); }
 
-void lockstep_gumbel(uint64_t seed, uint32_t position, int64_t n, float *out) { CALL(lockstep_gumbel, seed, position, n, out); }
+void lockstep_gumbel(uint64_t seed, uint32_t position, int64_t n, float *out) {
+    CALL(lockstep_gumbel, seed, position, n, out);
+}
 
 /* 1: no AVX2; 3: AVX2 and FMA; 4: AVX-512; 5: AVX-512 with VNNI. Other architectures: 0. */
 int32_t lockstep_cpu_level(void) {
@@ -98,5 +100,7 @@ int64_t lockstep_forward_scratch(const struct forward_args *a) { return CALL_BLO
 
 void lockstep_forward(const struct forward_args *a) { CALL_BLOCKS(lockstep_forward, a); }
 
-void lockstep_forward_head(const struct forward_args *a, const struct accept_args *rows) { CALL_BLOCKS(lockstep_forward_head, a, rows); }
+void lockstep_forward_head(const struct forward_args *a, const struct accept_args *rows) {
+    CALL_BLOCKS(lockstep_forward_head, a, rows);
+}
 #endif

@@ -25,7 +25,7 @@ struct forward_layer {
     void *tap;                    /* [num_rows][hidden] in the pages' dtype: gets the layer's input; null: not wanted */
     int64_t rotated;              /* the first channels of a head, which are rotated */
     float pre_attention_eps, post_attention_eps, pre_block_eps, post_block_eps, q_eps, k_eps;
-    float scale, softcap;         /* of attention */
+    float scale, softcap; /* of attention */
     int32_t window, act;
 };
 
@@ -34,27 +34,28 @@ enum { OF_QKV, OF_OUTPUT, OF_GATE_UP, OF_DOWN, PRODUCTS }; /* the products of a 
 struct forward_args {
     const struct forward_layer *layers;
     struct block_weights head;
-    const float *norm;          /* fp32 [hidden], in front of the head */
-    const void *embedding;      /* [vocabulary][hidden] in the pages' dtype */
-    const int64_t *ids;         /* [num_rows] */
-    const int32_t *positions;   /* [num_rows]; negative is padding, behind the other rows of its sequence */
-    const int32_t *row_starts;  /* [num_sequences + 1], ascending: sequence b has rows [row_starts[b], row_starts[b + 1]) */
-    const int32_t *page_table;  /* [num_sequences][table_stride] */
-    float *logits;              /* [num_logits][logits_stride]: rows of padding are not written */
-    void *tap;                  /* [num_rows][hidden]: gets the input of the head; null: not wanted */
-    uint8_t *scratch;           /* lockstep_forward_scratch bytes, on a 64-byte boundary */
+    const float *norm;        /* fp32 [hidden], before the head */
+    const void *embedding;    /* [vocabulary][hidden] in the pages' dtype */
+    const int64_t *ids;       /* [num_rows] */
+    const int32_t *positions; /* [num_rows]; negative is padding, after the other rows of its sequence */
+    const int32_t
+        *row_starts; /* [num_sequences + 1], ascending: sequence b has rows [row_starts[b], row_starts[b + 1]) */
+    const int32_t *page_table; /* [num_sequences][table_stride] */
+    float *logits;             /* [num_logits][logits_stride]: rows of padding are not written */
+    void *tap;                 /* [num_rows][hidden]: gets the input of the head; null: not wanted */
+    uint8_t *scratch;          /* lockstep_forward_scratch bytes, on a 64-byte boundary */
     int64_t table_stride, logits_stride;
     int64_t num_rows, num_sequences, num_layers;
-    int64_t num_logits;         /* the first rows, whose logits are wanted. Without a tap the others only fill the pages */
+    int64_t num_logits; /* the first rows, whose logits are wanted. Without a tap the others only fill the pages */
     int64_t hidden, inner, num_heads, num_kv_heads, head_dim, page_size;
     float embedding_scale, norm_eps, logits_softcap; /* softcap 0: none */
-    int32_t bf16;               /* pages, embedding and taps */
-    int32_t defers_head;        /* the logits are left to lockstep_forward_head (masked_head.h) */
+    int32_t bf16;                                    /* pages, embedding and taps */
+    int32_t defers_head;                             /* the logits are left to lockstep_forward_head (masked_head.h) */
     const struct low_rank *const *adapters; /* by number: PRODUCTS entries a layer; null: no row has one. [0] is null */
     const int32_t *sequence_adapters;       /* [num_sequences]: their numbers; 0: none */
     const float *virtual_embedding;         /* [][hidden]: of the ids from `vocabulary` on; null: there are none */
-    int64_t adapter_rank;       /* of a product, its parts together: the most of any adapter */
-    int64_t vocabulary;         /* rows of the embedding */
+    int64_t adapter_rank;                   /* of a product, its parts together: the most of any adapter */
+    int64_t vocabulary;                     /* rows of the embedding */
 };
 
 enum { EVERY_GROUP = -1, NO_GROUP = -2 };
@@ -68,14 +69,14 @@ struct head_row {
 
 /* Memory of one call, cut from the scratch. R rows that are no padding. */
 struct forward_work {
-    float *x, *delta, *qkv, *attended; /* [R][hidden], [R][hidden], [R][(Hq + 2 Hkv) D], [R][Hq D] */
+    float *x, *delta, *qkv, *attended;      /* [R][hidden], [R][hidden], [R][(Hq + 2 Hkv) D], [R][Hq D] */
     struct block_rows normed, heads, gated; /* inputs of products: of hidden, Hq D and inner channels */
-    int32_t *place, *position, *sequence; /* [R]: number among the caller's rows, position, and whose row it is */
-    int32_t *first;                    /* [num_sequences + 1]: sequence b has rows [first[b], first[b + 1]) of R */
-    int32_t (*tasks)[3];               /* sequence, KV head, first query of a tile */
-    struct head_row *head_rows; /* [num_logits], with `defers_head` alone, as are their inputs */
+    int32_t *place, *position, *sequence;   /* [R]: number among the caller's rows, position, and whose row it is */
+    int32_t *first;                         /* [num_sequences + 1]: sequence b has rows [first[b], first[b + 1]) of R */
+    int32_t (*tasks)[3];                    /* sequence, KV head, first query of a tile */
+    struct head_row *head_rows;             /* [num_logits], with `defers_head` alone, as are their inputs */
     struct block_rows head_inputs;
-    float *low, *active;               /* with adapters alone: [R][adapter_rank] and, as fp32, the input of `down`, [R][inner] */
+    float *low, *active; /* with adapters alone: [R][adapter_rank] and, as fp32, the input of `down`, [R][inner] */
     int64_t rows, num_tasks, num_logits;
 };
 
@@ -108,8 +109,7 @@ static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t r
     w.head_inputs = block_rows_at(carve(&memory, block_rows_bytes(deferred, a->hidden)), deferred, a->hidden);
     w.low = (float *)carve(&memory, a->adapters ? rows * a->adapter_rank * 4 : 0);
     w.active = (float *)carve(&memory, a->adapters ? rows * a->inner * 4 : 0);
-    if (work)
-        *work = w;
+    if (work) *work = w;
     return memory;
 }
 
@@ -139,8 +139,7 @@ static void open_work(const struct forward_args *a, struct forward_work *w) {
 /* x * weight / rms(x), n a multiple of 16; `out` may be `x`. */
 INLINE void norm32(const float *x, const float *weight, float eps, float *out, int64_t n) {
     v16f squares = splat(0.0f);
-    for (int64_t i = 0; i < n; i += 16)
-        squares += load_f32(x + i) * load_f32(x + i);
+    for (int64_t i = 0; i < n; i += 16) squares += load_f32(x + i) * load_f32(x + i);
     float inverse = 1.0f / sqrtf(sum16(squares) / (float)n + eps);
     for (int64_t i = 0; i < n; i += 16) {
         v16f y = load_f32(x + i) * splat(inverse) * load_f32(weight + i);
@@ -149,23 +148,20 @@ INLINE void norm32(const float *x, const float *weight, float eps, float *out, i
 }
 
 static void tap_row(const struct forward_args *a, const struct forward_work *w, void *tap, int64_t r, const float *x) {
-    for (int64_t i = 0; i < a->hidden; i++)
-        store1(tap, w->place[r] * a->hidden + i, x[i], a->bf16);
+    for (int64_t i = 0; i < a->hidden; i++) store1(tap, w->place[r] * a->hidden + i, x[i], a->bf16);
 }
 
 /* x += post(delta), then delta = pre(x): the input of the next product. `post` and `pre` may be null. */
-INLINE void add_and_norm(const struct forward_args *a, const struct forward_work *w, int64_t r, const float *post, float post_eps,
-                         const float *pre, float pre_eps, void *tap) {
+INLINE void add_and_norm(const struct forward_args *a, const struct forward_work *w, int64_t r, const float *post,
+                         float post_eps, const float *pre, float pre_eps, void *tap) {
     const int64_t n = a->hidden;
     float *x = w->x + r * n, *delta = w->delta + r * n;
-    if (post)
-        norm32(delta, post, post_eps, delta, n);
+    if (post) norm32(delta, post, post_eps, delta, n);
     for (int64_t i = 0; i < n; i += 16) {
         v16f y = load_f32(x + i) + load_f32(delta + i);
         memcpy(x + i, &y, sizeof y);
     }
-    if (tap)
-        tap_row(a, w, tap, r, x);
+    if (tap) tap_row(a, w, tap, r, x);
     if (pre)
         norm32(x, pre, pre_eps, delta, n);
     else
@@ -193,48 +189,47 @@ static void embed(struct member *m, const struct forward_args *a, const struct f
 INLINE const struct low_rank *low_rank_of(const struct forward_args *a, const struct forward_layer *l,
                                           const struct forward_work *w, int64_t r, int product) {
     const struct low_rank *adapter = a->adapters[a->sequence_adapters[w->sequence[r]]];
-    if (!adapter)
-        return 0;
+    if (!adapter) return 0;
     adapter += (l - a->layers) * PRODUCTS + product;
     return adapter->num_parts ? adapter : 0;
 }
 
 /* The first half of a row's low-rank product; the row's thread has just made its input `x`. */
-static void shrink(const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w, int64_t r, int product,
-                   const float *x) {
+static void shrink(const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w, int64_t r,
+                   int product, const float *x) {
     const struct low_rank *low = low_rank_of(a, l, w, r, product);
-    if (low)
-        shrink_row(low, x, 0, 0, w->low + r * a->adapter_rank);
+    if (low) shrink_row(low, x, 0, 0, w->low + r * a->adapter_rank);
 }
 
 /* The second half, for `count` outputs of `rows` rows from `first` on. */
-static void expand(const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w, int64_t first,
-                   int64_t rows, int product, int64_t from, int64_t count, float *y, int64_t stride) {
+static void expand(const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w,
+                   int64_t first, int64_t rows, int product, int64_t from, int64_t count, float *y, int64_t stride) {
     for (int64_t r = first; r < first + rows; r++) {
         const struct low_rank *low = low_rank_of(a, l, w, r, product);
-        if (low)
-            expand_row(low, w->low + r * a->adapter_rank, from, count, y + (r - first) * stride, 0, 0);
+        if (low) expand_row(low, w->low + r * a->adapter_rank, from, count, y + (r - first) * stride, 0, 0);
     }
 }
 
-/* `l` and `product` are of the product behind it; a null `l`: the head, which no adapter changes. */
-static void before_product(struct member *m, const struct forward_args *a, const struct forward_work *w, const float *post,
-                           float post_eps, const float *pre, float pre_eps, void *tap, const struct forward_layer *l, int product) {
+/* `l` and `product` are of the product after it; a null `l`: the head, which no adapter changes. */
+static void before_product(struct member *m, const struct forward_args *a, const struct forward_work *w,
+                           const float *post, float post_eps, const float *pre, float pre_eps, void *tap,
+                           const struct forward_layer *l, int product) {
     TEAM_FOR(m, r, w->rows) {
         add_and_norm(a, w, r, post, post_eps, pre, pre_eps, tap);
-        if (a->adapters && l)
-            shrink(a, l, w, r, product, w->delta + r * a->hidden);
+        if (a->adapters && l) shrink(a, l, w, r, product, w->delta + r * a->hidden);
         quantise_row(w->delta + r * a->hidden, &w->normed, r);
     }
 }
 
-static void product(struct member *m, const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w,
-                    const struct block_weights *weights, int number, const struct block_rows *x, float *out) {
+static void product(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                    const struct forward_work *w, const struct block_weights *weights, int number,
+                    const struct block_rows *x, float *out) {
     TEAM_FOR(m, g, groups_of(weights)) {
         group_into(weights, g, x, w->rows, out, weights->outputs, 0);
         if (a->adapters) {
             const int64_t left = weights->outputs - g * GROUP;
-            expand(a, l, w, 0, w->rows, number, g * GROUP, left < GROUP ? left : GROUP, out + g * GROUP, weights->outputs);
+            expand(a, l, w, 0, w->rows, number, g * GROUP, left < GROUP ? left : GROUP, out + g * GROUP,
+                   weights->outputs);
         }
     }
 }
@@ -291,8 +286,7 @@ static void quantise_attended(struct member *m, const struct forward_args *a, co
                               const struct forward_work *w) {
     TEAM_FOR(m, r, w->rows) {
         const float *attended = w->attended + r * a->num_heads * a->head_dim;
-        if (a->adapters)
-            shrink(a, l, w, r, OF_OUTPUT, attended);
+        if (a->adapters) shrink(a, l, w, r, OF_OUTPUT, attended);
         quantise_row(attended, &w->heads, r);
     }
 }
@@ -305,44 +299,44 @@ static void gate_and_up(struct member *m, const struct forward_args *a, const st
     const int64_t blocks = a->inner / GROUP;
     float gate[GATED_ROWS][GROUP] __attribute__((aligned(64))), up[GATED_ROWS][GROUP] __attribute__((aligned(64)));
     TEAM_FOR(m, c, blocks)
-        for (int64_t r = 0, rows; r < w->rows; r += rows) {
-            rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
-            group_of_rows(&l->gate_up, c, &w->normed, r, rows, gate[0], GROUP);
-            group_of_rows(&l->gate_up, blocks + c, &w->normed, r, rows, up[0], GROUP);
-            if (a->adapters) {
-                expand(a, l, w, r, rows, OF_GATE_UP, c * GROUP, GROUP, gate[0], GROUP);
-                expand(a, l, w, r, rows, OF_GATE_UP, a->inner + c * GROUP, GROUP, up[0], GROUP);
-            }
-            for (int64_t i = 0; i < rows * GROUP; i += 16) {
-                v16f g = load_f32(gate[0] + i), u = g;
-                if (l->act == ACT_GELU_TANH) /* 0.5 (1 + tanh u) is sigmoid(2 u) */
-                    u = splat(2.0f * 0.7978845608028654f) * (g + splat(0.044715f) * g * g * g);
-                v16f z = g * sigmoid16(u) * load_f32(up[0] + i);
-                memcpy(gate[0] + i, &z, sizeof z);
-            }
-            if (a->adapters)
-                for (int64_t t = 0; t < rows; t++)
-                    memcpy(w->active + (r + t) * a->inner + c * GROUP, gate[t], sizeof gate[t]);
-            for (int64_t t = 0; t < rows; t += 16)
-                quantise_blocks(gate[t], GROUP, rows - t < 16 ? rows - t : 16, &w->gated, r + t, c, 1);
+    for (int64_t r = 0, rows; r < w->rows; r += rows) {
+        rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
+        group_of_rows(&l->gate_up, c, &w->normed, r, rows, gate[0], GROUP);
+        group_of_rows(&l->gate_up, blocks + c, &w->normed, r, rows, up[0], GROUP);
+        if (a->adapters) {
+            expand(a, l, w, r, rows, OF_GATE_UP, c * GROUP, GROUP, gate[0], GROUP);
+            expand(a, l, w, r, rows, OF_GATE_UP, a->inner + c * GROUP, GROUP, up[0], GROUP);
         }
+        for (int64_t i = 0; i < rows * GROUP; i += 16) {
+            v16f g = load_f32(gate[0] + i), u = g;
+            if (l->act == ACT_GELU_TANH) /* 0.5 (1 + tanh u) is sigmoid(2 u) */
+                u = splat(2.0f * 0.7978845608028654f) * (g + splat(0.044715f) * g * g * g);
+            v16f z = g * sigmoid16(u) * load_f32(up[0] + i);
+            memcpy(gate[0] + i, &z, sizeof z);
+        }
+        if (a->adapters)
+            for (int64_t t = 0; t < rows; t++)
+                memcpy(w->active + (r + t) * a->inner + c * GROUP, gate[t], sizeof gate[t]);
+        for (int64_t t = 0; t < rows; t += 16)
+            quantise_blocks(gate[t], GROUP, rows - t < 16 ? rows - t : 16, &w->gated, r + t, c, 1);
+    }
 }
 
 static void shrink_active(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                           const struct forward_work *w) {
     TEAM_FOR(m, r, w->rows)
-        shrink(a, l, w, r, OF_DOWN, w->active + r * a->inner);
+    shrink(a, l, w, r, OF_DOWN, w->active + r * a->inner);
 }
 
 static void head(struct member *m, const struct forward_args *a, const struct forward_work *w) {
     TEAM_FOR(m, g, groups_of(&a->head))
-        group_into(&a->head, g, &w->normed, w->num_logits, a->logits, a->logits_stride, w->place);
+    group_into(&a->head, g, &w->normed, w->num_logits, a->logits, a->logits_stride, w->place);
     if (a->logits_softcap > 0.0f) {
         TEAM_FOR(m, r, w->num_logits)
-            for (int64_t i = 0; i < a->head.outputs; i++) {
-                float *y = a->logits + w->place[r] * a->logits_stride + i;
-                *y = tanhf(*y / a->logits_softcap) * a->logits_softcap;
-            }
+        for (int64_t i = 0; i < a->head.outputs; i++) {
+            float *y = a->logits + w->place[r] * a->logits_stride + i;
+            *y = tanhf(*y / a->logits_softcap) * a->logits_softcap;
+        }
     }
 }
 
@@ -350,12 +344,31 @@ static struct paged_attention_args attention_of(const struct forward_args *a, co
                                                 const struct forward_work *w) {
     const int64_t d = a->head_dim, attended = a->num_heads * d, channels = attended + 2 * a->num_kv_heads * d;
     return (struct paged_attention_args){
-        .q = w->qkv, .k = w->qkv + attended, .v = w->qkv + attended + a->num_kv_heads * d, .out = w->attended,
-        .k_pages = l->k_pages, .v_pages = l->v_pages, .page_table = a->page_table, .positions = w->position,
-        .q_stride_p = channels, .q_stride_h = d, .k_stride_p = channels, .k_stride_h = d, .v_stride_p = channels,
-        .v_stride_h = d, .table_stride = a->table_stride, .num_batch = 1, .num_queries = 1,
-        .num_heads = (int32_t)a->num_heads, .num_kv_heads = (int32_t)a->num_kv_heads, .head_dim = (int32_t)d,
-        .page_size = (int32_t)a->page_size, .bf16 = a->bf16, .window = l->window, .scale = l->scale, .softcap = l->softcap,
+        .q = w->qkv,
+        .k = w->qkv + attended,
+        .v = w->qkv + attended + a->num_kv_heads * d,
+        .out = w->attended,
+        .k_pages = l->k_pages,
+        .v_pages = l->v_pages,
+        .page_table = a->page_table,
+        .positions = w->position,
+        .q_stride_p = channels,
+        .q_stride_h = d,
+        .k_stride_p = channels,
+        .k_stride_h = d,
+        .v_stride_p = channels,
+        .v_stride_h = d,
+        .table_stride = a->table_stride,
+        .num_batch = 1,
+        .num_queries = 1,
+        .num_heads = (int32_t)a->num_heads,
+        .num_kv_heads = (int32_t)a->num_kv_heads,
+        .head_dim = (int32_t)d,
+        .page_size = (int32_t)a->page_size,
+        .bf16 = a->bf16,
+        .window = l->window,
+        .scale = l->scale,
+        .softcap = l->softcap,
     };
 }
 
@@ -376,8 +389,7 @@ static void after_attention(struct member *m, const struct forward_args *a, cons
     product(m, a, l, w, &l->output, OF_OUTPUT, &w->heads, w->delta);
     before_product(m, a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0, l, OF_GATE_UP);
     gate_and_up(m, a, l, w);
-    if (a->adapters)
-        shrink_active(m, a, l, w);
+    if (a->adapters) shrink_active(m, a, l, w);
     product(m, a, l, w, &l->down, OF_DOWN, &w->gated, w->delta);
 }
 
@@ -396,7 +408,8 @@ static struct block_rows block_rows_from(const struct block_rows *x, int64_t row
 }
 
 /* The work of rows [begin, end) alone. */
-static struct forward_work work_of_rows(const struct forward_args *a, const struct forward_work *w, int64_t begin, int64_t end) {
+static struct forward_work work_of_rows(const struct forward_args *a, const struct forward_work *w, int64_t begin,
+                                        int64_t end) {
     const int64_t attended = a->num_heads * a->head_dim, channels = attended + 2 * a->num_kv_heads * a->head_dim;
     struct forward_work part = *w;
     part.x += begin * a->hidden;
@@ -415,15 +428,13 @@ static struct forward_work work_of_rows(const struct forward_args *a, const stru
     return part;
 }
 
-/* What is wanted behind the last layer's keys and values: of all rows where a tap wants them, else of those with logits.
+/* What is wanted after the last layer's keys and values: of all rows where a tap wants them, else of those with logits.
  * These come first, so the tiles of their sequences do, too. */
 static struct forward_work work_of_ends(const struct forward_args *a, const struct forward_work *w) {
     struct forward_work ends = *w;
-    if (a->tap)
-        return ends;
+    if (a->tap) return ends;
     ends.rows = w->num_logits;
-    while (ends.num_tasks > 0 && w->first[w->tasks[ends.num_tasks - 1][0]] >= ends.rows)
-        ends.num_tasks--;
+    while (ends.num_tasks > 0 && w->first[w->tasks[ends.num_tasks - 1][0]] >= ends.rows) ends.num_tasks--;
     return ends;
 }
 
@@ -435,8 +446,7 @@ static void layers_by_outputs(struct member *m, const struct forward_args *a, co
         const struct paged_attention_args attention = attention_of(a, l, w);
         const struct forward_work *rest = i + 1 == a->num_layers ? ends : w;
         before_attention(m, a, l, w, i ? l - 1 : 0);
-        if (rest->rows == 0)
-            return;
+        if (rest->rows == 0) return;
         attend_tasks(m, a, w, &attention, rest->num_tasks);
         after_attention(m, a, l, rest);
     }
@@ -454,7 +464,7 @@ static int64_t rows_of_chunk(const struct member *m, int64_t rows) {
 }
 
 /* Many rows: the members share the rows. What a member writes is read by itself, from its own cache, but for keys and values;
- * and a layer has two loops. Behind the last attention the rows may be few again. */
+ * and a layer has two loops. After the last attention the rows may be few again. */
 static void layers_by_rows(struct member *m, const struct forward_args *a, const struct forward_work *w,
                            const struct forward_work *ends) {
     struct member alone = {.alone = 1, .chunks = 1};
@@ -462,14 +472,12 @@ static void layers_by_rows(struct member *m, const struct forward_args *a, const
     for (int64_t i = 0; i < a->num_layers; i++, l++) {
         for (struct share s = team_loop(m, w->rows, rows_of_chunk(m, w->rows)); team_take(m, &s);) {
             const struct forward_work part = work_of_rows(a, w, s.begin, s.end);
-            if (i)
-                after_attention(&alone, a, l - 1, &part);
+            if (i) after_attention(&alone, a, l - 1, &part);
             before_attention(&alone, a, l, &part, i ? l - 1 : 0);
         }
         const struct paged_attention_args attention = attention_of(a, l, w);
         const int64_t num_tasks = i + 1 == a->num_layers ? ends->num_tasks : w->num_tasks;
-        if (num_tasks == 0)
-            return;
+        if (num_tasks == 0) return;
         attend_tasks(m, a, w, &attention, num_tasks);
     }
     if (!by_rows(m, ends->rows)) {
@@ -493,23 +501,20 @@ static void forward_body(struct member *m, void *context) {
         layers_by_rows(m, a, w, &ends);
     else
         layers_by_outputs(m, a, w, &ends);
-    if (ends.rows == 0)
-        return;
+    if (ends.rows == 0) return;
     before_product(m, a, &ends, last->post_block, last->post_block_eps, a->norm, a->norm_eps, 0, 0, 0);
     if (a->tap) {
         TEAM_FOR(m, r, w->rows)
-            tap_row(a, w, a->tap, r, w->delta + r * a->hidden);
+        tap_row(a, w, a->tap, r, w->delta + r * a->hidden);
     }
-    if (!a->defers_head)
-        head(m, a, w);
+    if (!a->defers_head) head(m, a, w);
 }
 
 void VARIANT(lockstep_forward)(const struct forward_args *a) {
     struct forward_work w;
     lay_out(a, a->scratch, a->num_rows, &w);
     open_work(a, &w);
-    if (w.rows > 0)
-        team_run(forward_body, &(struct forward_call){a, &w});
+    if (w.rows > 0) team_run(forward_body, &(struct forward_call){a, &w});
 }
 
 #endif

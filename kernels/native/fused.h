@@ -22,11 +22,11 @@ struct rms_norm_args {
 };
 
 struct rotary_args {
-    void *qkv;           /* [rows][stride]: q heads, then k heads, changed in place; the columns behind them are not touched */
-    const void *cos;     /* [rows][rotated] contiguous */
-    const void *sin;     /* the same */
-    const void *q_weight; /* [head_dim], RMSNorm of a query head; null: none */
-    const void *k_weight; /* the same for keys */
+    void *qkv; /* [rows][stride]: q heads, then k heads, changed in place; the columns after them are not touched */
+    const void *cos;                                           /* [rows][rotated] contiguous */
+    const void *sin;                                           /* the same */
+    const void *q_weight;                                      /* [head_dim], RMSNorm of a query head; null: none */
+    const void *k_weight;                                      /* the same for keys */
     int64_t rows, stride, q_heads, k_heads, head_dim, rotated; /* the first `rotated` channels of a head are rotated */
     float q_eps, k_eps;
     int32_t kind, bf16;
@@ -48,13 +48,11 @@ INLINE float rounded1(float x, int bf16) {
     return bf16 ? y : x;
 }
 
-/* 16 elements, or the last `n`, with zeros behind them. */
+/* 16 elements, or the last `n`, with zeros after them. */
 INLINE v16f load_some(const void *base, int64_t index, int64_t n, int bf16) {
     v16f x = splat(0.0f);
-    if (n >= 16)
-        return load(base, index, bf16);
-    for (int64_t i = 0; i < n; i++)
-        x[i] = load1(base, index + i, bf16);
+    if (n >= 16) return load(base, index, bf16);
+    for (int64_t i = 0; i < n; i++) x[i] = load1(base, index + i, bf16);
     return x;
 }
 
@@ -63,14 +61,12 @@ INLINE void store_some(void *base, int64_t index, v16f x, int64_t n, int bf16) {
         store(base, index, x, bf16);
         return;
     }
-    for (int64_t i = 0; i < n; i++)
-        store1(base, index + i, x[i], bf16);
+    for (int64_t i = 0; i < n; i++) store1(base, index + i, x[i], bf16);
 }
 
 INLINE v16f scaled(v16f x, float inverse, v16f weight, int kind, int bf16) {
     v16f y = x * splat(inverse);
-    if (kind == ROUND_THEN_SCALE)
-        return rounded(y, bf16) * weight;
+    if (kind == ROUND_THEN_SCALE) return rounded(y, bf16) * weight;
     return kind == SCALE_THEN_ROUND ? y * weight : y * (splat(1.0f) + weight);
 }
 
@@ -112,8 +108,7 @@ INLINE void rotate_row(const struct rotary_args *a, int64_t row, int bf16) {
     for (int64_t h = 0; h < a->q_heads + a->k_heads; h++) {
         const int64_t at = row * a->stride + h * d;
         const void *weight = h < a->q_heads ? a->q_weight : a->k_weight;
-        if (weight)
-            norm_head(a->qkv, at, weight, d, h < a->q_heads ? a->q_eps : a->k_eps, a->kind, bf16);
+        if (weight) norm_head(a->qkv, at, weight, d, h < a->q_heads ? a->q_eps : a->k_eps, a->kind, bf16);
         for (int64_t i = 0; i < half; i += 16) {
             const int64_t n = half - i;
             v16f x = load_some(a->qkv, at + i, n, bf16), y = load_some(a->qkv, at + half + i, n, bf16);

@@ -1,4 +1,4 @@
-/* Low-rank matrices beside a product's own (LoRA, Hu et al. 2021): y += B (scale * A x).
+/* Low-rank matrices next to a product's own (LoRA, Hu et al. 2021): y += B (scale * A x).
  *
  * Sums are fp32. Invariant: a row depends on its own input and its own adapter alone, in a fixed order of operations, and
  * the outputs of a row that has no adapter are not touched. Not responsible for: the ownership of matrices, and which row has
@@ -16,7 +16,7 @@ struct low_rank_part {
     const void *b;            /* [rank][end - begin] */
     int64_t rank, begin, end; /* outputs [begin, end) of the product */
     float scale;
-    int32_t bf16;             /* a and b; else fp32 */
+    int32_t bf16; /* a and b; else fp32 */
 };
 
 /* One adapter's matrices of one product. */
@@ -31,13 +31,14 @@ struct low_rank_args {
     const void *x;                          /* [rows][inputs] */
     void *y;                                /* [rows][outputs]: added to */
     float *scratch;                         /* [rows][rank] */
-    int64_t product, count, rows_each;      /* row r is of sequence r / rows_each, the rows behind the last one are of that */
-    int64_t rows, inputs, outputs, rank;    /* rank: of a product, its parts together, the most of any adapter */
-    int32_t bf16;                           /* x and y */
+    int64_t product, count, rows_each; /* row r is of sequence r / rows_each, the rows after the last one are of that */
+    int64_t rows, inputs, outputs, rank; /* rank: of a product, its parts together, the most of any adapter */
+    int32_t bf16;                        /* x and y */
 };
 
 /* dtypes are compile-time constants: of x or y, and of the matrix. */
-INLINE void shrink_part(const struct low_rank_part *part, int64_t n, const void *x, int64_t at, int bf16, int narrow, float *t) {
+INLINE void shrink_part(const struct low_rank_part *part, int64_t n, const void *x, int64_t at, int bf16, int narrow,
+                        float *t) {
     const int64_t whole = n & ~(int64_t)31;
     for (int64_t k = 0; k < part->rank; k++) {
         v16f even = splat(0.0f), odd = splat(0.0f);
@@ -46,13 +47,12 @@ INLINE void shrink_part(const struct low_rank_part *part, int64_t n, const void 
             odd += load(x, at + i + 16, bf16) * load(part->a, k * n + i + 16, narrow);
         }
         float sum = sum16(even + odd);
-        for (int64_t i = whole; i < n; i++)
-            sum += load1(x, at + i, bf16) * load1(part->a, k * n + i, narrow);
+        for (int64_t i = whole; i < n; i++) sum += load1(x, at + i, bf16) * load1(part->a, k * n + i, narrow);
         t[k] = sum * part->scale;
     }
 }
 
-/* t = scale * A x, the parts one behind the other. */
+/* t = scale * A x, the parts one after the other. */
 INLINE void shrink_row(const struct low_rank *l, const void *x, int64_t at, int bf16, float *t) {
     for (int64_t p = 0; p < l->num_parts; t += l->parts[p++].rank) {
         if (l->parts[p].bf16)
@@ -63,8 +63,8 @@ INLINE void shrink_row(const struct low_rank *l, const void *x, int64_t at, int 
 }
 
 /* Outputs [begin, end) of the product; y has those from `from` on. */
-INLINE void expand_part(const struct low_rank_part *part, const float *t, int64_t begin, int64_t end, int64_t from, void *y,
-                        int64_t at, int bf16, int narrow) {
+INLINE void expand_part(const struct low_rank_part *part, const float *t, int64_t begin, int64_t end, int64_t from,
+                        void *y, int64_t at, int bf16, int narrow) {
     const int64_t width = part->end - part->begin;
     int64_t o = begin;
     for (; o + 16 <= end; o += 16) {
@@ -75,14 +75,14 @@ INLINE void expand_part(const struct low_rank_part *part, const float *t, int64_
     }
     for (; o < end; o++) {
         float sum = 0.0f;
-        for (int64_t k = 0; k < part->rank; k++)
-            sum += t[k] * load1(part->b, k * width + o - part->begin, narrow);
+        for (int64_t k = 0; k < part->rank; k++) sum += t[k] * load1(part->b, k * width + o - part->begin, narrow);
         store1(y, at + o - from, load1(y, at + o - from, bf16) + sum, bf16);
     }
 }
 
 /* y[i] += (B t)[from + i] of `count` outputs. */
-INLINE void expand_row(const struct low_rank *l, const float *t, int64_t from, int64_t count, void *y, int64_t at, int bf16) {
+INLINE void expand_row(const struct low_rank *l, const float *t, int64_t from, int64_t count, void *y, int64_t at,
+                       int bf16) {
     for (int64_t p = 0; p < l->num_parts; t += l->parts[p++].rank) {
         const struct low_rank_part *part = l->parts + p;
         const int64_t begin = part->begin > from ? part->begin : from, last = from + count;
@@ -97,8 +97,7 @@ INLINE void expand_row(const struct low_rank *l, const float *t, int64_t from, i
 INLINE void low_rank_row(const struct low_rank_args *a, int64_t r, int bf16) {
     const int64_t s = r / a->rows_each;
     const struct low_rank *of_products = a->adapters[a->numbers[s < a->count ? s : a->count - 1]];
-    if (!of_products || !of_products[a->product].num_parts)
-        return;
+    if (!of_products || !of_products[a->product].num_parts) return;
     shrink_row(of_products + a->product, a->x, r * a->inputs, bf16, a->scratch + r * a->rank);
     expand_row(of_products + a->product, a->scratch + r * a->rank, 0, a->outputs, a->y, r * a->outputs, bf16);
 }

@@ -1,4 +1,4 @@
-/* The output product of a forward behind the grammar's rows: the logits that these leave, and no others.
+/* The output product of a forward after the grammar's rows: the logits that these leave, and no others.
  *
  * A guided row that stands between two values allows some tens of tokens, and a forced one a single token, so most of the
  * product would be thrown away by the mask. 32 outputs are a group of the product and a word of the mask. A row with many
@@ -13,11 +13,12 @@
 #include "accept.h"
 #include "forward.h"
 
-#define WHOLE_SHARE 4 /* a row is computed whole from a quarter of its groups on: a group of one row costs as much as of four */
+#define WHOLE_SHARE                                                                                                    \
+    4 /* a row is computed whole from a quarter of its groups on: a group of one row costs as much as of four */
 #define HEAD_CHUNK 16 /* groups: parts of rows lie unevenly */
 
-static struct head_row head_row_of(const struct forward_args *a, const struct accept_args *rows, const struct forward_work *w,
-                                   int64_t r) {
+static struct head_row head_row_of(const struct forward_args *a, const struct accept_args *rows,
+                                   const struct forward_work *w, int64_t r) {
     const int64_t b = w->place[r] / rows->num_rows, j = w->place[r] % rows->num_rows, at = b * rows->row_stride + j;
     const int32_t slot = rows->slots[b], forced = rows->forced[at];
     struct head_row row = {.mask = 0, .only = NO_GROUP, .place = w->place[r]};
@@ -28,10 +29,8 @@ static struct head_row head_row_of(const struct forward_args *a, const struct ac
     } else if (rows->kinds[at] == KIND_APPLY) {
         row.mask = rows->masks + slot * rows->mask_slot_stride + j * rows->mask_row_stride;
         int64_t count = 0;
-        for (int64_t g = 0; g < groups_of(&a->head); g++)
-            count += row.mask[g] != 0;
-        if (count * WHOLE_SHARE >= groups_of(&a->head))
-            row.only = EVERY_GROUP, row.mask = 0;
+        for (int64_t g = 0; g < groups_of(&a->head); g++) count += row.mask[g] != 0;
+        if (count * WHOLE_SHARE >= groups_of(&a->head)) row.only = EVERY_GROUP, row.mask = 0;
     }
     return row;
 }
@@ -40,8 +39,9 @@ INLINE int wants(const struct head_row *row, int64_t g) { return row->mask ? row
 
 struct head_call {
     const struct forward_args *args;
-    const struct head_row *rows; /* those that are computed whole, [0, num_whole); those of which parts are, [parts, num_rows) */
-    struct block_rows inputs;    /* in this order */
+    const struct head_row
+        *rows; /* those that are computed whole, [0, num_whole); those of which parts are, [parts, num_rows) */
+    struct block_rows inputs; /* in this order */
     int64_t num_whole, parts, num_rows;
 };
 
@@ -62,7 +62,8 @@ static void head_tile(const struct head_call *c, int64_t g, int64_t first, int64
     for (int64_t t = 0; t < count; t++) {
         for (int64_t i = 0; i < width && a->logits_softcap > 0.0f; i++)
             y[t][i] = tanhf(y[t][i] / a->logits_softcap) * a->logits_softcap;
-        memcpy(a->logits + c->rows[first + t].place * a->logits_stride + g * GROUP, y[t], (size_t)width * sizeof(float));
+        memcpy(a->logits + c->rows[first + t].place * a->logits_stride + g * GROUP, y[t],
+               (size_t)width * sizeof(float));
     }
 }
 
@@ -74,10 +75,8 @@ static void masked_head_body(struct member *m, void *context) {
             head_tile(c, g, r, n);
         }
         for (int64_t r = c->parts, n; r < c->num_rows; r += n ? n : 1) {
-            for (n = 0; n < ROW_TILE && r + n < c->num_rows && wants(c->rows + r + n, g);)
-                n++;
-            if (n)
-                head_tile(c, g, r, n);
+            for (n = 0; n < ROW_TILE && r + n < c->num_rows && wants(c->rows + r + n, g);) n++;
+            if (n) head_tile(c, g, r, n);
         }
     }
 }
@@ -87,17 +86,16 @@ void VARIANT(lockstep_forward_head)(const struct forward_args *a, const struct a
     struct forward_work w;
     lay_out(a, a->scratch, a->num_rows, &w);
     open_work(a, &w);
-    struct head_call call = {.args = a, .rows = w.head_rows, .inputs = w.head_inputs, .parts = w.num_logits, .num_rows = w.num_logits};
+    struct head_call call = {
+        .args = a, .rows = w.head_rows, .inputs = w.head_inputs, .parts = w.num_logits, .num_rows = w.num_logits};
     for (int64_t r = 0; r < w.num_logits; r++) {
         const struct head_row row = head_row_of(a, rows, &w, r);
-        if (!row.mask && row.only == NO_GROUP)
-            continue;
+        if (!row.mask && row.only == NO_GROUP) continue;
         const int64_t at = row.only == EVERY_GROUP ? call.num_whole++ : --call.parts;
         w.head_rows[at] = row;
         copy_block_row(&w.normed, r, &w.head_inputs, at);
     }
-    if (call.num_whole || call.parts < call.num_rows)
-        team_run(masked_head_body, &call);
+    if (call.num_whole || call.parts < call.num_rows) team_run(masked_head_body, &call);
 }
 
 #endif

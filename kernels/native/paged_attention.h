@@ -11,23 +11,23 @@
  */
 #include "simd.h"
 
-#define TILE 6    /* queries at once: TILE * SUBS score vectors stay in registers */
-#define SUBS 4    /* sub-blocks of 16 tokens, each within one page */
+#define TILE 6 /* queries at once: TILE * SUBS score vectors stay in registers */
+#define SUBS 4 /* sub-blocks of 16 tokens, each within one page */
 #define BLOCK (16 * SUBS)
 #define MAX_D 256
 #define UNROLL _Pragma("GCC unroll 8")
 #if defined(__AVX512F__)
-#define GATHER 6  /* queries whose sums of values fit into registers */
+#define GATHER 6 /* queries whose sums of values fit into registers */
 #else
 #define GATHER 2
 #endif
 
 struct paged_attention_args {
-    const void *q;            /* [B][P][Hq][D] by strides below, D contiguous */
-    const void *k;            /* [B][P][Hkv][D] by strides below, the new keys */
-    const void *v;            /* the same for values */
-    void *out;                /* [B][P][Hq][D] contiguous */
-    void *k_pages, *v_pages;  /* as above */
+    const void *q;             /* [B][P][Hq][D] by strides below, D contiguous */
+    const void *k;             /* [B][P][Hkv][D] by strides below, the new keys */
+    const void *v;             /* the same for values */
+    void *out;                 /* [B][P][Hq][D] contiguous */
+    void *k_pages, *v_pages;   /* as above */
     const int32_t *page_table; /* [B][table_stride], page numbers */
     const int32_t *positions;  /* [B][P], absolute position of each query; < 0: padding, nothing stored, zeros out */
     int64_t q_stride_b, q_stride_p, q_stride_h;
@@ -35,18 +35,17 @@ struct paged_attention_args {
     int64_t v_stride_b, v_stride_p, v_stride_h;
     int64_t table_stride;
     int32_t num_batch, num_queries, num_heads, num_kv_heads, head_dim, page_size;
-    int32_t bf16;             /* the pages */
-    int32_t window;           /* sliding window in tokens, 0: none */
-    float scale, softcap;     /* softcap 0: none */
-    int32_t io_bf16;          /* q, k, v and out; fp32 values are rounded when they are stored in pages of bf16 */
-    int32_t chunk;            /* a query sees its own chunk of so many tokens alone, 0: none */
-    const float *sinks;       /* [Hq], a further logit of each head, without a value; NULL: none */
+    int32_t bf16;         /* the pages */
+    int32_t window;       /* sliding window in tokens, 0: none */
+    float scale, softcap; /* softcap 0: none */
+    int32_t io_bf16;      /* q, k, v and out; fp32 values are rounded when they are stored in pages of bf16 */
+    int32_t chunk;        /* a query sees its own chunk of so many tokens alone, 0: none */
+    const float *sinks;   /* [Hq], a further logit of each head, without a value; NULL: none */
 };
 
 INLINE void store_row(const struct paged_attention_args *a, int64_t b, int64_t p, int bf16) {
     int32_t pos = a->positions[b * a->num_queries + p];
-    if (pos < 0)
-        return;
+    if (pos < 0) return;
     int64_t ps = a->page_size, d = a->head_dim;
     int64_t page = a->page_table[b * a->table_stride + pos / ps], off = pos % ps;
     for (int64_t h = 0; h < a->num_kv_heads; h++) {
@@ -63,14 +62,12 @@ INLINE void store_row(const struct paged_attention_args *a, int64_t b, int64_t p
         } else if (bf16) {
             const uint16_t *k = (const uint16_t *)a->k + ks;
             uint16_t *kp = (uint16_t *)a->k_pages + head + off;
-            for (int64_t i = 0; i < d; i++)
-                kp[i * ps] = k[i];
+            for (int64_t i = 0; i < d; i++) kp[i * ps] = k[i];
             memcpy((uint16_t *)a->v_pages + head + off * d, (const uint16_t *)a->v + vs, (size_t)d * 2);
         } else {
             const float *k = (const float *)a->k + ks;
             float *kp = (float *)a->k_pages + head + off;
-            for (int64_t i = 0; i < d; i++)
-                kp[i * ps] = k[i];
+            for (int64_t i = 0; i < d; i++) kp[i * ps] = k[i];
             memcpy((float *)a->v_pages + head + off * d, (const float *)a->v + vs, (size_t)d * 4);
         }
     }
@@ -82,30 +79,28 @@ struct tile {
     v16f acc[TILE][MAX_D / 16];    /* weighted sum of the values so far */
     float peak[TILE], denom[TILE]; /* largest score so far, sum of weights */
     int32_t first_key[TILE], pos[TILE];
-    int32_t begin, last;           /* over the tile; last < 0: padding alone */
+    int32_t begin, last; /* over the tile; last < 0: padding alone */
 };
 
-INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int64_t b, int64_t hkv, int64_t first, int64_t d,
-                      int n) {
+INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int64_t b, int64_t hkv, int64_t first,
+                      int64_t d, int n) {
     const int64_t group = a->num_heads / a->num_kv_heads;
     w->begin = INT32_MAX;
     w->last = -1;
-    for (int64_t t = 0, row = first / group, head = first % group; t < n; t++, head + 1 < group ? head++ : (row++, head = 0)) {
+    for (int64_t t = 0, row = first / group, head = first % group; t < n;
+         t++, head + 1 < group ? head++ : (row++, head = 0)) {
         w->pos[t] = row < a->num_queries ? a->positions[b * a->num_queries + row] : -1;
         w->first_key[t] = a->window > 0 && w->pos[t] >= a->window ? w->pos[t] - a->window + 1 : 0;
-        if (a->chunk > 0 && w->pos[t] > 0)
-            w->first_key[t] = w->pos[t] / a->chunk * a->chunk;
+        if (a->chunk > 0 && w->pos[t] > 0) w->first_key[t] = w->pos[t] / a->chunk * a->chunk;
         w->peak[t] = -INFINITY;
         w->denom[t] = 0.0f;
-        for (int64_t c = 0; c < d / 16; c++)
-            w->acc[t][c] = splat(0.0f);
+        for (int64_t c = 0; c < d / 16; c++) w->acc[t][c] = splat(0.0f);
         int64_t src = b * a->q_stride_b + row * a->q_stride_p + (hkv * group + head) * a->q_stride_h;
         for (int64_t c = 0; c < d; c += 16) {
             v16f q = w->pos[t] < 0 ? splat(0.0f) : load(a->q, src + c, a->io_bf16) * splat(a->scale);
             memcpy(w->q[t] + c, &q, sizeof q);
         }
-        if (w->pos[t] < 0)
-            continue;
+        if (w->pos[t] < 0) continue;
         w->last = w->pos[t] > w->last ? w->pos[t] : w->last;
         w->begin = w->first_key[t] < w->begin ? w->first_key[t] : w->begin;
     }
@@ -115,10 +110,11 @@ INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int6
 struct block {
     int64_t key[SUBS], value[SUBS];
     int subs;   /* sub-blocks with a token that some query sees */
-    int tokens; /* of these, tokens up to the tile's last position: values behind it are of the page's earlier owner */
+    int tokens; /* of these, tokens up to the tile's last position: values after it are of the page's earlier owner */
 };
 
-INLINE struct block block_at(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t at, int64_t last, int64_t d) {
+INLINE struct block block_at(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t at, int64_t last,
+                             int64_t d) {
     const int64_t ps = a->page_size;
     struct block k;
     /* Keys past the tile's last position may lie in no page at all. */
@@ -142,17 +138,16 @@ INLINE void fetch(const struct paged_attention_args *a, const struct block *k, i
     const int64_t size = bf16 ? 2 : 4, row = a->page_size * size; /* bytes of one channel in a page */
     const int64_t step = row < 64 ? 64 / row : 1;                 /* channels of a cache line */
     for (int i = 0; i < k->subs; i++) {
-        const char *key = (const char *)a->k_pages + k->key[i] * size, *value = (const char *)a->v_pages + k->value[i] * size;
-        for (int64_t c = 0; c < d; c += step)
-            __builtin_prefetch(key + c * row);
-        for (int64_t at = 0; at < 16 * d * size; at += 64)
-            __builtin_prefetch(value + at);
+        const char *key = (const char *)a->k_pages + k->key[i] * size,
+                   *value = (const char *)a->v_pages + k->value[i] * size;
+        for (int64_t c = 0; c < d; c += step) __builtin_prefetch(key + c * row);
+        for (int64_t at = 0; at < 16 * d * size; at += 64) __builtin_prefetch(value + at);
     }
 }
 
 /* Scores of the keys in the first `subs` sub-blocks, a compile-time constant: each needs several sums to hide the latency. */
-INLINE void score_subs(const struct paged_attention_args *a, const struct tile *w, const struct block *k, v16f s[TILE][SUBS], int64_t d,
-                       int bf16, int n, int subs) {
+INLINE void score_subs(const struct paged_attention_args *a, const struct tile *w, const struct block *k,
+                       v16f s[TILE][SUBS], int64_t d, int bf16, int n, int subs) {
     const int64_t ps = a->page_size;
     v16f r[TILE][SUBS] = {0};
     for (int64_t c = 0; c < d; c++) {
@@ -167,8 +162,8 @@ INLINE void score_subs(const struct paged_attention_args *a, const struct tile *
 }
 
 /* Scores of the block's keys into s, of `subs` sub-blocks at least. */
-INLINE void score(const struct paged_attention_args *a, const struct tile *w, const struct block *k, v16f s[TILE][SUBS], int64_t d,
-                  int bf16, int n) {
+INLINE void score(const struct paged_attention_args *a, const struct tile *w, const struct block *k, v16f s[TILE][SUBS],
+                  int64_t d, int bf16, int n) {
     if (k->subs <= 2)
         score_subs(a, w, k, s, d, bf16, n, 2);
     else
@@ -177,16 +172,15 @@ INLINE void score(const struct paged_attention_args *a, const struct tile *w, co
 
 /* Write query t's weights of the block's first sub-blocks into p, zero where the key is masked, and rescale its sums to the
  * new peak. */
-INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, int64_t at, int subs, const v16f s[SUBS], float *p,
-                  int64_t d) {
+INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, int64_t at, int subs, const v16f s[SUBS],
+                  float *p, int64_t d) {
     const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int whole = at + BLOCK - 1 <= w->pos[t] && at >= w->first_key[t]; /* no key is masked */
     v16f x[SUBS], m = splat(-INFINITY), total = splat(0.0f);
     for (int i = 0; i < subs; i++) {
         x[i] = s[i];
         if (a->softcap > 0.0f)
-            for (int j = 0; j < 16; j++)
-                x[i][j] = a->softcap * tanhf(x[i][j] / a->softcap);
+            for (int j = 0; j < 16; j++) x[i][j] = a->softcap * tanhf(x[i][j] / a->softcap);
         if (!whole) {
             v16i token = lane + (int32_t)(at + 16 * i);
             v16i legal = (token <= w->pos[t]) & (token >= w->first_key[t]);
@@ -198,8 +192,7 @@ INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, i
     if (peak > w->peak[t]) {
         float shrink = w->peak[t] == -INFINITY ? 0.0f : exp16(splat(w->peak[t] - peak))[0];
         w->denom[t] *= shrink;
-        for (int64_t c = 0; c < d / 16; c++)
-            w->acc[t][c] *= splat(shrink);
+        for (int64_t c = 0; c < d / 16; c++) w->acc[t][c] *= splat(shrink);
         w->peak[t] = peak;
     }
     float base = w->peak[t] == -INFINITY ? 0.0f : w->peak[t];
@@ -212,11 +205,10 @@ INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, i
 }
 
 /* acc += p . v for `n` queries from `t` on, 16 * wide channels from 16 * c on: the sums stay in registers. */
-INLINE void gather_part(const struct paged_attention_args *a, struct tile *w, const struct block *k, float p[TILE][BLOCK], int64_t d,
-                        int bf16, int t, int n, int64_t c, int wide) {
+INLINE void gather_part(const struct paged_attention_args *a, struct tile *w, const struct block *k,
+                        float p[TILE][BLOCK], int64_t d, int bf16, int t, int n, int64_t c, int wide) {
     v16f x[TILE][4];
-    UNROLL for (int i = 0; i < n; i++)
-        UNROLL for (int e = 0; e < wide; e++) x[i][e] = w->acc[t + i][c + e];
+    UNROLL for (int i = 0; i < n; i++) UNROLL for (int e = 0; e < wide; e++) x[i][e] = w->acc[t + i][c + e];
     for (int j = 0; j < k->tokens; j++) {
         const int64_t at = k->value[j / 16] + j % 16 * d + c * 16;
         v16f v[4];
@@ -226,43 +218,38 @@ INLINE void gather_part(const struct paged_attention_args *a, struct tile *w, co
             UNROLL for (int e = 0; e < wide; e++) x[i][e] += q * v[e];
         }
     }
-    UNROLL for (int i = 0; i < n; i++)
-        UNROLL for (int e = 0; e < wide; e++) w->acc[t + i][c + e] = x[i][e];
+    UNROLL for (int i = 0; i < n; i++) UNROLL for (int e = 0; e < wide; e++) w->acc[t + i][c + e] = x[i][e];
 }
 
-INLINE void gather(const struct paged_attention_args *a, struct tile *w, const struct block *k, float p[TILE][BLOCK], int64_t d,
-                   int bf16, int n) {
+INLINE void gather(const struct paged_attention_args *a, struct tile *w, const struct block *k, float p[TILE][BLOCK],
+                   int64_t d, int bf16, int n) {
     UNROLL for (int t = 0; t < n; t += GATHER) {
         const int some = n - t < GATHER ? n - t : GATHER;
         int64_t c = 0;
-        for (; c + 4 <= d / 16; c += 4)
-            gather_part(a, w, k, p, d, bf16, t, some, c, 4);
-        for (; c < d / 16; c++)
-            gather_part(a, w, k, p, d, bf16, t, some, c, 1);
+        for (; c + 4 <= d / 16; c += 4) gather_part(a, w, k, p, d, bf16, t, some, c, 4);
+        for (; c < d / 16; c++) gather_part(a, w, k, p, d, bf16, t, some, c, 1);
     }
 }
 
 /* What the weighted sum of query t is multiplied by: a sink takes its part of the weights. */
 INLINE float share(const struct paged_attention_args *a, const struct tile *w, int t, int64_t head) {
-    if (!(w->denom[t] > 0.0f))
-        return 0.0f;
-    if (!a->sinks)
-        return 1.0f / w->denom[t];
+    if (!(w->denom[t] > 0.0f)) return 0.0f;
+    if (!a->sinks) return 1.0f / w->denom[t];
     const float sink = a->sinks[head], peak = sink > w->peak[t] ? sink : w->peak[t];
     const float kept = expf(w->peak[t] - peak);
     return kept / (w->denom[t] * kept + expf(sink - peak));
 }
 
 /* n queries, up to TILE, of one (sequence, KV head): query number i is (p, g) = (i / group, i % group). */
-INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first, int64_t d, int bf16, int n) {
+INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first, int64_t d,
+                        int bf16, int n) {
     const int64_t group = a->num_heads / a->num_kv_heads;
     struct tile w __attribute__((aligned(64)));
     float p[TILE][BLOCK] __attribute__((aligned(64)));
     struct block now, next;
     open_tile(a, &w, b, hkv, first, d, n);
     int64_t at = w.last < 0 ? 0 : w.begin / BLOCK * BLOCK;
-    if (w.last >= 0)
-        now = block_at(a, b, hkv, at, w.last, d);
+    if (w.last >= 0) now = block_at(a, b, hkv, at, w.last, d);
     for (; at <= w.last; at += BLOCK, now = next) {
         v16f s[TILE][SUBS];
         if (at + BLOCK <= w.last) {
@@ -270,27 +257,25 @@ INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t
             fetch(a, &next, d, bf16);
         }
         score(a, &w, &now, s, d, bf16, n);
-        for (int t = 0; t < n; t++)
-            weigh(a, &w, t, at, now.subs, s[t], p[t], d);
+        for (int t = 0; t < n; t++) weigh(a, &w, t, at, now.subs, s[t], p[t], d);
         gather(a, &w, &now, p, d, bf16, n);
     }
     for (int64_t t = 0, row = first / group, head = first % group; t < n && row < a->num_queries;
          t++, head + 1 < group ? head++ : (row++, head = 0)) {
         int64_t dst = ((b * a->num_queries + row) * a->num_heads + hkv * group + head) * d;
         float inverse = share(a, &w, (int)t, hkv * group + head);
-        for (int64_t c = 0; c < d; c += 16)
-            store(a->out, dst + c, w.acc[t][c / 16] * splat(inverse), a->io_bf16);
+        for (int64_t c = 0; c < d; c += 16) store(a->out, dst + c, w.acc[t][c / 16] * splat(inverse), a->io_bf16);
     }
 }
 
 #if defined(__AVX512F__)
 /* A decode step of one row has as many queries as a group has heads: three are usual. */
-#define ATTEND(d, bf16)                                                                                                 \
-    do {                                                                                                                \
-        if (left > 3)                                                                                                   \
-            attend_tile(a, b, hkv, first, d, bf16, 6);                                                                  \
-        else                                                                                                            \
-            attend_tile(a, b, hkv, first, d, bf16, 3);                                                                  \
+#define ATTEND(d, bf16)                                                                                                \
+    do {                                                                                                               \
+        if (left > 3)                                                                                                  \
+            attend_tile(a, b, hkv, first, d, bf16, 6);                                                                 \
+        else                                                                                                           \
+            attend_tile(a, b, hkv, first, d, bf16, 3);                                                                 \
     } while (0)
 #else
 #define ATTEND(d, bf16) attend_tile(a, b, hkv, first, d, bf16, TILE)

@@ -48,8 +48,7 @@ INLINE v16f load(const void *base, int64_t index, int bf16) {
 }
 
 INLINE float load1(const void *base, int64_t index, int bf16) {
-    if (!bf16)
-        return ((const float *)base)[index];
+    if (!bf16) return ((const float *)base)[index];
     uint32_t u = (uint32_t)((const uint16_t *)base)[index] << 16;
     float x;
     memcpy(&x, &u, sizeof x);
@@ -60,8 +59,7 @@ INLINE float load1(const void *base, int64_t index, int bf16) {
 INLINE uint16_t to_bf16(float x) {
     uint32_t u;
     memcpy(&u, &x, sizeof u);
-    if ((u & 0x7fffffffu) > 0x7f800000u)
-        return 0x7fc0;
+    if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
     return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
 }
 
@@ -87,17 +85,15 @@ INLINE void store(void *base, int64_t index, v16f x, int bf16) {
         memcpy((float *)base + index, &x, sizeof x);
 }
 
-INLINE v16f select16(v16i mask, v16f a, v16f b) {
-    return (v16f)((mask & (v16i)a) | (~mask & (v16i)b));
-}
+INLINE v16f select16(v16i mask, v16f a, v16f b) { return (v16f)((mask & (v16i)a) | (~mask & (v16i)b)); }
 
 /* Across the lanes, in the order of a tree: 8 + 8, 4 + 4, ... */
-#define FOLD16(x, op)                                                                                                   \
-    do {                                                                                                                \
-        x = op(x, __builtin_shuffle(x, (v16i){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));                   \
-        x = op(x, __builtin_shuffle(x, (v16i){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));                   \
-        x = op(x, __builtin_shuffle(x, (v16i){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));                   \
-        x = op(x, __builtin_shuffle(x, (v16i){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));                   \
+#define FOLD16(x, op)                                                                                                  \
+    do {                                                                                                               \
+        x = op(x, __builtin_shuffle(x, (v16i){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));                 \
+        x = op(x, __builtin_shuffle(x, (v16i){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));                 \
+        x = op(x, __builtin_shuffle(x, (v16i){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));                 \
+        x = op(x, __builtin_shuffle(x, (v16i){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));                 \
     } while (0)
 
 /* a > b ? a : b, hence b where one of them is no number. */
@@ -113,11 +109,11 @@ INLINE v16f plus(v16f a, v16f b) { return a + b; }
 
 #if defined(__AVX512F__)
 /* The same tree; each step needs half of the lanes of the one before. */
-#define FOLD_HALVES(x, op)                                                                                              \
-    __m256 x8 = _mm256_##op##_ps(_mm512_castps512_ps256((__m512)x),                                                     \
-                                 _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)x), 1)));             \
-    __m128 x4 = _mm_##op##_ps(_mm256_castps256_ps128(x8), _mm256_extractf128_ps(x8, 1));                                \
-    x4 = _mm_##op##_ps(x4, _mm_movehl_ps(x4, x4));                                                                      \
+#define FOLD_HALVES(x, op)                                                                                             \
+    __m256 x8 = _mm256_##op##_ps(_mm512_castps512_ps256((__m512)x),                                                    \
+                                 _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)x), 1)));            \
+    __m128 x4 = _mm_##op##_ps(_mm256_castps256_ps128(x8), _mm256_extractf128_ps(x8, 1));                               \
+    x4 = _mm_##op##_ps(x4, _mm_movehl_ps(x4, x4));                                                                     \
     x4 = _mm_##op##_ss(x4, _mm_movehdup_ps(x4))
 #endif
 
@@ -143,17 +139,17 @@ INLINE float sum16(v16f x) {
 
 #if defined(__AVX512F__)
 /* Lane i of the result is vector i across its lanes: half the shuffles of sixteen folds, and the results are a vector. */
-#define FOLD_EACH(x, op)                                                                                                \
-    __m512 by2[8], by4[4], by8[2];                                                                                      \
-    for (int i = 0; i < 8; i++)                                                                                         \
-        by2[i] = op(_mm512_unpacklo_ps((__m512)x[2 * i], (__m512)x[2 * i + 1]),                                         \
-                    _mm512_unpackhi_ps((__m512)x[2 * i], (__m512)x[2 * i + 1]));                                        \
-    for (int i = 0; i < 4; i++)                                                                                         \
-        by4[i] = op(_mm512_shuffle_ps(by2[2 * i], by2[2 * i + 1], 0x44),                                                \
-                    _mm512_shuffle_ps(by2[2 * i], by2[2 * i + 1], 0xee));                                               \
-    for (int i = 0; i < 2; i++)                                                                                         \
-        by8[i] = op(_mm512_shuffle_f32x4(by4[2 * i], by4[2 * i + 1], 0x88),                                             \
-                    _mm512_shuffle_f32x4(by4[2 * i], by4[2 * i + 1], 0xdd));                                            \
+#define FOLD_EACH(x, op)                                                                                               \
+    __m512 by2[8], by4[4], by8[2];                                                                                     \
+    for (int i = 0; i < 8; i++)                                                                                        \
+        by2[i] = op(_mm512_unpacklo_ps((__m512)x[2 * i], (__m512)x[2 * i + 1]),                                        \
+                    _mm512_unpackhi_ps((__m512)x[2 * i], (__m512)x[2 * i + 1]));                                       \
+    for (int i = 0; i < 4; i++)                                                                                        \
+        by4[i] = op(_mm512_shuffle_ps(by2[2 * i], by2[2 * i + 1], 0x44),                                               \
+                    _mm512_shuffle_ps(by2[2 * i], by2[2 * i + 1], 0xee));                                              \
+    for (int i = 0; i < 2; i++)                                                                                        \
+        by8[i] = op(_mm512_shuffle_f32x4(by4[2 * i], by4[2 * i + 1], 0x88),                                            \
+                    _mm512_shuffle_f32x4(by4[2 * i], by4[2 * i + 1], 0xdd));                                           \
     return (v16f)op(_mm512_shuffle_f32x4(by8[0], by8[1], 0x88), _mm512_shuffle_f32x4(by8[0], by8[1], 0xdd))
 
 INLINE v16f max_of_each(const v16f x[16]) { FOLD_EACH(x, _mm512_max_ps); }
@@ -163,15 +159,13 @@ INLINE v16f sum_of_each(const v16f x[16]) { FOLD_EACH(x, _mm512_add_ps); }
 #else
 INLINE v16f max_of_each(const v16f x[16]) {
     v16f y;
-    for (int i = 0; i < 16; i++)
-        y[i] = max16(x[i]);
+    for (int i = 0; i < 16; i++) y[i] = max16(x[i]);
     return y;
 }
 
 INLINE v16f sum_of_each(const v16f x[16]) {
     v16f y;
-    for (int i = 0; i < 16; i++)
-        y[i] = sum16(x[i]);
+    for (int i = 0; i < 16; i++) y[i] = sum16(x[i]);
     return y;
 }
 #endif

@@ -48,12 +48,13 @@ static int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
 static int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
 
 /* Cut the step's inputs from the slots: ids and positions [lanes][P], page table [lanes][table_stride]. */
-void lockstep_step_load(const struct step_slots *s, const struct step_lanes *l, int64_t num_lanes, int64_t P, int64_t *ids,
-                        int32_t *positions, int32_t *table) {
+void lockstep_step_load(const struct step_slots *s, const struct step_lanes *l, int64_t num_lanes, int64_t P,
+                        int64_t *ids, int32_t *positions, int32_t *table) {
     const int64_t R = s->num_rows;
     for (int64_t b = 0; b < num_lanes; b++) {
         const int64_t at = place(s, l, b);
-        const int32_t last = s->length[at] - 1, count = least(least(s->num_drafts[at], l->draft_limit[b]), (int32_t)P - 1);
+        const int32_t last = s->length[at] - 1,
+                      count = least(least(s->num_drafts[at], l->draft_limit[b]), (int32_t)P - 1);
         memcpy(l->drafts + b * R, s->drafts + at * R, (size_t)R * 4);
         l->num_drafts[b] = count;
         for (int64_t j = 0; j < P; j++) {
@@ -65,41 +66,40 @@ void lockstep_step_load(const struct step_slots *s, const struct step_lanes *l, 
     }
 }
 
-/* In front of accept: a slot that has ended emits nothing. */
+/* Before accept: a slot that has ended emits nothing. */
 void lockstep_step_block_ended(const struct step_slots *s, const struct step_lanes *l, int64_t num_lanes) {
     for (int64_t b = 0; b < num_lanes; b++)
-        if (s->done[place(s, l, b)])
-            memset(l->kinds + b * s->num_rows, KIND_DEFER, (size_t)s->num_rows);
+        if (s->done[place(s, l, b)]) memset(l->kinds + b * s->num_rows, KIND_DEFER, (size_t)s->num_rows);
 }
 
-/* Behind accept: a sequence that ended, or was blocked for good, is done. */
+/* After accept: a sequence that ended, or was blocked for good, is done. */
 void lockstep_step_mark_ended(const struct step_slots *s, const struct step_lanes *l, int64_t num_lanes) {
-    for (int64_t b = 0; b < num_lanes; b++)
-        s->done[place(s, l, b)] |= l->finish[b] != 0 || l->blocked[b] > KIND_DEFER;
+    for (int64_t b = 0; b < num_lanes; b++) s->done[place(s, l, b)] |= l->finish[b] != 0 || l->blocked[b] > KIND_DEFER;
 }
 
 /* Which lanes draft next; `store` null: no lane is guided. */
-void lockstep_step_advance(const struct step_slots *s, const struct step_lanes *l, int64_t num_lanes, const struct step_store *store) {
+void lockstep_step_advance(const struct step_slots *s, const struct step_lanes *l, int64_t num_lanes,
+                           const struct step_store *store) {
     for (int64_t b = 0; b < num_lanes; b++) {
         const int emitted = l->num_emitted[b] > 0;
         l->drafting[b] = emitted && !l->finish[b] && !l->blocked[b] && l->slots[b] >= 0;
-        if (store && emitted)
-            memset(store->cached + place(s, l, b) * s->num_rows, 0, (size_t)s->num_rows);
+        if (store && emitted) memset(store->cached + place(s, l, b) * s->num_rows, 0, (size_t)s->num_rows);
     }
 }
 
 /* Fill the inputs of a post: draft k, VERIFY or PROPOSE. */
-void lockstep_step_pack(const struct step_slots *s, const struct step_lanes *l, int64_t num_lanes, const struct step_store *store,
-                           const struct step_post *p, int32_t k, int32_t max_rows) {
+void lockstep_step_pack(const struct step_slots *s, const struct step_lanes *l, int64_t num_lanes,
+                        const struct step_store *store, const struct step_post *p, int32_t k, int32_t max_rows) {
     const int64_t R = s->num_rows;
     for (int64_t b = 0; b < num_lanes; b++) {
         const int64_t at = place(s, l, b);
-        const int32_t start = s->prompt_length[at] + s->posted[at], drafts = k == VERIFY ? l->num_drafts[b] : k == PROPOSE ? 0 : k;
+        const int32_t start = s->prompt_length[at] + s->posted[at], drafts = k == VERIFY    ? l->num_drafts[b]
+                                                                             : k == PROPOSE ? 0
+                                                                                            : k;
         int32_t need = 0;
         if (l->guided[b] && l->slots[b] >= 0) {
             if (k == VERIFY) {
-                for (int32_t j = 0; j <= drafts && !s->done[at]; j++)
-                    need |= !store->cached[at * R + j] << j;
+                for (int32_t j = 0; j <= drafts && !s->done[at]; j++) need |= !store->cached[at * R + j] << j;
             } else if (!l->drafting[b]) {
                 need = 0;
             } else if (k == PROPOSE) {
@@ -121,14 +121,14 @@ void lockstep_step_pack(const struct step_slots *s, const struct step_lanes *l, 
             continue;
         memcpy(p->tokens + b * 2 * R, s->history + at * s->history_stride + start, (size_t)count * 4);
         memcpy(p->tokens + b * 2 * R + count, l->drafts + b * R, (size_t)drafts * 4);
-        if (k != PROPOSE)
-            s->posted[at] += count;
+        if (k != PROPOSE) s->posted[at] += count;
     }
 }
 
 /* Cache the rows that the post requested, with the mask rows of `masks` where the kind is APPLY. */
-void lockstep_step_cache_rows(const struct step_slots *s, const struct step_lanes *l, int64_t num_lanes, const struct step_store *store,
-                              const struct step_post *p, int32_t k, const int32_t *masks) {
+void lockstep_step_cache_rows(const struct step_slots *s, const struct step_lanes *l, int64_t num_lanes,
+                              const struct step_store *store, const struct step_post *p, int32_t k,
+                              const int32_t *masks) {
     const int64_t R = s->num_rows;
     for (int64_t b = 0; b < num_lanes; b++) {
         const int64_t at = place(s, l, b);
@@ -139,7 +139,8 @@ void lockstep_step_cache_rows(const struct step_slots *s, const struct step_lane
                 store->forced[to] = p->forced[from];
                 store->cached[to] = p->kinds[from] != KIND_DEFER;
                 if (p->kinds[from] == KIND_APPLY)
-                    memcpy(store->masks + to * store->mask_words, masks + to * store->mask_words, (size_t)store->mask_words * 4);
+                    memcpy(store->masks + to * store->mask_words, masks + to * store->mask_words,
+                           (size_t)store->mask_words * 4);
             }
             if (k == VERIFY) {
                 l->kinds[from] = !l->guided[b] ? KIND_ALL : store->cached[to] ? store->kinds[to] : KIND_DEFER;
@@ -166,8 +167,7 @@ void lockstep_step_take_jump_forward(const struct step_slots *s, const struct st
         int32_t count = 0;
         while (p->slots[b] >= 0 && count < R && p->need_rows[b] >> count) {
             const int32_t token = p->forced[b * R + count];
-            if (p->kinds[b * R + count] != KIND_FORCED || token < 0 || token >= vocab_size)
-                break;
+            if (p->kinds[b * R + count] != KIND_FORCED || token < 0 || token >= vocab_size) break;
             s->history[at * s->history_stride + s->length[at] + count] = token;
             s->drafts[at * R + count++] = token;
         }

@@ -4,7 +4,7 @@
  * A place with a run of n equal tokens has the weight BASE^(n - 1), and WRITTEN times that where the target wrote the token
  * itself, in this answer or an earlier one: prompts are not what it wrote. The places that lose leave, the others vote for
  * the next token. A draft is made while the product of the winners' shares is at least WORTH; UNKNOWN is the weight of all
- * that was never seen, so a short run alone does not draft far. Where no place is left, the search begins again behind the
+ * that was never seen, so a short run alone does not draft far. Where no place is left, the search begins again after the
  * drafts so far. So a continuation that was rejected loses to the one that the target wrote there, at an equal run.
  * (Prompt lookup: Saxena 2023. Votes by frequency: SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975. The constants were
  * found by walking recorded answers again, see docs/log/.)
@@ -33,15 +33,15 @@ struct suffix_args {
     const int32_t *slots;            /* [B], negative: an idle lane */
     const int32_t *num_emitted;      /* [B], 0: the lane's drafts are unchanged */
     const int32_t *num_jump_forward; /* [B], drafts already made; negative: the lane's drafts are unchanged. NULL: 0 */
-    int32_t *history;                /* [S][history_stride], prompt, answer, jump-forward tokens; drafts are written behind */
-    const int32_t *length;           /* [S], without jump-forward tokens */
-    const int32_t *prompt_length;    /* [S] */
-    const int32_t *draft_limit;      /* [S], drafts in all up to which a lane may get some */
-    const int32_t *max_length;       /* [S] */
-    const int64_t *rings;            /* [S], address of a suffix_ring; 0: none */
-    int32_t *drafts;                 /* [S][row_stride] */
-    int32_t *num_drafts;             /* [S] */
-    int32_t *from_ring;              /* [S], bit j: places of the ring had most of the weight that chose draft j */
+    int32_t *history;      /* [S][history_stride], prompt, answer, jump-forward tokens; drafts are written after */
+    const int32_t *length; /* [S], without jump-forward tokens */
+    const int32_t *prompt_length; /* [S] */
+    const int32_t *draft_limit;   /* [S], drafts in all up to which a lane may get some */
+    const int32_t *max_length;    /* [S] */
+    const int64_t *rings;         /* [S], address of a suffix_ring; 0: none */
+    int32_t *drafts;              /* [S][row_stride] */
+    int32_t *num_drafts;          /* [S] */
+    int32_t *from_ring;           /* [S], bit j: places of the ring had most of the weight that chose draft j */
     int64_t history_stride, row_stride;
     int32_t num_lanes, max_drafts, min_run, max_run;
 };
@@ -73,7 +73,9 @@ static uint64_t pair_hash(int32_t first, int32_t second) {
     return both ^ both >> 29;
 }
 
-static int64_t oldest_of(const struct suffix_ring *ring) { return ring->end > ring->mask ? ring->end - ring->mask - 1 : 0; }
+static int64_t oldest_of(const struct suffix_ring *ring) {
+    return ring->end > ring->mask ? ring->end - ring->mask - 1 : 0;
+}
 
 static void put(struct suffix_ring *ring, int32_t token) {
     int64_t at = ring->end++;
@@ -105,7 +107,8 @@ static float weight_of(int run, float factor) {
 }
 
 /* Find the places of the sequence itself, the newest first. tokens[0 .. n) ends with the drafts so far. */
-static int own_places(const struct suffix_args *a, const int32_t *tokens, int64_t n, int64_t prompt, struct place *out) {
+static int own_places(const struct suffix_args *a, const int32_t *tokens, int64_t n, int64_t prompt,
+                      struct place *out) {
     int count = 0;
     for (int64_t at = n - 2; at >= 0 && count < MAX_OWN_PLACES; at--) {
         if (tokens[at] != tokens[n - 1]) continue;

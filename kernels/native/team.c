@@ -28,17 +28,18 @@ enum { MAX_THREADS = 256, SPINS = 2000, CHUNKS_PER_THREAD = 2 };
 static struct {
     _Alignas(64) _Atomic uint64_t ticket; /* number of the loop in the upper half, its next chunk in the lower */
     _Alignas(64) _Atomic int64_t done;    /* chunks of the loop that have ended */
-    _Alignas(64) _Atomic uint64_t call;   /* number of the call in the upper half, OPEN, members other than the caller */
-    _Atomic uint32_t loop_word, call_word, left_word; /* futexes: change when a loop ends, a call opens, a member leaves */
+    _Alignas(64) _Atomic uint64_t call; /* number of the call in the upper half, OPEN, members other than the caller */
+    _Atomic uint32_t loop_word, call_word,
+        left_word; /* futexes: change when a loop ends, a call opens, a member leaves */
     _Atomic int32_t loop_sleepers, call_sleepers, left_sleepers;
     /* Of the open call. Writer: its caller, before it opens it. */
     void (*body)(struct member *, void *);
     void *context;
     uint32_t first_loop;
     _Atomic int32_t num_members; /* the caller included */
-    pthread_mutex_t busy; /* held by the caller */
-    int num_threads;      /* that were started; guarded by `busy` */
-    pid_t process;        /* that started them */
+    pthread_mutex_t busy;        /* held by the caller */
+    int num_threads;             /* that were started; guarded by `busy` */
+    pid_t process;               /* that started them */
 } team = {.busy = PTHREAD_MUTEX_INITIALIZER};
 
 static inline void relax(void) {
@@ -52,23 +53,20 @@ static inline void relax(void) {
 /* Sleep while `word` is `seen`. Spurious returns are allowed. */
 static void sleep_on(_Atomic uint32_t *word, uint32_t seen, _Atomic int32_t *sleepers) {
     atomic_fetch_add(sleepers, 1); /* before the word is read again: who changes it after that sees a sleeper */
-    if (atomic_load(word) == seen)
-        syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, 0, 0, 0);
+    if (atomic_load(word) == seen) syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, 0, 0, 0);
     atomic_fetch_sub(sleepers, 1);
 }
 
 static void change(_Atomic uint32_t *word, _Atomic int32_t *sleepers) {
     atomic_fetch_add(word, 1);
-    if (atomic_load(sleepers))
-        syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, 0, 0, 0);
+    if (atomic_load(sleepers)) syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, 0, 0, 0);
 }
 
 /* Wait until the loop has ended, because another member has its last chunk. */
 static void await_loop(uint32_t loop) {
     for (int spins = 0;; spins++) {
         uint32_t seen = atomic_load(&team.loop_word);
-        if ((uint32_t)(atomic_load_explicit(&team.ticket, memory_order_acquire) >> 32) != loop)
-            return;
+        if ((uint32_t)(atomic_load_explicit(&team.ticket, memory_order_acquire) >> 32) != loop) return;
         if (spins < SPINS)
             relax();
         else
@@ -111,18 +109,19 @@ int team_take(struct member *m, struct share *s) {
 static int join(uint32_t *last) {
     uint64_t call = atomic_load_explicit(&team.call, memory_order_acquire);
     do {
-        if (!(call & OPEN) || (uint32_t)(call >> 32) == *last)
-            return 0;
+        if (!(call & OPEN) || (uint32_t)(call >> 32) == *last) return 0;
         if ((int64_t)(call & MEMBERS) + 1 >= atomic_load(&team.num_members))
             return 0; /* threads from a time when there were to be more */
-    } while (!atomic_compare_exchange_weak_explicit(&team.call, &call, call + 1, memory_order_acq_rel, memory_order_acquire));
+    } while (!atomic_compare_exchange_weak_explicit(&team.call, &call, call + 1, memory_order_acq_rel,
+                                                    memory_order_acquire));
     *last = (uint32_t)(call >> 32);
-    struct member m = {.loop = team.first_loop, .chunks = CHUNKS_PER_THREAD * team.num_members,
-                       .threads = team.num_members, .alone = 0};
+    struct member m = {.loop = team.first_loop,
+                       .chunks = CHUNKS_PER_THREAD * team.num_members,
+                       .threads = team.num_members,
+                       .alone = 0};
     team.body(&m, team.context);
     call = atomic_fetch_sub_explicit(&team.call, 1, memory_order_acq_rel) - 1;
-    if (!(call & OPEN) && !(call & MEMBERS))
-        change(&team.left_word, &team.left_sleepers);
+    if (!(call & OPEN) && !(call & MEMBERS)) change(&team.left_word, &team.left_sleepers);
     return 1;
 }
 
@@ -140,7 +139,7 @@ static void *work(void *unused) {
     return unused;
 }
 
-/* Have `wanted` threads beside the caller, or as many as the system gives. A forked child has none of its parent's. */
+/* Have `wanted` threads next to the caller, or as many as the system gives. A forked child has none of its parent's. */
 static void start_threads(int wanted) {
     if (team.process != getpid()) {
         team.process = getpid();
@@ -148,8 +147,7 @@ static void start_threads(int wanted) {
         atomic_store(&team.call, 0);
         team.call_sleepers = team.loop_sleepers = team.left_sleepers = 0;
     }
-    if (team.num_threads >= wanted)
-        return;
+    if (team.num_threads >= wanted) return;
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for Python's thread */
@@ -158,8 +156,7 @@ static void start_threads(int wanted) {
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     while (team.num_threads < wanted) {
         pthread_t thread;
-        if (pthread_create(&thread, &detached, work, 0))
-            break;
+        if (pthread_create(&thread, &detached, work, 0)) break;
         pthread_setname_np(thread, "lockstep-team");
         team.num_threads++;
     }
@@ -172,8 +169,7 @@ static void close_call(void) {
     atomic_fetch_and_explicit(&team.call, ~OPEN, memory_order_acq_rel);
     for (int spins = 0;; spins++) {
         uint32_t seen = atomic_load(&team.left_word);
-        if (!(atomic_load_explicit(&team.call, memory_order_acquire) & MEMBERS))
-            return;
+        if (!(atomic_load_explicit(&team.call, memory_order_acquire) & MEMBERS)) return;
         if (spins < SPINS)
             relax();
         else
@@ -191,7 +187,9 @@ void team_run(void (*body)(struct member *, void *), void *context) {
     }
     start_threads(threads - 1);
     struct member m = {.loop = (uint32_t)(atomic_load_explicit(&team.ticket, memory_order_relaxed) >> 32),
-                       .chunks = CHUNKS_PER_THREAD * threads, .threads = threads, .alone = 0};
+                       .chunks = CHUNKS_PER_THREAD * threads,
+                       .threads = threads,
+                       .alone = 0};
     team.num_members = threads;
     team.body = body;
     team.context = context;

@@ -17,10 +17,10 @@
 
 /* A member's place in the call. */
 struct member {
-    uint32_t loop;  /* number of the next loop */
-    int32_t chunks; /* of a loop whose items cost the same: enough that a late member costs little */
+    uint32_t loop;   /* number of the next loop */
+    int32_t chunks;  /* of a loop whose items cost the same: enough that a late member costs little */
     int32_t threads; /* the most members that the call may have */
-    int alone;      /* the call has no team */
+    int alone;       /* the call has no team */
 };
 
 /* The chunks of one loop, as one member sees them. */
@@ -42,8 +42,8 @@ static inline struct share team_loop(struct member *m, int64_t count, int64_t ch
 }
 
 /* for (i = 0; i < count; i++), shared by the members of the call, `chunk` items at a time. */
-#define TEAM_FOR_CHUNKS(m, i, count, chunk)                                                                             \
-    for (struct share share_ = team_loop(m, count, chunk); team_take(m, &share_);)                                      \
+#define TEAM_FOR_CHUNKS(m, i, count, chunk)                                                                            \
+    for (struct share share_ = team_loop(m, count, chunk); team_take(m, &share_);)                                     \
         for (int64_t i = share_.begin; i < share_.end; i++)
 
 /* The same for items that cost the same. */

@@ -17,13 +17,16 @@ static uint32_t *row_of(const struct ls_chains_args *a, int32_t i, uint32_t r) {
     return a->rows + ((uint64_t)i * a->view->num_rows + r) * a->words;
 }
 
-static uint32_t rows_of(const struct ls_chains_args *a, int32_t i) { return (uint32_t)(a->n_draft[i] - a->first[i]) + 1; }
+static uint32_t rows_of(const struct ls_chains_args *a, int32_t i) {
+    return (uint32_t)(a->n_draft[i] - a->first[i]) + 1;
+}
 
 void ls_plain_records(const struct ls_record_arrays *b, const uint8_t *plain, int32_t vocab_size, uint8_t *out) {
     for (int32_t k = 0; k < b->count; k++) {
         const int32_t *tokens = b->tokens + (int64_t)k * b->token_stride;
         /* The candidates of a proposal are no tokens yet. */
-        const int32_t drafts = b->fields[LS_FIELD_STAGE * b->count + k] == LS_PROPOSE ? 0 : b->fields[LS_FIELD_N_DRAFT * b->count + k];
+        const int32_t drafts =
+            b->fields[LS_FIELD_STAGE * b->count + k] == LS_PROPOSE ? 0 : b->fields[LS_FIELD_N_DRAFT * b->count + k];
         const int32_t n = b->fields[LS_FIELD_N_COMMIT * b->count + k] + drafts;
         int32_t t = 0;
         while (t < n && (uint32_t)tokens[t] < (uint32_t)vocab_size && plain[tokens[t]]) t++;

@@ -38,8 +38,8 @@ struct ls_record_arrays {
  * slot's answer, with the drafts between them. */
 struct ls_chains_args {
     const struct ls_view *view;
-    uint32_t *rows; /* [count][R][W]: row first + r at [i][r]; changed in place */
-    uint8_t *masks; /* the mask buffer of `seq` */
+    uint32_t *rows;            /* [count][R][W]: row first + r at [i][r]; changed in place */
+    uint8_t *masks;            /* the mask buffer of `seq` */
     const int32_t *special_at; /* [num_special] words that hold tokens with a rule of their own, or bits of no token */
     const uint32_t *special_keep;  /* [num_special] bits of such a word that are never cleared */
     const uint32_t *special_stops; /* [num_special] its stop tokens: cleared where the answer is not complete */
@@ -51,10 +51,10 @@ struct ls_chains_args {
     uint8_t *accepting; /* the answer is complete at row `first` */
     uint8_t *states;    /* in and out */
     int32_t *drafts;    /* [count][R]: after row `first`; each is a token of the vocabulary */
-    uint8_t *kinds;           /* [count][R], out; R kinds, DEFER for a row that was not written */
-    int32_t *forced;          /* [count][R], out */
-    int64_t *tallies;         /* [num_slots][LS_KINDS] counts rows 0..n_draft of every chain that is answered */
-    int64_t *published;       /* [2][num_slots] counts the answers that were published, and the stale ones */
+    uint8_t *kinds;     /* [count][R], out; R kinds, DEFER for a row that was not written */
+    int32_t *forced;    /* [count][R], out */
+    int64_t *tallies;   /* [num_slots][LS_KINDS] counts rows 0..n_draft of every chain that is answered */
+    int64_t *published; /* [2][num_slots] counts the answers that were published, and the stale ones */
     uint64_t seq;
     uint64_t mark; /* where a row begins with these 64 bits, the library has not written it */
     uint32_t row_stride;

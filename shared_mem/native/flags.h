@@ -35,8 +35,8 @@ enum { LS_PROPOSE = 64 };
 /* ls_post_args.status and ls_records_args.status */
 enum {
     LS_OK = 0,
-    LS_EMPTY = 1,         /* no lane has a slot: nothing was posted */
-    LS_NOT_IN_RING = 2,   /* the record was overwritten, or never posted */
+    LS_EMPTY = 1,       /* no lane has a slot: nothing was posted */
+    LS_NOT_IN_RING = 2, /* the record was overwritten, or never posted */
     LS_BAD_SLOT = -1,
     LS_BAD_N_COMMIT = -2,
     LS_BAD_N_DRAFT = -3,
@@ -61,8 +61,9 @@ struct ls_view {
 
 /* Private memory of the engine. Only the thread (or stream) that posts touches it. */
 struct ls_counter {
-    uint64_t last;    /* newest sequence ever posted; never goes back */
-    uint64_t current; /* sequence of the last post, 0 when that post published nothing: there is no answer to wait for */
+    uint64_t last; /* newest sequence ever posted; never goes back */
+    uint64_t
+        current; /* sequence of the last post, 0 when that post published nothing: there is no answer to wait for */
 };
 
 /* A batch of lanes. A lane with slots[i] < 0 (padding, or no grammar) is neither posted nor waited for. */
@@ -87,16 +88,16 @@ struct ls_await_args {
     const uint64_t *seq; /* the sequence to wait for; 0: nothing was posted, so every lane with a slot is deferred */
     const int32_t *slots;
     const int32_t *slot_gens;
-    uint8_t *kinds;  /* [batch][num_rows], out */
-    int32_t *forced; /* [batch][num_rows], out */
+    uint8_t *kinds;    /* [batch][num_rows], out */
+    int32_t *forced;   /* [batch][num_rows], out */
     uint64_t *awaited; /* [1], out: the sequence these answers belong to; a device that fetches rows needs its parity */
     int32_t batch;
-    int32_t missing;      /* out: lanes that were deferred here */
-    int64_t deadline_ns;  /* CLOCK_MONOTONIC; 0: timeout_ns after the call */
+    int32_t missing;     /* out: lanes that were deferred here */
+    int64_t deadline_ns; /* CLOCK_MONOTONIC; 0: timeout_ns after the call */
     int64_t timeout_ns;
-    int64_t spin_ns;      /* spin so long before parking */
-    int64_t waited_ns;    /* out: 0 when everything was there already */
-    int32_t late;         /* out: lanes whose answer is there, with rows that are still to come */
+    int64_t spin_ns;   /* spin so long before parking */
+    int64_t waited_ns; /* out: 0 when everything was there already */
+    int32_t late;      /* out: lanes whose answer is there, with rows that are still to come */
 };
 
 struct ls_records_args {
@@ -108,7 +109,7 @@ struct ls_records_args {
     int32_t *n_draft;
     int32_t *stage;
     uint32_t *need_rows;
-    int32_t *first; /* the first wanted row, if every row after it is wanted too; else -1. A proposal wants none: 0 */
+    int32_t *first;  /* the first wanted row, if every row after it is wanted too; else -1. A proposal wants none: 0 */
     int32_t *tokens; /* [num_slots][2 * num_rows], out */
     uint64_t seq;
     int32_t count;  /* out */
@@ -117,7 +118,7 @@ struct ls_records_args {
 
 struct ls_publish_args {
     const struct ls_view *view;
-    const uint8_t *kinds;  /* [num_rows], like the next ones */
+    const uint8_t *kinds; /* [num_rows], like the next ones */
     const int32_t *forced;
     uint64_t seq;
     int32_t slot;
@@ -151,10 +152,11 @@ struct ls_watch {
 
 /* For another thread: 1 as soon as `working` has had one value for limit_ns, 0 after timeout_ns without
  * that. Looks every limit_ns / 2; every 10 ms once no sequence came for 100 ms, over as many calls as these take. */
-LS_EXPORT int32_t ls_overdue(const struct ls_view *view, const uint64_t *working, struct ls_watch *watch, int64_t limit_ns,
-                             int64_t timeout_ns);
+LS_EXPORT int32_t ls_overdue(const struct ls_view *view, const uint64_t *working, struct ls_watch *watch,
+                             int64_t limit_ns, int64_t timeout_ns);
 LS_EXPORT void ls_records(struct ls_records_args *args);
-LS_EXPORT int32_t ls_publish(const struct ls_publish_args *args); /* 0, or 1: a newer answer is there, nothing written */
+LS_EXPORT int32_t
+ls_publish(const struct ls_publish_args *args); /* 0, or 1: a newer answer is there, nothing written */
 
 /* Its two halves, for several answers and one bell after them: an engine that sleeps is woken once. */
 int32_t ls_put_answer(const struct ls_publish_args *args);
@@ -169,7 +171,7 @@ LS_EXPORT uint64_t ls_load64(const void *address);
 LS_EXPORT void ls_store64(void *address, uint64_t value);
 LS_EXPORT uint32_t ls_load32(const void *address);
 LS_EXPORT void ls_store32(void *address, uint32_t value);
-LS_EXPORT void ls_stamp(void *address);          /* now, CLOCK_MONOTONIC ns */
+LS_EXPORT void ls_stamp(void *address);           /* now, CLOCK_MONOTONIC ns */
 LS_EXPORT int64_t ls_age_ns(const void *address); /* since ls_stamp; -1: never stamped */
 
 #endif

@@ -77,8 +77,14 @@ static void fail(const char *what, uint64_t seq) {
 
 /* ---- memory: messages and views ---- */
 
-typedef struct { uint16_t at[PLACES]; } view_t; /* place -> number of the newest message seen there */
-static struct message { uint64_t value; view_t view; uint16_t older; } messages[MESSAGES];
+typedef struct {
+    uint16_t at[PLACES];
+} view_t; /* place -> number of the newest message seen there */
+static struct message {
+    uint64_t value;
+    view_t view;
+    uint16_t older;
+} messages[MESSAGES];
 static uint16_t newest[PLACES], place_of[sizeof memory];
 static uint32_t num_messages, num_places, ops;
 static view_t fences, locks; /* of the single order of seq_cst fences; of the futex locks */
@@ -211,7 +217,7 @@ static long sim_futex(void *word, int operation_, uint32_t value) {
     return 0;
 }
 
-static void wait_for(const int *condition) { /* a lock of the process's own orders what comes before and behind it */
+static void wait_for(const int *condition) { /* a lock of the process's own orders what comes before and after it */
     lock();
     while (!*condition) {
         actors[self].waits_for = condition;
@@ -225,12 +231,17 @@ static void wait_for(const int *condition) { /* a lock of the process's own orde
 
 static struct ls_view view;
 static struct ls_counter counter;
-static struct { int32_t gens[SLOTS]; int posted[SLOTS]; } truth[SEQS + 1];
+static struct {
+    int32_t gens[SLOTS];
+    int posted[SLOTS];
+} truth[SEQS + 1];
 static int32_t gens[SLOTS];
 static int busy_slot, slow_has_task, slow_is_free, slow_row, lost, drained, restored, ended;
 static uint64_t slow_seq, start_seq;
 
-static uint32_t row_of(uint64_t seq, int32_t slot, int32_t row) { return (uint32_t)(seq * 4 + (uint64_t)slot * 2 + row); }
+static uint32_t row_of(uint64_t seq, int32_t slot, int32_t row) {
+    return (uint32_t)(seq * 4 + (uint64_t)slot * 2 + row);
+}
 
 static void fill(uint64_t seq, int32_t slot, int32_t row) {
     for (int w = 0; w < WORDS; w++)
@@ -243,7 +254,8 @@ static void check_masks(const struct ls_await_args *a, uint64_t seq) {
             const uint8_t kind = a->kinds[i * ROWS + row];
             if (kind == LS_KIND_DEFER) continue;
             if (kind != LS_KIND_APPLY) fail("a kind is not its own", seq);
-            if ((uint32_t)a->forced[i * ROWS + row] != row_of(seq, a->slots[i], row)) fail("a token is not its own", seq);
+            if ((uint32_t)a->forced[i * ROWS + row] != row_of(seq, a->slots[i], row))
+                fail("a token is not its own", seq);
             for (int w = 0; w < WORDS; w++)
                 if ((uint32_t)sim_load(memory.mask[seq & 1][a->slots[i]][row][w], memory_order_relaxed) !=
                     row_of(seq, a->slots[i], row))
@@ -279,13 +291,22 @@ static void engine(void) {
             truth[seq].posted[slots[i]] = 1;
             pos[i] = tokens[i][0] = tokens[i][1] = (int32_t)seq;
         }
-        struct ls_post_args p = {&view, &counter, slots, lane_gens, pos, ones, ones, need, &tokens[0][0], batch, 0, 0, 0};
+        struct ls_post_args p = {&view, &counter,      slots, lane_gens, pos, ones, ones,
+                                 need,  &tokens[0][0], batch, 0,         0,   0};
         ls_post(&p);
         if (p.status != LS_OK || counter.current != seq) fail("a post was refused", seq);
-        struct ls_await_args a = {
-            .view = &view, .seq = &counter.current, .slots = slots, .slot_gens = lane_gens, .kinds = kinds,
-            .forced = forced, .awaited = &awaited, .batch = batch, .timeout_ns = !with_deadlines ? LONG_NS : chance(512) ? 3000 : 400,
-            .spin_ns = chance(512) ? 0 : 20};
+        struct ls_await_args a = {.view = &view,
+                                  .seq = &counter.current,
+                                  .slots = slots,
+                                  .slot_gens = lane_gens,
+                                  .kinds = kinds,
+                                  .forced = forced,
+                                  .awaited = &awaited,
+                                  .batch = batch,
+                                  .timeout_ns = !with_deadlines ? LONG_NS
+                                                : chance(512)   ? 3000
+                                                                : 400,
+                                  .spin_ns = chance(512) ? 0 : 20};
         await(&a, seq);
         if (lost) {
             drained = 1;
@@ -322,7 +343,8 @@ static void grammar(void) {
         const uint64_t newest_seq = ls_wait_req(&view, last, LONG_NS, chance(512) ? 0 : 20, NULL);
         while (last < newest_seq) {
             const uint64_t seq = ++last;
-            struct ls_records_args a = {&view, slots, got_gens, pos, n_commit, n_draft, stage, need, first, tokens, seq, 0, 0};
+            struct ls_records_args a = {&view, slots, got_gens, pos, n_commit, n_draft, stage,
+                                        need,  first, tokens,   seq, 0,        0};
             ls_records(&a);
             if (a.status != LS_OK) {
                 if (!with_deadlines) fail("the record is not there", seq);
@@ -331,8 +353,9 @@ static void grammar(void) {
             if (a.count != truth[seq].posted[0] + truth[seq].posted[1]) fail("a record is torn", seq);
             for (int32_t k = 0; k < a.count; k++) {
                 const int32_t *t = tokens + k * 2 * ROWS;
-                if (!truth[seq].posted[slots[k]] || got_gens[k] != truth[seq].gens[slots[k]] || pos[k] != (int32_t)seq ||
-                    n_commit[k] != 1 || n_draft[k] != 1 || need[k] != 3 || t[0] != (int32_t)seq || t[1] != (int32_t)seq)
+                if (!truth[seq].posted[slots[k]] || got_gens[k] != truth[seq].gens[slots[k]] ||
+                    pos[k] != (int32_t)seq || n_commit[k] != 1 || n_draft[k] != 1 || need[k] != 3 ||
+                    t[0] != (int32_t)seq || t[1] != (int32_t)seq)
                     fail("a record is torn", seq);
             }
             for (int32_t k = 0; k < a.count; k++) answer(seq, slots[k], got_gens[k]);
@@ -418,8 +441,8 @@ static void run_seed(void) {
     const uint32_t mode = draw(5);
     with_late = mode != 0 && chance(800), with_deadlines = mode == 2 || mode == 3, with_crash = mode == 4;
     num_recs = with_deadlines ? 1 + (int)draw(2) : MOST_RECS;
-    view = (struct ls_view){memory.words, memory.rec, memory.ans, ENTRY, SLOTS, ROWS, (uint32_t)num_recs, HEAD, RECORD,
-                            ANSWER, FORCED, LATE};
+    view = (struct ls_view){memory.words,       memory.rec, memory.ans, ENTRY,  SLOTS,  ROWS,
+                            (uint32_t)num_recs, HEAD,       RECORD,     ANSWER, FORCED, LATE};
     memset(place_of, 0, sizeof place_of), memset(newest, 0, sizeof newest), memset(truth, 0, sizeof truth);
     memset(&fences, 0, sizeof fences), memset(&locks, 0, sizeof locks);
     messages[0] = (struct message){0};
@@ -448,7 +471,8 @@ static void run_seed(void) {
 }
 
 int main(int argc, char **argv) {
-    const uint64_t first = argc == 3 ? strtoull(argv[1], NULL, 10) : 0, count = argc == 3 ? strtoull(argv[2], NULL, 10) : 0;
+    const uint64_t first = argc == 3 ? strtoull(argv[1], NULL, 10) : 0,
+                   count = argc == 3 ? strtoull(argv[2], NULL, 10) : 0;
     if (!count) return 2;
     uint64_t total = 0;
     for (seed = first; seed < first + count; seed++) {

@@ -24,7 +24,7 @@ enum { RELAX = memory_order_relaxed };
 static uint64_t get(struct line *line) { return atomic_load_explicit(&line->word, RELAX); }
 static void put(struct line *line, uint64_t value) { atomic_store_explicit(&line->word, value, RELAX); }
 
-/* Both threads are in round n behind it. Yields, so that one core can run both. */
+/* Both threads are in round n after it. Yields, so that one core can run both. */
 static void meet(int me, uint64_t n) {
     atomic_store_explicit(&turn[me].word, n, memory_order_release);
     for (int spins = 0; atomic_load_explicit(&turn[!me].word, memory_order_acquire) < n; spins++)

@@ -59,7 +59,8 @@ static void *grammar(void *unused) {
     for (uint64_t last = 0; last < rounds;) {
         const uint64_t newest = ls_wait_req(&view, last, LONG_NS, 1000, NULL);
         while (last < newest) {
-            struct ls_records_args a = {&view, slots, gens, pos, n_commit, n_draft, stage, need, first, tokens, ++last, 0, 0};
+            struct ls_records_args a = {&view, slots, gens,   pos,    n_commit, n_draft, stage,
+                                        need,  first, tokens, ++last, 0,        0};
             ls_records(&a);
             if (a.status != LS_OK || a.count != SLOTS) fail("the record is not there", last);
             for (int32_t k = 0; k < a.count; k++) {
@@ -86,18 +87,27 @@ int main(int argc, char **argv) {
             gens[i] = pos[i] = tokens[i][0] = tokens[i][1] = (int32_t)seq;
             n_commit[i] = n_draft[i] = 1;
         }
-        struct ls_post_args p = {&view, &counter, slots, gens, pos, n_commit, n_draft, need, &tokens[0][0], SLOTS, 0, 0, 0};
+        struct ls_post_args p = {&view, &counter,      slots, gens, pos, n_commit, n_draft,
+                                 need,  &tokens[0][0], SLOTS, 0,    0,   0};
         ls_post(&p);
-        struct ls_await_args a = {
-            .view = &view, .seq = &counter.current, .slots = slots, .slot_gens = gens, .kinds = kinds, .forced = forced,
-            .awaited = &awaited, .batch = SLOTS, .timeout_ns = LONG_NS, .spin_ns = seq % 2 ? 1000 : 0};
+        struct ls_await_args a = {.view = &view,
+                                  .seq = &counter.current,
+                                  .slots = slots,
+                                  .slot_gens = gens,
+                                  .kinds = kinds,
+                                  .forced = forced,
+                                  .awaited = &awaited,
+                                  .batch = SLOTS,
+                                  .timeout_ns = LONG_NS,
+                                  .spin_ns = seq % 2 ? 1000 : 0};
         do { /* late answers are complete when the last row is added */
             ls_await(&a);
             if (a.missing) fail("an answer is missing", seq);
         } while (a.late);
         for (int i = 0; i < SLOTS; i++)
             for (int32_t row = 0; row < ROWS; row++) {
-                if (kinds[i * ROWS + row] != LS_KIND_APPLY || forced[i * ROWS + row] != (int32_t)seq) fail("a row is lost", seq);
+                if (kinds[i * ROWS + row] != LS_KIND_APPLY || forced[i * ROWS + row] != (int32_t)seq)
+                    fail("a row is lost", seq);
                 check(seq, slots[i], row);
             }
     }

@@ -1,7 +1,7 @@
 /* What the engine reads that the grammar process wrote, and the words that each reads of the other: any bytes there.
  *
  * Invariant: whatever the segment holds, an answer's kinds are those of flags.h, counts are counts of lanes, no call
- * waits beyond its deadline, and nothing beside the arrays is touched.
+ * waits beyond its deadline, and nothing outside the arrays is touched.
  */
 #include "flags.h"
 #include "input.h"
@@ -30,8 +30,15 @@ static void take_answers(struct input *in, const struct ls_view *view) {
             memcpy(&gens[i], answer + sizeof seq, sizeof *gens);
         }
     }
-    struct ls_await_args args = {.view = view, .seq = &seq, .slots = slots, .slot_gens = gens, .kinds = kinds,
-                                 .forced = forced, .awaited = &awaited, .batch = batch, .deadline_ns = 1};
+    struct ls_await_args args = {.view = view,
+                                 .seq = &seq,
+                                 .slots = slots,
+                                 .slot_gens = gens,
+                                 .kinds = kinds,
+                                 .forced = forced,
+                                 .awaited = &awaited,
+                                 .batch = batch,
+                                 .deadline_ns = 1};
     if (!ls_take(&args)) check_taken(&args);
     ls_await(&args);
     check_taken(&args);
@@ -49,12 +56,14 @@ static void publish(struct input *in, const struct ls_view *view) {
     take(in, kinds, sizeof kinds);
     take(in, forced, sizeof forced);
     for (int r = 0; r < MAX_ROWS; r++) kinds[r] %= LS_KINDS;
-    struct ls_publish_args args = {.view = view, .kinds = kinds, .forced = forced, .seq = take64(in), .late = take8(in) & 1};
+    struct ls_publish_args args = {
+        .view = view, .kinds = kinds, .forced = forced, .seq = take64(in), .late = take8(in) & 1};
     args.slot = (int32_t)(take8(in) % view->num_slots);
     args.slot_gen = (int32_t)take64(in);
     const int32_t stale = ls_publish(&args);
     REQUIRE(stale == 0 || stale == 1);
-    REQUIRE(ls_add_rows(&args) == (stale && ls_load64(view->ans + (uint64_t)(uint32_t)args.slot * view->ans_stride) != args.seq));
+    REQUIRE(ls_add_rows(&args) ==
+            (stale && ls_load64(view->ans + (uint64_t)(uint32_t)args.slot * view->ans_stride) != args.seq));
 }
 
 static void read_words(struct input *in, const struct ls_view *view) {
@@ -73,7 +82,8 @@ static void read_words(struct input *in, const struct ls_view *view) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     struct input in = {data, size};
-    struct ls_view view = {.num_slots = 1 + take8(&in) % MAX_SLOTS, .num_rows = 1 + take8(&in) % MAX_ROWS, .num_recs = 1};
+    struct ls_view view = {
+        .num_slots = 1 + take8(&in) % MAX_SLOTS, .num_rows = 1 + take8(&in) % MAX_ROWS, .num_recs = 1};
     view.ans_forced = 12 + aligned(view.num_rows, 4);
     view.ans_late = aligned(view.ans_forced + 4 * view.num_rows, 8);
     view.ans_stride = aligned(view.ans_late + 8, 128);

@@ -52,7 +52,7 @@ static void aborted(int number) {
 }
 
 static void run(void) {
-    /* A copy of exactly that size, so that a read behind the input is seen. */
+    /* A copy of exactly that size, so that a read after the input is seen. */
     uint8_t *copy = malloc(current_size ? current_size : 1);
     if (!copy) abort();
     memcpy(copy, current, current_size);

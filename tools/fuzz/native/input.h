@@ -1,4 +1,4 @@
-/* The bytes of an input, taken from its front; zeros behind its end. */
+/* The bytes of an input, taken from its front; zeros after its end. */
 #ifndef LOCKSTEP_FUZZ_INPUT_H
 #define LOCKSTEP_FUZZ_INPUT_H
 
@@ -34,7 +34,7 @@ static inline uint64_t take64(struct input *in) {
     return value;
 }
 
-/* Memory of exactly that size, so that AddressSanitizer sees an access beside it. */
+/* Memory of exactly that size, so that AddressSanitizer sees an access next to it. */
 static inline void *room(size_t bytes) {
     void *memory = NULL;
     if (posix_memalign(&memory, 128, bytes ? bytes : 1)) abort();
@@ -43,12 +43,12 @@ static inline void *room(size_t bytes) {
 
 static inline uint32_t aligned(uint32_t value, uint32_t to) { return (value + to - 1) / to * to; }
 
-#define REQUIRE(condition)                                                                                              \
-    do {                                                                                                                \
-        if (!(condition)) {                                                                                             \
+#define REQUIRE(condition)                                                                                             \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
             fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition);                              \
-            abort();                                                                                                    \
-        }                                                                                                               \
+            abort();                                                                                                   \
+        }                                                                                                              \
     } while (0)
 
 #endif
