@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from gpu_engine.api.errors import ProcessorFailed
+from gpu_engine.api.output_tensors import LOGITS, WantedOutput
 from gpu_engine.api.request import FinishReason
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel, load_model
-from shared_mem.channel import Record
 from tests.gpu_engine.harness import (
-    PATIENCE_S,
     Answer,
     answer_all,
     answer_each,
-    answer_staggered,
     ask,
     tokens,
     unguided_engine,
@@ -46,56 +45,10 @@ FREE: list[Case] = [
     ),
 ]
 """More than there are slots."""
-GUIDED: list[Case] = [
-    (partial(ask, tokens(30, 1, repeat=10), grammar="40", max_tokens=80), (("waves", ""),)),
-    (partial(ask, tokens(20, 3), grammar="30", max_tokens=80, temperature=1.0, seed=3), (("captured", ""),)),
-    (REPEATING, (("batch", '{"strength": 0.5}'),)),
-    (partial(ask, tokens(21, 6), grammar="9", max_tokens=60, logprobs=1), (("batch", ""), ("waves", ""))),
-]
 
 
 def made(engine: Engine, cases: list[Case]) -> list[Answer]:
     return [processed(engine.processors, make(), *uses) for make, uses in cases]
-
-
-@pytest.fixture(scope="module")
-def free(llama: LoadedModel) -> list[Answer]:
-    """One request at a time, one token a step."""
-    with unguided_engine(llama, with_drafts(0, **NAMED)) as engine:
-        answers = made(engine, FREE)
-        answer_each(engine, answers)
-    assert answers[0].tokens != answers[4].tokens, "the processor changes the answer"
-    return answers
-
-
-@pytest.fixture(scope="module")
-def guided(llama: LoadedModel) -> list[Answer]:
-    with guided_engine(llama, with_drafts(0, **NAMED, **PATIENT)) as (engine, _):
-        answers = made(engine, GUIDED)
-        answer_each(engine, answers)
-    return answers
-
-
-@pytest.mark.parametrize("num_drafts", [0, 3, 7])
-@pytest.mark.parametrize("answer", [answer_all, answer_staggered])
-def test_tokens_do_not_depend_on_speculation_or_company(
-    llama: LoadedModel, free: list[Answer], num_drafts: int, answer: Callable[..., list[list[int]]], overlap: bool
-) -> None:
-    with unguided_engine(llama, with_drafts(num_drafts, overlap=overlap, **NAMED)) as engine:
-        answers = made(engine, FREE)
-        assert answer(engine, answers) == [each.tokens for each in free]
-        assert [each.logprobs for each in answers] == [each.logprobs for each in free]
-        assert (engine.stats().accepted_draft_tokens > 10) == (num_drafts > 0)
-        assert engine._loop.executor.slot_writer.processed == {}, "the slots hold no request that has ended"
-
-
-@pytest.mark.parametrize("drafter", ["same", "trained eagle3"])
-def test_drafts_of_a_network_change_no_token(
-    llama: LoadedModel, draft_models: dict[str, str], free: list[Answer], drafter: str
-) -> None:
-    settings = with_drafts(3, draft_model=draft_models[drafter], **NAMED)
-    with unguided_engine(llama, settings) as engine:
-        assert answer_all(engine, made(engine, FREE)) == [each.tokens for each in free]
 
 
 def test_bfloat16_logits_are_processed_in_float32(saved: Callable[[str], Path]) -> None:
@@ -116,52 +69,6 @@ def test_three_kinds_of_one_function_give_the_same_tokens(llama: LoadedModel) ->
     assert single == batch == captured
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3, 7])
-def test_guided_tokens_do_not_depend_on_speculation(
-    llama: LoadedModel, guided: list[Answer], num_drafts: int, overlap: bool
-) -> None:
-    with guided_engine(llama, with_drafts(num_drafts, overlap=overlap, **NAMED, **PATIENT)) as (engine, _):
-        answers = made(engine, GUIDED)
-        assert answer_all(engine, answers) == [each.tokens for each in guided]
-        assert [each.logprobs for each in answers] == [each.logprobs for each in guided]
-        assert [each.finish for each in answers] == [each.finish for each in guided]
-
-
-def test_a_killed_grammar_process_changes_no_token(llama: LoadedModel, guided: list[Answer]) -> None:
-    with guided_engine(llama, with_drafts(3, **NAMED, **PATIENT)) as (engine, grammar):
-        answers, reached, first = made(engine, GUIDED), threading.Event(), grammar.sidecar
-
-        def die(record: Record) -> None:
-            if record.commit_pos + len(record.committed) >= 6:
-                first.stopping = True
-                reached.set()
-
-        first.before = die
-        for answer in answers:
-            answer.submit(engine)
-        assert reached.wait(PATIENCE_S)
-        grammar.kill_sidecar()
-        engine.grammar_lost()
-        assert not all(answer.over for answer in answers)
-        grammar.start_sidecar()
-        engine.grammar_restored()
-        assert [answer.wait().tokens for answer in answers] == [each.tokens for each in guided]
-
-
-def test_a_preempted_sequence_has_the_same_tokens(llama: LoadedModel) -> None:
-    long = partial(ask, tokens(20, 1, repeat=8), max_tokens=70, ignore_eos=True)
-    cases: list[Case] = [(long, ((name, f'{{"strength": {s}}}'),)) for name in ("waves", "batch") for s in (0.5, 2.0)]
-
-    def run(**fields: int) -> tuple[list[list[int]], int]:
-        with unguided_engine(llama, with_drafts(3, max_model_len=128, **NAMED, **fields)) as engine:
-            return answer_all(engine, made(engine, cases)), engine.stats().preemptions
-
-    expected, never = run()
-    found, preemptions = run(kv_cache_tokens=128)
-    assert found == expected
-    assert never == 0 < preemptions
-
-
 def test_log_probabilities_are_the_models_own(llama: LoadedModel) -> None:
     """A bias forces the same tokens, and its log-probabilities are the model's own."""
     for num_drafts in (0, 3):
@@ -171,6 +78,30 @@ def test_log_probabilities_are_the_models_own(llama: LoadedModel) -> None:
             forced = processed(engine.processors, ask(tokens(9, 1), **wanted), ("only", '{"token": 7}'))
             assert answer_all(engine, [by_bias, forced]) == [[7] * 8] * 2
             assert forced.logprobs == by_bias.logprobs
+
+
+def logits(answer: Answer) -> np.ndarray[Any, Any]:
+    """Return the rows of an answer; asserts that each token but the last, and each of the prompt, has one."""
+    parts = [rows for event in answer.events for rows in event.outputs]
+    assert [rows.start for rows in parts[1:]] == [rows.end for rows in parts[:-1]]
+    cached = answer.telemetry.cached_tokens
+    assert (parts[0].start, parts[-1].end) == (cached, len(answer.request.prompt_ids) + len(answer.tokens) - 1)
+    return np.concatenate([rows.data for rows in parts]).view("<f4")
+
+
+def test_logits_are_the_models_own_whatever_a_processor_does(llama: LoadedModel) -> None:
+    """A bias and a processor force the same tokens; both answers have the logits that the model had."""
+    fields = {"max_tokens": 8, "ignore_eos": True}
+    with unguided_engine(llama, with_drafts(3, prefix_cache=False, **NAMED)) as engine:
+        by_bias = ask(tokens(9, 1), logit_bias=((7, 100.0),), **fields)
+        by_processor = processed(engine.processors, ask(tokens(9, 1), **fields), ("only", '{"token": 7}'))
+        spec = llama.outputs[LOGITS]
+        for answer in (by_bias, by_processor):
+            answer.change(tensors=(WantedOutput(LOGITS, LOGITS, spec, context=True, answer=True),))
+        answer_all(engine, [by_bias, by_processor])
+    assert by_processor.tokens == by_bias.tokens == [7] * 8
+    np.testing.assert_allclose(logits(by_processor), logits(by_bias), atol=1e-4)
+    assert logits(by_processor)[-1].argmax() != 7
 
 
 def test_a_processor_sees_the_ids(llama: LoadedModel) -> None:

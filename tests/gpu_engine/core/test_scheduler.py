@@ -100,6 +100,45 @@ def test_the_first_in_the_queue_gets_the_lowest_free_slot() -> None:
     assert (running.name, running.slot, running.slot_gen) == ("c", 0, 2)
 
 
+def test_a_sequence_without_a_slot_neither_decodes_nor_is_shown_with_one() -> None:
+    machine, one = scheduler(num_slots=1), sequence("a", 1)
+    assert not one.decoding
+    assert "waiting" in repr(one)
+    machine.add(one)
+    machine.plan()
+    assert one.decoding
+    assert "slot 0 gen 1 pages 1" in repr(one)
+
+
+@pytest.mark.parametrize(("prefilled", "num_shared", "is_copied"), [(15, 0, True), (16, 1, False), (17, 1, True)])
+def test_a_fork_shares_full_pages_and_copies_the_last_part(prefilled: int, num_shared: int, is_copied: bool) -> None:
+    machine = scheduler(num_slots=2, num_pages=8)
+    source, target = sequence("source", prefilled + 1), sequence("target", prefilled + 1)
+    for each in (source, target):
+        machine.add(each)
+    machine.plan()
+    source.prefilled = target.prefilled = prefilled
+    copies = machine.fork(source, target)
+    assert target.slot_gen == 2
+    assert target.pages[:num_shared] == source.pages[:num_shared]
+    assert not set(target.pages[num_shared:]) & set(source.pages)
+    assert len(target.pages) == len(source.pages) == 2
+    assert copies == ((source.pages[num_shared], target.pages[num_shared]),) * is_copied
+    machine.check_integrity()
+
+
+def test_a_fork_without_pages_leaves_the_copy_none() -> None:
+    machine = scheduler(num_slots=2, num_pages=4)
+    source, target = sequence("source", 20), sequence("target", 20)
+    for each in (source, target):
+        machine.add(each)
+    machine.plan()
+    source.prefilled = target.prefilled = 19
+    source.length = 4 * PAGE - ROWS + 1
+    assert machine.fork(source, target) is None
+    assert (target.pages, target.prefilled, target.num_indexed_pages) == ([], 0, 0)
+
+
 def test_no_sequence_overtakes_the_first_in_the_queue_even_if_it_would_fit() -> None:
     machine = scheduler(num_slots=3, num_pages=4)
     for name, length in (("a", 28), ("long", 40), ("short", 5)):

@@ -26,14 +26,11 @@ from gpu_engine.drafters.decoupled import TAIL, DecoupledDrafter, DraftModel
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from tests.gpu_engine import tiny
 from tests.gpu_engine.adapters.files import save_prompt
-from tests.gpu_engine.core.test_guided import made as made_of_toys
 from tests.gpu_engine.harness import (
-    UNHURRIED_MS,
     Answer,
     Hold,
     answer_all,
     answer_each,
-    answer_staggered,
     ask,
     config,
     running,
@@ -43,7 +40,6 @@ from tests.gpu_engine.harness import (
     with_drafts,
 )
 from tests.gpu_engine.library_sidecars import PATIENT, Sidecars
-from tests.gpu_engine.toy_sidecar import guided_engine
 
 SCHEMA = (
     'JSON_SCHEMA COMPACT {"type":"array","minItems":4,"maxItems":6,"items":{"type":"object","properties":'
@@ -82,19 +78,6 @@ def expected(llama: LoadedModel) -> list[list[int]]:
         return answer_each(engine, made())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_drafts", [0, 3, 7])
-def test_tokens_do_not_depend_on_the_draft_model(
-    llama: LoadedModel, draft_models: dict[str, str], expected: list[list[int]], num_drafts: int, overlap: bool
-) -> None:
-    settings = decoupled(draft_models["other"], num_draft_tokens=num_drafts, overlap=overlap)
-    with unguided_engine(llama, settings) as engine:
-        assert answer_all(engine, made()) == expected
-        assert answer_staggered(engine, made()) == expected
-        stats = engine.stats()
-    assert (stats.accepted_draft_tokens > 100) == (num_drafts > 0)
-
-
 def test_the_target_as_its_own_draft_model_is_always_right(llama: LoadedModel, expected: list[list[int]]) -> None:
     """It draws with the target's noise, penalties and bans, from the target's logits."""
     with unguided_engine(llama, decoupled(llama.name)) as engine:
@@ -109,44 +92,6 @@ def test_steps_with_the_target_as_draft_model_are_few(llama: LoadedModel) -> Non
         stats = engine.stats()
     assert stats.steps == 1 + 40 // 4, "one token, then K + 1 of them in each step"
     assert stats.drafts_per_step.counts[4:] == [0] * len(stats.drafts_per_step.counts[4:])
-
-
-@pytest.mark.slow
-def test_preemption_changes_no_token(llama: LoadedModel, draft_models: dict[str, str]) -> None:
-    def run(settings: EngineConfig) -> tuple[list[list[int]], int]:
-        with unguided_engine(llama, settings) as engine:
-            answers = [ask(tokens(20, seed), max_tokens=80, temperature=0.5 * (seed % 2)) for seed in range(4)]
-            return answer_all(engine, answers), engine.stats().preemptions
-
-    alone, never = run(with_drafts(0, max_model_len=128))
-    tight, preemptions = run(decoupled(draft_models["other"], max_model_len=128, kv_cache_tokens=128))
-    assert tight == alone
-    assert never == 0 < preemptions
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_drafts", "drafts_by"), [(3, "other"), (7, "same")])
-def test_a_lost_and_restored_grammar_process_changes_no_token(
-    llama: LoadedModel, draft_models: dict[str, str], num_drafts: int, drafts_by: str
-) -> None:
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
-        wanted = answer_each(engine, made_of_toys())
-    settings = decoupled(draft_models[drafts_by], num_draft_tokens=num_drafts, row_timeout_ms=20.0)
-    with guided_engine(llama, settings) as (engine, grammar):
-        answers, reached = made_of_toys(), threading.Event()
-        grammar.sidecar.before = lambda record: (
-            reached.set() if record.commit_pos + len(record.committed) >= 15 else None
-        )
-        hold = Hold(engine, reached.is_set)
-        for answer in answers:
-            answer.submit(engine)
-        with hold.reached():
-            grammar.kill_sidecar()
-            engine.grammar_lost()
-        grammar.start_sidecar()
-        engine.grammar_restored()
-        assert [answer.wait().tokens for answer in answers] == wanted
-        assert engine.stats().accepted_draft_tokens > 20
 
 
 @pytest.mark.slow

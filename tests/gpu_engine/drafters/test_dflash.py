@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,19 +18,14 @@ from gpu_engine.step.launches import place_of
 from gpu_engine.step.prefill import Hidden
 from kernels.accept import StepTensors
 from kernels.row_kinds import APPLY
-from shared_mem.channel import Record
 from shared_mem.layout import Stage
 from tests.fakes import EOS
 from tests.gpu_engine import dflash
-from tests.gpu_engine.core.test_guided import legal, made
+from tests.gpu_engine.core.test_guided import legal
 from tests.gpu_engine.harness import (
-    PATIENCE_S,
     UNHURRIED_MS,
     Answer,
-    Hold,
     answer_all,
-    answer_each,
-    answer_staggered,
     ask,
     config,
     tokens,
@@ -54,15 +46,6 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     dflash.save_repeating(repeating)
     dflash.save_random(random)
     return {"repeating": str(repeating), "random": str(random)}
-
-
-@pytest.fixture(scope="module")
-def expected(llama: LoadedModel) -> list[list[int]]:
-    """Return the answers of an engine that serves one request at a time and emits one token a step."""
-    answers = made()
-    with guided_engine(llama, with_drafts(0, **PATIENT)) as (engine, _):
-        answer_each(engine, answers)
-    return [answer.tokens for answer in answers]
 
 
 # ---- what is drafted -----------------------------------------------------------------------------------------------
@@ -141,39 +124,6 @@ def test_drafts_are_those_of_the_reference(llama: LoadedModel, heads: dict[str, 
 # ---- tokens do not depend on drafts --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head", ["repeating", "random"])
-@pytest.mark.parametrize("num_drafts", [3, 7])
-@pytest.mark.parametrize("masks", ["on", "off"])
-@pytest.mark.parametrize("jump_forward", [False, True])
-@pytest.mark.parametrize("answer", [answer_all, answer_staggered])
-def test_guided_and_free_tokens_do_not_depend_on_dflash_drafts(
-    llama: LoadedModel,
-    heads: dict[str, str],
-    expected: list[list[int]],
-    head: str,
-    num_drafts: int,
-    masks: str,
-    jump_forward: bool,
-    answer: Callable[[Engine, list[Answer]], list[list[int]]],
-    overlap: bool,
-) -> None:
-    settings = with_drafts(
-        num_drafts,
-        draft_model=heads[head],
-        draft_masks=masks,
-        jump_forward_tokens=int(jump_forward),
-        overlap=overlap,
-        **PATIENT,
-    )
-    with guided_engine(llama, settings) as (engine, grammar):
-        assert answer(engine, made()) == expected
-        stats, records = engine.stats(), grammar.sidecar.records
-    assert stats.deferred_rows == 0
-    assert stats.draft_tokens > 100
-    assert stats.accepted_draft_tokens > (40 if head == "repeating" else -1)
-    assert any(record.stage not in (Stage.VERIFY, Stage.PROPOSE) for record in records) == (masks == "on")
-
-
 def test_a_repeating_head_is_right_about_free_answers(llama: LoadedModel, heads: dict[str, str]) -> None:
     answers = [ask(tokens(9, seed), max_tokens=60, ignore_eos=True) for seed in range(4)]
     with unguided_engine(llama, with_drafts(7, draft_model=heads["repeating"])) as engine:
@@ -216,62 +166,6 @@ def test_masked_drafts_are_legal_and_their_rows_are_not_asked_for_again(
         for k, draft in enumerate(drafts):
             assert draft in automaton.legal([*before, *drafts[:k]])
     assert {record.need_rows.bit_count() for record in verified if EOS not in record.drafts} == {1}
-
-
-def test_preempted_sequences_go_on_with_the_same_tokens(
-    llama: LoadedModel, heads: dict[str, str], overlap: bool
-) -> None:
-    """Pages end inside of blocks, and get other owners."""
-
-    def run(num_drafts: int, **fields: int) -> tuple[list[list[int]], int, int]:
-        named = {"draft_model": heads["repeating"], "draft_masks": "on"} if num_drafts else {}
-        settings = with_drafts(num_drafts, overlap=overlap, max_model_len=128, **named, **PATIENT, **fields)
-        with guided_engine(llama, settings) as (engine, _):
-            grammars = ("70", None, "70", None)
-            answers = [ask(tokens(20, seed), grammar=each, max_tokens=80) for seed, each in enumerate(grammars)]
-            found, stats = answer_all(engine, answers), engine.stats()
-            return found, stats.preemptions, stats.accepted_draft_tokens
-
-    plain, _, _ = run(0)
-    roomy, never, accepted = run(7)
-    tight, preemptions, _ = run(7, kv_cache_tokens=128)
-    assert roomy == tight == plain
-    assert never == 0 < preemptions
-    assert accepted > 40
-
-
-@pytest.mark.parametrize("during_a_step", [False, True])
-def test_a_lost_and_restored_sidecar_changes_no_token(
-    llama: LoadedModel, heads: dict[str, str], expected: list[list[int]], during_a_step: bool, overlap: bool
-) -> None:
-    """The grammar process ends in the middle of a block's masks, or of a verification, and another one replaces it."""
-    settings = with_drafts(
-        5, draft_model=heads["repeating"], draft_masks="on", overlap=overlap, row_timeout_ms=20.0, draft_timeout_ms=20.0
-    )
-    with guided_engine(llama, settings) as (engine, grammar):
-        reached, first, answers = threading.Event(), grammar.sidecar, made()
-
-        def die(record: Record) -> None:
-            if record.commit_pos + len(record.committed) >= 15:
-                first.stopping |= during_a_step
-                reached.set()
-
-        first.before = die
-        hold = Hold(engine, lambda: reached.is_set() and not during_a_step)
-        for answer in answers:
-            answer.submit(engine)
-        assert reached.wait(PATIENCE_S)
-        with nullcontext() if during_a_step else hold.reached():
-            grammar.kill_sidecar()
-            engine.grammar_lost()
-        for answer in answers:
-            if answer.request.grammar is None:
-                answer.wait()
-        assert not all(answer.over for answer in answers)
-        grammar.start_sidecar()
-        engine.grammar_restored()
-        assert [answer.wait().tokens for answer in answers] == expected
-        assert engine.stats().accepted_draft_tokens > 40
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------

@@ -9,12 +9,10 @@ import pytest
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.layout import Stage
 from tests.fakes import EOS
-from tests.gpu_engine.core.test_guided import legal, made
+from tests.gpu_engine.core.test_guided import legal
 from tests.gpu_engine.harness import (
     UNHURRIED_MS,
     answer_all,
-    answer_each,
-    answer_staggered,
     ask,
     config,
     tokens,
@@ -23,46 +21,6 @@ from tests.gpu_engine.harness import (
 from tests.gpu_engine.toy_sidecar import guided_engine
 
 PATIENT = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
-
-
-@pytest.fixture(scope="module")
-def expected(llama: LoadedModel) -> list[list[int]]:
-    """Return the answers of an engine that serves one request at a time and emits one token a step."""
-    answers = made()
-    with guided_engine(llama, with_drafts(0, **PATIENT)) as (engine, _):
-        answer_each(engine, answers)
-    return [answer.tokens for answer in answers]
-
-
-@pytest.mark.parametrize("drafts_by", ["same", "other", "trained eagle3", "random eagle3"])
-@pytest.mark.parametrize("jump_forward", [False, True])
-@pytest.mark.parametrize("masks", ["on", "off"])
-@pytest.mark.parametrize("answer", [answer_all, answer_staggered])
-def test_tokens_do_not_depend_on_draft_masks(
-    llama: LoadedModel,
-    draft_models: dict[str, str],
-    expected: list[list[int]],
-    drafts_by: str,
-    jump_forward: bool,
-    masks: str,
-    answer: object,
-    overlap: bool,
-) -> None:
-    settings = with_drafts(
-        3,
-        draft_model=draft_models[drafts_by],
-        jump_forward_tokens=int(jump_forward),
-        draft_masks=masks,
-        overlap=overlap,
-        **PATIENT,
-    )
-    with guided_engine(llama, settings) as (engine, grammar):
-        assert answer(engine, made()) == expected  # type: ignore[operator]
-        stats = engine.stats()
-        records = grammar.sidecar.records
-    assert stats.deferred_rows == 0
-    drafted = any(record.stage not in (Stage.VERIFY, Stage.PROPOSE) for record in records)
-    assert drafted == (masks == "on")
 
 
 @pytest.mark.parametrize("masks", ["on", "off"])

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.limits import Limits
@@ -133,3 +134,50 @@ async def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
         turns += 1
         await asyncio.sleep(0)
     assert await work > 100
+
+
+def test_seeds_of_sequences_are_those_of_the_published_generator() -> None:
+    """The first numbers of splitmix64 from 0."""
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [sequence_seed(0, i) for i in range(4)] == [0, *published]
+
+
+@pytest.mark.parametrize(
+    ("message", "large"),
+    [
+        (pb.GenerateRequest(text="x" * 8192), False),
+        (pb.GenerateRequest(text="x" * 8193), True),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7] * 8193)), False),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7] * 8193), response=pb.ResponseOptions(echo=True)), True),
+        (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(bad_words=map(str, range(8)))), False),
+        (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(bad_words=map(str, range(9)))), True),
+    ],
+)
+def test_the_sizes_from_which_a_prompt_is_large(message: pb.GenerateRequest, large: bool) -> None:
+    wide = dataclasses.replace(LIMITS, max_model_len=1 << 14)
+    assert is_large(check(message, wide, ())) == large
+
+
+def test_special_tokens_are_added_to_text_and_not_to_what_a_template_or_a_ban_spells() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", 257)]
+    )
+    (text,) = build(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(bad_words=["y"])), tokenizer)
+    assert text.prompt_ids == [257, *b"x"]
+    assert text.sampling.bad_token_ids == (ord("y"),)
+    assert text.sampling.bad_words == (tuple(b" y"),)
+    assert bytes(build(chat(("user", "u")), tokenizer)[0].prompt_ids) == b"user: u\nassistant:"
+
+
+def test_the_beginning_decides_about_texts_of_more_than_twice_its_length() -> None:
+    with pytest.raises(InvalidRequest, match="text: has 2048 tokens"):
+        build(pb.GenerateRequest(text="x" * 2048))
+    with pytest.raises(InvalidRequest, match="text: has more than 1024 tokens"):
+        build(pb.GenerateRequest(text="x" * 2049))
+
+
+def test_the_first_sequence_has_the_log_probabilities_of_the_prompt() -> None:
+    options = pb.ResponseOptions(prompt_logprobs=2)
+    requests = build(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(n=3), response=options))
+    assert [request.outputs.prompt_logprobs for request in requests] == [2, None, None]

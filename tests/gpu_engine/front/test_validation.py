@@ -21,8 +21,9 @@ from gpu_engine.api.request import (
     Scheduling,
     Speculation,
 )
-from gpu_engine.front.validation import check
+from gpu_engine.front.validation import check, check_prompt_length
 from protos.engine.v1 import engine_pb2 as pb
+from service_runtime.repetition import RepetitionLimit
 
 LIMITS = Limits(
     vocab_size=320,
@@ -254,3 +255,36 @@ def test_a_server_without_beams_refuses_them() -> None:
     with pytest.raises(InvalidRequest, match="max_beam_width or max_batch_size is below 2") as raised:
         check(request(beams()), replace(LIMITS, max_beam_width=0), ())
     assert raised.value.field == "beam_search"
+
+
+def test_the_servers_longest_wait_holds_for_a_request_without_its_own() -> None:
+    patient = replace(LIMITS, max_queue_ms=500)
+    assert check(request(), patient, ()).params.scheduling.max_queue_s == 0.5
+    assert check(request(prompt(max_queue_ms=70)), patient, ()).params.scheduling.max_queue_s == 0.07
+    assert check(request(), LIMITS, ()).params.scheduling.max_queue_ms is None
+
+
+def test_a_request_may_turn_the_servers_limit_of_repetition_off_and_a_beam_search_has_none() -> None:
+    limited = replace(LIMITS, repetition=RepetitionLimit(6, 1, 8))
+    assert check(request(), limited, ()).params.sampling.repetition == RepetitionLimit(6, 1, 8, 0)
+    off = check(request(sampling(repetition_max_pattern_size=0)), limited, ())
+    assert off.params.sampling.repetition is None
+    beams = check(request(lambda m: m.beam_search.MergeFrom(pb.BeamSearch(beam_width=2))), limited, ())
+    assert beams.params.sampling.repetition is None
+
+
+def test_the_longest_prompt_leaves_room_for_one_token() -> None:
+    for most in (64, 65):
+        check_prompt_length("text", most - 1, most)
+        with pytest.raises(InvalidRequest, match=f"has {most} tokens, at most {most - 1} fit"):
+            check_prompt_length("text", most, most)
+
+
+def test_the_largest_values_pass() -> None:
+    largest = check(request(sampling(max_tokens=2**32 - 1, logit_bias={7: 100.0, 8: -100.0})), LIMITS, ()).params
+    assert largest.sampling.logit_bias == ((7, 100.0), (8, -100.0))
+
+
+def test_log_probabilities_of_fields_need_a_grammar() -> None:
+    with pytest.raises(InvalidRequest, match=r"response\.per_field_logprobs: needs a grammar"):
+        check(request(lambda m: m.response.MergeFrom(pb.ResponseOptions(per_field_logprobs=True))), LIMITS, ())
