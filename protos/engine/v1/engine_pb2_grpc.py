@@ -178,19 +178,19 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizerInfo(self, request, context):
-        """Returns the tokenizer: what a client needs to tokenise by itself, or to make a grammar's tables.
+        """Returns the tokenizer, with which a client can tokenise or make a grammar's tables.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateMany(self, request_iterator, context):
-        """Takes many requests over one call and answers any of them, in the order in which their responses come. A request that is
-        refused or that fails has an `error` and disturbs no other. Closing the requests' side lets those that run end;
+        """Takes many requests over one call, and sends their responses in the order in which they come. A request that is
+        refused or fails has an `error` and disturbs no other. Closing the requests' side lets running requests end;
         cancelling the call ends them. As many requests as the server's queue and batch hold may run or have responses that the
         client has not read; one more has the error RESOURCE_EXHAUSTED.
 
-        Errors of the call: INVALID_ARGUMENT (a message that is no action), UNAVAILABLE (the server is closing, and the requests
+        Errors of the call: INVALID_ARGUMENT (a message without an action), UNAVAILABLE (the server is closing, and the requests
         of the call have ended).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -234,9 +234,9 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExchangeDrafter(self, request, context):
-        """Loads another draft model and drafts with it from then on. Requests that run go on, with the same tokens.
+        """Loads another draft model and drafts with it from then on. Running requests go on, with the same tokens.
 
-        Errors: INVALID_ARGUMENT (the model does not fit, such as one with another vocabulary; the one before drafts on),
+        Errors: INVALID_ARGUMENT (the model does not fit, for example its vocabulary; the previous model stays in use),
         NOT_FOUND (no such directory or file), FAILED_PRECONDITION (the server's `drafter` is not "decoupled", or its
         `draft_dirs` is empty).
         """

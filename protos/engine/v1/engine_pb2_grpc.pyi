@@ -68,14 +68,14 @@ class EngineStub:
     Errors: INVALID_ARGUMENT names the field and the limit.
     """
     GetTokenizerInfo: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetTokenizerInfoRequest, _engine_pb2.GetTokenizerInfoResponse]
-    """Returns the tokenizer: what a client needs to tokenise by itself, or to make a grammar's tables."""
+    """Returns the tokenizer, with which a client can tokenise or make a grammar's tables."""
     GenerateMany: _grpc.StreamStreamMultiCallable[_engine_pb2.GenerateManyRequest, _engine_pb2.GenerateManyResponse]
-    """Takes many requests over one call and answers any of them, in the order in which their responses come. A request that is
-    refused or that fails has an `error` and disturbs no other. Closing the requests' side lets those that run end;
+    """Takes many requests over one call, and sends their responses in the order in which they come. A request that is
+    refused or fails has an `error` and disturbs no other. Closing the requests' side lets running requests end;
     cancelling the call ends them. As many requests as the server's queue and batch hold may run or have responses that the
     client has not read; one more has the error RESOURCE_EXHAUSTED.
 
-    Errors of the call: INVALID_ARGUMENT (a message that is no action), UNAVAILABLE (the server is closing, and the requests
+    Errors of the call: INVALID_ARGUMENT (a message without an action), UNAVAILABLE (the server is closing, and the requests
     of the call have ended).
     """
     WatchStats: _grpc.UnaryStreamMultiCallable[_engine_pb2.WatchStatsRequest, _engine_pb2.WatchStatsResponse]
@@ -98,9 +98,9 @@ class EngineStub:
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]
     """Lists the adapters."""
     ExchangeDrafter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ExchangeDrafterRequest, _engine_pb2.ExchangeDrafterResponse]
-    """Loads another draft model and drafts with it from then on. Requests that run go on, with the same tokens.
+    """Loads another draft model and drafts with it from then on. Running requests go on, with the same tokens.
 
-    Errors: INVALID_ARGUMENT (the model does not fit, such as one with another vocabulary; the one before drafts on),
+    Errors: INVALID_ARGUMENT (the model does not fit, for example its vocabulary; the previous model stays in use),
     NOT_FOUND (no such directory or file), FAILED_PRECONDITION (the server's `drafter` is not "decoupled", or its
     `draft_dirs` is empty).
     """
@@ -147,14 +147,14 @@ class EngineAsyncStub(EngineStub):
     Errors: INVALID_ARGUMENT names the field and the limit.
     """
     GetTokenizerInfo: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetTokenizerInfoRequest, _engine_pb2.GetTokenizerInfoResponse]  # type: ignore[assignment]
-    """Returns the tokenizer: what a client needs to tokenise by itself, or to make a grammar's tables."""
+    """Returns the tokenizer, with which a client can tokenise or make a grammar's tables."""
     GenerateMany: _aio.StreamStreamMultiCallable[_engine_pb2.GenerateManyRequest, _engine_pb2.GenerateManyResponse]  # type: ignore[assignment]
-    """Takes many requests over one call and answers any of them, in the order in which their responses come. A request that is
-    refused or that fails has an `error` and disturbs no other. Closing the requests' side lets those that run end;
+    """Takes many requests over one call, and sends their responses in the order in which they come. A request that is
+    refused or fails has an `error` and disturbs no other. Closing the requests' side lets running requests end;
     cancelling the call ends them. As many requests as the server's queue and batch hold may run or have responses that the
     client has not read; one more has the error RESOURCE_EXHAUSTED.
 
-    Errors of the call: INVALID_ARGUMENT (a message that is no action), UNAVAILABLE (the server is closing, and the requests
+    Errors of the call: INVALID_ARGUMENT (a message without an action), UNAVAILABLE (the server is closing, and the requests
     of the call have ended).
     """
     WatchStats: _aio.UnaryStreamMultiCallable[_engine_pb2.WatchStatsRequest, _engine_pb2.WatchStatsResponse]  # type: ignore[assignment]
@@ -177,9 +177,9 @@ class EngineAsyncStub(EngineStub):
     ListAdapters: _aio.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Lists the adapters."""
     ExchangeDrafter: _aio.UnaryUnaryMultiCallable[_engine_pb2.ExchangeDrafterRequest, _engine_pb2.ExchangeDrafterResponse]  # type: ignore[assignment]
-    """Loads another draft model and drafts with it from then on. Requests that run go on, with the same tokens.
+    """Loads another draft model and drafts with it from then on. Running requests go on, with the same tokens.
 
-    Errors: INVALID_ARGUMENT (the model does not fit, such as one with another vocabulary; the one before drafts on),
+    Errors: INVALID_ARGUMENT (the model does not fit, for example its vocabulary; the previous model stays in use),
     NOT_FOUND (no such directory or file), FAILED_PRECONDITION (the server's `drafter` is not "decoupled", or its
     `draft_dirs` is empty).
     """
@@ -271,7 +271,7 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.GetTokenizerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.GetTokenizerInfoResponse, _abc.Awaitable[_engine_pb2.GetTokenizerInfoResponse]]:
-        """Returns the tokenizer: what a client needs to tokenise by itself, or to make a grammar's tables."""
+        """Returns the tokenizer, with which a client can tokenise or make a grammar's tables."""
 
     @_abc_1.abstractmethod
     def GenerateMany(
@@ -279,12 +279,12 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_engine_pb2.GenerateManyRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.GenerateManyResponse], _abc.AsyncIterator[_engine_pb2.GenerateManyResponse]]:
-        """Takes many requests over one call and answers any of them, in the order in which their responses come. A request that is
-        refused or that fails has an `error` and disturbs no other. Closing the requests' side lets those that run end;
+        """Takes many requests over one call, and sends their responses in the order in which they come. A request that is
+        refused or fails has an `error` and disturbs no other. Closing the requests' side lets running requests end;
         cancelling the call ends them. As many requests as the server's queue and batch hold may run or have responses that the
         client has not read; one more has the error RESOURCE_EXHAUSTED.
 
-        Errors of the call: INVALID_ARGUMENT (a message that is no action), UNAVAILABLE (the server is closing, and the requests
+        Errors of the call: INVALID_ARGUMENT (a message without an action), UNAVAILABLE (the server is closing, and the requests
         of the call have ended).
         """
 
@@ -337,9 +337,9 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.ExchangeDrafterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ExchangeDrafterResponse, _abc.Awaitable[_engine_pb2.ExchangeDrafterResponse]]:
-        """Loads another draft model and drafts with it from then on. Requests that run go on, with the same tokens.
+        """Loads another draft model and drafts with it from then on. Running requests go on, with the same tokens.
 
-        Errors: INVALID_ARGUMENT (the model does not fit, such as one with another vocabulary; the one before drafts on),
+        Errors: INVALID_ARGUMENT (the model does not fit, for example its vocabulary; the previous model stays in use),
         NOT_FOUND (no such directory or file), FAILED_PRECONDITION (the server's `drafter` is not "decoupled", or its
         `draft_dirs` is empty).
         """

@@ -108,10 +108,10 @@ class GrammarServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Backtrack(self, request, context):
-        """Says how a verified answer goes on that has no legal token behind `committed_tokens`: over which of them it goes back, and
-        which texts it avoids from then on. Binds nothing, and depends on the request alone.
+        """Says how a verified answer without a legal token after `committed_tokens` continues: over which of them it goes back, and
+        which texts it avoids from then on. Binds nothing, and depends only on the request.
 
-        Errors: those of Bind.
+        Errors: as for Bind.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,10 +50,10 @@ class GrammarStub:
     Errors: NOT_FOUND (unknown grammar_id: compile again), INVALID_ARGUMENT (committed_tokens do not fit the grammar).
     """
     Backtrack: _grpc.UnaryUnaryMultiCallable[_grammar_pb2.BacktrackRequest, _grammar_pb2.BacktrackResponse]
-    """Says how a verified answer goes on that has no legal token behind `committed_tokens`: over which of them it goes back, and
-    which texts it avoids from then on. Binds nothing, and depends on the request alone.
+    """Says how a verified answer without a legal token after `committed_tokens` continues: over which of them it goes back, and
+    which texts it avoids from then on. Binds nothing, and depends only on the request.
 
-    Errors: those of Bind.
+    Errors: as for Bind.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_grammar_pb2.ReleaseRequest, _grammar_pb2.ReleaseResponse]
     """Drops the matcher of (slot, slot_gen). Not an error when there is none."""
@@ -86,10 +86,10 @@ class GrammarAsyncStub(GrammarStub):
     Errors: NOT_FOUND (unknown grammar_id: compile again), INVALID_ARGUMENT (committed_tokens do not fit the grammar).
     """
     Backtrack: _aio.UnaryUnaryMultiCallable[_grammar_pb2.BacktrackRequest, _grammar_pb2.BacktrackResponse]  # type: ignore[assignment]
-    """Says how a verified answer goes on that has no legal token behind `committed_tokens`: over which of them it goes back, and
-    which texts it avoids from then on. Binds nothing, and depends on the request alone.
+    """Says how a verified answer without a legal token after `committed_tokens` continues: over which of them it goes back, and
+    which texts it avoids from then on. Binds nothing, and depends only on the request.
 
-    Errors: those of Bind.
+    Errors: as for Bind.
     """
     Release: _aio.UnaryUnaryMultiCallable[_grammar_pb2.ReleaseRequest, _grammar_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Drops the matcher of (slot, slot_gen). Not an error when there is none."""
@@ -143,10 +143,10 @@ class GrammarServicer(metaclass=_abc_1.ABCMeta):
         request: _grammar_pb2.BacktrackRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_grammar_pb2.BacktrackResponse, _abc.Awaitable[_grammar_pb2.BacktrackResponse]]:
-        """Says how a verified answer goes on that has no legal token behind `committed_tokens`: over which of them it goes back, and
-        which texts it avoids from then on. Binds nothing, and depends on the request alone.
+        """Says how a verified answer without a legal token after `committed_tokens` continues: over which of them it goes back, and
+        which texts it avoids from then on. Binds nothing, and depends only on the request.
 
-        Errors: those of Bind.
+        Errors: as for Bind.
         """
 
     @_abc_1.abstractmethod

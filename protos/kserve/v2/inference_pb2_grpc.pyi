@@ -3,7 +3,7 @@
 isort:skip_file
 The Open Inference Protocol, version 2, as KServe and Triton speak it: inference clients -> engine process.
 
-Package, messages, names and field numbers are those of the published protocol, KServe's open_inference_grpc.proto and
+Package, messages, names and field numbers equal the published protocol's, KServe's open_inference_grpc.proto and
 Triton's grpc_service.proto and model_config.proto, which extend it; what this server does not serve is left out. Both
 publications are free software: KServe's under the Apache License 2.0, Triton's under the BSD 3-Clause License. The comments
 here say what this server does with a field.

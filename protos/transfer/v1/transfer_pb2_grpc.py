@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class KvTransferStub:
-    """Served by an engine with role=prefill, on its public port, behind the TLS and the tokens of that port.
+    """Served by an engine with role=prefill, on its public port, protected by the port's TLS and tokens.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class KvTransferStub:
 
 
 class KvTransferServicer:
-    """Served by an engine with role=prefill, on its public port, behind the TLS and the tokens of that port.
+    """Served by an engine with role=prefill, on its public port, protected by the port's TLS and tokens.
     """
 
     def Fetch(self, request, context):
@@ -72,7 +72,7 @@ def add_KvTransferServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvTransfer:
-    """Served by an engine with role=prefill, on its public port, behind the TLS and the tokens of that port.
+    """Served by an engine with role=prefill, on its public port, protected by the port's TLS and tokens.
     """
 
     @staticmethod
