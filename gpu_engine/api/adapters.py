@@ -1,4 +1,4 @@
-"""Adapters as values: small trained weights beside the model's, which a request names.
+"""Adapters as values: small trained weights in addition to the model's, which a request names.
 
 Invariant: two adapters never have the same `generation`, so whatever is cached by it belongs to one set of weights.
 Not responsible for: reading and holding the weights (model/adapters/), checking a request (front/validation.py).
@@ -19,13 +19,13 @@ MAX_VIRTUAL_TOKENS = 1024
 """Most virtual tokens of a prompt adapter."""
 
 DEVICE_ADAPTERS, DEVICE_RANK, DEVICE_VIRTUAL_TOKENS = 8, 16, 128
-"""The same on a GPU, where memory for all of them is allocated at the start, unless the settings say otherwise."""
+"""The defaults on a GPU, where memory for all adapters is allocated at the start."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class AdapterKind(enum.Enum):
-    """What an adapter is; the values equal those of the proto enum."""
+    """What an adapter is; the values equal the proto enum's."""
 
     LORA = 1
     PROMPT = 2
@@ -40,7 +40,7 @@ class Adapter:
     path: str
     """Its directory."""
     size: int
-    """Of a LoRA adapter the largest rank, of a prompt adapter the virtual tokens."""
+    """The largest rank of a LoRA adapter, or the virtual tokens of a prompt adapter."""
     memory_bytes: int
     number: int
     """From 1 on: its place among the loaded adapters of its kind. Another adapter may have it later."""
@@ -49,7 +49,7 @@ class Adapter:
     at_start: bool
     """The settings name it: it is never evicted."""
     first_token: int = 0
-    """Of a prompt adapter: the id of its first virtual token, behind those of the vocabulary."""
+    """A prompt adapter's first virtual token; its id comes after the vocabulary."""
 
     @property
     def virtual_ids(self) -> range:
@@ -64,10 +64,10 @@ class AdapterLimits:
     max_adapter_bytes: int
     """Memory of all adapters."""
     max_adapters: int = MAX_ADAPTERS
-    """Of each kind at once."""
+    """The most adapters of each kind at once."""
     max_lora_rank: int = MAX_RANK
     max_virtual_tokens: int = MAX_VIRTUAL_TOKENS
-    """Of one prompt adapter."""
+    """The most virtual tokens of one prompt adapter."""
 
 
 @dataclass(frozen=True, slots=True)

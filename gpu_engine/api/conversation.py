@@ -35,7 +35,7 @@ class Turn:
 
 
 class ToolChoice(enum.Enum):
-    """Whether an answer has tool calls; the values equal those of the proto enum."""
+    """Whether an answer has tool calls; the values equal the proto enum's."""
 
     AUTO = 1
     NONE = 2
@@ -76,7 +76,7 @@ class Tools:
     tools: tuple[Tool, ...]
     choice: ToolChoice = ToolChoice.AUTO
     name: str = ""
-    """With NAMED: the function that must be called."""
+    """The function that must be called, for NAMED."""
     parallel: bool = True
 
     @property

@@ -20,7 +20,7 @@
     |- ProcessorFailed       INTERNAL              a logits processor of the server's own raised or returned nonsense
     `- InternalError         INTERNAL              a defect of Lockstep
 
-The invariant: handlers raise these errors, and `status_of` alone maps them to gRPC.
+The invariant: handlers raise these errors, and only `status_of` maps them to gRPC.
 
 Not responsible for: the end of a sequence, which is a result (`FinishReason` in request.py).
 """

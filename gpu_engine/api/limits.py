@@ -37,16 +37,16 @@ class Limits:
     checks_tokens: bool = False
     """Every call has a bearer token that the server knows."""
     max_queue_ms: int = 0
-    """Of a request without its own; 0: none."""
+    """The longest wait of a request that sets none; 0: no limit."""
     repetition: RepetitionLimit = field(default_factory=partial(RepetitionLimit, 0, 1, 8))
-    """Of a request without its own."""
+    """The limit of repetition for a request that sets none."""
     backtracking: Backtracking = field(default_factory=partial(Backtracking, 8, 32))
-    """Of a request without its own numbers; each may be 0."""
+    """How an answer goes back for a request that sets no numbers; each may be 0."""
     allow_never_preempt: bool = False
     max_output_bytes: int = 0
-    """Of the tensors that a request asks for."""
+    """The most bytes of the tensors that one request asks for."""
     output_memory_bytes: int = 0
-    """Of the tensors of all running requests."""
+    """The most bytes of the tensors of all running requests."""
     outputs: Mapping[str, OutputSpec] = field(default_factory=dict)
     """The tensors of the model, by name."""
 

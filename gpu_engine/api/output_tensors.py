@@ -1,9 +1,9 @@
 """Tensors of the model that a request may ask for: which there are, which rows of them it wants, and rows on their way.
 
 A row belongs to one position of prompt and answer, 0 being the first token of the prompt. The row of a token of the
-answer is that of the position before it, from which it was drawn.
+answer is the row of the position before it, from which it was drawn.
 
-Invariant: values alone; a name that is in a `WantedOutput` is one of the model's. Not responsible for: checking names
+Invariant: only values; a name that is in a `WantedOutput` is one of the model's. Not responsible for: checking names
 (see front/outputs_field.py), computing rows (see step/outputs/tensors.py).
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LOGITS = "logits"
 HIDDEN_STATES = "hidden_states."
-"""With the number of a layer behind it: the states behind that layer; 0: those in front of the first one."""
+"""Followed by the number of a layer: the states after that layer; 0: the states before the first one."""
 
 MAX_ROW_BYTES = 16 << 20
 """The most bytes of one row of all outputs of a request."""
@@ -34,7 +34,7 @@ class OutputSpec:
     dtype: str
     """ "float32", "bfloat16" or "float16"."""
     shape: tuple[int, ...]
-    """Of one row."""
+    """The shape of one row."""
 
     @property
     def row_bytes(self) -> int:
@@ -47,7 +47,7 @@ class WantedOutput:
     """A tensor that a request asks for."""
 
     name: str
-    """In the response."""
+    """The name in the response."""
     source: str
     """Its name among the model's outputs."""
     spec: OutputSpec
@@ -79,7 +79,7 @@ class OutputRows:
 
     @property
     def end(self) -> int:
-        """The position behind the last row."""
+        """The position after the last row."""
         return self.start + len(self.data)
 
     def before(self, end: int) -> OutputRows:

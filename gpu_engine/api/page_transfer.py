@@ -1,6 +1,6 @@
 """KV pages that one engine computes and another one uses: their format, and the seams on both sides of the transfer.
 
-A prefill engine *exports* the pages of a sequence that it prefills. A decode engine *imports* pages in front of a
+A prefill engine *exports* the pages of a sequence that it prefills. A decode engine *imports* pages for a
 sequence that waits for them. `PageTransport` is what lies between the two.
 
 Invariant: pages cross only between engines whose `PageFormat` is equal, so a page has the same bits on both sides.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gpu_engine.api.request import Request
 
 PIECE_BYTES = 4 << 20
-"""A message has so many bytes of pages at most, and one page at least: an engine copies it between two iterations."""
+"""The most bytes of pages in a message, which has at least one page: an engine copies it between two iterations."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -37,7 +37,7 @@ class PageFormat:
     """Digest of the weights; after the start, with the keys and values of a fixed prompt."""
     dtype: str
     page_size: int
-    """In tokens."""
+    """Tokens of a page."""
     layout: str
     num_layers: int
     num_kv_heads: int
@@ -146,7 +146,7 @@ class PageAccess(Protocol):
 
     @property
     def form(self) -> PageFormat:
-        """The format of the pages, with the digest of the weights alone as its fingerprint."""
+        """The format of the pages, with only the digest of the weights as its fingerprint."""
 
     def read(self, request: Request, first_page: int, most: int) -> Future[Piece]:
         """Return the next pages, at most `most`, of a submitted request with `prefill_only`, as soon as some are

@@ -1,7 +1,7 @@
 """The seams between the rooms of the engine, as protocols, and the values that cross them.
 
-The engine runs on a thread of its own, the servicer and the grammar client on the event loop. Every protocol says on
-which of them its methods may be called. Tests put small fakes behind these protocols.
+The engine runs on its own thread, the servicer and the grammar client on the event loop. Every protocol says on
+which of them its methods may be called. Tests implement these protocols with small fakes.
 
 Not responsible for: any behaviour.
 """
@@ -94,19 +94,19 @@ class Model(Protocol):
 
 
 class PageEvents(Protocol):
-    """Told of each page that enters or leaves the prefix index, on the engine's thread; must not block or raise.
+    """The observer of the prefix index. Called on the engine's thread; must not block or raise.
 
-    A page is told with its parent, the page before it or for the first one the salt, and the tokens that it holds.
+    A page is reported with its tokens and its parent: the page before it or, for the first page, the salt.
     """
 
     def reset(self, pages: Sequence[tuple[int, tuple[int | Salt, tuple[int, ...]]]]) -> None:
-        """These pages are indexed, a page behind its parent, and no others are."""
+        """These pages are indexed, a page after its parent, and no others are."""
 
     def stored(self, page: int, parent: int | Salt, tokens: tuple[int, ...]) -> None:
-        """`page` is indexed, too."""
+        """`page` is now indexed as well."""
 
     def removed(self, page: int) -> None:
-        """`page` is not indexed any more; no page behind it is."""
+        """`page` is not indexed any more; no page after it is."""
 
 
 class AdapterAccess(Protocol):
@@ -268,7 +268,7 @@ class GrammarPort(Protocol):
         first: int,
         dead_texts: tuple[bytes, ...],
     ) -> None:
-        """Find a way back for a verified answer that has no legal token behind `committed`, of which `first` must stay.
+        """Find a way back for a verified answer that has no legal token after `committed`, of which `first` must stay.
 
         The slot's matcher is of no use any more; `close` releases it. Answered by grammar_backtracked or
         grammar_failed.
@@ -349,7 +349,7 @@ class ClearedGrammars:
     """Grammars that matchers use."""
     files: int
     freed_bytes: int
-    """Of memory, estimated, and of files."""
+    """Bytes of memory, estimated, and of files."""
 
 
 class GrammarAccess(Protocol):

@@ -19,7 +19,7 @@ LANES = 16
 
 
 def padded(length: int) -> int:
-    """Return the padded length of a chunk that runs alone."""
+    """Return the padded length of a chunk that runs by itself."""
     return -(-length // STEP) * STEP
 
 

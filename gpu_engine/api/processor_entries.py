@@ -34,7 +34,7 @@ class ProcessorEntry:
         path, brace, options = rest.partition("{")
         module, _, class_name = path.strip().partition(":")
         if not _NAME.fullmatch(name) or not _PATH.fullmatch(module) or not class_name.isidentifier():
-            raise ValueError(f"{text!r} is not NAME=MODULE:CLASS, with a JSON object behind it or not")
+            raise ValueError(f"{text!r} is not NAME=MODULE:CLASS, optionally followed by a JSON object")
         try:
             parsed = json.loads(brace + options) if brace else {}
         except ValueError as error:

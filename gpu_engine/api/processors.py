@@ -1,6 +1,6 @@
 """Logits processors: a server's own code between the model's forward and sampling.
 
-A processor maps the logits of a row to other logits. It is a pure function of the tokens in front of the row, the
+A processor maps the logits of a row to other logits. It is a pure function of the tokens before the row, the
 logits, and the arguments of the request. Row j of a sequence follows the drafts 0 to j - 1, and its tokens end
 with them, so a processor sees a row exactly as if its prefix were committed. Invariant: a processor keeps nothing
 between calls. Drafts are rejected, batches regroup and preempted sequences begin again, and no call says so; what
@@ -48,9 +48,9 @@ class ProcessorSetup:
     tokenizer: Any
     """The model's fast tokenizer (transformers); for the constructor and `prepare`."""
     device: torch.device
-    """Of the logits."""
+    """The device of the logits."""
     options: Mapping[str, Any]
-    """The JSON object behind the class in the setting; empty: there was none."""
+    """The JSON object after the class in the setting; empty: there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class SequenceRows:
     """R, at least 1."""
 
     def prefix(self, row: int) -> torch.Tensor:
-        """Return the tokens in front of the row, int32 [n + row]: a view."""
+        """Return the tokens before the row, int32 [n + row]: a view."""
         return self.tokens[: len(self.tokens) - self.num_rows + 1 + row]
 
 
@@ -91,9 +91,9 @@ class CapturedRows:
     """The rows of a step as static tensors on the device of the logits. Not to be changed."""
 
     tokens_NL: torch.Tensor
-    """int32, the tokens in front of each row. What is behind `length_N` has no meaning, but is a token."""
+    """int32, the tokens before each row. The entries from `length_N` on are tokens without a meaning."""
     length_N: torch.Tensor
-    """int64, tokens in front of each row, at least 1 and at most L."""
+    """int64, tokens before each row, at least 1 and at most L."""
     prompt_length_N: torch.Tensor
     """int64, the prompt's part of them."""
     arguments_NA: torch.Tensor
@@ -123,25 +123,25 @@ class BatchedLogitsProcessor(_Prepares, Protocol):
     """Called once for all sequences of a step that named it. On a GPU its step runs outside of captured graphs."""
 
     def process_batch(self, sequences: Sequence[SequenceRows], logits_NV: torch.Tensor) -> torch.Tensor:
-        """Return the logits of all rows, which are those of the sequences one behind the other. The rule of
+        """Return the logits of all rows, which are the rows of the sequences, one sequence after the other. The rule of
         `LogitsProcessor.process` holds for each row; so the company of a sequence does not matter."""
 
 
 class CapturableLogitsProcessor(_Prepares, Protocol):
-    """Torch operations on tensors alone, which are captured with the step on a GPU."""
+    """Torch operations only on tensors, which are captured with the step on a GPU."""
 
     capturable: Literal[True]
     num_arguments: int
     """A: how many numbers `prepare` returns for each request."""
 
     def prepare(self, request: ProcessorRequest) -> Sequence[float]:
-        """As `LogitsProcessor.prepare`; the numbers are stored in float64, which holds integers up to 2^53."""
+        """Return the arguments as numbers, which are stored in float64 and hold integers up to 2^53."""
 
     def process_rows(self, rows: CapturedRows, logits_NV: torch.Tensor) -> torch.Tensor:
         """Return the logits of all rows.
 
         Shapes are static: no value is read on the host, and no shape depends on one. N and L differ between calls. On
-        a GPU it runs at the start alone, and replays repeat its operations.
+        a GPU it runs only at the start, and replays repeat its operations.
         """
 
 
@@ -164,9 +164,9 @@ class LoadedProcessor:
     batched: BatchedLogitsProcessor | None = None
     captured: CapturableLogitsProcessor | None = None
     column: int = 0
-    """Of a captured one: its place among the captured ones."""
+    """The place of a captured processor among the captured ones."""
     first_argument: int = 0
-    """Of a captured one: its first column in the tensor with the arguments of all captured processors."""
+    """The first column of a captured processor in the tensor with the arguments of all captured ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,7 +195,7 @@ class Processors:
 
     @property
     def captured(self) -> tuple[LoadedProcessor, ...]:
-        """Those of torch operations alone."""
+        """The processors that are only torch operations."""
         return tuple(each for each in self.loaded if each.captured is not None)
 
     @property

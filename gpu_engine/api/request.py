@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended; the values equal those of the proto enum."""
+    """Why a sequence ended; the values equal the proto enum's."""
 
     STOP = 1
     LENGTH = 2
@@ -48,7 +48,7 @@ class FinishReason(enum.Enum):
 
 
 class TokenOrigin(enum.Enum):
-    """How a step came to a token; the values equal those of the proto enum."""
+    """How a step came to a token; the values equal the proto enum's."""
 
     SAMPLED = 1
     DRAFT = 2
@@ -56,7 +56,7 @@ class TokenOrigin(enum.Enum):
 
 
 class GrammarKind(enum.Enum):
-    """Kinds of grammar; the values equal those of `lockstep.grammar.v1.Kind`."""
+    """Kinds of grammar, with the values of `lockstep.grammar.v1.Kind`."""
 
     NONE = 0
     """No grammar, but options for one that the engine writes."""
@@ -68,23 +68,23 @@ class GrammarKind(enum.Enum):
     CHOICE = 6
     STRUCTURAL_TAG = 7
     COMPOSED = 8
-    """Of tools, reasoning and a grammar; written by the engine, never by a client."""
+    """A grammar of tools, reasoning and a client's grammar; the engine writes it, never a client."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarOwner:
-    """For whom a grammar is compiled, on a server with tenants. Equal by `space`, which keeps compilations apart."""
+    """The tenant for whom a grammar is compiled. Owners with the same `space` are equal, and share compilations."""
 
     space: str
     """The tenant's name, or "" for grammars that tenants share."""
     tenant: str = field(compare=False)
     """The name of the tenant whose compilations count."""
     max_compilations: int = field(compare=False)
-    """At once; 0: no limit."""
+    """The most compilations at once; 0: no limit."""
     max_waiting: int = field(compare=False)
     """Further ones, which wait."""
     max_bytes: int = field(compare=False)
-    """Memory of the compiled grammars of `space`; 0: no limit of their own."""
+    """Memory of the compiled grammars of `space`; 0: no separate limit."""
     weight: float = field(compare=False, default=1.0)
     """The tenant's share of the compile workers, relative to the weights of others, while several wait for one."""
 
@@ -165,7 +165,7 @@ class TenantShare:
     weight: float
     """The tenant's part of the engine, relative to other tenants, while several have sequences that wait."""
     max_running: int
-    """The most slots; 0: no limit of its own."""
+    """The most slots; 0: no limit for the tenant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class ResponseParams:
 
 
 class EarlyStopping(enum.Enum):
-    """When a beam search ends, once it has as many ended answers as beams; the values equal those of the proto enum."""
+    """When a beam search ends, once it has as many ended answers as beams; the values equal the proto enum's."""
 
     HEURISTIC = 1
     """When the best beam, at its present length, is no better than the worst ended answer."""
@@ -304,9 +304,9 @@ class TokenEvent:
     matched_token_id: int | None = None
     error: LockstepError | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    """In the first event with a token, if the request asked for them."""
+    """The log-probabilities of the prompt; in the first event with a token, if the request asked for them."""
     outputs: tuple[OutputRows, ...] = ()
-    """Rows of the tensors that the request asked for; those of `token_ids` among them. An event may have rows alone."""
+    """Rows of the tensors that the request asked for; the rows of `token_ids` among them. An event may have only rows."""
     beam_score: float | None = None
     """In the last event of a sequence of a beam search, unless the search has found fewer sequences."""
     origins: tuple[TokenOrigin, ...] = ()
@@ -329,7 +329,7 @@ class Backtracking:
 
 @dataclass(frozen=True, slots=True)
 class DraftScope:
-    """Whose answers the suffix index may draft from, for one request; its own answer joins them."""
+    """The answers from which the suffix index may draft for one request; its own answer joins them."""
 
     key: bytes
     """A digest; two requests share answers if and only if their keys are equal."""

@@ -52,7 +52,7 @@ class MemoryUse(NamedTuple):
     kv_cache_bytes: int = 0
     """Pages of the target."""
     buffer_bytes: int = 0
-    """Buffers of slots and lanes; on a GPU those of sampling, too."""
+    """Buffers of slots and lanes; on a GPU the buffers of sampling as well."""
     draft_bytes: int = 0
     """Weights and pages of the draft model of drafter=decoupled."""
 
@@ -67,7 +67,7 @@ class EngineStats:
     """Counters since the start, and gauges. Times in the names' units."""
 
     memory: MemoryUse = field(default_factory=MemoryUse)
-    """Of this process; it changes with the draft model alone."""
+    """The memory of this process; it changes only with the draft model."""
     num_slots: int = 0
     num_pages: int = 0
     waiting: int = 0
@@ -100,12 +100,12 @@ class EngineStats:
     matcher_errors: int = 0
     """Sequences that ended because their matcher rejected a committed token, or failed."""
     finished: Counter[str] = field(default_factory=Counter)
-    """By FinishReason name."""
+    """Ended sequences, by the name of their FinishReason."""
     failed: Counter[str] = field(default_factory=Counter)
-    """By gRPC status name."""
+    """Failed sequences, by the name of their gRPC status."""
     step_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS_S))
     mask_wait_seconds: Histogram = field(default_factory=lambda: Histogram(MASK_WAIT_BOUNDS_S))
-    """Of steps with a guided sequence alone."""
+    """Only steps with a guided sequence count."""
     token_gap_seconds: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))
     """Time between two steps in a row that gave a sequence tokens."""
     drafts_per_step: Histogram = field(default_factory=lambda: Histogram(TOKENS_BOUNDS))
@@ -151,7 +151,7 @@ class Iteration(NamedTuple):
     """Sequences in its decode step."""
     prefill_tokens: int
     generated_tokens: int
-    """Of the step whose outputs it processed: with `overlap`, an earlier one."""
+    """Tokens of the step whose outputs the iteration processed; with `overlap`, an earlier step."""
     draft_tokens: int
     accepted_draft_tokens: int
     parked: int
@@ -176,7 +176,7 @@ class IterationRing:
         self.total = iteration.number + 1
 
     def since(self, number: int) -> tuple[list[Iteration], int]:
-        """Return the iterations from `number` on that are still there, and the number behind the last of them."""
+        """Return the iterations from `number` on that are still there, and the number after the last of them."""
         end = self.total
         found = [self._ring[i % self.size] for i in range(max(number, end - self.size), end)]
         # The writer may have replaced some of the oldest meanwhile.
@@ -187,7 +187,7 @@ class IterationRing:
 
 
 class Stage(enum.Enum):
-    """Where a sequence is; the values equal those of the proto enum."""
+    """Where a sequence is; the values equal the proto enum's."""
 
     WAITING = 1
     PREFILL = 2
@@ -205,7 +205,7 @@ class SequenceStats:
     stage: Stage
     prompt_tokens: int
     prefilled_tokens: int
-    """Of `prompt_tokens`: tokens whose keys and values are in pages."""
+    """Prompt tokens whose keys and values are in pages."""
     generated_tokens: int
     slot: int | None
     pages: int

@@ -6,7 +6,7 @@ rows or for its matcher, since its last token.
 
     crash_count 2    quarantine: the sequence is opened again when no other quarantined sequence is on trial, and it
                      gets no more drafts
-    crash_count 3    the sequence ends with INTERNAL; at 6 only, if another sequence without a token waited, too
+    crash_count 3    the sequence ends with INTERNAL; only at 6, if another sequence without a token also waited
 
 A token sets the count to 0, so a sequence that gets a token between two ends is never blamed. Sequences outside the
 quarantine are not delayed. In the quarantine the sequence with the fewest trials comes first, so that every
@@ -41,7 +41,7 @@ def process_ended(waiting: Iterable[RunningSequence], with_matcher: Iterable[Run
 
     Args:
         waiting: sequences that waited for mask rows or for their matcher.
-        with_matcher: sequences whose matcher was open; some of these may be in `waiting`, too.
+        with_matcher: sequences whose matcher was open; some of these may be in `waiting` as well.
     """
     for sequence in with_matcher:
         sequence.ends_while_open += 1

@@ -43,7 +43,7 @@ def pinned_twin(buffers: Buffers, stream: Stream) -> Buffers:
 
 @dataclass(slots=True)
 class _Copied:
-    """An event behind the last copy out of a slot's twin."""
+    """An event after the last copy out of a slot's twin."""
 
     event: Event
     used: bool = False
@@ -97,7 +97,7 @@ class DeviceSlotWriter(SlotWriter):
         self._write_biases(s, request.sampling.logit_bias)
         if self._processing is not None and self._pinned_processing is not None:
             self._write_processors(s, request.logits_processors, self._processing, self._pinned_processing)
-        # Penalties leave the virtual tokens of a prompt adapter out: their ids are behind the vocabulary.
+        # Penalties leave the virtual tokens of a prompt adapter out: their ids come after the vocabulary.
         virtual = request.num_virtual_tokens
         seen = self.buffers.history_SL[s, virtual:count]
         self._stream.kernel(self._rows.count_seen, s, seen, len(request.prompt_ids) - virtual)

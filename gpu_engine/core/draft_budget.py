@@ -1,12 +1,12 @@
 """Chooses how many drafts of each sequence a step verifies: as many as raise the expected tokens per second.
 
 A step verifies the drafts with the largest chance of acceptance, over all its lanes, up to the number that maximises
-expected tokens / expected time. The time is that of the rows of the step's forward, as measured (step_times.py). The
-chance of a draft is the product of the chances of the drafts in front of it and its own (`Acceptance`). Drafts that
-were not verified teach, too: the token of their position shows whether they were right, so a sequence whose drafts fail
+expected tokens / expected time. The time is what a step with so many rows takes, as measured (step_times.py). The
+chance of a draft is the product of its own chance and the chances of the drafts before it (`Acceptance`). Drafts that
+were not verified count as well: the token of their position shows whether they were right, so a sequence whose drafts fail
 pays nothing to find out that they have become good. Where the host does not know the drafts at the launch, it probes
 instead, at intervals that double. Where proposing itself costs more than its drafts bring, it pauses; a captured step
-without drafts proposes none either, so that its measured time is that of a server without drafts.
+without drafts proposes none either, so that its measured time equals a server's without drafts.
 
 Invariant: a choice changes speed and never a token. Pure: no clocks, no tensors.
 
@@ -23,12 +23,12 @@ from gpu_engine.core.step_times import StepTimes
 
 _FORCED, _SHORT, _MIDDLE, _LONG = range(4)
 """Kinds of drafts: jump-forward tokens, and the drafter's own by the number proposed. A lookup proposes more tokens
-behind a longer match, so the number says how sure it is."""
+after a longer match, so the number says how sure it is."""
 _KINDS = 4
 _POSITIONS = 16
 _OWN_POSITIONS = 3
 _OWN_WEIGHT = 3.0
-"""Drafts of its own that a sequence needs to count as much as what all sequences taught."""
+"""How many of its own drafts a sequence needs, to count as much as the drafts of all sequences."""
 _OWN_MEMORY = 0.93
 """Weight of a sequence's earlier drafts, for each later one: some 15 drafts count."""
 _ENGINE_MEMORY = 0.998
@@ -41,7 +41,7 @@ _LIKELY = 0.5
 _SURPRISE = 0.9
 """A probe that takes less than this share of the expected time shows that the expectation was wrong."""
 _PATIENCE = 8
-"""Drafts without a better rate behind which the search ends: beyond a step of the time curve may be a plateau."""
+"""The search ends after this many drafts without a better rate: a plateau may follow a step of the time curve."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,7 @@ class Shape:
 
     rows_per_lane: int
     rows: int
-    """In all, padding included."""
+    """The rows of the whole forward, padding included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Plan:
     is_probe: bool = False
     """The step tries drafts that do not seem to pay; see `Probe`."""
     proposes: bool = True
-    """Drafts are proposed behind the step, for the next one."""
+    """Drafts are proposed after the step, for the next one."""
 
 
 class Acceptance:
@@ -105,7 +105,7 @@ class Acceptance:
         self._tries = [[_FIRST[kind][1]] * _POSITIONS for kind in range(_KINDS)]
 
     def chances(self, proposal: Proposal) -> list[float]:
-        """Return the chance of each draft that it and all in front of it are accepted, up to the last worth a row."""
+        """Return the chance of each draft that it and all drafts before it are accepted, up to the last worth a row."""
         record, num_forced, own = proposal.record, proposal.num_jump_forward, self._kind(proposal)
         chance, found = 1.0, []
         for j in range(proposal.num_drafts):
@@ -148,7 +148,7 @@ class Acceptance:
 
 
 def _verdicts(drafts: Sequence[int], token_ids: Sequence[int]) -> list[bool]:
-    """Return for each draft whether it was right, up to the first that was not; drafts not verified count, too."""
+    """Return for each draft whether it was right, up to the first that was not; drafts that were not verified count as well."""
     verdicts: list[bool] = []
     for draft, token in zip(drafts, token_ids, strict=False):
         verdicts.append(draft == token)
@@ -257,13 +257,13 @@ _FLAT.seed({1: 1.0})
 
 
 class DraftBudget:
-    """The choice for every step of one engine. Used by the engine thread alone.
+    """The choice for every step of one engine. Used only by the engine thread.
 
     Args:
         most_rows: upper bound of the rows of a step's forward, beyond one for each lane; 0: none.
-        by_length: the number of drafts says how sure the drafter is, as behind a lookup.
+        by_length: the number of drafts says how sure the drafter is, as after a lookup.
         may_pause: the drafter needs to see nothing while it does not propose.
-        computes: each draft takes time of its own, as those of a network do. None: where it may not pause.
+        computes: each draft adds time, as the drafts of a network do. None: where it may not pause.
     """
 
     def __init__(
@@ -272,14 +272,14 @@ class DraftBudget:
         self._most_rows = most_rows or 1 << 30
         self.acceptance = Acceptance(by_length=by_length)
         self.times = {False: StepTimes(), True: StepTimes()}
-        """By whether the step has a guided sequence: a guided row costs its mask, too."""
+        """The times of steps without and with a guided sequence, whose rows also cost their masks."""
         self._propose_times = StepTimes()
-        """Of proposing, by the rows that the next step may have."""
+        """The times of proposing, by the rows that the next step may have."""
         self._pause = Pause() if may_pause else None
         self._computes = not may_pause if computes is None else computes
         self._probe = Probe()
         self._proposed = self._postponed = False
-        """Of captured steps: the last one proposed drafts; a probe waits for the first that does."""
+        """Whether the last captured step proposed drafts, and whether a probe waits for one that does."""
         self._step = self._paused_at = 0
 
     def seed(self, ms_by_rows: Mapping[int, float]) -> None:
@@ -308,7 +308,7 @@ class DraftBudget:
                 most = [min(proposal.most, bounded[-1].rows_per_lane - 1) for proposal in proposals]
                 limits, is_probe = self._probed(limits, most)
                 if bounded[0].rows_per_lane == 1:
-                    limits, is_probe, proposes = self._behind_a_proposal(limits, is_probe)
+                    limits, is_probe, proposes = self._after_a_proposal(limits, is_probe)
         return Plan(tuple(proposals), tuple(limits), guided, is_probe, proposes)
 
     def _probed(self, limits: list[int], most: list[int]) -> tuple[list[int], bool]:
@@ -316,8 +316,8 @@ class DraftBudget:
         is_probe = self._probe.due(any(limits)) or self._postponed
         return (most, True) if is_probe else (limits, False)
 
-    def _behind_a_proposal(self, limits: list[int], is_probe: bool) -> tuple[list[int], bool, bool]:
-        """Return the same for this step, and whether it proposes: behind a step without drafts there are none to
+    def _after_a_proposal(self, limits: list[int], is_probe: bool) -> tuple[list[int], bool, bool]:
+        """Return the same for this step, and whether it proposes: after a step without drafts there are none to
         verify, so this one proposes and the next one verifies."""
         wants = any(limits)
         self._postponed = wants and is_probe and not self._proposed
@@ -366,7 +366,7 @@ class DraftBudget:
             plan: of the step.
             results: for each lane its new tokens, and how many drafts among them were accepted.
             rows: of the forward, padding included.
-            verify_ms: the step without its proposing, where the two can be told apart; 0: it had other work, too.
+            verify_ms: the step without its proposing, where the two can be told apart; 0: it also had other work.
             propose_ms: proposing for the next step.
             proposed_rows: `rows_to_propose` of that step; 0: not measured apart.
         """

@@ -261,7 +261,7 @@ class Engine:
         if needed > allocator.num_pages:
             raise InvalidRequest(
                 "beam_search.beam_width",
-                f"is {params.width}: so many beams of up to {longest} tokens may need {needed} pages, and the KV cache "
+                f"is {params.width}: {params.width} beams of up to {longest} tokens may need {needed} pages, and the KV cache "
                 f"has {allocator.num_pages} (kv_cache_tokens)",
             )
 

@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 from gpu_engine.api.request import TenantShare
 
 PROMPT_COST, ANSWER_COST = 1.0, 2.0
-"""Of one token."""
+"""The cost of one token."""
 
 
 class Shared(Protocol):
@@ -32,14 +32,14 @@ class Shared(Protocol):
 
     @property
     def tenant(self) -> TenantShare | None:
-        """Whose sequence it is; None: no tenant's."""
+        """The sequence's tenant; None: no tenant."""
 
 
 S = TypeVar("S", bound=Shared)
 
 
 class FairShares(Generic[S]):
-    """The counters of one engine. Used by the engine thread alone.
+    """The counters of one engine. Used only by the engine thread.
 
     Args:
         width: returns how many slots a sequence needs, or has.
@@ -49,9 +49,9 @@ class FairShares(Generic[S]):
         self._width = width
         self._counters: dict[str, float] = {}
         self._slots: dict[str, int] = {}
-        """Of tenants with a slot."""
+        """The slots of each tenant that has some."""
         self._counted: dict[S, int] = {}
-        """Of sequences with a slot: the length up to which their tokens are in the counter."""
+        """The length up to which the tokens of a sequence with a slot are in the counter."""
         self._last = ""
         """The tenant whose sequence was the last to leave the queue."""
 

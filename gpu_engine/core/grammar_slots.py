@@ -2,7 +2,7 @@
 
 A guided sequence without its mask rows leaves the decode batch but holds its slot and pages; no other sequence waits
 for it. Invariant: a guided sequence decodes only while its matcher is open and no row of its last answer is still to
-come. The engine thread alone calls in here.
+come. Only the engine thread calls this.
 
 Not responsible for: the decode batch (see scheduler.py), the attribution of crashes (see
 crash_attribution.py), connections and processes (see sidecar/).
@@ -96,7 +96,7 @@ class GrammarSlots:
         self._port.open(sequence.slot, sequence.slot_gen, sequence.request, committed, dead_texts=sequence.dead_texts)
 
     def backtrack(self, sequence: RunningSequence) -> None:
-        """Ask for a way back over the tokens that are held: no token is legal behind them.
+        """Ask for a way back over the tokens that are held: no token is legal after them.
 
         The sequence stays out of the batch. A new grammar process is asked again.
         """
@@ -107,7 +107,7 @@ class GrammarSlots:
         """Make the matcher of each target a copy of its source's, both (source, target) beams of one group.
 
         The copies have consumed `num_committed` tokens. A target whose source has no matcher at this moment gets its
-        own in the way of `open`: behind all of its tokens, which its state has already.
+        own as `open` makes it: after all of its tokens, which its state has already.
         """
         forks: list[Fork] = []
         for source, target in pairs:
@@ -293,7 +293,7 @@ class GrammarSlots:
         count, request = sequence.crash_count, sequence.request
         problem = f"the grammar process died {count} times over this request, without a token in between"
         log.error("%s; the request ends", problem, extra={"request_id": request.request_id})
-        cause = "its grammar, or the library behind it, seems to be the cause"
+        cause = "its grammar, or the library that runs it, seems to be the cause"
         self._end(sequence, error=InternalError(f"{problem}; {cause}"))
 
     def __repr__(self) -> str:

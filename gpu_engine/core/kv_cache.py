@@ -25,7 +25,7 @@ _Key = tuple[int | Salt, tuple[int, ...]]
 
 
 class PageAllocator:
-    """Hands out pages of `page_size` tokens. Used by the engine thread alone; other threads may read the counts."""
+    """Hands out pages of `page_size` tokens. Used only by the engine thread; other threads may read the counts."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -35,7 +35,7 @@ class PageAllocator:
         self._shared: set[int] = set()
         """Pages that `share` gave another owner, until they have none."""
         self._cached: OrderedDict[int, None] = OrderedDict()
-        """In the order of eviction, least recently freed first. A page comes before its parent in the index."""
+        """Pages without an owner, in the order of eviction: the least recently freed first, a page before its parent."""
 
     def pages_for(self, num_tokens: int) -> int:
         """Return how many pages hold `num_tokens` tokens."""
@@ -157,8 +157,8 @@ class PrefixIndex:
     """Finds full pages by the tokens of a sequence, from its first token on.
 
     A trie of pages in one table, as vLLM's block hashes are, with the page before in place of its hash: tokens are
-    compared, not hashes. Invariant: an indexed page holds the keys and values of its tokens behind those of its
-    parent, and its parent is indexed, too. A page must therefore be removed before its parent. Each salt has a trie of
+    compared, not hashes. Invariant: an indexed page holds the keys and values of its tokens after the tokens of its
+    parent, and its parent is indexed as well. A page must therefore be removed before its parent. Each salt has a trie of
     its own, so no page is found with two salts.
     """
 
@@ -166,7 +166,7 @@ class PrefixIndex:
         self._size = page_size
         self._pages: dict[_Key, int] = {}
         self._keys: dict[int, _Key] = {}
-        """A page comes behind its parent."""
+        """A page comes after its parent."""
         self._events: PageEvents | None = None
         self.version = 0
         """Counts pages added; while it is unchanged, `find` returns no more pages than before."""

@@ -1,7 +1,7 @@
 """The loop of the engine's thread: plan, prefill, launch a step, process the outputs of an earlier one.
 
 `EngineLoop.run_iteration` is the outline; every other method is a part of it, or the effect of a message from another
-thread. Invariant: the engine thread alone calls in here; other threads use `engine.Engine`, which leaves messages.
+thread. Invariant: only the engine thread calls this; other threads use `engine.Engine`, which leaves messages.
 
 Not responsible for: gRPC and tokenisation (see front/), compiling grammars (see sidecar/), the program that a step runs
 (see step/), what its outcomes are to clients (see events/output_processor.py).

@@ -1,6 +1,6 @@
 """Prefill over a stream: the next chunks of some sequences in one forward, at one of a few shapes.
 
-Launched between steps whose waits may be running. On a device each shape is a captured graph of its own, so a launch
+Launched between steps whose waits may be running. On a device each shape is a separate captured graph, so a launch
 is one copy and one replay instead of some hundred kernels from the engine's thread. Invariant on a device: after
 `warm_up` no launch has a shape that was not warmed up. A library that plans for a new shape, or a kernel that is loaded
 late, may wait for the device, while a wait inside a step waits for another process. Not responsible for: the choice
@@ -43,12 +43,12 @@ class _Shape(NamedTuple):
     lanes: int
     length: int
     adapted: bool
-    """With the products of adapters, and the embeddings of virtual tokens."""
+    """The graph has the products of adapters and the embeddings of virtual tokens."""
 
 
 @dataclass(slots=True)
 class _Numbers:
-    """Pinned: slots, starts and ends of one launch, behind an event."""
+    """Pinned: slots, starts and ends of one launch, and the event of their copy."""
 
     numbers: torch.Tensor
     copied: Event
@@ -56,7 +56,7 @@ class _Numbers:
 
 
 class Prefill:
-    """Enqueues prefills. Used by the engine thread alone, with the stream current.
+    """Enqueues prefills. Used only by the engine thread, with the stream current.
 
     Args:
         stream: where they are enqueued.
@@ -113,7 +113,7 @@ class Prefill:
     def warm_up(self, shapes: tuple[tuple[int, int], ...]) -> None:
         """Run every shape once, over page 0, which no sequence owns yet.
 
-        A later launch has one of these shapes and differs by numbers on the device alone. Slots, starts and ends are no
+        A later launch has one of these shapes and differs only by numbers on the device. Slots, starts and ends are no
         arguments of a kernel, so nothing is compiled for them.
         """
         room = self._slot_writer.buffers.history_SL.shape[1]
@@ -125,7 +125,7 @@ class Prefill:
     def capture(self, shapes: tuple[tuple[int, int], ...]) -> None:
         """Capture the smallest `MAX_GRAPHS` of the shapes, which are ordered from the largest on and were warmed up.
 
-        The stream's graphs share memory, so prefills take that of the largest one, and none where a step takes more.
+        The stream's graphs share memory, so prefills take as much as the largest one, and none where a step takes more.
         After a capture that fails no further one is tried, and the log says which shapes are launched eagerly. Runs
         nothing: the first replay uploads a graph, so a warm-up follows.
         """
@@ -147,7 +147,7 @@ class Prefill:
         self._graphs.clear()
 
     def _launch(self, chunks: list[tuple[int, int, int]], shape: _Shape) -> None:
-        """Enqueue (slot, start, end) of each lane, and padding behind them."""
+        """Enqueue (slot, start, end) of each lane, and padding after them."""
         lanes, length, _ = shape
         numbers = self._numbers[self._next]
         self._next = (self._next + 1) % _AHEAD

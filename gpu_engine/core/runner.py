@@ -2,7 +2,7 @@
 
 The runner measures each step, and asks the draft budget how many drafts of each sequence the next one verifies.
 
-A step is launched for running sequences and collected later, up to `max_inflight_steps` launches behind; the collected
+A step is launched for running sequences and collected later, after up to `max_inflight_steps` later launches; the collected
 results were copied at the launch's own end, so later steps cannot change them. Invariant: a launch never waits
 for a step in flight; `collect` waits for its own step. Not responsible for: the choice of a step's sequences
 (see scheduler.py), the content of a step (see step/program.py).
@@ -35,7 +35,7 @@ LaunchedStep = StepHandle[RunningSequence]
 
 
 class StepRunner(Protocol):
-    """Executes steps in the order of their launches. Used by the engine thread alone."""
+    """Executes steps in the order of their launches. Used only by the engine thread."""
 
     budget: DraftBudget
     """Chooses the drafts of each step."""
@@ -80,12 +80,12 @@ class LauncherRunner:
         self._slot_writer, self._sync, self._max_inflight_steps = slot_writer, sync, max_inflight_steps
         self._in_flight: deque[tuple[LaunchedStep, Plan]] = deque()
         self._waited_ns = 0
-        """Of all collected steps, as `Sync.report` counts it."""
+        """The time that all collected steps waited, as `Sync.report` counts it."""
         self._collected_s = 0.0
 
     @property
     def max_inflight_steps(self) -> int:
-        """As given."""
+        """The number that was given."""
         return self._max_inflight_steps
 
     def launch(
@@ -133,7 +133,7 @@ class LauncherRunner:
         assert oldest is handle, "steps are collected in the order of their launches"
         outputs = self.launcher.read(handle)
         ended_s = handle.ended_s or time.perf_counter()
-        # A step behind another one on a device begins when that one has ended.
+        # On a device a step begins when the step before it has ended.
         begun_s = handle.launched_s if handle.ended_s else max(handle.launched_s, self._collected_s)
         handle.step_ms, self._collected_s = (ended_s - begun_s) * 1e3, ended_s
         waited_ns, self._waited_ns = outputs.waited_ns - self._waited_ns, outputs.waited_ns

@@ -53,9 +53,9 @@ class RunningSequence(Sequence):
     unsent: TokenEvent | None = None
     """The last tokens of the answer, which the client has not got yet."""
     backtracking: bool = False
-    """No token is legal behind the answer: the grammar process looks for a way back."""
+    """No token is legal after the answer: the grammar process looks for a way back."""
     dead_texts: tuple[bytes, ...] = ()
-    """Texts that the answer avoids since it went back; of the grammar process, which alone reads them."""
+    """Texts that the answer avoids since it went back; only the grammar process reads them."""
     pages_written: int = 0
     """Entries of the page table that are written."""
 
@@ -91,7 +91,7 @@ class SlotWriter:
         max_model_len: of the model, in tokens.
         eos_token_ids: of the model.
         num_drafts: K.
-        adapters: the model takes adapters, and each slot has the number of its own.
+        adapters: the model takes adapters, and each slot has the number of its adapter.
         """
         self.slot = self.buffers = slot
         self._adapters = adapters
@@ -99,7 +99,7 @@ class SlotWriter:
         self._max_model_len, self._eos = max_model_len, eos_token_ids
         self._rules: list[torch.Tensor | None] = [None] * len(slot.length_S)
         self.processed: dict[int, Request] = {}
-        """By slot: the requests with logits processors."""
+        """The requests with logits processors, by slot."""
         self.adapted: set[int] = set()
         """Slots of sequences with a LoRA adapter."""
 
@@ -143,7 +143,7 @@ class SlotWriter:
 
     def bind(self, sequence: RunningSequence, *, drafts: bool = True) -> None:
         """Set the number of answer tokens that the sequence's new matcher has consumed: later posts carry the tokens
-        behind them.
+        after them.
 
         `drafts` False: the sequence loses its drafts, and gets none while it holds the slot.
         """
@@ -157,7 +157,7 @@ class SlotWriter:
         self._extend(sequence.slot, sequence.length, token)
 
     def fork(self, source: RunningSequence, target: RunningSequence) -> None:
-        """Copy the history of `source`'s slot into that of `target`, another beam, which has had tokens before.
+        """Copy the history of `source`'s slot into the slot of `target`, another beam, which has had tokens before.
 
         As many tokens are posted of both. The page table follows with `write_pages`.
         """

@@ -1,9 +1,9 @@
 """Decides each iteration: assigns slots, cuts prompts into prefill chunks, picks the decode batch, preempts.
 
 `Scheduler.plan` returns a `Plan`; the engine loop acts on it. The waiting queue is in the order of priorities, and
-first come, first served among equal ones; a sequence that has waited for too long is in front of all others. A priority
+first come, first served among equal ones; a sequence that has waited for too long is ahead of all others. A priority
 decides nothing else: a sequence that has had a slot is never preempted for one that had its first slot later. Of
-several tenants each has such an order of its own, and `fair_shares.py` says whose first sequence is next.
+several tenants each has its own order, and `fair_shares.py` says whose first sequence is next.
 Invariant: a running sequence owns its pages and its (slot, slot_gen); `remove` and `preempt` take both back. Pure: no
 tensors, no clocks, no I/O; the caller says what time it is.
 
@@ -57,7 +57,7 @@ class Sequence:
     prefilled: int = 0
     """Tokens whose keys and values are in the pages. Full pages of these may be shared, and are never rewritten."""
     num_cached_tokens: int = 0
-    """Of `prefilled`, tokens that the prefix cache had when the sequence was given its slot."""
+    """Tokens of `prefilled` that the prefix cache had when the sequence got its slot."""
     num_indexed_pages: int = 0
     """Full pages, from the first on, that other sequences can find in the prefix cache."""
     searched_version: int = -1
@@ -67,13 +67,13 @@ class Sequence:
     scheduling: Scheduling = field(default_factory=Scheduling)
     """The request's own: its priority, the longest wait for its first slot, and its tenant."""
     salt: Salt = ""
-    """The prefix cache shares pages among sequences with one salt alone."""
+    """The prefix cache shares pages only among sequences with the same salt."""
     scored: bool = False
-    """Log-probabilities of its prompt are wanted: it is prefilled in chunks of its own, and uses no cached page, for
+    """Log-probabilities of its prompt are wanted: it is prefilled in separate chunks, and uses no cached page, for
     which there are no logits. The engine clears it with the first token."""
     group: tuple[Self, ...] = ()
     """The beams of a search, this one among them: they get their slots together and lose them together, and the first
-    of them waits in the queue for all. Empty: the sequence is alone."""
+    of them waits in the queue for all. Empty: the sequence is no beam."""
     held: bool = False
     """A beam that waits for the other beams of its step, or that has no tokens (`length` 0); or a sequence that is
     prefilled for another engine, and never decodes."""
@@ -83,11 +83,11 @@ class Sequence:
     waits_since_s: float = 0.0
     """When it came into the waiting queue: at its arrival, or when it was preempted."""
     starving: bool = False
-    """It has waited so long that no sequence that came later is in front of it."""
+    """It has waited so long that no sequence that came later is ahead of it."""
     ended: bool = False
     """It has all of its tokens, and holds its slot until the engine removes it."""
     reserved: int = 0
-    """It has the pages of so many tokens from its first slot on, all that it may ever need, and is never preempted. 0:
+    """The tokens whose pages it has from its first slot on: all that it may ever need, so it is never preempted. 0:
     it gets pages as it grows, and may be preempted."""
 
     @property
@@ -97,7 +97,7 @@ class Sequence:
 
     @property
     def tenant(self) -> TenantShare | None:
-        """Whose sequence it is; None: no tenant's, and only its place in the queue decides."""
+        """The sequence's tenant; None: no tenant, and only its place in the queue decides."""
         return self.scheduling.tenant
 
     @property
@@ -108,10 +108,10 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """The sequence may be in a decode batch."""
-        return self.decodes_behind(self.prefilled)
+        return self.may_decode_at(self.prefilled)
 
-    def decodes_behind(self, prefilled: int) -> bool:
-        """Return whether the sequence may be in a decode batch once so many of its tokens are prefilled."""
+    def may_decode_at(self, prefilled: int) -> bool:
+        """Return whether the sequence may be in a decode batch once `prefilled` of its tokens are prefilled."""
         ready = self.grammar_state in (GrammarState.UNCONSTRAINED, GrammarState.OPEN)
         waits = self.deferred or self.ended or self.held
         return self.slot >= 0 and ready and not waits and prefilled >= self.prefill_end
@@ -143,7 +143,7 @@ class Plan(Generic[S]):
     """One iteration of the engine loop; the loop acts on the fields in this order."""
 
     preempted: tuple[S, ...]
-    """Sequences that lost their slot and pages; they wait in front of those of their priority."""
+    """Sequences that lost their slot and pages; they wait ahead of the others of their priority."""
     assigned: tuple[S, ...]
     """Sequences that were given a slot in this iteration."""
     prefill: tuple[Chunk[S], ...]
@@ -151,7 +151,7 @@ class Plan(Generic[S]):
     decode: tuple[S, ...]
     """The batch of the decode step."""
     scored: Chunk[S] | None = None
-    """A chunk to be run in a forward of its own, before the others: its logits are wanted."""
+    """A chunk to be run in a separate forward, before the others: its logits are wanted."""
     expired: tuple[S, ...] = ()
     """Sequences whose `max_queue_s` is over: they are out of the waiting queue, and the engine removes them."""
 
@@ -162,7 +162,7 @@ class Plan(Generic[S]):
 
 
 class Scheduler(Generic[S]):
-    """Slots and waiting queue. Used by the engine thread alone; other threads may read `running` and `waiting`."""
+    """Slots and waiting queue. Used only by the engine thread; other threads may read `running` and `waiting`."""
 
     def __init__(
         self,
@@ -184,9 +184,9 @@ class Scheduler(Generic[S]):
         shapes: the padded shapes that one prefill forward may have.
         tokens_of: returns the tokens of a sequence, by which the prefix cache is searched; None: no prefix cache.
         max_batched_tokens: tokens of one forward, over decoding sequences and prompts together: a prompt whose last
-            chunk is in it decodes in it, too. 0: prompts have forwards of their own, with `prefill_chunk` and `shapes`.
+            chunk is in it also decodes in it. 0: prompts have separate forwards, with `prefill_chunk` and `shapes`.
         scored_chunk: chunks of scored sequences end at multiples of this number of tokens.
-        max_starvation_s: the wait after which a sequence goes in front of every one that came later.
+        max_starvation_s: the wait after which a sequence goes ahead of every one that came later.
         """
         self.allocator, self._shapes, self._tokens_of = allocator, shapes, tokens_of
         self._chunk, self.lookahead, self._max_batched_tokens = prefill_chunk, lookahead, max_batched_tokens
@@ -208,7 +208,7 @@ class Scheduler(Generic[S]):
         """Tokens of all sequences so far that the prefix cache had, so that they needed no prefill."""
 
     def add(self, sequence: S) -> None:
-        """Put a new sequence into the waiting queue, behind those of its priority. It waits since `waits_since_s`."""
+        """Put a new sequence into the waiting queue, after the others of its priority. It waits since `waits_since_s`."""
         if sequence.tenant is not None:
             self._shares = self._shares or FairShares(lambda each: len(each.members))
             self._shares.arrived(sequence, self._waiting)
@@ -239,7 +239,7 @@ class Scheduler(Generic[S]):
         # Before the decode batch: the search of the prefix cache may leave nothing of a prompt to prefill.
         chunks = self._mixed_chunks(scored) if self._max_batched_tokens else self._chunks()
         ends = {c.sequence: c.end for c in chunks} if self._max_batched_tokens else {}
-        decode = tuple(s for s in self.running if s.decodes_behind(ends.get(s, s.prefilled)))
+        decode = tuple(s for s in self.running if s.may_decode_at(ends.get(s, s.prefilled)))
         return Plan(tuple(preempted), tuple(assigned), chunks, decode, scored, expired)
 
     def index_pages(self, sequence: S) -> None:
@@ -253,7 +253,7 @@ class Scheduler(Generic[S]):
             )
 
     def preempt(self, sequence: S, now_s: float = 0.0) -> None:
-        """Take slot and pages of a sequence and put it into the waiting queue, in front of those of its priority.
+        """Take slot and pages of a sequence and put it into the waiting queue, ahead of the others of its priority.
 
         With its next slot it is prefilled again, or finds its pages in the prefix cache. A group loses its slots
         together.
@@ -280,8 +280,8 @@ class Scheduler(Generic[S]):
     def fork(self, source: S, target: S) -> tuple[tuple[int, int], ...] | None:
         """Make `target` a copy of `source`, another beam of its group: a new owner of its slot, with the same tokens.
 
-        It gives up its own pages, shares the full pages of `source`, and gets pages of its own behind them. Returns the
-        (page of `source`, page of `target`) whose contents the caller must copy. None when pages lack: then `target`
+        It gives up its own pages, shares the full pages of `source`, and gets its own pages after them. Returns the
+        (page of `source`, page of `target`) whose contents the caller must copy. None when there are too few pages: then `target`
         has none.
         """
         full = source.prefilled // self.allocator.page_size
@@ -340,9 +340,9 @@ class Scheduler(Generic[S]):
         return sorted(prompts, key=lambda s: s.order)
 
     def _chunks(self) -> tuple[Chunk[S], ...]:
-        """Return the next chunk of the oldest sequence, and of every younger one that fits beside the older ones.
+        """Return the next chunk of the oldest sequence, and of every younger one that fits in addition to the older ones.
 
-        Whether a sequence is included depends on older sequences alone, so younger ones never delay it. Chunks end at
+        Whether a sequence is included depends only on older sequences, so younger ones never delay it. Chunks end at
         multiples of the chunk size: a prompt is cut the same way whatever other prompts are prefilled with it.
         """
         chosen: list[Chunk[S]] = []
@@ -362,9 +362,9 @@ class Scheduler(Generic[S]):
     def _mixed_chunks(self, scored: Chunk[S] | None) -> tuple[Chunk[S], ...]:
         """Return what the prompts have of the next forward: the oldest first, as much as the budget leaves.
 
-        A decoding sequence has one token of the budget: its drafts are bounded elsewhere. The chunk `scored`, which has
-        a forward of its own, has a part of it, too. A prompt that begins as an
-        older one in the same forward begins waits, because it finds these pages in the prefix cache afterwards.
+        A decoding sequence takes one token of the budget: its drafts are bounded elsewhere. The chunk `scored`, which
+        runs in a separate forward, takes part of it as well. A prompt that begins like an older one in the same forward
+        waits, because it finds these pages in the prefix cache afterwards.
         """
         room = self._max_batched_tokens - sum(s.decoding for s in self.running)
         if scored is not None:
@@ -392,9 +392,9 @@ class Scheduler(Generic[S]):
         return self._tokens_of(sequence)[:end] == self._tokens_of(chunk.sequence)[:end]
 
     def _make_room(self, now_s: float) -> list[S]:
-        """Give every decoding sequence pages for its next step; preempt the youngest sequences while pages lack.
+        """Give every decoding sequence pages for its next step; preempt the youngest sequences while there are too few.
 
-        A sequence that has reserved pages has all of them, so it lacks none and every one that lacks some may be
+        A sequence that has reserved pages has all of them, so every sequence that needs more pages may be
         preempted itself.
         """
         preempted: list[S] = []

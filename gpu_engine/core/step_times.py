@@ -43,7 +43,7 @@ _KNOTS = (
 _LEVEL_STEP = 0.15
 """Share of a step's deviation, in logarithms, that the level follows."""
 _SHAPE_STEP = 0.02
-"""The same for the shape where many steps were; the first ones move it by more."""
+"""How far one step moves the shape where there were many steps; the first ones move it by more."""
 _MOST_DEVIATION = 0.3
 """A step that took longer than e^0.3 times the expected time counts as one that took just that."""
 _MOST_WEIGHT = 50.0
@@ -59,7 +59,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._shape: dict[int, float] = {}
-        """By knot, logarithms: only where something was measured."""
+        """Logarithms by knot, only where something was measured."""
         self._weight: dict[int, float] = {}
         """Steps at each of these knots."""
         self._level = 0.0
@@ -105,7 +105,7 @@ class StepTimes:
         self._curve = None
 
     def ms(self, rows: int) -> float:
-        """Return the expected time of a step of so many rows; before anything is known, relative to that of one row."""
+        """Return the expected time of a step of so many rows; before anything is known, relative to the time of one row."""
         curve = self._curve  # another thread may read times while this one learns
         if curve is None:
             curve = self._curve = self._computed_curve()

@@ -1,4 +1,4 @@
-"""Services that the public port may have besides the engine's own, each in a package that can be left out.
+"""Services that the public port may have in addition to the engine's own, each in a package that can be left out.
 
 A package here has a module `door`, which implements `found.Door`; it imports what the service needs when the service is
 added. Another distribution adds a door by an entry point in the group `lockstep.doors`. A door uses the rooms below it

@@ -43,7 +43,7 @@ class Door(Protocol):
 
 
 def found_doors() -> list[Door]:
-    """Return every door: the packages next to this module, then those of other distributions."""
+    """Return every door: the packages next to this module, then the doors of other distributions."""
     own = [each.name for each in pkgutil.iter_modules(doors.__path__) if each.ispkg]
     modules: list[Door] = [importlib.import_module(f"{doors.__name__}.{name}.door") for name in own]
     return [*modules, *(entry.load() for entry in entry_points(group=GROUP))]

@@ -15,9 +15,9 @@ from protos.engine.v1 import engine_pb2 as pb
 
 MAX_LENGTH_PENALTY = 5.0
 MAX_CANDIDATES = 20
-"""A step gives the best so many tokens of each beam (`kernels.logprobs`)."""
+"""The number of best tokens that a step gives for each beam (`kernels.logprobs`)."""
 MODEL_STOPS = 4
-"""Of these candidates, so many are kept for the model's own end-of-sequence tokens."""
+"""Candidates that are kept for the model's own end-of-sequence tokens."""
 
 
 def check_beams(request: pb.GenerateRequest, limits: Limits) -> BeamParams | None:

@@ -71,7 +71,7 @@ class Accounts(Protocol):
     ) -> CallerAccount | None:
         """Return the account of a call's tenant; None: the caller is no tenant.
 
-        `names` are those of the client's certificate.
+        `names` are the names in the client's certificate.
         """
 
 
@@ -115,7 +115,7 @@ class TenantView:
         raise InvalidRequest(field, f"there is no {noun} adapter {name!r}; there are: {names}")
 
     def list_adapters(self) -> list[AdapterUse]:
-        """See `AdapterAccess.listed`. Counts of users are those of operators alone."""
+        """See `AdapterAccess.listed`. Only operators see how many requests use an adapter."""
         listed, account = self.adapters.listed(), self.account
         if account is None or account.is_operator:
             return listed

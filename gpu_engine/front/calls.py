@@ -80,7 +80,7 @@ MANY_NUMBERS = 2048
 """More log-probabilities than this take some milliseconds to put into a message."""
 
 MANY_BYTES = 1 << 20
-"""The same for the bytes of tensors."""
+"""More bytes of tensors than this take some milliseconds to put into a message."""
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class Call:
     outputs: list[SequenceOutput] = field(default_factory=list)
     """Empty until the sequences are submitted."""
     output_bytes: int = 0
-    """Of the tensors that its sequences may return."""
+    """The most bytes of tensors that its sequences may return."""
     aborted: bool = False
     """The request was aborted before its sequences were submitted."""
     fetch: asyncio.Task[None] | None = None
@@ -419,7 +419,7 @@ async def _responses(respond: Respond, output: SequenceOutput, delta: Delta) -> 
     """Return the messages, which are made off the event loop where they have many numbers."""
     scores = delta.prompt_logprobs
     numbers = 0 if scores is None else scores.top_ids_NM.size + scores.logprob_N.size
-    if delta.ended:  # the last message may have those of the whole answer, and of the prompt
+    if delta.ended:  # the last message may have the numbers of the whole answer and of the prompt
         numbers += _numbers_of(output)
     if numbers > MANY_NUMBERS or sum(rows.data.size for rows in delta.outputs) > MANY_BYTES:
         return await asyncio.to_thread(lambda: list(respond(output, delta)))

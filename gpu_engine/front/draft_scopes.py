@@ -1,6 +1,6 @@
-"""Whose answers may draft for a request: the scope of the suffix index.
+"""The scope of a request in the suffix index: which answers may draft for it.
 
-A client that the server knows by its bearer token or its certificate has scopes of its own, one for each grammar and
+A client that the server knows by its bearer token or its certificate has its own scopes, one for each grammar and
 one for free text. Requests of unknown clients share the scope of their grammar; free text has none, unless the setting
 `draft_index_shared` gives it one. A `cache_salt` divides each scope further. A new scope begins with the words that its
 grammar spells out: names of properties and tools, values of `enum` and `const`, choices. Invariant: two requests with
@@ -36,7 +36,7 @@ def client_identity(
 ) -> bytes:
     """Return bytes that identify the caller, b"" if the server cannot tell callers apart.
 
-    `metadata` is the call's; its token counts only if the server has checked it. `identities` are those of a client
+    `metadata` is the call's; its token counts only if the server has checked it. `identities` are the names in a client
     certificate.
     """
     if checks_tokens:
@@ -58,7 +58,7 @@ class DraftScopes:
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self._tokenizer, self._limits = tokenizer, limits
         self._seeds: OrderedDict[str, tuple[tuple[int, ...], ...]] = OrderedDict()
-        """By grammar id; the most recently used last."""
+        """The seeds by grammar id; the most recently used grammar is last."""
 
     def of(self, params: Params, client: bytes) -> DraftScope | None:
         """Return the scope; None: no earlier answer drafts for the request. `client`: see `client_identity`."""

@@ -37,7 +37,7 @@ def check_grammar(
     """Return the spec of a `grammar` field.
 
     `known` returns the grammar of a grammar_id; None: the server has no grammar process. `options_only`: the field may
-    hold options for the tools' schemas alone; its kind is then NONE. Raises InvalidRequest; for a grammar_id also
+    hold nothing but options for the tools' schemas; its kind is then NONE. Raises InvalidRequest; for a grammar_id also
     GrammarNotConfigured, or the error that `known` raises.
     """
     if grammar.WhichOneof("spec") == "grammar_id":

@@ -18,7 +18,7 @@ from gpu_engine.api.request import TokenEvent
 
 
 class Inbox:
-    """The waiting events of one RPC, by sequence. Used on the event loop alone."""
+    """The waiting events of one RPC, by sequence. Used only on the event loop."""
 
     def __init__(self) -> None:
         self._events: dict[int, list[TokenEvent]] = {}
@@ -80,7 +80,7 @@ class Mailbox:
         return post
 
     def _deliver(self) -> None:
-        # Cleared before the queue is read: an event that arrives meanwhile sends a wake-up of its own, which may find
+        # Cleared before the queue is read: an event that arrives meanwhile sends another wake-up, which may find
         # an empty queue.
         self._wake_up_sent = False
         while self._posts:

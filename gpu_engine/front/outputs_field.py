@@ -65,7 +65,7 @@ def _spec(field: str, name: str, limits: Limits) -> OutputSpec:
 
 
 def tensors_of(wanted: tuple[WantedOutput, ...], index: int) -> tuple[WantedOutput, ...]:
-    """Return what one of the n sequences returns: the first one alone has the rows of the prompt."""
+    """Return what one of the n sequences returns: only the first one has the rows of the prompt."""
     if not index:
         return wanted
     return tuple(replace(each, context=False) for each in wanted if each.answer)

@@ -6,7 +6,7 @@ of all streams together to take MAX_SHARE of one core, at the cost per response 
 
     pause = measured cost of a response * streams / MAX_SHARE, at most `max_pause_s`
 
-Invariant: a stream that is alone has no pause, and no pause is longer than `max_pause_s`.
+Invariant: a single stream has no pause, and no pause is longer than `max_pause_s`.
 
 Not responsible for: the end of an answer, which interrupts a pause (see `Inbox.pause`).
 """
@@ -22,11 +22,11 @@ INITIAL_COST_S = 2e-4
 """Assumed until the first measurement."""
 RESPONSES_PER_MEASUREMENT = 32
 WEIGHT = 0.25
-"""Of a new measurement in the moving average."""
+"""The weight of a new measurement in the moving average."""
 
 
 class StreamPacer:
-    """One per server. Used on the event loop alone."""
+    """One per server. Used only on the event loop."""
 
     def __init__(self, max_pause_s: float, cpu_clock: Callable[[], float] = time.thread_time) -> None:
         """Args: `cpu_clock` returns the CPU seconds of the event loop's thread; `max_pause_s` 0.0: never pause."""

@@ -37,7 +37,7 @@ def is_large(valid: ValidatedRequest) -> bool:
     size = chars_of(valid.prompt)
     if valid.params.response.echo and isinstance(valid.prompt, Tokens):
         size = len(valid.prompt.ids)
-    # A small prompt is built on the event loop: on the threads it could queue behind large ones.
+    # A small prompt is built on the event loop: on a thread it could wait for large ones.
     return size > LARGE_PROMPT_CHARS or len(valid.bad_words) > FEW_BAD_WORDS
 
 
@@ -104,7 +104,7 @@ def _resolved(valid: ValidatedRequest, prompt_length: int, tokenizer: Tokenizer,
 
 
 def _of_sequence(params: Params, index: int) -> Params:
-    """Return the parts of one of the n sequences: it has a seed of its own, and only the first describes the prompt."""
+    """Return the parts of one of the n sequences: each has its own seed, and only the first describes the prompt."""
     if index == 0:
         return params
     outputs = params.outputs
@@ -118,7 +118,7 @@ def _of_sequence(params: Params, index: int) -> Params:
 def sequence_seed(seed: int, index: int) -> int:
     """Return the seed of sequence `index`: the request's seed for 0, else its splitmix64 (Steele, Lea, Flood 2014).
 
-    The answer's telemetry has the seed, so that one of n sequences can be generated again alone.
+    The answer's telemetry has the seed, so that one of n sequences can be generated again by itself.
     """
     if index == 0:
         return seed

@@ -24,7 +24,7 @@ from gpu_engine.front.tools.formats import reasoning_markers, tool_format
 from protos.engine.v1 import engine_pb2 as pb
 
 MAX_MESSAGE_BYTES = 1 << 20
-"""Of tensors in one message, or one row where that is larger: clients take 4 MiB unless they say so."""
+"""The most bytes of tensors in one message, or one row where a row is larger. Clients take 4 MiB by default."""
 
 
 class Responses:
@@ -33,12 +33,12 @@ class Responses:
     def __init__(self, options: pb.ResponseOptions) -> None:
         self._options = options
         self._so_far: dict[int, Delta] = {}
-        """By sequence, unless the request asked for deltas."""
+        """What was sent so far, by sequence; empty if the request asked for deltas."""
 
     def respond(self, output: SequenceOutput, delta: Delta) -> list[pb.GenerateResponse]:
         """Return the messages for what is new of a sequence; none while there is nothing to send.
 
-        Rows of tensors are sent as they come, and once: a whole response may follow messages that have rows alone.
+        Rows of tensors are sent once, as they come: messages that have only rows may precede a whole response.
         """
         whole = self._options.whole
         if not whole and not self._options.cumulative:
@@ -55,7 +55,7 @@ class Responses:
         responses = delta_responses(output, so_far, self._options)
         if delta.ended:
             del self._so_far[index]
-        elif responses:  # the prompt's tokens and their log-probabilities are in the first response alone
+        elif responses:  # only the first response has the prompt's tokens and their log-probabilities
             if so_far.echo is not None and not self._options.omit_text:
                 so_far.text = so_far.echo + so_far.text
             so_far.echo = so_far.prompt_logprobs = None

@@ -36,7 +36,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self._calls = calls
         self._version = version
         self._handles: dict[str, GrammarHandles] = {}
-        """By tenant, "" for what all callers share."""
+        """The compiled grammars of each tenant; "" for the grammars that all callers share."""
         self._tokenisation = Tokenisation(calls.model.tokenizer, calls.limits)
         self._tokenizer_info = TokenizerInfo(calls.model)
         self._stats_feed = StatsFeed(calls.engine)

@@ -27,7 +27,7 @@ Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 6
-"""Prompt tokens that are decoded in front of the answer's first token, so that its leading space is kept."""
+"""Prompt tokens that are decoded before the answer's first token, so that its leading space is kept."""
 MAX_HELD_TOKENS = 64
 """A run of this many tokens without one complete character is not UTF-8 text; its text is returned as it is."""
 
@@ -38,15 +38,15 @@ _STOPPED = frozenset({FinishReason.STOP, FinishReason.GRAMMAR_CLOSED, FinishReas
 
 @dataclass(slots=True)
 class Delta:
-    """What is new since the last delta. `text` may lag behind `token_ids`."""
+    """What is new since the last delta. `text` may have fewer tokens than `token_ids`."""
 
     text: str = ""
     echo: str | None = None
-    """In the first delta, if asked for: the prompt's text, in front of `text`."""
+    """The prompt's text, which precedes `text`; only in the first delta, if the request asked for it."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
-    """With the first token, if asked for."""
+    """The log-probabilities of the prompt; with the first token, if the request asked for them."""
     outputs: list[OutputRows] = field(default_factory=list)
     """Rows of the tensors that were asked for."""
     finish: FinishReason | None = None
@@ -55,11 +55,11 @@ class Delta:
     parts: list[Part] = field(default_factory=list)
     """The text by part, where the answer has parts."""
     fields: list[FieldLogprob] = field(default_factory=list)
-    """In the last delta, if asked for: the leaves of the answer's content."""
+    """The leaves of the answer's content; in the last delta, if the request asked for them."""
     beam_score: float | None = None
-    """In the last delta of a sequence of a beam search."""
+    """The score of a sequence of a beam search, in its last delta."""
     origins: list[TokenOrigin] = field(default_factory=list)
-    """How each token came, if asked for."""
+    """How the step chose each token, if the request asked for it."""
     num_held: int = 0
     """Tokens of a verified answer that are held back."""
     error: LockstepError | None = None
@@ -73,7 +73,7 @@ class Delta:
     def add(self, later: Delta) -> None:
         """Append the next delta of the sequence: this one is then what is new since the delta before it.
 
-        Rows of tensors are not added up: those of `later` take the place of earlier ones.
+        Rows of tensors are not added up: the rows of `later` replace the earlier ones.
         """
         self.text += later.text
         self.token_ids += later.token_ids
@@ -125,7 +125,7 @@ class SequenceOutput:
         self._echo = request.echo_text
         self._with_logprobs, self._fields = request.outputs.logprobs is not None, fields
         self._content: list[str] = []
-        """With `fields`: the text that was sent, without reasoning and tool calls."""
+        """The text that was sent, without reasoning and tool calls; empty without `fields`."""
         needs_text = with_text or fields is not None or reasoning is not None
         self._reasoning = reasoning
         self._parser = parser if with_text or fields is not None else None
@@ -153,7 +153,7 @@ class SequenceOutput:
         for event in events:
             if not self.ended:
                 self._take_one(event, delta, text)
-        if delta.matched_stop is not None:  # the event may have had tokens behind the stop string
+        if delta.matched_stop is not None:  # the event may have had tokens after the stop string
             end = len(self.request.prompt_ids) + self.completion_tokens - 1
             delta.outputs = [rows.before(end) for rows in delta.outputs if rows.start < end]
         joined = "".join(text)
@@ -200,7 +200,7 @@ class SequenceOutput:
             if self._fields is not None:
                 self._fields.push(piece, event.logprobs[i].logprob, holds=self._detokenizer.holds)
             if self._scan(piece, delta, text):
-                return  # tokens behind a stop string do not count, though the same step brought them
+                return  # tokens after a stop string do not count, though the same step brought them
         if event.finish is None and event.error is None:
             return
         if self._special:
@@ -299,7 +299,7 @@ class Detokenizer:
 
     @staticmethod
     def _complete(text: str) -> int:
-        """Return the number of characters in front of the incomplete end."""
+        """Return the number of characters before the incomplete end."""
         return len(text.rstrip(REPLACEMENT))
 
     def __repr__(self) -> str:

@@ -59,7 +59,7 @@ MAX_PRIORITY = 1000
 MAX_SALT_BYTES = 256
 MAX_CLIENT_ID_BYTES = 128
 MAX_ARGUMENTS_BYTES = 64 << 10
-"""Of one logits processor."""
+"""The most bytes of one logits processor's arguments."""
 
 
 def check(
@@ -301,7 +301,7 @@ def _prompt_bytes(field: str, size: int, limits: Limits) -> None:
 
 
 def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
-    """Raise InvalidRequest, with both numbers, unless one more token fits behind a prompt of `length` tokens."""
+    """Raise InvalidRequest, with both numbers, unless one more token fits after a prompt of `length` tokens."""
     if length + 1 > max_model_len:
         raise InvalidRequest(
             field,
@@ -421,7 +421,7 @@ def _logit_bias(sampling: pb.SamplingParams, vocab_size: int) -> tuple[tuple[int
     for token, bias in biases:
         if token >= vocab_size:
             raise InvalidRequest(field, f"has the token {token}, token ids are in [0, {vocab_size})")
-        if not -MAX_BIAS <= bias <= MAX_BIAS:  # not a number is refused, too
+        if not -MAX_BIAS <= bias <= MAX_BIAS:  # also refuses NaN
             raise InvalidRequest(f"{field}[{token}]", f"is {bias:g}, must be in [{-MAX_BIAS:g}, {MAX_BIAS:g}]")
     return tuple((token, bias) for token, bias in biases if bias)
 

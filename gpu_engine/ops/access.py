@@ -42,7 +42,7 @@ class CallRecord:
     metadata: Sequence[tuple[str, str | bytes]] = ()
     """The call's gRPC metadata, which may name a parent trace."""
     tenant: str = ""
-    """Whose call it is; empty: the server has no tenants."""
+    """The caller's tenant; empty: the server has no tenants."""
     method: str = "Generate"
     """The gRPC method that brought the request."""
     arrived_s: float = field(default_factory=time.monotonic)
@@ -54,7 +54,7 @@ class CallRecord:
     validated: ValidatedRequest | None = None
     """None: the request is not checked yet, or was refused."""
     compiled_s: float = 0.0
-    """When its grammar was compiled or found in the cache; 0: no grammar, or not compiled yet."""
+    """The time at which its grammar was compiled or found in the cache; 0: no grammar, or not compiled yet."""
     ended: list[Ended] = field(default_factory=list)
 
     def set_request_id(self, request_id: str) -> None:

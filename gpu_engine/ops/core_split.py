@@ -46,7 +46,7 @@ class CoreSplit:
             config: gives the number of the model's threads; on a GPU one thread launches its work. `device` and `sync`
                 are resolved.
             cores: the process's CPU set.
-            usable: the number of them that a CPU quota allows; behind a quota any core may be idle.
+            usable: the number of them that a CPU quota allows; with a quota any core may be idle.
         """
         threads = (config.num_threads or usable) * config.tensor_parallel_size if config.on_cpu else 1
         spare = len(cores) - threads

@@ -39,6 +39,6 @@ def overwritten_kernels(find: Callable[[str], ModuleSpec | None] = importlib.uti
         return None
     return (
         f"kernels: {place or 'no file'} is not the package of {DISTRIBUTION}; Hugging Face's `kernels` replaces it. "
-        f"Give the server an environment of its own: pipx install {DISTRIBUTION}, uv tool install {DISTRIBUTION}, "
+        f"Give the server its own environment: pipx install {DISTRIBUTION}, uv tool install {DISTRIBUTION}, "
         "or the container image"
     )

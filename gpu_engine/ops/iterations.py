@@ -14,7 +14,7 @@ from gpu_engine.api.stats import EngineStats, Iteration, IterationRing
 
 
 class IterationRecorder:
-    """Used on the engine's thread alone."""
+    """Used only on the engine's thread."""
 
     def __init__(self, stats: EngineStats, ring: IterationRing) -> None:
         """Args: `stats` has the counters whose growth is an iteration's share of them."""

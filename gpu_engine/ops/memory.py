@@ -58,7 +58,7 @@ def _page_bytes(pages: Sequence[KVPages]) -> int:
 
 
 def _distinct(tensors: Iterator[torch.Tensor]) -> int:
-    """Return the bytes of the memory behind the tensors."""
+    """Return the bytes of the memory that the tensors share."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         # oneDNN's packed weights have no storage of torch's, and no two share one.

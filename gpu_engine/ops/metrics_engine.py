@@ -56,7 +56,7 @@ _COUNTERS = (
 _BY_DRAFTER = (
     ("draft_tokens", "Drafts verified", "draft_tokens"),
     ("accepted_draft_tokens", "Drafts that were equal to the target's own token", "accepted_draft_tokens"),
-    ("jump_forward_tokens", "Jump-forward tokens verified; they are drafts, too", "jump_forward_tokens"),
+    ("jump_forward_tokens", "Jump-forward tokens verified, which count as drafts as well", "jump_forward_tokens"),
     (
         "accepted_jump_forward_tokens",
         "Jump-forward tokens that were equal to the target's own token",
@@ -64,7 +64,7 @@ _BY_DRAFTER = (
     ),
     (
         "index_draft_tokens",
-        "Drafts from earlier answers that were verified; they are drafts, too",
+        "Drafts from earlier answers that were verified; they count as drafts as well",
         "index_draft_tokens",
     ),
     (

@@ -1,4 +1,4 @@
-"""One /metrics for both processes: the engine's metrics, and those of the grammar process, read through its socket.
+"""One /metrics for both processes: the engine's metrics, and the grammar process's, which are read through its socket.
 
 The invariants: the label `process` of every sample says which process it is from (engine, sidecar). A grammar process
 that does not answer costs a scrape at most twice `SIDECAR_TIMEOUT_S`, and only its samples are missing. The port is
@@ -95,7 +95,7 @@ class CannotListen(RuntimeError):
 
 
 class MetricsServer:
-    """Serves a collector over HTTP on a thread of its own, from construction to `close`."""
+    """Serves a collector over HTTP on its own thread, from construction to `close`."""
 
     def __init__(self, listen: str, collector: Collector) -> None:
         """Args: `listen` is "host:port". Raises CannotListen."""

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from gpu_engine.ops.access import CallRecord, Ended
 
-prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # no time stamp beside every counter
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # no time stamp next to every counter
 
 LATENCY_BOUNDS_S = (
     5e-3,

@@ -16,9 +16,9 @@ from gpu_engine.ops.core_split import MAX_SPARE
 log = logging.getLogger(__name__)
 
 CORES_TO_SHARE = 4
-"""With at least so many usable cores, a forward without a `num_threads` of its own leaves some of them free."""
+"""The number of usable cores from which a forward whose `num_threads` is not set leaves some of them free."""
 CORES_PER_SPARE = 8
-"""One of so many cores is left free: for the grammar process, and for the event loop of the engine."""
+"""One in this many cores is left free: for the grammar process, and for the event loop of the engine."""
 
 
 def resolve_placement(engine: EngineConfig, server: ServerConfig, *, cuda_devices: int, cores: int) -> EngineConfig:

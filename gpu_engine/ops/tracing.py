@@ -36,7 +36,7 @@ _SERVERS_FAULT = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "IN
 
 
 class RequestTracer:
-    """Makes the spans of calls. Used on the event loop; the SDK exports them on a thread of its own."""
+    """Makes the spans of calls. Used on the event loop; the SDK exports them on another thread."""
 
     def __init__(self, tracer: Tracer, model: str) -> None:
         """Args: `model` is the name of the model in every span."""

@@ -1,7 +1,7 @@
 """What bans, biases and penalties make of a beam's log-probabilities, token by token.
 
-The order is that of sampling (kernels/native/accept.h), over log-probabilities in place of logits: bans and biases,
-then the repetition penalty, then presence and frequency. transformers applies its processors to log-probabilities, too.
+The order is the same as in sampling (kernels/native/accept.h), over log-probabilities in place of logits: bans and biases,
+then the repetition penalty, then presence and frequency. transformers also applies its processors to log-probabilities.
 
 Invariant: pure; a token has at most one edit. Not responsible for: applying an edit (see kernels/logprobs.py).
 """
@@ -17,7 +17,7 @@ from kernels.logprobs import Edit
 
 
 def edits_of(request: Request, stop_ids: Collection[int], answer: Sequence[int]) -> tuple[Edit, ...]:
-    """Return the edits of the next row, behind the prompt and `answer`; `stop_ids` are banned before `min_tokens`."""
+    """Return the edits of the next row, after the prompt and `answer`; `stop_ids` are banned before `min_tokens`."""
     sampling = request.sampling
     rep, pres, freq = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
     penalises = (rep, pres, freq) != (1.0, 0.0, 0.0)

@@ -13,7 +13,7 @@ At first one sequence has the prompt, and the others have no tokens. A preempted
 are prefilled again as any other. So are matchers after the end of a grammar process.
 
 Invariant: all sequences of a group with tokens have equally many, and no step with one of them is in flight when the
-search chooses. Used by the engine thread alone. Not responsible for: the decision (see search.py), steps (see
+search chooses. Used only by the engine thread. Not responsible for: the decision (see search.py), steps (see
 loop.py), events (see events/output_processor.py).
 """
 
@@ -99,7 +99,7 @@ class BeamGroups:
         slot_writer: writes the slots.
         sync: of the steps.
         grammar_slots: owns the matchers.
-        copy_page: copies one page of the target's cache, behind the steps in flight.
+        copy_page: copies one page of the target's cache, after the steps in flight.
         eos_token_ids: of the model.
         slot_lost: called with each sequence that is preempted because a fork needs its pages.
     """
@@ -122,7 +122,7 @@ class BeamGroups:
         )
         self._copy_page, self._eos, self._report_lost = copy_page, tuple(eos_token_ids), slot_lost
         self._groups: dict[RunningSequence, BeamGroup] = {}
-        """By the first member."""
+        """The groups by their first member."""
 
     def add(self, first: RunningSequence) -> None:
         """Make the group of a submitted sequence whose request is a beam search."""
@@ -190,7 +190,7 @@ class BeamGroups:
         placed = group.placed(children)
         num_committed = len(group.beams[0].answer)
         for each in group.beams:
-            each.prefilled = each.length  # the step has stored the keys of the last token, too
+            each.prefilled = each.length  # the step has also stored the keys of the last token
         pairs = [(source, target) for source, target in placed if source is not target]
         forked = self._fork_each(pairs)
         group.beams = [target for _, target in placed]
@@ -211,7 +211,7 @@ class BeamGroups:
 
     def _fork_each(self, pairs: Sequence[tuple[RunningSequence, RunningSequence]]) -> bool:
         """Fork every (source, target), before any of them has its new token; preempt the youngest sequences while pages
-        lack. False: the group itself was preempted."""
+        are missing. False: the group itself was preempted."""
         for source, target in pairs:
             is_new = target.length == 0
             while (copies := self._scheduler.fork(source, target)) is None:

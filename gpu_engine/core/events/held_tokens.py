@@ -1,7 +1,7 @@
 """Tokens of verified answers that are held back, so that an answer without a legal token can go back over them.
 
 The last `Backtracking.hold_tokens` tokens of an answer are held; what is further from its end was sent and stays.
-Invariant: how many tokens were sent when no token is legal depends on the answer's tokens alone, not on the steps that
+Invariant: how many tokens were sent when no token is legal depends only on the answer's tokens, not on the steps that
 brought them. So an answer goes back to the same place with any number of drafts.
 Not responsible for: where to (the grammar process says that), the slot and the pages (see loop.py).
 """
@@ -31,7 +31,7 @@ def hold(sequence: RunningSequence, event: TokenEvent) -> None:
 
 
 def all_unsent(sequence: RunningSequence, event: TokenEvent) -> TokenEvent:
-    """Return the held tokens and those of `event` in one event; nothing is held any more."""
+    """Return the held tokens and the tokens of `event` in one event; nothing is held any more."""
     held, sequence.unsent = sequence.unsent, None
     if held is None:
         return event
@@ -51,7 +51,7 @@ def may_backtrack(sequence: RunningSequence) -> bool:
 
 
 def go_back(sequence: RunningSequence, num_tokens: int, dead_texts: tuple[bytes, ...]) -> None:
-    """Take back the tokens behind the first `num_tokens`, which no client has."""
+    """Take back the tokens after the first `num_tokens`, which no client has."""
     sent, held = sequence.num_sent, sequence.unsent
     if num_tokens < sent:
         raise ValueError(f"num_tokens: {num_tokens} of {len(sequence.answer)} tokens, and {sent} were sent")

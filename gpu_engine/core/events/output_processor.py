@@ -2,7 +2,7 @@
 
 Each lane goes one way, in one order:
 
-    failed        the tokens in front of the error are sent, and the error ends the sequence
+    failed        the tokens before the error are sent, and the error ends the sequence
     a beam        its candidates go to its search, and nothing else happens   (core/beams/)
     any other     count the tokens
                   grammar: rows were missing, or have arrived                 (core/grammar_slots.py)
@@ -10,11 +10,10 @@ Each lane goes one way, in one order:
                   a verified answer without a legal token may go back     (held_tokens.py)
                   else the tokens are sent or held, or the sequence ends with them
 
-Behind the last lane, each search whose beams all have candidates goes on, or ends.
+After the last lane, each search whose beams all have candidates goes on, or ends.
 
-Invariant: a token is counted once, and sent once, or dropped with its sequence or when its answer goes back. Used by
-the engine thread alone. Not responsible for: what a sequence holds and its release (see loop.py), steps (see
-runner.py).
+Invariant: a token is counted once, and sent once, or dropped with its sequence or when its answer goes back. Used only
+by the engine thread. Not responsible for: what a sequence holds and its release (see loop.py), steps (see runner.py).
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ class OutputProcessor:
         telemetry, stats, count = sequence.telemetry, self._stats, len(outcome.token_ids)
         sequence.answer.extend(outcome.token_ids)
         sequence.length += count
-        # The pages hold the keys of every token but the last; those of rejected drafts are overwritten.
+        # The pages hold the keys of every token but the last; the keys of rejected drafts are overwritten.
         sequence.prefilled = sequence.length - 1
         telemetry.steps += 1
         telemetry.mask_wait_ms += waited_ms if sequence.guided else 0.0
@@ -261,7 +260,7 @@ def _reason(sequence: RunningSequence, outcome: LaneOutcome) -> FinishReason | N
 
 
 def _origins(sequence: RunningSequence, outcome: LaneOutcome) -> tuple[TokenOrigin, ...]:
-    """Return how a step came to each of its tokens: the first drafts are those of the grammar."""
+    """Return how a step came to each of its tokens: the grammar made the first drafts."""
     accepted = min(outcome.num_accepted, len(outcome.token_ids))
     forced = min(sequence.num_jump_forward, accepted)
     return (

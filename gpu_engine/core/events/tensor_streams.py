@@ -51,7 +51,7 @@ class _Stream:
 
     @property
     def end(self) -> int:
-        """The position behind the last row that the known tokens have."""
+        """The position after the last row that the known tokens have."""
         ends = [self.sequence.length - 1 if each.answer else self.prompt_length for each in self.wanted]
         return max(self.prompt_length, *ends) if self.with_context else max(ends)
 
@@ -83,7 +83,7 @@ class _Stream:
             return pending
         if answer + 1 < _GROUP:
             return pending if pending > answer else 0
-        # A forward begins at the start of a page: rows in front of `next` there would be computed again.
+        # A forward begins at the start of a page: rows before `next` there would be computed again.
         return max(self.end // _GROUP * _GROUP - self.next, 0)
 
     def take(self, results: dict[str, Bytes], start: int) -> None:
@@ -128,7 +128,7 @@ class _Stream:
 
 
 class OutputStreams:
-    """The sequences that return tensors. Used by the engine thread alone.
+    """The sequences that return tensors. Used only by the engine thread.
 
     Args:
         tensors: computes the rows.

@@ -1,7 +1,7 @@
 """Copies KV pages between the cache and host memory, on the stream of the steps.
 
-On a device the pages go through a buffer there and pinned memory. Invariant: a copy is behind everything enqueued
-before it. Reading waits for the device, so an engine whose steps wait for another process writes alone.
+On a device the pages go through a buffer there and pinned memory. Invariant: a copy runs after everything enqueued
+before it. Reading waits for the device, so an engine whose steps wait for another process only writes.
 `weights_digest` is a part of the format of pages. Two loads of the same files give the same digest. It does not see
 kernels and their rounding, which the keys and values of a fixed prompt show (front/transfer/identity.py).
 
@@ -31,7 +31,7 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "_attn_implementation
 
 
 class PageMover:
-    """Used by the engine thread alone, with the stream current.
+    """Used only by the engine thread, with the stream current.
 
     Args:
         stream: where the copies are enqueued.
@@ -64,7 +64,7 @@ class PageMover:
         return self._host[:size].numpy().copy()
 
     def write(self, pages: Sequence[int], data: bytes | Bytes) -> None:
-        """Write the pages, which no step reads yet; waits for the write before this one alone."""
+        """Write the pages, which no step reads yet; waits only for the write before this one."""
         size = self._begin(pages)
         staged = self._staged
         assert staged is not None

@@ -1,7 +1,7 @@
 """Pages of sequences that are prefilled for another engine, and pages that another engine sends.
 
 Invariant: an import owns its pages from `open` to `close`, as a sequence does; `close` indexes those that were written,
-and gives them up, so that the sequences behind it find them as they find any prefix. A page that was not written is
+and gives them up, so that the sequences that waited find them as they find any prefix. A page that was not written is
 never indexed. A sequence that waits for an import is in no queue until that is closed, and it may end meanwhile.
 
 Not responsible for: what the pages are asked for (see front/transfer/), copying (see mover.py).
@@ -27,7 +27,7 @@ class _Import:
 
     pages: list[int]
     num_cached: int
-    """Of the first pages, those that the prefix cache had."""
+    """The number of first pages that the prefix cache had."""
     num_written: int
     """Pages, from the first on, with their keys and values."""
 
@@ -42,12 +42,12 @@ class _Reading:
 
 
 class PageTransfers:
-    """Used by the engine thread alone.
+    """Used only by the engine thread.
 
     Args:
         allocator: of the pages.
         mover: copies pages; None: the engine's role is "both", and nothing is transferred.
-        max_bytes: the most bytes of the pages that running imports may wait for; one import alone may have more.
+        max_bytes: the most bytes of the pages that running imports may wait for; a single import may have more.
         admit: puts a sequence into the waiting queue.
     """
 
@@ -71,7 +71,7 @@ class PageTransfers:
 
     @property
     def mover(self) -> PageMover:
-        """Of an engine that transfers pages."""
+        """The copier of an engine that transfers pages."""
         assert self._mover is not None, "role is both"
         return self._mover
 
@@ -97,7 +97,7 @@ class PageTransfers:
             pages = sequence.pages[reading.first_page : min(ready, reading.first_page + reading.most)]
             try:
                 reading.done.set_result(Piece(len(pages), self.mover.read(pages)))
-            except Exception as error:  # of a device, which ends the iteration, too
+            except Exception as error:  # of a device; it ends the iteration as well
                 reading.done.set_exception(error)
                 raise
 
@@ -140,7 +140,7 @@ class PageTransfers:
         return Opened(cached)
 
     def write(self, wanted: WantedPages, first_page: int, piece: Piece, done: Future[None]) -> None:
-        """Write pages of an import, behind those that are written."""
+        """Write pages of an import, after the pages that are written."""
         if not done.set_running_or_notify_cancel():
             return
         found = self._imports.get(wanted)

@@ -14,7 +14,7 @@ from protos.kserve.v2 import inference_pb2 as pb
 
 PLATFORM = "lockstep"
 EXTENSIONS = ("model_configuration", "model_repository", "parameters", "schedule_policy", "statistics")
-"""Of Triton's, as its protocol names them."""
+"""The served extensions, by the names of Triton's protocol."""
 
 _TYPES = {
     BOOL: pb.TYPE_BOOL,

@@ -1,7 +1,7 @@
 """From the tensors and parameters of a ModelInferRequest to a request of our own proto, and their names in errors.
 
 Invariant: every tensor and every parameter of a request is handed on or refused by its name; none is dropped. A tensor
-that switches off what this server does not do (False, or zeros) has no effect. The names are those of the models
+that switches off what this server does not do (False, or zeros) has no effect. The names are the same as in the models
 `ensemble`, `tensorrt_llm_bls` and `tensorrt_llm` that TensorRT-LLM has for Triton.
 
 Not responsible for: datatypes and shapes (see tensors.py), limits (see front/validation.py).
@@ -34,7 +34,7 @@ from protos.engine.v1 import engine_pb2 as engine
 from protos.kserve.v2 import inference_pb2 as pb
 
 FINAL_RESPONSE = "triton_enable_empty_final_response"
-"""Of no effect: the last response of a request has content, and says that it is the last."""
+"""A parameter without an effect: the last response of a request has content, and says that it is the last."""
 NORMAL_PRIORITY = 1000
 """Triton's priorities count from 1, the most urgent, to 2000; a request without one has this."""
 
@@ -128,11 +128,11 @@ REFUSED: dict[str, str] = {
     "decoder_input_ids": "the model has no encoder",
     "decoder_input_lengths": "the model has no encoder",
     "cross_attention_mask": "the model has no encoder",
-    "encoder_input_features": "the model reads text alone",
-    "image_input": "the model reads text alone",
-    "image_url_input": "the model reads text alone",
-    "image_bytes_input": "the model reads text alone",
-    "video_bytes_input": "the model reads text alone",
+    "encoder_input_features": "the model reads only text",
+    "image_input": "the model reads only text",
+    "image_url_input": "the model reads only text",
+    "image_bytes_input": "the model reads only text",
+    "video_bytes_input": "the model reads only text",
     "sampling_parameters": "each sampling parameter is a tensor",
 }
 """Tensors of Triton's other models for text that this server never takes -> why."""
@@ -188,7 +188,7 @@ def ends_another(request: pb.ModelInferRequest) -> str | None:
 
 
 def request_id(request: pb.ModelInferRequest, given: Mapping[str, Values]) -> str:
-    """Return the id of a request: its own, or that of the tensor `request_id`; "" for none."""
+    """Return the id of a request: its own, or the value of the tensor `request_id`; "" for none."""
     numbers = given.get("request_id")
     return request.id or (str(numbers.items[0]) if numbers else "")
 
@@ -257,7 +257,7 @@ def _checked(name: str, items: Iterable[Any], put: Callable[[], None]) -> None:
 
 def _set_prompt(asked: Asked, given: Mapping[str, Values]) -> None:
     if "text_input" in given and "input_ids" in given:
-        raise InvalidRequest("input_ids", "is there beside text_input; give one of them")
+        raise InvalidRequest("input_ids", "cannot be combined with text_input; give one of them")
     prompt = given.get("text_input") or given.get("input_ids")
     if prompt is None:
         raise InvalidRequest("inputs", "one of the tensors text_input and input_ids is required")

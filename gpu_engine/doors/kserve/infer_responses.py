@@ -1,6 +1,6 @@
 """From what is new of a sequence to the tensors of a ModelInferResponse.
 
-Invariant: the texts and tokens of a streamed sequence, joined, are those of the whole answer behind its prompt. A whole
+Invariant: the texts and tokens of a streamed sequence, joined, equal the whole answer after its prompt. A whole
 answer is one response with a row for each sequence; a streamed response has one row. The last response of a request,
 and no other, has the parameter `triton_final_response` true.
 
@@ -21,7 +21,7 @@ from gpu_engine.front.text_output import Delta, SequenceOutput
 from protos.kserve.v2 import inference_pb2 as pb
 
 VERSION = "1"
-"""Of the only model."""
+"""The version of the only model."""
 
 OUTPUTS: dict[str, Tensor] = {
     "text_output": Tensor(BYTES, LIST),
@@ -59,7 +59,7 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     logits: list[OutputRows] = field(default_factory=list)
     score: float | None = None
-    """Of a beam that has ended."""
+    """The score of a beam that has ended."""
     finish: str = ""
     """Empty until the sequence ends."""
 
@@ -85,14 +85,14 @@ class Answers:
         sequences: the request's n.
         stream: each response has what is new of one sequence, instead of all sequences when the last one ends.
         batched: shapes have a first dimension of 1.
-        pad_id: behind the tokens of a row that is shorter than another one.
+        pad_id: fills a row up whose sequence is shorter than another one.
         """
         self._model, self._id, self._outputs = request.model_name, request_id, tuple(outputs)
         self._running, self._stream = sequences, stream
         self._batch, self._pad_id = (1,) if batched else (), pad_id
         self._rows = {index: _Row(index) for index in range(sequences)}
         self._sums = dict.fromkeys(range(sequences), 0.0)
-        """Of the log-probabilities of each sequence."""
+        """The sum of each sequence's log-probabilities."""
 
     def respond(self, output: SequenceOutput, delta: Delta) -> list[pb.ModelInferResponse]:
         """Return the response for `delta`, if there is one."""

@@ -34,7 +34,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 
 
 class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
-    """Serves one engine, beside EngineServicer. Made on the event loop."""
+    """Serves one engine, in addition to EngineServicer. Made on the event loop."""
 
     def __init__(self, calls: Calls, *, version: str) -> None:
         """Args: `version` is this distribution's."""
@@ -198,6 +198,6 @@ class _Inference:
 
 
 def add_to(server: grpc.aio.Server, calls: Calls, version: str) -> None:
-    """Serve `calls` on `server`, too; `version` is this distribution's."""
+    """Serve `calls` on `server` as well; `version` is this distribution's."""
     servicer = InferenceServicer(calls, version=version)
     inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)

@@ -37,7 +37,7 @@ _CONTENTS = {
 }
 """Datatype -> the field of InferTensorContents that has its elements."""
 _LENGTH = struct.Struct("<I")
-"""In front of each element of BYTES in raw contents."""
+"""The length that precedes each element of BYTES in raw contents."""
 
 ANY = -1
 """A dimension of any length."""

@@ -32,7 +32,7 @@ from gpu_engine.api.request import Salt
 log = logging.getLogger(__name__)
 
 RING_EVENTS = 8192
-"""A subscriber may be this many pages behind."""
+"""The most pages that a subscriber may have yet to read."""
 BATCH_EVENTS = 512
 """Most pages of one message."""
 POSTS_PER_TURN = 1024
@@ -44,7 +44,7 @@ class _Block:
     """A page that is indexed."""
 
     hash: int
-    """Of its tokens and those before them; 64 bits with a sign, equal in every server."""
+    """A hash of its tokens and the tokens before them: 64 bits with a sign, equal on every server."""
     parent_hash: int | None
     tokens: tuple[int, ...]
 
@@ -92,7 +92,7 @@ class PageFeed:
         self._posts: deque[_Post] = deque()
         self._wake_up_sent = False
         self._blocks: dict[int, _Block] = {}
-        """The mirror, by page; a page comes behind its parent. Pages with a salt are left out."""
+        """The mirror, by page; a page comes after its parent. Pages with a salt are left out."""
         self._sync = _Sync.NONE
         self._resets = 0
         """Counts the times that the mirror was filled anew; each is a reason for a snapshot."""
@@ -109,7 +109,7 @@ class PageFeed:
         self._post(_Reset(pages))
 
     def stored(self, page: int, parent: int | Salt, tokens: tuple[int, ...]) -> None:
-        """A page is indexed behind the page `parent`, or as the first one with that salt."""
+        """A page is indexed after the page `parent`, or as the first one with that salt."""
         self._post((page, (parent, tokens)))
 
     def removed(self, page: int) -> None:
@@ -152,7 +152,7 @@ class PageFeed:
                     last += 1
                     batch.sequence_number, batch.timestamp = last, time.time()
                     yield batch
-                    await asyncio.sleep(0)  # a write may return at once, and other calls want the event loop, too
+                    await asyncio.sleep(0)  # a write may return at once, and other calls also need the event loop
                 if at == self._end and resets == self._resets:
                     await news.wait()
         finally:
@@ -173,7 +173,7 @@ class PageFeed:
             self._ring.clear()
 
     def _deliver(self) -> None:
-        # Cleared before the queue is read: a post that arrives meanwhile sends a wake-up of its own.
+        # Cleared before the queue is read: a post that arrives meanwhile sends another wake-up.
         self._wake_up_sent = False
         for _ in range(POSTS_PER_TURN):
             if not self._posts:
@@ -208,7 +208,7 @@ class PageFeed:
         parent, tokens = key
         parent_hash: int | None = None
         if parent != "":
-            # No request of this service has a salt: pages behind one are of no use to it.
+            # No request of this service has a salt: pages after one are of no use to it.
             if not isinstance(parent, int) or parent not in self._blocks:
                 return None
             parent_hash = self._blocks[parent].hash
@@ -231,7 +231,7 @@ def _hash(parent_hash: int | None, tokens: Sequence[int]) -> int:
 
 
 def _snapshot(blocks: Sequence[_Block], page_size: int) -> Iterator[common.KvEventBatch]:
-    """Yield the batches that replace what a subscriber has by `blocks`, in which a block comes behind its parent."""
+    """Yield the batches that replace what a subscriber has by `blocks`, in which a block comes after its parent."""
     count = max(1, -(-len(blocks) // BATCH_EVENTS))
     for index in range(count):
         stored = [_Stored(block) for block in blocks[index * BATCH_EVENTS : (index + 1) * BATCH_EVENTS]]

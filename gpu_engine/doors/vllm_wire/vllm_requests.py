@@ -67,7 +67,7 @@ def field_name(request: vllm.GenerateRequest, field: str) -> str:
 def likely_lark(grammar: str) -> bool:
     """Return whether a grammar is Lark and not EBNF (GBNF): no line outside comments defines a rule with `::=`.
 
-    vLLM's own clients send both in one field; it tells them apart in this way, too.
+    vLLM's own clients send both in one field, and vLLM tells them apart in the same way.
     """
     lines = (line.partition("//")[0].partition("#")[0] for line in grammar.splitlines())
     return not any("::=" in line for line in lines)
@@ -78,7 +78,7 @@ def _refuse_unserved(request: vllm.GenerateRequest) -> None:
         if field.name in UNSERVED:
             raise NotSupported(f"{field.name}: this server does not take {UNSERVED[field.name]}")
         if field.name == "data_parallel_rank" and value != 0:
-            raise InvalidRequest(field.name, f"is {value}, this server has rank 0 alone")
+            raise InvalidRequest(field.name, f"is {value}, this server has only rank 0")
     for path, message in (("", request), ("sampling_params.", request.sampling_params)):
         _refuse_unknown(path, message)
 

@@ -27,13 +27,13 @@ from gpu_engine.front.calls import Calls, Context
 from gpu_engine.front.validation import check
 
 _MAX_START = 2**63 - 1
-"""Of a subscriber's cursor: numbers behind it fit into the message."""
+"""The largest cursor of a subscriber: the numbers after it fit into the message."""
 
 SERVICE = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]  # untyped base
-    """Serves one engine, beside EngineServicer. Made on the event loop."""
+    """Serves one engine, in addition to EngineServicer. Made on the event loop."""
 
     def __init__(self, calls: Calls, *, version: str, kv_events: bool) -> None:
         """Args: `version` is this distribution's; `kv_events`: clients may read what the prefix cache holds."""
@@ -86,7 +86,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         """Return queue lengths, use of the KV cache and tokens per second."""
         if request.dp_rank != 0:
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"dp_rank: is {request.dp_rank}, this server has rank 0 alone"
+                grpc.StatusCode.INVALID_ARGUMENT, f"dp_rank: is {request.dp_rank}, this server has only rank 0"
             )
         return self._reports.loads()
 
@@ -141,7 +141,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
 
 def add_to(server: grpc.aio.Server, calls: Calls, version: str, *, kv_events: bool) -> None:
-    """Serve `calls` on `server`, too. For the other arguments see VllmEngineServicer."""
+    """Serve `calls` on `server` as well. For the other arguments see VllmEngineServicer."""
     servicer = VllmEngineServicer(calls, version=version, kv_events=kv_events)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
 

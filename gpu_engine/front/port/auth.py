@@ -1,6 +1,6 @@
 """Bearer tokens for the public port.
 
-Invariant: without a token of the file no method runs and no message is read, except those of the health service, which
+Invariant: without a token of the file no method runs and no message is read, except for the health service, which
 load balancers call without one. Reflection needs a token.
 
 Not responsible for: the file of tokens (see service_runtime/tokens.py), tokens of tenants (see ../tenants/access.py),
@@ -26,7 +26,7 @@ SCHEME = "bearer"
 _EXEMPT = f"/{health.SERVICE_NAME}/"
 
 
-class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stub alone
+class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stub
     """Passes calls with `authorization: Bearer TOKEN` on; every other call is UNAUTHENTICATED."""
 
     def __init__(self, tokens: FromFiles[Digests]) -> None:

@@ -1,4 +1,4 @@
-"""Binds the addresses of the server: the public port, and one that answers health checks alone.
+"""Binds the addresses of the server: the public port, and one that answers only health checks.
 
 Invariant: an address is bound before the model is loaded, so that a port in use is reported at once. A server can be
 reached only by clients that TLS, tokens or the mode of a unix socket (0600) admit.
@@ -80,11 +80,11 @@ class Listeners:
 def bind(
     config: ServerConfig,
     gateway_path: Path | None = None,
-    access: grpc.aio.ServerInterceptor | None = None,  # type: ignore[type-arg]  # generic in the stub alone
+    access: grpc.aio.ServerInterceptor | None = None,  # type: ignore[type-arg]  # generic only in the stub
 ) -> Listeners:
     """Bind the addresses; called on the event loop. Raises ServerError that names the setting at fault.
 
-    gateway_path: a unix socket on which the public server listens for its gateway, too, in clear text and with tokens.
+    gateway_path: a unix socket on which the public server also listens for its gateway, in clear text and with tokens.
     access: lets callers in, in place of the tokens of the configuration.
     """
     try:
@@ -174,7 +174,7 @@ def _add_port(server: grpc.aio.Server, setting: str, address: str, credentials: 
 
 def refuse_taken_path(setting: str, address: str) -> None:
     """Raise ServerError where another process listens on the unix socket of `address`."""
-    # gRPC replaces an existing socket file; the server behind it would run on without an address.
+    # gRPC replaces an existing socket file; the server that listens on it would run on without an address.
     if not address.startswith("unix:"):
         return
     path = address.removeprefix("unix:").removeprefix("//")

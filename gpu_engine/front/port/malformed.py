@@ -26,7 +26,7 @@ class _Malformed:
     problem: str
 
 
-class ParsedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stub alone
+class ParsedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stub
     """Refuses messages that do not parse, for methods that are coroutines."""
 
     def __init__(self) -> None:

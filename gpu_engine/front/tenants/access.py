@@ -1,6 +1,6 @@
-"""Lets the calls of tenants in: authentication, and which methods are for operators alone.
+"""Lets the calls of tenants in: authentication, and which methods are only for operators.
 
-Invariant: no method but those of the health service runs without a tenant. A method that TENANT_METHODS does not name
+Invariant: only the methods of the health service run without a tenant. A method that TENANT_METHODS does not name
 is for operators: one that is added is closed until it is named there.
 
 Not responsible for: limits (see accounts.py), servers without tenants (see front/port/auth.py).
@@ -63,16 +63,16 @@ REQUEST_METHODS = frozenset(
         "/inference.GRPCInferenceService/ModelStreamInfer",
     }
 )
-"""Each of their requests has a line of its own in the audit log."""
+"""Methods whose requests each have a line in the audit log."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
-class TenantAccess(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stub alone
+class TenantAccess(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stub
     """Passes the calls of tenants on; a stranger's is UNAUTHENTICATED, and an operator's method PERMISSION_DENIED."""
 
     def __init__(self, tenants: Tenants, audit: AuditLog | None = None) -> None:
-        """Args: `audit` gets a line for each call but those of REQUEST_METHODS; None: there is no audit log."""
+        """Args: `audit` gets a line for each call that is not in REQUEST_METHODS; None: there is no audit log."""
         self._tenants, self._audit = tenants, audit
         self.refused = 0
 

@@ -28,7 +28,7 @@ from service_runtime.tenants import DRAFT_INDEX, GRAMMARS, PREFIX_CACHE, Tenant,
 
 MINUTE_S = 60.0
 GATEWAY = Tenant(name="<gateway>", operator=True)
-"""The gateway process that the server starts: its own calls, not those of its clients. No file can have its name."""
+"""The gateway process that the server starts: its own calls, not its clients'. No file can have its name."""
 
 
 class Account:
@@ -38,20 +38,20 @@ class Account:
         """Args: see below.
 
         share: sequences that run or wait, of a tenant without `max_waiting`.
-        slots: those of the engine.
+        slots: the engine's.
         """
         self._slots, self._clock_s = slots, clock_s
         self.tenant, self._share = tenant, share
         self.sequences = 0
-        """Of running requests."""
+        """The sequences of running requests."""
         self.prompt_tokens = self.answer_tokens = 0
-        """Since the start of the server."""
+        """Tokens since the start of the server."""
         self.requests: Counter[str] = Counter()
         """That have ended, by the name of their gRPC status."""
         self.refusals: Counter[str] = Counter()
-        """By the name of the limit."""
+        """Refused requests, by the name of the limit."""
         self._tokens = float(tenant.tokens_per_minute)
-        """In the bucket; negative: debt."""
+        """Tokens in the bucket; negative: debt."""
         self._refilled_s = clock_s()
 
     def renew(self, tenant: Tenant, share: int) -> None:
@@ -76,12 +76,12 @@ class Account:
 
     @property
     def identity(self) -> bytes:
-        """Whose answers draft for its requests (see draft_scopes.py)."""
+        """The identity by which answers draft for its requests (see draft_scopes.py)."""
         return b"tenants" if self.tenant.shares_in(DRAFT_INDEX) else b"tenant\0" + self.name.encode()
 
     @property
     def grammars(self) -> str:
-        """Whose grammars it has: its own name, or "" for those that are shared."""
+        """The owner of its grammars: its own name, or "" for grammars that tenants share."""
         return "" if self.tenant.shares_in(GRAMMARS) else self.name
 
     @property
@@ -224,7 +224,7 @@ class Tenants:
     def find(self, metadata: Iterable[tuple[str, str | bytes]], names: Iterable[bytes] | None) -> Tenant | str:
         """Return the tenant of a call, or why there is none. A token decides, where one was sent.
 
-        `names` are those of the client's certificate.
+        `names` are the names in the client's certificate.
         """
         values = [value for key, value in metadata if key == HEADER]
         if not values and names:

@@ -29,7 +29,7 @@ class AuditLog:
     """Appends to one file, which may be moved away (by logrotate, for example). Used on the event loop."""
 
     def __init__(self, path: Path, clock_s: Callable[[], float] = time.time) -> None:
-        """Open the file, which its user alone can read where it is new. Raises OSError."""
+        """Open the file, which, where it is new, only its user can read. Raises OSError."""
         self._clock_s = clock_s
         self._file = _AuditFile(path)
 

@@ -54,7 +54,7 @@ class Tenancy:
             self.audit.close()
 
     def write_gateway_token(self, path: Path) -> None:
-        """Write the token of this server's own gateway into a new file, which its user alone can read."""
+        """Write the token of this server's own gateway into a new file, which only its user can read."""
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(self._gateway_token)
 

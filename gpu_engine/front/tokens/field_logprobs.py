@@ -1,6 +1,6 @@
 """The log-probability of each leaf of a JSON answer, from the answer's text and the log-probabilities of its tokens.
 
-A leaf is a string, number, `true`, `false`, `null`, or an empty object or array; its text is that of the answer, quotes
+A leaf is a string, number, `true`, `false`, `null`, or an empty object or array; its text is the answer's, quotes
 included. Invariant: a token counts for every leaf of whose text it holds a character, or a part of one. Not responsible
 for: the tokens' text (see text_output.py), whether an answer is JSON (its grammar is).
 """
@@ -79,7 +79,7 @@ class _Container:
     begin: int
     is_object: bool
     key: str | None = None
-    """Of an object: the key of the next value; None: a key comes first."""
+    """The key of the next value of an object; None: a key comes first."""
     index: int = 0
     empty: bool = True
 

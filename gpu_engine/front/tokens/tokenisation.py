@@ -21,7 +21,7 @@ from protos.engine.v1 import engine_pb2 as pb
 Response = TypeVar("Response")
 
 _ANCHOR = "a"
-"""A text in front of a single token, so that its decoder keeps the token's leading space."""
+"""A text before a single token, so that its decoder keeps the token's leading space."""
 
 
 class Tokenisation:
@@ -72,11 +72,11 @@ class Tokenisation:
             return await asyncio.to_thread(run)
 
     def _texts(self, ids: list[int]) -> list[str]:
-        """Return the text of each token as it is behind other text; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of each token as it is after other text; bytes that are no UTF-8 become U+FFFD."""
         (anchor,) = self._tokenizer.backend_tokenizer.encode_batch_fast([_ANCHOR], add_special_tokens=False)
         front, distinct = list(anchor.ids), sorted(set(ids))
-        (head, *behind) = self._decode([front, *([*front, token] for token in distinct)], skip=False)
-        text = {token: piece.removeprefix(head) for token, piece in zip(distinct, behind, strict=True)}
+        (head, *following) = self._decode([front, *([*front, token] for token in distinct)], skip=False)
+        text = {token: piece.removeprefix(head) for token, piece in zip(distinct, following, strict=True)}
         return [text[token] for token in ids]
 
     def _decode(self, lists: list[list[int]], *, skip: bool) -> list[str]:

@@ -15,7 +15,7 @@ from protos.engine.v1 import engine_pb2 as pb
 
 
 class TokenizerInfo:
-    """Of one model. Used on the event loop."""
+    """The tokenizer of one model, as a message. Used on the event loop."""
 
     def __init__(self, model: Model) -> None:
         self._model = model

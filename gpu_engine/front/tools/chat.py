@@ -3,7 +3,7 @@
 A template that knows functions gets them as `tools`, in the form of OpenAI's API, which such templates read.
 For any other template they become a part of the system message, calls a part of their turn, and results turns of the
 user.
-Invariant: the text depends on the request and the template alone.
+Invariant: the text depends only on the request and the template.
 Not responsible for: tokenising the text (see front/prompt.py).
 """
 

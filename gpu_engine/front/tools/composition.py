@@ -1,9 +1,9 @@
 """One grammar of an answer: reasoning, tool calls and the request's own grammar, as a structural tag.
 
     choice      without a grammar                       with one
-    auto        free text, in which a trigger begins    calls alone, or the grammar's content alone
+    auto        free text, in which a trigger begins    only calls, or only the grammar's content
                 a call
-    required    calls alone, at least one               calls alone, at least one
+    required    only calls, at least one                only calls, at least one
     named       calls of one function, at least one     calls of one function, at least one
     none        no grammar                              the grammar itself
 
@@ -31,7 +31,7 @@ from gpu_engine.front.tools.parts import AnswerLayout
 Node = dict[str, Any]
 
 _ROOT_CHOICES = frozenset({"$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
-"""Keywords beside which a backend may not enforce `type`."""
+"""Keywords next to which a backend may not enforce `type`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def reasoning_phase(valid: ValidatedRequest, tokenizer: Tokenizer) -> ReasoningP
 
 
 def _end_of(prompt: Prompt, tokenizer: Tokenizer) -> str:
-    """Return the end of a prompt's text, without white space behind it."""
+    """Return the end of a prompt's text, without trailing white space."""
     match prompt:
         case str(text):
             end = text[-2 * MAX_MARKER_BYTES :]

@@ -71,7 +71,7 @@ def check_tools(request: pb.GenerateRequest) -> Tools | None:
     for i, tool in enumerate(tools):
         if tool.name in numbers:
             raise InvalidRequest(
-                f"tools.tools[{i}].name", f"{tool.name!r} is the name of function {numbers[tool.name]}, too"
+                f"tools.tools[{i}].name", f"{tool.name!r} is also the name of function {numbers[tool.name]}"
             )
         numbers[tool.name] = i
     choice = ToolChoice(message.choice or ToolChoice.AUTO.value)

@@ -4,7 +4,7 @@
     call   = begin arguments end                                         begin holds the function's name
 
 A custom tool's input is no JSON: its call is `raw_begin input raw_end`.
-Invariant: `first + begin`, and `raw_begin` likewise, begins with `trigger`, with which a call begins in free text.
+Invariant: `first + begin` and `raw_begin` both begin with `trigger`, with which a call begins in free text.
 Not responsible for: the grammar of an answer (see composition.py), reading one (see parts.py).
 """
 
@@ -26,7 +26,7 @@ class ToolFormat:
     """The format of a model's tool calls."""
 
     name: str
-    """As in GetModelInfo."""
+    """The name that GetModelInfo shows."""
     trigger: str
     begin: str
     end: str
@@ -36,22 +36,22 @@ class ToolFormat:
     first: str = ""
     last: str = ""
     content_begin: str = ""
-    """In front of content. Then calls do not begin within text: an answer is calls or content."""
+    """The text before content. With it, calls do not begin within text: an answer is calls or content."""
     parallel: bool = True
     """An answer may hold several calls."""
     short_ids: bool = False
-    """The chat template takes ids of calls with 9 letters and digits alone."""
+    """The chat template takes only ids of calls with 9 letters and digits."""
     served: bool = True
     """False: the server recognises the format, and refuses requests that may be answered with calls in it."""
     native: bool = True
     """The chat template shows functions, calls and results itself. False: they become text of the conversation."""
 
     def begin_of(self, tool: str, *, raw: bool) -> str:
-        """Return the text in front of the arguments of a call of `tool`."""
+        """Return the text before the arguments of a call of `tool`."""
         return (self.raw_begin if raw else self.begin).replace(NAME, tool)
 
     def end_of(self, *, raw: bool) -> str:
-        """Return the text behind the arguments of a call."""
+        """Return the text after the arguments of a call."""
         return self.raw_end if raw else self.end
 
 
@@ -72,7 +72,7 @@ JSON = ToolFormat(
     raw_end="\n{/}",
     native=False,
 )
-"""Where the chat template shows no functions."""
+"""The format of a model whose chat template shows no functions."""
 
 HERMES = ToolFormat(
     "hermes",
@@ -165,7 +165,7 @@ HARMONY = ToolFormat(
     content_begin="<|channel|>final<|message|>",
     parallel=False,
 )
-"""gpt-oss. The stop token `<|call|>` ends the answer behind a call."""
+"""gpt-oss. The stop token `<|call|>` ends the answer after a call."""
 
 FORMATS = (HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, DEEPSEEK, DEEPSEEK_V31, HARMONY)
 """All formats."""

@@ -1,6 +1,6 @@
 """The text of an answer in parts: reasoning, content, tool calls.
 
-Invariant: the parts, joined, depend on the text alone and never on the pieces in which it arrives. Text that may still
+Invariant: the parts, joined, depend only on the text and never on the pieces in which it arrives. Text that may still
 become a marker, or white space that may precede one, is held back until it is decided, or until `finish`.
 
     begin -> reasoning -> content -> head -> arguments -> tail -> content or head
@@ -26,7 +26,7 @@ _SPACE = " \t\n\r"
 
 
 class PartKind(enum.Enum):
-    """What the text of a part is; the values equal those of the proto enum."""
+    """What the text of a part is; the values equal the proto enum's."""
 
     REASONING = 1
     CONTENT = 2
@@ -51,11 +51,11 @@ class AnswerLayout:
 
     tools: Tools | None = None
     form: ToolFormat | None = None
-    """Of the tool calls; needed with callable tools."""
+    """The format of the tool calls; needed with callable tools."""
     triggered: bool = False
     """Calls begin at the trigger, anywhere in free text. False: the answer is calls or content, from its start."""
     markers: Markers | None = None
-    """Of the reasoning; None: the answer has none."""
+    """The markers around the reasoning; None: the answer has no reasoning."""
     thinks_first: bool = False
     """The prompt has ended with the marker that begins the reasoning."""
     special_text: bool = False
@@ -86,12 +86,12 @@ class _State(enum.Enum):
     """Before the reasoning, if there is any."""
     REASONING = enum.auto()
     GAP = enum.auto()
-    """White space behind the reasoning."""
+    """White space after the reasoning."""
     START = enum.auto()
-    """At the start of an answer that is calls or content."""
+    """The start of an answer that is calls or content."""
     CONTENT = enum.auto()
     HEAD = enum.auto()
-    """At a trigger."""
+    """A trigger was read; the head of a call may follow."""
     SPACE = enum.auto()
     """White space before the arguments."""
     JSON = enum.auto()
@@ -112,9 +112,9 @@ class PartsParser:
         called = [tool for _, tool in layout.tools.callable] if layout.tools and layout.form else []
         self._triggered = layout.triggered and bool(called)
         self._heads: dict[str, tuple[str, bool]] = {}
-        """Text in front of the first arguments, without free white space -> (function, its input is raw)."""
+        """Text before the first arguments, without free white space -> (function, its input is raw)."""
         self._next: dict[str, tuple[str, bool]] = {}
-        """The same of a call behind another one."""
+        """The same for a call that follows another one."""
         for tool in called:
             if self._form:
                 begin, call = self._form.begin_of(tool.name, raw=tool.raw), (tool.name, tool.raw)
@@ -194,7 +194,7 @@ class PartsParser:
             case _State.AFTER:
                 return self._after()
             case _State.ENDED:
-                raise AssertionError("text behind the end")
+                raise AssertionError("text after the end")
 
     def _begin(self) -> bool:
         assert self._markers is not None
@@ -265,7 +265,7 @@ class PartsParser:
         if undecided:
             return False
         if self._state is _State.HEAD:
-            # The trigger is text; the search goes on behind its first character.
+            # The trigger is text; the search goes on after its first character.
             at = len(self._held) - len(self._held.lstrip(_SPACE)) + 1
             self._emit(PartKind.CONTENT, self._held[:at])
             self._held = self._held[at:]

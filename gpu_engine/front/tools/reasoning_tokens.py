@@ -1,6 +1,6 @@
 """How many tokens of an answer are its reasoning.
 
-Invariant: the count depends on the tokens alone, not on the steps that brought them. It begins with the answer's first
+Invariant: the count depends only on the tokens, not on the steps that brought them. It begins with the answer's first
 token and ends with the token that completes the marker `end`; an answer that begins otherwise has no reasoning.
 
 Not responsible for: the text of the reasoning (see parts.py), its limit (the grammar process counts for itself).

@@ -1,7 +1,7 @@
 """`PageTransport` over gRPC: the pages are the messages of one streaming call to the prefill engine's public port.
 
 Invariant: a piece is taken from the connection when the caller asks for it, so HTTP/2's window bounds what is under
-way. Its TLS and its tokens are those of that port.
+way. It uses the TLS and the tokens of that port.
 
 Not responsible for: the choice of an engine (see remote_prefill.py), the other end (see servicer.py).
 """

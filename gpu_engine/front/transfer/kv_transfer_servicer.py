@@ -21,7 +21,7 @@ from protos.transfer.v1 import transfer_pb2_grpc
 from service_runtime.tenants import MAX_NAME_CHARS
 
 MAX_INTERNAL_SALT_BYTES = MAX_SALT_BYTES + MAX_NAME_CHARS + 1
-"""The other engine puts the name of its tenant, and a separator, in front of a client's salt."""
+"""The other engine puts the name of its tenant, and a separator, before a client's salt."""
 SERVICE = pb.DESCRIPTOR.services_by_name["KvTransfer"].full_name
 
 

@@ -1,10 +1,10 @@
 """Has another engine prefill a prompt, and falls back to this one: which requests, which engine, and for how long.
 
 A request whose prompt is long enough is submitted at once, and waits in the engine while its pages come. Its grammar is
-compiled meanwhile. Pages that have come stay, however the fetch ends; the engine prefills what lacks.
+compiled meanwhile. Pages that have come stay, however the fetch ends; the engine prefills what is missing.
 
 Invariant: a request that waits for pages is released by the task that `start` returns, however that ends, or ends
-itself. An engine that failed is left alone for a time that doubles, so a hung one delays few requests.
+itself. An engine that failed is not asked for a time that doubles, so a hung one delays few requests.
 
 Not responsible for: the way of the pages (see grpc_transport.py), the pages here (see core/transfer/).
 """
@@ -28,7 +28,7 @@ from service_runtime.owned_tasks import OwnedTasks
 log = logging.getLogger(__name__)
 
 MIN_REST_S, MAX_REST_S = 1.0, 30.0
-"""How long an engine that failed is left alone: the first time, and at most."""
+"""How long an engine that failed is not asked: the first time, and at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,9 +47,9 @@ class _Peer:
     """The problem that the log has; a fetch that succeeds clears it."""
 
     def failed(self, error: TransferFailed, now_s: float) -> None:
-        """Leave the engine alone for a while, and log a new problem."""
+        """Do not ask the engine for a while, and log a new problem."""
         self.reason = error.reason
-        if now_s >= self.rests_until_s:  # else it is the end of a fetch that ran beside the one that failed first
+        if now_s >= self.rests_until_s:  # else this fetch ran at the same time as the one that failed first
             self.rest_s = min(max(2 * self.rest_s, MIN_REST_S), MAX_REST_S)
             self.rests_until_s = now_s + self.rest_s
         if self.logged != str(error):

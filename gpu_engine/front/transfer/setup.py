@@ -1,4 +1,4 @@
-"""What an engine whose role is "prefill" or "decode" has beside the others, opened and closed by the server.
+"""What only an engine with the role "prefill" or "decode" has; the server opens and closes it.
 
 Invariant: settings that contradict the role are an error at the start that names them.
 
@@ -43,7 +43,7 @@ class Transfer:
         config = self._config
         self._servicer: KvTransferServicer | None = None
         self.prefills: RemotePrefill | None = None
-        """With role=decode: the other engines."""
+        """The engines that prefill for this one; None unless role=decode."""
         if config.role == "both":
             return
         self._metrics = TransferMetrics(registry)

@@ -173,7 +173,7 @@ def test_a_wrong_parameter_is_refused_by_name(parameters: Any, message: str) -> 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"text_input": "a", "input_ids": [1]}, "input_ids: is there beside text_input; give one of them"),
+        ({"text_input": "a", "input_ids": [1]}, "input_ids: cannot be combined with text_input; give one of them"),
         ({"input_ids": [1, -2]}, "input_ids: is -2, must not be negative"),
         ({"input_ids": [1, 2], "input_lengths": 3}, "input_lengths: is 3, input_ids has 2 tokens"),
         ({"text_input": "a", "input_lengths": 1}, "input_lengths: is 1, input_ids has 0 tokens"),
