@@ -35,7 +35,7 @@ class PageAllocator:
         self._shared: set[int] = set()
         """Pages that `share` gave another owner, until they have none."""
         self._cached: OrderedDict[int, None] = OrderedDict()
-        """Pages without an owner, in the order of eviction: the least recently freed first, a page before its parent."""
+        """Pages without an owner in the order of eviction, least recently freed first. A page precedes its parent."""
 
     def pages_for(self, num_tokens: int) -> int:
         """Return how many pages hold `num_tokens` tokens."""
@@ -158,8 +158,8 @@ class PrefixIndex:
 
     A trie of pages in one table, as vLLM's block hashes are, with the page before in place of its hash: tokens are
     compared, not hashes. Invariant: an indexed page holds the keys and values of its tokens after the tokens of its
-    parent, and its parent is indexed as well. A page must therefore be removed before its parent. Each salt has a trie of
-    its own, so no page is found with two salts.
+    parent, and its parent is indexed as well. A page must therefore be removed before its parent. Each salt has its own
+    trie, so no page is found with two salts.
     """
 
     def __init__(self, page_size: int) -> None:

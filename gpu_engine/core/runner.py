@@ -2,8 +2,8 @@
 
 The runner measures each step, and asks the draft budget how many drafts of each sequence the next one verifies.
 
-A step is launched for running sequences and collected later, after up to `max_inflight_steps` later launches; the collected
-results were copied at the launch's own end, so later steps cannot change them. Invariant: a launch never waits
+A step is launched for running sequences and collected after up to `max_inflight_steps` later launches. Its results are
+copied when it ends, so later steps cannot change them. Invariant: a launch never waits
 for a step in flight; `collect` waits for its own step. Not responsible for: the choice of a step's sequences
 (see scheduler.py), the content of a step (see step/program.py).
 """

@@ -208,7 +208,7 @@ class Scheduler(Generic[S]):
         """Tokens of all sequences so far that the prefix cache had, so that they needed no prefill."""
 
     def add(self, sequence: S) -> None:
-        """Put a new sequence into the waiting queue, after the others of its priority. It waits since `waits_since_s`."""
+        """Put a new sequence into the waiting queue, after the others of its priority, since `waits_since_s`."""
         if sequence.tenant is not None:
             self._shares = self._shares or FairShares(lambda each: len(each.members))
             self._shares.arrived(sequence, self._waiting)
@@ -281,8 +281,8 @@ class Scheduler(Generic[S]):
         """Make `target` a copy of `source`, another beam of its group: a new owner of its slot, with the same tokens.
 
         It gives up its own pages, shares the full pages of `source`, and gets its own pages after them. Returns the
-        (page of `source`, page of `target`) whose contents the caller must copy. None when there are too few pages: then `target`
-        has none.
+        (page of `source`, page of `target`) whose contents the caller must copy. None when there are too few pages:
+        then `target` has none.
         """
         full = source.prefilled // self.allocator.page_size
         self.allocator.free(target.pages)
@@ -340,7 +340,7 @@ class Scheduler(Generic[S]):
         return sorted(prompts, key=lambda s: s.order)
 
     def _chunks(self) -> tuple[Chunk[S], ...]:
-        """Return the next chunk of the oldest sequence, and of every younger one that fits in addition to the older ones.
+        """Return the next chunk of the oldest sequence, and of every younger one that still fits.
 
         Whether a sequence is included depends only on older sequences, so younger ones never delay it. Chunks end at
         multiples of the chunk size: a prompt is cut the same way whatever other prompts are prefilled with it.

@@ -105,7 +105,7 @@ class StepTimes:
         self._curve = None
 
     def ms(self, rows: int) -> float:
-        """Return the expected time of a step of so many rows; before anything is known, relative to the time of one row."""
+        """Return the expected time of a step with `rows` rows; relative to one row before anything is known."""
         curve = self._curve  # another thread may read times while this one learns
         if curve is None:
             curve = self._curve = self._computed_curve()

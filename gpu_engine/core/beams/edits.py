@@ -1,7 +1,8 @@
 """What bans, biases and penalties make of a beam's log-probabilities, token by token.
 
-The order is the same as in sampling (kernels/native/accept.h), over log-probabilities in place of logits: bans and biases,
-then the repetition penalty, then presence and frequency. transformers also applies its processors to log-probabilities.
+The order is the same as in sampling (kernels/native/accept.h), over log-probabilities in place of logits: bans and
+biases, then the repetition penalty, then presence and frequency. transformers also applies its processors to
+log-probabilities.
 
 Invariant: pure; a token has at most one edit. Not responsible for: applying an edit (see kernels/logprobs.py).
 """

@@ -1,6 +1,6 @@
 """The decision of a beam search: from each beam's candidates to the beams that go on and the answers that are complete.
 
-The rule is the same as in transformers' `generate(num_beams=...)`. Of all candidates the best are ranked by their sum of
+The rule is the same as in transformers' `generate(num_beams=...)`. The best candidates are ranked by their sum of
 log-probabilities. One that ends its answer is a hypothesis if it is among the first `width`; the best others are the
 next beams. A hypothesis's score is its sum divided by its length to the power of the length penalty, and the best
 `width` are kept. Sums and scores are float32, as they are there.

@@ -102,7 +102,7 @@ def _logprobs(token_ids: Sequence[int], entries: Sequence[Logprobs]) -> vllm.Out
 
 
 def _prompt_logprobs(prompt_ids: Sequence[int], scores: PromptLogprobs) -> vllm.InputLogProbs:
-    """Return an entry for each token of the prompt; the entry of the first one, which has no log-probability, is empty."""
+    """Return an entry for each token of the prompt, an empty one for the first, which has no log-probability."""
     values = [vllm.InputTokenLogProb(value=logprob) for logprob in scores.logprob_N.tolist()]
     rows = zip(scores.top_logprobs_NM.tolist(), scores.top_ids_NM.tolist(), strict=True)
     tops = [vllm.TopLogProbs(values=logprobs, token_ids=ids) for logprobs, ids in rows]
