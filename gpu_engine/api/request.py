@@ -306,7 +306,7 @@ class TokenEvent:
     prompt_logprobs: PromptLogprobs | None = None
     """The log-probabilities of the prompt; in the first event with a token, if the request asked for them."""
     outputs: tuple[OutputRows, ...] = ()
-    """Rows of the tensors that the request asked for, among them the rows of `token_ids`. An event may have only rows."""
+    """Rows of the requested tensors, among them the rows of `token_ids`. An event may have only rows."""
     beam_score: float | None = None
     """In the last event of a sequence of a beam search, unless the search has found fewer sequences."""
     origins: tuple[TokenOrigin, ...] = ()

@@ -4,8 +4,8 @@ A step verifies the drafts with the largest chance of acceptance, over all its l
 expected tokens / expected time. The time is what a step with so many rows takes, as measured (step_times.py). The
 chance of a draft is the product of its own chance and the chances of the drafts before it (`Acceptance`). Drafts that
 were not verified count as well: the token of their position shows whether they were right. So a sequence whose drafts
-fail pays nothing to find out that they have become good. Where the host does not know the drafts at the launch, it probes
-instead, at intervals that double. Where proposing itself costs more than its drafts bring, it pauses; a captured step
+fail pays nothing to find out that they have become good. Where the host does not know the drafts at the launch, it
+probes instead, at intervals that double. Where proposing itself costs more than its drafts bring, it pauses; a captured step
 without drafts proposes none either, so that its measured time equals a server's without drafts.
 
 Invariant: a choice changes speed and never a token. Pure: no clocks, no tensors.

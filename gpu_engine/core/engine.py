@@ -261,8 +261,8 @@ class Engine:
         if needed > allocator.num_pages:
             raise InvalidRequest(
                 "beam_search.beam_width",
-                f"is {params.width}: {params.width} beams of up to {longest} tokens may need {needed} pages, and the KV "
-                f"cache has {allocator.num_pages} (kv_cache_tokens)",
+                f"is {params.width}: {params.width} beams of up to {longest} tokens may need {needed} pages, and the "
+                f"KV cache has {allocator.num_pages} (kv_cache_tokens)",
             )
 
     def abort(self, request_id: str) -> bool:
