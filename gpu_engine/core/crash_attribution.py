@@ -6,7 +6,7 @@ rows or for its matcher, since its last token.
 
     crash_count 2    quarantine: the sequence is opened again when no other quarantined sequence is on trial, and it
                      gets no more drafts
-    crash_count 3    the sequence ends with INTERNAL; only at 6, if another sequence without a token also waited
+    crash_count 3    the sequence ends with INTERNAL; at 6 instead, if another sequence without a token also waited
 
 A token sets the count to 0, so a sequence that gets a token between two ends is never blamed. Sequences outside the
 quarantine are not delayed. In the quarantine the sequence with the fewest trials comes first, so that every

@@ -1,6 +1,6 @@
 """Writes the slots of a device: into pinned twins of the slot buffers, copied in the stream's order.
 
-The copies are enqueued behind the steps in flight, so the previous owner's step is over before the next owner's numbers
+The copies are enqueued after the steps in flight, so the previous owner's step is over before the next owner's numbers
 arrive, and they arrive before any of its own steps. Invariant: a twin's slot is rewritten only after its last copy
 has run. Not responsible for: the values (see running.py).
 """

@@ -5,8 +5,8 @@ expected tokens / expected time. The time is what a step with so many rows takes
 chance of a draft is the product of its own chance and the chances of the drafts before it (`Acceptance`). Drafts that
 were not verified count as well: the token of their position shows whether they were right. So a sequence whose drafts
 fail pays nothing to find out that they have become good. Where the host does not know the drafts at the launch, it
-probes instead, at intervals that double. Where proposing itself costs more than its drafts bring, it pauses; a captured step
-without drafts proposes none either, so that its measured time equals a server's without drafts.
+probes instead, at intervals that double. Where proposing itself costs more than its drafts bring, it pauses; a captured
+step without drafts proposes none either, so that its measured time equals a server's without drafts.
 
 Invariant: a choice changes speed and never a token. Pure: no clocks, no tensors.
 

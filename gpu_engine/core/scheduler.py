@@ -2,8 +2,8 @@
 
 `Scheduler.plan` returns a `Plan`; the engine loop acts on it. The waiting queue is in the order of priorities, and
 first come, first served among equal ones; a sequence that has waited for too long is ahead of all others. A priority
-decides nothing else: a sequence that has had a slot is never preempted for one that had its first slot later. Of
-several tenants each has its own order, and `fair_shares.py` says whose first sequence is next.
+decides nothing else: a sequence that has had a slot is never preempted for one that had its first slot later. Each
+of several tenants has its own order, and `fair_shares.py` says which tenant's first sequence is next.
 Invariant: a running sequence owns its pages and its (slot, slot_gen); `remove` and `preempt` take both back. Pure: no
 tensors, no clocks, no I/O; the caller says what time it is.
 

@@ -3,10 +3,10 @@
 The model is level * shape(rows). The level follows the load of the machine and the length of the contexts within some
 ten steps, whatever rows these steps have; the shape has a value for each number of rows that was measured, is linear
 between them, and changes slowly. So a number of rows that no step has had for a while is not out of date. Other work on
-the machine only ever adds time: a slow step counts by half of its deviation, and as bounded. Invariant: the time is
+the machine only ever adds time: a slow step counts with half of its deviation, up to a bound. Invariant: the time is
 positive, never falls with the rows, and grows at most in proportion to them. Pure: no clocks.
 
-Not responsible for: measuring (see runner.py), the choice that is made of it (see draft_budget.py).
+Not responsible for: measuring (see runner.py), what is chosen by it (see draft_budget.py).
 """
 
 from __future__ import annotations

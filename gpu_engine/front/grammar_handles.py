@@ -1,10 +1,10 @@
 """Grammars that clients compiled ahead of time and may name by id.
 
-Invariant: an id names one grammar for ever: it is a digest of the grammar and its options. So a client that knows the
+Invariant: an id always names the same grammar: it is a digest of the grammar and its options. So a client that knows the
 grammar can compute the id, and compiling the same grammar again gives the same id; an id is no secret. The grammar
 process may lose its compiled grammars at any time (restart, full cache); the text is kept here and compiled again when
-a request needs it. Bounded in bytes; the least recently used grammar is evicted first. Each tenant has handles of its
-own, so none finds or evicts another's. Used on the event loop.
+a request needs it. Bounded in bytes; the least recently used grammar is evicted first. Each tenant has its own
+handles, so no tenant finds or evicts another's. Used on the event loop.
 
 Not responsible for: compiling (see sidecar/compilations.py).
 """

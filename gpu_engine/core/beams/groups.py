@@ -10,7 +10,7 @@ until every beam of its group has some. Then `choose` asks the search, and moves
     no child                  the slot has no tokens until a later fork
 
 At first one sequence has the prompt, and the others have no tokens. A preempted group keeps its search; its sequences
-are prefilled again as any other. So are matchers after the end of a grammar process.
+are prefilled again like any other. Matchers are rebuilt in the same way after the end of a grammar process.
 
 Invariant: all sequences of a group with tokens have equally many, and no step with one of them is in flight when the
 search chooses. Used only by the engine thread. Not responsible for: the decision (see search.py), steps (see

@@ -1,9 +1,9 @@
 """Tokens of verified answers that are held back, so that an answer without a legal token can go back over them.
 
-The last `Backtracking.hold_tokens` tokens of an answer are held; what is further from its end was sent and stays.
+The last `Backtracking.hold_tokens` tokens of an answer are held; the tokens before them were sent and stay.
 Invariant: how many tokens were sent when no token is legal depends only on the answer's tokens, not on the steps that
 brought them. So an answer goes back to the same place with any number of drafts.
-Not responsible for: where to (the grammar process says that), the slot and the pages (see loop.py).
+Not responsible for: how far back (the grammar process decides), the slot and the pages (see loop.py).
 """
 
 from __future__ import annotations

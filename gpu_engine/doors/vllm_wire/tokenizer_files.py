@@ -2,7 +2,7 @@
 
 Invariant: equal tokenizers give equal bytes, so that a gateway finds an archive that it has by the digest.
 
-Not responsible for: sending the archive (see servicer.py).
+Not responsible for: sending the archive (see vllm_servicer.py).
 """
 
 from __future__ import annotations

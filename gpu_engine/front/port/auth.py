@@ -1,6 +1,6 @@
 """Bearer tokens for the public port.
 
-Invariant: without a token of the file no method runs and no message is read, except for the health service, which
+Invariant: without a token that the file has, no method runs and no message is read, except for the health service, which
 load balancers call without one. Reflection needs a token.
 
 Not responsible for: the file of tokens (see service_runtime/tokens.py), tokens of tenants (see ../tenants/access.py),

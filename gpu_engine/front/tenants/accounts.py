@@ -1,7 +1,7 @@
 """The tenants of a server, and what each of them uses now.
 
 A tenant's requests are its own by their names: request ids, salts of the prefix cache and owners of grammars begin with
-the tenant's name, which has no character of the separators. So no table of the engine needs to know tenants to keep
+the tenant's name, which contains no separator. So no table of the engine needs to know tenants to keep
 them apart. Invariant: what `enter` has counted is given back by one `leave`; a refusal counts nothing. Tokens are a
 bucket that refills at the limit's rate and holds one minute of it. An answer that runs is never cut: it may leave the
 bucket in debt, which the next request waits for. So over any time the tokens exceed the limit by no more than the

@@ -1,6 +1,6 @@
-"""Makes what a server with tenants has more than another.
+"""What only a server with tenants has: accounts, the interceptor that lets calls in, and the audit log.
 
-Not responsible for: when that is (see gpu_engine/server.py).
+Not responsible for: when it is opened and closed (see gpu_engine/server.py).
 """
 
 from __future__ import annotations

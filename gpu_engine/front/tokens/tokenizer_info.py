@@ -1,4 +1,4 @@
-"""The tokenizer as a client may take it along: its vocabulary, its definition, and the tokens that end an answer.
+"""The tokenizer as a message: its vocabulary, its definition, and the tokens that end an answer.
 
 Invariant: the index of a string in `encoded_vocab` is its token's id. The message is made once, off the event loop, and
 shared by the calls that wait for it.

@@ -1,8 +1,8 @@
 """The conversation as the text that the model's chat template makes of it.
 
 A template that knows functions gets them as `tools`, in the form of OpenAI's API, which such templates read.
-For any other template they become a part of the system message, calls a part of their turn, and results turns of the
-user.
+For any other template the functions become part of the system message, calls become part of their turn, and results
+become turns of the user.
 Invariant: the text depends only on the request and the template.
 Not responsible for: tokenising the text (see front/prompt.py).
 """

@@ -7,7 +7,7 @@
     named       calls of one function, at least one     calls of one function, at least one
     none        no grammar                              the grammar itself
 
-A reasoning phase stands before each of them.
+In each case a reasoning phase may come first.
 Invariant: wherever a call may begin, its whole text is constrained, from the trigger to its end.
 Not responsible for: compiling it (the grammar process), reading an answer (see parts.py).
 """

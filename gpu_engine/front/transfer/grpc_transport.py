@@ -3,7 +3,7 @@
 Invariant: a piece is taken from the connection when the caller asks for it, so HTTP/2's window bounds what is under
 way. It uses the TLS and the tokens of that port.
 
-Not responsible for: the choice of an engine (see remote_prefill.py), the other end (see servicer.py).
+Not responsible for: the choice of an engine (see remote_prefill.py), the other end (see kv_transfer_servicer.py).
 """
 
 from __future__ import annotations

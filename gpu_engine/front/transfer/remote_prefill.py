@@ -6,7 +6,7 @@ compiled meanwhile. Pages that have come stay, however the fetch ends; the engin
 Invariant: a request that waits for pages is released by the task that `start` returns, however that ends, or ends
 itself. An engine that failed is not asked for a time that doubles, so a hung one delays few requests.
 
-Not responsible for: the way of the pages (see grpc_transport.py), the pages here (see core/transfer/).
+Not responsible for: how the pages travel (see grpc_transport.py), the pages here (see core/transfer/).
 """
 
 from __future__ import annotations

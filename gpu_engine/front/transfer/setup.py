@@ -2,7 +2,7 @@
 
 Invariant: settings that contradict the role are an error at the start that names them.
 
-Not responsible for: what the parts do (see servicer.py and remote_prefill.py).
+Not responsible for: what the parts do (see kv_transfer_servicer.py and remote_prefill.py).
 """
 
 from __future__ import annotations
