@@ -1,6 +1,6 @@
 """Grammars that clients compiled ahead of time and may name by id.
 
-Invariant: an id always names the same grammar: it is a digest of the grammar and its options. So a client that knows the
+Invariant: an id always names the same grammar: it is a digest of the grammar and its options. A client that knows the
 grammar can compute the id, and compiling the same grammar again gives the same id; an id is no secret. The grammar
 process may lose its compiled grammars at any time (restart, full cache); the text is kept here and compiled again when
 a request needs it. Bounded in bytes; the least recently used grammar is evicted first. Each tenant has its own

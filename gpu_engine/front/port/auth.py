@@ -1,7 +1,7 @@
 """Bearer tokens for the public port.
 
-Invariant: without a token that the file has, no method runs and no message is read, except for the health service, which
-load balancers call without one. Reflection needs a token.
+Invariant: without a token that the file has, no method runs and no message is read. The health service is the
+exception: load balancers call it without a token. Reflection needs a token.
 
 Not responsible for: the file of tokens (see service_runtime/tokens.py), tokens of tenants (see ../tenants/access.py),
 and encryption (see tls.py): without TLS, an observer of the network can read tokens.

@@ -1,4 +1,4 @@
-"""Refuses bytes that are not a protobuf message with INVALID_ARGUMENT, instead of gRPC's UNKNOWN and a logged traceback.
+"""Refuses bytes that are not a protobuf message: INVALID_ARGUMENT, not gRPC's UNKNOWN and a logged traceback.
 
 Invariant: a method is called with a parsed message or not at all; a method that reads a stream of messages meets
 InvalidRequest in place of one that does not parse.
