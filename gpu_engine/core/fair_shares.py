@@ -5,8 +5,8 @@ counter grows by the tokens that the engine has computed for its tenant, divided
 with the smallest counter is next. A tenant that comes back from idleness is lifted to the smallest counter of the
 tenants that wait, so it cannot save up service. An answer's tokens cost twice a prompt's, as in the paper. Two things
 differ: prompt tokens that the prefix cache had cost nothing, and an answer's tokens are counted when a slot is given,
-not in each step, so steps pay nothing for it. Invariant: while tenants A and B wait, their counters differ by no more than
-the work of the sequences that they have been given at once, and a tenant never has more slots than its `max_running`.
+not in each step, so steps pay nothing for it. Invariant: while tenants A and B wait, their counters differ by no more
+than the work of the sequences that got slots at once, and a tenant never has more slots than its `max_running`.
 
 Not responsible for: the order of one tenant's sequences (see ../scheduler.py).
 """
