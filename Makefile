@@ -24,7 +24,7 @@ C_SOURCES := $(wildcard shared_mem/native/*.[ch] kernels/native/*.[ch] kernels/c
 TIDY_SOURCES := $(wildcard shared_mem/native/*.c) $(addprefix kernels/native/,dispatch.c step.c suffix.c team.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow check lint types imports test-gpu compose-test simulate model mutants fuzz test-sanitizers \
+.PHONY: help demo serve test test-slow coverage check lint types imports test-gpu compose-test simulate model mutants fuzz test-sanitizers \
 	bench bench-acceptance bench-isolation soak bench-gpu protos locks sbom audit clean
 
 help: ## List the commands
@@ -84,6 +84,12 @@ test: check ## Lint, type-check and run the tests that are not slow; ARGS="-k NA
 
 test-slow: $(VENV)/.dev ## Run the slow tests: long, and rarely the only ones to fail
 	$(PYTEST) -m "slow and not sanitizers" $(ARGS)
+
+coverage: $(VENV)/.dev ## Run the tests that are not slow under coverage (twice as long), and list files by their share of lines
+	rm -f .coverage .coverage.*
+	$(VENV)/bin/coverage run -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder -m "not slow" $(ARGS)
+	$(VENV)/bin/coverage combine --quiet
+	$(VENV)/bin/coverage report
 
 check: $(VENV)/.dev ## Check the format, lint, strict types and import contracts
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target types lint imports $(VENV)/.bytecode
