@@ -159,6 +159,16 @@ def test_class_names_are_in_the_code(page: Path) -> None:
     assert [name for name in names if not re.search(rf"\b(class|message|rpc) {name}\b", sources())] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_of_prose_have_at_most_120_columns(page: Path) -> None:
+    lines = prose(page).splitlines()
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
+
+
+def test_there_are_at_most_24_pages() -> None:
+    assert len([*(ROOT / "docs").glob("*.md")]) <= 24
+
+
 def test_the_readme_is_one_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
