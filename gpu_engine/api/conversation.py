@@ -93,7 +93,7 @@ class Reasoning:
     """What a request says about the reasoning phase."""
 
     enabled: bool | None = None
-    """None: where the model has such a phase."""
+    """Whether the answer may begin with reasoning; None: if the model has such a phase."""
     max_tokens: int | None = None
     effort: str = ""
     begin: str = ""

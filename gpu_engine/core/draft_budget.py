@@ -83,7 +83,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The choice for one step, and what it was made of."""
+    """The choice for one step, and the proposals that it was made from."""
 
     proposals: tuple[Proposal, ...]
     limits: tuple[int, ...]
@@ -219,7 +219,7 @@ class Pause:
             self._sum_ms, self._trial = 0.0, self.TRIAL
 
     def end(self) -> None:
-        """Propose again: the sequences are others."""
+        """Propose again: other sequences run now."""
         self._sum_ms, self._trial, self._spell, self._left = 0.0, self.TRIAL, self.FIRST, 0
 
 

@@ -315,7 +315,7 @@ class Engine:
         self._inbox.put(lambda: self._loop.grammar_lost(binding))
 
     def forgive_grammar_end(self) -> None:
-        """Blame no sequence for the last end of the grammar process: it was ended from outside."""
+        """Blame no sequence for the last end of the grammar process, which was ended from outside."""
         self._inbox.put(self._loop.grammar_slots.forgive)
 
     def grammar_silent(self) -> None:
@@ -353,7 +353,7 @@ class Engine:
         return [_stats_of(sequence) for sequence in list(self._loop.sequences.values())]
 
     def watch_pages(self, events: PageEvents | None) -> None:
-        """Report the prefix index to `events`, on the engine's thread: its pages, then every change; None: to none."""
+        """Report the prefix index to `events` on the engine's thread: its pages, then each change. None: stop."""
         self._inbox.put(lambda: self._loop.allocator.watch(events))
 
     @property

@@ -68,7 +68,7 @@ class FairShares(Generic[S]):
         self._counters[tenant.name] = max(self._counter(tenant.name), least)
 
     def next(self, waiting: Iterable[S]) -> S | None:
-        """Return the sequence that gets the next slot: of one tenant the first of the queue. None: none may.
+        """Return the sequence that gets the next slot, the first in the queue of some tenant; None: no tenant may.
 
         A sequence that was preempted goes first: it was chosen before, and its tenant's counter has it.
         """

@@ -107,7 +107,7 @@ class GrammarSlots:
         """Make the matcher of each target a copy of its source's, both (source, target) beams of one group.
 
         The copies have consumed `num_committed` tokens. A target whose source has no matcher at this moment gets its
-        own as `open` makes it: after all of its tokens, which its state has already.
+        own from `open`, at all of its tokens, which its state already has.
         """
         forks: list[Fork] = []
         for source, target in pairs:
@@ -131,7 +131,7 @@ class GrammarSlots:
         sequence.bound = None
 
     def defer(self, sequence: RunningSequence, seq: int, *, advanced: bool) -> None:
-        """Take a sequence whose step lacked rows out of the batch until the rows arrive.
+        """Take a sequence whose rows were missing in a step out of the batch until they arrive.
 
         Args:
             seq: sequence number of the post that requested the rows.

@@ -57,8 +57,8 @@ class PageAllocator:
         return True
 
     def share(self, pages: Sequence[int]) -> list[int]:
-        """Return a list of the same pages, of which its holder becomes an owner. Each is full, and never written
-        again."""
+        """Return a list of the same full pages, which are never written again; the holder of the list owns them as
+        well."""
         for page in pages:
             self._owners[page] += 1
         self._shared.update(pages)
@@ -107,7 +107,7 @@ class PageAllocator:
         self._free.extend(cached)
 
     def watch(self, events: PageEvents | None) -> None:
-        """Report the indexed pages to `events`, and from now on every change of the index; None: report to none."""
+        """Report the indexed pages to `events`, and from now on every change of the index; None: stop reporting."""
         self._index.watch(events)
 
     def _evict(self) -> int:
@@ -156,9 +156,9 @@ class PageAllocator:
 class PrefixIndex:
     """Finds full pages by the tokens of a sequence, from its first token on.
 
-    A trie of pages in one table, as vLLM's block hashes are, with the page before in place of its hash: tokens are
-    compared, not hashes. Invariant: an indexed page holds the keys and values of its tokens after the tokens of its
-    parent, and its parent is indexed as well. A page must therefore be removed before its parent. Each salt has its own
+    A trie of pages in one table, like vLLM's block hashes, but keyed by the page before in place of its hash: it
+    compares tokens, not hashes. Invariant: an indexed page holds the keys and values of its tokens after the tokens of
+    its parent, and its parent is indexed as well. A page must therefore be removed before its parent. Each salt has its own
     trie, so no page is found with two salts.
     """
 
@@ -216,7 +216,7 @@ class PrefixIndex:
             self._events.reset(())
 
     def watch(self, events: PageEvents | None) -> None:
-        """Report the indexed pages, and then every change, to `events`; None: report to none."""
+        """Report the indexed pages, and then every change, to `events`; None: stop reporting."""
         self._events = events
         if events is not None:
             events.reset(tuple(self._keys.items()))

@@ -143,7 +143,7 @@ class EngineLoop:
         return busy
 
     def _change_slots(self, plan: Plan[RunningSequence]) -> None:
-        """Carry out what the plan says of slots."""
+        """Assign and release slots as the plan says."""
         for sequence in plan.expired:
             self._expired(sequence)
         for sequence in plan.preempted:
@@ -152,7 +152,7 @@ class EngineLoop:
             self._slot_assigned(sequence)
 
     def _launch(self, plan: Plan[RunningSequence]) -> None:
-        """Launch the plan's forwards: those of prompts, and a step."""
+        """Launch the plan's forwards: prompts, and a step."""
         if plan.scored is not None:
             self._score(plan.scored)
         shared = plan.prefill if plan.decode and self.executor.mixes else ()
@@ -228,7 +228,7 @@ class EngineLoop:
             if chunk.end == chunk.sequence.prefill_end:
                 self.scheduler.index_pages(chunk.sequence)
             telemetry = chunk.sequence.telemetry
-            if not telemetry.first_token_s:  # else it was preempted, and its answer is prefilled, too
+            if not telemetry.first_token_s:  # else it was preempted, and its answer is prefilled as well
                 telemetry.prefilled_s = now_s
             self.stats.prefill_tokens += chunk.end - chunk.start
 
@@ -342,9 +342,9 @@ class EngineLoop:
         self.grammar_slots.process_lost(binding)
 
     def grammar_backtracked(self, slot: int, slot_gen: int, num_tokens: int, dead_texts: tuple[bytes, ...]) -> None:
-        """Let the answer in the slot go on behind its first `num_tokens` tokens; -1: it ends with GRAMMAR_INVALID.
+        """Let the answer in the slot go on after its first `num_tokens` tokens; -1: it ends with GRAMMAR_INVALID.
 
-        The sequence loses its slot, and comes back as any that was preempted: with fewer tokens. Its pages are indexed
+        The sequence loses its slot, and comes back like a preempted one, with fewer tokens. Its pages are indexed
         before that. An event for an earlier owner of the slot is ignored.
         """
         sequence = self.scheduler.sequence(slot, slot_gen)

@@ -63,7 +63,7 @@ class Prefill:
         model: the target, on the stream's device.
         pages: its cache, which the steps own.
         drafter: sees the same tokens.
-        slot_writer: of the slots, the last of which is spare, for padded lanes.
+        slot_writer: writes the slots, the last of which is spare, for padded lanes.
         shape_of: returns (B, P) for a number of chunks and the longest of them; None: they fit no shape.
         max_lanes: the largest B.
     """

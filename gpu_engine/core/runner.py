@@ -50,8 +50,8 @@ class StepRunner(Protocol):
         chunks: tuple[Chunk[RunningSequence], ...] = (),
         beams: BeamLanes | None = None,
     ) -> LaunchedStep:
-        """Start a step; returns without knowing a token. `chunks` of prompts share its forward, where that may have
-        them. `beams` says which of `sequences` are beams."""
+        """Start a step; returns without knowing a token. `chunks` of prompts share its forward, if the runner
+        mixes them. `beams` says which of `sequences` are beams."""
 
     def collect(self, handle: LaunchedStep) -> None:
         """Wait for the oldest launched step and fill the handle with its outcomes."""
@@ -61,10 +61,10 @@ class LauncherRunner:
     """The `StepRunner` over a launcher, which runs steps at once or replays graphs.
 
     Args:
-        launcher: captured, if it captures.
-        slot_writer: of the same slots.
-        sync: of the same steps.
-        budget: of the same drafter.
+        launcher: runs the steps; captured already, if it captures.
+        slot_writer: writes the slots of these steps.
+        sync: the sync of these steps.
+        budget: chooses the drafts of these steps.
         max_inflight_steps: 1 to launch a step before the last one is read, else 0.
     """
 
@@ -181,7 +181,7 @@ class LauncherRunner:
 
 
 def _failed(handle: LaunchedStep, b: int, outcome: LaneOutcome) -> LaneOutcome:
-    """Give an error to a lane that came to a row for which a logits processor failed."""
+    """Give an error to a lane whose next row is one for which a logits processor failed."""
     request, row = handle.processed[b], len(outcome.token_ids)
     assert request is not None, "only such lanes are processed"
     what = (handle.failures or {}).get((b, row))

@@ -61,7 +61,7 @@ class RunningSequence(Sequence):
 
     @property
     def num_sent(self) -> int:
-        """Tokens of the answer that the client has got."""
+        """Tokens of the answer that were sent to the client."""
         return len(self.answer) - (len(self.unsent.token_ids) if self.unsent is not None else 0)
 
     def __repr__(self) -> str:
@@ -88,8 +88,8 @@ class SlotWriter:
         """Args: see below.
 
         slot: the buffers.
-        max_model_len: of the model, in tokens.
-        eos_token_ids: of the model.
+        max_model_len: the model's longest sequence, in tokens.
+        eos_token_ids: the model's end-of-sequence tokens.
         num_drafts: K.
         adapters: the model takes adapters, and each slot has the number of its adapter.
         """

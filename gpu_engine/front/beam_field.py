@@ -52,7 +52,7 @@ def check_beams(request: pb.GenerateRequest, limits: Limits) -> BeamParams | Non
 
 def _refuse_sampling(request: pb.GenerateRequest) -> None:
     """Raise InvalidRequest for a field that chooses at random, speculates, ends an answer by its text, or reads or
-    changes rows that a beam has none of."""
+    changes rows that beams do not have."""
     sampling, response = request.sampling, request.response
     given = {
         "sampling.temperature": sampling.HasField("temperature"),

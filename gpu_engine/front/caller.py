@@ -45,10 +45,10 @@ class CallerAccount(Protocol):
         """Return whether its requests may name the adapter."""
 
     def internal_id(self, request_id: str) -> str:
-        """Return the name of a request inside of the server, given the client's."""
+        """Return the name of a request inside the server, given the client's."""
 
     def own(self, valid: ValidatedRequest) -> ValidatedRequest:
-        """Return a request under the names that it has inside of the server."""
+        """Return a request under the names that it has inside the server."""
 
     def enter(self, sequences: int, *, together: bool) -> None:
         """Count the sequences of a request. Raises LimitExceeded. `together`: they run all at once or not at all."""
@@ -93,7 +93,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class TenantView:
-    """What a request can see of a server: with tenants, what is its tenant's own."""
+    """What a request can see of a server; with tenants, only what belongs to its tenant."""
 
     internal_ids: Collection[str]
     """The internal ids of all running requests."""

@@ -125,7 +125,7 @@ class Calls:
         grammar: access to the grammar process; None on a server without one.
         watch: records every Generate call; None: with metrics that are not exported.
         pacer: spaces the responses of a stream; None: bounded by `limits.stream_pace_s`.
-        prefills: other engines, which prefill the prompts; None: this one does.
+        prefills: other engines that prefill the prompts; None: this engine does.
         tenants: the accounts of callers; None: all callers are alike.
         """
         self.engine, self.model, self.limits, self.grammar = engine, model, limits, grammar
@@ -164,7 +164,7 @@ class Calls:
     def errors_to_status(
         self, context: Context, record: CallRecord | None = None, rename: Rename | None = None
     ) -> ErrorToStatus:
-        """Return a context in which an error ends the gRPC call with its status. `record`: of a request."""
+        """Return a context in which an error ends the gRPC call with its status. `record`: the record of a request."""
         return ErrorToStatus(self, context, record or CallRecord(), rename)
 
     def count_failure(
@@ -187,8 +187,8 @@ class Calls:
         return Caller(metadata, client_identity(metadata, identities, checks_tokens=self.limits.checks_tokens))
 
     def visible_to(self, caller: Caller) -> TenantView:
-        """Return what a caller can see of the server. Raises NotAdmitted where it is no tenant of a server with
-        tenants."""
+        """Return what a caller can see of the server. Raises NotAdmitted if the server has tenants and the caller is
+        none of them."""
         if self._tenants is not None and caller.account is None:
             raise refuse_stranger()
         return TenantView(self._running.keys(), self.engine.adapters, caller.account)
@@ -229,7 +229,7 @@ class Calls:
                 self.end(call)
 
     def at_drain(self, end: Callable[[], None]) -> Callable[[], None]:
-        """Call `end` when `drain` begins: it ends streams that have no end of their own. Returns what withdraws it."""
+        """Call `end` when `drain` begins: it ends streams that would never end. Returns what withdraws it."""
         self._at_drain.add(end)
         return lambda: self._at_drain.discard(end)
 

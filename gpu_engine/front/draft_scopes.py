@@ -86,7 +86,7 @@ class DraftScopes:
 
 
 def literals(grammar: GrammarSpec) -> Iterator[str]:
-    """Yield the texts that the grammar spells out, as they are in an answer; none for a grammar that is a text itself.
+    """Yield the texts that the grammar spells out, as they are in an answer; none for a grammar in a text notation.
 
     A JSON text that cannot be read yields nothing: the grammar process reports what is wrong with it.
     """
@@ -132,7 +132,7 @@ def _of_object(value: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a text has no lone surrogate, which JSON can write and no tokenizer reads."""
+    """Return whether a text is free of lone surrogates, which JSON can express and no tokenizer reads."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -36,7 +36,7 @@ def grammar_id(spec: GrammarSpec, owner: str = "") -> str:
 
 
 class GrammarHandles:
-    """The grammars of one owner with an id. `max_bytes` bounds their texts."""
+    """The grammars of one owner, by their ids. `max_bytes` bounds their texts."""
 
     def __init__(self, max_bytes: int, owner: str = "") -> None:
         self._max_bytes, self._owner = max_bytes, owner

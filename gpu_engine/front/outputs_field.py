@@ -56,7 +56,7 @@ def _additional(options: pb.ResponseOptions, limits: Limits) -> list[WantedOutpu
 
 
 def _spec(field: str, name: str, limits: Limits) -> OutputSpec:
-    """Return the form of an output. Raises InvalidRequest, with the names that are nearest, where there is none."""
+    """Return the form of an output. Raises InvalidRequest, with the nearest names, for an unknown one."""
     if (spec := limits.outputs.get(name)) is not None:
         return spec
     near = difflib.get_close_matches(name[:200], limits.outputs, _NEAR, cutoff=0.4) or list(limits.outputs)[:_NEAR]

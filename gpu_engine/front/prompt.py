@@ -149,7 +149,7 @@ def encode_prompt(prompt: str | Chat, tokenizer: Tokenizer, *, add_special_token
 
 
 def _echo_text(valid: ValidatedRequest, prompt_ids: list[int], tokenizer: Tokenizer) -> str:
-    """Return the prompt's text, without an incomplete character at its end: the answer's text begins with that one."""
+    """Return the prompt's text without an incomplete last character, with which the answer's text begins."""
     text = valid.prompt
     if not isinstance(text, str):
         skip = valid.params.response.skip_special_tokens

@@ -108,8 +108,8 @@ class SequenceOutput:
     ) -> None:
         """Args: see below.
 
-        telemetry: of the sequence, which the engine's thread writes; None: a test reads none.
-        parser: of this sequence; None: the deltas have no parts.
+        telemetry: times and counts of the sequence, which the engine's thread writes; None: all of them are 0.
+        parser: reads the parts of this sequence; None: the deltas have no parts.
         fields: collects the log-probabilities of the answer's leaves, which its events have; None: not asked for.
         decode_special: keeps special tokens, for a parser that reads them; None: it reads the text.
         reasoning: counts the tokens of the reasoning; None: the answer has none.

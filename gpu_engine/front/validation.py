@@ -405,7 +405,7 @@ def _strings(values: Iterable[str], field: str, most: int) -> tuple[str, ...]:
 
 
 def check_token_ids(values: Iterable[int], field: str, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids. Raises InvalidRequest, with the place of the first id that is no token."""
+    """Return the ids. Raises InvalidRequest, with the place of the first id that is not a token."""
     ids = tuple(values)
     if ids and max(ids) >= vocab_size:
         i, bad = next((i, token) for i, token in enumerate(ids) if token >= vocab_size)

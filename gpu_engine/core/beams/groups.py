@@ -97,10 +97,10 @@ class BeamGroups:
     Args:
         scheduler: owns slots and pages.
         slot_writer: writes the slots.
-        sync: of the steps.
+        sync: the steps' sync.
         grammar_slots: owns the matchers.
         copy_page: copies one page of the target's cache, after the steps in flight.
-        eos_token_ids: of the model.
+        eos_token_ids: the model's end-of-sequence tokens.
         slot_lost: called with each sequence that is preempted because a fork needs its pages.
     """
 
@@ -156,7 +156,7 @@ class BeamGroups:
         return self._groups[beam.group[0]]
 
     def hold(self, batch: Sequence[RunningSequence]) -> BeamLanes | None:
-        """Hold the beams of a step that is launched next; return which they are. None: it has none."""
+        """Hold the beams of a step that is launched next; return their lanes; None: the step has no beams."""
         lanes, edits = [], []
         for b, sequence in enumerate(batch):
             if sequence.group:
@@ -182,7 +182,7 @@ class BeamGroups:
         return [group for group in self._groups.values() if group.is_complete]
 
     def choose(self, group: BeamGroup) -> None:
-        """Let a complete group's search advance; unless it is done, move the sequences to its new beams."""
+        """Advance the search of a complete group; unless it is done, move the sequences to its new beams."""
         children = group.search.advance([group.found[beam] for beam in group.beams])
         group.found.clear()
         if group.search.done:

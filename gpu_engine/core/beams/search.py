@@ -54,7 +54,7 @@ class BeamSearch:
     """One search. `beams` are the answers that go on, best first; at first only the empty one.
 
     Args:
-        params: of the request.
+        params: the request's parameters.
         max_tokens: the most tokens of an answer, at least 1.
         stop_ids: tokens that end an answer.
         guided: an answer without a stop token is incomplete, and worse than any complete one.
@@ -113,7 +113,7 @@ class BeamSearch:
         return sorted(sums, key=lambda each: (-each[0], each[1], each[2]))
 
     def _may_improve(self) -> bool:
-        """Return whether a beam may still become one of the hypotheses, which are as many as there may be."""
+        """Return whether a beam may still become one of the hypotheses, of which there is the full number."""
         params = self._params
         if params.early_stopping is EarlyStopping.AT_ONCE:
             return False

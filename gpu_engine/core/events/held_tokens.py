@@ -15,7 +15,7 @@ from gpu_engine.core.running import RunningSequence
 
 
 def hold(sequence: RunningSequence, event: TokenEvent) -> None:
-    """Send the tokens of `event`, all but those that are to be held of a verified answer."""
+    """Send the tokens of `event`, except the tokens of a verified answer that must be held."""
     backtracking = sequence.request.backtracking
     if backtracking is None or not sequence.verified:
         sequence.request.sink(event)

@@ -93,13 +93,13 @@ class OutputProcessor:
             self._advance_searches()
 
     def last_event(self, sequence: RunningSequence, event: TokenEvent | None) -> TokenEvent:
-        """Return what the client has not got yet of a sequence that ends with the tokens of `event`."""
+        """Return the tokens that the client does not have yet; the sequence ends with the tokens of `event`."""
         if sequence in self._outputs:
             return self._outputs.close(sequence)
         return all_unsent(sequence, event or TokenEvent(sequence.request.index))
 
     def _take(self, sequence: RunningSequence, outcome: LaneOutcome, step: LaunchedStep) -> None:
-        """Deliver a lane that is no beam, or is one whose row is missing or in error."""
+        """Deliver a lane that is not a beam, or a beam whose row is missing or in error."""
         if sequence.request.sampling.repetition is not None and outcome.token_ids:
             outcome = _until_repeated(sequence, outcome)
         event = self._event(sequence, outcome)
@@ -130,7 +130,7 @@ class OutputProcessor:
         self._end(sequence, error=error)
 
     def _hold(self, sequence: RunningSequence, event: TokenEvent, finish: FinishReason | None) -> None:
-        """Have the tokens sent with their rows; a sequence that ends here holds its slot until these are computed."""
+        """Send the tokens when their rows are computed; a sequence that ends here holds its slot until then."""
         self._outputs.hold(sequence, event, finish)
         if finish is not None:
             sequence.ended, sequence.deferred = True, False
@@ -138,7 +138,7 @@ class OutputProcessor:
             self._grammar_slots.close(sequence)
 
     def _advance_searches(self) -> None:
-        """Let every search whose beams all have candidates go on, or end it."""
+        """Advance or end every search whose beams all have candidates."""
         for group in self._beams.complete():
             first = group.members[0]
             group.prompt_logprobs = group.prompt_logprobs or self._prompt_logprobs(first)
@@ -160,7 +160,7 @@ class OutputProcessor:
         return TokenEvent(request.index, ids, outcome.logprobs, prompt_logprobs=scores, origins=origins)
 
     def _prompt_logprobs(self, sequence: RunningSequence) -> PromptLogprobs | None:
-        """Return what belongs to the first event with a token; does not wait, as these launches are before its step."""
+        """Return the log-probabilities for the first event with a token. Never waits: their launches precede its step."""
         if not sequence.scored:
             return None
         sequence.scored = False

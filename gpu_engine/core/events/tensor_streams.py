@@ -106,7 +106,7 @@ class _Stream:
         return self._event(count)
 
     def last_event(self) -> TokenEvent:
-        """Return all that is left."""
+        """Return all tokens and rows that were not sent."""
         return self._event(len(self.tokens))
 
     def _event(self, count: int) -> TokenEvent:
@@ -146,7 +146,7 @@ class OutputStreams:
         self._streams: dict[RunningSequence, _Stream] = {}
 
     def add(self, sequence: RunningSequence) -> None:
-        """Begin with a sequence, if its request asks for tensors."""
+        """Add a sequence, if its request asks for tensors."""
         if wanted := sequence.request.outputs.tensors:
             parts = {each.source: each.spec.row_bytes for each in wanted}
             self._streams[sequence] = _Stream(sequence, wanted, parts)
@@ -197,7 +197,7 @@ class OutputStreams:
         return stream.last_event()
 
     def _launch(self) -> bool:
-        """Launch the forward of the sequence that has ended, or else of the one that waits for most rows."""
+        """Launch the forward of the sequence that has ended, or else of the one that waits for the most rows."""
         due = [(stream.finish is not None, stream.due(), stream) for stream in self._streams.values()]
         _, pending, stream = max(due, key=lambda one: one[:2])
         if not pending:

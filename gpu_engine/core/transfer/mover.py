@@ -36,7 +36,7 @@ class PageMover:
     Args:
         stream: where the copies are enqueued.
         pages: the target's cache, which the steps own; the last page is no sequence's.
-        form: of these pages.
+        form: the format of these pages.
     """
 
     def __init__(self, stream: Stream, pages: list[KVPages], form: PageFormat) -> None:

@@ -45,7 +45,7 @@ class PageTransfers:
     """Used only by the engine thread.
 
     Args:
-        allocator: of the pages.
+        allocator: owns the pages.
         mover: copies pages; None: the engine's role is "both", and nothing is transferred.
         max_bytes: the most bytes of the pages that running imports may wait for; a single import may have more.
         admit: puts a sequence into the waiting queue.
@@ -115,7 +115,7 @@ class PageTransfers:
         self._awaiting[sequence.request] = sequence
 
     def open(self, wanted: WantedPages, done: Future[Opened]) -> None:
-        """Begin an import. What it holds is held until `close`, also if the caller has given up."""
+        """Begin an import, which holds its pages until `close` even if the caller has given up."""
         opened = self._open(wanted)
         if done.set_running_or_notify_cancel():
             done.set_result(opened)
@@ -171,7 +171,7 @@ class PageTransfers:
                 self._allocator.free(found.pages)
 
     def _index(self, wanted: WantedPages, found: _Import) -> None:
-        """Index the written pages. Where the index has others with the same tokens by now, those take their place."""
+        """Index the written pages, or take the pages with the same tokens that the index has by now."""
         tokens, allocator = wanted.token_ids[: found.num_written * self._allocator.page_size], self._allocator
         indexed = allocator.insert(tokens, found.pages, found.num_cached, wanted.cache_salt)
         while indexed < found.num_written:

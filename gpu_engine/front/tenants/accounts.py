@@ -71,7 +71,7 @@ class Account:
         return self.tenant.name
 
     def internal_id(self, request_id: str) -> str:
-        """Return the name of a request inside of the server, given the client's."""
+        """Return the name of a request inside the server, given the client's."""
         return f"{self.name}/{request_id}"
 
     @property
@@ -98,7 +98,7 @@ class Account:
         )
 
     def own(self, valid: ValidatedRequest) -> ValidatedRequest:
-        """Return a request under the names that it has inside of the server."""
+        """Return a request under the names that it has inside the server."""
         tenant, params = self.tenant, valid.params
         space = "" if tenant.shares_in(PREFIX_CACHE) else tenant.name
         scheduling = replace(

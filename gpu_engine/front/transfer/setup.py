@@ -59,7 +59,7 @@ class Transfer:
             self.prefills = RemotePrefill(engine.pages, transports, self._metrics, least_tokens=config.prefill_tokens)
 
     def add_to(self, server: grpc.aio.Server, calls: Calls) -> list[str]:
-        """Add the service of role=prefill, the only one with a health of its own; return its name."""
+        """Add the service of role=prefill, which has its own health status; return its name."""
         if self._config.role != "prefill":
             return []
         self._servicer = KvTransferServicer(calls, self._metrics, timeout_s=self._config.prefill_timeout_s)
