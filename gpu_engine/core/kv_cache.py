@@ -158,8 +158,8 @@ class PrefixIndex:
 
     A trie of pages in one table, like vLLM's block hashes, but keyed by the page before in place of its hash: it
     compares tokens, not hashes. Invariant: an indexed page holds the keys and values of its tokens after the tokens of
-    its parent, and its parent is indexed as well. A page must therefore be removed before its parent. Each salt has its own
-    trie, so no page is found with two salts.
+    its parent, and its parent is indexed as well. A page must therefore be removed before its parent. Each salt has its
+    own trie, so no page is found with two salts.
     """
 
     def __init__(self, page_size: int) -> None:

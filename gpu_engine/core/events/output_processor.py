@@ -160,7 +160,7 @@ class OutputProcessor:
         return TokenEvent(request.index, ids, outcome.logprobs, prompt_logprobs=scores, origins=origins)
 
     def _prompt_logprobs(self, sequence: RunningSequence) -> PromptLogprobs | None:
-        """Return the log-probabilities for the first event with a token. Never waits: their launches precede its step."""
+        """Return the log-probabilities for the first event with a token. Never waits: they were launched earlier."""
         if not sequence.scored:
             return None
         sequence.scored = False
