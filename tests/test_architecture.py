@@ -300,6 +300,17 @@ def test_code_is_ascii(root: Path) -> None:
     assert not [path for path in files if not path.read_bytes().isascii()]
 
 
+def test_no_test_module_imports_another(root: Path) -> None:
+    """What several test modules use is in a module that is no test, or a fixture."""
+    found = [
+        f"{path.relative_to(root)}: {node.module}"
+        for path in (root / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").rpartition(".")[2].startswith("test_")
+    ]
+    assert found == []
+
+
 def test_tests_use_seams_not_patches(root: Path) -> None:
     """A patched test passes when the code it patches is gone; a fake behind a seam does not."""
     banned = ("unittest.mock", "mocker.patch", "monkeypatch.setattr")

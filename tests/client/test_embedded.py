@@ -14,6 +14,7 @@ import pytest
 
 from lockstep_client import AsyncClient, Client, EmbeddedServerError, EngineNotInstalled
 from lockstep_client.embedded import EmbeddedServer, find_engine
+from tests.client.processes import gone
 from tests.waiting import eventually
 
 STUB = """
@@ -45,16 +46,6 @@ def command(tmp_path: Path) -> list[str]:
     path = tmp_path / "stub.py"
     path.write_text(STUB)
     return [sys.executable, str(path)]
-
-
-def gone(pid: int, timeout_s: float = 20.0) -> bool:
-    try:
-        psutil.Process(pid).wait(timeout_s)
-    except psutil.NoSuchProcess:
-        pass
-    except psutil.TimeoutExpired:
-        return False
-    return True
 
 
 @pytest.fixture(autouse=True)

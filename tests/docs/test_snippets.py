@@ -15,7 +15,6 @@ import re
 import shlex
 import tomllib
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -33,6 +32,7 @@ from http_gateway import config as gateway_config
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.settings import settings_of
 from service_runtime.tenants import parse_tenants
+from tests.docs.commands import commands
 from tests.docs.pages import PAGES, ROOT, Snippet, prose, snippets
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -190,16 +190,6 @@ def grammar_id(word: str, server: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert cli.main([*shlex.split(inner[1]), "--server", server]) == cli.OK
     return out.getvalue().strip()
-
-
-def commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command, without assignments in front of it."""
-    for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-            words.pop(0)
-        if words:
-            yield words
 
 
 def check_command(words: list[str]) -> None:

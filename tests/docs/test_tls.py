@@ -16,8 +16,8 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.cli import commands as cli
 from gpu_engine.server import Parts, open_server
 from service_runtime.settings import Sources
+from tests.docs.commands import commands
 from tests.docs.pages import ROOT, Snippet, snippets
-from tests.docs.test_snippets import commands
 from tests.fakes import FakeEngine, FakeModel, answers_with
 
 PAGE = ROOT / "docs/access.md"

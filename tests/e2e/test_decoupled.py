@@ -7,9 +7,7 @@ Not responsible for: what the drafter computes (see tests/gpu_engine/drafters/te
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,22 +19,12 @@ import pytest
 from benchmarks.harness.server import EngineServer, ServerOptions
 from gpu_engine.cli.client import Client
 from lockstep_client import AsyncClient
-from protos.engine.v1 import engine_pb2 as pb
 from tests.e2e.asking import ANSWER_TIMEOUT_S, answer, idle_stats, started_again, steps_after
 from tests.e2e.conftest import RunningServer
+from tests.e2e.random_requests import COUNT, request
 from tests.gpu_engine import tiny
 
 pytestmark = pytest.mark.slow
-
-SCHEMA = json.dumps(
-    {
-        "type": "object",
-        "properties": {"name": {"type": "string", "minLength": 12, "maxLength": 30}, "n": {"type": "integer"}},
-        "required": ["name", "n"],
-        "additionalProperties": False,
-    }
-)
-COUNT = 8
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +47,6 @@ def small(models: Path) -> Iterator[RunningServer]:
     with EngineServer(options) as engine:
         assert engine.pid is not None
         yield RunningServer(engine.address, psutil.Process(engine.pid))
-
-
-def request(number: int, drafts: int) -> pb.GenerateRequest:
-    guided = number % 2 == 0
-    made = pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=random.Random(number).choices(range(97, 123), k=30)),
-        sampling=pb.SamplingParams(max_tokens=90, seed=number, temperature=0.7 * (number % 3), ignore_eos=not guided),
-        speculation=pb.Speculation(num_draft_tokens=drafts),
-    )
-    if guided:
-        made.grammar.CopyFrom(pb.Grammar(json_schema=SCHEMA))
-    return made
 
 
 async def test_kills_preemption_and_exchanges_change_no_token(small: RunningServer, models: Path) -> None:

@@ -18,7 +18,7 @@ from benchmarks.harness.server import EngineServer, ServerOptions
 from gpu_engine.cli.client import Client
 from tests.e2e.asking import ANSWER_TIMEOUT_S, answer, idle_stats, started_again, steps_after
 from tests.e2e.conftest import RunningServer
-from tests.e2e.test_decoupled import COUNT, request
+from tests.e2e.random_requests import COUNT, request
 from tests.gpu_engine import dflash, tiny
 
 pytestmark = pytest.mark.slow

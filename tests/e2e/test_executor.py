@@ -19,7 +19,7 @@ from lockstep_client import (
     RequestStatsPerIteration,
     SamplingConfig,
 )
-from tests.client.test_embedded import gone
+from tests.client.processes import gone
 from tests.docs.pages import ROOT
 from tests.e2e.conftest import RunningServer
 

@@ -33,6 +33,7 @@ from tests.gpu_engine.harness import (
     answer_staggered,
     ask,
     config,
+    executor_of,
     tokens,
     unguided_engine,
     until_false,
@@ -120,7 +121,7 @@ def test_prompts_prefilled_together_have_the_tokens_of_a_cpu(models: Models, dra
     draft_model = models.cpu.name if drafts_by == "model" else ""
     settings = on_gpu(3, draft_model=draft_model, max_batched_tokens=512, max_batch_size=16)
     with unguided_engine(models.gpu, settings) as engine:
-        prefill = engine._loop.executor.prefill
+        prefill = executor_of(engine).prefill
         assert isinstance(prefill, Prefill)
         warmed = prefill.launches.copy()
         assert answer_all(engine, made()) == expected

@@ -11,7 +11,7 @@ from torch import nn
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.model.quantised.scaled import ScaledKind, ScaledLinear, rounded_rows, why_not_scaled
 from gpu_engine.model.recording import distance
-from tests.gpu.test_products import logits
+from tests.gpu.product_logits import logits
 from tests.gpu_engine import published, tiny
 from tests.gpu_engine.harness import config
 

@@ -22,6 +22,7 @@ from gpu_engine.api.request import FinishReason, GrammarKind, GrammarSpec, Logpr
 from gpu_engine.api.transfer_config import TransferConfig
 from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
 from gpu_engine.core.engine import Engine
+from gpu_engine.core.executor import Executor
 from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine.made_requests import changed, made
 
@@ -140,6 +141,14 @@ def with_drafts(num_drafts: int, **fields: object) -> EngineConfig:
     return config(drafter=drafter, num_draft_tokens=num_drafts, **fields)
 
 
+def executor_of(engine: Engine) -> Executor:
+    """Return what runs the steps of an engine, whose parts a test watches or replaces.
+
+    It belongs to the engine's thread; so a test changes it before the first request.
+    """
+    return engine._loop.executor
+
+
 class EveryDraft(DraftBudget):
     """Verifies every draft, whatever its row costs, so that the number of steps does not depend on the machine."""
 
@@ -236,7 +245,7 @@ def running(engine: Engine) -> Iterator[Engine]:
 
     Its steps verify every draft, unless the test gives the runner another budget before the first request.
     """
-    engine._loop.executor.runner.budget = EveryDraft(engine.config.step_rows)
+    executor_of(engine).runner.budget = EveryDraft(engine.config.step_rows)
     engine.start()
     try:
         yield engine

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import urllib.error
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,36 +13,10 @@ import pytest
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.server import open_server
 from tests.fakes import answers_with
-from tests.gpu_engine.test_server import ENGINE, config, parts
+from tests.gpu_engine.fake_servers import ENGINE, config, parts
+from tests.gpu_engine.http_calls import ASK, get, until_healthy
 
 TOKEN = "a-token-of-the-test"
-ASK = {"messages": [{"role": "user", "content": "x"}]}
-
-
-async def get(address: str, path: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
-    """Return the status and the JSON of an answer; (0, None) where none came."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://{address}{path}", data)
-    if token is not None:
-        request.add_header("Authorization", f"Bearer {token}")
-
-    def ask() -> tuple[int, Any]:
-        try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.load(error)
-        except OSError:
-            return 0, None
-
-    return await asyncio.to_thread(ask)
-
-
-async def until_healthy(address: str) -> None:
-    async with asyncio.timeout(30):
-        while (await get(address, "/health"))[0] != 200:  # noqa: ASYNC110  # another process
-            await asyncio.sleep(0.05)
 
 
 def gateways() -> list[psutil.Process]:

@@ -27,29 +27,10 @@ from gpu_engine.server import GUIDED, SERVICE, Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.cores import usable_cores
 from shared_mem.handover import SOCKET_NAME, listen
-from tests.fakes import FakeEngine, FakeModel, Script, answers_with
+from tests.fakes import FakeEngine, FakeModel, answers_with
+from tests.gpu_engine.fake_servers import ENGINE, config, parts
 from tests.gpu_engine.made_requests import made
 from tests.waiting import eventually
-
-ENGINE = EngineConfig(max_model_len=256, num_draft_tokens=3)
-
-
-def parts(
-    script: Script | None = None, engines: list[FakeEngine] | None = None, ports: list[GrammarPort] | None = None
-) -> Parts:
-    def build(config: EngineConfig, model: Any, channel: object, grammar: GrammarPort | None) -> FakeEngine:
-        if ports is not None and grammar is not None:
-            ports.append(grammar)
-        engine = FakeEngine(config, script)
-        if engines is not None:
-            engines.append(engine)
-        return engine
-
-    return Parts(lambda config, progress: FakeModel(), build)
-
-
-def config(tmp_path: Path, **fields: Any) -> ServerConfig:
-    return ServerConfig(**{"listen": f"unix:{tmp_path}/s", "grammar": "none"} | fields)
 
 
 async def health_of(address: str, service: str = SERVICE) -> int:

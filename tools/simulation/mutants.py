@@ -30,6 +30,7 @@ _PACKAGES = (
     "tools",
 )
 _TESTS = {
+    "gpu_engine/front/validation.py": ("gpu_engine/front/test_every_field_reaches_the_engine.py",),
     "gpu_engine/core/scheduler.py": ("gpu_engine/core/test_scheduler.py", "gpu_engine/core/test_guided.py"),
     "gpu_engine/core/loop.py": ("gpu_engine/core/test_engine.py", "gpu_engine/core/test_guided.py"),
     "gpu_engine/core/grammar_slots.py": ("gpu_engine/core/test_grammar_slots.py", "gpu_engine/core/test_guided.py"),
@@ -142,6 +143,7 @@ def _function(module: Any, name: str) -> FunctionType:
 
 _CLIENT, _LINK, _SUPERVISOR = (f"gpu_engine/sidecar/{name}.py" for name in ("client", "link", "supervisor"))
 _LOOP, _SCHEDULER, _SLOTS = (f"gpu_engine/core/{name}.py" for name in ("loop", "scheduler", "grammar_slots"))
+_VALIDATION = "gpu_engine/front/validation.py"
 _SYNC, _ROWS = "gpu_engine/step/stream_sync.py", "gpu_engine/step/mask_rows.py"
 _WORKER, _MATCHERS, _QUEUES, _ANSWERS, _BATCH = (
     f"grammar_service/fill/{name}.py" for name in ("worker", "matchers", "work_queues", "answers", "batch")
@@ -382,6 +384,23 @@ _ALL = (
                 "        if full:\n",
             ),
         ),
+    ),
+    # -- fields of a request, and bounds in time ------------------------------------------------
+    Mutant(
+        "min_tokens is ignored",
+        ((_VALIDATION, "        min_tokens=sampling.min_tokens,\n", "        min_tokens=0,\n"),),
+    ),
+    Mutant(
+        "the priority is ignored",
+        ((_VALIDATION, "        priority=_priority(request.priority),\n", "        priority=_priority(0),\n"),),
+    ),
+    Mutant(
+        "failures count within a second",
+        ((_SUPERVISOR, "now_s - self._failures[0] > FAILURE_WINDOW_S", "now_s - self._failures[0] > 1.0"),),
+    ),
+    Mutant(
+        "a sequence without rows waits ten times as long",
+        ((_SLOTS, "self._clock() > since_s + self.stall_s", "self._clock() > since_s + 10 * self.stall_s"),),
     ),
     Mutant(
         "one waiter that leaves cancels a compilation for all",

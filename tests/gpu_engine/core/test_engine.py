@@ -18,6 +18,7 @@ from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import EngineEnd, GrammarEnd
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
+from tests.gpu_engine.core.failing import FailsOnce
 from tests.gpu_engine.harness import (
     PATIENCE_S,
     Answer,
@@ -180,22 +181,6 @@ def test_a_sink_that_raises_costs_no_other_request_its_end(
         for answer in others:
             assert isinstance(answer.wait().error, InternalError)
         assert answer_all(engine, [ask(tokens(5, 3), max_tokens=3, ignore_eos=True)])[0]
-
-
-class FailsOnce:
-    """A net that raises in one forward of its life, on request."""
-
-    def __init__(self, net: Any) -> None:
-        self._net, self.fails_next = net, False
-
-    def __call__(self, **arguments: Any) -> Any:
-        if self.fails_next:
-            self.fails_next = False
-            raise RuntimeError("a fault of the test")
-        return self._net(**arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._net, name)
 
 
 def test_a_fault_in_a_turn_ends_what_was_there_and_nothing_else(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 
@@ -14,6 +13,7 @@ from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
 from tests.fakes import EOS
+from tests.gpu_engine.core.guided_requests import MIX, legal, made
 from tests.gpu_engine.harness import (
     PATIENCE_S,
     UNHURRIED_MS,
@@ -26,27 +26,7 @@ from tests.gpu_engine.harness import (
     until_false,
     with_drafts,
 )
-from tests.gpu_engine.toy_sidecar import Automaton, CrashError, ToyGrammar, guided_engine
-
-BIASES = tuple((token, 1.5 - token % 4) for token in range(0, 256, 3))
-MIX = [
-    partial(ask, tokens(30, 1, repeat=10), grammar="50", max_tokens=90),
-    partial(ask, tokens(12, 2), max_tokens=60, ignore_eos=True),
-    partial(ask, tokens(20, 3), grammar="40", max_tokens=90, temperature=1.0, seed=3, logit_bias=BIASES),
-    partial(ask, tokens(33, 4), grammar="45", max_tokens=30, temperature=0.5, top_p=0.9),
-    partial(ask, tokens(9, 5), max_tokens=50, temperature=0.6, seed=5, ignore_eos=True, logit_bias=BIASES),
-    partial(ask, tokens(21, 6), grammar="1", max_tokens=60),
-    partial(ask, tokens(40, 7), grammar="48", max_tokens=90, repetition_penalty=1.3, presence_penalty=0.4),
-]
-
-
-def made() -> list[Answer]:
-    return [make() for make in MIX]
-
-
-def legal(answer: Answer) -> bool:
-    assert answer.request.grammar is not None
-    return Automaton.parse(answer.request.grammar.source).allows(answer.tokens)
+from tests.gpu_engine.toy_sidecar import CrashError, ToyGrammar, guided_engine
 
 
 @pytest.fixture(scope="module")

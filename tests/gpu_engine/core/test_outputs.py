@@ -28,6 +28,7 @@ from tests.gpu_engine.harness import (
     answer_each,
     ask,
     config,
+    executor_of,
     settle,
     tokens,
     unguided_engine,
@@ -204,7 +205,7 @@ def test_a_request_that_ends_between_two_forwards_leaves_nothing(llama: LoadedMo
 
 
 def _tensors(engine: Engine) -> TensorOutputs:
-    return engine._loop.executor.tensors
+    return executor_of(engine).tensors
 
 
 def test_an_aborted_sequence_keeps_the_tokens_that_waited_for_their_rows(llama: LoadedModel) -> None:

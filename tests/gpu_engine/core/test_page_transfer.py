@@ -13,7 +13,7 @@ from gpu_engine.api.page_transfer import Fallback, Opened, Piece, WantedPages
 from gpu_engine.core.engine import Engine
 from gpu_engine.front.transfer.identity import prefill_request
 from gpu_engine.model.loader import LoadedModel, load_model
-from tests.gpu_engine.core.test_engine import FailsOnce
+from tests.gpu_engine.core.failing import FailsOnce
 from tests.gpu_engine.harness import Answer, answer_all, ask, config, running, tokens, until_false, with_drafts
 
 PAGE = 16

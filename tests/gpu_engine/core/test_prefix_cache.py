@@ -11,7 +11,7 @@ import pytest
 from gpu_engine.api.errors import InternalError
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
-from tests.gpu_engine.core.test_engine import FailsOnce
+from tests.gpu_engine.core.failing import FailsOnce
 from tests.gpu_engine.harness import (
     Answer,
     answer_all,

@@ -23,6 +23,7 @@ from tests.gpu_engine.harness import (
     answer_each,
     ask,
     config,
+    executor_of,
     settle,
     tokens,
     unguided_engine,
@@ -160,7 +161,7 @@ def test_a_request_that_ends_between_two_chunks_leaves_nothing(llama: LoadedMode
 
 
 def _parts(engine: Engine) -> dict[Any, Any]:
-    return engine._loop.executor.scorer._parts
+    return executor_of(engine).scorer._parts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

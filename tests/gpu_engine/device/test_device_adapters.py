@@ -6,8 +6,6 @@ tests/kernels/cuda/test_low_rank.py).
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +25,9 @@ from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.ops.memory import weight_bytes
 from shared_mem.channel import Record
 from tests.gpu_engine.adapters.files import save_lora, save_prompt
+from tests.gpu_engine.device.adapter_stacks import over_stacks
 from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine
+from tests.gpu_engine.device.device_requests import INTERPRETED, SMALL
 from tests.gpu_engine.harness import (
     PATIENCE_S,
     Answer,
@@ -35,6 +35,7 @@ from tests.gpu_engine.harness import (
     answer_each,
     ask,
     config,
+    executor_of,
     tokens,
     unguided_engine,
     until_false,
@@ -42,15 +43,8 @@ from tests.gpu_engine.harness import (
 )
 from tests.gpu_engine.toy_sidecar import guided_engine
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = INTERPRETED
 
-SMALL = {"max_batch_size": 2, "max_model_len": 64, "max_batched_tokens": 32, "row_timeout_ms": 20_000.0}
 LIMITS = AdapterLimits(1 << 20, max_adapters=2, max_lora_rank=8, max_virtual_tokens=6)
 GAIN = 4.0
 """Of the adapters: the model counts upwards, and goes on with that beside a weak one."""
@@ -95,14 +89,6 @@ def made(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(files, cpu, over_stacks(load_model(config(model=str(folder), fuse_parts=False)), LIMITS))
 
 
-def over_stacks(model: LoadedModel, limits: AdapterLimits) -> LoadedModel:
-    """Return a model with the adapters of a GPU, on CPU tensors."""
-    from kernels.cuda.low_rank import add_low_rank
-
-    model.adapters = DeviceAdapterPool(model.net, model.vocab_size, limits, add_low_rank)
-    return model
-
-
 def on_device(num_drafts: int, **fields: object) -> EngineConfig:
     sizes = {"max_adapter_bytes": 1 << 20, "max_adapters": 2, "max_lora_rank": 8, "max_virtual_tokens": 6}
     base = {"device": "cuda", "draft_timeout_ms": 20_000.0, "fuse_parts": False, **SMALL, **sizes}
@@ -123,7 +109,7 @@ def asked(engine: Engine, cases: list[Case]) -> list[Answer]:
 
 
 def counts(engine: Engine) -> tuple[int, int]:
-    stats = engine._loop.executor.runner.launcher.stats  # type: ignore[attr-defined]
+    stats = executor_of(engine).runner.launcher.stats  # type: ignore[attr-defined]
     return stats.replays, stats.eager_steps
 
 
@@ -152,7 +138,7 @@ def test_a_step_without_adapters_has_the_nodes_of_a_server_that_takes_none(made:
     def parts(model: LoadedModel, **fields: object) -> tuple[list[list[tuple[str, int]]], list[int]]:
         """Return the nodes of each step's graph without adapters, and the number of nodes of the others."""
         with device_engine(model, on_device(3, **fields)) as (engine, _):
-            graphs = engine._loop.executor.runner.launcher  # type: ignore[attr-defined]
+            graphs = executor_of(engine).runner.launcher  # type: ignore[attr-defined]
             others = [len(graph.nodes) for shape, graph in graphs._graphs.items() if shape.adapted]
             found = [graph.parts for graph in graphs.captured.values()]
             if model.adapters is not None:  # prompts of requests that name no adapter

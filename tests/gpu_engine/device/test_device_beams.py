@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from functools import partial
 
 import pytest
@@ -11,16 +9,11 @@ import pytest
 from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine.beams import search, search_all
 from tests.gpu_engine.device.device_engine import device_engine, guided_device_engine
-from tests.gpu_engine.harness import ask, tokens, unguided_engine, with_drafts
+from tests.gpu_engine.device.device_requests import INTERPRETED
+from tests.gpu_engine.harness import ask, executor_of, tokens, unguided_engine, with_drafts
 from tests.gpu_engine.toy_sidecar import guided_engine
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = INTERPRETED
 
 SMALL = {"max_batch_size": 4, "max_model_len": 64, "max_batched_tokens": 32, "row_timeout_ms": 20_000.0}
 ON_DEVICE = {"device": "cuda", "draft_timeout_ms": 20_000.0, "fuse_parts": False}
@@ -39,7 +32,7 @@ def test_a_search_beside_an_ordinary_sequence(llama: LoadedModel) -> None:
         other.submit(engine)
         search_all(engine, [found])
         assert other.wait().tokens == plain.tokens
-        counts = engine._loop.executor.runner.launcher.stats  # type: ignore[attr-defined]
+        counts = executor_of(engine).runner.launcher.stats  # type: ignore[attr-defined]
         assert counts.eager_steps > 0
     assert found.tokens == expected.tokens
     assert found.scores == pytest.approx(expected.scores, rel=1e-5)

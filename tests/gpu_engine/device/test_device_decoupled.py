@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -25,11 +23,11 @@ from gpu_engine.step.device.graphs import StepGraphs, lane_buckets
 from shared_mem.channel import Record
 from tests.gpu_engine import tiny
 from tests.gpu_engine.adapters.files import save_prompt
+from tests.gpu_engine.device.adapter_stacks import over_stacks
 from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine
+from tests.gpu_engine.device.device_requests import GUIDED, INTERPRETED, SMALL, UNGUIDED, ByChance, on_device
 from tests.gpu_engine.device.recorded_stream import RecordedStream
-from tests.gpu_engine.device.test_device_adapters import over_stacks
-from tests.gpu_engine.device.test_device_engine import GUIDED, SMALL, UNGUIDED, ByChance, on_device
-from tests.gpu_engine.drafters.test_decoupled import exchanging
+from tests.gpu_engine.drafters.exchanges import exchanging
 from tests.gpu_engine.harness import (
     PATIENCE_S,
     Answer,
@@ -39,6 +37,7 @@ from tests.gpu_engine.harness import (
     answer_each,
     ask,
     config,
+    executor_of,
     tokens,
     unguided_engine,
     with_drafts,
@@ -47,13 +46,7 @@ from tests.gpu_engine.toy_sidecar import guided_engine
 from tools.scale.memory import FORMATS, Serving
 from tools.scale.shape import ModelShape
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = INTERPRETED
 
 
 def decoupled(
@@ -91,17 +84,17 @@ def guided_tokens(llama: LoadedModel) -> list[list[int]]:
 
 
 def every_draft(engine: Engine) -> None:
-    engine._loop.executor.runner.budget = EveryDraft()
+    executor_of(engine).runner.budget = EveryDraft()
 
 
 def drafter_of(engine: Engine) -> CapturedDecoupledDrafter:
-    drafter = engine._loop.executor.decoupled
+    drafter = executor_of(engine).decoupled
     assert isinstance(drafter, CapturedDecoupledDrafter)
     return drafter
 
 
 def launcher_of(engine: Engine) -> StepGraphs:
-    launcher = engine._loop.executor.runner.launcher  # type: ignore[attr-defined]
+    launcher = executor_of(engine).runner.launcher  # type: ignore[attr-defined]
     assert isinstance(launcher, StepGraphs)
     return launcher
 
@@ -194,7 +187,7 @@ def test_steps_without_drafts_or_proposals_have_the_same_tokens(
 ) -> None:
     """Then the model reads later what it missed."""
     with guided_device_engine(llama, decoupled(llama.name)) as (engine, _, _):
-        budget = engine._loop.executor.runner.budget = ByChance()
+        budget = executor_of(engine).runner.budget = ByChance()
         for _ in range(2):  # some twelve steps each, of which every kind comes
             assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
     assert len(budget.steps) == 4
@@ -203,7 +196,7 @@ def test_steps_without_drafts_or_proposals_have_the_same_tokens(
 @pytest.mark.slow
 def test_the_measured_choice_gives_the_same_tokens(llama: LoadedModel, unguided_tokens: list[list[int]]) -> None:
     with device_engine(llama, decoupled(llama.name)) as (engine, _):
-        engine._loop.executor.runner.budget = DraftBudget(by_length=False, computes=True)
+        executor_of(engine).runner.budget = DraftBudget(by_length=False, computes=True)
         assert answer_all(engine, [make() for make in UNGUIDED]) == unguided_tokens
 
 
@@ -476,7 +469,7 @@ def test_steps_without_drafts_have_the_same_tokens_over_there(
     llama: LoadedModel, guided_tokens: list[list[int]]
 ) -> None:
     with guided_device_engine(llama, decoupled(llama.name, **OWN)) as (engine, _, _):
-        engine._loop.executor.runner.budget = ByChance()
+        executor_of(engine).runner.budget = ByChance()
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
 
 

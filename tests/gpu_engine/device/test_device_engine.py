@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import random
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, InvalidRequest
 from gpu_engine.api.output_tensors import WantedOutput
 from gpu_engine.api.request import FinishReason
 from gpu_engine.core.device_slot_writer import DeviceSlotWriter
-from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
 from tests.fakes import EOS
 from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine
+from tests.gpu_engine.device.device_requests import GUIDED, INTERPRETED, SMALL, UNGUIDED, ByChance, on_device
 from tests.gpu_engine.harness import (
     PATIENCE_S,
     Answer,
@@ -32,49 +26,14 @@ from tests.gpu_engine.harness import (
     answer_each,
     ask,
     config,
+    executor_of,
     tokens,
     unguided_engine,
     with_drafts,
 )
 from tests.gpu_engine.toy_sidecar import Automaton, guided_engine
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
-    ),
-    # The interpreter computes with numpy, which warns about values that masks or a select discard.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
-
-SMALL = {"max_batch_size": 2, "max_model_len": 64, "max_batched_tokens": 32, "row_timeout_ms": 20_000.0}
-PATIENT = {"draft_timeout_ms": 20_000.0, "fuse_parts": False}
-
-BIASES = tuple((token, 1.5 - token % 4) for token in range(0, 300, 3))
-UNGUIDED = [
-    partial(ask, [*range(196, 203)] * 2, max_tokens=9),
-    partial(
-        ask, tokens(9, 2), max_tokens=6, temperature=0.8, top_p=0.9, seed=2**64 - 3, ignore_eos=True, logit_bias=BIASES
-    ),
-    partial(
-        ask,
-        tokens(38, 3, repeat=9),
-        max_tokens=6,
-        temperature=0.4,
-        repetition_penalty=1.3,
-        presence_penalty=0.5,
-        seed=4,
-    ),
-    partial(
-        ask, tokens(6, 4), max_tokens=8, temperature=0.6, top_k=9, bad_token_ids=(65, 66), bad_words=((70, 71),), seed=5
-    ),
-]
-"""More requests than there are slots, so that slots are assigned again."""
-GUIDED = [
-    partial(ask, tokens(20, 1, repeat=8), grammar="8", max_tokens=30),
-    partial(ask, tokens(7, 2), max_tokens=6, ignore_eos=True),
-    partial(ask, tokens(11, 3), grammar="7", max_tokens=30, temperature=1.0, seed=3, logit_bias=BIASES),
-]
+pytestmark = INTERPRETED
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +51,6 @@ def guided_tokens(llama: LoadedModel) -> list[list[int]]:
     return emitted
 
 
-def on_device(num_drafts: int, **fields: object) -> EngineConfig:
-    return with_drafts(num_drafts, device="cuda", **{**SMALL, **PATIENT, **fields})
-
-
 @pytest.mark.parametrize(
     ("fields", "count"),
     [
@@ -109,7 +64,7 @@ def test_unguided_tokens_equal_those_of_a_cpu(
     with device_engine(llama, on_device(3, **fields)) as (engine, _):
         assert answer_all(engine, [make() for make in UNGUIDED[:count]]) == unguided_tokens[:count]
         stats = engine.stats()
-        counts = engine._loop.executor.runner.launcher.stats  # type: ignore[attr-defined]
+        counts = executor_of(engine).runner.launcher.stats  # type: ignore[attr-defined]
     assert stats.generated_tokens == sum(map(len, unguided_tokens[:count]))
     assert stats.accepted_draft_tokens > 3
     assert (counts.replays > 0, counts.eager_steps > 0) == (not fields, bool(fields))
@@ -126,27 +81,12 @@ def test_guided_tokens_equal_those_of_a_cpu(llama: LoadedModel, guided_tokens: l
         assert len({record.slot for record in grammar.sidecar.records}) == 2
 
 
-class ByChance(DraftBudget):
-    """Verifies and proposes by chance; drafts of an earlier step may be out of date."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._rng = random.Random(1)
-        self.steps: set[tuple[bool, bool]] = set()
-
-    def choose(self, proposals: Sequence[Proposal], shapes: Sequence[Shape] | None, *, guided: bool) -> Plan:
-        verifies, proposes = self._rng.random() < 0.5, self._rng.random() < 0.5
-        self.steps.add((verifies, proposes))
-        limits = tuple(self._rng.randint(1, 3) * verifies for _ in proposals)
-        return Plan(tuple(proposals), limits, guided, proposes=proposes)
-
-
 @pytest.mark.parametrize("sync", [pytest.param("host_callback", marks=pytest.mark.slow), "device_flag"])
 def test_steps_without_drafts_or_proposals_have_the_same_tokens(
     llama: LoadedModel, guided_tokens: list[list[int]], sync: str
 ) -> None:
     with guided_device_engine(llama, on_device(3, sync=sync)) as (engine, _, _):
-        budget = engine._loop.executor.runner.budget = ByChance()
+        budget = executor_of(engine).runner.budget = ByChance()
         for _ in range(2):
             assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
         assert engine.stats().deferred_rows == 0
@@ -364,7 +304,7 @@ def test_a_refused_post_ends_only_its_own_requests_with_internal(
     llama: LoadedModel, guided_tokens: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with guided_device_engine(llama, on_device(3)) as (engine, grammar, stream):
-        slot_writer, broken = engine._loop.executor.slot_writer, [0]
+        slot_writer, broken = executor_of(engine).slot_writer, [0]
         assert isinstance(slot_writer, DeviceSlotWriter)
 
         def break_the_count(answer: Answer) -> None:

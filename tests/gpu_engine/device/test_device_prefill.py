@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,20 +22,14 @@ from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import SlotBuffers
 from tests.gpu_engine import eagle
 from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine, opaque_launches
+from tests.gpu_engine.device.device_requests import INTERPRETED, PATIENT
 from tests.gpu_engine.device.recorded_stream import RecordedGraph, RecordedStream
-from tests.gpu_engine.harness import Answer, answer_each, ask, tokens, unguided_engine, with_drafts
+from tests.gpu_engine.harness import Answer, answer_each, ask, executor_of, tokens, unguided_engine, with_drafts
 from tests.gpu_engine.toy_sidecar import guided_engine
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = INTERPRETED
 
 SMALL = {"max_batch_size": 4, "max_model_len": 160, "max_batched_tokens": 128, "row_timeout_ms": 20_000.0}
-PATIENT = {"draft_timeout_ms": 20_000.0, "fuse_parts": False}
 MIX = [
     partial(ask, tokens(5, 1), max_tokens=3, ignore_eos=True),
     partial(ask, [*range(196, 203)] * 4, max_tokens=6),
@@ -62,7 +54,7 @@ def expected(llama: LoadedModel) -> list[list[int]]:
 
 
 def prefill_of(engine: Engine) -> Prefill:
-    prefill = engine._loop.executor.prefill
+    prefill = executor_of(engine).prefill
     assert isinstance(prefill, Prefill)
     return prefill
 

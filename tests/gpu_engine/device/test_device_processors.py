@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from functools import partial
 
 import pytest
@@ -14,12 +12,14 @@ from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record
 from tests.gpu_engine.device.device_engine import device_engine, guided_device_engine
+from tests.gpu_engine.device.device_requests import INTERPRETED, SMALL, on_device
 from tests.gpu_engine.harness import (
     PATIENCE_S,
     Answer,
     answer_all,
     answer_each,
     ask,
+    executor_of,
     tokens,
     unguided_engine,
     with_drafts,
@@ -27,15 +27,8 @@ from tests.gpu_engine.harness import (
 from tests.gpu_engine.processor_cases import HERE, SETTING, processed
 from tests.gpu_engine.toy_sidecar import guided_engine
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = INTERPRETED
 
-SMALL = {"max_batch_size": 2, "max_model_len": 64, "max_batched_tokens": 32, "row_timeout_ms": 20_000.0}
 OTHERS = tuple(entry for entry in SETTING if "aptured" not in entry)
 NGRAMS = "ngrams=gpu_engine.processors.ngrams:NoRepeatedNgrams"
 CAPTURED = {"logits_processors": (f"captured={HERE}:CapturedWaves", f"nan={HERE}:CapturedNaN", NGRAMS)}
@@ -50,12 +43,6 @@ FREE: list[tuple[partial[Answer], Uses]] = [
     ),
 ]
 """More than there are slots, so that slots are assigned again."""
-
-
-def on_device(num_drafts: int, **fields: object) -> object:
-    return with_drafts(
-        num_drafts, **{"device": "cuda", "draft_timeout_ms": 20_000.0, "fuse_parts": False, **SMALL, **fields}
-    )
 
 
 def made(processors: Processors, cases: list[tuple[partial[Answer], Uses]]) -> list[Answer]:
@@ -78,7 +65,7 @@ def logprobs(answers: list[Answer]) -> list[float]:
 
 
 def counts(engine: Engine) -> tuple[int, int]:
-    stats = engine._loop.executor.runner.launcher.stats  # type: ignore[attr-defined]
+    stats = executor_of(engine).runner.launcher.stats  # type: ignore[attr-defined]
     return stats.replays, stats.eager_steps
 
 

@@ -26,7 +26,17 @@ from tests.gpu_engine import tiny
 from tests.gpu_engine.beams import search, search_all
 from tests.gpu_engine.device.device_engine import device_engine, guided_device_engine
 from tests.gpu_engine.device.recorded_stream import opaque
-from tests.gpu_engine.harness import UNHURRIED_MS, Answer, answer_all, ask, config, tokens, unguided_engine, with_drafts
+from tests.gpu_engine.harness import (
+    UNHURRIED_MS,
+    Answer,
+    answer_all,
+    ask,
+    config,
+    executor_of,
+    tokens,
+    unguided_engine,
+    with_drafts,
+)
 from tests.gpu_engine.model.parallel.threads import ThreadRanks
 from tests.gpu_engine.toy_sidecar import guided_engine
 
@@ -150,7 +160,7 @@ def test_captured_steps_of_two_ranks_have_the_tokens_of_one_rank_on_a_cpu(
     with guided_device_engine(ranks.model, on_device(num_drafts)) as (engine, _, _):
         before, called = group.ran.copy(), {name: part.calls for name, part in spent.items()}
         assert answer_all(engine, cases()) == expected
-        stats = engine._loop.executor.runner.launcher.stats  # type: ignore[attr-defined]
+        stats = executor_of(engine).runner.launcher.stats  # type: ignore[attr-defined]
     ran = group.ran - before
     assert stats.eager_steps == 0
     assert stats.replays > 5

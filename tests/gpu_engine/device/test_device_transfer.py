@@ -5,9 +5,6 @@ No GPU is needed. What a GPU adds, memory that is pinned and copies that run bes
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 
 from gpu_engine.api.config import EngineConfig
@@ -15,14 +12,10 @@ from gpu_engine.api.page_transfer import Opened, Piece, WantedPages
 from gpu_engine.front.transfer.identity import prefill_request
 from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine.device.device_engine import device_engine
+from tests.gpu_engine.device.device_requests import INTERPRETED
 from tests.gpu_engine.harness import answer_each, ask, tokens, unguided_engine, until_false, with_drafts
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter"),
-    # The interpreter computes with numpy, which warns about values that masks or a select discard.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = INTERPRETED
 
 PAGE = 16
 SMALL = {"max_batch_size": 2, "max_model_len": 64, "max_batched_tokens": 16}

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
-import pytest
 import torch
 
-from tests.gpu_engine.drafters.test_eagle3_net import Lanes
+from tests.gpu_engine.device.device_requests import INTERPRETED
+from tests.gpu_engine.drafters.lanes import Lanes
 from tests.gpu_engine.eagle import make_head
 from tests.kernels.tree_cases import way_to
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = INTERPRETED
 
 PARENTS = [0, 0, 1, 2, 1, 3]
 """Of the drafts, which are rows 1 to 6; row 0 has the last token."""

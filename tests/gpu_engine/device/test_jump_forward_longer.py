@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +11,8 @@ from gpu_engine.model.loader import LoadedModel
 from shared_mem.layout import Stage
 from tests.gpu_engine import eagle
 from tests.gpu_engine.device.device_engine import guided_device_engine
-from tests.gpu_engine.drafters.test_jump_forward import Proposes
+from tests.gpu_engine.device.device_requests import INTERPRETED, PATIENT, SMALL
+from tests.gpu_engine.drafters.proposals import Proposes
 from tests.gpu_engine.harness import (
     Answer,
     Hold,
@@ -21,22 +20,15 @@ from tests.gpu_engine.harness import (
     answer_each,
     ask,
     config,
+    executor_of,
     tokens,
     with_drafts,
 )
-from tests.gpu_engine.step.test_draft_limits import RandomBudget
+from tests.gpu_engine.step.random_budget import RandomBudget
 from tests.gpu_engine.toy_sidecar import Automaton, ToyGrammar, guided_engine
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = INTERPRETED
 
-SMALL = {"max_batch_size": 2, "max_model_len": 64, "max_batched_tokens": 32, "row_timeout_ms": 20_000.0}
-PATIENT = {"draft_timeout_ms": 20_000.0, "fuse_parts": False}
 GUIDED = [
     partial(ask, tokens(20, 1, repeat=8), grammar="14", max_tokens=30),
     partial(ask, tokens(7, 2), max_tokens=6, ignore_eos=True),
@@ -159,7 +151,7 @@ def test_drafts_beyond_the_rows_of_a_larger_bucket_are_dropped(llama: LoadedMode
     fields = {"drafter": "ngram", "num_draft_tokens": 2, "jump_forward_tokens": 15, **PATIENT}
     settings = config(device="cuda", **{**SMALL, "max_batch_size": 6}, **fields)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
-        runner = engine._loop.executor.runner
+        runner = executor_of(engine).runner
         most: dict[tuple[int, bool], int] = {}
         for lanes, rows, guided in runner.launcher.captured:  # type: ignore[attr-defined]
             most[lanes, guided] = max(rows, most.get((lanes, guided), 0))
@@ -191,7 +183,7 @@ def test_drafts_beyond_the_rows_of_a_larger_bucket_are_dropped(llama: LoadedMode
 def test_any_choice_among_captured_steps_gives_the_same_tokens(llama: LoadedModel, expected: list[list[int]]) -> None:
     fields = {"drafter": "ngram", "num_draft_tokens": 7, "jump_forward_tokens": 1, **PATIENT}
     with guided_device_engine(llama, config(device="cuda", **{**SMALL, **fields})) as (engine, _, _):
-        runner = engine._loop.executor.runner
+        runner = executor_of(engine).runner
         shapes = {rows for _, rows, _ in runner.launcher.captured}  # type: ignore[attr-defined]
         assert shapes == {1, 4, 8}
         runner.budget = RandomBudget(seed=2)

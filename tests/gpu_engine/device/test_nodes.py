@@ -5,8 +5,6 @@ A node costs one or two microseconds of every step. The nodes of a model depend 
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,10 @@ from shared_mem.layout import Layout
 from shared_mem.segment import Segment
 from tests.gpu_engine import eagle, tiny
 from tests.gpu_engine.device.device_engine import RecordedDevice, opaque_launches
+from tests.gpu_engine.device.device_requests import INTERPRETED
 from tests.gpu_engine.harness import config, with_drafts
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = INTERPRETED
 
 ROWS = 3
 PAIR = {

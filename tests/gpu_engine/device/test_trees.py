@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -24,8 +22,8 @@ from shared_mem.channel import Record
 from shared_mem.layout import Stage, parent_of
 from tests.gpu_engine import eagle
 from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine
+from tests.gpu_engine.device.device_requests import GUIDED, INTERPRETED, SMALL, UNGUIDED, on_device
 from tests.gpu_engine.device.recorded_stream import opaque
-from tests.gpu_engine.device.test_device_engine import GUIDED, SMALL, UNGUIDED, on_device
 from tests.gpu_engine.harness import (
     PATIENCE_S,
     Answer,
@@ -34,19 +32,14 @@ from tests.gpu_engine.harness import (
     answer_each,
     ask,
     config,
+    executor_of,
     unguided_engine,
     with_drafts,
 )
 from tests.gpu_engine.tiny import VOCAB
 from tests.gpu_engine.toy_sidecar import guided_engine
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = INTERPRETED
 
 PARENTS = (0, 0, 2, 2, 4)
 """Of the drafts of `KnownTree`: two behind the last token, two behind the second one, and one behind the last of
@@ -104,7 +97,7 @@ def test_accepted_branches_change_no_token(llama: LoadedModel, fields: dict[str,
 
     device = RecordedDevice(drafter_builders={**BUILDERS, "ngram": build})
     with device_engine(llama, on_device(5, draft_tree="on", **fields), device) as (engine, _):
-        engine._loop.executor.runner.budget = EveryDraft()
+        executor_of(engine).runner.budget = EveryDraft()
         answers = [make() for make in requests]
         assert answer_all(engine, answers) == expected
         accepted = engine.stats().accepted_draft_tokens
@@ -121,8 +114,8 @@ def test_branches_of_the_lookup_change_no_token(llama: LoadedModel) -> None:
     expected = answers_without_drafts(llama, requests)
     trees: list[list[list[int]]] = []
     with device_engine(llama, on_device(5, draft_tree="on", overlap=False)) as (engine, _):
-        engine._loop.executor.runner.budget = EveryDraft()
-        tree = engine._loop.executor.runner.launcher.lane.tree  # type: ignore[attr-defined]
+        executor_of(engine).runner.budget = EveryDraft()
+        tree = executor_of(engine).runner.launcher.lane.tree  # type: ignore[attr-defined]
         answers = [make(on_event=lambda _: trees.append(tree.parent_BR.tolist())) for make in requests]
         assert answer_all(engine, answers) == expected
         assert engine.stats().accepted_draft_tokens > 0
@@ -140,7 +133,7 @@ def guided_tokens(llama: LoadedModel) -> list[list[int]]:
 def test_the_lookup_drafts_trees_under_a_grammar(llama: LoadedModel, guided_tokens: list[list[int]], sync: str) -> None:
     settings = on_device(3, draft_tree="on", sync=sync, max_batch_size=4)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
-        engine._loop.executor.runner.budget = EveryDraft()
+        executor_of(engine).runner.budget = EveryDraft()
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
         stats = engine.stats()
         assert stats.deferred_rows == 0
@@ -164,7 +157,7 @@ def test_accepted_branches_under_a_grammar_change_no_token(
     device = RecordedDevice(drafter_builders={**BUILDERS, "ngram": build})
     settings = on_device(5, draft_tree="on", sync=sync, max_batch_size=4)
     with guided_device_engine(llama, settings, device) as (engine, grammar, _):
-        engine._loop.executor.runner.budget = EveryDraft()
+        executor_of(engine).runner.budget = EveryDraft()
         if refused:
             grammar.sidecar.refuse = lambda record: len(grammar.sidecar.records) % refused == 0
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
@@ -201,7 +194,7 @@ def test_the_tree_of_a_head_changes_no_token(
     settings = on_device(num_drafts, draft_model=head, draft_tree="on", **fields)
     trees: list[list[int]] = []
     with device_engine(llama, settings) as (engine, _):
-        tree = engine._loop.executor.runner.launcher.lane.tree  # type: ignore[attr-defined]
+        tree = executor_of(engine).runner.launcher.lane.tree  # type: ignore[attr-defined]
         answers = [make(on_event=lambda _: trees.extend(tree.parent_BR.tolist())) for make in requests]
         assert answer_all(engine, answers) == expected
         stats = engine.stats()

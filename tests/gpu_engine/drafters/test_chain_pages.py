@@ -12,7 +12,7 @@ from gpu_engine.drafters.nets import DraftNet
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.prefill import Chunks, Hidden
-from tests.gpu_engine.harness import answer_all, ask, config, running, tokens, with_drafts
+from tests.gpu_engine.harness import answer_all, ask, config, executor_of, running, tokens, with_drafts
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ def test_a_chain_writes_only_to_the_pages_of_its_sequence(llama: LoadedModel, ov
         7, draft_model=llama.name, max_batch_size=6, step_rows=64, overlap=overlap, jump_forward_tokens=0
     )
     engine = Engine(settings, replace(llama, max_model_len=settings.max_model_len))
-    drafter = engine._loop.executor.runner.launcher._program.drafter  # type: ignore[attr-defined]
+    drafter = executor_of(engine).runner.launcher._program.drafter  # type: ignore[attr-defined]
     while not hasattr(drafter, "net"):
         drafter = drafter.next_drafter
     drafter.net = net = WatchedNet(drafter.net, engine, settings.page_size)

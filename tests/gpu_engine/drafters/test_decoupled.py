@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from gpu_engine.drafters.decoupled import TAIL, DecoupledDrafter, DraftModel
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from tests.gpu_engine import tiny
 from tests.gpu_engine.adapters.files import save_prompt
+from tests.gpu_engine.drafters.exchanges import exchanging
 from tests.gpu_engine.harness import (
     Answer,
     Hold,
@@ -33,10 +33,10 @@ from tests.gpu_engine.harness import (
     answer_each,
     ask,
     config,
+    executor_of,
     running,
     tokens,
     unguided_engine,
-    until_false,
     with_drafts,
 )
 from tests.gpu_engine.library_sidecars import PATIENT, Sidecars
@@ -67,7 +67,7 @@ def decoupled(draft_model: str, **fields: object) -> EngineConfig:
 
 
 def drafter_of(engine: Engine) -> DecoupledDrafter:
-    drafter = engine._loop.executor.decoupled
+    drafter = executor_of(engine).decoupled
     assert drafter is not None
     return drafter
 
@@ -119,7 +119,7 @@ def test_the_measured_choice_gives_the_same_tokens(llama: LoadedModel, expected:
     """The budget may pause proposing: the model then reads what came meanwhile."""
     with unguided_engine(llama, decoupled(llama.name)) as engine:
         budget = DraftBudget(by_length=False, computes=True)
-        engine._loop.executor.runner.budget = budget
+        executor_of(engine).runner.budget = budget
         for _ in range(3):
             assert answer_all(engine, made()) == expected
 
@@ -238,22 +238,6 @@ def test_a_draft_model_may_pad_its_logits_otherwise(
 
 
 # -- exchange --------------------------------------------------------------------------------------------------------
-
-
-def exchanging(engine: Engine, path: str) -> tuple[threading.Thread, list[object]]:
-    """Start an exchange, and wait until the engine's thread, which is held, is asked to take the model over."""
-    results: list[object] = []
-
-    def exchange() -> None:
-        try:
-            results.append(engine.draft_models.exchange(path))
-        except LockstepError as error:
-            results.append(error)
-
-    thread = threading.Thread(target=exchange)
-    thread.start()
-    until_false(lambda: engine._inbox.empty() and thread.is_alive())
-    return thread, results
 
 
 @pytest.mark.slow

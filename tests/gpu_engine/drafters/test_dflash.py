@@ -21,13 +21,14 @@ from kernels.row_kinds import APPLY
 from shared_mem.layout import Stage
 from tests.fakes import EOS
 from tests.gpu_engine import dflash
-from tests.gpu_engine.core.test_guided import legal
+from tests.gpu_engine.core.guided_requests import legal
 from tests.gpu_engine.harness import (
     UNHURRIED_MS,
     Answer,
     answer_all,
     ask,
     config,
+    executor_of,
     tokens,
     unguided_engine,
     with_drafts,
@@ -73,7 +74,7 @@ class Proposals:
 
 
 def drafter_of(engine: Engine) -> ChainDrafter:
-    drafter: ChainDrafter = engine._loop.executor.runner.launcher._program.drafter  # type: ignore[attr-defined]
+    drafter: ChainDrafter = executor_of(engine).runner.launcher._program.drafter  # type: ignore[attr-defined]
     return drafter
 
 

@@ -9,7 +9,7 @@ import pytest
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.layout import Stage
 from tests.fakes import EOS
-from tests.gpu_engine.core.test_guided import legal
+from tests.gpu_engine.core.guided_requests import legal
 from tests.gpu_engine.harness import (
     UNHURRIED_MS,
     answer_all,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from collections.abc import Callable
 
 import pytest
 
@@ -12,7 +10,8 @@ from gpu_engine.api.request import FinishReason
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
-from tests.gpu_engine.core.test_guided import legal, made
+from tests.gpu_engine.core.guided_requests import legal, made
+from tests.gpu_engine.drafters.proposals import Proposes, half_right, liar, prophet
 from tests.gpu_engine.harness import (
     PATIENCE_S,
     UNHURRIED_MS,
@@ -27,8 +26,6 @@ from tests.gpu_engine.harness import (
 from tests.gpu_engine.tiny import VOCAB
 from tests.gpu_engine.toy_sidecar import Automaton, guided_engine
 
-Proposes = Callable[[Automaton, list[int]], list[int]]
-
 
 @pytest.fixture(scope="module")
 def expected(llama: LoadedModel) -> list[list[int]]:
@@ -37,22 +34,6 @@ def expected(llama: LoadedModel) -> list[list[int]]:
     with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
         answer_each(engine, answers)
     return [answer.tokens for answer in answers]
-
-
-def prophet(expected: list[list[int]]) -> Proposes:
-    """Return a proposer of the right tokens: the rest of every expected answer."""
-
-    def proposes(automaton: Automaton, emitted: list[int]) -> list[int]:
-        return next(
-            (answer[len(emitted) :] for answer in expected if emitted and answer[: len(emitted)] == emitted), []
-        )
-
-    return proposes
-
-
-def liar(automaton: Automaton, emitted: list[int]) -> list[int]:
-    """Propose random tokens: illegal ones, stop tokens, too many."""
-    return random.Random(len(emitted)).choices(range(VOCAB), k=len(emitted) % 12)
 
 
 def out_of_vocabulary(expected: list[list[int]]) -> Proposes:
@@ -64,12 +45,6 @@ def out_of_vocabulary(expected: list[list[int]]) -> Proposes:
         return [*knows(automaton, emitted)[: len(emitted) % 2], outside, 65]
 
     return proposes
-
-
-def half_right(expected: list[list[int]]) -> Proposes:
-    """Return a proposer of two right tokens and then a wrong one."""
-    knows = prophet(expected)
-    return lambda automaton, emitted: [*knows(automaton, emitted)[:2], len(emitted) % 256]
 
 
 def proposers(expected: list[list[int]]) -> dict[str, Proposes]:

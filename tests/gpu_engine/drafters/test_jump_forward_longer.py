@@ -9,8 +9,8 @@ from gpu_engine.api.request import FinishReason
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.layout import Stage
 from tests.fakes import EOS
-from tests.gpu_engine.core.test_guided import made
-from tests.gpu_engine.drafters.test_jump_forward import Proposes, half_right, liar, prophet
+from tests.gpu_engine.core.guided_requests import made
+from tests.gpu_engine.drafters.proposals import Proposes, half_right, liar, prophet
 from tests.gpu_engine.harness import (
     UNHURRIED_MS,
     Answer,

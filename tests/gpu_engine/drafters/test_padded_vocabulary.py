@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine import tiny
-from tests.gpu_engine.harness import answer_all, ask, tokens, unguided_engine, with_drafts
+from tests.gpu_engine.harness import answer_all, ask, executor_of, tokens, unguided_engine, with_drafts
 
 
 def drafter_of(engine: Engine) -> object:
-    drafter = engine._loop.executor.runner.launcher._program.drafter  # type: ignore[attr-defined]
+    drafter = executor_of(engine).runner.launcher._program.drafter  # type: ignore[attr-defined]
     while not hasattr(drafter, "net"):
         drafter = drafter.next_drafter
     return drafter

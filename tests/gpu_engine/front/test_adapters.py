@@ -9,7 +9,8 @@ import pytest
 
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import answers_with
-from tests.gpu_engine.front.test_servicer import answer, ask, refusal, serving
+from tests.gpu_engine.front.refusals import refusal
+from tests.gpu_engine.front.serving import answer, ask, serving
 
 
 async def test_adapters_are_loaded_listed_and_unloaded(tmp_path: Path) -> None:

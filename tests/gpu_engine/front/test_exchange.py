@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.gpu_engine.front.test_servicer import serving
+from tests.gpu_engine.front.serving import serving
 
 
 async def test_the_draft_model_is_named_and_exchanged(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from gpu_engine.api.errors import GrammarUnavailable
 from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import EOS, answers_with
+from tests.gpu_engine.front.refusals import prompt_scores, refusal
 from tests.gpu_engine.front.serving import Setup, answer, ask, serving
-from tests.gpu_engine.front.test_servicer import prompt_scores, refusal
 from tests.waiting import eventually
 
 THINKS = "<think>a b</think>c d"

@@ -14,20 +14,14 @@ import pytest
 
 from gpu_engine.api.errors import GrammarUnavailable, LimitExceeded, QueueTimeout
 from gpu_engine.api.output_tensors import OutputRows, OutputSpec
-from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent, TokenOrigin
-from gpu_engine.cli.client import Client
+from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent, TokenOrigin
 from gpu_engine.front.pacing import StreamPacer
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 from tests.fakes import EOS, answers_with
+from tests.gpu_engine.front.refusals import prompt_scores, refusal
 from tests.gpu_engine.front.serving import answer, ask, serving
 from tests.waiting import eventually
-
-
-async def refusal(client: Client, request: pb.GenerateRequest) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await answer(client, request)
-    return caught.value
 
 
 async def test_an_answer_streams_and_ends_with_usage_and_telemetry(tmp_path: Path) -> None:
@@ -126,11 +120,6 @@ async def test_an_echo_ends_with_the_last_whole_character_of_the_prompt(tmp_path
         responses = await answer(s.client, pb.GenerateRequest(token_ids=prompt, response=options))
         assert "".join(r.text for r in responses) == ""
         assert list(responses[0].prompt_token_ids) == list(prompt.ids)
-
-
-def prompt_scores(count: int, wanted: int) -> PromptLogprobs:
-    ids = np.tile(np.arange(wanted, dtype=np.int32), (count, 1))
-    return PromptLogprobs(np.linspace(-1, 0, count, dtype=np.float32), ids, -ids.astype(np.float32))
 
 
 @pytest.mark.parametrize("length", [1, 3, 250])

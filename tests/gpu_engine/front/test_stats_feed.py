@@ -13,10 +13,11 @@ import grpc
 import pytest
 import tokenizers
 
-from gpu_engine.api.stats import Iteration, IterationRing
+from gpu_engine.api.stats import IterationRing
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 from tests.fakes import EOS
+from tests.gpu_engine.front.feed import ran
 from tests.gpu_engine.front.serving import Setup, ask, serving
 from tests.waiting import eventually
 
@@ -31,13 +32,6 @@ async def stub_of(tmp_path: Path, *, with_grammar: bool = True) -> AsyncIterator
         asyncio.timeout(30),
     ):
         yield s, engine_pb2_grpc.EngineStub(channel)  # type: ignore[misc]
-
-
-def ran(ring: IterationRing, count: int) -> None:
-    """Add iterations that differ in each number."""
-    for _ in range(count):
-        n = ring.total
-        ring.add(Iteration(n, 1e9 + n, n / 1e3, *(n + i for i in range(1, 11))))
 
 
 def test_a_ring_has_the_last_iterations_and_says_where_they_end() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from gpu_engine.api.conversation import Chat, Tokens, Turn
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.limits import Limits
 from gpu_engine.api.request import (
     BeamParams,
     EarlyStopping,
@@ -24,16 +23,8 @@ from gpu_engine.api.request import (
 from gpu_engine.front.validation import check, check_prompt_length
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.repetition import RepetitionLimit
+from tests.gpu_engine.front.limits import LIMITS
 
-LIMITS = Limits(
-    vocab_size=320,
-    max_model_len=64,
-    num_draft_tokens=7,
-    jump_forward_tokens=15,
-    max_n=4,
-    max_prompt_bytes=1000,
-    max_beam_width=6,
-)
 Change = Callable[[pb.GenerateRequest], object]
 
 

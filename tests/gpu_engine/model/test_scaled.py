@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,15 +26,10 @@ from gpu_engine.model.quantised.scaled import ScaledKind, ScaledLinear, rounded_
 from gpu_engine.model.recording import distance, recording
 from tests.gpu_engine import published
 from tests.gpu_engine.device.device_engine import device_engine
+from tests.gpu_engine.device.device_requests import INTERPRETED
 from tests.gpu_engine.harness import answer_all, answer_each, ask, config, tokens, with_drafts
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = INTERPRETED
 
 CPU = torch.device("cpu")
 KINDS = list(ScaledKind)

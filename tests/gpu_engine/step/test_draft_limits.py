@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-
 import pytest
 
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
+from gpu_engine.core.draft_budget import DraftBudget
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
-from tests.gpu_engine.core.test_guided import made as guided_requests
+from tests.gpu_engine.core.guided_requests import made as guided_requests
 from tests.gpu_engine.harness import (
     UNHURRIED_MS,
     answer_all,
     answer_each,
     answer_staggered,
     config,
+    executor_of,
     unguided_engine,
     with_drafts,
 )
-from tests.gpu_engine.step.test_step import made
+from tests.gpu_engine.step.random_budget import RandomBudget
+from tests.gpu_engine.step.step_requests import made
 from tests.gpu_engine.toy_sidecar import guided_engine
-
-
-class RandomBudget(DraftBudget):
-    """Chooses by chance, and records what it chose."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._rng = random.Random(seed)
-        self.limits: set[tuple[int, ...]] = set()
-
-    def choose(self, proposals: Sequence[Proposal], shapes: Sequence[Shape] | None, *, guided: bool) -> Plan:
-        most = self._rng.choice((0, 2, 7))
-        limits = tuple(self._rng.randint(0, most) for _ in proposals)
-        self.limits.add(limits)
-        return Plan(tuple(proposals), limits, guided)
-
-    def rows_to_propose(self, plan: Plan, most: int, *, least: int = 1) -> int:
-        return self._rng.choice((1, 2, 4, most, most))
 
 
 def by_chance(engine: Engine, seed: int) -> RandomBudget:
     budget = RandomBudget(seed)
-    engine._loop.executor.runner.budget = budget
+    executor_of(engine).runner.budget = budget
     return budget
 
 
@@ -91,7 +72,7 @@ def test_the_measured_choice_gives_the_same_tokens_and_shows_its_times(
 ) -> None:
     with unguided_engine(llama, with_drafts(7, draft_model=draft_models.get(drafter, ""))) as engine:
         by_net = {"by_length": False, "may_pause": False} if drafter else {}
-        engine._loop.executor.runner.budget = DraftBudget(**by_net)
+        executor_of(engine).runner.budget = DraftBudget(**by_net)
         assert engine.stats().step_ms_by_rows == {False: {}, True: {}}, "without seeds nothing is known"
         for _ in range(3):
             assert answer_all(engine, made()) == expected

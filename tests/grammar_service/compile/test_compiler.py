@@ -22,7 +22,7 @@ from grammar_service.config import GrammarConfig
 from grammar_service.errors import InternalError, InvalidGrammar, LimitExceeded, NotEnforced, UnknownGrammar
 from grammar_service.grammar.value import Kind, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
-from tests.grammar_service.compile.test_pool import PRETEND
+from tests.grammar_service.compile.pretending import PRETEND
 from tests.grammar_service.toy import spell
 from tests.waiting import eventually
 

@@ -22,9 +22,8 @@ from grammar_service.config import CompileLimits
 from grammar_service.errors import GrammarServiceError, InternalError, InvalidGrammar, LimitExceeded, NotSupported
 from grammar_service.grammar.value import Grammar, Kind, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
+from tests.grammar_service.compile.pretending import PRETEND
 from tests.waiting import eventually
-
-PRETEND = (sys.executable, str(Path(__file__).with_name("pretend_worker.py")))
 
 
 def grammar(text: str) -> Grammar:

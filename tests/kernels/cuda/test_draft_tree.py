@@ -15,7 +15,7 @@ from kernels.cuda.draft_tree import grow_tree, num_candidates, take_tree
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
 from kernels.step_tensors import TREE_CANDIDATES, TREE_ROWS, DraftTree, tree_shape
 from tests.kernels.accept_cases import Case, reference_logits, tensors
-from tests.kernels.cuda.test_accept import none_ended, on
+from tests.kernels.cuda.accept_runs import none_ended, on
 
 R, V = 12, 90
 

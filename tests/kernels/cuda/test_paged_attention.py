@@ -10,17 +10,7 @@ import torch
 from kernels.cuda.attention.paged import DecodeTuning, paged_attention, split_length
 from kernels.paged_attention import KVPages
 from tests.kernels.attention_reference import paged_attention_reference
-
-
-def pages_of(N: int, Hkv: int, T: int, D: int, dtype: torch.dtype, device: torch.device, seed: int) -> KVPages:
-    g = torch.Generator().manual_seed(seed)
-    k, v = (torch.randn(N, Hkv, T, D, generator=g).to(device, dtype) for _ in range(2))
-    return KVPages(k, v, token_major=True)
-
-
-def inputs(B: int, P: int, Hq: int, Hkv: int, D: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    g = torch.Generator().manual_seed(P)
-    return [torch.randn(B, P, h, D, generator=g).to(device, dtype) for h in (Hq, Hkv, Hkv)]
+from tests.kernels.cuda.attention_inputs import inputs, pages_of
 
 
 @pytest.mark.parametrize(

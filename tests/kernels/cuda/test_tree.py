@@ -15,8 +15,8 @@ from kernels.row_kinds import DEFER
 from kernels.step_tensors import TreeRows
 from tests.kernels.accept_cases import Case, random_cases, reference_token
 from tests.kernels.attention_reference import paged_attention_reference
-from tests.kernels.cuda.test_accept import run
-from tests.kernels.cuda.test_paged_attention import inputs, pages_of
+from tests.kernels.cuda.accept_runs import run
+from tests.kernels.cuda.attention_inputs import inputs, pages_of
 from tests.kernels.tree_cases import random_parents, tree_of, way_to
 
 

@@ -32,7 +32,7 @@ from tests.fakes import answers_with
 from tests.gpu_engine import test_server
 from tests.gpu_engine.front.tenants.tenant_serving import ACME, AS_ACME, AS_BETA, AS_BOSS, BOSS, FILE, Metadata
 from tests.gpu_engine.harness import config
-from tests.gpu_engine.test_http import ASK, get, until_healthy
+from tests.gpu_engine.http_calls import ASK, get, until_healthy
 
 PARTS = Parts(load_model, Engine)
 TEXT = "A prompt of a hundred and some tokens, which is long enough for a fetch: " + "one two three " * 6

@@ -13,7 +13,7 @@ import pytest
 
 from tests.gpu_engine import tiny
 from tests.gpu_engine.model.parallel.forked_servers import ForkedServer, short_folder
-from tests.gpu_engine.model.parallel.test_killed_ranks import LIMIT_S, Load, answer
+from tests.gpu_engine.model.parallel.loads import LIMIT_S, Load, answer
 
 pytestmark = pytest.mark.slow
 

@@ -10,12 +10,12 @@ import torch
 from transformers import LlamaConfig
 
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model, load_shard
 from gpu_engine.model.parallel.shards import Shard
 from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine import tiny
 from tests.gpu_engine.harness import config
+from tests.gpu_engine.model.parallel.shard_logits import logits
 from tests.gpu_engine.model.parallel.threads import ThreadRanks
 
 ODD = {**tiny._SHAPE, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 97}
@@ -24,19 +24,6 @@ ODD = {**tiny._SHAPE, "hidden_size": 96, "num_attention_heads": 6, "num_key_valu
 
 def divided(folder: Path, size: int, quantization: str = "none") -> EngineConfig:
     return config(model=str(folder), tensor_parallel_size=size, quantization=quantization)
-
-
-def logits(model: LoadedModel, ids_BP: torch.Tensor, ranks: ThreadRanks | None = None) -> torch.Tensor:
-    """Run a forward behind one that has filled its first positions; return [B * P, V]."""
-    B, P = ids_BP.shape
-    pages = model.allocate_pages(2 * B, 16)
-    if ranks is not None:
-        ranks.allocate_pages(2 * B, 16)
-    table_BN = torch.arange(2 * B, dtype=torch.int32).view(B, 2)
-    positions_BP = torch.arange(P, dtype=torch.int32).expand(B, P).contiguous()
-    with torch.inference_mode():
-        model.prefill(ids_BP, AttentionContext(pages, table_BN, positions_BP))
-        return model.logits(ids_BP, AttentionContext(pages, table_BN, positions_BP + P)).clone()
 
 
 IDS = torch.arange(2 * 9).view(2, 9) * 13 % 250

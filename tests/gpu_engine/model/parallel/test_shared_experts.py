@@ -33,13 +33,14 @@ from tests.gpu_engine.harness import (
     answer_all,
     ask,
     config,
+    executor_of,
     running,
     tokens,
     unguided_engine,
     until_false,
     with_drafts,
 )
-from tests.gpu_engine.model.parallel.test_shards import logits
+from tests.gpu_engine.model.parallel.shard_logits import logits
 from tests.gpu_engine.toy_sidecar import guided_engine
 
 FREE: list[Callable[[], Answer]] = [
@@ -101,7 +102,7 @@ def group(folder: Path, directory: Path, size: int = 2, num_drafts: int = 7, **f
     models = load_all([settings(folder, directory, rank, size, **loading) for rank in range(size)])
     engines = [Engine(with_drafts(num_drafts, **fields), model) for model in models]
     for engine in engines:
-        engine._loop.executor.runner.budget = EveryDraft()
+        executor_of(engine).runner.budget = EveryDraft()
     together([engine.start for engine in engines])
     try:
         yield engines
