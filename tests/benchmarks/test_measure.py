@@ -6,25 +6,9 @@ import math
 
 import pytest
 
-from benchmarks.harness.measure import Answer, EngineTimes, Run, guidance_cost, percentile, summarize
+from benchmarks.harness.measure import Run, guidance_cost, percentile, summarize
 from benchmarks.harness.validity import Judge
-
-
-def answer(
-    name: str = "a",
-    tokens: int = 3,
-    text: str = "{}",
-    finish: str = "stop",
-    first_s: float = 0.5,
-    last_s: float = 1.5,
-    steps: int = 2,
-    times: EngineTimes | None = None,
-) -> Answer:
-    return Answer(name, text, tuple(range(tokens)), finish, 0.0, first_s, last_s, steps, times)
-
-
-def times(decode_ms: float, steps: int, mask_wait_ms: float = 0.0) -> EngineTimes:
-    return EngineTimes(10.0, 10.0 + decode_ms, mask_wait_ms, steps, 0, 0, 0)
+from tests.benchmarks.answers import answer, times
 
 
 def test_percentile_interpolates_and_ignores_order_and_nan() -> None:

@@ -9,7 +9,7 @@ from benchmarks.harness.measure import Run, Summary, summarize
 from benchmarks.harness.report import Cell, as_json, best_peer, overview_table, result_table
 from benchmarks.harness.tables import share
 from benchmarks.harness.validity import Judge
-from tests.benchmarks.test_measure import answer
+from tests.benchmarks.answers import answer
 
 
 def test_a_share_never_rounds_up_to_all() -> None:
