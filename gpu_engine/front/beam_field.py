@@ -36,7 +36,9 @@ def check_beams(request: pb.GenerateRequest, limits: Limits) -> BeamParams | Non
         most = MAX_LENGTH_PENALTY
         raise InvalidRequest("beam_search.length_penalty", f"is {penalty:g}, must be in [{-most:g}, {most:g}]")
     if field.early_stopping not in pb.EarlyStopping.values():
-        raise InvalidRequest("beam_search.early_stopping", f"is {field.early_stopping}, which is no value of it")
+        raise InvalidRequest(
+            "beam_search.early_stopping", f"is {field.early_stopping}, which is not a value of EarlyStopping"
+        )
     _refuse_sampling(request)
     num_returned = request.sampling.n if request.sampling.HasField("n") else 1
     if num_returned > field.beam_width:

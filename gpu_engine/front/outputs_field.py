@@ -50,7 +50,7 @@ def _additional(options: pb.ResponseOptions, limits: Limits) -> list[WantedOutpu
     for i, output in enumerate(options.additional_outputs):
         spec = _spec(f"{field}[{i}].name", output.name, limits)
         if any(output.name == each.name for each in wanted):
-            raise InvalidRequest(f"{field}[{i}].name", f"{output.name!r} is there twice")
+            raise InvalidRequest(f"{field}[{i}].name", f"{output.name!r} is given twice")
         wanted.append(WantedOutput(output.name, output.name, spec, context=output.context, answer=True))
     return wanted
 

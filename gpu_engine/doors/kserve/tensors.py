@@ -77,7 +77,7 @@ def read_inputs(request: pb.ModelInferRequest, known: Mapping[str, Tensor]) -> d
         if tensor.name not in known:
             raise InvalidRequest("inputs", unknown("tensor", tensor.name, known))
         if tensor.name in found:
-            raise InvalidRequest(tensor.name, "is there twice")
+            raise InvalidRequest(tensor.name, "is given twice")
         refuse_parameters(tensor.name, tensor.parameters)
         found[tensor.name] = _values(tensor, known[tensor.name], raw[i] if raw else None)
     return found

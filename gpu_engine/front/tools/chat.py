@@ -79,7 +79,7 @@ def _apply(tokenizer: Tokenizer, turns: Sequence[Turn], options: dict[str, Any],
         raise InvalidRequest("messages", f"the model's chat template raised an error: {error}") from error
     except UnicodeEncodeError as error:
         problem = (
-            "JSON of the conversation or of its tools has a lone surrogate (\\ud800-\\udfff), which is no character"
+            "JSON of the conversation or of its tools has a lone surrogate (\\ud800-\\udfff), which is not a character"
         )
         raise InvalidRequest("messages", problem) from error
     except ValueError as error:  # of continue_final_message

@@ -178,11 +178,11 @@ def read_json(text: str, field: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeEncodeError:
-        raise InvalidRequest(field, "contains a lone surrogate (\\ud800-\\udfff), which is no character") from None
+        raise InvalidRequest(field, "contains a lone surrogate (\\ud800-\\udfff), which is not a character") from None
     except json.JSONDecodeError as error:
         raise InvalidRequest(field, f"is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
     except ValueError:
-        raise InvalidRequest(field, "contains a number of too many digits") from None
+        raise InvalidRequest(field, "contains a number with too many digits") from None
     except RecursionError:
         raise InvalidRequest(field, "is nested too deeply") from None
 

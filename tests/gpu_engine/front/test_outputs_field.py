@@ -52,7 +52,7 @@ def test_the_fields_say_which_rows_are_wanted() -> None:
         (["hidden_states.2"], "[0].name", "'hidden_states.2' is no output of the model; near: hidden_states.1"),
         (["logits", "model.layers.0.mpl"], "[1].name", "near: model.layers.0.mlp"),
         (["x" * 9999], "[0].name", "near: logits, hidden_states.0"),
-        (["logits", "logits"], "[1].name", "'logits' is there twice"),
+        (["logits", "logits"], "[1].name", "'logits' is given twice"),
         (["logits"] * 9, "", "has 9 outputs, at most 8 are allowed"),
     ],
 )

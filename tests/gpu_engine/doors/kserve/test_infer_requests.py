@@ -290,7 +290,7 @@ def test_elements_are_in_one_place_and_in_the_field_of_their_datatype() -> None:
     assert refusal(other) == "max_tokens: contents: elements of INT32 are in int_contents, not int64_contents"
     twice = request(text_input="a")
     twice.inputs.append(twice.inputs[0])
-    assert refusal(twice) == "text_input: is there twice"
+    assert refusal(twice) == "text_input: is given twice"
 
 
 _NAMES = st.sampled_from([*INPUTS, *UNSERVED, *REFUSED, "", "text_inputs"])
