@@ -37,6 +37,7 @@ from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.front.tenants.metrics import TenantCollector
 from gpu_engine.front.tenants.setup import Tenancy, open_tenancy
 from gpu_engine.front.transfer.setup import Transfer, for_role
+from gpu_engine.gateway_process import SOCKET_NAME, TOKEN_NAME, HttpGateway, gateway_command
 from gpu_engine.ops.core_split import CoreSplit, fills_cores
 from gpu_engine.ops.installation import installed_version, overwritten_kernels
 from gpu_engine.ops.metrics_engine import EngineCollector
@@ -46,7 +47,6 @@ from gpu_engine.ops.placement import resolve_placement
 from gpu_engine.ops.tracing import open_tracing
 from gpu_engine.sidecar.client import GrammarClient
 from gpu_engine.sidecar.directory import grammar_directory, private_directory
-from gpu_engine.sidecar.http_gateway import SOCKET_NAME, TOKEN_NAME, HttpGateway, gateway_command
 from gpu_engine.sidecar.process import GrammarProcess, end_task, resolved_sync
 from gpu_engine.sidecar.supervisor import Sidecar
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc

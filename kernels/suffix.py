@@ -1,7 +1,7 @@
 """Drafts by votes: the tokens that followed the end of a sequence before, in its own text and in a ring of answers.
 
 The rule is at the top of native/suffix.c. Invariant: a call reads and writes the arrays that it is given, and allocates
-nothing; `AnswerRing` owns its arrays. Not responsible for: which ring a sequence has (see
+nothing; `SuffixRing` owns its arrays. Not responsible for: which ring a sequence has (see
 gpu_engine/drafters/suffix_index.py). CPU only.
 
 Shapes: B lanes, S slots, R rows a slot, L tokens of a history.
@@ -61,7 +61,7 @@ class _CountArgs(ctypes.Structure):
     ]
 
 
-class AnswerRing:
+class SuffixRing:
     """The newest tokens of some texts, `capacity` of them at most, a power of two from `MIN_CAPACITY` on."""
 
     def __init__(self, capacity: int) -> None:
@@ -96,14 +96,14 @@ class AnswerRing:
             ctypes.byref(self._ring), ctypes.c_void_p(address(text)), ctypes.c_int64(len(token_ids))
         )
 
-    def grown(self, capacity: int) -> AnswerRing:
+    def grown(self, capacity: int) -> SuffixRing:
         """Return a larger ring with the same texts."""
-        larger = AnswerRing(capacity)
+        larger = SuffixRing(capacity)
         native().lockstep_suffix_copy(ctypes.byref(larger._ring), ctypes.byref(self._ring))
         return larger
 
     def __repr__(self) -> str:
-        return f"<AnswerRing {min(self.num_tokens, self.capacity)} of {self.capacity} tokens>"
+        return f"<SuffixRing {min(self.num_tokens, self.capacity)} of {self.capacity} tokens>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class SuffixSlots:
     max_length_S: torch.Tensor
     """Drafts end one token below it."""
     rings_S: torch.Tensor
-    """int64, `AnswerRing.address` of the slot's ring; 0: none."""
+    """int64, `SuffixRing.address` of the slot's ring; 0: none."""
     drafts_SR: torch.Tensor
     """Result."""
     num_drafts_S: torch.Tensor

@@ -5,7 +5,7 @@ warm-up runs each of them.
 
 The invariant: `of` returns one of `every`. Pure functions.
 
-Not responsible for: which sequences share a prefill (core/scheduler.py), or padding (step/prefill.py).
+Not responsible for: which sequences share a prefill (core/scheduler.py), or padding (step/prompt_rows.py).
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ class Backtracking:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftScope:
+class SuffixScope:
     """The answers from which the suffix index may draft for one request; its own answer joins them."""
 
     key: bytes
@@ -411,7 +411,7 @@ class Request(Params):
     """Called on the engine's thread with each event; must not block or raise."""
     arrived_s: float = field(default_factory=time.monotonic)
     """`time.monotonic()` when the request arrived."""
-    draft_scope: DraftScope | None = None
+    suffix_scope: SuffixScope | None = None
     """None: the suffix index neither drafts for this sequence nor keeps its answer."""
     echo_text: str | None = None
     """The prompt's text, with which the first response of the sequence begins; None: not asked for."""

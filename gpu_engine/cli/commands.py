@@ -47,9 +47,9 @@ from gpu_engine.cli.parser import Commands, Parser
 from gpu_engine.cli.request_flags import add_chat_flags, add_request_flags, add_sampling_flags, seconds
 from gpu_engine.cli.terminal import loading_progress
 from gpu_engine.ops.installation import DISTRIBUTION, installed_version
-from gpu_engine.ops.parent import stop_with_stdin
 from service_runtime.logs import configure as configure_logs
 from service_runtime.logs import json_line
+from service_runtime.parent_death import stop_with_stdin
 from service_runtime.settings import Sources, add_flags
 
 log = logging.getLogger(__name__)

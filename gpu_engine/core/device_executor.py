@@ -21,7 +21,7 @@ from gpu_engine.core.executor import Executor, draft_budget, history_tokens, pag
 from gpu_engine.core.prefill_graphs import Prefill
 from gpu_engine.core.runner import LauncherRunner
 from gpu_engine.core.transfer.mover import PageMover
-from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, drafter_behind, exchanging_drafter
+from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, captured_drafter, exchanging_drafter
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.loader import LoadedModel
@@ -32,9 +32,9 @@ from gpu_engine.step.device.adapter_copies import AdapterCopies
 from gpu_engine.step.device.cuda_stream import CudaStream
 from gpu_engine.step.device.cuda_sync import cuda_sync
 from gpu_engine.step.device.graphs import StepGraphs, StepRows, lane_buckets
-from gpu_engine.step.device.launches import TritonLaunches
 from gpu_engine.step.device.pinned import PinnedSegment
 from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
+from gpu_engine.step.device.triton_launches import TritonLaunches
 from gpu_engine.step.output_ring import OutputRing
 from gpu_engine.step.outputs.tensors import TensorOutputs, scratch_pages
 from gpu_engine.step.processing.processing import Processing
@@ -43,7 +43,7 @@ from gpu_engine.step.prompt_scorer import PromptScorer
 from gpu_engine.step.stream import Stream
 from gpu_engine.step.sync import NoSync, Sync
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
-from kernels.cuda.tree import PathCompaction
+from kernels.cuda.tree_acceptance import PathCompaction
 from shared_mem.channel import EngineEnd
 
 MAX_RULES = 512
@@ -119,7 +119,7 @@ def device_executor(
     processing = Processing.of(processors, stream, launches, slot)
     outer = (sampling, processing, PathCompaction(pages) if config.verifies_trees else None)
     program = StepProgram(stream, launches, model, pages, step_sync, drafter, slot, lane, ring, *outer)
-    kinds = (guided, config.enforce_eager, processing, model.adapters is not None, drafter_behind(drafter))
+    kinds = (guided, config.enforce_eager, processing, model.adapters is not None, captured_drafter(drafter))
     graphs = StepGraphs(stream, program, slot, lane, ring, buckets, step_rows, *kinds)
     budget, shapes = draft_budget(config), config.prefill_shapes
     slot_writer = _slot_writer(config, model, stream, slot, rows, processing)

@@ -38,9 +38,9 @@ from gpu_engine.step.direct import DirectLauncher
 from gpu_engine.step.native_launches import NativeLaunches
 from gpu_engine.step.output_ring import OutputRing
 from gpu_engine.step.outputs.tensors import TensorOutputs, scratch_pages
-from gpu_engine.step.prefill import chunks_of, fill_prompts, prompt_rows
 from gpu_engine.step.processing.processing import Processing
 from gpu_engine.step.program import StepProgram
+from gpu_engine.step.prompt_rows import chunks_of, fill_prompts, prompt_rows
 from gpu_engine.step.prompt_scorer import PromptScorer
 from gpu_engine.step.stream import ImmediateStream, Stream
 from gpu_engine.step.stream_sync import InlineSync
@@ -80,7 +80,7 @@ class Executor:
     one forward."""
     processors: Processors = field(default_factory=Processors)
     """The logits processors that requests may name."""
-    answers: SuffixDrafter | None = None
+    suffix: SuffixDrafter | None = None
     """The drafter, if it drafts from earlier answers: it learns which sequence has a slot, and what each answered."""
     decoupled: ExchangingDrafter | None = None
     """The drafter, if its model can be exchanged."""
@@ -225,7 +225,7 @@ def cpu_executor(
         *(_take_number_of_threads, probe, close, copy),
         mixes=program.mixes,
         processors=processors,
-        answers=suffix_drafter(drafter),
+        suffix=suffix_drafter(drafter),
         decoupled=exchanging_drafter(drafter),
         mover=page_mover(config, model, stream, pages),
         memory=memory_use(model, pages, slot, lane),

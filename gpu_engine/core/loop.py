@@ -77,7 +77,7 @@ class EngineLoop:
             max_starvation_s=config.max_starvation_s or math.inf,
         )
         self._slot_writer, self._sync = self.executor.slot_writer, self.executor.sync
-        self._runner, self._answers = self.executor.runner, self.executor.answers
+        self._runner, self._suffix = self.executor.runner, self.executor.suffix
         self._in_flight: deque[LaunchedStep] = deque()
         self.sequences: dict[Request, RunningSequence] = {}
         self.stats = EngineStats(self.executor.memory, num_slots=S, num_pages=num_pages)
@@ -198,8 +198,8 @@ class EngineLoop:
             return  # a beam without tokens: a fork writes its slot
         self._slot_writer.assign(sequence)
         self._sync.forget(sequence.slot)
-        if self._answers is not None:
-            self._answers.assign(sequence.slot, sequence.request.draft_scope)
+        if self._suffix is not None:
+            self._suffix.assign(sequence.slot, sequence.request.suffix_scope)
         telemetry = sequence.telemetry
         telemetry.scheduled_s = telemetry.scheduled_s or self._clock()
         if sequence.guided:
@@ -265,9 +265,9 @@ class EngineLoop:
             last = list(group.last_events(finish, error))
         else:
             last = [ended(self._output_processor.last_event(sequence, event), request, finish, error)]
-        if self._answers is not None and error is None:
+        if self._suffix is not None and error is None:
             answer = last[0].token_ids if group else sequence.answer
-            self._answers.add(request.draft_scope, request.text_prompt_ids, answer)
+            self._suffix.add(request.suffix_scope, request.text_prompt_ids, answer)
         if error is not None:
             self.stats.failed[status_of(error).name] += 1
         for each in last if error is None and not request.prefill_only else ():
@@ -285,7 +285,7 @@ class EngineLoop:
     @property
     def num_index_drafts(self) -> tuple[int, int]:
         """Drafts from earlier answers that were verified, and accepted, since the start."""
-        return self._answers.num_index_drafts if self._answers is not None else (0, 0)
+        return self._suffix.num_index_drafts if self._suffix is not None else (0, 0)
 
     @property
     def step_ms_by_rows(self) -> dict[bool, dict[int, float]]:

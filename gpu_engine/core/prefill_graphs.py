@@ -22,8 +22,8 @@ import torch
 from gpu_engine.core.running import RunningSequence, SlotWriter
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.model.loader import LoadedModel
-from gpu_engine.step.prefill import Chunks, Hidden, prefill
 from gpu_engine.step.program import Drafter
+from gpu_engine.step.prompt_rows import Chunks, Hidden, prefill
 from gpu_engine.step.stream import Event, Graph, Stream
 from kernels.paged_attention import KVPages
 

@@ -19,19 +19,19 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.drafters.chain import ChainDrafter
 from gpu_engine.drafters.decoupled import DecoupledDrafter, DraftModel, ExchangingDrafter
 from gpu_engine.drafters.decoupled_graphs import CapturedDecoupledDrafter
+from gpu_engine.drafters.draft_device_replica import DraftDeviceReplica
 from gpu_engine.drafters.exchange import load_draft_model
+from gpu_engine.drafters.head_tree import TreeDrafter, TreeLaunches
 from gpu_engine.drafters.heads.dflash import DFlashNet
 from gpu_engine.drafters.heads.dflash_files import load_dflash
 from gpu_engine.drafters.heads.eagle3 import Eagle3Net
 from gpu_engine.drafters.heads.eagle3_files import load_head
 from gpu_engine.drafters.jump_forward import JumpForwardDrafter
-from gpu_engine.drafters.mirror import Mirror
 from gpu_engine.drafters.mtp import MtpNet, load_mtp
 from gpu_engine.drafters.nets import DraftNet, ModelNet
 from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
 from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.drafters.suffix_index import SuffixIndex
-from gpu_engine.drafters.tree import TreeDrafter, TreeLaunches
 from gpu_engine.model.linear import pack_linears, thin_linears
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import LoadedModel, path_of
@@ -95,7 +95,7 @@ def exchanging_drafter(drafter: Drafter) -> ExchangingDrafter | None:
     return own if isinstance(own, DecoupledDrafter | CapturedDecoupledDrafter) else None
 
 
-def drafter_behind(drafter: Drafter) -> CapturedDecoupledDrafter | None:
+def captured_drafter(drafter: Drafter) -> CapturedDecoupledDrafter | None:
     """Return the drafter whose launches are no part of the steps, if `drafter` is one or has one behind jump-forward
     tokens."""
     own = _behind(drafter)
@@ -199,7 +199,7 @@ def _decoupled(parts: DrafterParts) -> Drafter:
             catch_up=budget,
             jump_forward=config.jump_forward_first,
             page_size=config.page_size,
-            mirror=_mirror(parts, model.device) if config.draft_device else None,
+            replica=_replica(parts, model.device) if config.draft_device else None,
         )
     return DecoupledDrafter(
         parts.stream,
@@ -213,9 +213,9 @@ def _decoupled(parts: DrafterParts) -> Drafter:
     )
 
 
-def _mirror(parts: DrafterParts, device: torch.device) -> Mirror:
+def _replica(parts: DrafterParts, device: torch.device) -> DraftDeviceReplica:
     assert parts.rows is not None, "EngineConfig refuses a draft_device on a CPU"
-    return Mirror(parts.stream, parts.slot, parts.lane, parts.rows, device)
+    return DraftDeviceReplica(parts.stream, parts.slot, parts.lane, parts.rows, device)
 
 
 BUILDERS: Mapping[str, Builder] = {

@@ -21,7 +21,7 @@ import torch
 from gpu_engine.drafters.nets import DraftNet, put_jump_forward, with_jump_forward
 from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.launches import place_of
-from gpu_engine.step.prefill import Chunks, Hidden
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from gpu_engine.step.stream import Stream
 from gpu_engine.step.sync import Sync, free_row
 from kernels.accept import StepTensors, draw_drafts

@@ -27,7 +27,7 @@ from gpu_engine.api.prefill_shapes import padded
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loaded_model import LoadedModel
 from gpu_engine.step.buffers import SlotBuffers, StepBatch
-from gpu_engine.step.prefill import Chunks, Hidden
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from gpu_engine.step.stream import Stream
 from kernels.accept import AcceptResult, SlotParams, StepTensors, draw_drafts
 from kernels.kv_pages import KVPages

@@ -6,8 +6,8 @@ model lacks of a text, such as a prompt, it reads in another graph while the tar
 of tokens a step; until then the sequence has no drafts but jump-forward tokens. So both models' prompts, the target's
 prefix cache, preemption and an exchange of the model need no help from the rest of the engine.
 
-With a device of its own (`Mirror`) it drafts over twins of the step's buffers, which cross behind the step, as its
-drafts cross in front of the next one.
+With `draft_device` set it drafts over a `DraftDeviceReplica` of the step's buffers: they cross after the step, and the
+drafts cross before the next one.
 
 Order: step, draft graph, next step. The reading graph runs between two draft graphs, beside anything else. It touches
 the model's own pages and counters, and of the step's buffers it reads committed text alone. Where a slot gets another
@@ -32,13 +32,13 @@ import torch
 
 from gpu_engine.drafters.chain import ChainDrafter
 from gpu_engine.drafters.decoupled import TAIL, DraftModel
-from gpu_engine.drafters.mirror import Mirror, pad
+from gpu_engine.drafters.draft_device_replica import DraftDeviceReplica, pad
 from gpu_engine.drafters.nets import ModelNet
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loaded_model import LoadedModel
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.step.launches import place_of
-from gpu_engine.step.prefill import Chunks, Hidden
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from gpu_engine.step.stream import Graph, Stream
 from gpu_engine.step.sync import Sync
 from kernels.accept import StepTensors
@@ -208,9 +208,9 @@ class _Graphs:
     """One draft model with its stream and graphs."""
 
     def __init__(
-        self, stream: Stream, net: DecoupledNet, chain: _Chain, lane: LaneBuffers, mirror: Mirror | None
+        self, stream: Stream, net: DecoupledNet, chain: _Chain, lane: LaneBuffers, replica: DraftDeviceReplica | None
     ) -> None:
-        self.stream, self.net, self._chain, self._lane, self._mirror = stream, net, chain, lane, mirror
+        self.stream, self.net, self._chain, self._lane, self._replica = stream, net, chain, lane, replica
         self._graphs: dict[_Shape, Graph] = {}
         self._read: Graph | None = None
         self._lacking = stream.pinned(4).view(torch.int32)
@@ -270,19 +270,19 @@ class _Graphs:
         return len(self._graphs) + (self._read is not None)
 
     def _propose(self, batch: StepBatch, step: StepTensors) -> None:
-        if self._mirror is not None:
-            self.stream.kernel(self._mirror.unpack, batch)
+        if self._replica is not None:
+            self.stream.kernel(self._replica.unpack, batch)
         self._chain.propose(batch, step, self.net.table_SN, {})
-        if self._mirror is not None:
-            self.stream.kernel(self._mirror.pack_drafts, batch)
+        if self._replica is not None:
+            self.stream.kernel(self._replica.pack_drafts, batch)
 
     def _pad(self, shape: _Shape) -> None:
         """Let the next drafts be those of padding."""
         self.stream.synchronize()
-        if self._mirror is None:
+        if self._replica is None:
             self.stream.kernel(pad, self._lane)
         else:
-            self._mirror.send_padding(shape.num_lanes)
+            self._replica.send_padding(shape.num_lanes)
 
 
 class CapturedDecoupledDrafter:
@@ -296,7 +296,7 @@ class CapturedDecoupledDrafter:
         catch_up: tokens of all texts that the model reads in one step besides those that it drafts behind.
         jump_forward: the drafts begin with the tokens that the grammar forces.
         page_size: of the model's pages.
-        mirror: the buffers on the draft model's device; None: it is the steps'.
+        replica: the buffers on the draft model's device; None: it is the steps'.
     """
 
     layers: tuple[int, ...] = ()
@@ -313,10 +313,10 @@ class CapturedDecoupledDrafter:
         catch_up: int,
         jump_forward: bool,
         page_size: int,
-        mirror: Mirror | None = None,
+        replica: DraftDeviceReplica | None = None,
     ) -> None:
-        self._stream, self._sync, self.mirror = stream, sync, mirror
-        self._slot, self._lane = (slot, lane) if mirror is None else (mirror.slot, mirror.lane)
+        self._stream, self._sync, self.replica = stream, sync, replica
+        self._slot, self._lane = (slot, lane) if replica is None else (replica.slot, replica.lane)
         self._links, self._catch_up, self._jump_forward = num_links, catch_up, jump_forward
         self._page_size, self._eager = page_size, False
         self._steps: dict[_Shape, tuple[StepBatch, StepTensors]] = {}
@@ -331,12 +331,12 @@ class CapturedDecoupledDrafter:
     @property
     def buffers(self) -> tuple[object, ...]:
         """See `ExchangingDrafter.buffers`."""
-        return () if self.mirror is None else self.mirror.memory
+        return () if self.replica is None else self.replica.memory
 
     @property
     def num_graphs(self) -> int:
         """Captured graphs of the model that drafts now, and of the ways to it and back."""
-        return self._now.num_graphs + (0 if self.mirror is None else self.mirror.num_graphs)
+        return self._now.num_graphs + (0 if self.replica is None else self.replica.num_graphs)
 
     def prepare(self, model: LoadedModel, d2t_V: torch.Tensor | None) -> DraftModel:
         """See `ExchangingDrafter.prepare`."""
@@ -350,8 +350,8 @@ class CapturedDecoupledDrafter:
         before = self._now
         self._stream.synchronize()
         before.stream.synchronize()
-        if self.mirror is not None:
-            self.mirror.synchronize()
+        if self.replica is not None:
+            self.replica.synchronize()
         now = self._graphs_of(draft)
         try:
             now.capture(self._steps, eager=self._eager)
@@ -368,45 +368,45 @@ class CapturedDecoupledDrafter:
         """Enqueue nothing: the drafts come behind the step. Its tensors are those of the draft graph."""
         if (shape := _shape_of(batch)) not in self._steps:
             batch = replace(batch, host_processed=(), beams=None)
-            self._steps[shape] = (batch, step) if self.mirror is None else self.mirror.tensors(batch, step)
+            self._steps[shape] = (batch, step) if self.replica is None else self.replica.tensors(batch, step)
 
     def capture(self, *, eager: bool) -> None:
         """See `DraftsBehind.capture`."""
         self._eager = eager
-        if self.mirror is not None:
-            self.mirror.capture(eager=eager)
+        if self.replica is not None:
+            self.replica.capture(eager=eager)
         self._now.capture(self._steps, eager=eager)
 
     def launch(self, batch: StepBatch) -> None:
         """See `DraftsBehind.launch`."""
-        now, mirror = self._now, self.mirror
+        now, replica = self._now, self.replica
         self._stepped.mark()
-        ready = self._stepped if mirror is None else mirror.send(batch.num_lanes, self._stepped)
+        ready = self._stepped if replica is None else replica.send(batch.num_lanes, self._stepped)
         with now.stream.current():
             now.stream.after(ready)
             now.launch(_shape_of(batch), self._steps)
-        if mirror is not None:
-            mirror.take(batch.num_lanes, now.drafted)
+        if replica is not None:
+            replica.take(batch.num_lanes, now.drafted)
 
     def join(self) -> None:
         """See `DraftsBehind.join`."""
-        self._stream.after(self._now.drafted if self.mirror is None else self.mirror.taken)
+        self._stream.after(self._now.drafted if self.replica is None else self.replica.taken)
 
     def close(self) -> None:
         """See `DraftsBehind.close`."""
         try:
             self._now.close()
         finally:
-            if self.mirror is not None:
-                self.mirror.close()
+            if self.replica is not None:
+                self.replica.close()
 
     def _graphs_of(self, draft: DraftModel) -> _Graphs:
-        device = None if self.mirror is None else self.mirror.device
+        device = None if self.replica is None else self.replica.device
         stream, num_lanes = self._stream.beside(device), len(self._lane.slots_B)
         net = DecoupledNet(draft, self._slot, num_lanes, self._links, self._catch_up)
         sizes = {"num_lanes": num_lanes, "num_links": self._links}
         chain = _Chain(stream, net, self._sync, masked=False, jump_forward=self._jump_forward, **sizes)
-        return _Graphs(stream, net, chain, self._lane, self.mirror)
+        return _Graphs(stream, net, chain, self._lane, self.replica)
 
     def __repr__(self) -> str:
         return f"<CapturedDecoupledDrafter of {self._links} with {self.draft!r}>"

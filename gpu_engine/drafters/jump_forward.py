@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from gpu_engine.step.buffers import StepBatch
-from gpu_engine.step.prefill import Chunks, Hidden
 from gpu_engine.step.program import Drafter
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from gpu_engine.step.sync import Sync
 from kernels.accept import StepTensors
 

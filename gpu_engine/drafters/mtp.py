@@ -19,7 +19,7 @@ from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.quantised.checkpoint import open_checkpoint
-from gpu_engine.step.prefill import Hidden
+from gpu_engine.step.prompt_rows import Hidden
 from kernels.paged_attention import KVPages
 
 

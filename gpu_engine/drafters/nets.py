@@ -17,7 +17,7 @@ import torch
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import StepBatch
-from gpu_engine.step.prefill import Chunks, Hidden, prefill
+from gpu_engine.step.prompt_rows import Chunks, Hidden, prefill
 from kernels.paged_attention import KVPages
 
 

@@ -11,7 +11,7 @@ import torch
 
 from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.launches import StepLaunches
-from gpu_engine.step.prefill import Chunks, Hidden
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from gpu_engine.step.stream import Stream
 from kernels.accept import StepTensors
 

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from gpu_engine.step.buffers import StepBatch
-from gpu_engine.step.prefill import Chunks, Hidden
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from kernels.step_tensors import TreeRows
 
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
-from gpu_engine.api.request import DraftScope
+from gpu_engine.api.request import SuffixScope
 from gpu_engine.drafters.suffix_index import SuffixIndex
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.prefill import Chunks, Hidden
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from gpu_engine.step.stream import Stream
 from kernels.accept import StepTensors
 from kernels.suffix import SuffixLanes, SuffixSlots, SuffixVotes
@@ -96,7 +96,7 @@ class SuffixDrafter:
         jump_forward = self._jump_forward and batch.any_guided
         self._votes.draft(batch.num_lanes, batch.max_rows - 1, jump_forward=jump_forward)
 
-    def assign(self, slot: int, scope: DraftScope | None) -> None:
+    def assign(self, slot: int, scope: SuffixScope | None) -> None:
         """Let the sequence that just got the slot look into its scope, and draft for its first step.
 
         Called when the slot's buffers are written. Without an answer in its scope the first step has no drafts: a
@@ -109,7 +109,7 @@ class SuffixDrafter:
             self._first_slot_B[0] = slot
             self._first_votes.draft(1, self._max_drafts, jump_forward=False)
 
-    def add(self, scope: DraftScope | None, prompt_ids: Sequence[int], answer: Sequence[int]) -> None:
+    def add(self, scope: SuffixScope | None, prompt_ids: Sequence[int], answer: Sequence[int]) -> None:
         """Add the answer of a sequence that has ended to its scope; None: to none."""
         if self.index is not None and scope is not None and len(answer) > 1:
             self.index.add(scope, [*prompt_ids[-CONTEXT_TOKENS:], *answer])

@@ -4,7 +4,7 @@ A scope is a client's grammar, or a grammar alone; text of one scope drafts for 
 tokens; the newest answers overwrite the oldest (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975, keeps a tree of
 all of them). Invariant: the rings have at most `max_bytes` together; the least recently used scope is dropped first,
 and no slot has the address of a dropped ring. Used on the engine's thread. Not responsible for: the search (see
-kernels/suffix.py), the choice of a scope (see front/draft_scopes.py).
+kernels/suffix.py), the choice of a scope (see front/suffix_scopes.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gpu_engine.api.request import DraftScope
-from kernels.suffix import BYTES_PER_TOKEN, MIN_CAPACITY, AnswerRing
+from gpu_engine.api.request import SuffixScope
+from kernels.suffix import BYTES_PER_TOKEN, MIN_CAPACITY, SuffixRing
 
 MAX_SCOPE_TOKENS = 1 << 16
 """Of one scope: some hundreds of answers. Older ones say less of the next."""
@@ -33,7 +33,7 @@ class SuffixIndex:
         while largest < MAX_SCOPE_TOKENS and 2 * largest * BYTES_PER_TOKEN + OVERHEAD_BYTES <= max_bytes:
             largest *= 2
         self._max_capacity = largest
-        self._rings: OrderedDict[bytes, AnswerRing] = OrderedDict()
+        self._rings: OrderedDict[bytes, SuffixRing] = OrderedDict()
         """The most recently used last."""
         self._scopes: list[bytes | None] = [None] * num_slots
         self.rings_S = torch.zeros(num_slots, dtype=torch.int64)
@@ -46,7 +46,7 @@ class SuffixIndex:
         """Scopes with a ring."""
         return len(self._rings)
 
-    def assign(self, slot: int, scope: DraftScope | None) -> None:
+    def assign(self, slot: int, scope: SuffixScope | None) -> None:
         """Let the slot's sequence look into its scope, which begins with the scope's seeds; None: into none."""
         self._scopes[slot] = scope.key if scope else None
         self.rings_S[slot] = 0
@@ -59,7 +59,7 @@ class SuffixIndex:
             for seed in scope.seeds:
                 self._add(scope.key, seed)
 
-    def add(self, scope: DraftScope, token_ids: Sequence[int]) -> None:
+    def add(self, scope: SuffixScope, token_ids: Sequence[int]) -> None:
         """Add an answer."""
         if scope.key not in self._rings:
             for seed in scope.seeds:
@@ -75,7 +75,7 @@ class SuffixIndex:
             ring.add(token_ids)
             self._rings.move_to_end(key)
 
-    def _replace(self, key: bytes, ring: AnswerRing | None, needed: int) -> AnswerRing | None:
+    def _replace(self, key: bytes, ring: SuffixRing | None, needed: int) -> SuffixRing | None:
         """Return a ring of the scope with room for `needed` tokens, or the largest that may be; None: not even the
         smallest fits."""
         capacity = MIN_CAPACITY
@@ -88,7 +88,7 @@ class SuffixIndex:
             self._evict()
         if self.num_bytes - old_bytes + _size(capacity) > self._max_bytes:
             return ring
-        larger = AnswerRing(capacity) if ring is None else ring.grown(capacity)
+        larger = SuffixRing(capacity) if ring is None else ring.grown(capacity)
         self._rings[key] = larger
         self.num_bytes += _size(capacity) - old_bytes
         self._set_address(key, larger.address)

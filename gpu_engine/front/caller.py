@@ -27,7 +27,7 @@ class CallerAccount(Protocol):
 
     @property
     def identity(self) -> bytes:
-        """The identity by which answers draft for its requests (see draft_scopes.py)."""
+        """The identity by which answers draft for its requests (see suffix_scopes.py)."""
 
     @property
     def grammars(self) -> str:

@@ -39,19 +39,19 @@ from gpu_engine.api.output_tensors import most_bytes
 from gpu_engine.api.page_transfer import PrefillElsewhere
 from gpu_engine.api.ports import EngineCore, GrammarAccess, Model
 from gpu_engine.api.request import (
-    DraftScope,
     FinishReason,
     GrammarSpec,
     Request,
+    SuffixScope,
     Telemetry,
     TokenEvent,
     ValidatedRequest,
 )
 from gpu_engine.front.caller import Accounts, Caller, CallerAccount, TenantView, refuse_stranger
-from gpu_engine.front.draft_scopes import DraftScopes, client_identity
 from gpu_engine.front.mailbox import Inbox, Mailbox
 from gpu_engine.front.pacing import StreamPacer
 from gpu_engine.front.prompt import build_requests, is_large
+from gpu_engine.front.suffix_scopes import SuffixScopes, client_identity
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.tokens.field_logprobs import FieldScorer
 from gpu_engine.front.tools.composition import planned
@@ -138,7 +138,7 @@ class Calls:
         self.watch = watch or RequestWatch(CollectorRegistry())
         self._prefills = prefills
         self._tenants = tenants
-        self._scopes = DraftScopes(model.tokenizer, limits)
+        self._scopes = SuffixScopes(model.tokenizer, limits)
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self._pacer = pacer or StreamPacer(limits.stream_pace_s)
         self._running: dict[str, Call] = {}
@@ -323,7 +323,7 @@ class Calls:
         self.grammar.prepare(request_id, grammar, inbox.fail)
 
     async def _build(
-        self, valid: ValidatedRequest, inbox: Inbox, arrived_s: float, draft_scope: DraftScope | None
+        self, valid: ValidatedRequest, inbox: Inbox, arrived_s: float, suffix_scope: SuffixScope | None
     ) -> list[Request]:
         build = partial(
             build_requests,
@@ -332,7 +332,7 @@ class Calls:
             limits=self.limits,
             sink=self._mailbox.sink(inbox),
             arrived_s=arrived_s,
-            draft_scope=draft_scope,
+            suffix_scope=suffix_scope,
         )
         return await asyncio.to_thread(build) if is_large(valid) else build()
 

@@ -15,7 +15,7 @@ from gpu_engine.api.conversation import Chat, Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.limits import Limits
 from gpu_engine.api.ports import Tokenizer
-from gpu_engine.api.request import DraftScope, Params, Request, TokenEvent, ValidatedRequest
+from gpu_engine.api.request import Params, Request, SuffixScope, TokenEvent, ValidatedRequest
 from gpu_engine.front.outputs_field import check_bytes, tensors_of
 from gpu_engine.front.text_output import REPLACEMENT
 from gpu_engine.front.tools.chat import render
@@ -58,9 +58,9 @@ def build_requests(
     limits: Limits,
     sink: Callable[[TokenEvent], None],
     arrived_s: float,
-    draft_scope: DraftScope | None = None,
+    suffix_scope: SuffixScope | None = None,
 ) -> list[Request]:
-    """Return the n sequences of a request, which share `sink` and `draft_scope`. Raises InvalidRequest."""
+    """Return the n sequences of a request, which share `sink` and `suffix_scope`. Raises InvalidRequest."""
     field, prompt_ids = _prompt_ids(valid, tokenizer, limits)
     if not prompt_ids:
         raise InvalidRequest(field, "has no tokens")
@@ -77,7 +77,7 @@ def build_requests(
             prompt_ids=list(prompt_ids),
             sink=sink,
             arrived_s=arrived_s,
-            draft_scope=draft_scope,
+            suffix_scope=suffix_scope,
             echo_text=echo_text,
         )
         for i in range(valid.n)

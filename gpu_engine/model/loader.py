@@ -40,9 +40,9 @@ from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.outputs import find_outputs
 from gpu_engine.model.parallel.collectives import Collectives
 from gpu_engine.model.parallel.forward import LeadingForward, add_over_ranks
-from gpu_engine.model.parallel.meeting import Place
 from gpu_engine.model.parallel.peers import Peers
 from gpu_engine.model.parallel.ranks import Ranks, RankSet
+from gpu_engine.model.parallel.rendezvous import Place
 from gpu_engine.model.parallel.shards import SETTING, Shard, heads_of, name_heads, shard
 from gpu_engine.model.parallel.shared_experts import fingerprint, mixtures_of, share_experts
 from gpu_engine.model.probe import probe, refuse_recurrent

@@ -38,7 +38,7 @@ from gpu_engine.api.errors import (
 from gpu_engine.api.ports import Compiled
 from gpu_engine.api.request import GrammarOwner, GrammarSpec
 from gpu_engine.sidecar.link import GrammarLink
-from gpu_engine.sidecar.turns import CompileTurns
+from gpu_engine.sidecar.tenant_compile_limiter import TenantCompileLimiter
 from protos.grammar.v1 import grammar_pb2 as gpb
 from service_runtime.owned_tasks import OwnedTasks
 from service_runtime.single_flight import Flight, SingleFlight
@@ -173,7 +173,7 @@ class GrammarCompiler:
         self._tickets: dict[str, _Ticket] = {}
         self._flights: SingleFlight[_Key, Compiled] = SingleFlight(spawn=tasks.spawn)
         self._admission = admission
-        self._turns = CompileTurns()
+        self._limiter = TenantCompileLimiter()
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
         """Start or join the compilation of a request's grammar.
@@ -249,13 +249,13 @@ class GrammarCompiler:
 
     def _join_in_turn(self, key: _Key, spec: GrammarSpec, owner: GrammarOwner) -> tuple[_Flight, bool]:
         """Start a flight that waits for its tenant's turn, and only then for a place. Raises LimitExceeded."""
-        self._turns.admit(owner)
+        self._limiter.admit(owner)
         flight, joined = self._flights.join(key, lambda: self._compile_in_turn(spec, owner))
-        flight.task.add_done_callback(lambda _: self._turns.ended(owner))
+        flight.task.add_done_callback(lambda _: self._limiter.ended(owner))
         return flight, joined
 
     async def _compile_in_turn(self, spec: GrammarSpec, owner: GrammarOwner) -> Compiled:
-        async with self._turns.turn(owner):
+        async with self._limiter.turn(owner):
             takes_place = self._admission.enter(spec, self._link.attached, self._link.max_compilations)
             try:
                 return await self._compile(spec, accepted=False)

@@ -15,8 +15,8 @@ import torch
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.step.handle import StepHandle
 from gpu_engine.step.output_ring import OutputRing, StepOutputs
-from gpu_engine.step.prefill import chunks_of, prompt_rows
 from gpu_engine.step.program import StepProgram
+from gpu_engine.step.prompt_rows import chunks_of, prompt_rows
 from kernels.logprobs import BeamRows
 
 

@@ -5,7 +5,7 @@ of the stream. Invariant: the launches depend on `num_lanes`, `num_rows`, `any_g
 `adapted` of the batch alone, and every number that a launch needs is in a buffer of fixed address. (On a stream that
 runs at once a drafter may stop its chain early. A step with `host_processed` is never captured: the host calls logits
 processors between its launches.) Not responsible for: which sequences are in the batch (see core/scheduler.py),
-capturing (see device/graphs.py), prefill (see prefill.py).
+capturing (see device/graphs.py), prefill (see prompt_rows.py).
 
 Shapes: B lanes, P rows of this step, R rows a slot, N pages of a sequence, V columns of the logits.
 """
@@ -24,9 +24,9 @@ from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.step.launches import StepLaunches, place_of
 from gpu_engine.step.output_ring import OutputRing
-from gpu_engine.step.prefill import Chunks, Hidden
 from gpu_engine.step.processing.captured import mark_failed
 from gpu_engine.step.processing.processing import Processing
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from gpu_engine.step.stream import Stream
 from gpu_engine.step.sync import Sync
 from kernels.accept import StepTensors

@@ -3,7 +3,7 @@
 The logits of a part are used up by the launch that computes them, so their memory is bounded by `SCORED_ROWS`. Results
 travel through a small ring of pinned memory, as those of steps do. Invariant: keys and values are those of any other
 prefill, and on a device every launch has the one shape that was warmed up. Not responsible for: the choice of parts
-(see core/scheduler.py), other prefills (see core/prefill.py).
+(see core/scheduler.py), other prefills (see core/prefill_graphs.py).
 
 Shapes: P rows of a launch, N rows of a prompt, M alternatives.
 """
@@ -22,8 +22,8 @@ from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import SlotBuffers
 from gpu_engine.step.launches import StepLaunches
-from gpu_engine.step.prefill import Chunks, Hidden
 from gpu_engine.step.program import Drafter
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from gpu_engine.step.stream import Event, Stream
 from kernels.logprobs import RowLogprobs
 from kernels.paged_attention import KVPages

@@ -16,7 +16,8 @@ group waits, no waiting tenant's counter exceeds the smallest one by more than o
 over its weight. While a tenant's waiting compilations are no more than its share of the places, by the weights of the
 tenants that wait, none of them is refused or loses its place. Not thread-safe: one event loop owns a queue.
 
-Not responsible for: how many compilations one tenant may have at once (see gpu_engine/sidecar/turns.py).
+Not responsible for: how many compilations one tenant may have at once (see
+gpu_engine/sidecar/tenant_compile_limiter.py).
 """
 
 from __future__ import annotations

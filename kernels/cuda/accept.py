@@ -1,9 +1,9 @@
 """Verification and sampling of one step on a GPU: the launches behind `kernels.accept.accept`.
 
 Two to four kernels: rows (a tile of columns each), filters (rows with filters), acceptance (along a chain, or along a
-path of a tree, see tree.py), log-probabilities (rows that return them). Invariant: no launch depends on data, so the
-whole can be captured. A lane with a negative slot is idle: it emits nothing and touches no slot. The rule and the
-noise are those of kernels/accept.py."""
+path of a tree, see tree_acceptance.py), log-probabilities (rows that return them). Invariant: no launch depends on
+data, so all of them can be captured. A lane with a negative slot is idle: it emits nothing and touches no slot. The
+rule and the noise equal those of kernels/accept.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kernels.cuda.logprobs import TILE as _LOGPROB_TILE
 from kernels.cuda.logprobs import logprobs_kernel
 from kernels.cuda.row_state import RowScratch, SlotRows
 from kernels.cuda.rows import row_kernel
-from kernels.cuda.tree import tree_acceptance_kernel
+from kernels.cuda.tree_acceptance import tree_acceptance_kernel
 from kernels.step_tensors import MAX_LOGPROBS, DraftTree, StepTensors
 
 _FILTER_TILE_ROWS = 256

@@ -6,7 +6,8 @@ log-probabilities along its way. `grow_kernel` expands the best candidates of a 
 of all levels. A candidate is never better than the one in front of it, and of two equal ones the first counts, so what
 is taken is a tree whose rows come behind their parents. Jump-forward tokens are its trunk: where the grammar forces a
 token, it is the one candidate of its level. Invariant: a tree changes which rows are verified, and never a token. Not
-responsible for: the head (see gpu_engine/drafters/tree.py), attention along the ways (see attention/tree.py), masks.
+responsible for: the head (see gpu_engine/drafters/head_tree.py), attention along the ways (see
+attention/tree_decode.py), masks.
 
 Shapes: B lanes, S slots, R rows a slot, V columns of the head; C and X are those of `DraftTree`.
 """

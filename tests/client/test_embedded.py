@@ -22,7 +22,7 @@ import signal, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from gpu_engine.ops.parent import stop_with_stdin
+from service_runtime.parent_death import stop_with_stdin
 
 flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[2:])
 assert flags["stop-with-stdin"] == "true" and sys.argv[1] == "serve", sys.argv

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kernels.suffix import MIN_CAPACITY, SEPARATOR, AnswerRing, SuffixLanes, SuffixSlots, SuffixVotes
+from kernels.suffix import MIN_CAPACITY, SEPARATOR, SuffixLanes, SuffixRing, SuffixSlots, SuffixVotes
 
 SLOTS, ROWS, LENGTH = 4, 8, 160
 BASE, WRITTEN, UNKNOWN, WORTH, MAX_RING_PLACES, MAX_SEARCHES = 4.0, 16.0, 32.0, 0.1, 64, 2
@@ -62,8 +62,8 @@ class Bench:
         return self.slots.drafts_SR[slot, : int(self.slots.num_drafts_S[slot])].tolist()
 
 
-def ring_of(*texts: list[int], capacity: int = MIN_CAPACITY) -> AnswerRing:
-    ring = AnswerRing(capacity)
+def ring_of(*texts: list[int], capacity: int = MIN_CAPACITY) -> SuffixRing:
+    ring = SuffixRing(capacity)
     for text in texts:
         ring.add(text)
     return ring
@@ -220,7 +220,7 @@ def test_the_drafts_of_rings_are_counted_by_their_bits() -> None:
 
 
 def test_a_full_ring_keeps_the_newest_tokens() -> None:
-    bench, ring = Bench(), AnswerRing(MIN_CAPACITY)
+    bench, ring = Bench(), SuffixRing(MIN_CAPACITY)
     for number in range(200):
         ring.add([1, 2, 3, 4] if number < 100 else [5, 6, 7, 8])
     bench.slots.rings_S[0] = ring.address
@@ -231,7 +231,7 @@ def test_a_full_ring_keeps_the_newest_tokens() -> None:
 
 
 def test_a_text_longer_than_the_ring_leaves_its_end() -> None:
-    bench, ring = Bench(), AnswerRing(MIN_CAPACITY)
+    bench, ring = Bench(), SuffixRing(MIN_CAPACITY)
     ring.add(list(range(1000, 1000 + 3 * MIN_CAPACITY)))
     bench.slots.rings_S[0] = ring.address
     bench.write(0, [50], [1000, 1001])

@@ -180,7 +180,7 @@ class Serving:
     def draft_buffers(self) -> int:
         """Return the bytes of the buffers that a draft model on a device of its own drafts over, and of what crosses.
 
-        See `Mirror` of gpu_engine/drafters/mirror.py. What crosses lies on both devices.
+        See `DraftDeviceReplica` of gpu_engine/drafters/draft_device_replica.py. What crosses lies on both devices.
         """
         S, R, vocab = self.config.max_batch_size, self.config.num_rows, self.shape.vocab
         tiles = -(-vocab // _TILE)

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from gpu_engine.drafters.heads.dflash_head import DFlashHead
 from gpu_engine.step.buffers import StepBatch
-from gpu_engine.step.prefill import Chunks, Hidden
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from kernels.paged_attention import KVPages, paged_attention
 
 

@@ -1,7 +1,7 @@
 """The EAGLE3 head as a draft net: pairs of three fused hidden states and a token (eagle3_head.py).
 
 Invariant: the embedding is the target's. Not responsible for: the storage of pairs (see pairs.py), the chain
-(see chain.py), the tree (see ../tree.py).
+(see chain.py), the tree (see ../head_tree.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from gpu_engine.drafters.heads.eagle3_head import Eagle3Head
 from gpu_engine.drafters.pairs import PairNet
-from gpu_engine.step.prefill import Hidden
+from gpu_engine.step.prompt_rows import Hidden
 from kernels.paged_attention import KVPages, paged_attention
 
 

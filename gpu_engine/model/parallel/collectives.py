@@ -131,7 +131,7 @@ class Collectives:
         self._count("gather", begun_s)
         return whole_NV
 
-    def meet(self) -> None:
+    def rendezvous(self) -> None:
         """Wait for every rank. Behind this no rank reads the store any more. Raises RankLost."""
         self.every(torch.zeros(1, dtype=torch.int64, device=self.device))
 

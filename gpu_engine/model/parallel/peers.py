@@ -4,7 +4,7 @@ Every engine has a scheduler, slots and a grammar process of its own. What joins
 ranks enter each of them together, a rank without a forward of its own with no rows. So when a rank begins a forward it
 sends a byte to every other one, whose engine then takes part, by a forward of its own or by `step_along`. Invariant:
 the numbers of forwards that two ranks have entered differ by at most one, and a collective runs only when all ranks are
-in it. Not responsible for: how the ranks find each other (see meeting.py), the rows (see shared_experts.py).
+in it. Not responsible for: how the ranks find each other (see rendezvous.py), the rows (see shared_experts.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from gpu_engine.api.errors import RankLost
 from gpu_engine.model.parallel.collectives import Collectives, open_group
 from gpu_engine.model.parallel.heartbeat import BEAT_S
-from gpu_engine.model.parallel.meeting import WAIT_S, Met, Place, meet
 from gpu_engine.model.parallel.ranks import SILENCE_S
+from gpu_engine.model.parallel.rendezvous import WAIT_S, Met, Place, rendezvous
 from kernels.kv_pages import KVPages, copy_page
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ class Peers:
     def __init__(self, place: Place, about: str, device: torch.device, wait_s: float = WAIT_S) -> None:
         """Wait for the other engines (see `meet`). Raises as that, and RankLost."""
         self.place = place
-        self._meeting = meet(place, about, wait_s)
-        self._peers = [_Peer(met, time.monotonic()) for met in self._meeting.others]
+        self._rendezvous = rendezvous(place, about, wait_s)
+        self._peers = [_Peer(met, time.monotonic()) for met in self._rendezvous.others]
         self._changed = threading.Condition()
         self._lost: RankLost | None = None
         self._closing = self._leaving = False
@@ -74,16 +74,16 @@ class Peers:
         self._watch_thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._watch_thread.start()
         try:
-            group = open_group(self._meeting.store, place.rank, place.size)
+            group = open_group(self._rendezvous.store, place.rank, place.size)
             self.collectives = Collectives(group, place.rank, place.size, device, self._reason)
-            self.collectives.meet()
+            self.collectives.rendezvous()
         except RuntimeError as error:
             reason = error if isinstance(error, RankLost) else self._reason(error)
             self.close()
             raise reason from error
         finally:
             if place.rank == 0:
-                shutil.rmtree(self._meeting.store.parent, ignore_errors=True)
+                shutil.rmtree(self._rendezvous.store.parent, ignore_errors=True)
 
     # -- forwards: on the thread of the engine -------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Peers:
         with self._changed:
             self._closing = True
         self._watch_thread.join()
-        self._meeting.lock.close()
+        self._rendezvous.lock.close()
 
     def _all_leave(self) -> bool:
         return self._closing or self._lost is not None or all(peer.leaves for peer in self._peers)

@@ -143,7 +143,7 @@ class Ranks:
         except (OSError, RuntimeError) as error:
             raise self._reason(error) from error
         self.collectives = Collectives(group, 0, self.size, device, self._reason)
-        self.collectives.meet()
+        self.collectives.rendezvous()
         shutil.rmtree(self._directory, ignore_errors=True)  # now, so that a killed process leaves none
         return self.collectives
 

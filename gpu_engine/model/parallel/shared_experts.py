@@ -27,7 +27,7 @@ from torch import nn
 from gpu_engine.model.experts import Experts
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.parallel.collectives import Collectives
-from gpu_engine.model.parallel.meeting import SETTING
+from gpu_engine.model.parallel.rendezvous import SETTING
 from gpu_engine.model.parallel.shards import Shard
 
 

@@ -61,7 +61,7 @@ def _follow(config: EngineConfig, number: int, store: Path, heartbeat: Heartbeat
     try:
         group = open_group(store, number, size)
         collectives = Collectives(group, number, size, model.device)
-        collectives.meet()
+        collectives.rendezvous()
         add_over_ranks(forward, collectives)
         Follower(forward, collectives, model.allocate_pages).run()
     except RankLost as error:

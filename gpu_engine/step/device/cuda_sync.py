@@ -1,4 +1,4 @@
-"""Builds the sync of a CUDA device, with the kernels that it needs. Imports Triton, see launches.py.
+"""Builds the sync of a CUDA device, with the kernels that it needs. Imports Triton, see triton_launches.py.
 
 Invariant: kernels are compiled here, before any capture. Not responsible for: the mechanisms (see syncs.py).
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpu_engine.step.device.launches import TritonLaunches
 from gpu_engine.step.device.pinned import PinnedSegment
 from gpu_engine.step.device.syncs import DeviceFlagSync, FlagKernels, HostCallbackSync
+from gpu_engine.step.device.triton_launches import TritonLaunches
 from gpu_engine.step.stream import Stream
 from kernels.cuda.flags import DeviceFlags, SegmentNumbers
 from shared_mem.channel import EngineEnd

@@ -22,7 +22,7 @@ from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.model.outputs import compute
 from gpu_engine.step.buffers import SlotBuffers
-from gpu_engine.step.prefill import Chunks
+from gpu_engine.step.prompt_rows import Chunks
 from gpu_engine.step.stream import Event, Stream
 from kernels.paged_attention import KVPages
 

@@ -2,7 +2,7 @@
 
 Invariant: a query's numbers do not depend on the tile that it is in: maxima are exact, and sums over keys are
 matrix products, which add the keys in their order. Triton functions. Not responsible for: loading keys and
-values (see decode.py, prefill.py).
+values (see decode.py, prompt.py).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import torch
 import triton
 
 from kernels.cuda.attention.decode import combine_kernel, decode_kernel
-from kernels.cuda.attention.prefill import prefill_kernel, store_kernel
-from kernels.cuda.attention.tree import tree_decode_kernel
+from kernels.cuda.attention.prompt import prefill_kernel, store_kernel
+from kernels.cuda.attention.tree_decode import tree_decode_kernel
 from kernels.kv_pages import KVPages, check_limits
 
 MAX_DECODE_QUERIES = 16

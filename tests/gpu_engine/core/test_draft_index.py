@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpu_engine.api.request import DraftScope
+from gpu_engine.api.request import SuffixScope
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine.harness import (
@@ -23,23 +23,23 @@ from tests.gpu_engine.harness import unguided_engine as engine_of
 from tests.gpu_engine.toy_sidecar import guided_engine
 
 Submit = Callable[[Engine, list[Answer]], list[list[int]]]
-SCOPE = DraftScope(b"one", seeds=((65, 66, 67, 68),))
+SCOPE = SuffixScope(b"one", seeds=((65, 66, 67, 68),))
 SAMPLING = ({}, {"temperature": 1.0}, {"temperature": 0.6, "top_p": 0.9}, {"repetition_penalty": 1.3})
 
 
-def asked(scope: DraftScope | None, *, guided: bool) -> list[Answer]:
+def asked(scope: SuffixScope | None, *, guided: bool) -> list[Answer]:
     """Return requests that come again: their answers are equal to earlier ones, or share much with them."""
     answers = []
     for seed in (1, 1, 2, 1, 3, 2):
         for number, sampling in enumerate(SAMPLING):
             grammar = str(40 + number) if guided else None
             answers.append(ask(tokens(12, number), max_tokens=60, seed=seed, grammar=grammar, **sampling))  # type: ignore[arg-type]
-            answers[-1].change(draft_scope=scope)
+            answers[-1].change(suffix_scope=scope)
     return answers
 
 
 def run(
-    model: LoadedModel, submit: Submit, num_drafts: int, scope: DraftScope | None, *, guided: bool, overlap: bool
+    model: LoadedModel, submit: Submit, num_drafts: int, scope: SuffixScope | None, *, guided: bool, overlap: bool
 ) -> tuple[list[list[int]], int]:
     """Return the tokens of the answers, and the number of accepted drafts of the index."""
     settings = with_drafts(num_drafts, overlap=overlap, row_timeout_ms=UNHURRIED_MS)
@@ -69,10 +69,10 @@ def test_tokens_do_not_depend_on_the_index(
 
 
 def test_an_answer_that_comes_again_takes_few_steps(llama: LoadedModel) -> None:
-    def steps(scope: DraftScope | None) -> tuple[int, int]:
+    def steps(scope: SuffixScope | None) -> tuple[int, int]:
         first, again = (ask(tokens(12, 5), max_tokens=64, seed=9, temperature=1.0, ignore_eos=True) for _ in range(2))
-        first.change(draft_scope=scope)
-        again.change(draft_scope=scope)
+        first.change(suffix_scope=scope)
+        again.change(suffix_scope=scope)
         with engine_of(llama, with_drafts(7)) as engine:
             answer_each(engine, [first, again])
         assert first.tokens == again.tokens
@@ -85,10 +85,10 @@ def test_an_answer_that_comes_again_takes_few_steps(llama: LoadedModel) -> None:
 
 
 def test_answers_of_another_scope_or_of_none_draft_for_nobody(llama: LoadedModel) -> None:
-    scopes = (DraftScope(b"one"), DraftScope(b"two"), None, None, DraftScope(b"three"))
+    scopes = (SuffixScope(b"one"), SuffixScope(b"two"), None, None, SuffixScope(b"three"))
     answers = [ask(tokens(12, 5), max_tokens=48, seed=9, temperature=1.0, ignore_eos=True) for _ in scopes]
     for answer, scope in zip(answers, scopes, strict=True):
-        answer.change(draft_scope=scope)
+        answer.change(suffix_scope=scope)
     with engine_of(llama, with_drafts(7)) as engine:
         answer_each(engine, answers)
         assert engine.stats().index_draft_tokens == 0
@@ -108,7 +108,7 @@ def test_preempted_sequences_look_into_their_scope_again(llama: LoadedModel, ove
         with guided_engine(llama, settings) as (engine, _):
             answers = [ask(tokens(20, seed % 4), grammar="70", max_tokens=80) for seed in range(8)]
             for answer in answers:
-                answer.change(draft_scope=SCOPE)
+                answer.change(suffix_scope=SCOPE)
             found = answer_all(engine, answers)
             return found, engine.stats().preemptions, engine.stats().accepted_index_draft_tokens
 
@@ -122,7 +122,7 @@ def test_preempted_sequences_look_into_their_scope_again(llama: LoadedModel, ove
 def test_the_limit_of_a_request_bounds_drafts_of_the_index(llama: LoadedModel) -> None:
     answers = [ask(tokens(12, 5), max_tokens=40, seed=9, ignore_eos=True, drafts=2) for _ in range(2)]
     for answer in answers:
-        answer.change(draft_scope=SCOPE)
+        answer.change(suffix_scope=SCOPE)
     with engine_of(llama, with_drafts(7)) as engine:
         answer_each(engine, answers)
     assert max(len(event.token_ids) for event in answers[1].events) == 3

@@ -162,7 +162,7 @@ def toys(
         timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
         launches: Any = TorchLaunches(ROWS, stream.device)
         if triton:
-            from gpu_engine.step.device.launches import TritonLaunches  # not every installation has Triton
+            from gpu_engine.step.device.triton_launches import TritonLaunches  # not every installation has Triton
 
             # With host functions the rows are in the segment; the wait of the flags has fetched them.
             rows = segment_rows(segment) if mode == "host_callback" else flags.mask_SRW[None]

@@ -21,8 +21,8 @@ from gpu_engine.core.engine import Engine
 from gpu_engine.core.executor import Executor
 from gpu_engine.drafters.build import Builder
 from gpu_engine.model.loader import LoadedModel
-from gpu_engine.step.device.launches import TritonLaunches
 from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
+from gpu_engine.step.device.triton_launches import TritonLaunches
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment

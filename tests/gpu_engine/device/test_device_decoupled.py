@@ -389,9 +389,9 @@ OWN = {"draft_device": "cuda:1"}
 def over_there(engine: Engine) -> tuple[set[int], set[int]]:
     """Return the addresses that the steps and both ways use, and those that the draft graphs use."""
     drafter = drafter_of(engine)
-    mirror, now = drafter.mirror, drafter._now
-    assert mirror is not None
-    here = [*launcher_of(engine).captured.values(), *mirror._packs.values(), *mirror._takes.values()]  # type: ignore[attr-defined]
+    replica, now = drafter.replica, drafter._now
+    assert replica is not None
+    here = [*launcher_of(engine).captured.values(), *replica._packs.values(), *replica._takes.values()]  # type: ignore[attr-defined]
     there = [*now._graphs.values(), now._read]
     return tuple(set().union(*(graph.touched for graph in graphs)) for graphs in (here, there))  # type: ignore[attr-defined,return-value]
 

@@ -15,7 +15,7 @@ import torch
 from gpu_engine.drafters.build import BUILDERS, DrafterParts
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import StepBatch
-from gpu_engine.step.prefill import Chunks, Hidden
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from gpu_engine.step.stream import Stream
 from kernels.accept import StepTensors
 from shared_mem.channel import Record

@@ -9,7 +9,8 @@ A new drafter touches these files:
 4. `tests/gpu_engine/drafters/test_NAME.py`: the two tests below, and tests of the drafts that the drafter proposes.
 
 No step, kernel, graph or loop changes. Arithmetic that needs a kernel of its own on a GPU gets a method of
-`StepLaunches`: `gpu_engine/step/launches.py`, `gpu_engine/step/device/launches.py`, and the kernel in `kernels/cuda`.
+`StepLaunches`: `gpu_engine/step/launches.py`, `gpu_engine/step/device/triton_launches.py`, and the kernel in
+`kernels/cuda`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from gpu_engine.drafters.build import BUILDERS, DrafterParts
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.launches import place_of
-from gpu_engine.step.prefill import Chunks, Hidden
 from gpu_engine.step.program import Drafter
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from gpu_engine.step.stream import Stream
 from kernels.accept import StepTensors
 from tests.gpu_engine.harness import Answer, answer_all, ask, config, running, tokens, unguided_engine, with_drafts

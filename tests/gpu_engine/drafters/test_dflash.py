@@ -15,7 +15,7 @@ from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.launches import place_of
-from gpu_engine.step.prefill import Hidden
+from gpu_engine.step.prompt_rows import Hidden
 from kernels.accept import StepTensors
 from kernels.row_kinds import APPLY
 from shared_mem.layout import Stage

@@ -19,7 +19,7 @@ from gpu_engine.drafters.heads.dflash_files import load_dflash
 from gpu_engine.drafters.heads.eagle3_files import load_head
 from gpu_engine.drafters.heads.formats import HeadNotUsable, format_of
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.prefill import Chunks, Hidden
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from kernels.paged_attention import KVPages
 from tests.gpu_engine.dflash import MASK, PlainDFlash, public_config, random_tensors, save, save_random
 from tests.gpu_engine.harness import config, with_drafts

@@ -16,7 +16,7 @@ from gpu_engine.drafters.nets import Hidden
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.prefill import Chunks
+from gpu_engine.step.prompt_rows import Chunks
 from kernels.paged_attention import KVPages
 from shared_mem.layout import Stage
 from tests.fakes import byte_tokenizer

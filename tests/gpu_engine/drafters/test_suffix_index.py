@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_engine.api.request import DraftScope
+from gpu_engine.api.request import SuffixScope
 from gpu_engine.drafters.suffix_index import MAX_SCOPE_TOKENS, OVERHEAD_BYTES, SuffixIndex
 from kernels.suffix import BYTES_PER_TOKEN, MIN_CAPACITY
 
 SMALLEST = MIN_CAPACITY * BYTES_PER_TOKEN + OVERHEAD_BYTES
 
 
-def scope(name: str, *seeds: tuple[int, ...]) -> DraftScope:
-    return DraftScope(name.encode(), seeds)
+def scope(name: str, *seeds: tuple[int, ...]) -> SuffixScope:
+    return SuffixScope(name.encode(), seeds)
 
 
 def test_a_slot_has_the_ring_of_its_scope_and_no_other() -> None:

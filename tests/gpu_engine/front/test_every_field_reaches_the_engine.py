@@ -276,7 +276,7 @@ ROWS: dict[str, Row] = {
     ),
     "speculation.draft_index": Row(
         {"text": "hi", "speculation": {"draft_index": False}, "grammar": {"json_object": True}},
-        lambda s: s.request.draft_scope is None,
+        lambda s: s.request.suffix_scope is None,
         True,
     ),
     "response.omit_text": response(lambda s: "".join(s.text), "", omit_text=True),

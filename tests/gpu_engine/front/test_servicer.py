@@ -441,7 +441,7 @@ async def test_requests_with_one_grammar_share_their_answers_unless_they_say_oth
     async with serving(tmp_path, answers_with("x"), device="cpu") as s:  # type: ignore[arg-type]
         for fields in (guided, guided, {**guided, "speculation": pb.Speculation(draft_index=False)}, {}):
             await answer(s.client, ask(**fields))
-        one, again, off, free = (request.draft_scope for request in s.engine.submitted)
+        one, again, off, free = (request.suffix_scope for request in s.engine.submitted)
     assert one == again
     assert one is not None
     assert one.seeds == (tuple(b' "abcdef"'),)

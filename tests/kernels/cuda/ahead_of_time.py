@@ -32,7 +32,7 @@ from kernels.cuda import (
 from kernels.cuda.attention import paged
 from kernels.cuda.jump_forward import take_jump_forward
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
-from kernels.cuda.tree import PathCompaction
+from kernels.cuda.tree_acceptance import PathCompaction
 from kernels.fused import Activation, NormKind, RMSNorm
 from kernels.low_rank_stacks import LowRankStacks, ProductShape
 from kernels.paged_attention import KVPages

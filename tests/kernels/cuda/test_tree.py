@@ -9,7 +9,7 @@ from kernels.cuda.attention.paged import DecodeTuning, paged_attention
 from kernels.cuda.branch import BRANCH_TOKENS, add_branch
 from kernels.cuda.ngram import propose_ngram
 from kernels.cuda.step_inputs import load_step
-from kernels.cuda.tree import PathCompaction
+from kernels.cuda.tree_acceptance import PathCompaction
 from kernels.paged_attention import KVPages
 from kernels.row_kinds import DEFER
 from kernels.step_tensors import TreeRows

@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.conversation import InputKind, Tool, Tools
 from gpu_engine.api.errors import InternalError, LockstepError
-from gpu_engine.front.draft_scopes import literals
 from gpu_engine.front.prompt import build_requests
+from gpu_engine.front.suffix_scopes import literals
 from gpu_engine.front.tools.chat import render
 from gpu_engine.front.tools.composition import planned
 from gpu_engine.front.tools.fields import check_chat, check_reasoning, check_tools

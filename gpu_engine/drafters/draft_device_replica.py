@@ -1,12 +1,13 @@
-"""Carries a step to another device and its drafts back: for a draft model that has a GPU of its own.
+"""Carries a step to another device and its drafts back, for a draft model on another GPU than the target's.
 
-`Mirror` has twins of the step's buffers on the draft model's device. Behind a step, a stream of the target's device
-packs what drafting reads of each lane (numbers, parameters, rules, and the whole text) and copies it over; the draft
-graph unpacks it, drafts, and packs its drafts, which come back the same way. The tokens of a text are counted anew over
-there, for penalties: a text is smaller than its counts, one for each token of the vocabulary.
+`DraftDeviceReplica` has copies of the step's buffers on the draft model's device. After a step, a stream of the
+target's device packs the values of each lane that drafting reads (numbers, parameters, rules, and the whole text) and
+copies them over. The draft graph unpacks them, drafts, and packs its drafts, which come back the same way. For
+penalties the replica counts the tokens of a text anew: a text is smaller than its counts, which are one for each token
+of the vocabulary.
 
-Invariant: a kernel touches the memory of one device alone, and only copies cross. The host waits for none of them:
-events order three streams, the steps', the carrier's and the draft model's. Not responsible for: drafting (see
+Invariant: a kernel touches the memory of only one device, and only copies cross. The host waits for no copy: events
+order three streams, of the steps, of the copies and of the draft model. Not responsible for: drafting (see
 decoupled_graphs.py).
 
 Shapes: S slots, B lanes of a step, R rows a slot, L tokens of history, V vocabulary.
@@ -81,7 +82,7 @@ class _Parcel:
         stream.copy(self.received[:count], self.packed[:count])
 
 
-class Mirror:
+class DraftDeviceReplica:
     """The buffers of the step on another device. Used by the engine's thread alone.
 
     Args:
@@ -289,7 +290,7 @@ class Mirror:
         return len(self._packs) + len(self._takes)
 
     def __repr__(self) -> str:
-        return f"<Mirror on {self.device} of {len(self._batches)} buckets>"
+        return f"<DraftDeviceReplica on {self.device} of {len(self._batches)} buckets>"
 
 
 def pad(lane: LaneBuffers) -> None:

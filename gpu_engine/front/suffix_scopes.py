@@ -19,7 +19,7 @@ from typing import Any
 
 from gpu_engine.api.limits import Limits
 from gpu_engine.api.ports import Tokenizer
-from gpu_engine.api.request import DraftScope, GrammarKind, GrammarSpec, Params
+from gpu_engine.api.request import GrammarKind, GrammarSpec, Params, SuffixScope
 from gpu_engine.front.grammar_handles import grammar_id
 
 MAX_SEEDED_CHARS = 64 << 10
@@ -52,7 +52,7 @@ def _digest(value: bytes) -> bytes:
     return hashlib.blake2b(value, digest_size=16).digest()
 
 
-class DraftScopes:
+class SuffixScopes:
     """Makes the scope of each request."""
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
@@ -60,7 +60,7 @@ class DraftScopes:
         self._seeds: OrderedDict[str, tuple[tuple[int, ...], ...]] = OrderedDict()
         """The seeds by grammar id; the most recently used grammar is last."""
 
-    def of(self, params: Params, client: bytes) -> DraftScope | None:
+    def of(self, params: Params, client: bytes) -> SuffixScope | None:
         """Return the scope; None: no earlier answer drafts for the request. `client`: see `client_identity`."""
         speculation, grammar = params.speculation, params.grammar
         if not self._limits.draft_index or not speculation.draft_index or not speculation.num_draft_tokens:
@@ -69,7 +69,7 @@ class DraftScopes:
             return None
         name = grammar_id(grammar) if grammar else ""
         key = _digest(client) + _digest(params.scheduling.cache_salt.encode()) + name.encode()
-        return DraftScope(key, self._seeds_of(name, grammar) if grammar else ())
+        return SuffixScope(key, self._seeds_of(name, grammar) if grammar else ())
 
     def _seeds_of(self, name: str, grammar: GrammarSpec) -> tuple[tuple[int, ...], ...]:
         if name not in self._seeds:
@@ -82,7 +82,7 @@ class DraftScopes:
         return self._seeds[name]
 
     def __repr__(self) -> str:
-        return f"<DraftScopes of {len(self._seeds)} grammars>"
+        return f"<SuffixScopes of {len(self._seeds)} grammars>"
 
 
 def literals(grammar: GrammarSpec) -> Iterator[str]:

@@ -5,8 +5,8 @@ path is accepted exactly as a chain of its drafts would be, and siblings cost ro
 keys and values behind the last token's at distance j, so that no two rows share a place; behind acceptance those of
 the path are moved to the distance of their depth, where the next step reads them. Invariant: only emitted tokens
 reach history, length and counts, and only places behind the history of before the step are written. Not responsible
-for: attention inside the tree (see attention/tree.py), the scores of the rows (see rows.py), the proposal of a tree
-(see branch.py).
+for: attention inside the tree (see attention/tree_decode.py), the scores of the rows (see rows.py), the proposal of a
+tree (see branch.py).
 
 Shapes: B lanes, S slots, R rows a slot, N pages of a sequence, Hkv KV heads, T tokens a page, D head size.
 """

@@ -9,12 +9,12 @@ import pytest
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.limits import Limits
-from gpu_engine.api.request import DraftScope, GrammarKind, GrammarSpec
-from gpu_engine.front.draft_scopes import (
+from gpu_engine.api.request import GrammarKind, GrammarSpec, SuffixScope
+from gpu_engine.front.suffix_scopes import (
     MAX_LITERALS,
     MAX_SEEDED_CHARS,
     MAX_SEEDED_SCOPES,
-    DraftScopes,
+    SuffixScopes,
     client_identity,
     literals,
 )
@@ -23,13 +23,13 @@ from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import ByteTokenizer
 
 
-def scopes(**engine: Any) -> DraftScopes:
+def scopes(**engine: Any) -> SuffixScopes:
     config = EngineConfig(**{"device": "cpu", **engine})
     limits = Limits.of(config, ServerConfig(), vocab_size=320, max_model_len=256)
-    return DraftScopes(ByteTokenizer(), limits)
+    return SuffixScopes(ByteTokenizer(), limits)
 
 
-def scope_of(made: DraftScopes, client: bytes = b"", **fields: Any) -> DraftScope | None:
+def scope_of(made: SuffixScopes, client: bytes = b"", **fields: Any) -> SuffixScope | None:
     limits = Limits(
         vocab_size=320, max_model_len=256, num_draft_tokens=7, jump_forward_tokens=7, max_n=4, max_prompt_bytes=1000
     )

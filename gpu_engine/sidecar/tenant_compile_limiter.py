@@ -29,7 +29,7 @@ class _State:
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
 
-class CompileTurns:
+class TenantCompileLimiter:
     """The turns of all tenants."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class CompileTurns:
             _pass_on(state)
 
     def __repr__(self) -> str:
-        return f"<CompileTurns {sum(state.admitted for state in self._states.values())} refused={self.refused}>"
+        return f"<TenantCompileLimiter {sum(state.admitted for state in self._states.values())} refused={self.refused}>"
 
 
 async def _wait(state: _State) -> None:

@@ -54,7 +54,7 @@ class Met:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """The result: the other engines in the order of their ranks."""
 
     others: tuple[Met, ...]
@@ -64,7 +64,7 @@ class Meeting:
     """Held until it is closed."""
 
 
-def meet(place: Place, about: str, wait_s: float = WAIT_S) -> Meeting:
+def rendezvous(place: Place, about: str, wait_s: float = WAIT_S) -> Rendezvous:
     """Wait for every other engine. `about` says what this one serves; all must say the same.
 
     Raises ModelNotSupported for a rank that is taken, for another `about` or size, and when the wait ends; OSError when
@@ -85,7 +85,7 @@ def meet(place: Place, about: str, wait_s: float = WAIT_S) -> Meeting:
                     break
             _path(place, place.rank).unlink(missing_ok=True)
         others = tuple(found[rank][0] for rank in sorted(found))
-        return Meeting(others, Path(store or found[0][1]) / "store", lock)
+        return Rendezvous(others, Path(store or found[0][1]) / "store", lock)
     except BaseException:
         for other, _ in found.values():
             other.socket.close()

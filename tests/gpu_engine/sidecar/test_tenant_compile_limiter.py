@@ -8,7 +8,7 @@ import pytest
 
 from gpu_engine.api.errors import LimitExceeded
 from gpu_engine.api.request import GrammarKind, GrammarOwner, GrammarSpec
-from gpu_engine.sidecar.turns import CompileTurns
+from gpu_engine.sidecar.tenant_compile_limiter import TenantCompileLimiter
 
 
 def owner(tenant: str = "acme", at_once: int = 1, waiting: int = 2) -> GrammarOwner:
@@ -19,20 +19,20 @@ class Compilations:
     """Compilations that the test ends; each is known by a number."""
 
     def __init__(self) -> None:
-        self.turns = CompileTurns()
+        self.limiter = TenantCompileLimiter()
         self.running: list[int] = []
         self._ends: dict[int, asyncio.Event] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
     async def begin(self, number: int, of: GrammarOwner) -> None:
-        self.turns.admit(of)
+        self.limiter.admit(of)
         self._ends[number] = asyncio.Event()
         self.tasks[number] = task = asyncio.create_task(self._run(number, of))
-        task.add_done_callback(lambda _: self.turns.ended(of))
+        task.add_done_callback(lambda _: self.limiter.ended(of))
         await self.settle()
 
     async def _run(self, number: int, of: GrammarOwner) -> None:
-        async with self.turns.turn(of):
+        async with self.limiter.turn(of):
             self.running.append(number)
             try:
                 await self._ends[number].wait()
@@ -62,7 +62,7 @@ async def test_so_many_run_some_wait_and_one_more_is_refused() -> None:
         await made.begin(number, mine)
     assert made.running == [0]
     with pytest.raises(LimitExceeded, match="max_compilations: tenant acme: 1 compilations may run, and 2 wait"):
-        made.turns.admit(mine)
+        made.limiter.admit(mine)
     await made.begin(9, owner("beta"))
     assert made.running == [0, 9], "another tenant has turns of its own"
     await made.end(0)
@@ -72,7 +72,7 @@ async def test_so_many_run_some_wait_and_one_more_is_refused() -> None:
     assert made.running == [9, 2]
     for number in (2, 3, 9):
         await made.end(number)
-    assert repr(made.turns) == "<CompileTurns 0 refused=1>"
+    assert repr(made.limiter) == "<TenantCompileLimiter 0 refused=1>"
 
 
 async def test_a_turn_of_a_task_that_is_cancelled_is_the_next_one_s() -> None:
@@ -93,7 +93,7 @@ async def test_a_turn_of_a_task_that_is_cancelled_is_the_next_one_s() -> None:
     await made.begin(5, mine)
     assert made.running == [5]
     await made.cancel(5)
-    assert repr(made.turns) == "<CompileTurns 0 refused=0>"
+    assert repr(made.limiter) == "<TenantCompileLimiter 0 refused=0>"
 
 
 async def test_no_limit_lets_all_run() -> None:

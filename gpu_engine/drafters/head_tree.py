@@ -21,7 +21,7 @@ import torch
 
 from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.launches import place_of
-from gpu_engine.step.prefill import Chunks, Hidden
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from gpu_engine.step.stream import Stream
 from kernels.accept import StepTensors
 from kernels.step_tensors import DraftTree, tree_shape
