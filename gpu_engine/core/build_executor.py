@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.core.executor import Executor, cpu_executor
+from gpu_engine.core.cpu_executor import cpu_executor
+from gpu_engine.core.executor import Executor
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import EngineEnd
 

@@ -2,12 +2,12 @@
 
 `device_executor` works over any `Stream`; `cuda_executor` adds the CUDA stream, the registered segment and the sync.
 Invariant: `close` releases everything that is registered or captured here, in the opposite order. Not responsible for:
-the CPU's executor (see executor.py).
+the CPU's executor (see cpu_executor.py), assembling the parts (see executor.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,16 +17,12 @@ import torch
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.core.device_slot_writer import DeviceSlotWriter
 from gpu_engine.core.draft_budget import DraftBudget
-from gpu_engine.core.executor import Executor, draft_budget, history_tokens, page_mover, pages_and_calls
+from gpu_engine.core.executor import Executor, StepParts, WarmsUp, assemble, history_tokens
 from gpu_engine.core.prefill_graphs import Prefill
-from gpu_engine.core.runner import LauncherRunner
-from gpu_engine.core.transfer.mover import PageMover
-from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, captured_drafter, exchanging_drafter
+from gpu_engine.drafters.build import Builder, captured_drafter
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.loader import LoadedModel
-from gpu_engine.ops.memory import memory_use
-from gpu_engine.processors.loading import load_processors
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.device.adapter_copies import AdapterCopies
 from gpu_engine.step.device.cuda_stream import CudaStream
@@ -36,10 +32,7 @@ from gpu_engine.step.device.pinned import PinnedSegment
 from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
 from gpu_engine.step.device.triton_launches import TritonLaunches
 from gpu_engine.step.output_ring import OutputRing
-from gpu_engine.step.outputs.tensors import TensorOutputs, scratch_pages
 from gpu_engine.step.processing.processing import Processing
-from gpu_engine.step.program import StepProgram
-from gpu_engine.step.prompt_scorer import PromptScorer
 from gpu_engine.step.stream import Stream
 from gpu_engine.step.sync import NoSync, Sync
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
@@ -108,43 +101,68 @@ def device_executor(
     assert isinstance(launches, TritonLaunches), f"{launches} are not a device's"
     rows = SlotRows.allocate(S + 1, V, step_sync.store.mask_SRW, slot.done_S, max_rules=MAX_RULES)
     ring = OutputRing(stream, lane, step_sync.report)
+    parts = StepParts.build(
+        config,
+        model,
+        stream=stream,
+        launches=launches,
+        sync=step_sync,
+        slot=slot,
+        lane=lane,
+        ring=ring,
+        num_pages=num_pages,
+        token_major=True,
+        trees=launches,
+        rows=rows,
+        drafter_builders=drafter_builders,
+    )
     buckets, guided = lane_buckets(S), sync is not None
     step_rows = StepRows(config.num_drafts + 1, R, config.max_step_rows, links=config.drafts_by_net)
-    whole_cache = (num_pages + scratch_pages(config.page_size), config.page_size)
-    pages, check_ranks, end_ranks, copy = pages_and_calls(model, *whole_cache, token_major=True)
-    parts = DrafterParts(config, model, stream, launches, step_sync, num_pages, True, slot, lane, launches, rows)
-    drafter = build_drafter(parts, drafter_builders)
     sampling = DeviceRows(rows, RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device))
-    processors = load_processors(config.logits_processors, model, torch.device(device))
-    processing = Processing.of(processors, stream, launches, slot)
-    outer = (sampling, processing, PathCompaction(pages) if config.verifies_trees else None)
-    program = StepProgram(stream, launches, model, pages, step_sync, drafter, slot, lane, ring, *outer)
-    kinds = (guided, config.enforce_eager, processing, model.adapters is not None, captured_drafter(drafter))
-    graphs = StepGraphs(stream, program, slot, lane, ring, buckets, step_rows, *kinds)
-    budget, shapes = draft_budget(config), config.prefill_shapes
-    slot_writer = _slot_writer(config, model, stream, slot, rows, processing)
-    most_prompts = max(lanes for lanes, _ in shapes.every)
-    prefill = Prefill(stream, model, pages, drafter, slot_writer, shapes.of, max_lanes=most_prompts)
-    scorer = PromptScorer(stream, launches, model, pages, drafter, slot)
-    tensors = TensorOutputs(stream, model, pages, slot, config.page_size)
+    program = parts.program(sampling, PathCompaction(parts.cache.pages) if config.verifies_trees else None)
+    graphs = StepGraphs(
+        stream=stream,
+        program=program,
+        slot=slot,
+        lane=lane,
+        ring=ring,
+        buckets=buckets,
+        rows=step_rows,
+        guided=guided,
+        eager=config.enforce_eager,
+        processing=parts.processing,
+        adapts=model.adapters is not None,
+        drafter=captured_drafter(parts.drafter),
+    )
+    slot_writer = _slot_writer(config, model, stream, slot, rows, parts.processing)
+    shapes = config.prefill_shapes
+    prefill = Prefill(
+        stream=stream,
+        model=model,
+        pages=parts.cache.pages,
+        drafter=parts.drafter,
+        slot_writer=slot_writer,
+        shape_of=shapes.of,
+        max_lanes=max(lanes for lanes, _ in shapes.every),
+    )
     copies = _adapter_copies(stream, model.adapters)
-    others = (scorer, tensors, mover := page_mover(config, model, stream, pages))
-    warm_up = partial(_warm_up, stream, step_sync, prefill, others, graphs, budget, channel, shapes.every)
 
-    return Executor(
-        slot_writer,
-        step_sync,
-        LauncherRunner(graphs, slot_writer, step_sync, budget, max_inflight_steps),
-        *(prefill, scorer, tensors, warm_up),
-        enter=lambda: None,
-        probe=partial(_probe, check_ranks, stream),
-        close=partial(_close, graphs, prefill, end_ranks, model.adapters, copies),
-        processors=processors,
-        decoupled=exchanging_drafter(drafter),
-        copy_page=partial(stream.kernel, copy),
+    def warm_up(budget: DraftBudget, forwards: Sequence[WarmsUp]) -> None:
+        step_sync.reserve(graphs.buckets)
+        _warm_up(stream, prefill, forwards, graphs, budget, channel, shapes.every)
+
+    return assemble(
+        parts,
+        launcher=graphs,
+        slot_writer=slot_writer,
+        prefill=prefill,
+        warm_up=warm_up,
+        max_inflight_steps=max_inflight_steps,
+        probe=partial(_probe, parts.cache.check, stream),
+        close=partial(_close, graphs, prefill, parts.cache.close, model.adapters, copies),
+        copy_page=partial(stream.kernel, parts.cache.copy_page),
         adapter_copies=copies,
-        mover=mover,
-        memory=memory_use(model, pages, slot, lane, rows.rules_SX, rows.seen_SV, rows.biases, sampling.scratch),
+        sampling_buffers=(rows.rules_SX, rows.seen_SV, rows.biases, sampling.scratch),
     )
 
 
@@ -173,8 +191,10 @@ def _slot_writer(
     processing: Processing | None,
 ) -> DeviceSlotWriter:
     return DeviceSlotWriter(
-        *(stream, slot, rows),
-        None if processing is None else processing.slots,
+        stream=stream,
+        device=slot,
+        rows=rows,
+        processing=None if processing is None else processing.slots,
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
         num_drafts=config.num_drafts,
@@ -211,28 +231,24 @@ def _close(
 
 def _warm_up(
     stream: Stream,
-    sync: Sync,
     prefill: Prefill,
-    others: tuple[PromptScorer | TensorOutputs | PageMover | None, ...],
+    forwards: Sequence[WarmsUp],
     graphs: StepGraphs,
     budget: DraftBudget,
     channel: EngineEnd | None,
     shapes: tuple[tuple[int, int], ...],
 ) -> None:
     """Run every prefill shape and every step once, capture both, and measure the steps."""
-    sync.reserve(graphs.buckets)
     prefill.warm_up(shapes)  # loads every kernel before the first wait is captured
-    for forward in others:
-        if forward is not None:
-            forward.warm_up()
+    for forward in forwards:
+        forward.warm_up()
     graphs.capture(channel)
     budget.seed(graphs.ms_by_rows)
     if not graphs.eager:
-        prefill.capture(shapes)  # behind the steps: a capture that fails leaves theirs as they are
+        prefill.capture(shapes)  # after the steps: a capture that fails leaves the steps' captures as they are
     # The first replay of a graph allocates. A capture empties the allocator's cache, and a shape that is not captured
     # allocates there. Either could wait for the device while a step there waits for the grammar process.
-    for forward in others:
-        if forward is not None:
-            forward.warm_up()
+    for forward in forwards:
+        forward.warm_up()
     prefill.warm_up(shapes)
     stream.synchronize()

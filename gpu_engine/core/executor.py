@@ -1,55 +1,50 @@
-"""Builds the executor of an engine's steps: slot writer, sync, runner, prefill.
+"""The executor of an engine's steps, and the one function that assembles it.
 
-This module has the CPU's executor; device_executor.py has the CUDA one. Both run the same step program. Invariant:
-`close` releases everything that the executor registered or captured, in the opposite order. Not responsible for: the
-choice by device (see build_executor.py), which sequences run (see scheduler.py), the order of an iteration (see
-loop.py).
+A device fills one list of parts (`StepParts`): its stream, its launches, its sync and its buffers; drafter, KV cache,
+logits processors and step program follow from them in the same way everywhere. Invariant: `close` releases everything
+that the executor registered or captured, in the opposite order. Not responsible for: the parts of a device (see
+cpu_executor.py, device_executor.py), the choice by device (see build_executor.py), which sequences run (see
+scheduler.py), the order of an iteration (see loop.py).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.page_transfer import PageFormat
-from gpu_engine.api.prefill_shapes import padded
 from gpu_engine.api.processors import Processors
 from gpu_engine.api.stats import MemoryUse
 from gpu_engine.core.draft_budget import DraftBudget, EveryDraft
-from gpu_engine.core.prefill_graphs import Prefill
 from gpu_engine.core.runner import LauncherRunner, StepRunner
 from gpu_engine.core.running import RunningSequence, SlotWriter
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.core.transfer.mover import PageMover, weights_digest
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, exchanging_drafter, suffix_drafter
 from gpu_engine.drafters.decoupled import ExchangingDrafter
+from gpu_engine.drafters.head_tree import TreeLaunches
 from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.model.loaded_model import LoadedModel
 from gpu_engine.ops.memory import memory_use
 from gpu_engine.processors.loading import load_processors
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.device.adapter_copies import AdapterCopies
-from gpu_engine.step.direct import DirectLauncher
-from gpu_engine.step.native_launches import NativeLaunches
+from gpu_engine.step.direct import StepLauncher
+from gpu_engine.step.launches import StepLaunches
 from gpu_engine.step.output_ring import OutputRing
 from gpu_engine.step.outputs.tensors import TensorOutputs, scratch_pages
 from gpu_engine.step.processing.processing import Processing
-from gpu_engine.step.program import StepProgram
-from gpu_engine.step.prompt_rows import chunks_of, fill_prompts, prompt_rows
+from gpu_engine.step.program import Compaction, Drafter, StepProgram
 from gpu_engine.step.prompt_scorer import PromptScorer
-from gpu_engine.step.stream import ImmediateStream, Stream
-from gpu_engine.step.stream_sync import InlineSync
-from gpu_engine.step.sync import NoSync, Sync
+from gpu_engine.step.stream import Stream
+from gpu_engine.step.sync import Sync
+from kernels.cuda.row_state import DeviceRows, SlotRows
 from kernels.kv_pages import KVPages, copy_page
-from shared_mem.channel import EngineEnd
-
-_WARM_UP_S = 2.0
-"""Time after which the warm-up measures no more numbers of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +96,7 @@ def lookahead(config: EngineConfig, max_inflight_steps: int) -> int:
     return config.num_rows * (max_inflight_steps + 1) + config.draft_reach
 
 
-def draft_budget(config: EngineConfig) -> DraftBudget:
+def _draft_budget(config: EngineConfig) -> DraftBudget:
     """Return the budget of the drafter that the configuration names."""
     computes = config.drafts_by_net or config.drafts_decoupled
     kind = EveryDraft if config.verifies_every_draft else DraftBudget
@@ -110,123 +105,191 @@ def draft_budget(config: EngineConfig) -> DraftBudget:
     )
 
 
-def _forward_ms(warm_up: Callable[[int], float], max_rows: int) -> dict[int, float]:
-    """Run forwards of 1 to `max_rows` rows; return the shortest of three times of each, in milliseconds, by rows.
-
-    The first run of a number of rows makes libraries plan. With a slow model the larger numbers are left out.
-    """
-    measured: dict[int, float] = {}
-    ends_s = time.perf_counter() + _WARM_UP_S
-    for num_rows in (1, 16, 4, 8, 2, 32, 24, 64):
-        if num_rows <= max(max_rows, 1) and (len(measured) < 2 or time.perf_counter() < ends_s):
-            measured[num_rows] = min(warm_up(num_rows) for _ in range(3)) * 1e3
-    return measured
-
-
 def history_tokens(config: EngineConfig, model: LoadedModel, max_inflight_steps: int) -> int:
     """Return the longest history: a sequence's tokens, and the positions that the steps in flight may write."""
     return model.max_model_len + lookahead(config, max_inflight_steps)
 
 
-def page_mover(config: EngineConfig, model: LoadedModel, stream: Stream, pages: list[KVPages]) -> PageMover | None:
+def _page_mover(config: EngineConfig, model: LoadedModel, stream: Stream, pages: list[KVPages]) -> PageMover | None:
     """Return what copies pages from and for other engines; None for one that does neither."""
     if not config.transfer.moves_pages:
         return None
-    layout = "token-major" if pages[0].token_major else "channel-major"
-    sizes = (model.num_layers, model.num_kv_heads, model.head_dim)
-    form = PageFormat(weights_digest(model), model.dtype_name, config.page_size, layout, *sizes)
+    form = PageFormat(
+        fingerprint=weights_digest(model),
+        dtype=model.dtype_name,
+        page_size=config.page_size,
+        layout="token-major" if pages[0].token_major else "channel-major",
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+    )
     return PageMover(stream, pages, form)
-
-
-def _take_number_of_threads() -> None:
-    """Give the calling thread the number of threads that was set on another one.
-
-    Torch does so at a thread's first parallel operation. A step may have none; its native calls would use every core.
-    """
-    torch.set_num_threads(torch.get_num_threads())
 
 
 def _nothing() -> None:
     """A CPU has nothing to wait for."""
 
 
-def _inline_sync(
-    config: EngineConfig, channel: EngineEnd | None, stream: ImmediateStream, launches: NativeLaunches
-) -> Sync:
-    if channel is None:
-        return NoSync(stream, config.max_batch_size, config.num_rows)
-    timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
-    return InlineSync(stream, channel, launches, **timeouts)
+@dataclass(frozen=True, slots=True)
+class TargetCache:
+    """The target's KV cache, with the calls that its ranks add to an executor."""
+
+    pages: list[KVPages]
+    check: Callable[[], None]
+    """Raise for a lost rank."""
+    close: Callable[[], None]
+    copy_page: Callable[[int, int], None]
+
+    @staticmethod
+    def allocate(model: LoadedModel, num_pages: int, page_size: int, *, token_major: bool) -> TargetCache:
+        """Allocate the cache, on each rank of the model. `token_major`: the layout that a device's kernels read."""
+        pages = model.allocate_pages(num_pages, page_size, token_major=token_major or None)
+        if model.ranks is None:
+            return TargetCache(pages, _nothing, _nothing, partial(copy_page, pages))
+        model.ranks.allocate_pages(num_pages, page_size)
+        return TargetCache(pages, model.ranks.check, model.ranks.close, partial(model.ranks.copy_page, pages))
 
 
-def pages_and_calls(
-    model: LoadedModel, num_pages: int, page_size: int, *, token_major: bool | None = None
-) -> tuple[list[KVPages], Callable[[], None], Callable[[], None], Callable[[int, int], None]]:
-    """Allocate the target's cache, on each of its ranks; return it with the ranks' part of the executor's `probe`,
-    `close` and `copy_page`."""
-    pages, ranks = model.allocate_pages(num_pages, page_size, token_major=token_major), model.ranks
-    if ranks is None:
-        return pages, _nothing, _nothing, partial(copy_page, pages)
-    ranks.allocate_pages(num_pages, page_size)
-    return pages, ranks.check, ranks.close, partial(ranks.copy_page, pages)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """The parts of an executor's steps."""
+
+    config: EngineConfig
+    model: LoadedModel
+    stream: Stream
+    launches: StepLaunches
+    sync: Sync
+    slot: SlotBuffers
+    lane: LaneBuffers
+    ring: OutputRing
+    cache: TargetCache
+    drafter: Drafter
+    processors: Processors
+    processing: Processing | None
+
+    @staticmethod
+    def build(
+        config: EngineConfig,
+        model: LoadedModel,
+        *,
+        stream: Stream,
+        launches: StepLaunches,
+        sync: Sync,
+        slot: SlotBuffers,
+        lane: LaneBuffers,
+        ring: OutputRing,
+        num_pages: int,
+        token_major: bool = False,
+        trees: TreeLaunches | None = None,
+        rows: SlotRows | None = None,
+        drafter_builders: Mapping[str, Builder] | None = None,
+    ) -> StepParts:
+        """Build the drafter, allocate the KV cache, and load the logits processors over the parts of a device.
+
+        `trees` and `rows` are a GPU's; `drafter_builders` replaces the known drafters.
+        """
+        drafter_parts = DrafterParts(
+            config=config,
+            target=model,
+            stream=stream,
+            launches=launches,
+            sync=sync,
+            num_pages=num_pages,
+            token_major=token_major,
+            slot=slot,
+            lane=lane,
+            trees=trees,
+            rows=rows,
+        )
+        drafter = build_drafter(drafter_parts, drafter_builders)
+        num_cached = num_pages + scratch_pages(config.page_size)
+        cache = TargetCache.allocate(model, num_cached, config.page_size, token_major=token_major)
+        processors = load_processors(config.logits_processors, model, torch.device(stream.device))
+        return StepParts(
+            config=config,
+            model=model,
+            stream=stream,
+            launches=launches,
+            sync=sync,
+            slot=slot,
+            lane=lane,
+            ring=ring,
+            cache=cache,
+            drafter=drafter,
+            processors=processors,
+            processing=Processing.of(processors, stream, launches, slot),
+        )
+
+    def program(self, sampling: DeviceRows | None = None, compaction: Compaction | None = None) -> StepProgram:
+        """Return the step program. `sampling` and `compaction` are a GPU's."""
+        return StepProgram(
+            stream=self.stream,
+            launches=self.launches,
+            model=self.model,
+            pages=self.cache.pages,
+            sync=self.sync,
+            drafter=self.drafter,
+            slot=self.slot,
+            lane=self.lane,
+            ring=self.ring,
+            rows=sampling,
+            processing=self.processing,
+            compaction=compaction,
+        )
 
 
-def cpu_executor(
-    config: EngineConfig,
-    model: LoadedModel,
-    channel: EngineEnd | None,
-    num_pages: int,
-    max_inflight_steps: int,
+class WarmsUp(Protocol):
+    """A forward of its own, which runs once before the first request."""
+
+    def warm_up(self) -> None:
+        """Run it."""
+
+
+WarmUp = Callable[[DraftBudget, Sequence[WarmsUp]], None]
+"""Runs every shape once, and measures the steps for the budget; gets the forwards beside the steps and the prefills."""
+
+
+def assemble(
+    parts: StepParts,
     *,
-    drafter_builders: Mapping[str, Builder] | None = None,
+    launcher: StepLauncher,
+    slot_writer: SlotWriter,
+    prefill: Callable[[tuple[Chunk[RunningSequence], ...]], None],
+    warm_up: WarmUp,
+    max_inflight_steps: int,
+    enter: Callable[[], None] = _nothing,
+    probe: Callable[[], None],
+    close: Callable[[], None],
+    copy_page: Callable[[int, int], None],
+    mixes: bool = False,
+    adapter_copies: AdapterCopies | None = None,
+    sampling_buffers: Sequence[object] = (),
 ) -> Executor:
-    """Return an executor whose steps run at their launch, on the calling thread."""
-    S, R, stream = config.max_batch_size, config.num_rows, ImmediateStream()
-    # One slot more than sequences have, for padding and the warm-up.
-    slot = SlotBuffers.allocate(S + 1, R, history_tokens(config, model, max_inflight_steps), config.page_size)
-    lane = LaneBuffers.allocate(S, R, model.vocab_size)
-    launches = NativeLaunches(slot, lane, None if channel is None else channel.mask_rows)
-    sync = _inline_sync(config, channel, stream, launches)
-    parts = DrafterParts(config, model, stream, launches, sync, num_pages, False, slot, lane)
-    drafter = build_drafter(parts, drafter_builders)
-    pages, probe, close, copy = pages_and_calls(model, num_pages + scratch_pages(config.page_size), config.page_size)
-    ring = OutputRing(stream, lane, sync.report, max_inflight_steps + 1)
-    processors = load_processors(config.logits_processors, model, model.device)
-    processing = Processing.of(processors, stream, launches, slot)
-    program = StepProgram(stream, launches, model, pages, sync, drafter, slot, lane, ring, processing=processing)
-    limits = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
-    slot_writer = SlotWriter(slot, eos_token_ids=model.eos_token_ids, adapters=model.adapters is not None, **limits)
-    launcher, budget = DirectLauncher(program, slot, lane, ring), draft_budget(config)
-    # One sequence at a time: on a CPU tokens cost the same together and alone.
-    fill = Prefill(stream, model, pages, drafter, slot_writer, lambda _, longest: (1, padded(longest)), max_lanes=1)
-
-    def prefill(chunks: tuple[Chunk[RunningSequence], ...]) -> None:
-        for chunk in chunks:
-            fill((chunk,))
-
-    def prefill_together(chunks: tuple[Chunk[RunningSequence], ...]) -> None:
-        for chunk in chunks:
-            slot_writer.write_pages(chunk.sequence)
-        with torch.inference_mode():
-            parts = [(chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks]
-            fill_prompts(model, pages, prompt_rows(slot, parts, with_adapters=model.adapters is not None))
-            drafter.prefill(chunks_of(slot, parts), {})
-
-    def warm_up() -> None:
-        sync.reserve(tuple(range(1, S + 1)))
-        budget.seed(_forward_ms(program.warm_up, min(S * R, config.step_rows or S * R)))
-
-    runner = LauncherRunner(launcher, slot_writer, sync, budget, max_inflight_steps)
-    fills = prefill_together if program.mixes else prefill
-    scorer = PromptScorer(stream, launches, model, pages, drafter, slot)
-    tensors = TensorOutputs(stream, model, pages, slot, config.page_size)
+    """Return the executor of these parts. The arguments are what a device does in its own way; see `Executor`."""
+    config, model, stream, pages = parts.config, parts.model, parts.stream, parts.cache.pages
+    budget, mover = _draft_budget(config), _page_mover(config, model, stream, pages)
+    scorer = PromptScorer(
+        stream=stream, launches=parts.launches, model=model, pages=pages, drafter=parts.drafter, slot=parts.slot
+    )
+    tensors = TensorOutputs(stream=stream, model=model, pages=pages, slot=parts.slot, page_size=config.page_size)
+    forwards: list[WarmsUp] = [scorer, tensors, *([mover] if mover is not None else [])]
     return Executor(
-        *(slot_writer, sync, runner, fills, scorer, tensors, warm_up),
-        *(_take_number_of_threads, probe, close, copy),
-        mixes=program.mixes,
-        processors=processors,
-        suffix=suffix_drafter(drafter),
-        decoupled=exchanging_drafter(drafter),
-        mover=page_mover(config, model, stream, pages),
-        memory=memory_use(model, pages, slot, lane),
+        slot_writer=slot_writer,
+        sync=parts.sync,
+        runner=LauncherRunner(launcher, slot_writer, parts.sync, budget, max_inflight_steps),
+        prefill=prefill,
+        scorer=scorer,
+        tensors=tensors,
+        warm_up=partial(warm_up, budget, forwards),
+        enter=enter,
+        probe=probe,
+        close=close,
+        copy_page=copy_page,
+        mixes=mixes,
+        processors=parts.processors,
+        suffix=suffix_drafter(parts.drafter),
+        decoupled=exchanging_drafter(parts.drafter),
+        adapter_copies=adapter_copies,
+        mover=mover,
+        memory=memory_use(model, pages, parts.slot, parts.lane, *sampling_buffers),
     )

@@ -85,24 +85,24 @@ def build_drafter(parts: DrafterParts, builders: Mapping[str, Builder] | None = 
 
 def suffix_drafter(drafter: Drafter) -> SuffixDrafter | None:
     """Return the drafter that keeps answers, if `drafter` is one or has one behind jump-forward tokens."""
-    own = _behind(drafter)
+    own = _inner(drafter)
     return own if isinstance(own, SuffixDrafter) and own.index is not None else None
 
 
 def exchanging_drafter(drafter: Drafter) -> ExchangingDrafter | None:
     """Return the drafter whose model can be exchanged, if `drafter` is one or has one behind jump-forward tokens."""
-    own = _behind(drafter)
+    own = _inner(drafter)
     return own if isinstance(own, DecoupledDrafter | CapturedDecoupledDrafter) else None
 
 
 def captured_drafter(drafter: Drafter) -> CapturedDecoupledDrafter | None:
     """Return the drafter whose launches are no part of the steps, if `drafter` is one or has one behind jump-forward
     tokens."""
-    own = _behind(drafter)
+    own = _inner(drafter)
     return own if isinstance(own, CapturedDecoupledDrafter) else None
 
 
-def _behind(drafter: Drafter) -> Drafter:
+def _inner(drafter: Drafter) -> Drafter:
     return drafter.next_drafter if isinstance(drafter, JumpForwardDrafter) else drafter
 
 

@@ -371,14 +371,14 @@ class CapturedDecoupledDrafter:
             self._steps[shape] = (batch, step) if self.replica is None else self.replica.tensors(batch, step)
 
     def capture(self, *, eager: bool) -> None:
-        """See `DraftsBehind.capture`."""
+        """See `DrafterGraphs.capture`."""
         self._eager = eager
         if self.replica is not None:
             self.replica.capture(eager=eager)
         self._now.capture(self._steps, eager=eager)
 
     def launch(self, batch: StepBatch) -> None:
-        """See `DraftsBehind.launch`."""
+        """See `DrafterGraphs.launch`."""
         now, replica = self._now, self.replica
         self._stepped.mark()
         ready = self._stepped if replica is None else replica.send(batch.num_lanes, self._stepped)
@@ -389,11 +389,11 @@ class CapturedDecoupledDrafter:
             replica.take(batch.num_lanes, now.drafted)
 
     def join(self) -> None:
-        """See `DraftsBehind.join`."""
+        """See `DrafterGraphs.join`."""
         self._stream.after(self._now.drafted if self.replica is None else self.replica.taken)
 
     def close(self) -> None:
-        """See `DraftsBehind.close`."""
+        """See `DrafterGraphs.close`."""
         try:
             self._now.close()
         finally:

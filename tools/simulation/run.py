@@ -27,9 +27,10 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import InvalidRequest, LimitExceeded
 from gpu_engine.api.ports import GrammarEvents
 from gpu_engine.api.request import FinishReason, Request
+from gpu_engine.core.cpu_executor import cpu_executor
 from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
 from gpu_engine.core.engine import Engine
-from gpu_engine.core.executor import Executor, cpu_executor
+from gpu_engine.core.executor import Executor
 from gpu_engine.sidecar.client import GrammarClient
 from gpu_engine.sidecar.link import GrammarLink, GrammarSetup
 from gpu_engine.sidecar.supervisor import Sidecar, grammar_command

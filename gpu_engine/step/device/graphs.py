@@ -13,7 +13,7 @@ the step gives them token 0 at position -1, which attention computes and does no
 nothing and touch no slot; the row store writes nothing, or into its spare row; the ring carries them, and the reader
 drops them.
 
-Drafts of a model apart from the step (`DraftsBehind`) are launched behind each step that proposes, on another stream,
+Drafts of a model apart from the step (`DrafterGraphs`) are launched behind each step that proposes, on another stream,
 and the next step waits there for them.
 
 Not responsible for: the content of a step (see ../program.py), the choice of its sequences (see core/scheduler.py).
@@ -55,7 +55,7 @@ class PermissiveWord(Protocol):
     permissive: bool
 
 
-class DraftsBehind(Protocol):
+class DrafterGraphs(Protocol):
     """A drafter whose launches are no part of the steps: they run on a stream of their own, each behind a step."""
 
     def capture(self, *, eager: bool) -> None:
@@ -179,7 +179,7 @@ class StepGraphs:
         processing: the program's; with captured logits processors every shape is captured with them, too.
         adapts: the model takes adapters: every shape is captured with their products, too. A shape with logits
             processors then always has them, so there are three graphs of a shape at most.
-        behind: makes the drafts behind each step that proposes; None: the program makes them.
+        drafter: makes the drafts after each step that proposes; None: the program makes them.
         max_inflight_steps: launches that may be in flight, at least 1.
     """
 
@@ -194,7 +194,7 @@ class StepGraphs:
     eager: bool = False
     processing: Processing | None = None
     adapts: bool = False
-    behind: DraftsBehind | None = None
+    drafter: DrafterGraphs | None = None
     max_inflight_steps: int = 2
     stats: GraphStats = field(default_factory=GraphStats)
     ms_by_rows: dict[int, float] = field(default_factory=dict)
@@ -254,8 +254,8 @@ class StepGraphs:
                 # The first replay uploads the graph, which allocates.
                 graph.replay()
             self.stream.synchronize()
-            if self.behind is not None:
-                self.behind.capture(eager=self.eager)
+            if self.drafter is not None:
+                self.drafter.capture(eager=self.eager)
             self._measure()
         finally:
             if channel is not None:
@@ -272,7 +272,7 @@ class StepGraphs:
                 self.stream.synchronize()
                 begun_s = time.perf_counter()
                 self._graphs[shape].replay()
-                drafts = self._behind(self._batch(shape))
+                drafts = self._draft(self._batch(shape))
                 if drafts is not None:
                     drafts.join()
                 self.stream.synchronize()
@@ -336,7 +336,7 @@ class StepGraphs:
         else:
             graph.replay()
             self.stats.replays += 1
-        drafts = self._behind(batch)
+        drafts = self._draft(batch)
         if batch.host_processed and self.processing is not None:
             handle.failures = self.processing.host.failures
         self.stats.lanes += lanes
@@ -345,14 +345,14 @@ class StepGraphs:
         handle.forward_rows = shape.num_lanes * shape.num_rows
         handle.entry = self.ring.push(batch, logprobs=handle.wants_logprobs)
         if drafts is not None:
-            drafts.join()  # behind the copies of the step's outputs, which need no drafts
+            drafts.join()  # after the copies of the step's outputs, which need no drafts
 
-    def _behind(self, batch: StepBatch) -> DraftsBehind | None:
-        """Enqueue the drafts behind the step, if it proposes any; return what the next step waits for."""
-        if self.behind is None or batch.max_rows == 1:
+    def _draft(self, batch: StepBatch) -> DrafterGraphs | None:
+        """Enqueue the drafts after the step, if it proposes any; return the drafter that the next step waits for."""
+        if self.drafter is None or batch.max_rows == 1:
             return None
-        self.behind.launch(batch)
-        return self.behind
+        self.drafter.launch(batch)
+        return self.drafter
 
     def ready(self, handle: StepHandle[Any]) -> bool:
         """Return whether `read` would not wait."""
@@ -366,8 +366,8 @@ class StepGraphs:
         """Wait for the device, then destroy the graphs. Memory that they point to may be freed only after that."""
         try:
             self.stream.synchronize()
-            if self.behind is not None:
-                self.behind.close()
+            if self.drafter is not None:
+                self.drafter.close()
         finally:
             for graph in self._graphs.values():
                 graph.reset()

@@ -22,8 +22,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gpu_engine.core.cpu_executor import cpu_executor
 from gpu_engine.core.engine import Engine
-from gpu_engine.core.executor import Executor, cpu_executor
+from gpu_engine.core.executor import Executor
 from gpu_engine.drafters.build import BUILDERS, DrafterParts
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.step.buffers import StepBatch

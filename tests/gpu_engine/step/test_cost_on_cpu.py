@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu_engine.core.executor import cpu_executor
+from gpu_engine.core.cpu_executor import cpu_executor
 from gpu_engine.core.running import RunningSequence
 from kernels.kv_pages import KVPages
 from kernels.library import native
