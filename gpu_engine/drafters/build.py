@@ -193,8 +193,11 @@ def _decoupled(parts: DrafterParts) -> Drafter:
     links, budget = config.num_drafts, config.prefill_shapes.budget
     if not parts.stream.runs_at_once:
         return CapturedDecoupledDrafter(
-            *(parts.stream, parts.slot, parts.lane, parts.sync),
-            DraftModel.for_device(model, d2t_V, parts.slot, config.page_size),
+            stream=parts.stream,
+            slot=parts.slot,
+            lane=parts.lane,
+            sync=parts.sync,
+            draft=DraftModel.for_device(model, d2t_V, parts.slot, config.page_size),
             num_links=links,
             catch_up=budget,
             jump_forward=config.jump_forward_first,

@@ -379,7 +379,11 @@ class StepGraphs:
         most = self.rows.of(shape.num_lanes, shape.guided) if shape.num_rows > 1 else 1
         links = shape.num_rows - 1 if self.rows.links else most - 1
         return StepBatch(
-            *(self.slot, self.lane, shape.num_lanes, shape.num_rows, shape.guided),
+            slot=self.slot,
+            lane=self.lane,
+            num_lanes=shape.num_lanes,
+            num_rows=shape.num_rows,
+            any_guided=shape.guided,
             max_rows=most,
             max_links=links,
             captured_processing=shape.processed,

@@ -46,11 +46,21 @@ class TritonLaunches:
         """See `StepLaunches.load`."""
         slot, lane = batch.slot, batch.lane
         load_step(
-            *(batch.slots_B, slot.history_SL, slot.length_S, slot.drafts_SR, slot.num_drafts_S, slot.done_S),
-            *(slot.page_table_SN, ids_BP, positions_BP, lane.drafts_BR, lane.num_drafts_B, page_table_BN),
-            lane.draft_limit_B,
-            slot.parents_SR if batch.tree is not None else None,
-            batch.tree,
+            slots_B=batch.slots_B,
+            history_SL=slot.history_SL,
+            length_S=slot.length_S,
+            drafts_SR=slot.drafts_SR,
+            num_drafts_S=slot.num_drafts_S,
+            done_S=slot.done_S,
+            page_table_SN=slot.page_table_SN,
+            ids_BP=ids_BP,
+            positions_BP=positions_BP,
+            drafts_BR=lane.drafts_BR,
+            num_drafts_B=lane.num_drafts_B,
+            page_table_BN=page_table_BN,
+            draft_limit_B=lane.draft_limit_B,
+            parents_SR=slot.parents_SR if batch.tree is not None else None,
+            tree=batch.tree,
         )
 
     def accept(self, batch: StepBatch, logits_NV: torch.Tensor, step: StepTensors) -> None:
@@ -67,9 +77,18 @@ class TritonLaunches:
         """See `StepLaunches.pack`."""
         slot, lane, B = batch.slot, batch.lane, batch.num_lanes
         posting.pack_post(
-            *(batch.slots_B, lane.guided_B[:B], lane.drafting_B[:B], lane.slot_gens_B[:B], lane.drafts_BR[:B]),
-            *(lane.num_drafts_B[:B], slot.history_SL, slot.length_S, slot.params.prompt_length_S, slot.posted_S),
-            *(_rows(store), _tensors(post)),
+            slots_B=batch.slots_B,
+            guided_B=lane.guided_B[:B],
+            drafting_B=lane.drafting_B[:B],
+            slot_gens_B=lane.slot_gens_B[:B],
+            drafts_BR=lane.drafts_BR[:B],
+            num_drafts_B=lane.num_drafts_B[:B],
+            history_SL=slot.history_SL,
+            length_S=slot.length_S,
+            prompt_length_S=slot.params.prompt_length_S,
+            posted_S=slot.posted_S,
+            rows=_rows(store),
+            out=_tensors(post),
             k=k,
             # A lane that drafts has not stopped.
             done_S=slot.done_S if k == VERIFY else None,
@@ -85,8 +104,15 @@ class TritonLaunches:
         assert self._source_NSRW is not None, "a guided lane without a grammar process"
         lane, B = batch.lane, batch.num_lanes
         posting.cache_rows(
-            *(batch.slots_B, lane.guided_B[:B], lane.drafting_B[:B], _tensors(post), post.awaited),
-            *(self._source_NSRW, _rows(store), lane.kinds_BR[:B], lane.forced_BR[:B]),
+            slots_B=batch.slots_B,
+            guided_B=lane.guided_B[:B],
+            drafting_B=lane.drafting_B[:B],
+            answer=_tensors(post),
+            seq=post.awaited,
+            source_NSRW=self._source_NSRW,
+            rows=_rows(store),
+            kinds_BR=lane.kinds_BR[:B],
+            forced_BR=lane.forced_BR[:B],
             k=k,
             reported_seq=post_seq,
         )
@@ -95,8 +121,17 @@ class TritonLaunches:
         """See `StepLaunches.take_jump_forward`."""
         slot, lane, B = batch.slot, batch.lane, batch.num_lanes
         take_jump_forward(
-            *(batch.slots_B, lane.result.num_emitted_B[:B], post.slots, post.need_rows, post.kinds, post.forced),
-            *(slot.length_S, slot.history_SL, slot.drafts_SR, slot.num_drafts_S, lane.num_jump_forward_B[:B]),
+            slots_B=batch.slots_B,
+            num_emitted_B=lane.result.num_emitted_B[:B],
+            posted_B=post.slots,
+            need_rows_B=post.need_rows,
+            kinds_BR=post.kinds,
+            forced_BR=post.forced,
+            length_S=slot.length_S,
+            history_SL=slot.history_SL,
+            drafts_SR=slot.drafts_SR,
+            num_drafts_S=slot.num_drafts_S,
+            num_jump_forward_B=lane.num_jump_forward_B[:B],
             vocab_size=vocab_size,
         )
 
@@ -108,17 +143,30 @@ class TritonLaunches:
         """See `StepLaunches.propose_ngram`."""
         slot = batch.slot
         propose_ngram(
-            *(batch.slots_B, slot.history_SL, slot.length_S, slot.params.prompt_length_S, slot.draft_limit_S),
-            *(slot.params.max_length_S, slot.drafts_SR, slot.num_drafts_S),
+            slots_B=batch.slots_B,
+            history_SL=slot.history_SL,
+            length_S=slot.length_S,
+            prompt_length_S=slot.params.prompt_length_S,
+            draft_limit_S=slot.draft_limit_S,
+            max_length_S=slot.params.max_length_S,
+            drafts_SR=slot.drafts_SR,
+            num_drafts_S=slot.num_drafts_S,
             ngram_max=ngram_max,
             max_rows=batch.max_rows,
             num_jump_forward_B=batch.lane.num_jump_forward_B if jump_forward else None,
         )
         if slot.parents_SR is not None:
             add_branch(
-                *(batch.slots_B, batch.lane.guided_B[: batch.num_lanes], slot.history_SL, slot.length_S),
-                *(slot.params.prompt_length_S, slot.draft_limit_S, slot.params.max_length_S),
-                *(slot.drafts_SR, slot.num_drafts_S, slot.parents_SR),
+                slots_B=batch.slots_B,
+                guided_B=batch.lane.guided_B[: batch.num_lanes],
+                history_SL=slot.history_SL,
+                length_S=slot.length_S,
+                prompt_length_S=slot.params.prompt_length_S,
+                draft_limit_S=slot.draft_limit_S,
+                max_length_S=slot.params.max_length_S,
+                drafts_SR=slot.drafts_SR,
+                num_drafts_S=slot.num_drafts_S,
+                parents_SR=slot.parents_SR,
                 ngram_max=ngram_max,
                 max_rows=batch.max_rows,
                 num_jump_forward_B=batch.lane.num_jump_forward_B if jump_forward else None,
@@ -131,7 +179,12 @@ class TritonLaunches:
         """See `TreeLaunches.grow_tree`."""
         slot, lane, (width, levels) = batch.slot, batch.lane, shape
         grow_tree(
-            *(logits_NV, step, tree, k, lane.drafting_B[: batch.num_lanes], slot.drafts_SR),
+            logits_NV=logits_NV,
+            step=step,
+            tree=tree,
+            k=k,
+            drafting_B=lane.drafting_B[: batch.num_lanes],
+            drafts_SR=slot.drafts_SR,
             width=width,
             levels=levels,
             d2t_V=d2t_V,
@@ -146,8 +199,13 @@ class TritonLaunches:
         slot, lane, (width, levels) = batch.slot, batch.lane, shape
         assert slot.parents_SR is not None
         take_tree(
-            *(step, tree, lane.drafting_B[: batch.num_lanes], slot.draft_limit_S, slot.drafts_SR),
-            *(slot.num_drafts_S, slot.parents_SR),
+            step=step,
+            tree=tree,
+            drafting_B=lane.drafting_B[: batch.num_lanes],
+            draft_limit_S=slot.draft_limit_S,
+            drafts_SR=slot.drafts_SR,
+            num_drafts_S=slot.num_drafts_S,
+            parents_SR=slot.parents_SR,
             width=width,
             levels=levels,
             max_drafts=max_drafts,

@@ -65,7 +65,7 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self.max_compilations = 0
         self.attempt_limit_s = 0.0
         self.compile_deadlines_s: list[float | None] = []
-        self.limiter: list[tuple[str, str, float]] = []
+        self.turns: list[tuple[str, str, float]] = []
         """Owner, tenant and its weight of each Compile."""
         self._stack = AsyncExitStack()
         self._server: grpc.aio.Server
@@ -117,7 +117,7 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self.calls["compile"] += 1
         self.accepted[request.source] += request.accepted
         self.compile_deadlines_s.append(context.time_remaining())
-        self.limiter.append((request.owner, request.tenant, request.tenant_weight))
+        self.turns.append((request.owner, request.tenant, request.tenant_weight))
         try:
             await self.hold_compile.wait()
         except asyncio.CancelledError:
