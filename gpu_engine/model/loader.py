@@ -1,8 +1,8 @@
-"""Loads a causal language model: dtype, packed products, paged attention, rotary tables, fused parts, tokenizer; whole,
-or one rank's part of it.
+"""Loads a causal language model, or one rank's part of it: dtype, packed products, paged attention, rotary tables,
+fused parts, tokenizer.
 
 Invariant: a model that does not route every layer through our attention is rejected at load.
-Not responsible for: running it (see step/).
+Not responsible for: joining several processes to one model (see parallel/division.py), running it (see step/).
 """
 
 from __future__ import annotations
@@ -38,13 +38,8 @@ from gpu_engine.model.kernel_loading import load_kernels_eagerly
 from gpu_engine.model.linear import pack_linears, replace_conv1d, thin_linears
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.outputs import find_outputs
-from gpu_engine.model.parallel.collectives import Collectives
-from gpu_engine.model.parallel.forward import LeadingForward, add_over_ranks
-from gpu_engine.model.parallel.peers import Peers
-from gpu_engine.model.parallel.ranks import Ranks, RankSet
-from gpu_engine.model.parallel.rendezvous import Place
+from gpu_engine.model.parallel.division import join_engines, load_divided
 from gpu_engine.model.parallel.shards import SETTING, Shard, heads_of, name_heads, shard
-from gpu_engine.model.parallel.shared_experts import fingerprint, mixtures_of, share_experts
 from gpu_engine.model.probe import probe, refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, has_mxfp4_experts, open_checkpoint
 from gpu_engine.model.quantised.choice import quantise
@@ -106,34 +101,13 @@ def load_model(
     change; the weights then take memory in float32 first.
     """
     if config.tensor_parallel_size > 1:
-        return _load_divided(config, progress)
+        path_of(config, progress)  # fetched or converted once, before each rank reads it
+        return load_divided(config, lambda part: load_shard(config, part, progress))
     model = _load(config, progress, setting, beside=beside)
     if config.data_parallel_attention > 1:
-        _share_experts(config, model)
+        join_engines(config, model)
+        _return_freed_memory()
     return model
-
-
-def _share_experts(config: EngineConfig, model: LoadedModel) -> None:
-    """Wait for the other engines of the group, and leave them their part of the experts."""
-    mixtures_of(model)  # what cannot be shared is refused before the wait
-    place = Place(config.data_parallel_rank, config.data_parallel_attention, Path(config.data_parallel_dir))
-    peers = Peers(place, fingerprint(model), model.device)
-    share_experts(model, Shard(place.rank, place.size), peers)
-    model.ranks = peers
-    _return_freed_memory()
-
-
-def _load_divided(config: EngineConfig, progress: Progress | None) -> LoadedModel:
-    """Return the model over its ranks, as rank 0 drives it."""
-    path_of(config, progress)  # fetched or converted once, before each rank reads it
-    ranks = Ranks.start(config)
-    try:
-        model, forward = load_shard(config, Shard(0, config.tensor_parallel_size), progress)
-        collectives = ranks.connect(model.device)
-    except BaseException:
-        ranks.close()
-        raise
-    return lead(model, forward, collectives, ranks)
 
 
 def load_shard(config: EngineConfig, part: Shard, progress: Progress | None = None) -> tuple[LoadedModel, FusedForward]:
@@ -148,14 +122,6 @@ def load_shard(config: EngineConfig, part: Shard, progress: Progress | None = No
         reasons = "; ".join(model.fused.left)
         raise ModelNotSupported(f"{SETTING}: the forward of {model.model_type} is no loop over fused layers: {reasons}")
     return model, model.fused.forward
-
-
-def lead(model: LoadedModel, forward: FusedForward, collectives: Collectives, ranks: RankSet) -> LoadedModel:
-    """Return rank 0's part as the whole model: its forward has the other ranks run theirs."""
-    add_over_ranks(forward, collectives)
-    model.fused = replace(model.fused, forward=LeadingForward(forward, collectives, model.vocab_size))
-    model.ranks = ranks
-    return model
 
 
 def _load(

@@ -15,8 +15,9 @@ import torch
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import RankLost
 from gpu_engine.model.fused_forward import FusedForward
-from gpu_engine.model.loader import LoadedModel, lead, load_shard
+from gpu_engine.model.loader import LoadedModel, load_shard
 from gpu_engine.model.parallel.collectives import Call, Collectives, open_group
+from gpu_engine.model.parallel.division import lead
 from gpu_engine.model.parallel.forward import Follower, add_over_ranks
 from gpu_engine.model.parallel.shards import Shard
 from kernels.kv_pages import KVPages, copy_page
