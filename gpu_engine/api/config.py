@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 
 from gpu_engine.api.adapters import MAX_ADAPTERS, MAX_RANK, MAX_VIRTUAL_TOKENS, named_adapters
 from gpu_engine.api.capabilities import OF_ENGINE, OF_SERVER, refuse
-from gpu_engine.api.engine_settings import MAX_DRAFT_TOKENS, EngineSettings
+from gpu_engine.api.engine_settings import DRAFTER_GROUP, DRAFTERS, MAX_DRAFT_TOKENS, EngineSettings
 from gpu_engine.api.processor_entries import MAX_LOADED, ProcessorEntry
 from gpu_engine.api.server_settings import SERVICES, ServerSettings
 from service_runtime.shared_settings import is_address, is_host_port, require
@@ -78,8 +79,9 @@ class EngineConfig(EngineSettings):
         require(self.kv_cache_tokens >= 0, "kv_cache_tokens", "must not be negative")
 
     def _check_drafts(self) -> None:
-        drafters = ("ngram", "model", "decoupled", "eagle3", "dflash", "mtp", "grammar", "none")
-        require(self.drafter in drafters, "drafter", f"{self.drafter!r} is not one of {', '.join(drafters)}")
+        if self.drafter not in DRAFTERS:
+            names = (*DRAFTERS, *entry_points(group=DRAFTER_GROUP).names)
+            require(self.drafter in names, "drafter", f"{self.drafter!r} is not one of {', '.join(names)}")
         device = self.draft_device
         known = not device or re.fullmatch(r"cuda:[0-9]+", device) is not None
         require(known, "draft_device", f"{device!r} is not empty or cuda:N")

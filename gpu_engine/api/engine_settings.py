@@ -38,6 +38,12 @@ MAX_EXPANDED_NODES = 16
 ADAPTER_BYTES = 1 << 30
 """Room for adapters where `max_adapter_bytes` is -1 and there are some."""
 
+DRAFTERS = ("ngram", "model", "decoupled", "eagle3", "dflash", "mtp", "grammar", "none")
+"""The drafters of this distribution."""
+
+DRAFTER_GROUP = "lockstep.drafters"
+"""The group of entry points with the drafters of other distributions; each is a `Builder` of drafters/build.py."""
+
 DRAFT_TIMEOUT_MS = 5.0
 """Longest wait for the mask row of a draft."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from gpu_engine.api.capabilities import OF_FILES, LoadedFiles, refuse
 from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.engine_settings import DRAFTER_GROUP
 from gpu_engine.drafters.chain import ChainDrafter
 from gpu_engine.drafters.decoupled import DecoupledDrafter, DraftModel, ExchangingDrafter
 from gpu_engine.drafters.decoupled_graphs import CapturedDecoupledDrafter
@@ -79,8 +81,17 @@ def build_drafter(parts: DrafterParts, builders: Mapping[str, Builder] | None = 
     config = parts.config
     if config.num_drafts == 0:
         return NoDrafter()
-    drafter = (BUILDERS if builders is None else builders)[config.drafter](parts)
+    known = BUILDERS if builders is None else builders
+    build = known.get(config.drafter) or _installed_builder(config.drafter)
+    drafter = build(parts)
     return JumpForwardDrafter(drafter, parts.sync) if config.jump_forward_first else drafter
+
+
+def _installed_builder(name: str) -> Builder:
+    """Return the builder that another distribution registers under `name`; the configuration has checked the name."""
+    (entry,) = entry_points(group=DRAFTER_GROUP, name=name)
+    builder: Builder = entry.load()
+    return builder
 
 
 def suffix_drafter(drafter: Drafter) -> SuffixDrafter | None:
@@ -230,7 +241,7 @@ BUILDERS: Mapping[str, Builder] = {
     "dflash": _dflash,
     "mtp": _mtp,
 }
-"""By the values of the setting `drafter`."""
+"""By the values of the setting `drafter`. Other distributions register drafters as entry points (`DRAFTER_GROUP`)."""
 
 
 def _head_directory(parts: DrafterParts) -> Path:

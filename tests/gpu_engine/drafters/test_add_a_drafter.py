@@ -18,10 +18,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from gpu_engine.api.engine_settings import DRAFTER_GROUP, DRAFTERS
 from gpu_engine.core.cpu_executor import cpu_executor
 from gpu_engine.core.engine import Engine
 from gpu_engine.core.executor import Executor
@@ -120,3 +122,23 @@ def test_the_toy_drafter_is_captured_in_a_graph(target: LoadedModel, expected: l
             assert engine.stats().draft_tokens > 2
     finally:
         device.stream.close()
+
+
+def test_a_drafter_of_another_distribution_is_found(
+    target: LoadedModel, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "toy_drafter-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-drafter\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[{DRAFTER_GROUP}]\nrepeat = {__name__}:build_repeat\n")
+    with pytest.raises(ValueError, match=r"^drafter: 'repeat' is not one of ngram, "):
+        config(drafter="repeat")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = config(drafter="repeat", num_draft_tokens=2, **SMALL)
+    with running(Engine(settings, replace(target, max_model_len=64))) as engine:
+        assert answer_all(engine, requests()) == expected
+        assert engine.stats().draft_tokens > 2
+
+
+def test_every_drafter_has_a_builder() -> None:
+    assert {*BUILDERS, "none"} == set(DRAFTERS)
