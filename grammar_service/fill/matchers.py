@@ -300,33 +300,17 @@ class MatcherTable:
         self, slot: SlotMatcher, record: Record, rows: Rows, first: int, on_row: Callable[[int, RowKind, int], bool]
     ) -> Answer:
         """Fill row 0, accept draft 0, fill row 1, ... until a draft is illegal or ends the answer."""
-        count = len(record.drafts) + 1
-        answer = _same(RowKind.DEFER, count)
-        row = 0
+        answer, row = _same(RowKind.DEFER, len(record.drafts) + 1), 0
         try:
-            for row in range(count):
-                if row:
-                    token = record.drafts[row - 1]
-                    # The target cannot sample a token that a narrowed row lacks, so the rows after it are not needed.
-                    if slot.budget is not None and slot.budget.forbids(len(slot.tokens), token):
-                        break
-                    if not slot.accept(token):
-                        break
-                if slot.matcher.terminated:
+            for row in range(len(record.drafts) + 1):
+                if not self._enter(slot, record.drafts[row - 1] if row else None):
                     break
-                if record.need_rows >> row & 1:
-                    kind, forced = slot.fill(rows, first + row, self.classifier)
-                    answer.kinds[row], answer.forced[row] = kind, forced
-                    if not on_row(row, kind, forced):
-                        break
+                if not self._fill_row(slot, record, rows, first, row, answer, on_row):
+                    break
         except MatcherFailed as error:
-            if row == 0:
-                _fail(slot, str(error))
-                return _same(RowKind.ERROR, count)
-            # A draft led to this state. The rows so far are valid; the matcher is rebuilt from the committed tokens.
-            answer.kinds[row:] = [RowKind.DEFER] * (count - row)
-            answer.forced[row:] = [-1] * (count - row)
-            self.rebuild(slot)
+            for later in range(row, len(answer.kinds)):
+                answer.kinds[later], answer.forced[later] = RowKind.DEFER, -1
+            return self._after_failure(slot, row, error, answer)
         return answer
 
     def _fill_tree(
@@ -346,26 +330,54 @@ class MatcherTable:
                 row, length = waiting.pop()
                 if row:
                     slot.rollback(length - 1)
-                    token = token_of(record.drafts[row - 1])
-                    # The target cannot sample a token that a narrowed row lacks: see `_fill_rows`.
-                    if slot.budget is not None and slot.budget.forbids(len(slot.tokens), token):
-                        continue
-                    if not slot.accept(token):
-                        continue
-                if slot.matcher.terminated:
+                if not self._enter(slot, token_of(record.drafts[row - 1]) if row else None):
                     continue
-                if record.need_rows >> row & 1:
-                    kind, forced = slot.fill(rows, first + row, self.classifier)
-                    answer.kinds[row], answer.forced[row] = kind, forced
-                    if not on_row(row, kind, forced):
-                        break
+                if not self._fill_row(slot, record, rows, first, row, answer, on_row):
+                    break
                 waiting += [(child, length + 1) for child in reversed(children[row])]
         except MatcherFailed as error:
-            if row == 0:
-                _fail(slot, str(error))
-                return _same(RowKind.ERROR, count)
-            # A draft led to this state. The rows so far are valid; the matcher is rebuilt from the committed tokens.
-            self.rebuild(slot)
+            return self._after_failure(slot, row, error, answer)
+        return answer
+
+    def _enter(self, slot: SlotMatcher, draft: int | None) -> bool:
+        """Accept a draft, or none for row 0; return whether the row after it is needed.
+
+        The target cannot sample a token that a narrowed row lacks, so the rows after such a draft are not needed.
+        """
+        if draft is not None:
+            if slot.budget is not None and slot.budget.forbids(len(slot.tokens), draft):
+                return False
+            if not slot.accept(draft):
+                return False
+        return not slot.matcher.terminated
+
+    def _fill_row(
+        self,
+        slot: SlotMatcher,
+        record: Record,
+        rows: Rows,
+        first: int,
+        row: int,
+        answer: Answer,
+        on_row: Callable[[int, RowKind, int], bool],
+    ) -> bool:
+        """Fill a row if the record wants it; return whether to go on."""
+        if not record.need_rows >> row & 1:
+            return True
+        kind, forced = slot.fill(rows, first + row, self.classifier)
+        answer.kinds[row], answer.forced[row] = kind, forced
+        return on_row(row, kind, forced)
+
+    def _after_failure(self, slot: SlotMatcher, row: int, error: MatcherFailed, answer: Answer) -> Answer:
+        """Return the answer of a matcher that failed at `row`: an error if no draft is before it.
+
+        Otherwise a draft led to this state: the rows so far are valid, and the matcher is rebuilt from the committed
+        tokens.
+        """
+        if row == 0:
+            _fail(slot, str(error))
+            return _same(RowKind.ERROR, len(answer.kinds))
+        self.rebuild(slot)
         return answer
 
     def propose(self, slot: SlotMatcher, limit: int) -> tuple[int, ...]:

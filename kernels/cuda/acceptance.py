@@ -14,6 +14,55 @@ from kernels.cuda.rows import DEAD_END, DEFER, FORCED, SEEN, STEERED, filters, p
 
 
 @triton.jit
+def empty_lane(
+    b: tl.tensor, num_emitted: tl.tensor, num_accepted: tl.tensor, finish: tl.tensor, blocked: tl.tensor
+) -> None:
+    """Write the results of an idle lane: nothing."""
+    tl.store(num_emitted + b, 0)
+    tl.store(num_accepted + b, 0)
+    tl.store(finish + b, 0)
+    tl.store(blocked + b, 0)
+
+
+@triton.jit
+def target_tokens(
+    b: tl.tensor,
+    s: tl.tensor,
+    live: tl.tensor,
+    temperature: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    top_k: tl.tensor,
+    best: tl.tensor,
+    best_column: tl.tensor,
+    peaks: tl.tensor,
+    chosen: tl.tensor,
+    partial_stride: tl.tensor,
+    tiles: tl.tensor,
+    V: tl.tensor,
+    num_rows: tl.tensor,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    FILTERS: tl.constexpr,
+) -> tl.tensor:
+    """Return the target's own token of each row; -1: no token is legal there."""
+    t = tl.load(temperature + s)
+    token, _ = pick(best, best_column, peaks, b * num_rows, num_rows, t, partial_stride, tiles, ROWS, TILES)
+    if FILTERS:
+        if filters(t, tl.load(top_k + s), tl.load(top_p + s), tl.load(min_p + s), V):
+            token = tl.load(chosen + b * num_rows + tl.arange(0, ROWS), mask=live, other=-1)
+    return token
+
+
+@triton.jit
+def stopping(token: tl.tensor, rule: tl.tensor, RULES: tl.constexpr) -> tl.tensor:
+    """Return 1 for each token that is a stop token of the slot whose rules begin at `rule`, else 0."""
+    at = tl.arange(0, RULES)
+    stop_ids = tl.load(rule + at, mask=(at >= 1) & (at <= tl.load(rule)), other=-1)
+    return tl.max((token[:, None] == stop_ids[None, :]).to(tl.int32), axis=1)
+
+
+@triton.jit
 def acceptance_kernel(
     slots: tl.tensor,
     drafts: tl.tensor,
@@ -56,10 +105,7 @@ def acceptance_kernel(
     b = tl.program_id(0)
     s = tl.load(slots + b).to(tl.int64)
     if s < 0:
-        tl.store(num_emitted + b, 0)
-        tl.store(num_accepted + b, 0)
-        tl.store(finish + b, 0)
-        tl.store(blocked + b, 0)
+        empty_lane(b, num_emitted, num_accepted, finish, blocked)
         return
     j = tl.arange(0, ROWS)
     last = tl.load(num_drafts + b)
@@ -70,15 +116,11 @@ def acceptance_kernel(
     kind = tl.load(kinds + lane, mask=live, other=0).to(tl.int32)
     kind = tl.where(ended, tl.full([ROWS], DEFER, tl.int32), kind)
     draft = tl.load(drafts + lane, mask=live & (j < last), other=-1)
-    t = tl.load(temperature + s)
-    token, _ = pick(best, best_column, peaks, b * num_rows, num_rows, t, partial_stride, tiles, ROWS, TILES)
-    if FILTERS:
-        if filters(t, tl.load(top_k + s), tl.load(top_p + s), tl.load(min_p + s), V):
-            token = tl.load(chosen + b * num_rows + j, mask=live, other=-1)
-    at = tl.arange(0, RULES)
-    rule = rules + s * rules_stride
-    stop_ids = tl.load(rule + at, mask=(at >= 1) & (at <= tl.load(rule)), other=-1)
-    stop = tl.max((token[:, None] == stop_ids[None, :]).to(tl.int32), axis=1) > 0
+    token = target_tokens(
+        b, s, live, temperature, top_p, min_p, top_k, best, best_column, peaks, chosen, partial_stride, tiles, V,
+        num_rows, ROWS, TILES, FILTERS,
+    )  # fmt: skip
+    stop = stopping(token, rules + s * rules_stride, RULES) > 0
     full = n + j + 1 >= tl.load(max_length + s)
     shut = (kind >= DEFER) | (token < 0)
     match = (j < last) & (draft == token)

@@ -19,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.rows import DEAD_END, DEFER, SEEN, STEERED, filters, pick
+from kernels.cuda.acceptance import empty_lane, stopping, target_tokens
+from kernels.cuda.rows import DEAD_END, DEFER, SEEN, STEERED
 from kernels.kv_pages import KVPages
 from kernels.step_tensors import TreeRows
 
@@ -72,10 +73,7 @@ def tree_acceptance_kernel(
     b = tl.program_id(0)
     s = tl.load(slots + b).to(tl.int64)
     if s < 0:
-        tl.store(num_emitted + b, 0)
-        tl.store(num_accepted + b, 0)
-        tl.store(finish + b, 0)
-        tl.store(blocked + b, 0)
+        empty_lane(b, num_emitted, num_accepted, finish, blocked)
         return
     j = tl.arange(0, ROWS)
     n = tl.load(length + s)
@@ -84,15 +82,11 @@ def tree_acceptance_kernel(
     kind = tl.load(kinds + lane, mask=live, other=0).to(tl.int32)
     ended = tl.load(done + s) != 0  # by a step whose results the host has not read yet
     kind = tl.where(ended, tl.full([ROWS], DEFER, tl.int32), kind)
-    t = tl.load(temperature + s)
-    token, _ = pick(best, best_column, peaks, b * num_rows, num_rows, t, partial_stride, tiles, ROWS, TILES)
-    if FILTERS:
-        if filters(t, tl.load(top_k + s), tl.load(top_p + s), tl.load(min_p + s), V):
-            token = tl.load(chosen + b * num_rows + j, mask=live, other=-1)
-    at = tl.arange(0, RULES)
-    rule = rules + s * rules_stride
-    stop_ids = tl.load(rule + at, mask=(at >= 1) & (at <= tl.load(rule)), other=-1)
-    stops = tl.max((token[:, None] == stop_ids[None, :]).to(tl.int32), axis=1)
+    token = target_tokens(
+        b, s, live, temperature, top_p, min_p, top_k, best, best_column, peaks, chosen, partial_stride, tiles, V,
+        num_rows, ROWS, TILES, FILTERS,
+    )  # fmt: skip
+    stops = stopping(token, rules + s * rules_stride, RULES)
     # A place of row 0, or of a row that is not used, has no parent.
     parent = tl.load(parents + lane, mask=live & (j > 0), other=-1)
     draft = tl.load(drafts + lane - 1, mask=live & (j > 0), other=-1)
