@@ -304,7 +304,7 @@ EFFECTS: dict[str, Effect] = {
     "n": lambda answer: answer.indexes == [0, 1],
     "chat": lambda answer: answer.prompt_text().endswith("user: Add 1.\nassistant: "),
     "output": lambda answer: not any(response.token_ids for response in answer.responses),
-    "index": lambda answer: all(request.draft_scope is None for request in answer.noted.requests),
+    "index": lambda answer: all(request.suffix_scope is None for request in answer.noted.requests),
     "echo": every(echo),
     "priority": lambda answer: answer.request.scheduling.priority == 5,
     "salt": lambda answer: answer.request.scheduling.cache_salt == "a",

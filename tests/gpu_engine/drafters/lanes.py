@@ -8,7 +8,7 @@ from gpu_engine.drafters.heads.eagle3 import Eagle3Net
 from gpu_engine.drafters.heads.eagle3_head import Eagle3Head
 from gpu_engine.drafters.nets import Hidden
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.prefill import Chunks
+from gpu_engine.step.prompt_rows import Chunks
 from kernels.paged_attention import KVPages
 from tests.gpu_engine.eagle import H, PlainAttention, V
 

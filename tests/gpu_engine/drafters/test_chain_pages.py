@@ -11,7 +11,7 @@ from gpu_engine.core.executor import lookahead
 from gpu_engine.drafters.nets import DraftNet
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import StepBatch
-from gpu_engine.step.prefill import Chunks, Hidden
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from tests.gpu_engine.harness import answer_all, ask, config, executor_of, running, tokens, with_drafts
 
 
