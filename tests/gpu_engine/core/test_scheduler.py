@@ -139,6 +139,21 @@ def test_a_fork_without_pages_leaves_the_copy_none() -> None:
     assert (target.pages, target.prefilled, target.num_indexed_pages) == ([], 0, 0)
 
 
+def test_a_prompt_that_has_begun_is_not_searched_again() -> None:
+    """Another sequence's pages have changed the index meanwhile; what was prefilled stays."""
+    machine = scheduler(num_slots=2, tokens_of=lambda s: list(range(s.length)))
+    begun, other = sequence("begun", 80), sequence("other", 80, salt="x")
+    for each in (begun, other):
+        machine.add(each)
+    machine.plan()
+    begun.prefilled = other.prefilled = CHUNK
+    machine.index_pages(other)
+    (chunk,) = machine.plan().prefill
+    assert (chunk.sequence.name, chunk.start, chunk.end) == ("begun", CHUNK, 2 * CHUNK)
+    assert other.num_indexed_pages == CHUNK // PAGE
+    assert begun.num_indexed_pages == 0
+
+
 def test_no_sequence_overtakes_the_first_in_the_queue_even_if_it_would_fit() -> None:
     machine = scheduler(num_slots=3, num_pages=4)
     for name, length in (("a", 28), ("long", 40), ("short", 5)):

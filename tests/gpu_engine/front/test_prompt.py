@@ -50,6 +50,8 @@ def test_a_prompt_of_full_length_is_refused_with_both_numbers() -> None:
 
 
 def test_min_tokens_above_max_tokens_is_refused() -> None:
+    (request,) = build(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(min_tokens=8, max_tokens=8)))
+    assert request.sampling.min_tokens == request.sampling.max_tokens == 8
     with pytest.raises(InvalidRequest, match=r"sampling\.min_tokens: is 9, at most 8"):
         build(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(min_tokens=9, max_tokens=8)))
 
