@@ -1,4 +1,4 @@
-"""Starts and watches the gateway process, which serves OpenAI's HTTP API in front of this engine.
+"""Starts and watches the gateway process, which serves OpenAI's HTTP API for this engine.
 
 Invariant: at most one gateway runs, and it dies with this process. Its listening socket belongs to this process, so a
 gateway that ends in the middle of its answers is replaced by one that takes the connections that wait. The engine never

@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
 GUIDED = f"{SERVICE}/guided"
-"""Name in the health service for guided requests alone: NOT_SERVING while they are refused."""
+"""Name of guided requests in the health service: NOT_SERVING while they are refused."""
 STOP_GRACE_S = 2.0
 CLOSE_TIMEOUT_S = 10.0
 
@@ -456,7 +456,7 @@ async def _report_guided(grammar: GrammarProcess, health_servicer: HealthService
 async def _drain(
     server: grpc.aio.Server, calls: Calls, set_health: SetHealth, gateway: HttpGateway | None, timeout_s: float
 ) -> None:
-    """Report NOT_SERVING, then refuse new requests, and wait up to `timeout_s` for those of clients and the gateway.
+    """Report NOT_SERVING, then refuse new requests, and wait up to `timeout_s` for the running ones and the gateway.
 
     Health comes first: a router that watches it sends no request that would be refused.
     """

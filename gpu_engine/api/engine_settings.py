@@ -103,14 +103,14 @@ class EngineSettings:
     """"auto" (the first CUDA device if torch sees one, else the CPU), "cpu", "cuda" or "cuda:N"."""
     tensor_parallel_size: int = 1
     """Processes that share the model (ranks): each has some attention heads, some columns of each MLP block and some
-    columns of the logits, and num_threads threads of its own. At most the number of KV heads. On a CPU alone so far;
-    quantization=auto then means none, and the integers of a quantised file are refused. See docs/operations.md."""
+    columns of the logits, and num_threads threads. At most the number of KV heads. CPU only so far; quantization=auto
+    then means none, and the integers of a quantised file are refused. See docs/operations.md."""
     data_parallel_attention: int = 1
     """Engines that share the experts of one model (a mixture of experts): each holds some experts, attends to its own
-    batch, and has its own address, slots and grammar process. Every engine is started by itself, with the same model
-    and a data_parallel_rank of its own. On a CPU alone so far. See docs/operations.md."""
+    batch, and has its own address, slots and grammar process. Each engine is started separately, with the same model
+    and another data_parallel_rank. CPU only so far. See docs/operations.md."""
     data_parallel_rank: int = 0
-    """The number of this engine among the data_parallel_attention engines, from 0."""
+    """Number of this engine among the data_parallel_attention engines, from 0."""
     data_parallel_dir: str = ""
     """Directory in which the engines of data_parallel_attention find each other; it is made if it does not exist."""
     num_threads: int = 0
@@ -131,33 +131,33 @@ class EngineSettings:
     GPU."""
     prefix_cache: bool = True
     """Reuse KV pages of requests that share a prefix, as whole pages, until their memory is needed. Off with a drafting
-    network inside of the step (drafter=model, eagle3, dflash, mtp), whose cache depends on the tokens that follow."""
+    network inside the step (drafter=model, eagle3, dflash, mtp), whose cache depends on the tokens that follow."""
     drafter: str = "ngram"
     """Source of drafts: "ngram" (a lookup in the sequence's own text, and on a CPU in earlier answers), "model" (a
-    second model inside of the step), "decoupled" (a second model apart from the step, with KV pages of its own, which
-    clients may exchange while the server runs), "eagle3", "dflash" (a head that drafts a whole
-    block in one forward; on a CPU alone so far), "mtp" (the model's own multi-token-prediction layer), "grammar"
-    (jump-forward tokens alone) or "none"."""
+    second model inside the step), "decoupled" (a second model with its own KV pages, which drafts after the step and
+    which clients may exchange while the server runs), "eagle3" (an EAGLE-3 head), "dflash" (a head that drafts a whole
+    block in one forward; CPU only so far), "mtp" (the model's own multi-token-prediction layer), "grammar" (only
+    jump-forward tokens), "none", or a drafter that another distribution registers."""
     draft_model: str = ""
     """With drafter=model or decoupled: a model with the same tokenizer, in any form of the setting model. With
     drafter=eagle3 or dflash: the directory of an EAGLE-3 or a DFlash head for the model."""
     draft_device: str = ""
     """With drafter=decoupled on a GPU: "cuda:N", another GPU than the target's, for the draft model with its pages and
-    graphs. Empty: the target's. The texts of a step's sequences cross to it behind each step that proposes."""
+    graphs. Empty: the target's device. The texts of the sequences are copied to it after each step that proposes."""
     draft_quantization: str = ""
     """With drafter=model or decoupled: weights of the draft model's products, as the setting quantization has them.
-    Empty: that of quantization."""
+    Empty: the value of quantization."""
     draft_dirs: tuple[str, ...] = ()
     """With drafter=decoupled: directories below which ExchangeDrafter may load another draft model. Empty:
     ExchangeDrafter is refused. The flag may be repeated, the variable has one a line, and the TOML value is a list."""
     draft_masks: str = "off"
     """With drafter=model, eagle3, dflash or mtp: "on" masks the drafts with the grammar, which costs one mask row per
-    draft; "off" drafts without masks, and verification alone applies the grammar."""
+    draft; "off" drafts without masks, so that only verification applies the grammar."""
     draft_tree: str = "off"
     """On a GPU, "on" verifies a tree of drafts instead of a chain: with drafter=ngram a second continuation of the
     lookup, with drafter=eagle3 the best nodes of the head's likeliest tokens. "off": a chain."""
     num_draft_tokens: int = 7
-    """K: the most drafts per step, as a default and as the upper limit of a request. The engine chooses how many drafts
+    """K: most drafts per step, as a default and as the upper limit of a request. The engine chooses how many drafts
     of each sequence a step verifies, from the measured time of steps and from each sequence's accepted drafts."""
     jump_forward_tokens: int = 15
     """F: most jump-forward tokens per step. They are the tokens that the grammar leaves no choice about, such as the
@@ -167,12 +167,12 @@ class EngineSettings:
     ngram_max: int = 4
     """Longest suffix that the n-gram drafter looks up, in tokens."""
     draft_index_bytes: int = -1
-    """Memory of the suffix index, in bytes: earlier answers, by client and grammar, that drafter=ngram drafts from,
-    too. The least recently used are dropped. 0: none. -1: 64 MiB with drafter=ngram on a CPU, and none elsewhere, where
-    another number is refused."""
+    """Memory of the suffix index, in bytes. The index holds earlier answers, by client and grammar, for drafter=ngram
+    to draft from; the least recently used are dropped. 0: no index. -1: 64 MiB with drafter=ngram on a CPU, otherwise
+    no index."""
     draft_index_shared: bool = False
-    """Requests without a grammar, a bearer token and a client certificate draft from each other's answers, too. The
-    answers stay the same; how fast they come may tell one client what another one got."""
+    """Let requests without a grammar, a bearer token and a client certificate draft from each other's answers. The
+    answers stay the same, but their speed may tell one client what another one got."""
     overlap: bool | None = None
     """Launch a step before the tokens of the last one are read; a stop is then found one step late. Unset: on with a
     GPU, off with a CPU."""
@@ -191,13 +191,13 @@ class EngineSettings:
     with a JSON object of options. The flag may be repeated, the variable has one a line, and the TOML value is a list.
     The module is imported at the start and runs with the rights of the server."""
     max_beam_width: int = 8
-    """The most beams of a request; each has a slot, so there are never more than max_batch_size. 0 or 1: beam search is
-    refused."""
+    """Most beams of a request. Each beam has a slot, so there are never more than max_batch_size. 0 or 1: no beam
+    search."""
     max_queue_size: int = 256
     """Sequences that may wait for a slot; one more is refused with RESOURCE_EXHAUSTED."""
     max_starvation_s: float = 60.0
-    """A sequence that has waited for a slot so long goes in front of all that came later, whatever their priority.
-    0: no such bound, so sequences of a low priority may wait for ever."""
+    """Wait for a slot, in seconds, after which a sequence goes ahead of all later ones, whatever their priority. 0: no
+    bound, so sequences of a low priority may wait for ever."""
     adapters: tuple[str, ...] = ()
     """Adapters in PEFT's format that are loaded at start, each as "NAME=DIRECTORY"; see docs/adapters.md. The flag may
     be repeated, the variable has one a line, and the TOML value is a list."""
@@ -205,16 +205,16 @@ class EngineSettings:
     """Directories below which LoadAdapter may load adapters. Empty: LoadAdapter is refused. The flag may be repeated,
     the variable has one a line, and the TOML value is a list."""
     max_adapter_bytes: int = -1
-    """Memory of all adapters, in bytes. 0: none are taken. -1: 1 GiB where adapters or adapter_dirs name any, else
-    none. For another adapter the server evicts the one that LoadAdapter has loaded and that was unused for the longest
-    time. On a GPU the memory is allocated at the start, as the next three settings say; a server that needs more than
-    max_adapter_bytes for it does not start."""
+    """Memory of all adapters, in bytes. 0: no adapters. -1: 1 GiB if adapters or adapter_dirs name any, else no
+    adapters. To make room for another adapter the server evicts the least recently used one that LoadAdapter has
+    loaded. On a GPU the memory is allocated at the start, for max_adapters, max_lora_rank and max_virtual_tokens; a
+    server that needs more than max_adapter_bytes for it does not start."""
     max_adapters: int = 0
     """Adapters of each kind (LoRA, prompt) that may be loaded at once, at most 255. 0: 255 on a CPU, 8 on a GPU."""
     max_lora_rank: int = 0
-    """The largest rank of a LoRA adapter, at most 256. 0: 256 on a CPU, 16 on a GPU."""
+    """Largest rank of a LoRA adapter, at most 256. 0: 256 on a CPU, 16 on a GPU."""
     max_virtual_tokens: int = 0
-    """The most virtual tokens of a prompt adapter, at most 1024. 0: 1024 on a CPU, 128 on a GPU."""
+    """Most virtual tokens of a prompt adapter, at most 1024. 0: 1024 on a CPU, 128 on a GPU."""
 
     transfer: TransferConfig = field(default_factory=TransferConfig)
     """Page transfer, whose settings have a class of their own."""
@@ -317,10 +317,10 @@ class EngineSettings:
 
     @property
     def draft_reach(self) -> int:
-        """Positions from behind the last token on at which a drafting network inside of the step stores keys.
+        """Positions after the last token at which a drafting network inside the step stores keys.
 
-        A chain stores those of all its drafts but the last one, a block one for each draft, and a tree one for each
-        node that the head expands, whatever its depth.
+        A chain stores a key for each of its drafts but the last one, a block one for each draft, and a tree one for
+        each node that the head expands, whatever its depth.
         """
         if not self.drafts_by_net:
             return 0

@@ -82,13 +82,13 @@ class ServerSettings(LogSettings, ProbeSettings, PortSettings):
     grammar_wait_s: float = 30.0
     """Longest wait of a guided request for a grammar process that starts or was lost, in seconds; then UNAVAILABLE."""
     grammar_memory_mb: int = 4096
-    """A spawned grammar process that uses more memory of its own, in MiB, is killed and restarted. 0: no limit."""
+    """Private memory of a spawned grammar process, in MiB, above which it is killed and restarted. 0: no limit."""
     max_n: int = 16
     """Most sequences of one request."""
     max_prompt_bytes: int = 4 << 20
     """Longest text prompt, in bytes before tokenisation."""
     max_queue_ms: int = 0
-    """Longest wait for a slot of a request that sets no max_queue_ms of its own, in milliseconds; it then ends with
+    """Longest wait for a slot, in milliseconds, of a request that sets no max_queue_ms; it then ends with
     DEADLINE_EXCEEDED. 0: no limit."""
     output_memory_bytes: int = 1 << 30
     """Most bytes that the tensors of all running requests (context_logits, generation_logits, additional_outputs) may

@@ -330,7 +330,7 @@ def refused(address: str, error: grpc.aio.AioRpcError) -> int:
 
 
 def hint(address: str, code: grpc.StatusCode, details: str | None) -> str:
-    """Return what helps against a failed call, on a line of its own, or ""."""
+    """Return advice about a failed call, on a new line, or ""."""
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return "\nGive the server's token with --token-file FILE."
     problem = (details or "").lower()

@@ -1,6 +1,6 @@
 """`lockstep chat`: a conversation in the terminal, over a running server.
 
-The invariant: the conversation holds whole turns alone. An answer that was interrupted or failed is forgotten with its
+The invariant: the conversation holds only whole turns. An answer that was interrupted or failed is forgotten with its
 question, and interrupting it cancels the request, so that the server frees its slot.
 
 Not responsible for: the flags of a request (see request_flags.py).

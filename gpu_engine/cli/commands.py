@@ -75,11 +75,11 @@ Run a server. Every setting is a flag, an environment variable LOCKSTEP_<NAME> a
 --config. A flag beats the environment, which beats the file, which beats the default.
 
 Examples:
-  lockstep serve                                       the embedded model, with a grammar process of its own
+  lockstep serve                                       the embedded model, and a grammar process for it
   lockstep serve --model /models/Qwen3-0.6B --max-batch-size 8 --max-model-len 4096
   lockstep serve --device cpu --num-threads 4          on the CPU, though there is a GPU
   lockstep serve --listen unix:/run/lockstep.sock      on a unix socket
-  lockstep serve --http 127.0.0.1:8000                 with OpenAI's HTTP API beside gRPC
+  lockstep serve --http 127.0.0.1:8000                 with OpenAI's HTTP API as well as gRPC
   lockstep serve --grammar connect --grammar-dir /run/grammar   with a grammar process that runs already
   lockstep serve --config lockstep.toml                settings by name, such as max_batch_size = 8
 
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None, internal: Mapping[str, Any] | N
     """Run a command and return the exit status. `internal`: fields of the config classes that are no settings."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["gateway"]:
-        # The gateway is a package of its own, which reads its own flags.
+        # The gateway is another package, which reads its own flags.
         os.execv(sys.executable, [sys.executable, "-m", "http_gateway", *words[1:]])
     parser = _parser()
     flags = parser.parse_args(words)
@@ -231,7 +231,7 @@ def _parser() -> Parser:
     for command, run in ((serve, _run_serve), (demo, _run_demo)):
         add_flags(command, [EngineConfig, ServerConfig, TransferConfig])
         command.set_defaults(run=run)
-    commands.add("gateway", help="serve OpenAI's HTTP API in front of running servers", add_help=False)
+    commands.add("gateway", help="serve OpenAI's HTTP API for running servers", add_help=False)
     _add_generate(commands)
     chat = commands.add("chat", help="chat in the terminal", usage="%(prog)s [flags]", description=_CHAT)
     add_chat_flags(chat)
@@ -290,9 +290,7 @@ def _add_tokenizing(commands: Commands) -> list[Parser]:
     prompt.add_argument(
         "--messages", metavar="FILE", help="a conversation: a JSON list of objects with role and content"
     )
-    tokenize.add_argument(
-        "--no-special-tokens", action="store_true", help="with --text: no tokens but those of the text"
-    )
+    tokenize.add_argument("--no-special-tokens", action="store_true", help="with --text: add no special tokens")
     tokenize.add_argument("--with-texts", action="store_true", help="a line per token, with its text")
     tokenize.set_defaults(run=run_tokenize)
     detokenize = commands.add("detokenize", help="turn token ids into text", description=_DETOKENIZE)

@@ -159,7 +159,7 @@ def how_to_call(python: str, which: Callable[[str], str | None], directory: str)
     """Return how a shell in `directory` runs this environment's `lockstep`.
 
     Args:
-        python: absolute path of the interpreter; the command is installed beside it, or not installed.
+        python: absolute path of the interpreter; the command is installed next to it, or not at all.
         which: finds a command on the shell's PATH, as `shutil.which` does.
     """
     command = os.path.join(os.path.dirname(python), "lockstep")

@@ -21,8 +21,8 @@ _FILE_KINDS = {"ebnf": "ebnf", "lark": "lark"}
 _NUMBERS = {
     "max_string_length": "most characters of a string in JSON; 0: no bound",
     "max_array_items": "most items of an array in JSON; 0: no bound",
-    "max_number_digits": "most digits of a number in JSON before its point, and behind it, without an exponent; 0: no "
-    "bound",
+    "max_number_digits": "most digits of a number in JSON before its decimal point, and after it, without an exponent; "
+    "0: no bound",
     "max_whitespace": "most white space characters in a row in JSON; 0: no bound",
     "max_backtracks": "how often a verified answer without a legal token may go back",
     "hold_tokens": "the last tokens of a verified answer that are held back for that; 0: it never goes back",

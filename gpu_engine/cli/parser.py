@@ -44,14 +44,14 @@ class Parser(argparse.ArgumentParser):
         return flags
 
     def _check_beginning(self, arguments: list[str]) -> None:
-        """Refuse a flag in front of its command, and a command that does not exist."""
+        """Refuse a flag before its command, and a command that does not exist."""
         if not arguments or arguments[0] in (*self._commands, "-h", "--help", "--version"):
             return
         first = arguments[0]
         if first.startswith("-"):
             owners = _owners(first, self._commands)
             self.error(
-                f"{_name(first)} stands behind its command: lockstep {owners[0]} {_name(first)} ..."
+                f"{_name(first)} belongs after its command: lockstep {owners[0]} {_name(first)} ..."
                 if owners
                 else f"{_name(first)}: a command comes first: {', '.join(self._commands)}"
             )

@@ -1,7 +1,7 @@
 """The flags of a request, and the request that they make: every field of the API has one.
 
 The invariant: a flag that is not given leaves its field unset, so that the server's default applies; `--help` names it.
-The server alone checks values, and names the wrong one.
+Only the server checks values; its error names the wrong one.
 
 Not responsible for: the grammar (see grammar_flags.py), sending the request (see client.py).
 """
@@ -141,7 +141,7 @@ _RESPONSE: list[_Value | _Switch] = [
         "prompt_logprobs",
         "--prompt-logprobs",
         int,
-        "the same for the prompt, which is shown, too (default: none)",
+        "the same for the prompt, which is then shown as well (default: none)",
     ),
     _Switch(
         "response", "per_field_logprobs", "--per-field-logprobs", True, "show the log-probability of each leaf of JSON"
@@ -236,9 +236,9 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
     kind = add_grammar_flags(parser)
     kind.add_argument("--grammar-id", type=text, metavar="ID", help="the id of a grammar, from `lockstep compile`")
     add_sampling_flags(parser)
-    response = parser.add_argument_group("response", "What is shown besides the text.")
+    response = parser.add_argument_group("response", "What is shown in addition to the text.")
     _add(response, _RESPONSE)
-    for flag, rows in (("--tensor", "at the answer's tokens"), ("--context-tensor", "at the prompt's tokens, too")):
+    for flag, rows in (("--tensor", "at the answer's tokens"), ("--context-tensor", "at the prompt's tokens as well")):
         response.add_argument(
             flag,
             type=text,
@@ -256,7 +256,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME={...}",
         action="append",
         default=[],
-        help="a logits processor of the server, with its arguments as a JSON object, or NAME alone; may be repeated",
+        help="a logits processor of the server, with its arguments as a JSON object, or only NAME; may be repeated",
     )
 
 
@@ -425,7 +425,7 @@ def _fill_tools(request: pb.GenerateRequest, flags: argparse.Namespace) -> None:
 
 
 def _tool(tool: Any) -> Any:
-    """Return a tool of OpenAI's form in that of the API; any other value as it is."""
+    """Return a tool in OpenAI's form converted to the API's form, or any other value unchanged."""
     if isinstance(tool, dict) and tool.get("type") == "function":
         tool = tool.get("function")
     if isinstance(tool, dict) and isinstance(tool.get("parameters"), dict):

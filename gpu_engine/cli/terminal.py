@@ -1,6 +1,6 @@
 """Texts for a person at the terminal: loading progress, and one line on an answer or a grammar.
 
-The invariant: they are for stderr; stdout carries answers alone.
+The invariant: they are for stderr; stdout carries only answers.
 
 Not responsible for: logging (service_runtime/logs.py).
 """

@@ -140,7 +140,7 @@ class GrammarClient:
         return GrammarStats(starts=starts)
 
     async def clear_cache(self, *, disk: bool) -> ClearedGrammars:
-        """Have the grammar process drop the compiled grammars that no matcher uses; with `disk` the files, too.
+        """Have the grammar process drop the compiled grammars that no matcher uses; with `disk` also the files.
 
         Raises GrammarUnavailable while no grammar process is attached.
         """

@@ -340,7 +340,7 @@ def grammar_error(error: grpc.aio.AioRpcError, call: str, timeout_s: float) -> L
         case grpc.StatusCode.UNIMPLEMENTED:
             return NotSupported(f"grammar: {message}")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            # The process itself never answers with this status: a limit of its own is RESOURCE_EXHAUSTED.
+            # The process itself never answers with this status: its own limits are RESOURCE_EXHAUSTED.
             return GrammarUnavailable(f"the grammar process gave no answer to {call} within {timeout_s:g} s; try again")
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.FAILED_PRECONDITION:
             return GrammarUnavailable(

@@ -63,7 +63,9 @@ def _claim(path: Path, stack: AsyncExitStack) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise DirectoryRefused(f"grammar_dir: another engine uses {path}; each engine needs one of its own") from None
+        raise DirectoryRefused(
+            f"grammar_dir: another engine uses {path}; each engine needs another directory"
+        ) from None
 
 
 def _has_listener(path: Path) -> bool:

@@ -323,7 +323,7 @@ class GrammarLink:
         log.info("grammar process %d is configured: %s", response.pid, names)
 
     def _retire_channel(self) -> None:
-        # Not closed at once: closing cancels its calls, and each of these must end with a status of its own.
+        # Not closed at once: closing cancels its calls, and each call must end with the right status.
         channel, self._channel = self._channel, None
         if channel is not None:
             self._tasks.background(channel.close(grace=self.retire_s), "close the channel to the last grammar process")
@@ -335,6 +335,6 @@ class GrammarLink:
 async def _hang_up(sock: socket.socket) -> None:
     """Return when the peer has closed its end, or has died."""
     sock.setblocking(False)
-    with contextlib.suppress(OSError):  # a reset connection is a hang-up, too
+    with contextlib.suppress(OSError):  # a reset connection also counts as a hang-up
         while await asyncio.get_running_loop().sock_recv(sock, 64):
             log.warning("the grammar process sent bytes on the segment socket, which carries none")

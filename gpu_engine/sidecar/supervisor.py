@@ -1,4 +1,4 @@
-"""Supervises a spawned grammar process: starts it, watches it, starts it again, and never leaves one behind.
+"""Supervises a spawned grammar process: starts it, watches it, starts it again, and leaves none running.
 
 Invariant: at most one child runs, and it dies with this process, even by SIGKILL. The child runs in a session of its
 own, so that Ctrl-C reaches this process alone and requests can end in order.
@@ -216,7 +216,7 @@ class Sidecar:
                 retry_s, allowed = FIRST_RETRY_S, self._max_failures
             else:
                 self._failures.append(now_s)
-            # This shortens the wait alone: a process that serves no request and ends every other second still fails.
+            # This only shortens the wait: a process that serves no request and ends every other second still fails.
             if now_s - self._attached_s >= self.healthy_s:
                 retry_s = FIRST_RETRY_S
             while self._failures and now_s - self._failures[0] > FAILURE_WINDOW_S:
@@ -293,7 +293,7 @@ class ChildProcess:
     async def start(
         command: Sequence[str], environment: Mapping[str, str], *, descriptors: Sequence[int] = ()
     ) -> ChildProcess:
-        """Start `command` in a session of its own, with an empty stdin and these open descriptors. Raises OSError."""
+        """Start `command` in a new session, with an empty stdin and these open descriptors. Raises OSError."""
         process = subprocess.Popen(  # noqa: ASYNC220  # blocks the loop for less than a millisecond
             command,
             stdin=subprocess.DEVNULL,
@@ -403,7 +403,7 @@ def _log_line(line: bytes, log: logging.Logger) -> None:
 
 
 def _python_path() -> str:
-    # The child finds its package beside this gpu_engine, whatever its working directory is.
+    # The child finds its package next to this gpu_engine, whatever its working directory is.
     root = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 

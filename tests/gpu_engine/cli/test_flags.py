@@ -95,7 +95,7 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
             ["generate", "hello"],
             "lockstep generate: error: unrecognized arguments: hello; every value belongs to a flag",
         ),
-        (["--server", "x", "info"], "lockstep: error: --server stands behind its command: lockstep generate --server"),
+        (["--server", "x", "info"], "lockstep: error: --server belongs after its command: lockstep generate --server"),
         (["--zork"], "lockstep: error: --zork: a command comes first: serve"),
         (["genrate"], "lockstep: error: there is no command 'genrate'; did you mean 'generate'"),
         (["zork"], "there is no command 'zork'; the commands are serve"),
