@@ -95,19 +95,19 @@ def _installed_builder(name: str) -> Builder:
 
 
 def suffix_drafter(drafter: Drafter) -> SuffixDrafter | None:
-    """Return the drafter that keeps answers, if `drafter` is one or has one behind jump-forward tokens."""
+    """Return the drafter that keeps answers, if `drafter` is one or runs one after jump-forward tokens."""
     own = _inner(drafter)
     return own if isinstance(own, SuffixDrafter) and own.index is not None else None
 
 
 def exchanging_drafter(drafter: Drafter) -> ExchangingDrafter | None:
-    """Return the drafter whose model can be exchanged, if `drafter` is one or has one behind jump-forward tokens."""
+    """Return the drafter whose model can be exchanged, if `drafter` is one or runs one after jump-forward tokens."""
     own = _inner(drafter)
     return own if isinstance(own, DecoupledDrafter | CapturedDecoupledDrafter) else None
 
 
 def captured_drafter(drafter: Drafter) -> CapturedDecoupledDrafter | None:
-    """Return the drafter whose launches are no part of the steps, if `drafter` is one or has one behind jump-forward
+    """Return the drafter with launches outside the steps, if `drafter` is one or runs one after jump-forward
     tokens."""
     own = _inner(drafter)
     return own if isinstance(own, CapturedDecoupledDrafter) else None

@@ -1,7 +1,7 @@
-"""Prompt lookup: the tokens behind an earlier occurrence of the answer's own suffix (Saxena 2023; LLMA, Yang 2023).
+"""Prompt lookup: the tokens after an earlier occurrence of the answer's own suffix (Saxena 2023; LLMA, Yang 2023).
 
-Invariant: it proposes only tokens of the slot's own history, and in front of them the jump-forward tokens,
-if any: the lookup goes on behind these. Not responsible for: the search itself (see
+Invariant: it proposes only tokens of the slot's own history, and before them the jump-forward tokens,
+if any: the lookup continues after these. Not responsible for: the search itself (see
 `StepLaunches.propose_ngram`), masks; verification rejects a draft that breaks the grammar.
 """
 
@@ -44,7 +44,7 @@ class NgramDrafter:
 
 
 class NoDrafter:
-    """Proposes nothing of its own: a slot has no drafts, or jump-forward tokens alone."""
+    """Proposes nothing: a slot has no drafts, or only jump-forward tokens."""
 
     layers: tuple[int, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Prompt lookup on a CPU, with the suffix index behind it: what the target wrote after the same tokens, by votes.
+"""Prompt lookup on a CPU, in the sequence and the suffix index: votes for what the target wrote after the same tokens.
 
 The places of the sequence's own text and those of the answers of its scope vote together (kernels/native/suffix.c has
 the rule), so there is one confidence for both, and a lane gets as many drafts as that justifies. Invariant: the drafts
@@ -31,7 +31,7 @@ class SuffixDrafter:
     Args:
         stream: of the steps.
         slot, lane: of the step program.
-        index: earlier answers; None: the sequence's own text alone.
+        index: earlier answers; None: only the text of the sequence.
         ngram_max: the setting.
         jump_forward: the drafts begin with the tokens that the grammar forces.
     """
@@ -100,7 +100,7 @@ class SuffixDrafter:
         """Let the sequence that just got the slot look into its scope, and draft for its first step.
 
         Called when the slot's buffers are written. Without an answer in its scope the first step has no drafts: a
-        prompt alone seldom says how the answer begins.
+        prompt seldom says how the answer begins.
         """
         if self.index is None:
             return

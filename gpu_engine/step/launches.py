@@ -39,7 +39,7 @@ class StepLaunches(Protocol):
     def load(
         self, batch: StepBatch, ids_BP: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor
     ) -> None:
-        """Cut the step's inputs from the slots: the last token and the drafts behind it.
+        """Cut the step's inputs from the slots: the last token and the drafts after it.
 
         Fills `ids_BP` (int64, 0 for padding), `positions_BP` (int32, -1 for padding), `page_table_BN`, `drafts_BR` and
         `num_drafts_B` (at most P - 1 and the lane's `draft_limit_B`).
@@ -67,7 +67,7 @@ class StepLaunches(Protocol):
         """
 
     def take_jump_forward(self, batch: StepBatch, post: PostBuffers, vocab_size: int) -> None:
-        """Fill `num_jump_forward_B`, and put the tokens into `drafts_SR` and behind the history.
+        """Fill `num_jump_forward_B`, and put the tokens into `drafts_SR` and after the history.
 
         `num_drafts_S` of the lanes that emitted a token is the same number. A token outside of [0, `vocab_size`) ends
         a lane's tokens, and is not one of them.
@@ -77,7 +77,7 @@ class StepLaunches(Protocol):
         """Fill the results of `rows`: log-probabilities of its tokens, one for each row of the logits."""
 
     def propose_ngram(self, batch: StepBatch, ngram_max: int, *, jump_forward: bool) -> None:
-        """Write drafts by prompt lookup; with `jump_forward` behind the jump-forward tokens. Where the slots have
+        """Write drafts by prompt lookup; with `jump_forward` after the jump-forward tokens. Where the slots have
         `parents_SR`, also a branch, and the parents."""
 
 
