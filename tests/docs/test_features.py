@@ -212,7 +212,7 @@ def test_a_feature_that_is_dropped_is_missed_with_every_other(send: Send) -> Non
     assert not silent, "\n".join(f"{name} in {', '.join(row)}" for row, name in silent)
 
 
-@pytest.mark.parametrize("pair", REFUSED, ids=" and ".join)
+@pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: " and ".join(sorted(pair)))
 def test_a_refused_pair_names_its_field(server: str, pair: frozenset[str]) -> None:
     with grpc.insecure_channel(server) as channel:
         answer = ask(engine_pb2_grpc.EngineStub(channel), request_with(pair))
