@@ -16,7 +16,7 @@ PROTO_FILES := protos/engine/v1/engine.proto protos/grammar/v1/grammar.proto pro
 	protos/transfer/v1/transfer.proto
 SOURCES := benchmarks client gpu_engine grammar_service http_gateway kernels protos service_runtime shared_mem tests tools
 # What an installation is made from; a change installs again.
-INSTALLED_FROM := pyproject.toml setup.py $(wildcard locks/*.txt shared_mem/native/*.[ch] kernels/native/*.[ch])
+INSTALLED_FROM := pyproject.toml setup.py client/pyproject.toml $(wildcard locks/*.txt shared_mem/native/*.[ch] kernels/native/*.[ch])
 BUF_VERSION := 1.75.0
 C_SOURCES := $(wildcard shared_mem/native/*.[ch] kernels/native/*.[ch] kernels/cuda/*.cu tests/shared_mem/*.[ch] \
 	tests/kernels/*.[ch] tools/fuzz/native/*.[ch])
@@ -40,12 +40,12 @@ $(VENV)/bin/python:
 PIP_LOCKED = $(PY) -m pip install --quiet --no-deps --require-hashes --only-binary :all: $(1)
 define INSTALL_TORCH_AND_PROJECT
 	$(PY) -m pip install --quiet $(1) $$($(PY) tools/torch_index.py) --requirement locks/torch.txt
-	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable client --editable .
 endef
 
 $(VENV)/.runtime: $(INSTALLED_FROM) | $(VENV)/bin/python
 ifeq ($(LOCKED),off)
-	$(PY) -m pip install --quiet $$($(PY) tools/torch_index.py) --editable '.[engine,llguidance,embedded,http]'
+	$(PY) -m pip install --quiet $$($(PY) tools/torch_index.py) --editable client --editable '.[engine,llguidance,embedded,http]'
 else
 	$(call PIP_LOCKED) --requirement locks/runtime.txt
 	$(call INSTALL_TORCH_AND_PROJECT)
@@ -56,7 +56,8 @@ endif
 # pip compiles bytecode in one process, so `check` has it compiled in two, beside the type checker.
 $(VENV)/.dev: $(INSTALLED_FROM) | $(VENV)/bin/python
 ifeq ($(LOCKED),off)
-	$(PY) -m pip install --quiet --no-compile $$($(PY) tools/torch_index.py) --editable '.[engine,llguidance,embedded,xgrammar,dev]'
+	$(PY) -m pip install --quiet --no-compile $$($(PY) tools/torch_index.py) --editable client \
+		--editable '.[engine,llguidance,embedded,xgrammar,dev]'
 else
 	$(call PIP_LOCKED,--no-compile) --requirement locks/dev.txt
 	$(call INSTALL_TORCH_AND_PROJECT,--no-compile)
@@ -155,13 +156,14 @@ soak: $(VENV)/.dev ## Send random traffic with faults for 30 minutes, then look 
 bench-gpu: $(VENV)/.dev ## Measure the figures that need a CUDA device, in ten minutes; ARGS="--quick ..."
 	$(PY) -m benchmarks bench_gpu $(ARGS)
 
-protos: $(VENV)/.dev ## Lint the .proto files and regenerate the committed code
+protos: $(VENV)/.dev ## Lint the .proto files and regenerate the committed code, and the client's synchronous modules
 	@if command -v buf >/dev/null; then echo buf lint; buf lint; \
 	elif command -v npx >/dev/null; then echo npx buf lint; npx --yes --package=@bufbuild/buf@$(BUF_VERSION) buf lint; \
 	else echo "buf lint is skipped: neither buf nor npx is installed"; fi
 	$(PY) -m grpc_tools.protoc -I. --plugin=protoc-gen-mypy_grpc=$(VENV)/bin/protoc-gen-mypy_grpc \
 		--python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=quiet:. $(PROTO_FILES)
 	$(PY) -m tools.client_wire --write
+	$(PY) -m tools.client_twins --write
 
 locks: $(VENV)-supply/.made ## Pin every dependency with its hashes, in locks/; ARGS="--upgrade" takes the newest that fit
 	$(VENV)-supply/bin/python -m tools.locks --write $(ARGS)

@@ -20,7 +20,7 @@ import pytest
 from packaging.version import Version
 from transformers.utils import import_utils
 
-from tools import client_wire
+from tools import client_twins, client_wire
 
 SOURCE_FOLDERS = ("gpu_engine", "grammar_service", "http_gateway", "service_runtime", "shared_mem", "kernels")
 CLIENT = "client/lockstep_client"
@@ -244,6 +244,11 @@ def test_generated_code_is_what_the_protos_say(root: Path, tmp_path: Path) -> No
 def test_the_client_has_the_messages_of_the_engine() -> None:
     differing = [path for path, text in client_wire.files().items() if path.read_text(encoding="utf-8") != text]
     assert differing == [], "run `make protos`, or `python -m tools.client_wire --write`"
+
+
+def test_the_synchronous_client_is_generated_from_the_asynchronous_one() -> None:
+    differing = [path for path, text in client_twins.files().items() if path.read_text(encoding="utf-8") != text]
+    assert differing == [], "run `python -m tools.client_twins --write`"
 
 
 def test_the_client_has_the_version_of_the_engine(root: Path) -> None:

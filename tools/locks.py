@@ -106,6 +106,8 @@ def write(root: Path, upgrade: bool) -> None:
                 "torch",
                 "--no-emit-package",
                 "lockstep-engine",
+                "--no-emit-package",
+                "lockstep-client",
                 "--config-file",
                 str(settings),
             )

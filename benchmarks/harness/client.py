@@ -14,8 +14,13 @@ from dataclasses import dataclass
 import grpc
 
 from benchmarks.harness.measure import Answer, EngineTimes, Run
+from lockstep_client.access import access_to
+from lockstep_client.async_rpc import AsyncRpc
+from lockstep_client.calls import Method
 from protos.engine.v1 import engine_pb2 as pb
-from protos.engine.v1 import engine_pb2_grpc
+
+GENERATE = Method("Generate", pb.GenerateRequest, pb.GenerateResponse)
+MODEL_INFO = Method("GetModelInfo", pb.GetModelInfoRequest, pb.GetModelInfoResponse)
 
 
 class CallRefused(RuntimeError):
@@ -61,20 +66,18 @@ class EngineClient:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address)
-        self._stub = engine_pb2_grpc.EngineStub(self._channel)
+        self._rpc = AsyncRpc(access_to(address, False, None, ()))
 
     def __repr__(self) -> str:
         return f"<EngineClient {self.address}>"
 
     async def info(self) -> pb.GetModelInfoResponse:
         """Return the server's description of itself."""
-        answer: pb.GetModelInfoResponse = await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=30)
-        return answer
+        return await self._rpc.unary(MODEL_INFO, pb.GetModelInfoRequest(), 30)
 
     async def close(self) -> None:
         """Close the channel."""
-        await self._channel.close(None)
+        await self._rpc.aclose()
 
     async def generate(self, call: Call, timeout_s: float = 600.0) -> Answer:
         """Run one call to its end.
@@ -90,7 +93,7 @@ class EngineClient:
         times: EngineTimes | None = None
         started_s = time.perf_counter()
         try:
-            async for response in self._stub.Generate(call.request, timeout=timeout_s):
+            async for response in self._rpc.stream(GENERATE, call.request, timeout_s):
                 if response.token_ids:
                     arrivals.append(time.perf_counter())
                     tokens.extend(response.token_ids)

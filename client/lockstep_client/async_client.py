@@ -1,4 +1,4 @@
-"""The asynchronous client, the twin of `client.py`: the same methods, awaited.
+"""The asynchronous client. `client.py` is generated from this file: `python -m tools.client_twins --write`.
 
 The invariant: however a stream is left (read to its end, closed, dropped, an exception), its call is cancelled, and the
 server frees what it held. A call is sent again only while nothing of its answer has arrived (see retrying.py). A client
@@ -9,7 +9,6 @@ Not responsible for: arguments (see calls.py), answers (see joining.py).
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
@@ -18,7 +17,7 @@ from typing import Any, Generic, TypeVar, Unpack, overload
 import grpc
 
 from lockstep_client import calls
-from lockstep_client.access import TLS, Access, Token, access_to
+from lockstep_client.access import TLS, Token, access_to
 from lockstep_client.answers import (
     Adapter,
     Answer,
@@ -31,7 +30,9 @@ from lockstep_client.answers import (
     delta_of,
     from_message,
 )
+from lockstep_client.async_rpc import AsyncRpc
 from lockstep_client.calls import LOAD_TIMEOUT_S, UNARY_TIMEOUT_S, AnyGrammar, Method, Prepared, Prompt, Q, R
+from lockstep_client.concurrency import async_pause, async_read, in_thread
 from lockstep_client.embedded import EmbeddedServer, Setting
 from lockstep_client.errors import from_rpc
 from lockstep_client.grammars import CompiledGrammar, Grammar
@@ -46,8 +47,8 @@ T = TypeVar("T")
 
 
 class AsyncStream(Generic[T]):
-    """The deltas of a request, as they arrive. An asynchronous iterator and context manager; leaving it cancels the
-    call."""
+    """The deltas of a request, as they arrive. An asynchronous iterator and context manager. Leaving it
+    cancels the call."""
 
     def __init__(self, open_call: Callable[[float | None], Any], prepared: Prepared, attempts: Attempts) -> None:
         self._open, self._attempts = open_call, attempts
@@ -61,16 +62,16 @@ class AsyncStream(Generic[T]):
     async def __anext__(self) -> Delta:
         while True:
             try:
-                response = await self._call.read()
+                response = await async_read(self._call)
             except grpc.RpcError as error:
                 failed = from_rpc(error)
                 pause_s = None if self._started else self._attempts.pause_after(failed)
                 if pause_s is None:
                     raise failed from None
-                await asyncio.sleep(pause_s)
+                await async_pause(pause_s)
                 self._call = self._open(self._attempts.remaining_s)
                 continue
-            if response is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stub
+            if response is None:
                 raise StopAsyncIteration
             self._started = True
             delta = delta_of(response)
@@ -100,8 +101,8 @@ class AsyncStream(Generic[T]):
 
 
 class AsyncStatsStream:
-    """Statistics of a server, as they arrive. An asynchronous iterator and context manager; leaving it cancels the
-    call."""
+    """Statistics of a server, as they arrive. An asynchronous iterator and context manager. Leaving it
+    cancels the call."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -111,10 +112,10 @@ class AsyncStatsStream:
 
     async def __anext__(self) -> StatsUpdate:
         try:
-            response = await self._call.read()
+            response = await async_read(self._call)
         except grpc.RpcError as error:
             raise from_rpc(error) from None
-        if response is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stub
+        if response is None:
             raise StopAsyncIteration
         return update_of(response)
 
@@ -155,26 +156,10 @@ class AsyncClient:
             retries: how often a call is sent again that found no server, or a full queue. Default: Retries().
 
         """
-        self._access = access_to(address, tls, token, metadata)
+        self._rpc = AsyncRpc(access_to(address, tls, token, metadata))
         self._timeout_s = timeout_s
         self._retries = retries or Retries()
         self._server: EmbeddedServer | None = None
-        self._channel = _channel(self._access)
-        self._generate = self._channel.unary_stream(
-            calls.GENERATE.path, pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
-        )
-        self._unary = {
-            method.name: self._channel.unary_unary(
-                method.path, method.request.SerializeToString, method.response.FromString
-            )
-            for method in calls.UNARY
-        }
-        self._generate_many = self._channel.stream_stream(
-            calls.GENERATE_MANY.path, pb.GenerateManyRequest.SerializeToString, pb.GenerateManyResponse.FromString
-        )
-        self._watch_stats = self._channel.unary_stream(
-            calls.WATCH_STATS.path, pb.WatchStatsRequest.SerializeToString, pb.WatchStatsResponse.FromString
-        )
 
     @classmethod
     def embedded(
@@ -185,25 +170,42 @@ class AsyncClient:
         timeout_s: float | None = None,
         **settings: Setting,
     ) -> AsyncClient:
-        """As `Client.embedded`; the server starts at the `async with` block, or at `await client.start()`."""
+        """Return a client with its own server, which starts at the `async with` block, or at `await client.start()`.
+
+        The server ends with the client, or with this process.
+
+        Args:
+            command: the `lockstep` command. Default: this environment's, else the one on the PATH.
+            start_timeout_s: longest time until it serves.
+            timeout_s: as for `AsyncClient`.
+            settings: of `lockstep serve`, by name: `model="/models/Qwen3-0.6B", max_batch_size=4`.
+
+        Raises EngineNotInstalled; the start raises EmbeddedServerError with the end of the server's log.
+
+        """
         server = EmbeddedServer(settings, command, start_timeout_s)
+        # sync: server.start()
         client = cls(server.address, timeout_s=timeout_s)
         client._server = server
         return client
 
+    # async:
     async def start(self) -> None:
-        """Start an embedded server and wait until it serves; nothing for another one, or one that runs."""
+        """Start an embedded server and wait until it serves. Does nothing for another server, or one that runs."""
         if self._server is not None and self._server.pid is None:
-            try:
-                await asyncio.to_thread(self._server.start)
-            except asyncio.CancelledError:
-                self._server.close()  # the thread that waits for the server sees its end
-                raise
+            # After a cancellation, the thread that waits for the server sees its end.
+            await in_thread(self._server.start, if_cancelled=self._server.close)
 
+    # end
     @property
     def address(self) -> str:
         """The server's address."""
-        return self._access.address
+        return self._rpc.address
+
+    @property
+    def rpc(self) -> AsyncRpc:
+        """The calls as messages, for what has no method here."""
+        return self._rpc
 
     @overload
     async def generate(self, prompt: Prompt, *, schema: type[T], **options: Unpack[Options]) -> Answer[T]: ...
@@ -369,20 +371,18 @@ class AsyncClient:
 
         """
         request = pb.WatchStatsRequest(history=history, interval_ms=interval_ms, omit_requests=not requests)
-        return AsyncStatsStream(self._watch_stats(request, metadata=self._access.metadata()))
-
-    def generate_many(self) -> Any:
-        """Open a call of GenerateMany, with `read`, `write`, `done_writing` and `cancel`. See `AsyncExecutor`."""
-        return self._generate_many(metadata=self._access.metadata())  # type: ignore[call-arg]  # of the iterator's form
+        return AsyncStatsStream(self._rpc.stream(calls.WATCH_STATS, request))
 
     async def aclose(self) -> None:
         """Close the channel, cancel running calls, and end an embedded server."""
-        await self._channel.close(None)
+        await self._rpc.aclose()
         if self._server is not None:
-            await asyncio.to_thread(self._server.close)
+            await in_thread(self._server.close)
 
     async def __aenter__(self) -> AsyncClient:
+        # async:
         await self.start()
+        # end
         return self
 
     async def __aexit__(
@@ -391,7 +391,7 @@ class AsyncClient:
         await self.aclose()
 
     def __repr__(self) -> str:
-        return f"<AsyncClient {self._access.address}>"
+        return f"<AsyncClient {self._rpc.address}>"
 
     def _attempts(self, timeout_s: float | None) -> Attempts:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -399,7 +399,7 @@ class AsyncClient:
 
     def _stream(self, prepared: Prepared) -> AsyncStream[Any]:
         def open_call(timeout_s: float | None) -> Any:
-            return self._generate(prepared.request, timeout=timeout_s, metadata=self._access.metadata())
+            return self._rpc.stream(calls.GENERATE, prepared.request, timeout_s)
 
         return AsyncStream(open_call, prepared, self._attempts(prepared.timeout_s))
 
@@ -407,20 +407,12 @@ class AsyncClient:
         attempts = self._attempts(timeout_s)
         while True:
             try:
-                response: R = await self._unary[method.name](
-                    request, timeout=attempts.remaining_s, metadata=self._access.metadata()
-                )
+                response = await self._rpc.unary(method, request, attempts.remaining_s)
             except grpc.RpcError as error:
                 failed = from_rpc(error)
                 pause_s = attempts.pause_after(failed)
                 if pause_s is None:
                     raise failed from None
-                await asyncio.sleep(pause_s)
+                await async_pause(pause_s)
             else:
                 return response
-
-
-def _channel(access: Access) -> grpc.aio.Channel:
-    if access.credentials is None:
-        return grpc.aio.insecure_channel(access.address, options=access.options)
-    return grpc.aio.secure_channel(access.address, access.credentials, options=access.options)

@@ -60,10 +60,6 @@ LOAD_ADAPTER = Method("LoadAdapter", pb.LoadAdapterRequest, pb.LoadAdapterRespon
 UNLOAD_ADAPTER = Method("UnloadAdapter", pb.UnloadAdapterRequest, pb.UnloadAdapterResponse)
 LIST_ADAPTERS = Method("ListAdapters", pb.ListAdaptersRequest, pb.ListAdaptersResponse)
 EXCHANGE_DRAFTER = Method("ExchangeDrafter", pb.ExchangeDrafterRequest, pb.ExchangeDrafterResponse)
-UNARY: tuple[Method[Any, Any], ...] = (
-    ABORT, COMPILE, MODEL_INFO, STATS, TOKENIZE, DETOKENIZE, TOKENIZER_INFO, CLEAR_GRAMMAR_CACHE, LOAD_ADAPTER,
-    UNLOAD_ADAPTER, LIST_ADAPTERS, EXCHANGE_DRAFTER,
-)  # fmt: skip
 GENERATE_MANY = Method("GenerateMany", pb.GenerateManyRequest, pb.GenerateManyResponse)
 WATCH_STATS = Method("WatchStats", pb.WatchStatsRequest, pb.WatchStatsResponse)
 

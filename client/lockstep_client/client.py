@@ -1,8 +1,8 @@
-"""The synchronous client. `async_client.py` is its twin: the same methods, awaited.
+"""The synchronous client. Generated from async_client.py: `python -m tools.client_twins --write`.
 
 The invariant: however a stream is left (read to its end, closed, dropped, an exception), its call is cancelled, and the
-server frees what it held. A call is sent again only while nothing of its answer has arrived (see retrying.py). May be
-used from several threads.
+server frees what it held. A call is sent again only while nothing of its answer has arrived (see retrying.py). A client
+may be used from several threads.
 
 Not responsible for: arguments (see calls.py), answers (see joining.py).
 """
@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar, Unpack, overload
 import grpc
 
 from lockstep_client import calls
-from lockstep_client.access import TLS, Access, Token, access_to
+from lockstep_client.access import TLS, Token, access_to
 from lockstep_client.answers import (
     Adapter,
     Answer,
@@ -31,12 +31,14 @@ from lockstep_client.answers import (
     from_message,
 )
 from lockstep_client.calls import LOAD_TIMEOUT_S, UNARY_TIMEOUT_S, AnyGrammar, Method, Prepared, Prompt, Q, R
+from lockstep_client.concurrency import in_this_thread, pause, read
 from lockstep_client.embedded import EmbeddedServer, Setting
 from lockstep_client.errors import from_rpc
 from lockstep_client.grammars import CompiledGrammar, Grammar
 from lockstep_client.messages import AnyTool, Conversation
 from lockstep_client.options import ChatOptions, Options
 from lockstep_client.retrying import Attempts, Retries
+from lockstep_client.rpc import Rpc
 from lockstep_client.statistics import StatsUpdate, update_of
 from lockstep_client.tokenizer import TokenizerInfo, tokenizer_of
 from lockstep_client.wire import engine_pb2 as pb
@@ -59,15 +61,17 @@ class Stream(Generic[T]):
     def __next__(self) -> Delta:
         while True:
             try:
-                response = next(self._call)
+                response = read(self._call)
             except grpc.RpcError as error:
                 failed = from_rpc(error)
                 pause_s = None if self._started else self._attempts.pause_after(failed)
                 if pause_s is None:
                     raise failed from None
-                time.sleep(pause_s)
+                pause(pause_s)
                 self._call = self._open(self._attempts.remaining_s)
                 continue
+            if response is None:
+                raise StopIteration
             self._started = True
             delta = delta_of(response)
             self._joined.take(delta)
@@ -106,9 +110,12 @@ class StatsStream:
 
     def __next__(self) -> StatsUpdate:
         try:
-            return update_of(next(self._call))
+            response = read(self._call)
         except grpc.RpcError as error:
             raise from_rpc(error) from None
+        if response is None:
+            raise StopIteration
+        return update_of(response)
 
     def close(self) -> None:
         """Cancel the call, if it is not done."""
@@ -147,26 +154,10 @@ class Client:
             retries: how often a call is sent again that found no server, or a full queue. Default: Retries().
 
         """
-        self._access = access_to(address, tls, token, metadata)
+        self._rpc = Rpc(access_to(address, tls, token, metadata))
         self._timeout_s = timeout_s
         self._retries = retries or Retries()
         self._server: EmbeddedServer | None = None
-        self._channel = _channel(self._access)
-        self._generate = self._channel.unary_stream(
-            calls.GENERATE.path, pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
-        )
-        self._unary = {
-            method.name: self._channel.unary_unary(
-                method.path, method.request.SerializeToString, method.response.FromString
-            )
-            for method in calls.UNARY
-        }
-        self._generate_many = self._channel.stream_stream(
-            calls.GENERATE_MANY.path, pb.GenerateManyRequest.SerializeToString, pb.GenerateManyResponse.FromString
-        )
-        self._watch_stats = self._channel.unary_stream(
-            calls.WATCH_STATS.path, pb.WatchStatsRequest.SerializeToString, pb.WatchStatsResponse.FromString
-        )
 
     @classmethod
     def embedded(
@@ -177,7 +168,9 @@ class Client:
         timeout_s: float | None = None,
         **settings: Setting,
     ) -> Client:
-        """Start a server of the client's own, and return when it serves. It ends with the client, or with this process.
+        """Start a server of the client's own, and return when it serves.
+
+        The server ends with the client, or with this process.
 
         Args:
             command: the `lockstep` command. Default: this environment's, else the one on the PATH.
@@ -197,7 +190,12 @@ class Client:
     @property
     def address(self) -> str:
         """The server's address."""
-        return self._access.address
+        return self._rpc.address
+
+    @property
+    def rpc(self) -> Rpc:
+        """The calls as messages, for what has no method here."""
+        return self._rpc
 
     @overload
     def generate(self, prompt: Prompt, *, schema: type[T], **options: Unpack[Options]) -> Answer[T]: ...
@@ -313,7 +311,8 @@ class Client:
 
     def model_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> ModelInfo:
         """Describe the model and the limits of the server."""
-        return from_message(ModelInfo, self._call(calls.MODEL_INFO, pb.GetModelInfoRequest(), timeout_s))
+        response = self._call(calls.MODEL_INFO, pb.GetModelInfoRequest(), timeout_s)
+        return from_message(ModelInfo, response)
 
     def tokenizer_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> TokenizerInfo:
         """Return the server's tokenizer, which can be dumped to a file."""
@@ -322,7 +321,7 @@ class Client:
     def load_adapter(self, name: str, path: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> Adapter:
         """Load an adapter from a directory of the server, below its `adapter_dirs`."""
         request = pb.LoadAdapterRequest(name=name, path=path)
-        return adapter_of((self._call(calls.LOAD_ADAPTER, request, timeout_s)).adapter)
+        return adapter_of(self._call(calls.LOAD_ADAPTER, request, timeout_s).adapter)
 
     def unload_adapter(self, name: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> None:
         """Take an adapter's name away, and wait until the last sequence that uses it has ended."""
@@ -336,7 +335,7 @@ class Client:
     def exchange_drafter(self, path: str, *, timeout_s: float = LOAD_TIMEOUT_S) -> str:
         """Load another draft model from a directory or GGUF file of the server, below its `draft_dirs`; return its path
         once it drafts. Requests that run have the same tokens."""
-        return (self._call(calls.EXCHANGE_DRAFTER, pb.ExchangeDrafterRequest(path=path), timeout_s)).model
+        return self._call(calls.EXCHANGE_DRAFTER, pb.ExchangeDrafterRequest(path=path), timeout_s).model
 
     def clear_grammar_cache(self, *, disk: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> ClearedGrammars:
         """Drop the compiled grammars that no running request uses; with `disk` the files, too."""
@@ -345,7 +344,8 @@ class Client:
 
     def stats(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> Stats:
         """Return the counters and gauges of the server."""
-        return from_message(Stats, self._call(calls.STATS, pb.GetStatsRequest(), timeout_s))
+        response = self._call(calls.STATS, pb.GetStatsRequest(), timeout_s)
+        return from_message(Stats, response)
 
     def watch_stats(self, *, history: int = 0, interval_ms: int | None = None, requests: bool = True) -> StatsStream:
         """Return the statistics of the server's iterations, as they come, until the stream is closed.
@@ -357,20 +357,13 @@ class Client:
 
         """
         request = pb.WatchStatsRequest(history=history, interval_ms=interval_ms, omit_requests=not requests)
-        return StatsStream(self._watch_stats(request, metadata=self._access.metadata()))
-
-    def generate_many(self, actions: Iterator[pb.GenerateManyRequest]) -> Any:
-        """Open a call of GenerateMany: an iterator of its responses, which can be cancelled. See `Executor`.
-
-        `actions` is read on a thread of gRPC's.
-        """
-        return self._generate_many(actions, metadata=self._access.metadata())
+        return StatsStream(self._rpc.stream(calls.WATCH_STATS, request))
 
     def close(self) -> None:
         """Close the channel, cancel running calls, and end an embedded server."""
-        self._channel.close()
+        self._rpc.close()
         if self._server is not None:
-            self._server.close()
+            in_this_thread(self._server.close)
 
     def __enter__(self) -> Client:
         return self
@@ -381,7 +374,7 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Client {self._access.address}>"
+        return f"<Client {self._rpc.address}>"
 
     def _attempts(self, timeout_s: float | None) -> Attempts:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -389,7 +382,7 @@ class Client:
 
     def _stream(self, prepared: Prepared) -> Stream[Any]:
         def open_call(timeout_s: float | None) -> Any:
-            return self._generate(prepared.request, timeout=timeout_s, metadata=self._access.metadata())
+            return self._rpc.stream(calls.GENERATE, prepared.request, timeout_s)
 
         return Stream(open_call, prepared, self._attempts(prepared.timeout_s))
 
@@ -397,20 +390,12 @@ class Client:
         attempts = self._attempts(timeout_s)
         while True:
             try:
-                response: R = self._unary[method.name](
-                    request, timeout=attempts.remaining_s, metadata=self._access.metadata()
-                )
+                response = self._rpc.unary(method, request, attempts.remaining_s)
             except grpc.RpcError as error:
                 failed = from_rpc(error)
                 pause_s = attempts.pause_after(failed)
                 if pause_s is None:
                     raise failed from None
-                time.sleep(pause_s)
+                pause(pause_s)
             else:
                 return response
-
-
-def _channel(access: Access) -> grpc.Channel:
-    if access.credentials is None:
-        return grpc.insecure_channel(access.address, options=access.options)
-    return grpc.secure_channel(access.address, access.credentials, options=access.options)

@@ -14,20 +14,27 @@ import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import grpc
 from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gpu_engine.cli.client import DEFAULT_SERVER, Access, Client, access_of
+from gpu_engine.cli.access_flags import access_of
 from gpu_engine.cli.grammar_flags import GRAMMAR_FLAGS, build_grammar
 from gpu_engine.cli.inputs import json_of, read_stdin, read_text
 from gpu_engine.cli.request_flags import build_request, conversation
 from gpu_engine.cli.terminal import field_table, grammar_cost, logprob_table, origin_counts, summary
-from protos.engine.v1 import engine_pb2 as pb
+from lockstep_client import calls
+from lockstep_client.access import DEFAULT_ADDRESS, Access
+from lockstep_client.async_rpc import AsyncRpc
+from lockstep_client.wire import engine_pb2 as pb
 
 OK, FAILED, USAGE, NOT_COMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
+ASK_TIMEOUT_S = 5.0
+"""Longest wait for what a server has at hand."""
+TOKENIZE_TIMEOUT_S = 30.0
+LOAD_ADAPTER_TIMEOUT_S = 60.0
 INCOMPLETE = frozenset(
     {
         pb.FINISH_REASON_ABORTED,
@@ -46,13 +53,13 @@ def run_generate(flags: argparse.Namespace) -> int:
             raise ValueError("--cumulative needs --output json")
     except ValueError as error:
         return usage(error)
-    return _ask(flags.server, access, lambda client: _generate(client, request, flags))
+    return _ask(access, lambda client: _generate(client, request, flags))
 
 
-async def _generate(client: Client, request: pb.GenerateRequest, flags: argparse.Namespace) -> int:
+async def _generate(client: AsyncRpc, request: pb.GenerateRequest, flags: argparse.Namespace) -> int:
     output = _JsonLines() if flags.output == "json" else _Text(request)
     status = FAILED
-    async with contextlib.aclosing(client.generate(request, timeout_s=flags.timeout)) as responses:
+    async with contextlib.aclosing(responses_of(client, request, flags.timeout)) as responses:
         async for response in responses:
             output.take(response)
             if response.finish_reason:
@@ -63,13 +70,30 @@ async def _generate(client: Client, request: pb.GenerateRequest, flags: argparse
     return status
 
 
+async def responses_of(
+    client: AsyncRpc, request: pb.GenerateRequest, timeout_s: float | None = None
+) -> AsyncGenerator[pb.GenerateResponse]:
+    """Stream the answer; leaving the generator cancels the call. Raises grpc.aio.AioRpcError."""
+    call = client.stream(calls.GENERATE, request, timeout_s)
+    try:
+        async for response in call:
+            yield response
+    finally:
+        call.cancel()
+
+
+async def model_info(client: AsyncRpc) -> pb.GetModelInfoResponse:
+    """Return the model and the limits of the server."""
+    return await client.unary(calls.MODEL_INFO, pb.GetModelInfoRequest(), ASK_TIMEOUT_S)
+
+
 class _JsonLines:
     """Prints each response as a line of JSON."""
 
     def take(self, response: pb.GenerateResponse) -> None:
         print(json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None), flush=True)
 
-    async def end(self, client: Client) -> None:
+    async def end(self, client: AsyncRpc) -> None:
         """Nothing is left."""
 
 
@@ -124,7 +148,7 @@ class _Text:
                 call["arguments"] += part.text
         return content
 
-    async def end(self, client: Client) -> None:
+    async def end(self, client: AsyncRpc) -> None:
         """Print what waited for the end: other sequences, tool calls, log-probabilities with their texts."""
         if not self._streams:
             for index in sorted(self._texts):
@@ -133,7 +157,12 @@ class _Text:
             print(json.dumps(call, ensure_ascii=False))
         rows = [(0, *self._prompt), *self._logprobs] if self._prompt[1] else self._logprobs
         if rows:
-            print(await logprob_table(rows, client.token_texts), file=sys.stderr)
+
+            async def texts(token_ids: Sequence[int]) -> list[str]:
+                asked = pb.DetokenizeRequest(token_ids=token_ids, with_texts=True)
+                return list((await client.unary(calls.DETOKENIZE, asked, TOKENIZE_TIMEOUT_S)).texts)
+
+            print(await logprob_table(rows, texts), file=sys.stderr)
         if self._fields:
             print(field_table(self._fields), file=sys.stderr)
         for (index, name), parts in sorted(self._outputs.items()):
@@ -154,15 +183,15 @@ def run_compile(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return usage(error)
 
-    async def ask(client: Client) -> int:
-        response = await client.compile(grammar, timeout_s=flags.timeout)
+    async def ask(client: AsyncRpc) -> int:
+        response = await client.unary(calls.COMPILE, pb.CompileRequest(grammar=grammar), flags.timeout)
         print(response.grammar_id)
         print(grammar_cost(response), file=sys.stderr)
         for warning in response.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         return OK
 
-    return _ask(flags.server, access, ask)
+    return _ask(access, ask)
 
 
 def run_tokenize(flags: argparse.Namespace) -> int:
@@ -172,8 +201,8 @@ def run_tokenize(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return usage(error)
 
-    async def ask(client: Client) -> int:
-        response = await client.tokenize(request)
+    async def ask(client: AsyncRpc) -> int:
+        response = await client.unary(calls.TOKENIZE, request, TOKENIZE_TIMEOUT_S)
         if flags.with_texts:
             for token, text in zip(response.token_ids, response.texts, strict=True):
                 print(f"{token}\t{json.dumps(text, ensure_ascii=False)}")
@@ -182,7 +211,7 @@ def run_tokenize(flags: argparse.Namespace) -> int:
         print(f"{len(response.token_ids)} tokens", file=sys.stderr)
         return OK
 
-    return _ask(flags.server, access, ask)
+    return _ask(access, ask)
 
 
 def _tokenize_request(flags: argparse.Namespace) -> pb.TokenizeRequest:
@@ -210,11 +239,11 @@ def run_detokenize(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return usage(error)
 
-    async def ask(client: Client) -> int:
-        print(await client.detokenize(request))
+    async def ask(client: AsyncRpc) -> int:
+        print((await client.unary(calls.DETOKENIZE, request, TOKENIZE_TIMEOUT_S)).text)
         return OK
 
-    return _ask(flags.server, access, ask)
+    return _ask(access, ask)
 
 
 def run_info(flags: argparse.Namespace) -> int:
@@ -224,14 +253,15 @@ def run_info(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return usage(error)
 
-    async def ask(client: Client) -> int:
-        for title, message in (("model", await client.info()), ("stats", await client.stats())):
+    async def ask(client: AsyncRpc) -> int:
+        stats = await client.unary(calls.STATS, pb.GetStatsRequest(), ASK_TIMEOUT_S)
+        for title, message in (("model", await model_info(client)), ("stats", stats)):
             print(title)
             for field in message.DESCRIPTOR.fields:
                 print(f"  {field.name:<24} {_shown(message, field.name)}")
         return OK
 
-    return _ask(flags.server, access, ask)
+    return _ask(access, ask)
 
 
 def run_drafter(flags: argparse.Namespace) -> int:
@@ -241,14 +271,15 @@ def run_drafter(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return usage(error)
 
-    async def ask(client: Client) -> int:
+    async def ask(client: AsyncRpc) -> int:
         if flags.exchange is not None:
-            await client.exchange_drafter(flags.exchange)
-        info = await client.info()
+            exchange = pb.ExchangeDrafterRequest(path=flags.exchange)
+            await client.unary(calls.EXCHANGE_DRAFTER, exchange, calls.LOAD_TIMEOUT_S)
+        info = await model_info(client)
         print(f"{info.drafter}\t{info.draft_model}")
         return OK
 
-    return _ask(flags.server, access, ask)
+    return _ask(access, ask)
 
 
 def run_adapters(flags: argparse.Namespace) -> int:
@@ -261,12 +292,13 @@ def run_adapters(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return usage(error)
 
-    async def ask(client: Client) -> int:
+    async def ask(client: AsyncRpc) -> int:
         if sign:
-            await client.load_adapter(name, folder)
+            request = pb.LoadAdapterRequest(name=name, path=folder)
+            await client.unary(calls.LOAD_ADAPTER, request, LOAD_ADAPTER_TIMEOUT_S)
         if flags.unload is not None:
-            await client.unload_adapter(flags.unload)
-        response = await client.adapters()
+            await client.unary(calls.UNLOAD_ADAPTER, pb.UnloadAdapterRequest(name=flags.unload))
+        response = await client.unary(calls.LIST_ADAPTERS, pb.ListAdaptersRequest(), ASK_TIMEOUT_S)
         for adapter in response.adapters:
             kind = pb.Adapter.Kind.Name(adapter.kind).removeprefix("KIND_").lower()
             print(f"{adapter.name}\t{kind} of {adapter.size}\t{adapter.memory_bytes} bytes\tin use {adapter.in_use}")
@@ -274,7 +306,7 @@ def run_adapters(flags: argparse.Namespace) -> int:
         print(f"{taken} of {response.max_bytes} bytes", file=sys.stderr)
         return OK
 
-    return _ask(flags.server, access, ask)
+    return _ask(access, ask)
 
 
 def run_health(flags: argparse.Namespace) -> int:
@@ -283,17 +315,18 @@ def run_health(flags: argparse.Namespace) -> int:
         access = access_of(flags)
     except ValueError as error:
         return usage(error)
-    status = health_of(flags.server, access, flags.timeout)
+    status = health_of(access, flags.timeout)
     print(f"{flags.server}: {status}")
     return OK if status == "SERVING" else FAILED
 
 
-def health_of(address: str, access: Access, timeout_s: float) -> str:
+def health_of(access: Access, timeout_s: float) -> str:
     """Return "SERVING", "NOT_SERVING", or the reason for no answer."""
-    with grpc.secure_channel(address, access.tls) if access.tls else grpc.insecure_channel(address) as channel:
+    address, tls = access.address, access.credentials
+    with grpc.secure_channel(address, tls) if tls else grpc.insecure_channel(address) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=access.metadata
+                health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=access.metadata()
             )
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}{hint(address, error.code(), error.details())}"
@@ -311,13 +344,13 @@ def _shown(message: pb.GetModelInfoResponse | pb.GetStatsResponse, name: str) ->
     return str(list(value)) if hasattr(value, "extend") else str(value)
 
 
-def _ask(address: str, access: Access, ask: Callable[[Client], Awaitable[int]]) -> int:
+def _ask(access: Access, ask: Callable[[AsyncRpc], Awaitable[int]]) -> int:
     async def run() -> int:
         try:
-            async with Client(address, access) as client:
+            async with AsyncRpc(access) as client:
                 return await ask(client)
         except grpc.aio.AioRpcError as error:
-            return refused(address, error)
+            return refused(access.address, error)
 
     return asyncio.run(run())
 
@@ -342,7 +375,7 @@ def hint(address: str, code: grpc.StatusCode, details: str | None) -> str:
         return "\nThe server's certificate is not from the authorities of --tls-ca, or is for another name."
     if "socket closed" in problem:
         return "\nA server with TLS needs --tls or --tls-ca."
-    listen = "" if address == DEFAULT_SERVER else f" --listen {address}"
+    listen = "" if address == DEFAULT_ADDRESS else f" --listen {address}"
     return (
         f"\nNo server answers there. Start one with `lockstep serve{listen}`, or name another with --server or "
         "LOCKSTEP_SERVER."

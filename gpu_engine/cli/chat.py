@@ -16,12 +16,13 @@ from typing import Protocol
 
 import grpc
 
-from gpu_engine.cli.asking import FAILED, OK, hint, usage
-from gpu_engine.cli.client import Client, access_of
+from gpu_engine.cli.access_flags import access_of
+from gpu_engine.cli.asking import FAILED, OK, hint, model_info, responses_of, usage
 from gpu_engine.cli.inputs import text
 from gpu_engine.cli.request_flags import fill_options
 from gpu_engine.cli.terminal import summary
-from protos.engine.v1 import engine_pb2 as pb
+from lockstep_client.async_rpc import AsyncRpc
+from lockstep_client.wire import engine_pb2 as pb
 
 _HELP = """\
 /reset          forget the conversation
@@ -112,8 +113,8 @@ def run_chat(flags: argparse.Namespace) -> int:
         return usage(error)
     screen = Rich() if sys.stdin.isatty() and sys.stdout.isatty() else Plain()
 
-    async def connect() -> Client:
-        return Client(flags.server, access)
+    async def connect() -> AsyncRpc:
+        return AsyncRpc(access)
 
     # The event loop runs while an answer does. A line is read in between, in this thread, where Control-C ends `ask`.
     with asyncio.Runner() as runner:
@@ -127,7 +128,7 @@ def run_chat(flags: argparse.Namespace) -> int:
 class Conversation:
     """One conversation with one server."""
 
-    def __init__(self, client: Client, template: pb.GenerateRequest, screen: Screen, system: str | None) -> None:
+    def __init__(self, client: AsyncRpc, template: pb.GenerateRequest, screen: Screen, system: str | None) -> None:
         """Args: see below.
 
         template: everything of a request but its turns.
@@ -139,7 +140,7 @@ class Conversation:
     def run(self, runner: asyncio.Runner) -> int:
         """Chat until the end of the input; return the exit status."""
         try:
-            info = runner.run(self._client.info())
+            info = runner.run(model_info(self._client))
         except grpc.aio.AioRpcError as error:
             self._fail(error)
             return FAILED
@@ -197,7 +198,7 @@ class Conversation:
         request.messages.messages.extend([*self._turns, asked])
         answer = pb.ChatMessage(role="assistant")
         try:
-            async with contextlib.aclosing(self._client.generate(request)) as responses:
+            async with contextlib.aclosing(responses_of(self._client, request)) as responses:
                 async for response in responses:
                     self._show(request, response, answer)
                     if response.finish_reason:

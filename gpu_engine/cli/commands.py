@@ -22,6 +22,7 @@ import grpc
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.transfer_config import TransferConfig
+from gpu_engine.cli.access_flags import add_access_flags
 from gpu_engine.cli.asking import (
     FAILED,
     INTERRUPTED,
@@ -40,7 +41,6 @@ from gpu_engine.cli.asking import (
     usage,
 )
 from gpu_engine.cli.chat import run_chat
-from gpu_engine.cli.client import add_access_flags
 from gpu_engine.cli.grammar_flags import add_grammar_flags
 from gpu_engine.cli.inputs import text
 from gpu_engine.cli.parser import Commands, Parser

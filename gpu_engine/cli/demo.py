@@ -18,11 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.cli.client import Client
+from gpu_engine.cli.asking import responses_of
 from gpu_engine.cli.terminal import loading_progress, tokens_per_second
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.server import open_server
-from protos.engine.v1 import engine_pb2 as pb
+from lockstep_client.access import access_to
+from lockstep_client.async_rpc import AsyncRpc
+from lockstep_client.wire import engine_pb2 as pb
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -80,7 +82,7 @@ async def run_demo(engine_config: EngineConfig, server_config: ServerConfig) -> 
         raise ServerError("grammar: the demo needs a grammar process")
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(loading_progress())
-        async with open_server(engine_config, server_config, progress) as server, Client(server.address) as client:
+        async with open_server(engine_config, server_config, progress) as server, _client(server.address) as client:
             stack.close()
             print(f"model:  {server.model.name} ({server.model.dtype_name}, {server.engine.config.device})")
             print(
@@ -99,8 +101,12 @@ async def run_demo(engine_config: EngineConfig, server_config: ServerConfig) -> 
     return 0 if valid else 1
 
 
+def _client(address: str) -> AsyncRpc:
+    return AsyncRpc(access_to(address, False, None, ()))
+
+
 async def _ask(
-    client: Client, *, show: bool = False, num_draft_tokens: int | None = None
+    client: AsyncRpc, *, show: bool = False, num_draft_tokens: int | None = None
 ) -> tuple[str, pb.GenerateResponse]:
     request = pb.GenerateRequest(
         messages=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=PROMPT)]),
@@ -110,7 +116,7 @@ async def _ask(
     if num_draft_tokens is not None:
         request.speculation.num_draft_tokens = num_draft_tokens
     text, last = "", pb.GenerateResponse()
-    async with contextlib.aclosing(client.generate(request, timeout_s=300)) as responses:
+    async with contextlib.aclosing(responses_of(client, request, 300)) as responses:
         async for response in responses:
             text += response.text
             last = response

@@ -11,7 +11,7 @@ import argparse
 from typing import Any
 
 from gpu_engine.cli.inputs import read_text, text, text_or_file
-from protos.engine.v1 import engine_pb2 as pb
+from lockstep_client.wire import engine_pb2 as pb
 
 _WHITESPACE = {"compact": pb.WHITESPACE_COMPACT, "bounded": pb.WHITESPACE_BOUNDED, "any": pb.WHITESPACE_ANY}
 _BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE, "auto": pb.BACKEND_AUTO}

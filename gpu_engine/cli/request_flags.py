@@ -18,7 +18,7 @@ from google.protobuf import json_format
 
 from gpu_engine.cli.grammar_flags import add_grammar_flags, build_grammar
 from gpu_engine.cli.inputs import json_of, read_stdin, read_text, text
-from protos.engine.v1 import engine_pb2 as pb
+from lockstep_client.wire import engine_pb2 as pb
 
 
 class _Value(NamedTuple):

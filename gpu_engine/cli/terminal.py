@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
-from protos.engine.v1 import engine_pb2 as pb
+from lockstep_client.wire import engine_pb2 as pb
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -280,18 +279,3 @@ async def test_a_wrong_argument_is_refused_before_anything_is_sent(
     with pytest.raises((TypeError, ValueError), match=message):
         await twin.call("generate", *arguments, **options)
     assert server.requests == []
-
-
-def test_the_twins_have_the_same_methods() -> None:
-    def methods(kind: type[Any]) -> dict[str, list[str]]:
-        public = [name for name in vars(kind) if not name.startswith("_") and callable(getattr(kind, name))]
-        return {name.removeprefix("a"): list(inspect.signature(getattr(kind, name)).parameters) for name in public}
-
-    asynchronous = methods(AsyncClient)
-    assert asynchronous.pop("start") == ["self"]
-    asynchronous["abort"] = asynchronous.pop("bort")
-    assert asynchronous.pop("generate_many") == ["self"]
-    synchronous = methods(Client)
-    synchronous["abort"] = synchronous.pop("bort")
-    assert synchronous.pop("generate_many") == ["self", "actions"]
-    assert synchronous == asynchronous

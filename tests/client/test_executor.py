@@ -95,7 +95,7 @@ def spoken(request: EngineRequest) -> Iterable[TokenEvent]:
     """Yield "abc" with log-probabilities, one token at a time."""
     for token in ABC:
         ends = token == EOS
-        logprobs = (Logprobs(-0.25, ((token, -0.25),)),) if request.sampling.logprobs is not None else ()
+        logprobs = (Logprobs(-0.25, ((token, -0.25),)),) if request.outputs.logprobs is not None else ()
         finish = EngineReason.STOP if ends else None
         yield TokenEvent(request.index, (token,), logprobs, finish, EOS if ends else None)
 
@@ -104,7 +104,7 @@ async def test_without_streaming_a_request_has_one_response(kind: Any, tmp_path:
     async with executing(kind, tmp_path, spoken) as executor:
         request_id = await executor.enqueue(client_id=7, output_config=OutputConfig(log_probs=1))
         (response,) = await executor.responses(request_id)
-        assert executor.setup.engine.submitted[0].client_id == "7"
+        assert executor.setup.engine.submitted[0].scheduling.client_id == "7"
     assert (response.request_id, response.client_id, response.has_error, response.error_msg) == (
         request_id,
         7,

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_engine.cli.client import NO_CREDENTIALS, Access, Client
+from lockstep_client.access import TLS, access_to
 from protos.engine.v1 import engine_pb2 as pb
 from tests.e2e.asking import Answer, answer
+from tests.rpc_client import Client
 
 PROJECT = "lockstep-test"
 UP_TIMEOUT_S = 600
@@ -89,9 +90,10 @@ class Stack:
         """Where the engine is published on this machine."""
         return self.compose("port", "engine", "50051")
 
-    async def ask(self, request: pb.GenerateRequest, access: Access = NO_CREDENTIALS) -> Answer:
+    async def ask(self, request: pb.GenerateRequest, tls: TLS | bool = False, token: str | None = None) -> Answer:
         """Return the answer that a client on this machine gets."""
-        async with Client(self.address.replace("127.0.0.1", "localhost"), access) as client:
+        access = access_to(self.address.replace("127.0.0.1", "localhost"), tls, token, ())
+        async with Client(access.address, access) as client:
             return await answer(client, request)
 
     async def backends(self) -> list[int]:

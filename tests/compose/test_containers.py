@@ -19,10 +19,11 @@ import openai
 import pytest
 import trustme
 
-from gpu_engine.cli.client import Access, Client
+from lockstep_client.access import TLS
 from protos.engine.v1 import engine_pb2 as pb
 from tests.compose.stack import UP_TIMEOUT_S, Stack, listing
 from tests.e2e.asking import ANSWER_TIMEOUT_S, Answer
+from tests.rpc_client import Client
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
@@ -216,10 +217,10 @@ async def test_tls_and_tokens_from_a_folder_of_secrets(stack: Stack, tmp_path: P
         stack, files=("compose.yaml", "compose.tls.yaml"), variables={"LOCKSTEP_SECRETS": str(tmp_path)}
     )
     behind_tls.up()
-    tls = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+    tls = TLS(ca=authority.cert_pem.bytes())
     request, schema = listing(3)
-    check(await behind_tls.ask(request, Access(tls, "0123456789abcdef")), schema)
+    check(await behind_tls.ask(request, tls, "0123456789abcdef"), schema)
     with pytest.raises(grpc.aio.AioRpcError, match="authorization: is missing"):
-        await behind_tls.ask(request, Access(tls))
+        await behind_tls.ask(request, tls)
     with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
         await behind_tls.ask(request)

@@ -19,11 +19,11 @@ import jsonschema
 import pytest
 from grpc_health.v1 import health_pb2
 
-from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
 from tests.compose.pod import NAME, Pod, docker
 from tests.compose.stack import listing
 from tests.e2e.asking import ANSWER_TIMEOUT_S, Answer, answer
+from tests.rpc_client import Client
 
 pytestmark = [
     pytest.mark.docker,

@@ -9,8 +9,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
+from tests.rpc_client import Client
 
 ANSWER_TIMEOUT_S = 300.0
 """Only a failing test waits that long, and a busy machine makes many of them slow."""

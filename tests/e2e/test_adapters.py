@@ -20,7 +20,6 @@ import psutil
 import pytest
 
 from benchmarks.harness.server import EngineServer, ServerOptions
-from gpu_engine.cli.client import Client
 from lockstep_client import AsyncExecutor
 from protos.engine.v1 import engine_pb2 as pb
 from tests.docs.pages import ROOT
@@ -28,6 +27,7 @@ from tests.e2e.asking import ANSWER_TIMEOUT_S, answer, idle_stats, started_again
 from tests.e2e.conftest import RunningServer
 from tests.gpu_engine import tiny
 from tests.gpu_engine.adapters.files import save_lora, save_prompt
+from tests.rpc_client import Client
 
 SCHEMA = json.dumps(
     {

@@ -13,11 +13,11 @@ import grpc
 import jsonschema
 import pytest
 
-from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
 from tests.docs.pages import ROOT
 from tests.e2e.asking import ANSWER_TIMEOUT_S, idle_stats, started_again, steps_after
 from tests.e2e.conftest import RunningServer
+from tests.rpc_client import Client
 
 pytestmark = pytest.mark.model
 

@@ -10,10 +10,10 @@ import jsonschema
 import pytest
 
 from benchmarks.quality.random_schemas import random_schema
-from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
 from tests.e2e.asking import answer, chat
 from tests.e2e.conftest import RunningServer
+from tests.rpc_client import Client
 
 pytestmark = pytest.mark.model
 

@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from benchmarks.harness.server import EngineServer, ServerOptions
-from gpu_engine.cli.client import Client
 from lockstep_client import AsyncClient
 from tests.e2e.asking import ANSWER_TIMEOUT_S, answer, idle_stats, started_again, steps_after
 from tests.e2e.conftest import RunningServer
 from tests.e2e.random_requests import COUNT, request
 from tests.gpu_engine import tiny
+from tests.rpc_client import Client
 
 pytestmark = pytest.mark.slow
 

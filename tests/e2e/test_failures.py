@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.cli.client import Client
 from gpu_engine.ops.core_split import CoreSplit
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.cores import usable_cores
 from tests.e2e.asking import ANSWER_TIMEOUT_S, chat, idle_stats, started_again
 from tests.e2e.conftest import RunningServer
+from tests.rpc_client import Client
 
 pytestmark = pytest.mark.model
 

@@ -15,10 +15,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
 from tests.e2e.asking import answer, chat, idle_stats, started_again
 from tests.e2e.conftest import RunningServer
+from tests.rpc_client import Client
 
 pytestmark = pytest.mark.model
 

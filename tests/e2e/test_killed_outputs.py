@@ -22,11 +22,11 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.harness.server import EngineServer, ServerOptions
-from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 from tests.e2e.asking import ANSWER_TIMEOUT_S, idle_stats, started_again
 from tests.e2e.conftest import RunningServer
+from tests.rpc_client import Client
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

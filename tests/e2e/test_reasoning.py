@@ -9,10 +9,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
 from tests.e2e.asking import ANSWER_TIMEOUT_S
 from tests.e2e.conftest import RunningServer
+from tests.rpc_client import Client
 
 pytestmark = pytest.mark.model
 

@@ -20,11 +20,11 @@ import openai
 import pydantic
 import pytest
 
-from gpu_engine.cli.client import Client
 from tests.docs.pages import ROOT, rows
 from tests.e2e.asking import idle_stats
 from tests.e2e.conftest import RunningServer
 from tests.e2e.smg import Smg, smg
+from tests.rpc_client import Client
 from tools.clients import FEATURES as IN_TABLE
 from tools.clients import SMG
 

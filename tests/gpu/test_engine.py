@@ -15,7 +15,6 @@ import torch
 from benchmarks.harness.server import EngineServer, ServerOptions
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.request import FinishReason
-from gpu_engine.cli.client import Client
 from gpu_engine.core.prefill_graphs import Prefill
 from gpu_engine.model.loader import LoadedModel, load_model
 from protos.engine.v1 import engine_pb2 as pb
@@ -40,6 +39,7 @@ from tests.gpu_engine.harness import (
     with_drafts,
 )
 from tests.gpu_engine.toy_sidecar import guided_engine
+from tests.rpc_client import Client
 
 pytestmark = pytest.mark.gpu
 

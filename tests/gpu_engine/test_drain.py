@@ -16,12 +16,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gpu_engine.cli.client import Client
 from gpu_engine.server import SERVICE, Server, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import FakeEngine, answers_with
 from tests.gpu_engine.fake_servers import ENGINE, config, parts
 from tests.gpu_engine.http_calls import ASK, get, until_healthy
+from tests.rpc_client import Client
 from tests.waiting import eventually
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -10,10 +10,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.cli.client import Client
 from gpu_engine.server import SERVICE, Parts, ServerError, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import FakeEngine, FakeModel
+from tests.rpc_client import Client
 from tests.waiting import eventually
 
 LOST = "CUDA error: an illegal memory access was encountered"

@@ -20,7 +20,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import GrammarKind, GrammarSpec, Request, TokenEvent
-from gpu_engine.cli.client import Client
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.ops.core_split import CoreSplit
 from gpu_engine.server import GUIDED, SERVICE, Parts, open_server
@@ -30,6 +29,7 @@ from shared_mem.handover import SOCKET_NAME, listen
 from tests.fakes import FakeEngine, FakeModel, answers_with
 from tests.gpu_engine.fake_servers import ENGINE, config, parts
 from tests.gpu_engine.made_requests import made
+from tests.rpc_client import Client
 from tests.waiting import eventually
 
 

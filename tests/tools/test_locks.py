@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from gpu_engine.model.embedded import PACKAGE
 from tools import locks
 
-NOT_LOCKED = {"torch", "lockstep-engine"}
+NOT_LOCKED = {"torch", "lockstep-client", "lockstep-engine"}
 
 
 @dataclass(frozen=True)

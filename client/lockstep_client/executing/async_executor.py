@@ -1,36 +1,41 @@
-"""The asynchronous executor, the twin of `executor.py`: the same methods, awaited.
+"""The asynchronous executor. `executor.py` is generated from this file: `python -m tools.client_twins --write`.
 
-The invariant: each request that was enqueued has exactly one last response, also when the server is lost: then it is an
-error. Belongs to the event loop on which it is started; its tasks end with it.
+The invariant: each request that was enqueued has exactly one last response. When the server is lost, it is an error.
+One worker reads the call, another one the statistics once they are asked for. An executor belongs to the event loop on
+which it is started; its tasks end with it.
 
 Not responsible for: which responses are ready (see book.py), the server's process (see embedded.py).
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import functools
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, overload
 
 import grpc
 
 from lockstep_client.access import TLS, Token
-from lockstep_client.async_client import AsyncClient
+from lockstep_client.async_client import AsyncClient, AsyncStatsStream
+from lockstep_client.concurrency import AsyncActions, AsyncChanges, AsyncWorker, async_read
 from lockstep_client.errors import CallError, Unavailable, from_rpc
 from lockstep_client.executing.book import Book
-from lockstep_client.executing.executor import ABORT_TIMEOUT_S, STATS_HISTORY, open_client, per_iteration
+from lockstep_client.executing.opening import open_client
 from lockstep_client.executing.requests import Request
 from lockstep_client.executing.results import RequestStatsPerIteration, Response
 from lockstep_client.statistics import IterationStats
-from lockstep_client.wire import engine_pb2 as pb
+
+STATS_HISTORY = 1000
+"""Iterations whose statistics an executor keeps until they are asked for."""
+ABORT_TIMEOUT_S = 10.0
+"""Longest wait for the last responses of aborted requests, when an executor is shut down."""
 
 
 class AsyncExecutor:
-    """Takes requests, and has their responses awaited, of one request or of any. An asynchronous context manager.
+    """Takes requests, and returns their responses, of one request or of any. An asynchronous context manager.
 
     Leaving the block waits for the requests that were enqueued, or ends them where an exception leaves it.
     """
@@ -49,19 +54,33 @@ class AsyncExecutor:
         stats_history: int = STATS_HISTORY,
         **settings: str | float | bool,
     ) -> None:
-        """As `Executor`; the server starts, or is asked, at the `async with` block, or at `await executor.start()`."""
+        """Prepare a server for `model`, or a connection to the one at `address`, for `start`.
+
+        Args:
+            model: start a server of the executor's own: "embedded", a directory, or an id of a hub. It ends with the
+                executor, or with this process.
+            address, tls, token, metadata: of a server that runs, as for `Client`.
+            command, start_timeout_s, settings: of a server of one's own, as for `Client.embedded`.
+            max_at_server: sequences that may be at the server at once; requests above it wait here, in their order.
+                None: as many as its queue and its batch hold.
+            stats_history: iterations whose statistics are kept until they are asked for.
+
+        Raises ValueError that names a wrong argument, EmbeddedServerError, or CallError of a server that is not there.
+
+        """
         self._client: AsyncClient = open_client(
             AsyncClient, model, address, settings, tls, token, metadata, command, start_timeout_s
         )
         self._max_at_server, self._stats_history = max_at_server, stats_history
         self._book: Book | None = None
-        self._changed = asyncio.Event()
-        """Set, and replaced, whenever a response has come or a request has ended."""
-        self._actions: asyncio.Queue[pb.GenerateManyRequest] | None = None
-        """Of the open call; None: there is none."""
-        self._caller: asyncio.Task[None] | None = None
+        self._changed = AsyncChanges()
+        """Notified when a response has come or a request has ended."""
+        self._call: AsyncActions | None = None
+        """The open call, if there is one."""
+        self._reader: AsyncWorker | None = None
         self._stats: _StatsReader | None = None
         self._shut_down = False
+        # sync: self.start()
 
     @property
     def client(self) -> AsyncClient:
@@ -69,11 +88,13 @@ class AsyncExecutor:
         return self._client
 
     async def start(self) -> None:
-        """Start a server of the executor's own, and ask the server for its limits. Does nothing when it is started."""
+        """Start the executor's server if it has one, and ask the server for its limits. Does nothing a second time."""
         if self._book is not None:
             return
         try:
+            # async:
             await self._client.start()
+            # end
             info = await self._client.model_info()
         except BaseException:
             await self._client.aclose()
@@ -87,11 +108,12 @@ class AsyncExecutor:
 
     async def enqueue_requests(self, requests: Sequence[Request]) -> list[int]:
         """Enqueue requests and return their ids, in their order; none is enqueued where one is wrong."""
-        if self._shut_down:
-            raise RuntimeError("the executor is shut down")
-        ids = self._started().enqueue(requests)
-        self._send()
-        return ids
+        with self._changed:
+            if self._shut_down:
+                raise RuntimeError("the executor is shut down")
+            ids = self._started().enqueue(requests)
+            self._send()
+            return ids
 
     @overload
     async def await_responses(
@@ -104,46 +126,57 @@ class AsyncExecutor:
     async def await_responses(
         self, request_ids: int | Iterable[int] | None = None, timeout_s: float | None = None
     ) -> list[Response] | list[list[Response]]:
-        """Wait for responses and return the new ones. See `Executor.await_responses`."""
+        """Wait for responses and return the new ones.
+
+        Args:
+            request_ids: an id: until that request has a response. Several: until each of them has one; a list is
+                returned for each. None: until any request has one; they come in the order of their arrival, and there
+                are none where no request is left that could have one.
+            timeout_s: return after this time, with what there is. None: wait for as long as it takes.
+
+        Raises ValueError for an id that is not known, or whose last response was returned.
+
+        """
         book = self._started()
         several = None if request_ids is None or isinstance(request_ids, int) else list(request_ids)
         ids = [request_ids] if isinstance(request_ids, int) else several
-        if ids is None:
-            await self._until(lambda: book.has_ready(None) or book.waits_for_nothing, timeout_s)
-            return book.pop_any()
-        book.check_known(ids)
-        await self._until(lambda: book.has_ready(ids), timeout_s)
-        return book.pop(ids[0]) if several is None else [book.pop(each) for each in ids]
+        with self._changed:
+            if ids is None:
+                await self._changed.wait_for(lambda: book.has_ready(None) or book.waits_for_nothing, timeout_s)
+                return book.pop_any()
+            book.check_known(ids)
+            await self._changed.wait_for(lambda: book.has_ready(ids), timeout_s)
+            return book.pop(ids[0]) if several is None else [book.pop(each) for each in ids]
 
     def get_num_responses_ready(self, request_id: int | None = None) -> int:
         """Return how many responses can be had without waiting, of one request or of any."""
-        return self._started().num_ready(request_id)
+        with self._changed:
+            return self._started().num_ready(request_id)
 
     async def cancel_request(self, request_id: int) -> None:
         """End a request: its last result has the finish reason ABORTED. Without effect on one that has ended.
 
         Raises ValueError for an id that was never given.
         """
-        self._started().cancel(request_id)
-        self._send()
-        self._notify()
+        with self._changed:
+            self._started().cancel(request_id)
+            self._send()
+            self._changed.notify_all()
 
     async def get_latest_iteration_stats(self, timeout_s: float = 0.5) -> list[IterationStats]:
         """Return the statistics of the iterations since the last call of this method, oldest first.
 
-        The first call has those of the past that the server and the executor keep. `timeout_s`: longest wait while
-        there are none. Raises CallError of a server that is not there.
+        The first call also returns earlier iterations that the server and the executor keep. `timeout_s`: longest wait
+        while there are none. Raises CallError for a server that cannot be reached.
         """
-        reader = self._stats_reader()
-        return await reader.taken(reader.iterations, timeout_s)
+        return await self._stats_reader().iterations(timeout_s)
 
     async def get_latest_request_stats(self, timeout_s: float = 0.5) -> list[RequestStatsPerIteration]:
-        """Return what the requests of the server were doing, as often as it was told since the last call.
+        """Return what the requests of the server were doing, one entry for each update since the last call.
 
         As for `get_latest_iteration_stats`. `request_id` is the name at the server, which ends with the executor's id.
         """
-        reader = self._stats_reader()
-        return await reader.taken(reader.requests, timeout_s)
+        return await self._stats_reader().requests(timeout_s)
 
     def can_enqueue(self) -> bool:
         """Return whether requests can be enqueued: the executor is started and not shut down."""
@@ -152,32 +185,37 @@ class AsyncExecutor:
     async def shutdown(self, *, cancel: bool = False, timeout_s: float | None = None) -> None:
         """Take no further requests, wait for the enqueued ones, and close; a second call does nothing.
 
-        Responses can be awaited afterwards, too.
+        Responses can still be awaited afterwards.
 
         Args:
             cancel: end the requests instead of waiting for them.
             timeout_s: end requests that take longer. None: wait for as long as they take.
 
         """
-        if self._shut_down:
-            return
-        self._shut_down = True
-        if (book := self._book) is not None:
-            if not cancel:
-                await self._until(lambda: book.waits_for_nothing, timeout_s)
-            for request_id in book.ids():
-                book.cancel(request_id)
-            self._send()
-            await self._until(lambda: book.waits_for_nothing, ABORT_TIMEOUT_S)
-        if self._caller is not None:
-            self._caller.cancel()
-            await asyncio.wait([self._caller])
+        with self._changed:
+            if self._shut_down:
+                return
+            self._shut_down = True
+            if (book := self._book) is not None:
+                if not cancel:
+                    await self._changed.wait_for(lambda: book.waits_for_nothing, timeout_s)
+                for request_id in book.ids():
+                    book.cancel(request_id)
+                self._send()
+                await self._changed.wait_for(lambda: book.waits_for_nothing, ABORT_TIMEOUT_S)
+            call, reader = self._call, self._reader
+        if call is not None:
+            call.cancel()
+        if reader is not None:
+            await reader.join()
         if self._stats is not None:
             await self._stats.aclose()
         await self._client.aclose()
 
     async def __aenter__(self) -> AsyncExecutor:
+        # async:
         await self.start()
+        # end
         return self
 
     async def __aexit__(
@@ -193,100 +231,91 @@ class AsyncExecutor:
             raise RuntimeError("the executor is not started: use it in `async with`, or await `start()`")
         return self._book
 
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    async def _until(self, condition: Callable[[], bool], timeout_s: float | None) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not condition():
-                    await self._changed.wait()
-
     def _send(self) -> None:
+        """Send what may be sent; called with the lock."""
         messages = self._started().to_send()
-        if messages and self._actions is None:
-            self._actions = asyncio.Queue()
-            self._caller = asyncio.create_task(self._call(self._actions), name="executor")
-        if self._actions is not None:
+        if messages and self._call is None:
+            self._call = self._client.rpc.generate_many()
+            self._reader = AsyncWorker(functools.partial(self._read, self._call), name="executor")
+        if self._call is not None:
             for message in messages:
-                self._actions.put_nowait(message)
+                self._call.send(message)
 
-    async def _call(self, actions: asyncio.Queue[pb.GenerateManyRequest]) -> None:
-        """Open a call, write actions to it, and file its responses until it ends."""
+    async def _read(self, call: AsyncActions) -> None:
+        """File the responses of a call until it ends."""
         book = self._started()
         error: CallError = Unavailable(grpc.StatusCode.UNAVAILABLE, "the server has ended the call")
-        call = self._client.generate_many()
-        writer = asyncio.create_task(_write(call, actions), name="executor actions")
         try:
-            while (message := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stub
-                book.take(message)
-                self._send()
-                self._notify()
+            while (message := await async_read(call)) is not None:
+                with self._changed:
+                    book.take(message)
+                    self._send()
+                    self._changed.notify_all()
         except grpc.RpcError as failed:
             error = from_rpc(failed)
         finally:
-            self._actions = None
-            writer.cancel()
-            call.cancel()
-            await asyncio.wait([writer])
-            book.fail(error)
-            self._notify()
+            await call.aclose()
+            with self._changed:
+                self._call = None
+                book.fail(error)
+                self._changed.notify_all()
 
     def _stats_reader(self) -> _StatsReader:
-        if self._stats is None:
-            self._started()
-            if self._shut_down:
-                raise RuntimeError("the executor is shut down")
-            self._stats = _StatsReader(self._client, self._stats_history)
-        return self._stats
-
-
-async def _write(call: Any, actions: asyncio.Queue[pb.GenerateManyRequest]) -> None:
-    with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # the call has ended: its reader has the error
-        while True:
-            await call.write(await actions.get())
+        with self._changed:
+            if self._stats is None:
+                self._started()
+                if self._shut_down:
+                    raise RuntimeError("the executor is shut down")
+                stream = self._client.watch_stats(history=self._stats_history)
+                self._stats = _StatsReader(stream, self._stats_history)
+            return self._stats
 
 
 class _StatsReader:
-    """Reads a stream of statistics in a task of its own, and keeps the last ones in bounded rings."""
+    """Reads a stream of statistics in its own worker, and keeps the last ones in bounded rings."""
 
-    def __init__(self, client: AsyncClient, history: int) -> None:
-        self.iterations: deque[IterationStats] = deque(maxlen=history)
-        self.requests: deque[RequestStatsPerIteration] = deque(maxlen=history)
+    def __init__(self, stream: AsyncStatsStream, history: int) -> None:
+        self._stream = stream
+        self._iterations: deque[IterationStats] = deque(maxlen=history)
+        self._requests: deque[RequestStatsPerIteration] = deque(maxlen=history)
         self._error: CallError | None = None
-        self._news = asyncio.Event()
-        self._stream = client.watch_stats(history=history)
-        self._task = asyncio.create_task(self._read(), name="executor statistics")
+        self._news = AsyncChanges()
+        self._worker = AsyncWorker(self._read, name="executor statistics")
 
-    async def taken(self, ring: deque[Any], timeout_s: float) -> list[Any]:
-        """Return what of `ring` was not returned yet; wait while there is nothing."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not ring and self._error is None:
-                    self._news.clear()
-                    await self._news.wait()
-        if not ring and self._error is not None:
-            raise self._error
-        found = list(ring)
-        ring.clear()
-        return found
+    async def iterations(self, timeout_s: float) -> list[IterationStats]:
+        """Return what was not returned before; wait while there is nothing."""
+        return await self._taken(self._iterations, timeout_s)
+
+    async def requests(self, timeout_s: float) -> list[RequestStatsPerIteration]:
+        """Return what was not returned before; wait while there is nothing."""
+        return await self._taken(self._requests, timeout_s)
 
     async def aclose(self) -> None:
-        """End the stream and the task."""
+        """End the stream and the worker."""
         await self._stream.aclose()
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await self._worker.join()
+
+    async def _taken(self, ring: deque[Any], timeout_s: float) -> list[Any]:
+        with self._news:
+            await self._news.wait_for(lambda: ring or self._error is not None, timeout_s)
+            if not ring and self._error is not None:
+                raise self._error
+            found = list(ring)
+            ring.clear()
+            return found
 
     async def _read(self) -> None:
         error: CallError = Unavailable(grpc.StatusCode.UNAVAILABLE, "the server has ended the statistics")
         try:
             async for update in self._stream:
-                self.iterations.extend(update.iterations)
-                self.requests.extend(per_iteration(update))
-                self._news.set()
+                with self._news:
+                    self._iterations.extend(update.iterations)
+                    last = update.iterations[-1:]
+                    self._requests.extend(RequestStatsPerIteration(each.iteration, update.requests) for each in last)
+                    self._news.notify_all()
         except CallError as failed:
             error = failed
         finally:
-            self._error = error
-            self._news.set()
+            with self._news:
+                self._error = error
+                self._news.notify_all()

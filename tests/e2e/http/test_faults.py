@@ -13,11 +13,11 @@ import pytest
 
 from benchmarks.harness.gateway import start_gateway
 from benchmarks.harness.server import ServerFailed
-from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
 from tests.e2e.asking import answer, chat, idle_stats
 from tests.e2e.conftest import RunningServer
 from tests.http_gateway.fake_engine import ask, begin, close, request
+from tests.rpc_client import Client
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

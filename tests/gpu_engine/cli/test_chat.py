@@ -19,11 +19,11 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.request import Request, TokenEvent
 from gpu_engine.cli import commands as cli
 from gpu_engine.cli.chat import Conversation
-from gpu_engine.cli.client import Client
 from gpu_engine.server import Parts, open_server
-from protos.engine.v1 import engine_pb2 as pb
+from lockstep_client.wire import engine_pb2 as pb
 from tests.fakes import FakeEngine, FakeModel, Script
 from tests.fakes import answers_with as answers
+from tests.rpc_client import Client
 from tests.waiting import eventually
 
 

@@ -24,7 +24,7 @@ from gpu_engine.cli.demo import how_to_call
 from gpu_engine.cli.request_flags import build_request
 from gpu_engine.cli.terminal import field_table, grammar_cost, loading_progress, logprob_table, summary
 from gpu_engine.server import Parts, open_server
-from protos.engine.v1 import engine_pb2 as pb
+from lockstep_client.wire import engine_pb2 as pb
 from tests.fakes import FakeEngine, FakeModel, Script, answers_with
 
 

@@ -14,7 +14,7 @@ from google.protobuf import json_format
 
 from gpu_engine.cli import commands as cli
 from gpu_engine.cli.request_flags import build_request
-from protos.engine.v1 import engine_pb2 as pb
+from lockstep_client.wire import engine_pb2 as pb
 from tests.docs.pages import ROOT
 
 ALL = shlex.split("""

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from gpu_engine.api.request import PromptLogprobs
-from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
 from tests.gpu_engine.front.serving import answer
+from tests.rpc_client import Client
 
 
 async def refusal(client: Client, request: pb.GenerateRequest) -> grpc.aio.AioRpcError:

@@ -14,13 +14,13 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.limits import Limits
 from gpu_engine.api.processors import Processors
-from gpu_engine.cli.client import Client
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.pacing import StreamPacer
 from gpu_engine.front.servicer import EngineServicer
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 from tests.fakes import FakeEngine, FakeGrammar, FakeModel, Script
+from tests.rpc_client import Client
 
 
 @dataclass

@@ -22,13 +22,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.cli import commands as cli
-from gpu_engine.cli.client import Access, Client, access_of, add_access_flags
+from gpu_engine.cli.access_flags import access_of, add_access_flags
 from gpu_engine.front.port.listening import ServerError, exposure, is_local
 from gpu_engine.server import Parts, Server, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.from_files import CHECK_EVERY_S, FromFiles
 from service_runtime.tokens import known, parse_tokens
 from tests.fakes import FakeEngine, FakeModel, answers_with
+from tests.rpc_client import Client
 
 TOKEN, OTHER_TOKEN = "0123456789abcdef-one", "0123456789abcdef-two"
 PARTS = Parts(lambda config, progress: FakeModel(), lambda config, *rest: FakeEngine(config, answers_with("yes")))
@@ -424,7 +425,7 @@ def test_a_token_does_not_cross_a_network_in_clear_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--token-file: a token would cross the network to gpu1:1 in clear text"):
         access_of(flags("--server", "gpu1:1", "--token-file", str(tmp_path / "t")))
     access = access_of(flags("--server", "gpu1:1", "--tls", "--token-file", str(tmp_path / "t")))
-    assert access.metadata == (("authorization", f"Bearer {TOKEN}"),)
+    assert access.metadata() == (("authorization", f"Bearer {TOKEN}"),)
     assert TOKEN not in repr(access)
 
 
@@ -444,4 +445,5 @@ def test_wrong_flags_are_named(arguments: tuple[str, ...], message: str) -> None
 
 
 def test_without_flags_a_client_speaks_clear_text_and_sends_nothing() -> None:
-    assert access_of(flags()) == Access()
+    access = access_of(flags())
+    assert (access.address, access.credentials, access.metadata()) == ("127.0.0.1:50051", None, ())

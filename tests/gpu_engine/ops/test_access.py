@@ -11,11 +11,11 @@ import grpc
 import pytest
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.cli.client import Client
 from gpu_engine.server import Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.logs import JsonFormatter, RequestIdFilter
 from tests.fakes import FakeEngine, FakeModel, answers_with
+from tests.rpc_client import Client
 
 
 @pytest.fixture

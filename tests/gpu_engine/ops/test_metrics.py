@@ -24,7 +24,6 @@ from gpu_engine.api.adapters import AdapterUse
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.request import FinishReason, Request, Telemetry, TokenEvent
 from gpu_engine.api.stats import EngineStats, Histogram
-from gpu_engine.cli.client import Client
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.ops.metrics_engine import EngineCollector
 from gpu_engine.ops.metrics_http import BothProcesses, MetricsServer
@@ -33,6 +32,7 @@ from gpu_engine.server import Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from tests import metrics_table
 from tests.fakes import FakeAdapters, FakeEngine, FakeModel, Script, answers_with
+from tests.rpc_client import Client
 from tests.waiting import eventually
 
 ENGINE = EngineConfig(max_model_len=256, num_draft_tokens=3)

@@ -23,7 +23,6 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.limits import Limits
 from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, Telemetry, TokenEvent
-from gpu_engine.cli.client import Client
 from gpu_engine.doors.vllm_wire.reports import Reports
 from gpu_engine.doors.vllm_wire.tokenizer_files import CHUNK_BYTES, TokenizerFiles, tokenizer_files
 from gpu_engine.doors.vllm_wire.vllm_servicer import add_to
@@ -32,6 +31,7 @@ from gpu_engine.front.port.malformed import ParsedRequests
 from gpu_engine.front.servicer import EngineServicer
 from protos.engine.v1 import engine_pb2_grpc
 from tests.fakes import EOS, FakeEngine, FakeGrammar, FakeModel, Script, answers_with
+from tests.rpc_client import Client
 from tests.waiting import eventually
 
 

@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.cli.client import Client
 from gpu_engine.model.loader import LoadedModel
 from protos.engine.v1 import engine_pb2 as pb
 from tests.gpu_engine.front.transfer.processes import server_process
 from tests.gpu_engine.harness import config, tokens
+from tests.rpc_client import Client
 
 ROUNDS = 20
 PROMPTS = [tokens(440 + 16 * seed, seed) for seed in range(4)]

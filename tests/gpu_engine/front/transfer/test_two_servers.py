@@ -18,7 +18,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.transfer_config import TransferConfig
-from gpu_engine.cli.client import Client
 from gpu_engine.core.engine import Engine
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.front.transfer.kv_transfer_servicer import SERVICE
@@ -27,6 +26,7 @@ from gpu_engine.server import SERVICE as ENGINE_SERVICE
 from gpu_engine.server import Parts, Server, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from tests.gpu_engine.harness import config
+from tests.rpc_client import Client
 from tests.waiting import eventually
 
 PARTS = Parts(load_model, Engine)
