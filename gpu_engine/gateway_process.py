@@ -36,7 +36,7 @@ output_log = logging.getLogger("http_gateway")
 
 SOCKET_NAME = "gateway.sock"
 TOKEN_NAME = "gateway.token"
-"""Beside the socket, of a server with tenants."""
+"""Next to the socket, of a server with tenants."""
 HEALTHY_S = 5.0
 """A gateway that ran for this long is replaced at once."""
 TERM_TIMEOUT_S = 3.0

@@ -403,7 +403,7 @@ async def serve(
 def _add_services(
     server: grpc.aio.Server, calls: Calls, config: ServerConfig, transfer: Transfer, doors: Sequence[Door]
 ) -> list[str]:
-    """Add the services of the public port; return the names of the services that have a health of their own."""
+    """Add the services of the public port; return the names of the services that have their own health."""
     services = [SERVICE]
     # Calls that the service does not implement are UNIMPLEMENTED.
     servicer = EngineServicer(calls, version=installed_version())

@@ -2,7 +2,7 @@
 
 The rule: the token at absolute position p is argmax(filtered(masked logits) / T + Gumbel(seed, p)); a draft is accepted
 iff it equals that token. The noise is Philox4x32-10 keyed by (seed, position, token), so speculation changes no token.
-Greedy is T = 0. Invariant: a slot's result depends on its own rows alone. A step with `device` runs as Triton kernels
+Greedy is T = 0. Invariant: a slot's result depends only on its own rows. A step with `device` runs as Triton kernels
 (kernels/cuda/accept.py), any other as C (kernels/native/accept.h).
 Not responsible for: waiting for rows, and drafting (see gpu_engine/step/, gpu_engine/drafters/).
 
@@ -126,9 +126,9 @@ def draw_drafts(logits_BV: torch.Tensor, step: StepTensors, k: int, *, d2t_V: to
     """Draw draft k of every lane into `drafts_BR[:, k]` by the target's own rule, from a drafter's logits [B, V].
 
     Position and noise are those that verification will use at row k; `kinds_BR` and `forced_BR` are read at [b, k]. The
-    draft also goes into `history_SL` behind `length_S`, where the next draft's penalties find it. -1: nothing is legal.
+    draft also goes into `history_SL` after `length_S`, where the next draft's penalties find it. -1: nothing is legal.
     `d2t_V` int32 [Vd] is added to a column of `logits_BV` [B, Vd] to give its token, where the drafter's vocabulary is
-    pruned. A row that leaves nothing of that vocabulary gives -1, too: no draft of it could be accepted."""
+    pruned. A row that leaves nothing of that vocabulary gives -1 as well: no draft of it could be accepted."""
     if step.device is not None:
         from kernels.cuda import accept as device
 
@@ -139,7 +139,7 @@ def draw_drafts(logits_BV: torch.Tensor, step: StepTensors, k: int, *, d2t_V: to
 
 
 def _widened(logits_BV: torch.Tensor, d2t_V: torch.Tensor, step: StepTensors, k: int) -> torch.Tensor:
-    """Return logits over the target's vocabulary, -inf outside of the drafter's; a forced token is always there."""
+    """Return logits over the target's vocabulary, -inf outside the drafter's; a forced token is always there."""
     B, Vd = logits_BV.shape
     wide_BV = logits_BV.new_full((B, step.result.scratch_BV.shape[1]), -torch.inf)
     wide_BV[:, torch.arange(Vd) + d2t_V] = logits_BV

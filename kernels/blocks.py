@@ -28,7 +28,7 @@ _GROUP = 32
 
 
 class BlockKind(enum.IntEnum):
-    """Bits of a weight; values are those of `blocks.h`."""
+    """Bits of a weight, with the values of `blocks.h`."""
 
     Q4 = 0
     Q8 = 1

@@ -1,6 +1,6 @@
 """A decoder's whole forward over block-quantised weights in one native call, on a CPU.
 
-Invariant: a row depends on its own sequence alone, bit for bit, whatever else is in the call; padding is not computed.
+Invariant: a row depends only on its own sequence, bit for bit, whatever else is in the call; padding is not computed.
 Between products everything is float32; keys and values have the pages' dtype. Not responsible for: which models have
 this form (see gpu_engine/model/quantised/native.py), and the ownership of pages (see gpu_engine/core/kv_cache.py).
 
@@ -30,7 +30,7 @@ class SequenceAdapters:
     """The adapters of one call's sequences."""
 
     table: LowRankTable
-    """Of the forward's products."""
+    """The number of the forward's products."""
     numbers_S: torch.Tensor
     """int32: 0 is none."""
 
@@ -130,7 +130,7 @@ class Forward:
     Args:
         embedding_VH: bfloat16 or float32, the dtype of pages and taps; the model owns it.
         layers: of equal shapes.
-        norm: in front of the head.
+        norm: before the head.
         head: the output product.
         heads: (query heads, KV heads).
         head_dim: D.
@@ -211,10 +211,10 @@ class Forward:
         """Store the rows' keys and values; return the logits of the first `num_logits` rows, float32 [num_logits, V].
 
         The result is a view of memory that the next call overwrites; a row of padding has no defined content. With
-        `num_logits` 0 and no tap behind the last layer, the last layer only fills the pages. With `defers_head` the
+        `num_logits` 0 and no tap after the last layer, the last layer only fills the pages. With `defers_head` the
         logits have no content before `masked_head`, which must be the next call.
 
-        `ids_N` int64, `positions_N` int32: negative is padding, behind the other rows of its sequence. `row_starts`
+        `ids_N` int64, `positions_N` int32: negative is padding, after the other rows of its sequence. `row_starts`
         int32 [S + 1]: sequence s has rows [row_starts[s], row_starts[s + 1]). `page_table_SN` int32. `taps`: layer ->
         [N, H] in the model's dtype, which gets that layer's input; the number of layers stands for the head's input.
         `adapters`: None where no row has one. `virtual_VH`: float32, the embeddings of the ids from V on.

@@ -1,6 +1,6 @@
 """The small operators of a decoder layer: residual + RMSNorm, per-head norm + rotary, activation * up.
 
-Invariant: a row's result depends on that row alone, bit for bit, and is rounded where transformers' modules round.
+Invariant: a row's result depends only on that row, bit for bit, and is rounded where transformers' modules round.
 Shapes: N rows, H hidden size, I inner size of a gated block, D head size, R rotated channels of a head, C columns of
 a joined q, k, v product. Not responsible for: products, attention, and the choice of modules
 (see gpu_engine/model/fusion.py).
@@ -120,7 +120,7 @@ def rotate(
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
 ) -> None:
-    """Norm (where given) and rotate the query and key heads of `qkv_NC` in place; the values behind them are unchanged.
+    """Norm (where given) and rotate the query and key heads of `qkv_NC` in place; the values after them are unchanged.
 
     `heads` is (query heads, key heads), which are the first columns of a row. Channels i and i + R / 2 of a head are a
     pair; channels from R on are not rotated. `cos_NR` and `sin_NR` are contiguous and in the model's dtype.

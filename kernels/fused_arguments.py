@@ -13,7 +13,7 @@ import torch
 
 
 class NormKind(enum.IntEnum):
-    """Where an RMSNorm rounds to the model's dtype, and what its weight means; values are those of `fused.h`."""
+    """Where an RMSNorm rounds to the model's dtype, and what its weight means, with the values of `fused.h`."""
 
     ROUND_THEN_SCALE = 0
     """Llama's: the normalised value is rounded, then multiplied."""
@@ -24,7 +24,7 @@ class NormKind(enum.IntEnum):
 
 
 class Activation(enum.IntEnum):
-    """The function of the gate; values are those of `fused.h`."""
+    """The function of the gate, with the values of `fused.h`."""
 
     SILU = 0
     GELU_TANH = 1

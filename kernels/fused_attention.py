@@ -18,7 +18,7 @@ from kernels.paged_attention import AttentionArgs, KVPages, paged_attention
 
 
 class QkvAttention:
-    """One layer's attention behind its q, k, v product. Not for two threads at once: the arguments belong to the
+    """One layer's attention after its q, k, v product. Not for two threads at once: the arguments belong to the
     object."""
 
     def __init__(
@@ -77,7 +77,7 @@ class QkvAttention:
             )
             out_NC = out_BPHD.view(B * P, Hq * D)
             return torch.nn.functional.pad(out_NC, (0, 0, 0, padding)) if padding else out_NC
-        assert tree_rows_BRR is None, "trees of drafts are attended to on a GPU alone"
+        assert tree_rows_BRR is None, "trees of drafts are attended to only on a GPU"
         k, v = pages.k, pages.v
         shapes = (
             *(qkv_NC.dtype, qkv_NC.shape, cos_NR.shape, page_table_BN.shape, page_table_BN.stride(0), B, P),

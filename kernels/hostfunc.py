@@ -3,7 +3,7 @@
 A captured call is owned by its graph: when the last graph that can replay it is destroyed, its arguments are freed;
 or earlier, by `release`. A call outside a capture is freed after its one run. Invariant: the driver never holds the
 address of a Python object. It holds a number that is looked up when the callback runs, so a replay after a release is
-a recorded error, not a crash. Not responsible for: the engine, which uses native host functions alone.
+a recorded error, not a crash. Not responsible for: the engine, which uses only native host functions.
 
 WARNING. The callback takes the GIL on a thread of CUDA, which may hold a lock of the driver. A thread that holds the
 GIL and waits for that lock (in a synchronising copy, a lazily loaded kernel, an allocation) stops the process for good.
@@ -132,7 +132,7 @@ class HostFunctions:
         for name in ("sem_init", "sem_trywait", "free"):
             getattr(self._libc, name).argtypes = [ctypes.c_void_p]
         self._libc.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
-        # CUDA reports the end of a graph on a thread of its own.
+        # CUDA reports the end of a graph on its own thread.
         # A C function receives it, so that the GIL is not taken there.
         self._sem_post = ctypes.cast(self._libc.sem_post, ctypes.c_void_p).value or 0
         self._trampoline = _HOST_FUNCTION(self._run)

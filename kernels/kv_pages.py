@@ -86,7 +86,7 @@ def copy_page(layers: list[KVPages], source: int, target: int) -> None:
 
 
 def check_limits(window: int, chunk: int, sinks_H: torch.Tensor | None, num_heads: int) -> None:
-    """Assert what an attention over the pages takes beside its tensors."""
+    """Assert what an attention over the pages takes next to its tensors."""
     assert window >= 0 <= chunk, (window, chunk)
     assert not (window and chunk), (window, chunk)
     if sinks_H is not None:

@@ -1,6 +1,6 @@
-"""Low-rank matrices beside a model's products (LoRA) on a CPU: their memory, and the product y += B (scale * A x).
+"""Low-rank matrices next to a model's products (LoRA) on a CPU: their memory, and the product y += B (scale * A x).
 
-Invariant: a row depends on its own input and its own adapter alone, bit for bit, whatever else is in the call; a row
+Invariant: a row depends only on its own input and its own adapter, bit for bit, whatever else is in the call; a row
 without an adapter is not touched. Not responsible for: which files an adapter comes from, and which row has which
 adapter (see gpu_engine/model/adapters/).
 
@@ -83,7 +83,7 @@ class LowRankTable:
 
     @property
     def address(self) -> int:
-        """Of the table, for native code."""
+        """Address of the table, for native code."""
         return ctypes.addressof(self._entries)
 
     @property
@@ -123,7 +123,7 @@ class LowRankTable:
         """Add what the rows' adapters have for `product` to `y_NO`, in place.
 
         `x_NI` and `y_NO` are bfloat16 or float32 and contiguous. `numbers_B` int32: row r has the adapter
-        `numbers_B[r // each]`, and rows behind the last sequence have that one's. Not for two threads at once.
+        `numbers_B[r // each]`, and rows after the last sequence have that one's. Not for two threads at once.
         """
         args = self._args
         assert x_NI.dtype == y_NO.dtype, (x_NI.dtype, y_NO.dtype)

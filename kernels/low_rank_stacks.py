@@ -1,4 +1,4 @@
-"""Low-rank matrices beside a model's products (LoRA) on a device: stacks of a fixed size, a place for each adapter.
+"""Low-rank matrices next to a model's products (LoRA) on a device: stacks of a fixed size, a place for each adapter.
 
 A forward has the number of each sequence's adapter in a tensor, and the kernels read the matrices of that number. So a
 captured graph serves every adapter, and a load writes memory instead of capturing. Invariant: no stack moves or grows
@@ -49,7 +49,7 @@ class ProductStack:
     a_MXI: torch.Tensor
     """[M, P * R, I], in the model's dtype, contiguous: rank r of part p is row p * R + r."""
     b_MX: torch.Tensor
-    """[M, R * O], likewise: part p begins at R times its first output, as [R, outputs of the part]."""
+    """[M, R * O], also: part p begins at R times its first output, as [R, outputs of the part]."""
     ranks_MP: torch.Tensor
     """int32, a view: the rank of each part, 0 without matrices."""
     scales_MP: torch.Tensor

@@ -1,6 +1,6 @@
 """Attention over a paged KV cache, with the store of the new keys and values in front.
 
-Invariant: a query's result depends on its own sequence alone, bit for bit, whatever else is in the batch. Shapes:
+Invariant: a query's result depends only on its own sequence, bit for bit, whatever else is in the batch. Shapes:
 B sequences, P query positions, Hq query heads, Hkv KV heads, D head size, T tokens a page. Not responsible for: page
 allocation (see gpu_engine/core/kv_cache.py).
 """
@@ -66,8 +66,8 @@ def paged_attention(
     query at position p sees positions (p - window, p], or [0, p] with window 0; with a `chunk` instead of a window,
     those of [p // chunk * chunk, p]. `sinks_H` fp32, contiguous: a further logit of each query head, which takes its
     part of the weights and has no value (gpt-oss). `tree_rows_BRR` int32 (`TreeRows.rows_BRR`), on a GPU: the queries
-    of a sequence are the rows of a tree, which see the positions in front of the first row, and the rows on the way
-    to themselves; the key of row j is stored j behind that of the first row. q, k, v may be strided; D must be
+    of a sequence are the rows of a tree, which see the positions before the first row, and the rows on the way
+    to themselves; the key of row j is stored j after that of the first row. q, k, v may be strided; D must be
     contiguous and a multiple of 16, at most 256; T a multiple of 16.
     """
     if pages.token_major:
@@ -82,7 +82,7 @@ def paged_attention(
             sinks_H=sinks_H,
             tree_rows_BRR=tree_rows_BRR,
         )
-    assert tree_rows_BRR is None, "trees of drafts are attended to on a GPU alone"
+    assert tree_rows_BRR is None, "trees of drafts are attended to only on a GPU"
     (B, P, Hq, D), (Hkv, T) = q_BPHD.shape, pages.v.shape[1:3]
     assert q_BPHD.dtype in (torch.bfloat16, torch.float32), q_BPHD.dtype
     assert all(t.dtype == q_BPHD.dtype for t in (k_BPHD, v_BPHD, pages.k, pages.v))

@@ -98,11 +98,11 @@ class NativeStep:
         )
 
     def block_ended(self, num_lanes: int) -> None:
-        """In front of sampling: make every row of a slot that has ended DEFER."""
+        """Before sampling: make every row of a slot that has ended DEFER."""
         self._lib.lockstep_step_block_ended(*self._where, ctypes.c_int64(num_lanes))
 
     def mark_ended(self, num_lanes: int) -> None:
-        """Behind sampling: mark the slots that ended, or that were blocked for good."""
+        """After sampling: mark the slots that ended, or that were blocked for good."""
         self._lib.lockstep_step_mark_ended(*self._where, ctypes.c_int64(num_lanes))
 
     def advance(self, num_lanes: int, store: StoreArgs | None) -> None:

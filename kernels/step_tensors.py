@@ -23,7 +23,7 @@ PARENT_SHIFT = 24
 """Of a node in a record: the bits from here on are the parent's row, those below the token."""
 TREE_ROWS, TREE_WIDTH = 16, 4
 """The most nodes that a head expands for one tree, which is the most rows that attention takes for a tree; and the most
-candidates behind a node."""
+candidates after a node."""
 TREE_CANDIDATES = TREE_WIDTH + TREE_ROWS * TREE_WIDTH
 
 
@@ -124,7 +124,7 @@ class TreeRows:
     """The rows of each lane as nodes of a tree, on a GPU. Row 0 has the last token, row j draft j - 1.
 
     A row's parent has a smaller number, so the first rows of a lane are always a tree. A row's depth is the number of
-    drafts on the way to it: its position behind the last token. Writer: `kernels.cuda.step_inputs.load_step`, but of
+    drafts on the way to it: its position after the last token. Writer: `kernels.cuda.step_inputs.load_step`, but of
     `walked_BR` the acceptance. All int32, contiguous.
     """
 
@@ -145,19 +145,19 @@ class TreeRows:
 class DraftTree:
     """The tree that a head grows for each lane, level by level, on a GPU. Writer: `kernels.cuda.draft_tree`.
 
-    Level k has W candidates behind each node that was expanded on level k - 1; level 0 has W behind the last token.
+    Level k has W candidates after each node that was expanded on level k - 1; level 0 has W after the last token.
     Candidates lie level by level. The W candidates of level k with the best scores are expanded: they are rows k * W to
     k * W + W - 1, best first. X is `TREE_ROWS`, C is `TREE_CANDIDATES`. All int32 but the scores, contiguous.
     """
 
-    score_BC: torch.Tensor  # float32, log-probability of the candidate and of all in front of it; -inf: no draft
+    score_BC: torch.Tensor  # float32, log-probability of the candidate and of all before it; -inf: no draft
     token_BC: torch.Tensor
     parent_BC: torch.Tensor  # the candidate in front; -1: the last token
     node_BX: torch.Tensor  # the candidate that is row x
     above_BX: torch.Tensor  # where among the rows of the level in front its parent is
     ids_BX: torch.Tensor
     positions_BX: torch.Tensor  # where the pair of the row is stored; -1: the lane does not draft
-    depth_BX: torch.Tensor  # drafts on the way to the token behind the row
+    depth_BX: torch.Tensor  # drafts on the way to the token after the row
     tokens_BXX: torch.Tensor  # [b, x, i]: draft i on this way, for i < depth
     rows_BXX: torch.Tensor  # [b, x, d]: the row at depth d on the way to row x, for d < depth
     kinds_BX: torch.Tensor  # uint8, ALL: the drafts of a tree are not masked

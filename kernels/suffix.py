@@ -86,7 +86,7 @@ class SuffixRing:
 
     @property
     def address(self) -> int:
-        """Of the native ring, for `SuffixArguments.rings_S`; valid as long as this object lives."""
+        """Address of the native ring, for `SuffixArguments.rings_S`; valid as long as this object lives."""
         return ctypes.addressof(self._ring)
 
     def add(self, token_ids: Sequence[int]) -> None:
@@ -115,7 +115,7 @@ class SuffixLanes:
     num_emitted_B: torch.Tensor
     """0: the slot's drafts are unchanged, since mask rows are cached for them."""
     num_jump_forward_B: torch.Tensor
-    """Drafts that the lane has already, in `drafts_SR` and behind its history; negative: its drafts are unchanged."""
+    """Drafts that the lane has already, in `drafts_SR` and after its history; negative: its drafts are unchanged."""
     num_verified_B: torch.Tensor
     """Drafts that the step has verified."""
     num_accepted_B: torch.Tensor
@@ -126,7 +126,7 @@ class SuffixSlots:
     """What the slots hold, int32 and contiguous unless said otherwise."""
 
     history_SL: torch.Tensor
-    """Prompt and answer. Drafts are written behind them, too; the next tokens overwrite these."""
+    """Prompt and answer. Drafts are written after them as well; the next tokens overwrite these."""
     length_S: torch.Tensor
     """Without the drafts."""
     prompt_length_S: torch.Tensor

@@ -217,7 +217,7 @@ class EngineSettings:
     """Most virtual tokens of a prompt adapter, at most 1024. 0: 1024 on a CPU, 128 on a GPU."""
 
     transfer: TransferConfig = field(default_factory=TransferConfig)
-    """Page transfer, whose settings have a class of their own."""
+    """Page transfer, whose settings have their own class."""
     fuse_parts: bool = True
     """Parts of the model become fused kernels where those give the same numbers; tests compare both."""
     draft_timeout_ms: float = DRAFT_TIMEOUT_MS

@@ -112,7 +112,7 @@ class _Prepares(Protocol):
 
 
 class LogitsProcessor(_Prepares, Protocol):
-    """Called for one sequence. On a GPU its step runs outside of captured graphs."""
+    """Called for one sequence. On a GPU its step runs outside captured graphs."""
 
     def process(self, rows: SequenceRows, logits_RV: torch.Tensor) -> torch.Tensor:
         """Return the logits of the rows. Row j may depend on `rows.prefix(j)`, `logits_RV[j]`, the ids and the
@@ -120,7 +120,7 @@ class LogitsProcessor(_Prepares, Protocol):
 
 
 class BatchedLogitsProcessor(_Prepares, Protocol):
-    """Called once for all sequences of a step that named it. On a GPU its step runs outside of captured graphs."""
+    """Called once for all sequences of a step that named it. On a GPU its step runs outside captured graphs."""
 
     def process_batch(self, sequences: Sequence[SequenceRows], logits_NV: torch.Tensor) -> torch.Tensor:
         """Return the logits of all rows, which are the rows of the sequences, one sequence after the other. The rule of

@@ -69,7 +69,7 @@ class Executor:
     close: Callable[[], None]
     """Wait for the device and free the memory that it may have used. Once, at the end."""
     copy_page: Callable[[int, int], None]
-    """Copy one page of the target's cache into another, behind the steps in flight."""
+    """Copy one page of the target's cache into another, after the steps in flight."""
     mixes: bool = False
     """Chunks may share the forward of a step: `runner.launch` takes them. Then `prefill` puts any number of chunks into
     one forward."""
@@ -88,9 +88,9 @@ class Executor:
 
 
 def lookahead(config: EngineConfig, max_inflight_steps: int) -> int:
-    """Return how many positions behind the last known token the steps in flight and the next one may write.
+    """Return how many positions after the last known token the steps in flight and the next one may write.
 
-    Every step may advance a sequence by R tokens. Behind the last of them a drafting network stores the keys of its own
+    Every step may advance a sequence by R tokens. After the last of them a drafting network stores the keys of its own
     drafts.
     """
     return config.num_rows * (max_inflight_steps + 1) + config.draft_reach
@@ -246,7 +246,8 @@ class WarmsUp(Protocol):
 
 
 WarmUp = Callable[[DraftBudget, Sequence[WarmsUp]], None]
-"""Runs every shape once, and measures the steps for the budget; gets the forwards beside the steps and the prefills."""
+"""Runs every shape once, and measures the steps for the budget; gets the forwards next to the steps and the
+prefills."""
 
 
 def assemble(

@@ -55,19 +55,19 @@ class DrafterParts:
     """On the stream's device."""
     stream: Stream
     launches: StepLaunches
-    """Of the step, as is the sync."""
+    """The step's launches, shared like the sync."""
     sync: Sync
     num_pages: int
-    """KV pages of the target; a drafting network gets as many of its own."""
+    """KV pages of the target; a drafting network gets as many."""
     token_major: bool
     """Layout of KV pages that the device's kernels read."""
     slot: SlotBuffers
     lane: LaneBuffers
-    """Of the step program, as are the slot's."""
+    """The step program's lane buffers, shared like the slot's."""
     trees: TreeLaunches | None = None
-    """Of the step, on a GPU. A CPU has none."""
+    """The step's, on a GPU; None on a CPU."""
     rows: SlotRows | None = None
-    """Of the step's sampling, on a GPU. A CPU has none."""
+    """The buffers of the step's sampling on a GPU; None on a CPU."""
 
 
 Builder = Callable[[DrafterParts], Drafter]

@@ -8,7 +8,7 @@ requests are cached for the next verify.
 For capture the chain has a fixed length, and every lane goes through every link. A lane that wants fewer drafts, met a
 dead end or is padding takes no part in later links: it requests no row, its positions are padding, and its draws are
 not counted. On a stream that runs at once the chain ends where the last lane does. Invariant: a
-lane's drafts are counted up to the first that is no token, and no row behind that is requested. Not responsible
+lane's drafts are counted up to the first that is no token, and no row after that is requested. Not responsible
 for: the computation of a link (see nets.py, pairs.py, heads/), acceptance (see kernels/accept.py).
 
 Shapes: B lanes, S slots with the spare one, R rows a slot, N pages of a sequence.
@@ -106,7 +106,7 @@ class ChainDrafter:
         self._count_B[:B] = 0
 
     def _link(self, batch: StepBatch, k: int) -> None:
-        """A chain that met a dead end requests no more rows: the values behind it are no tokens."""
+        """A chain that met a dead end requests no more rows: the values after it are no tokens."""
         B = batch.num_lanes
         batch.lane.drafting_B[:B] = self._going_B[:B] & (self._wanted_B[:B] > k) & (self._count_B[:B] == k)
 
@@ -130,7 +130,7 @@ class ChainDrafter:
         drawn_B = lane.drafts_BR[:B, k]
         self._count_B[:B] += (drawn_B >= 0) & lane.drafting_B[:B]
         self._ids[:B] = drawn_B.clamp(min=0)
-        # A lane that wants no more drafts writes no more keys: its sequence may own no page behind them.
+        # A lane that wants no more drafts writes no more keys: its sequence may own no page after them.
         next_B = batch.slot.length_S[place_of(batch)] + k
         on_B = self._going_B[:B] & (self._wanted_B[:B] > k + 1)
         self._positions[:B] = torch.where(on_B, next_B, -1)

@@ -9,7 +9,7 @@ noise of the target's own sampling.
 
 Invariant: a draft changes no token, and nothing of a slot's earlier sequence is drafted for the next one. Not
 responsible for: loading and exchanging the model (see exchange.py), a GPU (see decoupled_graphs.py), a draft model
-inside of the step (see chain.py), masks: verification rejects a draft that breaks the grammar.
+inside the step (see chain.py), masks: verification rejects a draft that breaks the grammar.
 
 Shapes: S slots, B lanes, T tokens of a forward for a lane, L tokens of history, N pages of a slot, V columns.
 """
@@ -106,7 +106,7 @@ class _Lane:
     num_forced: int
     """Jump-forward tokens at the text's end."""
     wanted: int
-    """The most drafts behind them."""
+    """The most drafts after them."""
 
 
 class ExchangingDrafter(Protocol):
@@ -132,7 +132,7 @@ class ExchangingDrafter(Protocol):
 
 
 class DecoupledDrafter:
-    """Drafts with a model of its own. Used by the engine's thread alone, on a stream that runs at once.
+    """Drafts with its own model. Used only by the engine thread, on a stream that runs at once.
 
     Args:
         stream: of the steps.
@@ -140,7 +140,7 @@ class DecoupledDrafter:
         draft: the first model.
         vocab_size: columns of the target's logits.
         num_links: the model's own K.
-        catch_up: tokens of all texts that the model reads in one step besides those that it drafts behind.
+        catch_up: tokens of all texts that the model reads in one step besides those that it drafts after.
         jump_forward: the drafts begin with the tokens that the grammar forces.
         page_size: of the pages of a model that takes over.
     """
@@ -165,7 +165,7 @@ class DecoupledDrafter:
         self._catch_up, self._jump_forward = catch_up, jump_forward
         S = len(slot.length_S)
         self._history_SL = torch.zeros_like(slot.history_SL)
-        """The texts as the model knows them, and its drafts behind them."""
+        """The texts as the model knows them, and its drafts after them."""
         self._texts = self._history_SL.numpy()
         self._known, self._seen, self._gens = [0] * S, [0] * S, [-1] * S
         """By slot: tokens in `_texts`, the first of them whose keys are stored, and whose text it is. Of a text that is
@@ -193,7 +193,7 @@ class DecoupledDrafter:
         self._gens = [-1] * len(self._gens)
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
-        """Return: the model reads texts by itself, behind the target."""
+        """Return: the model reads texts by itself, after the target."""
 
     def propose(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
         """Write the drafts of the lanes that go on; those of a lane that emitted nothing are unchanged."""
@@ -231,14 +231,14 @@ class DecoupledDrafter:
         return lanes
 
     def _follow(self, lane: _Lane, text: np.ndarray) -> None:
-        """Bring the slot's text up to date; drafts behind it remain where the text has come true as drafted."""
+        """Bring the slot's text up to date; drafts after it remain where the text has come true as drafted."""
         s, n = lane.slot, lane.length
         if self._gens[s] != lane.slot_gen:
             self._gens[s], self._known[s], self._seen[s] = lane.slot_gen, 0, 0
         own, both = self._texts[s], min(n, self._known[s])
         differs = np.flatnonzero(own[:both] != text[:both])
         same = int(differs[0]) if len(differs) else both
-        if same < n:  # else the text ends within what was drafted, and the drafts behind it remain
+        if same < n:  # else the text ends within what was drafted, and the drafts after it remain
             own[same:n], self._known[s] = text[same:], n
             self._seen[s] = min(self._seen[s], same)
 

@@ -1,6 +1,6 @@
-"""A second model that drafts apart from the target on a GPU: graphs, pages and a stream of its own.
+"""A second model that drafts apart from the target on a GPU: with its own graphs, pages and stream.
 
-Behind a step its stream replays the draft graph of the step's bucket: a chain of the model's own K, over the buffers
+After a step its stream replays the draft graph of the step's bucket: a chain of the model's own K, over the buffers
 of the step. The next step waits for it, by events alone: the host knows no token, and waits for nothing. What a draft
 model lacks of a text, such as a prompt, it reads in another graph while the target's next step runs, a bounded number
 of tokens a step; until then the sequence has no drafts but jump-forward tokens. So both models' prompts, the target's
@@ -9,7 +9,7 @@ prefix cache, preemption and an exchange of the model need no help from the rest
 With `draft_device` set it drafts over a `DraftDeviceReplica` of the step's buffers: they cross after the step, and the
 drafts cross before the next one.
 
-Order: step, draft graph, next step. The reading graph runs between two draft graphs, beside anything else. It touches
+Order: step, draft graph, next step. The reading graph runs between two draft graphs, next to anything else. It touches
 the model's own pages and counters, and of the step's buffers it reads committed text alone. Where a slot gets another
 sequence meanwhile, the next draft graph sees another `slot_gen`, and forgets what was read.
 
@@ -86,13 +86,13 @@ class DecoupledNet(ModelNet):
         self._seen_S = ints(S)
         """Tokens from the first one on whose keys are stored."""
         self._fed_SK, self._num_fed_S = ints(S, num_links), ints(S)
-        """Drafts behind them whose keys are stored, too. They hold where the text has come true as drafted."""
+        """Drafts after them whose keys are stored as well. They hold where the text has come true as drafted."""
         self._foreign_S = ints(S, dtype=torch.bool)
         """The text has tokens for which the model has no embedding: virtual tokens of a prompt adapter."""
         self._tail_T = torch.arange(max(TAIL, num_links + 2), dtype=torch.int32, device=device)
         self._link_K = torch.arange(num_links, dtype=torch.int32, device=device)
         self._places_B, self._ends_B = ints(num_lanes, dtype=torch.int64), ints(num_lanes)
-        """Of the lanes of the last draft graph, for the reading behind it: their slots, and the tokens in front of the
+        """Of the lanes of the last draft graph, for the reading after it: their slots, and the tokens before the
         last one; 0: nothing is to be read."""
         self.lacking_1 = ints(1)
         """The most tokens that a sequence of the last draft graph lacks."""
@@ -104,12 +104,12 @@ class DecoupledNet(ModelNet):
         """Of the chain that is enqueued: slots, pages, and the number of drafts that it has fed."""
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
-        """Return: the model reads texts by itself, behind the target."""
+        """Return: the model reads texts by itself, after the target."""
 
     def begin(self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor) -> torch.Tensor:
         """Compare each text with what the model has seen, and choose the tokens of the first link.
 
-        Return which lanes have drafts then, bool [B]: those that lack no token behind it.
+        Return which lanes have drafts then, bool [B]: those that lack no token after it.
         """
         slot, gens_B = self._slot, batch.lane.slot_gens_B[: batch.num_lanes]
         length_B, same_B = slot.length_S[place_B], self._gens_S[place_B] == gens_B
@@ -240,7 +240,7 @@ class _Graphs:
             stream.synchronize()
 
     def launch(self, shape: _Shape, steps: Steps) -> None:
-        """Enqueue the drafts, mark `drafted`, and read behind it where a sequence lacks text. The stream is current."""
+        """Enqueue the drafts, mark `drafted`, and read after it where a sequence lacks text. The stream is current."""
         if (graph := self._graphs.get(shape)) is None:
             self._propose(*steps[shape])
         else:
@@ -286,14 +286,14 @@ class _Graphs:
 
 
 class CapturedDecoupledDrafter:
-    """Drafts with a model of its own, behind the steps. Used by the engine's thread alone.
+    """Drafts with its own model, after the steps. Used only by the engine thread.
 
     Args:
         stream: of the steps.
         slot: of the step program, as are the lanes and the sync.
         draft: the first model.
         num_links: the model's own K.
-        catch_up: tokens of all texts that the model reads in one step besides those that it drafts behind.
+        catch_up: tokens of all texts that the model reads in one step besides those that it drafts after.
         jump_forward: the drafts begin with the tokens that the grammar forces.
         page_size: of the model's pages.
         replica: the buffers on the draft model's device; None: it is the steps'.
@@ -362,10 +362,10 @@ class CapturedDecoupledDrafter:
         before.close()
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
-        """Return: the model reads texts by itself, behind the target."""
+        """Return: the model reads texts by itself, after the target."""
 
     def propose(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
-        """Enqueue nothing: the drafts come behind the step. Its tensors are those of the draft graph."""
+        """Enqueue nothing: the drafts come after the step. Its tensors are those of the draft graph."""
         if (shape := _shape_of(batch)) not in self._steps:
             batch = replace(batch, host_processed=(), beams=None)
             self._steps[shape] = (batch, step) if self.replica is None else self.replica.tensors(batch, step)

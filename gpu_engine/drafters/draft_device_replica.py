@@ -83,7 +83,7 @@ class _Parcel:
 
 
 class DraftDeviceReplica:
-    """The buffers of the step on another device. Used by the engine's thread alone.
+    """The buffers of the step on another device. Used only by the engine thread.
 
     Args:
         stream: of the steps.
@@ -191,10 +191,10 @@ class DraftDeviceReplica:
             self._there.carry(stream, num_lanes)
             stream.synchronize()
 
-    # -- behind a step ------------------------------------------------------------------------------------------------
+    # -- after a step ------------------------------------------------------------------------------------------------
 
     def send(self, num_lanes: int, stepped: Event) -> Event:
-        """Enqueue the way there behind `stepped`; return an event at its end."""
+        """Enqueue the way there after `stepped`; return an event at its end."""
         stream = self._carrier
         with stream.current():
             stream.after(stepped)
@@ -204,7 +204,7 @@ class DraftDeviceReplica:
         return self._sent
 
     def take(self, num_lanes: int, drafted: Event) -> None:
-        """Enqueue the way back behind `drafted`."""
+        """Enqueue the way back after `drafted`."""
         stream = self._carrier
         with stream.current():
             stream.after(drafted)
@@ -253,7 +253,7 @@ class DraftDeviceReplica:
         slot, V = self.slot, seen_SV.shape[1]
         text_BL = slot.history_SL[place_B]
         at_L = torch.arange(text_BL.shape[1], dtype=torch.int32, device=self.device)
-        # Ids behind the vocabulary are virtual tokens of a prompt adapter.
+        # Ids after the vocabulary are virtual tokens of a prompt adapter.
         live_BL = (at_L < slot.length_S[place_B][:, None]) & (text_BL >= 0) & (text_BL < V)
         answered_BL = live_BL & (at_L >= slot.params.prompt_length_S[place_B][:, None])
         ids_BL = torch.where(live_BL, text_BL, 0).long()

@@ -1,6 +1,6 @@
 """Loads a draft model for a target, and exchanges the one of a running engine.
 
-Another model is loaded beside the running engine, on the caller's thread, and takes the place of the one before
+Another model is loaded next to the running engine, on the caller's thread, and takes the place of the one before
 between two iterations. Requests that run keep their tokens, since drafts decide none. Invariant: what is loaded has the
 target's tokenizer, or it is refused and the model before it drafts on; one exchange happens at a time. Not responsible
 for: drafting (see decoupled.py, decoupled_graphs.py, nets.py).
@@ -121,7 +121,7 @@ class DraftModels:
         """See `DraftModelAccess.exchange`."""
         drafter = self._drafter
         if drafter is None:
-            raise ExchangeRefused(f"path: drafter is {self._config.drafter}; decoupled alone exchanges its model")
+            raise ExchangeRefused(f"path: drafter is {self._config.drafter}; only decoupled exchanges its model")
         if not self._dirs:
             raise ExchangeRefused("path: this server exchanges no draft model (its setting draft_dirs is empty)")
         place = Path(path).resolve()

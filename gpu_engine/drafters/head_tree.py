@@ -2,9 +2,9 @@
 EAGLE-3, Li et al. 2024 and 2025).
 
 Each level is one forward of the head over the rows of all levels so far. A row attends to its own way through the
-tree, whose keys attention takes from the rows of the same forward; so no branch needs a page of its own, and behind
+tree, whose keys attention takes from the rows of the same forward; so no branch needs its own page, and after
 the pairs of true tokens the cache has nothing that is read. The rows of earlier levels are computed again: they cost
-no further read of the weights. With jump-forward tokens the tree begins behind them (see kernels/cuda/draft_tree.py).
+no further read of the weights. With jump-forward tokens the tree begins after them (see kernels/cuda/draft_tree.py).
 
 For capture the tree has a fixed shape, and every lane goes through every level. Invariant: a lane's drafts are in the
 order of their scores, so the first ones of any number are a tree. Not responsible for: the computation of a pair (see
@@ -40,20 +40,20 @@ class TreeNet(Protocol):
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,
         hidden: Hidden,
     ) -> torch.Tensor:  # fmt: skip
-        """Store the pairs of the step's emitted tokens; return the head's state behind the last of them, [B, H]."""
+        """Store the pairs of the step's emitted tokens; return the head's state after the last of them, [B, H]."""
 
     def branch(
         self, ids_BP: torch.Tensor, hidden_BPH: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor,
         rows_BXX: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the head's states behind the pairs of a tree, [B, P, H]; `rows_BXX` are their ways."""
+        """Return the head's states after the pairs of a tree, [B, P, H]; `rows_BXX` are their ways."""
 
     def logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
         """Return [B, Vd]."""
 
 
 class TreeLaunches(Protocol):
-    """The launches of a tree, which a GPU alone has. Both run inside `Stream.kernel`."""
+    """The launches of a tree, which only a GPU has. Both run inside `Stream.kernel`."""
 
     def grow_tree(
         self, batch: StepBatch, step: StepTensors, tree: DraftTree, logits_NV: torch.Tensor, k: int,
@@ -95,7 +95,7 @@ class TreeDrafter:
         self.layers = net.layers
         self._tree = DraftTree.allocate(num_lanes, stream.device)
         self._hidden_BPH = self._behind_BPH = torch.empty(0)
-        """The states in front of every row so far, and those behind the rows of the last level."""
+        """The states before every row so far, and those after the rows of the last level."""
         self._logits_NV: torch.Tensor | None = None
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:

@@ -1,6 +1,6 @@
 """The target's own multi-token-prediction layer as a draft net (Gloeckle et al. 2024; DeepSeek-V3, 2024).
 
-For model families whose transformers code has the layer (`MtpModel`): DeepSeek-like checkpoints have it behind the
+For model families whose transformers code has the layer (`MtpModel`): DeepSeek-like checkpoints have it after the
 last decoder layer. The first MTP layer runs recurrently, on the target's final hidden state and then on its own output,
 as in vLLM and TensorRT-LLM ("MTP Eagle"). Invariant: embedding, rotary embedding and output head are the target's.
 Not responsible for: the storage of pairs (see pairs.py), the chain (see chain.py).
@@ -52,7 +52,7 @@ class MtpNet(PairNet):
     ) -> torch.Tensor:
         mtp, (B, P) = self._mtp, positions_BP.shape
         embeds_BPH = mtp.embed_tokens(ids_BP.long())
-        # Rotated by the token's own position, one behind the pair's; only differences of angles matter.
+        # Rotated by the token's own position, one after the pair's; only differences of angles matter.
         places_BP = positions_BP.clamp(min=0).long() + 1
         with attention.attending(AttentionContext(self._pages, page_table_BN, positions_BP)):
             out_BPH: torch.Tensor = mtp.layers[0](

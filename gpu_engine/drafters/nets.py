@@ -1,7 +1,7 @@
-"""The networks that a chain of drafts runs: a first link over emitted tokens, and links behind it.
+"""The networks that a chain of drafts runs: a first link over emitted tokens, and links after it.
 
 `ModelNet` is a whole language model. Invariant: a net's pages have the target's page numbers over tensors of its
-own, and before a first link its cache holds every token in front of the ones that the link gets. Nets use tensor
+own, and before a first link its cache holds every token before the ones that the link gets. Nets use tensor
 operations alone and never read values, so that links can be captured. Not responsible for: the chain (see chain.py),
 nets over pairs (see pairs.py), a net that computes all links at once (see heads/dflash.py).
 
@@ -31,7 +31,7 @@ def put_jump_forward(batch: StepBatch, place_B: torch.Tensor, k: int) -> None:
     drawn_B, behind_B = lane.drafts_BR[:B, k], slot.history_SL[place_B, at_B]
     forced_B = (lane.num_jump_forward_B[:B] > k) & (drawn_B >= 0)
     lane.drafts_BR[:B, k] = torch.where(forced_B, slot.drafts_SR[place_B, k], drawn_B)
-    # The next draft's penalties read the history, so the jump-forward token replaces the drawn one there, too.
+    # The next draft's penalties read the history, so the jump-forward token replaces the drawn one there as well.
     slot.history_SL[place_B, at_B] = torch.where(forced_B, slot.drafts_SR[place_B, k], behind_B)
 
 
@@ -66,7 +66,7 @@ class DraftNet(Protocol):
         """
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
-        """Return the logits [B, Vd] behind the draft `ids_B1` at `positions_B1`; -1: padding."""
+        """Return the logits [B, Vd] after the draft `ids_B1` at `positions_B1`; -1: padding."""
 
 
 class ModelNet:
@@ -95,7 +95,7 @@ class ModelNet:
         page_table_BN: torch.Tensor, hidden: Hidden,
     ) -> torch.Tensor:  # fmt: skip
         """Run the last tokens: after a full acceptance the model has not seen the chain's last draft,
-        nor any behind it.
+        nor any after it.
 
         In a step of P rows these are at most P - K tokens, and the step's own token.
         """

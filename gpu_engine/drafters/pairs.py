@@ -44,21 +44,21 @@ class PairNet(ABC):
         """Return [B, Vd]."""
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
-        """Store the pairs of the chunks' positions. The history also has the token behind the last of them."""
+        """Store the pairs of the chunks' positions. The history also has the token after the last of them."""
         self._run(chunks.ids_BP(offset=1), self._pair_part(hidden), chunks.positions_BP, chunks.page_table_BN)
 
     def first(
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, wants_BL: torch.Tensor,
         page_table_BN: torch.Tensor, hidden: Hidden,
     ) -> torch.Tensor:  # fmt: skip
-        """Run the pairs of the step's emitted tokens, and draft behind the last of them."""
+        """Run the pairs of the step's emitted tokens, and draft after the last of them."""
         return self._keep_and_project(self.last(batch, place_B, going_B, page_table_BN, hidden))
 
     def last(
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,
         hidden: Hidden,
     ) -> torch.Tensor:  # fmt: skip
-        """Store the pairs of the step's emitted tokens; return the net's state behind the last of them, [B, H]."""
+        """Store the pairs of the step's emitted tokens; return the net's state after the last of them, [B, H]."""
         slot, B, P = batch.slot, batch.num_lanes, batch.num_rows
         emitted_B1 = batch.lane.result.num_emitted_B[:B, None]
         row_P = torch.arange(P, dtype=torch.int32, device=place_B.device)
@@ -74,7 +74,7 @@ class PairNet(ABC):
         return out_BPH[torch.arange(B, device=place_B.device), last_B]
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
-        """Run the pair of the head's own last output and the draft behind it."""
+        """Run the pair of the head's own last output and the draft after it."""
         assert self._hidden_BH is not None, "a first link is before this"
         # The draft is at `positions_B1`; its pair is stored at the hidden state's position, one in front.
         at_B1 = torch.where(positions_B1 < 0, -1, positions_B1 - 1)
@@ -86,7 +86,7 @@ class PairNet(ABC):
 
 
 def _walked(part_BPH: torch.Tensor, tree: TreeRows) -> torch.Tensor:
-    """Return for each emitted token the row of the tree that gave it; rows behind the last token mean nothing."""
+    """Return for each emitted token the row of the tree that gave it; rows after the last token mean nothing."""
     B, P, H = part_BPH.shape
     rows_BP = tree.walked_BR[:B, :P].long().clamp(max=P - 1)
     return part_BPH.gather(1, rows_BP[:, :, None].expand(-1, -1, H))

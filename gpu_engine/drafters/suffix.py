@@ -22,7 +22,7 @@ from kernels.accept import StepTensors
 from kernels.suffix import SuffixLanes, SuffixSlots, SuffixVotes
 
 CONTEXT_TOKENS = 4
-"""Of the prompt's end, in front of an answer in the index: so the index knows how answers begin."""
+"""Of the prompt's end, before an answer in the index: so the index knows how answers begin."""
 
 
 class SuffixDrafter:

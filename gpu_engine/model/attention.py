@@ -51,7 +51,7 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Tokens of prompts that share a forward with other rows, for their keys and values alone.
+    """Tokens of prompts that share a forward with other rows, for only their keys and values.
 
     C chunks, of different sequences, in the order of the chunks.
     """
@@ -86,17 +86,17 @@ class AttentionContext:
     """
     prompts: PromptRows | None = None
     """Further rows of the forward. All keys of a layer are stored before any row reads them, so the last token of a
-    prompt may be a row of the batch while the tokens in front of it are here. For models that skip padding alone."""
+    prompt may be a row of the batch while the tokens before it are here. For models that skip padding alone."""
     adapters_B: torch.Tensor | None = None
     """int32, the LoRA adapter of each sequence of the batch, 0 for none; None: no sequence has one."""
     adapters: SequenceAdapters | None = None
-    """Set by the model in front of a forward where a row has an adapter."""
+    """Set by the model before a forward where a row has an adapter."""
     tree_rows_BRR: torch.Tensor | None = None
     """On a GPU, where the rows of each sequence are those of a tree of drafts; see `TreeRows.rows_BRR`."""
     defers_head: bool = False
     """The output product is left to the model's `masked_head`. For models that can defer it alone."""
     virtual_VH: torch.Tensor | None = None
-    """Set by the model: the embeddings of prompt adapters, for the ids behind those of its own embedding."""
+    """Set by the model: the embeddings of prompt adapters, for the ids after those of its own embedding."""
     layers_seen: dict[int, LayerAttention] = field(default_factory=dict)
     """Layers that called attention through transformers' interface; the probe reads it."""
 
@@ -121,9 +121,9 @@ def attending(ctx: AttentionContext) -> Iterator[None]:
 
 
 def context_of_forward() -> AttentionContext:
-    """Return the context of the innermost `attending` of this thread; raise RuntimeError outside of one."""
+    """Return the context of the innermost `attending` of this thread; raise RuntimeError outside one."""
     if _forward.ctx is None:
-        raise RuntimeError("an attention over the paged cache ran outside of attending()")
+        raise RuntimeError("an attention over the paged cache ran outside attending()")
     return _forward.ctx
 
 

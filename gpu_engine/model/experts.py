@@ -184,7 +184,7 @@ class _PackedProduct(TorchFunctionMode):
 def _pack_router(router: nn.Module, weight: torch.Tensor) -> None:
     """Let a router's forward run as it is, over a packed product and whole vectors.
 
-    torch computes what is left behind the last whole vectors of a tensor by another function, so the bits of a sigmoid
+    torch computes what is left after the last whole vectors of a tensor by another function, so the bits of a sigmoid
     over few experts would depend on the number of rows.
     """
     inner, product = router.forward, _PackedProduct(weight)

@@ -1,6 +1,6 @@
 """A decoder's forward as one loop over fused layers, without a call of transformers' modules.
 
-A residual addition and the norm behind it are one kernel, so a layer returns (x, delta): the residual stream, and the
+A residual addition and the norm after it are one kernel, so a layer returns (x, delta): the residual stream, and the
 output that the next norm adds to it. Invariant: a fused forward runs only after its logits were compared with those of
 the model itself (see fusion.py). Not responsible for: the computation of a layer's parts (see fused_layers.py).
 """

@@ -50,7 +50,7 @@ class FusedGated(nn.Module):
         return [("gate_up", self.gate_up), ("down", self.down)]
 
     def replace_product(self, name: str, product: nn.Module, apart: Callable[[], bool] | None = None) -> None:
-        """Multiply by `product` instead of the one of that name. The activation then has a kernel of its own in the
+        """Multiply by `product` instead of the one of that name. The activation then has its own kernel in the
         forwards in which `apart` returns True; None: in all."""
         setattr(self, name, product)
         self._gate_up, self._down, self._apart = self.gate_up.forward, self.down.forward, apart
@@ -76,7 +76,7 @@ class FusedGated(nn.Module):
 
 
 class MixedBlock(nn.Module):
-    """A mixture of experts in the place of a gated block: the model's own module, and a product behind it, which is
+    """A mixture of experts in the place of a gated block: the model's own module, and a product after it, which is
     none at first."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -85,7 +85,7 @@ class MixedBlock(nn.Module):
         self.down: nn.Module = nn.Identity()
 
     def replace_product(self, name: str, product: nn.Module) -> None:
-        """Put `product` behind the mixture. `name` is "down"."""
+        """Put `product` after the mixture. `name` is "down"."""
         setattr(self, name, product)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

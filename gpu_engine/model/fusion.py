@@ -40,12 +40,12 @@ class Bounds:
     """A gated block or an attention: its products round in another order."""
     logits: float
     most: float
-    """Of the logits, where the model's own forwards differ by as much: deep ones in a 16-bit type do."""
+    """The bound on logits if the model's own forwards differ by as much: deep ones in a 16-bit type do."""
 
     @classmethod
     def of(cls, dtype: torch.dtype, *, rough: bool = False) -> Bounds:
         """Return the bounds of a model's dtype. `rough`: inputs of products are rounded to 8 bits by row, so that a
-        rounding in front of them may become a hundred times as large."""
+        rounding before them may become a hundred times as large."""
         if rough:
             return cls(1e-3, 5e-2, 0.1, 0.25)
         return cls(1e-5, 1e-4, 1e-3, 1e-3) if dtype == torch.float32 else cls(1e-3, 1e-2, 4e-2, 8e-2)

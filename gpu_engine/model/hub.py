@@ -1,7 +1,7 @@
 """Where a model is: a path, or an id such as `Qwen/Qwen3-0.6B` that huggingface_hub resolves, from its cache first.
 
 A model whose files are all in the cache starts without a request to the hub, so a server restarts without a network.
-Invariant: only safetensors, JSON and text are fetched; a checkpoint that has its weights in pickles alone is refused by
+Invariant: only safetensors, JSON and text are fetched; a checkpoint with weights only in pickles is refused by
 name, and so is one that needs code of its own: reading either could run anything.
 Not responsible for: loading (see loader.py), the embedded model (see embedded.py).
 """
@@ -206,7 +206,7 @@ def _without_weights(files: list[str]) -> str:
         return "has no safetensors file"
     more = f" and {len(pickles) - 1} more" if len(pickles) > 1 else ""
     return (
-        f"has its weights in {pickles[0]}{more} alone: a pickle may run any code when it is read; "
+        f"has its weights only in {pickles[0]}{more}: a pickle may run any code when it is read; "
         "only safetensors are read, so convert it, or ask for a revision that has them"
     )
 

@@ -118,7 +118,7 @@ class LoadedModel:
 
     def _forward(self, net: Any, ids_BP: torch.Tensor, ctx: AttentionContext) -> Any:
         """Run transformers' own forward; store the states that `ctx.hidden` wants."""
-        # Drafts and padding reach positions behind the last, for which a learned embedding has no row.
+        # Drafts and padding reach positions after the last, for which a learned embedding has no row.
         positions_BP = ctx.positions_BP.clamp(min=0, max=self.max_model_len - 1).long()
         wanted = {"output_hidden_states": True} if ctx.hidden else {}
         with attending(ctx):

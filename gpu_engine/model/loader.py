@@ -87,7 +87,7 @@ def find_model(config: EngineConfig, progress: Progress | None = None) -> None:
 
 _LOADING = threading.Lock()
 """transformers replaces methods of its classes while it loads a model, such as `tie_weights`. Of two threads that load
-at once, one would leave the other's replacement behind, and no model loaded later would have tied weights."""
+at once, one would leave the other's replacement in place, and no model loaded later would have tied weights."""
 
 
 def load_model(
@@ -96,8 +96,8 @@ def load_model(
     """Load `config.model`; raise ModelNotSupported, FileNotFoundError or EmbeddedModelMissing with a reason.
 
     `setting` is the setting that names the model: messages about its files begin with it. With `tensor_parallel_size`
-    above 1 this starts the other ranks, too, and with `data_parallel_attention` it waits for the other engines; either
-    may raise RankLost. `beside`: an engine of this process runs meanwhile, so nothing that its threads share may
+    above 1 this starts the other ranks as well, and with `data_parallel_attention` it waits for the other engines;
+    either may raise RankLost. `beside`: an engine of this process runs meanwhile, so nothing that its threads share may
     change; the weights then take memory in float32 first.
     """
     if config.tensor_parallel_size > 1:

@@ -1,6 +1,6 @@
 """Runs a few tokens through a model at load: checks that it fits our attention, and records the output of each module.
 
-Invariant: a model that does not route every layer through our attention, or loses a part of its own attention there, is
+Invariant: a model that does not route every layer through our attention, or loses part of its own attention there, is
 rejected. Not responsible for: using the records (see fusion.py).
 """
 
@@ -38,7 +38,7 @@ class Probe:
 
     ids_BP: torch.Tensor
     logits_NV: torch.Tensor
-    """Of the unfused model, over our attention."""
+    """Logits of the unfused model, over our attention."""
     ctx: AttentionContext
     """Of the recorded forward, with the parameters of each layer's attention."""
     record: Recording
@@ -66,7 +66,7 @@ def _context(model: LoadedModel) -> AttentionContext:
 
 
 def _continued(model: LoadedModel, ids_BP: torch.Tensor) -> torch.Tensor:
-    """Return the logits of the tokens from `_PREFILLED` on, in a forward behind the one of the tokens in front."""
+    """Return the logits of the tokens from `_PREFILLED` on, in a forward after the one of the tokens in front."""
     whole = _context(model)
     first, second = (
         AttentionContext(whole.pages, whole.page_table_BN, part.contiguous())
@@ -81,7 +81,7 @@ _RECURRENT = re.compile(r"Mamba|Recurrent|DeltaNet|DeltaAttention|LightningAtten
 
 
 def refuse_recurrent(net: nn.Module, model_type: str) -> None:
-    """Raise ModelNotSupported if a layer of the model is recurrent, alone or beside attention."""
+    """Raise ModelNotSupported if a layer of the model is recurrent, alone or next to attention."""
     for module in net.modules():
         kind = type(module).__name__
         if _RECURRENT.search(kind) and not isinstance(module, PreTrainedModel):

@@ -24,7 +24,7 @@ from gpu_engine.model.loaded_model import ModelNotSupported
 log = logging.getLogger(__name__)
 
 _SPARE_ROWS = 64
-"""Positions behind the last: rejected drafts and padding reach them, and no token depends on them."""
+"""Positions after the last: rejected drafts and padding reach them, and no token depends on them."""
 
 _READS = (
     torch.ops.aten._local_scalar_dense.default,  # item(), bool(), int()

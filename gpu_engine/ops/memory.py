@@ -1,7 +1,7 @@
 """How many bytes an engine's weights, pages and buffers take, counted on the tensors that it holds.
 
 Invariant: memory that two tensors share counts once. Not responsible for: Python, torch, CUDA's context and captured
-graphs, activations and logits, the network and pages of a drafter inside of the step, and the shared segment (see
+graphs, activations and logits, the network and pages of a drafter inside the step, and the shared segment (see
 shared_mem/layout.py).
 """
 

@@ -2,7 +2,7 @@
 
 An entry of the setting is `name=module:Class`, or `name=module:Class{...}` with a JSON object of options for the
 constructor. Invariant: a module is imported because the server's configuration names it; no request imports anything.
-Not responsible for: the syntax of an entry (see `parse_entry`, which the configuration calls, too), calls (see
+Not responsible for: the syntax of an entry (see `parse_entry`, which the configuration calls as well), calls (see
 step/processing/).
 """
 

@@ -1,7 +1,7 @@
 """An answer's end becomes more likely with its length: a processor that is called for all sequences of a step.
 
-As transformers' `exponential_decay_length_penalty`: behind `start` tokens of the answer the logit x of each
-end-of-sequence token becomes x + |x| (factor^(tokens behind start) - 1).
+As transformers' `exponential_decay_length_penalty`: after `start` tokens of the answer the logit x of each
+end-of-sequence token becomes x + |x| (factor^(tokens after start) - 1).
 
 Shapes: N rows, V columns of the logits, E end-of-sequence tokens.
 """

@@ -49,7 +49,7 @@ class NoRepeatedNgrams:
             earlier_NL = torch.nn.functional.pad(tokens_NL, (back, 0), value=-1)[:, : tokens_NL.shape[1]]
             repeats_NL &= (earlier_NL == last_N1) | (size_N1 <= back)
         forbidden_NV = torch.zeros(N, V + 1, dtype=torch.bool, device=logits_NV.device)
-        # Virtual tokens of a prompt adapter have ids behind the vocabulary.
+        # Virtual tokens of a prompt adapter have ids after the vocabulary.
         forbidden_NV.scatter_(1, torch.where(repeats_NL, tokens_NL, V).clamp(max=V), True)
         forbidden_NV.index_fill_(1, self._eos, False)
         return logits_NV.masked_fill(forbidden_NV[:, :V], -torch.inf)

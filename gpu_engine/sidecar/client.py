@@ -70,7 +70,7 @@ class _Answer:
     dead_texts: tuple[bytes, ...] = ()
     """It begins with none of them from here on."""
     first: int | None = None
-    """A way back is asked for, over the tokens behind the first so many; None: a matcher is."""
+    """A way back is asked for, over the tokens after the first so many; None: a matcher is."""
 
 
 class GrammarClient:

@@ -135,7 +135,7 @@ class LaneBuffers:
     """int32. Writer: the sync."""
     num_jump_forward_B: torch.Tensor
     """int32, jump-forward tokens, which the drafter proposes before its own. They are in `drafts_SR`
-    and in `history_SL` behind the last token. -1: the lane emitted nothing and its drafts are unchanged, since mask
+    and in `history_SL` after the last token. -1: the lane emitted nothing and its drafts are unchanged, since mask
     rows are cached for them. Writer: the sync, in steps with a guided lane; 0 without jump-forward."""
     result: AcceptResult
     """Writer: the step."""

@@ -21,7 +21,7 @@ from kernels.logprobs import BeamRows
 
 
 class StepLauncher(Protocol):
-    """Launches steps and reads them back, in one order. Used by the engine thread alone."""
+    """Launches steps and reads them back, in one order. Used only by the engine thread."""
 
     @property
     def max_drafts(self) -> int:
@@ -100,7 +100,7 @@ class DirectLauncher:
         if handle.chunks:
             with_adapters = self._program.model.adapters is not None
             prompts = prompt_rows(self._slot, handle.chunks, with_adapters=with_adapters)
-            # In front of the step, behind which the drafter may already propose for a prompt that ends here.
+            # Before the step, after which the drafter may already propose for a prompt that ends here.
             self._program.drafter.prefill(chunks_of(self._slot, handle.chunks), {})
         beams = None
         if handle.beams is not None:

@@ -69,7 +69,7 @@ class StepLaunches(Protocol):
     def take_jump_forward(self, batch: StepBatch, post: PostBuffers, vocab_size: int) -> None:
         """Fill `num_jump_forward_B`, and put the tokens into `drafts_SR` and after the history.
 
-        `num_drafts_S` of the lanes that emitted a token is the same number. A token outside of [0, `vocab_size`) ends
+        `num_drafts_S` of the lanes that emitted a token is the same number. A token outside [0, `vocab_size`) ends
         a lane's tokens, and is not one of them.
         """
 

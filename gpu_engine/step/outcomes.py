@@ -23,7 +23,7 @@ class StepResults(Protocol):
 
     @property
     def result(self) -> AcceptResult:
-        """Of every lane."""
+        """The outcome of every lane."""
 
     @property
     def num_drafts_B(self) -> torch.Tensor:
@@ -38,7 +38,7 @@ class Candidates(NamedTuple):
     """The tokens that may come next in a beam."""
 
     tokens: tuple[tuple[int, float], ...]
-    """(token, log-probability behind mask, bans and penalties), best first; empty: none is legal."""
+    """(token, log-probability after mask, bans and penalties), best first; empty: none is legal."""
     closes: bool = False
     """The grammar process narrowed the row, so that the answer ends within `max_tokens`."""
 
@@ -59,9 +59,9 @@ class LaneOutcome:
     num_jump_forward: int = 0
     """Jump-forward tokens among the drafts of its next step; -1: the drafts of this step are unchanged."""
     error: LockstepError | None = None
-    """Ends the sequence behind `token_ids`: the step itself, or a logits processor, failed for this lane."""
+    """Ends the sequence after `token_ids`: the step itself, or a logits processor, failed for this lane."""
     candidates: Candidates | None = None
-    """Of a lane that is a beam; None: its row was missing or in error."""
+    """Candidates of a lane that is a beam; None if its row was missing or in error."""
 
 
 def outcomes(

@@ -1,4 +1,4 @@
-"""The outputs of steps on their way to the host: packed on the device, copied to a pinned ring, read behind an event.
+"""The outputs of steps on their way to the host: packed on the device, copied to a pinned ring, read after an event.
 
 Invariant: an entry is overwritten only after the host has read it (`push` refuses otherwise), so a later step
 cannot change an entry while the host reads it. Not responsible for: the meaning of the numbers (see outcomes.py).
@@ -53,7 +53,7 @@ class _Entry:
 
 
 class OutputRing:
-    """`pack` is a part of the step; the engine thread calls `push` and `read`, outside of any graph.
+    """`pack` is a part of the step; the engine thread calls `push` and `read`, outside any graph.
 
     Args:
         stream: of the steps.

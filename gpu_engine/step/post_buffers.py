@@ -48,7 +48,7 @@ class PostBuffers:
         self.memory = torch.zeros(BatchArrays.nbytes(num_lanes, num_rows), dtype=torch.uint8, device=device)
         fields = BatchArrays.fields(num_lanes, num_rows)
         self.outputs_at = fields["kinds"][0]
-        """Where the outputs begin in `memory`, behind the inputs."""
+        """Where the outputs begin in `memory`, after the inputs."""
         for name, (offset, dtype, shape) in fields.items():
             kind = _TORCH[dtype.name]
             count = int(torch.Size(shape).numel())

@@ -54,7 +54,7 @@ class Drafter(Protocol):
 
 
 class Compaction(Protocol):
-    """Moves the keys and values of the accepted path of each lane behind each other; see `PathCompaction`."""
+    """Moves the keys and values of the accepted path of each lane after each other; see `PathCompaction`."""
 
     def __call__(
         self,
@@ -64,7 +64,7 @@ class Compaction(Protocol):
         tree: TreeRows,
         page_table_BN: torch.Tensor,
     ) -> None:
-        """Move them in every layer. Called inside a launch of the stream, behind the acceptance."""
+        """Move them in every layer. Called inside a launch of the stream, after the acceptance."""
 
 
 class StepProgram:
@@ -124,14 +124,14 @@ class StepProgram:
         self.forward_rows = 0
         """Rows of the last step's forward without those of prompts, on a stream that runs at once."""
         self.mixes = stream.runs_at_once and model.skips_padding and not drafter.layers
-        """A step's forward may have rows of prompts, too. A drafter that reads the target's states has its own prefill
-        of them."""
+        """A step's forward may have rows of prompts as well. A drafter that reads the target's states has its own
+        prefill of them."""
         self.propose_s = 0.0
         """Time of the last step's proposing, in seconds; the same."""
         self._can_defer_head = stream.runs_at_once and model.can_defer_head
 
     def __call__(self, batch: StepBatch) -> None:
-        """Enqueue one verify step for every lane and the drafting behind it; the ring gets the results."""
+        """Enqueue one verify step for every lane and the drafting after it; the ring gets the results."""
         kernel, table_BN, step = self.stream.kernel, self._inputs(batch)[2], self._tensors(batch)
         kernel(self._load, batch)
         self.sync.post(batch)  # the sidecar rolls back, accepts and fills rows while the target runs
@@ -194,7 +194,7 @@ class StepProgram:
         self._logits_NV = self.model.logits(ids_BP, context)
 
     def _defers_head(self, batch: StepBatch) -> bool:
-        """Return whether the logits are computed behind the rows of the grammar process, which most of them need not
+        """Return whether the logits are computed after the rows of the grammar process, which most of them need not
         be. Beams and logits processors read all of them."""
         reads_all = batch.beams is not None or batch.host_processed or batch.captured_processing
         return self._can_defer_head and batch.any_guided and not reads_all
@@ -209,7 +209,7 @@ class StepProgram:
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         adapters_B: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the same inputs with each row as a sequence of its own, P = 1, and without the padding.
+        """Return the same inputs with each row as its own sequence, P = 1, and without the padding.
 
         The keys of all rows are stored before any row reads them. Looks at values.
         """

@@ -1,4 +1,4 @@
-"""Prefill: chunks of some sequences' tokens through a model, for their keys and values alone.
+"""Prefill: chunks of some sequences' tokens through a model, for only their keys and values.
 
 Chunks are padded to a few shapes. Libraries store a plan for each shape, and a plan for every length that a prompt may
 have costs hundreds of megabytes and a stall each. Invariant: padding writes nothing. Not responsible for: cutting a
@@ -61,7 +61,7 @@ class Chunks:
         return torch.where(self.at_BP < self.end_B1, self.at_BP, -1)
 
     def ids_BP(self, offset: int = 0) -> torch.Tensor:
-        """Return the tokens `offset` places behind the positions, int32; padding repeats the last one."""
+        """Return the tokens `offset` places after the positions, int32; padding repeats the last one."""
         at_BP = torch.minimum(self.at_BP, self.end_B1 - 1) + offset
         return self.history_SL[self.place_B1, at_BP.clamp(min=0).long()]
 

@@ -35,7 +35,7 @@ _ENTRIES = 3
 
 @dataclass(slots=True)
 class _Entry:
-    """Pinned memory of one launch, behind an event."""
+    """Pinned memory of one launch, after an event."""
 
     numbers: torch.Tensor
     """int32 [4]: slot, start, end, alternatives."""
@@ -49,7 +49,7 @@ class _Entry:
 
 
 class PromptScorer:
-    """Used by the engine thread alone, with the stream current.
+    """Used only by the engine thread, with the stream current.
 
     Args:
         stream: where the launches are enqueued.
@@ -78,7 +78,7 @@ class PromptScorer:
         self._parts: dict[Hashable, list[PromptLogprobs]] = {}
 
     def launch(self, owner: Hashable, slot: int, start: int, end: int, wanted: int) -> None:
-        """Enqueue filling the caches with tokens [start, end) of a slot, and the results of the tokens behind each.
+        """Enqueue filling the caches with tokens [start, end) of a slot, and the results of the tokens after each.
 
         `end` is at most the last token of the prompt, and `wanted` the alternatives of each token. The slot's row of
         the page table is up to date.

@@ -1,7 +1,7 @@
 """The seam between the step program and its execution: kernels, copies and host functions in one order.
 
 `ImmediateStream` is the CPU's: each call runs at once. `device/cuda_stream.py` has torch's CUDA stream, and the tests
-have a stream that records the same nodes and replays them on a thread of its own. Invariant: of all methods only
+have a stream that records the same nodes and replays them on its own thread. Invariant: of all methods only
 `synchronize` and `Event.wait` wait for the device. Not responsible for: the enqueued work (see program.py).
 """
 
@@ -28,7 +28,7 @@ class Event(Protocol):
     """A point in the stream; it may be marked again after it was reached."""
 
     def mark(self) -> None:
-        """Put the point behind everything enqueued so far."""
+        """Put the point after everything enqueued so far."""
 
     def reached(self) -> bool:
         """Return whether the device has come to the point; raises when the device failed."""
@@ -75,7 +75,7 @@ class Stream(Protocol):
 
     def after(self, event: Event) -> None:
         """Run nothing that is enqueued here from now on before the device has come to the point of a marked `event`,
-        of this stream or of one beside it. The host does not wait."""
+        of this stream or of one next to it. The host does not wait."""
 
 
 class ImmediateStream:
@@ -115,7 +115,7 @@ class ImmediateStream:
 
     def beside(self, device: torch.device | None = None) -> ImmediateStream:
         """Return a stream that runs at once."""
-        assert device in (None, self.device), f"{device}: a CPU has no other device beside it"
+        assert device in (None, self.device), f"{device}: a CPU has no other device next to it"
         return ImmediateStream()
 
     def current(self) -> AbstractContextManager[None]:
@@ -133,7 +133,7 @@ class ImmediateEvent:
     """An event of an `ImmediateStream`."""
 
     def mark(self) -> None:
-        """Return: everything in front of the point has run."""
+        """Return: everything before the point has run."""
 
     def reached(self) -> bool:
         """Return True."""

@@ -82,7 +82,7 @@ class StreamSync(abc.ABC):
         self.stream.kernel(self._cache_rows, batch, post, VERIFY)
 
     def post_draft(self, batch: StepBatch, k: int) -> None:
-        """Enqueue the request for row k behind the first k drafts, of the lanes in `drafting_B`."""
+        """Enqueue the request for row k after the first k drafts, of the lanes in `drafting_B`."""
         if batch.any_guided:
             post = self._buffers(batch.num_lanes)
             self.stream.kernel(self._pack, batch, post, k)
@@ -115,7 +115,7 @@ class StreamSync(abc.ABC):
             self.stream.kernel(self._take_jump_forward, batch, post)
 
     def forget(self, slot: int) -> None:
-        """Enqueue: drop the rows of a slot, behind the steps that are in flight."""
+        """Enqueue: drop the rows of a slot, after the steps that are in flight."""
         self.stream.kernel(self.store.forget, slot)
 
     def fork(self, forks: Sequence[Fork]) -> None:
@@ -153,7 +153,7 @@ class StreamSync(abc.ABC):
         return len(rows)
 
     def unread(self, seq: int, slot: int, slot_gen: int) -> bool:
-        """See `Sync.unread`; looks at host memory alone."""
+        """See `Sync.unread`; reads only host memory."""
         return self.channel.unread(seq, slot, slot_gen)
 
     def reserve(self, lane_counts: tuple[int, ...]) -> None:

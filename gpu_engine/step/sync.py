@@ -56,7 +56,7 @@ class Sync(Protocol):
         """Fill `kinds_BR` and `forced_BR` for the verify step; bounded in time."""
 
     def post_draft(self, batch: StepBatch, k: int) -> None:
-        """Ask for row k of the lanes in `drafting_B`: the mask behind drafts[:k]."""
+        """Ask for row k of the lanes in `drafting_B`: the mask after drafts[:k]."""
 
     def await_draft(self, batch: StepBatch, k: int) -> None:
         """Fill row k of `kinds_BR` and `forced_BR`. Soft: a late row becomes ALL, and verification guards the draft."""
@@ -65,7 +65,7 @@ class Sync(Protocol):
         """Request the jump-forward tokens of the lanes in `drafting_B`."""
 
     def await_jump_forward(self, batch: StepBatch) -> None:
-        """Fill `num_jump_forward_B`, and put the tokens into `drafts_SR` and behind the history. Soft: a late answer
+        """Fill `num_jump_forward_B`, and put the tokens into `drafts_SR` and after the history. Soft: a late answer
         counts as no token.
 
         The tokens are proposals: no mask row comes with them.
@@ -75,7 +75,7 @@ class Sync(Protocol):
         """Drop the cached rows of a slot: it has another owner, or its matcher was rebuilt."""
 
     def fork(self, forks: Sequence[Fork]) -> None:
-        """Post `forks`, of different slots, in front of the next step; nothing is awaited."""
+        """Post `forks`, of different slots, before the next step; nothing is awaited."""
 
     def late(self, seq: int, slot: int, slot_gen: int, *, advanced: bool = False) -> int | None:
         """Return how many rows the answer to `seq` has by now; None while it is not complete. Never waits.

@@ -1,4 +1,4 @@
-"""Verification and sampling of one step on a GPU: the launches behind `kernels.accept.accept`.
+"""Verification and sampling of one step on a GPU: the launches after `kernels.accept.accept`.
 
 Two to four kernels: rows (a tile of columns each), filters (rows with filters), acceptance (along a chain, or along a
 path of a tree, see tree_acceptance.py), log-probabilities (rows that return them). Invariant: no launch depends on
@@ -127,10 +127,10 @@ def score_rows(
     *,
     d2t_V: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the scores of the tokens behind the rows of level k - 1, or behind the last token for k = 0: float32
+    """Return the scores of the tokens after the rows of level k - 1, or after the last token for k = 0: float32
     [N, V].
 
-    A score is what verification would compare there, but for masks and filters: bans, biases, penalties, temperature
+    A score is what verification would compare there, except for masks and filters: bans, biases, penalties, temperature
     and the noise of the position. `num_rows` rows a lane, N = B * `num_rows`; a row of an idle lane is undefined.
     """
     assert step.device is not None, "StepTensors.device is needed on a GPU"

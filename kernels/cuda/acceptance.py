@@ -174,7 +174,7 @@ def draft_kernel(
     FILTERS: tl.constexpr,
     D2T: tl.constexpr,
 ) -> None:
-    """Grid (B): write the draft of `row`, -1 where nothing is legal, and 0 or it into history behind the length."""
+    """Grid (B): write the draft of `row`, -1 where nothing is legal, and 0 or it into history after the length."""
     b = tl.program_id(0)
     s = tl.load(slots + b).to(tl.int64)
     if s < 0:

@@ -1,4 +1,4 @@
-"""A second continuation beside the drafts of a prompt lookup, so that they are a tree: one kernel behind the lookup.
+"""A second continuation next to the drafts of a prompt lookup, so that they are a tree: one kernel after the lookup.
 
 The lookup (ngram.py) proposes what follows one earlier place. This kernel looks for the best place whose next token is
 another one, by the same order of places, and adds what follows there as a branch. A run shorter than the longest that
@@ -110,9 +110,9 @@ def add_branch(
     """Add a branch to the drafts that `propose_ngram` wrote, within the same limits, and write `parents_SR`.
 
     Draft i is row i + 1, and its parent is row parents_SR[s, i] <= i: row i of a chain, and for the first draft of
-    the branch the row behind the jump-forward tokens. Without jump-forward tokens the lanes in `guided_B` (bool) get
+    the branch the row after the jump-forward tokens. Without jump-forward tokens the lanes in `guided_B` (bool) get
     no branch: such a lane may look up again though it emitted nothing, and finds as many drafts as the next step has
-    rows, but a cached mask row belongs to one place in a tree. The other arguments are those of `propose_ngram`;
+    rows, but a cached mask row belongs to one place in a tree. Other arguments as in `propose_ngram`;
     int32, contiguous.
     """
     tensors = (history_SL, length_S, prompt_length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S, parents_SR)

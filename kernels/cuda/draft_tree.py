@@ -1,10 +1,10 @@
 """The tree that a head grows from its likeliest tokens, and the drafts taken from it (EAGLE-2, Li et al. 2024).
 
-A level of the tree is scored with the noise that verification will use at its position, so the candidates behind a node
+A level of the tree is scored with the noise that verification will use at its position, so the candidates after a node
 are those that the target is likeliest to draw there, at any temperature. The score of a candidate is the sum of
 log-probabilities along its way. `grow_kernel` expands the best candidates of a level, and `take_kernel` takes the best
-of all levels. A candidate is never better than the one in front of it, and of two equal ones the first counts, so what
-is taken is a tree whose rows come behind their parents. Jump-forward tokens are its trunk: where the grammar forces a
+of all levels. A candidate is never better than the one before it, and of two equal ones the first counts, so what
+is taken is a tree whose rows come after their parents. Jump-forward tokens are its trunk: where the grammar forces a
 token, it is the one candidate of its level. Invariant: a tree changes which rows are verified, and never a token. Not
 responsible for: the head (see gpu_engine/drafters/head_tree.py), attention along the ways (see
 attention/tree_decode.py), masks.
@@ -24,7 +24,7 @@ from kernels.step_tensors import TREE_ROWS, DraftTree, StepTensors
 
 @triton.jit
 def place_of(score: tl.tensor, order: tl.tensor, other: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return how many candidates come in front of each `other`, which has the number `at`, by score and then number."""
+    """Return how many candidates come before each `other`, which has the number `at`, by score and then number."""
     better = score[None, :] > other[:, None]
     equal = (score[None, :] == other[:, None]) & (order[None, :] < at[:, None])
     return tl.sum(((better | equal) & inside[None, :]).to(tl.int32), axis=1)
@@ -63,7 +63,7 @@ def grow_kernel(
     D2T: tl.constexpr,
     BEHIND: tl.constexpr,
 ) -> None:
-    """Grid (B): see `grow_tree`. `values` and `columns` [B * NODES, WIDTH] are the likeliest behind each node."""
+    """Grid (B): see `grow_tree`. `values` and `columns` [B * NODES, WIDTH] are the likeliest after each node."""
     b = tl.program_id(0)
     s = tl.load(slots + b).to(tl.int64)
     going = (s >= 0) & (tl.load(drafting + b) != 0)
@@ -98,7 +98,7 @@ def grow_kernel(
         tl.store(node + lane, first + i, mask=chosen)
         tl.store(above + lane, behind, mask=chosen)
         tl.store(ids + lane, drawn, mask=chosen)
-        # The pair of a draft is stored at the position in front of it.
+        # The pair of a draft is stored at the position before it.
         tl.store(positions + lane, tl.where(going, tl.load(length + s) - 1 + k, -1), mask=chosen)
         tl.store(depth + lane, k + 1, mask=chosen)
         before = b * X + (k - 1) * WIDTH + behind
@@ -178,7 +178,7 @@ def grow_tree(
 ) -> None:
     """Write the candidates of level k, and expand the best ones, unless it is the last of `levels`.
 
-    `logits_NV` are those behind the rows of level k - 1, or behind the last token for k = 0; `width` and `levels` are
+    `logits_NV` are those after the rows of level k - 1, or after the last token for k = 0; `width` and `levels` are
     those of `tree_shape`. `d2t_V` as in `draw_drafts`. `drafting_B` bool. `num_jump_forward_B` int32: the first drafts
     of a lane in `drafts_SR` that the grammar forces.
     """
@@ -221,7 +221,7 @@ def take_tree(
     num_jump_forward_B: torch.Tensor | None = None,
 ) -> None:
     """Write the best candidates as drafts, best first, with their parents: at most `max_drafts`, within the limits of
-    the slot, and behind its jump-forward tokens.
+    the slot, and after its jump-forward tokens.
 
     A lane that emitted nothing has the drafts that it had; one that stopped has none. int32 and contiguous, but
     `drafting_B` is bool.

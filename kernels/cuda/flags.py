@@ -59,7 +59,7 @@ def refusal(refused: torch.Tensor) -> tuple[int, int] | None:
 def wait_launch(num_lanes: int, rows_wanted: int, *, fetches: bool) -> tuple[tuple[int, int], int]:
     """Return the grid and the threads per block of a wait.
 
-    Where mask rows are copied, each wanted row has a block of its own. Otherwise one small block reads all rows of a
+    Where mask rows are copied, each wanted row has its own block. Otherwise one small block reads all rows of a
     lane, so that the blocks of a large batch fit on the device at once.
     """
     return ((num_lanes, max(rows_wanted.bit_length(), 1)), 256) if fetches else ((num_lanes, 1), 32)

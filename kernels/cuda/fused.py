@@ -1,6 +1,6 @@
 """The small operators of a decoder layer on a GPU: residual + RMSNorm, per-head norm + rotary, activation * up.
 
-As `kernels.fused`, one launch each. Invariant: a row's result depends on that row alone, bit for bit: the blocks
+As `kernels.fused`, one launch each. Invariant: a row's result depends only on that row, bit for bit: the blocks
 follow from the model's sizes, never from the number of rows. Not responsible for: products, attention.
 """
 

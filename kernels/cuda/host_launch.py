@@ -1,7 +1,7 @@
 """Host functions through the CUDA driver: enqueue a C function, query a capture, make a graph own a callback.
 
 Invariant: function and user data reach the driver as plain numbers, and no callback needs the GIL. So
-libcuda is called through ctypes: cuda-bindings (13.3, runtime and driver alike) puts a trampoline of its own into the
+libcuda is called through ctypes: cuda-bindings (13.3, runtime and driver alike) puts its own trampoline into the
 graph, which takes the GIL and frees its argument after the first run; a replay finds nothing there. Not responsible
 for: Python functions (see kernels/hostfunc.py), the C functions that the engine enqueues (see
 gpu_engine/step/post_buffers.py).

@@ -69,7 +69,7 @@ def take_jump_forward(
     *,
     vocab_size: int,
 ) -> None:
-    """Copy the tokens that an answer forces into `drafts_SR` and behind the histories, and count them.
+    """Copy the tokens that an answer forces into `drafts_SR` and after the histories, and count them.
 
     `posted_B` and `need_rows_B` are the inputs of the PROPOSE post, `kinds_BR` (uint8 RowKind) and `forced_BR` are its
     answer. A lane's tokens end before the first row that is not FORCED or was not requested, and before the first token

@@ -64,7 +64,7 @@ def logprobs_kernel(
     tl.store(logprob + out, tl.load(x + tl.load(emitted + out)).to(tl.float32) - lse)
     before = tl.full([], float("inf"), tl.float32)
     before_id = tl.full([], -1, tl.int32)
-    for i in range(wanted):  # the largest pair (value, lowest id) behind the previous one
+    for i in range(wanted):  # the largest pair (value, lowest id) after the previous one
         values = tl.full([TILE], float("-inf"), tl.float32)
         ids = tl.full([TILE], NO_COLUMN, tl.int32)
         for first in range(0, V, TILE):

@@ -1,11 +1,11 @@
 """The low-rank products of several adapters in one forward: y += scale * B (A x), by the number of each row's adapter.
 
-Two launches beside a product, whatever adapters the rows have: one shrinks the inputs to the ranks, one expands them to
-the outputs. A program has rows of one sequence, so it reads the matrices of one adapter; programs of a sequence without
-an adapter, and of ranks that the adapter lacks, end at once. As punica's BGMV (Chen 2023) and S-LoRA (Sheng 2023)
-gather; the inputs are cut into spans, so that few rows have many programs. The spans' sums are added in their order,
-not atomically. Invariant: a row depends on its own input and its own adapter alone, bit for bit, for any number of rows
-and any neighbours; a row without an adapter is not written. Not responsible for: the stacks (see
+Two launches next to a product, whatever adapters the rows have: one shrinks the inputs to the ranks, one expands them
+to the outputs. A program has rows of one sequence, so it reads the matrices of one adapter; programs of a sequence
+without an adapter, and of ranks that the adapter lacks, end at once. As punica's BGMV (Chen 2023) and S-LoRA (Sheng
+2023) gather; the inputs are cut into spans, so that few rows have many programs. The spans' sums are added in their
+order, not atomically. Invariant: a row depends only on its own input and its own adapter, bit for bit, for any number
+of rows and any neighbours; a row without an adapter is not written. Not responsible for: the stacks (see
 kernels/low_rank_stacks.py).
 
 Shapes: N rows, B sequences, I inputs, O outputs, R largest rank, P parts of a product, S spans.

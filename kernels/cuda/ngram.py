@@ -1,4 +1,4 @@
-"""Prompt lookup in one kernel: the tokens behind an earlier occurrence of the answer's own suffix.
+"""Prompt lookup in one kernel: the tokens after an earlier occurrence of the answer's own suffix.
 
 The longest run wins, then the last one in the answer, then the first one in the prompt: a draft that was rejected is
 not made again at the same suffix. A run of n is good for 2 n + 1 drafts (Saxena 2023; LLMA, Yang 2023).
@@ -83,13 +83,13 @@ def propose_ngram(
     max_rows: int = 16,
     num_jump_forward_B: torch.Tensor | None = None,
 ) -> None:
-    """Write `drafts_SR` (0 behind the last) and `num_drafts_S` of the lanes' slots; all int32, contiguous.
+    """Write `drafts_SR` (0 after the last) and `num_drafts_S` of the lanes' slots; all int32, contiguous.
 
     A suffix of `ngram_max` down to one token is looked up; drafts stay within draft_limit, one below
     max_length, and one below `max_rows`. Cost: one pass over the history. The slot of an idle lane (negative slot) is
     unchanged.
 
-    `num_jump_forward_B` int32: number of jump-forward tokens that are already in `drafts_SR` and behind the history;
+    `num_jump_forward_B` int32: number of jump-forward tokens that are already in `drafts_SR` and after the history;
     the lookup goes on from there, and adds nothing where they reach beyond draft_limit. A lane of -1 is
     unchanged.
     """

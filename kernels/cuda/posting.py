@@ -152,7 +152,7 @@ def pack_post(
     """Write the records of a step, and advance `posted_S` of the posted lanes.
 
     To verify: guided lanes, for rows 0 to `num_drafts_B` that are not cached. To draft k: guided lanes in `drafting_B`,
-    for row k behind k drafts. A lane without a missing row gets slot -1.
+    for row k after k drafts. A lane without a missing row gets slot -1.
     int32 and contiguous; `guided_B` and `drafting_B` bool. At most R answer tokens may be unposted. A slot in `done_S`
     (bool) requests nothing.
 
@@ -275,7 +275,7 @@ def cache_rows(
     k: int = VERIFY,
     reported_seq: torch.Tensor | None = None,
 ) -> None:
-    """Cache the requested rows with their masks, and fill `kinds_BR` and `forced_BR`. Runs behind the wait.
+    """Cache the requested rows with their masks, and fill `kinds_BR` and `forced_BR`. Runs after the wait.
 
     To verify every row is filled: a constrained row that is missing is DEFER. To draft row k alone: it is ALL where it
     is late. Masks are copied for kind APPLY alone, with all their words in flight at once: `source_NSRW` int32 may be

@@ -1,4 +1,4 @@
-"""State of sampling on a device, beside the slots' parameters: rules, token counts, mask rows, and scratch.
+"""State of sampling on a device, next to the slots' parameters: rules, token counts, mask rows, and scratch.
 
 Invariant: everything is allocated before capture and never moves. Needs no Triton, so that a CPU install may
 import it. Not responsible for: the kernels (see rows.py, filters.py).
@@ -68,7 +68,7 @@ class SlotRows:
     def allocate(
         cls, num_slots: int, vocab_size: int, masks_SRW: torch.Tensor, done_S: torch.Tensor, *, max_rules: int = 256
     ) -> SlotRows:
-        """Return zeroed state beside the given mask rows and flags, on their device."""
+        """Return zeroed state next to the given mask rows and flags, on their device."""
         rules_SX, seen_SV = (
             torch.zeros(num_slots, width, dtype=torch.int32, device=masks_SRW.device)
             for width in (max_rules, vocab_size)

@@ -1,4 +1,4 @@
-"""Rows in 8 bits with a scale each, for torch's scaled products: one kernel in front of a product, one behind int8's.
+"""Rows in 8 bits with a scale each, for torch's scaled products: one kernel before a product, one after int8's.
 
 A row's scale is its largest magnitude over the largest number of the type, so it follows from that row alone
 (dynamic, per token). Invariant: a row's result has the same bits for any number of rows. Not responsible for: the
@@ -63,7 +63,7 @@ def quantise_kernel(
 def quantise_rows(x_MK: torch.Tensor, dtype: torch.dtype, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (values [L, K] of `dtype`, scales fp32 [L, 1]) with x = values * scales; L = `num_rows`, at least M.
 
-    `dtype` is int8 or float8_e4m3fn; rows of `x_MK` are contiguous. Rows behind M have values 0 and scale 1.
+    `dtype` is int8 or float8_e4m3fn; rows of `x_MK` are contiguous. Rows after M have values 0 and scale 1.
     """
     M, K = x_MK.shape
     assert x_MK.dtype in _DTYPES, x_MK.dtype

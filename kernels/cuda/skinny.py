@@ -3,7 +3,7 @@
 Reading the weights bounds them, so a program streams a stripe of them through shared memory, many blocks in flight, and
 multiplies each by all of the rows at once. A gated block's activation is the end of its product. Invariant: a row's
 result has the same bits for any number of rows up to 16, so a token does not depend on the drafts that were verified
-beside it. Not responsible for: more rows, which cuBLAS multiplies (see gpu_engine/model/linear.py).
+next to it. Not responsible for: more rows, which cuBLAS multiplies (see gpu_engine/model/linear.py).
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def skinny_gated(
 ) -> torch.Tensor:
     """Return act(gate) * up, [M, J / 2], of the product x @ weight.T + bias whose columns are gate and then up.
 
-    The bits are those of `skinny_linear` and `kernels.cuda.fused.gated`, in one launch; arguments as those of the
+    The bits are those of `skinny_linear` and `kernels.cuda.fused.gated`, in one launch; arguments as in the
     first.
     """
     (M, K), J = x_MK.shape, len(weight_JK)

@@ -112,10 +112,10 @@ def load_step(
     parents_SR: torch.Tensor | None = None,
     tree: TreeRows | None = None,
 ) -> None:
-    """Cut a step's inputs: the last token and the drafts behind it, their positions, the drafts, and the page table.
+    """Cut a step's inputs: the last token and the drafts after it, their positions, the drafts, and the page table.
 
     With `parents_SR` int32 the drafts are a tree, and draft i's parent is row parents_SR[s, i] <= i: the position of
-    a row follows from its depth, and `tree` is filled but for `walked_BR`. All int32 and contiguous, but `done_S` is
+    a row follows from its depth, and `tree` is filled except for `walked_BR`. All int32 and contiguous, but `done_S` is
     bool, `ids_BP` may be int64, and tables may have wider rows. A slot in `done_S` is padding. Written: `ids_BP` (0
     where padding), `positions_BP` (-1 where padding), `drafts_BR`, `num_drafts_B` (at most P - 1 and
     `draft_limit_B`), `page_table_BN`.

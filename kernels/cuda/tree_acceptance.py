@@ -1,10 +1,10 @@
-"""What a tree of drafts needs beside a chain: acceptance along one path, and its keys and values moved together.
+"""What a tree of drafts needs next to a chain: acceptance along one path, and its keys and values moved together.
 
 Acceptance begins at row 0 and goes to the child whose draft is the token of the row, as long as there is one. So a
 path is accepted exactly as a chain of its drafts would be, and siblings cost rows and nothing else. Row j stores its
-keys and values behind the last token's at distance j, so that no two rows share a place; behind acceptance those of
+keys and values after the last token's at distance j, so that no two rows share a place; after acceptance those of
 the path are moved to the distance of their depth, where the next step reads them. Invariant: only emitted tokens
-reach history, length and counts, and only places behind the history of before the step are written. Not responsible
+reach history, length and counts, and only places after the history of before the step are written. Not responsible
 for: attention inside the tree (see attention/tree_decode.py), the scores of the rows (see rows.py), the proposal of a
 tree (see branch.py).
 
@@ -198,7 +198,7 @@ class PathCompaction:
         tree: TreeRows,
         page_table_BN: torch.Tensor,
     ) -> None:
-        """Move what the rows of `tree.walked_BR` stored behind each other. Runs behind the acceptance, whose new
+        """Move what the rows of `tree.walked_BR` stored after each other. Runs after the acceptance, whose new
         `length_S` it takes. All int32."""
         R = tree.walked_BR.shape[1]
         assert page_table_BN.stride(1) == 1

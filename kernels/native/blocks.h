@@ -3,7 +3,7 @@
  * A block of a weight is GGUF's Q4_1 or Q8_0 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): integers with a
  * scale, and for 4 bits an offset, for every 32 inputs of an output. A block of activations is Q8_1: integers, a scale, and
  * the sum. A product of two blocks is a sum of integers, hence exact; the sums of blocks are added in fp32, in the order of
- * the inputs. Invariant: an output depends on its own row alone, bit for bit, for any number of rows and threads.
+ * the inputs. Invariant: an output depends only on its own row, bit for bit, for any number of rows and threads.
  *
  * Packed weights: 16 outputs are the lanes of a vector, and four neighbouring inputs of an output are the bytes of a lane, as
  * the dot product of bytes wants them (VNNI's vpdpbusd; pairs of vpmaddubsw elsewhere). The bytes are unsigned: 0 to 15, or

@@ -3,7 +3,7 @@
  * A layer is x += post(attention(pre(x))), then the same with a gated block; each function below is a loop that the team
  * shares, in their order, or with many rows a loop over a chunk of rows that one member has. Between products everything is
  * fp32; keys and values are rounded to the pages' dtype. Padding is dropped in front: only rows with a position are computed.
- * Invariant: a row depends on its own sequence alone, bit for bit, whatever else is in the call. Not responsible for: the
+ * Invariant: a row depends only on its own sequence, bit for bit, whatever else is in the call. Not responsible for: the
  * ownership of pages and weights.
  */
 #ifndef LOCKSTEP_FORWARD_H
@@ -429,7 +429,7 @@ static struct forward_work work_of_rows(const struct forward_args *a, const stru
 }
 
 /* What is wanted after the last layer's keys and values: of all rows where a tap wants them, else of those with logits.
- * These come first, so the tiles of their sequences do, too. */
+ * These come first, so the tiles of their sequences do as well. */
 static struct forward_work work_of_ends(const struct forward_args *a, const struct forward_work *w) {
     struct forward_work ends = *w;
     if (a->tap) return ends;
@@ -463,7 +463,7 @@ static int64_t rows_of_chunk(const struct member *m, int64_t rows) {
     return (rows + chunks - 1) / chunks;
 }
 
-/* Many rows: the members share the rows. What a member writes is read by itself, from its own cache, but for keys and values;
+/* Many rows: the members share the rows. What a member writes is read by itself, from its own cache, except for keys and values;
  * and a layer has two loops. After the last attention the rows may be few again. */
 static void layers_by_rows(struct member *m, const struct forward_args *a, const struct forward_work *w,
                            const struct forward_work *ends) {

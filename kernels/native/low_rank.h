@@ -1,6 +1,6 @@
 /* Low-rank matrices next to a product's own (LoRA, Hu et al. 2021): y += B (scale * A x).
  *
- * Sums are fp32. Invariant: a row depends on its own input and its own adapter alone, in a fixed order of operations, and
+ * Sums are fp32. Invariant: a row depends only on its own input and its own adapter, in a fixed order of operations, and
  * the outputs of a row that has no adapter are not touched. Not responsible for: the ownership of matrices, and which row has
  * which adapter (see gpu_engine/model/adapters/).
  */

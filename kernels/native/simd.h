@@ -1,6 +1,6 @@
 /* 16-lane vectors in portable GNU C, for the CPU kernels.
  *
- * Invariant: every result depends on its own row alone, in a fixed order of operations, so a row computed alone and in a
+ * Invariant: every result depends only on its own row, in a fixed order of operations, so a row computed alone and in a
  * batch is the same to the last bit. Not responsible for: threads.
  */
 #ifndef LOCKSTEP_SIMD_H
@@ -154,7 +154,7 @@ INLINE float sum16(v16f x) {
 
 INLINE v16f max_of_each(const v16f x[16]) { FOLD_EACH(x, _mm512_max_ps); }
 
-/* In an order of its own: for sums that are exact. */
+/* In any order: for sums that are exact. */
 INLINE v16f sum_of_each(const v16f x[16]) { FOLD_EACH(x, _mm512_add_ps); }
 #else
 INLINE v16f max_of_each(const v16f x[16]) {

@@ -34,17 +34,17 @@ struct ls_record_arrays {
     int32_t token_stride;
 };
 
-/* The caller's memory but for `masks`, `published` and `tallies`; R = view->num_rows, W = words. A chain is the rows `first`, `first` + 1, ... of one
+/* The caller's memory except for `masks`, `published` and `tallies`; R = view->num_rows, W = words. A chain is the rows `first`, `first` + 1, ... of one
  * slot's answer, with the drafts between them. */
 struct ls_chains_args {
     const struct ls_view *view;
-    uint32_t *rows;            /* [count][R][W]: row first + r at [i][r]; changed in place */
-    uint8_t *masks;            /* the mask buffer of `seq` */
-    const int32_t *special_at; /* [num_special] words that hold tokens with a rule of their own, or bits of no token */
+    uint32_t *rows;                /* [count][R][W]: row first + r at [i][r]; changed in place */
+    uint8_t *masks;                /* the mask buffer of `seq` */
+    const int32_t *special_at;     /* [num_special] words that hold tokens with their own rule, or bits of no token */
     const uint32_t *special_keep;  /* [num_special] bits of such a word that are never cleared */
     const uint32_t *special_stops; /* [num_special] its stop tokens: cleared where the answer is not complete */
     const int32_t *which;          /* [count] numbers of the records; ls_take_chains alone reads it */
-    int32_t *slots;                /* [count], like the next ones; ls_take_chains writes these but for `accepting` */
+    int32_t *slots;                /* [count], like the next ones; ls_take_chains writes these except for `accepting` */
     int32_t *slot_gens;
     int32_t *first;
     int32_t *n_draft;   /* of the record: row n_draft is the last one */

@@ -2,7 +2,7 @@
  *
  * Invariant: data first, flag last. A reader that sees a flag (acquire) sees all that its writer wrote before it (release). An
  * answer's flag is its sequence. An answer that was published with rows missing is late: a row that is added
- * later has a flag of its own: its kind, which changes once from DEFER to its value. The answer's last word, `late`, changes
+ * later has its own flag: its kind, which changes once from DEFER to its value. The answer's last word, `late`, changes
  * from the sequence to 0 after the last of these rows.
  *
  * Sleeping. A side that waits spins first, then parks on a futex. To lose no wake-up both sides follow Dekker's pattern:

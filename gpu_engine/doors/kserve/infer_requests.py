@@ -166,7 +166,7 @@ class Asked:
     batched: bool = False
     """The prompt's tensor has a first dimension for the batch, and so have the outputs."""
     pad_id: int = 0
-    """Behind the tokens of a sequence that is shorter than another one of its response."""
+    """After the tokens of a sequence that is shorter than another one of its response."""
 
     def field_name(self, name: str) -> str:
         """Return the name in the request of a field of our own request, as errors name it."""

@@ -35,7 +35,7 @@ OUTPUTS: dict[str, Tensor] = {
     "context_logits": Tensor(FP32, ROWS),
     "generation_logits": Tensor(FP32, ROWS),
 }
-"""Every tensor that a response may have. But for the logits, it has a row or an element for each sequence."""
+"""Every tensor that a response may have. Except for the logits, it has a row or an element for each sequence."""
 NEEDS = {
     "cum_log_probs": "return_log_probs",
     "output_log_probs": "return_log_probs",

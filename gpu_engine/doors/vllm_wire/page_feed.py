@@ -84,7 +84,8 @@ _Post = tuple[int, _Key | None] | _Reset | None
 
 
 class PageFeed:
-    """The feed of one engine; implements `ports.PageEvents`. Made and used on the event loop, but for these methods."""
+    """The feed of one engine; implements `ports.PageEvents`. Made and used on the event loop, except for these
+    methods."""
 
     def __init__(self, engine: EngineCore, ring_events: int = RING_EVENTS) -> None:
         self._engine, self._page_size = engine, engine.config.page_size

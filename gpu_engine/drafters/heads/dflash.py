@@ -1,9 +1,9 @@
 """The DFlash head as a draft net: the first link of a chain computes the drafts of all (dflash_head.py).
 
-Its cache has, for each position whose target state is known, keys and values of that state; behind them those of the
-last block. A step first stores those of the tokens that it emitted, over an older block, and then its own block behind
+Its cache has, for each position whose target state is known, keys and values of that state; after them those of the
+last block. A step first stores those of the tokens that it emitted, over an older block, and then its own block after
 them. So a rejected draft leaves nothing that a later block sees. Invariant: before a first link the cache holds
-every position in front of `length - 1 - emitted`; a block writes up to `length - 1 + drafts` (see `lookahead` of
+every position before `length - 1 - emitted`; a block writes up to `length - 1 + drafts` (see `lookahead` of
 core/executor.py). Not responsible for: the chain, which draws the drafts one by one under the masks (see chain.py).
 
 In a layer with full attention all rows of a block see the same keys, so they are further heads of one query at the
@@ -59,7 +59,7 @@ class DFlashNet:
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, wants_BL: torch.Tensor,
         page_table_BN: torch.Tensor, hidden: Hidden,
     ) -> torch.Tensor:  # fmt: skip
-        """Store the states of the step's emitted tokens, and compute the block behind the last of them."""
+        """Store the states of the step's emitted tokens, and compute the block after the last of them."""
         slot, B, P = batch.slot, batch.num_lanes, batch.num_rows
         emitted_B1, length_B1 = batch.lane.result.num_emitted_B[:B, None], slot.length_S[place_B][:, None]
         row_P = torch.arange(P, dtype=torch.int32, device=place_B.device)
@@ -74,7 +74,7 @@ class DFlashNet:
         return self._logits_LBV[0]
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
-        """Return the next row of the block. What was drawn in front of it decides its mask alone."""
+        """Return the next row of the block. What was drawn before it decides its mask alone."""
         assert self._logits_LBV is not None, "a first link is before this"
         self._link += 1
         return self._logits_LBV[self._link]
@@ -84,7 +84,7 @@ class DFlashNet:
     ) -> torch.Tensor:
         """Return the head's output for the tokens `last_B`, at `start_B1`, and a mask token for each link, [B, R, H].
 
-        A lane's block has as many mask tokens as it wants drafts; rows behind them have no defined content.
+        A lane's block has as many mask tokens as it wants drafts; rows after them have no defined content.
         """
         config, (B, links) = self.head.config, wants_BL.shape
         ids_BR = torch.full((B, links + 1), config.mask_token_id, dtype=torch.int64, device=last_B.device)

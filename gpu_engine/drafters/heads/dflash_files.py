@@ -1,7 +1,7 @@
 """DFlash heads on disk, in z-lab's public format: a config.json of Qwen 3's form with `dflash_config`, and the tensors
 of `DFlashHead`.
 
-`dflash_config` has `target_layer_ids`, `mask_token_id` and, in newer heads, `block_size`; older ones have that beside
+`dflash_config` has `target_layer_ids`, `mask_token_id` and, in newer heads, `block_size`; older ones have that next to
 it. Invariant: a checkpoint that does not fit the target, or that asks for a computation that is not here, is refused at
 load with the field or the tensor, and the value. Not responsible for: the head itself (see dflash_head.py), other
 layouts of the same weights (vLLM's speculators) and its successors (DFlash 2, Domino), which are refused by name.
@@ -65,7 +65,7 @@ class _Fields:
         return HeadNotUsable(f"{self.path}: {name} is {value!r}, not {wanted}")
 
     def value(self, name: str) -> Any:
-        """Return a field of `dflash_config`, or of the same name beside it."""
+        """Return a field of `dflash_config`, or of the same name next to it."""
         inner = self.said.get("dflash_config")
         found = inner.get(name) if isinstance(inner, dict) else None
         return self.said.get(name) if found is None else found

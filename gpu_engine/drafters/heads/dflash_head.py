@@ -1,13 +1,13 @@
 """The DFlash draft head as a module (z-lab, "DFlash: Block Diffusion for Flash Speculative Decoding", 2026).
 
 A few decoder layers in the form of Qwen 3 draft a block in one forward. The block's rows are the embedding of the last
-token and, behind it, of mask tokens; the output at row j is the head's word on the token at j. In front of the block
+token and, after it, of mask tokens; the output at row j is the head's word on the token at j. Before the block
 each layer sees the target's own text: hidden states of some target layers are fused to one for each position, and a
 layer's key and value of that position come from it directly. In a layer with full attention the rows of a block see
-each other; in a causal layer, such as one with a sliding window, a row sees none behind it.
+each other; in a causal layer, such as one with a sliding window, a row sees none after it.
 
-Invariant: names are those of the public checkpoints, so `state_dict` is the file. Embedding and output head are the
-target's. Not responsible for: files (see dflash_files.py), its use as a draft net (see dflash.py).
+Invariant: names equal the names of the public checkpoints, so `state_dict` is the file. Embedding and output head are
+the target's. Not responsible for: files (see dflash_files.py), its use as a draft net (see dflash.py).
 
 Shapes: N rows, H hidden size, T fused target layers.
 """
@@ -52,7 +52,7 @@ class DFlashConfig:
     """Rows of the blocks that the head was trained on: the last token and the drafts."""
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    """The outputs of these target layers are fused; that of the last layer behind the target's final norm."""
+    """The outputs of these target layers are fused; that of the last layer after the target's final norm."""
     kinds: tuple[LayerKind, ...]
     """One a layer."""
     rms_norm_eps: float

@@ -47,10 +47,10 @@ class Eagle3Net(PairNet):
         self, ids_BP: torch.Tensor, hidden_BPH: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor,
         rows_BXX: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the head's states behind the pairs of a tree, [B, P, H]; see `TreeNet.branch`.
+        """Return the head's states after the pairs of a tree, [B, P, H]; see `TreeNet.branch`.
 
         `rows_BXX` int32: at [b, p, d] the row at depth d on the way to row p. The keys of row p are stored p places
-        behind the first position, where no later forward reads them.
+        after the first position, where no later forward reads them.
         """
         hidden_NH = hidden_BPH.flatten(0, 1)
         return self._run(ids_BP, hidden_NH, positions_BP, page_table_BN, rows_BXX).view(*ids_BP.shape, -1)

@@ -1,11 +1,11 @@
 """The EAGLE3 draft head as a module.
 
-One decoder layer over the token just drawn and the target's hidden state behind it (Li et al. 2025, "EAGLE-3"): hidden
+One decoder layer over the token just drawn and the target's hidden state after it (Li et al. 2025, "EAGLE-3"): hidden
 states of three target layers are fused to one, the layer attends over pairs (hidden state of position p, token of
 position p + 1), and its own output replaces the target's hidden state from the second draft on. The head may have
-a vocabulary of its own, a subset of the target's: draft id d is target id d + d2t[d].
+its own vocabulary, a subset of the target's: draft id d is target id d + d2t[d].
 
-Invariant: names are those of the public checkpoints, so `state_dict` is the file. Not responsible for:
+Invariant: names equal the names of the public checkpoints, so `state_dict` is the file. Not responsible for:
 files (see eagle3_files.py), its use as a draft net (see eagle3.py), training.
 
 Shapes: N rows, H hidden size of the head, Ht of the target, Vd draft vocabulary, V target vocabulary.
@@ -48,7 +48,7 @@ class Eagle3Config:
     norm_before_residual: bool = False
     """The residual of the layer is the hidden state after `hidden_norm`, as some later heads have it."""
     aux_layers: tuple[int, int, int] = (0, 0, 0)
-    """The hidden states in front of these target layers are fused."""
+    """The hidden states before these target layers are fused."""
 
     @staticmethod
     def of_target(config: Any, *, draft_vocab_size: int, intermediate_size: int = 0) -> Eagle3Config:

@@ -98,7 +98,7 @@ class _State(enum.Enum):
     RAW = enum.auto()
     TAIL = enum.auto()
     AFTER = enum.auto()
-    """Behind a call: another call, the end of the calls, or content."""
+    """After a call: another call, the end of the calls, or content."""
     ENDED = enum.auto()
 
 

@@ -115,7 +115,7 @@ class DeviceAdapterPool:
         """Do nothing, as `remove`."""
 
     def begin(self, ctx: AttentionContext) -> bool:
-        """Prepare for a forward; return whether it has the products of adapters, and then call `end` behind it."""
+        """Prepare for a forward; return whether it has the products of adapters, and then call `end` after it."""
         if ctx.adapters_B is None:
             return False
         self._rows = _Rows(ctx.adapters_B.contiguous(), ctx.positions_BP.shape[1])
@@ -139,13 +139,13 @@ class DeviceAdapterPool:
 
 
 class DeviceVirtualEmbeddings:
-    """The embeddings of prompt adapters, whose ids are behind those of the model's embedding.
+    """The embeddings of prompt adapters, whose ids are after those of the model's embedding.
 
     Adapter `number` has the T ids from `first_token` on. A forward looks every id up in both tables, and reads none on
     the host.
 
     Args:
-        embedding: of the model. In forwards with adapters its calls return the adapters' rows, too.
+        embedding: of the model. In forwards with adapters its calls return the adapters' rows as well.
         vocab_size: columns of the logits.
         size: (M, T).
         adapts: whether the forward that runs has adapters.

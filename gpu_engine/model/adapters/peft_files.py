@@ -77,7 +77,7 @@ class LoraFiles:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the matrices, as they are held."""
+        """Bytes of the matrices in memory."""
         every = self.modules.values()
         return sum(stored_dtype(m).itemsize * (m.a_RI.numel() + m.b_OR.numel()) for m in every)
 
@@ -91,7 +91,7 @@ class PromptFiles:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the embeddings in float32."""
+        """Bytes of the embeddings in float32."""
         return 4 * self.embeddings_TH.numel()
 
 

@@ -50,7 +50,7 @@ class Places:
         self.by_path: dict[str, Place] = {}
         """As PEFT's files name the modules."""
         self.shapes: list[ProductShape] = []
-        """Of the products, by number."""
+        """The places of the products, by number."""
         head = net.get_output_embeddings()
         self._owners: list[tuple[int, nn.Module, str]] = []
         """(product, the module that calls it, its name there)."""

@@ -78,7 +78,7 @@ class AdapterPool:
         self._virtual.remove(number)
 
     def begin(self, ctx: AttentionContext) -> bool:
-        """Prepare for a forward; return whether one of its rows has a LoRA adapter, and then call `end` behind it."""
+        """Prepare for a forward; return whether one of its rows has a LoRA adapter, and then call `end` after it."""
         ctx.virtual_VH = self._virtual.table_VH
         numbers_S = ctx.adapters_B
         prompts = None if ctx.prompts is None else ctx.prompts.adapters_C

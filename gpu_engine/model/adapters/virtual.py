@@ -1,4 +1,4 @@
-"""The embeddings of prompt adapters: virtual tokens, whose ids are behind the vocabulary's.
+"""The embeddings of prompt adapters: virtual tokens, whose ids are after the vocabulary's.
 
 A sequence with a prompt adapter begins with those ids, and the embedding of the model returns the adapter's rows for
 them. Invariant: the table that a forward reads is never written; a load makes a new one. Not responsible for: which
@@ -21,7 +21,7 @@ class VirtualEmbeddings:
     """Owned by an adapter pool. `put` and `remove` are for any thread, one at a time.
 
     Args:
-        embedding: of the model. Its calls return the adapters' rows, too.
+        embedding: of the model. Its calls return the adapters' rows as well.
         vocab_size: columns of the logits.
         refusal: why this server takes no prompt adapters; "" where it does.
     """

@@ -41,7 +41,7 @@ class Call(enum.IntEnum):
     FILL = 2
     """Run a forward for its keys and values."""
     FILL_THROUGH = 3
-    """The same, through the last layer and the norm behind it."""
+    """The same, through the last layer and the norm after it."""
     ALLOCATE = 4
     """Allocate the KV cache: number of pages, page size."""
     COPY = 5
@@ -112,7 +112,7 @@ class Collectives:
     def gather(self, own_NS: torch.Tensor, num_columns: int) -> torch.Tensor | None:
         """Bring every rank's columns to rank 0: [N, V] there, and None on the others. Raises RankLost.
 
-        Every rank has as many columns; those behind the first `num_columns` of all are dropped.
+        Every rank has as many columns; those after the first `num_columns` of all are dropped.
         """
         begun_s = time.perf_counter()
         options = dist.GatherOptions()
@@ -132,7 +132,7 @@ class Collectives:
         return whole_NV
 
     def rendezvous(self) -> None:
-        """Wait for every rank. Behind this no rank reads the store any more. Raises RankLost."""
+        """Wait for every rank. After this no rank reads the store any more. Raises RankLost."""
         self.every(torch.zeros(1, dtype=torch.int64, device=self.device))
 
     def every(self, own_n: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ class Collectives:
     def send(self, call: Call, *numbers: int, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Announce a call to the other ranks: at most 4 numbers, and integer tensors, which travel as int32.
 
-        Rank 0 alone. Raises RankLost.
+        Only on rank 0. Raises RankLost.
         """
         begun_s = time.perf_counter()
         message = torch.zeros(_MESSAGE, dtype=torch.int32, device=self.device)

@@ -1,8 +1,8 @@
 """The forward of a model over several ranks: rank 0 announces it, and every rank runs its part.
 
-Each layer has two sums over the ranks, behind the attention's output product and behind the block's last product. So
+Each layer has two sums over the ranks, after the attention's output product and after the block's last product. So
 the residual stream has the same bits on every rank. Invariant: a rank keeps the keys and values of its own heads alone,
-in pages with the numbers of rank 0's; scheduling, sampling, drafts and grammars are rank 0's alone.
+in pages with the numbers of rank 0's; only rank 0 schedules, samples, drafts and has grammars.
 Not responsible for: the parts of the weights (see shards.py), the collectives (see collectives.py).
 
 Shapes: B sequences, P positions, N pages of a sequence, V columns of the logits.
@@ -46,7 +46,7 @@ class LeadingForward:
     """The forward of rank 0, which has the other ranks run theirs."""
 
     own: FusedForward
-    """Of this rank's part, with the sums in it."""
+    """The forward of this rank's part, with the sums in it."""
     collectives: Collectives
     vocab_size: int
 

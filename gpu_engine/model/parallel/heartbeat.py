@@ -30,7 +30,7 @@ class Heartbeat:
         self._goes.wait()
 
     def fail(self, reason: str) -> None:
-        """Say why this rank cannot load its part. The process ends behind this."""
+        """Say why this rank cannot load its part. The process ends after this."""
         self._channel.sendall(FAILED + reason.encode())
 
     def _beat(self) -> None:

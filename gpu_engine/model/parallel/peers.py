@@ -1,8 +1,8 @@
 """The engines that share the experts of one model, as one of them sees the others: woken, watched, left.
 
-Every engine has a scheduler, slots and a grammar process of its own. What joins them is the mixtures of a forward: all
-ranks enter each of them together, a rank without a forward of its own with no rows. So when a rank begins a forward it
-sends a byte to every other one, whose engine then takes part, by a forward of its own or by `step_along`. Invariant:
+Every engine has its own scheduler, slots and grammar process. What joins them is the mixtures of a forward: all
+ranks enter each of them together, a rank without its own forward with no rows. So when a rank begins a forward it
+sends a byte to every other one, whose engine then takes part, by its own forward or by `step_along`. Invariant:
 the numbers of forwards that two ranks have entered differ by at most one, and a collective runs only when all ranks are
 in it. Not responsible for: how the ranks find each other (see rendezvous.py), the rows (see shared_experts.py).
 """
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 JOIN_S = 60.0
 """Longest wait for another rank that lives to take part in a forward: its engine may still start."""
 LINGER_S = 6.0
-"""A rank that is stopped takes part in the others' forwards for so long, unless they are stopped, too."""
+"""A rank that is stopped takes part in the others' forwards for so long, unless they are stopped as well."""
 _REASON_S = 3.0
 """The watch notices the cause of a broken collective within this time."""
 _BEAT, _BEGUN, _LEAVES = b".", b"F", b"Q"
@@ -41,7 +41,7 @@ _BEAT, _BEGUN, _LEAVES = b".", b"F", b"Q"
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """Another rank. Written by the watch alone."""
+    """Another rank. Only the watch writes it."""
 
     met: Met
     heard_s: float
@@ -53,7 +53,7 @@ class _Peer:
 
 
 class Peers:
-    """A `RankSet` of engines. Any thread may call it, but for `enter`, `step_along` and `close`, which belong to the
+    """A `RankSet` of engines. Any thread may call it, except for `enter`, `step_along` and `close`, which belong to the
     thread of the forwards."""
 
     def __init__(self, place: Place, about: str, device: torch.device, wait_s: float = WAIT_S) -> None:
@@ -136,7 +136,7 @@ class Peers:
     # -- as a RankSet --------------------------------------------------------------------------------------------------
 
     def allocate_pages(self, num_pages: int, page_size: int) -> None:
-        """Do nothing: every engine has a KV cache of its own."""
+        """Do nothing: every engine has its own KV cache."""
 
     def copy_page(self, pages: list[KVPages], source: int, target: int) -> None:
         """Copy a page in `pages`."""
@@ -161,8 +161,8 @@ class Peers:
                 raise self._lost
 
     def close(self) -> None:
-        """Take part in the others' forwards until they are stopped, too, for LINGER_S at most; then leave the group. A
-        second call changes nothing."""
+        """Take part in the others' forwards until they are stopped as well, for LINGER_S at most; then leave the group.
+        A second call changes nothing."""
         self._leaving = True
         self._tell(_LEAVES)
         deadline_s = time.monotonic() + LINGER_S

@@ -76,7 +76,7 @@ class RankSet(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """One process. Used by the watch alone, but for `socket`."""
+    """One process. Only the watch uses it, except for `socket`."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -159,7 +159,7 @@ class Ranks:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of ranks 1 to N-1."""
+        """The processes of ranks 1 to N-1."""
         return [rank.process.pid for rank in self._ranks]
 
     def allocate_pages(self, num_pages: int, page_size: int) -> None:

@@ -176,7 +176,7 @@ def _greet(
 
 
 def _line(connection: socket.socket) -> bytes:
-    """Read up to the end of a line, and nothing behind it. Empty: the other end is gone."""
+    """Read up to the end of a line, and nothing after it. Empty: the other end is gone."""
     found = b""
     while not found.endswith(b"\n"):
         byte = connection.recv(1)

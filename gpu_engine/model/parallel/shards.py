@@ -49,7 +49,7 @@ class Shard:
         return _times(self.of(count // group), group)
 
     def of_vocabulary(self, count: int) -> int:
-        """Return the columns of the logits of each rank, zeros behind the last one included: as many on every rank."""
+        """Return the columns of the logits of each rank, zeros after the last one included: as many on every rank."""
         return -(-count // self.size)
 
 
@@ -76,8 +76,8 @@ def shard(net: Any, part: Shard, group: int = 1) -> Heads:
     """Cut `net` down to `part`, in place; return the heads that are left.
 
     Inputs of products are divided in groups of so many neighbours: weights in blocks have the same blocks in a part as
-    in the whole then. The configuration of the model then names the heads that are left, too: some families read them
-    in each forward. Raises ModelNotSupported.
+    in the whole then. The configuration of the model then names the heads that are left as well: some families read
+    them in each forward. Raises ModelNotSupported.
     """
     kind, heads = net.config.model_type, heads_of(net)
     if heads.keys < part.size or heads.queries % heads.keys:

@@ -65,7 +65,7 @@ class SharedExperts(nn.Module):
         return out_NH
 
     def without_rows(self) -> None:
-        """Compute the rows of other ranks alone. Raises RankLost."""
+        """Compute only the rows of other ranks. Raises RankLost."""
         self._of_experts(self._like, torch.zeros(self.inner.count, dtype=torch.int64))
 
     def _of_experts(self, rows_MH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:

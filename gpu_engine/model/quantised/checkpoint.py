@@ -49,7 +49,7 @@ def has_mxfp4_experts(folder: Path) -> bool:
 
 
 def _config_of(folder: Path) -> dict[str, Any] | None:
-    """Return `quantization_config`; old checkpoints of AutoGPTQ and AutoAWQ have it in a file of its own."""
+    """Return `quantization_config`; old checkpoints of AutoGPTQ and AutoAWQ have it in a separate file."""
     whole = json.loads((folder / "config.json").read_text())
     for holder in (whole, whole.get("text_config") or {}):
         for key in _KEYS:

@@ -75,8 +75,8 @@ def scale(
 ) -> bool:
     """Replace the products of a model by scaled ones on `device`; as `quantise`.
 
-    A named kind rounds the weights, but for the output head, and takes a checkpoint's own numbers of that kind. "auto"
-    takes those of a checkpoint that was made for inputs of 8 bits, and rounds nothing.
+    A named kind rounds the weights, except for the output head, and takes a checkpoint's own numbers of that kind.
+    "auto" takes those of a checkpoint that was made for inputs of 8 bits, and rounds nothing.
     """
     named = ScaledKind(config.quantization) if config.quantization not in ("auto", "none") else None
     if named is not None and (why := why_not(named, device)) is not None:
@@ -128,7 +128,7 @@ def _why_dequantised(
     if config.quantization == "none":
         return "quantization is none"
     if not possible:
-        return "its integers are multiplied on CPUs with AVX2 alone"
+        return "its integers are multiplied only on CPUs with AVX2"
     if config.quantization == "auto" and config.dtype != "auto":
         return f"dtype is {config.dtype}"
     return checkpoint.why_no_blocks(net)

@@ -91,7 +91,7 @@ class Layout:
     unused: tuple[str, ...] = ()
     """Parts of the configuration that have no effect here, such as the quantisation of activations."""
     short_inputs: bool = False
-    """The checkpoint was made for inputs of 8 bits, too."""
+    """The checkpoint was made for inputs of 8 bits as well."""
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
@@ -273,8 +273,8 @@ def _gptq(config: Mapping[str, Any]) -> Layout:
 def _gptq_matrix(parts: Parts, likely: Sequence[int], *, adds_one: bool, symmetric: bool) -> Matrix:
     """Inputs of an output side by side along the rows; zero points side by side along the outputs.
 
-    The first format stores zero points less one, subtracted from the packed words: they are added there, too, so that a
-    borrow of a neighbour is given back.
+    The first format stores zero points less one, subtracted from the packed words: they are added there as well, so
+    that a borrow of a neighbour is given back.
     """
     words_WN, zeros_GW, scales_GN = parts.words("qweight"), parts.words("qzeros"), parts["scales"]
     N = words_WN.shape[1]

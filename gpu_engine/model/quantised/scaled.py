@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _STEP = 16
 """Rows are padded to a multiple, so that up to 16 rows are one shape of a product: torch chooses a kernel by shape.
-Inputs and outputs must be multiples of it, too."""
+Inputs and outputs must be multiples of it as well."""
 _KERNEL = 6e-2
 """Largest relative distance of a product that inputs of 8 bits explain."""
 

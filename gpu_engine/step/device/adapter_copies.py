@@ -1,7 +1,7 @@
 """Copies of adapters' weights into device memory, between the replays that read it.
 
-A load runs on a thread of its own. It stages the weights in pinned memory, and the engine's thread enqueues the copies.
-They come behind the steps in flight, which may have a lane of the adapter that had the memory before, and in front of
+A load runs on its own thread. It stages the weights in pinned memory, and the engine's thread enqueues the copies.
+They come after the steps in flight, which may have a lane of the adapter that had the memory before, and before
 every step with a lane of the new one. Invariant: the staging memory is written only when its last copy has run.
 Not responsible for: which adapter gets which memory (see model/adapters/).
 """

@@ -1,7 +1,7 @@
 """`Stream` over CUDA: torch's current stream, its events and its graphs.
 
 Invariant: all graphs of one stream share a memory pool, so their replays follow each other on that stream; streams
-beside each other share none. Not responsible for: the enqueued work (see ../program.py), the choice of graphs (see
+next to each other share none. Not responsible for: the enqueued work (see ../program.py), the choice of graphs (see
 graphs.py).
 """
 
@@ -119,7 +119,7 @@ class CudaStream:
         self._stream.synchronize()
 
     def beside(self, device: torch.device | None = None) -> CudaStream:
-        """Return another stream of the device, or one of another device, with a pool of its own."""
+        """Return another stream of the device, or one of another device, with its own pool."""
         return CudaStream(device or self.device, low_latency_host=self.low_latency_host)
 
     @contextmanager

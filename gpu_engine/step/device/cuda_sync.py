@@ -30,7 +30,7 @@ def cuda_sync(
     `pinned` is the registered segment of `channel`; it stays registered until the last graph over the sync is gone.
     `make_flags` compiles the kernels for the segment's numbers and its newest sequence.
     """
-    # The kernels continue behind the newest sequence in the segment, which an earlier executor may have posted.
+    # The kernels continue after the newest sequence in the segment, which an earlier executor may have posted.
     flags = make_flags(pinned.numbers(), channel.last_seq)
     # The fetch and the wait put rows into the store, which `cache_rows` reads.
     launches = TritonLaunches(flags.mask_SRW[None])

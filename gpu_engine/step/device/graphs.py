@@ -3,7 +3,7 @@ and then replayed.
 
 A launch copies the lanes into the device's lane buffers, replays the graph, and copies its outputs into the ring.
 A launch never waits for the device. Without graphs (`eager`), and where a lane is a beam, the same step runs at the
-same padded shapes. A step in which the host calls logits processors runs so, too, and waits for its forward.
+same padded shapes. A step in which the host calls logits processors runs so as well, and waits for its forward.
 
 Invariant: after `capture` nothing is allocated, loaded or registered. Each of those calls may wait for the device, and
 the device may wait, inside a step, for the grammar process.
@@ -13,7 +13,7 @@ the step gives them token 0 at position -1, which attention computes and does no
 nothing and touch no slot; the row store writes nothing, or into its spare row; the ring carries them, and the reader
 drops them.
 
-Drafts of a model apart from the step (`DrafterGraphs`) are launched behind each step that proposes, on another stream,
+Drafts of a model apart from the step (`DrafterGraphs`) are launched after each step that proposes, on another stream,
 and the next step waits there for them.
 
 Not responsible for: the content of a step (see ../program.py), the choice of its sequences (see core/scheduler.py).
@@ -56,7 +56,7 @@ class PermissiveWord(Protocol):
 
 
 class DrafterGraphs(Protocol):
-    """A drafter whose launches are no part of the steps: they run on a stream of their own, each behind a step."""
+    """A drafter whose launches are no part of the steps: they run on their own stream, each after a step."""
 
     def capture(self, *, eager: bool) -> None:
         """Run every shape over padding; unless `eager`, capture it. Every step has been run over padding, the device is
@@ -66,7 +66,7 @@ class DrafterGraphs(Protocol):
         """Enqueue the drafts of the step that was enqueued last. Does not wait."""
 
     def join(self) -> None:
-        """Let nothing that is enqueued for the steps from now on run in front of these drafts."""
+        """Let nothing that is enqueued for the steps from now on run before these drafts."""
 
     def close(self) -> None:
         """Wait for the drafts, and destroy the graphs."""
@@ -95,13 +95,13 @@ class StepRows:
 
     A bucket has up to three such numbers: none of its lanes' drafts, a few, or the most, which `of` says. A launch
     takes the smallest that holds the drafts that were chosen for the step. A step of one row a lane proposes no drafts
-    either: it has no lookup, and no request for jump-forward tokens, whose answer would not come behind a forward.
+    either: it has no lookup, and no request for jump-forward tokens, whose answer would not come after a forward.
     The drafter needs K + 1 rows for the most.
     A bucket has them while its lanes together have at most `max_step_rows` rows; a larger
     bucket has fewer rows a lane. A forward of few rows is bound by reading the weights (below about 200 rows on an H100
     or an H200, 150 on an RTX 4090). More rows take time in proportion, most of it for drafts that are not accepted.
     There may be more than K jump-forward tokens: guided steps of at most `max_guided_rows` rows verify up to
-    `max_rows` - 1 drafts. The rows behind K + 1 are empty in most steps and cost little more than their share of
+    `max_rows` - 1 drafts. The rows after K + 1 are empty in most steps and cost little more than their share of
     attention and sampling. When a slot comes into a larger bucket, only its first drafts are verified. Every lane has
     at least one draft, because a drafting network sees only the rows of its forward.
     """
@@ -155,7 +155,7 @@ def lane_buckets(max_lanes: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class _Inputs:
-    """A pinned copy of the lane inputs of one step, behind an event."""
+    """A pinned copy of the lane inputs of one step, after an event."""
 
     lanes: LaneInputs
     copied: Event
@@ -164,7 +164,7 @@ class _Inputs:
 
 @dataclass(eq=False)
 class StepGraphs:
-    """Captures and launches. Used by the engine thread alone, with the stream current.
+    """Captures and launches. Used only by the engine thread, with the stream current.
 
     Args:
         stream: where everything runs.
@@ -176,8 +176,8 @@ class StepGraphs:
         rows: P of each.
         guided: capture graphs with posts and waits too.
         eager: capture nothing.
-        processing: the program's; with captured logits processors every shape is captured with them, too.
-        adapts: the model takes adapters: every shape is captured with their products, too. A shape with logits
+        processing: the program's; with captured logits processors every shape is captured with them as well.
+        adapts: the model takes adapters: every shape is captured with their products as well. A shape with logits
             processors then always has them, so there are three graphs of a shape at most.
         drafter: makes the drafts after each step that proposes; None: the program makes them.
         max_inflight_steps: launches that may be in flight, at least 1.
@@ -391,7 +391,7 @@ class StepGraphs:
         )
 
     def _fill(self, handle: StepHandle[Any] | None, shape: _Shape) -> None:
-        """Enqueue the lanes and the padding behind them; None: padding alone."""
+        """Enqueue the lanes and the padding after them; None: padding alone."""
         inputs, B = self._inputs[self._next], shape.num_lanes
         self._next = (self._next + 1) % len(self._inputs)
         if inputs.used:
@@ -399,7 +399,7 @@ class StepGraphs:
         slots, gens, guided = ((), (), ()) if handle is None else (handle.slots, handle.slot_gens, handle.guided)
         limits = () if handle is None else handle.draft_limits or (self.max_drafts,) * len(slots)
         if self.lane.tree is not None:
-            # A limit counts the drafts of a chain; the rows of a branch lie behind them, and the shape has them anyway.
+            # A limit counts the drafts of a chain; the rows of a branch lie after them, and the shape has them anyway.
             limits = tuple(shape.num_rows - 1 if limit else 0 for limit in limits)
         pad, lanes = B - len(slots), inputs.lanes
         lanes.slots_B[:B] = torch.tensor([*slots, *[-1] * pad], dtype=torch.int32)

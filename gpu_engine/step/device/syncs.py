@@ -132,7 +132,7 @@ class DeviceFlagSync(StreamSync):
     """Posts and waits with kernels on the mapped segment; the graph has no host node and needs no host thread.
 
     The sequence is counted on the device, so the channel posts nothing while this sync posts. The rows are in
-    `flags.mask_SRW` before `launches.cache_rows` runs. Arguments as those of `HostCallbackSync`.
+    `flags.mask_SRW` before `launches.cache_rows` runs. Arguments as in `HostCallbackSync`.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Tensors of the model at tokens that a sequence has already, from a forward of their own between steps.
+"""Tensors of the model at tokens that a sequence has already, from a separate forward between steps.
 
-The forward of some rows reads the keys and values in front of them from the sequence's pages. Its own keys and values
+The forward of some rows reads the keys and values before them from the sequence's pages. Its own keys and values
 go to scratch pages, which no sequence has. Invariant: nothing that a step or another sequence reads is written, so the
 tokens are the same with and without. On a device every forward has the one shape that was warmed up. Not responsible
 for: which rows are wanted, and when (see core/events/tensor_streams.py).
@@ -38,13 +38,13 @@ def forward_rows(page_size: int) -> int:
 
 
 def scratch_pages(page_size: int) -> int:
-    """Return how many pages the forwards need beside those of the sequences."""
+    """Return how many pages the forwards need next to those of the sequences."""
     return forward_rows(page_size) // page_size
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """Pinned memory of one forward's results, behind an event."""
+    """Pinned memory of one forward's results, after an event."""
 
     numbers: torch.Tensor
     """int32 [3]: slot, first position, end."""
@@ -86,12 +86,12 @@ class Piece:
 
 
 class TensorOutputs:
-    """Used by the engine thread alone, with the stream current.
+    """Used only by the engine thread, with the stream current.
 
     Args:
         stream: where the forwards are enqueued.
         model: the target, on the stream's device.
-        pages: its cache, which the steps own, with `scratch_pages` pages behind those of the sequences.
+        pages: its cache, which the steps own, with `scratch_pages` pages after those of the sequences.
         slot: buffers on the device; the last slot is spare, for the warm-up.
         page_size: tokens of a page.
         max_bytes: of the results of one forward.

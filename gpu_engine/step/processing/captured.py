@@ -1,7 +1,7 @@
 """Enqueues the captured logits processors of a server over all lanes: a part of the graph of a step.
 
 A graph has every captured processor of the server, in the order of the setting, and each changes the rows of the slots
-that named it. Invariant: the launches depend on the shape of the batch alone; which rows a processor changes, and with
+that named it. Invariant: the launches depend only on the shape of the batch; which rows a processor changes, and with
 which arguments, is in buffers. Not responsible for: which steps have such a graph (see device/graphs.py), other
 processors (see host.py).
 
@@ -60,7 +60,7 @@ class CapturedProcessing:
         place_B, row_P = place_of(batch), torch.arange(P, device=logits_NV.device)
         length_B1 = batch.slot.length_S[place_B].long()[:, None]
         tokens_NL = _tokens(batch, place_B, length_B1)
-        # Padding has no tokens; an index in front of its first would fail the device.
+        # Padding has no tokens; an index before its first would fail the device.
         length_N = (length_B1 + row_P).clamp(min=1, max=tokens_NL.shape[1]).reshape(-1)
         prompt_length_N = batch.slot.params.prompt_length_S[place_B].long().repeat_interleave(P)
         is_row_BP = (row_P <= batch.lane.num_drafts_B[:B, None]) & (batch.slots_B >= 0)[:, None]
@@ -97,6 +97,6 @@ def _tokens(batch: StepBatch, place_B: torch.Tensor, length_B1: torch.Tensor) ->
 
 
 def mark_failed(batch: StepBatch, codes_BP: torch.Tensor) -> None:
-    """Give the failed rows a kind that ends their sequence. Runs inside a launch, behind the wait for rows."""
+    """Give the failed rows a kind that ends their sequence. Runs inside a launch, after the wait for rows."""
     kinds_BP = batch.lane.kinds_BR[: batch.num_lanes, : batch.num_rows]
     kinds_BP.copy_(torch.where(codes_BP > 0, codes_BP, kinds_BP))

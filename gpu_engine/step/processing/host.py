@@ -2,7 +2,7 @@
 
 The calls of one round, the k-th processor of every request, are grouped by processor: a batched one is called once for
 all its lanes. A call that fails is repeated for each sequence alone and then for each row alone, so an error belongs to
-one row. Drafts in front of a failed row are verified as usual, and the sequence ends only if the row is reached: so it
+one row. Drafts before a failed row are verified as usual, and the sequence ends only if the row is reached: so it
 ends with the same tokens with drafts and without. Invariant: the rows of a lane without processors are not touched.
 Not responsible for: captured steps (see captured.py), the error that the client gets (see core/runner.py).
 
@@ -45,7 +45,7 @@ class _Lane:
     logits_RV: torch.Tensor
     """Its rows: a view of the step's logits, which the processors change."""
     live: int
-    """Rows in front of the first that failed."""
+    """Rows before the first that failed."""
     model_logits_RV: torch.Tensor | None
     """A copy for the log-probabilities, which are the model's own; None: the request wants none."""
 
@@ -77,7 +77,7 @@ class _Part:
 
 @dataclass(slots=True, eq=False)
 class HostProcessing:
-    """Used by the engine thread alone, with the stream current.
+    """Used only by the engine thread, with the stream current.
 
     Args:
         stream: of the steps. One that does not run at once is waited for: processors may read values.
@@ -89,7 +89,7 @@ class HostProcessing:
     launches: StepLaunches
     num_rows: int
     failures: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Of the last step: by lane and row, the processor and what it did."""
+    """Failures in the last step: by lane and row, the processor and what it did."""
     _codes: dict[tuple[int, int], int] = field(default_factory=dict)
     _lanes: list[_Lane] = field(default_factory=list)
     _scores: RowLogprobs | None = None
@@ -122,7 +122,7 @@ class HostProcessing:
                     self._apply(loaded, k, members)
 
     def before_accept(self, batch: StepBatch) -> None:
-        """Give the failed rows a kind that ends their sequence. Runs inside a launch, behind the wait for rows."""
+        """Give the failed rows a kind that ends their sequence. Runs inside a launch, after the wait for rows."""
         for (b, row), code in self._codes.items():
             batch.lane.kinds_BR[b, row].fill_(code)
 
@@ -208,7 +208,7 @@ class HostProcessing:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run torch's operations on the calling thread alone: they are short, and waking others takes longer than they."""
+    """Run torch's operations only on the calling thread: they are short, and waking others takes longer than they."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -19,7 +19,7 @@ from gpu_engine.step.stream import Stream
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Processing:
-    """Of a server that has logits processors."""
+    """The logits processors of a server that has some."""
 
     host: HostProcessing
     captured: CapturedProcessing | None

@@ -67,7 +67,7 @@ def decode_kernel(
     """Grid (row tiles, B * Hkv, stripes): partial [B * Hkv * P * G, splits, D], peaks and totals without the D.
 
     A program takes every `stripes`-th split of its sequence, one after the other: a large batch fills the chip with a
-    program or two a sequence, and splits behind its end cost nothing.
+    program or two a sequence, and splits after its end cost nothing.
     """
     tile = tl.program_id(0)
     b = (tl.program_id(1) // Hkv).to(tl.int64)

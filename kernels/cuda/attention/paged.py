@@ -1,8 +1,8 @@
-"""Attention over the paged KV cache on a GPU: the launches behind `kernels.paged_attention.paged_attention`.
+"""Attention over the paged KV cache on a GPU: the launches after `kernels.paged_attention.paged_attention`.
 
 Up to 16 query positions a sequence go to the decode kernels (a split of the context a program, then a combine; for
-the rows of a tree a kernel of its own, then the same combine), more to the prefill kernels. Invariant: a query's
-result depends on its own sequence alone, bit for bit: splits and blocks begin at absolute positions, and their sizes
+the rows of a tree a separate kernel, then the same combine), more to the prefill kernels. Invariant: a query's
+result depends only on its own sequence, bit for bit: splits and blocks begin at absolute positions, and their sizes
 follow from static shapes. No launch depends on data.
 """
 

@@ -1,10 +1,10 @@
 """Paged attention for the rows of a tree of drafts: each row sees the context and the rows on the way to it.
 
-Splits in front of the step's rows are those of decode.py, shared by all rows. In the splits that hold a row's own
+Splits before the step's rows are those of decode.py, shared by all rows. In the splits that hold a row's own
 position, a program attends for one row of the tree after the other, and takes the keys and values of the step from the
 tensors of the step: at the place of depth d the row at depth d on the way to the query's row. So a row adds the same
-keys at the same places as it would behind a chain of its drafts, and its result has the same sums in the same order.
-Invariant: pages are read in front of the step's first position alone, and written from there on: row j at distance j.
+keys at the same places as it would after a chain of its drafts, and its result has the same sums in the same order.
+Invariant: pages are read before the step's first position alone, and written from there on: row j at distance j.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def tree_decode_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         peak = tl.full([BLOCK_M], MASKED, tl.float32)
         total = tl.zeros([BLOCK_M, 16], tl.float32)
-        # In front of the step's rows one pass serves every row of the tile; behind, each row has a pass of its own.
+        # Before the step's rows one pass serves every row of the tile; after, each row has its own pass.
         node = tile * BLOCK_M // G
         end_node = node + 1
         if end > first:

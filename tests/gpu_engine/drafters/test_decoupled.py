@@ -343,8 +343,8 @@ def test_what_cannot_be_exchanged_is_refused_and_the_model_before_drafts_on(
     ("settings", "message"),
     [
         (lambda name: decoupled(name), "path: this server exchanges no draft model (its setting draft_dirs is empty)"),
-        (lambda name: with_drafts(3), "path: drafter is ngram; decoupled alone exchanges its model"),
-        (lambda name: with_drafts(3, draft_model=name), "path: drafter is model; decoupled alone exchanges its model"),
+        (lambda name: with_drafts(3), "path: drafter is ngram; only decoupled exchanges its model"),
+        (lambda name: with_drafts(3, draft_model=name), "path: drafter is model; only decoupled exchanges its model"),
     ],
 )
 def test_a_server_that_exchanges_nothing_says_so(

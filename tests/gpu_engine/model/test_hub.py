@@ -218,7 +218,7 @@ def test_errors_of_the_hub_are_one_line_that_says_what_to_do(tmp_path: Path, lla
     pickled = {name: content for name, content in llama_files.items() if name != "model.safetensors"}
     with FakeHub(pickled | {"pytorch_model-1.bin": b"", "pytorch_model-2.bin": b""}).running() as fake:
         hub = Hub(endpoint=fake.address, cache=cache)
-        assert "has its weights in pytorch_model-1.bin and 1 more alone: a pickle" in message(Wanted(NAME), hub)
+        assert "has its weights only in pytorch_model-1.bin and 1 more: a pickle" in message(Wanted(NAME), hub)
         assert message(Wanted(NAME, "v9"), hub) == "revision: tiny/llama has no branch, tag or commit 'v9'"
         assert "has no such model" in message(Wanted("tiny/lama"), hub)
         fake.gated = True
@@ -233,7 +233,7 @@ def test_errors_of_the_hub_are_one_line_that_says_what_to_do(tmp_path: Path, lla
 def test_a_directory_that_would_run_code_is_refused(tmp_path: Path, saved: Callable[[str], Path]) -> None:
     folder = shutil.copytree(saved("llama"), tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelNotSupported, match=r"^model: .* has its weights in pytorch_model\.bin alone: a pickle"):
+    with pytest.raises(ModelNotSupported, match=r"^model: .* has its weights only in pytorch_model\.bin: a pickle"):
         load_model(config(model=str(folder)))
     (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
     own = json.loads((folder / "config.json").read_text())
