@@ -334,7 +334,7 @@ def _serve_metrics(stack: AsyncExitStack, config: ServerConfig, metrics: BothPro
 def _watch_requests(
     stack: AsyncExitStack, metrics: BothProcesses, engine: ServedEngine, model: Model, tenancy: Tenancy | None
 ) -> RequestWatch:
-    """Register the engine's metrics; return what counts, logs and traces every Generate call."""
+    """Register the engine's metrics; return the watch that counts, logs and traces every Generate call."""
     config = engine.config
     about = {
         "version": installed_version(),

@@ -24,7 +24,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 class RequestIdFilter(logging.Filter):
-    """For a handler: adds the task's request id to a record that has none."""
+    """A filter for log handlers that adds the current task's request id to each record without one."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Let every record pass."""

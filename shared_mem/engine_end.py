@@ -145,7 +145,7 @@ class EngineEnd:
         return self.post_batch(own, batch, stage)
 
     def post_batch(self, arrays: BatchArrays, batch: int | None = None, stage: int = Stage.VERIFY) -> int:
-        """Post the first `batch` lanes (default: all) of filled arrays; as `post`, without a copy."""
+        """Post the first `batch` lanes (default: all) of filled arrays. Like `post`, but does not copy the arrays."""
         args = arrays.post_args
         args.batch = _lanes(arrays, batch)
         args.stage = stage

@@ -47,7 +47,7 @@ _plain.argtypes, _plain.restype = [c_void_p, c_void_p, c_int32, c_void_p], None
 
 
 class Records:
-    """The n records of one post. The lists have one entry for each record and must not be changed.
+    """The n records of one post. Each attribute that is a list has one entry per record and must not be changed.
 
     Args:
         seq: the sequence number of the post.

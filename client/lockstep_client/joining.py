@@ -90,11 +90,13 @@ class Joined:
     """Takes the deltas of one request."""
 
     def __init__(self, parse: Parse | None, wants_sequences: int, *, cumulative: bool = False) -> None:
-        """Args: see below.
+        """Begin without deltas.
 
-        parse: returns the value of a complete answer's content; None: there is none.
-        wants_sequences: the request's `n`.
-        cumulative: each delta has all of its sequence so far, instead of what is new.
+        Args:
+            parse: returns the value of a complete answer's content. None: answers have no value.
+            wants_sequences: the request's `n`.
+            cumulative: each delta has the whole sequence so far, instead of only the new part.
+
         """
         self._parse = parse
         self._wanted = wants_sequences

@@ -204,9 +204,10 @@ class Processors:
         return sum(each.captured.num_arguments for each in self.loaded if each.captured is not None)
 
     def use(self, place: str, name: str, arguments: str, *, request_id: str, client_id: str) -> ProcessorUse:
-        """Return the use of a processor by a request. `arguments` is the text of a JSON object, or empty.
+        """Return the processor `name` with a request's arguments. `arguments` is the text of a JSON object, or empty.
 
-        Raises InvalidRequest that names `place`, the field: no processor has the name, or its arguments are wrong.
+        Raises InvalidRequest, which names a field below `place`, if no processor has this name or its arguments are
+        wrong.
         """
         loaded = self.by_name.get(name)
         if loaded is None:

@@ -42,7 +42,7 @@ def cpu_executor(
     *,
     drafter_builders: Mapping[str, Builder] | None = None,
 ) -> Executor:
-    """Return an executor whose steps run at their launch, on the calling thread."""
+    """Return an executor whose `launch` runs the whole step, on the calling thread."""
     S, R, stream = config.max_batch_size, config.num_rows, ImmediateStream()
     # One slot more than sequences have, for padding and the warm-up.
     slot = SlotBuffers.allocate(S + 1, R, history_tokens(config, model, max_inflight_steps), config.page_size)

@@ -32,7 +32,7 @@ NO_DRAFTS_AT = 2
 
 
 def token_received(sequence: RunningSequence) -> None:
-    """Set the crash count back: the grammar process served this sequence."""
+    """Reset the sequence's crash count to 0: its token shows that the grammar process served it."""
     sequence.crash_count = 0
 
 

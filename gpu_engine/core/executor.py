@@ -1,10 +1,10 @@
-"""The executor of an engine's steps, and the one function that assembles it.
+"""The executor, which runs the engine's steps, and the one function that assembles it.
 
-A device fills one list of parts (`StepParts`): its stream, its launches, its sync and its buffers; drafter, KV cache,
-logits processors and step program follow from them in the same way everywhere. Invariant: `close` releases everything
-that the executor registered or captured, in the opposite order. Not responsible for: the parts of a device (see
-cpu_executor.py, device_executor.py), the choice by device (see build_executor.py), which sequences run (see
-scheduler.py), the order of an iteration (see loop.py).
+Each device provides the same list of parts (`StepParts`): its stream, launches, sync and buffers. The drafter, the KV
+cache, the logits processors and the step program are built from these parts in the same way for every device.
+Invariant: `close` releases everything that the executor registered or captured, in reverse order. Not responsible for:
+the parts of a device (see cpu_executor.py, device_executor.py), the choice by device (see build_executor.py), which
+sequences run (see scheduler.py), the order of an iteration (see loop.py).
 """
 
 from __future__ import annotations

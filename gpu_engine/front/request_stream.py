@@ -35,7 +35,7 @@ Failed = Callable[[grpc.StatusCode, str], Any]
 
 
 class RequestStream:
-    """The requests of one call, and the writer of its responses. Used on the event loop."""
+    """The requests of one streaming call, and the writer of its responses. Must be used on the event loop."""
 
     def __init__(self, calls: Calls, context: Context, method: str) -> None:
         """Args: `method` is the name of the gRPC method."""

@@ -24,7 +24,7 @@ class Call:
     output: Any
 
     def tensor(self) -> torch.Tensor:
-        """Return the output, or the first part of it; raise TypeError when that is not a tensor."""
+        """Return the output, or its first element if it is a tuple; raise TypeError if the result is not a tensor."""
         first = self.output[0] if isinstance(self.output, tuple) else self.output
         if not isinstance(first, torch.Tensor):
             raise TypeError(f"no tensor came out but {type(first).__name__}")

@@ -169,7 +169,7 @@ class Tracing:
         return RequestTracer(self.provider.get_tracer("lockstep"), model).record
 
     def close(self) -> None:
-        """Export the spans that wait; blocks for as long as the exporter tries."""
+        """Export the remaining spans. Blocks until the exporter has sent them or given up."""
         self.provider.shutdown()
 
 

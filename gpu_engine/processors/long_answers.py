@@ -19,7 +19,10 @@ _MOST = 1e9
 
 
 class LengthPenalty:
-    """Arguments `start`: tokens, an integer from 0 on, and `factor`: a number in [1, 2]."""
+    """Raises the logits of the end-of-sequence tokens with each token of a long answer.
+
+    A request's arguments are `start`, a number of tokens (an integer >= 0), and `factor`, a number in [1, 2].
+    """
 
     def __init__(self, setup: ProcessorSetup) -> None:
         if setup.options:

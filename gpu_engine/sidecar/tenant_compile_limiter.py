@@ -74,7 +74,7 @@ class TenantCompileLimiter:
 
 
 async def _wait(state: _State) -> None:
-    """Return with a turn. One that comes to a task that is cancelled at the same time is passed on."""
+    """Wait for a turn. If the task is cancelled when it already has the turn, the turn is passed on."""
     turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     state.waiting.append(turn)
     try:

@@ -36,7 +36,7 @@ _OUT_OF_MEMORY = ("memory allocation of", "bad_alloc", "MemoryError", "Cannot al
 
 
 class CompileProcess:
-    """A process made by `start`. The caller ends it once, with `kill` or `end`."""
+    """A compile worker process, made by `start`. The caller must end it exactly once, with `kill` or `end`."""
 
     def __init__(self, process: asyncio.subprocess.Process, artifact_fd: int, stderr_fd: int) -> None:
         self._process = process

@@ -236,7 +236,11 @@ class CompletionBudget:
         return self._row(search, tokens, before, left, path, checked=checked, steered=steered), at + left
 
     def _shortened(self, search: Search, path: Path, left: int, *, checked: bool) -> tuple[Path | None, bool]:
-        """Return a shorter way than `path` if one is found, else the same text; every token is in its mask."""
+        """Return a path to an ending in which every token is allowed by its mask, and True.
+
+        The path is shorter than `path` if the search finds one, else it spells the same text or takes at most `left`
+        tokens. None: the search found no path.
+        """
         search.work = FIND_WORK
         known = path if checked else search.along(self._plan.texts.text(path[:-1]), left) or search.find(left)
         if known is None or len(known) == 1:

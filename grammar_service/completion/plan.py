@@ -86,7 +86,7 @@ class CompletionPlan:
 
     @staticmethod
     def from_wire(wire: Any, texts: TokenTexts) -> CompletionPlan:
-        """Return the plan that `to_wire` was called on. Raises ValueError for any other value."""
+        """Return the plan that `to_wire` turned into `wire`. Raises ValueError if `wire` is not such a value."""
         match wire:
             case {
                 "path": list() | None as path,

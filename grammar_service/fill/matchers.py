@@ -381,7 +381,7 @@ class MatcherTable:
         return answer
 
     def propose(self, slot: SlotMatcher, limit: int) -> tuple[int, ...]:
-        """Return at most `limit` jump-forward tokens after the tokens of a good matcher. Fills no row."""
+        """Return at most `limit` jump-forward tokens after the slot's tokens. The matcher must not have failed."""
         if slot.proposals_to_skip:
             slot.proposals_to_skip -= 1
             return ()

@@ -47,7 +47,7 @@ class WorkDelegate(Protocol):
     """The owner of the tasks. The leading thread calls `wait` and `handle`; `late` is called under the queues' lock."""
 
     def wait(self) -> int:
-        """Wait for records, a bounded time. Returns the argument of `handle`."""
+        """Wait a bounded time for records; return the value to pass to `handle`."""
 
     def handle(self, newest: int) -> None:
         """Put the tasks that arrived. Must be quick: another thread cannot take the lead meanwhile."""

@@ -17,7 +17,7 @@ Texts = Mapping[int, str]
 
 
 def chat_logprobs(ids: Iterable[int], entries: Iterable[pb.TokenLogprobs], texts: Texts) -> list[dict[str, Any]]:
-    """Return `choice.logprobs.content` for tokens and their entries."""
+    """Return `choice.logprobs.content` of a chat answer. `entries` has one entry for each token in `ids`."""
     return [
         _chat_token(texts[token], entry.logprob)
         | {"top_logprobs": [_chat_token(texts[top.token_id], top.logprob) for top in entry.top]}

@@ -1,7 +1,9 @@
-"""Prompt lookup in one kernel: the tokens after an earlier occurrence of the answer's own suffix.
+"""Prompt lookup in one kernel: the drafts are the tokens that followed an earlier occurrence of the last tokens.
 
-The longest run wins, then the last one in the answer, then the first one in the prompt: a draft that was rejected is
-not made again at the same suffix. A run of n is good for 2 n + 1 drafts (Saxena 2023; LLMA, Yang 2023).
+The longest match wins. Among matches of equal length, the last one in the answer wins, then the first one in the
+prompt, so that a rejected draft is not proposed again after the same tokens. A match of n tokens gives at most 2 n + 1
+drafts (Saxena 2023; LLMA, Yang 2023).
+
 Invariant: only tokens of the slot's own history are proposed.
 """
 

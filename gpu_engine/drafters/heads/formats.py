@@ -1,6 +1,6 @@
-"""Which public format the folder of a head has, by its config.json, and the reading of its files.
+"""Recognises the public format of a draft head by its config.json, and reads the head's files.
 
-Invariant: a folder in another format is refused by the name of that format, and no file of it runs code. Not
+Invariant: a head in another format is refused by the name of that format, and reading a file runs no code. Not
 responsible for: the fields and tensors of a format (see eagle3_files.py, dflash_files.py).
 """
 

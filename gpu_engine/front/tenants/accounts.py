@@ -238,7 +238,7 @@ class Tenants:
     def account_of_call(
         self, metadata: Iterable[tuple[str, str | bytes]], names: Iterable[bytes] | None
     ) -> Account | None:
-        """Return the account of a call's tenant; None: the caller is no tenant. For the arguments see `find`."""
+        """Return the account of a call's tenant, or None if the caller is no tenant. Takes the arguments of `find`."""
         found = self.find(metadata, names)
         return None if isinstance(found, str) else self.account_of(found)
 

@@ -1,8 +1,8 @@
-"""The conversation as the text that the model's chat template makes of it.
+"""Renders a conversation as text, with the model's chat template.
 
-A template that knows functions gets them as `tools`, in the form of OpenAI's API, which such templates read.
-For any other template the functions become part of the system message, calls become part of their turn, and results
-become turns of the user.
+A template that supports functions gets them as `tools`, in the form of OpenAI's API, which these templates read.
+For any other template, the functions become part of the system message, a call becomes text of the turn that makes
+it, and a result becomes a user turn.
 Invariant: the text depends only on the request and the template.
 Not responsible for: tokenising the text (see front/prompt.py).
 """

@@ -56,7 +56,7 @@ def chat_bytes(chat: Chat) -> int:
 
 
 def check_tools(request: pb.GenerateRequest) -> Tools | None:
-    """Return the functions of a request; None: it has no field `tools`. Raises InvalidRequest."""
+    """Return the checked functions of a request, or None if its field `tools` is not set. Raises InvalidRequest."""
     if not request.HasField("tools"):
         return None
     message = request.tools

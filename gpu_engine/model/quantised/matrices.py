@@ -26,7 +26,7 @@ class NoBlocks(Exception):
 
 
 class NoScaledRows(Exception):
-    """A matrix has not one scale for each output; the message says why, without the matrix's name."""
+    """A matrix does not have exactly one scale for each output; the message says why, without the matrix's name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -62,11 +62,11 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream of its own. `activate` makes it torch's current stream on the thread that will enqueue.
+    """A new CUDA stream. The thread that will enqueue calls `activate`, which makes it torch's current stream there.
 
     Args:
         device: CUDA device.
-        low_latency_host: dispatch host functions by spinning, where the driver can (CUDA 13.2).
+        low_latency_host: dispatch host functions by spinning, if the driver supports it (CUDA 13.2).
     """
 
     runs_at_once = False

@@ -391,7 +391,7 @@ class StepGraphs:
         )
 
     def _fill(self, handle: StepHandle[Any] | None, shape: _Shape) -> None:
-        """Enqueue the lanes and the padding after them; None: padding alone."""
+        """Enqueue the inputs of the handle's lanes, then padding up to `shape`; without a handle, only padding."""
         inputs, B = self._inputs[self._next], shape.num_lanes
         self._next = (self._next + 1) % len(self._inputs)
         if inputs.used:

@@ -70,16 +70,16 @@ class FlagKernels(RowFetcher, Protocol):
 
 
 class HostCallbackSync(StreamSync):
-    """Posts and waits through native host functions.
+    """Posts a step and waits for its mask rows in native host functions of the stream.
 
     Args:
-        stream: of the step.
-        channel: the engine's end; its counter gives the sequences.
+        stream: the stream of the step.
+        channel: the engine's end of the segment; its counter gives the sequence numbers.
         mask_SRW: int32, mask rows on the device.
-        launches: of the stream's device.
+        launches: the launches of the stream's device.
         fetcher: copies APPLY rows into `mask_SRW` before `launches.cache_rows`. None: `cache_rows` copies them itself.
-        row_timeout_ms: a verify step waits so long for its rows.
-        draft_timeout_ms: a draft step waits so long.
+        row_timeout_ms: the longest wait of a verify step for its rows.
+        draft_timeout_ms: the longest wait of a draft step for its rows.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""A structural tag in Lark, because llguidance has no structural tags.
+"""Translates structural tags to Lark, because llguidance has no structural tags.
+
 
     const_string, json_schema, regex, grammar, lark      a literal, `%json`, a nested grammar
     sequence, or, optional, plus, star, repeat            operators
@@ -7,7 +8,7 @@
     triggered_tags                                        free text in which a trigger begins one of its tags
 
 Free text ends at the first occurrence of the literal after it, because a lazy lexeme ends at its first match.
-Invariant: a format, or an option of one, that has no equivalent is refused by name.
+Invariant: a format or an option without an equivalent in Lark is refused by name.
 Not responsible for: the notation of schemas and regular expressions (see notation.py).
 """
 
