@@ -296,7 +296,13 @@ class GrammarLink:
         return reason
 
     async def _attach_once(self) -> socket.socket:
-        sock = await asyncio.to_thread(self._hand_over, self._directory)
+        handing = asyncio.get_running_loop().run_in_executor(None, self._hand_over, self._directory)
+        try:
+            sock = await asyncio.shield(handing)
+        except asyncio.CancelledError:
+            # The thread goes on, and its socket would stay open.
+            handing.add_done_callback(_close_unwanted)
+            raise
         try:
             self._retire_channel()
             self._channel = self._open_channel(self._directory / RPC_SOCKET_NAME)
@@ -330,6 +336,11 @@ class GrammarLink:
 
     def __repr__(self) -> str:
         return f"<GrammarLink {'up' if self.up else 'down'} attached={self.attached} {self._directory}>"
+
+
+def _close_unwanted(handing: asyncio.Future[socket.socket]) -> None:
+    if not handing.cancelled() and handing.exception() is None:
+        handing.result().close()
 
 
 async def _hang_up(sock: socket.socket) -> None:

@@ -54,8 +54,7 @@ class Figure:
 
 
 _SOURCES = {
-    "memory of the embedded model": "what an engine says when it starts, with 16 slots of 2048 tokens (`python -m "
-    "tools.scale compare --measure`)",
+    "memory of the embedded model": "16 slots of 2048 tokens (`python -m tools.scale compare --measure`)",
     "other memory": "docs/log/, 'products over blocks of 4 and 8 bits' and 'FP8 and int8 products on a GPU'",
     "forwards on two cores (near)": "docs/log/, 'prefill over blocks, the same bits in less time'",
     "steps on two cores": "docs/log/, 'the whole of it, on a quiet machine of two cores' (`perf record`)",

@@ -272,8 +272,8 @@ def test_a_named_kind_takes_own_numbers_of_that_kind_and_rounds_others(
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"quantization": "q4"}, "^quantization: q4 runs on a CPU, and device is cuda"),
-        ({"quantization": "fp8", "device": "cpu"}, "^quantization: fp8 runs on a GPU, and device is cpu"),
+        ({"quantization": "q4"}, "^quantization: q4 runs on a CPU only; device is cuda"),
+        ({"quantization": "fp8", "device": "cpu"}, "^quantization: fp8 runs on a GPU only; device is cpu"),
         ({"quantization": "fp8", "dtype": "float32"}, "^quantization: fp8 multiplies in bfloat16"),
     ],
 )

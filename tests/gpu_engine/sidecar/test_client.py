@@ -737,6 +737,26 @@ async def test_another_release_is_not_tried_again(tmp_path: Path) -> None:
         await link.run()
 
 
+async def test_a_socket_that_comes_after_the_link_has_ended_is_closed(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def hand_over(directory: Path) -> socket.socket:
+        begun.set()
+        assert goes_on.wait(20)
+        return ours
+
+    client = GrammarClient(ServerConfig(), FakeChannel())
+    link = GrammarLink(tmp_path, SETUP, hand_over, client, FakeChannel(), silence_s=1, on_stuck=lambda: None)
+    with theirs:
+        task = asyncio.create_task(link.run())
+        await eventually(begun.is_set)
+        task.cancel()
+        await asyncio.wait([task])
+        goes_on.set()
+        await eventually(lambda: ours.fileno() == -1)
+
+
 async def test_a_process_that_hangs_before_it_is_attached_is_killed(tmp_path: Path) -> None:
     killed: list[float] = []
 
