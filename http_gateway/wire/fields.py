@@ -1,8 +1,8 @@
 """The base of all request bodies: fields are known by name, and every problem names its field.
 
-Invariant: a field has an effect, is one of the few that docs/http.md lists as without effect, or is refused. A field that
-the API knows but this server does not support is refused with the reason, and any other name with the nearest known one.
-null means unset, as clients send it for every option.
+Invariant: a field has an effect, is one of the few that docs/http.md lists as without effect, or is refused. A field
+that the API knows but this server does not support is refused with the reason, and any other name with the nearest
+known one. null means unset, as clients send it for every option.
 
 Not responsible for: limits that the engine checks (its errors also name the field).
 """
