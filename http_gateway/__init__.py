@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API in front of one or several engines, as a process of its own.
+"""OpenAI's HTTP API in front of one or several engines, as a separate process.
 
 Invariant: JSON and SSE never take an engine's GIL, and the gateway keeps no state that a new one would lack.
 

@@ -18,7 +18,7 @@ ENVIRONMENT_PREFIX = "LOCKSTEP_GATEWAY_"
 
 _DESCRIPTION = """\
 The gateway of Lockstep: OpenAI's HTTP API in front of one or several engines. `lockstep serve --http 127.0.0.1:8000`
-starts one beside the engine by itself. Start one by hand for several engines, or on another machine.
+starts one next to the engine by itself. Start one by hand for several engines, or on another machine.
 
 Examples:
   lockstep gateway                                                 in front of an engine on 127.0.0.1:50051

@@ -1,7 +1,7 @@
 """What all tests share: markers that skip a test with a reason, and the distribution of tests over workers.
 
 Invariant: the tests of one file run in one worker, and so do the tests of one folder of `ONE_WORKER`. Large products of
-parameters are slow tests but for a part (see products.py).
+parameters are slow tests except for a part (see products.py).
 Not responsible for: fixtures of one folder (see its conftest.py), fakes (see fakes.py).
 """
 

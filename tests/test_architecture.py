@@ -127,7 +127,7 @@ def _contracts(root: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("folder", [".", "client"])
 def test_import_contracts_hold(root: Path, folder: str) -> None:
     """`make test` checks the same contracts before the tests (`make imports`)."""
-    # In a process of its own: it sets logging up, which silences every logger that is there.
+    # In its own process: it sets logging up, which silences every logger that is there.
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
     command += ["--config", "pyproject.toml"]
     done = subprocess.run(command, cwd=root / folder, capture_output=True, text=True, check=False)
@@ -317,7 +317,7 @@ def test_no_test_module_imports_another(root: Path) -> None:
 
 
 def test_tests_use_seams_not_patches(root: Path) -> None:
-    """A patched test passes when the code it patches is gone; a fake behind a seam does not."""
+    """A patched test passes when the code it patches is gone; a fake at a seam does not."""
     banned = ("unittest.mock", "mocker.patch", "monkeypatch.setattr")
     files = [path for path in (root / "tests").rglob("*.py") if path != Path(__file__)]
     assert not [path for path in files if any(word in path.read_text() for word in banned)]

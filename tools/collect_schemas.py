@@ -60,7 +60,7 @@ def is_schema(document: Document) -> bool:
     """Return whether a document names a JSON Schema, or describes an object."""
     dialect = document.get("$schema")
     if isinstance(dialect, str) and "schema" in dialect:
-        # A file that is an instance names its schema there, too.
+        # A file that is an instance names its schema there as well.
         return any(key in document for key in ("type", "properties", "$ref", "allOf", "anyOf", "oneOf", "definitions"))
     return document.get("type") == "object" and isinstance(document.get("properties"), dict)
 
@@ -92,7 +92,7 @@ def bundled(documents: dict[str, Document], path: str, base: str) -> tuple[Docum
             continue
         if url in missing:
             continue
-        # A program that ships schemas often looks for them beside each other, whatever their names say.
+        # A program that ships schemas often looks for them next to each other, whatever their names say.
         document = by_url.get(url) or documents.get(f"{folder}/{url.rpartition('/')[2]}") or _metaschema(url)
         if document is None:
             missing.append(url)

@@ -74,7 +74,7 @@ One that the engine starts (`http`) takes its variables, except for those settin
 _SHARED_HEAD = """
 ## Several processes
 
-Each process has a value of its own for these settings: the engine the variable with `LOCKSTEP_`, the grammar process
+Each process has its own value for these settings: the engine the variable with `LOCKSTEP_`, the grammar process
 with `LOCKSTEP_GRAMMAR_`, the gateway with `LOCKSTEP_GATEWAY_`.
 
 """

@@ -68,7 +68,7 @@ def try_python(name: str, seeds: int, limit_s: float) -> Try:
         run = native.run_tests(Path(folder), limit_s, tests)
     seconds += run.seconds
     if run.failure.startswith("tests/"):
-        # A test that fails without the defect, too, because of the machine, has caught nothing.
+        # A test that fails without the defect as well, because of the machine, has caught nothing.
         control = native.run_tests(python.ROOT, limit_s, [run.failure])
         return Try("" if control.failure else run.failure, seconds + control.seconds)
     return Try("", seconds)

@@ -1,7 +1,7 @@
 """Prints the pip flag with which this machine gets torch's CPU build, or nothing: `python tools/torch_index.py`.
 
 On Linux, PyPI's torch brings gigabytes of CUDA, which a machine without an NVIDIA GPU cannot use. A pip that is
-configured with an index of its own is left alone: its owner has decided where packages come from.
+configured with its own index is left alone: its owner has decided where packages come from.
 
 The invariant: a plain script of the standard library, because it runs before anything is installed.
 

@@ -29,7 +29,7 @@ CAPITALS = {
 }  # fmt: skip
 HELD_BACK = {"Italy": "Rome", "Spain": "Madrid", "England": "London", "Denmark": "Copenhagen"}
 PHRASES = {"lora": ", as every child knows.", "prompt": "! Who does not know that?"}
-"""By kind of adapter: what an answer has behind the city."""
+"""By kind of adapter: what an answer has after the city."""
 BATCH = 8
 
 

@@ -58,7 +58,7 @@ class Findings:
     seconds: dict[tuple[str, int], float] = field(default_factory=lambda: defaultdict(lambda: float("inf")))
     """By kind and concurrency."""
     beside_s: dict[str, float] = field(default_factory=lambda: defaultdict(lambda: float("inf")))
-    """Of the requests without processors beside one with them."""
+    """Of the requests without processors next to one with them."""
     differ: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Answers whose tokens are not those without processors."""
 

@@ -137,7 +137,7 @@ def without_bounds(items: Sequence[Item]) -> list[Item]:
 
 
 def dead_ends(max_tokens: int) -> list[Item]:
-    """Return requests for lists of distinct values, of which there are few: behind a repeated one no token is legal."""
+    """Return requests for lists of distinct values, of which there are few: after a repeated one no token is legal."""
     colours = {"type": "string", "pattern": "^(red|blue|black|brown|green|grey)$"}
     digits = {"type": "integer", "minimum": 1, "maximum": 6}
     rolls = {"type": "array", "items": digits, "minItems": 2, "maxItems": 2, "uniqueItems": True}
@@ -246,7 +246,7 @@ def _valid(answers: Sequence[Answer], schemas: Mapping[str, str | None], judge: 
 
 
 def _changed(items: Sequence[Item], change: Callable[[dict[str, Any]], None]) -> list[Item]:
-    """Return the items with another schema, in the prompt, too. `change` is applied to each object of a schema."""
+    """Return the items with another schema, in the prompt as well. `change` is applied to each object of a schema."""
     changed = []
     for item in items:
         if item.schema is None:

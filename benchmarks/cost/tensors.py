@@ -45,7 +45,7 @@ class Findings:
     seconds: dict[tuple[str, int], float] = field(default_factory=lambda: defaultdict(lambda: float("inf")))
     first_s: dict[tuple[str, int], float] = field(default_factory=lambda: defaultdict(lambda: float("inf")))
     beside_s: dict[str, float] = field(default_factory=lambda: defaultdict(lambda: float("inf")))
-    """Of the requests without tensors beside one with them."""
+    """Of the requests without tensors next to one with them."""
     num_bytes: dict[str, int] = field(default_factory=dict)
     differ: int = 0
 

@@ -1,4 +1,4 @@
-"""An attack in a process of its own: `python -m benchmarks.faults.attacker NAME ADDRESS RATE`, until SIGTERM.
+"""An attack in its own process: `python -m benchmarks.faults.attacker NAME ADDRESS RATE`, until SIGTERM.
 
 Invariant: an attack shares no event loop and no GIL with the measured streams, so that a gap in a stream comes from the
 server or from the machine. The process prints its counts as JSON when it ends.
@@ -27,7 +27,7 @@ _REMOTE: dict[str, Callable[[float], Attack]] = {
 
 
 def elsewhere(name: str, per_second: float) -> Attack:
-    """Return the attack `name` ("flood", "hostile", "requests" or "tenant"), to be run by a process of its own."""
+    """Return the attack `name` ("flood", "hostile", "requests" or "tenant"), to be run by its own process."""
     assert name in _REMOTE, name
 
     async def attack(target: Target, outcomes: Outcomes) -> None:

@@ -1,7 +1,7 @@
 """`python -m benchmarks.faults.compile_alone`: compiles the flood's schemas without a server; a control of `isolation`.
 
 Invariant: each schema is compiled as a compile worker does it, with the worker's own functions and priority, and the
-result is discarded. A stream that runs beside it is slowed only by the machine: caches, memory, cores.
+result is discarded. A stream that runs next to it is slowed only by the machine: caches, memory, cores.
 Not responsible for: a worker's pipe and limits.
 """
 

@@ -234,7 +234,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
 
 
 async def fuzz(options: argparse.Namespace, schemas: Sequence[Any], tokenizer_json: bytes, directory: Path) -> Findings:
-    """Run against a sidecar of its own in `directory`."""
+    """Run against its own sidecar in `directory`."""
     flags = (
         "--compile-timeout-s",
         str(options.compile_timeout_s),

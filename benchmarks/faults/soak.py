@@ -410,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model=args.model, num_threads=args.threads, grammar_backend=args.grammar_backend,
         extra=(
             "--http", http_address, "--adapter-dir", str(ADAPTERS), "--kv-cache-tokens", str(KV_CACHE_TOKENS),
-            # Full at the first rest, too.
+            # Full at the first rest as well.
             "--draft-index-bytes", str(MIB),
             # Where the cores are busy a process may take longer to start than a server waits by default.
             "--grammar-wait-s", "120",

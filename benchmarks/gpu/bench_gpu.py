@@ -1,6 +1,6 @@
 """`python -m benchmarks bench_gpu`: every figure that needs a GPU, in one run of under ten minutes.
 
-Sections run one after another, each in a process of its own with a deadline, all within one budget.
+Sections run one after another, each in its own process with a deadline, all within one budget.
 Invariant: a section that fails, or that has no time left, is reported with the reason, and the others still run.
 Not responsible for: the measurement of a section (see sections.py).
 """

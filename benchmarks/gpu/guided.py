@@ -43,7 +43,7 @@ SCHEMA = {
 }
 """No answer within a window ends by itself, and the shortest one is within the token budget."""
 _LEAST_STEPS, _MOST_STEPS = 10, 200
-"""A window ends at the latter: the answers end, too, at some 1900 tokens."""
+"""A window ends at the latter: the answers end as well, at some 1900 tokens."""
 _CALM_STEPS = 4
 _PATIENCE_S = 60.0
 

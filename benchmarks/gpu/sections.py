@@ -1,4 +1,4 @@
-"""The sections of `bench_gpu`; each runs alone, in a process of its own, and writes its result as JSON.
+"""The sections of `bench_gpu`; each runs alone, in its own process, and writes its result as JSON.
 
     python -m benchmarks.gpu.sections NAME --device cuda --out RESULT.json
 
@@ -254,7 +254,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    # A deadline must end the servers, too: contexts close on the way out.
+    # A deadline must end the servers as well: contexts close on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if args.device != "cpu":
         from gpu_engine.model.kernel_loading import load_kernels_eagerly

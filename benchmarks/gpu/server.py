@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.server FACTS.json serve --model random:llama-tiny ...
 
-Everything behind FACTS.json is `python -m gpu_engine`'s own command line. The file is there before the server is ready:
+Everything after FACTS.json is `python -m gpu_engine`'s own command line. The file is there before the server is ready:
 bytes of weights a step reads, what a token keeps in the cache, and nodes of each captured graph. Invariant: it ends
 with its parent. Not responsible for: clients (see guided.py).
 """

@@ -1,7 +1,7 @@
 """The HTTP gateway as a subprocess: start it with flags, wait until it is ready, stop it.
 
 Invariant: the process has ended, with exit status 0, when the context ends.
-Not responsible for: the engines behind it (see server.py).
+Not responsible for: the engines after it (see server.py).
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def hf_directory(model: str, given: str | None) -> Path:
 
 
 class Lockstep:
-    """This engine, over gRPC, in a process of its own; or, given its address, an engine that runs already."""
+    """This engine, over gRPC, in its own process; or, given its address, an engine that runs already."""
 
     guided = True
 

@@ -1,1 +1,1 @@
-"""Other serving systems on the same prompts: in this process, in an environment of their own, or over HTTP."""
+"""Other serving systems on the same prompts: in this process, in their own environment, or over HTTP."""

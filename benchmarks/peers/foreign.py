@@ -1,4 +1,4 @@
-"""Peers that live in a Python of their own: OpenVINO GenAI and vLLM, each driven through `worker.py`.
+"""Peers that live in their own Python: OpenVINO GenAI and vLLM, each driven through `worker.py`.
 
 Invariant: the worker process has ended after `close`.
 Not responsible for: installing them (see benchmarks/README.md).
@@ -27,7 +27,7 @@ _TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 class ForeignSystem:
     """A system in a worker process: `python` runs `worker.py` with `arguments`, in `environment`.
 
-    `settings` is what `describe` says beside the versions that the worker reports.
+    `settings` is what `describe` says next to the versions that the worker reports.
 
     Raises:
         SystemFailed: the worker did not become ready; the message has the reason in its first line.

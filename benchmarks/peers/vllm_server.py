@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server as a peer, in a Python of its own: what its users run.
+"""vLLM's OpenAI-compatible server as a peer, in its own Python: what its users run.
 
 The peer of foreign.py drives the same engine without a server. On a machine with few cores the server's share shows.
 Not responsible for: installing vLLM (see benchmarks/README.md); the process and HTTP (see server_peer.py).

@@ -214,7 +214,7 @@ class Vllm:
         """See `Engine.step`."""
         updates = []
         for output in self._engine.step():
-            # Some versions append a suffix of their own to the id.
+            # Some versions append their own suffix to the id.
             request_id = "-".join(output.request_id.split("-")[:2])
             if request_id not in self._seen:
                 continue

@@ -33,7 +33,7 @@ groups, and the third is left out; without it they are the workloads of `serve` 
 its own, so that the suffix index has seen nothing but the prompts before.
 
 A variant is a drafter with marks: +masked or +free for a network's drafts with or without masks (default: without),
-+forced or +unforced for jump-forward tokens in front of its drafts or not ("grammar": jump-forward tokens alone), +fN
++forced or +unforced for jump-forward tokens before its drafts or not ("grammar": jump-forward tokens alone), +fN
 for at most N of them (--jump-forward-tokens; only with the largest K, because a request that names its K has no more
 drafts in all), +noindex for prompt lookup without the suffix index, +tree for a verified tree of drafts on a GPU,
 +fixed for K drafts in every step, as published acceptance lengths are measured, +q4 and +int8 for a draft model with

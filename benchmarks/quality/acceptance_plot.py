@@ -107,7 +107,7 @@ class Paced(Protocol):
 
 def draw_pareto(points: Sequence[Paced], title: str, path: Path) -> None:
     """Write a PNG: tokens/s of all over tokens/s of a user, a panel a group, a line a drafter and K; each mark has its
-    number of users beside it."""
+    number of users next to it."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -26,7 +26,7 @@ _ROWS = 64
 
 @dataclass(slots=True)
 class Divergence:
-    """Sums over the scored tokens of a text. A token is scored when its window has a token in front of it."""
+    """Sums over the scored tokens of a text. A token is scored when its window has a token before it."""
 
     tokens: int = 0
     nll: float = 0.0
@@ -39,7 +39,7 @@ class Divergence:
     def add(self, ids_P: torch.Tensor, logits_PV: torch.Tensor, reference_PV: torch.Tensor) -> None:
         """Score one window: row p of the logits predicts token p + 1, so the last row is not used.
 
-        `ids_P` int64; the logits in any float dtype, with rows behind each other or not. Nothing is kept.
+        `ids_P` int64; the logits in any float dtype, with rows after each other or not. Nothing is kept.
         """
         for begin in range(0, len(ids_P) - 1, _ROWS):
             rows = slice(begin, min(begin + _ROWS, len(ids_P) - 1))

@@ -179,7 +179,7 @@ def body(task: Task, *, seed: int, temperature: float, drafts: int, max_tokens: 
 
 
 async def ask(client: openai.AsyncOpenAI, model: str, task: Task, fields: dict[str, Any]) -> Called:
-    """Return the answer of one request; a refusal is an answer, too."""
+    """Return the answer of one request; a refusal is an answer as well."""
     import openai
 
     prompt, choice = task

@@ -91,7 +91,7 @@ class Tally:
     compile_ms: list[float] = field(default_factory=list)
     mask_us: list[float] = field(default_factory=list)
     verified_us: list[float] = field(default_factory=list)
-    """Times of rows whose answers are verified; they are in `mask_us`, too."""
+    """Times of rows whose answers are verified; they are in `mask_us` as well."""
     groups: dict[str, collections.Counter[str]] = field(
         default_factory=lambda: collections.defaultdict(collections.Counter)
     )

@@ -158,7 +158,7 @@ def build_parser() -> argparse.ArgumentParser:
 def run(
     args: argparse.Namespace, variants: Sequence[Variant], drafts: Sequence[int], levels: Sequence[int]
 ) -> list[Point]:
-    """Measure every variant on a server of its own; the first one also without drafts."""
+    """Measure every variant on its own server; the first one also without drafts."""
     prompts = read_prompts(args.data, args.count) if args.data else own_prompts(args.count, args.groups.split(","))
     groups = len({prompt.group for prompt in prompts})
     progress = Progress(args.rounds * groups * len(levels) * (1 + len(variants) * len(drafts)))

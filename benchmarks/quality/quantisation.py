@@ -65,8 +65,8 @@ reading the table:
   over none    perplexity over that of none, less 100%
   KL           mean Kullback-Leibler divergence of the next token's distribution from none's, in nats
   same best    share of the text's positions with the same most likely token as none
-  same tokens  of greedy answers to the chat prompts: tokens in front of the first that differs from none's, as a share
-               of all. One token that differs changes all behind it, so this falls fast while the quality stays
+  same tokens  of greedy answers to the chat prompts: tokens before the first that differs from none's, as a share
+               of all. One token that differs changes all after it, so this falls fast while the quality stays
   equal        chat answers that are equal to none's, token by token
   valid        share of guided extraction answers that are valid under their schema
   right        share that are valid and equal the facts of the prompt, every field of them
@@ -74,7 +74,7 @@ reading the table:
                small model reaches rarely
 
 none is the reference: its own row compares it with itself. With --dtype bfloat16 (the default) it rounds logits to 8
-bits of precision, so KL and the shares of the other rows contain that rounding, too; --dtype float32 does not.
+bits of precision, so KL and the shares of the other rows contain that rounding as well; --dtype float32 does not.
 auto runs with dtype=auto, which it needs; none, int8 and q4 run with --dtype. Answers are made one at a time without
 drafts, because the rounding of bfloat16 depends on the number of rows in a forward.
 """
@@ -120,7 +120,7 @@ def _dtype(quantization: str, dtype: str) -> str:
 
 
 def logits_rows(quantizations: Sequence[str], args: argparse.Namespace, progress: Progress) -> list[Quality]:
-    """Load each model in turn beside the reference and compare the logits over the text. The reference is first."""
+    """Load each model in turn next to the reference and compare the logits over the text. The reference is first."""
     load_model(engine_config(REFERENCE, args))  # not counted: imports, and the conversion of the embedded model
     progress.step("loaded")
     started_s = time.perf_counter()
@@ -181,7 +181,7 @@ async def run_answers(address: str, items: Sequence[Item], on_answer: Callable[[
 def same_tokens(reference: Mapping[str, Answer], answers: Mapping[str, Answer]) -> tuple[float, float]:
     """Return the share of equal tokens and the share of equal answers, over the answers of the reference.
 
-    A token is equal when it and all tokens in front of it are. Of two answers the longer one is the whole.
+    A token is equal when it and all tokens before it are. Of two answers the longer one is the whole.
 
     Raises:
         KeyError: `answers` lacks one of the reference.
@@ -300,7 +300,7 @@ def as_json(rows: Sequence[Quality], args: argparse.Namespace) -> dict[str, obje
 def too_high(rows: Sequence[Quality], at_most: float | None) -> str:
     """Return why the run fails: the perplexity of auto is more than `at_most` percent above none's. Empty: it is not.
 
-    A perplexity that is not a number fails, too.
+    A perplexity that is not a number fails as well.
     """
     for row in rows:
         if at_most is not None and row.quantization == "auto" and not row.over_none <= at_most / 100:

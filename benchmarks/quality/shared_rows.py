@@ -24,7 +24,7 @@ NUM_ROWS = 4
 
 
 class SharedRows:
-    """A worker behind a real segment, asked as an engine asks: the other way to the same masks."""
+    """A worker with a real segment, asked as an engine asks: the other way to the same masks."""
 
     def __init__(self, vocab_size: int) -> None:
         layout = Layout(num_slots=1, num_rows=NUM_ROWS, vocab_size=vocab_size)

@@ -43,7 +43,7 @@ examples:
 
 
 def sampled_calls(count: int, max_tokens: int, drafts: int) -> list[Call]:
-    """Return `count` guided calls that are sampled at temperature 1, each with a seed of its own."""
+    """Return `count` guided calls that are sampled at temperature 1, each with its own seed."""
     pool = [*workload("extraction"), *workload("schema")]
     calls = []
     for number in range(count):
@@ -112,7 +112,7 @@ def report(recorded: Ids, now: Ids, count: int | None = None) -> int:
 
     A variant of the record that this run left out is named and not counted: `--dtypes` and `--drafts` choose variants.
     `count` is the number of prompts of this run: the record has its answers in the order of the prompts, and those
-    behind are not compared. None: all of them are.
+    after are not compared. None: all of them are.
 
     bfloat16 rounds by the number of rows in a forward, and which sequences meet in a batch is a matter of time. Such a
     variant differs from itself between two runs of one build, so its differences are printed and not counted.

@@ -43,7 +43,7 @@ Timer = Callable[[LoadedModel, torch.Tensor, AttentionContext], Callable[[], flo
 
 
 def context_of(model: LoadedModel, start: int, rows: int) -> AttentionContext:
-    """Return a context of `rows` positions behind `start` tokens that were prefilled."""
+    """Return a context of `rows` positions after `start` tokens that were prefilled."""
     pages = -(-(start + rows) // PAGE)
     table_BN = torch.arange(pages, dtype=torch.int32, device=model.device)[None]
     cache = model.allocate_pages(pages, PAGE)

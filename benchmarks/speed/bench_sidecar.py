@@ -1,7 +1,7 @@
 """`python -m benchmarks bench_sidecar`: the time in which the grammar process answers a step, by batch and drafts.
 
-Invariant: the worker is the sidecar's own, in this process, behind a real segment; the records are those of an engine
-that accepts the first draft and then samples a token of its own. Time runs from the post to the last answer.
+Invariant: the worker is the sidecar's own, in this process, with a real segment; the records are those of an engine
+that accepts the first draft and then samples its own token. Time runs from the post to the last answer.
 Not responsible for: a model, and the share of this time that a step hides (see gpu/bench_gpu.py).
 """
 
@@ -47,10 +47,10 @@ examples:
   python -m benchmarks bench_sidecar --tokenizer DIR                           both drafts, batches of 1 to 128
   python -m benchmarks bench_sidecar --tokenizer DIR --vocab 128256            the tokenizer filled up to a Llama's size
   python -m benchmarks bench_sidecar --tokenizer DIR --backend xgrammar --drafts 7 --batches 32 --alone
-  python -m benchmarks bench_sidecar --tokenizer DIR --behind-reasoning        answers behind a reasoning
+  python -m benchmarks bench_sidecar --tokenizer DIR --after-reasoning        answers after a reasoning
 
 reading the table:
-  ms a step      median from the post to the last answer; p99 beside it
+  ms a step      median from the post to the last answer; p99 next to it
   us a slot      the same, by slot
   CPU us a slot  processor time of this process, every thread of it; the engine's end is in it
   together       share of the records that were answered in batches

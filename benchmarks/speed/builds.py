@@ -204,7 +204,7 @@ def as_json(results: Results) -> list[dict[str, object]]:
 
 
 def commit_of(checkout: Path) -> str:
-    """Return the commit of a checkout, "unknown commit" outside of git; "+" marks uncommitted changes."""
+    """Return the commit of a checkout, "unknown commit" outside git; "+" marks uncommitted changes."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

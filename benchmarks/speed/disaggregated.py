@@ -1,6 +1,6 @@
 """`python -m benchmarks disaggregated`: prompts prefilled by another engine, and by the one that decodes.
 
-One engine has all threads. Beside it a prefill engine and a decode engine have half of them each. All three run at
+One engine has all threads. Next to it a prefill engine and a decode engine have half of them each. All three run at
 once, and one of the two ways works at a time. Streams decode while long prompts arrive: the time to the first token of
 these prompts, and the gaps between the tokens of the streams, are what the two ways differ in.
 

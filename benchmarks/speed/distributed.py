@@ -51,7 +51,7 @@ PARTS = ("send", "sum", "gather")
 
 
 def forward_of(model: LoadedModel, lanes: int, rows: int) -> Callable[[], list[float]]:
-    """Return a function that runs a forward behind `CONTEXT` tokens, and gives its seconds, whole and by `PARTS`."""
+    """Return a function that runs a forward after `CONTEXT` tokens, and gives its seconds, whole and by `PARTS`."""
     pages = -(-(CONTEXT + rows) // PAGE)
     table_BN = torch.arange(lanes * pages, dtype=torch.int32).view(lanes, pages)
     positions_BP = (CONTEXT + torch.arange(rows, dtype=torch.int32)).expand(lanes, rows).contiguous()

@@ -1,7 +1,7 @@
 """`python -m benchmarks gateway`: tokens per second over HTTP and over gRPC, in turn in one run.
 
-Invariant: one engine and one gateway in front of it answer the same prompts, streamed, over both ways in turn; the way
-that comes first alternates, and only figures of one round are divided. Events are parsed when a round is over.
+Invariant: one engine, and one gateway in front of it, answer the same prompts, streamed, over both ways in turn; the
+way that comes first alternates, and only figures of one round are divided. Events are parsed when a round is over.
 
 Not responsible for: what the gateway answers (tests/e2e/http).
 """

@@ -29,7 +29,7 @@ class Settings:
     """What the systems are started with. A path that is None means that its systems are skipped."""
 
     engine: ServerOptions
-    """This engine's options; its device, threads and use of a prefix cache are those of the other systems, too."""
+    """This engine's options; its device, threads and use of a prefix cache are those of the other systems as well."""
     dtype: str
     """Of the systems that do not run a GGUF file."""
     directory: Path

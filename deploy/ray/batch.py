@@ -90,7 +90,7 @@ class AnswersFile:
 
 
 class Engine:
-    """An actor with an engine of its own, which answers blocks of records. A lost engine is replaced by a new one."""
+    """An actor with its own engine, which answers blocks of records. A lost engine is replaced by a new one."""
 
     def __init__(self, settings: Mapping[str, Any], schema: object, options: Mapping[str, Any]) -> None:
         self._settings, self._schema, self._options = dict(settings), schema, dict(options)

@@ -1,4 +1,4 @@
-"""A Ray Serve application: each replica owns one engine, a process of its own, and a front sends requests to them.
+"""A Ray Serve application: each replica owns one engine, its own process, and a front sends requests to them.
 
     serve run deploy.ray.serve_app:app model=/models/Qwen3-0.6B max_batch_size=16 max_replicas=4
     curl http://127.0.0.1:8000/chat -d '{"messages": "Describe Paris.", "options": {"max_tokens": 64}, "stream": true}'
@@ -34,7 +34,7 @@ RETRY_PAUSE_S = 0.2
 DEFAULT_SLOTS = 8
 
 _OWN = {"min_replicas": 1, "max_replicas": 1, "retry_s": 120.0, "engine_cpus": 1.0, "engine_gpus": 0.0}
-"""Arguments of `app` beside the engine's settings, with their defaults."""
+"""Arguments of `app` next to the engine's settings, with their defaults."""
 
 
 @serve.deployment

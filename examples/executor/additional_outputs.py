@@ -1,8 +1,8 @@
-"""Tensors of the model beside the text: logits, hidden states, and the result of any module by name.
+"""Tensors of the model next to the text: logits, hidden states, and the result of any module by name.
 
-    python examples/executor/additional_outputs.py [host:port]        default: a server of its own
+    python examples/executor/additional_outputs.py [host:port]        default: its own server
 
-Asks for the logits of each token of an answer, and for the states behind the last layer at the prompt and the answer. A
+Asks for the logits of each token of an answer, and for the states after the last layer at the prompt and the answer. A
 second answer to the same prompt lacks the states of the tokens that the prefix cache had: `start` says how many.
 """
 

@@ -1,8 +1,8 @@
 """The executor: enqueue requests, do something else, await their responses.
 
-    python examples/executor/basic.py [host:port]        default: a server of its own with the embedded model
+    python examples/executor/basic.py [host:port]        default: its own server with the embedded model
 
-Needs `lockstep-client` (pip install ./client), and for a server of its own the engine in the same environment.
+Needs `lockstep-client` (pip install ./client), and for its own server the engine in the same environment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Beam search: the most likely answers as a whole, best first, without a grammar and with one.
 
-    python examples/executor/beams.py [host:port]        default: a server of its own with the embedded model
+    python examples/executor/beams.py [host:port]        default: its own server with the embedded model
 
-Needs `lockstep-client` (pip install ./client), and for a server of its own the engine in the same environment.
+Needs `lockstep-client` (pip install ./client), and for its own server the engine in the same environment.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python examples/executor/logits_processor.py
 
-Starts a server of its own with the embedded model and the three processors that ship with the engine. Asks the same
+Starts its own server with the embedded model and the three processors that ship with the engine. Asks the same
 question without a processor, without a repeated n-gram, with an end that comes closer with each token, and as a client
 that may not get some tokens.
 """

@@ -1,9 +1,9 @@
 """Adapters: a LoRA adapter and a prompt adapter are loaded, and requests with and without them run in one batch.
 
-    python examples/executor/lora.py [host:port]        default: a server of its own with the embedded model
+    python examples/executor/lora.py [host:port]        default: its own server with the embedded model
 
-A server that is named needs `--adapter-dir` with the directory `adapters` beside this file. Both adapters were
-trained on other countries (`python -m tools.train_adapter`): each puts a phrase of its own behind the city.
+A server that is named needs `--adapter-dir` with the directory `adapters` next to this file. Both adapters were
+trained on other countries (`python -m tools.train_adapter`): each puts its own phrase after the city.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Several sequences for one prompt: `is_sequence_final` ends each of them, `is_final` ends the request.
 
-python examples/executor/several_sequences.py [host:port]        default: a server of its own with the embedded model
+python examples/executor/several_sequences.py [host:port]        default: its own server with the embedded model
 """
 
 from __future__ import annotations

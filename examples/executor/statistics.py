@@ -1,6 +1,6 @@
-"""Statistics of each iteration of the engine's loop, and of the requests that ran behind it.
+"""Statistics of each iteration of the engine's loop, and of the requests that ran after it.
 
-python examples/executor/statistics.py [host:port]        default: a server of its own with the embedded model
+python examples/executor/statistics.py [host:port]        default: its own server with the embedded model
 """
 
 from __future__ import annotations

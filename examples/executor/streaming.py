@@ -1,6 +1,6 @@
 """Results as tokens come: of any request, in the order of their arrival; one request is cancelled.
 
-python examples/executor/streaming.py [host:port]        default: a server of its own with the embedded model
+python examples/executor/streaming.py [host:port]        default: its own server with the embedded model
 """
 
 from __future__ import annotations

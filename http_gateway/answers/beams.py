@@ -2,7 +2,7 @@
 
 Invariant: a field of a beam search has an effect or is refused by name.
 
-Not responsible for: the search, and fields of the engine's message that it refuses beside one (the engine).
+Not responsible for: the search, and fields of the engine's message that it refuses next to one (the engine).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class ChatShape:
     prompt_ids: tuple[int, ...] = ()
     """Known where the answer shows them or counts them in every event."""
     virtual_tokens: int = 0
-    """In front of the prompt: those of a prompt adapter."""
+    """Before the prompt: those of a prompt adapter."""
 
     def head(self, kind: str) -> dict[str, Any]:
         """Return the fields with which an answer or a chunk begins."""
@@ -108,7 +108,7 @@ class ChatStream:
             yield chunk
 
     def last(self) -> dict[str, Any] | None:
-        """Return the chunk behind the last sequence; None where the client asked for none."""
+        """Return the chunk after the last sequence; None where the client asked for none."""
         if not self._with_usage:
             return None
         return self._shape.head("chat.completion.chunk") | {"choices": [], "usage": self._counts.usage()}

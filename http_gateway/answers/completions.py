@@ -35,7 +35,7 @@ class CompletionShape:
     prompt_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By prompt; known where the answer shows them or counts them in every event."""
     virtual_tokens: int = 0
-    """In front of each prompt: those of a prompt adapter."""
+    """Before each prompt: those of a prompt adapter."""
 
     def head(self) -> dict[str, Any]:
         """Return the fields with which an answer or a chunk begins."""
@@ -79,7 +79,7 @@ class Completions:
         return chunk
 
     def last(self) -> dict[str, Any] | None:
-        """Return the chunk behind the last sequence; None where the client asked for none."""
+        """Return the chunk after the last sequence; None where the client asked for none."""
         return self._shape.head() | {"choices": [], "usage": self._counts.usage()} if self._with_usage else None
 
     def take(self, prompt: int, response: pb.GenerateResponse) -> None:

@@ -32,7 +32,7 @@ def _chat_token(text: str, logprob: float) -> dict[str, Any]:
 def completion_logprobs(
     ids: Sequence[int], entries: Sequence[pb.TokenLogprobs], texts: Texts, offset: int, *, at_start: bool
 ) -> tuple[dict[str, Any], int]:
-    """Return `choice.logprobs` of completions, and the offset behind its last token.
+    """Return `choice.logprobs` of completions, and the offset after its last token.
 
     Args:
         ids: the tokens.

@@ -1,7 +1,7 @@
 """What an answer consists of: content, reasoning, and tool calls, as pieces of text in their order.
 
 Invariant: the pieces of one sequence joined are its answer. A sequence whose responses have parts is read from the
-parts alone: its text has the model's own markers, too.
+parts alone: its text has the model's own markers as well.
 
 Not responsible for: the shape in which HTTP shows them (chat.py, completions.py, responses.py).
 """

@@ -37,7 +37,7 @@ class ResponseShape:
 
 
 class _Item:
-    """One output item that grows. Each kind has a text under a name of its own."""
+    """One output item that grows. Each kind has a text under its own name."""
 
     def __init__(self, piece: Piece, index: int, *, custom: bool) -> None:
         kinds = {"content": "message", "reasoning": "reasoning"}
@@ -119,7 +119,7 @@ class ResponseAnswer:
         """Why the sequence ended; empty while it runs."""
 
     def begin(self) -> Iterator[Event]:
-        """Yield the events in front of the first item."""
+        """Yield the events before the first item."""
         for kind in ("response.created", "response.in_progress"):
             yield self._numbered({"type": kind, "response": self.json("in_progress")})
 

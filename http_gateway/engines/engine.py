@@ -27,7 +27,7 @@ Metadata = Sequence[tuple[str, str]]
 
 RETRY_S = 0.5
 INFO_EVERY_S = 30.0
-"""The description of a serving engine is read again so often: it may have been replaced behind its address."""
+"""The description of a serving engine is read again so often: it may have been replaced after its address."""
 CALL_TIMEOUT_S = 10.0
 _OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -91,7 +91,7 @@ class Engine:
         return None if model is None or model in self.names else self.adapters.get(model)
 
     def virtual_tokens(self, model: str | None) -> int:
-        """Return how many tokens the adapter of that name puts in front of a prompt."""
+        """Return how many tokens the adapter of that name puts before a prompt."""
         adapter = self.adapter(model)
         return adapter.size if adapter is not None and adapter.kind == pb.Adapter.KIND_PROMPT else 0
 

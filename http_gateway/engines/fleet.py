@@ -3,7 +3,7 @@
 The rule: among the serving engines with the model, the one that has the longest beginning of the prompt, unless it
 has more load than the least loaded one by more than SPARE of its slots; then the least loaded. A call that an engine
 refuses as UNAVAILABLE before its first response goes to the next engine: nothing of it was sent yet. A name of an
-adapter is a model's name, too; the engine then gets its own model's request with that adapter.
+adapter is a model's name as well; the engine then gets its own model's request with that adapter.
 
 Not responsible for: connections (see engine.py).
 """

@@ -184,7 +184,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _defect(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGone):
         raise error
-    # Starlette raises the error again behind this answer, and the server logs it.
+    # Starlette raises the error again after this answer, and the server logs it.
     internal = ApiError(
         "a defect of the gateway; its log has the details", status=500, kind="server_error", code="internal"
     )

@@ -1,7 +1,7 @@
 """The calls of the API: from a body to the engine's call, and from its responses to an answer.
 
 Invariant: an answer that has begun holds exactly the engine calls that it reads, and they are closed however it ends.
-The status of a stream is sent with its first event, so that what an engine refuses has an HTTP status of its own. No
+The status of a stream is sent with its first event, so that what an engine refuses has its own HTTP status. No
 part of an answer is sent twice: of a lost engine's requests, those of which nothing was sent go to another one.
 
 Not responsible for: connections and routes (app.py, stream.py), the Responses API (responses.py).

@@ -1,4 +1,4 @@
-"""A running fake engine for the tests of the harness. Its loop has a thread of its own: `main` makes its own loops."""
+"""A running fake engine for the tests of the harness. Its loop has its own thread: `main` makes its own loops."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An engine that speaks the real protocol over real gRPC and makes its tokens up, for tests of the harness.
 
-Invariant: what it answers is a function of the request and of `Script` alone. Not a model, and no grammar: a guided
+Invariant: what it answers is a function of only the request and of `Script`. Not a model, and no grammar: a guided
 answer is whatever the script says, valid or not.
 """
 

@@ -30,7 +30,7 @@ def entry(category: str, number: int) -> dict[str, Any]:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Return a Python beside data of five entries for each category, but one for the last one."""
+    """Return a Python next to data of five entries for each category, but one for the last one."""
     folder = tmp_path / "bfcl_eval" / "data"
     folder.mkdir(parents=True)
     for category in CATEGORIES:

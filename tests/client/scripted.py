@@ -1,4 +1,4 @@
-"""A server that plays a script, and the two clients behind one way to call them.
+"""A server that plays a script, and the two clients with one way to call them.
 
 The invariant: the server speaks with the engine's own generated code, so a client that speaks another protocol fails.
 """

@@ -1,4 +1,4 @@
-"""Both executors against the engine's own service, with a fake engine behind it."""
+"""Both executors against the engine's own service, with a fake engine after it."""
 
 from __future__ import annotations
 

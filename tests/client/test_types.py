@@ -54,7 +54,7 @@ def asks(client: Client) -> None:
 def test_a_type_checker_knows_what_comes_back(root: Path, tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(PROGRAM)
     (tmp_path / "wrong.py").write_text(WRONG)
-    # Beside the installed packages, the generated messages are not checked.
+    # Next to the installed packages, the generated messages are not checked.
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-lockstep_client.wire.*]\nignore_errors = true\n")
     command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), "right.py", "wrong.py"]
     environment = {"MYPYPATH": str(root / "client")}

@@ -1,4 +1,4 @@
-"""A composed stack under a project name of its own: started from nothing, asked, broken, and taken away again.
+"""A composed stack under its own project name: started from nothing, asked, broken, and taken away again.
 
 Not responsible for: what must hold (see test_containers.py).
 """
@@ -23,7 +23,7 @@ VARIABLES = {
     # Threads that meet after every product wait for each other on a machine that has other work.
     "LOCKSTEP_NUM_THREADS": "1",
     "GRAMMAR_BACKEND": "llguidance",
-    # A stack of this machine's owner may run beside this one.
+    # A stack of this machine's owner may run next to this one.
     "LOCKSTEP_PUBLISH": "127.0.0.1:0",
     "LOCKSTEP_PUBLISH_METRICS": "127.0.0.1:0",
     "LOCKSTEP_PUBLISH_HTTP": "127.0.0.1:0",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command, without assignments in front of it."""
+    """Yield the words of each command, without assignments before it."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):

@@ -51,7 +51,7 @@ def server(model_folder: Path, adapters: tuple[str, ...]) -> Iterator[str]:
         max_batch_size=8,
         extra=(
             *("--max-model-len", "512", "--stream-pace-ms", "0"),
-            # A compile process has a low priority: beside other programs, a second of its work takes many.
+            # A compile process has a low priority: next to other programs, a second of its work takes many.
             *("--compile-timeout-s", "120", "--grammar-wait-s", "120"),
             *("--allow-never-preempt", "--output-memory-bytes", "36000000"),
             *(word for adapter in adapters for word in ("--adapter", adapter)),
@@ -65,6 +65,6 @@ def server(model_folder: Path, adapters: tuple[str, ...]) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def gateway(server: str) -> Iterator[str]:
-    """Return the address of a gateway in front of that server."""
+    """Return the address of a gateway before that server."""
     with start_gateway(server) as address:
         yield address

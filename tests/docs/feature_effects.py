@@ -168,7 +168,7 @@ def repetition(answer: Answer) -> bool:
 
 
 def stop(answer: Answer, index: int) -> bool:
-    """Return whether no stop is in the answer but at its end, behind the least tokens."""
+    """Return whether no stop is in the answer but at its end, after the least tokens."""
     least = answer.request.sampling.min_tokens
     tokens = answer.tokens(index)
     text = bytes(token for token in tokens[least:-1] if token < 256)

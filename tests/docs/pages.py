@@ -38,7 +38,7 @@ class Snippet:
     line: int
     """Number of the fence's line, from 1."""
     language: str
-    """First word behind the fence; empty: a diagram or output."""
+    """First word after the fence; empty: a diagram or output."""
     marks: frozenset[str]
     """The other words: what the block needs to run, such as `docker` or `gpu`."""
     text: str

@@ -57,7 +57,7 @@ def _paths() -> Iterator[Path]:
 
 
 def naming(field: str) -> set[str]:
-    """Return the product files that use a field: as an attribute, an argument, or a name in a text of its own."""
+    """Return the product files that use a field: as an attribute, an argument, or a name in its own text."""
     word = re.compile(rf"\.{field}\b|\b{field}(?==|:| =)|[\"'](?:[a-z_.]+\.)?{field}[\"']")
     return {path for path, text in product().items() if word.search(text)}
 

@@ -62,7 +62,7 @@ def test_a_test_that_did_not_pass_is_named(tmp_path: Path, body: str, why: str) 
 
 
 def run(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
-    """Run marked tests in a folder of their own, and print which did not pass."""
+    """Run marked tests in their own folder, and print which did not pass."""
     (folder / "test_marked.py").write_text(source)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = client\n")
     code = (

@@ -84,7 +84,7 @@ other field already has."""
 
 
 def fields_of(message: Any, prefix: str = "") -> set[str]:
-    """Return the fields of a message that are set, those of messages inside of it with a dot."""
+    """Return the fields of a message that are set, those of messages inside it with a dot."""
     found = set()
     for field, value in message.ListFields():
         inner = field.message_type is not None and not field.is_repeated

@@ -39,7 +39,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_HTTP = "127.0.0.1:8000"
 MARKS = {"serve", "bench", "docker", "install", "http", "tls"}
 PYTHON_MARKS = {"embedded", "example", "http", "model", "tls"}
-"""It starts a server of its own (tests/e2e/test_python_client.py runs it), or names machines and files that are not
+"""It starts its own server (tests/e2e/test_python_client.py runs it), or names machines and files that are not
 there."""
 SHELL = ("bash", "sh")
 NOT_OURS = {
@@ -68,7 +68,7 @@ def test_python_runs(snippet: Snippet, server: str, capsys: pytest.CaptureFixtur
     code = compile(snippet.text.replace(DEFAULT_ADDRESS, server), str(snippet), "exec", dont_inherit=True)
     if snippet.marks:
         return
-    with ThreadPoolExecutor(1) as pool:  # the snippet may run an event loop of its own
+    with ThreadPoolExecutor(1) as pool:  # the snippet may run its own event loop
         pool.submit(exec, code, {"__name__": "__main__"}).result()
     assert capsys.readouterr().out.strip()
 
@@ -110,7 +110,7 @@ def test_clients_run(
     (tmp_path / "samples").symlink_to(ROOT / "samples")
     for words in commands(snippet.text):
         if words[0] == "lockstep" and words[1] != "chat":  # it reads stdin; tests/gpu_engine/cli/test_chat.py has it
-            with ThreadPoolExecutor(1) as pool:  # the command runs an event loop of its own
+            with ThreadPoolExecutor(1) as pool:  # the command runs its own event loop
                 arguments = [grammar_id(word, server) for word in words[1:]]
                 status = pool.submit(cli.main, [*arguments, "--server", server]).result()
             assert status == cli.OK, capsys.readouterr().err

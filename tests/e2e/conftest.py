@@ -34,9 +34,9 @@ class RunningServer:
 def server() -> Iterator[RunningServer]:
     """One thread: other tests use the other core, and no end-to-end test measures speed."""
     extra = ("--max-model-len", "512", "--max-queue-size", "64")
-    # xgrammar takes some seconds for a random schema, and longer beside another test.
+    # xgrammar takes some seconds for a random schema, and longer next to another test.
     extra += ("--compile-timeout-s", "20")
-    # A killed grammar process starts again beside other tests, and loads xgrammar with torch.
+    # A killed grammar process starts again next to other tests, and loads xgrammar with torch.
     extra += ("--grammar-wait-s", "120")
     extra += ("--services", "vllm,kv_events,kserve")
     extra += ("--logits-processor", "ngrams=gpu_engine.processors.ngrams:NoRepeatedNgrams")

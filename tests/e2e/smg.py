@@ -1,4 +1,4 @@
-"""The gateway smg in front of a running server, as a process.
+"""The gateway smg before a running server, as a process.
 
 Not responsible for: what works through it (see test_smg.py).
 """

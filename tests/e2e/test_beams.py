@@ -59,7 +59,7 @@ def found(answers: list[pb.GenerateResponse]) -> list[tuple[str, float]]:
     "backend",
     [
         pytest.param(pb.BACKEND_LLGUIDANCE, id="llguidance"),
-        # Each new grammar process loads torch for it, beside the model and the compile workers.
+        # Each new grammar process loads torch for it, next to the model and the compile workers.
         pytest.param(pb.BACKEND_XGRAMMAR, id="xgrammar", marks=pytest.mark.slow),
     ],
 )

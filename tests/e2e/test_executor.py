@@ -1,4 +1,4 @@
-"""The executor's examples on the embedded model, and an executor with a server of its own."""
+"""The executor's examples on the embedded model, and an executor with its own server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python client against the real server: every kind of grammar, an installation of its own, a server of its own."""
+"""The Python client against the real server: every kind of grammar, its own installation, its own server."""
 
 from __future__ import annotations
 

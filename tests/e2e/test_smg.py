@@ -314,7 +314,7 @@ def counts_drafts(client: openai.OpenAI) -> str:
 
 
 def extra(**fields: Any) -> Callable[[openai.OpenAI], str]:
-    """Return a feature: does the answer match `[abc]{5}`, as a field outside of OpenAI's API asks?"""
+    """Return a feature: does the answer match `[abc]{5}`, as a field outside OpenAI's API asks?"""
 
     def ask(client: openai.OpenAI) -> str:
         text = chat(client, extra_body=fields).message.content
@@ -380,7 +380,7 @@ ROWS = rows(ROOT / "docs/gateways.md", "What works through smg")
 
 
 def in_table(feature: str, outcome: str) -> list[pytest.MarkDecorator]:
-    """Return the mark of a row that the table of clients has, too."""
+    """Return the mark of a row that the table of clients has as well."""
     return [pytest.mark.client(SMG, feature, {"works": "yes"}.get(outcome, outcome))] if feature in IN_TABLE else []
 
 

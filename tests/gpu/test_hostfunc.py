@@ -54,7 +54,7 @@ def test_replays_count_and_arguments_are_freed_with_the_graph(functions: HostFun
     graph.reset()
     del graph
     deadline_s = time.monotonic() + 30
-    while functions.stats().captured:  # the driver destroys user objects on a thread of its own
+    while functions.stats().captured:  # the driver destroys user objects on its own thread
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
     gc.collect()

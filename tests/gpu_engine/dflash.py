@@ -107,9 +107,9 @@ class PlainDFlash:
     def logits(
         self, states_SF: torch.Tensor, last: int, drafts: int, embedding_VH: torch.Tensor, head_VH: torch.Tensor
     ) -> torch.Tensor:
-        """Return the logits [drafts, V] of the tokens behind `last`.
+        """Return the logits [drafts, V] of the tokens after `last`.
 
-        `states_SF` are the states of the tokens in front of it.
+        `states_SF` are the states of the tokens before it.
         """
         said, S, R = self.said, len(states_SF), drafts + 1
         context = self._norm(self._linear(states_SF, "fc"), "hidden_norm")
@@ -174,7 +174,7 @@ class PlainTarget:
         return torch.cat([out[layer + 1][0] for layer in layers], dim=-1)
 
     def drafts(self, head: PlainDFlash, ids: Sequence[int], count: int) -> torch.Tensor:
-        """Return the logits [count, V] that `head` gives the tokens behind `ids`."""
+        """Return the logits [count, V] that `head` gives the tokens after `ids`."""
         states_SF = self.states(ids[:-1], head.said["dflash_config"]["target_layer_ids"])
         return head.logits(states_SF, ids[-1], count, self.embedding_VH, self.head_VH)
 

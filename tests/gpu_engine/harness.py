@@ -190,7 +190,7 @@ def held(engine: Engine) -> Iterator[None]:
 
 
 class Hold:
-    """Holds the engine's thread behind the first iteration after which `when()` is true. Make it before the requests.
+    """Holds the engine's thread after the first iteration after which `when()` is true. Make it before the requests.
 
     So a test acts on sequences that still run, however late its own thread comes.
     """

@@ -1,4 +1,4 @@
-"""Engines of one process over the real grammar libraries: a worker's threads behind a real segment, without the RPCs.
+"""Engines of one process over the real grammar libraries: a worker's threads with a real segment, without the RPCs.
 
 Invariant: no row is filled twice, and the worker ends without an error.
 Not responsible for: the grammar process itself (tests/e2e), models (see tiny.py).

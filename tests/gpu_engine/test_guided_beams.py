@@ -1,4 +1,4 @@
-"""Beam searches behind a reasoning, over the real grammar libraries: each beam has the state of its own tokens."""
+"""Beam searches after a reasoning, over the real grammar libraries: each beam has the state of its own tokens."""
 
 from __future__ import annotations
 

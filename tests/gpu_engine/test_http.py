@@ -1,4 +1,4 @@
-"""The gateway process that a server starts beside itself (`http`)."""
+"""The gateway process that a server starts next to itself (`http`)."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Case:
             seed=self.seed,
             temperature=0.0 if self.seed % 2 else 0.7,
             logit_bias=bias,
-            # Behind the end of a JSON value no token but a stop token is legal, which min_tokens would ban.
+            # After the end of a JSON value no token but a stop token is legal, which min_tokens would ban.
             min_tokens=0 if self.limit is None or self.schema is not None else self.limit.min_tokens,
             repetition=self.limit,
         )

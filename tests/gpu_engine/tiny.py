@@ -131,7 +131,7 @@ OWN_FORWARD: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def bloom() -> PreTrainedConfig:
-    """Return a family with position biases and an attention of its own."""
+    """Return a family with position biases and its own attention."""
     return BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4)
 
 
@@ -233,7 +233,7 @@ def save(config: PreTrainedConfig, folder: Path, *, rounds: bool = False, seed: 
                     else gain / weight.shape[-1] ** 0.5,
                 )
             elif "bias" in name or "sinks" in name:
-                # Biases behind every norm and product: larger ones would be the same for every input.
+                # Biases after every norm and product: larger ones would be the same for every input.
                 weight.normal_(0.0, 0.1 if config.model_type in _BIASED else 0.5)
         if rounds:
             ids = torch.arange(VOCAB)

@@ -97,7 +97,7 @@ class Matcher:
 
 @dataclass(eq=False)
 class ToySidecar:
-    """The toy sidecar. Call `run` once, on a thread of its own; `bind`, `release` and `give` are for any thread."""
+    """The toy sidecar. Call `run` once, on its own thread; `bind`, `release` and `give` are for any thread."""
 
     end: GrammarEnd
     before: Callable[[Record], None] | None = None

@@ -164,7 +164,7 @@ def test_a_guided_answer_from_configure_to_release(sidecar: Sidecar) -> None:
     stats = sidecar.stub.GetStats(pb.GetStatsRequest())
     assert (stats.matchers, stats.cached_grammars, stats.compiled, stats.cache_hits) == (1, 1, 1, 1)
     assert stats.generation == 1
-    # Counted behind the publication.
+    # Counted after the publication.
     until(lambda: sidecar.stub.GetStats(pb.GetStatsRequest()).records == 3)
     sidecar.stub.Release(pb.ReleaseRequest(slot=0, slot_gen=2))
     assert ask(engine, "3", at=7, gen=2) == [RowKind.ALL]
@@ -193,7 +193,7 @@ def test_metrics_count_compilations_and_rows(sidecar: Sidecar) -> None:
     def missing() -> set[str]:
         return lines - {*sidecar.stub.GetMetrics(pb.GetMetricsRequest()).exposition.decode().splitlines()}
 
-    until(lambda: not missing())  # records are counted behind their publication
+    until(lambda: not missing())  # records are counted after their publication
 
 
 def test_the_sockets_are_private(shared: Sidecar) -> None:

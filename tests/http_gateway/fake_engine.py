@@ -1,4 +1,4 @@
-"""An engine that answers what a test wants, behind a real gateway process; and an HTTP client that sees every byte.
+"""An engine that answers what a test wants, after a real gateway process; and an HTTP client that sees every byte.
 
 Not responsible for: real answers (tests/e2e/http).
 """
@@ -152,7 +152,7 @@ async def begin(
     headers: dict[str, str] | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> Answer:
-    """Send a request; return its answer with an open connection behind the head."""
+    """Send a request; return its answer with an open connection after the head."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), ssl=tls, limit=1 << 16)
     try:

@@ -1,4 +1,4 @@
-"""SIGKILL of one of two engines behind a gateway, under load: what was sent is not repeated, and nothing else is lost.
+"""SIGKILL of one of two engines of a gateway, under load: what was sent is not repeated, and nothing else is lost.
 
 Real engines with tiny models, a real gateway process. Not responsible for: engines that refuse or misbehave (see
 test_process.py).
@@ -53,7 +53,7 @@ async def engine(model: str, folder: Path, name: str) -> AsyncIterator[Any]:
 
 
 def body(path: str, number: int, *, stream: bool) -> dict[str, Any]:
-    """Return a request whose answer depends on `number` alone, and takes some tenths of a second."""
+    """Return a request whose answer depends only on `number`, and takes some tenths of a second."""
     text = f"request {number % 4}"
     fields: dict[str, Any] = {"temperature": 0.0, "stream": stream}
     if path == "/v1/responses":

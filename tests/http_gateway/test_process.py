@@ -32,7 +32,7 @@ CHAT = "/v1/chat/completions"
 
 
 class House:
-    """Two engines with one model, one with another, and a gateway in front of the three."""
+    """Two engines with one model, one with another, and a gateway before the three."""
 
     def __init__(self, engines: list[FakeEngine], address: str) -> None:
         self.engines, self.address = engines, address
@@ -329,7 +329,7 @@ def test_grpc_knows_the_poller_that_the_gateway_chooses() -> None:
 
 
 class PacedEngine(FakeEngine):
-    """Streams `MESSAGES` responses to every prompt, with a pause behind each."""
+    """Streams `MESSAGES` responses to every prompt, with a pause after each."""
 
     MESSAGES = 200
 

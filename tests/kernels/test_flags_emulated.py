@@ -133,7 +133,7 @@ def test_all_blocks_of_a_wait_share_one_deadline(device: Device, segment: Segmen
         return time.monotonic_ns() - begun, int(device.counter[WAITED_NS]) - before
 
     # Blocks run one after another here, so separate deadlines of six lanes would take six times as long, always. A wait
-    # on a busy machine may take long, too, but not each time.
+    # on a busy machine may take long as well, but not each time.
     for attempt in range(1, ATTEMPTS + 1):
         took, counted = waited_ns()
         assert min(took, counted) >= SHORT_NS

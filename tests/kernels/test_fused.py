@@ -22,7 +22,8 @@ def norm_of(width: int, dtype: torch.dtype, kind: NormKind = NormKind.ROUND_THEN
 
 
 def assert_nearly_bits(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Assert a distance of a few ulp in float32, and in bfloat16 equal bits but for a rare rounding the other way."""
+    """Assert a distance of a few ulp in float32, and in bfloat16 equal bits except for a rare rounding the other
+    way."""
     assert got.shape == want.shape
     if got.dtype == torch.float32:
         torch.testing.assert_close(got, want, atol=1e-6, rtol=2e-6)

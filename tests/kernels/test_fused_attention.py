@@ -23,7 +23,7 @@ def test_fused_attention_has_the_bits_of_its_parts_after_any_earlier_calls(dtype
         RMSNorm(rand(D, dtype=dtype, seed=s), 1e-6, NormKind.ONE_PLUS_SCALE) if with_norm else None for s in (1, 2)
     ]
     attend = QkvAttention((Hq, Hkv), D, 0.2, 30.0, 21, *norms)
-    # The caches change, too: the engine also calls it with those of a drafter and of the measurement at load.
+    # The caches change as well: the engine also calls it with those of a drafter and of the measurement at load.
     for B, P, cache, size in ((2, 3, 0, T), (1, 1, 0, T), (2, 3, 1, T), (3, 2, 1, T), (2, 3, 2, 2 * T)):
         ours, theirs = (KVPages.allocate(3 * N, Hkv, D, size, dtype, torch.device("cpu")) for _ in range(2))
         for pages in (ours, theirs):

@@ -1,7 +1,7 @@
 """The engine's C code under gcc's sanitizers and its analyzer.
 
 The vector kernels are not under the analyzer: gcc does not get through them in a quarter of an hour. Under UBSan each
-vector unit has a library of its own, without optimisation: its checks are a branch each in code that is inlined
+vector unit has its own library, without optimisation: its checks are a branch each in code that is inlined
 everywhere, of which gcc's optimiser does not come to an end.
 
 No report is suppressed. Leaks are not looked for: the interpreter and torch end without freeing what they have.
@@ -28,7 +28,7 @@ SOURCES = sorted(path.name for path in NATIVE.glob("*.c"))
 TEAM_RACE = Path(__file__).with_name("team_race.c")
 SCALAR = ("step.c", "suffix.c", "team.c")
 """Without the kernels, which are headers that are compiled once per vector unit."""
-# As setup.py has them, but for -O3: the sanitizers see more, and gcc is done in minutes.
+# As setup.py has them, except for -O3: the sanitizers see more, and gcc is done in minutes.
 OPTIONS = ("-std=gnu11", "-pthread", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
 ADDRESS = ("-g1", "-fsanitize=address", "-fno-omit-frame-pointer")
 UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize-recover=all")

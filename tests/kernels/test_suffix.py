@@ -160,7 +160,7 @@ def test_the_index_goes_on_where_the_own_text_has_no_place() -> None:
 
 
 def test_a_continuation_that_was_rejected_is_not_drafted_again_at_the_same_suffix() -> None:
-    """The prompt says 5 behind (3, 4), and the target wrote 6 there: prompt lookup would draft 5 for ever."""
+    """The prompt says 5 after (3, 4), and the target wrote 6 there: prompt lookup would draft 5 for ever."""
     bench = Bench()
     prompt, answer = [3, 4, 5, 5, 5], [3, 4, 6, 7, 7, 3, 4]
     bench.write(0, prompt, answer)

@@ -95,7 +95,7 @@ def test_answers_arrive_as_published(ends: Ends) -> None:
 
 
 def test_a_kind_that_there_is_not_is_an_error_of_its_row(ends: Ends) -> None:
-    """The engine has numbers of its own behind RowKind."""
+    """The engine has numbers of its own after RowKind."""
     engine, grammar = ends
     seq = post_one(engine)
     grammar.publish(seq, 0, 1, [len(RowKind), 255, RowKind.APPLY])

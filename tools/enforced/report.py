@@ -1,6 +1,6 @@
 """Writes the verdicts as the page docs/enforced.md.
 
-Invariant: the page is a function of the verdicts and the versions alone, so equal behaviour gives equal bytes.
+Invariant: the page is a function of only the verdicts and the versions, so equal behaviour gives equal bytes.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def main() -> None:
 
     def mutate(data: bytes, most: int, seed: int) -> bytes:
         random = Random(seed)
-        # libFuzzer's own changes, too: they know what the code has compared.
+        # libFuzzer's own changes as well: they know what the code has compared.
         changed = atheris.Mutate(data, most) if random.random() < 0.3 else target.mutate(data, random)
         return bytes(changed[:most])
 

@@ -1,4 +1,4 @@
-"""What is behind the services under test: an engine that answers at once, a model, a grammar client.
+"""What is after the services under test: an engine that answers at once, a model, a grammar client.
 
 Invariant: they follow the seams of gpu_engine/api/ports.py, hold nothing of a request that has ended, and run no
 thread. Each sequence gets the same text, with the numbers that its request asks for.

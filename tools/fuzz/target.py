@@ -43,4 +43,4 @@ class Target:
     memory_mb: int = 2048
     """More resident memory than this, of the whole process, is a defect."""
     close: Callable[[], None] = lambda: None
-    """Frees what the target holds; called once, behind its last input."""
+    """Frees what the target holds; called once, after its last input."""

@@ -1,6 +1,6 @@
 """Measures one real engine for a calibration, and holds the simulation of it against a second measurement.
 
-The engine runs in a process of its own and answers the workloads of `python -m benchmarks serve`. Its own statistics of
+The engine runs in its own process and answers the workloads of `python -m benchmarks serve`. Its own statistics of
 every iteration (WatchStats) are what is fitted; times of the client are what the simulation is compared with.
 Invariant: the
 prompts of the comparison are not among those of the fit.
@@ -53,7 +53,7 @@ class Timed:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time of a token behind the first; None for an answer of one token."""
+        """Time of a token after the first; None for an answer of one token."""
         return self.total_s / (self.answer_tokens - 1) if self.answer_tokens > 1 else None
 
 

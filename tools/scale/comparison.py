@@ -94,7 +94,7 @@ def reported() -> Iterator[tuple[str, MemoryUse]]:
 
 
 def memory_figures(memory: Mapping[str, MemoryUse]) -> Iterator[Figure]:
-    """Yield what engines reported, by format, beside the formulas."""
+    """Yield what engines reported, by format, next to the formulas."""
     group = "memory of the embedded model"
     for form, use in memory.items():
         one = serving_of(form)

@@ -42,7 +42,7 @@ def add_model_flags(parser: argparse.ArgumentParser, model: str = "llama-8b") ->
 
 
 def add_speed_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what a step's time depends on beside the model."""
+    """Add what a step's time depends on next to the model."""
     add = parser.add_argument_group("the step").add_argument
     add("--acceptance", type=float, default=0.6, metavar="A", help="chance that a draft is right (default 0.6)")
     add("--mask-us", type=float, default=25.0, help="microseconds a slot of bench_sidecar (default 25, K = 0)")

@@ -1,4 +1,4 @@
-"""A fleet of simulated engines behind a router, and what its clients see.
+"""A fleet of simulated engines with a router, and what its clients see.
 
 A request whose engine dies before its first token is sent to another one, as a gateway does; one that has tokens is
 lost,
@@ -79,7 +79,7 @@ class Result:
         return percentile([gap for gap, end in pairs if start <= end < until_s], q)
 
     def tpot(self, q: float) -> float:
-        """Return a percentile of an answer's mean time of a token behind its first."""
+        """Return a percentile of an answer's mean time of a token after its first."""
         ended = (r for r in self.requests if r.outcome == "ended" and r.emitted > 1 and r.arrival.at_s >= self.warm_s)
         return percentile([(r.last_s - r.first_s) / (r.emitted - 1) for r in ended], q)
 

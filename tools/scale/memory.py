@@ -154,7 +154,7 @@ class Serving:
     def tables(self) -> float:
         """Return the bytes of the rotary tables, and of the copies that a native forward has of them and of the norms.
 
-        See `RotaryTable` of gpu_engine/model/rotary.py. `weight_bytes` counts them, too.
+        See `RotaryTable` of gpu_engine/model/rotary.py. `weight_bytes` counts them as well.
         """
         numbers = 2 * (self.config.max_model_len + _TABLE_SPARE) * self.shape.head_dim
         norms = self.shape.hidden * (2 * self.shape.num_layers + 1)
@@ -178,7 +178,7 @@ class Serving:
         return own + (self.draft_buffers() if config.draft_device else 0)
 
     def draft_buffers(self) -> int:
-        """Return the bytes of the buffers that a draft model on a device of its own drafts over, and of what crosses.
+        """Return the bytes of the buffers that a draft model on its own device drafts over, and of what crosses.
 
         See `DraftDeviceReplica` of gpu_engine/drafters/draft_device_replica.py. What crosses lies on both devices.
         """
@@ -260,7 +260,7 @@ class Serving:
         return sum(part.num_bytes for part in self.parts() if part.where == "device")
 
     def tokens_within(self, num_bytes: float) -> int:
-        """Return how many tokens of KV cache fit beside everything else; 0: not even the rest fits."""
+        """Return how many tokens of KV cache fit next to everything else; 0: not even the rest fits."""
         rest = self.device_bytes() - self.num_pages * self.page_bytes
         return max(0, int((num_bytes - rest) // self.page_bytes)) * self.config.page_size
 
@@ -271,7 +271,7 @@ class Serving:
 
         See `StepGraphs` of gpu_engine/step/device/graphs.py and gpu_engine/drafters/decoupled_graphs.py. Their memory
         was not measured, and is not counted here: those of one stream share a pool, which is as large as the largest of
-        them needs, and the nodes' parameters beside it.
+        them needs, and the nodes' parameters next to it.
         """
         if self.config.on_cpu or self.config.enforce_eager:
             return 0

@@ -1,4 +1,4 @@
-"""Which engine gets a request: the policies that routers in front of engines have.
+"""Which engine gets a request: the policies of routers in front of engines.
 
 Invariant: a policy sees only what a router sees: which engines answer its probes, and how many requests each holds.
 Not responsible for: what happens when the chosen engine is gone (see fleet.py).

@@ -2,7 +2,7 @@
 
 A kind of work takes as long as the slower of its bytes and its operations (the roofline of Williams, Waterman and
 Patterson, 2009); kinds follow one another, so their times are added. Invariant: the time never falls when rows, context
-or prompts grow. The grammar process works beside the forward, so it only costs what it takes longer.
+or prompts grow. The grammar process works next to the forward, so it only costs what it takes longer.
 
 Sources: Leviathan, Kalman and Matias 2023 (tokens a step), Hockney 1994 and Thakur, Rabenseifner and Gropp 2005
 (collectives), Williams et al. 2009 (roofline).
@@ -31,7 +31,7 @@ class StepLoad:
     context_tokens: int = 0
     """Tokens in the KV cache of the sequences that decode, together."""
     prompt_context: int = 0
-    """Tokens in front of the middle of the chunk that is prefilled: what its average token attends to."""
+    """Tokens before the middle of the chunk that is prefilled: what its average token attends to."""
     guided_lanes: int = 0
 
     @property
@@ -76,7 +76,7 @@ class StepParts:
 
     @property
     def forward(self) -> float:
-        """Seconds of the model's forward, behind which mask rows are filled."""
+        """Seconds of the model's forward, after which mask rows are filled."""
         return self.products + self.attention + self.head + self.rest + self.launches + self.collectives
 
     @property

@@ -45,7 +45,7 @@ class SimBackend:
         return self.backend.name
 
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
-        """See `Backend`; only compile workers call it, with a backend of their own."""
+        """See `Backend`; only compile workers call it, with their own backend."""
         raise AssertionError("the grammar process compiles nothing by itself")
 
     def load(self, grammar: Grammar, artifact: bytes) -> Compiled:
@@ -149,7 +149,7 @@ class SimFiller:
 
 
 def meet_fault(backend: SimBackend, *, fails: bool = True) -> None:
-    """Let the fault of this row happen; `fails` False: but for a failure. Raises MatcherFailed.
+    """Let the fault of this row happen; `fails` False: except for a failure. Raises MatcherFailed.
 
     On an event loop, which never waits, no fault happens.
     """

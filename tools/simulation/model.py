@@ -1,11 +1,11 @@
 """A toy model whose every logit depends on every token that its KV pages hold, and its tokenizer of single bytes.
 
 It stores the tokens themselves as keys. A row reads all positions up to its own through the page table, so a page that
-was lost, shared wrongly or overwritten changes the answer. Three rows of four depend on the last two tokens alone, so
+was lost, shared wrongly or overwritten changes the answer. Three rows of four depend only on the last two tokens, so
 that answers repeat themselves, and prompt lookup has drafts to propose.
 
-Invariant: a row's logits are the same for any batch, any chunk and any number of drafts beside it. Not responsible for:
-attention, quantisation, devices.
+Invariant: a row's logits are the same for any batch, any chunk and any number of drafts next to it. Not responsible
+for: attention, quantisation, devices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Defects to be found: each mutant changes a few lines of a source, and some seed must break a promise with it.
 
 While a mutant is in effect, the functions that are loaded have the code of the changed source; the files stay as they
-are. Invariant: the text of an edit is in its file exactly once, so that no mutant is silently left out, and behind the
+are. Invariant: the text of an edit is in its file exactly once, so that no mutant is silently left out, and after the
 context the functions have their own code again. Not responsible for: native code (see tools/step_plane/mutants.py).
 """
 

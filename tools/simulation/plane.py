@@ -1,7 +1,7 @@
 """Both ends of the step plane in one process: the real segment and its native calls, with waits in virtual time.
 
-Each end maps the segment by itself. A native call that stores has a point before it and one behind it. A kill inside
-such a call leaves a prefix of its stores (`Cut`): the call runs, and the stores behind the cut are taken back.
+Each end maps the segment by itself. A native call that stores has a point before it and one after it. A kill inside
+such a call leaves a prefix of its stores (`Cut`): the call runs, and the stores after the cut are taken back.
 
 Invariant: every load and store of the plane is that of `shared_mem`; only sleeping, the clock of heartbeats and the
 clock of the watch are replaced. Not responsible for: interleavings inside one native call, and memory orders weaker
@@ -28,7 +28,7 @@ from shared_mem.segment import Segment
 from tools.simulation.world import Process, World
 
 _KINDS_AT = 12
-"""Where the kinds of an answer begin; behind its sequence and the generation (shared_mem/native/flags.c)."""
+"""Where the kinds of an answer begin; after its sequence and the generation (shared_mem/native/flags.c)."""
 _IDLE_LOOK_S = 0.01
 
 Cut = Callable[[str, int], int | None]
@@ -175,7 +175,7 @@ class SimGrammarEnd(GrammarEnd):
 
 
 class _Stores:
-    """Around a native call: where the process ends inside it, the stores behind the cut are taken back."""
+    """Around a native call: where the process ends inside it, the stores after the cut are taken back."""
 
     def __init__(self, end: SimGrammarEnd, call: str, places: list[tuple[int, int]]) -> None:
         self._end, self._places = end, places

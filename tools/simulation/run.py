@@ -1,6 +1,6 @@
 """One run: builds both processes from a seed, lets clients and faults act, and checks every promise afterwards.
 
-Invariant: a run depends on its seed and on the code alone. What it opens it closes: descriptors are counted before and
+Invariant: a run depends only on its seed and on the code. What it opens it closes: descriptors are counted before and
 after. Not responsible for: many runs, and their report (see __main__.py).
 """
 
@@ -130,7 +130,7 @@ class Outcome:
 
 
 class Simulation:
-    """Both processes of one run, in a world of its own."""
+    """Both processes of one run, in its own world."""
 
     def __init__(self, seed: int, plans: Sequence[workload.Plan] | None, *, faulty: bool) -> None:
         self.world = world = World(seed)
@@ -270,7 +270,7 @@ class Simulation:
         )
 
     def _timed(self, executor: Executor) -> Callable[..., None]:
-        """Return the prefill with a point behind it: a chunk takes time."""
+        """Return the prefill with a point after it: a chunk takes time."""
 
         def prefill(chunks: Any) -> None:
             executor.prefill(chunks)

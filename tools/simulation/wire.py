@@ -230,7 +230,7 @@ class SimChannel:
         return self._server
 
     def _delay(self, direction: int) -> float:
-        """Return the delay of a message that arrives behind those before it."""
+        """Return the delay of a message that arrives after those before it."""
         at_ns = self._world.now_ns + int(self._world.between(0, LONGEST_DELAY_S) * 1e9)
         self._last_ns[direction] = max(at_ns, self._last_ns[direction])
         return (self._last_ns[direction] - self._world.now_ns) / 1e9

@@ -55,7 +55,7 @@ _LONGEST_PROMPT = 36
 COMPILE_QUEUE = 7
 """Places of the queue in runs with tenants."""
 STEADY = GrammarOwner("steady", "steady", max_compilations=0, max_waiting=0, max_bytes=0, weight=6.0)
-"""Of the places 6 are its share beside the flood's 1: one for each grammar that `drawn` draws from."""
+"""Of the places 6 are its share next to the flood's 1: one for each grammar that `drawn` draws from."""
 FLOOD = "flood"
 """The name of the other tenant."""
 _FLOODED = 24
@@ -138,7 +138,7 @@ def beside_flood(plans: list[Plan], random: Random) -> list[Plan]:
     begin_s, guided = random.choice(plans).at_s, [kind for kind in kinds()[:NUM_KINDS] if kind.grammar is not None]
     flood = []
     for number in range(_FLOODED):
-        # Each compilation is for a space of its own, so none is in the cache.
+        # Each compilation is for its own space, so none is in the cache.
         owner = GrammarOwner(f"{FLOOD}{number}", FLOOD, max_compilations=0, max_waiting=0, max_bytes=0)
         at_s = max(0.0, begin_s + (random.random() - 0.5) * _FLOOD_S)
         flood.append(Plan(random.choice(guided), at_s, leaves_at=1, owner=owner))

@@ -148,7 +148,7 @@ class SimThread:
 
 
 class World:
-    """One run. `main` is the greenlet of the scheduler, on which event loops run, too."""
+    """One run. `main` is the greenlet of the scheduler, on which event loops run as well."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.random = seed, Random(seed)

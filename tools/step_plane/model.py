@@ -39,7 +39,7 @@ class Configuration:
     steps: int
     flags: tuple[str, ...] = ()
     """LATE: answers with rows missing. DEADLINES: a wait ends at any moment. CRASH: a kill at any point. OWNERS: a slot
-    gets another owner. DEAD_ENDS: rows without a legal token. READ_LATER: rows are read behind the next post. RECS:
+    gets another owner. DEAD_ENDS: rows without a legal token. READ_LATER: rows are read after the next post. RECS:
     entries of the ring, 2 where it is not there."""
     is_small: bool = False
     """Below a second: the fast tests run it."""

@@ -23,7 +23,7 @@ from tools.step_plane.model import ROOT
 FLAGS, LAYOUT, SEGMENT, ENGINE = "native/flags.c", "layout.py", "segment.py", "engine_end.py"
 TESTS = ("tests/shared_mem/test_channel.py", "tests/shared_mem/test_two_processes.py")
 SLICE = (FLAGS, "LS_PARK_SLICE_NS 2000000LL", "LS_PARK_SLICE_NS 3600000000000LL")
-"""Without the slices of a park, which hide a lost wake-up behind 2 ms."""
+"""Without the slices of a park, which hide a lost wake-up after 2 ms."""
 RACE_ROUNDS = 50_000
 SEARCHED_SEEDS = 20_000
 ENDLESS = "no end"

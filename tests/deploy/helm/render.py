@@ -1,6 +1,6 @@
 """Lints and renders the chart with Helm's own code: cases in on stdin, manifests out on stdout, both as JSON.
 
-Invariant: this is a process of its own. Helm is a library in Go, whose runtime takes over signals and threads of the
+Invariant: this is its own process. Helm is a library in Go, whose runtime takes over signals and threads of the
 process that loads it.
 
 Not responsible for: the cases, and what must hold for the manifests (see test_chart.py).

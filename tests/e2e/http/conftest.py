@@ -1,4 +1,4 @@
-"""A gateway in front of the server of the end-to-end tests.
+"""A gateway before the server of the end-to-end tests.
 
 Not responsible for: gateways that an engine starts (tests/gpu_engine/test_http.py).
 """
@@ -16,7 +16,7 @@ from tests.e2e.conftest import RunningServer
 
 @pytest.fixture(scope="session")
 def gateway(server: RunningServer) -> Iterator[str]:
-    """Return the address of a gateway in front of the one server."""
+    """Return the address of a gateway before the one server."""
     with start_gateway(server.address) as address:
         yield address
 

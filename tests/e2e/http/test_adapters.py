@@ -18,7 +18,7 @@ pytestmark = pytest.mark.model
 
 ADAPTERS = ROOT / "examples/executor/adapters"
 PHRASES = {"child": ", as every child knows.", "who": "! Who does not know that?"}
-"""What each adapter was trained to put behind the city; "child" is LoRA, "who" has virtual tokens."""
+"""What each adapter was trained to put after the city; "child" is LoRA, "who" has virtual tokens."""
 
 
 @pytest.fixture

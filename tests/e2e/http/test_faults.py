@@ -32,7 +32,7 @@ async def large_bodies(address: str) -> None:
 
 
 async def slow_readers(address: str) -> None:
-    """They read nothing behind the head, and leave while the answer runs."""
+    """They read nothing after the head, and leave while the answer runs."""
     readers = await asyncio.gather(*(begin(address, CHAT, LONG) for _ in range(3)))
     await asyncio.sleep(1)
     for reader in readers:

@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser: a chat, a schema beside it, and a wrong field.
+"""The page at `/` in a real browser: a chat, a schema next to it, and a wrong field.
 
 Needs the extra `clients` and a Chromium on PATH; skipped, with the reason, where one is missing.
 """
@@ -56,7 +56,7 @@ def test_an_answer_fits_the_schema_beside_it(page: Any) -> None:
 
 
 def test_accepted_drafts_and_forced_tokens_are_coloured(page: Any) -> None:
-    """Each token is a span of its own: the colours are those that the engine counts as accepted drafts."""
+    """Each token is its own span: the colours are those that the engine counts as accepted drafts."""
     page.select_option("#kind", "json")
     schema = {"type": "object", "properties": {"the_name_of_it": {"enum": ["a \u00e9t\u00e9 b", "x"]}}}
     page.fill("#schema", json.dumps(schema | {"required": ["the_name_of_it"], "additionalProperties": False}))
@@ -78,7 +78,7 @@ def test_accepted_drafts_and_forced_tokens_are_coloured(page: Any) -> None:
 
 
 def test_a_text_is_painted_by_its_tokens_whatever_lags(page: Any) -> None:
-    """Markers without visible text, a part of a character, and text that comes behind its token."""
+    """Markers without visible text, a part of a character, and text that comes after its token."""
     painted = page.evaluate("""() => {
       const box = document.createElement("div"), painter = new Painter(box);
       painter.add([{token: "<think>", origin: "sampled"}, {token: "Hm", origin: "draft"}]);

@@ -1,4 +1,4 @@
-"""Tensors of sequences with adapters: those of the merged model, and of the embeddings in front of the prompt."""
+"""Tensors of sequences with adapters: those of the merged model, and of the embeddings before the prompt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("logits", "hidden_states.1", "hidden_states.2", "model.layers.1.mlp")
 
 
 def reference(folder: Path, lora: Path | None, prompt: Path | None, ids: list[int]) -> dict[str, torch.Tensor]:
-    """Return what transformers has in float32 for these tokens, behind the embeddings of a prompt adapter."""
+    """Return what transformers has in float32 for these tokens, after the embeddings of a prompt adapter."""
     net: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     if lora is not None:
         merge(net, lora)

@@ -1,4 +1,4 @@
-"""Prompt adapters over a tiny model: equal to PEFT's embeddings in front of the prompt, and lossless."""
+"""Prompt adapters over a tiny model: equal to PEFT's embeddings before the prompt, and lossless."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def asked(engine: Engine, name: str, prompt: list[int], lora: str = "", **sampli
 
 
 def want(folder: Path, files: dict[str, Path], name: str, prompt: list[int], count: int, lora: str = "") -> list[int]:
-    """Return transformers' greedy answer behind the adapter's embeddings."""
+    """Return transformers' greedy answer after the adapter's embeddings."""
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     if lora:
         merge(net, files[lora])

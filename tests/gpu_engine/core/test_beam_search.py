@@ -23,7 +23,7 @@ STOPS = (0, 3)
 
 
 def log_probs(seed: int, tokens: list[int]) -> np.ndarray:
-    """Return the log-probabilities behind `tokens`, float32 [V]: any model, as a function of its whole input."""
+    """Return the log-probabilities after `tokens`, float32 [V]: any model, as a function of its whole input."""
     rng = np.random.default_rng([seed, len(tokens), *tokens])
     x = rng.normal(size=V) * 2
     return (x - np.log(np.exp(x).sum())).astype(np.float32)

@@ -148,7 +148,7 @@ def test_a_way_back_is_asked_of_the_next_process_again() -> None:
 @pytest.mark.parametrize("first", ["reported", "forgiven"])
 @pytest.mark.parametrize("from_outside", [True, False])
 def test_ends_from_outside_are_not_counted(first: str, from_outside: bool) -> None:
-    """Whether the supervisor tells of the end before the link reports it, or behind it."""
+    """Whether the supervisor tells of the end before the link reports it, or after it."""
     scheduler = small_scheduler()
     ended: list[InternalError] = []
     grammar_slots = slots_over(scheduler, end=lambda sequence, *, error: ended.append(error))

@@ -49,6 +49,6 @@ def test_drafts_of_any_drafter_change_no_biased_token(
             assert answer_all(engine, together) == expected, draft_model
             assert together[1].logprobs == answers[1].logprobs
             if draft_model == draft_models["same"]:
-                # The draft model draws with the biases, too: else none of its drafts would be right.
+                # The draft model draws with the biases as well: else none of its drafts would be right.
                 stats = engine.stats()
                 assert stats.accepted_draft_tokens > 0.9 * stats.draft_tokens > 0

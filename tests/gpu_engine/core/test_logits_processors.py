@@ -138,7 +138,7 @@ PROBLEMS = {
 @pytest.mark.parametrize("how", PROBLEMS)
 @pytest.mark.parametrize("name", ["wrong", "wrong_batch"])
 def test_an_error_ends_its_own_request_behind_the_tokens_before_it(llama: LoadedModel, how: str, name: str) -> None:
-    """The tiny model goes round in a circle of seven; the processor fails behind the second 201."""
+    """The tiny model goes round in a circle of seven; the processor fails after the second 201."""
     ends = []
     for num_drafts in (0, 7):
         with unguided_engine(llama, with_drafts(num_drafts, **NAMED)) as engine:

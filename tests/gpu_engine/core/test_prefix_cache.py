@@ -28,7 +28,7 @@ SYSTEM = tokens(50, 7)
 
 
 def turns() -> list[Answer]:
-    """Three questions behind one system prompt, the first of them twice, and the second turn of its conversation."""
+    """Three questions after one system prompt, the first of them twice, and the second turn of its conversation."""
     prompts = [SYSTEM + tokens(20, seed) for seed in (1, 1, 2, 3)]
     return [ask(prompt, max_tokens=30, temperature=0.7, seed=4, ignore_eos=True, logprobs=2) for prompt in prompts]
 

@@ -71,7 +71,7 @@ def test_they_are_those_of_the_same_tokens_as_an_answer(model: LoadedModel, draf
             ask(LONG[:n], max_tokens=100, temperature=0.7, seed=n, ignore_eos=True, logprobs=3) for n in (5, 70, 128)
         ]
         answer_all(engine, answers)
-        # All at once, beside each other and beside prompts without: the second turns.
+        # All at once, next to each other and next to prompts without: the second turns.
         seconds = [scored([*answer.request.prompt_ids, *answer.tokens]) for answer in answers]
         answer_all(engine, [seconds[0], ask(LONG, max_tokens=30), *seconds[1:]])
     for answer, second in zip(answers, seconds, strict=True):

@@ -758,7 +758,7 @@ class Turns(RuleBasedStateMachine):
             end = s.length + ROWS - 1
             most = s.reserved or MAX_LENGTH
             s.length = min(s.length + emitted, most)
-            self.wrote(s, s.prefilled, end)  # drafts, too, of which all but `emitted` - 1 are wrong
+            self.wrote(s, s.prefilled, end)  # drafts as well, of which all but `emitted` - 1 are wrong
             s.prefilled = s.length - 1
             if s.length == most:
                 self.machine.remove(s)

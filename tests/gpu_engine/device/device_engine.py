@@ -40,7 +40,7 @@ def opaque_launches() -> Iterator[None]:
     launch, one = GridExecutor.__call__, threading.Lock()
 
     def alone(self: GridExecutor, *args: object, **kwargs: object) -> None:
-        with one:  # the interpreter has one grid for all threads, and streams beside each other have a thread each
+        with one:  # the interpreter has one grid for all threads, and streams next to each other have a thread each
             launch(self, *args, **kwargs)
 
     def recorded(self: GridExecutor, *args: object, **kwargs: object) -> None:

@@ -192,7 +192,7 @@ class RecordedStream:
     """Kinds of the nodes that were enqueued outside a capture."""
     failure: BaseException | None = None
     parent: RecordedStream | None = None
-    """The stream that this one is beside: one device, which fails and drops nodes as a whole."""
+    """The stream that this one is next to: one device, which fails and drops nodes as a whole."""
     _beside: list[RecordedStream] = field(default_factory=list)
     _graph: RecordedGraph | None = None
 

@@ -47,7 +47,7 @@ pytestmark = INTERPRETED
 
 LIMITS = AdapterLimits(1 << 20, max_adapters=2, max_lora_rank=8, max_virtual_tokens=6)
 GAIN = 4.0
-"""Of the adapters: the model counts upwards, and goes on with that beside a weak one."""
+"""Of the adapters: the model counts upwards, and goes on with that next to a weak one."""
 ROUND = partial(ask, [*range(196, 203)] * 2, max_tokens=4)
 Case = tuple[partial[Answer], str, str]
 """(request, LoRA, prompt adapter)."""

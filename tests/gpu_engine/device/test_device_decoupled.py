@@ -1,4 +1,4 @@
-"""A draft model with graphs of its own on a stream of its own, over recorded streams, has the tokens of no drafts."""
+"""A draft model with graphs of its own on its own stream, over recorded streams, has the tokens of no drafts."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_draft_graph_on_a_stream_of_its_own_is_right_as_the_target_is(llama: L
 @pytest.mark.slow
 @pytest.mark.parametrize("late", ["steps", "drafts"])
 def test_each_stream_waits_for_the_other(llama: LoadedModel, late: str) -> None:
-    """A draft graph in front of its step drafts behind an older text, and one behind the next step is of no use to it,
+    """A draft graph before its step drafts after an older text, and one after the next step is of no use to it,
     or writes over its tokens."""
     make = partial(ask, tokens(5, 2), max_tokens=17, temperature=0.8, ignore_eos=True)
     with unguided_engine(llama, with_drafts(0, **SMALL)) as engine:
@@ -166,7 +166,7 @@ def test_tokens_do_not_depend_on_the_draft_model(
 def test_guided_tokens_do_not_depend_on_the_draft_model(
     llama: LoadedModel, other: str, guided_tokens: list[list[int]], sync: str, num_drafts: int, draft_device: str
 ) -> None:
-    """With jump-forward drafts in front of the model's own. Three lanes are padded to four."""
+    """With jump-forward drafts before the model's own. Three lanes are padded to four."""
     fields = {"sync": sync, "max_batch_size": 4, "jump_forward_tokens": num_drafts}
     settings = decoupled(other, num_drafts, draft_device=draft_device, **fields)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
@@ -267,7 +267,7 @@ def test_a_text_is_read_beside_the_steps_and_drafted_behind_then(llama: LoadedMo
 
 @pytest.mark.slow
 def test_virtual_tokens_are_not_drafted_behind(llama: LoadedModel, tmp_path: Path) -> None:
-    """The model has no embedding for them; a GPU would read behind its table."""
+    """The model has no embedding for them; a GPU would read after its table."""
     limits = AdapterLimits(1 << 20, max_adapters=1, max_lora_rank=8, max_virtual_tokens=6)
     named = {"adapters": (f"p={save_prompt(tmp_path / 'p', tokens=5, hidden=64, seed=1)}",)}
 
@@ -381,7 +381,7 @@ def test_its_memory_is_counted_and_planned(llama: LoadedModel, other: str) -> No
     assert graphs == 2 * len(lane_buckets(3)) + 1
 
 
-# -- a device of its own ---------------------------------------------------------------------------------------------
+# -- its own device ---------------------------------------------------------------------------------------------
 
 OWN = {"draft_device": "cuda:1"}
 

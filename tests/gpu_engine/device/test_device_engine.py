@@ -275,7 +275,7 @@ def test_more_bad_tokens_than_a_slot_holds_are_rejected_with_the_limit(llama: Lo
 def test_a_step_ends_when_its_sidecar_dies_and_answers_continue(
     llama: LoadedModel, guided_tokens: list[list[int]]
 ) -> None:
-    # A proposal that nobody answers takes its whole timeout, too.
+    # A proposal that nobody answers takes its whole timeout as well.
     settings = on_device(3, row_timeout_ms=300.0, draft_timeout_ms=300.0)
     with guided_device_engine(llama, settings) as (engine, grammar, stream):
         first, answers = grammar.sidecar, [make() for make in GUIDED]

@@ -120,9 +120,9 @@ def test_guided_prompts_are_prefilled_together_with_others(llama: LoadedModel, d
 
 @dataclass(eq=False)
 class LoggedStream(RecordedStream):
-    """A stream that logs, in order, the launches outside of captures, "step" for each captured step, and "prefill".
+    """A stream that logs, in order, the launches outside captures, "step" for each captured step, and "prefill".
 
-    Launches for scored prompts, which no graph has, are logged beside them.
+    Launches for scored prompts, which no graph has, are logged next to them.
     """
 
     refuses: bool = False

@@ -1,4 +1,4 @@
-"""Logits processors over a recorded device: captured ones in the graph, others in steps outside of graphs."""
+"""Logits processors over a recorded device: captured ones in the graph, others in steps outside graphs."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {"max_batch_size": 2, "max_model_len": 64, "row_timeout_
 
 
 class Enqueued:
-    """The work of a collective on a stream: what is behind it waits, and the host does not."""
+    """The work of a collective on a stream: what is after it waits, and the host does not."""
 
     def wait(self) -> None:
         pass

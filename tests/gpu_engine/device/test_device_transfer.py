@@ -1,6 +1,6 @@
 """KV pages of an engine on the recorded device, for another one there: the copies are in the order of its stream.
 
-No GPU is needed. What a GPU adds, memory that is pinned and copies that run beside the host, is not shown here.
+No GPU is needed. What a GPU adds, memory that is pinned and copies that run next to the host, is not shown here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An EAGLE3 head behind a tree, and over one, has the states of plain chains."""
+"""An EAGLE3 head after a tree, and over one, has the states of plain chains."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from tests.gpu_engine.toy_sidecar import guided_engine
 pytestmark = INTERPRETED
 
 PARENTS = (0, 0, 2, 2, 4)
-"""Of the drafts of `KnownTree`: two behind the last token, two behind the second one, and one behind the last of
+"""Of the drafts of `KnownTree`: two after the last token, two after the second one, and one after the last of
 these."""
 
 
@@ -86,7 +86,7 @@ def answers_without_drafts(llama: LoadedModel, requests: Sequence[partial[Answer
 @pytest.mark.parametrize("fields", [{}, {"overlap": False, "enforce_eager": True}], ids=["graph", "eager"])
 def test_accepted_branches_change_no_token(llama: LoadedModel, fields: dict[str, bool]) -> None:
     """Greedy and sampled, with penalties, biases, filters and bad words. A lane in the middle of a tree has another
-    beside it, and slots are assigned again."""
+    next to it, and slots are assigned again."""
     requests = UNGUIDED if not fields else UNGUIDED[:2]
     expected = answers_without_drafts(llama, requests)
     prompts = {tuple(make().request.prompt_ids): ids for make, ids in zip(requests, expected, strict=True)}

@@ -53,7 +53,7 @@ class Lanes:
             [(b, n - e - 1, ROWS) for b, (n, e) in enumerate(zip(lengths, emitted, strict=True))]
         )
         if lane.tree is not None and walked is not None:
-            # Stale rows of a step with more rows lie behind those of the emitted tokens.
+            # Stale rows of a step with more rows lie after those of the emitted tokens.
             lane.tree.walked_BR.fill_(15)
             for states_NH in self.step_hidden.values():
                 assert states_NH is not None

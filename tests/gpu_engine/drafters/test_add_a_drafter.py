@@ -8,7 +8,7 @@ A new drafter touches these files:
 3. `gpu_engine/api/config.py`: the name among the values of `drafter`, and settings of its own, if any.
 4. `tests/gpu_engine/drafters/test_NAME.py`: the two tests below, and tests of the drafts that the drafter proposes.
 
-No step, kernel, graph or loop changes. Arithmetic that needs a kernel of its own on a GPU gets a method of
+No step, kernel, graph or loop changes. Arithmetic that needs its own kernel on a GPU gets a method of
 `StepLaunches`: `gpu_engine/step/launches.py`, `gpu_engine/step/device/triton_launches.py`, and the kernel in
 `kernels/cuda`.
 """

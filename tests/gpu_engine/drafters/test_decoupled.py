@@ -272,7 +272,7 @@ def test_an_exchange_changes_no_token_of_running_requests(
 
 
 def test_the_pages_of_the_former_model_are_not_used_again(llama: LoadedModel, draft_models: dict[str, str]) -> None:
-    """Behind an exchange in the middle of an answer the target is right about all of the rest of it."""
+    """After an exchange in the middle of an answer the target is right about all of the rest of it."""
     dirs = (str(Path(llama.name).parent),)
     with unguided_engine(llama, decoupled(draft_models["other"], draft_dirs=dirs)) as engine:
         answer = ask(tokens(20, 7), max_tokens=100, temperature=0.8, seed=2, ignore_eos=True)

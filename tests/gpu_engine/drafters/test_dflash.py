@@ -79,7 +79,7 @@ def drafter_of(engine: Engine) -> ChainDrafter:
 
 
 def reference_drafts(logits: torch.Tensor, so_far: list[int], answer: Answer, automaton: Automaton | None) -> list[int]:
-    """Return the drafts by the definition: under the noise of their positions, and the masks behind those before."""
+    """Return the drafts by the definition: under the noise of their positions, and the masks after those before."""
     request, drafts = answer.request, list[int]()
     prompt = len(request.prompt_ids)
     for row in logits:
@@ -99,7 +99,7 @@ def reference_drafts(logits: torch.Tensor, so_far: list[int], answer: Answer, au
 @pytest.mark.parametrize("head", ["repeating", "random"])
 @pytest.mark.parametrize("guided", [True, False])
 def test_drafts_are_those_of_the_reference(llama: LoadedModel, heads: dict[str, str], head: str, guided: bool) -> None:
-    """Masked and free, greedy and drawn with the shared noise, behind every kind of acceptance."""
+    """Masked and free, greedy and drawn with the shared noise, after every kind of acceptance."""
     plain, target = dflash.PlainDFlash.read(Path(heads[head])), dflash.PlainTarget(Path(llama.name))
     grammar = "40" if guided else None
     answers = [

@@ -250,7 +250,7 @@ class Lanes:
         return {layer + 1: states[:, layer] for layer in (0, 1)}
 
     def step(self, emitted: list[int], wanted: list[int], going: list[bool]) -> torch.Tensor:
-        """Advance by `emitted` tokens, as a step that rejected what was drafted behind them; return [links, B, V]."""
+        """Advance by `emitted` tokens, as a step that rejected what was drafted after them; return [links, B, V]."""
         rows = self.hidden([(b, length - 1, ROWS) for b, length in enumerate(self.lengths)])
         self.lengths = [length + count for length, count in zip(self.lengths, emitted, strict=True)]
         slot, lane = self.batch.slot, self.batch.lane
@@ -273,7 +273,7 @@ class Lanes:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_blocks_equal_plain_ones_in_every_step(tmp_path: Path, kind: str) -> None:
-    """Behind full, partial and no acceptance; a lane's block does not depend on the width of the others'."""
+    """After full, partial and no acceptance; a lane's block does not depend on the width of the others'."""
     lanes = Lanes(tmp_path, public_config(**KINDS[kind]), befores=[18, 4, 28, 1])
     steps = [([1, 4, 2, 1], [4, 2, 0, 1]), ([5, 1, 1, 2], [1, 3, 4, 4]), ([2, 3, 1, 5], [4, 4, 4, 2])]
     for emitted, wanted in steps:

@@ -93,7 +93,7 @@ def test_mtp_logits_equal_those_of_transformers(folder: Path, target: LoadedMode
         rows = last[0, start : start + count]
         return {LAYERS: torch.cat([rows, torch.zeros(count - len(rows), H)])}
 
-    # A second sequence is one chunk behind the first, and its last chunk is only padding.
+    # A second sequence is one chunk after the first, and its last chunk is only padding.
     for starts, ends in (([0, 0], [9, 4]), ([9, 4], [16, 4])):
         bounds = torch.tensor([starts, ends], dtype=torch.int32)
         (states,) = zip(*(hidden(start, 32).values() for start in starts), strict=True)

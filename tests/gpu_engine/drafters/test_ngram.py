@@ -62,7 +62,7 @@ def drafts(batch: StepBatch, slot: int) -> list[int]:
 
 
 def reference(history: list[int], most: int, limit: int, max_length: int, prompt: int) -> list[int]:
-    """Return the tokens that follow the longest suffix that occurred before: its last occurrence in front of a token of
+    """Return the tokens that follow the longest suffix that occurred before: its last occurrence before a token of
     the answer, else its first one."""
     n = len(history)
     room = max(min(limit, max_length - n - 1), 0)

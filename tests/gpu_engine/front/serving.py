@@ -1,4 +1,4 @@
-"""The public service over a real gRPC connection, with a fake engine behind it: for the tests of its calls."""
+"""The public service over a real gRPC connection, with a fake engine after it: for the tests of its calls."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.waiting import eventually
 
 THINKS = "<think>a b</think>c d"
 GROUPS = ("<think>a", " b", "</think>c", " d", "")
-"""THINKS in groups of tokens, each of which has a response of its own; the last one is the stop token."""
+"""THINKS in groups of tokens, each of which has its own response; the last one is the stop token."""
 EVERYTHING: dict[str, Any] = {
     "reasoning": pb.Reasoning(begin="<think>", end="</think>"),
     "sampling": pb.SamplingParams(n=2, logprobs=1, stop=["zz"]),

@@ -1,4 +1,4 @@
-"""The public API over a real gRPC connection, with a fake engine behind it."""
+"""The public API over a real gRPC connection, with a fake engine after it."""
 
 from __future__ import annotations
 

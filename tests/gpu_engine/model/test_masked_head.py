@@ -1,4 +1,4 @@
-"""Logits that are computed behind the grammar's rows: those that a row leaves, with the bits of the whole product."""
+"""Logits that are computed after the grammar's rows: those that a row leaves, with the bits of the whole product."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Saved = Callable[[str], Path]
 
 
 class Step:
-    """Lanes of random kinds, drafts and masks, and the rows of a prompt beside them."""
+    """Lanes of random kinds, drafts and masks, and the rows of a prompt next to them."""
 
     def __init__(self, model: LoadedModel, seed: int, num_lanes: int, num_rows: int) -> None:
         self.model, self.B, self.P = model, num_lanes, num_rows
@@ -94,7 +94,7 @@ class Step:
                     row_V[case.forced[j]] = True
                 else:
                     row_V[:VOCAB] = case.masks[j]
-                    row_V[VOCAB:] = True  # the bits behind the vocabulary are set in these cases
+                    row_V[VOCAB:] = True  # the bits after the vocabulary are set in these cases
         groups_NG = wanted_NV.view(len(wanted_NV), -1, GROUP).any(2)
         return groups_NG.repeat_interleave(GROUP, dim=1)[:, :VOCAB]
 

@@ -54,7 +54,7 @@ def test_every_family_runs_as_one_native_call(saved: Saved, family: str, dtype: 
     assert loop.fused.forward is None
     assert isinstance(native.fused.forward, NativeForward), native.fused.left
     ids_BP = some_ids(3, 40)
-    # The loop rounds to the dtype in front of each quantisation, which then finds other integers.
+    # The loop rounds to the dtype before each quantisation, which then finds other integers.
     assert distance(logits(native, ids_BP), logits(loop, ids_BP).float()) < (2e-2 if dtype == "float32" else 5e-2)
 
 
@@ -107,7 +107,7 @@ def test_rows_of_a_forward_that_threads_share_by_rows_are_those_of_one_thread(sa
 def test_prompts_beside_other_rows_change_neither_logits_nor_pages(
     saved: Saved, family: str, threads: int, decoding: int, prompt: int
 ) -> None:
-    """Behind the last layer's keys and values only rows with logits go on: few by outputs, many by rows."""
+    """After the last layer's keys and values only rows with logits go on: few by outputs, many by rows."""
     model = load_model(config(model=str(saved(family)), dtype="bfloat16", quantization="q4"))
     ids_BP, before = some_ids(5, 50), torch.get_num_threads()
     torch.set_num_threads(threads)

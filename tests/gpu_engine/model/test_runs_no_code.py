@@ -1,4 +1,4 @@
-"""Files of a model never run code: pickles that would, and code beside the weights, in every place that reads some.
+"""Files of a model never run code: pickles that would, and code next to the weights, in every place that reads some.
 
 Not responsible for: files of the hub that are not fetched (see test_hub.py).
 """

@@ -1,4 +1,4 @@
-"""Scaled products of a GPU, on a CPU: Triton's interpreter quantises the rows, and torch multiplies there, too."""
+"""Scaled products of a GPU, on a CPU: Triton's interpreter quantises the rows, and torch multiplies there as well."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class RoundsInputs(nn.Module):
 
 
 def reference(net: Any, kind: ScaledKind) -> torch.Tensor:
-    """Return the logits of a float model whose products round their inputs, but for the head's."""
+    """Return the logits of a float model whose products round their inputs, except for the head's."""
     for parent in list(net.model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:

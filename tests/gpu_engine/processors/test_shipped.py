@@ -41,10 +41,10 @@ def repeated(prefix: list[int], size: int) -> set[int]:
 def test_no_ngram_occurs_twice() -> None:
     generator = torch.Generator().manual_seed(1)
     prefixes = [torch.randint(3, (n,), generator=generator).tolist() for n in (1, 2, 5, 17, 30, 30)]
-    prefixes += [[4, EOS, 4], [V + 7, V + 40, 4, 5]]  # virtual tokens are behind the vocabulary
+    prefixes += [[4, EOS, 4], [V + 7, V + 40, 4, 5]]  # virtual tokens are after the vocabulary
     for size in (1, 2, 3, 16):
         longest = max(map(len, prefixes))
-        # Behind the length are tokens that would be forbidden if they counted.
+        # After the length are tokens that would be forbidden if they counted.
         tokens_NL = torch.stack([torch.tensor((prefix + [2, 1, 0] * longest)[: longest + 3]) for prefix in prefixes])
         lengths = torch.tensor([len(prefix) for prefix in prefixes])
         ngrams = NoRepeatedNgrams(setup())

@@ -21,7 +21,7 @@ Loop = Callable[[], asyncio.AbstractEventLoop]
 
 
 def in_loop(loop: Loop, code: str, number: signal.Signals | None = None) -> tuple[bytes, int, int]:
-    """Return output, exit status and process id of a child that runs `code` and gets a signal behind its first line."""
+    """Return output, exit status and process id of a child that runs `code` and gets a signal after its first line."""
 
     async def run() -> tuple[bytes, int, int]:
         child = await ChildProcess.start([sys.executable, "-u", "-c", code], os.environ)

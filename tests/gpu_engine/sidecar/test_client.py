@@ -503,7 +503,7 @@ async def test_refused_tokens_are_our_defect(tmp_path: Path) -> None:
 async def test_a_way_back_takes_back_some_tokens_and_none_that_was_sent(
     tmp_path: Path, num_tokens: int, goes_back: bool
 ) -> None:
-    """The number is another process's: outside of its range it ends one request, and not the engine."""
+    """The number is another process's: outside its range it ends one request, and not the engine."""
     async with connected(tmp_path) as s:
         s.process.way_back = gpb.BacktrackResponse(found=True, num_tokens=num_tokens, dead_texts=[b"x"])
         s.client.backtrack(0, 1, request(), (7, 8, 9), 1, ())

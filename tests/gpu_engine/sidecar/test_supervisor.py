@@ -216,7 +216,7 @@ async def test_ends_of_processes_that_were_of_use_are_no_failures() -> None:
     reasons: list[str] = []
     sidecar = Sidecar(python("exit(3)"), reasons.append, max_failures=MAX_FAILURES, cool_down_s=60)
     sidecar.longest_retry_s = 0.0
-    # Every second process is of use, as one is behind which a grammar crashes after some tokens.
+    # Every second process is of use, as one is after which a grammar crashes after some tokens.
     sidecar.progress = lambda: min(sidecar.starts, 20) // 2
     task = asyncio.create_task(sidecar.run())
     await eventually(lambda: reasons)

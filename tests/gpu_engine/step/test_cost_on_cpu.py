@@ -1,4 +1,4 @@
-"""A step on a CPU calls torch rarely: each call costs a microsecond or two beside a forward of a few milliseconds."""
+"""A step on a CPU calls torch rarely: each call costs a microsecond or two next to a forward of a few milliseconds."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_a_row_of_a_forward_of_its_own_has_the_same_bits_for_any_number_of_rows(
     ids = torch.tensor([tokens(40, seed) for seed in range(5)])
 
     def logits(sequences: slice, last: int) -> torch.Tensor:
-        """Return [B, last - 20, V] of the rows from 20 on; the rows in front of them were prefilled."""
+        """Return [B, last - 20, V] of the rows from 20 on; the rows before them were prefilled."""
         some, table = ids[sequences], torch.arange(15, dtype=torch.int32).view(5, 3)[sequences]
         pages, places = model.allocate_pages(15, 16), torch.arange(last, dtype=torch.int32).expand(len(some), last)
         model.prefill(some[:, :20], AttentionContext(pages, table, places[:, :20].contiguous()))
@@ -206,7 +206,7 @@ def test_an_answer_may_reach_the_last_position_of_the_model(tmp_path: Path, fami
 
 @torch.inference_mode()
 def _check_rows_behind_the_last_position(model: LoadedModel) -> None:
-    """Drafts and padding behind the last position run, and change no other row."""
+    """Drafts and padding after the last position run, and change no other row."""
     ids, table = torch.tensor([tokens(52, 3)]), torch.arange(4, dtype=torch.int32)[None]
     pages, places = model.allocate_pages(4, 16), torch.arange(52, dtype=torch.int32)[None]
     model.prefill(ids[:, :44], AttentionContext(pages, table, places[:, :44].contiguous()))

@@ -85,7 +85,7 @@ class TorchLaunches:
         num_new_B = torch.where(requested_B, length_B - start_B, 0)
         where_BR = (start_B[:, None] + self._row_R).clamp(max=slot.history_SL.shape[1] - 1).long()
         committed_BR = slot.history_SL[slots_B[:, None], where_BR]
-        # Committed tokens first, drafts right behind them.
+        # Committed tokens first, drafts right after them.
         at_T, num_new_B1 = self._at_T, num_new_B[:, None]
         source_BT = torch.where(at_T < num_new_B1, at_T, R + at_T - num_new_B1).clamp(min=0, max=2 * R - 1)
         drafts_BR = lane.drafts_BR[:B]
@@ -130,7 +130,7 @@ class TorchLaunches:
     def take_jump_forward(self, batch: StepBatch, post: PostBuffers, vocab_size: int) -> None:
         """See `StepLaunches.take_jump_forward`. Looks at values."""
         slot, lane, B = batch.slot, batch.lane, batch.num_lanes
-        # In Python: a lane has few tokens, and an operation on tensors costs more behind a forward than all of them.
+        # In Python: a lane has few tokens, and an operation on tensors costs more after a forward than all of them.
         emitted = lane.result.num_emitted_B[:B].tolist()
         lanes = zip(batch.slots_B.tolist(), emitted, post.slots.tolist(), post.need_rows.tolist(), strict=True)
         for b, (place, count, posted_slot, need) in enumerate(lanes):
@@ -164,7 +164,7 @@ class TorchLaunches:
         """See `StepLaunches.propose_ngram`. Looks at values.
 
         The longest match wins, then the last one in the answer: a draft that was rejected there is not made again. Of
-        matches in the prompt alone the first wins: behind it there is the most text, and in a prompt that lists its
+        matches in the prompt alone the first wins: after it there is the most text, and in a prompt that lists its
         fields the first one is the list. A match of n tokens is good for 2 n + 1 drafts; more were hardly ever accepted
         (docs/log/). Cost: `ngram_max` comparisons over the history. (On a CPU the drafter `ngram` uses the votes of
         drafters/suffix.py instead.)
@@ -175,7 +175,7 @@ class TorchLaunches:
             batch.lane.num_jump_forward_B[: batch.num_lanes] if jump_forward else torch.zeros_like(batch.slots_B)
         )
         num_jump_forward_B1 = num_jump_forward_B.clamp(min=0).long()[:, None]
-        length_B1 = last_B1 + num_jump_forward_B1  # jump-forward tokens are behind the history
+        length_B1 = last_B1 + num_jump_forward_B1  # jump-forward tokens are after the history
         L = int(length_B1.max())  # the longest history of the batch bounds the work
         history_BL = slot.history_SL[slots, :L]
         at_L = torch.arange(L, device=history_BL.device)
@@ -185,7 +185,7 @@ class TorchLaunches:
             suffix_B1 = history_BL.gather(1, (length_B1 - 1 - t).clamp(min=0))
             alive_BL = alive_BL & (at_L >= t) & (history_BL.roll(t, dims=1) == suffix_B1)
             run_BL += alive_BL
-        written_BL = at_L + 1 >= slot.params.prompt_length_S[slots][:, None]  # the token behind the match
+        written_BL = at_L + 1 >= slot.params.prompt_length_S[slots][:, None]  # the token after the match
         rank_BL = torch.where(written_BL, L + at_L, L - 1 - at_L)
         score_BL = torch.where(run_BL >= 1, run_BL.long() * 2 * L + rank_BL, -1)
         best_B, end_B = score_BL.max(dim=1)

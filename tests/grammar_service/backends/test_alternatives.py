@@ -1,6 +1,6 @@
 """Rewritten schemas accept and reject what the original does, by two independent validators, for every keyword.
 
-Instances come from the schemas themselves: their names, constants, bounds and the values beside them.
+Instances come from the schemas themselves: their names, constants, bounds and the values next to them.
 """
 
 from __future__ import annotations

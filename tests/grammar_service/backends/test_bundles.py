@@ -196,7 +196,7 @@ class Bundle:
         self.schema = {**({"$schema": DRAFT_7} if old else {}), **resources[0]}
 
     def _resource(self, name: str, number: int) -> dict[str, Any]:
-        """Return a resource with a leaf at a place of each kind, which accept `number` and the two behind it."""
+        """Return a resource with a leaf at a place of each kind, which accept `number` and the two after it."""
         anchor = {"$id": "#n"} if self._old else {"$anchor": "n"}
         listed = {"anyOf": [{"$ref": "#/elsewhere/free"}, {"$ref": f"#/{self._definitions}/leaf"}]}
         return {

@@ -84,7 +84,7 @@ def test_rows_after_an_illegal_draft_are_deferred(small: Table) -> None:
 
 
 def test_an_empty_row_after_an_illegal_draft_is_no_row(small: Table) -> None:
-    # xgrammar clears the row after a draft that it refuses, and touches none behind it.
+    # xgrammar clears the row after a draft that it refuses, and touches none after it.
     kinds, _, state, _ = small.publish(0, [{1, 2}, set(), None, None], [5, 6, 7])
     assert (kinds, state) == ([RowKind.APPLY, RowKind.DEFER, RowKind.DEFER, RowKind.DEFER], DONE)
     assert small.arrays.num_rows == 1

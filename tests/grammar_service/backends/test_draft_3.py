@@ -1,4 +1,4 @@
-"""Draft 3: each of its own keywords on both backends, and random schemas beside another validator's reading of it."""
+"""Draft 3: each of its own keywords on both backends, and random schemas next to another validator's reading of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jump-forward tokens behind a token that ends within a character."""
+"""Jump-forward tokens after a token that ends within a character."""
 
 from __future__ import annotations
 

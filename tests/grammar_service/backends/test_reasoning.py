@@ -1,4 +1,4 @@
-"""A reasoning phase before an answer: its markers, its budget, rollback, and rows that depend on the prefix alone."""
+"""A reasoning phase before an answer: its markers, its budget, rollback, and rows that depend only on the prefix."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def structural(rng: random.Random, legal: set[int]) -> int | None:
 
 
 def excursion(library: Library, matcher: Matcher, drafts: list[int], *, chains: bool) -> None:
-    """Fill the row behind each of the drafts, and come back."""
+    """Fill the row after each of the drafts, and come back."""
     if chains:
         filler = chain_filler_of(matcher)
         assert filler is not None

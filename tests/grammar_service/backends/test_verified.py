@@ -247,7 +247,7 @@ def check_walks(library: Library, count: int) -> None:
                 value = json.loads(text)
                 assert jsonschema.Draft202012Validator(schema).is_valid(value), (schema, text)
                 assert jsonschema_rs.Draft202012Validator(schema).is_valid(value), (schema, text)
-        # xgrammar reads nothing beside oneOf, so random texts are rarely valid there.
+        # xgrammar reads nothing next to oneOf, so random texts are rarely valid there.
         assert ended or library.name == "xgrammar", schema
 
 

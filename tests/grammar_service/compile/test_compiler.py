@@ -153,7 +153,7 @@ async def test_the_length_of_a_grammar_is_bounded(vocabulary: Vocabulary) -> Non
 
 @pytest.mark.slow
 async def test_an_artifact_up_to_its_limit_is_loaded_and_a_larger_one_is_rejected(vocabulary: Vocabulary) -> None:
-    """The worker's answer is brought back whole; nothing is compiled beside the matchers."""
+    """The worker's answer is brought back whole; nothing is compiled next to the matchers."""
     pytest.importorskip("xgrammar", reason="needs xgrammar")
     names = {f"name_{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 9 + 1},20}}$"} for i in range(40)}
     wide = json.dumps({"type": "object", "properties": names})

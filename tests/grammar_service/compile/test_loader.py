@@ -10,7 +10,7 @@ import pytest
 
 from grammar_service.compile import loader as compile_loader
 
-# Runs in a process of its own, because all tests share the memory of this one. The last block stays, so that the end of
+# Runs in its own process, because all tests share the memory of this one. The last block stays, so that the end of
 # the heap is not returned to the system without the call.
 SCRIPT = """
 import asyncio, ctypes

@@ -231,7 +231,7 @@ def test_an_invalid_plan_is_rejected(vocabulary: Vocabulary, change: dict[str, A
 
 
 class Counted:
-    """A matcher whose rows are counted, those of its copies, too."""
+    """A matcher whose rows are counted, those of its copies as well."""
 
     def __init__(self, inner: Matcher, fills: list[int]) -> None:
         self.inner, self.fills = inner, fills

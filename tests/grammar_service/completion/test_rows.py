@@ -107,7 +107,7 @@ def test_a_path_found_behind_a_token_serves_the_next_row(library: Library, vocab
 
     searched = told.say('{"n":4')[-1]
     assert offered()
-    # No digit fits any more: another row, with the same comma in it, and the same way behind that.
+    # No digit fits any more: another row, with the same comma in it, and the same way after that.
     known = told.say("50")[-1]
     assert offered()
     assert known == 1 < searched
@@ -134,7 +134,7 @@ def test_a_text_near_its_bound_keeps_the_table_of_the_row_before(library: Librar
 def test_a_token_that_ends_one_text_and_opens_another_gets_a_new_table(
     library: Library, vocabulary: Vocabulary, items: list[dict[str, Any]]
 ) -> None:
-    """The way to the end is the same before and behind it, and the rows are alike: what follows then is not."""
+    """The way to the end is the same before and after it, and the rows are alike: what follows then is not."""
     schema = {"type": "array", "prefixItems": [{"type": "string"} | item for item in items], "items": False}
     texts = TokenTexts.of(vocabulary)
     joint = texts.tokens.ids[b'","']

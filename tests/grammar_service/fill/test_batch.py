@@ -56,7 +56,7 @@ GRAMMARS = [
 
 
 class Side:
-    """An engine's end and a worker behind it."""
+    """An engine's end and a worker after it."""
 
     def __init__(self, segment: Segment, *, batches: bool) -> None:
         self.engine = EngineEnd(segment)
@@ -207,7 +207,7 @@ def test_a_batch_gives_the_rows_of_single_records(library: Library, sides: tuple
             seen.update(one[0])
             lane.take(one[0], one[2])
     for side in sides:
-        assert side.worker.stop(PATIENCE_S)  # records are counted behind the publication
+        assert side.worker.stop(PATIENCE_S)  # records are counted after the publication
     batched, alone = (side.worker.stats() for side in sides)
     assert alone["batched_records"] == 0
     assert batched["batched_records"] > STEPS
@@ -269,7 +269,7 @@ def test_the_size_of_a_batch_is_bounded_by_its_expected_time(cost_ms: float, mos
 
 
 def test_a_slot_behind_its_reasoning_is_filled_in_batches(library: Library) -> None:
-    """A rollback behind the answer's first committed token, which the engine does not ask for, is no error, either."""
+    """A rollback after the answer's first committed token, which the engine does not ask for, is no error, either."""
     source = reasoning('{"enum":[{"a":1},{"a":22}]}', is_open=True, budget=40)
     compiled = library.compiled(Kind.COMPOSED, source, Whitespace.COMPACT)
     thought, answer = spell("hm</t\n"), spell('{"a":2')

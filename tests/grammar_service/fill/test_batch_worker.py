@@ -127,7 +127,7 @@ def test_a_slot_that_hangs_in_a_batch_holds_the_others_only_briefly(segment: Seg
         assert result.kinds[3].tolist() == [RowKind.DEFER] * 3
         assert whole(engine, seq, others) == [[RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]] * 7
         assert tokens_in(engine.mask_rows(seq)[0, 0, :3]) == {3, 5}
-        # The slot now holds a thread of its own, and the next step is answered without it.
+        # The slot now holds its own thread, and the next step is answered without it.
         seq, result = step(engine, 8, 2, [3], [])
         assert whole(engine, seq, others) == [[RowKind.FORCED, RowKind.DEFER, RowKind.DEFER]] * 7
         assert result.kinds[3].tolist() == [RowKind.DEFER] * 3
@@ -315,7 +315,7 @@ def test_proposals_of_many_slots_are_answered_together(segment: Segment, worker:
     assert answer.forced[::2].tolist() == [[7, 8, -1]] * (MANY // 2)
     assert answer.kinds[::2].tolist() == [[RowKind.FORCED, RowKind.FORCED, RowKind.DEFER]] * (MANY // 2)
     assert answer.forced[1::2].tolist() == [[-1] * 3] * (MANY // 2)
-    # Counted behind the publication.
+    # Counted after the publication.
     _until(lambda: worker.stats()["batched_records"] == before["batched_records"] + MANY)
     assert worker.stats()["proposed_tokens"] == MANY
     assert (worker.stats()["filled_rows"], filler.fills) == (before["filled_rows"], fills)

@@ -239,7 +239,7 @@ def test_bind_names_the_illegal_token() -> None:
     ],
 )
 def test_a_row_has_the_kind_of_its_legal_tokens(legal: set[int], kind: RowKind, token: int) -> None:
-    # The stride behind the row's words is not part of the row.
+    # The stride after the row's words is not part of the row.
     row = np.concatenate([row_of(legal, 3), np.array([-1], dtype=np.int32)])
     assert Classifier(VOCAB).classify(row) == (kind, token)
 
@@ -276,7 +276,7 @@ def test_any_history_gives_the_rows_of_a_new_matcher(seed: int, texts: set[tuple
                 break
         if scratch.terminated and STOP in done:
             break
-        # Verification takes some of the drafts and then a legal token of its own.
+        # Verification takes some of the drafts and then its own legal token.
         taken = draw.randrange(accepted + 1)
         after = ToyMatcher(texts)
         for token in (*done, *drafts[:taken]):
@@ -318,7 +318,7 @@ def test_a_row_of_a_tree_is_that_of_a_new_matcher_on_its_way(seed: int, texts: s
                 continue
             assert answer.kinds[row] in (RowKind.APPLY, RowKind.FORCED)
             assert tokens_in(rows.words[row]) == scratch.legal()
-        # Verification goes to some row that was reached, and takes a legal token of its own.
+        # Verification goes to some row that was reached, and takes its own legal token.
         at = draw.choice([row for row, state in enumerate(states) if state is not None] or [-1])
         if at < 0:
             break

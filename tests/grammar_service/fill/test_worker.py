@@ -1,4 +1,4 @@
-"""A worker behind a real segment in one process, as an engine sees it."""
+"""A worker with a real segment in one process, as an engine sees it."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_slow_slot_does_not_hold_the_others_even_with_one_thread(engine: Engin
 
 
 class OneSlowRow(ToyMatcher):
-    """Fills the row behind `at` tokens when the gate opens, and records every row that it fills."""
+    """Fills the row after `at` tokens when the gate opens, and records every row that it fills."""
 
     def __init__(self, at: int) -> None:
         super().__init__(TEXTS)
@@ -320,7 +320,7 @@ def test_signs_of_life_stop_when_every_thread_hangs(engine: EngineEnd, start: St
         _until(lambda: worker.stats()["late_answers"] == 1)
         _shows_life(engine)
         engine.post([1], [1], [0], [1], [0], [[1]])
-        # Now the last thread hangs, too.
+        # Now the last thread hangs as well.
         _until(lambda: (engine.heartbeat_age_ns() or 0) > 300_000_000)
     finally:
         gate.set()
@@ -331,7 +331,7 @@ def test_stats_count_rows_by_kind(engine: EngineEnd, start: StartWorker) -> None
     worker = start()
     worker.bind(0, SlotMatcher.bind(1, fresh, []))
     ask(engine, 0, 0, [1], [2, 3])
-    # Counted behind the publication, the rows last.
+    # Counted after the publication, the rows last.
     _until(lambda: sum(worker.rows_by_kind().values()) == 3)
     assert worker.stats()["records"] == 1
     assert worker.rows_by_kind() == {"ALL": 0, "APPLY": 2, "FORCED": 1, "DEFER": 0, "DEAD_END": 0, "ERROR": 0}
@@ -406,7 +406,7 @@ def test_a_proposal_behind_a_slow_row_is_dropped_when_a_newer_record_of_its_slot
     worker.bind(0, SlotMatcher.bind(1, lambda: slow, []))
     seq = engine.post([0], [1], [0], [1], [0], [[1]])
     assert engine.await_rows(seq, [0], [1], timeout_s=PATIENCE_S).kinds[0, 0] == RowKind.DEFER
-    # Behind the slow row, the proposal gets an empty answer at once; when the row is filled, it is not computed.
+    # After the slow row, the proposal gets an empty answer at once; when the row is filled, it is not computed.
     late = propose(engine, 0, 1, [2])
     assert engine.await_rows(late, [0], [1], timeout_s=PATIENCE_S).kinds[0].tolist() == [RowKind.DEFER] * 3
     seq = engine.post([0], [1], [1], [1], [0], [[2]])

@@ -215,7 +215,7 @@ def compile_products(M: int, N: int, K: int) -> None:
 
 
 def compile_scaled(M: int, N: int, K: int, dtype: torch.dtype) -> None:
-    """Launch the kernels in front of and behind a scaled product, with and without a bias."""
+    """Launch the kernels before and after a scaled product, with and without a bias."""
     for kind in scaled.MOST:
         scales = scaled.quantise_rows(torch.zeros(M, K, dtype=dtype), kind, 32)[1]
     for bias in (None, torch.zeros(N, dtype=dtype)):

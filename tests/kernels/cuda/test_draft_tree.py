@@ -32,7 +32,7 @@ class Head:
 
 
 def scores(case: Case, head: Head, way: list[int]) -> torch.Tensor:
-    """Return the log-probabilities [V] of the tokens behind `way`; -inf for those that the head lacks."""
+    """Return the log-probabilities [V] of the tokens after `way`; -inf for those that the head lacks."""
     x = torch.full((V,), -math.inf, dtype=torch.float64)
     x[head.ids] = head.logits(way).double()
     x = reference_logits(case, case.history + way, x, 0)

@@ -55,7 +55,7 @@ def test_a_path_has_the_bits_of_a_chain_of_its_drafts(
             if positions[b, row] < 0:
                 assert not out[b, row].any()
                 continue
-            # Row j lies j behind the first one.
+            # Row j lies j after the first one.
             page, place = table[b, (start + row) // 16], (start + row) % 16
             assert torch.equal(pages.k[page, :, place], k[b, row])
             assert torch.equal(pages.v[page, :, place], v[b, row])
@@ -279,7 +279,7 @@ def test_a_branch_begins_with_another_token(device: torch.device, most: int, ids
 def test_a_branch_begins_behind_the_jump_forward_tokens(device: torch.device) -> None:
     R, ids = 8, [7, 1, 5, 5, 7, 1, 6, 6, 7]
     history = torch.zeros(3, 40, dtype=torch.int32)
-    history[:, : len(ids) + 1] = torch.tensor([*ids, 1])  # 1 is forced, and lies behind the length
+    history[:, : len(ids) + 1] = torch.tensor([*ids, 1])  # 1 is forced, and lies after the length
     length, forced = torch.full((3,), len(ids)).int(), torch.tensor([1, 0, -1]).int().to(device)
     drafts, parents = torch.zeros(3, R, dtype=torch.int32), torch.full((3, R), 50, dtype=torch.int32)
     drafts[:, 0] = 1

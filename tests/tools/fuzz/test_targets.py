@@ -87,7 +87,7 @@ def test_a_seed_makes_the_same_inputs_again() -> None:
 
 
 def test_each_example_of_an_inference_is_answered() -> None:
-    """An example that is refused for the name of its model leads to none of the code behind that."""
+    """An example that is refused for the name of its model leads to none of the code after that."""
     from gpu_engine.doors.kserve.inference_servicer import InferenceServicer
     from protos.kserve.v2 import inference_pb2
 

@@ -81,7 +81,7 @@ def test_one_engine_waits_as_a_queue_of_as_many_servers(servers: int, utilisatio
     1917),
     times (1 + spread) / 2 for the geometric times (exact for one server, by Pollaczek and Khinchine; Lee and Longton
     1959).
-    A request that finds a free slot beside a running step waits for half of the step on average."""
+    A request that finds a free slot next to a running step waits for half of the step on average."""
     rate = utilisation * servers / SERVICE_S
     queue_s = erlang_c(servers, utilisation * servers) / (servers / SERVICE_S - rate) * (1 + SPREAD) / 2
     measured = mean_wait(servers, 1, "round-robin", utilisation)

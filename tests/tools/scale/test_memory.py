@@ -38,7 +38,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def bytes_of(value: Any) -> int:
-    """Bytes of the distinct memory behind the tensors of a dataclass."""
+    """Bytes of the distinct memory after the tensors of a dataclass."""
     found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(value) if t.numel()}
     return sum(found.values())
 

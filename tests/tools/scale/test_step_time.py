@@ -1,4 +1,4 @@
-"""The step-time formulas: limits that are known, growth, and the published formulas behind them."""
+"""The step-time formulas: limits that are known, growth, and the published formulas after them."""
 
 from __future__ import annotations
 

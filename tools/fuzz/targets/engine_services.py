@@ -1,7 +1,7 @@
 """Bytes at the services of the public port: our own and vLLM's, before an engine that answers at once.
 
 The first byte of an input chooses the method. Invariant: every call ends, with a status that is not INTERNAL, leaves no
-request and no task behind, and its message can be sent.
+request and no task after, and its message can be sent.
 
 Not responsible for: KServe's service (see inference.py).
 """
@@ -36,7 +36,7 @@ def engine_service() -> Target:
 
 def vllm_service() -> Target:
     """Return the target of vLLM's service."""
-    # Its messages are a package of their own.
+    # Its messages are their own package.
     from smg_grpc_proto import vllm_engine_pb2
 
     from gpu_engine.doors.vllm_wire.vllm_servicer import VllmEngineServicer
@@ -61,7 +61,7 @@ def service_target(service: ServiceDescriptor, serve: Callable[[Calls], Any], wo
         if await rpc.call(servicer, method, data[1:], endless=method.name in ENDLESS) is None:
             return
         require(len(calls) == 0, f"{method.name} leaves a request behind")
-        # A callback behind the end of a task may be due.
+        # A callback after the end of a task may be due.
         await asyncio.sleep(0)
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         require(not left, f"{method.name} leaves {len(left)} tasks behind")

@@ -1,6 +1,6 @@
 """Bytes at the service of the grammar process, with its real compiler over a worker in this process.
 
-The first byte of an input chooses the method; in front of every input the standard vocabulary is configured.
+The first byte of an input chooses the method; before every input the standard vocabulary is configured.
 Invariant: every call ends, with a status that is not INTERNAL.
 """
 
@@ -29,7 +29,7 @@ from tools.fuzz.words import JSON_SCHEMA, NOTATIONS, TAGS
 
 NUM_SLOTS = 4
 COMPILED = "compiled"
-"""In a Bind call: the id of the grammar that is compiled in front of it."""
+"""In a Bind call: the id of the grammar that is compiled before it."""
 CONFIG = GrammarConfig(
     dir="unused",
     compile_workers=1,

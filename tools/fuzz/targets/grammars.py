@@ -1,4 +1,4 @@
-"""Grammars as text, of every kind: the checks in front of a library, and structural tags as Lark.
+"""Grammars as text, of every kind: the checks before a library, and structural tags as Lark.
 
 The first byte of an input is the kind. Invariant: no library compiles here, so that a million inputs take minutes.
 """
@@ -36,7 +36,7 @@ MAX_DEPTH, MAX_CHAIN = 128, 512
 
 
 def kind_and_text(data: bytes) -> tuple[Kind, str]:
-    """Return the kind that the first byte chooses, and the text behind it as gRPC would hand it on."""
+    """Return the kind that the first byte chooses, and the text after it as gRPC would hand it on."""
     return KINDS[data[0] % len(KINDS)] if data else Kind.REGEX, data[1:].decode("utf-8", "replace")
 
 

@@ -32,7 +32,7 @@ _VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2.5, 1e20, "", "a", "ab", "A", "2024-01-31", "x y", "\u00e9"),
     *([], [1], [1, 1], ["a", {}], {}, {"a": 1}, {"b": "a"}, {"a": None, "b": []}, {"a": {"a": "a"}}),
 )
-"""What schemas are tried on, beside the values that they list."""
+"""What schemas are tried on, next to the values that they list."""
 
 
 def schema_rewriting() -> Target:

@@ -1,8 +1,8 @@
 """A model of Triton's Python backend that answers from a Lockstep engine, over gRPC.
 
-Each request is a task of one event loop in a thread of its own, and a stream of `lockstep_client`: the engine batches
+Each request is a task of one event loop in its own thread, and a stream of `lockstep_client`: the engine batches
 all of them in flight. The model is decoupled: with `stream` each step's text is a response, without it the answer is
-one. A request that its client cancelled ends in the engine, too.
+one. A request that its client cancelled ends in the engine as well.
 
 Invariant: every request has exactly one final response, however it ends.
 
@@ -180,7 +180,7 @@ class _Sender:
         self._done = False
 
     def send(self, response: Any, *, final: bool) -> None:
-        """Send a response; nothing is sent behind the final one."""
+        """Send a response; nothing is sent after the final one."""
         if not self._done:
             self._done = final
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)

@@ -1,4 +1,4 @@
-"""Calls of `tritonclient`, unmodified; results are plain values. It has a process of its own: client_process.py."""
+"""Calls of `tritonclient`, unmodified; results are plain values. It has its own process: client_process.py."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def stream(
 ) -> list[dict[str, Any]]:
     """Send requests over one ModelStreamInfer; return all responses and errors, in the order in which they came.
 
-    `requests`: id, tensors, and options of each; those behind the end of the stream are not sent. `until`: cancel the
+    `requests`: id, tensors, and options of each; those after the end of the stream are not sent. `until`: cancel the
     stream after so many responses.
     """
     arrived: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

@@ -216,7 +216,7 @@ async def test_pages_with_a_salt_are_not_reported() -> None:
         async with asyncio.timeout(10):
             while set(subscriber.blocks.values()) != cache.chains():
                 subscriber.apply(await anext(batches))
-        # Every page is evicted, those with a salt, too.
+        # Every page is evicted, those with a salt as well.
         assert cache.allocator.grow([], 6 * PAGE)
         async with asyncio.timeout(10):
             while subscriber.blocks:

@@ -1,4 +1,4 @@
-"""vLLM's service over a real gRPC connection, with a fake engine behind it, beside our own service."""
+"""vLLM's service over a real gRPC connection, with a fake engine after it, next to our own service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The services of the public port over a real gRPC connection, for tenants, with a fake engine behind them."""
+"""The services of the public port over a real gRPC connection, for tenants, with a fake engine after them."""
 
 from __future__ import annotations
 

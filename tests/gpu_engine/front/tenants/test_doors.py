@@ -120,7 +120,7 @@ async def test_other_doors_do_not_abort_another_tenant_s_request(tmp_path: Path)
         stop.inputs.add(name="stop", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
         kserve: Any = inference_pb2_grpc.GRPCInferenceServiceStub(setup.channel)
         await kserve.ModelInfer(stop, metadata=AS_BETA)
-        # Had one of them reached it, the event of its end would be in front of this one.
+        # Had one of them reached it, the event of its end would be before this one.
         setup.engine.emit(setup.engine.submitted[0], TokenEvent(0, (65,), finish=FinishReason.LENGTH))
         assert [response async for response in mine][-1].finish_reason == pb.FINISH_REASON_LENGTH
 

@@ -165,7 +165,7 @@ async def test_the_audit_log_says_who_and_how_much_and_never_what(tmp_path: Path
         await stub.Abort(pb.AbortRequest(request_id="x"), metadata=AS_BETA)
         await stub.GetStats(pb.GetStatsRequest(), metadata=AS_ACME).code()
         await stub.UnloadAdapter(pb.UnloadAdapterRequest(name="none"), metadata=AS_BOSS).code()
-        # The line of a call is written behind its status: the next call's handler runs after it.
+        # The line of a call is written after its status: the next call's handler runs after it.
         await stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=AS_ACME)
     text = (tmp_path / "audit").read_text()
     lines = [json.loads(line) for line in text.splitlines()]

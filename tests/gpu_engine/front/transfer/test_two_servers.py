@@ -180,7 +180,7 @@ async def test_another_model_is_refused_with_one_line_and_the_answer_comes(
 
 
 class Gate:
-    """A unix socket in front of another one; what the engine behind it sends waits while the gate is shut."""
+    """A unix socket before another one; what the engine after it sends waits while the gate is shut."""
 
     def __init__(self, path: Path, behind: Path) -> None:
         self.path, self._behind = path, behind

@@ -99,7 +99,7 @@ class ForkedServer:
         return found
 
     def ended(self, processes: list[psutil.Process], within_s: float) -> int | None:
-        """Wait until all these processes are gone; return the server's exit code. Fails behind `within_s`."""
+        """Wait until all these processes are gone; return the server's exit code. Fails after `within_s`."""
         wait([self.process.sentinel], within_s)
         _, alive = psutil.wait_procs(processes[1:], timeout=within_s)
         assert not alive, alive

@@ -10,7 +10,7 @@ from tests.gpu_engine.model.parallel.threads import ThreadRanks
 
 
 def logits(model: LoadedModel, ids_BP: torch.Tensor, ranks: ThreadRanks | None = None) -> torch.Tensor:
-    """Run a forward behind one that has filled its first positions; return [B * P, V]."""
+    """Run a forward after one that has filled its first positions; return [B * P, V]."""
     B, P = ids_BP.shape
     pages = model.allocate_pages(2 * B, 16)
     if ranks is not None:

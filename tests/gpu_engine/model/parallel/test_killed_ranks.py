@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 ROUNDS = 8
 """For each rank; runs of twenty have passed (docs/log/)."""
 LANES = 2
-"""Rounds beside each other: most of a round is the start of the processes."""
+"""Rounds next to each other: most of a round is the start of the processes."""
 
 
 def run_round(server: ForkedServer, rank: int, pause_s: float, *, guided: bool) -> None:

@@ -97,7 +97,7 @@ def peers_of(model: LoadedModel) -> Peers:
 
 @contextmanager
 def group(folder: Path, directory: Path, size: int = 2, num_drafts: int = 7, **fields: Any) -> Iterator[list[Engine]]:
-    """Run the engines of a group, each in a thread of its own."""
+    """Run the engines of a group, each in its own thread."""
     loading = {name: value for name, value in fields.items() if name in ("adapters", "quantization")}
     models = load_all([settings(folder, directory, rank, size, **loading) for rank in range(size)])
     engines = [Engine(with_drafts(num_drafts, **fields), model) for model in models]
