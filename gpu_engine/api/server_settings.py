@@ -107,7 +107,7 @@ class ServerSettings(LogSettings, ProbeSettings, PortSettings):
     started it, even when that is killed; the Python client's embedded server uses this."""
     services: str = "auto"
     """gRPC services of the public port besides the engine's own, separated by commas: "kserve"
-    (inference.GRPCInferenceService, of KServe and Triton; docs/triton.md), "vllm" (vllm.grpc.engine.VllmEngine, of
+    (inference.GRPCInferenceService, of KServe and Triton; docs/gateways.md), "vllm" (vllm.grpc.engine.VllmEngine, of
     gateways such as smg; needs the extra vllm-wire), "kv_events" (vllm with SubscribeKvEvents, which shows every client
     of the port the tokens in the prefix cache), and "auto" (vllm where its extra is installed). Empty: none."""
 
