@@ -104,7 +104,7 @@ class EngineServer:
     def __enter__(self) -> EngineServer:
         environment = dict(os.environ)
         if self.checkout is not None:
-            environment["PYTHONPATH"] = str(self.checkout)
+            environment["PYTHONPATH"] = os.pathsep.join([str(self.checkout), str(self.checkout / "client")])
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 dying_with_us(self.argv),
