@@ -169,7 +169,7 @@ def test_only_sources_get_into_a_build(root: Path) -> None:
     assert lines[0] == "*"
     taken = {line.removeprefix("!") for line in lines if line.startswith("!")}
     assert taken == {
-        *("LICENSE", "README.md", "pyproject.toml", "setup.py", "locks"),
+        *("LICENSE", "README.md", "pyproject.toml", "setup.py", "client", "locks"),
         *("gpu_engine", "grammar_service", "http_gateway", "kernels", "protos", "service_runtime", "shared_mem"),
     }
 
