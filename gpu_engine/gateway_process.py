@@ -72,6 +72,12 @@ def gateway_command(
     ]
 
 
+def write_token(path: Path, token: str) -> None:
+    """Write a token into a new file, which only this process's user can read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token)
+
+
 class HttpGateway:
     """Keeps one gateway running from `start` to `stop`."""
 

@@ -24,20 +24,19 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
+from gpu_engine.api.capabilities import OF_START, Start, refuse
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import RankLost
 from gpu_engine.api.limits import Limits
-from gpu_engine.api.ports import GrammarPort, Model, ServedEngine
+from gpu_engine.api.ports import Model, ServedEngine
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.doors.found import Door, wanted_doors
+from gpu_engine.extensions.found import ExtensionModule, Extensions, wanted_extensions
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.early import check_port
 from gpu_engine.front.port.listening import HealthServicer, Listeners, ServerError, bind
 from gpu_engine.front.servicer import EngineServicer
-from gpu_engine.front.tenants.metrics import TenantCollector
-from gpu_engine.front.tenants.setup import Tenancy, open_tenancy
-from gpu_engine.front.transfer.setup import Transfer, for_role
-from gpu_engine.gateway_process import SOCKET_NAME, TOKEN_NAME, HttpGateway, gateway_command
+from gpu_engine.gateway_process import SOCKET_NAME, TOKEN_NAME, HttpGateway, gateway_command, write_token
 from gpu_engine.ops.core_split import CoreSplit, fills_cores
 from gpu_engine.ops.installation import installed_version, overwritten_kernels
 from gpu_engine.ops.metrics_engine import EngineCollector
@@ -76,15 +75,18 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts that tests replace: the model, the engine, the number of CUDA devices, and the doors."""
+    """The parts that tests replace: the model, the engine, the number of CUDA devices, doors and extensions."""
 
     load_model: Callable[[EngineConfig, Progress | None], Model]
-    build_engine: Callable[[EngineConfig, Any, EngineEnd | None, GrammarPort | None], ServedEngine]
+    build_engine: Callable[..., ServedEngine]
+    """Called with EngineConfig, Model, EngineEnd | None and GrammarPort | None, and with `hooks` of extensions."""
     num_cuda_devices: Callable[[], int] = lambda: 0
     find_model: Callable[[EngineConfig, Progress | None], object] = lambda config, progress: None
     """Raises the errors of `load_model` for a model that is not there; fetches one of the hub."""
     doors: Sequence[Door] | None = None
     """The doors that may be served; None: the installed ones."""
+    extensions: Sequence[ExtensionModule] | None = None
+    """The extensions that may be opened; None: the installed ones."""
 
 
 def real_parts() -> Parts:
@@ -149,10 +151,16 @@ async def open_server(
         async with AsyncExitStack() as stack:
             # Before torch is imported, which takes seconds.
             check_port(server_config)
-            server_config = for_role(engine_config, server_config)
+            refuse(OF_START, Start(engine_config, server_config), ServerError)
+            modules = wanted_extensions(engine_config, server_config, parts.extensions if parts else None)
+            for module in modules:
+                server_config = module.settings(engine_config, server_config)
             doors = wanted_doors(server_config, parts.doors if parts else None)
+            extensions = Extensions([module.open(engine_config, server_config, doors) for module in modules])
+            stack.push_async_callback(extensions.aclose)
             directory = grammar_directory(server_config, stack) if server_config.grammar != "none" else None
-            yield await _start(stack, engine_config, server_config, doors, directory, progress, parts or real_parts())
+            parts = parts or real_parts()
+            yield await _start(stack, engine_config, server_config, doors, extensions, directory, progress, parts)
     except BaseExceptionGroup as group:
         # The task group wraps every error that passes through it, even a single one of the block.
         error = _only_error(group)
@@ -173,6 +181,7 @@ async def _start(
     engine_config: EngineConfig,
     server_config: ServerConfig,
     doors: Sequence[Door],
+    extensions: Extensions,
     directory: Path | None,
     progress: Progress | None,
     parts: Parts,
@@ -182,7 +191,7 @@ async def _start(
     split = _split_cores(stack, engine_config)
 
     # 2. Addresses are bound before the model is loaded, so that a taken one is reported at once.
-    listeners, gateway, tenancy = _bind(stack, engine_config, server_config)
+    listeners, gateway = _bind(stack, server_config, extensions)
     metrics = BothProcesses()
     scrapes = _serve_metrics(stack, server_config, metrics)
 
@@ -203,21 +212,28 @@ async def _start(
     if grammar:
         grammar.share(stack, engine_config, model)
     channel, client = (grammar.channel, grammar.client) if grammar else (None, None)
-    engine = await in_own_thread(
-        _on_every_core(split, lambda: parts.build_engine(engine_config, model, channel, client))
-    )
+    build = partial(_build_engine, parts, extensions, engine_config, model, channel, client)
+    engine = await in_own_thread(_on_every_core(split, build))
     if grammar:
         grammar.attach(stack, engine)
         metrics.attach(grammar)
 
     # 6. The services on the public port.
-    watch = _watch_requests(stack, metrics, engine, model, tenancy)
-    transfer = _open_transfer(stack, engine, model, metrics)
-    calls = _open_calls(engine, model, client, server_config, watch, transfer, tenancy)
-    services = _add_services(listeners.server, calls, server_config, transfer, doors)
+    watch = _watch_requests(stack, metrics, engine, model, extensions)
+    extensions.attach(engine, model, metrics.registry)
+    calls = Calls(
+        engine,
+        model,
+        _limits(server_config, model, engine),
+        client,
+        watch=watch,
+        prefills=extensions.prefills,
+        accounts=extensions.accounts,
+    )
+    services = _add_services(listeners.server, calls, server_config, doors, extensions)
 
     # 7. The ports answer; health says NOT_SERVING until stage 9.
-    set_health = partial(_set_health, listeners.health, services, engine_config.transfer.role)
+    set_health = partial(_set_health, listeners.health, services, extensions.serves_engine)
     await set_health(NOT_SERVING)
     await listeners.start()
     if gateway:
@@ -228,7 +244,7 @@ async def _start(
     await in_own_thread(_on_every_core(split, engine.start))
     if grammar:
         await grammar.first_attachment()
-    await transfer.identify()
+    await extensions.warm()
 
     # 9. Requests are served, and health follows the engine and the grammar process.
     _run_until_close(stack, background, _end_on_failure(engine, set_health), "engine watch")
@@ -248,17 +264,18 @@ async def _start(
     )
 
 
-def _open_calls(
-    engine: ServedEngine,
+def _build_engine(
+    parts: Parts,
+    extensions: Extensions,
+    config: EngineConfig,
     model: Model,
+    channel: EngineEnd | None,
     client: GrammarClient | None,
-    server_config: ServerConfig,
-    watch: RequestWatch,
-    transfer: Transfer,
-    tenancy: Tenancy | None,
-) -> Calls:
-    limits, tenants = _limits(server_config, model, engine), tenancy.tenants if tenancy else None
-    return Calls(engine, model, limits, client, watch=watch, prefills=transfer.prefills, tenants=tenants)
+) -> ServedEngine:
+    """Build the engine, with hooks only if an extension has some."""
+    hooks = extensions.engine_hooks()
+    build = parts.build_engine if hooks is None else partial(parts.build_engine, hooks=hooks)
+    return build(config, model, channel, client)
 
 
 def _limits(server_config: ServerConfig, model: Model, engine: ServedEngine) -> Limits:
@@ -301,26 +318,22 @@ def _on_every_core(split: CoreSplit | None, function: Callable[[], Result]) -> C
     return function if split is None else lambda: split.on_every_core(function)
 
 
-def _bind(
-    stack: AsyncExitStack, engine_config: EngineConfig, config: ServerConfig
-) -> tuple[Listeners, HttpGateway | None, Tenancy | None]:
-    """Bind the addresses, and make the gateway process that is started later, and what lets tenants in."""
-    tenancy = open_tenancy(stack, engine_config, config)
-    access = tenancy.access if tenancy else None
+def _bind(stack: AsyncExitStack, config: ServerConfig, extensions: Extensions) -> tuple[Listeners, HttpGateway | None]:
+    """Bind the addresses, and make the gateway process that is started later."""
     if not config.http:
-        listeners = bind(config, access=access)
+        listeners = bind(config, access=extensions.interceptor)
         stack.push_async_callback(listeners.stop)
-        return listeners, None, tenancy
+        return listeners, None
     path = private_directory(stack, Path(tempfile.gettempdir())) / SOCKET_NAME
-    listeners = bind(config, path, access)
+    listeners = bind(config, path, extensions.interceptor)
     stack.push_async_callback(listeners.stop)
     assert listeners.http is not None
     token_path = Path(config.auth_token_file) if config.auth_token_file else None
-    if tenancy is not None:
+    if extensions.gateway_token:
         token_path = path.with_name(TOKEN_NAME)
-        tenancy.write_gateway_token(token_path)
+        write_token(token_path, extensions.gateway_token)
     command = gateway_command(config, listeners.http.fileno(), path, token_path)
-    return listeners, HttpGateway(command, listeners.http, config.drain_timeout_s), tenancy
+    return listeners, HttpGateway(command, listeners.http, config.drain_timeout_s)
 
 
 def _serve_metrics(stack: AsyncExitStack, config: ServerConfig, metrics: BothProcesses) -> MetricsServer | None:
@@ -332,7 +345,7 @@ def _serve_metrics(stack: AsyncExitStack, config: ServerConfig, metrics: BothPro
 
 
 def _watch_requests(
-    stack: AsyncExitStack, metrics: BothProcesses, engine: ServedEngine, model: Model, tenancy: Tenancy | None
+    stack: AsyncExitStack, metrics: BothProcesses, engine: ServedEngine, model: Model, extensions: Extensions
 ) -> RequestWatch:
     """Register the engine's metrics; return the watch that counts, logs and traces every Generate call."""
     config = engine.config
@@ -352,21 +365,11 @@ def _watch_requests(
             max_adapters=config.adapter_limits.max_adapters,
         )
     )
-    of_tenant = None
-    if tenancy is not None:
-        of_tenant = tenancy.ended
-        metrics.registry.register(TenantCollector(lambda: tenancy.tenants.accounts))
     tracing = open_tracing(os.environ)
     if tracing is None:
-        return RequestWatch(metrics.registry, of_tenant=of_tenant)
+        return RequestWatch(metrics.registry, ended=extensions.ended)
     stack.push_async_callback(asyncio.to_thread, tracing.close)
-    return RequestWatch(metrics.registry, tracing.requests(model.name), of_tenant)
-
-
-def _open_transfer(stack: AsyncExitStack, engine: ServedEngine, model: Model, metrics: BothProcesses) -> Transfer:
-    transfer = Transfer(engine, model, metrics.registry)
-    stack.push_async_callback(transfer.aclose)
-    return transfer
+    return RequestWatch(metrics.registry, tracing.requests(model.name), extensions.ended)
 
 
 def _run_until_close(
@@ -401,7 +404,7 @@ async def serve(
 
 
 def _add_services(
-    server: grpc.aio.Server, calls: Calls, config: ServerConfig, transfer: Transfer, doors: Sequence[Door]
+    server: grpc.aio.Server, calls: Calls, config: ServerConfig, doors: Sequence[Door], extensions: Extensions
 ) -> list[str]:
     """Add the services of the public port; return the names of the services that have their own health."""
     services = [SERVICE]
@@ -409,7 +412,7 @@ def _add_services(
     servicer = EngineServicer(calls, version=installed_version())
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
     services += [door.add_to(server, calls, config) for door in doors]
-    services += transfer.add_to(server, calls)
+    services += extensions.add_to(server, calls)
     reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     return services
 
@@ -417,12 +420,12 @@ def _add_services(
 async def _set_health(
     servicer: HealthServicer,
     services: Sequence[str],
-    role: str,
+    serves_engine: bool,
     status: health_pb2.HealthCheckResponse.ServingStatus,
 ) -> None:
-    """Set the status of the server and its services; with role=prefill the engine's own service never serves."""
+    """Set the status of the server and its services; `serves_engine`: the service Engine may ever be SERVING."""
     for service in (health.OVERALL_HEALTH, *services):
-        await servicer.set(service, NOT_SERVING if role == "prefill" and service == SERVICE else status)
+        await servicer.set(service, NOT_SERVING if service == SERVICE and not serves_engine else status)
 
 
 async def _end_on_failure(engine: ServedEngine, set_health: SetHealth) -> None:

@@ -4,7 +4,7 @@ The file is TOML, with a table for each tenant (docs/access.md). Invariant: a to
 one tenant; tokens are stored as digests; a file that is malformed is an error that names the setting, the file and the
 key, never the token.
 
-Not responsible for: the headers that carry a token, or keeping the limits (see gpu_engine/front/tenants/).
+Not responsible for: the headers that carry a token, or keeping the limits (see gpu_engine/extensions/tenants/).
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from prometheus_client import CollectorRegistry, Metric
 from starlette.types import Receive, Scope, Send
 
 from gpu_engine.api.stats import EngineStats
-from gpu_engine.front.tenants.accounts import Account
-from gpu_engine.front.tenants.metrics import TenantCollector
+from gpu_engine.extensions.tenants.accounts import Account
+from gpu_engine.extensions.tenants.metrics import TenantCollector
+from gpu_engine.extensions.transfer.metrics import TransferMetrics
 from gpu_engine.ops.metrics_engine import EngineCollector
 from gpu_engine.ops.metrics_http import about_grammar
 from gpu_engine.ops.metrics_requests import RequestWatch
-from gpu_engine.ops.metrics_transfer import TransferMetrics
 from grammar_service.fill.counters import WorkerCounts
 from grammar_service.metrics import GrammarMetrics
 from http_gateway.engines.fleet import Fleet

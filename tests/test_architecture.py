@@ -57,6 +57,9 @@ LAZY_IMPORTS = {
     "a rank sends its first heartbeat before it imports torch": {
         ("gpu_engine.model.parallel.worker", "gpu_engine.model"),
     },
+    "an extension is opened before torch is loaded": {
+        ("gpu_engine.extensions.transfer.extension", "gpu_engine.extensions.transfer.pages"),
+    },
     "the GGUF library is loaded for GGUF files, and is not in the extra `engine`": {
         ("gpu_engine.model.quantised.choice", "gpu_engine.model.quantised.gguf_blocks"),
     },

@@ -2,7 +2,7 @@
 
 Invariant: pure; a sequence counts from its submission to its end.
 
-Not responsible for: what each tenant may have of it (front/tenants/accounts.py), compilations (sidecar/).
+Not responsible for: what each tenant may have of it (extensions/tenants/accounts.py), compilations (sidecar/).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ sequence that waits for them. `PageTransport` is what lies between the two.
 
 Invariant: pages cross only between engines whose `PageFormat` is equal, so a page has the same bits on both sides.
 
-Not responsible for: the pages themselves (core/transfer/), which requests use a transfer (front/transfer/).
+Not responsible for: the pages themselves, and which requests use a transfer (extensions/transfer/).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The settings of page transfer: prompts that one engine prefills for another.
 
-Not responsible for: how the settings are used (front/transfer/, core/transfer/), or which of them cannot be combined
+Not responsible for: how the settings are used (extensions/transfer/), or which of them cannot be combined
 (capabilities.py).
 """
 

@@ -23,14 +23,15 @@ from gpu_engine.api.errors import (
     RankLost,
     ShuttingDown,
 )
+from gpu_engine.api.page_transfer import PageAccess
 from gpu_engine.api.ports import GrammarPort, PageEvents
 from gpu_engine.api.processors import Processors
 from gpu_engine.api.request import BeamParams, FinishReason, Request, Telemetry
 from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stage
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
+from gpu_engine.core.hooks import NO_HOOKS, EngineHooks
 from gpu_engine.core.loop import EngineLoop
 from gpu_engine.core.running import RunningSequence
-from gpu_engine.core.transfer.pages import PageTransferClient
 from gpu_engine.drafters.exchange import DraftModels
 from gpu_engine.model.adapters.registry import AdapterRegistry
 from gpu_engine.model.loader import LoadedModel
@@ -58,13 +59,14 @@ class Engine:
         grammar: GrammarPort | None = None,
         build_executor: BuildExecutor = build_executor,
         threads: Threads = OS_THREADS,
+        hooks: EngineHooks = NO_HOOKS,
     ) -> None:
         self.config, self.model, self._clock = config, model, threads.monotonic
         self._admission = EngineAdmission.of(config)
         self._channel = channel
         self.adapters = AdapterRegistry.open(config, model.adapters)
         """The adapters that requests may name. Thread-safe."""
-        self._loop = EngineLoop(config, model, channel, grammar, build_executor, self.adapters, self._clock)
+        self._loop = EngineLoop(config, model, channel, grammar, build_executor, self.adapters, self._clock, hooks)
         self._inbox: Queue = threads.queue()
         self.draft_models = DraftModels(
             config=config,
@@ -82,8 +84,8 @@ class Engine:
         self._failure: Exception | None = None
         self._watchers: list[Callable[[Exception], None]] = []
         """`_failure` and `_watchers` are guarded by the loop's `live_lock`."""
-        self.pages = PageTransferClient(self._loop.transfers, self._inbox.put, self._loop.sequences.get)
-        """The KV pages, of an engine that transfers some. Thread-safe."""
+        transfers, find = self._loop.transfers, self._loop.sequences.get
+        self._pages = transfers.access(self._inbox.put, find) if transfers is not None else None
         self._thread = threads.thread(self._run, "engine")
         if model.ranks is not None:  # an idle engine meets a lost rank in its inbox, others in a step
             model.ranks.watch(lambda: self._inbox.put(self._meet_loss))
@@ -92,7 +94,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self._loop.executor.enter()
-            self._loop.executor.warm_up()
+            self._loop.warm_up()
         except BaseException as error:  # `start` raises it on the thread of its caller
             self._start_error = error
             return
@@ -110,7 +112,8 @@ class Engine:
                 if not isinstance(error, RankLost):
                     log.exception("an iteration of the engine failed; every sequence ends")
                 self._end_every(error=InternalError("the engine failed in a step; see its log"))
-                self._loop.transfers.reset()
+                if self._loop.transfers is not None:
+                    self._loop.transfers.reset()
                 self._loop.allocator.clear_index()  # the step may have written anything to the pages
                 busy = False
                 if self._device_is_lost():
@@ -352,6 +355,12 @@ class Engine:
         """Return what each sequence that waits or runs is doing; the engine's thread may be changing some of it."""
         return [_stats_of(sequence) for sequence in list(self._loop.sequences.values())]
 
+    @property
+    def pages(self) -> PageAccess:
+        """The KV pages, of an engine that transfers some. Thread-safe."""
+        assert self._pages is not None, "role is both"
+        return self._pages
+
     def watch_pages(self, events: PageEvents | None) -> None:
         """Report the prefix index to `events` on the engine's thread: its pages, then each change. None: stop."""
         self._inbox.put(lambda: self._loop.allocator.watch(events))
@@ -363,7 +372,8 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert that every slot and page is owned as the sequences say; for tests, on an idle engine."""
-        self._loop.scheduler.check_integrity(self._loop.transfers.owned)
+        transfers = self._loop.transfers
+        self._loop.scheduler.check_integrity(transfers.owned if transfers is not None else None)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End running sequences with ABORTED and stop the thread. Idempotent; blocks for at most `timeout_s`."""

@@ -17,14 +17,12 @@ from typing import Protocol
 import torch
 
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.api.page_transfer import PageFormat
 from gpu_engine.api.processors import Processors
 from gpu_engine.api.stats import MemoryUse
 from gpu_engine.core.draft_budget import DraftBudget, EveryDraft
 from gpu_engine.core.runner import LauncherRunner, StepRunner
 from gpu_engine.core.running import RunningSequence, SlotWriter
 from gpu_engine.core.scheduler import Chunk
-from gpu_engine.core.transfer.mover import PageMover, weights_digest
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, exchanging_drafter, suffix_drafter
 from gpu_engine.drafters.decoupled import ExchangingDrafter
 from gpu_engine.drafters.head_tree import TreeLaunches
@@ -70,6 +68,10 @@ class Executor:
     """Wait for the device and free the memory that it may have used. Once, at the end."""
     copy_page: Callable[[int, int], None]
     """Copy one page of the target's cache into another, after the steps in flight."""
+    stream: Stream
+    """Orders the steps and every copy."""
+    pages: list[KVPages]
+    """The target's KV cache, layer by layer."""
     mixes: bool = False
     """Chunks may share the forward of a step: `runner.launch` takes them. Then `prefill` puts any number of chunks into
     one forward."""
@@ -81,8 +83,6 @@ class Executor:
     """The drafter, if its model can be exchanged."""
     adapter_copies: AdapterCopies | None = None
     """Writes adapters between the steps of a device. None: the model takes none, or its memory is the CPU's."""
-    mover: PageMover | None = None
-    """Copies pages from and for other engines. None: the role is "both"."""
     memory: MemoryUse = field(default_factory=MemoryUse)
     """What the executor and the model hold."""
 
@@ -108,22 +108,6 @@ def _draft_budget(config: EngineConfig) -> DraftBudget:
 def history_tokens(config: EngineConfig, model: LoadedModel, max_inflight_steps: int) -> int:
     """Return the longest history: a sequence's tokens, and the positions that the steps in flight may write."""
     return model.max_model_len + lookahead(config, max_inflight_steps)
-
-
-def _page_mover(config: EngineConfig, model: LoadedModel, stream: Stream, pages: list[KVPages]) -> PageMover | None:
-    """Return what copies pages from and for other engines; None for one that does neither."""
-    if not config.transfer.moves_pages:
-        return None
-    form = PageFormat(
-        fingerprint=weights_digest(model),
-        dtype=model.dtype_name,
-        page_size=config.page_size,
-        layout="token-major" if pages[0].token_major else "channel-major",
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-    )
-    return PageMover(stream, pages, form)
 
 
 def _nothing() -> None:
@@ -268,12 +252,11 @@ def assemble(
 ) -> Executor:
     """Return the executor of these parts. The arguments are what a device does in its own way; see `Executor`."""
     config, model, stream, pages = parts.config, parts.model, parts.stream, parts.cache.pages
-    budget, mover = _draft_budget(config), _page_mover(config, model, stream, pages)
+    budget = _draft_budget(config)
     scorer = PromptScorer(
         stream=stream, launches=parts.launches, model=model, pages=pages, drafter=parts.drafter, slot=parts.slot
     )
     tensors = TensorOutputs(stream=stream, model=model, pages=pages, slot=parts.slot, page_size=config.page_size)
-    forwards: list[WarmsUp] = [scorer, tensors, *([mover] if mover is not None else [])]
     return Executor(
         slot_writer=slot_writer,
         sync=parts.sync,
@@ -281,7 +264,7 @@ def assemble(
         prefill=prefill,
         scorer=scorer,
         tensors=tensors,
-        warm_up=partial(warm_up, budget, forwards),
+        warm_up=partial(warm_up, budget, (scorer, tensors)),
         enter=enter,
         probe=probe,
         close=close,
@@ -291,6 +274,7 @@ def assemble(
         suffix=suffix_drafter(parts.drafter),
         decoupled=exchanging_drafter(parts.drafter),
         adapter_copies=adapter_copies,
-        mover=mover,
+        pages=pages,
+        stream=stream,
         memory=memory_use(model, pages, parts.slot, parts.lane, *sampling_buffers),
     )

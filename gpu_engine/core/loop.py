@@ -27,11 +27,11 @@ from gpu_engine.core.events.output_processor import OutputProcessor, ended
 from gpu_engine.core.events.tensor_streams import OutputStreams
 from gpu_engine.core.executor import lookahead
 from gpu_engine.core.grammar_slots import GrammarSlots
+from gpu_engine.core.hooks import NO_HOOKS, EngineHooks, TransferParts, Transfers
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.core.running import RunningSequence
 from gpu_engine.core.scheduler import Chunk, Plan, Scheduler
-from gpu_engine.core.transfer.pages import PageTransfers
 from gpu_engine.drafters.decoupled import DraftModel
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ops.iterations import IterationRecorder
@@ -56,6 +56,7 @@ class EngineLoop:
         build_executor: BuildExecutor = build_executor,
         adapters: AdapterAccess | None = None,
         clock: Callable[[], float] = time.monotonic,
+        hooks: EngineHooks = NO_HOOKS,
     ) -> None:
         self.config, self._adapters, self._clock = config, adapters, clock
         S, L, max_inflight_steps = config.max_batch_size, model.max_model_len, config.max_inflight_steps
@@ -75,6 +76,7 @@ class EngineLoop:
             max_batched_tokens=max(shapes.budget, S) if self.executor.mixes else 0,
             scored_chunk=SCORED_ROWS,
             max_starvation_s=config.max_starvation_s or math.inf,
+            slot_order=hooks.slot_order() if hooks.slot_order is not None else None,
         )
         self._slot_writer, self._sync = self.executor.slot_writer, self.executor.sync
         self._runner, self._suffix = self.executor.runner, self.executor.suffix
@@ -115,9 +117,16 @@ class EngineLoop:
         self._output_processor = OutputProcessor(
             self.stats, self.executor.scorer, self.outputs, self.grammar_slots, self.beams, self.end
         )
-        self.transfers = PageTransfers(
-            self.allocator, self.executor.mover, config.transfer.transfer_bytes, self._enqueue
-        )
+        self.transfers: Transfers | None = None
+        if hooks.transfers is not None:
+            self.transfers = hooks.transfers(TransferParts(config, model, self.executor, self.allocator, self._enqueue))
+        assert self.transfers is not None or not config.transfer.moves_pages, "the role needs a hook for transfers"
+
+    def warm_up(self) -> None:
+        """Run everything once. Before the first request, on the engine's thread."""
+        self.executor.warm_up()
+        if self.transfers is not None:
+            self.transfers.warm_up()
 
     def run_iteration(self) -> bool:
         """Plan, prefill some chunks, launch one step, process an earlier one; False when there was nothing to do.
@@ -257,7 +266,7 @@ class EngineLoop:
         group = self.beams.remove(sequence) if sequence.group else None
         with self.live_lock:
             self.live -= len(sequence.members)
-        if not self.transfers.ended(sequence):
+        if self.transfers is None or not self.transfers.ended(sequence):
             self._slot_writer.release(sequence)
             self.scheduler.remove(sequence)
         sequence.telemetry.finished_s = self._clock()
@@ -307,6 +316,7 @@ class EngineLoop:
         if request.beams is not None:
             self.beams.add(sequence)
         if awaits_pages:
+            assert self.transfers is not None, sequence
             self.transfers.await_pages(sequence)
         else:
             self._enqueue(sequence)

@@ -2,8 +2,8 @@
 
 `Scheduler.plan` returns a `Plan`; the engine loop acts on it. The waiting queue is in the order of priorities, and
 first come, first served among equal ones; a sequence that has waited for too long is ahead of all others. A priority
-decides nothing else: a sequence that has had a slot is never preempted for one that had its first slot later. Each
-of several tenants has its own order, and `fair_shares.py` says which tenant's first sequence is next.
+decides nothing else: a sequence that has had a slot is never preempted for one that had its first slot later. A
+`SlotOrder` may choose another sequence of the queue, as tenants do.
 Invariant: a running sequence owns its pages and its (slot, slot_gen); `remove` and `preempt` take both back. Pure: no
 tensors, no clocks, no I/O; the caller says what time it is.
 
@@ -15,13 +15,12 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from gpu_engine.api.prefill_shapes import PrefillShapes
 from gpu_engine.api.request import Salt, Scheduling, TenantShare
-from gpu_engine.core.fair_shares import FairShares
 from gpu_engine.core.kv_cache import PageAllocator
 
 
@@ -129,6 +128,22 @@ class Sequence:
 S = TypeVar("S", bound=Sequence)
 
 
+class SlotOrder(Protocol[S]):
+    """Chooses the waiting sequence that gets the next slot. Used only by the engine thread."""
+
+    def arrived(self, sequence: S, waiting: Iterable[S]) -> None:
+        """Note a sequence that enters the queue; `waiting` is the queue before it."""
+
+    def next(self, waiting: Iterable[S]) -> S | None:
+        """Return the sequence that gets the next slots; None: no sequence may have them."""
+
+    def assigned(self, sequence: S) -> None:
+        """Note that a sequence, the first of its group, got its slots."""
+
+    def released(self, sequence: S) -> None:
+        """Note that a sequence, the first of its group, loses its slots."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk(Generic[S]):
     """Tokens [start, end) of a sequence, to be prefilled in this iteration."""
@@ -176,6 +191,7 @@ class Scheduler(Generic[S]):
         max_batched_tokens: int = 0,
         scored_chunk: int = 1,
         max_starvation_s: float = math.inf,
+        slot_order: SlotOrder[S] | None = None,
     ) -> None:
         """Args: see below.
 
@@ -187,6 +203,7 @@ class Scheduler(Generic[S]):
             chunk is in it also decodes in it. 0: prompts have separate forwards, with `prefill_chunk` and `shapes`.
         scored_chunk: chunks of scored sequences end at multiples of this number of tokens.
         max_starvation_s: the wait after which a sequence goes ahead of every one that came later.
+        slot_order: chooses who gets the next slot; None: the first of the waiting queue.
         """
         self.allocator, self._shapes, self._tokens_of = allocator, shapes, tokens_of
         self._chunk, self.lookahead, self._max_batched_tokens = prefill_chunk, lookahead, max_batched_tokens
@@ -200,8 +217,7 @@ class Scheduler(Generic[S]):
         self._next_due_s = math.inf
         """When a wait in the queue is over next, or earlier: `plan` looks at the queue then."""
         self._admissions = 0
-        self._shares: FairShares[S] | None = None
-        """Made for the first sequence of a tenant."""
+        self._slot_order = slot_order
         self._blocked: tuple[S, int, int] | None = None
         """The first waiting sequence that had too few pages, with the allocator's (index_version, num_available)."""
         self.num_cached_tokens = 0
@@ -209,9 +225,8 @@ class Scheduler(Generic[S]):
 
     def add(self, sequence: S) -> None:
         """Put a new sequence into the waiting queue, after the others of its priority, since `waits_since_s`."""
-        if sequence.tenant is not None:
-            self._shares = self._shares or FairShares(lambda each: len(each.members))
-            self._shares.arrived(sequence, self._waiting)
+        if self._slot_order is not None:
+            self._slot_order.arrived(sequence, self._waiting)
         at = len(self._waiting)
         while at and not self._waiting[at - 1].starving and self._waiting[at - 1].priority < sequence.priority:
             at -= 1
@@ -408,12 +423,12 @@ class Scheduler(Generic[S]):
         assigned: list[S] = []
         free = [slot for slot, sequence in enumerate(self._slots) if sequence is None]
         while self._waiting and free:
-            first = self._waiting[0] if self._shares is None else self._shares.next(self._waiting)
+            first = self._waiting[0] if self._slot_order is None else self._slot_order.next(self._waiting)
             if first is None or len(first.members) > len(free) or not self._allocate(first):
                 break
             self._waiting.remove(first)  # at once where it is the first of the queue
-            if self._shares is not None:
-                self._shares.assigned(first)
+            if self._slot_order is not None:
+                self._slot_order.assigned(first)
             for sequence in first.members:
                 self._assign_slot(sequence, free.pop(0))
                 assigned.append(sequence)
@@ -484,8 +499,8 @@ class Scheduler(Generic[S]):
 
     def _release_slots(self, sequence: S) -> None:
         """Take the slots and pages of a sequence and its group."""
-        if self._shares is not None:
-            self._shares.released(sequence.members[0])
+        if self._slot_order is not None:
+            self._slot_order.released(sequence.members[0])
         for each in sequence.members:
             self._release_slot(each)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Protocol
 
@@ -26,8 +27,23 @@ AUTO = "auto"
 """In the setting services: every door that can be served and asks for nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Methods:
+    """The methods of a service, by who may call them on a server with tenants. Others are for operators."""
+
+    service: str
+    """Its full name."""
+    tenants: frozenset[str]
+    """What every tenant may call: it concerns only the caller."""
+    requests: frozenset[str]
+    """The methods that generate; each of their requests is in the audit log."""
+
+
 class Door(Protocol):
     """A service of the public port; a module implements it."""
+
+    METHODS: Methods
+    """Its methods. Made without the messages of the service."""
 
     NAMES: frozenset[str]
     """The names of the setting services that this door serves."""

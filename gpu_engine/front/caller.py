@@ -1,8 +1,8 @@
 """Who calls: the client of a gRPC call, its account where the server has tenants, and what it can see of the server.
 
-The protocols are the seam to the tenants (front/tenants/): a server without them has neither accounts nor that room.
+The protocols are the seam to the extension for tenants; a server without it has no accounts.
 
-Not responsible for: what tenants there are, and their limits (front/tenants/accounts.py).
+Not responsible for: what tenants there are, and their limits (extensions/tenants/accounts.py).
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Calls:
         watch: RequestWatch | None = None,
         pacer: StreamPacer | None = None,
         prefills: PrefillElsewhere | None = None,
-        tenants: Accounts | None = None,
+        accounts: Accounts | None = None,
     ) -> None:
         """Args: see below.
 
@@ -126,7 +126,7 @@ class Calls:
         watch: records every Generate call; None: with metrics that are not exported.
         pacer: spaces the responses of a stream; None: bounded by `limits.stream_pace_s`.
         prefills: other engines that prefill the prompts; None: this engine does.
-        tenants: the accounts of callers; None: all callers are alike.
+        accounts: of callers; None: all callers are alike.
         """
         self.engine, self.model, self.limits, self.grammar = engine, model, limits, grammar
         self.admission = EngineAdmission.of(engine.config)
@@ -137,7 +137,7 @@ class Calls:
         """Calls by the name of their gRPC status, without successful ones."""
         self.watch = watch or RequestWatch(CollectorRegistry())
         self._prefills = prefills
-        self._tenants = tenants
+        self._accounts = accounts
         self._scopes = SuffixScopes(model.tokenizer, limits)
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self._pacer = pacer or StreamPacer(limits.stream_pace_s)
@@ -181,15 +181,15 @@ class Calls:
         """Return the client of a gRPC call."""
         metadata = tuple(context.invocation_metadata() or ())
         identities = context.peer_identities()
-        if self._tenants is not None:
-            account = self._tenants.account_of_call(metadata, identities)
+        if self._accounts is not None:
+            account = self._accounts.account_of_call(metadata, identities)
             return Caller(metadata, b"" if account is None else account.identity, account)
         return Caller(metadata, client_identity(metadata, identities, checks_tokens=self.limits.checks_tokens))
 
     def visible_to(self, caller: Caller) -> TenantView:
         """Return what a caller can see of the server. Raises NotAdmitted if the server has tenants and the caller is
         none of them."""
-        if self._tenants is not None and caller.account is None:
+        if self._accounts is not None and caller.account is None:
             raise refuse_stranger()
         return TenantView(self._running.keys(), self.engine.adapters, caller.account)
 

@@ -107,12 +107,12 @@ class RequestWatch:
         self,
         registry: CollectorRegistry,
         trace: Callable[[CallRecord], None] | None = None,
-        of_tenant: Callable[[CallRecord], None] | None = None,
+        ended: Callable[[CallRecord], None] | None = None,
     ) -> None:
-        """Args: `trace` and `of_tenant` are called with each call when it has ended, and must not raise."""
+        """Args: `trace` and `ended` are called with each call when it has ended, and must not raise."""
         self.registry = registry
         self.metrics = RequestMetrics(registry)
-        self._trace, self._of_tenant = trace, of_tenant
+        self._trace, self._ended = trace, ended
 
     @contextmanager
     def call(self, metadata: Sequence[tuple[str, str | bytes]], tenant: str = "") -> Iterator[CallRecord]:
@@ -131,8 +131,8 @@ class RequestWatch:
             record.log()
             if self._trace is not None:
                 self._trace(record)
-            if self._of_tenant is not None:
-                self._of_tenant(record)
+            if self._ended is not None:
+                self._ended(record)
 
     def __repr__(self) -> str:
         return f"<RequestWatch traced={self._trace is not None}>"

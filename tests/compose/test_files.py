@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
+from gpu_engine.api.capabilities import OF_START, Start, refuse
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.transfer_config import TransferConfig
-from gpu_engine.front.transfer.setup import for_role
+from gpu_engine.front.port.listening import ServerError
 from gpu_engine.sidecar.supervisor import SPIN_ALWAYS_US
 from http_gateway.config import ENVIRONMENT_PREFIX, GatewayConfig
 
@@ -133,8 +134,9 @@ def test_the_prefill_engine_is_an_override_as_hardened_as_the_engine(root: Path,
     assert address == "prefill:50051"
     prefills = EngineConfig(transfer=TransferConfig(role=given["LOCKSTEP_ROLE"]))
     decodes = EngineConfig(transfer=TransferConfig(role="decode", prefill_from=(address,)))
-    for_role(prefills, ServerConfig(grammar=given["LOCKSTEP_GRAMMAR"], grammar_dir=given["LOCKSTEP_GRAMMAR_DIR"]))
-    for_role(decodes, ServerConfig())
+    of_prefill = ServerConfig(grammar=given["LOCKSTEP_GRAMMAR"], grammar_dir=given["LOCKSTEP_GRAMMAR_DIR"])
+    for engine, server in ((prefills, of_prefill), (decodes, ServerConfig())):
+        refuse(OF_START, Start(engine, server), ServerError)
 
 
 def test_secrets_are_mounted_and_not_built_in(root: Path) -> None:

@@ -16,7 +16,9 @@ ENGINE = EngineConfig(max_model_len=256, num_draft_tokens=3)
 def parts(
     script: Script | None = None, engines: list[FakeEngine] | None = None, ports: list[GrammarPort] | None = None
 ) -> Parts:
-    def build(config: EngineConfig, model: Any, channel: object, grammar: GrammarPort | None) -> FakeEngine:
+    def build(
+        config: EngineConfig, model: Any, channel: object, grammar: GrammarPort | None, **hooks: object
+    ) -> FakeEngine:
         if ports is not None and grammar is not None:
             ports.append(grammar)
         engine = FakeEngine(config, script)

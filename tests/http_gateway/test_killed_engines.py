@@ -20,7 +20,7 @@ import pytest
 from benchmarks.harness.gateway import start_gateway
 from gpu_engine.api.config import ServerConfig
 from tests.gpu_engine import tiny
-from tests.gpu_engine.front.transfer.processes import server_process
+from tests.gpu_engine.extensions.transfer.processes import server_process
 from tests.gpu_engine.harness import config
 from tests.http_gateway.fake_engine import request
 from tests.rpc_client import Client

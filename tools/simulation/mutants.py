@@ -167,8 +167,8 @@ _ALL = (
         (
             (
                 _LOOP,
-                "        if not self.transfers.ended(sequence):\n",
-                "        if finish is not FinishReason.ABORTED and not self.transfers.ended(sequence):\n",
+                "        if self.transfers is None or not self.transfers.ended(sequence):\n",
+                "        if finish is not FinishReason.ABORTED:\n",
             ),
         ),
     ),

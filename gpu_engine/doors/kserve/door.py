@@ -10,10 +10,21 @@ from collections.abc import Collection
 import grpc
 
 from gpu_engine.api.config import ServerConfig
+from gpu_engine.doors.found import Methods
 from gpu_engine.front.calls import Calls
 from gpu_engine.ops.installation import installed_version
 
 NAMES = frozenset({"kserve"})
+METHODS = Methods(
+    "inference.GRPCInferenceService",
+    tenants=frozenset(
+        {
+            *("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelConfig"),
+            *("RepositoryIndex", "ModelInfer", "ModelStreamInfer"),
+        }
+    ),
+    requests=frozenset({"ModelInfer", "ModelStreamInfer"}),
+)
 
 
 def is_wanted(names: Collection[str]) -> bool:

@@ -15,6 +15,7 @@ from types import ModuleType
 import grpc
 
 from gpu_engine.api.config import ServerConfig
+from gpu_engine.doors.found import Methods
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.ops.installation import installed_version
@@ -22,6 +23,11 @@ from gpu_engine.ops.installation import installed_version
 log = logging.getLogger(__name__)
 
 NAMES = frozenset({"vllm", "kv_events"})
+METHODS = Methods(
+    "vllm.grpc.engine.VllmEngine",
+    tenants=frozenset({"Generate", "Abort", "HealthCheck", "GetModelInfo", "GetTokenizer", "Embed"}),
+    requests=frozenset({"Generate"}),
+)
 PACKAGE = "smg_grpc_proto"
 _MISSING = "needs the package smg-grpc-proto: pip install 'lockstep-engine[vllm-wire]'"
 

@@ -3,8 +3,8 @@
 Invariant: without a token that the file has, no method runs and no message is read. The health service is the
 exception: load balancers call it without a token. Reflection needs a token.
 
-Not responsible for: the file of tokens (see service_runtime/tokens.py), tokens of tenants (see ../tenants/access.py),
-and encryption (see tls.py): without TLS, an observer of the network can read tokens.
+Not responsible for: the file of tokens (see service_runtime/tokens.py), tokens of tenants (see
+extensions/tenants/access.py), and encryption (see tls.py): without TLS, an observer of the network can read tokens.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.core.device_executor import device_executor
 from gpu_engine.core.engine import Engine
 from gpu_engine.core.executor import Executor
+from gpu_engine.core.hooks import NO_HOOKS, EngineHooks
 from gpu_engine.drafters.build import Builder
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
@@ -103,13 +104,17 @@ class RecordedDevice:
 
 @contextmanager
 def device_engine(
-    model: LoadedModel, settings: EngineConfig, device: RecordedDevice | None = None
+    model: LoadedModel,
+    settings: EngineConfig,
+    device: RecordedDevice | None = None,
+    hooks: EngineHooks = NO_HOOKS,
 ) -> Iterator[tuple[Engine, RecordedStream]]:
     """Run an engine without a grammar process."""
     device = device or RecordedDevice()
     model = replace(model, max_model_len=settings.max_model_len)
     try:
-        with opaque_launches(), running(Engine(settings, model, build_executor=device.build_executor)) as engine:
+        made = Engine(settings, model, build_executor=device.build_executor, hooks=hooks)
+        with opaque_launches(), running(made) as engine:
             yield engine, device.stream
     finally:
         device.stream.close()

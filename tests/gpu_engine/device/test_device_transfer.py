@@ -9,7 +9,9 @@ import pytest
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.page_transfer import Opened, Piece, WantedPages
-from gpu_engine.front.transfer.identity import prefill_request
+from gpu_engine.core.hooks import EngineHooks
+from gpu_engine.extensions.transfer.identity import prefill_request
+from gpu_engine.extensions.transfer.pages import PageTransfers
 from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine.device.device_engine import device_engine
 from tests.gpu_engine.device.device_requests import INTERPRETED
@@ -21,6 +23,7 @@ PAGE = 16
 SMALL = {"max_batch_size": 2, "max_model_len": 64, "max_batched_tokens": 16}
 PROMPTS = [tokens(2 * PAGE + 5, 3), tokens(PAGE + 3, 4)]
 SOON_S = 60.0
+TRANSFERS = EngineHooks(transfers=PageTransfers.of)
 
 
 def settings(role: str, drafts: int = 0) -> EngineConfig:
@@ -35,7 +38,7 @@ def whole_pages(prompt: list[int]) -> list[int]:
 def pieces(llama: LoadedModel) -> list[list[Piece]]:
     """The pages of the prompts, as an engine on a device sends them."""
     found: list[list[Piece]] = []
-    with device_engine(llama, settings("prefill")) as (engine, _):
+    with device_engine(llama, settings("prefill"), hooks=TRANSFERS) as (engine, _):
         for number, prompt in enumerate(PROMPTS):
             request = prefill_request(whole_pages(prompt), "", f"p{number}")
             engine.submit(request)
@@ -59,7 +62,7 @@ def expected(llama: LoadedModel) -> list[list[int]]:
 def test_an_engine_on_a_device_goes_on_from_pages_of_another_one(
     llama: LoadedModel, pieces: list[list[Piece]], expected: list[list[int]], drafts: int
 ) -> None:
-    with device_engine(llama, settings("decode", drafts)) as (engine, _):
+    with device_engine(llama, settings("decode", drafts), hooks=TRANSFERS) as (engine, _):
         answers = [ask(prompt, max_tokens=8, temperature=0.7) for prompt in PROMPTS]
         # The first one decodes, from pages that came, while the pages of the second come.
         for prompt, each, answer in zip(PROMPTS, pieces, answers, strict=True):
@@ -78,7 +81,7 @@ def test_an_engine_on_a_device_goes_on_from_pages_of_another_one(
 def test_pages_are_read_as_they_were_written(llama: LoadedModel, pieces: list[list[Piece]]) -> None:
     """The pages are written in another order, so a page that was computed, or copied elsewhere, would differ."""
     token_ids, written = whole_pages(PROMPTS[0]), [*reversed(pieces[0])]
-    with device_engine(llama, settings("decode")) as (engine, _):
+    with device_engine(llama, settings("decode"), hooks=TRANSFERS) as (engine, _):
         wanted = WantedPages(token_ids, "", "w")
         engine.pages.open(wanted).result(SOON_S)
         for at, piece in enumerate(written):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.doors.found import Door, found_doors, wanted_doors
+from gpu_engine.doors.found import GROUP, Door, found_doors, wanted_doors
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.server import Parts, open_server
 from tests.fakes import FakeEngine, FakeModel
+from tests.gpu_engine.distributions import install
 
 UNUSED = """
 import sys
@@ -40,27 +39,38 @@ def test_a_door_that_is_left_out_is_named_if_it_is_wanted() -> None:
         wanted_doors(ServerConfig(services="kserve"), [])
 
 
-async def test_a_server_serves_the_door_of_another_distribution_and_starts_without_any(tmp_path: Path) -> None:
-    added: list[ServerConfig] = []
+OTHER = """
+from gpu_engine.doors.found import Methods
 
-    def is_wanted(names: Collection[str]) -> bool:
-        return "auto" in names
+NAMES = frozenset({"other"})
+METHODS = Methods("other.Service", tenants=frozenset(), requests=frozenset())
+served = []
 
-    def add_to(server: object, calls: object, config: ServerConfig) -> str:
-        added.append(config)
-        return "other.Service"
 
-    other: Any = SimpleNamespace(NAMES=frozenset({"other"}), is_wanted=is_wanted, add_to=add_to)
-    engine = EngineConfig(max_model_len=256)
+def is_wanted(names):
+    return "auto" in names
+
+
+def add_to(server, calls, config):
+    served.append(config.listen)
+    return METHODS.service
+"""
+
+
+async def test_a_server_serves_the_door_of_another_distribution_and_starts_without_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, "door_of_tests", GROUP, OTHER)
+    other: Any = next(door for door in found_doors() if "other" in door.NAMES)
     for doors in ([other], []):
         parts = Parts(lambda config, progress: FakeModel(), lambda config, *rest: FakeEngine(config), doors=doors)
         config = ServerConfig(listen=f"unix:{tmp_path}/s{len(doors)}", grammar="none")
-        async with open_server(engine, config, parts=parts) as server:
+        async with open_server(EngineConfig(max_model_len=256), config, parts=parts) as server:
             assert server.calls.serving
-    assert len(added) == 1
+    assert other.served == [f"unix:{tmp_path}/s1"]
 
 
 def test_every_door_says_what_it_serves() -> None:
     doors: list[Door] = found_doors()
     assert len(doors) == 2
-    assert all(door.NAMES for door in doors)
+    assert all(door.NAMES and door.METHODS.requests <= door.METHODS.tenants for door in doors)

@@ -12,13 +12,14 @@ import grpc
 from gpu_engine.api.admission import EngineAdmission
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.limits import Limits
+from gpu_engine.doors.found import found_doors
 from gpu_engine.doors.kserve.inference_servicer import add_to as add_kserve_to
 from gpu_engine.doors.vllm_wire.vllm_servicer import add_to as add_vllm_to
+from gpu_engine.extensions.tenants.access import TenantAccess
+from gpu_engine.extensions.tenants.accounts import Tenants
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.malformed import ParsedRequests
 from gpu_engine.front.servicer import EngineServicer
-from gpu_engine.front.tenants.access import TenantAccess
-from gpu_engine.front.tenants.accounts import Tenants
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 from service_runtime.tenants import tenant_file
@@ -69,9 +70,11 @@ async def serving(tmp_path: Path, script: Script | None = None, file: str = FILE
     engine, grammar, model = FakeEngine(EngineConfig(max_model_len=256), script), FakeGrammar(), FakeModel()
     limits = Limits.of(engine.config, ServerConfig(max_n=8), vocab_size=320, max_model_len=256, outputs=model.outputs)
     tenants = Tenants(tenant_file(path), admission=EngineAdmission(8, 16))
-    calls = Calls(engine, model, limits, grammar, tenants=tenants)
+    calls = Calls(engine, model, limits, grammar, accounts=tenants)
     calls.warm()
-    server = grpc.aio.server(interceptors=[TenantAccess(tenants), ParsedRequests()])
+    server = grpc.aio.server(
+        interceptors=[TenantAccess(tenants, [door.METHODS for door in found_doors()]), ParsedRequests()]
+    )
     engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(calls, version="1.2"), server)
     add_vllm_to(server, calls, "1.2", kv_events=True)
     add_kserve_to(server, calls, "1.2")

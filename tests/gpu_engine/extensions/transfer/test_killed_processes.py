@@ -18,7 +18,7 @@ import pytest
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.model.loader import LoadedModel
 from protos.engine.v1 import engine_pb2 as pb
-from tests.gpu_engine.front.transfer.processes import server_process
+from tests.gpu_engine.extensions.transfer.processes import server_process
 from tests.gpu_engine.harness import config, tokens
 from tests.rpc_client import Client
 

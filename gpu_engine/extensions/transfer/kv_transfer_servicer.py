@@ -12,10 +12,10 @@ import asyncio
 
 from gpu_engine.api.errors import InvalidRequest, PagesDiffer, ShuttingDown, TransferStalled
 from gpu_engine.api.page_transfer import PageFormat
+from gpu_engine.extensions.transfer.identity import prefill_request
+from gpu_engine.extensions.transfer.metrics import TransferMetrics
 from gpu_engine.front.calls import Calls, Context
-from gpu_engine.front.transfer.identity import prefill_request
 from gpu_engine.front.validation import MAX_SALT_BYTES
-from gpu_engine.ops.metrics_transfer import TransferMetrics
 from protos.transfer.v1 import transfer_pb2 as pb
 from protos.transfer.v1 import transfer_pb2_grpc
 from service_runtime.tenants import MAX_NAME_CHARS

@@ -11,7 +11,9 @@ import pytest
 from gpu_engine.api.errors import InternalError
 from gpu_engine.api.page_transfer import Fallback, Opened, Piece, WantedPages
 from gpu_engine.core.engine import Engine
-from gpu_engine.front.transfer.identity import prefill_request
+from gpu_engine.core.hooks import EngineHooks
+from gpu_engine.extensions.transfer.identity import prefill_request
+from gpu_engine.extensions.transfer.pages import PageTransfers
 from gpu_engine.model.loader import LoadedModel, load_model
 from tests.gpu_engine.core.failing import FailsOnce
 from tests.gpu_engine.harness import Answer, answer_all, ask, config, running, tokens, until_false, with_drafts
@@ -20,6 +22,7 @@ PAGE = 16
 PROMPT = tokens(6 * PAGE + 5, 3)
 WHOLE = PROMPT[: 6 * PAGE]
 SOON_S = 20.0
+TRANSFERS = EngineHooks(transfers=PageTransfers.of)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ def other(llama: LoadedModel) -> LoadedModel:
 @contextmanager
 def engine(model: LoadedModel, role: str, drafts: int = 3, **fields: object) -> Iterator[Engine]:
     settings = with_drafts(drafts, role=role, **fields)
-    with running(Engine(settings, replace(model, max_model_len=settings.max_model_len))) as started:
+    with running(Engine(settings, replace(model, max_model_len=settings.max_model_len), hooks=TRANSFERS)) as started:
         yield started
         until_false(lambda: used(started) > 0)  # what was dropped or closed last is released soon
 

@@ -1,7 +1,7 @@
 """Lets the calls of tenants in: authentication, and which methods are only for operators.
 
-Invariant: only the methods of the health service run without a tenant. A method that TENANT_METHODS does not name
-is for operators: one that is added is closed until it is named there.
+Invariant: only the methods of the health service run without a tenant. A method that no `Methods` names is for
+operators: one that is added is closed until it is named.
 
 Not responsible for: limits (see accounts.py), servers without tenants (see front/port/auth.py).
 """
@@ -11,59 +11,35 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health
 
+from gpu_engine.doors.found import Methods
+from gpu_engine.extensions.tenants.accounts import Tenants
+from gpu_engine.extensions.tenants.audit import AuditLog
 from gpu_engine.front.port.auth import HEADER, refusal
-from gpu_engine.front.tenants.accounts import Tenants
-from gpu_engine.front.tenants.audit import AuditLog
 from service_runtime.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
 _EXEMPT = f"/{health.SERVICE_NAME}/"
-_METHODS = {
-    "lockstep.engine.v1.Engine": (
-        "Generate",
-        "GenerateMany",
-        "Abort",
-        "Compile",
-        "GetModelInfo",
-        "Tokenize",
-        "Detokenize",
-        "GetTokenizerInfo",
-        "ListAdapters",
+ENGINE = Methods(
+    "lockstep.engine.v1.Engine",
+    tenants=frozenset(
+        {
+            *("Generate", "GenerateMany", "Abort", "Compile", "GetModelInfo", "Tokenize", "Detokenize"),
+            *("GetTokenizerInfo", "ListAdapters"),
+        }
     ),
-    "vllm.grpc.engine.VllmEngine": ("Generate", "Abort", "HealthCheck", "GetModelInfo", "GetTokenizer", "Embed"),
-    "inference.GRPCInferenceService": (
-        "ServerLive",
-        "ServerReady",
-        "ModelReady",
-        "ServerMetadata",
-        "ModelMetadata",
-        "ModelConfig",
-        "RepositoryIndex",
-        "ModelInfer",
-        "ModelStreamInfer",
-    ),
-    "grpc.reflection.v1alpha.ServerReflection": ("ServerReflectionInfo",),
-}
-TENANT_METHODS = frozenset(f"/{service}/{method}" for service, methods in _METHODS.items() for method in methods)
-"""What every tenant may call; the rest, which shows or changes what concerns all tenants, is for operators."""
-REQUEST_METHODS = frozenset(
-    {
-        "/lockstep.engine.v1.Engine/Generate",
-        "/lockstep.engine.v1.Engine/GenerateMany",
-        "/vllm.grpc.engine.VllmEngine/Generate",
-        "/inference.GRPCInferenceService/ModelInfer",
-        "/inference.GRPCInferenceService/ModelStreamInfer",
-    }
+    requests=frozenset({"Generate", "GenerateMany"}),
 )
-"""Methods whose requests each have a line in the audit log."""
+REFLECTION = Methods(
+    "grpc.reflection.v1alpha.ServerReflection", tenants=frozenset({"ServerReflectionInfo"}), requests=frozenset()
+)
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -71,9 +47,16 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 class TenantAccess(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stub
     """Passes the calls of tenants on; a stranger's is UNAUTHENTICATED, and an operator's method PERMISSION_DENIED."""
 
-    def __init__(self, tenants: Tenants, audit: AuditLog | None = None) -> None:
-        """Args: `audit` gets a line for each call that is not in REQUEST_METHODS; None: there is no audit log."""
+    def __init__(self, tenants: Tenants, doors: Sequence[Methods] = (), audit: AuditLog | None = None) -> None:
+        """Args: see below.
+
+        doors: the methods of the doors that are served.
+        audit: gets a line for each call of a method that does not generate; None: there is no audit log.
+        """
         self._tenants, self._audit = tenants, audit
+        services = (ENGINE, REFLECTION, *doors)
+        self._for_tenants = {f"/{each.service}/{method}" for each in services for method in each.tenants}
+        self._generate = {f"/{each.service}/{method}" for each in services for method in each.requests}
         self.refused = 0
 
     async def intercept_service(
@@ -103,11 +86,11 @@ class TenantAccess(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         if not isinstance(found, Tenant):
             self._refused("", method, grpc.StatusCode.UNAUTHENTICATED, found)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{HEADER}: {found}")
-        elif method not in TENANT_METHODS and not found.operator:
+        elif method not in self._for_tenants and not found.operator:
             self._refused(found.name, method, grpc.StatusCode.PERMISSION_DENIED, "its tenant is no operator")
             problem = f"{method.rpartition('/')[2]}: is for operators (operator = true of a tenant)"
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, problem)
-        elif self._audit is None or method in REQUEST_METHODS:
+        elif self._audit is None or method in self._generate:
             yield
         else:
             began_s, status = time.monotonic(), "CANCELLED"

@@ -11,7 +11,7 @@ import numpy as np
 
 from gpu_engine.api.page_transfer import PageFormat, Piece
 from gpu_engine.api.request import Request
-from gpu_engine.front.transfer.identity import PROBE_TOKENS, identify
+from gpu_engine.extensions.transfer.identity import PROBE_TOKENS, identify
 
 FORM = PageFormat("weights", "float32", page_size=16, layout="token-major", num_layers=2, num_kv_heads=1, head_dim=4)
 

@@ -12,13 +12,14 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from gpu_engine.api.request import FinishReason, TokenEvent
-from gpu_engine.front.tenants.access import TENANT_METHODS
+from gpu_engine.doors.found import found_doors
+from gpu_engine.extensions.tenants.access import ENGINE
 from protos.engine.v1 import engine_pb2 as pb
 from protos.kserve.v2 import inference_pb2, inference_pb2_grpc
 from protos.transfer.v1 import transfer_pb2
 from service_runtime.from_files import CHECK_EVERY_S
 from tests.fakes import answers_with
-from tests.gpu_engine.front.tenants.tenant_serving import (
+from tests.gpu_engine.extensions.tenants.tenant_serving import (
     ACME,
     AS_ACME,
     AS_BETA,
@@ -50,10 +51,11 @@ OPERATORS = {
 
 
 def test_every_method_is_either_the_tenants_or_the_operators() -> None:
+    known = {each.service: each for each in (ENGINE, *(door.METHODS for door in found_doors()))}
     for file in (pb, vllm, inference_pb2, transfer_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
-                own = f"/{service.full_name}/{method.name}" in TENANT_METHODS
+                own = service.full_name in known and method.name in known[service.full_name].tenants
                 assert own != (method.name in OPERATORS[service.full_name]), f"{service.full_name}/{method.name}"
 
 

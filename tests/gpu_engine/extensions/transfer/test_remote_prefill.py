@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 from gpu_engine.api.errors import InternalError
 from gpu_engine.api.page_transfer import Fallback, Opened, PageFormat, Piece, TransferFailed, WantedPages
 from gpu_engine.api.request import Request
-from gpu_engine.front.transfer.remote_prefill import RemotePrefill
-from gpu_engine.ops.metrics_transfer import TransferMetrics
+from gpu_engine.extensions.transfer.metrics import TransferMetrics
+from gpu_engine.extensions.transfer.remote_prefill import RemotePrefill
 from tests.gpu_engine.made_requests import made
 from tests.waiting import eventually
 

@@ -8,45 +8,25 @@ differ: prompt tokens that the prefix cache had cost nothing, and an answer's to
 not in each step, so steps pay nothing for it. Invariant: while tenants A and B wait, their counters differ by no more
 than the work of the sequences that got slots at once, and a tenant never has more slots than its `max_running`.
 
-Not responsible for: the order of one tenant's sequences (see ../scheduler.py).
+Not responsible for: the order of one tenant's sequences (see core/scheduler.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterable
+from typing import Generic
 
 from gpu_engine.api.request import TenantShare
+from gpu_engine.core.scheduler import S
 
 PROMPT_COST, ANSWER_COST = 1.0, 2.0
 """The cost of one token."""
 
 
-class Shared(Protocol):
-    """A sequence of a tenant, as far as the counters look at it."""
-
-    length: int
-    num_cached_tokens: int
-    order: int
-    starving: bool
-
-    @property
-    def tenant(self) -> TenantShare | None:
-        """The sequence's tenant; None: no tenant."""
-
-
-S = TypeVar("S", bound=Shared)
-
-
 class FairShares(Generic[S]):
-    """The counters of one engine. Used only by the engine thread.
+    """The counters of one engine, which are a `SlotOrder`. Used only by the engine thread."""
 
-    Args:
-        width: returns how many slots a sequence needs, or has.
-    """
-
-    def __init__(self, width: Callable[[S], int]) -> None:
-        self._width = width
+    def __init__(self) -> None:
         self._counters: dict[str, float] = {}
         self._slots: dict[str, int] = {}
         """The slots of each tenant that has some."""
@@ -91,7 +71,7 @@ class FairShares(Generic[S]):
         if tenant is None:
             return
         name = tenant.name
-        self._slots[name] = self._slots.get(name, 0) + self._width(sequence)
+        self._slots[name] = self._slots.get(name, 0) + len(sequence.members)
         if not sequence.order:
             self._add(tenant, PROMPT_COST * (sequence.length - sequence.num_cached_tokens))
         self._counted[sequence] = sequence.length
@@ -104,7 +84,7 @@ class FairShares(Generic[S]):
             return
         self._count_answer(sequence)
         del self._counted[sequence]
-        self._slots[tenant.name] -= self._width(sequence)
+        self._slots[tenant.name] -= len(sequence.members)
         if not self._slots[tenant.name]:
             del self._slots[tenant.name]
 
@@ -114,7 +94,7 @@ class FairShares(Generic[S]):
         return dict(self._counters)
 
     def _has_room(self, tenant: TenantShare, sequence: S) -> bool:
-        return not tenant.max_running or (self._slots.get(tenant.name, 0) + self._width(sequence) <= tenant.max_running)
+        return not tenant.max_running or (self._slots.get(tenant.name, 0) + len(sequence.members) <= tenant.max_running)
 
     def _count_answers(self) -> None:
         for sequence in self._counted:
@@ -124,7 +104,7 @@ class FairShares(Generic[S]):
         assert sequence.tenant is not None
         if (new := sequence.length - self._counted[sequence]) > 0:
             self._counted[sequence] = sequence.length
-            self._add(sequence.tenant, ANSWER_COST * new * self._width(sequence))
+            self._add(sequence.tenant, ANSWER_COST * new * len(sequence.members))
 
     def _add(self, tenant: TenantShare, cost: float) -> None:
         self._counters[tenant.name] = self._counter(tenant.name) + cost / tenant.weight

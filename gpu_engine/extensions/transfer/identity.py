@@ -2,7 +2,7 @@
 
 Invariant: engines with one fingerprint computed the same bits for the fixed prompt. Engines of another device, kernel,
 precision or chunking usually round differently, and have another one. Not responsible for: the digest of the weights
-(see core/transfer/mover.py).
+(see mover.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ compiled meanwhile. Pages that have come stay, however the fetch ends; the engin
 Invariant: a request that waits for pages is released by the task that `start` returns, however that ends, or ends
 itself. An engine that failed is not asked for a time that doubles, so a hung one delays few requests.
 
-Not responsible for: how the pages travel (see grpc_transport.py), the pages here (see core/transfer/).
+Not responsible for: how the pages travel (see grpc_transport.py), the pages here (see extensions/transfer/).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.page_transfer import Fallback, PageAccess, PageFormat, PageTransport, TransferFailed, WantedPages
 from gpu_engine.api.request import Request
-from gpu_engine.ops.metrics_transfer import TransferMetrics
+from gpu_engine.extensions.transfer.metrics import TransferMetrics
 from service_runtime.owned_tasks import OwnedTasks
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ bucket that refills at the limit's rate and holds one minute of it. An answer th
 bucket in debt, which the next request waits for. So over any time the tokens exceed the limit by no more than the
 answers that ran at its end. Used on the event loop.
 
-Not responsible for: slots and their order between tenants (see core/fair_shares.py), compilations
+Not responsible for: slots and their order between tenants (see fair_shares.py), compilations
 (see sidecar/tenant_compile_limiter.py).
 """
 
@@ -76,7 +76,7 @@ class Account:
 
     @property
     def identity(self) -> bytes:
-        """The identity by which answers draft for its requests (see suffix_scopes.py)."""
+        """The identity by which answers draft for its requests (see front/suffix_scopes.py)."""
         return b"tenants" if self.tenant.shares_in(DRAFT_INDEX) else b"tenant\0" + self.name.encode()
 
     @property

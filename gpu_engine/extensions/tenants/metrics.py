@@ -14,7 +14,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from gpu_engine.front.tenants.accounts import Account
+from gpu_engine.extensions.tenants.accounts import Account
 
 
 class TenantCollector(Collector):

@@ -19,8 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.transfer_config import TransferConfig
 from gpu_engine.core.engine import Engine
+from gpu_engine.extensions.transfer.kv_transfer_servicer import SERVICE
 from gpu_engine.front.port.listening import ServerError
-from gpu_engine.front.transfer.kv_transfer_servicer import SERVICE
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.server import SERVICE as ENGINE_SERVICE
 from gpu_engine.server import Parts, Server, open_server

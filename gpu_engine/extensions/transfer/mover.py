@@ -3,7 +3,7 @@
 On a device the pages go through a buffer there and pinned memory. Invariant: a copy runs after everything enqueued
 before it. Reading waits for the device, so an engine whose steps wait for another process only writes.
 `weights_digest` is a part of the format of pages. Two loads of the same files give the same digest. It does not see
-kernels and their rounding, which the keys and values of a fixed prompt show (front/transfer/identity.py).
+kernels and their rounding, which the keys and values of a fixed prompt show (identity.py).
 
 Not responsible for: the owners of pages (see core/kv_cache.py), and when pages are moved (see pages.py).
 
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.page_transfer import Bytes, PageFormat
 from gpu_engine.model.loaded_model import LoadedModel
 from gpu_engine.step.stream import Event, Stream
@@ -122,6 +123,19 @@ class PageMover:
 
     def __repr__(self) -> str:
         return f"<PageMover of {self.form.piece_pages} pages of {self.form.page_bytes} bytes>"
+
+
+def page_format(config: EngineConfig, model: LoadedModel, pages: list[KVPages]) -> PageFormat:
+    """Return the format of an engine's pages, with only the digest of the weights as its fingerprint."""
+    return PageFormat(
+        fingerprint=weights_digest(model),
+        dtype=model.dtype_name,
+        page_size=config.page_size,
+        layout="token-major" if pages[0].token_major else "channel-major",
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+    )
 
 
 def weights_digest(model: LoadedModel) -> str:

@@ -13,6 +13,7 @@ from gpu_engine.api.prefill_shapes import PrefillShapes
 from gpu_engine.api.request import Scheduling, TenantShare
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.scheduler import Plan, Scheduler, Sequence
+from gpu_engine.extensions.tenants.fair_shares import FairShares
 
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)
@@ -25,10 +26,21 @@ PAGE, CHUNK, ROWS = 16, 32, 4
 ACME, BETA = TenantShare("acme", 1.0, 0), TenantShare("beta", 1.0, 0)
 
 
-def scheduler(num_slots: int = 1, num_pages: int = 64, max_starvation_s: float = math.inf) -> Scheduler[Named]:
+def scheduler(
+    num_slots: int = 1,
+    num_pages: int = 64,
+    max_starvation_s: float = math.inf,
+    order: FairShares[Named] | None = None,
+) -> Scheduler[Named]:
     shapes = PrefillShapes(CHUNK, 1, CHUNK)
     allocator = PageAllocator(num_pages, PAGE)
-    options = {"prefill_chunk": CHUNK, "lookahead": ROWS, "shapes": shapes, "max_starvation_s": max_starvation_s}
+    options = {
+        "prefill_chunk": CHUNK,
+        "lookahead": ROWS,
+        "shapes": shapes,
+        "max_starvation_s": max_starvation_s,
+        "slot_order": order or FairShares(),
+    }
     return Scheduler(num_slots, allocator, **options)  # type: ignore[arg-type]
 
 
@@ -174,6 +186,7 @@ def test_a_sequence_without_a_tenant_has_its_place_in_the_queue() -> None:
 def test_a_cached_prompt_costs_its_tenant_nothing() -> None:
     tokens = {"a0": list(range(160)), "a1": list(range(160)), "b0": list(range(500, 660)), "a2": [7] * 20}
     shapes = PrefillShapes(CHUNK, 1, CHUNK)
+    order: FairShares[Named] = FairShares()
     machine: Scheduler[Named] = Scheduler(
         1,
         PageAllocator(64, PAGE),
@@ -181,6 +194,7 @@ def test_a_cached_prompt_costs_its_tenant_nothing() -> None:
         lookahead=ROWS,
         shapes=shapes,
         tokens_of=lambda each: tokens[each.name],
+        slot_order=order,
     )
     machine.add(sequence("a0", ACME, length=160))
     machine.plan()
@@ -192,8 +206,7 @@ def test_a_cached_prompt_costs_its_tenant_nothing() -> None:
     machine.plan()
     (again,) = machine.running
     assert again.num_cached_tokens == 144
-    assert machine._shares is not None
-    assert machine._shares.counters["acme"] == 160 + 16
+    assert order.counters["acme"] == 160 + 16
 
 
 @pytest.mark.parametrize(("weight", "share"), [(1.0, 0.5), (3.0, 0.75), (0.25, 0.2)])
@@ -216,7 +229,8 @@ def test_tenants_that_always_wait_get_the_tokens_of_their_weights(weight: float,
 @settings(deadline=None, max_examples=60)
 def test_while_two_tenants_wait_their_counters_stay_close(jobs: list[tuple[str, int, int]], num_slots: int) -> None:
     """The bound of the paper (theorem 4.4 there), with what one round of slots adds at most."""
-    machine = scheduler(num_slots=num_slots, num_pages=256)
+    order: FairShares[Named] = FairShares()
+    machine = scheduler(num_slots=num_slots, num_pages=256, order=order)
     shares = {name: TenantShare(name, 1.0, 0) for name in "abc"}
     answers = {}
     for i, (name, prompt, length) in enumerate(jobs):
@@ -228,8 +242,7 @@ def test_while_two_tenants_wait_their_counters_stay_close(jobs: list[tuple[str, 
             one.length += answers[one.name]
         for one in machine.running:
             machine.remove(one)
-        assert machine._shares is not None
         waiting = {each.tenant.name for each in machine.waiting if each.tenant}
-        counters = [machine._shares.counters.get(name, 0.0) for name in waiting]
+        counters = [order.counters.get(name, 0.0) for name in waiting]
         assert not counters or max(counters) - min(counters) <= bound
         machine.check_integrity()

@@ -19,10 +19,10 @@ from gpu_engine.api.admission import EngineAdmission
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.api.errors import LimitExceeded
 from gpu_engine.core.engine import Engine
+from gpu_engine.extensions.tenants.accounts import Tenants
+from gpu_engine.extensions.tenants.audit import AuditLog
+from gpu_engine.extensions.tenants.metrics import TenantCollector
 from gpu_engine.front.port.listening import ServerError
-from gpu_engine.front.tenants.accounts import Tenants
-from gpu_engine.front.tenants.audit import AuditLog
-from gpu_engine.front.tenants.metrics import TenantCollector
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.server import Parts, Server, open_server
 from protos.engine.v1 import engine_pb2 as pb
@@ -30,7 +30,7 @@ from protos.engine.v1 import engine_pb2_grpc
 from service_runtime.tenants import tenant_file
 from tests.fakes import answers_with
 from tests.gpu_engine import test_server
-from tests.gpu_engine.front.tenants.tenant_serving import ACME, AS_ACME, AS_BETA, AS_BOSS, BOSS, FILE, Metadata
+from tests.gpu_engine.extensions.tenants.tenant_serving import ACME, AS_ACME, AS_BETA, AS_BOSS, BOSS, FILE, Metadata
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.http_calls import ASK, get, until_healthy
 

@@ -4,7 +4,7 @@ Invariant: an import owns its pages from `open` to `close`, as a sequence does; 
 and gives them up, so that the sequences that waited find them as they find any prefix. A page that was not written is
 never indexed. A sequence that waits for an import is in no queue until that is closed, and it may end meanwhile.
 
-Not responsible for: what the pages are asked for (see front/transfer/), copying (see mover.py).
+Not responsible for: what the pages are asked for (see remote_prefill.py), copying (see mover.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from gpu_engine.api.errors import InternalError
 from gpu_engine.api.page_transfer import Fallback, Opened, PageFormat, Piece, WantedPages
 from gpu_engine.api.request import Request
+from gpu_engine.core.hooks import TransferParts
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.running import RunningSequence
-from gpu_engine.core.transfer.mover import PageMover
+from gpu_engine.extensions.transfer.mover import PageMover, page_format
 
 
 @dataclass(slots=True, eq=False)
@@ -42,11 +43,11 @@ class _Reading:
 
 
 class PageTransfers:
-    """Used only by the engine thread.
+    """The `Transfers` of an engine. Used only by the engine thread.
 
     Args:
         allocator: owns the pages.
-        mover: copies pages; None: the engine's role is "both", and nothing is transferred.
+        mover: copies pages.
         max_bytes: the most bytes of the pages that running imports may wait for; a single import may have more.
         admit: puts a sequence into the waiting queue.
     """
@@ -54,12 +55,12 @@ class PageTransfers:
     def __init__(
         self,
         allocator: PageAllocator,
-        mover: PageMover | None,
+        mover: PageMover,
         max_bytes: int,
         admit: Callable[[RunningSequence], None],
     ) -> None:
-        self._allocator, self._mover, self._admit = allocator, mover, admit
-        self._max_pages = 0 if mover is None else max_bytes // mover.form.page_bytes
+        self._allocator, self.mover, self._admit = allocator, mover, admit
+        self._max_pages = max_bytes // mover.form.page_bytes
         self._readings: dict[RunningSequence, _Reading] = {}
         self._imports: dict[WantedPages, _Import] = {}
         self._awaiting: dict[Request, RunningSequence] = {}
@@ -69,11 +70,22 @@ class PageTransfers:
         """Return whether `serve` has something to look at."""
         return bool(self._readings)
 
-    @property
-    def mover(self) -> PageMover:
-        """The copier of an engine that transfers pages."""
-        assert self._mover is not None, "role is both"
-        return self._mover
+    @classmethod
+    def of(cls, parts: TransferParts) -> PageTransfers:
+        """Return the transfers of an engine, which the loop's hook asks for."""
+        config, executor = parts.config, parts.executor
+        mover = PageMover(executor.stream, executor.pages, page_format(config, parts.model, executor.pages))
+        return cls(parts.allocator, mover, config.transfer.transfer_bytes, parts.admit)
+
+    def warm_up(self) -> None:
+        """Run every copy once."""
+        self.mover.warm_up()
+
+    def access(
+        self, post: Callable[[Callable[[], None]], None], find: Callable[[Request], RunningSequence | None]
+    ) -> PageTransferClient:
+        """See `Transfers`."""
+        return PageTransferClient(self, post, find)
 
     # -- a sequence that is prefilled for another engine --------------------------------------------------------------
 

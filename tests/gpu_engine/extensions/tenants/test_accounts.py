@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_engine.api.errors import LimitExceeded
-from gpu_engine.front.tenants.accounts import Account
+from gpu_engine.extensions.tenants.accounts import Account
 from service_runtime.tenants import Tenant
 
 
