@@ -21,7 +21,8 @@ from gpu_engine.api.config import ServerConfig
 from gpu_engine.api.errors import GrammarUnavailable, InternalError, InvalidRequest, LockstepError
 from gpu_engine.api.ports import ClearedGrammars, Compiled, GrammarEvents, GrammarStats
 from gpu_engine.api.request import GrammarSpec, Request
-from gpu_engine.sidecar.compilations import Admission, GrammarCompiler, grammar_error
+from gpu_engine.sidecar.compilations import GrammarCompiler, grammar_error
+from gpu_engine.sidecar.compile_admission import CompileAdmission
 from gpu_engine.sidecar.link import GrammarLink
 from protos.grammar.v1 import grammar_pb2 as gpb
 from service_runtime.logs import REQUEST_ID
@@ -90,7 +91,7 @@ class GrammarClient:
         self._was_lost = self._closed = False
         self.serves = False
         """Guided requests are served, or wait for a process for at most `grammar_wait_s`."""
-        self.admission = Admission()
+        self.admission = CompileAdmission()
         """Read for its count of refusals; the compiler changes it."""
 
     def attach(self, engine: GrammarEvents, link: GrammarLink) -> None:
@@ -150,7 +151,7 @@ class GrammarClient:
             cleared = await self._link.stub.ClearCache(gpb.ClearCacheRequest(disk=disk), timeout=CLEAR_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise grammar_error(error, "ClearCache", CLEAR_TIMEOUT_S) from error
-        self.admission.forget_known()
+        self.admission.queue.forget_known()
         return ClearedGrammars(cleared.dropped, cleared.kept, cleared.files, cleared.freed_bytes)
 
     async def metrics(self, timeout_s: float) -> bytes | None:

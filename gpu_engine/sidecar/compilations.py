@@ -8,9 +8,8 @@ use. When a grammar process dies during a compilation, the next one is asked aga
 The grammar process has its own limits on the wait for a worker and on a compilation, and names the one that was
 reached. The deadline of the RPC is longer than all of them together: when it passes, the process gives no answer.
 
-`Admission` refuses compilations that the grammar process would refuse anyway, so that a flood of them costs no RPC.
-
-Not responsible for: slots and matchers (see client.py), the connection (see link.py).
+Not responsible for: which compilations are sent (see compile_admission.py), slots and matchers (see client.py), the
+connection (see link.py).
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ import asyncio
 import logging
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import grpc
@@ -36,9 +34,9 @@ from gpu_engine.api.errors import (
     NotSupported,
 )
 from gpu_engine.api.ports import Compiled
-from gpu_engine.api.request import GrammarOwner, GrammarSpec
+from gpu_engine.api.request import GrammarSpec
+from gpu_engine.sidecar.compile_admission import CompileAdmission, Place
 from gpu_engine.sidecar.link import GrammarLink
-from gpu_engine.sidecar.tenant_compile_limiter import TenantCompileLimiter
 from protos.grammar.v1 import grammar_pb2 as gpb
 from service_runtime.owned_tasks import OwnedTasks
 from service_runtime.single_flight import Flight, SingleFlight
@@ -52,89 +50,6 @@ COMPILE_MARGIN_S = 30.0
 """Time to load a result, and to answer on a busy machine, on top of the limits that the grammar process enforces."""
 AUTO_ATTEMPTS = 2
 """The most attempts with each backend under BACKEND_AUTO: strictly, and with parts that are not enforced."""
-MAX_KNOWN = 16384
-"""Grammars that are remembered as compiled, by their hash. On a collision, both are treated as known."""
-
-
-@dataclass(slots=True)
-class _Places:
-    """The compilations of one tenant on one backend."""
-
-    weight: float
-    taken: int = 0
-
-
-@dataclass(slots=True)
-class Admission:
-    """Counts the compilations under way, by the backend that was asked for, and refuses those above its limit.
-
-    Invariant: a compilation that is refused here would have found the queue of the grammar process full, by the limit
-    that the process itself gave (Configure). Grammars that the process is known to have are answered at once, and need
-    no place. A sequence that holds a slot was accepted before and is never refused, but its compilation counts.
-
-    Above the limit a tenant's compilation is sent while another tenant has more of them over its weight: the grammar
-    process gives it the place of that tenant's newest one (see grammar_service/compile/queue.py).
-    """
-
-    max_known: int = MAX_KNOWN
-    refused: int = 0
-    """Compilations that were not sent."""
-    _running: dict[int, dict[str, _Places]] = field(default_factory=dict)
-    """Backend -> tenant, "" for none -> its compilations."""
-    _known: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    _attached: int = 0
-    """The number of the grammar process that has the known grammars."""
-
-    def enter(self, spec: GrammarSpec, attached: int, limit: int) -> bool:
-        """Admit a compilation; return whether it takes a place, and needs a call of `leave`. Raises LimitExceeded.
-
-        Args:
-            attached: the number of the grammar process (`GrammarLink.attached`).
-            limit: compilations that one backend of this process takes at once; 0: no limit.
-        """
-        if self.knows(spec, attached):
-            self._known.move_to_end(hash(spec))
-            return False
-        all_places = self._running.setdefault(spec.backend, {})
-        tenant, weight = ("", 1.0) if spec.owner is None else (spec.owner.tenant, spec.owner.weight)
-        mine = all_places.get(tenant) or _Places(weight)
-        mine.weight = weight
-        full = 0 < limit <= sum(places.taken for places in all_places.values())
-        if full and (mine.taken + 1) / weight >= max(places.taken / places.weight for places in all_places.values()):
-            self.refused += 1
-            raise LimitExceeded(f"grammar: compile_queue: {limit} compilations run or wait already; try again")
-        mine.taken += 1
-        all_places[tenant] = mine
-        return True
-
-    def knows(self, spec: GrammarSpec, attached: int) -> bool:
-        """Return whether the grammar process of this number is known to have the grammar."""
-        return attached == self._attached and hash(spec) in self._known
-
-    def leave(self, spec: GrammarSpec) -> None:
-        """Give back the place of a compilation that has ended."""
-        all_places, tenant = self._running[spec.backend], "" if spec.owner is None else spec.owner.tenant
-        all_places[tenant].taken -= 1
-        if not all_places[tenant].taken:
-            del all_places[tenant]
-
-    def compiled(self, spec: GrammarSpec, attached: int) -> None:
-        """Remember that the grammar process of this number has the grammar."""
-        if attached != self._attached:
-            self._attached = attached
-            self._known.clear()
-        self._known[hash(spec)] = None
-        self._known.move_to_end(hash(spec))
-        if len(self._known) > self.max_known:
-            self._known.popitem(last=False)
-
-    def forget_known(self) -> None:
-        """Forget which grammars the grammar process has: it dropped them."""
-        self._known.clear()
-
-    def __repr__(self) -> str:
-        running = sum(places.taken for tenants in self._running.values() for places in tenants.values())
-        return f"<Admission running={running} known={len(self._known)} refused={self.refused}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +81,13 @@ class _Ticket:
 class GrammarCompiler:
     """Used on the event loop. Its tasks belong to `tasks`, whose owner ends them."""
 
-    def __init__(self, config: ServerConfig, link: GrammarLink, tasks: OwnedTasks, admission: Admission) -> None:
+    def __init__(self, config: ServerConfig, link: GrammarLink, tasks: OwnedTasks, admission: CompileAdmission) -> None:
         self._wait_s = config.grammar_wait_s
         self._attempt_s = config.compile_timeout_s
         self._link = link
         self._tickets: dict[str, _Ticket] = {}
         self._flights: SingleFlight[_Key, Compiled] = SingleFlight(spawn=tasks.spawn)
         self._admission = admission
-        self._limiter = TenantCompileLimiter()
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
         """Start or join the compilation of a request's grammar.
@@ -238,30 +152,14 @@ class GrammarCompiler:
             key = _Key(spec, accepted)
         if self._flights.get(key) is not None:
             return self._flights.join(key, lambda: self._compile(spec, accepted))
-        if spec.owner is not None and not accepted and not self._admission.knows(spec, self._link.attached):
-            return self._join_in_turn(key, spec, spec.owner)
-        limit = 0 if accepted else self._link.max_compilations
-        takes_place = self._admission.enter(spec, self._link.attached, limit)
-        flight, joined = self._flights.join(key, lambda: self._compile(spec, accepted))
-        if takes_place:
-            flight.task.add_done_callback(lambda _: self._admission.leave(spec))
+        place = self._admission.admit(spec, self._link, accepted=accepted)
+        flight, joined = self._flights.join(key, lambda: self._compile_in(place, spec, accepted))
+        flight.task.add_done_callback(lambda _: place.give_back())
         return flight, joined
 
-    def _join_in_turn(self, key: _Key, spec: GrammarSpec, owner: GrammarOwner) -> tuple[_Flight, bool]:
-        """Start a flight that waits for its tenant's turn, and only then for a place. Raises LimitExceeded."""
-        self._limiter.admit(owner)
-        flight, joined = self._flights.join(key, lambda: self._compile_in_turn(spec, owner))
-        flight.task.add_done_callback(lambda _: self._limiter.ended(owner))
-        return flight, joined
-
-    async def _compile_in_turn(self, spec: GrammarSpec, owner: GrammarOwner) -> Compiled:
-        async with self._limiter.turn(owner):
-            takes_place = self._admission.enter(spec, self._link.attached, self._link.max_compilations)
-            try:
-                return await self._compile(spec, accepted=False)
-            finally:
-                if takes_place:
-                    self._admission.leave(spec)
+    async def _compile_in(self, place: Place, spec: GrammarSpec, accepted: bool) -> Compiled:
+        async with place.turn():
+            return await self._compile(spec, accepted)
 
     async def _compile(self, spec: GrammarSpec, accepted: bool) -> Compiled:
         message = gpb.CompileRequest(
@@ -293,7 +191,7 @@ class GrammarCompiler:
                 if (task := asyncio.current_task()) is None or task.cancelling():
                     raise
                 continue  # no waiter has left: the channel to the last grammar process was closed during the call
-            self._admission.compiled(spec, attached)
+            self._admission.queue.compiled(spec, attached)
             return Compiled(
                 grammar_id=response.grammar_id,
                 backend=int(response.backend),

@@ -149,7 +149,7 @@ _WORKER, _MATCHERS, _QUEUES, _ANSWERS, _BATCH = (
     f"grammar_service/fill/{name}.py" for name in ("worker", "matchers", "work_queues", "answers", "batch")
 )
 _POOL, _COMPILE_QUEUE = "grammar_service/compile/pool.py", "grammar_service/compile/queue.py"
-_COMPILATIONS = "gpu_engine/sidecar/compilations.py"
+_COMPILE_ADMISSION = "gpu_engine/sidecar/compile_admission.py"
 _FLIGHTS = "service_runtime/single_flight.py"
 
 _CHANGES = "        while self._inbox:\n            self._queues.put(self._inbox.popleft())\n"
@@ -378,7 +378,7 @@ _ALL = (
         "the engine refuses a tenant within its share",
         (
             (
-                _COMPILATIONS,
+                _COMPILE_ADMISSION,
                 "        if full and (mine.taken + 1) / weight >= max("
                 "places.taken / places.weight for places in all_places.values()):\n",
                 "        if full:\n",

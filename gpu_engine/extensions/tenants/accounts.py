@@ -8,7 +8,7 @@ bucket in debt, which the next request waits for. So over any time the tokens ex
 answers that ran at its end. Used on the event loop.
 
 Not responsible for: slots and their order between tenants (see fair_shares.py), compilations
-(see sidecar/tenant_compile_limiter.py).
+(see sidecar/compile_admission.py).
 """
 
 from __future__ import annotations

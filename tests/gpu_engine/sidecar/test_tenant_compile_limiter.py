@@ -8,7 +8,7 @@ import pytest
 
 from gpu_engine.api.errors import LimitExceeded
 from gpu_engine.api.request import GrammarKind, GrammarOwner, GrammarSpec
-from gpu_engine.sidecar.tenant_compile_limiter import TenantCompileLimiter
+from gpu_engine.sidecar.compile_admission import TenantTurns
 
 
 def owner(tenant: str = "acme", at_once: int = 1, waiting: int = 2) -> GrammarOwner:
@@ -19,7 +19,7 @@ class Compilations:
     """Compilations that the test ends; each is known by a number."""
 
     def __init__(self) -> None:
-        self.limiter = TenantCompileLimiter()
+        self.limiter = TenantTurns()
         self.running: list[int] = []
         self._ends: dict[int, asyncio.Event] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
@@ -72,7 +72,7 @@ async def test_so_many_run_some_wait_and_one_more_is_refused() -> None:
     assert made.running == [9, 2]
     for number in (2, 3, 9):
         await made.end(number)
-    assert repr(made.limiter) == "<TenantCompileLimiter 0 refused=1>"
+    assert repr(made.limiter) == "<TenantTurns 0 refused=1>"
 
 
 async def test_a_turn_of_a_task_that_is_cancelled_is_the_next_one_s() -> None:
@@ -93,7 +93,7 @@ async def test_a_turn_of_a_task_that_is_cancelled_is_the_next_one_s() -> None:
     await made.begin(5, mine)
     assert made.running == [5]
     await made.cancel(5)
-    assert repr(made.limiter) == "<TenantCompileLimiter 0 refused=0>"
+    assert repr(made.limiter) == "<TenantTurns 0 refused=0>"
 
 
 async def test_no_limit_lets_all_run() -> None:

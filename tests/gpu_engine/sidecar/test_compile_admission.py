@@ -8,7 +8,7 @@ import pytest
 
 from gpu_engine.api.errors import LimitExceeded
 from gpu_engine.api.request import GrammarKind, GrammarOwner, GrammarSpec
-from gpu_engine.sidecar.compilations import Admission
+from gpu_engine.sidecar.compile_admission import QueuePlaces
 
 
 def spec(number: int, backend: int = 0) -> GrammarSpec:
@@ -20,7 +20,7 @@ def owned(number: int, tenant: str, weight: float = 1.0) -> GrammarSpec:
 
 
 def test_one_more_than_the_bound_is_refused_by_the_name_of_its_setting() -> None:
-    admission = Admission()
+    admission = QueuePlaces()
     assert [admission.enter(spec(i), 1, 2) for i in range(2)] == [True, True]
     with pytest.raises(LimitExceeded, match="compile_queue: 2 compilations"):
         admission.enter(spec(2), 1, 2)
@@ -30,7 +30,7 @@ def test_one_more_than_the_bound_is_refused_by_the_name_of_its_setting() -> None
 
 
 def test_each_backend_has_a_queue_of_its_own() -> None:
-    admission = Admission()
+    admission = QueuePlaces()
     assert admission.enter(spec(0, backend=1), 1, 1)
     assert admission.enter(spec(0, backend=2), 1, 1)
     with pytest.raises(LimitExceeded):
@@ -38,12 +38,12 @@ def test_each_backend_has_a_queue_of_its_own() -> None:
 
 
 def test_a_process_that_names_no_bound_is_asked_always() -> None:
-    admission = Admission()
+    admission = QueuePlaces()
     assert all(admission.enter(spec(i), 1, 0) for i in range(1000))
 
 
 def test_what_the_process_has_is_let_through_and_takes_no_place() -> None:
-    admission = Admission()
+    admission = QueuePlaces()
     admission.compiled(spec(0), 1)
     assert admission.enter(spec(1), 1, 1)
     assert not admission.enter(spec(0), 1, 1)
@@ -52,7 +52,7 @@ def test_what_the_process_has_is_let_through_and_takes_no_place() -> None:
 
 
 def test_what_the_last_process_had_is_not_known_of_the_next() -> None:
-    admission = Admission()
+    admission = QueuePlaces()
     admission.compiled(spec(0), 1)
     assert admission.enter(spec(0), 2, 1)
     admission.compiled(spec(1), 2)
@@ -62,7 +62,7 @@ def test_what_the_last_process_had_is_not_known_of_the_next() -> None:
 
 
 def test_what_is_used_stays_known() -> None:
-    admission = Admission(max_known=2)
+    admission = QueuePlaces(max_known=2)
     admission.compiled(spec(0), 1)
     admission.compiled(spec(1), 1)
     assert not admission.enter(spec(0), 1, 1)
@@ -72,7 +72,7 @@ def test_what_is_used_stays_known() -> None:
 
 
 def test_above_the_bound_a_tenant_is_sent_while_another_has_more_over_its_weight() -> None:
-    admission = Admission()
+    admission = QueuePlaces()
     for i in range(6):
         admission.enter(owned(i, "flood"), 1, 6)
     for i in range(2):
@@ -92,9 +92,9 @@ def test_above_the_bound_a_tenant_is_sent_while_another_has_more_over_its_weight
 
 
 def test_a_tenant_whose_compilations_have_ended_holds_nothing() -> None:
-    admission = Admission()
+    admission = QueuePlaces()
     admission.enter(owned(0, "acme"), 1, 1)
     admission.leave(owned(0, "acme"))
-    assert repr(admission) == "<Admission running=0 known=0 refused=0>"
+    assert repr(admission) == "<QueuePlaces running=0 known=0 refused=0>"
     assert admission._running == {0: {}}
     assert admission.enter(spec(0), 1, 1)
