@@ -103,8 +103,15 @@ def accept_arguments(step: StepTensors, logits_NV: torch.Tensor, num_rows: int) 
         step.mask_address,
         *[address(t) for t in tensors],
         first_row,
-        *(logits_NV.stride(0), R, step.history_SL.stride(0), *step.mask_strides, stride),
-        *(B, num_rows, V, int(logits_NV.dtype == torch.bfloat16)),
+        logits_NV.stride(0),
+        R,
+        step.history_SL.stride(0),
+        *step.mask_strides,
+        stride,
+        B,
+        num_rows,
+        V,
+        int(logits_NV.dtype == torch.bfloat16),
     )
 
 

@@ -154,7 +154,9 @@ class PackedBlocks:
             self.scales.data_ptr(),
             None if self.offsets is None else self.offsets.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
-            *(self.num_outputs, self.num_inputs, self.kind),
+            self.num_outputs,
+            self.num_inputs,
+            self.kind,
         )
 
     @property
@@ -173,8 +175,12 @@ class PackedBlocks:
         out_MN = torch.empty(M, self.num_outputs, dtype=x_MK.dtype)
         scratch = torch.empty(M * (K + K // BLOCK * 12) + 256, dtype=torch.uint8)
         args = _LinearArgs(
-            *(self.args, x_MK.data_ptr(), out_MN.data_ptr(), scratch.data_ptr()),
-            *(M, x_MK.dtype == torch.bfloat16),
+            self.args,
+            x_MK.data_ptr(),
+            out_MN.data_ptr(),
+            scratch.data_ptr(),
+            M,
+            x_MK.dtype == torch.bfloat16,
         )
         if M:
             native().lockstep_block_linear(ctypes.byref(args))

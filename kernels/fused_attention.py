@@ -61,7 +61,9 @@ class QkvAttention:
             padding = len(qkv_NC) - B * P
             qkv_NC = qkv_NC[: B * P]
             rotate(
-                *(qkv_NC, cos_NR, sin_NR),
+                qkv_NC,
+                cos_NR,
+                sin_NR,
                 heads=self.heads,
                 head_dim=D,
                 q_norm=self.q_norm,
@@ -69,7 +71,12 @@ class QkvAttention:
             )
             q_BPHD, k_BPHD, v_BPHD = qkv_NC.view(B, P, Hq + 2 * Hkv, D).split((Hq, Hkv, Hkv), dim=2)
             out_BPHD = paged_attention(
-                *(q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP),
+                q_BPHD,
+                k_BPHD,
+                v_BPHD,
+                pages,
+                page_table_BN,
+                positions_BP,
                 scale=self.scale,
                 softcap=self.softcap,
                 window=self.window,

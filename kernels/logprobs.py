@@ -47,8 +47,11 @@ class RowLogprobs:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            *(zeros(torch.int32, num_rows), zeros(torch.int32, 1), zeros(torch.int32, 1)),
-            *(zeros(torch.float32, num_rows), zeros(torch.int32, num_rows, MAX_LOGPROBS)),
+            zeros(torch.int32, num_rows),
+            zeros(torch.int32, 1),
+            zeros(torch.int32, 1),
+            zeros(torch.float32, num_rows),
+            zeros(torch.int32, num_rows, MAX_LOGPROBS),
             zeros(torch.float32, num_rows, MAX_LOGPROBS),
             zeros(torch.float32, groups, -(-vocab_size // 64) * 64),
         )

@@ -47,9 +47,20 @@ class SlotArgs(_Tensors):
     """Mirror of `struct step_slots`."""
 
     _fields_ = _layout(
-        *("history", "length", "drafts", "num_drafts", "posted"),
-        *("jump_forward_limit", "prompt_length", "max_length", "page_table"),
-        *("done", "history_stride", "table_stride", "num_slots", "num_rows"),
+        "history",
+        "length",
+        "drafts",
+        "num_drafts",
+        "posted",
+        "jump_forward_limit",
+        "prompt_length",
+        "max_length",
+        "page_table",
+        "done",
+        "history_stride",
+        "table_stride",
+        "num_slots",
+        "num_rows",
     )
 
 
@@ -57,8 +68,19 @@ class LaneArgs(_Tensors):
     """Mirror of `struct step_lanes`."""
 
     _fields_ = _layout(
-        *("slots", "draft_limit", "slot_gens", "guided", "drafting", "kinds"),
-        *("drafts", "num_drafts", "forced", "num_jump_forward", "num_emitted", "finish", "blocked"),
+        "slots",
+        "draft_limit",
+        "slot_gens",
+        "guided",
+        "drafting",
+        "kinds",
+        "drafts",
+        "num_drafts",
+        "forced",
+        "num_jump_forward",
+        "num_emitted",
+        "finish",
+        "blocked",
     )
 
 
@@ -72,7 +94,7 @@ class PostArgs(_Tensors):
     """Mirror of `struct step_post`."""
 
     _fields_ = _layout(
-        *("slots", "slot_gens", "commit_pos", "n_commit", "n_draft", "need_rows", "tokens"), *("kinds", "forced")
+        "slots", "slot_gens", "commit_pos", "n_commit", "n_draft", "need_rows", "tokens", "kinds", "forced"
     )
 
 

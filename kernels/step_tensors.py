@@ -92,8 +92,16 @@ class AcceptResult:
             return torch.zeros(shape, dtype=torch.float32, device=device)
 
         return cls(
-            *(ints(B, R), ints(B), ints(B), ints(B), ints(B), floats(B, R)),
-            *(ints(B, R, MAX_LOGPROBS), floats(B, R, MAX_LOGPROBS), floats(B, V), ints(B, V)),
+            ints(B, R),
+            ints(B),
+            ints(B),
+            ints(B),
+            ints(B),
+            floats(B, R),
+            ints(B, R, MAX_LOGPROBS),
+            floats(B, R, MAX_LOGPROBS),
+            floats(B, V),
+            ints(B, V),
         )
 
 
@@ -170,7 +178,7 @@ class DraftTree:
         ints = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
         scores_BC = torch.full((B, C), -torch.inf, device=device)
         kinds_BX = torch.full((B, X), ALL, dtype=torch.uint8, device=device)
-        return cls(*(scores_BC, *ints, kinds_BX))
+        return cls(scores_BC, *ints, kinds_BX)
 
 
 def tree_shape(num_drafts: int) -> tuple[int, int]:

@@ -41,9 +41,6 @@ LAZY_IMPORTS = {
         ("gpu_engine.server", "gpu_engine.core.engine"),
         ("gpu_engine.server", "gpu_engine.model.loader"),
     },
-    "CUDA's environment is checked before a device is opened": {
-        ("gpu_engine.server", "gpu_engine.model.kernel_loading"),
-    },
     "Triton and CUDA's driver are loaded where a model runs on a GPU": {
         ("gpu_engine.core.build_executor", "gpu_engine.core.device_executor"),
         ("gpu_engine.model.linear", "kernels.cuda"),

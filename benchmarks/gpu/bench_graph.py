@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.gpu.server import CountedGraph, CountingStream
 from benchmarks.gpu.sync_peer import attached
-from gpu_engine.model.kernel_loading import load_kernels_eagerly
+from gpu_engine.model.loader import load_kernels_eagerly
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.step.device.cuda_sync import cuda_sync
 from gpu_engine.step.device.graphs import StepGraphs, StepRows

@@ -23,8 +23,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.model import attention
 from gpu_engine.model.embedded import ensure_embedded
-from gpu_engine.model.kernel_loading import load_kernels_eagerly
-from gpu_engine.model.loader import LoadedModel, prepare, resolve_dtype
+from gpu_engine.model.loader import LoadedModel, load_kernels_eagerly, prepare, resolve_dtype
 
 PREFIX = "random:"
 SHAPES: dict[str, dict[str, Any]] = {

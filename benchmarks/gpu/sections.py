@@ -257,7 +257,7 @@ def main() -> int:
     # A deadline must end the servers as well: contexts close on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if args.device != "cpu":
-        from gpu_engine.model.kernel_loading import load_kernels_eagerly
+        from gpu_engine.model.loader import load_kernels_eagerly
 
         load_kernels_eagerly()
     found = SECTIONS[args.name][0](args.device, args.quick)

@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from gpu_engine.api.adapters import MAX_ADAPTERS, MAX_RANK, MAX_VIRTUAL_TOKENS, named_adapters
 from gpu_engine.api.capabilities import OF_ENGINE, OF_SERVER, refuse
 from gpu_engine.api.engine_settings import DRAFTER_GROUP, DRAFTERS, MAX_DRAFT_TOKENS, EngineSettings
-from gpu_engine.api.processor_entries import MAX_LOADED, ProcessorEntry
+from gpu_engine.api.processors import MAX_LOADED, ProcessorEntry
 from gpu_engine.api.server_settings import SERVICES, ServerSettings
 from service_runtime.shared_settings import is_address, is_host_port, require
 

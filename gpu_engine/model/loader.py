@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,6 @@ from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.fused_layers import join_activations
 from gpu_engine.model.fusion import Bounds, FusedModelDiffers, fuse_parts, verified
 from gpu_engine.model.hub import Hub, Wanted, locate, read_token, refuse_what_runs_code
-from gpu_engine.model.kernel_loading import load_kernels_eagerly
 from gpu_engine.model.linear import pack_linears, replace_conv1d, thin_linears
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.outputs import find_outputs
@@ -53,6 +53,19 @@ from service_runtime.cores import usable_cores
 __all__ = ["LoadedModel", "ModelNotSupported", "find_model", "load_model", "path_of", "prepare", "resolve_dtype"]
 
 log = logging.getLogger(__name__)
+
+
+def load_kernels_eagerly() -> None:
+    """Make CUDA load a module's kernels at once. Call before CUDA is initialised.
+
+    A lazily loaded kernel is loaded at its first launch, which may wait for the device. The device may be inside a wait
+    of a step at that time, and that wait may end only after a later launch posts to the grammar process. Raises
+    RuntimeError when CUDA is initialised already without the setting.
+    """
+    if os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
+        if torch.cuda.is_initialized():
+            raise RuntimeError("CUDA_MODULE_LOADING=EAGER must be set before CUDA is initialised in this process")
+        os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

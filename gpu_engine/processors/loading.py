@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from gpu_engine.api.ports import Model
-from gpu_engine.api.processor_entries import ProcessorEntry
 from gpu_engine.api.processors import (
     CapturableLogitsProcessor,
     CapturedRows,
     LoadedProcessor,
+    ProcessorEntry,
     ProcessorError,
     Processors,
     ProcessorSetup,

@@ -125,8 +125,13 @@ class OutputRing:
             copied = (entry.logprob_BR, entry.top_ids_BRN, entry.top_logprobs_BRN)
             logprobs = (copied[0][:B].clone(), copied[1][:B].clone(), copied[2][:B].clone())
         result = AcceptResult(
-            *(emitted_BR, lanes["num_emitted"], lanes["num_accepted"], lanes["finish"], lanes["blocked"]),
-            *(*logprobs, *self._no_scratch),
+            emitted_BR,
+            lanes["num_emitted"],
+            lanes["num_accepted"],
+            lanes["finish"],
+            lanes["blocked"],
+            *logprobs,
+            *self._no_scratch,
         )
         per_lane = (lanes["num_drafts"], lanes["num_jump_forward"], lanes["slots"], lanes["slot_gens"])
         return StepOutputs(result, *per_lane, seq, waited_ns)

@@ -21,9 +21,8 @@ from typing import Any
 from grammar_service.backends.backend import Backend, Compiled
 from grammar_service.backends.composed import verified_schema
 from grammar_service.backends.registry import NAMES, installed, load_backend
-from grammar_service.compile.artifact import Artifact
 from grammar_service.compile.disk_cache import DiskCache, artifact_key
-from grammar_service.compile.loader import CompileLoader
+from grammar_service.compile.loader import Artifact, CompileLoader
 from grammar_service.compile.owned_cache import OwnedCache, Owner
 from grammar_service.compile.pool import COMMAND, COMMAND_IDLE, START_TIMEOUT_S, CompilePool, StartWorker
 from grammar_service.compile.process import CompileProcess

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 from grammar_service.backends.backend import Backend, Compiled
-from grammar_service.compile.artifact import Artifact
 from grammar_service.compile.proof import LOADER_STACK_BYTES
 from grammar_service.compile.worker import NICENESS
 from grammar_service.completion.plan import CompletionPlan
@@ -29,6 +31,27 @@ LARGE_BYTES = 4 << 20
 """After the load of a larger artifact, freed memory is returned to the system: glibc would keep ten times its size."""
 NUM_LOADERS = 2
 """A large artifact may hold one thread for a second; the others then use the second thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """On its way from a worker or the disk to the loader. Its contents are not checked."""
+
+    data: bytes
+    plan: Any
+    """Argument of `CompletionPlan.from_wire`."""
+    compile_ms: float = 0.0
+    """Time of only the compilation, without queue, proof and transport; 0: the artifact came from the disk."""
+
+    def pack(self) -> bytes:
+        """Return the artifact as bytes, without the time."""
+        return json.dumps(self.plan).encode() + b"\n" + self.data
+
+    @staticmethod
+    def unpack(packed: bytes) -> Artifact:
+        """Return the artifact that `pack` was called on. Raises ValueError for any other bytes."""
+        at = packed.index(b"\n")
+        return Artifact(packed[at + 1 :], json.loads(packed[:at]))
 
 
 class CompileLoader:

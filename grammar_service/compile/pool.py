@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from grammar_service.compile.artifact import Artifact
+from grammar_service.compile.loader import Artifact
 from grammar_service.compile.process import CompileProcess, exit_error
 from grammar_service.compile.queue import NO_TENANT, CompileQueue, QueueFullError, Share
 from grammar_service.compile.worker import IDLE
@@ -226,7 +226,9 @@ class CompilePool:
                 logger.warning(
                     "compile_priority: in %g s a compilation had %.2f s of a core, since no core was idle; from now on "
                     "compile workers of %s have a low priority",
-                    *(self._limits.timeout_s, cpu_s, self._backend),
+                    self._limits.timeout_s,
+                    cpu_s,
+                    self._backend,
                 )
                 self._command, self._fallback = self._fallback, ()
             raise _StarvedError

@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import unquote
 
 from grammar_service.errors import LimitExceeded
-from grammar_service.grammar.json_pointer import array_index
 from grammar_service.grammar.value import TAG_KINDS, Kind
 
 # Each pattern matches the parts of a text in which brackets and names have no meaning.
@@ -42,6 +41,17 @@ _RULES = {
 }
 _STARTS = {Kind.EBNF: "root", Kind.LARK: "start"}
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
+
+
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
+
+
+def array_index(name: str, length: int) -> int | None:
+    """Return the index that a part of a pointer names in an array of `length` items; None: it names none."""
+    if not _INDEX.fullmatch(name):
+        return None
+    index = int(name)
+    return index if index < length else None
 
 
 def check_nesting(kind: Kind, source: str, limit: int) -> None:

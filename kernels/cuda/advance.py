@@ -50,7 +50,10 @@ def advance(
     assert cached_SR.is_contiguous()
     R = cached_SR.shape[1]
     advance_kernel[(slots_B.shape[0],)](
-        *(*ints, drafting_B.view(torch.uint8), cached_SR.view(torch.uint8), R),
+        *ints,
+        drafting_B.view(torch.uint8),
+        cached_SR.view(torch.uint8),
+        R,
         ROWS=triton.next_power_of_2(R),
         num_warps=1,
     )

@@ -122,8 +122,14 @@ def add_branch(
     assert ngram_max >= 1, ngram_max
     R = drafts_SR.shape[1]
     branch_kernel[(slots_B.shape[0],)](
-        *(slots_B, guided_B.view(torch.uint8), *tensors, num_jump_forward_B),
-        *(history_SL.stride(0), R, min(max_rows, R + 1) - 1, BRANCH_TOKENS),
+        slots_B,
+        guided_B.view(torch.uint8),
+        *tensors,
+        num_jump_forward_B,
+        history_SL.stride(0),
+        R,
+        min(max_rows, R + 1) - 1,
+        BRANCH_TOKENS,
         MOST=ngram_max,
         ROWS=triton.next_power_of_2(R),
         BLOCK=4096,

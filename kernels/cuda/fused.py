@@ -170,7 +170,13 @@ def _norm(x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm) -> t
     out_NH = torch.empty((N, H), dtype=x_NH.dtype, device=x_NH.device)
     block = triton.next_power_of_2(H)
     norm_kernel[(N,)](
-        *(x_NH, added, norm.weight_H, out_NH, x_NH.stride(0), added.stride(0), norm.eps),
+        x_NH,
+        added,
+        norm.weight_H,
+        out_NH,
+        x_NH.stride(0),
+        added.stride(0),
+        norm.eps,
         H=H,
         BLOCK=block,
         ADD=delta_NH is not None,
@@ -194,7 +200,9 @@ def rotate(
     check_rotate(qkv_NC, cos_NR, sin_NR, heads=heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm)
     assert qkv_NC.dtype in _DTYPES, qkv_NC.dtype
     rotary_kernel[(qkv_NC.shape[0], sum(heads))](
-        *(qkv_NC, cos_NR, sin_NR),
+        qkv_NC,
+        cos_NR,
+        sin_NR,
         *(norm.weight_H if norm else cos_NR for norm in (q_norm, k_norm)),
         qkv_NC.stride(0),
         *(norm.eps if norm else 0.0 for norm in (q_norm, k_norm)),

@@ -84,8 +84,20 @@ def take_jump_forward(
     R = drafts_SR.shape[1]
     assert kinds_BR.shape[1] == forced_BR.shape[1] == R
     take_jump_forward_kernel[(slots_B.shape[0],)](
-        *(slots_B, num_emitted_B, posted_B, need_rows_B, kinds_BR, forced_BR, length_S, history_SL, drafts_SR),
-        *(num_drafts_S, num_jump_forward_B, history_SL.stride(0), R, vocab_size),
+        slots_B,
+        num_emitted_B,
+        posted_B,
+        need_rows_B,
+        kinds_BR,
+        forced_BR,
+        length_S,
+        history_SL,
+        drafts_SR,
+        num_drafts_S,
+        num_jump_forward_B,
+        history_SL.stride(0),
+        R,
+        vocab_size,
         ROWS=triton.next_power_of_2(R + 1),
         num_warps=1,
     )

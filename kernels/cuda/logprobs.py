@@ -85,8 +85,19 @@ def row_logprobs(logits_NV: torch.Tensor, rows: RowLogprobs) -> None:
     assert n <= len(rows.tokens_N), (n, len(rows.tokens_N))
     assert logits_NV.stride(1) == 1
     logprobs_kernel[(n,)](
-        *(logits_NV, lane, rows.tokens_N, rows.count_1, rows.wanted_1, None),
-        *(rows.logprob_N, rows.top_ids_NM, rows.top_logprobs_NM, logits_NV.stride(0), len(rows.tokens_N), V, n),
+        logits_NV,
+        lane,
+        rows.tokens_N,
+        rows.count_1,
+        rows.wanted_1,
+        None,
+        rows.logprob_N,
+        rows.top_ids_NM,
+        rows.top_logprobs_NM,
+        logits_NV.stride(0),
+        len(rows.tokens_N),
+        V,
+        n,
         MOST=MAX_LOGPROBS,
         TILE=TILE,
         TREE=False,

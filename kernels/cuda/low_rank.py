@@ -157,7 +157,16 @@ def add_low_rank(
     partial = torch.empty(spans, N, parts * R, dtype=torch.float32, device=x_NI.device)
     rank_stride = stack.ranks_MP.stride(0)
     shrink_kernel[(B * chunks, parts * (R // RANK_TILE), spans)](
-        *(x_NI, stack.a_MXI, stack.ranks_MP, numbers_B, partial, N, each, chunks, x_NI.stride(0), rank_stride),
+        x_NI,
+        stack.a_MXI,
+        stack.ranks_MP,
+        numbers_B,
+        partial,
+        N,
+        each,
+        chunks,
+        x_NI.stride(0),
+        rank_stride,
         inputs=inputs,
         R=R,
         PARTS=parts,
@@ -168,8 +177,18 @@ def add_low_rank(
         num_warps=2,
     )
     expand_kernel[(B * chunks, sum(triton.cdiv(width, _BLOCK_N) for width in widths))](
-        *(partial, stack.b_MX, stack.ranks_MP, stack.scales_MP, numbers_B, y_NO),
-        *(N, each, chunks, y_NO.stride(0), rank_stride, spans),
+        partial,
+        stack.b_MX,
+        stack.ranks_MP,
+        stack.scales_MP,
+        numbers_B,
+        y_NO,
+        N,
+        each,
+        chunks,
+        y_NO.stride(0),
+        rank_stride,
+        spans,
         R=R,
         PARTS=parts,
         WIDTH_0=widths[0],

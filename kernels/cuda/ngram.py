@@ -100,8 +100,11 @@ def propose_ngram(
     assert ngram_max >= 1, ngram_max
     R = drafts_SR.shape[1]
     ngram_kernel[(slots_B.shape[0],)](
-        *(*tensors, num_jump_forward_B),
-        *(history_SL.stride(0), R, min(max_rows, R + 1) - 1),
+        *tensors,
+        num_jump_forward_B,
+        history_SL.stride(0),
+        R,
+        min(max_rows, R + 1) - 1,
         MOST=ngram_max,
         ROWS=triton.next_power_of_2(R),
         BLOCK=4096,

@@ -73,7 +73,12 @@ def quantise_rows(x_MK: torch.Tensor, dtype: torch.dtype, num_rows: int) -> tupl
     scales_L1 = torch.empty(num_rows, 1, dtype=torch.float32, device=x_MK.device)
     block = triton.next_power_of_2(K)
     quantise_kernel[(num_rows,)](
-        *(x_MK, out_LK, scales_L1, M, K, x_MK.stride(0)),
+        x_MK,
+        out_LK,
+        scales_L1,
+        M,
+        K,
+        x_MK.stride(0),
         MOST=MOST[dtype],
         WHOLE=dtype is torch.int8,
         BLOCK=block,
@@ -125,7 +130,12 @@ def rescale(
     assert dtype in _DTYPES, dtype
     out_MN = torch.empty(num_rows, N, dtype=dtype, device=sums_LN.device)
     rescale_kernel[(num_rows, triton.cdiv(N, _BLOCK))](
-        *(sums_LN, row_scales_L1, column_scales_N, sums_LN if bias_N is None else bias_N, out_MN, N),
+        sums_LN,
+        row_scales_L1,
+        column_scales_N,
+        sums_LN if bias_N is None else bias_N,
+        out_MN,
+        N,
         BIAS=bias_N is not None,
         BLOCK=_BLOCK,
         num_warps=4,

@@ -138,7 +138,13 @@ def skinny_linear(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Ten
     out_MN = torch.empty(M, N, dtype=x_MK.dtype, device=x_MK.device)
     tuning = SkinnyTuning.of(N, K, _shared_bytes(x_MK.device))
     skinny_kernel[(triton.cdiv(N, tuning.block_n),)](
-        *(x_MK, weight_NK, weight_NK if bias_N is None else bias_N, out_MN, M, N, x_MK.stride(0)),
+        x_MK,
+        weight_NK,
+        weight_NK if bias_N is None else bias_N,
+        out_MN,
+        M,
+        N,
+        x_MK.stride(0),
         K=K,
         ROWS=MAX_ROWS,
         BLOCK_N=tuning.block_n,
@@ -173,7 +179,13 @@ def skinny_gated(
     tuning = SkinnyTuning.of(J, K, _shared_bytes(x_MK.device))
     block_n = max(16, tuning.block_n // 2)  # two stripes of weights are in flight
     skinny_gated_kernel[(triton.cdiv(width, block_n),)](
-        *(x_MK, weight_JK, weight_JK if bias_J is None else bias_J, out_MI, M, width, x_MK.stride(0)),
+        x_MK,
+        weight_JK,
+        weight_JK if bias_J is None else bias_J,
+        out_MI,
+        M,
+        width,
+        x_MK.stride(0),
         K=K,
         ROWS=MAX_ROWS,
         BLOCK_N=block_n,

@@ -205,8 +205,16 @@ class PathCompaction:
         for addresses, tensors in self._groups:
             _, Hkv, T, D = tensors[0].shape
             compact_kernel[(slots_B.shape[0], Hkv, len(tensors))](
-                *(slots_B, length_S, num_emitted_B, tree.walked_BR, page_table_BN, addresses, tensors[0]),
-                *(R, page_table_BN.stride(0), Hkv),
+                slots_B,
+                length_S,
+                num_emitted_B,
+                tree.walked_BR,
+                page_table_BN,
+                addresses,
+                tensors[0],
+                R,
+                page_table_BN.stride(0),
+                Hkv,
                 T=T,
                 D=D,
                 BLOCK_D=triton.next_power_of_2(D),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_engine.model.kernel_loading import load_kernels_eagerly
+from gpu_engine.model.loader import load_kernels_eagerly
 
 load_kernels_eagerly()
 

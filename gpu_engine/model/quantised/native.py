@@ -73,7 +73,11 @@ class NativeForward:
             table_SN = torch.cat([table_SN, prompts.page_table_CN])
         taps = {layer: self._forward.new_tap(len(ids_N)) for layer in ctx.hidden or {}}
         logits_NV = self._forward(
-            *(ids_N, positions_N, starts, ctx.pages, table_SN),
+            ids_N,
+            positions_N,
+            starts,
+            ctx.pages,
+            table_SN,
             num_logits=num_logits,
             defers_head=ctx.defers_head,
             taps=taps,
@@ -129,7 +133,12 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
     ((num_heads, num_kv_heads, head_dim),) = shapes
     heads = (num_heads, num_kv_heads)
     forward = Forward(
-        *(embedding_VH, layers, _norm(fused.norm), head, heads, head_dim),
+        embedding_VH,
+        layers,
+        _norm(fused.norm),
+        head,
+        heads,
+        head_dim,
         logits_softcap=fused.logits_softcap,
         embedding_scale=scale,
     )

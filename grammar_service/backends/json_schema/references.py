@@ -25,7 +25,7 @@ from grammar_service.backends.json_schema.draft_3 import is_draft_3
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import Schema, child_schemas, definitions, names_of, resolve
 from grammar_service.errors import InvalidGrammar
-from grammar_service.grammar.json_pointer import array_index
+from grammar_service.grammar.limits import array_index
 
 _SAFE = "~!$&'()*+,;=:@-._"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9!$&'()*+,;=:@._-]*")

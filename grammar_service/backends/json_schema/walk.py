@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from grammar_service.grammar.json_pointer import array_index
+from grammar_service.grammar.limits import array_index
 
 Schema = dict[str, Any]
 

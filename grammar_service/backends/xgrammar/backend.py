@@ -10,9 +10,11 @@ Not responsible for: many rows in one call (see chains.py), tokens of a jump-for
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -31,7 +33,6 @@ from grammar_service.backends.xgrammar.chains import XgrammarFiller
 from grammar_service.backends.xgrammar.rules import bounded, corrected, wanted_count
 from grammar_service.backends.xgrammar.schema import REGEX_DIALECT, own_bounds, problems, tag_problems
 from grammar_service.backends.xgrammar.spelling import Spelling
-from grammar_service.backends.xgrammar.stderr_capture import captured_stderr
 from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
 from grammar_service.grammar.structural_tag import formats, modern, schema_place
 from grammar_service.grammar.text_grammar import check_gbnf, gbnf_literal, with_fixed_escapes
@@ -41,6 +42,27 @@ from grammar_service.grammar.vocabulary import Vocabulary
 
 _SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ", re.MULTILINE)
 _T = TypeVar("_T")
+
+
+@contextmanager
+def captured_stderr() -> Iterator[Callable[[], list[str]]]:
+    """Redirect descriptor 2, where the C++ library writes, into memory.
+
+    The yielded function returns the lines after the block has ended. The descriptor belongs to the whole process, so
+    only one thread may use this; compile workers, which have one thread, are the only processes that do.
+    """
+    lines: list[str] = []
+    sys.stderr.flush()
+    original = os.dup(2)
+    sink = os.memfd_create("lockstep-stderr")
+    os.dup2(sink, 2)
+    try:
+        yield lambda: lines
+    finally:
+        os.dup2(original, 2)
+        os.close(original)
+        lines.extend(os.pread(sink, os.fstat(sink).st_size, 0).decode(errors="replace").splitlines())
+        os.close(sink)
 
 
 class XgrammarBackend:

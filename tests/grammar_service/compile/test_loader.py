@@ -14,7 +14,7 @@ from grammar_service.compile import loader as compile_loader
 # the heap is not returned to the system without the call.
 SCRIPT = """
 import asyncio, ctypes
-from grammar_service.compile.artifact import Artifact
+from grammar_service.compile.loader import Artifact
 from grammar_service.compile.loader import LARGE_BYTES, CompileLoader
 from grammar_service.grammar.value import Kind, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
