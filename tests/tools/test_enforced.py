@@ -58,12 +58,14 @@ def _is_json(text: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_no_backend_accepts_an_invalid_text_silently(verdicts: dict[str, list[Verdict]]) -> None:
     assert verdicts
     for name, each in verdicts.items():
         assert [(name, v.case.name, v.texts) for v in each if v.outcome is Outcome.SILENT] == []
 
 
+@pytest.mark.slow
 def test_a_refusal_names_its_keyword(verdicts: dict[str, list[Verdict]]) -> None:
     refused = [(name, v) for name, each in verdicts.items() for v in each if v.outcome is Outcome.REFUSED]
     assert refused
@@ -73,6 +75,7 @@ def test_a_refusal_names_its_keyword(verdicts: dict[str, list[Verdict]]) -> None
     assert all(f": /{v.case.keyword}: " in v.error for _, v in refused if v.case.keyword in placed and v.case.use == "")
 
 
+@pytest.mark.slow
 def test_the_committed_page_agrees_with_the_libraries(verdicts: dict[str, list[Verdict]], root: Path) -> None:
     committed = (root / "docs/enforced.md").read_text(encoding="utf-8")
     if set(verdicts) != set(NAMES):

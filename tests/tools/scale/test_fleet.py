@@ -75,7 +75,10 @@ def mean_wait(servers: int, engines: int, router: str, utilisation: float) -> fl
     return fmean(waits) - TICK_S  # the step that brings the first token
 
 
-@pytest.mark.parametrize(("servers", "utilisation"), [(1, 0.5), pytest.param(1, 0.7, marks=pytest.mark.slow), (4, 0.7)])
+@pytest.mark.parametrize(
+    ("servers", "utilisation"),
+    [pytest.param(1, 0.5, marks=pytest.mark.slow), pytest.param(1, 0.7, marks=pytest.mark.slow), (4, 0.7)],
+)
 def test_one_engine_waits_as_a_queue_of_as_many_servers(servers: int, utilisation: float) -> None:
     """An engine whose step takes as long for any batch is M/M/c with c slots: W = C(c, a) / (c mu - lambda) (Erlang
     1917),
@@ -206,6 +209,7 @@ def test_prefix_affinity_finds_pages_that_other_policies_prefill_again() -> None
     assert cached["gateway"] > 1.1 * blind
 
 
+@pytest.mark.slow
 def test_two_choices_are_nearly_as_good_as_all() -> None:
     load = Load(rate=30, lengths=Lengths(prompt_mean=20, answer_mean=60, spread=1.0))
     trace = load.trace(15, 0)
@@ -222,6 +226,7 @@ def test_a_plan_is_the_smallest_number_behind_which_all_hold() -> None:
     assert plan([size(1, 2), size(2, 1)], goals) is None
 
 
+@pytest.mark.slow
 def test_more_engines_hold_a_load_and_a_lost_one_costs() -> None:
     load = Load(rate=12, lengths=Lengths(prompt_mean=40, answer_mean=60))
     goals, traces = Goals(ttft_s=0.3), [load.trace(20, seed) for seed in (0, 1)]

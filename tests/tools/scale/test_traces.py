@@ -11,7 +11,7 @@ import pytest
 from tools.scale.traces import BadTrace, Lengths, Load, read_trace, write_trace
 
 
-@pytest.mark.parametrize("burstiness", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("burstiness", [0.0, 1.0, pytest.param(3.0, marks=pytest.mark.slow)])
 def test_arrivals_have_the_rate_and_the_spread(burstiness: float) -> None:
     trace = Load(rate=20, burstiness=burstiness).trace(1000, 0)
     gaps = [after.at_s - before.at_s for before, after in pairwise(trace)]
