@@ -1,7 +1,7 @@
 """Builds the native libraries; everything else about the distribution is in pyproject.toml.
 
-Invariant: plain C without Python.h, compiled by gcc alone and loaded with ctypes, so one artefact serves every Python
-and its suffix and wheel tag say so (abi3).
+Invariant: plain C without Python.h, compiled with nothing but gcc and loaded with ctypes, so one artefact serves every
+Python and its suffix and wheel tag say so (abi3).
 
 Not responsible for: device code, which is compiled at run time.
 """

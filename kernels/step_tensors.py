@@ -174,11 +174,23 @@ class DraftTree:
     def allocate(cls, num_batch: int, device: torch.device | str = "cpu") -> DraftTree:
         """Return a tree without candidates."""
         B, C, X = num_batch, TREE_CANDIDATES, TREE_ROWS
-        shapes = (*[(B, C)] * 2, *[(B, X)] * 5, *[(B, X, X)] * 2)
-        ints = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
-        scores_BC = torch.full((B, C), -torch.inf, device=device)
-        kinds_BX = torch.full((B, X), ALL, dtype=torch.uint8, device=device)
-        return cls(scores_BC, *ints, kinds_BX)
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            score_BC=torch.full((B, C), -torch.inf, device=device),
+            token_BC=ints(B, C),
+            parent_BC=ints(B, C),
+            node_BX=ints(B, X),
+            above_BX=ints(B, X),
+            ids_BX=ints(B, X),
+            positions_BX=ints(B, X),
+            depth_BX=ints(B, X),
+            tokens_BXX=ints(B, X, X),
+            rows_BXX=ints(B, X, X),
+            kinds_BX=torch.full((B, X), ALL, dtype=torch.uint8, device=device),
+        )
 
 
 def tree_shape(num_drafts: int) -> tuple[int, int]:

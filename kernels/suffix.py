@@ -145,7 +145,7 @@ class SuffixSlots:
 
 
 class SuffixVotes:
-    """Drafts over fixed arrays, so that a step fills in its size alone.
+    """Drafts over fixed arrays, so that a step fills in only its size.
 
     A place counts if its last `min_run` tokens equal the end of the sequence (in a ring at least two); more than
     `max_run` equal tokens count as `max_run`.

@@ -1,6 +1,6 @@
 """When an answer repeats itself: its last tokens are one pattern, again and again.
 
-Invariant: a decision is a function of the answer's tokens alone. So the engine and the grammar process come to the same
+Invariant: a decision is a function of only the answer's tokens. So the engine and the grammar process come to the same
 one, with any drafts, and again when tokens are replayed.
 Not responsible for: what happens then (see gpu_engine/core/events/output_processor.py,
 grammar_service/completion/budget.py).
@@ -34,7 +34,7 @@ class RepetitionLimit:
         return self.max_pattern_size * self.min_count
 
     def is_reached(self, tokens: Sequence[int], end: int, before: int = 0) -> bool:
-        """Return whether an answer repeats itself behind its first `before + end` tokens.
+        """Return whether an answer repeats itself after its first `before + end` tokens.
 
         `tokens` are those of the answer, a list or a tuple, without its first `before`, of which only those may be
         missing that are further from the end than `num_tokens`.

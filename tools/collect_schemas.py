@@ -5,7 +5,7 @@ most `--each` are taken, evenly, in the order of paths. A reference into another
 the specification says: the document goes below `definitions`, with its URL as its name.
 
 Invariant: nothing is chosen by its content, and no schema is changed but by what is bundled into it. The group of a
-line says what it refers to: nothing else (`self-contained`), files of its wheel alone (`bundled`), or a document that
+line says what it refers to: nothing else (`self-contained`), only files of its wheel (`bundled`), or a document that
 is not there (`not all there`).
 Not responsible for: downloads (`pip download --no-deps` does that), what becomes of a schema (see maskbench).
 """
@@ -51,7 +51,7 @@ def documents(wheel: Path) -> dict[str, Document]:
 def _read(content: bytes, *, is_yaml: bool) -> Any:
     try:
         value = yaml.safe_load(content) if is_yaml else json.loads(content)
-        return json.loads(json.dumps(value, allow_nan=False))  # dates and names that are no strings are YAML's alone
+        return json.loads(json.dumps(value, allow_nan=False))  # only YAML has dates and names that are no strings
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return None
 

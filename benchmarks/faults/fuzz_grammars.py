@@ -216,7 +216,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     add("--data", type=Path, required=True, metavar="FILE", help="schemas to mutate, in MaskBench's form")
     add("--count", type=int, default=10_000, help="grammars to send (default 10000)")
     add("--seed", type=int, default=1, help="another seed, other grammars (default 1)")
-    add("--only", type=int, metavar="NUMBER", help="send this case alone and print it")
+    add("--only", type=int, metavar="NUMBER", help="send only this case and print it")
     add(
         "--backends",
         default="llguidance,xgrammar,auto",

@@ -403,7 +403,7 @@ async def _soak(server: EngineServer, http_address: str, args: argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Soak, print, and return 1 where something was left or went wrong. `arguments` None: those of the process."""
+    """Soak, print, and return 1 where something was left or went wrong. `arguments` None: the process's."""
     args = build_parser().parse_args(arguments)
     http_address = f"127.0.0.1:{free_port()}"
     options = ServerOptions(

@@ -103,7 +103,7 @@ def exposed(device: str, quick: bool) -> Found:
         f = native_pairs(replays, rows=4, vocab=128_256, work_us=200.0)
         rows = [[f.mode, "-", number(f.us, 2), number(f.exposed_us, 2), str(f.lost + f.wrong)]]
         left_out = ["a CPU step is no graph: no nodes; spinning dispatch and device flags are CUDA's"]
-        return Found([Table("Exposed by a pair behind 200 us of work", _EXPOSED, rows)], left_out=left_out)
+        return Found([Table("Exposed by a pair after 200 us of work", _EXPOSED, rows)], left_out=left_out)
     from benchmarks.gpu import bench_graph, bench_sync
     from kernels.cuda.host_launch import has_low_latency_dispatch
 
@@ -111,7 +111,7 @@ def exposed(device: str, quick: bool) -> Found:
     rows = [
         [f.mode, number(f.nodes, 1), number(f.us, 2), number(f.exposed_us, 2), str(f.lost + f.wrong)] for f in of_pairs
     ]
-    tables = [Table("Exposed by a pair behind 100 us of work", _EXPOSED, rows)]
+    tables = [Table("Exposed by a pair after 100 us of work", _EXPOSED, rows)]
     wrong = [f"{f.mode}: {f.lost} rows lost, {f.wrong} words wrong" for f in of_pairs if f.lost or f.wrong]
     steps = []
     for mode, figures in bench_graph.all_modes(bench_graph.parse(["--steps", "100" if quick else "500"])):

@@ -24,7 +24,7 @@ def array(items: Json, most: int) -> Json:
 
 
 def enum(*values: str) -> Json:
-    """A string schema that allows `values` alone."""
+    """A string schema that allows only `values`."""
     return {"type": "string", "enum": list(values)}
 
 

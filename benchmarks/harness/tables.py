@@ -1,6 +1,6 @@
 """Output for people: tables in Markdown, formatted numbers, and a progress bar on stderr.
 
-Invariant: tables are returned as strings and progress goes to stderr, so redirected output holds tables alone.
+Invariant: tables are returned as strings and progress goes to stderr, so redirected output holds only tables.
 """
 
 from __future__ import annotations

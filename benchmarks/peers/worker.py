@@ -2,7 +2,7 @@
 
 Stdin: one job per line, {"concurrency": c, "prompts": [{"name", "token_ids", "schema", "max_tokens"}]}. Stdout: first
 the line {"ready": versions}, then per job {"answers": [...], "wall_s": seconds}. A failure is {"error": words}.
-Invariant: the original stdout carries the protocol alone; the engine's own output goes to stderr. The module imports
+Invariant: the original stdout carries only the protocol; the engine's own output goes to stderr. The module imports
 nothing of this project, because it runs in another environment.
 """
 

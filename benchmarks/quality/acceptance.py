@@ -27,13 +27,13 @@ from gpu_engine.api.engine_settings import MAX_DRAFT_TOKENS
 
 EXAMPLES = """
 Groups of prompts: "extraction", where the prompt states the facts that the answer is made of, "generation", where it
-states the schema alone, and "repeated", jobs and tool calls with three schemas in turn. With --data FILE.jsonl
+states only the schema, and "repeated", jobs and tool calls with three schemas in turn. With --data FILE.jsonl
 (MaskBench's form) the first two are its JME_* schemas with the facts of a valid instance, and a spread over its other
 groups, and the third is left out; without it they are the workloads of `serve` and `repeated`. Every K has a server of
 its own, so that the suffix index has seen nothing but the prompts before.
 
 A variant is a drafter with marks: +masked or +free for a network's drafts with or without masks (default: without),
-+forced or +unforced for jump-forward tokens before its drafts or not ("grammar": jump-forward tokens alone), +fN
++forced or +unforced for jump-forward tokens before its drafts or not ("grammar": only jump-forward tokens), +fN
 for at most N of them (--jump-forward-tokens; only with the largest K, because a request that names its K has no more
 drafts in all), +noindex for prompt lookup without the suffix index, +tree for a verified tree of drafts on a GPU,
 +fixed for K drafts in every step, as published acceptance lengths are measured, +q4 and +int8 for a draft model with

@@ -1,4 +1,4 @@
-"""The prompts of `acceptance`: facts to extract under a schema, schemas alone, and many requests under few schemas.
+"""The prompts of `acceptance`: facts to extract, schemas without facts, and many requests under few schemas.
 
 Invariant: equal arguments give equal prompts in the same order; a schema that is too long for a prompt is skipped,
 never cut.

@@ -225,7 +225,7 @@ class Bench:
                 raise MatcherFailed(f"token {token} is legal in the row, and the matcher rejects it")
             if not accepted:
                 return False, rows
-            # A text that can go one way only is legal in its canonical tokens alone, yet accepted in others.
+            # A text that can go one way only is legal only in its canonical tokens, yet accepted in others.
             self.tally.uncanonical += not legal
         return True, rows
 

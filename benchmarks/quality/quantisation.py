@@ -52,7 +52,7 @@ Start = Callable[[ServerOptions], AbstractContextManager[str]]
 EXAMPLES = """
 examples:
   python -m benchmarks quantisation                          all four settings on the embedded model, some 4 minutes
-  python -m benchmarks quantisation --no-answers             logits alone: no server, some 1 minute
+  python -m benchmarks quantisation --no-answers             only logits: no server, some 1 minute
   python -m benchmarks quantisation --quantizations auto --at-most 1.0
                                                              exit 1 when auto's perplexity is more than 1% above none's
   python -m benchmarks quantisation --model DIR --text FILE  another model, another text

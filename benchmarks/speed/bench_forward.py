@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--dtype", default="auto", help="as the engine's setting (default: auto)")
     parser.add_argument("--rows", default="1,8,16", help="positions of a call (default: 1,8,16)")
-    parser.add_argument("--context", type=int, default=300, help="tokens in front of them (default: 300)")
+    parser.add_argument("--context", type=int, default=300, help="tokens before them (default: 300)")
     parser.add_argument("--rounds", type=int, default=40, help="measurements of each (default: 40)")
     parser.add_argument("--threads", type=int, default=0, help="threads on a CPU; 0: the cores there are (default: 0)")
     parser.add_argument(

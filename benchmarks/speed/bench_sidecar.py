@@ -40,7 +40,7 @@ from shared_mem.segment import Segment
 MAX_TOKENS = 1900
 _WALKS = 8
 _WARM = 5
-"""First steps, not counted: every slot is new to the worker, and goes alone."""
+"""First steps, not counted: every slot is new to the worker, and is filled by itself."""
 
 EXAMPLES = """
 examples:

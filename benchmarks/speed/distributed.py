@@ -4,7 +4,7 @@ First the tokens: every prompt, guided and free, with and without drafts, from a
 more; in float32 any difference fails the run. Then the cost of a forward by part: the announcement to the other ranks,
 the sums over the ranks, the logits of all ranks brought to rank 0, and the rest, which is this rank's computation.
 Invariant: tokens are compared with those of one rank without drafts; forwards of all sizes run in turn in one process.
-Not responsible for: sampling and masks, which rank 0 does alone (see serve.py).
+Not responsible for: sampling and masks, which only rank 0 does (see serve.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXAMPLES = """
 examples:
   python -m benchmarks distributed                      one and two ranks of one thread each, the embedded model
   python -m benchmarks distributed --ranks 1,2,3 --count 16
-  python -m benchmarks distributed --no-tokens          the forwards alone
+  python -m benchmarks distributed --no-tokens          only the forwards
 
 reading the second table:
   lanes x rows   sequences of the forward, and rows of each
@@ -142,7 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=4, help="prompts at a time (default 4)")
     add("--shapes", default="1x1,1x8,4x1,4x8", help="lanes x rows of the forwards (default 1x1,1x8,4x1,4x8)")
     add("--rounds", type=int, default=12, help="forwards of each kind (default 12)")
-    add("--no-tokens", action="store_true", help="measure the forwards alone")
+    add("--no-tokens", action="store_true", help="measure only the forwards")
     return parser
 
 
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 models[size] = load_model(replace(config, tensor_parallel_size=size))
                 if (ranks := models[size].ranks) is not None:
                     stack.callback(ranks.close)
-            print(f"\n{args.model}, float32, {args.threads} threads a rank, behind {CONTEXT} tokens\n")
+            print(f"\n{args.model}, float32, {args.threads} threads a rank, after {CONTEXT} tokens\n")
             print(costs(models, shapes, args.rounds))
     except (ValueError, ServerFailed, CallRefused) as failure:
         print(f"cannot run: {failure}", file=sys.stderr)

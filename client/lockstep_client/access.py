@@ -1,6 +1,6 @@
 """The way to a server: its address, TLS, and the token.
 
-The invariant: a token crosses a network over TLS alone. Certificates and keys are checked when the client is made,
+The invariant: a token crosses a network only over TLS. Certificates and keys are checked when the client is made,
 because gRPC takes any bytes and then reports that the server cannot be reached.
 
 Not responsible for: the calls (see client.py and async_client.py).

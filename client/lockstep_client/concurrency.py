@@ -44,7 +44,7 @@ def pause(seconds: float) -> None:
 
 
 async def in_thread(run: Callable[[], None], *, if_cancelled: Callable[[], None] | None = None) -> None:
-    """Run a blocking function beside the event loop; call `if_cancelled` where this wait is cancelled meanwhile."""
+    """Run a blocking function next to the event loop; call `if_cancelled` where this wait is cancelled meanwhile."""
     try:
         await asyncio.to_thread(run)
     except asyncio.CancelledError:

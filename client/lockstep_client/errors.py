@@ -16,7 +16,7 @@
     `- EmbeddedServerError       a server of one's own cannot be started
        `- EngineNotInstalled     there is no engine to start
 
-The invariant: no grpc.RpcError leaves the client; `from_rpc` alone maps it. A wrong argument is a ValueError or a
+The invariant: no grpc.RpcError leaves the client; only `from_rpc` maps it. A wrong argument is a ValueError or a
 TypeError that names it, before anything is sent.
 """
 

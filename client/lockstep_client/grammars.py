@@ -1,6 +1,6 @@
 """Grammars of every kind, as values: what an answer must match, and how its text becomes a value.
 
-The invariant: a Grammar is checked by the server alone; this module knows the forms, not the dialects.
+The invariant: only the server checks a Grammar; this module knows the forms, not the dialects.
 
 Not responsible for: JSON Schemas of types (see schemas.py).
 """
@@ -106,7 +106,7 @@ class Grammar:
                 them on the answer, which ends with GRAMMAR_INVALID where it cannot become valid.
             max_string_length: most characters of a string in JSON, and of a name that no schema lists; 0: no bound.
             max_array_items: most items of an array in JSON; 0: no bound.
-            max_number_digits: most digits of a number in JSON before its point, and behind it; 0: no bound.
+            max_number_digits: most digits of a number in JSON before its point, and after it; 0: no bound.
             max_whitespace: most white space characters in a row in JSON; 0: no bound but that of `whitespace`.
             max_backtracks: how often a verified answer without a legal token may go back over tokens that are held.
             hold_tokens: the last tokens of a verified answer that are held back; 0: it never goes back.

@@ -146,7 +146,7 @@ def _part(part: Any, where: str) -> pb.ContentPart:
     if isinstance(part, str):
         return pb.ContentPart(text=part)
     if not isinstance(part, Mapping) or part.get("type", "text") != "text":
-        raise ValueError(f"{where}: the model reads text alone")
+        raise ValueError(f"{where}: the model reads only text")
     refuse_unknown(part, ("type", "text"), where)
     return pb.ContentPart(text=part["text"])
 

@@ -1,7 +1,7 @@
 """The keyword arguments of a request, and the message that they make.
 
 The invariant: an argument that is not given leaves its field unset, so that the server's default applies. Values are
-checked by the server alone, which names the field; an argument that is not known is a TypeError.
+checked only by the server, which names the field; an argument that is not known is a TypeError.
 
 Not responsible for: the prompt's parts (see messages.py), the grammar (see grammars.py).
 """

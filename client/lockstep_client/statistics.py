@@ -70,7 +70,7 @@ class StatsUpdate:
     iterations: tuple[IterationStats, ...]
     """Oldest first."""
     requests: tuple[RequestStats, ...]
-    """The sequences that wait or run behind the last of these iterations."""
+    """The sequences that wait or run after the last of these iterations."""
     missed: int
     """Iterations that this reader missed before these, because it was too slow."""
 

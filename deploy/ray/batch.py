@@ -6,7 +6,7 @@ A line of the file is {"id", "prompt"} or {"id", "messages"}. A line of the answ
 "completion_tokens"}, in the order in which answers come. Records that failed are {"id", "error"} in the file
 `answers.jsonl.failed`.
 
-The invariant: this process alone writes the answers, and an answer is on the disk before it counts. However the job
+The invariant: only this process writes the answers, and an answer is on the disk before it counts. However the job
 ended, a run after it sends the records without an answer, and each id has one line.
 
 Not responsible for: the engines (see serve_app.py for what serves requests).
@@ -42,7 +42,7 @@ BLOCKS_AT_ONCE = 2
 
 
 class AnswersFile:
-    """The file of answers, open for this process alone. A context manager."""
+    """The file of answers, open for only this process. A context manager."""
 
     def __init__(self, path: Path) -> None:
         """Open or make the file; a line that a kill has cut is removed.
@@ -276,7 +276,7 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=1, help="engines at once (default: 1)")
     parser.add_argument("--engine-cpus", type=float, default=1.0, help="CPUs that Ray reserves for one")
     parser.add_argument("--engine-gpus", type=float, default=0.0, help="GPUs that Ray reserves for one")
-    parser.add_argument("--local-cpus", type=int, help="start a Ray of this machine alone, with so many CPUs")
+    parser.add_argument("--local-cpus", type=int, help="start a Ray of only this machine, with so many CPUs")
     flags = parser.parse_args()
     if flags.local_cpus:
         ray.init(

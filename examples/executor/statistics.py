@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> tuple[list[IterationStats], list[RequestStatsP
     for state in requests[:2]:
         for each in state.requests:
             print(
-                f"behind iteration {state.iteration}: {each.request_id} of {each.client_id!r} is in {each.stage.value} "
+                f"after iteration {state.iteration}: {each.request_id} of {each.client_id!r} is in {each.stage.value} "
                 f"with {each.generated_tokens} tokens in {each.pages} pages"
             )
     return iterations, requests

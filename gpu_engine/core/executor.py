@@ -47,7 +47,7 @@ from kernels.kv_pages import KVPages, copy_page
 
 @dataclass(frozen=True, slots=True)
 class Executor:
-    """The parts that the loop drives. Once the engine thread runs, it alone uses everything but `slot_writer.check`."""
+    """The parts that the loop drives. Once the engine thread runs, others use nothing but `slot_writer.check`."""
 
     slot_writer: SlotWriter
     sync: Sync

@@ -1,7 +1,7 @@
 """A second model that drafts apart from the target on a GPU: with its own graphs, pages and stream.
 
 After a step its stream replays the draft graph of the step's bucket: a chain of the model's own K, over the buffers
-of the step. The next step waits for it, by events alone: the host knows no token, and waits for nothing. What a draft
+of the step. The next step waits for it, only by events: the host knows no token, and waits for nothing. What a draft
 model lacks of a text, such as a prompt, it reads in another graph while the target's next step runs, a bounded number
 of tokens a step; until then the sequence has no drafts but jump-forward tokens. So both models' prompts, the target's
 prefix cache, preemption and an exchange of the model need no help from the rest of the engine.
@@ -10,11 +10,11 @@ With `draft_device` set it drafts over a `DraftDeviceReplica` of the step's buff
 drafts cross before the next one.
 
 Order: step, draft graph, next step. The reading graph runs between two draft graphs, next to anything else. It touches
-the model's own pages and counters, and of the step's buffers it reads committed text alone. Where a slot gets another
+the model's own pages and counters, and of the step's buffers it reads only committed text. Where a slot gets another
 sequence meanwhile, the next draft graph sees another `slot_gen`, and forgets what was read.
 
 Invariant: a draft changes no token, and nothing of a slot's earlier sequence is drafted for the next one. Nothing here
-reads a value of the device but `most_lacking`, a number that may be a step old and decides speed alone. Not
+reads a value of the device but `most_lacking`, a number that may be a step old and decides only speed. Not
 responsible for: a CPU's drafts (see decoupled.py), loading a model (see exchange.py), the steps (see
 step/device/graphs.py). Never run on a GPU so far: the tests run it over a recorded stream.
 

@@ -1,6 +1,6 @@
 """The suffix index: earlier answers by scope, in which a drafter looks for the end of a sequence.
 
-A scope is a client's grammar, or a grammar alone; text of one scope drafts for no other. Each scope has a ring of
+A scope is a grammar of one client, or of all clients; text of one scope drafts for no other. Each scope has a ring of
 tokens; the newest answers overwrite the oldest (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975, keeps a tree of
 all of them). Invariant: the rings have at most `max_bytes` together; the least recently used scope is dropped first,
 and no slot has the address of a dropped ring. Used on the engine's thread. Not responsible for: the search (see

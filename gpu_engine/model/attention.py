@@ -37,7 +37,7 @@ class LayerAttention:
     window: int
     """In tokens; 0: none."""
     chunk: int = 0
-    """Tokens of a chunk, whose queries see its own keys alone; 0: none."""
+    """Tokens of a chunk, whose queries see only its own keys; 0: none."""
     sinks: bool = False
     """Each head has a further logit without a value."""
     padded: bool = False
@@ -86,7 +86,7 @@ class AttentionContext:
     """
     prompts: PromptRows | None = None
     """Further rows of the forward. All keys of a layer are stored before any row reads them, so the last token of a
-    prompt may be a row of the batch while the tokens before it are here. For models that skip padding alone."""
+    prompt may be a row of the batch while the tokens before it are here. Only for models that skip padding."""
     adapters_B: torch.Tensor | None = None
     """int32, the LoRA adapter of each sequence of the batch, 0 for none; None: no sequence has one."""
     adapters: SequenceAdapters | None = None
@@ -94,7 +94,7 @@ class AttentionContext:
     tree_rows_BRR: torch.Tensor | None = None
     """On a GPU, where the rows of each sequence are those of a tree of drafts; see `TreeRows.rows_BRR`."""
     defers_head: bool = False
-    """The output product is left to the model's `masked_head`. For models that can defer it alone."""
+    """The output product is left to the model's `masked_head`. Only for models that can defer it."""
     virtual_VH: torch.Tensor | None = None
     """Set by the model: the embeddings of prompt adapters, for the ids after those of its own embedding."""
     layers_seen: dict[int, LayerAttention] = field(default_factory=dict)

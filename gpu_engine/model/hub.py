@@ -212,7 +212,7 @@ def _without_weights(files: list[str]) -> str:
 
 
 def refuse_what_runs_code(folder: Path, setting: str) -> None:
-    """Raise ModelNotSupported for a directory with pickles alone, or with a model that needs code of its own."""
+    """Raise ModelNotSupported for a directory with nothing but pickles, or with a model that needs code of its own."""
     from transformers import CONFIG_MAPPING
 
     if not any(folder.glob("*.safetensors")) and any(path.suffix in _PICKLES for path in folder.iterdir()):

@@ -1,4 +1,4 @@
-"""Logits processors that ship with the engine, and the loading of any. Imports `api` alone; torch is loaded by it.
+"""Logits processors that ship with the engine, and the loading of any. Imports only `api`; torch is loaded by it.
 
 `gpu_engine.processors.ngrams:NoRepeatedNgrams` is captured with the step,
 `gpu_engine.processors.client_tokens:ForbiddenForClient` is called for one sequence, and

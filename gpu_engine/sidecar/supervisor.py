@@ -1,7 +1,7 @@
 """Supervises a spawned grammar process: starts it, watches it, starts it again, and leaves none running.
 
 Invariant: at most one child runs, and it dies with this process, even by SIGKILL. The child runs in a session of its
-own, so that Ctrl-C reaches this process alone and requests can end in order.
+own, so that Ctrl-C reaches only this process and requests can end in order.
 
 `Sidecar` decides when a child is started and ended; `ChildProcess` is one child.
 

@@ -8,7 +8,7 @@ plain torch. The rules that both follow:
 - A lane goes on to draft when it emitted a token, did not finish, and no row blocked it.
 - A lane that emitted a token drops its cached rows. A lane that emitted nothing reuses them in its next step.
 
-Invariant: the launches depend on `num_lanes`, `num_rows` and `any_guided` of the batch alone. The methods
+Invariant: the launches depend only on `num_lanes`, `num_rows` and `any_guided` of the batch. The methods
 without this property say so: they look at values, and run on a stream that runs at once. A padded lane has slot -1; it
 requests nothing, its rows are ALL, and it writes to the last slot, which no sequence has. Not responsible for: the
 transport of records and answers (see stream_sync.py).

@@ -104,7 +104,7 @@ def beam_outcomes(results: list[LaneOutcome], lane: StepResults, lanes: Sequence
 
 def _finish(finish: int, blocked: int, guided: bool) -> FinishReason | None:
     if blocked in (RowKind.DEAD_END, RowKind.ERROR):
-        # Without a grammar the bans alone left nothing to draw.
+        # Without a grammar the bans left nothing to draw.
         return FinishReason.GRAMMAR_ERROR if guided else FinishReason.LENGTH
     if finish == STOP_STEERED and guided:
         return FinishReason.GRAMMAR_CLOSED

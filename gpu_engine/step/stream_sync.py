@@ -109,7 +109,7 @@ class StreamSync(abc.ABC):
         `num_drafts_S`."""
         if batch.any_guided:
             post = self._buffers(batch.num_lanes)
-            # Tokens are requested for the drafts of the next step alone: one less than its rows.
+            # Tokens are requested only for the drafts of the next step: one less than its rows.
             rows = min(batch.max_rows, self.channel.layout.num_rows) - 1
             self._receive(post, int(Stage.PROPOSE), (1 << rows) - 1, self._draft_timeout_ns)
             self.stream.kernel(self._take_jump_forward, batch, post)

@@ -18,7 +18,7 @@ _WITHOUT_SEARCH: dict[str, tuple[float, ...]] = {
     "length_penalty": (1.0,),
     "early_stopping": (False,),
 }
-"""Fields of a beam search alone -> values that ask for nothing."""
+"""Fields of only a beam search -> values that ask for nothing."""
 _WITHOUT_CHANCE: dict[str, tuple[float, ...]] = {
     "temperature": (0.0,),
     "top_p": (1.0,),
@@ -34,7 +34,7 @@ def set_beams(request: pb.GenerateRequest, fields: SamplingFields) -> None:
         for name, harmless in _WITHOUT_SEARCH.items():
             value = getattr(fields, name)
             if value is not None and value not in harmless:
-                raise _wrong(name, "is for use_beam_search: true alone")
+                raise _wrong(name, "is only for use_beam_search: true")
         return
     if fields.stream:
         raise _wrong("use_beam_search", "is not for streams: the answers are known when the search has ended")

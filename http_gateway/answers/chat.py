@@ -213,7 +213,7 @@ class ChatWhole:
 
     def _choice(self, index: int, sequence: _Sequence) -> dict[str, Any]:
         last = sequence.last
-        assert last is not None, "the engine ends a stream behind the finish reason of every sequence"
+        assert last is not None, "the engine ends a stream after the finish reason of every sequence"
         reason = finish_reason(last, len(sequence.calls))
         content = "".join(sequence.content)
         message: dict[str, Any] = {

@@ -94,4 +94,4 @@ def begin(
 def check_stream_options(fields: SamplingFields) -> None:
     """Raise ApiError for options of a stream where none is asked for."""
     if fields.stream_options is not None and not fields.stream:
-        raise ApiError("stream_options: is for stream: true alone", param="stream_options", code="invalid_value")
+        raise ApiError("stream_options: is only for stream: true", param="stream_options", code="invalid_value")

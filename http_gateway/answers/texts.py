@@ -1,4 +1,4 @@
-"""The texts of tokens, for log-probabilities and origins: the engine's answers name tokens by id alone.
+"""The texts of tokens, for log-probabilities and origins: the engine's answers name tokens only by id.
 
 Invariant: an engine is asked once for each token; what it said is kept for as long as it serves that model. Not
 responsible for: the texts themselves (the engine's Detokenize).

@@ -80,7 +80,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check an HTTP request."""
-        # A preflight request of a browser carries no key, and reaches the CORS middleware alone.
+        # A preflight request of a browser carries no key, and reaches only the CORS middleware.
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
             error = self._error(Headers(scope=scope).getlist("authorization"), scope["path"])
             if error is not None:

@@ -1,7 +1,7 @@
 """Server-sent events, and work that ends with its client.
 
 Invariant: when the client goes away, the work is cancelled at once, and its `finally` frees what it holds on an
-engine. A slow reader stops the reading of its own call alone: the send waits until the connection takes more.
+engine. A slow reader stops only the reading of its own call: the send waits until the connection takes more.
 
 Not responsible for: what the events are (answers/).
 """
@@ -53,7 +53,7 @@ async def _disconnect(receive: Receive) -> None:
 
 _SEPARATORS = {char: f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 """Where Python's `str.splitlines`, by which some clients read events, ends a line and the specification does not, with
-the escape of each. JSON has them within strings alone; it escapes the others by itself."""
+the escape of each. JSON has them only within strings; it escapes the others by itself."""
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:

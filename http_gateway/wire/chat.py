@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag
 from http_gateway.wire.fields import Fields, Refusal
 from http_gateway.wire.sampling import SHARED_REFUSALS, SamplingFields, Unsigned
 
-TEXT_ALONE = "the model reads text alone"
+TEXT_ALONE = "the model reads only text"
 
 
 class TextPart(Fields):

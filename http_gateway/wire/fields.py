@@ -33,7 +33,7 @@ class Refusal:
 
 
 class Fields(BaseModel):
-    """A JSON object with known fields alone."""
+    """A JSON object with only known fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=False)
 

@@ -24,7 +24,7 @@ SHARED_REFUSALS: Mapping[str, Refusal] = {
     "allowed_token_ids": Refusal("use structured_outputs or logit_bias"),
     "vllm_xargs": Refusal("there are no such extensions"),
     "kv_transfer_params": Refusal("prefill and decode run in one engine"),
-    "mm_processor_kwargs": Refusal("the model reads text alone"),
+    "mm_processor_kwargs": Refusal("the model reads only text"),
     "spaces_between_special_tokens": Refusal("special tokens are never set apart", (True, False)),
     "return_tokens_as_token_ids": Refusal("use return_token_ids", (False,)),
     "add_special_tokens": Refusal("send token ids for full control", (True,)),
@@ -75,7 +75,7 @@ def _of_name(value: Any) -> Any:
 
 
 AnyProcessor = Annotated[LogitsProcessor, BeforeValidator(_of_name, json_schema_input_type=str | LogitsProcessor)]
-"""A name alone is a processor without arguments."""
+"""A name by itself is a processor without arguments."""
 
 
 class SamplingFields(Fields):

@@ -291,8 +291,8 @@ def cache_rows(
 ) -> None:
     """Cache the requested rows with their masks, and fill `kinds_BR` and `forced_BR`. Runs after the wait.
 
-    To verify every row is filled: a constrained row that is missing is DEFER. To draft row k alone: it is ALL where it
-    is late. Masks are copied for kind APPLY alone, with all their words in flight at once: `source_NSRW` int32 may be
+    To verify every row is filled: a constrained row that is missing is DEFER. To draft only row k: it is ALL where it
+    is late. Masks are copied only for kind APPLY, with all their words in flight at once: `source_NSRW` int32 may be
     mapped pinned host memory, and buffer `seq` % N is read; `seq` int64 [1] on the device or pinned. Mask rows are of a
     multiple of four words and 16-byte aligned. `reported_seq` int64 [1] gets `seq`, so that reporting it is no node of
     its own.

@@ -416,7 +416,7 @@ void VARIANT(lockstep_draft)(const struct accept_args *a, int32_t k) {
         team_run(draft_body, &(struct draft_call){a, k});
 }
 
-/* The noise alone, for tests and for comparing devices: out[0..n). */
+/* Only the noise, for tests and for comparing devices: out[0..n). */
 void VARIANT(lockstep_gumbel)(uint64_t seed, uint32_t position, int64_t n, float *out) {
     float block[64];
     for (int64_t i = 0; i < n; i += 64) {

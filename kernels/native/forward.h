@@ -74,9 +74,9 @@ struct forward_work {
     int32_t *place, *position, *sequence;   /* [R]: number among the caller's rows, position, and whose row it is */
     int32_t *first;                         /* [num_sequences + 1]: sequence b has rows [first[b], first[b + 1]) of R */
     int32_t (*tasks)[3];                    /* sequence, KV head, first query of a tile */
-    struct head_row *head_rows;             /* [num_logits], with `defers_head` alone, as are their inputs */
+    struct head_row *head_rows;             /* [num_logits], only with `defers_head`, as are their inputs */
     struct block_rows head_inputs;
-    float *low, *active; /* with adapters alone: [R][adapter_rank] and, as fp32, the input of `down`, [R][inner] */
+    float *low, *active; /* only with adapters: [R][adapter_rank] and, as fp32, the input of `down`, [R][inner] */
     int64_t rows, num_tasks, num_logits;
 };
 
@@ -407,7 +407,7 @@ static struct block_rows block_rows_from(const struct block_rows *x, int64_t row
     return (struct block_rows){x->quants + at * QBLOCK, x->scales + at, x->sums + at, x->counts + at, x->inputs};
 }
 
-/* The work of rows [begin, end) alone. */
+/* The work of only the rows [begin, end). */
 static struct forward_work work_of_rows(const struct forward_args *a, const struct forward_work *w, int64_t begin,
                                         int64_t end) {
     const int64_t attended = a->num_heads * a->head_dim, channels = attended + 2 * a->num_kv_heads * a->head_dim;

@@ -3,7 +3,7 @@
  * A guided row that stands between two values allows some tens of tokens, and a forced one a single token, so most of the
  * product would be thrown away by the mask. 32 outputs are a group of the product and a word of the mask. A row with many
  * groups is computed whole, together with the others of its kind, which share the loads of the weights; of any other row
- * those groups alone that have a legal token. Invariant: a logit that a row of `accept` may read has the bits that the
+ * only the groups that have a legal token. Invariant: a logit that a row of `accept` may read has the bits that the
  * whole product gives. All others are left as they are. Not responsible for: the mask itself, and what becomes of the
  * logits (see accept.h).
  */

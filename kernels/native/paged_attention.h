@@ -39,7 +39,7 @@ struct paged_attention_args {
     int32_t window;       /* sliding window in tokens, 0: none */
     float scale, softcap; /* softcap 0: none */
     int32_t io_bf16;      /* q, k, v and out; fp32 values are rounded when they are stored in pages of bf16 */
-    int32_t chunk;        /* a query sees its own chunk of so many tokens alone, 0: none */
+    int32_t chunk;        /* a query sees only its own chunk of so many tokens, 0: none */
     const float *sinks;   /* [Hq], a further logit of each head, without a value; NULL: none */
 };
 
@@ -79,7 +79,7 @@ struct tile {
     v16f acc[TILE][MAX_D / 16];    /* weighted sum of the values so far */
     float peak[TILE], denom[TILE]; /* largest score so far, sum of weights */
     int32_t first_key[TILE], pos[TILE];
-    int32_t begin, last; /* over the tile; last < 0: padding alone */
+    int32_t begin, last; /* over the tile; last < 0: only padding */
 };
 
 INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int64_t b, int64_t hkv, int64_t first,

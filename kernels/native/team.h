@@ -7,7 +7,7 @@
  * Between calls no thread spins for long: the grammar process and the event loop need the cores then.
  *
  * Invariant: the members of a call agree on the order and the sizes of its loops, and each reads what an ended loop wrote.
- * One call at a time has the team; another one runs on its own thread alone. Not responsible for: the number of threads
+ * One call at a time has the team; another one runs only on its own thread. Not responsible for: the number of threads
  * (the caller's OpenMP setting, which torch.set_num_threads writes), results that depend on who does a chunk (none may).
  */
 #ifndef LOCKSTEP_TEAM_H

@@ -6,7 +6,7 @@
  * there. Rows are copied before ls_put_answer stores the sequence with release, and the bell rings after the last answer;
  * all of that ordering is in flags.c. One thread at a time publishes for a slot.
  *
- * Shared bytes that this file writes: MASK rows, in ls_publish_chains alone, of slots that the calling thread holds. ANS and
+ * Shared bytes that this file writes: MASK rows, only in ls_publish_chains, of slots that the calling thread holds. ANS and
  * the doorbell are written in flags.c for it. It reads nothing of REC: ls_records has copied the records.
  */
 #include "chains.h"

@@ -43,7 +43,7 @@ struct ls_chains_args {
     const int32_t *special_at;     /* [num_special] words that hold tokens with their own rule, or bits of no token */
     const uint32_t *special_keep;  /* [num_special] bits of such a word that are never cleared */
     const uint32_t *special_stops; /* [num_special] its stop tokens: cleared where the answer is not complete */
-    const int32_t *which;          /* [count] numbers of the records; ls_take_chains alone reads it */
+    const int32_t *which;          /* [count] numbers of the records; only ls_take_chains reads it */
     int32_t *slots;                /* [count], like the next ones; ls_take_chains writes these except for `accepting` */
     int32_t *slot_gens;
     int32_t *first;

@@ -12,7 +12,7 @@
  *
  * One fence is first in the single order of seq_cst fences. If it is the sleeper's, the waker sees parked = 1 and wakes. If
  * it is the waker's, the kernel's comparison inside futex_wait sees the new word and returns at once. Between comparison and
- * sleep the kernel holds the lock that futex_wake needs. With release/acquire alone both sides could read the old value.
+ * sleep the kernel holds the lock that futex_wake needs. With only release/acquire both sides could read the old value.
  * Futexes are shared (no FUTEX_PRIVATE_FLAG): the kernel knows them by file and offset, not by address.
  *
  * Pairs. Every order of this file that is not relaxed is in one row: function and order of the writer, then of the reader

@@ -229,7 +229,10 @@ def test_a_conversation_comes_in_three_forms() -> None:
     ("messages", "message"),
     [
         ([{"role": "user", "contents": "a"}], r"messages\[0\]: 'contents' is not known; did you mean 'content'"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\].content\[0\]: the model reads text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            r"messages\[0\].content\[0\]: the model reads only text",
+        ),
         (["a"], r"messages\[0\]: is a str, not a Message or a mapping"),
     ],
 )

@@ -35,7 +35,7 @@ def refusal(model: type[Fields], body: Any) -> tuple[str, str | None, str | None
         ({"qqqq": 1}, "qqqq", "is unknown"),
         ({"truncate_prompt_tokens": 2}, "truncate_prompt_tokens", "is not supported: a prompt is never cut"),
         ({"early_stopping": "soon"}, "early_stopping", "input should be"),
-        ({"audio": {}}, "audio", "is not supported: the model reads text alone"),
+        ({"audio": {}}, "audio", "is not supported: the model reads only text"),
         ({"messages": []}, "messages", "list should have at least 1 item"),
         ({"messages": None}, "messages", "field required"),
         ({"messages": [{"role": "user", "contnt": "x"}]}, "messages[0].contnt", "did you mean content?"),
@@ -43,7 +43,7 @@ def refusal(model: type[Fields], body: Any) -> tuple[str, str | None, str | None
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0].image_url",
-            "the model reads text alone",
+            "the model reads only text",
         ),
         ({"temperature": "hot"}, "temperature", "should be a valid number"),
         ({"seed": -1}, "seed", "greater than or equal to 0"),
@@ -163,10 +163,10 @@ def test_a_beam_search_has_the_fields_of_vllm(fields: dict[str, Any], wanted: pb
 @pytest.mark.parametrize(
     ("fields", "param", "problem"),
     [
-        ({"best_of": 2}, "best_of", "is for use_beam_search: true alone"),
-        ({"beam_width": 2}, "beam_width", "is for use_beam_search: true alone"),
-        ({"length_penalty": 0.5, "use_beam_search": False}, "length_penalty", "is for use_beam_search: true alone"),
-        ({"early_stopping": "never"}, "early_stopping", "is for use_beam_search: true alone"),
+        ({"best_of": 2}, "best_of", "is only for use_beam_search: true"),
+        ({"beam_width": 2}, "beam_width", "is only for use_beam_search: true"),
+        ({"length_penalty": 0.5, "use_beam_search": False}, "length_penalty", "is only for use_beam_search: true"),
+        ({"early_stopping": "never"}, "early_stopping", "is only for use_beam_search: true"),
         ({"use_beam_search": True, "n": 2, "stream": True}, "use_beam_search", "is not for streams"),
         ({"use_beam_search": True, "best_of": 2, "beam_width": 3}, "best_of", "is 2, and beam_width is 3"),
     ],

@@ -1,7 +1,7 @@
 """Fuzz targets in C: every function of shared_mem/native that reads bytes which another process wrote.
 
 A target has libFuzzer's entry, `LLVMFuzzerTestOneInput`. With clang it is linked with libFuzzer, which coverage guides;
-with gcc alone with native/driver.c, which changes inputs at random, from a seed. Both under AddressSanitizer and UBSan.
+with only gcc and native/driver.c, which changes inputs at random, from a seed. Both under AddressSanitizer and UBSan.
 
 Invariant: a program takes the flags and corpora of libFuzzer, and writes an input that fails where libFuzzer would.
 """

@@ -1,4 +1,4 @@
-"""`python -m tools.fuzz.plain TARGET [libFuzzer's flags] [corpora]`: one target on inputs made by its mutations alone.
+"""`python -m tools.fuzz.plain TARGET [libFuzzer's flags] [corpora]`: one target on inputs that only its mutations make.
 
 It has no coverage to guide it, and makes ten times as many inputs as child.py in the same time. Takes the flags
 -max_total_time, -runs, -seed, -max_len and -artifact_prefix, and ignores others. Invariant: whatever ends the process,

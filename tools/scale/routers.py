@@ -71,7 +71,7 @@ class PowerOfTwo:
 
 class PrefixAffinity:
     """The engine that a group's prompts hash to, by rendezvous hashing (Thaler and Ravishankar 1998), so that an engine
-    that leaves moves its own groups alone. A request without a group, and one whose engine holds more requests than the
+    that leaves moves only its own groups. A request without a group, and one whose engine holds more requests than the
     emptiest by more than half of its slots, goes to the emptiest."""
 
     def __init__(self, rng: random.Random, slots: int) -> None:

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = made.add_mutually_exclusive_group()
-    what.add_argument("--seed", type=int, help="run this seed alone, and show what happened")
+    what.add_argument("--seed", type=int, help="run only this seed, and show what happened")
     made.add_argument("--seeds", type=int, default=2000, help="run so many seeds (default: %(default)s)")
     what.add_argument("--hours", type=float, help="run seeds for so long")
     made.add_argument("--first", type=int, default=1, help="the first seed (default: %(default)s)")

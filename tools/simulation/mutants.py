@@ -205,7 +205,7 @@ _ALL = (
         ((_SLOTS, "return not self._silent and self._sync.unread(", "return False and self._sync.unread("),),
     ),
     Mutant(
-        "a sequence does not go on behind a silence",
+        "a sequence does not go on after a silence",
         (
             (
                 _SLOTS,
@@ -224,7 +224,7 @@ _ALL = (
     ),
     # -- the client, the link, the supervisor ------------------------------------------------------------------------
     Mutant(
-        "slots are not opened again behind a loss", ((_CLIENT, "            self._engine.grammar_restored()\n", ""),)
+        "slots are not opened again after a loss", ((_CLIENT, "            self._engine.grammar_restored()\n", ""),)
     ),
     Mutant(
         "an ended request keeps its compilation",
@@ -235,7 +235,7 @@ _ALL = (
         ((_CLIENT, "        if state.task:\n            await asyncio.wait([state.task])\n", ""),),
     ),
     Mutant(
-        "the abort word stays behind a silence",
+        "the abort word stays after a silence",
         (
             (
                 _CLIENT,
@@ -245,7 +245,7 @@ _ALL = (
         ),
     ),
     Mutant(
-        "the abort word stays behind a loss",
+        "the abort word stays after a loss",
         (
             (
                 _CLIENT,
@@ -307,7 +307,7 @@ _ALL = (
     ),
     Mutant("rejected drafts stay in the matcher", ((_MATCHERS, "        slot.rollback(common)\n", ""),)),
     Mutant(
-        "rows behind the deadline are lost",
+        "rows after the deadline are lost",
         (
             (_ANSWERS, "            self._channel.add_rows(seq, slot, *answer, late=False)\n", "            pass\n"),
             (

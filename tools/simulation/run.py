@@ -330,7 +330,7 @@ def simulate(seed: int, *, plans: Sequence[workload.Plan] | None = None, faulty:
 
 @contextlib.contextmanager
 def many_runs() -> Iterator[None]:
-    """Inside of the block the collector looks at the objects of runs alone, when a run is over."""
+    """Inside of the block the collector looks only at the objects of runs, when a run is over."""
     torch.set_num_threads(1)
     references()
     gc.collect()
@@ -405,7 +405,7 @@ def _answers(simulation: Simulation, clients: Sequence[Client], expected: dict[i
         check_matchers(simulation)
         check_silence(simulation)
     if not world.problems and not _becomes_quiet(simulation):
-        world.complain(f"left behind: {_left_behind(simulation)}")
+        world.complain(f"left over: {_left_behind(simulation)}")
     return not world.problems
 
 
@@ -417,7 +417,7 @@ def check_answers(simulation: Simulation, clients: Sequence[Client], expected: d
         if got != right.tokens[: len(got)]:
             world.complain(f"{client} got {got}, undisturbed are {right.tokens}")
         if client.events_after_end:
-            world.complain(f"{client} got {client.events_after_end} events behind its last one")
+            world.complain(f"{client} got {client.events_after_end} events after its last one")
         if client.left:
             continue
         if client.error is not None:

@@ -69,7 +69,7 @@ class Actor(Protocol):
         """Return whether the actor can go on now."""
 
     def due_ns(self) -> int | None:
-        """Return when it can go on by the clock alone; None: never."""
+        """Return when the clock lets it go on; None: never."""
 
     def step(self) -> None:
         """Go on until the next wait or point."""

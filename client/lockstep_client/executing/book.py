@@ -1,6 +1,6 @@
 """Which requests wait, run and have responses: the decisions of an executor, without threads and without I/O.
 
-    enqueue   gives a request its id and puts it behind the requests that wait to be sent
+    enqueue   gives a request its id and puts it after the requests that wait to be sent
     to_send   returns what may be sent now: aborts, and requests as long as `limit` sequences are not exceeded
     take      files a response of the server under the id of its request
     pop       returns the responses that were not taken yet

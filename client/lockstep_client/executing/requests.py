@@ -89,7 +89,7 @@ class GuideType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GuidedDecodingParams:
-    """What an answer must match. `guide` is the schema, the expression or the grammar; None for JSON alone."""
+    """What an answer must match. `guide` is the schema, the expression or the grammar; None: any JSON."""
 
     guide_type: GuideType
     guide: str | None = None

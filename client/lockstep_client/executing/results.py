@@ -96,7 +96,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class RequestStatsPerIteration:
-    """What each request that waited or ran behind an iteration was doing."""
+    """What each request that waited or ran after an iteration was doing."""
 
     iteration: int
     requests: tuple[RequestStats, ...]

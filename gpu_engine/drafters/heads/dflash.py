@@ -74,7 +74,7 @@ class DFlashNet:
         return self._logits_LBV[0]
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
-        """Return the next row of the block. What was drawn before it decides its mask alone."""
+        """Return the next row of the block. What was drawn before it decides only its mask."""
         assert self._logits_LBV is not None, "a first link is before this"
         self._link += 1
         return self._logits_LBV[self._link]

@@ -177,7 +177,7 @@ def _why_not(key: str) -> str:
 
 def _matrices(path: str, sides: dict[str, torch.Tensor], config: dict[str, Any]) -> LoraMatrices:
     if set(sides) != {"A", "B"}:
-        raise AdapterNotSupported(f"{path}: has lora_{next(iter(sides))} alone")
+        raise AdapterNotSupported(f"{path}: has only lora_{next(iter(sides))}")
     a_RI, b_OR = sides["A"], sides["B"]
     rank = _number(config, "rank_pattern", "r", path)
     if len(a_RI) != rank or b_OR.shape[1] != rank:
@@ -205,7 +205,7 @@ def _number(config: dict[str, Any], pattern: str, key: str, path: str) -> float:
 
 def _prompt(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> PromptFiles:
     if set(tensors) != {"prompt_embeddings"}:
-        raise AdapterNotSupported(f"{WEIGHTS_FILE}: has {sorted(tensors)}, prompt tuning has prompt_embeddings alone")
+        raise AdapterNotSupported(f"{WEIGHTS_FILE}: has {sorted(tensors)}, prompt tuning has only prompt_embeddings")
     if (copies := config.get("num_transformer_submodules") or 1) != 1:
         raise AdapterNotSupported(f"num_transformer_submodules: {copies!r}; one is supported")
     embeddings = tensors["prompt_embeddings"]

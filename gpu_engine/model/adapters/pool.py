@@ -46,7 +46,7 @@ class AdapterPool:
         self._virtual = VirtualEmbeddings(net.get_input_embeddings(), vocab_size, no_prompts)
         self._table = LowRankTable(self.places.num_products, MAX_ADAPTERS)
         self._rows: _Rows | None = None
-        # A native forward takes the adapters itself; the model's own modules then run for outputs of modules alone.
+        # A native forward takes the adapters itself; the model's own modules then run only for outputs of modules.
         wrap_products(self.places, lambda number, product: AdaptedProduct(product, number, self))
 
     def check(self, files: LoraFiles | PromptFiles) -> None:

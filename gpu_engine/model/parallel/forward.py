@@ -1,7 +1,7 @@
 """The forward of a model over several ranks: rank 0 announces it, and every rank runs its part.
 
 Each layer has two sums over the ranks, after the attention's output product and after the block's last product. So
-the residual stream has the same bits on every rank. Invariant: a rank keeps the keys and values of its own heads alone,
+the residual stream has the same bits on every rank. Invariant: a rank keeps only the keys and values of its own heads,
 in pages with the numbers of rank 0's; only rank 0 schedules, samples, drafts and has grammars.
 Not responsible for: the parts of the weights (see shards.py), the collectives (see collectives.py).
 

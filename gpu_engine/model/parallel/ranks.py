@@ -293,7 +293,7 @@ class Ranks:
 
     def _spawn(self, number: int) -> _Rank:
         ours, theirs = socket.socketpair()
-        # What rank 0 alone uses is not loaded again, or was refused.
+        # What only rank 0 uses is not loaded again, or was refused.
         config = {name: value for name, value in asdict(self.config).items() if name not in _RANK_0_ALONE}
         command = [sys.executable, "-m", "gpu_engine.model.parallel.worker"]
         command += [json.dumps(config), str(number), str(self.store), str(theirs.fileno()), str(os.getpid())]

@@ -232,7 +232,7 @@ def _times(items: range, width: int) -> range:
 
 
 def _rows(linear: nn.Linear, parts: Sequence[range]) -> nn.Linear:
-    """Return the product with these outputs alone. Copies, so that the whole weight is freed."""
+    """Return the product with only these outputs. Copies, so that the whole weight is freed."""
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor[part.start : part.stop] for part in parts])
@@ -241,7 +241,7 @@ def _rows(linear: nn.Linear, parts: Sequence[range]) -> nn.Linear:
 
 
 def _columns(linear: nn.Linear, part: range, of: Shard) -> nn.Linear:
-    """Return the product with these inputs alone. Rank 0 has the bias, so that the sum of all ranks has it once."""
+    """Return the product with only these inputs. Rank 0 has the bias, so that the sum of all ranks has it once."""
     weight = linear.weight.detach()[:, part.start : part.stop].contiguous().clone()
     return _linear(weight, linear.bias.detach() if linear.bias is not None and of.rank == 0 else None)
 

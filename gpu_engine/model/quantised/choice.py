@@ -60,7 +60,7 @@ def quantise(
         return False
     file = None
     if gguf_file is not None:
-        from gpu_engine.model.quantised.gguf_blocks import GGUFBlocks  # its library is installed for GGUF files alone
+        from gpu_engine.model.quantised.gguf_blocks import GGUFBlocks  # its library is installed only for GGUF files
 
         file = GGUFBlocks(gguf_file)
     if wanted == "auto" and not (file and file.quantised):

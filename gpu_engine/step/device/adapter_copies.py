@@ -25,7 +25,7 @@ Post = Callable[[Callable[[], None]], None]
 
 @dataclass(eq=False)
 class AdapterCopies:
-    """`write` is for any thread but the engine's, one at a time; the engine's thread alone calls `close`.
+    """`write` is for any thread but the engine's, one at a time; only the engine's thread calls `close`.
 
     Args:
         stream: of the steps.

@@ -1,7 +1,7 @@
 """Calls the logits processors of a step's lanes, between the forward and the mask rows.
 
 The calls of one round, the k-th processor of every request, are grouped by processor: a batched one is called once for
-all its lanes. A call that fails is repeated for each sequence alone and then for each row alone, so an error belongs to
+all its lanes. A call that fails is repeated for each sequence and then for each row, so an error belongs to
 one row. Drafts before a failed row are verified as usual, and the sequence ends only if the row is reached: so it
 ends with the same tokens with drafts and without. Invariant: the rows of a lane without processors are not touched.
 Not responsible for: captured steps (see captured.py), the error that the client gets (see core/runner.py).

@@ -232,7 +232,7 @@ def _joined(base: str, reference: str) -> tuple[str, str]:
         scheme = _SCHEME.match(base)
         if scheme is None or _ABSOLUTE.match(reference):
             return urldefrag(urljoin(base, reference))
-        # Python's own function joins what begins with a scheme that it knows, alone.
+        # Python's own function joins only what begins with a scheme that it knows.
         url, fragment = urldefrag(urljoin(f"http://{base[scheme.end() :]}", reference))
         return base[: scheme.end()] + url.removeprefix("http://"), fragment
     except ValueError as error:

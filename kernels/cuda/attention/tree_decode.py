@@ -4,7 +4,7 @@ Splits before the step's rows are those of decode.py, shared by all rows. In the
 position, a program attends for one row of the tree after the other, and takes the keys and values of the step from the
 tensors of the step: at the place of depth d the row at depth d on the way to the query's row. So a row adds the same
 keys at the same places as it would after a chain of its drafts, and its result has the same sums in the same order.
-Invariant: pages are read before the step's first position alone, and written from there on: row j at distance j.
+Invariant: pages are read only before the step's first position, and written from there on: row j at distance j.
 """
 
 from __future__ import annotations

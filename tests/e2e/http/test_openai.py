@@ -184,7 +184,7 @@ def test_an_unknown_model_is_named(client: openai.OpenAI, model: str) -> None:
         ({"max_token": 5}, "max_token: is unknown; did you mean max_tokens?", "max_token"),
         ({"guided_jsn": {}}, "guided_jsn: is unknown; did you mean guided_json?", "guided_jsn"),
         ({"top_p": 3}, "top_p: is 3, must be in (0, 1]", "top_p"),
-        ({"modalities": ["audio"]}, "modalities: is not supported: the model reads text alone", "modalities"),
+        ({"modalities": ["audio"]}, "modalities: is not supported: the model reads only text", "modalities"),
         ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx: is unknown; did you mean regex?", None),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}},

@@ -91,7 +91,7 @@ def test_a_tensor_without_a_meaning_is_refused_by_name(key: str, message: str, t
 
 def test_a_side_alone_a_large_rank_and_a_large_file_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, {"peft_type": "LORA", "r": 4, "lora_alpha": 8}, {f"{KEY}.lora_A.weight": torch.ones(4, 8)})
-    with pytest.raises(AdapterNotSupported, match=f"{PATH}: has lora_A alone"):
+    with pytest.raises(AdapterNotSupported, match=f"{PATH}: has only lora_A"):
         read_adapter(folder, 1 << 20)
     with pytest.raises(AdapterNotSupported, match="rank 257, at most 256"):
         read_adapter(lora(tmp_path, 257), 1 << 20)
@@ -128,5 +128,5 @@ def test_prompt_embeddings_have_the_size_that_the_configuration_says(tmp_path: P
         read_adapter(write(tmp_path, {**config, "num_virtual_tokens": 4}), 1 << 20)
     with pytest.raises(AdapterNotSupported, match="num_transformer_submodules: 2"):
         read_adapter(write(tmp_path, {**config, "num_transformer_submodules": 2}), 1 << 20)
-    with pytest.raises(AdapterNotSupported, match="prompt tuning has prompt_embeddings alone"):
+    with pytest.raises(AdapterNotSupported, match="prompt tuning has only prompt_embeddings"):
         read_adapter(write(tmp_path, config, {"a": torch.ones(3, 8)}), 1 << 20)

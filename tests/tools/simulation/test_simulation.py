@@ -25,7 +25,7 @@ FOUND = {
 
 QUICKLY_CAUGHT = ("an ended request keeps its compilation", "rejected drafts stay in the matcher")
 CAUGHT = (
-    "slots are not opened again behind a loss",
+    "slots are not opened again after a loss",
     "a matcher is opened without the committed tokens",
     "a preempted sequence keeps its matcher",
 )

@@ -1,7 +1,7 @@
 /* Runs LLVMFuzzerTestOneInput where libFuzzer is not: `program [-flag=value ...] [file or folder ...]`.
  *
  * Reads the inputs of all files and folders, runs each, and then inputs that are made of them by changes at random, until
- * -runs or -max_total_time (seconds) is over; with neither, the given inputs alone. -seed=N repeats the same inputs. One
+ * -runs or -max_total_time (seconds) is over; with neither, only the given inputs. -seed=N repeats the same inputs. One
  * input that ends the process (a sanitizer's report, abort) is written to -artifact_prefix=P first. Other flags of
  * libFuzzer are ignored. Not responsible for: coverage, hangs.
  */

@@ -88,9 +88,7 @@ def _check_meaning(grammar: Grammar, rewrite: Callable[[Grammar], tuple[str, boo
     for value in (*_VALUES, *_listed(json.loads(grammar.text))):
         instance = json.dumps(value).encode()
         if after.is_valid(instance):
-            require(
-                before.is_valid(instance), f"{rewrite.__name__}: {instance!r} is admitted behind the rewriting alone"
-            )
+            require(before.is_valid(instance), f"{rewrite.__name__}: {instance!r} is admitted only after the rewriting")
 
 
 def _listed(node: Any) -> Iterator[Any]:
