@@ -1,4 +1,4 @@
-"""The public service over a real gRPC connection, with a fake engine after it: for the tests of its calls."""
+"""The public service over a real gRPC connection with a fake engine, and what the tests of its calls share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
+import pytest
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.limits import Limits
 from gpu_engine.api.processors import Processors
+from gpu_engine.api.request import PromptLogprobs
+from gpu_engine.api.stats import Iteration, IterationRing
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.pacing import StreamPacer
 from gpu_engine.front.servicer import EngineServicer
@@ -22,10 +26,22 @@ from protos.engine.v1 import engine_pb2_grpc
 from tests.fakes import FakeEngine, FakeGrammar, FakeModel, Script
 from tests.rpc_client import Client
 
+LIMITS = Limits(
+    vocab_size=320,
+    max_model_len=64,
+    num_draft_tokens=7,
+    jump_forward_tokens=15,
+    max_n=4,
+    max_prompt_bytes=1000,
+    max_beam_width=6,
+)
+"""Limits for tests without a server."""
+
 
 @dataclass
 class Setup:
     client: Client
+    stub: engine_pb2_grpc.EngineAsyncStub
     engine: FakeEngine
     calls: Calls
     grammar: FakeGrammar
@@ -63,8 +79,9 @@ async def serving(
     server.add_insecure_port(address)
     await server.start()
     try:
-        async with Client(address) as client:
-            yield Setup(client, engine, calls, grammar, address)
+        async with Client(address) as client, grpc.aio.insecure_channel(address) as channel:
+            stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(channel)  # type: ignore[assignment]
+            yield Setup(client, stub, engine, calls, grammar, address)
     finally:
         await server.stop(None)
         engine.close(5)
@@ -76,3 +93,27 @@ def ask(text: str = "hi", **fields: object) -> pb.GenerateRequest:
 
 async def answer(client: Client, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
     return [response async for response in client.generate(request, timeout_s=20)]
+
+
+async def refusal(client: Client, request: pb.GenerateRequest) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer(client, request)
+    return caught.value
+
+
+def conversation(*pairs: tuple[str, str], **fields: Any) -> pb.ChatMessages:
+    """Return messages of these roles and contents."""
+    return pb.ChatMessages(messages=[pb.ChatMessage(role=role, content=content) for role, content in pairs], **fields)
+
+
+def prompt_scores(count: int, wanted: int) -> PromptLogprobs:
+    """Return log-probabilities of `count` tokens of a prompt, with `wanted` alternatives each."""
+    ids = np.tile(np.arange(wanted, dtype=np.int32), (count, 1))
+    return PromptLogprobs(np.linspace(-1, 0, count, dtype=np.float32), ids, -ids.astype(np.float32))
+
+
+def ran(ring: IterationRing, count: int) -> None:
+    """Add iterations that differ in each number."""
+    for _ in range(count):
+        n = ring.total
+        ring.add(Iteration(n, 1e9 + n, n / 1e3, *(n + i for i in range(1, 11))))

@@ -6,11 +6,10 @@ import argparse
 import asyncio
 import logging
 import os
-import socket
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from tests.fakes import FakeEngine, FakeModel, answers_with
 from tests.rpc_client import Client
 
 TOKEN, OTHER_TOKEN = "0123456789abcdef-one", "0123456789abcdef-two"
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 PARTS = Parts(lambda config, progress: FakeModel(), lambda config, *rest: FakeEngine(config, answers_with("yes")))
 
 
@@ -107,17 +107,23 @@ async def refused(server: Server, *arguments: str) -> tuple[grpc.StatusCode, str
 # --- TLS
 
 
-async def test_a_client_that_trusts_the_authority_is_answered(files: Files) -> None:
+async def test_only_tls_of_a_trusted_authority_gets_in_and_a_renewed_certificate_is_taken_over(files: Files) -> None:
+    renewed = trustme.CA()
+    renewed.cert_pem.write_to_path(files.folder / "renewed.crt")
+    trust_renewed = ("--tls-ca", str(files.folder / "renewed.crt"))
     async with serving(**files.tls()) as server:
         assert await ask(server, "--tls-ca", str(files.ca)) == "yes"
-
-
-async def test_clear_text_and_strange_authorities_get_nowhere(files: Files, tmp_path: Path) -> None:
-    stranger = tmp_path / "stranger.crt"
-    trustme.CA().cert_pem.write_to_path(stranger)
-    async with serving(**files.tls()) as server:
         assert (await refused(server))[0] is grpc.StatusCode.UNAVAILABLE
-        assert (await refused(server, "--tls-ca", str(stranger)))[0] is grpc.StatusCode.UNAVAILABLE
+        assert (await refused(server, *trust_renewed))[0] is grpc.StatusCode.UNAVAILABLE
+        files.issue("server", renewed)
+
+        async def taken_over() -> bool:
+            try:
+                return await ask(server, *trust_renewed) == "yes"
+            except grpc.aio.AioRpcError:
+                return False
+
+        await eventually(taken_over)
 
 
 async def test_with_a_client_authority_only_its_clients_get_in(files: Files) -> None:
@@ -126,25 +132,8 @@ async def test_with_a_client_authority_only_its_clients_get_in(files: Files) -> 
     async with serving(**files.tls(tls_client_ca=str(files.ca))) as server:
         trust = ("--tls-ca", str(files.ca))
         assert await ask(server, *trust, "--tls-cert", str(good[0]), "--tls-key", str(good[1])) == "yes"
-        assert (await refused(server, *trust))[0] is grpc.StatusCode.UNAVAILABLE
-        with_stranger = (*trust, "--tls-cert", str(bad[0]), "--tls-key", str(bad[1]))
-        assert (await refused(server, *with_stranger))[0] is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_a_renewed_certificate_is_taken_over_without_a_restart(files: Files, tmp_path: Path) -> None:
-    renewed = trustme.CA()
-    renewed.cert_pem.write_to_path(tmp_path / "renewed.crt")
-    async with serving(**files.tls()) as server:
-        assert await ask(server, "--tls-ca", str(files.ca)) == "yes"
-        files.issue("server", renewed)
-
-        async def taken_over() -> bool:
-            try:
-                return await ask(server, "--tls-ca", str(tmp_path / "renewed.crt")) == "yes"
-            except grpc.aio.AioRpcError:
-                return False
-
-        await eventually(taken_over)
+        for arguments in (trust, (*trust, "--tls-cert", str(bad[0]), "--tls-key", str(bad[1]))):
+            assert (await refused(server, *arguments))[0] is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_renewal_that_does_not_fit_leaves_the_last_one_in_force(
@@ -167,6 +156,7 @@ async def test_a_renewal_that_does_not_fit_leaves_the_last_one_in_force(
         ("tls_cert", None, "tls_cert: cannot read .*: No such file"),
         ("tls_key", None, "tls_key: cannot read .*: No such file"),
         ("tls_cert", b"nonsense", "tls_cert, tls_key: .* in PEM"),
+        ("tls_key", "other", r"tls_key: .*other\.key is not the key of .*server\.crt"),
         ("tls_client_ca", b"nonsense", "tls_client_ca: .* holds no certificates in PEM"),
         ("auth_token_file", None, "auth_token_file: cannot read .*: No such file"),
         ("auth_token_file", b"\n# none\n", "auth_token_file: .* holds no token"),
@@ -174,19 +164,15 @@ async def test_a_renewal_that_does_not_fit_leaves_the_last_one_in_force(
     ],
 )
 async def test_files_that_are_missing_or_wrong_keep_the_server_from_starting(
-    files: Files, tmp_path: Path, setting: str, content: bytes | None, message: str
+    files: Files, setting: str, content: bytes | str | None, message: str
 ) -> None:
-    path = tmp_path / "broken"
-    if content is not None:
+    path = files.folder / "broken"
+    if isinstance(content, bytes):
         path.write_bytes(content)
+    elif content:
+        path = files.issue(content)[1]
     with pytest.raises(ServerError, match=message):
         async with serving(**files.tls(**{setting: str(path)})):
-            pass
-
-
-async def test_a_key_of_another_certificate_is_found_at_the_start(files: Files) -> None:
-    with pytest.raises(ServerError, match=r"tls_key: .*other\.key is not the key of .*server\.crt"):
-        async with serving(**files.tls(tls_key=str(files.issue("other")[1]))):
             pass
 
 
@@ -206,111 +192,69 @@ def test_half_of_tls_is_refused(fields: dict[str, str], message: str) -> None:
 # --- tokens
 
 
-async def test_a_refused_call_is_logged_without_the_token(
-    files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_a_token_lets_in_and_nothing_else_does_until_it_is_revoked(
+    files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "wrong").write_text("0123456789abcdef-three\n")
-    async with serving(auth_token_file=files.tokens(TOKEN)) as server:
-        with caplog.at_level("INFO", logger="gpu_engine.front.port.auth"):
-            await refused(server, "--token-file", str(tmp_path / "wrong"))
-    (line,) = (record for record in caplog.records if record.name == "gpu_engine.front.port.auth")
-    fields = vars(line)["fields"]
-    assert fields["status"] == "UNAUTHENTICATED"
-    assert fields["method"] == "/lockstep.engine.v1.Engine/Generate"
-    assert "0123456789abcdef" not in str(vars(line))
-
-
-async def test_a_token_lets_in_and_nothing_else_does(files: Files, tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text(f"{OTHER_TOKEN}\n")
-    (tmp_path / "wrong").write_text("0123456789abcdef-three\n")
+    for name, token in {"mine": OTHER_TOKEN, "wrong": "0123456789abcdef-three"}.items():
+        (files.folder / name).write_text(f"{token}\n")
+    mine, wrong = (("--token-file", str(files.folder / name)) for name in ("mine", "wrong"))
     async with serving(auth_token_file=files.tokens(TOKEN, OTHER_TOKEN)) as server:
-        assert await ask(server, "--token-file", str(tmp_path / "mine")) == "yes"
-        assert await refused(server) == (
-            grpc.StatusCode.UNAUTHENTICATED,
-            "authorization: is missing; send `authorization: Bearer TOKEN`",
-        )
-        assert await refused(server, "--token-file", str(tmp_path / "wrong")) == (
-            grpc.StatusCode.UNAUTHENTICATED,
-            "authorization: holds an unknown token",
-        )
+        assert await ask(server, *mine) == "yes"
+        with caplog.at_level("INFO", logger="gpu_engine.front.port.auth"):
+            assert await refused(server, *wrong) == (UNAUTHENTICATED, "authorization: holds an unknown token")
+        (line,) = (vars(record) for record in caplog.records if record.name == "gpu_engine.front.port.auth")
+        assert line["fields"]["status"] == "UNAUTHENTICATED"
+        assert line["fields"]["method"] == "/lockstep.engine.v1.Engine/Generate"
+        assert "0123456789abcdef" not in str(line)
+        files.tokens(TOKEN)
+
+        async def revoked() -> bool:
+            try:
+                return not await ask(server, *mine)
+            except grpc.aio.AioRpcError as error:
+                return error.code() is UNAUTHENTICATED
+
+        await eventually(revoked)
+        (files.folder / "mine").write_text(TOKEN)
+        assert await ask(server, *mine) == "yes"
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ([TOKEN], "is not of the form `Bearer TOKEN`"),
-        ([f"Basic {TOKEN}"], "is not of the form `Bearer TOKEN`"),
-        (["Bearer "], "is not of the form `Bearer TOKEN`"),
-        ([f"Bearer {TOKEN}", f"Bearer {TOKEN}"], "was sent more than once"),
-    ],
-)
-async def test_malformed_headers_are_named(files: Files, values: Sequence[str], message: str) -> None:
+async def test_every_call_needs_a_well_formed_token_except_those_of_health(files: Files) -> None:
     async with (
         serving(auth_token_file=files.tokens(TOKEN)) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
-        call = channel.unary_unary("/lockstep.engine.v1.Engine/GetStats")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(b"", metadata=[("authorization", value) for value in values])
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert caught.value.details() == f"authorization: {message}"
 
+        async def status(method: str, *values: str) -> tuple[grpc.StatusCode, str | None]:
+            call = channel.unary_unary(method)(b"", metadata=[("authorization", value) for value in values])
+            return await call.code(), await call.details()
 
-async def test_health_needs_no_token_and_reflection_does(files: Files) -> None:
-    async with (
-        serving(auth_token_file=files.tokens(TOKEN)) as server,
-        grpc.aio.insecure_channel(server.address) as channel,
-    ):
+        for values, problem in (
+            ((), "is missing; send `authorization: Bearer TOKEN`"),
+            ((TOKEN,), "is not of the form `Bearer TOKEN`"),
+            ((f"Basic {TOKEN}",), "is not of the form `Bearer TOKEN`"),
+            (("Bearer ",), "is not of the form `Bearer TOKEN`"),
+            ((f"Bearer {TOKEN}", f"Bearer {TOKEN}"), "was sent more than once"),
+        ):
+            found = await status("/lockstep.engine.v1.Engine/GetStats", *values)
+            assert found == (UNAUTHENTICATED, f"authorization: {problem}")
+        unknown = "/lockstep.engine.v1.Engine/NoSuchMethod"
+        assert (await status(unknown))[0] is UNAUTHENTICATED, "whether a method exists is not revealed"
+        assert (await status(unknown, f"Bearer {TOKEN}"))[0] is grpc.StatusCode.UNIMPLEMENTED
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.SERVING
         reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
         asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(aiter(reflect(iter(asked))))
-        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await reflect(iter(asked)).code() is UNAUTHENTICATED
         call = reflect(iter(asked), metadata=[("authorization", f"bearer {TOKEN}")])
         assert (await anext(aiter(call))).list_services_response.service
-
-
-async def test_a_method_that_does_not_exist_is_not_revealed_without_a_token(files: Files) -> None:
-    async with (
-        serving(auth_token_file=files.tokens(TOKEN)) as server,
-        grpc.aio.insecure_channel(server.address) as channel,
-    ):
-        call = channel.unary_unary("/lockstep.engine.v1.Engine/NoSuchMethod")
-        for metadata, code in (
-            ([], grpc.StatusCode.UNAUTHENTICATED),
-            ([("authorization", f"Bearer {TOKEN}")], grpc.StatusCode.UNIMPLEMENTED),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call(b"", metadata=metadata)
-            assert caught.value.code() is code
-
-
-async def test_tokens_are_revoked_and_added_without_a_restart(files: Files, tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text(TOKEN)
-    async with serving(auth_token_file=files.tokens(TOKEN)) as server:
-        assert await ask(server, "--token-file", str(tmp_path / "mine")) == "yes"
-        files.tokens(OTHER_TOKEN)
-
-        async def revoked() -> bool:
-            try:
-                return not await ask(server, "--token-file", str(tmp_path / "mine"))
-            except grpc.aio.AioRpcError as error:
-                return error.code() is grpc.StatusCode.UNAUTHENTICATED
-
-        await eventually(revoked)
-        (tmp_path / "mine").write_text(OTHER_TOKEN)
-        assert await ask(server, "--token-file", str(tmp_path / "mine")) == "yes"
 
 
 def test_tokens_are_stored_as_digests_and_compared_whole() -> None:
     digests = parse_tokens(f"{TOKEN}\n  {OTHER_TOKEN}  \n".encode(), Path("t"))
     assert all(len(digest) == 32 and TOKEN.encode() not in digest for digest in digests)
-    assert known(TOKEN.encode(), digests)
-    assert known(OTHER_TOKEN.encode(), digests)
-    assert not known(TOKEN[:-1].encode(), digests)
-    assert not known(b"", digests)
+    sent = (TOKEN, OTHER_TOKEN, TOKEN[:-1], "")
+    assert [known(token.encode(), digests) for token in sent] == [True, True, False, False]
 
 
 # --- files that change
@@ -344,42 +288,31 @@ def test_files_are_read_again_when_they_change_and_not_more_often_than_that(tmp_
 # --- addresses
 
 
-def test_a_server_that_is_open_to_the_network_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    assert exposure(ServerConfig()) is None
-    assert exposure(ServerConfig(listen="unix:/run/s")) is None
-    assert "auth_token_file" in str(exposure(ServerConfig(listen="0.0.0.0:1")))
-    assert "auth_token_file" in str(exposure(ServerConfig(listen="0.0.0.0:1", tls_cert="c", tls_key="k")))
-    assert "clear text" in str(exposure(ServerConfig(listen="[::]:1", auth_token_file="t")))
-    tls = ServerConfig(listen="0.0.0.0:1", tls_cert="c", tls_key="k", auth_token_file="t")
-    assert exposure(tls) is None
-
-
 @pytest.mark.parametrize(
     ("address", "local"),
     [
-        ("127.0.0.1:1", True),
-        ("127.8.8.8:1", True),
-        ("[::1]:1", True),
-        ("localhost:1", True),
-        ("unix:/s", True),
-        ("0.0.0.0:1", False),
-        ("[::]:1", False),
-        ("example.org:1", False),
-        ("127.0.0.1.example.org:1", False),
+        *((address, True) for address in ("127.0.0.1:1", "127.8.8.8:1", "[::1]:1", "localhost:1", "unix:/s")),
+        *((address, False) for address in ("0.0.0.0:1", "[::]:1", "example.org:1", "127.0.0.1.example.org:1")),
     ],
 )
-def test_which_addresses_are_this_machine_alone(address: str, local: bool) -> None:
+def test_a_server_that_is_open_to_the_network_says_so(address: str, local: bool) -> None:
     assert is_local(address) is local
+    open_to_all, tls = ServerConfig(listen=address), {"tls_cert": "c", "tls_key": "k"}
+    assert (exposure(open_to_all) is None) is local
+    assert exposure(replace(open_to_all, auth_token_file="t", **tls)) is None
+    if not local:
+        assert "auth_token_file" in str(exposure(open_to_all))
+        assert "auth_token_file" in str(exposure(replace(open_to_all, **tls)))
+        assert "clear text" in str(exposure(replace(open_to_all, auth_token_file="t")))
 
 
-async def test_an_open_server_warns(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_open_server_warns_and_a_unix_socket_is_only_for_its_owner(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         async with serving(listen="0.0.0.0:0"):
             pass
     assert "any client that reaches 0.0.0.0:0 may use it" in caplog.text
-
-
-async def test_a_unix_socket_is_the_owners_alone(tmp_path: Path) -> None:
     mask = os.umask(0)
     try:
         async with serving(listen=f"unix:{tmp_path}/s", health_listen=f"unix:{tmp_path}/h"):
@@ -404,14 +337,6 @@ async def test_the_health_address_needs_neither_tls_nor_token(files: Files, tmp_
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_health_address_that_is_taken_is_said(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ServerError, match=f"health_listen: cannot bind '{address}'"):
-            async with serving(health_listen=address):
-                pass
-
-
 def test_health_of_a_server_that_is_not_there_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["health", "--server", f"unix:{tmp_path}/none", "--timeout", "2"]) == cli.FAILED
     assert "UNAVAILABLE" in capsys.readouterr().out
@@ -427,6 +352,8 @@ def test_a_token_does_not_cross_a_network_in_clear_text(tmp_path: Path) -> None:
     access = access_of(flags("--server", "gpu1:1", "--tls", "--token-file", str(tmp_path / "t")))
     assert access.metadata() == (("authorization", f"Bearer {TOKEN}"),)
     assert TOKEN not in repr(access)
+    access = access_of(flags())
+    assert (access.address, access.credentials, access.metadata()) == ("127.0.0.1:50051", None, ())
 
 
 @pytest.mark.parametrize(
@@ -442,8 +369,3 @@ def test_a_token_does_not_cross_a_network_in_clear_text(tmp_path: Path) -> None:
 def test_wrong_flags_are_named(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         access_of(flags(*arguments))
-
-
-def test_without_flags_a_client_speaks_clear_text_and_sends_nothing() -> None:
-    access = access_of(flags())
-    assert (access.address, access.credentials, access.metadata()) == ("127.0.0.1:50051", None, ())

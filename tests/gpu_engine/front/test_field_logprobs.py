@@ -20,7 +20,7 @@ from gpu_engine.front.tools.formats import Markers
 from gpu_engine.front.tools.parts import AnswerLayout
 from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
-from tests.gpu_engine.front.limits import LIMITS
+from tests.gpu_engine.front.serving import LIMITS
 from tests.gpu_engine.made_requests import made
 
 VALUES = st.recursive(

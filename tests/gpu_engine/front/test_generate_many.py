@@ -20,7 +20,6 @@ from gpu_engine.front.validation import check
 from gpu_engine.ops.access import CallRecord
 from gpu_engine.ops.metrics_requests import RequestWatch
 from protos.engine.v1 import engine_pb2 as pb
-from protos.engine.v1 import engine_pb2_grpc
 from tests.fakes import EOS, Script, answers_with
 from tests.gpu_engine.front.serving import Setup, answer, ask, serving
 from tests.waiting import eventually
@@ -64,13 +63,8 @@ class Many:
 
 @asynccontextmanager
 async def many_calls(tmp_path: Path, script: Script | None = None, **fields: Any) -> AsyncIterator[Many]:
-    async with (
-        serving(tmp_path, script, **fields) as s,
-        grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel,
-        asyncio.timeout(30),
-    ):
-        stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(channel)  # type: ignore[assignment]
-        call = stub.GenerateMany()
+    async with serving(tmp_path, script, **fields) as s, asyncio.timeout(30):
+        call = s.stub.GenerateMany()
         yield Many(call, s)
         call.cancel()
 
@@ -150,52 +144,6 @@ async def test_a_request_that_fails_disturbs_no_other(tmp_path: Path, caplog: py
     assert dict(stats.failed) == {"INVALID_ARGUMENT": 3, "UNAVAILABLE": 1, "INTERNAL": 1}
 
 
-async def test_the_record_of_each_request_names_the_call(tmp_path: Path) -> None:
-    records: list[CallRecord] = []
-    async with many_calls(tmp_path, answers_with("abc")) as many:
-        many.setup.calls.watch = RequestWatch(CollectorRegistry(), records.append)
-        await many.send(ask(request_id="a", client_id="team"), ask(request_id="b", sampling=pb.SamplingParams(n=0)))
-        await many.rest()
-    found = {record.request_id: record for record in records}
-    assert {record.method for record in records} == {"GenerateMany"}
-    assert {name: record.status for name, record in found.items()} == {"a": "OK", "b": "INVALID_ARGUMENT"}
-    assert found["a"].access_fields()["client_id"] == "team"
-
-
-async def test_an_id_in_use_is_refused_and_its_request_goes_on(tmp_path: Path) -> None:
-    async with many_calls(tmp_path) as many:
-        await many.send(ask(request_id="a"), ask(request_id="a"))
-        refused = await many.read()
-        assert (refused.request_id, refused.last) == ("a", False)
-        assert refused.error.message == "request_id: 'a' belongs to a request that is running"
-        (a,) = await many.submitted(1)
-        many.setup.engine.emit(a, ends(a))
-        assert [(each.request_id, each.last) for each in await many.rest()] == [("a", True)]
-
-
-async def test_a_request_is_aborted_by_its_id(tmp_path: Path) -> None:
-    async with many_calls(tmp_path) as many:
-        await many.send(ask(request_id="a", sampling=pb.SamplingParams(n=2)), ask(request_id="b"))
-        _, _, b = await many.submitted(3)
-        await many.abort("never")
-        await many.abort("a")
-        aborted = [await many.read(), await many.read()]
-        assert [each.response.finish_reason for each in aborted] == [ABORTED] * 2
-        assert [(each.request_id, each.last) for each in aborted] == [("a", False), ("a", True)]
-        many.setup.engine.emit(b, ends(b))
-        assert [each.request_id for each in await many.rest()] == ["b"]
-
-
-async def test_a_request_of_another_call_is_not_aborted(tmp_path: Path) -> None:
-    async with many_calls(tmp_path) as many:
-        task = asyncio.create_task(answer(many.setup.client, ask(request_id="theirs")))
-        (theirs,) = await many.submitted(1)
-        await many.abort("theirs")
-        assert await many.rest() == []
-        many.setup.engine.emit(theirs, ends(theirs))
-        assert (await task)[-1].finish_reason == pb.FINISH_REASON_STOP
-
-
 async def test_a_request_that_is_aborted_at_once_never_reaches_the_engine(tmp_path: Path) -> None:
     async with many_calls(tmp_path) as many:
         many.setup.calls._warm.clear()  # as before the engine is warm
@@ -207,16 +155,6 @@ async def test_a_request_that_is_aborted_at_once_never_reaches_the_engine(tmp_pa
         (response,) = await many.rest()
         assert (response.response.finish_reason, response.last) == (ABORTED, True)
         assert many.setup.engine.submitted == []
-
-
-async def test_a_call_that_is_cancelled_ends_its_requests(tmp_path: Path) -> None:
-    async with many_calls(tmp_path) as many:
-        await many.send(ask(request_id="a", grammar=pb.Grammar(regex="a")), ask(request_id="b"))
-        await many.submitted(2)
-        many.call.cancel()
-        engine, calls = many.setup.engine, many.setup.calls
-        await eventually(lambda: len(engine.dropped) == 2 and not len(calls))
-        assert many.setup.grammar.forgotten == ["a"]
 
 
 async def test_draining_lets_the_requests_of_a_call_end_and_then_ends_the_call(tmp_path: Path) -> None:
@@ -234,16 +172,6 @@ async def test_draining_lets_the_requests_of_a_call_end_and_then_ends_the_call(t
         await drain
         with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
             await many.call.read()
-
-
-async def test_an_action_without_content_ends_the_call(tmp_path: Path) -> None:
-    async with many_calls(tmp_path) as many:
-        await many.send(ask(request_id="a"))
-        await many.submitted(1)
-        await many.call.write(pb.GenerateManyRequest())
-        with pytest.raises(grpc.aio.AioRpcError, match="action: one of generate and abort is required"):
-            await many.call.read()
-        await eventually(lambda: len(many.setup.engine.dropped) == 1)
 
 
 class NotReading:
@@ -295,3 +223,50 @@ async def test_a_client_that_does_not_read_stops_its_own_requests_alone(tmp_path
     assert refused
     text = "".join(each.response.text for each in context.taken if each.request_id == "r0")
     assert text == "abc"
+
+
+async def test_the_record_of_each_request_names_the_call(tmp_path: Path) -> None:
+    records: list[CallRecord] = []
+    async with many_calls(tmp_path, answers_with("abc")) as many:
+        many.setup.calls.watch = RequestWatch(CollectorRegistry(), records.append)
+        await many.send(ask(request_id="a", client_id="team"), ask(request_id="b", sampling=pb.SamplingParams(n=0)))
+        await many.rest()
+    found = {record.request_id: (record.method, record.status) for record in records}
+    assert found == {"a": ("GenerateMany", "OK"), "b": ("GenerateMany", "INVALID_ARGUMENT")}
+    assert {record.access_fields().get("client_id") for record in records} >= {"team"}
+
+
+async def test_an_id_names_one_request_of_its_own_call(tmp_path: Path) -> None:
+    async with many_calls(tmp_path) as many:
+        theirs = asyncio.create_task(answer(many.setup.client, ask(request_id="theirs")))
+        await many.submitted(1)
+        await many.send(ask(request_id="a", sampling=pb.SamplingParams(n=2)), ask(request_id="b"), ask(request_id="a"))
+        refused = await many.read()
+        assert (refused.request_id, refused.last) == ("a", False)
+        assert refused.error.message == "request_id: 'a' belongs to a request that is running"
+        *_, b, other = await many.submitted(4)
+        for name in ("never", "theirs", "a"):
+            await many.abort(name)
+        aborted = [await many.read(), await many.read()]
+        assert [each.response.finish_reason for each in aborted] == [ABORTED] * 2
+        assert [(each.request_id, each.last) for each in aborted] == [("a", False), ("a", True)]
+        many.setup.engine.emit(b, ends(b))
+        assert [each.request_id for each in await many.rest()] == ["b"]
+        many.setup.engine.emit(other, ends(other))
+        assert (await theirs)[-1].finish_reason == pb.FINISH_REASON_STOP
+
+
+@pytest.mark.parametrize("cancels", [True, False], ids=["the client cancels", "an action without content"])
+async def test_a_call_that_ends_early_ends_its_requests(tmp_path: Path, cancels: bool) -> None:
+    async with many_calls(tmp_path) as many:
+        await many.send(ask(request_id="a", grammar=pb.Grammar(regex="a")), ask(request_id="b"))
+        await many.submitted(2)
+        if cancels:
+            many.call.cancel()
+        else:
+            await many.call.write(pb.GenerateManyRequest())
+            with pytest.raises(grpc.aio.AioRpcError, match="action: one of generate and abort is required"):
+                await many.call.read()
+        engine, calls = many.setup.engine, many.setup.calls
+        await eventually(lambda: len(engine.dropped) == 2 and not len(calls))
+        assert many.setup.grammar.forgotten == ["a"]

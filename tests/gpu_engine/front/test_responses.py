@@ -13,9 +13,8 @@ import pytest
 from gpu_engine.api.errors import GrammarUnavailable
 from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
 from protos.engine.v1 import engine_pb2 as pb
-from tests.fakes import EOS, answers_with
-from tests.gpu_engine.front.refusals import prompt_scores, refusal
-from tests.gpu_engine.front.serving import Setup, answer, ask, serving
+from tests.fakes import EOS
+from tests.gpu_engine.front.serving import Setup, answer, ask, prompt_scores, refusal, serving
 from tests.waiting import eventually
 
 THINKS = "<think>a b</think>c d"
@@ -91,11 +90,10 @@ def asking(**options: Any) -> pb.GenerateRequest:
 
 
 @pytest.mark.parametrize("more", [{}, {"omit_text": True}, {"omit_token_ids": True}], ids=["all", "no text", "no ids"])
-async def test_a_whole_response_has_all_that_the_deltas_of_its_sequence_have(
-    tmp_path: Path, more: dict[str, bool]
-) -> None:
+async def test_whole_and_cumulative_responses_have_what_the_deltas_have(tmp_path: Path, more: dict[str, bool]) -> None:
     async with serving(tmp_path) as s:
         deltas = await stepwise(s, asking(**more))
+        cumulative = await stepwise(s, asking(cumulative=True, **more))
         s.engine.script = script
         whole = await answer(s.client, asking(whole=True, **more))
     assert len(deltas) > 4
@@ -104,61 +102,29 @@ async def test_a_whole_response_has_all_that_the_deltas_of_its_sequence_have(
         assert response.telemetry.seed
         response.ClearField("telemetry")
         assert response == joined(deltas, response.index)
-
-
-@pytest.mark.parametrize("more", [{}, {"omit_text": True}, {"omit_token_ids": True}], ids=["all", "no text", "no ids"])
-async def test_each_cumulative_response_has_the_answer_so_far(tmp_path: Path, more: dict[str, bool]) -> None:
-    async with serving(tmp_path) as s:
-        deltas = await stepwise(s, asking(**more))
-        cumulative = await stepwise(s, asking(cumulative=True, **more))
-    for index in range(2):
-        mine = [response for response in cumulative if response.index == index]
+        mine = [each for each in cumulative if each.index == response.index]
         assert len(mine) > 2
-        whole, last = joined(deltas, index), mine[-1]
-        for response in mine[1:]:
-            assert not response.prompt_token_ids
-            assert not response.prompt_logprobs
-        assert (list(mine[0].prompt_token_ids), list(mine[0].prompt_logprobs)) == (
-            list(whole.prompt_token_ids),
-            list(whole.prompt_logprobs),
-        )
+        assert mine[0].prompt_logprobs == response.prompt_logprobs
+        assert mine[0].prompt_token_ids == response.prompt_token_ids
+        assert not any(each.prompt_token_ids or each.prompt_logprobs for each in mine[1:])
         for before, after in itertools.pairwise(mine):
             assert after.text.startswith(before.text)
             assert list(after.token_ids)[: len(before.token_ids)] == list(before.token_ids)
             assert (after.text, list(after.token_ids), after.finish_reason) != (before.text, list(before.token_ids), 0)
-        assert (last.text, list(last.token_ids), list(last.logprobs), list(last.parts)) == (
-            whole.text,
-            list(whole.token_ids),
-            list(whole.logprobs),
-            list(whole.parts),
-        )
+        for name in ("text", "token_ids", "logprobs", "parts", "finish_reason"):
+            assert getattr(mine[-1], name) == getattr(response, name), name
 
 
-async def test_an_aborted_sequence_has_its_whole_response(tmp_path: Path) -> None:
-    def aborted(request: Request) -> Iterable[TokenEvent]:
+async def test_a_whole_response_of_a_sequence_that_is_aborted_or_fails(tmp_path: Path) -> None:
+    def ends_early(request: Request) -> Iterable[TokenEvent]:
         yield TokenEvent(request.index, (65,))
+        if request.request_id == "fails":
+            yield TokenEvent(request.index, error=GrammarUnavailable("gone"))
         yield TokenEvent(request.index, finish=FinishReason.ABORTED)
 
-    async with serving(tmp_path, aborted) as s:
-        (response,) = await answer(s.client, ask(response=pb.ResponseOptions(whole=True)))
+    whole = pb.ResponseOptions(whole=True)
+    async with serving(tmp_path, ends_early) as s:
+        (response,) = await answer(s.client, ask(response=whole))
+        error = await refusal(s.client, ask(response=whole, request_id="fails"))
     assert (response.text, response.finish_reason) == ("A", pb.FINISH_REASON_ABORTED)
-
-
-async def test_a_sequence_that_fails_has_no_whole_response(tmp_path: Path) -> None:
-    def fails(request: Request) -> Iterable[TokenEvent]:
-        yield TokenEvent(request.index, (65,))
-        yield TokenEvent(request.index, error=GrammarUnavailable("gone"))
-
-    async with serving(tmp_path, fails) as s:
-        error = await refusal(s.client, ask(response=pb.ResponseOptions(whole=True)))
     assert error.details() == "gone"
-
-
-async def test_a_client_id_reaches_the_engine_and_has_a_limit(tmp_path: Path) -> None:
-    async with serving(tmp_path, answers_with("x")) as s:
-        await answer(s.client, ask(client_id="team \u00e9"))
-        assert [request.scheduling.client_id for request in s.engine.submitted] == ["team \u00e9"]
-        too_long = await refusal(s.client, ask(client_id="\u00e9" * 65))
-        control = await refusal(s.client, ask(client_id="a\nb"))
-    assert too_long.details() == "client_id: has 130 bytes, at most 128 are allowed"
-    assert control.details() == "client_id: holds a control character"

@@ -33,6 +33,9 @@ from tests.gpu_engine.made_requests import made
 TOKENIZER = byte_tokenizer()
 
 
+STOPPED = TokenEvent(0, tuple(b"hix"), finish=FinishReason.STOP, matched_token_id=ord("x"))
+
+
 def decode(ids: Sequence[int]) -> str:
     return str(TOKENIZER.decode(list(ids), skip_special_tokens=True))
 
@@ -111,17 +114,6 @@ def test_spaces_survive_where_a_space_is_part_of_a_token(characters: list[list[i
     assert decode_pieces(prompt) + shown == decode_pieces(prompt + ids)
 
 
-def test_bytes_that_never_become_text_are_held_in_bounds() -> None:
-    detokenizer = Detokenizer(decode)
-    shown = "".join(detokenizer.push(0xC3) for _ in range(10 * MAX_HELD_TOKENS))
-    assert len(shown) >= 8 * MAX_HELD_TOKENS
-
-
-def test_a_character_may_begin_in_the_prompt() -> None:
-    detokenizer = Detokenizer(decode, [*b"x", 0xC3])
-    assert detokenizer.push(0xA9) == "\u00e9"
-
-
 @given(
     token_ids, st.lists(st.integers(0, 100), max_size=8), st.lists(st.text("ab c", min_size=1, max_size=4), max_size=3)
 )
@@ -152,11 +144,6 @@ def test_the_token_that_completes_a_stop_string_is_the_last() -> None:
     assert out.take([TokenEvent(0, tuple(b"more"), finish=FinishReason.STOP)]).token_ids == []
 
 
-def test_the_stop_string_is_kept_when_asked_for() -> None:
-    delta = output(stop=("lo",), include_stop_str_in_output=True).take([TokenEvent(0, tuple(b"hello"))])
-    assert delta.text == "hello"
-
-
 def test_a_beginning_of_a_stop_string_is_held_and_given_back() -> None:
     out = output(stop=("STOP",))
     assert out.take([TokenEvent(0, tuple(b"a ST"))]).text == "a "
@@ -165,36 +152,13 @@ def test_a_beginning_of_a_stop_string_is_held_and_given_back() -> None:
     assert (last.text, last.finish) == ("S", FinishReason.LENGTH)
 
 
-def test_stop_strings_do_not_count_before_min_tokens() -> None:
-    delta = output(stop=("a",), min_tokens=3).take([TokenEvent(0, tuple(b"aabba"))])
-    assert (delta.text, delta.matched_stop) == ("aabb", "a")
-
-
-@pytest.mark.parametrize(("keep", "text"), [(False, "hi"), (True, "hix")])
-def test_the_text_of_a_stop_token_is_not_shown_unless_asked_for(keep: bool, text: str) -> None:
-    out = output(include_stop_str_in_output=keep)
-    delta = out.take([TokenEvent(0, tuple(b"hix"), finish=FinishReason.STOP, matched_token_id=ord("x"))])
-    assert (delta.text, delta.matched_token_id, out.completion_tokens) == (text, ord("x"), 3)
-
-
 def test_an_error_comes_after_the_tokens_before_it() -> None:
     error = GrammarUnavailable("gone")
     delta = output().take([TokenEvent(0, tuple(b"ab")), TokenEvent(0, error=error)])
     assert (delta.text, delta.error, delta.finish, delta.ended) == ("ab", error, None, True)
 
 
-def test_without_text_only_stop_strings_are_found() -> None:
-    out = SequenceOutput(made([1], max_tokens=9, stop=("b",), omit_text=True), decode)
-    delta = out.take([TokenEvent(0, tuple(b"abc"))])
-    assert (delta.text, delta.matched_stop, len(delta.token_ids)) == ("", "b", 2)
-
-
-def test_of_two_matches_the_earlier_wins_then_the_longer() -> None:
-    assert StopScanner(("bc", "abc"), keep_match=False).push("xabc") == StopMatch("x", "abc")
-    assert StopScanner(("ab", "abc"), keep_match=False).push("abc") == StopMatch("", "abc")
-
-
-@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("size", [1, 100])
 def test_parts_are_read_from_text_with_special_tokens(size: int) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["[TOOL_CALLS]"])
@@ -244,7 +208,7 @@ def _thought(texts: list[str], *, is_open: bool) -> str:
     return said.lstrip().removeprefix(THINK.begin) if said.lstrip().startswith(THINK.begin) else ""
 
 
-@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("size", [1, 100])
 @pytest.mark.parametrize("with_text", [True, False])
 def test_tokens_of_the_reasoning_and_their_origins(size: int, with_text: bool) -> None:
     ids = [*b"<think>hm</think>\n\nyes", EOS]
@@ -263,3 +227,31 @@ def test_tokens_of_the_reasoning_and_their_origins(size: int, with_text: bool) -
     assert out.reasoning_tokens == len(b"<think>hm</think>")
     assert "".join(part.text for delta in deltas for part in delta.parts) == ("hmyes" if with_text else "")
     assert [origin for delta in deltas for origin in delta.origins] == origins[: len(ids)]
+
+
+def test_a_character_may_begin_in_the_prompt_and_bytes_without_text_are_held_in_bounds() -> None:
+    detokenizer = Detokenizer(decode, [*b"x", 0xC3])
+    assert detokenizer.push(0xA9) == "\u00e9"
+    shown = "".join(detokenizer.push(0xC3) for _ in range(10 * MAX_HELD_TOKENS))
+    assert len(shown) >= 8 * MAX_HELD_TOKENS
+
+
+def test_of_two_matches_the_earlier_wins_then_the_longer() -> None:
+    assert StopScanner(("bc", "abc"), keep_match=False).push("xabc") == StopMatch("x", "abc")
+    assert StopScanner(("ab", "abc"), keep_match=False).push("abc") == StopMatch("", "abc")
+
+
+@pytest.mark.parametrize(
+    ("fields", "event", "shown", "matched", "count"),
+    [
+        ({"stop": ("lo",), "include_stop_str_in_output": True}, TokenEvent(0, tuple(b"hello")), "hello", "lo", 5),
+        ({"stop": ("a",), "min_tokens": 3}, TokenEvent(0, tuple(b"aabba")), "aabb", "a", 5),
+        ({"stop": ("b",), "omit_text": True}, TokenEvent(0, tuple(b"abc")), "", "b", 2),
+        ({}, STOPPED, "hi", None, 3),
+        ({"include_stop_str_in_output": True}, STOPPED, "hix", None, 3),
+    ],
+)
+def test_options_of_the_end(fields: dict[str, Any], event: TokenEvent, shown: str, matched: str, count: int) -> None:
+    delta = output(**fields).take([event])
+    assert (delta.text, delta.matched_stop, len(delta.token_ids)) == (shown, matched, count)
+    assert delta.matched_token_id == event.matched_token_id

@@ -12,20 +12,18 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.limits import Limits
 from gpu_engine.front.prompt import build_requests
 from gpu_engine.front.tokens.tokenisation import Tokenisation
 from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import ByteTokenizer, byte_tokenizer
+from tests.gpu_engine.front import serving
 
-LIMITS = Limits(
-    vocab_size=320, max_model_len=64, num_draft_tokens=7, jump_forward_tokens=15, max_n=4, max_prompt_bytes=100_000
-)
+LIMITS = dataclasses.replace(serving.LIMITS, max_prompt_bytes=100_000)
 
 
-def chat(content: str, **fields: Any) -> pb.ChatMessages:
-    return pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=content)], **fields)
+def chat(content: str) -> pb.ChatMessages:
+    return serving.conversation(("user", content))
 
 
 def served(tokenizer: Any = None) -> Tokenisation:
@@ -48,13 +46,10 @@ async def test_a_text_has_the_ids_that_generate_gives_it() -> None:
     response = await served(tokenizer).tokenize(pb.TokenizeRequest(text="h\u00e9"))
     assert list(response.token_ids) == request.prompt_ids == [257, *"h\u00e9".encode()]
     assert not response.texts
+    longer_than_the_context = await served().tokenize(pb.TokenizeRequest(text="x" * 5_000))
+    assert len(longer_than_the_context.token_ids) == 5_000
     bare = await served(tokenizer).tokenize(pb.TokenizeRequest(text="h\u00e9", add_special_tokens=False))
     assert list(bare.token_ids) == [*"h\u00e9".encode()]
-
-
-async def test_a_conversation_is_rendered_by_the_template() -> None:
-    response = await served().tokenize(pb.TokenizeRequest(messages=chat("u")))
-    assert bytes(response.token_ids) == b"user: u\nassistant:"
 
 
 async def test_a_conversation_with_tools_has_the_ids_that_generate_gives_it() -> None:
@@ -65,11 +60,6 @@ async def test_a_conversation_with_tools_has_the_ids_that_generate_gives_it() ->
     response = await served().tokenize(pb.TokenizeRequest(messages=chat("u"), tools=tools))
     assert list(response.token_ids) == request.prompt_ids
     assert b"add" in bytes(response.token_ids)
-
-
-async def test_a_text_longer_than_the_context_is_tokenised() -> None:
-    response = await served().tokenize(pb.TokenizeRequest(text="x" * 5_000))
-    assert len(response.token_ids) == 5_000
 
 
 async def test_the_text_of_each_token_and_u_fffd_for_a_part_of_a_character() -> None:

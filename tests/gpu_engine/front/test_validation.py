@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from gpu_engine.api.conversation import Chat, Tokens, Turn
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.request import (
     BeamParams,
@@ -23,7 +22,7 @@ from gpu_engine.api.request import (
 from gpu_engine.front.validation import check, check_prompt_length
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.repetition import RepetitionLimit
-from tests.gpu_engine.front.limits import LIMITS
+from tests.gpu_engine.front.serving import LIMITS, conversation
 
 Change = Callable[[pb.GenerateRequest], object]
 
@@ -47,15 +46,19 @@ def prompt(**fields: object) -> Change:
     return lambda m: m.MergeFrom(pb.GenerateRequest(**fields))  # type: ignore[arg-type]
 
 
+def response(**fields: object) -> Change:
+    return prompt(response=pb.ResponseOptions(**fields))  # type: ignore[arg-type]
+
+
+def drafts(count: int) -> Change:
+    return prompt(speculation=pb.Speculation(num_draft_tokens=count))
+
+
 def processors(*names: str, arguments: str = "") -> Change:
     """Add processors; the last one has the arguments."""
     each = [pb.LogitsProcessor(name=name) for name in names]
     each[-1].arguments = arguments
     return prompt(logits_processors=each)
-
-
-def turns(*pairs: tuple[str, str]) -> pb.ChatMessages:
-    return pb.ChatMessages(messages=[pb.ChatMessage(role=role, content=content) for role, content in pairs])
 
 
 def beams(width: int = 2, change: Change | None = None, **fields: object) -> Change:
@@ -67,6 +70,9 @@ def beams(width: int = 2, change: Change | None = None, **fields: object) -> Cha
     return set_beams
 
 
+WITH_GRAMMAR_AND_IGNORE_EOS = pb.GenerateRequest(
+    grammar=pb.Grammar(json_object=True), sampling=pb.SamplingParams(ignore_eos=True)
+)
 WITH_BEAMS = "not allowed together with beam_search"
 BAD: list[tuple[str, str, Change]] = [
     ("beam_search.beam_width", "in [2, 6]", beams(0)),
@@ -84,17 +90,13 @@ BAD: list[tuple[str, str, Change]] = [
     ("sampling.seed", WITH_BEAMS, beams(2, sampling(seed=1))),
     ("sampling.stop", WITH_BEAMS, beams(2, sampling(stop=["x"]))),
     ("sampling.logprobs", WITH_BEAMS, beams(2, sampling(logprobs=0))),
-    (
-        "speculation.num_draft_tokens",
-        WITH_BEAMS,
-        beams(2, prompt(speculation=pb.Speculation(num_draft_tokens=1))),
-    ),
+    ("speculation.num_draft_tokens", WITH_BEAMS, beams(2, drafts(1))),
     ("max_queue_ms", "at least 1", prompt(max_queue_ms=0)),
     ("never_preempt", "allow_never_preempt", prompt(never_preempt=True)),
     (
         "response.additional_outputs[0].name",
         "output_names",
-        prompt(response=pb.ResponseOptions(additional_outputs=[pb.AdditionalOutput(name="x")])),
+        response(additional_outputs=[pb.AdditionalOutput(name="x")]),
     ),
     ("sampling.max_tokens", "at least 1", sampling(max_tokens=0)),
     ("sampling.temperature", "[0, 100]", sampling(temperature=-1.0)),
@@ -125,14 +127,10 @@ BAD: list[tuple[str, str, Change]] = [
     ("sampling.bad_words", "at most 64", sampling(bad_words=[str(i) for i in range(65)])),
     ("sampling.bad_words[0]", "empty", sampling(bad_words=[""])),
     ("sampling.logprobs", "at most 20", sampling(logprobs=21)),
-    (
-        "response.prompt_logprobs",
-        "is 21, must be at most 20",
-        lambda m: m.response.CopyFrom(pb.ResponseOptions(prompt_logprobs=21)),
-    ),
+    ("response.prompt_logprobs", "is 21, must be at most 20", response(prompt_logprobs=21)),
     ("sampling.n", "at least 1", sampling(n=0)),
     ("sampling.n", "at most 4", sampling(n=5)),
-    ("speculation.num_draft_tokens", "at most 7", lambda m: m.speculation.__setattr__("num_draft_tokens", 8)),
+    ("speculation.num_draft_tokens", "at most 7", drafts(8)),
     ("request_id", "at most 128", prompt(request_id="x" * 129)),
     ("request_id", "control", prompt(request_id="a\nb")),
     ("request_id", "running", prompt(request_id="taken")),
@@ -150,8 +148,8 @@ BAD: list[tuple[str, str, Change]] = [
     ("token_ids.ids[1]", "[0, 320)", prompt(token_ids=pb.TokenIds(ids=[1, 320]))),
     ("token_ids.ids", "has 64 tokens, at most 63 fit (max_model_len 64", prompt(token_ids=pb.TokenIds(ids=[1] * 64))),
     ("messages.messages", "empty", prompt(messages=pb.ChatMessages())),
-    ("messages.messages[1].role", "empty", prompt(messages=turns(("user", "a"), ("", "b")))),
-    ("messages.messages", "at most 1000", prompt(messages=turns(("user", "x" * 1000)))),
+    ("messages.messages[1].role", "empty", prompt(messages=conversation(("user", "a"), ("", "b")))),
+    ("messages.messages", "at most 1000", prompt(messages=conversation(("user", "x" * 1000)))),
     ("grammar.spec", "required", grammar()),
     ("grammar.json_object", "must be true", grammar(json_object=False)),
     ("grammar.json_schema", "empty", grammar(json_schema="")),
@@ -165,6 +163,9 @@ BAD: list[tuple[str, str, Change]] = [
     ("grammar.choice.choices[2]", "equal to choice 0", grammar(choice=pb.Choice(choices=["a", "b", "a"]))),
     ("grammar.whitespace", "99", grammar(regex="a", whitespace=99)),
     ("grammar.backend", "77", grammar(regex="a", backend=77)),
+    ("sampling.ignore_eos", "grammar", lambda m: m.MergeFrom(WITH_GRAMMAR_AND_IGNORE_EOS)),
+    ("client_id", "has 130 bytes, at most 128", prompt(client_id="\u00e9" * 65)),
+    ("client_id", "control", prompt(client_id="a\nb")),
 ]
 
 
@@ -174,13 +175,6 @@ def test_a_bad_field_is_named_with_its_limit(field: str, limit: str, change: Cha
         check(request(change), LIMITS, {"taken"})
     assert caught.value.field == field
     assert limit in str(caught.value)
-
-
-def test_a_grammar_excludes_ignore_eos() -> None:
-    message = request(grammar(json_object=True))
-    message.sampling.ignore_eos = True
-    with pytest.raises(InvalidRequest, match=r"sampling\.ignore_eos"):
-        check(message, LIMITS, ())
 
 
 def test_unset_fields_take_the_stated_defaults() -> None:
@@ -196,74 +190,6 @@ def test_unset_fields_take_the_stated_defaults() -> None:
     assert params.sampling.seed != check(request(), LIMITS, ()).params.sampling.seed
 
 
-def test_values_at_the_limits_pass() -> None:
-    change = sampling(
-        temperature=0.0, top_p=1.0, top_k=-1, min_p=1.0, presence_penalty=-2.0, n=4, logprobs=20, max_tokens=1, seed=0
-    )
-    params = check(request(change), LIMITS, ()).params
-    assert (params.sampling.temperature, params.sampling.top_k, params.sampling.seed) == (0.0, 0, 0)
-    assert params.outputs.logprobs == 20
-
-
-def test_zero_drafts_is_not_the_default() -> None:
-    message = request()
-    for named in (0, 3, 7):
-        message.speculation.num_draft_tokens = named
-        speculation = check(message, LIMITS, ()).params.speculation
-        assert speculation == Speculation(named, named), "a named number is for all"
-
-
-def test_the_forms_of_a_prompt() -> None:
-    assert check(request(), LIMITS, ()).prompt == "hello"
-    assert check(request(prompt(token_ids=pb.TokenIds(ids=[1, 2]))), LIMITS, ()).prompt == Tokens((1, 2))
-    assert check(request(prompt(messages=turns(("user", "x")))), LIMITS, ()).prompt == Chat((Turn("user", "x"),))
-
-
-def test_choices_become_a_json_list() -> None:
-    choice = grammar(choice=pb.Choice(choices=["a", '"']), backend=2, whitespace=1)
-    spec = check(request(choice), LIMITS, ()).params.grammar
-    assert spec is not None
-    assert (spec.kind, spec.source, spec.backend, spec.whitespace) == (GrammarKind.CHOICE, '["a", "\\""]', 2, 1)
-
-
-def test_a_regex_of_one_space_is_a_regex() -> None:
-    spec = check(request(grammar(regex=" ")), LIMITS, ()).params.grammar
-    assert spec is not None
-    assert spec.source == " "
-
-
-def test_a_beam_search_has_no_drafts_and_its_defaults_are_transformers() -> None:
-    checked = check(request(beams(4, sampling(n=3))), LIMITS, ())
-    assert checked.params.beams == BeamParams(4, 1.0, EarlyStopping.HEURISTIC, 3)
-    assert (checked.params.speculation, checked.n) == (Speculation(0, 0), 3)
-    none = check(request(beams(2, prompt(speculation=pb.Speculation(num_draft_tokens=0)))), LIMITS, ())
-    assert none.params.beams == BeamParams(2)
-    chosen = check(request(beams(2, length_penalty=-0.5, early_stopping=pb.EARLY_STOPPING_NEVER)), LIMITS, ())
-    assert chosen.params.beams == BeamParams(2, -0.5, EarlyStopping.NEVER)
-
-
-def test_a_server_without_beams_refuses_them() -> None:
-    with pytest.raises(InvalidRequest, match="max_beam_width or max_batch_size is below 2") as raised:
-        check(request(beams()), replace(LIMITS, max_beam_width=0), ())
-    assert raised.value.field == "beam_search"
-
-
-def test_the_servers_longest_wait_holds_for_a_request_without_its_own() -> None:
-    patient = replace(LIMITS, max_queue_ms=500)
-    assert check(request(), patient, ()).params.scheduling.max_queue_s == 0.5
-    assert check(request(prompt(max_queue_ms=1)), patient, ()).params.scheduling.max_queue_s == 0.001
-    assert check(request(), LIMITS, ()).params.scheduling.max_queue_ms is None
-
-
-def test_a_request_may_turn_the_servers_limit_of_repetition_off_and_a_beam_search_has_none() -> None:
-    limited = replace(LIMITS, repetition=RepetitionLimit(6, 1, 8))
-    assert check(request(), limited, ()).params.sampling.repetition == RepetitionLimit(6, 1, 8, 0)
-    off = check(request(sampling(repetition_max_pattern_size=0)), limited, ())
-    assert off.params.sampling.repetition is None
-    beams = check(request(lambda m: m.beam_search.MergeFrom(pb.BeamSearch(beam_width=2))), limited, ())
-    assert beams.params.sampling.repetition is None
-
-
 def test_the_longest_prompt_leaves_room_for_one_token() -> None:
     for most in (64, 65):
         check_prompt_length("text", most - 1, most)
@@ -271,11 +197,48 @@ def test_the_longest_prompt_leaves_room_for_one_token() -> None:
             check_prompt_length("text", most, most)
 
 
-def test_the_largest_values_pass() -> None:
-    largest = check(request(sampling(max_tokens=2**32 - 1, logit_bias={7: 100.0, 8: -100.0})), LIMITS, ()).params
-    assert largest.sampling.logit_bias == ((7, 100.0), (8, -100.0))
+def test_values_at_the_limits_pass() -> None:
+    lowest = {"temperature": 0.0, "top_k": -1, "presence_penalty": -2.0, "max_tokens": 1, "seed": 0}
+    highest = {"top_p": 1.0, "min_p": 1.0, "n": 4, "logprobs": 20, "logit_bias": {7: 100.0, 8: -100.0}}
+    params = check(request(sampling(**lowest, **highest)), LIMITS, ()).params
+    assert (params.sampling.temperature, params.sampling.top_k, params.sampling.seed) == (0.0, 0, 0)
+    assert (params.outputs.logprobs, params.sampling.logit_bias) == (20, ((7, 100.0), (8, -100.0)))
+    assert check(request(sampling(max_tokens=2**32 - 1)), LIMITS, ()).max_tokens == 2**32 - 1
+    for named in (0, 3, 7):
+        assert check(request(drafts(named)), LIMITS, ()).params.speculation == Speculation(named, named)
 
 
-def test_log_probabilities_of_fields_need_a_grammar() -> None:
-    with pytest.raises(InvalidRequest, match=r"response\.per_field_logprobs: needs a grammar"):
-        check(request(lambda m: m.response.MergeFrom(pb.ResponseOptions(per_field_logprobs=True))), LIMITS, ())
+def test_the_source_of_a_grammar_is_what_was_sent() -> None:
+    choice = pb.Choice(choices=["a", '"'])
+    for change, source in (
+        (grammar(choice=choice, backend=2, whitespace=1), '["a", "\\""]'),
+        (grammar(regex=" "), " "),
+    ):
+        spec = check(request(change), LIMITS, ()).params.grammar
+        assert spec is not None
+        assert spec.source == source
+    assert (spec.kind, spec.backend, spec.whitespace) == (GrammarKind.REGEX, 0, 0)
+
+
+def test_a_beam_search_has_no_drafts_and_its_defaults_are_transformers() -> None:
+    checked = check(request(beams(4, sampling(n=3))), LIMITS, ())
+    assert checked.params.beams == BeamParams(4, 1.0, EarlyStopping.HEURISTIC, 3)
+    assert (checked.params.speculation, checked.n) == (Speculation(0, 0), 3)
+    chosen = check(
+        request(beams(2, drafts(0), length_penalty=-0.5, early_stopping=pb.EARLY_STOPPING_NEVER)), LIMITS, ()
+    )
+    assert chosen.params.beams == BeamParams(2, -0.5, EarlyStopping.NEVER)
+    with pytest.raises(InvalidRequest, match=r"^beam_search: .*max_beam_width or max_batch_size is below 2"):
+        check(request(beams()), replace(LIMITS, max_beam_width=0), ())
+
+
+def test_the_servers_settings_hold_for_a_request_without_its_own() -> None:
+    server = replace(LIMITS, max_queue_ms=500, repetition=RepetitionLimit(6, 1, 8))
+    params = check(request(), server, ()).params
+    assert (params.scheduling.max_queue_s, params.sampling.repetition) == (0.5, RepetitionLimit(6, 1, 8, 0))
+    own = check(request(lambda m: m.MergeFrom(OWN_SETTINGS)), server, ()).params
+    assert (own.scheduling.max_queue_s, own.sampling.repetition) == (0.001, None)
+    assert check(request(beams()), server, ()).params.sampling.repetition is None
+
+
+OWN_SETTINGS = pb.GenerateRequest(max_queue_ms=1, sampling=pb.SamplingParams(repetition_max_pattern_size=0))
