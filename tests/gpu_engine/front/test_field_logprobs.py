@@ -41,12 +41,14 @@ def expected_leaves(value: Any, pointer: str = "") -> Iterator[tuple[str, Any]]:
         yield pointer, value
 
 
+@settings(max_examples=40)
 @given(value=VALUES, ascii_only=st.booleans(), indent=st.sampled_from([None, 1]))
 def test_leaves_are_those_of_the_value_in_its_order(value: Any, ascii_only: bool, indent: int | None) -> None:
     text = f" {json.dumps(value, ensure_ascii=ascii_only, indent=indent)} "
     assert [(pointer, json.loads(text[a:b])) for pointer, a, b in leaves(text)] == list(expected_leaves(value))
 
 
+@settings(max_examples=60)
 @given(value=VALUES, cut=st.integers(0, 200))
 def test_a_text_that_was_cut_off_has_its_whole_leaves(value: Any, cut: int) -> None:
     text = json.dumps(value)
@@ -84,7 +86,7 @@ def scored(
     return deltas[-1], deltas
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(value=VALUES, seed=st.integers(0, 2**32), per_event=st.integers(1, 5))
 def test_a_leaf_has_the_tokens_that_hold_a_byte_of_it(value: Any, seed: int, per_event: int) -> None:
     text = json.dumps(value, ensure_ascii=False)

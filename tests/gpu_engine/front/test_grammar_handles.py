@@ -76,37 +76,29 @@ def test_the_least_recently_used_leaves_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "error", "message"),
+    ("grammar", "error", "message"),
     [
-        (pb.CompileRequest(), InvalidRequest, "grammar: is required"),
-        (pb.CompileRequest(grammar=pb.Grammar()), InvalidRequest, "grammar.spec"),
-        (
-            pb.CompileRequest(grammar=pb.Grammar(grammar_id="g-1")),
-            InvalidRequest,
-            "grammar.grammar_id: is returned by Compile",
-        ),
-        (pb.CompileRequest(grammar=pb.Grammar(regex="a")), GrammarNotConfigured, "grammar=none"),
+        (None, InvalidRequest, "grammar: is required"),
+        (pb.Grammar(), InvalidRequest, "grammar.spec"),
+        (pb.Grammar(grammar_id="g-1"), InvalidRequest, "grammar.grammar_id: is returned by Compile"),
+        (pb.Grammar(regex="a"), GrammarNotConfigured, "grammar=none"),
     ],
 )
-async def test_refused(request_: pb.CompileRequest, error: type[LockstepError], message: str) -> None:
+async def test_a_grammar_that_cannot_be_compiled(
+    grammar: pb.Grammar | None, error: type[LockstepError], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        await GrammarHandles(1 << 20).compile(request_, None)
+        await GrammarHandles(1 << 20).compile(pb.CompileRequest(grammar=grammar), None)
 
 
-@pytest.mark.parametrize(
-    ("grammar", "field"),
-    [
-        (pb.Grammar(grammar_id=""), "grammar.grammar_id: is empty"),
-        (pb.Grammar(grammar_id="x", whitespace=pb.WHITESPACE_ANY), "grammar.whitespace"),
-        (pb.Grammar(grammar_id="x", backend=pb.BACKEND_AUTO), "grammar.backend"),
-        (pb.Grammar(grammar_id="x", allow_unenforced=True), "grammar.allow_unenforced"),
-    ],
-)
-def test_an_id_allows_no_other_field_of_the_grammar(grammar: pb.Grammar, field: str) -> None:
-    with pytest.raises(InvalidRequest, match=field):
-        check_grammar(grammar, GrammarHandles(1 << 20).spec)
-
-
-def test_an_id_needs_a_server_that_compiles() -> None:
+def test_an_id_allows_no_other_field_of_the_grammar_and_needs_a_server_that_compiles() -> None:
+    for fields, problem in (
+        ({"grammar_id": ""}, "grammar.grammar_id: is empty"),
+        ({"whitespace": pb.WHITESPACE_ANY}, "grammar.whitespace"),
+        ({"backend": pb.BACKEND_AUTO}, "grammar.backend"),
+        ({"allow_unenforced": True}, "grammar.allow_unenforced"),
+    ):
+        with pytest.raises(InvalidRequest, match=problem):
+            check_grammar(pb.Grammar(**{"grammar_id": "x", **fields}), GrammarHandles(1 << 20).spec)
     with pytest.raises(GrammarNotConfigured):
         check_grammar(pb.Grammar(grammar_id="x"))

@@ -8,22 +8,17 @@ from typing import Any
 import pytest
 
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.limits import Limits
 from gpu_engine.api.output_tensors import OutputSpec, WantedOutput
 from gpu_engine.front.outputs_field import check_bytes, check_outputs, tensors_of
 from gpu_engine.front.prompt import build_requests
 from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import ByteTokenizer
+from tests.gpu_engine.front import serving
 
 LOGITS, HIDDEN = OutputSpec("float32", (320,)), OutputSpec("bfloat16", (8,))
-LIMITS = Limits(
-    vocab_size=320,
-    max_model_len=64,
-    num_draft_tokens=7,
-    jump_forward_tokens=15,
-    max_n=4,
-    max_prompt_bytes=1000,
+LIMITS = replace(
+    serving.LIMITS,
     max_output_bytes=100_000,
     outputs={"logits": LOGITS, "hidden_states.0": HIDDEN, "hidden_states.1": HIDDEN, "model.layers.0.mlp": HIDDEN},
 )
@@ -44,6 +39,10 @@ def test_the_fields_say_which_rows_are_wanted() -> None:
         WantedOutput("logits", "logits", LOGITS, context=True, answer=True),
     )
     assert check_outputs(asked(), LIMITS) == ()
+    beams = asked(generation_logits=True)
+    beams.beam_search.beam_width = 2
+    with pytest.raises(InvalidRequest, match=r"^response\.generation_logits: is not supported with beam_search"):
+        check_outputs(beams, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +61,6 @@ def test_a_name_that_is_no_output_is_refused_with_the_nearest(names: list[str], 
     assert caught.value.field == f"response.additional_outputs{field}"
     assert problem in caught.value.problem
     assert len(str(caught.value)) < 1000
-
-
-def test_beams_have_no_outputs() -> None:
-    request = asked(generation_logits=True)
-    request.beam_search.beam_width = 2
-    with pytest.raises(InvalidRequest, match=r"^response\.generation_logits: is not supported with beam_search"):
-        check_outputs(request, LIMITS)
 
 
 def test_the_first_sequence_alone_has_the_rows_of_the_prompt() -> None:

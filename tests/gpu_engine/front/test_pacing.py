@@ -33,17 +33,11 @@ def test_the_responses_of_all_streams_together_take_the_stated_share_of_a_core(c
     assert streams * cost_s / pause_s == pytest.approx(MAX_SHARE, rel=1e-3)
 
 
-def test_a_stream_that_is_alone_has_no_pause() -> None:
+def test_a_pause_is_bounded_and_only_for_several_streams() -> None:
     assert pacer_after(1e-3).pause_s(1) == 0.0
-
-
-def test_no_pause_is_longer_than_its_bound() -> None:
     pacer = pacer_after(1e-3, max_pause_s=0.05)
     assert pacer.pause_s(128) == 0.05
     assert 0 < pacer.pause_s(2) < 0.05
-
-
-def test_a_bound_of_zero_turns_pauses_off() -> None:
     assert pacer_after(1e-3, max_pause_s=0.0).pause_s(128) == 0.0
 
 

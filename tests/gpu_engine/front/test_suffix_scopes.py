@@ -21,6 +21,7 @@ from gpu_engine.front.suffix_scopes import (
 from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import ByteTokenizer
+from tests.gpu_engine.front.serving import LIMITS
 
 
 def scopes(**engine: Any) -> SuffixScopes:
@@ -30,10 +31,7 @@ def scopes(**engine: Any) -> SuffixScopes:
 
 
 def scope_of(made: SuffixScopes, client: bytes = b"", **fields: Any) -> SuffixScope | None:
-    limits = Limits(
-        vocab_size=320, max_model_len=256, num_draft_tokens=7, jump_forward_tokens=7, max_n=4, max_prompt_bytes=1000
-    )
-    return made.of(check(pb.GenerateRequest(text="hi", **fields), limits, ()).params, client)
+    return made.of(check(pb.GenerateRequest(text="hi", **fields), LIMITS, ()).params, client)
 
 
 def schema(value: Any, **options: Any) -> pb.Grammar:
@@ -71,10 +69,7 @@ def test_clients_that_the_server_knows_share_nothing() -> None:
         for grammar in (None, schema(NAMES))
         if (found := scope_of(made, client, **({"grammar": grammar} if grammar else {})))
     }
-    assert len(keys) == 5, "free text of an unknown client has no scope"
-
-
-def test_free_text_of_unknown_clients_has_a_scope_only_if_the_setting_says_so() -> None:
+    assert len(keys) == 5, "free text of an unknown client has no scope, unless the setting says so"
     assert scope_of(scopes()) is None
     assert scope_of(scopes(draft_index_shared=True)) is not None
 

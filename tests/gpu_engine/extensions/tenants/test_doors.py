@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
@@ -25,7 +24,6 @@ from tests.gpu_engine.extensions.tenants.tenant_serving import (
     AS_BETA,
     AS_BOSS,
     FILE,
-    Metadata,
     ask,
     bearer,
     refusal,
@@ -59,16 +57,11 @@ def test_every_method_is_either_the_tenants_or_the_operators() -> None:
                 assert own != (method.name in OPERATORS[service.full_name]), f"{service.full_name}/{method.name}"
 
 
-@pytest.mark.parametrize("metadata", [(), bearer("an-unknown-token-of-tests"), (*AS_ACME, *AS_ACME)])
-async def test_a_stranger_gets_nowhere(tmp_path: Path, metadata: Metadata) -> None:
+async def test_a_stranger_gets_nowhere_and_what_concerns_all_is_for_operators(tmp_path: Path) -> None:
     async with serving(tmp_path, YES) as setup:
-        assert (await refusal(setup.stub.Generate(ask(), metadata=metadata)))[0] is UNKNOWN
-        assert (await refusal(setup.stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata)))[0] is UNKNOWN
-        assert not setup.engine.submitted
-
-
-async def test_what_concerns_all_is_for_operators(tmp_path: Path) -> None:
-    async with serving(tmp_path, YES) as setup:
+        for metadata in ((), bearer("an-unknown-token-of-tests"), (*AS_ACME, *AS_ACME)):
+            assert (await refusal(setup.stub.Generate(ask(), metadata=metadata)))[0] is UNKNOWN
+            assert (await refusal(setup.stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata)))[0] is UNKNOWN
         calls: list[tuple[str, Any]] = [
             ("GetStats", pb.GetStatsRequest()),
             ("ClearGrammarCache", pb.ClearGrammarCacheRequest()),
@@ -78,21 +71,25 @@ async def test_what_concerns_all_is_for_operators(tmp_path: Path) -> None:
             ("WatchStats", pb.WatchStatsRequest()),
         ]
         for name, message in calls:
-            status, text = await refusal(getattr(setup.stub, name)(message, metadata=AS_ACME))
-            assert (status, text) == (DENIED, f"{name}: is for operators (operator = true of a tenant)")
-        assert not setup.engine.adapters.loaded
-        assert not setup.engine.draft_models.name
+            found = await refusal(getattr(setup.stub, name)(message, metadata=AS_ACME))
+            assert found == (DENIED, f"{name}: is for operators (operator = true of a tenant)")
+        engine = setup.engine
+        assert (engine.submitted, engine.adapters.loaded, engine.draft_models.name) == ([], {}, "")
         assert (await setup.stub.GetStats(pb.GetStatsRequest(), metadata=AS_BOSS)).num_slots == 4
 
 
-async def test_an_answer_has_the_client_s_own_id_and_the_engine_another(tmp_path: Path) -> None:
+async def test_ids_and_salts_are_the_tenant_s_own(tmp_path: Path) -> None:
     async with serving(tmp_path, YES) as setup:
-        call = setup.stub.Generate(ask(request_id="x"), metadata=AS_ACME)
-        assert {response.request_id async for response in call} == {"x"}
-        assert [request.request_id for request in setup.engine.submitted] == ["acme/x"]
+        for metadata in (AS_ACME, AS_BETA):
+            call = setup.stub.Generate(ask(request_id="x", cache_salt="s"), metadata=metadata)
+            assert {response.request_id async for response in call} == {"x"}
+        assert [(request.request_id, request.salt) for request in setup.engine.submitted] == [
+            ("acme/x", "acme\0s"),
+            ("beta/x", "beta\0s"),
+        ]
 
 
-async def test_a_request_of_another_tenant_is_unknown(tmp_path: Path) -> None:
+async def test_a_request_of_another_tenant_is_unknown_at_every_door(tmp_path: Path) -> None:
     async with serving(tmp_path) as setup:  # no event comes by itself
         first = setup.stub.Generate(ask(request_id="x"), metadata=AS_ACME)
         second = setup.stub.Generate(ask(request_id="x"), metadata=AS_BETA)  # one id, two tenants: two requests
@@ -105,34 +102,18 @@ async def test_a_request_of_another_tenant_is_unknown(tmp_path: Path) -> None:
             for name, metadata in (("x", AS_BOSS), ("acme/x", AS_BETA), ("acme/x", AS_BOSS), ("x", AS_BETA))
         ]
         assert aborted == [False, False, False, True]
-        last = [response async for response in second][-1]
-        assert last.finish_reason == pb.FINISH_REASON_ABORTED
-        (mine,) = [request for request in setup.engine.submitted if request.request_id == "acme/x"]
-        setup.engine.emit(mine, TokenEvent(0, (65,), finish=FinishReason.LENGTH))
-        assert [response async for response in first][-1].finish_reason == pb.FINISH_REASON_LENGTH
-
-
-async def test_other_doors_do_not_abort_another_tenant_s_request(tmp_path: Path) -> None:
-    async with serving(tmp_path) as setup:
-        mine = setup.stub.Generate(ask(request_id="x"), metadata=AS_ACME)
-        await eventually(lambda: setup.engine.submitted, LONG_S)
         wire: Any = vllm_engine_pb2_grpc.VllmEngineStub(setup.channel)
         await wire.Abort(vllm.AbortRequest(request_ids=["x", "acme/x"]), metadata=AS_BETA)
         stop = inference_pb2.ModelInferRequest(model_name=setup.engine.config.served_names[0], id="x")
         stop.inputs.add(name="stop", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
         kserve: Any = inference_pb2_grpc.GRPCInferenceServiceStub(setup.channel)
         await kserve.ModelInfer(stop, metadata=AS_BETA)
-        # Had one of them reached it, the event of its end would be before this one.
-        setup.engine.emit(setup.engine.submitted[0], TokenEvent(0, (65,), finish=FinishReason.LENGTH))
-        assert [response async for response in mine][-1].finish_reason == pb.FINISH_REASON_LENGTH
-
-
-async def test_salts_and_drafts_are_the_tenant_s_own(tmp_path: Path) -> None:
-    async with serving(tmp_path, YES) as setup:
-        for metadata in (AS_ACME, AS_BETA):
-            await setup.texts(ask(cache_salt="s"), metadata)
-        salts = [request.salt for request in setup.engine.submitted]
-        assert salts == ["acme\0s", "beta\0s"]
+        # Had one of them reached the request of acme, the event of its end would be before this one.
+        last = [response async for response in second][-1]
+        assert last.finish_reason == pb.FINISH_REASON_ABORTED
+        (mine,) = [request for request in setup.engine.submitted if request.request_id == "acme/x"]
+        setup.engine.emit(mine, TokenEvent(0, (65,), finish=FinishReason.LENGTH))
+        assert [response async for response in first][-1].finish_reason == pb.FINISH_REASON_LENGTH
 
 
 SHARING = """

@@ -29,12 +29,14 @@ from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 from service_runtime.tenants import tenant_file
 from tests.fakes import answers_with
-from tests.gpu_engine import test_server
+from tests.gpu_engine.fake_servers import ENGINE, parts
+from tests.gpu_engine.fake_servers import config as server_config
 from tests.gpu_engine.extensions.tenants.tenant_serving import ACME, AS_ACME, AS_BETA, AS_BOSS, BOSS, FILE, Metadata
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.http_calls import ASK, get, until_healthy
 
 PARTS = Parts(load_model, Engine)
+NOBODY: Metadata = (("authorization", "Bearer of-nobody-at-all"),)
 TEXT = "A prompt of a hundred and some tokens, which is long enough for a fetch: " + "one two three " * 6
 PAGES = (len(TEXT) - 1) // 16
 
@@ -100,23 +102,16 @@ async def test_pages_of_another_engine_are_the_tenant_s_own_and_its_door_is_for_
 async def test_a_certificate_belongs_to_a_tenant(tmp_path: Path) -> None:
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.crt")
-    issued = {name: authority.issue_cert("localhost", common_name=name) for name in ("server", "client", "stranger")}
-    (tmp_path / "cert").write_bytes(issued["server"].cert_chain_pems[0].bytes())
-    (tmp_path / "key").write_bytes(issued["server"].private_key_pem.bytes())
-    # The names of trustme's certificates are those for which they are valid.
-    issued["client"] = authority.issue_cert("client.example")
-    issued["stranger"] = authority.issue_cert("stranger.example")
+    issued = {name: authority.issue_cert(f"{name}.example") for name in ("client", "stranger")}
+    own = authority.issue_cert("localhost")
+    own.cert_chain_pems[0].write_to_path(tmp_path / "cert")
+    own.private_key_pem.write_to_path(tmp_path / "key")
     (tmp_path / "tenants.toml").write_text(FILE + '[tenants.gamma]\ncertificates = ["client.example"]\n')
-    settings = test_server.config(
-        tmp_path,
-        listen="localhost:0",
-        tls_cert=str(tmp_path / "cert"),
-        tls_key=str(tmp_path / "key"),
-        tls_client_ca=str(tmp_path / "ca.crt"),
-        tenant_file=str(tmp_path / "tenants.toml"),
-    )
+    names = {"tls_cert": "cert", "tls_key": "key", "tls_client_ca": "ca.crt", "tenant_file": "tenants.toml"}
+    files = {setting: str(tmp_path / name) for setting, name in names.items()}
+    settings = server_config(tmp_path, listen="localhost:0", **files)
     engines: list[Any] = []
-    async with open_server(test_server.ENGINE, settings, parts=test_server.parts(answers_with("yes"), engines)) as made:
+    async with open_server(ENGINE, settings, parts=parts(answers_with("yes"), engines)) as made:
 
         async def ask(name: str, metadata: Metadata = ()) -> str:
             cert = issued[name]
@@ -131,7 +126,7 @@ async def test_a_certificate_belongs_to_a_tenant(tmp_path: Path) -> None:
         assert await ask("client") == "yes"
         assert await ask("client", AS_ACME) == "yes", "a token decides"
         assert [request.request_id.partition("/")[0] for request in engines[0].submitted] == ["gamma", "acme"]
-        for name, metadata in (("stranger", ()), ("client", (("authorization", "Bearer of-nobody-at-all"),))):
+        for name, metadata in (("stranger", ()), ("client", NOBODY)):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await ask(name, metadata)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -141,10 +136,10 @@ async def test_a_certificate_belongs_to_a_tenant(tmp_path: Path) -> None:
 async def test_the_audit_log_says_who_and_how_much_and_never_what(tmp_path: Path) -> None:
     (tmp_path / "tenants.toml").write_text(FILE)
     files = {"tenant_file": str(tmp_path / "tenants.toml"), "audit_log": str(tmp_path / "audit")}
-    settings = test_server.config(tmp_path, **files)
+    settings = server_config(tmp_path, **files)
     secret = answers_with("a secret answer")
     async with (
-        open_server(test_server.ENGINE, settings, parts=test_server.parts(secret)) as server,
+        open_server(ENGINE, settings, parts=parts(secret)) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         stub = engine_pb2_grpc.EngineStub(channel)
@@ -159,7 +154,7 @@ async def test_the_audit_log_says_who_and_how_much_and_never_what(tmp_path: Path
             yield pb.GenerateManyRequest(generate=pb.GenerateRequest(text="a secret prompt", request_id="m"))
 
         await ask(AS_ACME, request_id="x")
-        await ask((("authorization", "Bearer of-nobody-at-all"),))
+        await ask(NOBODY)
         await ask(AS_BETA, grammar=pb.Grammar(regex="a secret grammar"))
         assert [r async for r in stub.GenerateMany(many(), metadata=AS_BETA)]
         await stub.Abort(pb.AbortRequest(request_id="x"), metadata=AS_BETA)
@@ -203,18 +198,12 @@ def test_lines_of_the_audit_log_that_cannot_be_written_are_counted_and_logged_on
     with caplog.at_level("INFO"):
         audit.called("acme", "/s/M", "OK", 0.5)
     assert "lines are written again; 3 were lost" in caplog.text
+    (tmp_path / "folder" / "audit").rename(tmp_path / "old")
+    audit.called("beta", "/s/M", "OK", 0.5)  # in a new file: the other one was moved away
     audit.close()
-    assert len((tmp_path / "folder" / "audit").read_text().splitlines()) == 1
-
-
-def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path) -> None:
-    audit = AuditLog(tmp_path / "audit")
-    audit.called("acme", "/s/M", "OK", 0.5)
-    (tmp_path / "audit").rename(tmp_path / "old")
-    audit.called("beta", "/s/M", "OK", 0.5)
-    audit.close()
-    tenants = [json.loads((tmp_path / name).read_text())["tenant"] for name in ("old", "audit")]
-    assert tenants == ["acme", "beta"]
+    assert [json.loads(path.read_text())["tenant"] for path in (tmp_path / "old", tmp_path / "folder" / "audit")] == [
+        *("acme", "beta"),
+    ]
 
 
 async def test_usage_is_counted_by_tenant(tmp_path: Path) -> None:
@@ -245,12 +234,10 @@ async def test_usage_is_counted_by_tenant(tmp_path: Path) -> None:
 
 
 async def test_a_file_that_is_missing_or_wrong_keeps_the_server_from_starting(tmp_path: Path) -> None:
-    path = tmp_path / "tenants.toml"
-    for content, message in ((None, "cannot read"), ("[tenants.a]", "needs tokens")):
-        if content is not None:
-            path.write_text(content)
+    (tmp_path / "wrong").write_text("[tenants.a]")
+    for name, message in (("missing", "cannot read"), ("wrong", "needs tokens")):
         with pytest.raises(ServerError, match=f"tenant_file: .*{message}"):
-            async with open_server(test_server.ENGINE, test_server.config(tmp_path, tenant_file=str(path))):
+            async with open_server(ENGINE, server_config(tmp_path, tenant_file=str(tmp_path / name))):
                 pass
 
 
@@ -258,9 +245,9 @@ async def test_a_file_that_is_missing_or_wrong_keeps_the_server_from_starting(tm
 async def test_the_gateway_hands_tenants_on_and_their_limits_back(tmp_path: Path) -> None:
     limited = FILE.replace("max_running = 1", "tokens_per_minute = 20")
     (tmp_path / "tenants.toml").write_text(limited)
-    settings = test_server.config(tmp_path, http="127.0.0.1:0", tenant_file=str(tmp_path / "tenants.toml"))
+    settings = server_config(tmp_path, http="127.0.0.1:0", tenant_file=str(tmp_path / "tenants.toml"))
     engines: list[Any] = []
-    async with open_server(test_server.ENGINE, settings, parts=test_server.parts(answers_with("yes"), engines)) as made:
+    async with open_server(ENGINE, settings, parts=parts(answers_with("yes"), engines)) as made:
         assert made.http_address is not None
         await until_healthy(made.http_address)
         http, path = made.http_address, "/v1/chat/completions"

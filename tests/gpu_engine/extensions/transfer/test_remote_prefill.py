@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,20 +125,11 @@ async def test_pages_are_written_in_order_and_the_sequences_go_on() -> None:
     assert one.registry.get_sample_value("lockstep_transfer_received_pages_total") == 3
 
 
-@pytest.mark.parametrize(
-    ("request_of", "fetched"),
-    [
-        (lambda: prompt(33), True),  # two whole pages before the last token
-        (lambda: prompt(32), False),
-        (lambda: prompt(prompt_logprobs=0), False),
-    ],
-)
-async def test_short_prompts_and_those_whose_forward_is_wanted_are_not_fetched(
-    request_of: Callable[[], Request], fetched: bool
-) -> None:
-    transport = FakeTransport("a")
-    waited = await setup(transport).ask(request_of())
-    assert (waited, bool(transport.asked)) == (fetched, fetched)
+async def test_short_prompts_and_those_whose_forward_is_wanted_are_not_fetched() -> None:
+    for request, fetched in ((prompt(33), True), (prompt(32), False), (prompt(prompt_logprobs=0), False)):
+        transport = FakeTransport("a")
+        assert await setup(transport).ask(request) is fetched  # two whole pages before the last token
+        assert bool(transport.asked) is fetched
 
 
 async def test_another_engine_goes_on_where_one_stopped() -> None:
@@ -183,14 +174,14 @@ async def test_an_engine_that_failed_rests_for_longer_each_time_and_is_logged_on
     ]
 
 
-@pytest.mark.parametrize("reason", [Fallback.BUSY, Fallback.NO_PAGES])
-async def test_a_prompt_without_room_is_prefilled_here(reason: Fallback) -> None:
-    transport = FakeTransport("a")
-    one = setup(transport, pages=FakePages(Opened(0, reason)))
-    await one.ask()
-    assert one.fallbacks(reason) == 1
-    assert not transport.asked
-    assert len(one.pages.closed) == 1
+async def test_a_prompt_is_prefilled_here_without_room_or_after_a_failure_of_the_own_engine() -> None:
+    for reason in (Fallback.BUSY, Fallback.NO_PAGES, Fallback.FAILED):
+        transport, fails = FakeTransport("a"), reason is Fallback.FAILED
+        one = setup(transport, pages=FakePages(write_fails=True) if fails else FakePages(Opened(0, reason)))
+        await one.ask()
+        assert one.fallbacks(reason) == 1
+        assert bool(transport.asked) is fails
+        assert len(one.pages.closed) == 1
 
 
 async def test_a_cancelled_fetch_ends_the_transport_and_closes_the_import() -> None:
@@ -203,13 +194,6 @@ async def test_a_cancelled_fetch_ends_the_transport_and_closes_the_import() -> N
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert (transport.ended, one.pages.closed) == (1, [[request]])
-
-
-async def test_a_failure_of_the_own_engine_releases_the_sequences() -> None:
-    one = setup(FakeTransport("a"), pages=FakePages(write_fails=True))
-    await one.ask()
-    assert one.fallbacks(Fallback.FAILED) == 1
-    assert len(one.pages.closed) == 1
 
 
 async def test_the_least_busy_engine_is_asked() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gpu_engine.api.conversation import Chat
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.limits import Limits
 from gpu_engine.front.tools.chat import render
 from gpu_engine.front.tools.composition import planned
 from gpu_engine.front.tools.formats import (
@@ -29,10 +29,9 @@ from gpu_engine.front.tools.formats import (
 from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import ByteTokenizer
+from tests.gpu_engine.front import serving
 
-LIMITS = Limits(
-    vocab_size=320, max_model_len=64, num_draft_tokens=7, jump_forward_tokens=15, max_n=4, max_prompt_bytes=2000
-)
+LIMITS = replace(serving.LIMITS, max_prompt_bytes=2000)
 QWEN = (
     "{% if tools %}TOOLS{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n{% endif %}"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
@@ -96,38 +95,11 @@ def test_parts_names_reasoning_and_arguments_of_the_template() -> None:
     turns = (pb.ChatMessage(role="user", parts=parts), pb.ChatMessage(role="assistant", content="c", reasoning="hm"))
     text = render(chat(*turns, user(), template_arguments='{"enable_thinking": false}'), ByteTokenizer(QWEN))
     assert text == "user:ab\nassistant:c<think>hm</think>\nuser:hi\nassistant:<think></think>"
-
-
-def test_the_last_message_goes_on() -> None:
     turns = (user(), pb.ChatMessage(role="assistant", content="Sure"))
     text = render(chat(*turns, continue_final_message=True), ByteTokenizer(QWEN))
-    assert text == "user:hi\nassistant:Sure\n"
+    assert text == "user:hi\nassistant:Sure\n", "the last message goes on"
 
 
-MESSAGE = "messages.messages[0]"
-BAD: list[tuple[str, str, dict[str, Any]]] = [
-    (f"{MESSAGE}.role", "empty", {"messages": [pb.ChatMessage(content="x")]}),
-    (
-        f"{MESSAGE}.parts",
-        "without content",
-        {"messages": [pb.ChatMessage(role="user", content="x", parts=[pb.ContentPart(text="y")])]},
-    ),
-    (f"{MESSAGE}.parts[0].part", "required", {"messages": [pb.ChatMessage(role="user", parts=[pb.ContentPart()])]}),
-    (
-        f"{MESSAGE}.tool_calls",
-        "assistant",
-        {"messages": [pb.ChatMessage(role="user", tool_calls=[pb.ToolCall(name="f")])]},
-    ),
-    (
-        f"{MESSAGE}.tool_calls[0].name",
-        "empty",
-        {"messages": [pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall()])]},
-    ),
-    ("messages.template_arguments", "not JSON", {"template_arguments": "{"}),
-    ("messages.template_arguments", "JSON object", {"template_arguments": "[]"}),
-    ("messages.template_arguments", "'tools' is set by the server", {"template_arguments": '{"tools": []}'}),
-    ("messages.continue_final_message", "assistant", {"continue_final_message": True}),
-]
 F = pb.Tool(name="f")
 BAD_TOOLS: list[tuple[str, str, pb.Tools]] = [
     ("tools.tools", "empty", pb.Tools()),
@@ -145,6 +117,25 @@ BAD_TOOLS: list[tuple[str, str, pb.Tools]] = [
     ("tools.name", "NAMED", pb.Tools(tools=[F], name="f")),
     ("tools.choice", "9", pb.Tools(tools=[F], choice=9)),  # type: ignore[arg-type]
 ]
+MESSAGE = "messages.messages[0]"
+
+
+def one(role: str = "", **fields: Any) -> dict[str, Any]:
+    return {"messages": [pb.ChatMessage(role=role, **fields)]}
+
+
+BAD: list[tuple[str, str, dict[str, Any]]] = [
+    (f"{MESSAGE}.role", "empty", one(content="x")),
+    (f"{MESSAGE}.parts", "without content", one("user", content="x", parts=[pb.ContentPart(text="y")])),
+    (f"{MESSAGE}.parts[0].part", "required", one("user", parts=[pb.ContentPart()])),
+    (f"{MESSAGE}.tool_calls", "assistant", one("user", tool_calls=[pb.ToolCall(name="f")])),
+    (f"{MESSAGE}.tool_calls[0].name", "empty", one("assistant", tool_calls=[pb.ToolCall()])),
+    ("messages.template_arguments", "not JSON", {"template_arguments": "{"}),
+    ("messages.template_arguments", "JSON object", {"template_arguments": "[]"}),
+    ("messages.template_arguments", "'tools' is set by the server", {"template_arguments": '{"tools": []}'}),
+    ("messages.continue_final_message", "assistant", {"continue_final_message": True}),
+    *((field, problem, {"tools": tools}) for field, problem, tools in BAD_TOOLS),
+]
 
 
 @pytest.mark.parametrize(("field", "problem", "fields"), BAD, ids=[f"{case[0]} {case[1]}" for case in BAD])
@@ -155,34 +146,25 @@ def test_a_wrong_conversation_names_its_field(field: str, problem: str, fields: 
     assert str(refused.value).startswith(f"{field}: ")
 
 
-@pytest.mark.parametrize(("field", "problem", "tools"), BAD_TOOLS, ids=[f"{case[0]} {case[1]}" for case in BAD_TOOLS])
-def test_wrong_tools_name_their_field(field: str, problem: str, tools: pb.Tools) -> None:
-    with pytest.raises(InvalidRequest, match=problem) as refused:
-        chat(user(), tools=tools)
-    assert str(refused.value).startswith(f"{field}: ")
-
-
 def test_the_bytes_of_functions_count() -> None:
     with pytest.raises(InvalidRequest, match="max_prompt_bytes"):
         chat(user(), tools=pb.Tools(tools=[pb.Tool(name="f", description="x" * 2000)]))
 
 
 @pytest.mark.parametrize(
-    ("template", "error", "problem"),
+    ("conversation", "template", "problem"),
     [
-        ("{{ raise_exception('no') }}", "messages", "no"),
-        ("{{ 1 + 'a' }}", "messages", "raised an error"),
+        (chat(*CALLED), "<tool_call> tool{{ raise_exception('no') }}", "messages: .*no"),
+        (chat(*CALLED), "<tool_call> tool{{ 1 + 'a' }}", "messages: .*raised an error"),
+        (
+            chat(user(), pb.ChatMessage(role="critic", content="x")),
+            *(QWEN, r"messages.messages\[1\].role: 'critic' is not known"),
+        ),
     ],
 )
-def test_an_error_of_the_template_is_the_requests(template: str, error: str, problem: str) -> None:
-    with pytest.raises(InvalidRequest, match=problem) as refused:
-        render(chat(*CALLED), ByteTokenizer("<tool_call> tool" + template))
-    assert str(refused.value).startswith(f"{error}: ")
-
-
-def test_a_role_that_the_template_does_not_know() -> None:
-    with pytest.raises(InvalidRequest, match=r"^messages.messages\[1\].role: 'critic' is not known"):
-        render(chat(user(), pb.ChatMessage(role="critic", content="x")), ByteTokenizer(QWEN))
+def test_an_error_of_the_template_is_the_requests(conversation: Chat, template: str, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{problem}"):
+        render(conversation, ByteTokenizer(template))
 
 
 @pytest.mark.parametrize(
@@ -206,17 +188,14 @@ def test_formats_are_read_from_the_template(template: Any, form: Any, marker: st
     assert tool_format(template) is form
     found = reasoning_markers(template)
     assert (found.end if found else None) == marker
-
-
-def test_the_space_of_older_mistral_templates() -> None:
-    form = tool_format("[TOOL_CALLS] [{")
-    assert form is not None
-    assert (form.name, form.first) == ("mistral", "[TOOL_CALLS] [")
+    with_space = tool_format("[TOOL_CALLS] [{")  # of older Mistral templates
+    assert with_space is not None
+    assert (with_space.name, with_space.first) == ("mistral", "[TOOL_CALLS] [")
 
 
 def test_calls_in_a_format_that_is_not_served_are_refused() -> None:
     tokenizer = ByteTokenizer(QWEN + "<function=")
-    message = pb.GenerateRequest(messages=pb.ChatMessages(messages=[user()]), tools=TOOLS)
+    message = pb.GenerateRequest(messages=serving.conversation(("user", "hi")), tools=TOOLS)
     with pytest.raises(InvalidRequest, match=r"^tools: calls in the model's format qwen3-coder"):
         planned(check(message, LIMITS, ()), tokenizer)
     message.tools.choice = pb.TOOL_CHOICE_NONE
@@ -228,7 +207,7 @@ def test_special_tokens_of_a_format_are_opened() -> None:
     tokenizer.backend_tokenizer.add_special_tokens(["[TOOL_CALLS]", "[INST]"])
     number = tokenizer.backend_tokenizer.token_to_id("[TOOL_CALLS]")
     assert opened_tokens(tokenizer, MISTRAL, None) == (number,)
-    message = pb.GenerateRequest(messages=pb.ChatMessages(messages=[user()]), tools=TOOLS)
+    message = pb.GenerateRequest(messages=serving.conversation(("user", "hi")), tools=TOOLS)
     made, layout = planned(check(message, LIMITS, ()), tokenizer)
     assert made.params.grammar is not None
     assert json.loads(made.params.grammar.source)["open_tokens"] == [number]

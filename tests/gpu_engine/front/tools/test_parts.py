@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpu_engine.api.conversation import InputKind, Tool, ToolChoice, Tools
 from gpu_engine.front.tools.formats import FORMATS, HARMONY, HERMES, JSON, MISTRAL, Markers, ToolFormat
-from gpu_engine.front.tools.parts import AnswerLayout, Part, PartKind, new_call_id, short_call_id, squeezed
+from gpu_engine.front.tools.parts import AnswerLayout, PartKind, new_call_id, short_call_id, squeezed
 
 THINK = Markers("<think>", "</think>")
 TOOLS = Tools((Tool("get"), Tool("get_x"), Tool("run", input=InputKind.TEXT)))
@@ -38,10 +38,10 @@ def parts_of(layout: AnswerLayout, pieces: Sequence[str]) -> Joined:
 
 
 def cuts(text: str) -> Iterator[list[str]]:
-    """Yield `text` as one piece, as characters, and in two pieces at each place."""
+    """Yield `text` as one piece, as characters, and in two pieces at up to 80 places."""
     yield [text]
     yield list(text)
-    for at in range(len(text)):
+    for at in range(0, len(text), 1 + len(text) // 80):
         yield [text[:at], text[at:]]
 
 
@@ -95,39 +95,38 @@ def test_one_call_or_a_final_message_of_harmony(name: str, given: str) -> None:
             assert parts_of(layout, pieces) == [*thought, ("CONTENT", "Hi <|channel|>")]
 
 
-def test_content_with_the_beginning_of_a_call_in_it() -> None:
-    text = '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call> <tool'
+GET = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
+GOT: Joined = [("call get", ""), ("TOOL_ARGUMENTS", "{}")]
+OTHER_NAME = GET.replace("get", "other") + " <tool"
+NO_CALL = '{"text": "<tool_call>\\n{\\"name\\": \\"get\\"", "name": "get", "arguments": {}}'
+SPACED = '{ "name"\n:"get_x","arguments" :  [1, "a b"] } \n {"name":"get","arguments":{ } }'
+NO_CALLS = Tools(TOOLS.tools, ToolChoice.NONE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "text", "wanted"),
+    [
+        (AnswerLayout(TOOLS, HERMES, triggered=True), OTHER_NAME, [("CONTENT", OTHER_NAME)]),
+        (
+            AnswerLayout(TOOLS, HERMES, triggered=True),
+            f"a\n {GET}\n\n b {GET} \n",
+            [("CONTENT", "a"), *GOT, ("CONTENT", "b"), *GOT],
+        ),
+        (AnswerLayout(TOOLS, HARMONY), spelled(HARMONY, [("get", "{}")]) + "\n\n b", [*GOT, ("CONTENT", "b")]),
+        (AnswerLayout(TOOLS, HERMES), NO_CALL, [("CONTENT", NO_CALL)]),
+        (AnswerLayout(TOOLS, JSON), NO_CALL, [("CONTENT", NO_CALL)]),
+        (
+            AnswerLayout(TOOLS, JSON),
+            SPACED,
+            [("call get_x", ""), ("TOOL_ARGUMENTS", '[1, "a b"]'), ("call get", ""), ("TOOL_ARGUMENTS", "{ }")],
+        ),
+        (AnswerLayout(NO_CALLS, HERMES), GET, [("CONTENT", GET)]),
+    ],
+    ids=["another name", "free text", "white space after", "no call", "no JSON call", "white space in", "none allowed"],
+)
+def test_calls_in_free_text(layout: AnswerLayout, text: str, wanted: Joined) -> None:
     for pieces in cuts(text):
-        assert parts_of(AnswerLayout(TOOLS, HERMES, triggered=True), pieces) == [("CONTENT", text)]
-
-
-def test_text_around_calls_in_free_text() -> None:
-    call = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
-    layout = AnswerLayout(TOOLS, HERMES, triggered=True)
-    for pieces in cuts(f"a\n {call}\n\n b {call} \n"):
-        found = parts_of(layout, pieces)
-        calls = [("call get", ""), ("TOOL_ARGUMENTS", "{}")]
-        assert found == [("CONTENT", "a"), *calls, ("CONTENT", "b"), *calls]
-
-
-def test_white_space_behind_a_call_that_no_other_follows_is_no_content() -> None:
-    for pieces in cuts(spelled(HARMONY, [("get", "{}")]) + "\n\n b"):
-        found = parts_of(AnswerLayout(TOOLS, HARMONY), pieces)
-        assert found == [("call get", ""), ("TOOL_ARGUMENTS", "{}"), ("CONTENT", "b")]
-
-
-def test_an_answer_that_is_content_holds_no_calls() -> None:
-    text = '{"text": "<tool_call>\\n{\\"name\\": \\"get\\"", "name": "get", "arguments": {}}'
-    for form in (HERMES, JSON):
-        for pieces in cuts(text):
-            assert parts_of(AnswerLayout(TOOLS, form), pieces) == [("CONTENT", text)]
-
-
-def test_a_call_with_other_white_space() -> None:
-    text = '{ "name"\n:"get_x","arguments" :  [1, "a b"] } \n {"name":"get","arguments":{ } }'
-    wanted = [("call get_x", ""), ("TOOL_ARGUMENTS", '[1, "a b"]'), ("call get", ""), ("TOOL_ARGUMENTS", "{ }")]
-    for pieces in cuts(text):
-        assert parts_of(AnswerLayout(TOOLS, JSON), pieces) == wanted
+        assert parts_of(layout, pieces) == wanted
 
 
 @pytest.mark.parametrize(
@@ -147,26 +146,11 @@ def test_an_answer_that_was_cut_off(text: str, wanted: Joined) -> None:
         assert parts_of(AnswerLayout(TOOLS, HERMES, markers=THINK), pieces) == wanted
 
 
-def test_tools_that_may_not_be_called_are_content() -> None:
-    text = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
-    none = Tools(TOOLS.tools, ToolChoice.NONE)
-    assert parts_of(AnswerLayout(none, HERMES), [text]) == [("CONTENT", text)]
+CALL_HEAD = '{"name": "get", "arguments": '
+FRAGMENTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", CALL_HEAD, "{}", "}", "\n", " a"]
 
 
-FRAGMENTS = [
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    '{"name": "get", "arguments": ',
-    "{}",
-    "}",
-    "\n",
-    " a",
-]
-
-
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join), st.data(), st.booleans(), st.booleans())
 def test_any_split_of_a_text_gives_the_same_parts(text: str, data: st.DataObject, triggered: bool, think: bool) -> None:
     layout = AnswerLayout(TOOLS, HERMES, triggered=triggered, markers=THINK if think else None)
@@ -185,4 +169,3 @@ def test_ids_of_calls_are_unique() -> None:
     assert part.tool_call_id.isalnum()
     assert len(part.tool_call_id) == 9
     assert squeezed(' {"a b": 1}\n') == '{"a b":1}'
-    assert Part(PartKind.CONTENT, "a") == Part(PartKind.CONTENT, "a")

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.limits import Limits
 from gpu_engine.api.request import GrammarKind, ValidatedRequest
 from gpu_engine.front.tools.chat import render
 from gpu_engine.front.tools.composition import planned
 from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import ByteTokenizer
+from tests.gpu_engine.front import serving
 
-LIMITS = Limits(
-    vocab_size=320, max_model_len=64, num_draft_tokens=7, jump_forward_tokens=15, max_n=4, max_prompt_bytes=2000
-)
+LIMITS = replace(serving.LIMITS, max_prompt_bytes=2000)
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 QWEN = PLAIN + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 R1 = PLAIN + "<think>\n{# reasoning_effort #}"
-CHAT = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
+CHAT = serving.conversation(("user", "hi"))
 SCHEMA = '{"properties": {"a": {"type": "integer"}}}'
 
 
@@ -36,7 +35,7 @@ def reasoning_of(template: str, **fields: Any) -> Any:
     return json.loads(made.params.grammar.source).get("reasoning") if made.params.grammar else None
 
 
-BUDGET = pb.Reasoning(max_tokens=9)
+BUDGET, OFF = pb.Reasoning(max_tokens=9), pb.Reasoning(enabled=False)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +72,7 @@ def test_the_requests_own_markers_come_before_the_templates() -> None:
         ({"reasoning": pb.Reasoning()}, None),
         ({"reasoning": BUDGET}, GrammarKind.COMPOSED),
         ({"reasoning": pb.Reasoning(), "grammar": pb.Grammar(json_schema=SCHEMA)}, GrammarKind.COMPOSED),
-        (
-            {"reasoning": pb.Reasoning(enabled=False), "grammar": pb.Grammar(json_schema=SCHEMA)},
-            GrammarKind.JSON_SCHEMA,
-        ),
+        ({"reasoning": OFF, "grammar": pb.Grammar(json_schema=SCHEMA)}, GrammarKind.JSON_SCHEMA),
         ({"grammar": pb.Grammar(json_schema=SCHEMA)}, GrammarKind.JSON_SCHEMA),
         ({"reasoning": pb.Reasoning(), "grammar": pb.Grammar(backend=pb.BACKEND_XGRAMMAR)}, None),
         ({"tools": pb.Tools(tools=[pb.Tool(name="f")])}, GrammarKind.COMPOSED),
@@ -97,6 +93,10 @@ def test_options_of_the_grammar_hold_for_the_composed_one() -> None:
     assert (spec.backend, spec.whitespace, spec.allow_unenforced) == (1, 3, True)
 
 
+ONE_CHOICE = pb.Choice(choices=["a"])
+TAG = {"type": "tag", "begin": "<", "content": {"type": "json_schema", "json_schema": {}}, "end": ">"}
+
+
 @pytest.mark.parametrize(
     ("spec", "form"),
     [
@@ -105,20 +105,11 @@ def test_options_of_the_grammar_hold_for_the_composed_one() -> None:
         ({"regex": "a+"}, {"type": "regex", "pattern": "a+"}),
         ({"ebnf": 'root ::= "a"'}, {"type": "grammar", "grammar": 'root ::= "a"'}),
         ({"lark": 'start: "a"'}, {"type": "lark", "grammar": 'start: "a"'}),
-        (
-            {"choice": pb.Choice(choices=["a"])},
-            {"type": "or", "elements": [{"type": "const_string", "value": "a"}]},
-        ),
+        ({"choice": ONE_CHOICE}, {"type": "or", "elements": [{"type": "const_string", "value": "a"}]}),
         ({"structural_tag": '{"format": {"type": "any_text"}}'}, {"type": "any_text"}),
         (
             {"structural_tag": '{"structures": [{"begin": "<", "schema": {}, "end": ">"}], "triggers": ["<"]}'},
-            {
-                "type": "triggered_tags",
-                "triggers": ["<"],
-                "tags": [
-                    {"type": "tag", "begin": "<", "content": {"type": "json_schema", "json_schema": {}}, "end": ">"}
-                ],
-            },
+            {"type": "triggered_tags", "triggers": ["<"], "tags": [TAG]},
         ),
     ],
 )
@@ -128,6 +119,7 @@ def test_each_kind_of_grammar_behind_reasoning(spec: dict[str, Any], form: dict[
     assert json.loads(made.params.grammar.source)["format"] == form
 
 
+IGNORE_EOS = pb.SamplingParams(ignore_eos=True)
 BAD: list[tuple[str, str, str, dict[str, Any]]] = [
     ("reasoning.enabled", "no reasoning", PLAIN, {"reasoning": pb.Reasoning(enabled=True)}),
     ("reasoning.enabled", "false", QWEN, {"reasoning": pb.Reasoning(enabled=False, max_tokens=5)}),
@@ -136,12 +128,7 @@ BAD: list[tuple[str, str, str, dict[str, Any]]] = [
     ("reasoning.begin", "empty", QWEN, {"reasoning": pb.Reasoning(end="<a>")}),
     ("reasoning.begin", "at most 64", QWEN, {"reasoning": pb.Reasoning(begin="<" * 65, end="<")}),
     ("reasoning.effort", "messages", QWEN, {"reasoning": pb.Reasoning(effort="low"), "text": "x"}),
-    (
-        "sampling.ignore_eos",
-        "reasoning.max_tokens",
-        QWEN,
-        {"reasoning": BUDGET, "sampling": pb.SamplingParams(ignore_eos=True)},
-    ),
+    ("sampling.ignore_eos", "reasoning.max_tokens", QWEN, {"reasoning": BUDGET, "sampling": IGNORE_EOS}),
     ("grammar", "occurs twice", QWEN, {"reasoning": BUDGET, "grammar": pb.Grammar(json_schema='{"a":1,"a":2}')}),
     ("grammar", "not JSON", QWEN, {"reasoning": BUDGET, "grammar": pb.Grammar(json_schema="{")}),
     ("grammar.structural_tag", "format", QWEN, {"reasoning": BUDGET, "grammar": pb.Grammar(structural_tag="[]")}),
