@@ -36,8 +36,7 @@ from lockstep_client import (
 from lockstep_client.executing.book import Book
 from lockstep_client.wire import engine_pb2 as pb
 from tests.fakes import EOS, Script, answers_with
-from tests.gpu_engine.front.serving import ran
-from tests.gpu_engine.front.serving import Setup, serving
+from tests.gpu_engine.front.serving import Setup, ran, serving
 from tests.waiting import eventually
 
 ABC = (*b"abc", EOS)

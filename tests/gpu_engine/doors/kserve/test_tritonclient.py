@@ -31,27 +31,18 @@ WITHOUT_PROMPT = {"exclude_input_in_output": ("BOOL", [True])}
 async def test_a_whole_answer_is_one_response_with_every_tensor(triton: TritonProcess) -> None:
     async with serving(Fakes(answers_with("yes"))) as server:
         response = await triton("infer", server.address, TEXT | WITHOUT_PROMPT, request_id="mine")
-    assert response == {
-        "id": "mine",
-        "model": "fake",
-        "triton_final_response": True,
-        "text_output": [b"yes"],
-        "text_output shape": [1],
-        "output_ids": [[*b"yes", EOS]],
-        "output_ids shape": [1, 4],
-        "sequence_length": [4],
-        "sequence_length shape": [1],
-        "sequence_index": [0],
-        "sequence_index shape": [1],
-        "finish_reason": [b"stop"],
-        "finish_reason shape": [1],
+        with_prompt = await triton("infer", server.address, TEXT)
+    tensors = {
+        "text_output": ([b"yes"], [1]),
+        "output_ids": ([[*b"yes", EOS]], [1, 4]),
+        "sequence_length": ([4], [1]),
+        "sequence_index": ([0], [1]),
+        "finish_reason": ([b"stop"], [1]),
     }
-
-
-async def test_a_whole_answer_begins_with_the_prompt_unless_it_is_excluded(triton: TritonProcess) -> None:
-    async with serving(Fakes(answers_with("yes"))) as server:
-        response = await triton("infer", server.address, TEXT)
-    assert (response["text_output"], response["output_ids"]) == ([b"hiyes"], [[*b"hiyes", EOS]])
+    shapes = {f"{name} shape": shape for name, (_, shape) in tensors.items()}
+    values = {name: value for name, (value, _) in tensors.items()}
+    assert response == {"id": "mine", "model": "fake", "triton_final_response": True, **values, **shapes}
+    assert (with_prompt["text_output"], with_prompt["output_ids"]) == ([b"hiyes"], [[*b"hiyes", EOS]])
 
 
 async def test_shapes_have_a_dimension_for_the_batch_where_the_prompt_has(triton: TritonProcess) -> None:
@@ -285,64 +276,48 @@ async def _unary(channel: grpc.aio.Channel, name: str, request: Any, kind: Any) 
     return await call(request, timeout=20)
 
 
-@pytest.mark.parametrize(
-    ("given", "status", "message"),
-    [
-        ({}, "INVALID_ARGUMENT", "inputs: one of the tensors text_input and input_ids is required"),
-        (
-            {"text_imput": ("BYTES", ["hi"])},
-            "INVALID_ARGUMENT",
-            "inputs: the tensor 'text_imput' is not known; did you mean 'text_input'?",
-        ),
-        (
-            TEXT | {"max_tokens": ("INT64", [3])},
-            "INVALID_ARGUMENT",
-            "max_tokens: has the datatype 'INT64', must be INT32",
-        ),
-        (
-            TEXT | {"max_tokens": ("INT32", [3, 4])},
-            "INVALID_ARGUMENT",
-            "max_tokens: has the shape [2], must be [1] or [1, 1]",
-        ),
-        (
-            {"text_input": ("BYTES", [["a"], ["b"]])},
-            "INVALID_ARGUMENT",
-            "text_input: has a batch of 2; send each request by itself, the server batches them",
-        ),
-        (TEXT | {"max_tokens": ("INT32", [-3])}, "INVALID_ARGUMENT", "max_tokens: is -3, must not be negative"),
-        (TEXT | {"temperature": ("FP32", [101.0])}, "INVALID_ARGUMENT", "temperature: is 101, must be in [0, 100]"),
-        (TEXT | {"stop_words": ("BYTES", ["a", ""])}, "INVALID_ARGUMENT", "stop_words[1]: is empty"),
-        (
-            TEXT | {"stream": ("BOOL", [True])},
-            "INVALID_ARGUMENT",
-            "stream: needs ModelStreamInfer; ModelInfer sends one",
-        ),
-        (TEXT | {"embedding_bias": ("FP32", [1.0])}, "UNIMPLEMENTED", "embedding_bias: this server does not take it"),
-        (
-            TEXT | {"return_perf_metrics": ("BOOL", [True])},
-            "UNIMPLEMENTED",
-            "return_perf_metrics: this server does not do this",
-        ),
-        (
-            TEXT | {"return_context_logits": ("BOOL", [True]), "num_return_sequences": ("INT32", [2])},
-            "UNIMPLEMENTED",
-            "return_context_logits: a whole answer of more than one sequence has no logits; use stream",
-        ),
-        (
-            TEXT | {"guided_decoding_guide_type": ("BYTES", ["json"])},
-            "FAILED_PRECONDITION",
-            "grammar: this server runs without a grammar process",
-        ),
-    ],
-)
-async def test_what_cannot_be_served_is_refused_by_name(
-    triton: TritonProcess, given: dict[str, Any], status: str, message: str
-) -> None:
+LOGITS_OF_TWO = {"return_context_logits": ("BOOL", [True]), "num_return_sequences": ("INT32", [2])}
+INVALID: list[tuple[dict[str, Any], str]] = [
+    ({}, "inputs: one of the tensors text_input and input_ids is required"),
+    (
+        {"text_imput": ("BYTES", ["hi"])},
+        "inputs: the tensor 'text_imput' is not known; did you mean 'text_input'?",
+    ),
+    (TEXT | {"max_tokens": ("INT64", [3])}, "max_tokens: has the datatype 'INT64', must be INT32"),
+    (TEXT | {"max_tokens": ("INT32", [3, 4])}, "max_tokens: has the shape [2], must be [1] or [1, 1]"),
+    (
+        {"text_input": ("BYTES", [["a"], ["b"]])},
+        "text_input: has a batch of 2; send each request by itself, the server batches them",
+    ),
+    (TEXT | {"max_tokens": ("INT32", [-3])}, "max_tokens: is -3, must not be negative"),
+    (TEXT | {"temperature": ("FP32", [101.0])}, "temperature: is 101, must be in [0, 100]"),
+    (TEXT | {"stop_words": ("BYTES", ["a", ""])}, "stop_words[1]: is empty"),
+    (TEXT | {"stream": ("BOOL", [True])}, "stream: needs ModelStreamInfer; ModelInfer sends one"),
+]
+UNSERVED: list[tuple[dict[str, Any], str]] = [
+    (TEXT | {"embedding_bias": ("FP32", [1.0])}, "embedding_bias: this server does not take it"),
+    (TEXT | {"return_perf_metrics": ("BOOL", [True])}, "return_perf_metrics: this server does not do this"),
+    (
+        TEXT | LOGITS_OF_TWO,
+        "return_context_logits: a whole answer of more than one sequence has no logits; use stream",
+    ),
+]
+NO_GRAMMAR = TEXT | {"guided_decoding_guide_type": ("BYTES", ["json"])}
+
+
+async def test_what_cannot_be_served_is_refused_by_name(triton: TritonProcess) -> None:
+    cases = {
+        "INVALID_ARGUMENT": INVALID,
+        "UNIMPLEMENTED": UNSERVED,
+        "FAILED_PRECONDITION": [(NO_GRAMMAR, "grammar: this server runs without a grammar process")],
+    }
     async with serving(Fakes(answers_with("yes"))) as server:
-        response = await triton("infer", server.address, given)
-        assert response["status"] == f"StatusCode.{status}"
-        assert response["error"].startswith(message)
-        assert server.calls.failed[status] == 1
+        for status, rows in cases.items():
+            for given, message in rows:
+                response = await triton("infer", server.address, given)
+                assert response["status"] == f"StatusCode.{status}"
+                assert response["error"].startswith(message)
+            assert server.calls.failed[status] == len(rows)
 
 
 async def test_a_request_of_a_stream_that_is_refused_disturbs_no_other(triton: TritonProcess) -> None:
@@ -420,23 +395,15 @@ async def test_shared_memory_is_refused_by_name(triton: TritonProcess) -> None:
     assert response["error"].startswith("text_output: shared_memory_")
 
 
-async def test_a_server_without_the_setting_does_not_know_the_service(triton: TritonProcess) -> None:
-    async with serving(Fakes(), services="") as server:
-        response = await triton("infer", server.address, TEXT)
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            check = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=SERVICE), timeout=20
-            )
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await check
-    assert response["status"] == "StatusCode.UNIMPLEMENTED"
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
-async def test_the_service_has_a_health_name() -> None:
+async def test_only_a_server_with_the_setting_knows_the_service_and_its_health(triton: TritonProcess) -> None:
+    health = health_pb2.HealthCheckRequest(service=SERVICE)
     async with serving(Fakes()) as server, grpc.aio.insecure_channel(server.address) as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=20)
+        check = health_pb2_grpc.HealthStub(channel).Check(health, timeout=20)
         assert (await check).status == health_pb2.HealthCheckResponse.SERVING
+    async with serving(Fakes(), services="") as server, grpc.aio.insecure_channel(server.address) as channel:
+        assert (await triton("infer", server.address, TEXT))["status"] == "StatusCode.UNIMPLEMENTED"
+        check = health_pb2_grpc.HealthStub(channel).Check(health, timeout=20)
+        assert await check.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_stream_that_is_open_does_not_hold_up_a_server_that_closes() -> None:

@@ -135,7 +135,7 @@ Actions = st.lists(st.tuples(st.integers(0, CLEAR), st.sampled_from([20, 50, 90]
 """(seed, length) of sequences, or CLEAR instead of a seed."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(before=Actions, after=Actions, ring=st.sampled_from([2, 8, 64]), turns=st.sampled_from([1, 3, 8]))
 async def test_a_subscriber_follows_any_history(before: Any, after: Any, ring: int, turns: int) -> None:
     cache = Cache(8)

@@ -57,20 +57,16 @@ async def services(channel: grpc.aio.Channel) -> set[str]:
     raise AssertionError("no response")
 
 
-@pytest.mark.parametrize("setting", ["auto", "vllm", "kv_events"])
+@pytest.mark.parametrize("setting", ["auto", "vllm", "kv_events", ""])
 async def test_the_service_is_on_the_public_port_with_a_health_name_and_reflection(setting: str) -> None:
     async with serving(services=setting) as server, grpc.aio.insecure_channel(server.address) as channel:
+        assert (SERVICE in await services(channel)) == bool(setting)
+        if not setting:
+            assert await refusal(channel) is grpc.StatusCode.UNIMPLEMENTED
+            return
         assert await answer(channel) == [*b"yes", EOS]
-        health = health_pb2_grpc.HealthStub(channel)
-        check = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=20)
+        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=20)
         assert (await check).status == health_pb2.HealthCheckResponse.SERVING
-        assert SERVICE in await services(channel)
-
-
-async def test_a_server_without_the_service_does_not_know_it() -> None:
-    async with serving(services="") as server, grpc.aio.insecure_channel(server.address) as channel:
-        assert await refusal(channel) is grpc.StatusCode.UNIMPLEMENTED
-        assert SERVICE not in await services(channel)
 
 
 async def test_tokens_protect_it(tmp_path: Path) -> None:
@@ -84,16 +80,16 @@ async def test_tokens_protect_it(tmp_path: Path) -> None:
 async def test_client_certificates_protect_it(tmp_path: Path) -> None:
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.crt")
-    issued = {name: authority.issue_cert("localhost", common_name=name) for name in ("server", "client")}
-    (tmp_path / "cert").write_bytes(issued["server"].cert_chain_pems[0].bytes())
-    (tmp_path / "key").write_bytes(issued["server"].private_key_pem.bytes())
-    tls = {"tls_cert": str(tmp_path / "cert"), "tls_key": str(tmp_path / "key"), "tls_client_ca": f"{tmp_path}/ca.crt"}
+    own, client = authority.issue_cert("localhost"), authority.issue_cert("client")
+    own.cert_chain_pems[0].write_to_path(tmp_path / "cert")
+    own.private_key_pem.write_to_path(tmp_path / "key")
+    tls = {"tls_cert": f"{tmp_path}/cert", "tls_key": f"{tmp_path}/key", "tls_client_ca": f"{tmp_path}/ca.crt"}
     root = authority.cert_pem.bytes()
-    client = issued["client"].private_key_pem.bytes(), issued["client"].cert_chain_pems[0].bytes()
+    pair = client.private_key_pem.bytes(), client.cert_chain_pems[0].bytes()
     async with serving(**tls) as server:
         async with grpc.aio.secure_channel(server.address, grpc.ssl_channel_credentials(root)) as channel:
             assert await refusal(channel) is grpc.StatusCode.UNAVAILABLE
-        async with grpc.aio.secure_channel(server.address, grpc.ssl_channel_credentials(root, *client)) as channel:
+        async with grpc.aio.secure_channel(server.address, grpc.ssl_channel_credentials(root, *pair)) as channel:
             assert await answer(channel) == [*b"yes", EOS]
 
 
@@ -104,32 +100,22 @@ def raising(error: Exception) -> Callable[[str], ModuleType]:
     return load
 
 
-ABSENT = ModuleNotFoundError("no", name="smg_grpc_proto")
-TOO_NEW = RuntimeError("the runtime 7.0 is older\n than the code 8.0")
-
-
-def test_on_without_the_package_names_the_extra_in_one_line() -> None:
+def test_a_package_that_is_missing_or_cannot_be_used_is_named_where_the_service_is_wanted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    absent = raising(ModuleNotFoundError("no", name="smg_grpc_proto"))
     with pytest.raises(ServerError) as caught:
-        is_wanted(["vllm"], raising(ABSENT))
-    assert str(caught.value) == (
-        "services: vllm needs the package smg-grpc-proto: pip install 'lockstep-engine[vllm-wire]'"
-    )
-
-
-def test_auto_without_the_package_is_off() -> None:
-    assert not is_wanted(["auto", "kv_events"], raising(ABSENT))
+        is_wanted(["vllm"], absent)
+    install = "services: vllm needs the package smg-grpc-proto: pip install 'lockstep-engine[vllm-wire]'"
+    assert str(caught.value) == install
+    assert not is_wanted(["auto", "kv_events"], absent)
     assert not is_wanted(["kserve"], raising(AssertionError("nothing is imported")))
-
-
-def test_a_package_that_cannot_be_used_is_reported_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    too_new = raising(RuntimeError("the runtime 7.0 is older\n than the code 8.0"))
     with pytest.raises(ServerError, match=r"is older than the code 8\.0$"):
-        is_wanted(["vllm"], raising(TOO_NEW))
-    assert not is_wanted(["auto"], raising(TOO_NEW))
+        is_wanted(["vllm"], too_new)
+    assert not is_wanted(["auto"], too_new)
     assert "smg-grpc-proto cannot be used: the runtime 7.0 is older than the code 8.0" in caplog.text
     with pytest.raises(ModuleNotFoundError):
         is_wanted(["auto"], raising(ModuleNotFoundError("no", name="google")))
-
-
-def test_another_value_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^services: 'yes' is not one of kserve, vllm, kv_events, auto$"):
         ServerConfig(services="yes")

@@ -24,7 +24,7 @@ from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.limits import Limits
 from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, Telemetry, TokenEvent
 from gpu_engine.doors.vllm_wire.reports import Reports
-from gpu_engine.doors.vllm_wire.tokenizer_files import CHUNK_BYTES, TokenizerFiles, tokenizer_files
+from gpu_engine.doors.vllm_wire.tokenizer_files import CHUNK_BYTES, TokenizerFiles
 from gpu_engine.doors.vllm_wire.vllm_servicer import add_to
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.malformed import ParsedRequests
@@ -95,61 +95,10 @@ async def test_a_stream_has_chunks_of_new_tokens_and_one_complete_with_all(tmp_p
     assert complete.WhichOneof("matched_stop") is None, "the end of the sequence is no stop of the request"
 
 
-async def test_without_stream_there_is_one_complete_for_each_index(tmp_path: Path) -> None:
-    async with serving(tmp_path, answers_with("yes")) as s:
-        responses = await answer(s.stub, ask(stream=False, sampling_params={"n": 3}))
-    assert sorted(r.complete.index for r in responses) == [0, 1, 2]
-    assert all(list(r.complete.output_ids) == [*b"yes", EOS] for r in responses)
-
-
-def ends_with(finish: FinishReason, token: int | None = None) -> Script:
-    def script(request: Request) -> list[TokenEvent]:
-        return [TokenEvent(request.index, (7, 8), finish=finish, matched_token_id=token)]
-
-    return script
-
-
-@pytest.mark.parametrize(
-    ("finish", "reason"),
-    [
-        (FinishReason.STOP, "stop"),
-        (FinishReason.GRAMMAR_CLOSED, "stop"),
-        (FinishReason.LENGTH, "length"),
-        (FinishReason.GRAMMAR_INCOMPLETE, "length"),
-        (FinishReason.GRAMMAR_ERROR, "error"),
-        (FinishReason.ABORTED, "abort"),
-    ],
-)
-async def test_a_complete_has_the_finish_reason_of_vllm_and_the_drafts(
-    tmp_path: Path, finish: FinishReason, reason: str
-) -> None:
-    def measure(request: Request, telemetry: Telemetry) -> None:
-        telemetry.draft_tokens, telemetry.accepted_draft_tokens, telemetry.cached_tokens = 5, 3, 1
-
-    async with serving(tmp_path, ends_with(finish)) as s:
-        s.engine.measure = measure
-        complete = (await answer(s.stub, ask()))[-1].complete
-    assert complete.finish_reason == reason
-    assert (complete.spec_accepted_tokens, complete.spec_draft_tokens, complete.cached_tokens) == (3, 5, 1)
-
-
-async def test_a_complete_says_what_it_stopped_at(tmp_path: Path) -> None:
-    async with serving(tmp_path, answers_with("yes no")) as s:
-        responses = await answer(s.stub, ask(sampling_params={"stop": [" "]}))
-        assert responses[-1].complete.matched_stop_str == " "
-        assert list(responses[-1].complete.output_ids) == [*b"yes "]
-    async with serving(tmp_path, ends_with(FinishReason.STOP, 8)) as s:
-        complete = (await answer(s.stub, ask(sampling_params={"stop_token_ids": [8]})))[-1].complete
-        assert complete.matched_token_id == 8
-
-
 async def test_log_probabilities_of_chunks_join_to_those_of_the_complete(tmp_path: Path) -> None:
     def script(request: Request) -> list[TokenEvent]:
         first, second = Logprobs(-0.5, ((7, -0.5), (9, -2.0))), Logprobs(-1.5, ((3, -0.25), (8, -1.5)))
-        return [
-            TokenEvent(0, (7,), (first,)),
-            TokenEvent(0, (8,), (second,), finish=FinishReason.LENGTH),
-        ]
+        return [TokenEvent(0, (7,), (first,)), TokenEvent(0, (8,), (second,), finish=FinishReason.LENGTH)]
 
     async with serving(tmp_path, script) as s:
         responses = await answer(s.stub, ask(sampling_params={"logprobs": 2}))
@@ -187,56 +136,25 @@ async def test_log_probabilities_of_the_prompt_are_in_the_messages_of_index_0(tm
     assert [(chunk.index, chunk.input_logprobs) for chunk in chunks] == ([(0, entries)] if stream else [])
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "message"),
-    [
-        ({"sampling_params": {"temperature": -1}}, "INVALID_ARGUMENT", "sampling_params.temperature: is -1"),
-        ({"sampling_params": {"n": 5}}, "INVALID_ARGUMENT", "sampling_params.n: is 5"),
-        ({"tokenized": {"input_ids": [320]}}, "INVALID_ARGUMENT", "tokenized.input_ids[0]: is 320"),
-        ({"tokenized": {"input_ids": [1] * 256}}, "INVALID_ARGUMENT", "tokenized.input_ids: has 256 tokens"),
-        ({"tokenized": None}, "INVALID_ARGUMENT", "input: one of"),
-        ({"sampling_params": {"json_schema": "bad"}}, "INVALID_ARGUMENT", "sampling_params.json_schema: line 1"),
-        ({"sampling_params": {"json_object": False}}, "INVALID_ARGUMENT", "sampling_params.json_object: must be true"),
-        ({"mm_inputs": {}}, "UNIMPLEMENTED", "mm_inputs: "),
-        ({"kv_transfer_params_json": "{}"}, "UNIMPLEMENTED", "kv_transfer_params_json: "),
-    ],
-)
-async def test_refusals_name_the_fields_of_vllm(
-    tmp_path: Path, fields: dict[str, Any], status: str, message: str
-) -> None:
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"sampling_params": {"temperature": -1}}, "INVALID_ARGUMENT", "sampling_params.temperature: is -1"),
+    ({"sampling_params": {"n": 5}}, "INVALID_ARGUMENT", "sampling_params.n: is 5"),
+    ({"tokenized": {"input_ids": [320]}}, "INVALID_ARGUMENT", "tokenized.input_ids[0]: is 320"),
+    ({"tokenized": {"input_ids": [1] * 256}}, "INVALID_ARGUMENT", "tokenized.input_ids: has 256 tokens"),
+    ({"tokenized": None}, "INVALID_ARGUMENT", "input: one of"),
+    ({"sampling_params": {"json_schema": "bad"}}, "INVALID_ARGUMENT", "sampling_params.json_schema: line 1"),
+    ({"sampling_params": {"json_object": False}}, "INVALID_ARGUMENT", "sampling_params.json_object: must be true"),
+    ({"mm_inputs": {}}, "UNIMPLEMENTED", "mm_inputs: "),
+    ({"kv_transfer_params_json": "{}"}, "UNIMPLEMENTED", "kv_transfer_params_json: "),
+]
+
+
+async def test_refusals_name_the_fields_of_vllm(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        code, details = await refusal(s.stub, ask(**fields))
-        assert (code.name, details[: len(message)]) == (status, message)
+        for fields, status, message in REFUSED:
+            code, details = await refusal(s.stub, ask(**fields))
+            assert (code.name, details[: len(message)]) == (status, message)
         assert s.engine.submitted == s.engine.dropped
-
-
-async def test_both_services_share_the_running_requests(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        call = s.stub.Generate(ask(request_id="one"), timeout=20)
-        await eventually(lambda: s.engine.submitted)
-        code, details = await refusal(s.stub, ask(request_id="one"))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert "belongs to a request that is running" in details
-        assert await s.client.abort("one")
-        responses = [response async for response in call]
-        assert [r.complete.finish_reason for r in responses] == ["abort"]
-
-
-async def test_abort_ends_every_request_that_it_names(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        calls = [asyncio.create_task(answer(s.stub, ask(request_id=name))) for name in ("one", "two")]
-        await eventually(lambda: len(s.engine.submitted) == 2)
-        await s.stub.Abort(vllm.AbortRequest(request_ids=["one", "unknown", "two"]), timeout=20)
-        for responses in await asyncio.gather(*calls):
-            assert responses[-1].complete.finish_reason == "abort"
-
-
-async def test_a_client_that_leaves_frees_its_sequences(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        call = s.stub.Generate(ask(sampling_params={"n": 2}), timeout=20)
-        await eventually(lambda: len(s.engine.submitted) == 2)
-        call.cancel()
-        await eventually(lambda: len(s.engine.dropped) == 2 and not len(s.calls))
 
 
 async def test_a_hundred_calls_at_once_and_every_fourth_leaves(tmp_path: Path) -> None:
@@ -256,16 +174,6 @@ async def test_a_hundred_calls_at_once_and_every_fourth_leaves(tmp_path: Path) -
 
 async def _joined(call: Any) -> list[int]:
     return [token async for response in call for token in response.chunk.token_ids]
-
-
-@pytest.mark.parametrize("method", ["Generate", "Abort", "GetLoads", "GetTokenizer", "SubscribeKvEvents"])
-async def test_bytes_that_are_no_message_are_refused(tmp_path: Path, method: str) -> None:
-    async with serving(tmp_path) as s:
-        path = f"/vllm.grpc.engine.VllmEngine/{method}"
-        call = s.channel.unary_stream(path, None, None)(b"\xff\xff\xff", timeout=20)
-        with pytest.raises(grpc.aio.AioRpcError, match="the request is malformed"):
-            async for _ in call:
-                pass
 
 
 async def test_the_model_and_the_server_are_described(tmp_path: Path) -> None:
@@ -302,46 +210,6 @@ async def test_the_load_has_queue_cache_and_tokens_per_second(tmp_path: Path) ->
         assert reports.loads().loads[0].gen_throughput == 25, "no new measurement yet"
 
 
-@pytest.mark.parametrize("method", ["Embed", "FlushCache", "StartProfile", "StopProfile"])
-async def test_methods_that_are_not_served_say_so_by_name(tmp_path: Path, method: str) -> None:
-    async with serving(tmp_path) as s:
-        request = vllm.EmbedRequest() if method == "Embed" else getattr(common, f"{method}Request")()
-        with pytest.raises(grpc.aio.AioRpcError, match=f"{method}: ") as caught:
-            await getattr(s.stub, method)(request, timeout=20)
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-async def test_the_tokenizer_arrives_as_an_archive_with_its_digest(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        chunks = [c async for c in s.stub.GetTokenizer(common.GetTokenizerRequest(), timeout=20)]
-        again = [c async for c in s.stub.GetTokenizer(common.GetTokenizerRequest(), timeout=20)]
-    content = b"".join(chunk.data for chunk in chunks)
-    assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [hashlib.sha256(content).hexdigest()]
-    assert chunks == again
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        assert set(archive.namelist()) == {"tokenizer.json", "chat_template.jinja"}
-        assert archive.testzip() is None
-
-
-def test_an_archive_is_cut_into_chunks_that_a_gateway_takes() -> None:
-    content = bytes(range(256)) * 1000
-    chunks = TokenizerFiles(content, "").chunks()
-    assert b"".join(chunks) == content
-    assert {len(chunk) for chunk in chunks[:-1]} == {CHUNK_BYTES}
-    assert tokenizer_files(FakeModel().tokenizer).sha256 == tokenizer_files(FakeModel().tokenizer).sha256
-
-
-async def test_a_tokenizer_that_cannot_be_packed_is_an_error_and_tried_again(tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        tokenizer = s.calls.model.tokenizer
-        template, tokenizer.chat_template = tokenizer.chat_template, 3  # type: ignore[attr-defined]
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(aiter(s.stub.GetTokenizer(common.GetTokenizerRequest(), timeout=20)))
-        assert caught.value.code() is grpc.StatusCode.INTERNAL
-        tokenizer.chat_template = template  # type: ignore[attr-defined]
-        assert [c async for c in s.stub.GetTokenizer(common.GetTokenizerRequest(), timeout=20)]
-
-
 async def test_draining_ends_streams_of_events_and_refuses_requests(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         events = s.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(), timeout=20)
@@ -367,18 +235,103 @@ async def test_the_engine_is_watched_while_a_subscriber_is_there(tmp_path: Path)
         await eventually(lambda: s.engine.page_events is None)
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "message"),
-    [
+FINISH_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.GRAMMAR_CLOSED: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.GRAMMAR_INCOMPLETE: "length",
+    FinishReason.REPETITION: "repetition",
+    FinishReason.GRAMMAR_ERROR: "error",
+    FinishReason.GRAMMAR_INVALID: "error",
+    FinishReason.ABORTED: "abort",
+}
+
+
+async def test_a_complete_has_the_finish_reason_of_vllm_the_drafts_and_what_it_stopped_at(tmp_path: Path) -> None:
+    def measure(request: Request, telemetry: Telemetry) -> None:
+        telemetry.draft_tokens, telemetry.accepted_draft_tokens, telemetry.cached_tokens = 5, 3, 1
+
+    def ends_with(finish: FinishReason) -> Script:
+        return lambda request: [TokenEvent(request.index, (7, 8), finish=finish, matched_token_id=8)]
+
+    async with serving(tmp_path) as s:
+        s.engine.measure = measure
+        assert set(FINISH_REASONS) == set(FinishReason)
+        for finish, reason in FINISH_REASONS.items():
+            s.engine.script = ends_with(finish)
+            complete = (await answer(s.stub, ask(sampling_params={"stop_token_ids": [8]})))[-1].complete
+            assert complete.finish_reason == reason
+            assert complete.matched_token_id == 8
+            assert (complete.spec_accepted_tokens, complete.spec_draft_tokens, complete.cached_tokens) == (3, 5, 1)
+        s.engine.script = answers_with("yes no")
+        complete = (await answer(s.stub, ask(sampling_params={"stop": [" "]})))[-1].complete
+        assert (complete.matched_stop_str, list(complete.output_ids)) == (" ", [*b"yes "])
+        responses = await answer(s.stub, ask(stream=False, sampling_params={"n": 3}))
+        assert sorted(r.complete.index for r in responses) == [0, 1, 2]
+        assert all(list(r.complete.output_ids) == [*b"yes no", EOS] for r in responses)
+
+
+async def test_both_services_share_the_running_requests(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        calls = [asyncio.create_task(answer(s.stub, ask(request_id=name))) for name in ("one", "two", "three")]
+        await eventually(lambda: len(s.engine.submitted) == 3)
+        code, details = await refusal(s.stub, ask(request_id="one"))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "belongs to a request that is running" in details
+        await s.stub.Abort(vllm.AbortRequest(request_ids=["one", "unknown", "two"]), timeout=20)
+        assert await s.client.abort("three")
+        for responses in await asyncio.gather(*calls):
+            assert responses[-1].complete.finish_reason == "abort"
+
+
+async def test_what_is_no_message_or_no_method_of_ours_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        for method in ("Generate", "Abort", "GetLoads", "GetTokenizer", "SubscribeKvEvents"):
+            call = s.channel.unary_stream(f"/vllm.grpc.engine.VllmEngine/{method}", None, None)(b"\xff\xff", timeout=20)
+            with pytest.raises(grpc.aio.AioRpcError, match="the request is malformed"):
+                assert [each async for each in call] == []
+        for method in ("Embed", "FlushCache", "StartProfile", "StopProfile"):
+            request = vllm.EmbedRequest() if method == "Embed" else getattr(common, f"{method}Request")()
+            with pytest.raises(grpc.aio.AioRpcError, match=f"{method}: ") as caught:
+                await getattr(s.stub, method)(request, timeout=20)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_the_tokenizer_arrives_as_an_archive_with_its_digest(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+
+        async def chunks() -> list[Any]:
+            return [each async for each in s.stub.GetTokenizer(common.GetTokenizerRequest(), timeout=20)]
+
+        tokenizer: Any = s.calls.model.tokenizer
+        template, tokenizer.chat_template = tokenizer.chat_template, 3
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await chunks()
+        assert caught.value.code() is grpc.StatusCode.INTERNAL, "it cannot be packed"
+        tokenizer.chat_template = template
+        found, again = await chunks(), await chunks()
+    content = b"".join(chunk.data for chunk in found)
+    assert [chunk.sha256 for chunk in found] == [""] * (len(found) - 1) + [hashlib.sha256(content).hexdigest()]
+    assert found == again
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert set(archive.namelist()) == {"tokenizer.json", "chat_template.jinja"}
+        assert archive.testzip() is None
+    content = bytes(range(256)) * 1000
+    cut = TokenizerFiles(content, "").chunks()
+    assert b"".join(cut) == content
+    assert {len(chunk) for chunk in cut[:-1]} == {CHUNK_BYTES}
+
+
+async def test_events_are_refused_by_name(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str, str]] = [
         ({"kv_events": False}, "UNIMPLEMENTED", "SubscribeKvEvents: is served with services=vllm,kv_events"),
         ({"prefix_cache": False}, "UNIMPLEMENTED", "SubscribeKvEvents: this server has no prefix cache"),
         ({}, "INVALID_ARGUMENT", "start_sequence_number: is 18446744073709551615, must be at most"),
-    ],
-)
-async def test_events_are_refused_by_name(tmp_path: Path, fields: dict[str, Any], status: str, message: str) -> None:
-    async with serving(tmp_path, **fields) as s:
-        request = common.SubscribeKvEventsRequest(start_sequence_number=2**64 - 1)
-        with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
-            await anext(aiter(s.stub.SubscribeKvEvents(request, timeout=20)))
-        assert caught.value.code().name == status
-        assert s.engine.page_events is None
+    ]
+    for fields, status, message in cases:
+        async with serving(tmp_path, **fields) as s:
+            request = common.SubscribeKvEventsRequest(start_sequence_number=2**64 - 1)
+            with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
+                await anext(aiter(s.stub.SubscribeKvEvents(request, timeout=20)))
+            assert caught.value.code().name == status
+            assert s.engine.page_events is None
