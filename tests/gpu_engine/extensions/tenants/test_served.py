@@ -29,9 +29,9 @@ from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 from service_runtime.tenants import tenant_file
 from tests.fakes import answers_with
+from tests.gpu_engine.extensions.tenants.tenant_serving import ACME, AS_ACME, AS_BETA, AS_BOSS, BOSS, FILE, Metadata
 from tests.gpu_engine.fake_servers import ENGINE, parts
 from tests.gpu_engine.fake_servers import config as server_config
-from tests.gpu_engine.extensions.tenants.tenant_serving import ACME, AS_ACME, AS_BETA, AS_BOSS, BOSS, FILE, Metadata
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.http_calls import ASK, get, until_healthy
 
