@@ -1,14 +1,19 @@
-"""Cases for the accept kernels of every device, and their definition in float64."""
+"""Cases for the accept kernels of every device, their definition in float64, and runs over them.
+
+A target is the device of Triton's kernels, or None for the native ones.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
-from kernels.accept import SlotParams, gumbel_noise
+from kernels.accept import AcceptResult, SlotParams, StepTensors, accept, gumbel_noise, pack_rules
 from kernels.row_kinds import ALL, APPLY, DEFER, FORCED
+from kernels.step_tensors import TreeRows
 
 
 @dataclass
@@ -139,6 +144,80 @@ def tensors(cases: list[Case], V: int, R: int) -> Inputs:
         params.top_k_S[b], params.num_logprobs_S[b] = c.top_k, c.num_logprobs
     bits = masks.to(torch.uint32).view(torch.int32).contiguous()
     return Inputs(drafts, num, kinds, forced, bits, history, length, params)
+
+
+@dataclass
+class Made:
+    """A step over cases. `rows` are Triton's state of the slots; the native kernel reads what `kept` holds."""
+
+    step: StepTensors
+    rows: Any
+    kept: object
+
+
+def step_of(
+    cases: list[Case],
+    V: int,
+    R: int,
+    target: torch.device | None,
+    *,
+    rows: int = 1,
+    block: int = 256,
+    filters: bool = True,
+    tree: TreeRows | None = None,
+) -> Made:
+    """Return a step with one lane and one slot for each case, and scratch for `rows` rows of each."""
+    B, t = len(cases), tensors(cases, V, R)
+    slots, result = torch.arange(B, dtype=torch.int32), AcceptResult.allocate(B, R, V, target or "cpu")
+    lanes = (slots, t.drafts_BR, t.num_drafts_B, t.kinds_BR, t.forced_BR)
+    if target is None:
+        rules, words = [pack_rules(c.stop, c.bad, c.words, c.biases) for c in cases], t.masks_SRW.shape[2]
+        t.params.rules_S.copy_(torch.tensor([r.data_ptr() for r in rules]))
+        masks = (t.masks_SRW.data_ptr(), (R * words, words))
+        return Made(StepTensors(*lanes, *masks, t.history_SL, t.length_S, t.params, result), None, (rules, t))
+    from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows  # a CPU install has no Triton
+
+    done = torch.zeros(B, dtype=torch.bool, device=target)
+    state = SlotRows.allocate(B, V, t.masks_SRW.to(target), done, max_rules=64)
+    for b, c in enumerate(cases):
+        state.write_rules(b, pack_rules(c.stop, c.bad, c.words))
+        ids, values = [token for token, _ in c.biases], [bias for _, bias in c.biases]
+        state.biases.write(b, torch.tensor(ids, dtype=torch.int32), torch.tensor(values))
+        state.count_seen(b, torch.tensor(c.history), c.prompt_length)
+    params = SlotParams(**{f.name: getattr(t.params, f.name).to(target) for f in fields(t.params)})
+    there = (lane.to(target) for lane in lanes)
+    scratch = RowScratch.allocate(B * rows, V, target, block=block, filters=filters)
+    step = StepTensors(
+        *(*there, 0, (0, 0), t.history_SL.to(target), t.length_S.to(target), params, result),
+        DeviceRows(state, scratch, filters=filters),
+        tree=tree,
+    )
+    return Made(step, state, None)
+
+
+def run(
+    cases: list[Case],
+    logits: torch.Tensor,
+    rows: int,
+    R: int,
+    target: torch.device | None,
+    *,
+    tree: TreeRows | None = None,
+) -> tuple[AcceptResult, torch.Tensor, torch.Tensor, Any]:
+    """Accept once. Return the result, histories and lengths in CPU memory, and Triton's state of the slots."""
+    V = logits.shape[1]
+    made = step_of(cases, V, R, target, rows=rows, tree=tree)
+    accept(logits.to(target or "cpu"), made.step, num_rows=rows)
+    history, length = made.step.history_SL.cpu(), made.step.length_S.cpu()
+    if target is None:
+        assert int(made.step.result.counts_BV.abs().sum()) == 0
+    else:
+        for b, c in enumerate(cases):  # the counts are those of the new history
+            want = step_of([c], V, R, target).rows
+            want.seen_SV.zero_()
+            want.count_seen(0, history[b, : int(length[b])], c.prompt_length)
+            assert torch.equal(made.rows.seen_SV[b], want.seen_SV[0])
+    return made.step.result, history, length, made.rows
 
 
 def random_cases(g: torch.Generator, logits_NV: torch.Tensor, B: int, rows: int) -> list[Case]:

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the reference for the tests of both kernels."""
+"""Paged attention in plain torch, the reference for the tests of both kernels, and their inputs."""
 
 from __future__ import annotations
 
@@ -50,3 +50,25 @@ def paged_attention_reference(
     weights = torch.softmax(scores_BHPL, dim=-1)[..., : len(key)]
     out = torch.einsum("bhpl,bhld->bphd", weights.nan_to_num(0.0), v_BHLD)
     return out.to(q_BPHD.dtype)
+
+
+def pages_of(N: int, Hkv: int, T: int, D: int, dtype: torch.dtype, target: torch.device | None, seed: int) -> KVPages:
+    """Return pages of random numbers; `target` None: in the layout of the native kernel."""
+    g = torch.Generator().manual_seed(seed)
+    pages = KVPages.allocate(N, Hkv, D, T, dtype, target or torch.device("cpu"), token_major=target is not None)
+    for part in (pages.k_NHTD, pages.v):
+        part.copy_(torch.randn(N, Hkv, T, D, generator=g))
+    return pages
+
+
+def inputs(
+    B: int, P: int, Hq: int, Hkv: int, D: int, dtype: torch.dtype, target: torch.device | None
+) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(P)
+    return [torch.randn(B, P, h, D, generator=g).to(target or "cpu", dtype) for h in (Hq, Hkv, Hkv)]
+
+
+def table_of(B: int, N: int, target: torch.device | None, *, spare: int = 1) -> torch.Tensor:
+    """Return N pages of each sequence, in random order, of `spare` times as many."""
+    order = torch.randperm(spare * B * N, generator=torch.Generator().manual_seed(2))
+    return order[: B * N].view(B, N).int().to(target or "cpu")

@@ -1,8 +1,9 @@
-"""The native accept kernel has the results of a plain reference that follows the definition."""
+"""The accept kernels, native and Triton's, have the results of the definition in float64."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,14 +14,16 @@ from kernels.accept import (
     STOP_LENGTH,
     STOP_STEERED,
     STOP_TOKEN,
-    AcceptResult,
-    StepTensors,
     accept,
+    draw_drafts,
     gumbel_noise,
     pack_rules,
 )
-from kernels.row_kinds import ALL, APPLY, DEAD_END, DEFER
-from tests.kernels.accept_cases import Case, expected, random_cases, tensors
+from kernels.row_kinds import ALL, APPLY, DEAD_END, DEFER, ERROR, FORCED
+from tests.kernels.accept_cases import Case, expected, random_cases, reference_token, run, step_of
+
+Target = torch.device | None
+triton_only = pytest.mark.parametrize("target", ["triton"], indirect=True)
 
 
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> list[int]:
@@ -33,140 +36,218 @@ def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> list[int
     return c
 
 
-def test_philox_reference_gives_the_published_vectors() -> None:
-    # Known answers of Random123: zero key and counter, and the digits of pi.
-    assert philox((0, 0), (0, 0, 0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (0x0123456789ABCDEF, 77), (2**63 - 1, 2**31 - 1)])
+def test_noise_is_the_gumbel_transform_of_philox(target: Target, seed: int, position: int) -> None:
+    # A known answer of Random123: the digits of pi.
     pi = philox((0xA4093822, 0x299F31D0), (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344))
     assert pi == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
-
-
-@pytest.mark.parametrize(("seed", "position"), [(0, 0), (0x0123456789ABCDEF, 77), (2**64 - 1, 2**31 - 1)])
-def test_noise_is_the_gumbel_transform_of_philox(seed: int, position: int) -> None:
-    noise = gumbel_noise(seed, position, 200)
+    noise = gumbel_noise(seed, position, 600)
     for v in (0, 1, 2, 3, 63, 64, 130, 199):
         word = philox((seed & 0xFFFFFFFF, seed >> 32), (v // 4, position, 0, 0))[v % 4]
         u = ((word >> 9) + 0.5) / 2**23
         assert noise[v].item() == pytest.approx(-math.log(-math.log(u)), rel=2e-5, abs=2e-6)
+    if target is not None:
+        from kernels.cuda.noise import noise_kernel
+
+        out = torch.empty(600, device=target)
+        noise_kernel[(3,)](out, seed, position, 600, ROWS=8)
+        torch.testing.assert_close(out.cpu(), noise, rtol=1e-6, atol=5e-7)
 
 
-def test_noise_has_the_mean_and_variance_of_gumbel() -> None:
-    noise = torch.cat([gumbel_noise(7, p, 4096) for p in range(50)]).double()
-    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
-    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.03)
-
-
-def run(cases: list[Case], logits: torch.Tensor, rows: int, R: int) -> tuple[AcceptResult, torch.Tensor, torch.Tensor]:
-    B, V = len(cases), logits.shape[1]
-    t = tensors(cases, V, R)
-    rules = [pack_rules(c.stop, c.bad, c.words, c.biases) for c in cases]
-    t.params.rules_S.copy_(torch.tensor([r.data_ptr() for r in rules]))
-    result, words = AcceptResult.allocate(B, R, V), t.masks_SRW.shape[2]
-    step = StepTensors(
-        *(torch.arange(B, dtype=torch.int32), t.drafts_BR, t.num_drafts_B, t.kinds_BR, t.forced_BR),
-        *(t.masks_SRW.data_ptr(), (R * words, words), t.history_SL, t.length_S, t.params, result),
-    )
-    accept(logits, step, num_rows=rows)
-    assert int(result.counts_BV.abs().sum()) == 0
-    return result, t.history_SL, t.length_S
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("V", [50, 64, 1000, 1031])
-def test_accept_follows_the_definition_on_random_cases(dtype: torch.dtype, V: int) -> None:
+@pytest.mark.parametrize(
+    ("target", "V", "dtype"),
+    [
+        *(("native", V, dtype) for V in (50, 64, 1031) for dtype in (torch.float32, torch.bfloat16)),
+        ("triton", 50, torch.float32),
+        ("triton", 519, torch.float16),
+        pytest.param("triton", 600, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    indirect=["target"],
+)
+def test_accept_follows_the_definition_on_random_cases(target: Target, V: int, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(V)
-
-    def pick(n: int) -> int:
-        return int(torch.randint(n, (1,), generator=g))
-
-    for _ in range(12):
-        B, rows = 1 + pick(3), 1 + pick(4)
+    interpreted = target is not None and target.type == "cpu"
+    for _ in range(2 if interpreted else 12):
+        B, rows = 3, 1 + int(torch.randint(4, (1,), generator=g))
         logits = (torch.randn(B * rows, V, generator=g) * 3).to(dtype)
         cases = random_cases(g, logits, B, rows)
-        result, history, length = run(cases, logits, rows, R=rows + 1)
+        result, history, length, _ = run(cases, logits, rows, rows + 1, target)
         for b, case in enumerate(cases):
             want = expected(case, logits, b * rows)
-            got = result.emitted_BR[b, : int(result.num_emitted_B[b])].tolist()
-            assert got == want, case
+            assert result.emitted_BR[b, : int(result.num_emitted_B[b])].tolist() == want, case
             assert history[b, : int(length[b])].tolist() == case.history + want
 
 
-def test_a_deferred_row_emits_nothing_and_earlier_tokens_remain() -> None:
-    logits = torch.zeros(3, 50)
-    logits[0, 7] = logits[1, 8] = logits[2, 9] = 5.0
-    result, _, length = run([Case([1, 2], 2, drafts=[7, 8], kinds=[ALL, DEFER, ALL])], logits, 3, 3)
-    assert (int(result.num_emitted_B[0]), int(result.blocked_B[0]), int(length[0])) == (1, DEFER, 3)
-    result, _, length = run([Case([1, 2], 2, drafts=[7, 8], kinds=[DEFER, ALL, ALL])], logits, 3, 3)
-    assert (int(result.num_emitted_B[0]), int(result.blocked_B[0]), int(length[0])) == (0, DEFER, 2)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param({"top_k": 3}, marks=pytest.mark.slow),
+        {"top_k": 40, "top_p": 0.9},
+        {"top_p": 0.2},
+        pytest.param({"top_p": 1e-6}, marks=pytest.mark.slow),
+        {"min_p": 0.3},
+        pytest.param({"min_p": 1.0, "top_k": 5}, marks=pytest.mark.slow),
+        {"top_k": 2, "top_p": 0.5, "min_p": 0.01, "temperature": 1e-30},
+        {"temperature": 1e-30},
+    ],
+)
+def test_filters_keep_the_tokens_of_exact_thresholds(target: Target, sampling: dict[str, float]) -> None:
+    V, rows = 300, 8
+    logits = torch.randn(rows, V, generator=torch.Generator().manual_seed(4)).round(decimals=1)  # with ties
+    cases = [Case([1, 2], 1, seed=j, **{"temperature": 1.3, **sampling}) for j in range(rows)]  # type: ignore[arg-type]
+    result, _, _, _ = run(cases, logits, 1, 1, target)
+    for j, case in enumerate(cases):
+        assert result.emitted_BR[j].tolist() == [reference_token(case, case.history, logits[j], 0)], case
 
 
-def test_a_row_without_a_legal_token_is_a_dead_end_and_never_token_zero() -> None:
-    logits = torch.randn(1, 50)
-    empty = torch.zeros(50, dtype=torch.bool)
-    result, _, length = run([Case([1], 1, kinds=[APPLY], masks={0: empty})], logits, 1, 1)
-    assert (int(result.num_emitted_B[0]), int(result.blocked_B[0]), int(length[0])) == (0, DEAD_END, 1)
+def peaks(lanes: int, *tokens: int) -> torch.Tensor:
+    """Return logits whose rows of each lane have these tokens as the largest."""
+    logits = torch.zeros(lanes * len(tokens), 50)
+    for j in range(len(logits)):
+        logits[j, tokens[j % len(tokens)]] = 5.0
+    return logits
 
 
-def test_a_stop_token_at_a_steered_row_is_reported() -> None:
-    logits = torch.zeros(3, 50)
-    for j, token in enumerate((7, 8, 9)):
-        logits[j, token] = 5.0
+@pytest.mark.parametrize(
+    ("kinds", "empty", "want"),
+    [
+        ([ALL, DEFER, ALL], None, (1, DEFER, 3)),
+        ([DEFER, ALL, ALL], None, (0, DEFER, 2)),
+        ([ALL, ALL, APPLY], 2, (2, DEAD_END, 4)),
+        ([APPLY, ALL, ALL], 0, (0, DEAD_END, 2)),
+        ([ALL, ALL, ERROR], None, (2, ERROR, 4)),
+    ],
+)
+def test_blocked_rows_emit_nothing_and_earlier_tokens_remain(
+    target: Target, kinds: list[int], empty: int | None, want: tuple[int, int, int]
+) -> None:
+    """A row without a legal token is a dead end, and never token 0."""
+    masks = {} if empty is None else {empty: torch.zeros(50, dtype=torch.bool)}
+    case = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks)
+    result, _, length, state = run([case], peaks(1, 7, 8, 9), 3, 3, target)
+    assert (int(result.num_emitted_B[0]), int(result.blocked_B[0]), int(length[0])) == want
+    if state is not None:
+        assert state.done_S.tolist() == [want[1] > DEFER]
+
+
+def test_stops_end_acceptance_inside_a_block_of_drafts(target: Target) -> None:
+    """A stop token at a steered row is told apart."""
     one = torch.zeros(50, dtype=torch.bool)
     one[8] = True
-    kinds, masks = [ALL, APPLY, ALL], {1: one}
-    led = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks, forced={1: STEERED}, stop=(8,))
-    before = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks, forced={0: STEERED}, stop=(8,))
-    result, _, _ = run([led, before], torch.cat([logits, logits]), 3, 3)
-    assert result.finish_B.tolist() == [STOP_STEERED, STOP_TOKEN]
-    assert result.num_emitted_B.tolist() == [2, 2]
+    chain = {"drafts": [7, 8, 9], "kinds": [ALL, APPLY, ALL, ALL], "masks": {1: one}}
+    cases = [
+        Case([1, 2], 2, [7, 8, 9], stop=(8,)),
+        Case([1, 2], 2, [7, 8, 9], max_length=5),
+        Case([1, 2], 2, [7, 8, 9]),
+        Case([1, 2], 2, stop=(8,), forced={1: STEERED}, **chain),  # type: ignore[arg-type]
+        Case([1, 2], 2, stop=(8,), forced={0: STEERED}, **chain),  # type: ignore[arg-type]
+    ]
+    result, _, length, state = run(cases, peaks(5, 7, 8, 9, 10), 4, 4, target)
+    assert result.finish_B.tolist() == [STOP_TOKEN, STOP_LENGTH, RUN_ON, STOP_STEERED, STOP_TOKEN]
+    assert result.num_emitted_B.tolist() == [2, 3, 4, 2, 2]
+    assert result.num_accepted_B.tolist() == [2, 3, 3, 2, 2]
+    assert length.tolist() == [4, 5, 6, 4, 4]
+    if state is not None:
+        assert state.done_S.tolist() == [True, True, False, True, True]
 
 
-def test_stop_tokens_and_lengths_end_acceptance_inside_a_block_of_drafts() -> None:
-    logits = torch.zeros(4, 50)
-    for j, token in enumerate((7, 8, 9, 10)):
-        logits[j, token] = 5.0
-    stop = Case([1, 2], 2, drafts=[7, 8, 9], stop=(8,))
-    limit = Case([1, 2], 2, drafts=[7, 8, 9], max_length=5)
-    result, _, length = run([stop, limit], torch.cat([logits, logits]), 4, 4)
-    assert result.finish_B.tolist() == [STOP_TOKEN, STOP_LENGTH]
-    assert result.num_emitted_B.tolist() == [2, 3]
-    assert result.num_accepted_B.tolist() == [2, 3]
-    assert length.tolist() == [4, 5]
-    result, _, _ = run([Case([1, 2], 2, drafts=[7, 8, 9])], logits, 4, 4)
-    assert (int(result.finish_B[0]), int(result.num_emitted_B[0]), int(result.num_accepted_B[0])) == (RUN_ON, 4, 3)
+def test_bad_words_ban_the_last_token_only_after_their_head(target: Target) -> None:
+    """The head may be in the history, or begin there and end in the drafts."""
+    logits = peaks(4, 7, 9)
+    logits[1::2, 3] = 4.0
+    words = ((2,), (6, 7, 9))
+    cases = [Case([1, head], 1, drafts=[7], words=words) for head in (6, 5)]
+    cases += [Case([1, 6, 7], 1, words=words), Case([1, 7, 6], 1, words=words)]
+    logits[4], logits[6] = logits[1], logits[1]
+    result, _, _, _ = run(cases, logits, 2, 2, target)
+    assert result.emitted_BR[:2].tolist() == [[7, 3], [7, 9]]
+    assert result.emitted_BR[2:, 0].tolist() == [3, 9]
 
 
-def test_bad_words_ban_the_last_token_only_after_their_head() -> None:
-    logits = torch.zeros(2, 50)
-    logits[:, 9], logits[:, 3] = 5.0, 4.0
-    result, _, _ = run([Case([1, 6, 7], 1, words=((6, 7, 9),)), Case([1, 7, 6], 1, words=((6, 7, 9),))], logits, 1, 1)
-    assert result.emitted_BR[:, 0].tolist() == [3, 9]
-
-
-def test_logprobs_have_the_distribution_of_the_model() -> None:
-    logits = torch.randn(1, 70)
+def test_logprobs_have_the_distribution_of_the_model(target: Target) -> None:
+    logits = torch.randn(2, 70, generator=torch.Generator().manual_seed(0))
+    logits[:, 40] = logits[:, 20] = 9.0  # a tie: the lower id is listed first
     mask = torch.zeros(70, dtype=torch.bool)
     mask[11] = True
-    case = Case([1, 11], 1, kinds=[APPLY], masks={0: mask}, num_logprobs=4, repetition=1.5, temperature=0.5)
-    result, _, _ = run([case], logits, 1, 1)
-    logprobs = logits[0].log_softmax(-1)
-    assert int(result.emitted_BR[0, 0]) == 11
-    assert result.logprob_BR[0, 0].item() == pytest.approx(logprobs[11].item(), abs=1e-5)
-    assert result.top_ids_BRN[0, 0, :4].tolist() == logprobs.topk(4).indices.tolist()
-    torch.testing.assert_close(result.top_logprobs_BRN[0, 0, :4], logprobs.topk(4).values, atol=1e-5, rtol=0)
+    cases = [
+        Case([1, 11], 1, kinds=[APPLY], masks={0: mask}, num_logprobs=20, repetition=1.5, temperature=0.5),
+        Case([1, 11], 1, kinds=[FORCED], forced={0: 5}, num_logprobs=0),
+    ]
+    result, _, _, _ = run(cases, logits, 1, 1, target)
+    want = logits.log_softmax(-1)
+    assert result.emitted_BR[:, 0].tolist() == [11, 5]
+    torch.testing.assert_close(result.logprob_BR[:, 0].cpu(), want[[0, 1], [11, 5]], atol=1e-5, rtol=0)
+    values, ids = want[0].sort(descending=True, stable=True)
+    assert result.top_ids_BRN[0, 0].tolist() == ids[:20].tolist()
+    torch.testing.assert_close(result.top_logprobs_BRN[0, 0].cpu(), values[:20], atol=1e-5, rtol=0)
 
 
-def test_sampling_frequencies_match_the_softmax() -> None:
-    # The Gumbel-max trick draws from softmax(logits / T): compare over many positions.
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0] + [-9.0] * 60])
-    counts = torch.zeros(64)
-    for seed in range(1500):
-        result, _, _ = run([Case([1], 1, temperature=1.5, seed=seed * 7919)], logits, 1, 1)
-        counts[int(result.emitted_BR[0, 0])] += 1
-    want = (logits[0] / 1.5).softmax(-1)
-    assert (counts / counts.sum() - want).abs().max().item() < 0.04
+@triton_only
+def test_lanes_without_a_running_slot_emit_nothing(target: torch.device) -> None:
+    """The slot of lane 0 has ended; lane 1 is idle; with and without filters lane 2 draws the same."""
+    tokens = []
+    for filters in (True, False):
+        cases = [Case([1, 2], 1), Case([1], 1), Case([1], 1, temperature=0.8, seed=3)]
+        made = step_of(cases, 300, 1, target, filters=filters)
+        made.rows.done_S[0] = True
+        step = replace(made.step, slots_B=torch.tensor([0, -1, 2], dtype=torch.int32, device=target))
+        step.result.num_emitted_B.fill_(7)
+        accept(torch.randn(3, 300, generator=torch.Generator().manual_seed(2)).to(target), step, num_rows=1)
+        assert step.length_S.tolist() == [2, 1, 2]
+        assert step.result.num_emitted_B.tolist() == [0, 0, 1]
+        assert int(step.result.blocked_B[0]) == DEFER
+        tokens.append(int(step.result.emitted_BR[2, 0]))
+    assert tokens[0] == tokens[1]
 
 
-def test_a_tiny_temperature_is_greedy_and_never_nan() -> None:
-    logits = torch.randn(1, 64) * 50
-    result, _, _ = run([Case([1], 1, temperature=1e-30)], logits, 1, 1)
-    assert int(result.emitted_BR[0, 0]) == int(logits.argmax())
+@pytest.mark.parametrize(
+    ("sampling", "pruned"),
+    [
+        ({}, False),
+        pytest.param({}, True, marks=pytest.mark.slow),
+        pytest.param({"temperature": 1.0}, False, marks=pytest.mark.slow),
+        ({"temperature": 1.0}, True),
+        ({"temperature": 1.0, "top_k": 4, "top_p": 0.8}, False),
+        pytest.param({"temperature": 1.0, "top_k": 4, "top_p": 0.8}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_draft_is_the_token_that_its_row_draws_without_a_draft(
+    target: Target, sampling: dict[str, float], pruned: bool
+) -> None:
+    V, R, row = 200, 4, 2
+    g = torch.Generator().manual_seed(5)
+    target_ids = torch.randperm(V, generator=g)[:70].sort().values if pruned else torch.arange(V)
+    small = torch.randn(5, len(target_ids), generator=g)
+    full = torch.full((5, V), -torch.inf).index_copy(1, target_ids, small)
+    # With a pruned vocabulary the forced token is outside the drafter's vocabulary.
+    forced = 33 if not pruned else int(next(v for v in range(V) if v not in target_ids))
+    masks = [torch.rand(V, generator=g) < 0.5, torch.zeros(V, dtype=torch.bool)]
+    cases = [
+        Case(
+            *([1, 2], 1, [5, 6, 0], [0, 0, kind, 0]),
+            **{"masks": {row: mask}, "forced": {row: forced}, "repetition": 1.2, **sampling},
+        )
+        for kind, mask in zip(
+            (ALL, APPLY, APPLY, FORCED, DEFER), masks[:1] * 2 + masks[1:] + masks[:1] * 2, strict=True
+        )
+    ]
+    made = step_of(cases, V, R, target, block=64)
+    step = made.step
+    if step.device is not None:
+        # Rows that the kernel skips leave old values here, which must never be used as indices.
+        step.device.scratch.chosen_N.fill_(1 << 30)
+        step.device.scratch.best_column_NC.fill_(1 << 30)
+    d2t = (target_ids - torch.arange(len(target_ids))).int().to(target or "cpu") if pruned else None
+    draw_drafts(small.to(target or "cpu"), step, row, d2t_V=d2t)
+    tokens = step.drafts_BR[:, row].tolist()
+    for b in (0, 1):
+        assert tokens[b] == reference_token(cases[b], [*cases[b].history, 5, 6], full[b], row)
+    assert tokens[2:] == [-1, forced, -1]
+    assert step.history_SL[:, 4].tolist() == [max(token, 0) for token in tokens]
+
+
+@triton_only
+def test_rules_that_do_not_fit_are_rejected(target: torch.device) -> None:
+    state = step_of([Case([1], 1)], 50, 1, target).rows
+    with pytest.raises(ValueError, match="at most 64"):
+        state.write_rules(0, pack_rules(tuple(range(63)), (), ()))

@@ -149,29 +149,32 @@ def test_drafts_equal_those_of_a_plain_search(least: int, most: int) -> None:
     assert sum(length > 2 for length in lengths) > 20
 
 
-def test_the_index_goes_on_where_the_own_text_has_no_place() -> None:
-    bench, ring = Bench(), ring_of([1, 2, 3, 4, 5, 6])
-    bench.slots.rings_S[0] = ring.address
-    bench.write(0, [9, 8], [1, 2])
-    bench.write(1, [9, 8], [1, 2])
-    assert bench.draft(0)[:2] == [3, 4]
-    assert bench.slots.from_ring_S.tolist()[:2] == [(1 << int(bench.slots.num_drafts_S[0])) - 1, 0]
-    assert int(bench.slots.num_drafts_S[1]) == 0, "a slot without a ring does not look into one"
-
-
-def test_a_continuation_that_was_rejected_is_not_drafted_again_at_the_same_suffix() -> None:
-    """The prompt says 5 after (3, 4), and the target wrote 6 there: prompt lookup would draft 5 for ever."""
-    bench = Bench()
-    prompt, answer = [3, 4, 5, 5, 5], [3, 4, 6, 7, 7, 3, 4]
+@pytest.mark.parametrize(
+    ("texts", "prompt", "answer", "first"),
+    [
+        ([[1, 2, 3, 4, 5, 6]], [9, 8], [1, 2], [3, 4]),
+        ([], [9, 8], [1, 2], []),
+        # The prompt says 5 after (3, 4), and the target wrote 6 there: prompt lookup would draft 5 for ever.
+        ([], [3, 4, 5, 5, 5], [3, 4, 6, 7, 7, 3, 4], [6]),
+        ([[1, 2, 3, 4]] * 5 + [[1, 2, 9, 9]], [50], [1, 2], [3, 4]),
+        # A full ring keeps the newest tokens.
+        ([[1, 2, 3, 4]] * 100 + [[5, 6, 7, 8]] * 100, [50], [1, 2], []),
+        ([[1, 2, 3, 4]] * 100 + [[5, 6, 7, 8]] * 100, [50], [5, 6], [7, 8]),
+        # A text longer than the ring leaves its end.
+        ([[*range(1000, 1000 + 3 * MIN_CAPACITY)]], [50], [1000, 1001], []),
+        ([[*range(1000, 1000 + 3 * MIN_CAPACITY)]], [50], [996 + 3 * MIN_CAPACITY, 997 + 3 * MIN_CAPACITY],
+         [998 + 3 * MIN_CAPACITY]),
+    ],
+    ids=["ring", "no ring", "rejected before", "majority", "old tokens", "new tokens", "begin", "end"],
+)  # fmt: skip
+def test_the_first_drafts(texts: list[list[int]], prompt: list[int], answer: list[int], first: list[int]) -> None:
+    bench, ring = Bench(), ring_of(*texts)
+    if texts:
+        bench.slots.rings_S[0] = ring.address
     bench.write(0, prompt, answer)
-    assert bench.draft(0)[:1] == [6]
-
-
-def test_many_equal_answers_win_over_one_other() -> None:
-    bench, ring = Bench(), ring_of(*[[1, 2, 3, 4]] * 5, [1, 2, 9, 9])
-    bench.slots.rings_S[0] = ring.address
-    bench.write(0, [50], [1, 2])
-    assert bench.draft(0) == [3, 4]
+    assert bench.draft(0)[: len(first) or None] == first
+    count = int(bench.slots.num_drafts_S[0])
+    assert int(bench.slots.from_ring_S[0]) == ((1 << count) - 1 if texts else 0)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,7 @@ def test_many_equal_answers_win_over_one_other() -> None:
     [({"draft_limit": 2}, 2), ({"max_length": 8}, 3), ({"max_drafts": 1}, 1), ({"max_length": 4}, 0)],
 )
 def test_drafts_keep_every_limit(limits: dict[str, int], expected: int) -> None:
-    bench, ring = Bench(), ring_of([1, 2, 3, 4, 5, 6, 7, 8, 9], *[[1, 2, 3, 4, 5, 6, 7, 8, 9]] * 9)
+    bench, ring = Bench(), ring_of(*[[1, 2, 3, 4, 5, 6, 7, 8, 9]] * 10)
     bench.slots.rings_S[0] = ring.address
     bench.write(0, [50, 51], [1, 2])
     bench.slots.draft_limit_S[0] = limits.get("draft_limit", ROWS - 1)
@@ -187,7 +190,7 @@ def test_drafts_keep_every_limit(limits: dict[str, int], expected: int) -> None:
     assert len(bench.draft(0, max_drafts=limits.get("max_drafts", ROWS - 1))) == expected
 
 
-def test_drafts_go_on_behind_jump_forward_tokens() -> None:
+def test_drafts_go_on_after_jump_forward_tokens() -> None:
     bench, ring = Bench(), ring_of(*[[1, 2, 3, 4, 5, 6]] * 9)
     bench.slots.rings_S[:2] = ring.address
     bench.write(0, [50], [1], forced=(2, 3))
@@ -217,28 +220,6 @@ def test_the_drafts_of_rings_are_counted_by_their_bits() -> None:
     bench.lanes.num_emitted_B[2] = 0
     bench.votes.count(3)
     assert (bench.votes.num_verified, bench.votes.num_accepted) == (3 + 2, 2 + 0)
-
-
-def test_a_full_ring_keeps_the_newest_tokens() -> None:
-    bench, ring = Bench(), SuffixRing(MIN_CAPACITY)
-    for number in range(200):
-        ring.add([1, 2, 3, 4] if number < 100 else [5, 6, 7, 8])
-    bench.slots.rings_S[0] = ring.address
-    bench.write(0, [50], [1, 2])
-    assert bench.draft(0) == []
-    bench.write(0, [50], [5, 6])
-    assert bench.draft(0) == [7, 8]
-
-
-def test_a_text_longer_than_the_ring_leaves_its_end() -> None:
-    bench, ring = Bench(), SuffixRing(MIN_CAPACITY)
-    ring.add(list(range(1000, 1000 + 3 * MIN_CAPACITY)))
-    bench.slots.rings_S[0] = ring.address
-    bench.write(0, [50], [1000, 1001])
-    assert bench.draft(0) == []
-    end = 1000 + 3 * MIN_CAPACITY
-    bench.write(0, [50], [end - 4, end - 3])
-    assert bench.draft(0)[:1] == [end - 2]
 
 
 def test_a_grown_ring_has_the_same_texts() -> None:

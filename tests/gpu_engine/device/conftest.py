@@ -7,11 +7,22 @@ the attention kernel.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from gpu_engine.model.loader import LoadedModel, load_model
-from tests.gpu_engine import tiny
+from tests.fakes import EOS
+from tests.gpu_engine import eagle, tiny
+from tests.gpu_engine.device.device_requests import GUIDED, UNGUIDED, on_cpu
 from tests.gpu_engine.harness import config
+
+
+def small_llama(folder: Path, seed: int = 0) -> Path:
+    family = tiny.FAMILIES["llama"]()
+    family.num_hidden_layers, family.num_attention_heads, family.num_key_value_heads = 1, 2, 1
+    family.head_dim = family.hidden_size // family.num_attention_heads
+    return tiny.save(family, folder, rounds=True, seed=seed)
 
 
 @pytest.fixture(scope="session")
@@ -20,8 +31,31 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
     Its name is its folder.
     """
-    family = tiny.FAMILIES["llama"]()
-    family.num_hidden_layers, family.num_attention_heads, family.num_key_value_heads = 1, 2, 1
-    family.head_dim = family.hidden_size // family.num_attention_heads
-    folder = tiny.save(family, tmp_path_factory.mktemp("rounds"), rounds=True)
-    return load_model(config(model=str(folder), fuse_parts=False))
+    return load_model(config(model=str(small_llama(tmp_path_factory.mktemp("rounds"))), fuse_parts=False))
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a draft model that sometimes agrees with the target."""
+    return str(small_llama(tmp_path_factory.mktemp("other"), seed=1))
+
+
+@pytest.fixture(scope="session")
+def head(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of an EAGLE3 head of random weights, over a part of the vocabulary."""
+    folder = tmp_path_factory.mktemp("random") / "eagle3"
+    eagle.save_random(Path(llama.name), folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def unguided_tokens(llama: LoadedModel) -> list[list[int]]:
+    return on_cpu(llama, [make() for make in UNGUIDED])
+
+
+@pytest.fixture(scope="session")
+def guided_tokens(llama: LoadedModel) -> list[list[int]]:
+    emitted = on_cpu(llama, [make() for make in GUIDED])
+    assert [len(ids) for ids in emitted] == [9, 6, 8]
+    assert emitted[0][-1] == emitted[2][-1] == EOS
+    return emitted

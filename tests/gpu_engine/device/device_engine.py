@@ -3,7 +3,7 @@
 Torch operations are traced at the capture and repeated by replays (see recorded_stream.py). A Triton kernel computes
 with numpy, which the trace does not see, so its launches are marked `opaque`: a replay calls them again with the
 arguments of the capture.
-Not responsible for: expected tokens, which the tests have from an engine on a CPU.
+Not responsible for: expected tokens, which come from an engine on a CPU (see device_requests.on_cpu).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from gpu_engine.drafters.build import Builder
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
 from gpu_engine.step.device.triton_launches import TritonLaunches
-from shared_mem.channel import EngineEnd
+from shared_mem.channel import EngineEnd, Record
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
 from tests.gpu_engine.device.fake_flags import FakeFlags
 from tests.gpu_engine.device.recorded_stream import RecordedStream, opaque
-from tests.gpu_engine.harness import running
+from tests.gpu_engine.harness import PATIENCE_S, Answer, running
 from tests.gpu_engine.toy_sidecar import ToyGrammar
 
 
@@ -141,3 +141,40 @@ def guided_device_engine(
         finally:
             grammar.kill_sidecar()
             device.stream.close()
+
+
+def after_three_tokens(record: Record) -> bool:
+    return record.commit_pos + len(record.committed) >= 3
+
+
+def answer_over_a_loss(
+    engine: Engine,
+    grammar: ToyGrammar,
+    answers: list[Answer],
+    lost: Callable[[Record], bool] = after_three_tokens,
+) -> list[list[int]]:
+    """Answer while the grammar process is lost in the step of a record, and starts again once free answers that have
+    begun are over.
+
+    The record is read and never answered, so the settings need a short `row_timeout_ms`.
+    """
+    first, thread = grammar.sidecar, grammar._thread
+
+    def die(record: Record) -> None:
+        first.stopping |= lost(record)
+
+    first.before = die
+    for answer in answers:
+        answer.submit(engine)
+    thread.join(PATIENCE_S)
+    grammar.kill_sidecar()
+    engine.grammar_lost()
+    for answer in answers:
+        if answer.request.grammar is None and answer.tokens:
+            answer.wait()
+    assert not answers[0].over, "an answer under a grammar pauses"
+    grammar.start_sidecar()
+    engine.grammar_restored()
+    found = [answer.wait().tokens for answer in answers]
+    assert first.problems == []
+    return found

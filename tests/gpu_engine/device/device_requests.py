@@ -12,7 +12,9 @@ import pytest
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
-from tests.gpu_engine.harness import ask, tokens, with_drafts
+from gpu_engine.model.loader import LoadedModel
+from tests.gpu_engine.harness import Answer, answer_each, ask, tokens, unguided_engine, with_drafts
+from tests.gpu_engine.toy_sidecar import guided_engine
 
 INTERPRETED = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
@@ -26,12 +28,9 @@ INTERPRETED = [
 
 SMALL = {"max_batch_size": 2, "max_model_len": 64, "max_batched_tokens": 32, "row_timeout_ms": 20_000.0}
 
-
 PATIENT = {"draft_timeout_ms": 20_000.0, "fuse_parts": False}
 
-
 BIASES = tuple((token, 1.5 - token % 4) for token in range(0, 300, 3))
-
 
 UNGUIDED = [
     partial(ask, [*range(196, 203)] * 2, max_tokens=9),
@@ -53,7 +52,6 @@ UNGUIDED = [
 ]
 """More requests than there are slots, so that slots are assigned again."""
 
-
 GUIDED = [
     partial(ask, tokens(20, 1, repeat=8), grammar="8", max_tokens=30),
     partial(ask, tokens(7, 2), max_tokens=6, ignore_eos=True),
@@ -63,6 +61,16 @@ GUIDED = [
 
 def on_device(num_drafts: int, **fields: object) -> EngineConfig:
     return with_drafts(num_drafts, device="cuda", **{**SMALL, **PATIENT, **fields})
+
+
+def on_cpu(model: LoadedModel, answers: list[Answer], **fields: object) -> list[list[int]]:
+    """Answer each request by itself on a CPU, without drafts, and return the tokens."""
+    settings = with_drafts(0, **{**SMALL, **fields})
+    if any(answer.request.grammar is not None for answer in answers):
+        with guided_engine(model, settings) as (engine, _):
+            return answer_each(engine, answers)
+    with unguided_engine(model, settings) as engine:
+        return answer_each(engine, answers)
 
 
 class ByChance(DraftBudget):

@@ -23,10 +23,14 @@ from gpu_engine.model.adapters.peft_files import AdapterNotSupported
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.ops.memory import weight_bytes
-from shared_mem.channel import Record
 from tests.gpu_engine.adapters.files import save_lora, save_prompt
 from tests.gpu_engine.device.adapter_stacks import over_stacks
-from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine
+from tests.gpu_engine.device.device_engine import (
+    RecordedDevice,
+    answer_over_a_loss,
+    device_engine,
+    guided_device_engine,
+)
 from tests.gpu_engine.device.device_requests import INTERPRETED, SMALL
 from tests.gpu_engine.harness import (
     PATIENCE_S,
@@ -207,8 +211,9 @@ def guided(made: Made) -> list[list[int]]:
         return answer_each(engine, asked(engine, GUIDED))
 
 
-@pytest.mark.parametrize("sync", ["host_callback", "device_flag"])
-@pytest.mark.parametrize("num_drafts", [0, 3, 7])
+@pytest.mark.parametrize(
+    ("num_drafts", "sync"), [(0, "device_flag"), (3, "host_callback"), (3, "device_flag"), (7, "host_callback")]
+)
 @pytest.mark.slow
 def test_guided_tokens_equal_those_of_a_cpu(made: Made, guided: list[list[int]], num_drafts: int, sync: str) -> None:
     with guided_device_engine(made.device, on_device(num_drafts, sync=sync, **made.named)) as (engine, _, _):
@@ -221,20 +226,7 @@ def test_guided_tokens_equal_those_of_a_cpu(made: Made, guided: list[list[int]],
 def test_a_killed_grammar_process_and_few_pages_change_no_token(made: Made, guided: list[list[int]]) -> None:
     patient = {"row_timeout_ms": 300.0, "draft_timeout_ms": 300.0, "kv_cache_tokens": 64}
     with guided_device_engine(made.device, on_device(3, **made.named, **patient)) as (engine, grammar, stream):
-        first, answers = grammar.sidecar, asked(engine, GUIDED)
-
-        def die(record: Record) -> None:
-            first.stopping |= record.commit_pos + len(record.committed) >= 3
-
-        first.before = die
-        for answer in answers:
-            answer.submit(engine)
-        grammar._thread.join(PATIENCE_S)
-        grammar.kill_sidecar()
-        engine.grammar_lost()
-        grammar.start_sidecar()
-        engine.grammar_restored()
-        assert [answer.wait().tokens for answer in answers] == guided
+        assert answer_over_a_loss(engine, grammar, asked(engine, GUIDED)) == guided
         until_false(lambda: any(use.in_use for use in engine.adapters.listed()))
         assert stream.failure is None
 
@@ -264,22 +256,16 @@ def test_the_prompts_log_probabilities_and_cached_pages_are_those_of_a_cpu(made:
         assert first in (0, again)  # a prompt that was scored leaves its pages
 
 
-def test_the_stacks_are_counted_in_the_memory_of_the_model(made: Made, llama: LoadedModel) -> None:
+def test_the_stacks_are_counted_and_bounded(made: Made, llama: LoadedModel) -> None:
     pool = made.device.adapters
     assert isinstance(pool, DeviceAdapterPool)
     stacks = LIMITS.max_adapters * (pool.lora_bytes + pool.prompt_bytes)
     assert weight_bytes(made.device) - weight_bytes(llama) == stacks
-
-
-def test_stacks_that_need_more_memory_than_the_settings_allow_end_the_start(llama: LoadedModel) -> None:
     few = replace(LIMITS, max_adapter_bytes=5000)
     with pytest.raises(
         AdapterNotSupported, match=r"max_adapter_bytes: is 5000, .* 2 adapters .* of rank 8 .* take \d+"
     ):
         DeviceAdapterPool(llama.net, llama.vocab_size, few, lambda *_: None)
-
-
-def test_an_adapter_above_the_largest_rank_ends_the_start(made: Made) -> None:
     for fields, problem in (
         ({"max_lora_rank": 6}, "adapters: a: path: rank: is 7, and max_lora_rank is 6"),
         ({"max_virtual_tokens": 4}, "adapters: p: path: num_virtual_tokens: is 5, and max_virtual_tokens is 4"),

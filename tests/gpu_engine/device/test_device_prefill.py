@@ -22,10 +22,9 @@ from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import SlotBuffers
 from tests.gpu_engine import eagle
 from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine, opaque_launches
-from tests.gpu_engine.device.device_requests import INTERPRETED, PATIENT
+from tests.gpu_engine.device.device_requests import INTERPRETED, PATIENT, on_cpu
 from tests.gpu_engine.device.recorded_stream import RecordedGraph, RecordedStream
-from tests.gpu_engine.harness import Answer, answer_each, ask, executor_of, tokens, unguided_engine, with_drafts
-from tests.gpu_engine.toy_sidecar import guided_engine
+from tests.gpu_engine.harness import Answer, ask, executor_of, tokens, with_drafts
 
 pytestmark = INTERPRETED
 
@@ -49,8 +48,7 @@ GUIDED = [
 
 @pytest.fixture(scope="module")
 def expected(llama: LoadedModel) -> list[list[int]]:
-    with unguided_engine(llama, with_drafts(0, **SMALL)) as engine:
-        return answer_each(engine, [make() for make in MIX])
+    return on_cpu(llama, [make() for make in MIX], **SMALL)
 
 
 def prefill_of(engine: Engine) -> Prefill:
@@ -108,8 +106,7 @@ def test_prompts_prefilled_together_have_the_tokens_of_each_alone(
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["grammar", "model"])
 def test_guided_prompts_are_prefilled_together_with_others(llama: LoadedModel, drafter: str) -> None:
-    with guided_engine(llama, with_drafts(0, **SMALL)) as (engine, _):
-        expected = answer_each(engine, [make() for make in GUIDED])
+    expected = on_cpu(llama, [make() for make in GUIDED], **SMALL)
     draft_model = llama.name if drafter == "model" else ""
     settings = replace(with_drafts(2, device="cuda", draft_model=draft_model, **SMALL, **PATIENT), drafter=drafter)
     with guided_device_engine(llama, settings) as (engine, _, _):
@@ -164,7 +161,7 @@ def warmed_up(llama: LoadedModel, stream: LoggedStream, settings: EngineConfig) 
         stream.close()
 
 
-def test_a_prefill_of_every_shape_is_captured_behind_the_steps(llama: LoadedModel) -> None:
+def test_a_prefill_of_every_shape_is_captured_after_the_steps(llama: LoadedModel) -> None:
     stream, settings = LoggedStream(), with_drafts(0, device="cuda", **SMALL, **PATIENT)
     shapes = settings.prefill_shapes.every
     with warmed_up(llama, stream, settings) as prefill:
@@ -174,10 +171,15 @@ def test_a_prefill_of_every_shape_is_captured_behind_the_steps(llama: LoadedMode
         assert stream.log.count("prefill") == len(shapes)
         sides = [len(shapes)] * 2 + [len(stream.log)] * 2
         assert stream.scored_at == sides, "a shape without a graph is warmed up on both sides"
-        assert stream.log[-len(shapes) :] == ["prefill"] * len(shapes), "behind the steps, and no launch is behind them"
+        assert stream.log[-len(shapes) :] == ["prefill"] * len(shapes), "after the steps, and no launch comes later"
         assert [graph.replays for graph in stream.prefills] == [1] * len(shapes), "the first replay uploads a graph"
     assert not prefill.captured
     assert not any(graph.nodes for graph in stream.prefills), "the graphs are destroyed"
+    eager = LoggedStream()
+    with warmed_up(llama, eager, replace(settings, enforce_eager=True)) as prefill:
+        assert not prefill.captured
+        assert not {"step", "prefill"} & set(eager.log)
+        assert eager.log.count("_run") == 2 * len(shapes)
 
 
 def test_a_prefill_that_cannot_be_captured_is_launched_eagerly_with_one_line(
@@ -196,15 +198,6 @@ def test_a_prefill_that_cannot_be_captured_is_launched_eagerly_with_one_line(
     assert line == f"{shapes} of {shapes} prefill shapes are launched eagerly: " + (
         "operation not permitted when stream is capturing"
     )
-
-
-@pytest.mark.slow
-def test_enforce_eager_captures_no_prefill(llama: LoadedModel) -> None:
-    stream, settings = LoggedStream(), with_drafts(0, device="cuda", enforce_eager=True, **SMALL, **PATIENT)
-    with warmed_up(llama, stream, settings) as prefill:
-        assert not prefill.captured
-        assert not {"step", "prefill"} & set(stream.log)
-        assert stream.log.count("_run") == 2 * len(settings.prefill_shapes.every)
 
 
 def test_the_number_of_captured_prefills_is_bounded(llama: LoadedModel) -> None:
@@ -263,8 +256,7 @@ def test_pages_and_slot_of_a_request_aborted_between_two_chunks_are_reused(
 def test_a_request_preempted_between_two_chunks_has_the_same_tokens(llama: LoadedModel, prefix_cache: bool) -> None:
     late = partial(ask, tokens(150, 8), max_tokens=3, ignore_eos=True)
     small = {**SMALL, "max_batched_tokens": 64, "max_batch_size": 2}
-    with unguided_engine(llama, with_drafts(0, **small)) as engine:
-        expected = answer_each(engine, [late()])
+    expected = on_cpu(llama, [late()], **small)
     last = late()
 
     def submit(answer: Answer) -> None:

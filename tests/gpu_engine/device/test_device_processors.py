@@ -10,11 +10,9 @@ from gpu_engine.api.errors import ProcessorFailed
 from gpu_engine.api.processors import Processors
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
-from shared_mem.channel import Record
-from tests.gpu_engine.device.device_engine import device_engine, guided_device_engine
+from tests.gpu_engine.device.device_engine import answer_over_a_loss, device_engine, guided_device_engine
 from tests.gpu_engine.device.device_requests import INTERPRETED, SMALL, on_device
 from tests.gpu_engine.harness import (
-    PATIENCE_S,
     Answer,
     answer_all,
     answer_each,
@@ -135,20 +133,7 @@ def test_a_killed_grammar_process_changes_no_token(llama: LoadedModel, name: str
         expected = answer_each(engine, made(engine.processors, cases))
     fields |= {"row_timeout_ms": 300.0, "draft_timeout_ms": 300.0}
     with guided_device_engine(llama, on_device(3, **fields)) as (engine, grammar, stream):  # type: ignore[arg-type]
-        first, answers = grammar.sidecar, made(engine.processors, cases)
-
-        def die(record: Record) -> None:
-            first.stopping |= record.commit_pos + len(record.committed) >= 3
-
-        first.before = die
-        for answer in answers:
-            answer.submit(engine)
-        grammar._thread.join(PATIENCE_S)
-        grammar.kill_sidecar()
-        engine.grammar_lost()
-        grammar.start_sidecar()
-        engine.grammar_restored()
-        assert [answer.wait().tokens for answer in answers] == expected
+        assert answer_over_a_loss(engine, grammar, made(engine.processors, cases)) == expected
         replays, eager = counts(engine)
         assert (replays > 0) == (name == "captured")
         assert (eager > 0) == (name == "waves")

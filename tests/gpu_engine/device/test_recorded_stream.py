@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.gpu_engine.device.recorded_stream import PATIENCE_S, DeviceFailed, ReadsBack, RecordedStream, opaque
+from tests.gpu_engine.device.recorded_stream import DeviceFailed, ReadsBack, RecordedStream, opaque
 
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -23,13 +22,13 @@ def stream() -> Iterator[RecordedStream]:
 
 
 def test_capture_runs_nothing_and_a_replay_repeats_operations_in_order(stream: RecordedStream) -> None:
-    x, y, host = torch.zeros(3), torch.zeros(3), torch.zeros(3)
+    x, y, host, count = torch.zeros(3), torch.zeros(3), torch.zeros(3), [1]
     emitted: list[object] = []
     note = CALLBACK(lambda data: emitted.append((data, host.tolist())))
 
     def body() -> None:
         y.copy_(torch.where(x > 1, x * 2, x + 1))
-        x.add_(1)
+        x.add_(count[0])
 
     with stream.capture() as graph:
         stream.kernel(body)
@@ -37,26 +36,12 @@ def test_capture_runs_nothing_and_a_replay_repeats_operations_in_order(stream: R
         stream.host(ctypes.cast(note, ctypes.c_void_p).value or 0, 5)
     assert graph.kinds == ["kernel", "copy", "host"]
     assert (x.sum(), y.sum(), emitted) == (0, 0, [])
+    count[0] = 100  # a number that was read from the host at capture
     for _ in range(3):
         graph.replay()
     stream.synchronize()
     assert emitted == [(5, [1.0] * 3), (5, [2.0] * 3), (5, [4.0] * 3)]
     assert x.tolist() == [3.0] * 3
-
-
-def test_a_replay_uses_the_host_constants_of_the_capture(stream: RecordedStream) -> None:
-    x, count = torch.zeros(4, dtype=torch.int32), [1]
-
-    def body() -> None:
-        x[: count[0]].add_(count[0])
-
-    with stream.capture() as graph:
-        stream.kernel(body)
-    count[0] = 3
-    graph.replay()
-    stream.kernel(body)
-    stream.synchronize()
-    assert x.tolist() == [4, 3, 3, 0]
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -96,19 +81,6 @@ def test_native_kernels_run_at_every_replay(stream: RecordedStream) -> None:
     assert seen == [1, 2, 3]
 
 
-def test_work_is_asynchronous(stream: RecordedStream) -> None:
-    gate, x = threading.Event(), torch.zeros(1)
-    stream.before = lambda node: None if gate.wait(PATIENCE_S) else pytest.fail("never opened")
-    event = stream.event()
-    stream.kernel(lambda: x.fill_(1))
-    event.mark()
-    assert not event.reached()
-    gate.set()
-    event.wait()
-    assert event.reached()
-    assert x.item() == 1
-
-
 def test_after_an_error_no_host_function_runs(stream: RecordedStream) -> None:
     emitted: list[object] = []
     note = CALLBACK(emitted.append)
@@ -121,18 +93,3 @@ def test_after_an_error_no_host_function_runs(stream: RecordedStream) -> None:
     with pytest.raises(DeviceFailed):
         stream.synchronize()
     assert emitted == [1]
-
-
-def test_untraced_kernels_are_called_at_every_replay() -> None:
-    stream = RecordedStream(trace=False)
-    try:
-        x = torch.ones(1)
-        with stream.capture() as graph:
-            stream.kernel(lambda: x.mul_(1 + int(x)))
-        assert x.item() == 1
-        for _ in range(3):
-            graph.replay()
-        stream.synchronize()
-        assert x.item() == 42
-    finally:
-        stream.close()

@@ -1,18 +1,19 @@
-"""An engine whose steps verify trees of drafts, over a recorded stream, has the tokens of an engine without drafts."""
+"""Branches of known trees, over a recorded stream, are accepted and change no token.
+
+Not responsible for: trees of the lookup under a grammar and of heads (see test_device_lossless.py).
+"""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gpu_engine.drafters.build import BUILDERS, DrafterParts
+from gpu_engine.drafters.build import BUILDERS
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.prompt_rows import Chunks, Hidden
@@ -20,24 +21,23 @@ from gpu_engine.step.stream import Stream
 from kernels.accept import StepTensors
 from shared_mem.channel import Record
 from shared_mem.layout import Stage, parent_of
-from tests.gpu_engine import eagle
-from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine
-from tests.gpu_engine.device.device_requests import GUIDED, INTERPRETED, SMALL, UNGUIDED, on_device
+from tests.gpu_engine.device.device_engine import (
+    RecordedDevice,
+    after_three_tokens,
+    answer_over_a_loss,
+    device_engine,
+    guided_device_engine,
+)
+from tests.gpu_engine.device.device_requests import GUIDED, INTERPRETED, UNGUIDED, on_cpu, on_device
 from tests.gpu_engine.device.recorded_stream import opaque
 from tests.gpu_engine.harness import (
-    PATIENCE_S,
     Answer,
-    EveryDraft,
     answer_all,
-    answer_each,
     ask,
     config,
     executor_of,
-    unguided_engine,
-    with_drafts,
 )
 from tests.gpu_engine.tiny import VOCAB
-from tests.gpu_engine.toy_sidecar import guided_engine
 
 pytestmark = INTERPRETED
 
@@ -78,31 +78,25 @@ class KnownTree:
             slot.num_drafts_S[s] = max(0, min(len(drafts), int(slot.draft_limit_S[s]), batch.max_rows - 1, room))
 
 
-def answers_without_drafts(llama: LoadedModel, requests: Sequence[partial[Answer]]) -> list[list[int]]:
-    with unguided_engine(llama, with_drafts(0, **SMALL)) as engine:
-        return answer_each(engine, [make() for make in requests])
+def known_trees(requests: Sequence[partial[Answer]], answers: list[list[int]]) -> RecordedDevice:
+    """Return a device whose drafter is a `KnownTree` of these answers."""
+    known = {tuple(make().request.prompt_ids): ids for make, ids in zip(requests, answers, strict=True)}
+    assert len(known) == len(requests)
+    return RecordedDevice(drafter_builders={**BUILDERS, "ngram": lambda parts: KnownTree(parts.stream, known)})
 
 
 @pytest.mark.parametrize("fields", [{}, {"overlap": False, "enforce_eager": True}], ids=["graph", "eager"])
-def test_accepted_branches_change_no_token(llama: LoadedModel, fields: dict[str, bool]) -> None:
+def test_accepted_branches_change_no_token(
+    llama: LoadedModel, unguided_tokens: list[list[int]], fields: dict[str, bool]
+) -> None:
     """Greedy and sampled, with penalties, biases, filters and bad words. A lane in the middle of a tree has another
     next to it, and slots are assigned again."""
-    requests = UNGUIDED if not fields else UNGUIDED[:2]
-    expected = answers_without_drafts(llama, requests)
-    prompts = {tuple(make().request.prompt_ids): ids for make, ids in zip(requests, expected, strict=True)}
-    assert len(prompts) == len(requests)
-
-    def build(parts: DrafterParts) -> KnownTree:
-        return KnownTree(parts.stream, prompts)
-
-    device = RecordedDevice(drafter_builders={**BUILDERS, "ngram": build})
-    with device_engine(llama, on_device(5, draft_tree="on", **fields), device) as (engine, _):
-        executor_of(engine).runner.budget = EveryDraft()
-        answers = [make() for make in requests]
-        assert answer_all(engine, answers) == expected
-        accepted = engine.stats().accepted_draft_tokens
-    # A step emits up to four tokens: three drafts of the second branches and one of its own.
-    assert accepted > sum(map(len, expected)) // 3
+    count = 2 if fields else len(UNGUIDED)
+    requests, expected = UNGUIDED[:count], unguided_tokens[:count]
+    with device_engine(llama, on_device(5, draft_tree="on", **fields), known_trees(requests, expected)) as (engine, _):
+        assert answer_all(engine, [make() for make in requests]) == expected
+        # A step emits up to four tokens: three drafts of the second branches and one of its own.
+        assert engine.stats().accepted_draft_tokens > sum(map(len, expected)) // 3
 
 
 def test_branches_of_the_lookup_change_no_token(llama: LoadedModel) -> None:
@@ -111,34 +105,15 @@ def test_branches_of_the_lookup_change_no_token(llama: LoadedModel) -> None:
     sampled = {"temperature": 1.0, "ignore_eos": True, "logit_bias": tuple((token, 12.0) for token in words)}
     prompts = [draw.choices(words, k=24) for _ in range(2)]
     requests = [partial(ask, prompt, max_tokens=14, seed=seed, **sampled) for seed, prompt in enumerate(prompts)]
-    expected = answers_without_drafts(llama, requests)
+    expected = on_cpu(llama, [make() for make in requests])
     trees: list[list[list[int]]] = []
     with device_engine(llama, on_device(5, draft_tree="on", overlap=False)) as (engine, _):
-        executor_of(engine).runner.budget = EveryDraft()
         tree = executor_of(engine).runner.launcher.lane.tree  # type: ignore[attr-defined]
         answers = [make(on_event=lambda _: trees.append(tree.parent_BR.tolist())) for make in requests]
         assert answer_all(engine, answers) == expected
         assert engine.stats().accepted_draft_tokens > 0
     branches = [row for parents_BR in trees for row in parents_BR if row != [0, *range(5)]]
     assert len(branches) > 3
-
-
-@pytest.fixture(scope="module")
-def guided_tokens(llama: LoadedModel) -> list[list[int]]:
-    with guided_engine(llama, with_drafts(0, **SMALL)) as (engine, _):
-        return answer_each(engine, [make() for make in GUIDED])
-
-
-@pytest.mark.parametrize("sync", [pytest.param("host_callback", marks=pytest.mark.slow), "device_flag"])
-def test_the_lookup_drafts_trees_under_a_grammar(llama: LoadedModel, guided_tokens: list[list[int]], sync: str) -> None:
-    settings = on_device(3, draft_tree="on", sync=sync, max_batch_size=4)
-    with guided_device_engine(llama, settings) as (engine, grammar, _):
-        executor_of(engine).runner.budget = EveryDraft()
-        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
-        stats = engine.stats()
-        assert stats.deferred_rows == 0
-        assert stats.accepted_draft_tokens > 3
-        assert {record.stage for record in grammar.sidecar.records} == {Stage.TREE, Stage.PROPOSE}
 
 
 @pytest.mark.parametrize(
@@ -149,15 +124,8 @@ def test_accepted_branches_under_a_grammar_change_no_token(
     llama: LoadedModel, guided_tokens: list[list[int]], sync: str, refused: int
 ) -> None:
     """Every `refused`-th record gets no row, so that its lane verifies the same tree again."""
-    prompts = {tuple(make().request.prompt_ids): ids for make, ids in zip(GUIDED, guided_tokens, strict=True)}
-
-    def build(parts: DrafterParts) -> KnownTree:
-        return KnownTree(parts.stream, prompts)
-
-    device = RecordedDevice(drafter_builders={**BUILDERS, "ngram": build})
     settings = on_device(5, draft_tree="on", sync=sync, max_batch_size=4)
-    with guided_device_engine(llama, settings, device) as (engine, grammar, _):
-        executor_of(engine).runner.budget = EveryDraft()
+    with guided_device_engine(llama, settings, known_trees(GUIDED, guided_tokens)) as (engine, grammar, _):
         if refused:
             grammar.sidecar.refuse = lambda record: len(grammar.sidecar.records) % refused == 0
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
@@ -169,80 +137,10 @@ def test_accepted_branches_under_a_grammar_change_no_token(
     assert max(map(parent_of, drafts)) == max(PARENTS)
 
 
-@pytest.fixture(scope="module")
-def head(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a head of random weights, over a part of the vocabulary."""
-    folder = tmp_path_factory.mktemp("random") / "eagle3"
-    eagle.save_random(Path(llama.name), folder)
-    return str(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_drafts", "fields"),
-    [
-        (5, {}),
-        (15, {}),
-        (2, {"overlap": False, "enforce_eager": True}),
-    ],
-)
-def test_the_tree_of_a_head_changes_no_token(
-    llama: LoadedModel, head: str, num_drafts: int, fields: dict[str, bool]
-) -> None:
-    requests = UNGUIDED if num_drafts == 2 else [UNGUIDED[1], UNGUIDED[2]]
-    expected = answers_without_drafts(llama, requests)
-    settings = on_device(num_drafts, draft_model=head, draft_tree="on", **fields)
-    trees: list[list[int]] = []
-    with device_engine(llama, settings) as (engine, _):
-        tree = executor_of(engine).runner.launcher.lane.tree  # type: ignore[attr-defined]
-        answers = [make(on_event=lambda _: trees.extend(tree.parent_BR.tolist())) for make in requests]
-        assert answer_all(engine, answers) == expected
-        stats = engine.stats()
-    # A random head shares the noise alone, which is enough for some drafts of sampled answers.
-    assert stats.accepted_draft_tokens > 0
-    assert stats.draft_tokens > 0
-    assert any(max(Counter(row[1 : num_drafts + 1]).values()) > 1 for row in trees), "a node with two children"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("sync", "num_drafts", "refused"), [("device_flag", 4, 3), ("host_callback", 7, 0)])
-def test_the_tree_of_a_head_under_a_grammar_changes_no_token(
-    llama: LoadedModel, guided_tokens: list[list[int]], head: str, sync: str, num_drafts: int, refused: int
-) -> None:
-    """Jump-forward tokens are the trunk of the tree. Every `refused`-th record gets no row, so that its lane verifies
-    the same tree again."""
-    fields = {"draft_model": head, "draft_tree": "on", "sync": sync}
-    expected = guided_tokens[::2]
-    with guided_device_engine(llama, on_device(num_drafts, **fields)) as (engine, grammar, _):
-        engine._loop.grammar_slots.stall_s = PATIENCE_S  # a refused step takes the interpreter seconds
-        grammar.sidecar.proposes = lambda automaton, emitted: next(
-            (ids[len(emitted) :][: len(emitted) % 3] for ids in expected if ids[: len(emitted)] == emitted), []
-        )
-        if refused:
-            grammar.sidecar.refuse = lambda record: (
-                record.stage == Stage.TREE and len(grammar.sidecar.records) % refused == 0
-            )
-        assert answer_all(engine, [make() for make in GUIDED[::2]]) == expected
-        stats, records = engine.stats(), grammar.sidecar.records
-        assert (stats.deferred_rows > 0) == (refused > 0)
-    assert stats.accepted_jump_forward_tokens > 3
-    assert {record.stage for record in records} == {Stage.TREE, Stage.PROPOSE}
-    trees = [[parent_of(draft) for draft in record.drafts] for record in records if record.stage == Stage.TREE]
-    assert any(len({*parents}) < len(parents) for parents in trees), "a node with two children"
-
-
 def is_branched(record: Record) -> bool:
     """Return whether the record has a tree in which two drafts have one parent."""
     parents = [parent_of(draft) for draft in record.drafts]
     return record.stage == Stage.TREE and len({*parents}) < len(parents)
-
-
-def known_trees(tokens_of: list[list[int]]) -> RecordedDevice:
-    """Return a device whose drafter is a `KnownTree` of the guided answers."""
-    prompts = {tuple(make().request.prompt_ids): ids for make, ids in zip(GUIDED, tokens_of, strict=True)}
-    return RecordedDevice(
-        drafter_builders={**BUILDERS, "ngram": lambda parts: KnownTree(parts.stream, prompts)},
-    )
 
 
 @pytest.mark.slow
@@ -250,24 +148,13 @@ def test_a_sidecar_that_is_lost_in_a_tree_changes_no_token(llama: LoadedModel, g
     """The record of the tree is read, and never answered."""
     fields = {"draft_tree": "on", "sync": "device_flag", "row_timeout_ms": 300.0, "draft_timeout_ms": 300.0}
     settings = on_device(5, max_batch_size=4, **fields)
-    with guided_device_engine(llama, settings, known_trees(guided_tokens)) as (engine, grammar, stream):
-        first, answers = grammar.sidecar, [make() for make in GUIDED]
+    with guided_device_engine(llama, settings, known_trees(GUIDED, guided_tokens)) as (engine, grammar, stream):
 
-        def die(record: Record) -> None:
-            first.stopping |= is_branched(record) and record.commit_pos + len(record.committed) >= 3
+        def in_a_tree(record: Record) -> bool:
+            return is_branched(record) and after_three_tokens(record)
 
-        first.before = die
-        for answer in answers:
-            answer.submit(engine)
-        grammar._thread.join(PATIENCE_S)
-        grammar.kill_sidecar()
-        engine.grammar_lost()
-        assert answers[1].wait().tokens == guided_tokens[1]
-        assert not answers[0].over
-        grammar.start_sidecar()
-        engine.grammar_restored()
-        assert [answer.wait().tokens for answer in answers] == guided_tokens
-        assert first.problems == []
+        found = answer_over_a_loss(engine, grammar, [make() for make in GUIDED], in_a_tree)
+        assert found == guided_tokens
         assert stream.failure is None
 
 

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from gpu_engine.api.engine_settings import MAX_DRAFT_TOKENS, MAX_EXPANDED_NODES
-from kernels.accept import AcceptResult, StepTensors, gumbel_noise, pack_rules
+from kernels.accept import gumbel_noise
 from kernels.cuda.attention.paged import MAX_DECODE_QUERIES
 from kernels.cuda.draft_tree import grow_tree, num_candidates, take_tree
-from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
 from kernels.step_tensors import TREE_CANDIDATES, TREE_ROWS, DraftTree, tree_shape
-from tests.kernels.accept_cases import Case, reference_logits, tensors
-from tests.kernels.cuda.accept_runs import none_ended, on
+from tests.kernels.accept_cases import Case, reference_logits, step_of
 
 R, V = 12, 90
 
@@ -86,7 +84,8 @@ def test_the_drafts_are_the_best_nodes(device: torch.device, most: int, whole: b
     ids = [*range(V)] if whole else [*range(2, 60), *range(70, 80)]
     head, (width, levels), B = Head(ids), tree_shape(most), len(CASES)
     d2t = (torch.tensor(ids) - torch.arange(len(ids))).int().to(device)
-    step, state, tree = step_of(CASES, width, device)
+    made, tree = step_of(CASES, V, R, device, rows=width, block=64), DraftTree.allocate(B, device)
+    step = made.step
     drafts, parents = (torch.full((B, R), 77, dtype=torch.int32, device=device) for _ in range(2))
     num, limit = torch.zeros(B, dtype=torch.int32, device=device), torch.full((B,), R - 1).int().to(device)
     limit[3] = 5
@@ -114,33 +113,13 @@ def test_the_drafts_are_the_best_nodes(device: torch.device, most: int, whole: b
             assert int(tree.positions_BX[b, x]) == len(case.history) + depth - 2
             assert int(tree.rows_BXX[b, x, depth - 1]) == x
             assert int(tree.tokens_BXX[b, x, depth - 1]) == int(tree.ids_BX[b, x])
-    assert torch.equal(state.done_S, none_ended(B, device))
-
-
-def step_of(cases: list[Case], width: int, device: torch.device) -> tuple[StepTensors, SlotRows, DraftTree]:
-    """Return the tensors of a step whose lanes are the cases."""
-    B, t = len(cases), tensors(cases, V, R)
-    state = SlotRows.allocate(B, V, t.masks_SRW.to(device), none_ended(B, device), max_rules=64)
-    for b, c in enumerate(cases):
-        state.write_rules(b, pack_rules(c.stop, c.bad, c.words))
-        names, values = [token for token, _ in c.biases], [bias for _, bias in c.biases]
-        state.biases.write(b, torch.tensor(names, dtype=torch.int32), torch.tensor(values))
-        state.count_seen(b, torch.tensor(c.history), c.prompt_length)
-    # Two tiles, so that their peaks are compared.
-    scratch = RowScratch.allocate(B * width, V, device, block=64)
-    step = StepTensors(
-        *(torch.arange(B, dtype=torch.int32, device=device), t.drafts_BR.to(device), t.num_drafts_B.to(device)),
-        *(t.kinds_BR.to(device), t.forced_BR.to(device), 0, (0, 0), t.history_SL.to(device), t.length_S.to(device)),
-        *(on(t.params, device), AcceptResult.allocate(B, R, V, device), DeviceRows(state, scratch)),
-    )
-    return step, state, DraftTree.allocate(B, device)
+    assert not made.rows.done_S.any()
 
 
 def test_lanes_that_do_not_draft_are_unchanged(device: torch.device) -> None:
     """A lane that emitted nothing has its drafts, one that stopped has none, and an idle lane touches no slot."""
-    step, _, tree = step_of(CASES, 2, device)
-    slots = torch.tensor([0, 1, -1, 3]).int().to(device)
-    step = replace(step, slots_B=slots)
+    slots, tree = torch.tensor([0, 1, -1, 3]).int().to(device), DraftTree.allocate(4, device)
+    step = replace(step_of(CASES, V, R, device, rows=2, block=64).step, slots_B=slots)
     step.result.num_emitted_B.copy_(torch.tensor([0, 2, 1, 1]))
     going = torch.tensor([False, False, False, True], device=device)
     drafts, parents = (torch.full((4, R), 77, dtype=torch.int32, device=device) for _ in range(2))
@@ -159,7 +138,7 @@ def test_lanes_that_do_not_draft_are_unchanged(device: torch.device) -> None:
 
 def test_a_row_without_a_legal_token_has_no_candidates(device: torch.device) -> None:
     case = Case([1, 2], 1, temperature=0.5, bad=tuple(range(40)), max_length=100)
-    step, _, tree = step_of([case], 2, device)
+    step, tree = step_of([case], V, R, device, rows=2, block=64).step, DraftTree.allocate(1, device)
     drafts, parents = (torch.zeros(1, R, dtype=torch.int32, device=device) for _ in range(2))
     num, limit = torch.ones(1).int().to(device), torch.full((1,), R).int().to(device)
     going, shape = torch.ones(1, dtype=torch.bool, device=device), {"width": 2, "levels": 2}

@@ -13,19 +13,17 @@ from kernels.cuda.tree_acceptance import PathCompaction
 from kernels.paged_attention import KVPages
 from kernels.row_kinds import DEFER
 from kernels.step_tensors import TreeRows
-from tests.kernels.accept_cases import Case, random_cases, reference_token
-from tests.kernels.attention_reference import paged_attention_reference
-from tests.kernels.cuda.accept_runs import run
-from tests.kernels.cuda.attention_inputs import inputs, pages_of
+from tests.kernels.accept_cases import Case, random_cases, reference_token, run
+from tests.kernels.attention_reference import inputs, paged_attention_reference, pages_of, table_of
 from tests.kernels.tree_cases import random_parents, tree_of, way_to
 
 
 @pytest.mark.parametrize(
     ("P", "Hq", "Hkv", "D", "window", "chunk", "dtype"),
     [
-        (8, 9, 3, 64, 0, 0, torch.float16),
-        (5, 2, 2, 80, 21, 0, torch.float32),
-        (16, 4, 1, 64, 0, 140, torch.float32),
+        (8, 6, 2, 64, 0, 0, torch.float16),
+        (5, 1, 1, 80, 21, 0, torch.float32),
+        (16, 2, 1, 64, 0, 140, torch.float32),
     ],
 )
 def test_a_path_has_the_bits_of_a_chain_of_its_drafts(
@@ -36,7 +34,7 @@ def test_a_path_has_the_bits_of_a_chain_of_its_drafts(
     g, starts, R, N = torch.Generator().manual_seed(P), [0, 125, 150], 16, 20
     B, limits = len(starts), {"scale": D**-0.5, "window": window, "chunk": chunk}
     q, k, v = inputs(B, P, Hq, Hkv, D, dtype, device)
-    table = torch.randperm(B * N, generator=torch.Generator().manual_seed(2)).view(B, N).int().to(device)
+    table = table_of(B, N, device)
     trees = [random_parents(g, P) for _ in starts]
     tree = tree_of(trees, [[0] * (P - 1)] * B, R, device)
     positions = (torch.tensor(starts)[:, None] + tree.depth_BR[:, :P].cpu()).int()
@@ -59,6 +57,8 @@ def test_a_path_has_the_bits_of_a_chain_of_its_drafts(
             page, place = table[b, (start + row) // 16], (start + row) % 16
             assert torch.equal(pages.k[page, :, place], k[b, row])
             assert torch.equal(pages.v[page, :, place], v[b, row])
+            if row in trees[b]:
+                continue  # it is on the way to its child
             way = way_to(trees[b], row)
             chain = torch.full((1, P), -1, dtype=torch.int32)
             chain[0, : len(way)] = start + torch.arange(len(way))
@@ -66,13 +66,13 @@ def test_a_path_has_the_bits_of_a_chain_of_its_drafts(
             one = (t[b : b + 1, padded] for t in (q, k, v))
             other = pages_of(B * N, Hkv, 16, D, dtype, device, seed=4)
             alone = paged_attention(*one, other, table[b : b + 1], chain.to(device), sinks_H=sinks_H, **limits)
-            assert torch.equal(alone[0, len(way) - 1], out[b, row]), (b, row, way)
+            assert torch.equal(alone[0, : len(way)], out[b, way]), (b, way)
 
 
 def test_a_tree_has_the_results_of_the_reference(device: torch.device) -> None:
     parents, start, D = [0, 1, 0, 3, 3], 37, 64
     q, k, v = inputs(1, 6, 4, 2, D, torch.float32, device)
-    table = torch.randperm(8, generator=torch.Generator().manual_seed(2)).view(1, 8).int().to(device)
+    table = table_of(1, 8, device)
     tree = tree_of([parents], [[0] * 5], 6, device)
     positions = (start + tree.depth_BR).int()
     pages = pages_of(8, 2, 16, D, torch.float32, device, seed=4)
@@ -93,7 +93,7 @@ def test_the_keys_of_an_accepted_path_are_moved_together(device: torch.device) -
         KVPages(*(torch.randn(B * N, *shape).half().to(device) for _ in range(2)), token_major=True) for shape in shapes
     ]
     before = [(layer.k.clone(), layer.v.clone()) for layer in layers]
-    table = torch.randperm(B * N, generator=torch.Generator().manual_seed(2)).view(B, N).int().to(device)
+    table = table_of(B, N, device)
     walked = {0: [0, 2, 3, 7], 1: [0, 1, 2], 3: [0, 3, 4, 5, 6]}
     first = {0: 13, 1: 20, 3: 30}
     slots = torch.tensor([0, 1, -1, 3], dtype=torch.int32, device=device)
@@ -179,10 +179,10 @@ def tree_case(g: torch.Generator, case: Case, parents: list[int], logits: torch.
         case.drafts.append(right if chance and right is not None and right not in taken else 3 + j)
 
 
-@pytest.mark.parametrize(("V", "dtype"), [(50, torch.float32), (519, torch.float16)])
-def test_acceptance_follows_the_definition_on_random_trees(device: torch.device, V: int, dtype: torch.dtype) -> None:
-    g, deepest, branched = torch.Generator().manual_seed(V), 0, False
-    for _ in range(4 if device.type == "cpu" else 30):
+def test_acceptance_follows_the_definition_on_random_trees(device: torch.device) -> None:
+    """With one tile of columns and with two."""
+    g, deepest, branched, rounds = torch.Generator().manual_seed(50), 0, False, 1 if device.type == "cpu" else 20
+    for V, dtype in [(50, torch.float32)] * 3 * rounds + [(290, torch.float16)] * rounds:
         B, rows, R = 3, 7, 8
         logits = (torch.randn(B * rows, V, generator=g) * 3).to(dtype)
         trees = [random_parents(g, rows) for _ in range(B)]
@@ -207,7 +207,7 @@ def test_acceptance_follows_the_definition_on_random_trees(device: torch.device,
 
 
 def test_a_chain_as_a_tree_has_the_results_of_a_chain(device: torch.device) -> None:
-    g, rows, V = torch.Generator().manual_seed(5), 5, 300
+    g, rows, V = torch.Generator().manual_seed(5), 5, 60
     logits = torch.randn(3 * rows, V, generator=g) * 3
     cases = random_cases(g, logits, 3, rows)
     cases[1].kinds = [0, 0, DEFER, 0, 0]

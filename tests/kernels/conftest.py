@@ -1,0 +1,37 @@
+"""Triton's kernels run on a GPU if there is one, and else in Triton's interpreter on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The device of Triton's kernels."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    return torch.device("cpu")
+
+
+@pytest.fixture(params=["native", "triton"])
+def target(request: pytest.FixtureRequest) -> torch.device | None:
+    """None for the native kernels, and the device of Triton's: a test of both runs once for each."""
+    if request.param == "native":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton: pip install .[dev]")
+    found: torch.device = request.getfixturevalue("device")
+    return found
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # The interpreter computes with numpy, which warns about values that masks or a select discard.
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
