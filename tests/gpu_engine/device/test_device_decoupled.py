@@ -312,21 +312,3 @@ def test_the_automatic_device_may_turn_out_to_be_a_gpu() -> None:
     assert replace(settings, device="cuda").draft_device == "cuda:1"
     with pytest.raises(ValueError, match=r"^draft_device: needs a GPU; device is cpu"):
         replace(settings, device="cpu")
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"draft_masks": "on"}, "draft_masks: cannot be combined with drafter=decoupled"),
-        ({"draft_tree": "on"}, "draft_tree: .*drafter is decoupled"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: "),
-        ({"draft_quantization": "q4"}, "draft_quantization: q4 runs on a CPU only; device is cuda"),
-        ({"draft_device": "cuda:0"}, "draft_device: cuda:0 is the target's device; leave it empty"),
-        ({"draft_device": "cpu"}, "draft_device: 'cpu' is not empty or cuda:N"),
-        ({"draft_device": "cuda:1", "device": "cpu"}, "draft_device: needs a GPU; device is cpu"),
-        ({"draft_device": "cuda:1", "drafter": "model"}, "draft_device: needs drafter=decoupled; drafter is model"),
-    ],
-)
-def test_what_does_not_work_with_it_on_a_gpu_is_refused_by_name(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{message}"):
-        config(**{"drafter": "decoupled", "draft_model": "m", "device": "cuda", **fields})

@@ -12,7 +12,7 @@ import pytest
 
 from gpu_engine.api.errors import InternalError, InvalidRequest
 from gpu_engine.api.output_tensors import WantedOutput
-from gpu_engine.api.request import FinishReason
+from gpu_engine.api.request import FinishReason, PromptLogprobs
 from gpu_engine.core.device_slot_writer import DeviceSlotWriter
 from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine.device.device_engine import device_engine, guided_device_engine
@@ -23,7 +23,6 @@ from tests.gpu_engine.harness import (
     Hold,
     answer_all,
     ask,
-    config,
     executor_of,
     tokens,
 )
@@ -49,6 +48,10 @@ def test_log_probabilities_and_tensors_equal_those_of_a_cpu(llama: LoadedModel, 
         assert [part.start for part in parts] == [0, *(part.end for part in parts[:-1])]
         return np.concatenate([part.data for part in parts]).view(np.float32)
 
+    def scores(answer: Answer) -> PromptLogprobs:
+        (found,) = [event.prompt_logprobs for event in answer.events if event.prompt_logprobs is not None]
+        return found
+
     expected, answers = made(), made()
     on_cpu(llama, expected, max_model_len=96)
     fields = {"draft_model": llama.name} if drafts_by == "model" else {}
@@ -57,16 +60,14 @@ def test_log_probabilities_and_tensors_equal_those_of_a_cpu(llama: LoadedModel, 
         if fields:
             stats = engine.stats()
             assert stats.accepted_draft_tokens > 0.9 * stats.draft_tokens > 0, "the draft model has the prompt's keys"
-    assert (answers[3].logprobs, answers[3].events[0].prompt_logprobs) == ([], None)
+    assert not [event for event in answers[3].events if event.logprobs or event.prompt_logprobs is not None]
     for ours, theirs in zip(answers[:3], expected[:3], strict=True):
         assert [entry.logprob for entry in ours.logprobs] == pytest.approx(
             [entry.logprob for entry in theirs.logprobs], abs=1e-4
         )
         for entry, other in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert [token for token, _ in entry.top] == [token for token, _ in other.top]
-        got, want = ours.events[0].prompt_logprobs, theirs.events[0].prompt_logprobs
-        assert got is not None
-        assert want is not None
+        got, want = scores(ours), scores(theirs)
         assert got.logprob_N == pytest.approx(want.logprob_N, abs=1e-4)
         assert got.top_ids_NM.tolist() == want.top_ids_NM.tolist()
         assert len(got.logprob_N) == len(ours.request.prompt_ids) - 1
@@ -142,15 +143,3 @@ def test_a_lost_device_ends_the_engine_and_is_reported(llama: LoadedModel) -> No
             engine.submit(ask(tokens(5, 9)).request)
         engine.watch(failures.append)
         assert len(failures) == 2, "a watcher that is added after the loss is called, too"
-
-
-def test_the_inline_sync_rejects_cuda() -> None:
-    with pytest.raises(ValueError, match="sync: inline runs on a CPU only; device is cuda"):
-        config(device="cuda", sync="inline")
-    with pytest.raises(ValueError, match="sync: device_flag needs a GPU; device is cpu"):
-        config(sync="device_flag")
-    assert (
-        config().max_inflight_steps,
-        config(device="cuda:1").max_inflight_steps,
-        config(device="cuda", overlap=False).max_inflight_steps,
-    ) == (0, 1, 0)

@@ -43,71 +43,55 @@ def test_a_graph_has_the_nodes_of_its_mechanism(mode: str) -> None:
     assert set(unguided) == {KERNEL}, "an unguided step has no post and no wait"
 
 
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here; tests/gpu has the same")
+FREE = 2
+"""The slot without a grammar."""
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
-def test_guided_tokens_follow_the_grammar_and_drafts_are_accepted(mode: str, eager: bool) -> None:
-    with toys(mode, eager=eager) as t:
+@pytest.mark.parametrize("launches", ["graph", "eager", pytest.param("Triton's", marks=[interpreted])])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
+def test_tokens_follow_the_grammar_whatever_lanes_share_a_step(mode: str, launches: str) -> None:
+    eager, triton = launches == "eager", launches == "Triton's"
+    if triton:
+        pytest.importorskip("triton")
+    with toys(mode, eager=eager, triton=triton) as t:
         t.graphs.capture(t.channel)
         with sidecar_of(t) as sidecar:
-            for slot in range(3):
-                open_slot(t, sidecar, slot)
-            emitted: dict[int, list[int]] = {slot: [] for slot in range(3)}
-            # Masked drafts are drawn by the verifier's rule, so all steps but the first accept every draft.
-            steps = 60 // ROWS + 1
-            for _ in range(steps):
-                outputs = t.launch([2, 0, 1])
-                assert outputs.slots_B.tolist() == [2, 0, 1, -1], "three lanes are padded to four"
+            gens, emitted = dict.fromkeys(range(SLOTS), 1), {slot: list[int]() for slot in range(SLOTS)}
+
+            def step(slots: list[int]) -> None:
+                outputs = t.graphs.read(t.start([Lane(slot, gens[slot], slot != FREE) for slot in slots]))
+                assert outputs.slots_B.tolist() == [*slots, *[-1] * (len(slots) == 3)], "three are padded to four"
                 for slot, tokens in tokens_of(outputs).items():
                     emitted[slot] += tokens
-            for slot, tokens in emitted.items():
-                assert tokens == expected(Automaton(1500).legal, slot, 1 + (steps - 1) * ROWS)
-            stats = t.graphs.stats
-            assert (stats.eager_steps > 0, stats.replays > 0) == (eager, not eager)
-            assert stats.padded_lanes == steps
-            requested = [record.need_rows for record in sidecar.records if record.stage == 0]
-            assert set(requested[3:]) == {1 << ROWS - 1}, "rows of the draft steps are cached for the next verify step"
 
+            def check() -> None:
+                for slot, tokens in emitted.items():
+                    legal = Automaton(1500).legal if slot != FREE else lambda _: frozenset(range(256))
+                    assert tokens == expected(legal, slot, len(tokens))
 
-@pytest.mark.parametrize("mode", MODES)
-def test_lanes_may_change_slots_buckets_and_generations(mode: str) -> None:
-    with toys(mode) as t:
-        t.graphs.capture(t.channel)
-        with sidecar_of(t) as sidecar:
-            gens = dict.fromkeys(range(SLOTS), 1)
-            emitted: dict[int, list[int]] = {slot: [] for slot in range(SLOTS)}
-            for slot in range(SLOTS):
+            for slot in set(range(SLOTS)) - {FREE}:
                 open_slot(t, sidecar, slot)
-            for lanes in ([0], [1, 0], [3, 1, 0, 2], [2], [2, 3, 0], [0, 1, 2, 3]):
-                launched = t.start([Lane(slot, gens[slot], True) for slot in lanes])
-                for slot, tokens in tokens_of(t.graphs.read(launched)).items():
-                    emitted[slot] += tokens
+            t.assign_slot(FREE)
+            for slots in ([0], [1, 0], [3, 1, 0, 2], [2], [2, 3, 0], [0, 1, 2, 3], [3, 2, 1], [3, 2, 1]):
+                step(slots)
+            check()
+            # Masked drafts are drawn by the verifier's rule, so all steps but a sequence's first accept every draft.
+            assert [len(emitted[slot]) for slot in (0, 1, 3)] == [1 + 4 * ROWS, 1 + 4 * ROWS, 1 + 4 * ROWS]
             for slot in (0, 3):
-                gens[slot] = 2
-                emitted[slot] = []
+                gens[slot], emitted[slot] = 2, []
                 open_slot(t, sidecar, slot, gen=2)
             for _ in range(6):
-                launched = t.start([Lane(slot, gens[slot], True) for slot in (0, 3)])
-                for slot, tokens in tokens_of(t.graphs.read(launched)).items():
-                    emitted[slot] += tokens
-            for slot, tokens in emitted.items():
-                assert tokens == expected(Automaton(1500).legal, slot, len(tokens))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_guided_and_unguided_lanes_share_a_step(mode: str) -> None:
-    with toys(mode) as t:
-        t.graphs.capture(t.channel)
-        with sidecar_of(t) as sidecar:
-            open_slot(t, sidecar, 1)
-            t.assign_slot(2)
-            emitted: dict[int, list[int]] = {1: [], 2: []}
-            for _ in range(8):
-                launched = t.start([Lane(2, 1, False), Lane(1, 1, True)])
-                for slot, tokens in tokens_of(t.graphs.read(launched)).items():
-                    emitted[slot] += tokens
-            assert emitted[1] == expected(Automaton(1500).legal, 1, len(emitted[1]))
-            assert emitted[2] == expected(lambda _: frozenset(range(256)), 2, len(emitted[2]))
-            assert {record.slot for record in sidecar.records} == {1}
+                step([0, 3])
+            check()
+            assert len(emitted[0]) == len(emitted[3]) == 1 + 5 * ROWS
+            stats = t.graphs.stats
+            assert (stats.eager_steps > 0, stats.replays > 0, stats.padded_lanes) == (eager, not eager, 3)
+            verified = [record for record in sidecar.records if record.stage == 0]
+            assert FREE not in {record.slot for record in verified}
+            cached = [record.need_rows for record in verified if record.drafts]
+            assert set(cached) == {1 << ROWS - 1}, "rows of the draft steps are cached for the next verify step"
 
 
 def test_launch_does_not_wait_and_outputs_are_read_one_step_later() -> None:
@@ -126,45 +110,42 @@ def test_launch_does_not_wait_and_outputs_are_read_one_step_later() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_launch_is_one_copy_in_a_replay_and_one_copy_out(mode: str) -> None:
-    with toys(mode) as t:
+def test_a_launch_is_one_copy_in_a_replay_and_one_copy_out_of_a_free_place(mode: str) -> None:
+    with toys(mode, buckets=(1, 2)) as t:
         t.graphs.capture()
         t.stream.eager.clear()
-        for lanes in ([0], [2, 0, 1]):
+        for lanes in ([0], [2, 0]):
             t.graphs.read(t.start([Lane(slot, 1, False) for slot in lanes]))
         assert t.stream.eager == [COPY, COPY] * 2
-
-
-def test_unread_outputs_are_not_overwritten() -> None:
-    with toys("host_callback") as t:
-        t.graphs.capture()
-        lanes = [Lane(0, 1, False)]
-        unread = [t.start(lanes) for _ in range(3)]
+        lane = Lane(0, 1, False)
+        unread = [t.start([lane]) for _ in range(3)]
         with pytest.raises(RuntimeError, match="not read"):
-            t.start(lanes)
+            t.start([lane])
         assert [t.graphs.read(launched).seq for launched in unread] == [0, 0, 0]
-
-
-def test_a_step_that_fits_no_graph_is_rejected() -> None:
-    with toys("host_callback", buckets=(1, 2)) as t:
-        t.graphs.capture()
-        lanes = [Lane(slot, 1, False) for slot in range(3)]
         with pytest.raises(ValueError, match="3 lanes does not fit: there are 1 to 2"):
-            t.start(lanes)
+            t.start([lane] * 3)
         with pytest.raises(ValueError, match="does not fit"):
             t.start([])
+        t.start([lane])
+        ran = t.stream.ran
+        t.graphs.close()
+        assert t.stream.ran > ran, "it waits for the step"
+        assert not t.graphs._graphs
 
 
-def test_capture_sets_the_permissive_word_and_changes_no_slot() -> None:
-    with toys("device_flag") as t:
+@pytest.mark.parametrize("mode", MODES)
+def test_capture_sets_the_permissive_word_and_changes_no_slot(mode: str) -> None:
+    with toys(mode) as t:
+        t.sync.reserve((1, 2, 4))
         t.assign_slot(0)
-        seen = set()
+        seen, buffers = set(), dict(t.sync._posts)
         t.stream.before = lambda node: seen.add(t.channel.permissive)
         t.graphs.capture(t.channel)
         assert seen == {True}
         assert not t.channel.permissive
         assert t.channel.last_seq == 0, "padded lanes post no record"
         assert t.step.slot.length_S.tolist()[:SLOTS] == [3, 0, 0, 0]
+        assert t.sync._posts == buffers, "the warm-up has allocated them"
 
 
 @pytest.mark.parametrize(
@@ -185,30 +166,6 @@ def test_rows_of_a_bucket() -> None:
     assert [StepRows(drafter_rows=1, max_rows=1, max_step_rows=256).of(bucket, True) for bucket in (1, 256)] == [1, 1]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here; tests/gpu has the same on the device")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
-def test_triton_kernels_post_and_cache_the_same_rows(mode: str) -> None:
-    pytest.importorskip("triton")
-    with toys(mode, triton=True, buckets=(2, 4)) as t:
-        t.graphs.capture(t.channel)
-        with sidecar_of(t) as sidecar:
-            emitted: dict[int, list[int]] = {1: [], 2: [], 3: []}
-            open_slot(t, sidecar, 1)
-            open_slot(t, sidecar, 3)
-            t.assign_slot(2)
-            lanes = [Lane(3, 1, True), Lane(2, 1, False), Lane(1, 1, True)]
-            for count in range(9):
-                launched = t.start(lanes if count < 6 else lanes[::2])
-                for slot, tokens in tokens_of(t.graphs.read(launched)).items():
-                    emitted[slot] += tokens
-            for slot in (1, 3):
-                assert emitted[slot] == expected(Automaton(1500).legal, slot, 1 + 8 * ROWS)
-            assert emitted[2] == expected(lambda _: frozenset(range(256)), 2, len(emitted[2]))
-            requested = [record.need_rows for record in sidecar.records if record.stage == 0]
-            assert set(requested[2:]) == {1 << ROWS - 1}
-
-
 @pytest.mark.parametrize(("max_rows", "rows"), [(1, 0b0), (2, 0b1), (ROWS, 0b11), (ROWS + 1, 0b11)])
 def test_the_wait_for_a_proposal_reads_one_row_less_than_the_next_step_has(max_rows: int, rows: int) -> None:
     with toys("device_flag", row_timeout_ms=1.0, draft_timeout_ms=1.0) as t:
@@ -221,21 +178,3 @@ def test_the_wait_for_a_proposal_reads_one_row_less_than_the_next_step_has(max_r
         t.stream.synchronize()
         # An answer to a proposal has no mask row, so one small block a lane reads it.
         assert flags.waits == [((1 << ROWS) - 1, True), (rows, False)]
-
-
-def test_close_waits_and_destroys_the_graphs() -> None:
-    with toys("host_callback") as t:
-        t.graphs.capture()
-        t.start([Lane(0, 1, False)])
-        ran = t.stream.ran
-        t.graphs.close()
-        assert t.stream.ran > ran
-        assert not t.graphs._graphs
-
-
-def test_capture_allocates_no_post_buffers_after_the_warm_up() -> None:
-    with toys("host_callback") as t:
-        t.sync.reserve((1, 2, 4))
-        buffers = dict(t.sync._posts)
-        t.graphs.capture()
-        assert t.sync._posts == buffers

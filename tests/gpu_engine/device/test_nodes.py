@@ -61,20 +61,28 @@ def named(parts: list[tuple[str, int]]) -> list[str]:
 
 
 @pytest.mark.parametrize("sync", list(PAIR))
-def test_nodes_of_a_guided_step(llama: LoadedModel, sync: str) -> None:
-    parts = parts_of(llama, True, sync=sync, jump_forward_tokens=0)
+@pytest.mark.parametrize("jumps", [0, 1])
+def test_nodes_of_a_guided_step(llama: LoadedModel, sync: str, jumps: int) -> None:
+    parts = parts_of(llama, True, sync=sync, jump_forward_tokens=jumps)
     post, wait = PAIR[sync]
-    assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_advance", "_propose", "_pack"]
+    # A proposal has no rows; the kernel after the wait writes the tokens where drafters read them.
+    pair = [*post, *(name for name in wait if name not in ("_fetch", "_cache_rows")), "_take_jump_forward"] * jumps
+    assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_advance", *pair, "_propose", "_pack"]
     counts = [(name, count) for name, count in parts if name != "_forward"]
     # `_accept` launches four kernels: rows, filters, acceptance and logprobs. Every other part is one launch: the
     # `_pack` of the sync checks for stopped slots in its own kernel, and the `_pack` of the ring is one concatenation.
     assert {name: count for name, count in counts if count != 1} == {"_accept": 4}
-    assert sum(count for _, count in counts) == {"host_callback": 15, "device_flag": 12}[sync]
+    assert sum(count for _, count in counts) == {"host_callback": 15 + 6 * jumps, "device_flag": 12 + 4 * jumps}[sync]
+    if jumps:
+        parts = parts_of(llama, True, num_rows=1, sync=sync, jump_forward_tokens=1)
+        unproposed = ["_load", *post, "_forward", *wait, "_accept", "_advance", "_pack"]
+        assert named(parts) == unproposed, "a step that verifies no drafts proposes none"
 
 
 def test_nodes_of_an_unguided_step(llama: LoadedModel) -> None:
     parts = parts_of(llama, False, sync="host_callback")
     assert named(parts) == ["_load", "_no_seq", "_forward", "free_rows", "_accept", "_advance", "_propose", "_pack"]
+    assert parts == parts_of(llama, False, sync="host_callback", jump_forward_tokens=0)
     # Two parts occur only here: `_no_seq` reports that nothing was posted, and `free_rows` makes every row ALL.
     assert sum(count for name, count in parts if name != "_forward") == 10
 
@@ -90,29 +98,6 @@ def test_a_masked_draft_adds_a_post_and_a_wait(llama: LoadedModel, sync: str) ->
     counts = [sum(count for name, count in parts if name != "_forward") for parts in (masked, unmasked)]
     # Without masks one launch makes the row ALL.
     assert counts[0] - counts[1] == (ROWS - 1) * (len(pair) - 1)
-
-
-@pytest.mark.parametrize("sync", list(PAIR))
-def test_jump_forward_adds_a_post_and_a_wait_without_a_fetch(llama: LoadedModel, sync: str) -> None:
-    post, wait = PAIR[sync]
-    # A proposal has no rows; the kernel after the wait writes the tokens where drafters read them.
-    pair = [*post, *(name for name in wait if name not in ("_fetch", "_cache_rows")), "_take_jump_forward"]
-    parts = parts_of(llama, True, sync=sync, jump_forward_tokens=1)
-    assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_advance", *pair, "_propose", "_pack"]
-    counts = [(name, count) for name, count in parts if name != "_forward"]
-    assert {name: count for name, count in counts if count != 1} == {"_accept": 4}
-    assert sum(count for _, count in counts) == {"host_callback": 15 + 6, "device_flag": 12 + 4}[sync]
-
-
-@pytest.mark.parametrize("sync", list(PAIR))
-def test_a_step_that_verifies_no_drafts_proposes_none(llama: LoadedModel, sync: str) -> None:
-    post, wait = PAIR[sync]
-    parts = parts_of(llama, True, num_rows=1, sync=sync, jump_forward_tokens=1)
-    assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_advance", "_pack"]
-
-
-def test_an_unguided_step_has_no_jump_forward_nodes(llama: LoadedModel) -> None:
-    assert parts_of(llama, False, jump_forward_tokens=1) == parts_of(llama, False, jump_forward_tokens=0)
 
 
 def test_trees_of_drafts_add_two_nodes(llama: LoadedModel) -> None:

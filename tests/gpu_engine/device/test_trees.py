@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,6 @@ from tests.gpu_engine.harness import (
     Answer,
     answer_all,
     ask,
-    config,
     executor_of,
 )
 from tests.gpu_engine.tiny import VOCAB
@@ -156,21 +154,3 @@ def test_a_sidecar_that_is_lost_in_a_tree_changes_no_token(llama: LoadedModel, g
         found = answer_over_a_loss(engine, grammar, [make() for make in GUIDED], in_a_tree)
         assert found == guided_tokens
         assert stream.failure is None
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        *(({"drafter": drafter}, rf"draft_tree: .*drafter is {drafter}") for drafter in ("mtp", "grammar", "none")),
-        *(
-            ({"drafter": drafter, "draft_model": "m"}, rf"draft_tree: .*drafter is {drafter}")
-            for drafter in ("model", "decoupled")
-        ),
-        ({"device": "cpu"}, "draft_tree: needs a GPU"),
-        ({"drafter": "eagle3", "draft_model": "m", "draft_masks": "on"}, "draft_masks: .*tree"),
-        ({"logits_processors": ("x=tests.gpu_engine.processor_cases:X",)}, "draft_tree: .*logits_processors"),
-    ],
-)
-def test_trees_are_refused_by_name_where_they_are_not_verified(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        config(**{"device": "cuda", "draft_tree": "on", **fields})

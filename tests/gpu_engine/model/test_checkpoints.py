@@ -77,9 +77,11 @@ KINDS = {**INTEGERS, **NOT_INTEGERS}
 
 
 @pytest.fixture
-def write(saved: Saved, tmp_path: Path) -> Write:
+def write(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Write:
     """Return a function from a kind to the folders of its checkpoint and of the float weights that it states."""
-    return lambda kind, family="llama", **options: published.write(saved(family), kind, tmp_path / "made", **options)
+    return lambda kind, family="llama", **options: published.write(
+        saved(family), kind, tmp_path_factory.mktemp("made"), **options
+    )
 
 
 def load(folder: Path, **settings: Any) -> LoadedModel:
@@ -100,13 +102,25 @@ def logits(model: LoadedModel, ids_BP: torch.Tensor) -> torch.Tensor:
     return model.logits(ids_BP, ctx).view(B, P, -1).float().clone()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_dequantised_weights_are_those_that_the_checkpoint_states(write: Write, kind: str) -> None:
-    quantised, floats = write(KINDS[kind][0]())
+def assert_same_weights(quantised: Path, floats: Path) -> None:
+    """Only the order of fp32 roundings in a weight differs: 1e-7 of it."""
     got, want = (load(folder, dtype="float32", quantization="none") for folder in (quantised, floats))
     assert not got.quantised
-    # Only the order of fp32 roundings in a weight differs: 1e-7 of it.
     assert distance(logits(got, some_ids(2, 20)), logits(want, some_ids(2, 20))) < 1e-5
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if "quantised" in record.message]
+
+
+@pytest.fixture(autouse=True)
+def _logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dequantised_weights_are_those_that_the_checkpoint_states(write: Write, kind: str) -> None:
+    assert_same_weights(*write(KINDS[kind][0]()))
 
 
 @with_blocks
@@ -114,11 +128,10 @@ def test_dequantised_weights_are_those_that_the_checkpoint_states(write: Write, 
 def test_integers_run_natively(write: Write, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     make, words = INTEGERS[kind]
     quantised, floats = write(make())
-    with caplog.at_level(logging.INFO):
-        native = load(quantised, dtype="auto")
+    native = load(quantised, dtype="auto")
     assert native.quantised
     assert isinstance(native.fused.forward, NativeForward), native.fused.left
-    (line,) = [record.message for record in caplog.records if "quantised" in record.message]
+    (line,) = lines_of(caplog)
     assert line.startswith("quantised 15 products: auto, 14 from ")
     assert words in line
     assert line.endswith(", 1 rounded from the weights")  # the output head, which no kind quantises
@@ -142,28 +155,33 @@ def test_a_kind_without_a_product_is_dequantised_and_one_line_says_why(
     write: Write, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, words = NOT_INTEGERS[kind]
-    with caplog.at_level(logging.INFO):
-        assert not load(write(make())[0], dtype="auto").quantised
-    (line,) = [record.message for record in caplog.records if "quantised" in record.message]
+    assert not load(write(make())[0], dtype="auto").quantised
+    (line,) = lines_of(caplog)
     assert line.startswith("dequantised the weights to ")
     assert words in line
 
 
 @with_blocks
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("kind", "settings", "words"),
     [
-        ({"quantization": "none", "dtype": "auto"}, "quantization is none"),
-        ({"dtype": "float32"}, "dtype is float32"),
+        (
+            "gptq of 4 bits",
+            {"quantization": "none", "dtype": "auto"},
+            ["dequantised the weights", "quantization is none"],
+        ),
+        ("gptq of 4 bits", {"dtype": "float32"}, ["dequantised the weights", "dtype is float32"]),
+        # Integers of 8 bits are kept; others, and weights without blocks, are rounded where a quantisation is named.
+        ("w8a8", {"quantization": "int8", "dtype": "float32"}, ["quantised 15 products: int8, 14 from", "1 rounded"]),
+        ("awq", {"quantization": "int8", "dtype": "float32"}, ["quantised 15 products: int8, 0 from", "15 rounded"]),
+        ("fp8 by channel", {"quantization": "int8", "dtype": "float32"}, ["quantised 15 products: int8, 0 from"]),
     ],
 )
-def test_settings_that_ask_for_the_weights_dequantise_them(
-    write: Write, settings: dict[str, str], words: str, caplog: pytest.LogCaptureFixture
+def test_settings_choose_between_the_integers_and_the_weights(
+    write: Write, kind: str, settings: dict[str, str], words: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO):
-        assert not load(write(published.gptq())[0], **settings).quantised
-    assert caplog.text.count("dequantised the weights") == 1
-    assert words in caplog.text
+    assert load(write(KINDS[kind][0]())[0], **settings).quantised == (settings.get("quantization") == "int8")
+    assert [part for part in words if caplog.text.count(part) != 1] == []
 
 
 @pytest.mark.parametrize(
@@ -175,38 +193,16 @@ def test_other_processors_get_the_dequantised_weights(
 ) -> None:
     checkpoint = open_checkpoint(write(published.gptq())[0])
     wanted = config(dtype="auto", quantization="auto", device=device)
-    with caplog.at_level(logging.INFO):
-        assert not choice.quantise(wanted, nn.Linear(32, 32), None, checkpoint, can_multiply=lambda: False)
+    assert not choice.quantise(wanted, nn.Linear(32, 32), None, checkpoint, can_multiply=lambda: False)
     assert words in caplog.text
-
-
-@with_blocks
-@pytest.mark.parametrize(("kind", "own"), [("w8a8", 14), ("awq", 0)])
-def test_int8_keeps_integers_of_8_bits_and_rounds_those_of_4(
-    write: Write, kind: str, own: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        load(write(KINDS[kind][0]())[0], quantization="int8", dtype="float32")
-    assert f"quantised 15 products: int8, {own} from" in caplog.text
-    assert f"{15 - own} rounded from the weights" in caplog.text
-
-
-@with_blocks
-def test_a_quantisation_that_is_named_rounds_weights_without_blocks(
-    write: Write, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        assert load(write(published.fp8_channel())[0], quantization="int8", dtype="float32").quantised
-    assert "quantised 15 products: int8, 0 from" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["qwen2", "phi3"])
 def test_families_with_biases_tied_heads_and_joined_products_load(write: Write, family: str) -> None:
     quantised, floats = write(published.gptq(), family)
-    got, want = (load(folder, dtype="float32", quantization="none") for folder in (quantised, floats))
-    assert distance(logits(got, some_ids(1, 20)), logits(want, some_ids(1, 20))) < 1e-5
+    assert_same_weights(quantised, floats)
     if can_multiply_blocks():
-        native = load(quantised, dtype="float32", quantization="q4")
+        native, want = load(quantised, dtype="float32", quantization="q4"), load(floats, dtype="float32")
         assert isinstance(native.fused.forward, NativeForward), native.fused.left
         assert distance(logits(native, some_ids(1, 20)), logits(want, some_ids(1, 20))) < 4e-2
 
@@ -218,10 +214,9 @@ def test_experts_are_dequantised_and_the_line_counts_them(
     """transformers joins the experts of a layer into one tensor. A router has fewer outputs than a word."""
     source = tiny.save(tiny.qwen3_moe(), tmp_path / "source")
     quantised, floats = published.write(source, published.gptq(), tmp_path / "made")
-    got, want = (load(folder, dtype="float32", quantization="none") for folder in (quantised, floats))
-    assert distance(logits(got, some_ids(1, 20)), logits(want, some_ids(1, 20))) < 1e-5
-    with caplog.at_level(logging.INFO):
-        assert load(quantised, dtype="auto").quantised
+    assert_same_weights(quantised, floats)
+    caplog.clear()
+    assert load(quantised, dtype="auto").quantised
     assert "quantised 9 products: auto, 8 from gptq (34 matrices of 4 bits)" in caplog.text
     assert "1 rounded from the weights, 26 of the matrices dequantised" in caplog.text
 
@@ -230,8 +225,7 @@ def test_experts_are_dequantised_and_the_line_counts_them(
 def test_shards_may_part_the_tensors_of_a_matrix(write: Write, kind: str) -> None:
     quantised, floats = write(KINDS[kind][0](), shards=3)
     assert not (quantised / "model.safetensors").exists()
-    got, want = (load(folder, dtype="float32", quantization="none") for folder in (quantised, floats))
-    assert distance(logits(got, some_ids(1, 20)), logits(want, some_ids(1, 20))) < 1e-5
+    assert_same_weights(quantised, floats)
 
 
 def test_a_configuration_in_a_file_of_its_own_is_read(write: Write) -> None:
@@ -241,8 +235,7 @@ def test_a_configuration_in_a_file_of_its_own_is_read(write: Write) -> None:
     del old["quant_method"]
     (quantised / "config.json").write_text(json.dumps(whole))
     (quantised / "quantize_config.json").write_text(json.dumps(old))
-    got, want = (load(folder, dtype="float32", quantization="none") for folder in (quantised, floats))
-    assert distance(logits(got, some_ids(1, 20)), logits(want, some_ids(1, 20))) < 1e-5
+    assert_same_weights(quantised, floats)
 
 
 def test_the_end_tokens_of_the_generation_configuration_are_kept(write: Write) -> None:
@@ -280,23 +273,17 @@ def test_zero_points_that_borrowed_in_the_packed_word_are_restored() -> None:
     assert matrix.zeros_NG[:, 0].tolist() == zeros
 
 
-def test_zero_points_of_compressed_tensors_may_be_plain_bytes() -> None:
-    kind = published.w4a16(symmetric=False)
+@pytest.mark.parametrize("case", ["zero points in bytes", "no group index"])
+def test_other_forms_of_the_same_tensors(case: str) -> None:
+    kind = published.w4a16(symmetric=case == "no group index")
     weight_NK = np.random.default_rng(0).standard_normal((40, 64))
-    want, stated_NK = matrix_of(kind, weight_NK)
-    tensors = kind.store(weight_NK).tensors
-    tensors["weight_zero_point"] = (want.zeros_NG - 8).to(torch.int8)
+    (want, stated_NK), tensors = matrix_of(kind, weight_NK), kind.store(weight_NK).tensors
+    if case == "no group index":
+        tensors["weight_g_idx"] = torch.full((64,), -1, dtype=torch.int32)
+    else:
+        tensors["weight_zero_point"] = (want.zeros_NG - 8).to(torch.int8)
     got = layout_of(kind.config).read(Parts("m", tensors))
     torch.testing.assert_close(got.dequantised().double(), torch.from_numpy(stated_NK))
-
-
-def test_a_group_index_that_is_not_set_means_neighbours() -> None:
-    kind = published.w4a16()
-    weight_NK = np.random.default_rng(0).standard_normal((8, 64))
-    want, _ = matrix_of(kind, weight_NK)
-    tensors = {**kind.store(weight_NK).tensors, "weight_g_idx": torch.full((64,), -1, dtype=torch.int32)}
-    got = layout_of(kind.config).read(Parts("m", tensors))
-    assert torch.equal(got.dequantised(), want.dequantised())
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1e6])
@@ -408,26 +395,20 @@ def test_a_checkpoint_without_quantised_matrices_is_refused(saved: Saved, tmp_pa
         QuantisedCheckpoint(floats, published.gptq().config)
 
 
-def test_files_that_are_not_there_are_named(write: Write) -> None:
+def test_files_that_are_not_there_or_cut_off_are_named(write: Write) -> None:
     folder, _ = write(published.gptq(), shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(
         ModelNotSupported, match=r"model-00002-of-00003.safetensors, which .*index.json names, is missing"
     ):
         load(folder)
-
-
-def test_a_file_that_is_cut_off_is_named(write: Write) -> None:
     folder, _ = write(published.gptq())
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelNotSupported, match=r"model.safetensors is no safetensors file"):
         load(folder)
-
-
-def test_weights_in_other_files_are_refused(write: Write) -> None:
-    folder, _ = write(published.gptq())
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    weights.rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelNotSupported, match=r"has its weights only in pytorch_model\.bin: a pickle"):
         load(folder)
     (folder / "pytorch_model.bin").unlink()
@@ -466,8 +447,7 @@ def test_experts_in_mxfp4_are_dequantised(tmp_path: Path, caplog: pytest.LogCapt
     config_json = json.loads((packed / "config.json").read_text())
     config_json["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (packed / "config.json").write_text(json.dumps(config_json))
-    with caplog.at_level("INFO"):
-        got = load_model(config(model=str(packed)))
+    got = load_model(config(model=str(packed)))
     assert "dequantised the experts to float32: MXFP4 has no product here" in caplog.text
     want = load_model(config(model=str(plain)))
     prompt = tokens(30, 4)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -228,26 +227,6 @@ def test_errors_of_the_hub_are_one_line_that_says_what_to_do(tmp_path: Path, lla
         locate(Wanted("tiny"), Hub())
     with pytest.raises(ModelNotSupported, match=r"^revision: 'v1' is for a model of the hub"):
         locate(Wanted(str(tmp_path), "v1"), Hub())
-
-
-def test_a_directory_that_would_run_code_is_refused(tmp_path: Path, saved: Callable[[str], Path]) -> None:
-    folder = shutil.copytree(saved("llama"), tmp_path / "model")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelNotSupported, match=r"^model: .* has its weights only in pytorch_model\.bin: a pickle"):
-        load_model(config(model=str(folder)))
-    (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
-    own = json.loads((folder / "config.json").read_text())
-    ran = tmp_path / "ran"
-    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\n")
-    for kind, error in (("strange", "needs code of its own for its family 'strange'"), ("llama", "")):
-        own |= {"model_type": kind, "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
-        (folder / "config.json").write_text(json.dumps(own))
-        if error:
-            with pytest.raises(ModelNotSupported, match=error):
-                load_model(config(model=str(folder)))
-        else:
-            assert load_model(config(model=str(folder))).model_type == "llama"
-    assert not ran.exists()
 
 
 @pytest.mark.slow

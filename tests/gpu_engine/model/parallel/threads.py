@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,28 +25,19 @@ CPU = torch.device("cpu")
 
 
 class ThreadRanks:
-    """A `RankSet` of threads. `model` is rank 0's; engines of one size of cache may run on it one after another.
+    """A `RankSet` of threads. `model` is rank 0's; engines of one size of cache may run on it one after another."""
 
-    `wrapped` may put something before rank 0's process group, and `load` gives the parts.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        store: Path,
-        wrapped: Callable[[Any], Any] = lambda group: group,
-        load: Callable[[EngineConfig, Shard], tuple[LoadedModel, FusedForward]] = load_shard,
-    ) -> None:
+    def __init__(self, config: EngineConfig, store: Path) -> None:
         self._size = config.tensor_parallel_size
         self._store = store
-        own, *others = (load(config, Shard(rank, self._size)) for rank in range(self._size))
+        own, *others = (load_shard(config, Shard(rank, self._size)) for rank in range(self._size))
         self._threads = [
             threading.Thread(target=self._follow, args=(rank, *loaded), daemon=True)
             for rank, loaded in enumerate(others, 1)
         ]
         for thread in self._threads:
             thread.start()
-        self.collectives = Collectives(wrapped(open_group(store, 0, self._size)), 0, self._size, CPU)
+        self.collectives = Collectives(open_group(store, 0, self._size), 0, self._size, CPU)
         self.model: LoadedModel = lead(*own, self.collectives, self)
 
     def _follow(self, rank: int, model: LoadedModel, forward: FusedForward) -> None:
