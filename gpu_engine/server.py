@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from gpu_engine.doors.found import Door, wanted_doors
 from gpu_engine.extensions.found import ExtensionModule, Extensions, wanted_extensions
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.early import check_port
-from gpu_engine.front.port.listening import HealthServicer, Listeners, ServerError, bind
+from gpu_engine.front.port.listening import Listeners, ServerError, bind
 from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.gateway_process import SOCKET_NAME, TOKEN_NAME, HttpGateway, gateway_command, write_token
 from gpu_engine.ops.core_split import CoreSplit, fills_cores
@@ -50,6 +50,7 @@ from gpu_engine.sidecar.process import GrammarProcess, end_task, resolved_sync
 from gpu_engine.sidecar.supervisor import Sidecar
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from service_runtime.cores import usable_cores
+from service_runtime.health import HealthServicer
 from service_runtime.own_thread import in_own_thread
 from shared_mem.channel import EngineEnd
 from shared_mem.errors import VersionSkew
@@ -65,7 +66,7 @@ CLOSE_TIMEOUT_S = 10.0
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
-SetHealth = Callable[[health_pb2.HealthCheckResponse.ServingStatus], Awaitable[None]]
+SetHealth = Callable[[health_pb2.HealthCheckResponse.ServingStatus], None]
 """Sets the status of every service of the public port."""
 
 Result = TypeVar("Result")
@@ -233,7 +234,7 @@ async def _start(
 
     # 7. The ports answer; health says NOT_SERVING until stage 9.
     set_health = partial(_set_health, listeners.health, services, extensions.serves_engine)
-    await set_health(NOT_SERVING)
+    set_health(NOT_SERVING)
     await listeners.start()
     if gateway:
         gateway.start(background, stack)
@@ -250,7 +251,7 @@ async def _start(
     if grammar:
         _run_until_close(stack, background, _report_guided(grammar, listeners.health), "guided health")
     calls.warm()
-    await set_health(SERVING)
+    set_health(SERVING)
     stack.push_async_callback(_drain, listeners.server, calls, set_health, gateway, server_config.drain_timeout_s)
     return Server(
         address=listeners.address,
@@ -416,7 +417,7 @@ def _add_services(
     return services
 
 
-async def _set_health(
+def _set_health(
     servicer: HealthServicer,
     services: Sequence[str],
     serves_engine: bool,
@@ -424,7 +425,7 @@ async def _set_health(
 ) -> None:
     """Set the status of the server and its services; `serves_engine`: the service Engine may ever be SERVING."""
     for service in (health.OVERALL_HEALTH, *services):
-        await servicer.set(service, NOT_SERVING if service == SERVICE and not serves_engine else status)
+        servicer.set(service, NOT_SERVING if service == SERVICE and not serves_engine else status)
 
 
 async def _end_on_failure(engine: ServedEngine, set_health: SetHealth) -> None:
@@ -441,7 +442,7 @@ async def _end_on_failure(engine: ServedEngine, set_health: SetHealth) -> None:
 
     engine.watch(report_failure)
     error = await failed
-    await set_health(NOT_SERVING)
+    set_health(NOT_SERVING)
     lost = "lost a rank" if isinstance(error, RankLost) else "lost its device"
     raise ServerError(f"the engine {lost}: {error}") from error
 
@@ -450,7 +451,7 @@ async def _report_guided(grammar: GrammarProcess, health_servicer: HealthService
     """Report under the name GUIDED whether guided requests are served. Runs until it is cancelled."""
 
     async def report(serves: bool) -> None:
-        await health_servicer.set(GUIDED, SERVING if serves else NOT_SERVING)
+        health_servicer.set(GUIDED, SERVING if serves else NOT_SERVING)
 
     await grammar.report(report)
 
@@ -462,7 +463,7 @@ async def _drain(
 
     Health comes first: a router that watches it sends no request that would be refused.
     """
-    await set_health(NOT_SERVING)
+    set_health(NOT_SERVING)
     await asyncio.gather(calls.drain(timeout_s), *((gateway.stop(),) if gateway else ()))
     await server.stop(STOP_GRACE_S)
 

@@ -19,11 +19,10 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 import uvloop
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from grammar_service.backends.registry import import_library
 from grammar_service.config import GrammarConfig
@@ -33,6 +32,7 @@ from grammar_service.metrics_http import CannotListen, MetricsListener
 from grammar_service.servicer import GrammarServicer
 from protos.grammar.v1 import grammar_pb2, grammar_pb2_grpc
 from service_runtime.aborted_calls import AbortedCalls
+from service_runtime.health import HealthServicer
 from service_runtime.threads import OS_THREADS, Threads
 from shared_mem.channel import GrammarEnd
 from shared_mem.errors import InvalidField, SharedMemoryError
@@ -90,7 +90,7 @@ async def _serve(config: GrammarConfig, path: Path, listener: socket.socket) -> 
         if engines.done():
             engines.result()
     finally:
-        await alive.enter_graceful_shutdown()
+        alive.stop()
         for task in (engines, stopped, importing):
             task.cancel()
         await asyncio.gather(engines, stopped, importing, return_exceptions=True)
@@ -103,7 +103,7 @@ async def _serve(config: GrammarConfig, path: Path, listener: socket.socket) -> 
         logger.info("stopped")
 
 
-async def _start_grpc(path: Path, servicer: GrammarServicer) -> tuple[grpc.aio.Server, Any]:
+async def _start_grpc(path: Path, servicer: GrammarServicer) -> tuple[grpc.aio.Server, HealthServicer]:
     server = grpc.aio.server(
         interceptors=[AbortedCalls()],
         options=[
@@ -112,10 +112,10 @@ async def _start_grpc(path: Path, servicer: GrammarServicer) -> tuple[grpc.aio.S
         ],
     )
     grammar_pb2_grpc.add_GrammarServicer_to_server(servicer, server)
-    alive = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    alive = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(alive, server)
     for service in ("", _SERVICE):
-        await alive.set(service, health_pb2.HealthCheckResponse.SERVING)
+        alive.set(service, health_pb2.HealthCheckResponse.SERVING)
     # gRPC creates the socket file with the mode that the umask allows now.
     umask = os.umask(0o177)
     try:
@@ -126,7 +126,7 @@ async def _start_grpc(path: Path, servicer: GrammarServicer) -> tuple[grpc.aio.S
     return server, alive
 
 
-async def _start_probe(address: str, alive: Any) -> grpc.aio.Server:
+async def _start_probe(address: str, alive: HealthServicer) -> grpc.aio.Server:
     """Serve only the health service on a TCP address. Raises CannotListen."""
     # With SO_REUSEPORT, two processes on one port would share its checks without an error.
     probe = grpc.aio.server(options=[("grpc.so_reuseport", 0)])

@@ -1,4 +1,4 @@
-"""Frees what an aborted gRPC call holds as soon as the call ends.
+"""Ends gRPC calls cleanly: an aborted call frees what it holds at once, and a broken connection cancels its call.
 
 gRPC stores the error of an abort with the state of its call, and the error's traceback refers to the frames of the
 method, which refer to the call: a cycle. It holds the request, such as a grammar of many megabytes that was refused,
@@ -10,6 +10,7 @@ last message of a stream of requests, which gRPC's own iterator holds in another
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -24,6 +25,18 @@ def forget_frames(error: BaseException | None) -> None:
         seen.add(id(error))
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+async def send(context: grpc.aio.ServicerContext[Any, Any], message: Any) -> None:
+    """Write one response of a stream. Raises CancelledError where the client left during the write.
+
+    A write that waits for a slow reader when the connection breaks fails with an error of gRPC's own, before gRPC
+    cancels the call and before `context.cancelled()` says so. For the call it is the same: nobody reads any more.
+    """
+    try:
+        await context.write(message)
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
 
 
 class AbortedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stub

@@ -59,6 +59,7 @@ from gpu_engine.front.tools.parts import AnswerLayout
 from gpu_engine.front.validation import given_id
 from gpu_engine.ops.access import CallRecord, Ended
 from gpu_engine.ops.metrics_requests import RequestWatch
+from service_runtime.aborted_calls import send
 
 log = logging.getLogger(__name__)
 
@@ -153,13 +154,13 @@ class Calls:
     ) -> None:
         """Run one Generate call to its end: write its responses, or abort it with the status of its error.
 
-        `request_id` is the client's, "" for none. Errors name fields as `rename` does. Written with `context.write` and
+        `request_id` is the client's, "" for none. Errors name fields as `rename` does. Written with `send` and
         not as a generator, so that the `finally` runs as soon as the call ends.
         """
         caller = self.caller_of(context)
         with self.watch.call(caller.metadata, caller.tenant) as record:
             async with self.errors_to_status(context, record, rename):
-                await self.answer(Call(record=record), caller, request_id, check, respond, context.write)
+                await self.answer(Call(record=record), caller, request_id, check, respond, partial(send, context))
 
     def errors_to_status(
         self, context: Context, record: CallRecord | None = None, rename: Rename | None = None
@@ -459,4 +460,8 @@ class ErrorToStatus:
         if self._context.cancelled() or self._context.done():
             log.debug("the client left while an answer was written: %r", error)
             return
-        await self._context.abort(*self._calls.count_failure(error, self._record, self._rename))
+        status, problem = self._calls.count_failure(error, self._record, self._rename)
+        try:
+            await self._context.abort(status, problem)
+        except grpc.aio.InternalError as gone:  # the client left meanwhile
+            raise asyncio.CancelledError from gone

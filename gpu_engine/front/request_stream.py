@@ -24,7 +24,7 @@ from gpu_engine.api.errors import LockstepError, ShuttingDown
 from gpu_engine.front.caller import Caller
 from gpu_engine.front.calls import Calls, Context, Rename
 from gpu_engine.ops.access import CallRecord
-from service_runtime.aborted_calls import forget_frames
+from service_runtime.aborted_calls import forget_frames, send
 from service_runtime.owned_tasks import OwnedTasks
 
 Run = Callable[[Caller, CallRecord], Awaitable[None]]
@@ -101,7 +101,7 @@ class RequestStream:
     async def write(self, message: Any) -> None:
         """Send one message when the messages before it are sent."""
         async with self._writing:
-            await self._context.write(message)
+            await send(self._context, message)
 
     def _drain(self) -> None:
         self._draining = True

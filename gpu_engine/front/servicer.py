@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 from gpu_engine.api.adapters import AdapterUse
 from gpu_engine.api.errors import GrammarNotConfigured
@@ -26,6 +27,7 @@ from gpu_engine.front.tokens.tokenizer_info import TokenizerInfo
 from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
+from service_runtime.aborted_calls import send
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
@@ -130,7 +132,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     ) -> None:
         """Stream the statistics of iterations and of running requests."""
         async with self._calls.errors_to_status(context):
-            await self._stats_feed.run(request, context.write)
+            await self._stats_feed.run(request, partial(send, context))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turn text or a conversation into token ids."""

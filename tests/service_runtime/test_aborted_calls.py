@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from service_runtime.aborted_calls import AbortedCalls, forget_frames
+from service_runtime.aborted_calls import AbortedCalls, forget_frames, send
 from tests.waiting import eventually
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
@@ -22,7 +25,7 @@ class Asked:
 
 
 @asynccontextmanager
-async def served(kind: str, method: Any, *interceptors: Any) -> AsyncIterator[grpc.aio.Channel]:
+async def address_of(kind: str, method: Any, *interceptors: Any) -> AsyncIterator[str]:
     """Serve one method named "/t/m" of a kind."""
     handler = getattr(grpc, f"{kind}_rpc_method_handler")(method, lambda content: Asked(), lambda answer: answer)
     server = grpc.aio.server(interceptors=interceptors)
@@ -30,10 +33,15 @@ async def served(kind: str, method: Any, *interceptors: Any) -> AsyncIterator[gr
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield channel
+        yield f"127.0.0.1:{port}"
     finally:
         await server.stop(0)
+
+
+@asynccontextmanager
+async def served(kind: str, method: Any, *interceptors: Any) -> AsyncIterator[grpc.aio.Channel]:
+    async with address_of(kind, method, *interceptors) as address, grpc.aio.insecure_channel(address) as channel:
+        yield channel
 
 
 async def call(channel: grpc.aio.Channel, kind: str) -> list[bytes]:
@@ -138,3 +146,35 @@ def test_forgetting_frames_ends_where_errors_are_a_ring() -> None:
             raise each
     forget_frames(first)
     assert (first.__traceback__, second.__traceback__) == (None, None)
+
+
+READER = """
+import sys, time, grpc
+call = grpc.insecure_channel(sys.argv[1]).unary_stream("/t/m")(b"a")
+next(iter(call))
+print("read", flush=True)
+time.sleep(600)
+"""
+
+
+async def test_a_client_that_dies_while_it_reads_slowly_cancels_the_call() -> None:
+    """Its connection breaks while a write waits for it, which gRPC reports as an error of its own."""
+    ends: list[BaseException] = []
+
+    async def method(request: Asked, context: Any) -> None:
+        try:
+            while True:
+                await send(context, bytes(1 << 20))
+        except BaseException as error:
+            ends.append(error)
+            raise
+
+    async with address_of("unary_stream", method) as address:
+        reader = await asyncio.create_subprocess_exec(sys.executable, "-c", READER, address, stdout=subprocess.PIPE)
+        assert reader.stdout is not None
+        await reader.stdout.readline()
+        await asyncio.sleep(0.2)  # the window of its connection is full by now, so a write waits
+        reader.kill()
+        await reader.wait()
+        await eventually(lambda: ends)
+    assert [type(end) for end in ends] == [asyncio.CancelledError]

@@ -25,6 +25,7 @@ from gpu_engine.doors.vllm_wire.vllm_responses import Answers
 from gpu_engine.front.caller import TenantView
 from gpu_engine.front.calls import Calls, Context
 from gpu_engine.front.validation import check
+from service_runtime.aborted_calls import send
 
 _MAX_START = 2**63 - 1
 """The largest cursor of a subscriber: the numbers after it fit into the message."""
@@ -96,8 +97,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             files = await self._packed()
             *chunks, last = files.chunks()
             for chunk in chunks:
-                await context.write(common.GetTokenizerChunk(data=chunk))
-            await context.write(common.GetTokenizerChunk(data=last, sha256=files.sha256))
+                await send(context, common.GetTokenizerChunk(data=chunk))
+            await send(context, common.GetTokenizerChunk(data=last, sha256=files.sha256))
 
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
         """Stream the blocks that enter and leave the prefix cache, after a snapshot of those that are in it."""
@@ -112,7 +113,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             )
         async with aclosing(self._feed.batches(request.start_sequence_number)) as batches:
             async for batch in batches:
-                await context.write(batch)
+                await send(context, batch)
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> None:
         """Refuse: the model generates."""

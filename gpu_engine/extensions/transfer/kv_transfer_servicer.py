@@ -18,6 +18,7 @@ from gpu_engine.front.calls import Calls, Context
 from gpu_engine.front.validation import MAX_SALT_BYTES
 from protos.transfer.v1 import transfer_pb2 as pb
 from protos.transfer.v1 import transfer_pb2_grpc
+from service_runtime.aborted_calls import send
 from service_runtime.tenants import MAX_NAME_CHARS
 
 MAX_INTERNAL_SALT_BYTES = MAX_SALT_BYTES + MAX_NAME_CHARS + 1
@@ -82,7 +83,7 @@ class KvTransferServicer(transfer_pb2_grpc.KvTransferServicer):
                 response = pb.FetchResponse(num_pages=piece.num_pages, data=bytes(piece.data))
                 try:
                     async with asyncio.timeout(self._timeout_s):
-                        await context.write(response)
+                        await send(context, response)
                 except TimeoutError:
                     problem = f"no page was read within {self._timeout_s:g} s (prefill_timeout_s)"
                     raise TransferStalled(problem) from None

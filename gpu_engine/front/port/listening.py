@@ -16,16 +16,16 @@ import socket
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.front.port.auth import BearerTokens
 from gpu_engine.front.port.malformed import ParsedRequests
 from gpu_engine.front.port.tls import server_credentials
 from service_runtime.aborted_calls import AbortedCalls
+from service_runtime.health import HealthServicer
 from service_runtime.tokens import token_file
 
 log = logging.getLogger(__name__)
@@ -38,13 +38,6 @@ _OWN_PORT = ("grpc.so_reuseport", 0)
 
 class ServerError(RuntimeError):
     """The server cannot start; the message gives the reason."""
-
-
-class HealthServicer(Protocol):
-    """The asyncio implementation of the health service."""
-
-    async def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        """Set the reported status of `service`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +99,7 @@ def bind(
     port = _add_port(server, "listen", config.listen, credentials)
     if gateway_path is not None:
         _add_port(server, "http", f"unix:{gateway_path}", None)
-    servicer: HealthServicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stub
+    servicer = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     probe = None
     if config.health_listen:
