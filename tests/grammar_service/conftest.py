@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from grammar_service.backends.backend import Backend, Compiled, Matcher, Rows
 from grammar_service.backends.registry import NAMES, load_backend
-from grammar_service.grammar.value import Kind, Whitespace, parse
+from grammar_service.grammar.value import Kind, Reading, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
 from tests.grammar_service.toy import PADDED, STOPS, spell, tokenizer_json, tokens_in
 
@@ -31,6 +34,18 @@ class Library:
 
     def compiled(self, kind: Kind, source: str, whitespace: Whitespace = Whitespace.BOUNDED) -> Compiled:
         grammar = parse(kind, source, whitespace)
+        return self.backend.load(grammar, self.backend.compile(grammar))
+
+    def read(
+        self,
+        source: Any,
+        whitespace: Whitespace = Whitespace.COMPACT,
+        kind: Kind = Kind.JSON_SCHEMA,
+        **reading: Any,
+    ) -> Compiled:
+        """Return a grammar, a text or a JSON document, that is read with the fields `reading` of Reading."""
+        text = source if isinstance(source, str) else json.dumps(source)
+        grammar = replace(parse(kind, text, whitespace), reading=Reading(**reading))
         return self.backend.load(grammar, self.backend.compile(grammar))
 
     def legal(self, matcher: Matcher) -> set[int]:

@@ -1,12 +1,9 @@
-"""Draft 3: each of its own keywords on both backends, and random schemas next to another validator's reading of it."""
+"""Random schemas of draft 3 mean what another validator reads (conformance.py has each keyword)."""
 
 from __future__ import annotations
 
-import copy
 import json
 import random
-import re
-from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -15,140 +12,8 @@ import pytest
 
 from grammar_service.backends.json_schema.draft_3 import write_draft_3
 from grammar_service.backends.json_schema.validator import Validator
-from grammar_service.errors import InvalidGrammar, NotEnforced
-from grammar_service.grammar.value import Kind, Whitespace
-from tests.grammar_service.conftest import Library
 
 DRAFT_3 = "http://json-schema.org/draft-03/schema#"
-INT, TEXT = {"type": "integer"}, {"type": "string"}
-
-
-def of_draft_3(**schema: Any) -> str:
-    return json.dumps({"$schema": DRAFT_3, **schema})
-
-
-def closed(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "additionalProperties": False, "properties": properties}
-
-
-BOTH: list[tuple[dict[str, Any], list[str], list[str]]] = [
-    (closed(a={**INT, "required": True}, b=INT), ['{"a":1}', '{"a":1,"b":2}'], ["{}", '{"b":2}', '{"a":""}']),
-    (closed(a={**INT, "required": False}), ["{}", '{"a":1}'], ['{"a":""}']),
-    (closed(a=closed(b={**INT, "required": True}) | {"required": True}), ['{"a":{"b":1}}'], ["{}", '{"a":{}}']),
-    (
-        closed(a={"$ref": "#/definitions/n"}) | {"definitions": {"n": {**INT, "required": True}}},
-        ['{"a":1}'],
-        ["{}"],
-    ),
-    (closed(a={"extends": {**INT, "required": True}}), ['{"a":1}'], ["{}", '{"a":""}']),
-    (closed(a={**INT, "required": True}, b=INT) | {"required": ["b", "a"]}, ['{"a":1,"b":2}'], ['{"a":1}', '{"b":2}']),
-    ({"type": ["null", {"type": "array", "items": INT}]}, ["null", "[]", "[1]"], ["1", '[""]']),
-    ({"type": {"enum": [1]}}, ["1"], ["2"]),
-    ({"type": "any", "enum": [1, "a"]}, ["1", '"a"'], ["2"]),
-    ({"type": ["integer", "any"], "enum": [1, "a"]}, ["1", '"a"'], ["2"]),
-    ({**INT, "divisibleBy": 3}, ["0", "12"], ["4"]),
-    ({"extends": {**INT, "maximum": 5}}, ["5"], ["6", '"a"']),
-    ({**TEXT, "format": "ip-address"}, ['"1.2.3.4"'], ['"1.2.3"']),
-]
-ONE: list[tuple[dict[str, Any], list[str], list[str]]] = [
-    ({**INT, "divisibleBy": 3, "multipleOf": 2}, ["12"], ["3", "2"]),
-    ({**INT, "extends": {"maximum": 5, "type": "integer"}}, ["5"], ["6", '"a"']),
-    ({**INT, "extends": [{**INT, "minimum": 2}], "maximum": 5}, ["2", "5"], ["1", "6"]),
-    ({"type": ["integer", "string"], "disallow": "integer"}, ['"a"'], ["1"]),
-    (
-        {"type": ["integer", "string", "boolean"], "disallow": ["integer", {"enum": ["a", True]}]},
-        ['"b"', "false"],
-        ["1", '"a"', "true"],
-    ),
-]
-"""Only llguidance enforces what these are written as; xgrammar refuses it by name."""
-
-
-def check(library: Library, schema: dict[str, Any], accepted: list[str], rejected: list[str]) -> None:
-    compiled = library.compiled(Kind.JSON_SCHEMA, of_draft_3(**schema), Whitespace.COMPACT)
-    validator = Validator(of_draft_3(**schema))
-    assert [validator.is_valid(text.encode()) for text in [*accepted, *rejected]] == [
-        *[True] * len(accepted),
-        *[False] * len(rejected),
-    ]
-    assert compiled.warnings == ()
-    assert {text: library.accepts(compiled, text) for text in [*accepted, *rejected]} == {
-        **dict.fromkeys(accepted, True),
-        **dict.fromkeys(rejected, False),
-    }
-
-
-@pytest.mark.parametrize(("schema", "accepted", "rejected"), BOTH)
-def test_keywords_have_the_meaning_of_draft_3(
-    library: Library, schema: dict[str, Any], accepted: list[str], rejected: list[str]
-) -> None:
-    check(library, schema, accepted, rejected)
-
-
-@pytest.mark.parametrize(("schema", "accepted", "rejected"), ONE)
-def test_what_one_library_does_not_enforce_it_refuses(
-    libraries: Callable[[str], Library], schema: dict[str, Any], accepted: list[str], rejected: list[str]
-) -> None:
-    check(libraries("llguidance"), schema, accepted, rejected)
-    with pytest.raises(NotEnforced):
-        libraries("xgrammar").compiled(Kind.JSON_SCHEMA, of_draft_3(**schema))
-
-
-@pytest.mark.parametrize("kind", [Kind.JSON_SCHEMA, Kind.STRUCTURAL_TAG])
-def test_a_word_of_draft_3_is_a_warning_in_another_dialect(library: Library, kind: Kind) -> None:
-    schema = {"type": "object", "properties": {"extends": INT, "a": {**INT, "divisibleBy": 2}}}
-    if kind is Kind.STRUCTURAL_TAG:
-        tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
-        compiled = library.compiled(kind, json.dumps(tag))
-    else:
-        compiled = library.compiled(kind, json.dumps(schema))
-    (line,) = compiled.warnings
-    assert "/properties/a/divisibleBy: is a keyword of draft 3" in line
-
-
-def test_a_boolean_in_required_is_a_warning_in_another_dialect(library: Library) -> None:
-    schema = closed(a={**INT, "required": True}, b={**INT, "required": False}, required=INT)
-    (line,) = library.compiled(Kind.JSON_SCHEMA, json.dumps(schema)).warnings
-    assert line.startswith("/properties/a/required: is not an array of names")
-
-
-def test_a_schema_of_a_tag_may_follow_draft_3(library: Library) -> None:
-    schema = {"$schema": DRAFT_3, **closed(a={"type": "any", "enum": [1], "required": True})}
-    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
-    compiled = library.compiled(Kind.STRUCTURAL_TAG, json.dumps(tag), Whitespace.COMPACT)
-    assert library.accepts(compiled, '{"a":1}')
-    assert not library.accepts(compiled, "{}")
-
-
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"extends": 1}, "/extends: must be a schema or an array of schemas"),
-        ({"properties": {"a": {"disallow": [1]}}}, "/properties/a/disallow: must be a type or an array of types"),
-        ({"divisibleBy": 0}, "/divisibleBy: must be a number above 0"),
-        ({"type": ["text"]}, "/type: 'text' is not a type of JSON Schema"),
-    ],
-)
-def test_a_value_of_another_type_is_refused_with_its_place(
-    library: Library, schema: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InvalidGrammar, match=re.escape(message)):
-        library.compiled(Kind.JSON_SCHEMA, of_draft_3(**schema))
-
-
-def test_draft_3_inside_of_another_dialect_is_refused(library: Library) -> None:
-    schema = closed(a={"$schema": DRAFT_3, "type": "integer"})
-    with pytest.raises(InvalidGrammar, match=r"/properties/a/\$schema: draft 3 inside another dialect"):
-        library.compiled(Kind.JSON_SCHEMA, json.dumps(schema))
-
-
-def test_another_draft_stays_as_it_is() -> None:
-    schema = {"$schema": "http://json-schema.org/draft-04/schema#", "extends": INT, "divisibleBy": 2, "type": "any"}
-    before = copy.deepcopy(schema)
-    write_draft_3(schema, "")
-    assert schema == before
-
-
 KINDS = ("integer", "string", "boolean", "null", "array", "object")
 
 

@@ -1,242 +1,117 @@
-"""References by $id, $anchor, URLs of the document and dynamic anchors mean what the specification says."""
+"""References of random compound documents, judged by jsonschema-rs, and names of documents in other dialects.
+
+Each leaf of a random document accepts only one number, so the numbers that a property accepts say where its reference
+leads. conformance.py has each kind of reference.
+"""
 
 from __future__ import annotations
 
-import copy
 import json
+import random
 from typing import Any
+from urllib.parse import urljoin
 
 import jsonschema_rs
 import pytest
 
-from grammar_service.backends.json_schema.references import write_pointers
+from grammar_service.backends.json_schema.references import take_out_dialects, write_pointers
 from grammar_service.backends.json_schema.validator import Validator
-from grammar_service.errors import InvalidGrammar
-from grammar_service.grammar.value import Kind, Whitespace
-from tests.grammar_service.conftest import Library
 
-OBJ: dict[str, Any] = {"type": "object", "additionalProperties": False}
-INT, STR = {"type": "integer"}, {"type": "string"}
-DRAFT = "http://json-schema.org/draft-0{}/schema#".format
+ROOT = "http://x.test/a/root.json"
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+OTHER = "http://x.test/dialect/1"
+INT = {"type": "integer"}
 
-CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
-    "pointer": ({**OBJ, "properties": {"a": {"$ref": "#/$defs/i"}}, "$defs": {"i": INT}}, [{"a": 1}], [{"a": "x"}]),
-    "anchor": (
-        {**OBJ, "properties": {"a": {"$ref": "#i"}}, "$defs": {"x": {"$anchor": "i", **INT}}},
-        [{"a": 1}],
-        [{"a": "x"}],
-    ),
-    "relative $id": (
-        {
-            "$id": "http://x.test/root.json",
-            **OBJ,
-            "properties": {"a": {"$ref": "item.json"}, "b": {"$ref": "/item.json"}},
-            "$defs": {"x": {"$id": "item.json", **INT}},
-        },
-        [{"a": 1}, {"b": 2}],
-        [{"a": "x"}, {"b": "x"}],
-    ),
-    "URL of the document": (
-        {
-            "$id": "http://x.test/root.json",
-            **OBJ,
-            "properties": {"a": {"$ref": "http://x.test/root.json#/$defs/i"}},
-            "$defs": {"i": INT},
-        },
-        [{"a": 1}],
-        [{"a": "x"}],
-    ),
-    "the document itself by its URL": (
-        {"$id": "http://x.test/tree", **OBJ, "properties": {"a": {"$ref": "http://x.test/tree"}}},
-        [{}, {"a": {}}, {"a": {"a": {}}}],
-        [{"a": 1}, {"a": {"b": 1}}],
-    ),
-    "a bundled document, from a root that is a reference in draft 6": (
-        {
-            "$schema": DRAFT(6),
-            "$id": "http://x.test/root.json",
-            "$ref": "parts.json#/definitions/o",
-            "definitions": {
-                "x": {
-                    "$id": "http://x.test/parts.json",
-                    "definitions": {"o": {**OBJ, "properties": {"a": {"$ref": "#/definitions/i"}}}, "i": INT},
-                }
-            },
-        },
-        [{"a": 1}, {}],
-        [{"a": "x"}, 1],
-    ),
-    "a pointer below an $id is read from there": (
-        {
-            "$id": "http://x.test/root.json",
-            **OBJ,
-            "properties": {"a": {"$id": "sub.json", "$ref": "#/$defs/v", "$defs": {"v": STR}}},
-            "$defs": {"v": INT},
-        },
-        [{"a": "x"}],
-        [{"a": 1}],
-    ),
-    "an anchor of another resource": (
-        {
-            "$id": "http://x.test/root.json",
-            **OBJ,
-            "properties": {"a": {"$ref": "sub.json#v"}, "b": {"$ref": "#v"}},
-            "$defs": {
-                "one": {"$id": "sub.json", "$defs": {"v": {"$anchor": "v", **STR}}},
-                "two": {"$anchor": "v", **INT},
-            },
-        },
-        [{"a": "x"}, {"b": 1}],
-        [{"a": 1}, {"b": "x"}],
-    ),
-    "a URN": (
-        {
-            "$id": "urn:x:root",
-            **OBJ,
-            "properties": {"a": {"$ref": "urn:x:i"}},
-            "$defs": {"x": {"$id": "urn:x:i", **INT}},
-        },
-        [{"a": 1}],
-        [{"a": "x"}],
-    ),
-    "escapes in a pointer": (
-        {
-            **OBJ,
-            "properties": {
-                "a": {"$ref": "#/$defs/t~0e"},
-                "b": {"$ref": "#/$defs/s~1h"},
-                "c": {"$ref": "#/$defs/p%25t"},
-                "d": {"$ref": "#/$defs/q%22t"},
-            },
-            "$defs": {"t~e": INT, "s/h": INT, "p%t": INT, 'q"t': INT},
-        },
-        [{"a": 1, "b": 2, "c": 3, "d": 4}],
-        [{"a": "x"}, {"b": "x"}, {"c": "x"}, {"d": "x"}],
-    ),
-    "a property that is called $ref": (
-        {**OBJ, "properties": {"$ref": STR, "$id": {"$ref": "#/$defs/i"}}, "$defs": {"i": INT}},
-        [{"$ref": "x", "$id": 1}],
-        [{"$ref": 1}, {"$id": "x"}],
-    ),
-    "$dynamicRef with one target": (
-        {
-            "$id": "http://x.test/tree",
-            "$dynamicAnchor": "node",
-            **OBJ,
-            "properties": {"a": {"type": "array", "items": {"$dynamicRef": "#node"}}},
-        },
-        [{}, {"a": [{}, {"a": []}]}],
-        [{"a": [1]}, {"a": [{"a": 1}]}],
-    ),
-    "$dynamicRef to an $anchor": (
-        {**OBJ, "properties": {"a": {"$dynamicRef": "#i"}}, "$defs": {"x": {"$anchor": "i", **INT}}},
-        [{"a": 1}],
-        [{"a": "x"}],
-    ),
-    "an $id in a value of enum names nothing": (
-        {
-            "$id": "http://x.test/root",
-            **OBJ,
-            "properties": {"a": {"enum": [{"$id": "item"}]}, "b": {"$ref": "item"}},
-            "$defs": {"x": {"$id": "item", **INT}},
-        },
-        [{"a": {"$id": "item"}}, {"b": 1}],
-        [{"a": {}}, {"b": "x"}],
-    ),
-    "a reference through an unknown keyword": (
-        {
-            "$id": "http://x.test/root.json",
-            **OBJ,
-            "properties": {"a": {"$ref": "#/components/one"}},
-            "components": {"one": {"$ref": "item"}, "two": INT},
-            "$defs": {"x": {"$id": "item", **INT}},
-        },
-        [{"a": 1}],
-        [{"a": "x"}],
-    ),
-}
-
-OLD: dict[str, tuple[Any, list[Any], list[Any]]] = {
-    "id of draft 4": (
-        {
-            "$schema": DRAFT(4),
-            "id": "http://x.test/root.json",
-            **OBJ,
-            "properties": {"a": {"$ref": "item.json"}, "b": {"id": "other.json", "$ref": "#/definitions/v"}},
-            "definitions": {"x": {"id": "item.json", **INT}, "v": INT},
-        },
-        [{"a": 1}, {"b": 1}],
-        [{"a": "x"}, {"b": "x"}],
-    ),
-    "$id as an anchor, in draft 6 and 7": (
-        {"$schema": DRAFT(7), **OBJ, "properties": {"a": {"$ref": "#i"}}, "definitions": {"x": {"$id": "#i", **INT}}},
-        [{"a": 1}],
-        [{"a": "x"}],
-    ),
-    "$recursiveRef with one resource": (
-        {
-            "$schema": "https://json-schema.org/draft/2019-09/schema",
-            "$recursiveAnchor": True,
-            **OBJ,
-            "properties": {"a": {"$recursiveRef": "#"}},
-        },
-        [{}, {"a": {"a": {}}}],
-        [{"a": 1}],
-    ),
-}
+NAMES = ("b.json", "../c.json", "/d/e.json", "sub/", "sub/f.json", "http://y.test/g.json", "http://y.test/h/i.json")
+NUM_RESOURCES = 4
+LEAVES = 3 * NUM_RESOURCES
 
 
-@pytest.mark.parametrize("name", [*CASES, *OLD])
-def test_a_reference_leads_where_the_specification_says(library: Library, name: str) -> None:
-    schema, valid, invalid = (CASES | OLD)[name]
-    # A document is taken as read from the URL that it gives itself.
-    judge = jsonschema_rs.validator_for(schema, base_uri=schema.get("$id"))
-    assert [judge.is_valid(each) for each in (*valid, *invalid)] == [True] * len(valid) + [False] * len(invalid)
-    if name == "escapes in a pointer" and library.name == "xgrammar":
-        pytest.skip("xgrammar reads no escapes in a pointer, and refuses them")
-    compiled = library.compiled(Kind.JSON_SCHEMA, json.dumps(schema), Whitespace.COMPACT)
-    texts = [[json.dumps(each, separators=(",", ":")) for each in values] for values in (valid, invalid)]
-    assert [text for text in texts[0] if not library.accepts(compiled, text)] == []
-    assert [text for text in texts[1] if library.accepts(compiled, text)] == []
+class Bundle:
+    """A random document of resources, each with properties that refer to leaves of any of them."""
+
+    def __init__(self, seed: int, *, old: bool) -> None:
+        self._random = random.Random(seed)
+        self._old, self._definitions = old, "definitions" if old else "$defs"
+        names = self._random.sample(NAMES, NUM_RESOURCES - 1)
+        resources = [self._resource(name, 3 * number) for number, name in enumerate((ROOT, *names))]
+        self._urls = [ROOT]
+        for number, name in enumerate(names, start=1):
+            parent = self._random.randrange(number)
+            self._urls.append(urljoin(self._urls[parent], name))
+            resources[parent][self._definitions][f"resource {number}"] = resources[number]
+        for resource, url in zip(resources, self._urls, strict=True):
+            resource["properties"] = {name: {"$ref": self._reference(url)} for name in "pqr"}
+        to_all = {f"to {number}": {"$ref": url} for number, url in enumerate(self._urls[1:], start=1)}
+        resources[0]["properties"] |= to_all
+        self.schema = {**({"$schema": DRAFT_7} if old else {}), **resources[0]}
+
+    def _resource(self, name: str, number: int) -> dict[str, Any]:
+        """Return a resource with a leaf at a place of each kind, which accept `number` and the two after it."""
+        anchor = {"$id": "#n"} if self._old else {"$anchor": "n"}
+        listed = {"anyOf": [{"$ref": "#/elsewhere/free"}, {"$ref": f"#/{self._definitions}/leaf"}]}
+        return {
+            "$id": name,
+            "type": "object",
+            self._definitions: {"leaf": {"const": number}, "named": {**anchor, "const": number + 1}},
+            "elsewhere": {"list": listed, "free": {"const": number + 2}},
+        }
+
+    def _reference(self, base: str) -> str:
+        """Return a reference to a leaf, in one of the spellings that lead there from a resource with the URL `base`."""
+        url = self._random.choice(self._urls)
+        path = url.partition(".test")[2]
+        spellings = ["", path, f"..{path}", path.removeprefix("/a/"), path.rpartition("/")[2], url]
+        leading = [each for each in spellings if urljoin(base, each) == url]
+        places = ("/elsewhere/free", "/elsewhere/list", f"/{self._definitions}/leaf", "n")
+        return f"{self._random.choice(leading)}#{self._random.choice(places)}"
+
+    def instances(self) -> list[Any]:
+        """Return values that tell where each reference leads, one or two levels deep."""
+        inner = [{name: number} for name in "pqr" for number in range(LEAVES)]
+        return inner + [{f"to {number}": each} for number in range(1, NUM_RESOURCES) for each in inner]
 
 
-@pytest.mark.parametrize("name", [*CASES, *OLD])
-def test_a_document_with_pointers_has_no_other_names(name: str) -> None:
-    schema, valid, invalid = copy.deepcopy((CASES | OLD)[name])
-    write_pointers(schema)
-    again = copy.deepcopy(schema)
-    write_pointers(again)
-    assert again == schema
-    validator = Validator(json.dumps((CASES | OLD)[name][0]))
-    assert all(validator.is_valid(json.dumps(each).encode()) for each in valid)
-    assert not any(validator.is_valid(json.dumps(each).encode()) for each in invalid)
+@pytest.mark.parametrize("old", [False, True])
+def test_references_of_random_documents_lead_where_the_judge_says(old: bool) -> None:
+    for seed in range(60):
+        bundle = Bundle(seed, old=old)
+        judge = jsonschema_rs.validator_for(bundle.schema, base_uri=ROOT)
+        validator = Validator(json.dumps(bundle.schema))
+        wanted = [judge.is_valid(each) for each in bundle.instances()]
+        # Each of the references leads to one leaf or to two.
+        assert 3 * NUM_RESOURCES <= sum(wanted) <= 6 * NUM_RESOURCES
+        found = [validator.is_valid(json.dumps(each).encode()) for each in bundle.instances()]
+        assert found == wanted, (seed, bundle.schema)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"$ref": "http://x.test/other.json"},
-        {"$ref": "#nowhere"},
-        {"$id": "http://x.test/a", "$ref": "b"},
-        {"properties": {"a": {"$id": "http://x.test/b", "$ref": "#/$defs/v"}}, "$defs": {"v": {"type": "string"}}},
-        {
-            "$id": "http://x.test/a",
-            "$dynamicAnchor": "n",
-            "properties": {"a": {"$dynamicRef": "b#n"}},
-            "$defs": {"b": {"$id": "b", "$dynamicAnchor": "n", "type": "string"}},
-        },
-    ],
-)
-def test_what_has_no_single_target_here_is_refused(library: Library, schema: Any) -> None:
-    with pytest.raises(InvalidGrammar):
-        library.compiled(Kind.JSON_SCHEMA, json.dumps(schema))
+def test_a_property_that_is_called_schema_stays() -> None:
+    schema: dict[str, Any] = {"properties": {"$schema": {"const": OTHER}}, "enum": [{"$schema": OTHER}]}
+    before = json.dumps(schema)
+    assert take_out_dialects(schema, "") == []
+    assert json.dumps(schema) == before
 
 
-def test_a_document_without_names_stays_as_it_is() -> None:
-    schema = {
-        "properties": {"a": {"$ref": "#/$defs/x y"}, "id": {"const": 1}},
-        "$defs": {"x y": {"type": "string", "$comment": "id"}},
+def test_another_dialect_that_names_documents_as_draft_4_does() -> None:
+    schema: dict[str, Any] = {
+        "$schema": OTHER,
+        "id": "http://x.test/root",
+        "properties": {"a": {"$ref": "http://x.test/int"}},
+        "definitions": {"x": {"id": "http://x.test/int", **INT}},
     }
-    before = copy.deepcopy(schema)
     write_pointers(schema)
-    assert schema == before
+    assert schema["properties"] == {"a": {"$ref": "#/definitions/x"}}
+
+
+def test_a_scheme_that_python_does_not_know_joins_alike() -> None:
+    schema: dict[str, Any] = {
+        "$id": "asdf://x.test/a/root",
+        "properties": {"a": {"$ref": "int#/$defs/i"}, "b": {"$ref": "elsewhere#x"}, "c": {"$ref": "urn:x:y"}},
+        "$defs": {"x": {"$id": "asdf://x.test/a/int", "$defs": {"i": INT}}},
+    }
+    write_pointers(schema)
+    assert [each["$ref"] for each in schema["properties"].values()] == [
+        "#/$defs/x/$defs/i",
+        "asdf://x.test/a/elsewhere#x",
+        "urn:x:y",
+    ]

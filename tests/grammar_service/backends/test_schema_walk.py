@@ -1,4 +1,4 @@
-"""The walk over a schema, the rewriting of its keywords, and the report of parts that are not enforced."""
+"""The walk over a schema, the rewriting of its keywords, and the reports of parts that have no effect."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from grammar_service.backends.json_schema.misspelled import MAX_NAMED as MOST_MISSPELLED
+from grammar_service.backends.json_schema.misspelled import misspelled_keywords
 from grammar_service.backends.json_schema.rewrite import rewrite
 from grammar_service.backends.json_schema.unenforced import MAX_NAMED, Unenforced, pack, settle, unpack
 from grammar_service.backends.json_schema.walk import subschemas
@@ -140,3 +142,38 @@ def test_unenforced_parts_are_refused_by_name_or_reported() -> None:
 def test_a_long_list_of_parts_ends_with_a_number() -> None:
     found = [Unenforced(f"/{i}", "not", "is not enforced") for i in range(MAX_NAMED + 5)]
     assert settle("toy", found, True)[-1] == "not enforced by toy: and 5 more"
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("propertis", "properties"),
+        ("requried", "required"),
+        ("item", "items"),
+        ("enums", "enum"),
+        ("tpye", "type"),
+        ("minlength", "minLength"),
+        ("ref", "$ref"),
+        ("addtionalProperties", "additionalProperties"),
+    ],
+)
+def test_one_edit_is_a_misspelling(key: str, meant: str) -> None:
+    assert misspelled_keywords({"items": {key: 1}}, "/x") == [
+        f"/x/items/{key}: is not a keyword of JSON Schema and has no effect; did you mean {meant!r}?"
+    ]
+
+
+@pytest.mark.parametrize("key", ["zork", "x-order", "note", "ids", "iff", "comment", "example", "proprtis"])
+def test_known_keywords_and_distant_words_are_not_reported(key: str) -> None:
+    assert misspelled_keywords({key: 1}, "") == []
+
+
+def test_names_of_properties_are_not_keywords() -> None:
+    assert misspelled_keywords({"properties": {"requried": {}}, "default": {"propertis": 1}}, "") == []
+
+
+def test_many_misspellings_end_with_a_number() -> None:
+    schema = {"properties": {str(i): {"tpye": "string"} for i in range(MOST_MISSPELLED + 5)}}
+    found = misspelled_keywords(schema, "")
+    assert len(found) == MOST_MISSPELLED + 1
+    assert found[-1] == "and 5 more keywords that may be misspelled"

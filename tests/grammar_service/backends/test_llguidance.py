@@ -1,4 +1,4 @@
-"""Schemas on which llguidance fails as a whole: parts are named, refused, and verified on the answer."""
+"""llguidance only: schemas on which it fails as a whole, and what it refuses by name."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.llguidance.backend import LlguidanceBackend
 from grammar_service.backends.llguidance.loosening import Loosening
 from grammar_service.backends.llguidance.notation import Rounds, notation
-from grammar_service.errors import NotEnforced
+from grammar_service.errors import GrammarServiceError, InvalidGrammar, LimitExceeded, NotEnforced, NotSupported
 from grammar_service.grammar.value import Grammar, Kind, Reading, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
+from tests.grammar_service.backends.conformance import Schema, closed, const, json_content, structural, tag
 from tests.grammar_service.conftest import Library
 from tests.grammar_service.toy import tokenizer_json
 
@@ -260,3 +261,50 @@ def test_a_grammar_that_was_refused_is_built_once(vocabulary: Vocabulary) -> Non
         assert backend.load(grammar, artifact).warnings
     assert backend.compile(parse(Kind.JSON_SCHEMA, "true", Whitespace.COMPACT))
     assert backend.built == 3
+
+
+TEXT, CLOSED_X = {"type": "any_text"}, json_content(closed(x={"type": "integer"}))
+CALLS = [tag("<a>", CLOSED_X, "</a>"), tag("<b>", const("!"), "</b>")]
+
+
+@pytest.mark.parametrize(
+    ("form", "error", "message"),
+    [
+        ({"type": "glob"}, NotSupported, "/format/type: this backend supports any_text"),
+        ({"type": "sequence"}, InvalidGrammar, "/format/elements"),
+        ({"type": "sequence", "elements": [TEXT, CLOSED_X]}, NotSupported, "/format/elements/0: .* after any_text"),
+        ({"type": "triggered_tags", "at_least_one": True}, NotSupported, "/format/at_least_one"),
+        ({"type": "triggered_tags", "triggers": []}, InvalidGrammar, "/format/triggers"),
+        ({"type": "triggered_tags", "triggers": ["<"], "tags": []}, InvalidGrammar, "/format/tags"),
+        ({"type": "triggered_tags", "triggers": ["<"], "tags": [1]}, InvalidGrammar, "/format/tags/0"),
+        ({"type": "triggered_tags", "triggers": ["<"], "tags": [{"begin": ""}]}, InvalidGrammar, "/tags/0/begin"),
+        (
+            {"type": "triggered_tags", "triggers": ["<"], "tags": [tag("a", CLOSED_X, "")]},
+            InvalidGrammar,
+            "'a' starts with none of the triggers",
+        ),
+        (
+            {"type": "sequence", "elements": [{"type": "triggered_tags", "triggers": ["<"], "tags": CALLS}, TEXT]},
+            NotSupported,
+            "/format/elements/0: this backend needs triggered_tags at the end",
+        ),
+        (
+            {"type": "triggered_tags", "triggers": ["<"], "tags": [{"begin": {"type": "token", "token": 5}}]},
+            InvalidGrammar,
+            "/format/tags/0: names tokens",
+        ),
+        ({**CLOSED_X, "style": "qwen_xml"}, NotSupported, "/format/style"),
+        ({"type": "repeat", "min": 2, "max": 1, "content": CLOSED_X}, InvalidGrammar, "/format: min and max"),
+    ],
+)
+def test_llguidance_names_the_place_of_what_it_refuses(
+    llguidance: Library, form: Schema, error: type[GrammarServiceError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        llguidance.compiled(Kind.STRUCTURAL_TAG, json.dumps(structural(form)))
+
+
+def test_more_alternatives_than_a_row_holds_are_refused_before_a_row_fails(llguidance: Library) -> None:
+    source = "start: " + " | ".join(f'"{i}"' for i in range(20_002))
+    with pytest.raises(LimitExceeded, match="at most 20000 may be open"):
+        llguidance.compiled(Kind.LARK, source)
