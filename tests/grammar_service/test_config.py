@@ -8,7 +8,6 @@ import pytest
 
 from grammar_service.config import GrammarConfig, read
 from grammar_service.grammar.value import BOUNDS
-from service_runtime.settings import settings_of
 
 
 def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> None:
@@ -25,64 +24,18 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> No
     [
         ([], {}, "dir: is required"),
         (["--dir", "d", "--backend", "outlines"], {}, "backend: 'outlines' is not one of llguidance, xgrammar"),
-        (["--dir", "d", "--threads", "many"], {}, "--threads: 'many' is not an integer"),
         (["--dir", "d"], {"LOCKSTEP_GRAMMAR_COMPILE_WORKERS": "65"}, "compile_workers: must be in [0, 64]"),
-        (["--dir", "d", "--config", "/nowhere.toml"], {}, "/nowhere.toml"),
         (["--dir", "d", "--thread", "3"], {}, "unrecognized arguments: --thread 3"),
     ],
 )
 def test_a_wrong_setting_is_named(
     arguments: list[str], environment: dict[str, str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Values of other types and files are in tests/service_runtime/test_settings.py."""
     with pytest.raises(SystemExit) as caught:
         read(arguments, environment)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_an_unknown_key_of_the_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "sidecar.toml"
-    file.write_text('dir = "d"\ncompile_timout_s = 3\n')
-    with pytest.raises(SystemExit):
-        read(["--config", str(file)], {})
-    assert "unknown setting 'compile_timout_s'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("threads = 2.5", "threads: 2.5 is not an integer"),
-        ("compile_queue = inf", "compile_queue: inf is not an integer"),
-        ("spin_us = true", "spin_us: True is not a number"),
-        ("backend = 3", "backend: 3 is not a string"),
-    ],
-)
-def test_a_value_of_the_file_is_not_bent_into_its_type(
-    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "sidecar.toml"
-    file.write_text(f'dir = "d"\n{line}\n')
-    with pytest.raises(SystemExit):
-        read(["--config", str(file)], {})
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("content", [b"backend = = 3", b"\xff"])
-def test_a_broken_file_is_named(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "sidecar.toml"
-    file.write_bytes(content)
-    with pytest.raises(SystemExit):
-        read(["--config", str(file)], {})
-    assert f"{file}: " in capsys.readouterr().err
-
-
-def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        read(["--help"], {})
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    for name in (setting.name for setting in settings_of(GrammarConfig)):
-        assert "--" + name.replace("_", "-") in shown
 
 
 def test_threads_follow_the_machine_unless_they_are_set() -> None:

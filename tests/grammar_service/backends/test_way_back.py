@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from typing import Any
 
-import jsonschema
 import pytest
 
 from grammar_service.backends.backend import Compiled
 from grammar_service.backends.json_schema.places import Place, compacted, goes_on
 from grammar_service.backends.verified import WayBack, avoiding, find_way_back
-from grammar_service.grammar.token_bytes import TokenBytes
 from grammar_service.grammar.value import Kind, Reading, Whitespace, parse
 from tests.grammar_service.conftest import Library
-from tests.grammar_service.toy import STOPS, spell
+from tests.grammar_service.toy import spell
 
 WORDS: dict[str, Any] = {
     "type": "array",
@@ -103,32 +100,6 @@ def test_an_answer_that_is_not_verified_has_no_way(library: Library) -> None:
     compiled = verified(library, {"type": "boolean"}, verify=False)
     assert way_back(compiled, "tru") is None
     assert avoiding(compiled, (b"true",)) is compiled
-
-
-@pytest.mark.parametrize("schema", [WORDS, {**DIGITS, "maxItems": 4}], ids=["words", "digits"])
-def test_random_answers_that_go_back_end_valid(library: Library, schema: dict[str, Any]) -> None:
-    """An answer of random legal tokens that goes back where none is left ends, and is valid."""
-    compiled, draw, went_back = verified(library, schema), random.Random(5), 0
-    for _ in range(6):
-        dead: tuple[bytes, ...] = ()
-        tokens: list[int] = []
-        matcher = compiled.matcher()
-        while not matcher.terminated:
-            row = library.legal(matcher)
-            if row:
-                tokens.append(draw.choice(sorted(row)))
-                assert matcher.accept(tokens[-1])
-                continue
-            found = find_way_back(avoiding(compiled, dead).matcher, tokens, 0)
-            assert found is not None
-            went_back += 1
-            dead, tokens = found.dead, tokens[: found.num_tokens]
-            matcher = avoiding(compiled, dead).matcher()
-            assert all(matcher.accept(token) for token in tokens)
-        assert tokens[-1] in STOPS
-        value = json.loads(TokenBytes.of(library.vocabulary).text(tokens[:-1]))
-        assert jsonschema.Draft202012Validator(schema).is_valid(value), value
-    assert went_back
 
 
 @pytest.mark.parametrize(

@@ -237,25 +237,6 @@ async def test_a_long_wait_for_a_worker_ends_with_a_limit_of_its_own(vocabulary:
         assert (await accepted).data.endswith(b" accepted")
 
 
-async def test_an_accepted_compilation_ignores_the_bound_and_comes_first(
-    vocabulary: Vocabulary, tmp_path: Path
-) -> None:
-    async with pool(vocabulary, queue=2) as workers:
-        order: list[str] = []
-
-        async def compiled(name: str, *, accepted: bool) -> None:
-            await workers.compile(grammar(f"{name} hold {tmp_path / 'go_on'}"), accepted=accepted)
-            order.append(name)
-
-        calls = [asyncio.create_task(compiled(name, accepted=False)) for name in ("a", "b", "c")]
-        await eventually(lambda: workers.stats()["waiting"] == 2)
-        calls += [asyncio.create_task(compiled(name, accepted=True)) for name in ("x", "y", "z")]
-        await eventually(lambda: "accepted=3 others=2" in repr(workers._compile_queue))
-        (tmp_path / "go_on").touch()
-        await asyncio.gather(*calls)
-        assert order == ["a", "x", "y", "z", "b", "c"]
-
-
 async def test_a_worker_that_cannot_start_reports_the_reason(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary, memory_mb=666) as workers:
         for _ in range(2):

@@ -339,13 +339,6 @@ def test_stats_count_rows_by_kind(engine: EngineEnd, start: StartWorker) -> None
     assert worker.stats()["fill_p99_us"] >= worker.stats()["fill_p50_us"] > 0
 
 
-def test_it_stops_while_the_engine_posts_nothing(start: StartWorker) -> None:
-    worker = start()
-    assert worker.stop(PATIENCE_S)
-    assert not worker.alive
-    assert worker.error is None
-
-
 def _shows_life(engine: EngineEnd) -> None:
     """Wait for a heartbeat after this call."""
     since_ns = time.monotonic_ns()
