@@ -13,173 +13,131 @@ import jsonschema_rs
 import pytest
 
 from grammar_service.backends.backend import Compiled
-from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded, NotEnforced, NotSupported
+from grammar_service.errors import (
+    InvalidField,
+    InvalidGrammar,
+    LimitExceeded,
+    NotEnforced,
+    NotSupported,
+)
 from grammar_service.grammar.token_bytes import TokenBytes
 from grammar_service.grammar.value import BOUNDS, Bounds, Kind, Reading, Whitespace, parse
 from tests.grammar_service.conftest import Library
 from tests.grammar_service.toy import STOPS
 
 STR, INT, NUM, ARR, OBJ = ({"type": name} for name in ("string", "integer", "number", "array", "object"))
+STRINGS, ITEMS, DIGITS = {"max_string_length": 3}, {"max_array_items": 3}, {"max_number_digits": 3}
+FREE: dict[str, Any] = {"max_string_length": 3, "max_array_items": 2, "max_number_digits": 2}
+SHORT = ('"abc"', "[[1],[2]]", '{"abc":{"abc":99.25}}', "-99", "true", "null", "[]", "{}")
+LONG = ('"abcd"', "[1,2,3]", "[[1,2,3]]", '[["abcd"]]', '{"a":{"b":100}}', '{"a":0.125}', '{"a":[1,2,3]}')
+LISTED = {**OBJ, "properties": {"long name": {"enum": ["long value", 12345]}}, "additionalProperties": False}
+
+BOUNDED: list[tuple[Any, dict[str, int], list[str], list[str]]] = [
+    (STR, STRINGS, ['""', '"abc"', r'"\n\n\n"'], ['"abcd"', r'"\n\n\n\n"']),
+    ({**STR, "minLength": 1}, STRINGS, ['"abc"'], ['""', '"abcd"']),
+    ({**STR, "maxLength": 2}, STRINGS, ['"ab"'], ['"abc"']),
+    ({**STR, "maxLength": 9}, STRINGS, ['"abc"'], ['"abcd"']),
+    (ARR, ITEMS, ["[]", "[1,2,3]"], ["[1,2,3,4]"]),
+    ({**ARR, "items": INT, "minItems": 2}, ITEMS, ["[1,2]", "[1,2,3]"], ["[1]", "[1,2,3,4]"]),
+    ({**ARR, "prefixItems": [INT, STR]}, ITEMS, ['[1,"a",3]'], ['[1,"a",3,4]']),
+    (INT, DIGITS, ["0", "999", "-999"], ["1000", "-1000"]),
+    ({**INT, "minimum": 5}, DIGITS, ["5", "999"], ["4", "1000"]),
+    ({**INT, "maximum": 50}, DIGITS, ["50", "-999"], ["51", "-1000"]),
+    ({**INT, "maximum": 5000, "minimum": -9}, DIGITS, ["999", "-9"], ["1000", "-10"]),
+    (NUM, DIGITS, ["0", "999", "-999.125", "0.5"], ["1000", "0.1234", "1e5", "-1000.5"]),
+    # In the places where a schema may be.
+    ({**OBJ, "properties": {"a": STR}, "additionalProperties": False}, STRINGS, ['{"a":"abc"}'], ['{"a":"abcd"}']),
+    ({**OBJ, "properties": {"a": INT}, "additionalProperties": INT}, DIGITS, ['{"a":1,"b":999}'], ['{"a":1,"b":1000}']),
+    ({"$ref": "#/$defs/v", "$defs": {"v": {**ARR, "items": STR}}}, STRINGS, ['["abc"]'], ['["abcd"]']),
+    ({"anyOf": [NUM, {"type": "null"}]}, DIGITS, ["999", "null"], ["1000"]),
+    # Values without a schema at any depth, and names that no schema lists; what is listed is not bounded.
+    *(
+        (schema, FREE, [head + text + tail for text in SHORT], [head + text + tail for text in LONG])
+        for head, tail, schema in (
+            ('{"q":', "}", {}),
+            ('{"q":', "}", OBJ),
+            ("[", "]", ARR),
+            ('{"q":', "}", {"type": ["object", "array", "string", "number"]}),
+            ('{"q":', "}", {**OBJ, "properties": {"q": {}}}),
+        )
+    ),
+    (
+        {**OBJ, "properties": {"long name": INT}},
+        STRINGS,
+        ['{"long name":1,"abc":1}'],
+        ['{"long name":1,"abcdefgh":1}'],
+    ),
+    (LISTED, FREE, ['{"long name":"long value"}', '{"long name":12345}'], []),
+]
+OF_LLGUIDANCE: list[tuple[Any, dict[str, int], list[str], list[str]]] = [
+    ({**OBJ, "required": ["long name"]}, STRINGS, ['{"long name":1,"abc":2}'], ['{"long name":"abcd"}']),
+    ({**ARR, "items": INT, "not": {"minItems": 9}}, ITEMS, ["[1,2,3]"], ["[1,2,3,4]"]),
+    ({**STR, "pattern": "^a+$"}, STRINGS, ['"aaa"'], ['"aaaa"']),
+]
 
 
-def compiled(
-    library: Library,
-    schema: Any,
-    whitespace: Whitespace = Whitespace.COMPACT,
-    kind: Kind = Kind.JSON_SCHEMA,
-    **bounds: Any,
-) -> Compiled:
-    source = schema if isinstance(schema, str) else json.dumps(schema)
-    grammar = replace(parse(kind, source, whitespace), reading=replace(Reading(), **bounds))
-    return library.backend.load(grammar, library.backend.compile(grammar))
-
-
-def places(value: Any) -> list[tuple[str, Any, str, str]]:
-    """Return (name, schema, text with # for the value, ...) for a value of the schema at several places."""
-    return [
-        ("alone", value, "#", ""),
-        ("property", {**OBJ, "properties": {"a": value}, "additionalProperties": False}, '{"a":#}', ""),
-        ("item", {**ARR, "items": value}, "[#]", ""),
-        ("definition", {"$ref": "#/$defs/v", "$defs": {"v": value}}, "#", ""),
-        ("branch", {"anyOf": [value, {"type": "null"}]}, "#", ""),
-        ("other property", {**OBJ, "properties": {"a": INT}, "additionalProperties": value}, '{"a":1,"b":#}', ""),
-    ]
-
-
-PLACES = [name for name, *_ in places(STR)]
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    ("value", "bound", "short", "long"),
-    [
-        (STR, "max_string_length", ['""', '"abc"', r'"\n\n\n"'], ['"abcd"', r'"\n\n\n\n"']),
-        ({**STR, "minLength": 1}, "max_string_length", ['"abc"'], ['""', '"abcd"']),
-        ({**STR, "maxLength": 2}, "max_string_length", ['"ab"'], ['"abc"']),
-        ({**STR, "maxLength": 9}, "max_string_length", ['"abc"'], ['"abcd"']),
-        (ARR, "max_array_items", ["[]", "[1,2,3]"], ["[1,2,3,4]"]),
-        ({**ARR, "items": INT}, "max_array_items", ["[]", "[1,2,3]"], ["[1,2,3,4]"]),
-        ({**ARR, "items": INT, "minItems": 2}, "max_array_items", ["[1,2]", "[1,2,3]"], ["[1]", "[1,2,3,4]"]),
-        ({**ARR, "prefixItems": [INT, STR]}, "max_array_items", ['[1,"a",3]'], ['[1,"a",3,4]']),
-        (INT, "max_number_digits", ["0", "999", "-999"], ["1000", "-1000"]),
-        ({**INT, "minimum": 5}, "max_number_digits", ["5", "999"], ["4", "1000"]),
-        ({**INT, "maximum": 50}, "max_number_digits", ["50", "-999"], ["51", "-1000"]),
-        ({**INT, "maximum": 5000, "minimum": -9}, "max_number_digits", ["999", "-9"], ["1000", "-10"]),
-        (NUM, "max_number_digits", ["0", "999", "-999.125", "0.5"], ["1000", "0.1234", "1e5", "-1000.5"]),
-    ],
-)
+@pytest.mark.parametrize(("schema", "bounds", "short", "long"), [*BOUNDED, *OF_LLGUIDANCE])
 def test_a_longer_value_is_illegal(
-    library: Library, place: str, value: Any, bound: str, short: list[str], long: list[str]
+    library: Library, schema: Any, bounds: dict[str, int], short: list[str], long: list[str]
 ) -> None:
-    _, schema, text, _ = next(each for each in places(value) if each[0] == place)
-    made = compiled(library, schema, Whitespace.COMPACT, Kind.JSON_SCHEMA, **{bound: 3})
-    assert [each for each in short if not library.accepts(made, text.replace("#", each))] == []
-    assert [each for each in long if library.accepts(made, text.replace("#", each))] == []
-
-
-FREE = [{}, OBJ, ARR, {"type": ["object", "array", "string", "number"]}, {**OBJ, "properties": {"q": {}}}]
-
-
-@pytest.mark.parametrize("schema", FREE, ids=json.dumps)
-def test_values_without_a_schema_are_bounded_at_any_depth(library: Library, schema: Any) -> None:
-    made = compiled(library, schema, max_string_length=3, max_array_items=2, max_number_digits=2)
-    head, tail = ("[", "]") if schema == ARR else ('{"q":', "}")
-    for short in ('"abc"', "[[1],[2]]", '{"abc":{"abc":99.25}}', "-99", "true", "null", "[]", "{}"):
-        assert library.accepts(made, head + short + tail), short
-    for long in ('"abcd"', "[1,2,3]", "[[1,2,3]]", '[["abcd"]]', '{"a":{"b":100}}', '{"a":0.125}', '{"a":[1,2,3]}'):
-        assert not library.accepts(made, head + long + tail), long
-
-
-def test_names_that_no_schema_lists_are_bounded(library: Library) -> None:
-    made = compiled(library, {**OBJ, "properties": {"long name": INT}}, max_string_length=3)
-    assert library.accepts(made, '{"long name":1,"abc":1}')
-    assert not library.accepts(made, '{"long name":1,"abcdefgh":1}')
-
-
-def test_listed_values_and_names_are_not_bounded(library: Library) -> None:
-    schema = {**OBJ, "properties": {"long name": {"enum": ["long value", 12345]}}, "additionalProperties": False}
-    made = compiled(library, schema, max_string_length=3, max_number_digits=2)
-    assert library.accepts(made, '{"long name":"long value"}')
-    assert library.accepts(made, '{"long name":12345}')
-
-
-def test_a_required_name_that_is_long_stays_possible(libraries: Any) -> None:
-    made = compiled(libraries("llguidance"), {**OBJ, "required": ["long name"]}, max_string_length=3)
-    assert libraries("llguidance").accepts(made, '{"long name":1,"abc":2}')
-    assert not libraries("llguidance").accepts(made, '{"long name":"abcd"}')
+    if library.name == "xgrammar" and (schema, bounds, short, long) in OF_LLGUIDANCE:
+        with pytest.raises(InvalidGrammar):
+            library.read(schema, **bounds)
+        return
+    made = library.read(schema, **bounds)
+    assert [text for text in short if not library.accepts(made, text)] == []
+    assert [text for text in long if library.accepts(made, text)] == []
 
 
 @pytest.mark.parametrize(
-    ("whitespace", "most"), [(Whitespace.COMPACT, 0), (Whitespace.BOUNDED, 3), (Whitespace.ANY, 3)]
+    ("whitespace", "most", "wide"),
+    [(Whitespace.COMPACT, 0, 0), (Whitespace.BOUNDED, 3, 8), (Whitespace.ANY, 3, 12)],
 )
-def test_white_space_is_bounded(library: Library, whitespace: Whitespace, most: int) -> None:
-    made = compiled(library, {**ARR, "items": INT}, whitespace, max_whitespace=3)
-    assert library.accepts(made, f"[{' ' * most}1]")
-    assert not library.accepts(made, f"[{' ' * (most + 1)}1]")
-    wider = compiled(library, {**ARR, "items": INT}, whitespace, max_whitespace=12)
-    wide = {Whitespace.COMPACT: 0, Whitespace.BOUNDED: 8, Whitespace.ANY: 12}[whitespace]
-    assert library.accepts(wider, f"[{' ' * wide}1]")
-    assert not library.accepts(wider, f"[{' ' * (wide + 1)}1]")
+def test_white_space_is_bounded(library: Library, whitespace: Whitespace, most: int, wide: int) -> None:
+    for bound, count in ((3, most), (12, wide)):
+        made = library.read({**ARR, "items": INT}, whitespace, max_whitespace=bound)
+        assert library.accepts(made, f"[{' ' * count}1]")
+        assert not library.accepts(made, f"[{' ' * (count + 1)}1]")
 
 
-@pytest.mark.parametrize(
-    ("schema", "begins"),
-    [
-        ({**OBJ, "properties": {"a": {**STR, "minLength": 4}}}, "max_string_length: /properties/a/minLength is 4"),
-        ({**ARR, "minItems": 9}, "max_array_items: /minItems is 9, above the limit of 3"),
-        ({**INT, "minimum": 1000}, "max_number_digits: /minimum is 1000"),
-        ({**NUM, "exclusiveMaximum": -1000}, "max_number_digits: /exclusiveMaximum is -1000"),
-        ({"anyOf": [{**ARR, "minItems": 4}, INT]}, "max_array_items: /anyOf/0/minItems is 4"),
-    ],
-)
-def test_a_minimum_above_the_bound_is_refused_by_name(library: Library, schema: Any, begins: str) -> None:
-    with pytest.raises(InvalidGrammar, match=begins):
-        compiled(library, schema, max_string_length=3, max_array_items=3, max_number_digits=3)
+TAG = '{"type":"structural_tag","format":{"type":"json_schema","json_schema":{"type":"string"}}}'
+REFUSED: list[tuple[Any, dict[str, int], str]] = [
+    ({**OBJ, "properties": {"a": {**STR, "minLength": 4}}}, STRINGS, "max_string_length: /properties/a/minLength is 4"),
+    ({**ARR, "minItems": 9}, ITEMS, "max_array_items: /minItems is 9, above the limit of 3"),
+    ({**INT, "minimum": 1000}, DIGITS, "max_number_digits: /minimum is 1000"),
+    ({**NUM, "exclusiveMaximum": -1000}, DIGITS, "max_number_digits: /exclusiveMaximum is -1000"),
+    ({"anyOf": [{**ARR, "minItems": 4}, INT]}, ITEMS, "max_array_items: /anyOf/0/minItems is 4"),
+    ({**STR, "pattern": "^a{5}$"}, STRINGS, "max_string_length"),
+    ({**OBJ, "properties": {"a": {**STR, "format": "date"}}}, STRINGS, "max_string_length"),
+]
+REFUSED_BY_XGRAMMAR: list[tuple[Any, dict[str, int], str]] = [
+    ({**INT, "multipleOf": 5}, DIGITS, "multipleOf: is not bounded by max_number_digits"),
+    ({**NUM, "minimum": 5}, DIGITS, "minimum: has numbers with 6 digits after the point"),
+    ({**STR, "pattern": "^a+$"}, STRINGS, "/pattern: is not bounded by max_string_length"),
+]
 
 
-def test_a_minimum_in_a_complement_is_not_one_of_answers(libraries: Any) -> None:
-    library = libraries("llguidance")
-    made = compiled(library, {**ARR, "items": INT, "not": {"minItems": 9}}, max_array_items=3)
-    assert library.accepts(made, "[1,2,3]")
-    assert not library.accepts(made, "[1,2,3,4]")
+@pytest.mark.parametrize(("schema", "bounds", "message"), REFUSED)
+def test_a_minimum_above_the_bound_is_refused_by_name(
+    library: Library, schema: Any, bounds: dict[str, int], message: str
+) -> None:
+    with pytest.raises(InvalidGrammar, match=message):
+        library.read(schema, **bounds)
 
 
-@pytest.mark.parametrize(
-    "schema", [{**STR, "pattern": "^a{5}$"}, {**OBJ, "properties": {"a": {**STR, "format": "date"}}}]
-)
-def test_a_pattern_of_longer_strings_is_refused_by_name(library: Library, schema: Any) -> None:
-    with pytest.raises(InvalidGrammar, match="max_string_length"):
-        compiled(library, schema, max_string_length=4)
-
-
-def test_a_pattern_is_bounded_or_refused_by_name(library: Library) -> None:
-    schema = {**STR, "pattern": "^a+$"}
-    if library.name == "xgrammar":
-        with pytest.raises(NotEnforced, match="/pattern: is not bounded by max_string_length"):
-            compiled(library, schema, max_string_length=4)
-    else:
-        made = compiled(library, schema, max_string_length=4)
-        assert library.accepts(made, '"aaaa"')
-        assert not library.accepts(made, '"aaaaa"')
-
-
-def test_what_one_library_does_not_bound_it_refuses_by_name(libraries: Any) -> None:
-    library = libraries("xgrammar")
-    with pytest.raises(NotEnforced, match="multipleOf: is not bounded by max_number_digits"):
-        compiled(library, {**INT, "multipleOf": 5}, max_number_digits=4)
-    with pytest.raises(NotEnforced, match="minimum: has numbers with 6 digits after the point"):
-        compiled(library, {**NUM, "minimum": 5}, max_number_digits=4)
-    tag = '{"type":"structural_tag","format":{"type":"json_schema","json_schema":{}}}'
+def test_what_xgrammar_does_not_bound_it_refuses_by_name(libraries: Any) -> None:
+    library: Library = libraries("xgrammar")
+    for schema, bounds, message in REFUSED_BY_XGRAMMAR:
+        with pytest.raises(NotEnforced, match=message):
+            library.read(schema, **bounds)
     with pytest.raises(NotSupported, match="max_array_items"):
-        compiled(library, tag, kind=Kind.STRUCTURAL_TAG, max_array_items=4)
+        library.read(TAG, kind=Kind.STRUCTURAL_TAG, **ITEMS)
 
 
 def test_schemas_in_other_grammars_are_bounded(libraries: Any) -> None:
-    library = libraries("llguidance")
-    tag = '{"type":"structural_tag","format":{"type":"json_schema","json_schema":{"type":"string"}}}'
-    lark = 'start: "=" %json {"type":"string"}'
-    for kind, source, head in ((Kind.STRUCTURAL_TAG, tag, ""), (Kind.LARK, lark, "=")):
-        made = compiled(library, source, kind=kind, max_string_length=3)
+    library: Library = libraries("llguidance")
+    for kind, source, head in ((Kind.STRUCTURAL_TAG, TAG, ""), (Kind.LARK, 'start: "=" %json {"type":"string"}', "=")):
+        made = library.read(source, kind=kind, **STRINGS)
         assert library.accepts(made, head + '"abc"')
         assert not library.accepts(made, head + '"abcd"')
 
@@ -315,8 +273,8 @@ def check(library: Library, seed: int, count: int) -> tuple[int, int]:
     longer_names = len("a long name") + 1 if library.name == "xgrammar" else 0
     for schema in documents(draw, count):
         try:
-            plain = compiled(library, schema)
-            made = compiled(library, schema, **bounds)
+            plain = library.read(schema)
+            made = library.read(schema, **bounds)
         except (InvalidGrammar, LimitExceeded):
             continue  # what is refused gives no answer
         python, rust = jsonschema.Draft202012Validator(schema), jsonschema_rs.Draft202012Validator(schema)

@@ -17,7 +17,7 @@ from gpu_engine.front.tools.formats import FORMATS, HARMONY, HERMES, JSON, MISTR
 from gpu_engine.front.tools.parts import AnswerLayout, PartKind
 from grammar_service.backends.backend import Compiled, Matcher
 from grammar_service.backends.registry import load_backend
-from grammar_service.errors import InvalidGrammar, NotEnforced, NotSupported
+from grammar_service.errors import InvalidGrammar, NotSupported
 from grammar_service.grammar.token_bytes import TokenBytes
 from grammar_service.grammar.value import Kind
 from grammar_service.grammar.vocabulary import Vocabulary
@@ -165,15 +165,12 @@ def test_no_call_without_a_grammar_is_free_text() -> None:
 
 
 @pytest.mark.parametrize("form", [HERMES, JSON], ids=lambda form: form.name)
-def test_an_error_of_a_schema_names_its_field(library: Library, form: ToolFormat) -> None:
-    for schema, field in (
-        ({"properties": {"a": {"type": "strin"}}}, "tools.tools[1].parameters"),
-        ({"properties": {"a": {"uniqueItems": True}}}, "tools.tools[1].parameters"),
-    ):
-        tools = Tools((TOOLS[0], Tool("bad", source=json.dumps(schema))), ToolChoice.REQUIRED)
-        with pytest.raises((InvalidGrammar, NotEnforced), match=f".*{field}".replace("[", r"\[")) as failed:
-            compiled(library, tools, form, None)
-        assert "add" not in str(failed.value)
+@pytest.mark.parametrize("schema", [{"type": "strin"}, {"uniqueItems": True}])
+def test_an_error_of_a_schema_names_its_field(library: Library, form: ToolFormat, schema: Any) -> None:
+    bad = Tool("bad", source=json.dumps({"properties": {"a": schema}}))
+    with pytest.raises(InvalidGrammar, match=r"tools\.tools\[1\]\.parameters") as failed:
+        compiled(library, Tools((TOOLS[0], bad), ToolChoice.REQUIRED), form, None)
+    assert "add" not in str(failed.value)
 
 
 def test_a_lark_tool(library: Library) -> None:

@@ -20,26 +20,12 @@ VALID: dict[str, list[str]] = {
     "idn-hostname": ["b\u00fccher.example", "\u4f8b\u3048.jp", "hostname"],
     "ipv4": ["192.168.0.1", "0.0.0.0", "255.255.255.255"],
     "ipv6": [
-        "::",
-        "::1",
-        "1::",
-        "::42:ff:1",
-        "1:2:3:4:5:6:7:8",
-        "1:2:3:4:5:6:7::",
-        "::2:3:4:5:6:7:8",
-        "1::8",
-        "::ffff:192.168.0.1",
-        "1:2::192.168.0.1",
-        "1000:1000:1000:1000:1000:1000:255.255.255.255",
-        "d6::1:2",
+        *("::", "::1", "1::", "::42:ff:1", "1:2:3:4:5:6:7:8", "1:2:3:4:5:6:7::", "::2:3:4:5:6:7:8", "1::8"),
+        *("::ffff:192.168.0.1", "1:2::192.168.0.1", "1000:1000:1000:1000:1000:1000:255.255.255.255", "d6::1:2"),
     ],
     "uri": [
-        "http://foo.bar/?baz=qux#quux",
-        "http://foo.com/blah_(wikipedia)_blah#cite-1",
-        "http://[2001:db8::7]/c=GB?a",
-        "mailto:John.Doe@example.com",
-        "tel:+1-816-555-1212",
-        "urn:oasis:names:x",
+        *("http://foo.bar/?baz=qux#quux", "http://foo.com/blah_(wikipedia)_blah#cite-1", "urn:oasis:names:x"),
+        *("http://[2001:db8::7]/c=GB?a", "mailto:John.Doe@example.com", "tel:+1-816-555-1212"),
         "http://-.~_!$&'()*+,;=:%40:80@x",
     ],
     "uri-reference": ["/abc", "abc", "#fragment", "//foo.bar/?baz", "", "?q", "a/b:c"],
@@ -57,48 +43,17 @@ INVALID: dict[str, list[str]] = {
     "hostname": ["-a-host", "a-", "a_b", "a.", ".a", "a..b", "a" * 64, "xn--x", "", "a.-b", "na\u00efve"],
     "idn-hostname": ["-x", "\u302ea", "a_b", "\uff0e", ""],
     "ipv4": [
-        "127.0.0.0.1",
-        "256.256.256.256",
-        "127.0",
-        "0x7f000001",
-        "087.10.0.1",
-        "1.1.1.1/24",
-        " 1.1.1.1",
+        *("127.0.0.0.1", "256.256.256.256", "127.0", "0x7f000001", "087.10.0.1", "1.1.1.1/24", " 1.1.1.1"),
         "\u09e71.1.1.1",
     ],
     "ipv6": [
-        "12345::",
-        "::abef1",
-        "1:1:1:1:1:1:1:1:1",
-        "::laptop",
-        "2001::1::1",
-        "1::1.256.1.1",
-        ":2:3:4:5:6:7:8",
-        "1:2:3:4:5:6:7",
-        "1:2::3:4::5:6",
-        "1.2.3.4",
-        "::1/64",
-        "fe80::a%eth1",
-        "1:2:3:4:5:6:7:8:",
-        "1:",
-        ":",
+        *("12345::", "::abef1", "1:1:1:1:1:1:1:1:1", "::laptop", "2001::1::1", "1::1.256.1.1", ":2:3:4:5:6:7:8"),
+        *("1:2:3:4:5:6:7", "1:2::3:4::5:6", "1.2.3.4", "::1/64", "fe80::a%eth1", "1:2:3:4:5:6:7:8:", "1:", ":"),
         "1:2:3:4:5:6:7:1.2.3.4",
     ],
     "uri": [
-        "//foo.bar/?baz",
-        "/abc",
-        "\\\\x",
-        "abc",
-        "http:// x",
-        ":// x",
-        "bar,\uff0f:x",
-        "1a:b",
-        "http://[::1",
-        "http://x:a",
-        "https://[@example.org/t",
-        'https://example.org/"',
-        "http://a%2",
-        "http://a#b#c",
+        *("//foo.bar/?baz", "/abc", "\\\\x", "abc", "http:// x", ":// x", "bar,\uff0f:x", "1a:b", "http://[::1"),
+        *("http://x:a", "https://[@example.org/t", 'https://example.org/"', "http://a%2", "http://a#b#c"),
     ],
     "uri-reference": ["\\\\WINDOWS\\x", "#frag\\ment", "a b", "//[", "%", ":a"],
     "iri": ["/abc", "\u00e2\u03c0\u03c0", "http://2001:0db8:x", ":// \u0192"],
@@ -173,18 +128,13 @@ def test_many_texts_of_a_pattern_have_the_format(name: str) -> None:
         check_edited(name, 400)
 
 
-def test_only_formats_that_are_not_known_are_taken_out() -> None:
+def test_only_formats_that_are_not_known_are_taken_out_unless_the_server_is_strict() -> None:
     schema = {
         "properties": {"a": {"type": "string", "format": "zork"}, "b": {"format": "date"}},
         "items": {"type": "integer", "format": "int32"},
     }
+    assert take_out_annotations({"type": "string", "format": "zork"}, "", strict=True) == []
     assert [str(each) for each in take_out_annotations(schema, "/x", strict=False)] == [
         "/x/properties/a/format: 'zork' is not a format that is enforced; it has no effect"
     ]
     assert schema == {"properties": {"a": {"type": "string"}, "b": {"format": "date"}}, "items": {"type": "integer"}}
-
-
-def test_a_strict_server_leaves_them_for_the_refusal() -> None:
-    schema = {"type": "string", "format": "zork"}
-    assert take_out_annotations(schema, "", strict=True) == []
-    assert schema["format"] == "zork"

@@ -1,20 +1,20 @@
-"""Verified answers: rows without the tokens that lose the answer, on both libraries, judged by two validators."""
+"""Verified answers: rows without the tokens that lose the answer, and how an answer without a legal token goes back."""
 
 from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from grammar_service.backends.backend import Compiled, Matcher
+from grammar_service.backends.json_schema.places import Place, compacted, goes_on
 from grammar_service.backends.json_schema.validator import Validator
 from grammar_service.backends.registry import load_backend
-from grammar_service.backends.verified import VerifiedCompiled
+from grammar_service.backends.verified import VerifiedCompiled, WayBack, avoiding, find_way_back
 from grammar_service.errors import InvalidGrammar, NotEnforced
-from grammar_service.grammar.value import Kind, Reading, Whitespace, parse
+from grammar_service.grammar.value import Kind, Whitespace
 from grammar_service.grammar.vocabulary import Vocabulary
 from tests.grammar_service.conftest import Library
 from tests.grammar_service.toy import PADDED, STOPS, spell, tokenizer_json
@@ -23,24 +23,18 @@ WORDS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
 NEEDS_TRUE = {"type": "array", "items": {"type": "boolean"}, "contains": {"const": True}, "minItems": 1}
 
 
-def verified(library: Library, schema: Any, kind: Kind = Kind.JSON_SCHEMA) -> Compiled:
-    grammar = parse(kind, schema if isinstance(schema, str) else json.dumps(schema), Whitespace.COMPACT)
-    grammar = replace(grammar, reading=Reading(verify=True))
-    return library.backend.load(grammar, library.backend.compile(grammar))
-
-
-def behind(compiled: Compiled, text: str) -> Matcher:
+def after(compiled: Compiled, text: str) -> Matcher:
     matcher = compiled.matcher()
     assert all(matcher.accept(token) for token in spell(text)), text
     return matcher
 
 
 def legal(library: Library, compiled: Compiled, text: str, byte: str) -> bool:
-    return spell(byte)[0] in library.legal(behind(compiled, text))
+    return spell(byte)[0] in library.legal(after(compiled, text))
 
 
 def test_a_second_equal_item_cannot_end(library: Library) -> None:
-    compiled = verified(library, {"type": "object", "properties": {"a": WORDS}, "required": ["a"]})
+    compiled = library.read({"type": "object", "properties": {"a": WORDS}, "required": ["a"]}, verify=True)
     assert [line.startswith("verified: not enforced by") for line in compiled.warnings] == [True]
     assert legal(library, compiled, '{"a":["x","y', '"')
     assert not legal(library, compiled, '{"a":["x","x', '"')
@@ -51,7 +45,7 @@ def test_a_second_equal_item_cannot_end(library: Library) -> None:
 
 
 def test_an_array_stays_open_until_it_is_valid(library: Library) -> None:
-    compiled = verified(library, {"type": "object", "properties": {"a": NEEDS_TRUE}, "required": ["a"]})
+    compiled = library.read({"type": "object", "properties": {"a": NEEDS_TRUE}, "required": ["a"]}, verify=True)
     assert not legal(library, compiled, '{"a":[false,false', "]")
     assert legal(library, compiled, '{"a":[false,false', ",")
     assert legal(library, compiled, '{"a":[false,true', "]")
@@ -59,15 +53,17 @@ def test_an_array_stays_open_until_it_is_valid(library: Library) -> None:
 
 def test_an_object_inside_an_array_is_checked_where_it_ends(library: Library) -> None:
     item = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
-    compiled = verified(library, {"type": "array", "items": {**item, "not": {"properties": {"a": {"pattern": "^x"}}}}})
+    compiled = library.read(
+        {"type": "array", "items": {**item, "not": {"properties": {"a": {"pattern": "^x"}}}}}, verify=True
+    )
     assert not legal(library, compiled, '[{"a":"xy"', "}")
     assert legal(library, compiled, '[{"a":"yx"', "}")
 
 
 def test_a_number_that_is_not_valid_goes_on_or_the_row_is_empty(library: Library) -> None:
     odd = {"type": "integer", "minimum": 0, "maximum": 50, "not": {"multipleOf": 2}}
-    compiled = verified(library, odd)
-    matcher = behind(compiled, "4")
+    compiled = library.read(odd, verify=True)
+    matcher = after(compiled, "4")
     row = library.legal(matcher)
     assert not row & set(STOPS)
     assert spell("1")[0] in row
@@ -75,14 +71,14 @@ def test_a_number_that_is_not_valid_goes_on_or_the_row_is_empty(library: Library
     assert not matcher.terminated
     assert library.accepts(compiled, "41")
     # 50 can neither end nor go on.
-    assert library.legal(behind(compiled, "50")) == set()
+    assert library.legal(after(compiled, "50")) == set()
 
 
 def test_a_condition_that_the_rest_may_change_loses_nothing(library: Library) -> None:
     item = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     properties = {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": "integer"}}
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    compiled = verified(library, {**schema, "if": {"required": ["b"]}, "else": {"properties": {"a": item}}})
+    compiled = library.read({**schema, "if": {"required": ["b"]}, "else": {"properties": {"a": item}}}, verify=True)
     assert legal(library, compiled, '{"a":[1,1', "]")
     assert library.accepts(compiled, '{"a":[1,1],"b":2}')
     assert not library.accepts(compiled, '{"a":[1,1]}')
@@ -91,7 +87,7 @@ def test_a_condition_that_the_rest_may_change_loses_nothing(library: Library) ->
 def test_rows_are_those_of_the_tokens_alone(library: Library) -> None:
     """After rollbacks, in copies and in a matcher that is made anew, as drafts and a killed process need it."""
     draw = random.Random(5)
-    compiled = verified(library, {"type": "object", "properties": {"a": WORDS}, "required": ["a"]})
+    compiled = library.read({"type": "object", "properties": {"a": WORDS}, "required": ["a"]}, verify=True)
     text = [*spell('{"a":["x","xy","","\\"q","q"]}'), STOPS[0]]
     matcher, at = compiled.matcher(), 0
     rows: dict[int, set[int]] = {}
@@ -113,8 +109,8 @@ def test_rows_are_those_of_the_tokens_alone(library: Library) -> None:
 
 
 def test_a_copy_goes_elsewhere(library: Library) -> None:
-    compiled = verified(library, WORDS)
-    matcher = behind(compiled, '["a","')
+    compiled = library.read(WORDS, verify=True)
+    matcher = after(compiled, '["a","')
     twin = matcher.copy()
     assert all(twin.accept(token) for token in spell('b"'))
     assert matcher.accept(spell("a")[0])
@@ -128,7 +124,7 @@ def test_other_kinds_are_refused_as_without_it(library: Library) -> None:
         "elements": [{"type": "const_string", "value": "a"}, {"type": "json_schema", "json_schema": WORDS}],
     }
     with pytest.raises(NotEnforced, match="uniqueItems"):
-        verified(library, json.dumps({"type": "structural_tag", "format": form}), Kind.STRUCTURAL_TAG)
+        library.read({"type": "structural_tag", "format": form}, kind=Kind.STRUCTURAL_TAG, verify=True)
 
 
 def test_a_composed_answer_behind_a_reasoning_is_verified(library: Library) -> None:
@@ -137,7 +133,7 @@ def test_a_composed_answer_behind_a_reasoning_is_verified(library: Library) -> N
         "format": {"type": "json_schema", "json_schema": WORDS},
         "reasoning": {"begin": "<t>", "end": "</t>", "open": False, "max_tokens": None},
     }
-    compiled = verified(library, json.dumps(document), Kind.COMPOSED)
+    compiled = library.read(document, kind=Kind.COMPOSED, verify=True)
     for start in ("", "<t>hm</t>"):
         assert library.accepts(compiled, start + '["a","b"]')
         assert not library.accepts(compiled, start + '["a","a"]')
@@ -202,13 +198,123 @@ def test_other_groups_and_characters_are_no_flags(pattern: str) -> None:
 
 
 def test_grammars_share_the_rows_of_their_own_vocabulary(library: Library) -> None:
-    one, two = verified(library, WORDS), verified(library, NEEDS_TRUE)
+    one, two = library.read(WORDS, verify=True), library.read(NEEDS_TRUE, verify=True)
     assert isinstance(one, VerifiedCompiled)
     assert isinstance(two, VerifiedCompiled)
     assert one.verification.tokens is two.verification.tokens
     assert one.verification.validator is not two.verification.validator
     stops = STOPS[:1]
     vocabulary = Vocabulary.load(tokenizer_json(), PADDED, stops)
-    other = verified(Library(load_backend(library.name, vocabulary), vocabulary), WORDS)
+    other = Library(load_backend(library.name, vocabulary), vocabulary).read(WORDS, verify=True)
     assert isinstance(other, VerifiedCompiled)
     assert other.verification.tokens.stops == set(stops) != one.verification.tokens.stops
+
+
+# -- the way back of an answer without a legal token ------------------------------------------------------------------
+
+PICKS: dict[str, Any] = {
+    "type": "array",
+    "items": {"type": "string", "pattern": "^(ab|ac|d)$"},
+    "uniqueItems": True,
+    "minItems": 2,
+    "maxItems": 2,
+}
+DIGITS = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 4}, "uniqueItems": True, "minItems": 4}
+
+
+def way_back(compiled: Compiled, text: str, kept: str = "", dead: tuple[bytes, ...] = ()) -> WayBack | None:
+    return find_way_back(avoiding(compiled, dead).matcher, spell(text), len(spell(kept)))
+
+
+def followers(library: Library, compiled: Compiled, text: str) -> str:
+    """Return the characters that may follow."""
+    row = library.legal(after(compiled, text))
+    return "".join(chr(byte) for byte in range(32, 127) if spell(chr(byte))[0] in row)
+
+
+def test_a_word_is_taken_back_as_a_whole(library: Library) -> None:
+    compiled = library.read(PICKS, verify=True)
+    assert followers(library, compiled, '["ab","ab') == ""
+    found = way_back(compiled, '["ab","ab')
+    assert found == WayBack(len('["ab","'), (b'["ab","a',))
+    assert followers(library, avoiding(compiled, found.dead), '["ab","') == "d"
+
+
+def test_a_place_without_another_choice_is_passed(library: Library) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": "^[xy]$"}, "b": {"enum": ["text"]}, "c": {"const": 1}},
+        "required": ["a", "b", "c"],
+        "additionalProperties": False,
+        "not": {"properties": {"a": {"pattern": "x"}, "c": {"multipleOf": 1}}},
+    }
+    compiled, text = library.read(schema, verify=True), '{"a":"x","b":"text","c":1'
+    assert followers(library, compiled, text) == ""
+    assert way_back(compiled, text) == WayBack(len('{"a":"'), (b'{"a":"x',))
+    assert way_back(compiled, text, kept='{"a":"x') is None
+
+
+def test_what_is_dead_stays_dead_with_other_white_space(library: Library) -> None:
+    compiled = avoiding(library.read(DIGITS, Whitespace.ANY, verify=True), (b"[1,2",))
+    assert "2" in followers(library, compiled, "[2,")
+    for text in ("[1,", "[ 1 , ", "[1 ,\n"):
+        assert "2" not in followers(library, compiled, text), text
+        assert "3" in followers(library, compiled, text), text
+
+
+def test_a_row_of_white_space_alone_is_empty(library: Library) -> None:
+    compiled = library.read({**DIGITS, "maxItems": 4}, Whitespace.ANY, verify=True)
+    assert followers(library, compiled, "[1,2,3,3") == ""
+    assert " " in followers(library, compiled, "[1,2,3,")
+    found = way_back(compiled, "[1,2, 3,\n3")
+    assert found == WayBack(len("[1,2, 3,\n"), (b"[1,2,3,3",))
+
+
+def test_a_dead_text_takes_the_place_of_longer_ones(library: Library) -> None:
+    compiled = library.read({**DIGITS, "maxItems": 4}, verify=True)
+    dead = tuple(f"[1,2,3,{digit}".encode() for digit in "123")
+    assert followers(library, avoiding(compiled, dead), "[1,2,3,") == "4"
+    found = way_back(compiled, "[1,2,3,4", dead=dead)
+    assert found is not None
+    assert found.dead[-1] == b"[1,2,3"
+    assert not any(text.startswith(b"[1,2,3,") for text in found.dead)
+
+
+def test_without_a_valid_answer_there_is_no_way(library: Library) -> None:
+    schema = {"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    assert way_back(library.read(schema, verify=True), "[null,null") is None
+
+
+def test_an_answer_that_is_not_verified_has_no_way(library: Library) -> None:
+    compiled = library.read({"type": "boolean"})
+    assert way_back(compiled, "tru") is None
+    assert avoiding(compiled, (b"true",)) is compiled
+
+
+@pytest.mark.parametrize(
+    ("before", "text", "same"),
+    [
+        ('["', "a", False),
+        ('["a', "b", True),
+        ('["a', '"', True),
+        ('["a', '" ', True),
+        ('["a', '",', False),
+        ('["a\\"', "b", True),
+        ("[1", "2", True),
+        ("[1", ",", False),
+        ("[1", "2,", False),
+        ("[", "1", False),
+        ("[tr", "ue", True),
+        ("[1", " ", False),
+    ],
+)
+def test_where_a_token_only_goes_on_with_a_scalar(before: str, text: str, same: bool) -> None:
+    compact, place = compacted(Place(), before.encode())
+    assert goes_on(place, compact, text.encode()) is same
+
+
+def test_white_space_between_values_is_left_out() -> None:
+    text = b' { "a b" :\n[ 1 , "c \\" d" ] } '
+    compact, place = compacted(Place(), text)
+    assert compact == b'{"a b":[1,"c \\" d"]}'
+    assert place.brackets == b""
