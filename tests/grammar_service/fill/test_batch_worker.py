@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,22 +11,19 @@ import pytest
 
 from grammar_service.backends.backend import Filled, MatcherFailed, Rows
 from grammar_service.fill.batch import PROPOSALS_PER_LOOK
-from grammar_service.fill.matchers import SlotMatcher
-from grammar_service.fill.worker import Worker
-from shared_mem.batch import BatchArrays
-from shared_mem.channel import AwaitResult, EngineEnd, GrammarEnd
-from shared_mem.layout import Layout, RowKind, Stage
-from shared_mem.segment import Segment
-from tests.grammar_service.toy import VOCAB, ToyFiller, ToyMatcher, Watched, tokens_in
+from shared_mem.layout import RowKind, Stage
+from tests.grammar_service.fill.conftest import MakePlane
+from tests.grammar_service.fill.plane import PATIENCE_S, TEXTS, GatedMatcher, Plane, until
+from tests.grammar_service.toy import ToyFiller, ToyMatcher
 
-TEXTS = [(1, 2, 3, 4), (1, 2, 5), (1, 6, 7, 8), (2,)]
+APPLY, FORCED, DEFER = RowKind.APPLY, RowKind.FORCED, RowKind.DEFER
 MANY = 64
-PATIENCE_S = 120.0
-"""Bound on waits that only a failing test reaches."""
 
 
 class Member(ToyMatcher):
     """Can be filled in a batch; `breaks` is called before every row."""
+
+    number = 0
 
     def __init__(self, filler: ToyFiller, breaks: Callable[[ToyMatcher], None] = lambda matcher: None) -> None:
         super().__init__(TEXTS)
@@ -40,106 +35,63 @@ class Member(ToyMatcher):
 
 
 @pytest.fixture
-def segment() -> Iterator[Segment]:
-    with Segment.create(Layout(num_slots=MANY, num_rows=3, vocab_size=VOCAB)) as created:
-        yield created
+def plane(make_plane: MakePlane) -> Plane:
+    """A plane of many slots, whose answers are late only after `may_be_late`."""
+    return make_plane(num_slots=MANY)
 
 
-@pytest.fixture
-def worker(segment: Segment) -> Iterator[Worker]:
-    """A worker whose answers are late only while `may_be_late` says so."""
-    end = Watched(Segment.attach(os.dup(segment.fileno())))
-    end.hurries = False
-    worker = Worker(end)
-    worker.start()
-    yield worker
-    assert worker.stop(PATIENCE_S)
+def begin(plane: Plane, filler: ToyFiller, count: int = 8, broken: Callable[[], ToyMatcher] | None = None) -> None:
+    """Bind the slots, of which the fourth is `broken`, and commit token 1: a first record is answered by itself."""
+    for slot in range(count):
+        plane.bind(slot, broken if broken and slot == 3 else lambda: Member(filler))
+    assert plane.whole(plane.post(range(count), 0, [1]), range(count)) == [[APPLY, DEFER, DEFER]] * count
 
 
-def may_be_late(worker: Worker) -> None:
-    """Find the leader overdue from here on, by the deadline of the worker."""
-    worker._channel.hurries = True  # type: ignore[attr-defined]
-
-
-def post(engine: EngineEnd, slots: int, at: int, committed: list[int], drafts: list[int]) -> tuple[int, BatchArrays]:
-    """Post the same record for each of the first slots."""
-    arrays = engine.batch_arrays(slots)
-    arrays.slots[:], arrays.slot_gens[:], arrays.commit_pos[:] = range(slots), 1, at
-    arrays.n_commit[:], arrays.n_draft[:] = len(committed), len(drafts)
-    arrays.tokens[:, : len(committed) + len(drafts)] = committed + drafts
-    return engine.post_batch(arrays), arrays
-
-
-def step(engine: EngineEnd, slots: int, at: int, committed: list[int], drafts: list[int]) -> tuple[int, AwaitResult]:
-    """Post the same record for each of the first slots, and wait for the answers."""
-    seq, arrays = post(engine, slots, at, committed, drafts)
-    return seq, engine.await_batch(arrays, seq, timeout_s=PATIENCE_S)
-
-
-def whole(engine: EngineEnd, seq: int, slots: list[int]) -> list[list[int]]:
-    """Return the kinds once the answers are complete."""
-    gens = [1] * len(slots)
-    _until(lambda: not engine.await_rows(seq, slots, gens, timeout_s=PATIENCE_S).num_late)
-    return engine.await_rows(seq, slots, gens, timeout_s=0).kinds.tolist()
-
-
-def test_many_quick_slots_are_not_late(segment: Segment, worker: Worker) -> None:
-    engine, filler = EngineEnd(segment), ToyFiller()
-    may_be_late(worker)
-    for slot in range(MANY):
-        worker.bind(slot, SlotMatcher.bind(1, lambda: Member(filler), []))
-    step(engine, MANY, 0, [1], [2])
+def test_many_quick_slots_are_not_late(plane: Plane) -> None:
+    filler = ToyFiller()
+    plane.may_be_late()
+    begin(plane, filler, MANY)
     # On a busy machine some of these steps are late, but not all.
     for at in range(500):
-        late = worker.stats()["late_answers"]
+        late = plane.worker.stats()["late_answers"]
         # The same position again with other drafts.
-        step(engine, MANY, 1 + at % 2, [[2], [3]][at % 2], [[5], [4]][at % 2])
-        if at and worker.stats()["late_answers"] == late:
+        seq = plane.post(range(MANY), 1 + at % 2, [[2], [3]][at % 2], [[5], [4]][at % 2])
+        plane.first(seq, range(MANY))
+        if at and plane.worker.stats()["late_answers"] == late:
             break
         if at % 2:
             for slot in range(MANY):
-                worker.bind(slot, SlotMatcher.bind(1, lambda: Member(filler), [1]))
+                plane.bind(slot, lambda: Member(filler), [1])
     else:
         pytest.fail("every step was late")
     assert filler.fills
 
 
-def test_a_slot_that_hangs_in_a_batch_holds_the_others_only_briefly(segment: Segment, worker: Worker) -> None:
-    engine, filler, gate, hanging = EngineEnd(segment), ToyFiller(), threading.Event(), threading.Event()
-
-    def hangs(matcher: ToyMatcher) -> None:
-        if len(matcher.taken) == 2:
-            hanging.set()
-            assert gate.wait(10 * PATIENCE_S)
-
-    for slot in range(8):
-        breaks = {"breaks": hangs} if slot == 3 else {}
-        worker.bind(slot, SlotMatcher.bind(1, lambda breaks=breaks: Member(filler, **breaks), []))
+def test_a_slot_that_hangs_in_a_batch_holds_the_others_only_briefly(plane: Plane) -> None:
+    filler = ToyFiller()
+    slow = GatedMatcher(at=2, filler=filler)
+    begin(plane, filler, broken=slow.again)
     others = [slot for slot in range(8) if slot != 3]
-    seq, _ = step(engine, 8, 0, [1], [])
-    assert {tuple(row) for row in whole(engine, seq, list(range(8)))} == {(RowKind.APPLY, RowKind.DEFER, RowKind.DEFER)}
     try:
-        seq, arrays = post(engine, 8, 1, [2], [3])
-        assert hanging.wait(PATIENCE_S)
-        may_be_late(worker)
-        result = engine.await_batch(arrays, seq, timeout_s=PATIENCE_S)
+        seq = plane.post(range(8), 1, [2], [3])
+        assert slow.begun.wait(PATIENCE_S)
+        plane.may_be_late()
+        assert plane.first(seq, range(8)).kinds[3].tolist() == [DEFER] * 3
         assert filler.fills == 1
-        assert result.kinds[3].tolist() == [RowKind.DEFER] * 3
-        assert whole(engine, seq, others) == [[RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]] * 7
-        assert tokens_in(engine.mask_rows(seq)[0, 0, :3]) == {3, 5}
+        assert plane.whole(seq, others) == [[APPLY, FORCED, DEFER]] * 7
+        assert plane.row(seq, 0) == {3, 5}
         # The slot now holds its own thread, and the next step is answered without it.
-        seq, result = step(engine, 8, 2, [3], [])
-        assert whole(engine, seq, others) == [[RowKind.FORCED, RowKind.DEFER, RowKind.DEFER]] * 7
-        assert result.kinds[3].tolist() == [RowKind.DEFER] * 3
-        assert worker.alive
+        seq = plane.post(range(8), 2, [3])
+        assert plane.whole(seq, others) == [[FORCED, DEFER, DEFER]] * 7
+        assert plane.first(seq, [3]).kinds[0].tolist() == [DEFER] * 3
+        assert plane.worker.alive
     finally:
-        gate.set()
-    assert whole(engine, seq, [3]) == [[RowKind.FORCED, RowKind.DEFER, RowKind.DEFER]]
+        slow.gate.set()
+    assert plane.whole(seq, [3]) == [[FORCED, DEFER, DEFER]]
 
 
-def test_a_thread_that_returns_to_an_abandoned_batch_moves_no_matcher_in_use(segment: Segment, worker: Worker) -> None:
-    engine, gate, held, back = EngineEnd(segment), threading.Event(), threading.Lock(), threading.Event()
-    holds = threading.Event()
+def test_a_thread_that_returns_to_an_abandoned_batch_moves_no_matcher_in_use(plane: Plane) -> None:
+    gate, held, back, holds = threading.Event(), threading.Lock(), threading.Event(), threading.Event()
 
     class Slow(ToyFiller):
         def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
@@ -156,40 +108,32 @@ def test_a_thread_that_returns_to_an_abandoned_batch_moves_no_matcher_in_use(seg
                 back.set()
             return filled
 
-    class Numbered(Member):
-        number = 0
+    filler, slots = Slow(), range(8)
 
-    filler = Slow()
-
-    def made(number: int) -> Numbered:
-        matcher = Numbered(filler)
+    def made(number: int) -> Member:
+        matcher = Member(filler)
         matcher.number = number
         return matcher
 
-    for slot in range(8):
-        worker.bind(slot, SlotMatcher.bind(1, partial(made, slot), []))
-    slots = list(range(8))
-    whole(engine, step(engine, 8, 0, [1], [])[0], slots)
+    for slot in slots:
+        plane.bind(slot, partial(made, slot))
+    plane.whole(plane.post(slots, 0, [1]), slots)
     try:
         # The batch is abandoned while its thread moves matchers; the slots continue with new ones.
-        for at, token in ((1, 2), (2, 3)):
-            seq, _ = post(engine, 8, at, [token], [])
+        for at, token, expected in ((1, 2, APPLY), (2, 3, FORCED)):
+            seq = plane.post(slots, at, [token])
             assert holds.wait(PATIENCE_S)
-            may_be_late(worker)
-            expected = RowKind.APPLY if token == 2 else RowKind.FORCED
-            assert whole(engine, seq, slots) == [[expected, RowKind.DEFER, RowKind.DEFER]] * 8
+            plane.may_be_late()
+            assert plane.whole(seq, slots) == [[expected, DEFER, DEFER]] * 8
     finally:
         gate.set()
     assert back.wait(PATIENCE_S)
     # The abandoned thread moved matchers that no slot uses any more.
-    seq, _ = step(engine, 8, 3, [4], [])
-    assert {tuple(kinds) for kinds in whole(engine, seq, slots)} != {(RowKind.DEFER,) * 3}
-    assert worker.stats()["gaps"] == 0
+    assert plane.whole(plane.post(slots, 3, [4]), slots) != [[DEFER] * 3] * 8
+    assert plane.worker.stats()["gaps"] == 0
 
 
-def test_a_library_error_in_a_batch_ends_one_request_at_most(
-    segment: Segment, worker: Worker, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_error_in_a_batch_ends_one_request_at_most(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(ToyFiller):
         def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
             taken = super().accept(matcher, tokens)
@@ -197,76 +141,48 @@ def test_a_library_error_in_a_batch_ends_one_request_at_most(
                 raise TypeError("already borrowed")
             return taken
 
-    engine, filler = EngineEnd(segment), Broken()
-    for slot in range(8):
-        worker.bind(slot, SlotMatcher.bind(1, lambda: Member(filler), []))
-    whole(engine, step(engine, 8, 0, [1], [])[0], list(range(8)))
-    seq, _ = step(engine, 8, 1, [2], [3])
-    assert whole(engine, seq, list(range(8))) == [[RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]] * 8
-    assert worker.alive
+    begin(plane, Broken())
+    assert plane.whole(plane.post(range(8), 1, [2], [3]), range(8)) == [[APPLY, FORCED, DEFER]] * 8
+    assert plane.worker.alive
     assert "already borrowed" in caplog.text
 
 
-def test_a_batch_that_hangs_ends_the_worker(segment: Segment) -> None:
-    engine, filler, gate = EngineEnd(segment), ToyFiller(), threading.Event()
-    worker = Worker(GrammarEnd(Segment.attach(os.dup(segment.fileno()))))
-    worker.hang_s = 10 * PATIENCE_S
-    hanging = threading.Event()
-
-    def hangs(matcher: ToyMatcher) -> None:
-        if len(matcher.taken) == 2:
-            hanging.set()
-            assert gate.wait(10 * PATIENCE_S)
-
-    worker.start()
+def test_a_batch_that_hangs_ends_the_worker(make_plane: MakePlane) -> None:
+    plane, filler = make_plane(num_slots=8, start=False, late=True), ToyFiller()
+    plane.worker.hang_s = 10 * PATIENCE_S
+    slow = GatedMatcher(at=2, filler=filler)
+    plane.worker.start()
     try:
-        for slot in range(8):
-            breaks = {"breaks": hangs} if slot == 3 else {}
-            worker.bind(slot, SlotMatcher.bind(1, lambda breaks=breaks: Member(filler, **breaks), []))
-        whole(engine, step(engine, 8, 0, [1], [])[0], list(range(8)))
-        post(engine, 8, 1, [2], [])
-        assert hanging.wait(PATIENCE_S)
-        worker.hang_s = 0.5
-        _until(lambda: not worker.alive)
-        assert "a mask computation runs for" in str(worker.error)
+        begin(plane, filler, broken=slow.again)
+        plane.post(range(8), 1, [2])
+        assert slow.begun.wait(PATIENCE_S)
+        plane.worker.hang_s = 0.5
+        until(lambda: not plane.worker.alive)
+        assert "a mask computation runs for" in str(plane.worker.error)
     finally:
-        gate.set()
-    assert worker.stop(PATIENCE_S)
+        slow.gate.set()
 
 
-@pytest.mark.parametrize("at_row", [0, 1])
+@pytest.mark.parametrize(("at_row", "failed"), [(0, [RowKind.ERROR, RowKind.ERROR, DEFER]), (1, [APPLY, DEFER, DEFER])])
 def test_a_matcher_that_fails_in_a_batch_ends_only_its_own_request(
-    segment: Segment, worker: Worker, at_row: int
+    plane: Plane, at_row: int, failed: list[int]
 ) -> None:
-    engine, filler = EngineEnd(segment), ToyFiller()
+    filler = ToyFiller()
 
     def fails(matcher: ToyMatcher) -> None:
         if len(matcher.taken) == 2 + at_row:
             raise MatcherFailed("limit")
 
-    for slot in range(8):
-        breaks = {"breaks": fails} if slot == 3 else {}
-        worker.bind(slot, SlotMatcher.bind(1, lambda breaks=breaks: Member(filler, **breaks), []))
-    whole(engine, step(engine, 8, 0, [1], [])[0], list(range(8)))
-    seq, _ = step(engine, 8, 1, [2], [3])
-    kinds = whole(engine, seq, list(range(8)))
+    begin(plane, filler, broken=lambda: Member(filler, fails))
+    kinds = plane.whole(plane.post(range(8), 1, [2], [3]), range(8))
     assert filler.fills == 1
-    failed = [RowKind.ERROR] * 2 + [RowKind.DEFER] if at_row == 0 else [RowKind.APPLY, RowKind.DEFER, RowKind.DEFER]
     assert kinds.pop(3) == failed
-    assert kinds == [[RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]] * 7
+    assert kinds == [[APPLY, FORCED, DEFER]] * 7
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.002)
-
-
-def test_proposals_of_a_batch_are_dropped_when_a_newer_record_arrives(segment: Segment, worker: Worker) -> None:
+def test_proposals_of_a_batch_are_dropped_when_a_newer_record_arrives(plane: Plane) -> None:
     """A batch looks between proposals whether the engine still waits for them."""
-    engine, filler = EngineEnd(segment), ToyFiller()
-    begun, gate, asked = threading.Event(), threading.Event(), list[int]()
+    filler, begun, gate, asked = ToyFiller(), threading.Event(), threading.Event(), list[int]()
 
     class Proposing(Member):
         def jump_forward_tokens(self, limit: int) -> tuple[int, ...]:
@@ -276,46 +192,38 @@ def test_proposals_of_a_batch_are_dropped_when_a_newer_record_arrives(segment: S
             return super().jump_forward_tokens(limit)
 
     for slot in range(MANY):
-        worker.bind(slot, SlotMatcher.bind(1, lambda: Proposing(filler), []))
-    # The first record of a slot is answered by itself.
-    whole(engine, step(engine, MANY, 0, [1], [])[0], list(range(MANY)))
-    arrays = engine.batch_arrays(MANY)
-    arrays.slots[:], arrays.slot_gens[:], arrays.commit_pos[:] = range(MANY), 1, 1
-    arrays.n_commit[:], arrays.n_draft[:], arrays.need_rows[:], arrays.tokens[:, 0] = 1, 0, 7, 6
-    stale = engine.post_batch(arrays, stage=Stage.PROPOSE)
+        plane.bind(slot, lambda: Proposing(filler))
+    plane.whole(plane.post(range(MANY), 0, [1]), range(MANY))
+    stale = plane.propose(range(MANY), 1, [6])
     try:
         assert begun.wait(PATIENCE_S)
-        seq = engine.post([0], [1], [1], [1], [0], [[6]])
+        seq = plane.post([0], 1, [6])
     finally:
         gate.set()
-    assert whole(engine, seq, [0]) == [[RowKind.FORCED, RowKind.DEFER, RowKind.DEFER]]
+    assert plane.whole(seq, [0]) == [[FORCED, DEFER, DEFER]]
     # Two threads may have begun a batch each.
     assert len(asked) <= 2 * PROPOSALS_PER_LOOK
-    _until(lambda: worker.stats()["dropped_proposals"] >= MANY // 2)
+    until(lambda: plane.worker.stats()["dropped_proposals"] >= MANY // 2)
     # Every proposal has an answer, so that no wait of the engine lasts until its deadline.
-    slots = list(range(1, MANY))
-    assert engine.await_rows(stale, slots, [1] * len(slots), timeout_s=PATIENCE_S).num_missing == 0
+    assert plane.first(stale, range(1, MANY)).num_missing == 0
 
 
-def test_proposals_of_many_slots_are_answered_together(segment: Segment, worker: Worker) -> None:
-    engine, filler = EngineEnd(segment), ToyFiller()
-    for slot in range(MANY):
-        worker.bind(slot, SlotMatcher.bind(1, lambda: Member(filler), []))
-    # The first record of a slot is answered by itself.
-    whole(engine, step(engine, MANY, 0, [1], [])[0], list(range(MANY)))
-    before, fills = worker.stats(), filler.fills
-    arrays = engine.batch_arrays(MANY)
+def test_proposals_of_many_slots_are_answered_together(plane: Plane) -> None:
+    filler = ToyFiller()
+    begin(plane, filler, MANY)
+    before, fills = plane.worker.stats(), filler.fills
+    arrays = plane.engine.batch_arrays(MANY)
     arrays.slots[:], arrays.slot_gens[:], arrays.commit_pos[:] = range(MANY), 1, 1
     arrays.n_commit[:], arrays.n_draft[:], arrays.need_rows[:] = 1, 0, 3
     arrays.tokens[::2, 0], arrays.tokens[1::2, 0] = 6, 2
     # On a busy machine an answer may be late, and its tokens come later.
-    seq = engine.post_batch(arrays, stage=Stage.PROPOSE)
-    whole(engine, seq, list(range(MANY)))
-    answer = engine.await_rows(seq, list(range(MANY)), [1] * MANY, timeout_s=0)
+    seq = plane.engine.post_batch(arrays, stage=Stage.PROPOSE)
+    plane.whole(seq, range(MANY))
+    answer = plane.first(seq, range(MANY))
     assert answer.forced[::2].tolist() == [[7, 8, -1]] * (MANY // 2)
-    assert answer.kinds[::2].tolist() == [[RowKind.FORCED, RowKind.FORCED, RowKind.DEFER]] * (MANY // 2)
+    assert answer.kinds[::2].tolist() == [[FORCED, FORCED, DEFER]] * (MANY // 2)
     assert answer.forced[1::2].tolist() == [[-1] * 3] * (MANY // 2)
     # Counted after the publication.
-    _until(lambda: worker.stats()["batched_records"] == before["batched_records"] + MANY)
-    assert worker.stats()["proposed_tokens"] == MANY
-    assert (worker.stats()["filled_rows"], filler.fills) == (before["filled_rows"], fills)
+    until(lambda: plane.worker.stats()["batched_records"] == before["batched_records"] + MANY)
+    assert plane.worker.stats()["proposed_tokens"] == MANY
+    assert (plane.worker.stats()["filled_rows"], filler.fills) == (before["filled_rows"], fills)
