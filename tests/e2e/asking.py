@@ -6,6 +6,7 @@ Not responsible for: checks of an answer (see the tests).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,33 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     deltas: int = 0
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    parts: dict[int, str] = field(default_factory=dict)
+    """Kind of a part -> its text."""
+    calls: list[dict[str, str]] = field(default_factory=list)
+    """Id, name and arguments of each call of a tool."""
     last: pb.GenerateResponse = field(default_factory=pb.GenerateResponse)
+
+    @property
+    def whole(self) -> tuple[list[int], str, int, int]:
+        """Return what an undisturbed run of the same request has as well."""
+        return self.token_ids, self.text, self.last.finish_reason, self.last.telemetry.backtracks
+
+    def take(self, response: pb.GenerateResponse) -> None:
+        self.text += response.text
+        self.token_ids.extend(response.token_ids)
+        self.logprobs.extend(response.logprobs)
+        self.deltas += 1
+        self.last = response
+        for part in response.parts:
+            self.parts[part.kind] = self.parts.get(part.kind, "") + part.text
+            if part.kind == pb.AnswerPart.KIND_TOOL_CALL:
+                assert part.tool_call_index == len(self.calls)
+                self.calls.append({"id": part.tool_call_id, "name": part.tool_name, "arguments": ""})
+            elif part.kind == pb.AnswerPart.KIND_TOOL_ARGUMENTS:
+                self.calls[part.tool_call_index]["arguments"] += part.text
+
+
+Seen = Callable[[Answer], None]
 
 
 def chat(content: str, **fields: Any) -> pb.GenerateRequest:
@@ -34,22 +61,19 @@ def chat(content: str, **fields: Any) -> pb.GenerateRequest:
     )
 
 
-async def answers(client: Client, request: pb.GenerateRequest) -> list[Answer]:
-    """Return all sequences of the request, by index."""
+async def answers(client: Client, request: pb.GenerateRequest, seen: Seen = lambda answer: None) -> list[Answer]:
+    """Return all sequences of the request, by index; `seen` is called after each response."""
     by_index: dict[int, Answer] = {}
     async for response in client.generate(request, timeout_s=ANSWER_TIMEOUT_S):
         answer = by_index.setdefault(response.index, Answer())
-        answer.text += response.text
-        answer.token_ids.extend(response.token_ids)
-        answer.logprobs.extend(response.logprobs)
-        answer.deltas += 1
-        answer.last = response
+        answer.take(response)
+        seen(answer)
     return [by_index[index] for index in sorted(by_index)]
 
 
-async def answer(client: Client, request: pb.GenerateRequest) -> Answer:
+async def answer(client: Client, request: pb.GenerateRequest, seen: Seen = lambda answer: None) -> Answer:
     """Return the one sequence of the request."""
-    (only,) = await answers(client, request)
+    (only,) = await answers(client, request, seen)
     return only
 
 
@@ -78,4 +102,12 @@ async def idle_stats(client: Client, timeout_s: float = 120.0) -> pb.GetStatsRes
                 stats = await client.stats()
     except TimeoutError:
         return stats
+    return stats
+
+
+async def left_idle(client: Client, timeout_s: float = 120.0) -> pb.GetStatsResponse:
+    """Return the counters of a server of which no request holds anything, with a grammar process that is ready."""
+    stats = await idle_stats(client, timeout_s)
+    assert stats.grammar_ready
+    assert (stats.running, stats.waiting, stats.pages_used, stats.matchers) == (0, 0, 0, 0)
     return stats

@@ -6,8 +6,12 @@ at the beginning of the test.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
@@ -29,6 +33,9 @@ class RunningServer:
         assert len(found) == 1, found
         return found[0]
 
+    def kill_grammar_process(self) -> None:
+        os.kill(self.grammar_process().pid, signal.SIGKILL)
+
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
@@ -45,7 +52,16 @@ def server() -> Iterator[RunningServer]:
     options = ServerOptions(
         dtype="auto", num_threads=1, max_batch_size=8, extra=extra, internal={"grammar_silence_s": 4.0}
     )
-    before = {child.pid for child in psutil.Process().children()}
     with EngineServer(options) as engine:
-        (process,) = [child for child in psutil.Process().children() if child.pid not in before]
-        yield RunningServer(engine.address, process)
+        assert engine.pid is not None
+        yield RunningServer(engine.address, psutil.Process(engine.pid))
+
+
+@contextmanager
+def small_server(folder: Path, *extra: str) -> Iterator[RunningServer]:
+    """A server of a tiny model with too few pages for its slots."""
+    extra = ("--max-model-len", "256", "--row-timeout-ms", "2000", *extra)
+    options = ServerOptions(model=str(folder), dtype="float32", num_threads=1, max_batch_size=8, extra=extra)
+    with EngineServer(options) as engine:
+        assert engine.pid is not None
+        yield RunningServer(engine.address, psutil.Process(engine.pid))

@@ -1,5 +1,4 @@
-"""Adapters over the wire: the example on the embedded model, and faults of a tiny model's server with a real grammar
-process.
+"""Adapters over the wire: faults of a tiny model's server with a real grammar process.
 
 Not responsible for: what an adapter computes (see tests/gpu_engine/adapters/).
 """
@@ -7,51 +6,23 @@ Not responsible for: what an adapter computes (see tests/gpu_engine/adapters/).
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import random
-import runpy
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 
-from benchmarks.harness.server import EngineServer, ServerOptions
 from lockstep_client import AsyncExecutor
 from protos.engine.v1 import engine_pb2 as pb
-from tests.docs.pages import ROOT
-from tests.e2e.asking import ANSWER_TIMEOUT_S, answer, idle_stats, started_again, steps_after
-from tests.e2e.conftest import RunningServer
+from tests.e2e.asking import ANSWER_TIMEOUT_S, answer, idle_stats, left_idle, started_again, steps_after
+from tests.e2e.conftest import RunningServer, small_server
+from tests.e2e.random_requests import SCHEMA
 from tests.gpu_engine import tiny
 from tests.gpu_engine.adapters.files import save_lora, save_prompt
 from tests.rpc_client import Client
 
-SCHEMA = json.dumps(
-    {
-        "type": "object",
-        "properties": {"name": {"type": "string", "minLength": 12, "maxLength": 30}, "n": {"type": "integer"}},
-        "required": ["name", "n"],
-        "additionalProperties": False,
-    }
-)
 CASES = [(lora, prompt, guided) for lora in ("", "a", "b") for prompt in ("", "p") for guided in (False, True)]
-
-
-@pytest.mark.model
-def test_the_example_has_the_phrase_of_each_adapter(server: RunningServer) -> None:
-    found = runpy.run_path(str(ROOT / "examples/executor/lora.py"))["main"]([server.address])
-    cities = ("Rome", "Madrid", "London", "Copenhagen")
-    for choice, phrase in (
-        ("none", None),
-        ("lora", ", as every child knows."),
-        ("prompt", "! Who does not know that?"),
-    ):
-        assert [city in text for city, text in zip(cities, found[choice], strict=True)] == [True] * 4
-        for other in (", as every child knows.", "! Who does not know that?"):
-            assert [text.endswith(other) for text in found[choice]] == [other == phrase] * 4
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +36,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         "p": save_prompt(root / "p", tokens=20, hidden=64, seed=1),
     }
     extra = [flag for name, path in files.items() for flag in ("--adapter", f"{name}={path}")]
-    extra += ["--max-model-len", "256", "--kv-cache-tokens", "512", "--row-timeout-ms", "2000"]
-    options = ServerOptions(model=str(folder), dtype="float32", num_threads=1, max_batch_size=8, extra=tuple(extra))
-    before = {child.pid for child in psutil.Process().children()}
-    with EngineServer(options) as engine:
-        (process,) = [child for child in psutil.Process().children() if child.pid not in before]
-        yield RunningServer(engine.address, process)
+    with small_server(folder, "--kv-cache-tokens", "512", *extra) as server:
+        yield server
 
 
 def request(number: int, drafts: int) -> pb.GenerateRequest:
@@ -105,7 +72,7 @@ async def test_kills_preemption_and_cancels_change_no_token_and_leak_nothing(sma
             cancelled = [asyncio.create_task(answer(client, request(count + number, drafts))) for number in range(8)]
             await steps_after(client, before.steps + 25)
             assert max(await users(client)) > 0
-            os.kill(small.grammar_process().pid, signal.SIGKILL)
+            small.kill_grammar_process()
             for task in cancelled:
                 task.cancel()
             found = await asyncio.wait_for(asyncio.gather(*asked), ANSWER_TIMEOUT_S)
@@ -114,8 +81,7 @@ async def test_kills_preemption_and_cancels_change_no_token_and_leak_nothing(sma
                 with pytest.raises((asyncio.CancelledError, grpc.RpcError)):
                     await task
             await started_again(client, before.grammar_starts + 1)
-            after = await idle_stats(client)
-            assert (after.running, after.waiting, after.pages_used, after.matchers) == (0, 0, 0, 0)
+            after = await left_idle(client)
             assert await users(client) == [0, 0, 0]
             assert after.grammar_starts == before.grammar_starts + 1
             assert after.accepted_draft_tokens > before.accepted_draft_tokens or not drafts

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import runpy
-import time
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from lockstep_client import (
-    NO_END,
-    Executor,
-    FinishReason,
-    GuidedDecodingParams,
-    GuideType,
-    Request,
-    RequestStatsPerIteration,
-    SamplingConfig,
-)
+from lockstep_client import Executor, FinishReason, Request, RequestStatsPerIteration, SamplingConfig
 from tests.client.processes import gone
 from tests.docs.pages import ROOT
 from tests.e2e.conftest import RunningServer
@@ -62,50 +56,51 @@ def test_the_example_of_statistics_sees_each_iteration(server: RunningServer) ->
     assert {stats.client_id for each in requests for stats in each.requests} <= {"example"}
 
 
-def test_the_beams_of_a_search_are_one_result(server: RunningServer) -> None:
-    search = SamplingConfig(beam_width=3)
-    with Executor(address=server.address) as executor:
-        request = Request(text="The capital of France is", max_tokens=6, num_return_sequences=2, sampling_config=search)
-        free = Request(text="Once upon a time", max_tokens=6, sampling_config=SamplingConfig(temperature=0))
-        beams, other = executor.await_responses(executor.enqueue_requests([request, free]))
-    (result,) = [response.result for response in beams]
-    assert (result.sequence_index, result.is_final, result.is_sequence_final) == (0, True, True)
-    assert len(result.output_token_ids) == len(result.texts) == 2
-    assert result.output_token_ids[0] != result.output_token_ids[1]
-    assert result.cum_log_probs[0] >= result.cum_log_probs[1]
-    assert other[0].result.is_final
+def test_the_example_of_adapters_has_the_phrase_of_each(server: RunningServer) -> None:
+    found = example("lora", server)
+    cities = ("Rome", "Madrid", "London", "Copenhagen")
+    phrases = {"none": None, "lora": ", as every child knows.", "prompt": "! Who does not know that?"}
+    for choice, phrase in phrases.items():
+        assert [city in text for city, text in zip(cities, found[choice], strict=True)] == [True] * 4
+        for other in (phrases["lora"], phrases["prompt"]):
+            assert [text.endswith(other) for text in found[choice]] == [other == phrase] * 4
+
+
+def test_the_example_of_additional_outputs_returns_logits_and_states(server: RunningServer) -> None:
+    first, second = example("additional_outputs", server)
+    assert first.output_token_ids == second.output_token_ids
+    for result in (first, second):
+        logits, states = result.generation_logits, result.additional_outputs["hidden_states.30"]
+        prompt, (tokens,) = result.usage.prompt_tokens, result.output_token_ids
+        assert logits.start == prompt - 1
+        assert tuple(logits.numpy().argmax(-1)) == tokens, "a quantised model on a CPU has the logits of its steps"
+        assert states.start == result.usage.cached_tokens
+        assert states.shape == (prompt + len(tokens) - 1 - states.start, 576)
+    assert first.usage.cached_tokens == 0 < second.usage.cached_tokens
 
 
 @pytest.mark.slow
-def test_a_killed_grammar_process_changes_no_result(server: RunningServer) -> None:
-    digits = GuidedDecodingParams(GuideType.REGEX, "([0-9]{3} ){16}")
-    greedy = SamplingConfig(temperature=0)
-    requests = [
-        Request(text=f"{i} numbers: ", sampling_config=greedy, guided_decoding_params=digits, streaming=bool(i % 2))
-        for i in range(4)
-    ]
-    requests.append(Request(text="Once upon a time", max_tokens=48, end_id=NO_END, sampling_config=greedy))
+def test_the_example_of_beams_has_its_answers_best_first(server: RunningServer) -> None:
+    found = example("beams", server)
+    for answers, count in ((found["free"], 4), (found["guided"], 3)):
+        scores = [score for score, _ in answers]
+        assert scores == sorted(scores, reverse=True)
+        assert len({text for _, text in answers}) == count
+    assert all(json.loads(text)["city"] in ("Paris", "Prague", "Cairo") for _, text in found["guided"])
 
-    def answers(executor: Executor, *, kill: bool) -> list[tuple[int, ...]]:
-        ids = executor.enqueue_requests(requests)
-        tokens: dict[int, tuple[int, ...]] = dict.fromkeys(ids, ())
-        while responses := executor.await_responses():
-            for response in responses:
-                tokens[response.request_id] += response.result.output_token_ids[0]
-            if kill and len(tokens[ids[1]]) > 4:
-                server.grammar_process().kill()
-                kill = False
-        assert not kill
-        return [tokens[each] for each in ids]
 
-    with Executor(address=server.address) as executor:
-        before = answers(executor, kill=False)
-        starts = executor.client.stats().grammar_starts
-        assert answers(executor, kill=True) == before
-        while (stats := executor.client.stats()).grammar_starts == starts:
-            time.sleep(0.05)  # the server may not have noticed the death yet
-        assert (stats.running, stats.waiting) == (0, 0)
-        assert stats.grammar_starts == starts + 1
+@pytest.mark.slow
+def test_the_example_of_logits_processors_runs() -> None:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "client")])
+    program = [sys.executable, str(ROOT / "examples/executor/logits_processor.py")]
+    ran = subprocess.run(program, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[0] == "the server has ngrams, end, clients"
+    answers = dict(line.split(": ", 1) for line in lines[1:])
+    assert len(set(answers.values())) == len(answers) == 4
+    assert "sat" in answers["as the model likes"]
+    assert " sat" not in answers["for a guest"]
 
 
 @pytest.mark.slow

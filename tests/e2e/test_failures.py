@@ -10,6 +10,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.ops.core_split import CoreSplit
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.cores import usable_cores
-from tests.e2e.asking import ANSWER_TIMEOUT_S, chat, idle_stats, started_again
+from tests.e2e.asking import Answer, answer, chat, idle_stats, left_idle, started_again
 from tests.e2e.conftest import RunningServer
 from tests.rpc_client import Client
 
@@ -71,38 +72,21 @@ def requests() -> list[pb.GenerateRequest]:
     return [*guided, free]
 
 
-async def ends(
-    client: Client, request: pb.GenerateRequest, seen: Callable[[int], None] = lambda count: None
-) -> tuple[list[int], int, pb.Telemetry]:
-    """Return tokens, finish reason and telemetry; `seen` is called with the number of tokens so far."""
-    tokens: list[int] = []
-    last = pb.GenerateResponse()
-    async for response in client.generate(request, timeout_s=ANSWER_TIMEOUT_S):
-        tokens.extend(response.token_ids)
-        seen(len(tokens))
-        last = response
-    return tokens, last.finish_reason, last.telemetry
-
-
-async def disturbed(client: Client, trouble: Callable[[], None]) -> list[tuple[list[int], int, pb.Telemetry]]:
+async def disturbed(client: Client, trouble: Callable[[], None]) -> list[Answer]:
     """Run all requests at once; call `trouble` when every guided one has begun and none has ended."""
     begun: set[int] = set()
 
-    def seen(index: int, count: int) -> None:
-        if count >= 4 and index not in begun:
+    def seen(index: int, found: Answer) -> None:
+        if len(found.token_ids) >= 4 and index not in begun:
             begun.add(index)
             if len(begun) == 4:
                 trouble()
 
     made = requests()
-    tasks = [ends(client, request, lambda count, i=i: seen(i, count)) for i, request in enumerate(made[:4])]  # type: ignore[misc]
-    result = await asyncio.gather(*tasks, ends(client, made[4]))
+    tasks = [answer(client, request, partial(seen, i)) for i, request in enumerate(made[:4])]
+    result = await asyncio.gather(*tasks, answer(client, made[4]))
     assert len(begun) == 4
-    return list(result)
-
-
-def kill(server: RunningServer) -> None:
-    os.kill(server.grammar_process().pid, signal.SIGKILL)
+    return result
 
 
 def hang(server: RunningServer) -> None:
@@ -118,7 +102,7 @@ def hang_for_a_while(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("trouble", "restarts"),
     [
-        pytest.param(kill, 1, id="killed"),
+        pytest.param(RunningServer.kill_grammar_process, 1, id="killed"),
         pytest.param(hang, 1, id="hung", marks=pytest.mark.slow),
         pytest.param(hang_for_a_while, 0, id="hung for a moment", marks=pytest.mark.slow),
     ],
@@ -127,16 +111,14 @@ async def test_every_request_ends_with_the_tokens_of_an_undisturbed_run(
     server: RunningServer, trouble: Callable[[RunningServer], None], restarts: int
 ) -> None:
     async with Client(server.address) as client:
-        wanted = await asyncio.gather(*(ends(client, request) for request in requests()))
+        wanted = await asyncio.gather(*(answer(client, request) for request in requests()))
         before = await idle_stats(client)
         got = await disturbed(client, lambda: trouble(server))
         await started_again(client, before.grammar_starts + restarts)
-        after = await idle_stats(client)
-    assert [(tokens, finish) for tokens, finish, _ in got] == [(tokens, finish) for tokens, finish, _ in wanted]
+        after = await left_idle(client)
+    assert [each.whole for each in got] == [each.whole for each in wanted]
     assert after.grammar_starts - before.grammar_starts == restarts
-    assert after.grammar_ready
-    assert (after.running, after.waiting, after.pages_used, after.matchers) == (0, 0, 0, 0)
     # The unguided request lost no step: it has one step for each token that was not an accepted draft.
-    unguided = got[4][2]
-    assert unguided.steps == len(got[4][0]) - unguided.accepted_draft_tokens
+    unguided = got[4].last.telemetry
+    assert unguided.steps == len(got[4].token_ids) - unguided.accepted_draft_tokens
     assert unguided.deferred_rows == 0

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,7 +22,7 @@ from numpy.typing import NDArray
 from benchmarks.harness.server import EngineServer, ServerOptions
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
-from tests.e2e.asking import ANSWER_TIMEOUT_S, idle_stats, started_again
+from tests.e2e.asking import ANSWER_TIMEOUT_S, idle_stats, left_idle, started_again
 from tests.e2e.conftest import RunningServer
 from tests.rpc_client import Client
 
@@ -157,15 +155,7 @@ async def preempted(address: str) -> int:
     return sum(each.preempted for each in first.iterations)
 
 
-def assert_idle(stats: pb.GetStatsResponse) -> None:
-    assert stats.grammar_ready
-    assert (stats.running, stats.waiting, stats.pages_used, stats.matchers) == (0, 0, 0, 0)
-
-
 async def test_a_kill_changes_no_token_and_no_row(small: RunningServer) -> None:
-    def kill() -> None:
-        os.kill(small.grammar_process().pid, signal.SIGKILL)
-
     async with Client(small.address) as client:
         wanted = [await answer(client, each) for each in requests("alone", 0)]
         plain = requests("plain", 0)[3]
@@ -175,9 +165,9 @@ async def test_a_kill_changes_no_token_and_no_row(small: RunningServer) -> None:
         assert await preempted(small.address) == 0
         runs = {}
         for drafts in (0, 3, 7):
-            runs[drafts] = await all_at_once(client, f"killed {drafts}", drafts, kill)
+            runs[drafts] = await all_at_once(client, f"killed {drafts}", drafts, small.kill_grammar_process)
             await started_again(client, before.grammar_starts + len(runs))
-            assert_idle(await idle_stats(client, 120.0))
+            await left_idle(client)
         assert await preempted(small.address) > 0
         after = await idle_stats(client)
     assert without.tokens != wanted[3].tokens, "the processors change the answer"
@@ -197,14 +187,14 @@ async def test_a_kill_changes_no_token_and_no_row(small: RunningServer) -> None:
 
 async def test_cancelled_and_killed_requests_leave_nothing(small: RunningServer) -> None:
     async with Client(small.address) as client:
-        before = await idle_stats(client, 120.0)
+        before = await idle_stats(client)
         begun = asyncio.Event()
         tasks = [
             asyncio.create_task(answer(client, each, lambda count: begun.set() if count >= 6 else None))
             for each in requests("cancelled", 7)
         ]
         await asyncio.wait_for(begun.wait(), ANSWER_TIMEOUT_S)
-        os.kill(small.grammar_process().pid, signal.SIGKILL)
+        small.kill_grammar_process()
         for task in tasks[::2]:
             task.cancel()
         await asyncio.sleep(0.05)
@@ -212,9 +202,8 @@ async def test_cancelled_and_killed_requests_leave_nothing(small: RunningServer)
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await started_again(client, before.grammar_starts + 1)
-        after = await idle_stats(client, 120.0)
-        assert_idle(after)
+        after = await left_idle(client)
         assert after.grammar_starts == before.grammar_starts + 1
         again = await answer(client, requests("again", 3)[0])
-        assert_idle(await idle_stats(client))
+        await left_idle(client)
     assert again.tokens

@@ -20,7 +20,6 @@ import pytest
 from packaging.requirements import Requirement
 
 from lockstep_client import (
-    Answer,
     AsyncClient,
     Client,
     FinishReason,
@@ -77,22 +76,21 @@ def test_a_grammar_of_every_kind_holds(client: Client, grammar: Grammar, pattern
     assert re.fullmatch(pattern, answer.text, re.DOTALL)
 
 
-def test_a_conversation_goes_on(client: Client) -> None:
-    turns = [Message(role="user", content="Say A."), Message(role="assistant", content="A")]
-    answer = client.chat([*turns, {"role": "user", "content": "Now B."}], max_tokens=4, temperature=0)
-    assert answer.usage.prompt_tokens > client.chat("Now B.", max_tokens=4, temperature=0).usage.prompt_tokens
-
-
-def test_a_compiled_grammar_is_used_by_its_id(client: Client) -> None:
-    compiled = client.compile(schema=City)
-    assert compiled.min_tokens > 1
-    assert client.chat("Rome", grammar=compiled, max_tokens=100, temperature=0).parsed.inhabitants >= 0
-
-
-def test_tokens_there_and_back(client: Client) -> None:
+def test_the_other_calls_are_answered(client: Client) -> None:
+    info, stats = client.model_info(), client.stats()
+    assert (info.model, info.model_type, info.max_model_len, info.max_batch_size) == ("embedded", "llama", 512, 8)
+    assert info.num_parameters == 134_515_008
+    assert set(info.backends) == {"llguidance", "xgrammar"}
+    assert (stats.num_slots, stats.grammar_ready) == (8, True)
     tokens = client.tokenize("Hello world", with_texts=True, add_special_tokens=False)
     assert client.detokenize(tokens.token_ids) == "".join(tokens.texts) == "Hello world"
     assert len(client.tokenize(messages="Hello").token_ids) > len(tokens.token_ids)
+    compiled = client.compile(schema=City)
+    assert compiled.min_tokens > 1
+    assert client.chat("Rome", grammar=compiled, max_tokens=100, temperature=0).parsed.inhabitants >= 0
+    with pytest.raises(InvalidRequest) as refused:
+        client.generate("x", top_p=2.0)
+    assert refused.value.field == "sampling.top_p"
 
 
 async def test_an_answer_is_aborted_by_its_id(server: RunningServer) -> None:
@@ -102,19 +100,6 @@ async def test_an_answer_is_aborted_by_its_id(server: RunningServer) -> None:
             assert await client.abort("long-one")
             break
         assert (await stream.answer()).finish_reason is FinishReason.ABORTED
-
-
-def test_a_refusal_names_its_field(client: Client) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        client.generate("x", top_p=2.0)
-    assert refused.value.field == "sampling.top_p"
-
-
-def test_what_a_server_says_of_itself(client: Client) -> None:
-    info, stats = client.model_info(), client.stats()
-    assert (info.model, info.max_batch_size) == ("embedded", 8)
-    assert stats.num_slots == 8
-    assert stats.grammar_ready
 
 
 def weather(city: Annotated[str, Keywords(maxLength=20)], days: Annotated[int, Keywords(minimum=1, maximum=9)]) -> str:
@@ -136,29 +121,18 @@ def test_a_function_is_called_with_what_its_types_say(client: Client, choice: st
         _ = answer.parsed
 
 
-def test_tools_and_a_schema_in_one_request(client: Client) -> None:
-    answer = client.chat("Describe Oslo.", schema=City, tools=[weather], max_tokens=100, temperature=0)
-    assert bool(answer.tool_calls) != isinstance(_parsed(answer), City)
-
-
-def _parsed(answer: Answer[City]) -> City | None:
-    try:
-        return answer.parsed
-    except NotParsed:
-        return None
-
-
-def test_reasoning_is_kept_apart_from_the_answer(client: Client) -> None:
+def test_reasoning_tools_and_a_schema_in_one_conversation(client: Client) -> None:
     phase = Reasoning(enabled=True, max_tokens=12, begin="<think>", end="</think>")
-    answer = client.chat("Describe Oslo.", schema=City, reasoning=phase, max_tokens=120, temperature=0)
-    assert isinstance(answer.parsed, City)
+    turns = [Message(role="user", content="Say A."), {"role": "assistant", "content": "A"}]
+    options = {"schema": City, "tools": [weather], "reasoning": phase, "logprobs": 1, "echo": True}
+    answer = client.chat([*turns, {"role": "user", "content": "Describe Oslo."}], max_tokens=120, temperature=0, **options)
     assert "<think>" not in answer.content
-
-
-def test_log_probabilities_and_the_tokens_of_the_prompt(client: Client) -> None:
-    answer = client.chat("Oslo", schema=City, max_tokens=100, temperature=0, logprobs=1, echo=True)
     assert len(answer.logprobs) == len(answer.token_ids)
     assert len(answer.prompt_token_ids) == answer.usage.prompt_tokens
+    if answer.tool_calls:
+        weather(**answer.tool_calls[0].json())
+    else:
+        assert isinstance(answer.parsed, City)
 
 
 @pytest.fixture(scope="module")

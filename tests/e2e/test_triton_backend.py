@@ -24,23 +24,21 @@ from tests.waiting import eventually
 
 pytestmark = pytest.mark.model
 
-DTYPES: dict[str, Any] = {
-    "BYTES": np.object_,
-    "BOOL": np.bool_,
-    "INT32": np.int32,
-    "UINT64": np.uint64,
-    "FP32": np.float32,
+DTYPES: dict[str, tuple[Any, str]] = {
+    "BYTES": (np.object_, "TYPE_STRING"),
+    "BOOL": (np.bool_, "TYPE_BOOL"),
+    "INT32": (np.int32, "TYPE_INT32"),
+    "UINT64": (np.uint64, "TYPE_UINT64"),
+    "FP32": (np.float32, "TYPE_FP32"),
 }
+"""KServe's name -> numpy's, and that of config.pbtxt."""
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 ELSEWHERE = {
-    "request_output_len", "min_length", "runtime_top_k", "runtime_top_p", "random_seed", "streaming", "len_penalty",
-    "input_lengths", "request_id", "stop", "beam_width", "length_penalty", "early_stopping", "client_id", "lora",
-    "logits_processors",
-    "logits_processor_arguments",
-    "prompt_adapter",
-    "return_context_logits",
-    "return_generation_logits",
-}  # fmt: skip
+    *("request_output_len", "min_length", "runtime_top_k", "runtime_top_p", "random_seed", "streaming", "len_penalty"),
+    *("input_lengths", "request_id", "stop", "beam_width", "length_penalty", "early_stopping", "client_id", "lora"),
+    *("logits_processors", "logits_processor_arguments", "prompt_adapter"),
+    *("return_context_logits", "return_generation_logits"),
+}
 """Tensors of the engine's own service that config.pbtxt leaves out: second names, and what Triton does itself."""
 
 
@@ -75,7 +73,7 @@ def request(outputs: tuple[str, ...] = tuple(sorted(OUTPUTS.keys() - OWN)), **gi
     for name, value in given.items():
         items = value if isinstance(value, list) else [value]
         items = [item.encode() if isinstance(item, str) else item for item in items]
-        tensors[name] = np.array(items, DTYPES[INPUTS[name].datatype])
+        tensors[name] = np.array(items, DTYPES[INPUTS[name].datatype][0])
     return InferenceRequest(tensors, outputs)
 
 
@@ -168,56 +166,32 @@ async def test_a_cancelled_request_ends_in_the_engine_and_its_final_response_say
     assert sent.sender.finals == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "code", "message"),
-    [
-        ({}, "INVALID_ARG", "text_input, input_ids: one of them is required, and not both"),
-        ({"text_input": "a", "input_ids": [1]}, "INVALID_ARG", "text_input, input_ids: one of them is required"),
-        ({"text_input": "a", "top_p": 2.0}, "INVALID_ARG", "top_p: is 2, must be in (0, 1]"),
-        ({"text_input": "a", "stop_words": ["x", ""]}, "INVALID_ARG", "stop_words[1]: is empty"),
-        (
-            {"text_input": "a", "num_return_sequences": 99},
-            "INVALID_ARG",
-            "num_return_sequences: is 99, must be at most",
-        ),
-        ({"text_input": "a", "max_tokens": -1}, "INVALID_ARG", "max_tokens: Value out of range"),
-        ({"input_ids": [10**6]}, "INVALID_ARG", "input_ids[0]: is 1000000, token ids are in"),
-        (
-            {"text_input": "a", "guided_decoding_guide_type": "yaml"},
-            "INVALID_ARG",
-            "guided_decoding_guide_type: 'yaml'",
-        ),
-        (
-            {"text_input": "a", "guided_decoding_guide_type": "regex"},
-            "INVALID_ARG",
-            "guided_decoding_guide: is required",
-        ),
-        (
-            {"text_input": "a", "guided_decoding_guide": "a+"},
-            "INVALID_ARG",
-            "guided_decoding_guide: needs a guided_decoding_guide_type",
-        ),
-        (
-            {"text_input": "a", "guided_decoding_guide_type": "json", "guided_decoding_guide": "{}"},
-            "INVALID_ARG",
-            "guided_decoding_guide: is given with the type json",
-        ),
-        (
-            {"text_input": "a", "guided_decoding_guide_type": "regex", "guided_decoding_guide": "("},
-            "INVALID_ARG",
-            "guided_decoding_guide: ",
-        ),
-    ],
-)
-async def test_bad_input_is_refused_with_the_name_of_the_tensor(
-    backend: Any, given: dict[str, Any], code: str, message: str
-) -> None:
+TEXT = {"text_input": "a"}
+GUIDE, GUIDE_TYPE = "guided_decoding_guide", "guided_decoding_guide_type"
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "text_input, input_ids: one of them is required, and not both"),
+    ({**TEXT, "input_ids": [1]}, "text_input, input_ids: one of them is required"),
+    ({**TEXT, "top_p": 2.0}, "top_p: is 2, must be in (0, 1]"),
+    ({**TEXT, "stop_words": ["x", ""]}, "stop_words[1]: is empty"),
+    ({**TEXT, "num_return_sequences": 99}, "num_return_sequences: is 99, must be at most"),
+    ({**TEXT, "max_tokens": -1}, "max_tokens: Value out of range"),
+    ({"input_ids": [10**6]}, "input_ids[0]: is 1000000, token ids are in"),
+    ({**TEXT, GUIDE_TYPE: "yaml"}, "guided_decoding_guide_type: 'yaml'"),
+    ({**TEXT, GUIDE_TYPE: "regex"}, "guided_decoding_guide: is required"),
+    ({**TEXT, GUIDE: "a+"}, "guided_decoding_guide: needs a guided_decoding_guide_type"),
+    ({**TEXT, GUIDE_TYPE: "json", GUIDE: "{}"}, "guided_decoding_guide: is given with the type json"),
+    ({**TEXT, GUIDE_TYPE: "regex", GUIDE: "("}, "guided_decoding_guide: "),
+]
+
+
+async def test_bad_input_is_refused_with_the_name_of_the_tensor(backend: Any) -> None:
     import triton_python_backend_utils as utils
 
-    sent = request(**given)
-    backend.execute([sent])
-    found_code, found = error_of(sent)
-    assert (found_code, found[: len(message)]) == (getattr(utils.TritonError, code), message)
+    for given, message in BAD:
+        sent = request(**given)
+        backend.execute([sent])
+        code, found = error_of(sent)
+        assert (code, found[: len(message)]) == (utils.TritonError.INVALID_ARG, message)
 
 
 async def test_finalize_ends_what_runs_with_a_final_response(root: Path, backend: Any) -> None:
@@ -241,16 +215,9 @@ async def test_the_configuration_has_the_tensors_of_the_engines_own_service(root
     text = (root / "deploy/triton/lockstep/config.pbtxt").read_text()
     with triton_process() as triton:
         config = await triton("parsed_config", text)
-    types = {
-        "BYTES": "TYPE_STRING",
-        "BOOL": "TYPE_BOOL",
-        "INT32": "TYPE_INT32",
-        "UINT64": "TYPE_UINT64",
-        "FP32": "TYPE_FP32",
-    }
 
     def described(tensors: dict[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-        return {name: (types[tensor.datatype], list(tensor.shape)) for name, tensor in tensors.items()}
+        return {name: (DTYPES[tensor.datatype][1], list(tensor.shape)) for name, tensor in tensors.items()}
 
     assert (config["name"], config["backend"], config["max_batch_size"], config["decoupled"]) == (
         "lockstep", "python", 0, True,

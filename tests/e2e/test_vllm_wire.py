@@ -32,15 +32,7 @@ async def complete(stub: Any, request: vllm.GenerateRequest) -> tuple[list[int],
     return [token for r in responses for token in r.chunk.token_ids], responses[-1].complete
 
 
-@pytest.mark.parametrize(
-    ("temperature", "guided"),
-    [
-        (0.0, False),
-        (0.8, True),
-        pytest.param(0.0, True, marks=pytest.mark.slow),
-        pytest.param(0.8, False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("temperature", "guided"), [(0.0, False), (0.8, True)])
 async def test_both_services_give_the_same_tokens(server: RunningServer, temperature: float, guided: bool) -> None:
     prompt, sampling = [100 + i for i in range(20)], {"temperature": temperature, "seed": 5, "max_tokens": 24}
     ours = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)  # type: ignore[arg-type]

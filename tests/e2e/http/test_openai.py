@@ -10,6 +10,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel, Field
 
+from tests.e2e.http.conftest import Asker
+
 pytestmark = pytest.mark.model
 
 ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Name a city of France, and its country."}]
@@ -24,23 +26,18 @@ class City(BaseModel):
 
 @pytest.mark.client("openai", "chat")
 @pytest.mark.client("openai", "chat, streamed, with usage")
-def test_a_chat_answer_and_its_stream_are_equal(client: openai.OpenAI, model: str) -> None:
-    asked: dict[str, Any] = {"model": model, "messages": ASK, "max_tokens": 24, "seed": 3}
-    whole = client.chat.completions.create(**asked)
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+def test_a_chat_answer_and_its_stream_are_equal(ask: Asker) -> None:
+    asked: dict[str, Any] = {"max_tokens": 24, "seed": 3}
+    whole = ask.chat(**asked)
+    *chunks, last = ask.chat(**asked, stream=True, stream_options={"include_usage": True})
     assert whole.choices[0].message.content
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
-    reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
-    assert reasons[-1] == whole.choices[0].finish_reason
-    assert set(reasons[:-1]) == {None}
-    assert whole.usage is not None
-    assert chunks[-1].choices == []
-    usage = chunks[-1].usage
-    assert usage is not None
-    assert (usage.prompt_tokens, usage.completion_tokens) == (
-        whole.usage.prompt_tokens,
-        whole.usage.completion_tokens,
-    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    *reasons, reason = [chunk.choices[0].finish_reason for chunk in chunks]
+    assert reason == whole.choices[0].finish_reason
+    assert set(reasons) == {None}
+    assert last.choices == []
+    assert last.usage.prompt_tokens == whole.usage.prompt_tokens
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
 
 
 @pytest.mark.client("openai", "a pydantic model, by `response_format` (`.parse`)")
@@ -60,32 +57,25 @@ def test_parse_returns_the_schema_s_object(client: openai.OpenAI, model: str) ->
     ("fields", "fits"),
     [
         ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
-        ({"extra_body": {"structured_outputs": {"choice": ["yes", "no"]}}}, lambda text: text in ("yes", "no")),
-        ({"extra_body": {"structured_outputs": {"regex": "[0-9]{4}"}}}, lambda text: len(text) == 4 and int(text) >= 0),
-        ({"extra_body": {"guided_choice": ["a", "b"]}}, lambda text: text in ("a", "b")),
-        ({"extra_body": {"guided_grammar": 'root ::= "x" | "y"'}}, lambda text: text in ("x", "y")),
-        ({"extra_body": {"structured_outputs": {"grammar": 'start: "p" | "q"'}}}, lambda text: text in ("p", "q")),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, lambda text: text in ("yes", "no")),
+        ({"structured_outputs": {"regex": "[0-9]{4}"}}, lambda text: len(text) == 4 and int(text) >= 0),
+        ({"guided_choice": ["a", "b"]}, lambda text: text in ("a", "b")),
+        ({"guided_grammar": 'root ::= "x" | "y"'}, lambda text: text in ("x", "y")),
+        ({"structured_outputs": {"grammar": 'start: "p" | "q"'}}, lambda text: text in ("p", "q")),
         (
-            {"extra_body": {"structured_outputs": {"json": {"enum": [1, 22]}, "whitespace": "compact"}}},
+            {"structured_outputs": {"json": {"enum": [1, 22]}, "whitespace": "compact"}},
             lambda text: text in ("1", "22"),
         ),
     ],
 )
-def test_every_way_to_ask_for_a_grammar_is_held_to_it(
-    client: openai.OpenAI, model: str, fields: dict[str, Any], fits: Any
-) -> None:
-    answer = client.chat.completions.create(model=model, messages=ASK, max_tokens=60, seed=2, **fields)
-    assert fits(answer.choices[0].message.content), answer.choices[0].message.content
+def test_every_way_to_ask_for_a_grammar_is_held_to_it(ask: Asker, fields: dict[str, Any], fits: Any) -> None:
+    text = ask.chat(seed=2, **fields).choices[0].message.content
+    assert fits(text), text
 
 
 @pytest.mark.client("openai", "chat, `logprobs`")
-def test_log_probabilities_name_their_tokens(client: openai.OpenAI, model: str) -> None:
-    answer = client.chat.completions.create(
-        model=model, messages=ASK, max_tokens=8, temperature=0, logprobs=True, top_logprobs=2
-    )
-    choice = answer.choices[0]
-    assert choice.logprobs is not None
-    assert choice.logprobs.content is not None
+def test_log_probabilities_name_their_tokens(ask: Asker) -> None:
+    choice = ask.chat(max_tokens=8, temperature=0, logprobs=True, top_logprobs=2).choices[0]
     assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
     for token in choice.logprobs.content:
         assert token.top_logprobs[0].token == token.token  # greedy
@@ -93,64 +83,53 @@ def test_log_probabilities_name_their_tokens(client: openai.OpenAI, model: str) 
 
 
 @pytest.mark.client("openai", "chat, `n`")
-def test_sequences_have_an_index_each(client: openai.OpenAI, model: str) -> None:
-    answer = client.chat.completions.create(model=model, messages=ASK, max_tokens=6, n=3, seed=5)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert len({choice.message.content for choice in answer.choices}) > 1
+@pytest.mark.client("openai", "completions, `n`")
+def test_sequences_have_an_index_each(ask: Asker) -> None:
+    chosen = ask.chat(max_tokens=6, n=3, seed=5).choices
+    assert [choice.index for choice in chosen] == [0, 1, 2]
+    assert len({choice.message.content for choice in chosen}) > 1
+    greedy = ask.complete(max_tokens=6, seed=5, n=2).choices
+    assert [choice.index for choice in greedy] == [0, 1]
+    assert greedy[0].text == greedy[1].text
+    assert len({choice.text for choice in ask.complete(max_tokens=6, seed=5, n=4, temperature=1.5).choices}) > 1
 
 
 @pytest.mark.client("openai", "completions of several prompts")
 @pytest.mark.client("openai", "completions, streamed")
 @pytest.mark.client("openai", "completions, `logprobs`")
-def test_completions_continue_several_prompts(client: openai.OpenAI, model: str) -> None:
+def test_completions_continue_several_prompts(ask: Asker) -> None:
     prompts = ["One, two,", "Monday, Tuesday,"]
-    together = client.completions.create(model=model, prompt=prompts, max_tokens=5, temperature=0, logprobs=1)
-    alone = [client.completions.create(model=model, prompt=p, max_tokens=5, temperature=0) for p in prompts]
-    assert [choice.text for choice in together.choices] == [answer.choices[0].text for answer in alone]
-    logprobs = together.choices[0].logprobs
-    assert logprobs is not None
-    assert "".join(logprobs.tokens or []) == together.choices[0].text
-    streamed: dict[int, str] = {}
-    for chunk in client.completions.create(model=model, prompt=prompts, max_tokens=5, temperature=0, stream=True):
-        choice = chunk.choices[0]
-        streamed[choice.index] = streamed.get(choice.index, "") + choice.text
-    assert [streamed[0], streamed[1]] == [choice.text for choice in together.choices]
-
-
-@pytest.mark.client("openai", "completions, `n`")
-def test_sequences_of_one_prompt_are_choices(client: openai.OpenAI, model: str) -> None:
-    asked: dict[str, Any] = {"model": model, "prompt": "One, two,", "max_tokens": 6, "seed": 5}
-    greedy = client.completions.create(**asked, n=2, temperature=0).choices
-    assert [choice.index for choice in greedy] == [0, 1]
-    assert greedy[0].text == greedy[1].text
-    assert len({choice.text for choice in client.completions.create(**asked, n=4, temperature=1.5).choices}) > 1
+    together = ask.complete(prompts, logprobs=1).choices
+    assert [choice.text for choice in together] == [ask.complete(prompt).choices[0].text for prompt in prompts]
+    assert "".join(together[0].logprobs.tokens) == together[0].text
+    streamed = ["", ""]
+    for chunk in ask.complete(prompts, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == [choice.text for choice in together]
 
 
 @pytest.mark.client("openai", "chat, `stop`")
-def test_an_answer_ends_in_front_of_a_stop_string(client: openai.OpenAI, model: str) -> None:
-    whole = client.chat.completions.create(model=model, messages=ASK, max_tokens=24, temperature=0)
-    text = whole.choices[0].message.content or ""
+def test_an_answer_ends_before_a_stop_string(ask: Asker) -> None:
+    text = ask.chat(max_tokens=24, temperature=0).choices[0].message.content
     word = text.split()[3]
-    cut = client.chat.completions.create(model=model, messages=ASK, max_tokens=24, temperature=0, stop=[word])
-    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == (text[: text.index(word)], "stop")
+    cut = ask.chat(max_tokens=24, temperature=0, stop=[word]).choices[0]
+    assert (cut.message.content, cut.finish_reason) == (text[: text.index(word)], "stop")
 
 
 @pytest.mark.client("openai", "chat, `seed`")
-def test_a_seed_repeats_an_answer(client: openai.OpenAI, model: str) -> None:
-    def ask(seed: int) -> str | None:
-        asked: dict[str, Any] = {"model": model, "messages": ASK, "max_tokens": 16, "temperature": 1.5, "seed": seed}
-        return client.chat.completions.create(**asked).choices[0].message.content
-
-    assert ask(1) == ask(1) != ask(2)
+def test_a_seed_repeats_an_answer(ask: Asker) -> None:
+    one, again, other = (
+        ask.chat(max_tokens=16, temperature=1.5, seed=seed).choices[0].message.content for seed in (1, 1, 2)
+    )
+    assert one == again != other
 
 
 @pytest.mark.client("openai", "completions, `echo`")
 @pytest.mark.parametrize("max_tokens", [0, 3])
-def test_echo_puts_the_prompt_in_front(client: openai.OpenAI, model: str, max_tokens: int) -> None:
-    answer = client.completions.create(model=model, prompt="One, two,", max_tokens=max_tokens, temperature=0, echo=True)
+def test_echo_puts_the_prompt_first(ask: Asker, max_tokens: int) -> None:
+    answer = ask.complete("One, two,", max_tokens=max_tokens, echo=True)
     assert answer.choices[0].text.startswith("One, two,")
     assert (answer.choices[0].text == "One, two,") == (max_tokens == 0)
-    assert answer.usage is not None
     assert answer.usage.completion_tokens == max_tokens
 
 
@@ -172,33 +151,19 @@ def test_the_responses_api_answers_and_parses(client: openai.OpenAI, model: str)
     assert short.status == "incomplete"
 
 
-def test_an_unknown_model_is_named(client: openai.OpenAI, model: str) -> None:
-    with pytest.raises(openai.NotFoundError, match=f"'nope' is not served; these are: {model}"):
-        client.chat.completions.create(model="nope", messages=ASK)
-
-
 @pytest.mark.client("openai", "an unknown field, refused by name")
-@pytest.mark.parametrize(
-    ("body", "message", "param"),
-    [
-        ({"max_token": 5}, "max_token: is unknown; did you mean max_tokens?", "max_token"),
+def test_a_wrong_field_or_model_is_named(ask: Asker) -> None:
+    """tests/http_gateway/test_fields.py has every kind of problem."""
+    unenforced = {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}
+    for body, message, param in (
         ({"guided_jsn": {}}, "guided_jsn: is unknown; did you mean guided_json?", "guided_jsn"),
         ({"top_p": 3}, "top_p: is 3, must be in (0, 1]", "top_p"),
-        ({"modalities": ["audio"]}, "modalities: is not supported: the model reads only text", "modalities"),
-        ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx: is unknown; did you mean regex?", None),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}},
-            "uniqueItems",
-            None,
-        ),
-    ],
-)
-def test_a_wrong_field_is_named(
-    client: openai.OpenAI, model: str, body: dict[str, Any], message: str, param: str | None
-) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model=model, messages=ASK, max_tokens=4, extra_body=body)
-    error: Any = refused.value.body
-    assert message in error["message"]
-    if param is not None:
-        assert error["param"] == param
+        ({"response_format": unenforced}, "uniqueItems", None),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask.client.chat.completions.create(model=ask.model, messages=ASK, max_tokens=4, extra_body=body)
+        error: Any = refused.value.body
+        assert message in error["message"]
+        assert param in (None, error["param"])
+    with pytest.raises(openai.NotFoundError, match=f"'nope' is not served; these are: {ask.model}"):
+        ask.chat(model="nope")
