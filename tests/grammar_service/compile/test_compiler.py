@@ -76,18 +76,6 @@ async def test_grammars_of_different_languages_have_different_ids(vocabulary: Vo
         assert (await made.compile(Kind.REGEX, "a", Whitespace.COMPACT, "llguidance"))[1]
 
 
-async def test_a_compilation_goes_on_when_one_of_its_callers_leaves(vocabulary: Vocabulary) -> None:
-    async with compiler(vocabulary) as made:
-        first = asyncio.create_task(made.compile(Kind.REGEX, "ab", ANY, "llguidance"))
-        await asyncio.sleep(0)
-        second = asyncio.create_task(made.compile(Kind.REGEX, "ab", ANY, "llguidance"))
-        await asyncio.sleep(0)
-        first.cancel()
-        entry, hit = await second
-        assert hit
-        assert made.get(entry.grammar_id) is entry
-
-
 async def test_the_cache_is_bounded_in_bytes_and_drops_the_oldest(vocabulary: Vocabulary) -> None:
     async with compiler(vocabulary, cache_bytes=1 << 20) as made:
         ids = [(await made.compile(Kind.REGEX, f"a{i}", ANY, "llguidance"))[0].grammar_id for i in range(40)]
@@ -222,36 +210,6 @@ async def test_auto_selects_the_first_backend_that_enforces_all_of_a_grammar(voc
             await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, AUTO)
 
 
-@EACH_NAME
-async def test_an_unenforced_part_is_a_warning_if_allowed(vocabulary: Vocabulary, name: str) -> None:
-    async with compiler(vocabulary) as made:
-        with pytest.raises(NotEnforced, match="uniqueItems"):
-            await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
-        entry, _ = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance", allow_unenforced=True)
-        assert any("uniqueItems" in warning for warning in entry.warnings)
-        with pytest.raises(NotEnforced):
-            await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
-        entry, _ = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, name, allow_unenforced=True)
-        assert entry.warnings
-
-
-@EACH_NAME
-async def test_a_grammar_is_verified_only_where_parts_of_it_are_not_enforced(vocabulary: Vocabulary, name: str) -> None:
-    async with compiler(vocabulary) as made:
-        entry, _ = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, name, verify=True)
-        assert [line.startswith("verified: not enforced by llguidance: /uniqueItems") for line in entry.warnings] == [
-            True
-        ]
-        assert isinstance(entry.compiled, VerifiedCompiled)
-        plain, _ = await made.compile(Kind.JSON_SCHEMA, '{"type":"integer"}', ANY, "llguidance")
-        same, hit = await made.compile(Kind.JSON_SCHEMA, '{"type":"integer"}', ANY, "llguidance", verify=True)
-        assert (same, hit) == (plain, True)
-        with pytest.raises(NotEnforced, match="uniqueItems"):
-            await made.compile(Kind.LARK, f"start: %json {UNENFORCED}", ANY, "llguidance", verify=True)
-        with pytest.raises(NotEnforced, match="uniqueItems"):
-            await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
-
-
 class CountingCompiler(Compiler):
     """Counts the compilations that begin."""
 
@@ -263,21 +221,26 @@ class CountingCompiler(Compiler):
 
 
 @EACH_NAME
-async def test_a_verified_grammar_in_the_cache_is_not_refused_once_more(vocabulary: Vocabulary, name: str) -> None:
-    made = CountingCompiler(CONFIG, vocabulary)
+async def test_unenforced_parts_are_refused_warned_of_or_verified(vocabulary: Vocabulary, name: str) -> None:
+    made, kind = CountingCompiler(CONFIG, vocabulary), Kind.JSON_SCHEMA
     try:
-        entry, hit = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, name, verify=True)
-        begun = made.begun
+        entry, hit = await made.compile(kind, UNENFORCED, ANY, name, verify=True)
         assert not hit
-        assert begun >= 2
-        assert await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, name, verify=True) == (entry, True)
-        assert made.begun == begun
-        with pytest.raises(NotEnforced):
-            await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
-        warned, _ = await made.compile(
-            Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance", verify=True, allow_unenforced=True
-        )
+        (line,) = entry.warnings
+        assert line.startswith("verified: not enforced by llguidance: /uniqueItems")
+        assert isinstance(entry.compiled, VerifiedCompiled)
+        begun = made.begun
+        assert await made.compile(kind, UNENFORCED, ANY, name, verify=True) == (entry, True)
+        assert made.begun == begun >= 2, "a verified grammar in the cache is not refused once more"
+        warned, _ = await made.compile(kind, UNENFORCED, ANY, name, verify=True, allow_unenforced=True)
+        assert any("uniqueItems" in warning for warning in warned.warnings)
         assert not isinstance(warned.compiled, VerifiedCompiled)
+        plain, _ = await made.compile(kind, '{"type":"integer"}', ANY, "llguidance")
+        assert await made.compile(kind, '{"type":"integer"}', ANY, "llguidance", verify=True) == (plain, True)
+        with pytest.raises(NotEnforced, match="uniqueItems"):
+            await made.compile(kind, UNENFORCED, ANY, "llguidance")
+        with pytest.raises(NotEnforced, match="uniqueItems"):
+            await made.compile(Kind.LARK, f"start: %json {UNENFORCED}", ANY, "llguidance", verify=True)
     finally:
         await made.close()
 
@@ -335,16 +298,6 @@ async def test_workers_run_at_the_configured_priority(vocabulary: Vocabulary, pr
         assert {os.sched_getscheduler(thread) for thread in threads} == {policy}
 
 
-async def test_an_accepted_grammar_on_disk_starts_no_worker(vocabulary: Vocabulary, tmp_path: Path) -> None:
-    settings = {"cache_dir": str(tmp_path / "cache")}
-    async with compiler(vocabulary, **settings) as made:
-        await made.compile(Kind.REGEX, "ab+", ANY, "llguidance")
-    async with compiler(vocabulary, **settings) as made:
-        assert (await made.compile(Kind.REGEX, "ab+", ANY, "llguidance", accepted=True))[1]
-        assert made._pools == {}
-        assert not made._accepted
-
-
 @pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)])
 async def test_artifacts_outlive_a_restart_on_disk(vocabulary: Vocabulary, tmp_path: Path, backend: str) -> None:
     pytest.importorskip(backend, reason=f"needs {backend}")
@@ -355,12 +308,15 @@ async def test_artifacts_outlive_a_restart_on_disk(vocabulary: Vocabulary, tmp_p
         assert entry.compile_ms > 0
         plan = entry.plan
         assert plan.path is not None
-    async with compiler(vocabulary, **settings) as made:
-        entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, backend)
-        assert hit
-        assert (entry.compile_ms, made.compiled) == (0, 0)
-        assert entry.compiled.matcher().accept(spell("a")[0])
-        assert entry.plan == plan
+    # With a command that compiles nothing: an artifact on disk needs no worker, for an accepted caller as well.
+    for accepted in (False, True):
+        async with compiler(vocabulary, command=("false",), **settings) as made:
+            entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, backend, accepted=accepted)
+            assert hit
+            assert (entry.compile_ms, made.compiled, entry.plan, entry.warnings) == (0, 0, plan, ())
+            assert entry.compiled.matcher().accept(spell("a")[0])
+            assert made._pools == {}
+            assert not made._accepted
     # Whole by its digest, and no artifact, or none of the library's: it is compiled again and replaced.
     told = json.dumps(plan.to_wire()).encode()
     foreign = {
@@ -412,16 +368,3 @@ async def test_without_a_cache_each_grammar_is_compiled_anew(vocabulary: Vocabul
         one, other = await asyncio.gather(*(made.compile(Kind.REGEX, "ac+", ANY, "llguidance") for _ in range(2)))
         assert one[0] is other[0], "compilations at the same time are one"
     assert not (tmp_path / "cache").exists()
-
-
-async def test_a_grammar_on_disk_needs_no_worker(vocabulary: Vocabulary, tmp_path: Path) -> None:
-    settings = {"cache_dir": str(tmp_path / "cache")}
-    async with compiler(vocabulary, **settings) as made:
-        first, _ = await made.compile(Kind.REGEX, "ab+", ANY, "llguidance")
-    async with compiler(vocabulary, command=("false",), **settings) as made:
-        entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "llguidance")
-        assert hit
-        assert (entry.grammar_id, entry.plan, entry.warnings) == (first.grammar_id, first.plan, first.warnings)
-        assert entry.compiled.matcher().accept(spell("a")[0])
-        with pytest.raises(InternalError):
-            await made.compile(Kind.REGEX, "ac+", ANY, "llguidance")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.quality.random_schemas import random_schema
-from grammar_service.backends.backend import Compiled, Matcher, Rows
+from grammar_service.backends.backend import Compiled, Rows
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
@@ -125,6 +124,9 @@ def test_an_answer_ends_within_max_tokens_when_an_end_is_known(
     compiled, source = compiled_of(library, name)
     plan = plan_of(compiled, source, vocabulary)
     assert plan.path is not None
+    assert 2 <= plan.min_tokens <= len(plan.path)
+    assert compiled_takes(compiled, list(plan.path))
+    assert CompletionPlan.from_wire(json.loads(json.dumps(plan.to_wire())), plan.texts) == plan
     for limit in (len(plan.path), len(plan.path) + 20):
         walk = Walk(compiled, plan, limit, seed=limit).run()
         assert walk.complete, (limit, spelled(plan, walk.tokens))
@@ -192,24 +194,6 @@ def test_answers_that_open_whatever_they_can_still_end(library: Library, vocabul
     assert ended
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_the_proven_minimum_is_not_above_the_path_that_was_found(
-    library: Library, vocabulary: Vocabulary, name: str
-) -> None:
-    compiled, source = compiled_of(library, name)
-    plan = plan_of(compiled, source, vocabulary)
-    assert plan.path is not None
-    assert 2 <= plan.min_tokens <= len(plan.path)
-    assert compiled_takes(compiled, list(plan.path))
-
-
-@pytest.mark.parametrize("name", ["required", "choice"])
-def test_a_plan_survives_to_wire_and_from_wire(library: Library, vocabulary: Vocabulary, name: str) -> None:
-    compiled, source = compiled_of(library, name)
-    plan = plan_of(compiled, source, vocabulary)
-    assert CompletionPlan.from_wire(json.loads(json.dumps(plan.to_wire())), plan.texts) == plan
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -230,68 +214,10 @@ def test_an_invalid_plan_is_rejected(vocabulary: Vocabulary, change: dict[str, A
         CompletionPlan.from_wire(plain | change, texts)
 
 
-class Counted:
-    """A matcher whose rows are counted, those of its copies as well."""
-
-    def __init__(self, inner: Matcher, fills: list[int]) -> None:
-        self.inner, self.fills = inner, fills
-
-    @property
-    def terminated(self) -> bool:
-        return self.inner.terminated
-
-    def accept(self, token: int) -> bool:
-        return self.inner.accept(token)
-
-    def rollback(self, count: int) -> None:
-        self.inner.rollback(count)
-
-    def copy(self) -> Counted:
-        return Counted(self.inner.copy(), self.fills)
-
-    def fill(self, rows: Rows, index: int) -> None:
-        self.fills[0] += 1
-        self.inner.fill(rows, index)
-
-    def num_jump_forward_bytes(self) -> int:
-        return self.inner.num_jump_forward_bytes()
-
-
-def test_expensive_rows_spend_the_work_after_few_rows(
-    libraries: Callable[[str], Library], vocabulary: Vocabulary
-) -> None:
-    # llguidance tokenizes the whole of a text that can only go one way, for every row of it.
-    library = libraries("llguidance")
-    source = json.dumps(["ab" * 10_000])
-    compiled = library.compiled(Kind.CHOICE, source)
-    fills = [0]
-    plan = CompletionPlan.of(Counted(compiled.matcher(), fills), source, TokenTexts.of(vocabulary))
-    assert (plan.path, plan.single_token_cost) == (None, 625)
-    assert fills[0] < 8
-    assert len(spell("ab" * 10_000)) > plan.min_tokens > 1000, "what is certain has to be written"
-    fills[0] = 0
-    CompletionBudget(plan, 50, Counted(compiled.matcher(), fills))
-    assert fills[0] < 8
-
-
 def test_min_tokens_is_exact_when_every_answer_can_be_tried(library: Library, vocabulary: Vocabulary) -> None:
     compiled = library.compiled(Kind.CHOICE, json.dumps(["zq", "zqzq"]))
     plan = plan_of(compiled, "zq", vocabulary)
     assert plan.min_tokens == len(plan.path or ()) == len(spell("zq")) + 1
-
-
-def test_far_from_the_limit_rows_are_not_narrowed(library: Library, vocabulary: Vocabulary) -> None:
-    compiled, source = compiled_of(library, "required")
-    plan = plan_of(compiled, source, vocabulary)
-    matcher = compiled.matcher()
-    budget = CompletionBudget(plan, 4000, matcher)
-    tokens: list[int] = []
-    for token in spell('{"n":"someone","a":4'):
-        assert budget.narrowed_row(len(tokens)) is None
-        assert budget.steered_tokens_left(len(tokens)) == -1
-        assert matcher.accept(token)
-        tokens.append(token)
-        budget.advance(matcher, tokens)
 
 
 def test_far_positions_cause_no_look_ahead_and_no_narrowed_row(library: Library, vocabulary: Vocabulary) -> None:

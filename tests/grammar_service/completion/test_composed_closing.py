@@ -87,19 +87,18 @@ def test_calls_end_in_time(library: Library, form: ToolFormat, beyond: int, thin
         assert set(json.loads(given)) == {"to", "n"}
 
 
-@pytest.mark.parametrize("beyond", [0, 12, 70])
-def test_calls_or_content_behind_reasoning_end_in_time(library: Library, beyond: int) -> None:
-    for is_open in (True, False):
-        spec = composed(Tools(TOOLS), HERMES, GRAMMAR, ReasoningPhase(THINK, is_open, None))
-        assert spec is not None
-        for seed in range(3):
-            text, ended = answer(library, spec, beyond, random.Random(seed))
-            assert ended, text
+OTHERS = {
+    "calls or content after reasoning": (GRAMMAR, ReasoningPhase(THINK, True, None)),
+    "reasoning, calls or content": (GRAMMAR, ReasoningPhase(THINK, False, None)),
+    "free text with calls": (None, None),
+}
 
 
 @pytest.mark.parametrize("beyond", [0, 12, 70])
-def test_free_text_with_calls_ends_in_time(library: Library, beyond: int) -> None:
-    spec = composed(Tools(TOOLS), HERMES, None)
+@pytest.mark.parametrize("name", OTHERS)
+def test_calls_content_and_free_text_end_in_time(library: Library, beyond: int, name: str) -> None:
+    spec = composed(Tools(TOOLS), HERMES, *OTHERS[name])
     assert spec is not None
     for seed in range(3):
-        assert answer(library, spec, beyond, random.Random(seed))[1]
+        text, ended = answer(library, spec, beyond, random.Random(seed))
+        assert ended, text

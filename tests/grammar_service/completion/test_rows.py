@@ -235,3 +235,16 @@ def test_ends_of_a_text_are_spelled_as_texts_of_their_own(vocabulary: Vocabulary
         assert tokens.text(found) == text[at:]
     assert TokenBytes((b"a",), {b"a": 0}).spell(b"aba") is None
     assert TokenBytes((b"a",), {b"a": 0}).spell(b"aba", 2) == (0,)
+
+
+def test_expensive_rows_spend_the_work_after_few_rows(libraries: Any, vocabulary: Vocabulary) -> None:
+    # llguidance tokenizes the whole of a text that can only go one way, for every row of it.
+    source, fills = json.dumps(["ab" * 10_000]), [0]
+    compiled = libraries("llguidance").compiled(Kind.CHOICE, source)
+    plan = CompletionPlan.of(Counted(compiled.matcher(), fills), source, TokenTexts.of(vocabulary))  # type: ignore[arg-type]
+    assert (plan.path, plan.single_token_cost) == (None, 625)
+    assert fills[0] < 8
+    assert len(spell("ab" * 10_000)) > plan.min_tokens > 1000, "what is certain has to be written"
+    fills[0] = 0
+    CompletionBudget(plan, 50, Counted(compiled.matcher(), fills))  # type: ignore[arg-type]
+    assert fills[0] < 8
