@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import socket
 import stat
@@ -196,17 +195,18 @@ def test_metrics_count_compilations_and_rows(sidecar: Sidecar) -> None:
     until(lambda: not missing())  # records are counted after their publication
 
 
-def test_the_sockets_are_private(shared: Sidecar) -> None:
+def serves(channel: grpc.Channel) -> bool:
+    stub = health_pb2_grpc.HealthStub(channel)
+    asked = [health_pb2.HealthCheckRequest(service=name) for name in ("", "lockstep.grammar.v1.Grammar")]
+    answers = [stub.Check(each, timeout=PATIENCE_S, wait_for_ready=True).status for each in asked]
+    return answers == [health_pb2.HealthCheckResponse.SERVING] * 2
+
+
+def test_the_sockets_are_private_and_health_is_served(shared: Sidecar) -> None:
     for name in ("grammar.sock", SOCKET_NAME):
         assert stat.S_IMODE((shared.directory / name).stat().st_mode) == 0o600
     assert stat.S_IMODE(shared.directory.stat().st_mode) == 0o700
-
-
-def test_health_is_served(shared: Sidecar) -> None:
-    health = health_pb2_grpc.HealthStub(shared.channel)
-    for service in ("", "lockstep.grammar.v1.Grammar"):
-        answer = health.Check(health_pb2.HealthCheckRequest(service=service))
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    assert serves(shared.channel)
 
 
 def test_errors_become_statuses(sidecar: Sidecar) -> None:
@@ -299,29 +299,27 @@ def test_a_segment_of_another_vocabulary_is_not_bound_to(shared: Sidecar) -> Non
     )
 
 
-def test_a_second_sidecar_does_not_take_the_place_of_the_first(shared: Sidecar) -> None:
-    second = subprocess.run(
-        [sys.executable, "-m", "grammar_service", "--dir", str(shared.directory)],
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert second.returncode != 0
-    assert "python -m grammar_service: dir: another process listens" in second.stderr
+def fails_with(*flags: str) -> str:
+    """Return the error of a sidecar that cannot start."""
+    command = [sys.executable, "-m", "grammar_service", *flags]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    return done.stderr
+
+
+def test_a_place_that_cannot_be_had_is_named(shared: Sidecar, tmp_path: Path) -> None:
+    taken = fails_with("--dir", str(shared.directory))
+    assert "python -m grammar_service: dir: another process listens" in taken
     shared.configure()
-
-
-def test_an_error_names_a_directory_that_cannot_be_created() -> None:
-    refused = subprocess.run(
-        [sys.executable, "-m", "grammar_service", "--dir", "/proc/none"],
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert refused.returncode == 1
-    assert refused.stderr.startswith("python -m grammar_service: dir: /proc/none: ")
+    assert fails_with("--dir", "/proc/none").startswith("python -m grammar_service: dir: /proc/none: ")
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        assert f"health_listen: cannot bind '{address}'" in fails_with(
+            "--dir", str(tmp_path / "s"), "--health-listen", address
+        )
 
 
 def test_compile_workers_die_with_a_killed_sidecar(start: Start) -> None:
@@ -347,15 +345,6 @@ def test_the_llguidance_sidecar_never_loads_torch(shared: Sidecar) -> None:
         mapped = Path(f"/proc/{pid}/maps").read_text()
         assert "llguidance" in mapped
         assert "libtorch" not in mapped
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module", ["grammar_service.server", "grammar_service.compile.worker"])
-def test_neither_process_imports_torch(module: str) -> None:
-    """`tests/test_architecture.py` imports all modules of the package at once, these among them."""
-    code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers', 'xgrammar'}} & set(sys.modules)))"
-    root = Path(__file__).resolve().parents[2]
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, env=os.environ, timeout=60).returncode == 0
 
 
 @pytest.mark.slow
@@ -392,25 +381,10 @@ def test_probes_ask_for_health_over_tcp(start: Start) -> None:
     until(lambda: process.net_connections("tcp"))
     (listener,) = process.net_connections("tcp")
     with grpc.insecure_channel(f"127.0.0.1:{listener.laddr.port}") as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        for service in ("", "lockstep.grammar.v1.Grammar"):
-            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=PATIENCE_S, wait_for_ready=True)
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        assert serves(channel)
         # The control plane stays behind the mode of its socket.
         code, _ = refused(lambda: pb_grpc.GrammarStub(channel).GetStats(pb.GetStatsRequest(), timeout=PATIENCE_S))
         assert code is grpc.StatusCode.UNIMPLEMENTED
-
-
-def test_a_taken_address_for_probes_is_named(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        command = [sys.executable, "-m", "grammar_service", "--dir", str(tmp_path / "s"), "--health-listen", address]
-        root = Path(__file__).resolve().parents[2]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert f"health_listen: cannot bind '{address}'" in done.stderr
 
 
 async def test_a_refused_compilation_is_freed_at_once(tmp_path: Path) -> None:
