@@ -5,12 +5,16 @@ Not responsible for: what must hold (see test_containers.py).
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import jsonschema
 
 from lockstep_client.access import TLS, access_to
 from protos.engine.v1 import engine_pb2 as pb
@@ -100,6 +104,27 @@ class Stack:
         """Return the libraries that the engine may use now."""
         async with Client(self.address) as client:
             return list((await client.info()).backends)
+
+
+def check(found: Answer, schema: object) -> None:
+    assert pb.FinishReason.Name(found.last.finish_reason) == "FINISH_REASON_STOP"
+    jsonschema.validate(json.loads(found.text), schema)
+
+
+async def disturbed_answer(
+    address: str, request: pb.GenerateRequest, disturb: Callable[[], Awaitable[None]], after: int = 100
+) -> Answer:
+    """Return an answer during which `disturb` ran, from its first `after` characters on."""
+    disturbing: list[asyncio.Future[None]] = []
+
+    def seen(found: Answer) -> None:
+        if not disturbing and len(found.text) > after:
+            disturbing.append(asyncio.ensure_future(disturb()))
+
+    async with Client(address) as client:
+        found = await answer(client, request, seen)
+    await disturbing[0]
+    return found
 
 
 def listing(items: int) -> tuple[pb.GenerateRequest, dict[str, Any]]:

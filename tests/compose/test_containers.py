@@ -7,7 +7,6 @@ and every overlay that needs no GPU.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -21,8 +20,8 @@ import trustme
 
 from lockstep_client.access import TLS
 from protos.engine.v1 import engine_pb2 as pb
-from tests.compose.stack import UP_TIMEOUT_S, Stack, listing
-from tests.e2e.asking import ANSWER_TIMEOUT_S, Answer
+from tests.compose.stack import UP_TIMEOUT_S, Stack, check, disturbed_answer, listing
+from tests.e2e.asking import ANSWER_TIMEOUT_S
 from tests.rpc_client import Client
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
@@ -40,11 +39,6 @@ def stack(root: Path) -> Iterator[Stack]:
     finally:
         print(stack.compose("logs", "--no-color", "--tail", "60", check=False))
         stack.down()
-
-
-def check(answer: Answer, schema: object) -> None:
-    assert pb.FinishReason.Name(answer.last.finish_reason) == "FINISH_REASON_STOP"
-    jsonschema.validate(json.loads(answer.text), schema)
 
 
 async def test_a_guided_answer_from_the_host(stack: Stack) -> None:
@@ -100,26 +94,10 @@ async def test_the_sidecar_is_killed_in_mid_answer(stack: Stack, kill: Callable[
     request, schema = listing(ITEMS)
     undisturbed = await stack.ask(request)
     check(undisturbed, schema)
-    disturbed = Answer()
-    killing: asyncio.Task[None] | None = None
-    at_kill = 0
-    async with (
-        Client(stack.address) as client,
-        contextlib.aclosing(client.generate(request, timeout_s=ANSWER_TIMEOUT_S)) as responses,
-    ):
-        async for response in responses:
-            disturbed.text += response.text
-            disturbed.token_ids.extend(response.token_ids)
-            disturbed.last = response
-            if killing is None and len(disturbed.text) > 100:
-                at_kill = len(disturbed.text)
-                killing = asyncio.create_task(asyncio.to_thread(kill, stack))
-    assert killing is not None
-    await killing
-    print(f"{kill.__name__}: after {at_kill} of {len(disturbed.text)} characters; {disturbed.last.telemetry}")
+    disturbed = await disturbed_answer(stack.address, request, lambda: asyncio.to_thread(kill, stack))
+    print(f"{kill.__name__}: {disturbed.last.telemetry}")
     check(disturbed, schema)
-    assert disturbed.text == undisturbed.text
-    assert disturbed.token_ids == undisturbed.token_ids
+    assert disturbed.whole == undisturbed.whole
     async with Client(stack.address) as client:
         assert (await client.stats()).grammar_ready
 

@@ -112,31 +112,43 @@ def test_every_overlay_is_brought_up_where_there_is_docker(root: Path) -> None:
     assert {name for name in overlays if f'"{name}"' not in tests} == {"compose.gpu.yaml"}
 
 
-def test_the_gateway_is_an_override_as_hardened_as_the_engine(root: Path, compose: dict[str, Any]) -> None:
-    gateway, engine = load(root, "compose.http.yaml")["services"]["gateway"], compose["services"]["engine"]
-    for name in ("image", "user", "read_only", "tmpfs", "cap_drop", "security_opt", "init", "restart", "logging"):
-        assert gateway[name] == engine[name], name
-    given = {name.removeprefix(ENVIRONMENT_PREFIX).lower(): value for name, value in gateway["environment"].items()}
+HARDENING = ("user", "read_only", "cap_drop", "security_opt", "init", "restart")
+
+
+@pytest.mark.parametrize(
+    ("overlay", "service", "more"),
+    [
+        ("compose.http.yaml", "gateway", ("image", "tmpfs", "logging")),
+        ("compose.disaggregated.yaml", "prefill", ("image", "tmpfs", "logging")),
+        ("compose.smg.yaml", "smg", ()),
+    ],
+)
+def test_a_service_of_an_overlay_is_as_hardened_as_the_engine(
+    root: Path, compose: dict[str, Any], overlay: str, service: str, more: tuple[str, ...]
+) -> None:
+    added, engine = load(root, overlay)["services"][service], compose["services"]["engine"]
+    for name in (*HARDENING, *more):
+        assert added[name] == engine[name], name
+    assert all("127.0.0.1:" in port for port in added.get("ports", ()))
+    assert not any("/run/lockstep" in volume for volume in added.get("volumes", ())), "it has no grammar process"
+
+
+def test_the_overlays_settings_are_accepted(root: Path) -> None:
+    gateway = load(root, "compose.http.yaml")["services"]["gateway"]["environment"]
+    given = {name.removeprefix(ENVIRONMENT_PREFIX).lower(): value for name, value in gateway.items()}
     assert GatewayConfig(**given).engines == ("engine:50051",)
-    assert all(port.startswith("${LOCKSTEP_PUBLISH_HTTP:-127.0.0.1:") for port in gateway["ports"])
-
-
-def test_the_prefill_engine_is_an_override_as_hardened_as_the_engine(root: Path, compose: dict[str, Any]) -> None:
-    services, engine = load(root, "compose.disaggregated.yaml")["services"], compose["services"]["engine"]
-    prefill = services["prefill"]
-    for name in ("image", "user", "read_only", "tmpfs", "cap_drop", "security_opt", "init", "restart", "logging"):
-        assert prefill[name] == engine[name], name
-    assert "ports" not in prefill, "clients ask the engine that decodes"
-    assert not any("/run/lockstep" in volume for volume in prefill["volumes"]), "it has no grammar process"
-    given = prefill["environment"]
-    assert services["engine"]["environment"]["LOCKSTEP_ROLE"] == "decode"
-    address = services["engine"]["environment"]["LOCKSTEP_PREFILL_FROM"]
-    assert address == "prefill:50051"
-    prefills = EngineConfig(transfer=TransferConfig(role=given["LOCKSTEP_ROLE"]))
-    decodes = EngineConfig(transfer=TransferConfig(role="decode", prefill_from=(address,)))
-    of_prefill = ServerConfig(grammar=given["LOCKSTEP_GRAMMAR"], grammar_dir=given["LOCKSTEP_GRAMMAR_DIR"])
-    for engine, server in ((prefills, of_prefill), (decodes, ServerConfig())):
-        refuse(OF_START, Start(engine, server), ServerError)
+    services = load(root, "compose.disaggregated.yaml")["services"]
+    assert "ports" not in services["prefill"], "clients ask the engine that decodes"
+    prefill, engine = services["prefill"]["environment"], services["engine"]["environment"]
+    assert (engine["LOCKSTEP_ROLE"], engine["LOCKSTEP_PREFILL_FROM"]) == ("decode", "prefill:50051")
+    prefills = EngineConfig(transfer=TransferConfig(role=prefill["LOCKSTEP_ROLE"]))
+    decodes = EngineConfig(transfer=TransferConfig(role="decode", prefill_from=(engine["LOCKSTEP_PREFILL_FROM"],)))
+    of_prefill = ServerConfig(grammar=prefill["LOCKSTEP_GRAMMAR"], grammar_dir=prefill["LOCKSTEP_GRAMMAR_DIR"])
+    for config, server in ((prefills, of_prefill), (decodes, ServerConfig())):
+        refuse(OF_START, Start(config, server), ServerError)
+    assert load(root, "compose.smg.yaml")["services"]["engine"]["environment"] == {
+        "LOCKSTEP_SERVICES": "vllm,kv_events"
+    }
 
 
 def test_secrets_are_mounted_and_not_built_in(root: Path) -> None:
@@ -176,25 +188,14 @@ def test_only_sources_get_into_a_build(root: Path) -> None:
     }
 
 
-def test_a_gateway_in_front_is_an_override(root: Path) -> None:
-    services = load(root, "compose.smg.yaml")["services"]
-    assert services["engine"]["environment"] == {"LOCKSTEP_SERVICES": "vllm,kv_events"}
-    smg = services["smg"]
-    assert "--worker-urls=grpc://engine:50051" in smg["command"]
-    # Its metrics have no password, and listen on every address by default.
-    assert "--prometheus-host=127.0.0.1" in smg["command"]
-    assert smg["ports"] == ["${LOCKSTEP_PUBLISH_HTTP:-127.0.0.1:8000}:8000"]
-    assert "volumes" not in smg, "it has no part in the sockets"
-    for name in ("read_only", "cap_drop", "security_opt", "user", "restart", "init"):
-        assert smg[name] == load(root, "compose.yaml")["services"]["engine"][name], name
-
-
-def test_the_gateway_of_compose_is_the_one_of_the_tests(root: Path) -> None:
+def test_smg_is_the_one_of_the_tests_and_keeps_its_metrics_to_itself(root: Path) -> None:
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (pin,) = [requirement.partition(";")[0] for requirement in extras["dev"] if requirement.startswith("smg==")]
     smg = load(root, "compose.smg.yaml")["services"]["smg"]
     assert f"pip install --no-cache-dir {pin}\n" in smg["build"]["dockerfile_inline"]
     assert smg["image"] == f"lockstep-smg:{pin.removeprefix('smg==')}"
+    # Its metrics have no password, and listen on every address by default.
+    assert {"--worker-urls=grpc://engine:50051", "--prometheus-host=127.0.0.1"} <= set(smg["command"])
 
 
 def test_the_image_of_the_engine_has_the_wire_of_the_gateway(root: Path) -> None:

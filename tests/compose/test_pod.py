@@ -6,23 +6,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import json
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-import jsonschema
 import pytest
 from grpc_health.v1 import health_pb2
 
-from protos.engine.v1 import engine_pb2 as pb
 from tests.compose.pod import NAME, Pod, docker
-from tests.compose.stack import listing
-from tests.e2e.asking import ANSWER_TIMEOUT_S, Answer, answer
+from tests.compose.stack import check, disturbed_answer, listing
+from tests.e2e.asking import Answer, answer
 from tests.rpc_client import Client
 
 pytestmark = [
@@ -46,31 +43,6 @@ def pod(root: Path) -> Iterator[Pod]:
         for name in ("engine", "grammar"):
             print(docker("logs", "--tail", "40", f"{NAME}-{name}", check=False))
         pod.remove()
-
-
-def check(found: Answer, schema: object) -> None:
-    assert pb.FinishReason.Name(found.last.finish_reason) == "FINISH_REASON_STOP"
-    jsonschema.validate(json.loads(found.text), schema)
-
-
-async def disturbed_answer(
-    pod: Pod, request: pb.GenerateRequest, disturb: Callable[[], Awaitable[None]], after: int = 100
-) -> Answer:
-    """Return an answer during which `disturb` ran, from its first `after` characters on."""
-    found, disturbing = Answer(), None
-    async with (
-        Client(pod.address(50051)) as client,
-        contextlib.aclosing(client.generate(request, timeout_s=ANSWER_TIMEOUT_S)) as responses,
-    ):
-        async for response in responses:
-            found.text += response.text
-            found.token_ids.extend(response.token_ids)
-            found.last = response
-            if disturbing is None and len(found.text) > after:
-                disturbing = asyncio.ensure_future(disturb())
-    assert disturbing is not None
-    await disturbing
-    return found
 
 
 async def ask(pod: Pod, items: int = 3) -> Answer:
@@ -129,7 +101,7 @@ async def test_the_grammar_container_is_killed_in_mid_answer_and_started_again(p
         await asyncio.to_thread(docker, "kill", f"{NAME}-grammar")
         await asyncio.to_thread(docker, "start", f"{NAME}-grammar")
 
-    found = await disturbed_answer(pod, request, kill)
+    found = await disturbed_answer(pod.address(50051), request, kill)
     check(found, schema)
     assert found.token_ids == undisturbed.token_ids
     assert pod.probe("grammar", "readiness", wait_s=60) == SERVING
@@ -159,7 +131,7 @@ async def test_sigterm_drains_the_engine_and_then_the_grammar_process_ends(pod: 
             refused.append(caught.value.code())
         assert await ending == 0
 
-    found = await disturbed_answer(pod, request, end, after=30)
+    found = await disturbed_answer(pod.address(50051), request, end, after=30)
     check(found, schema)
     assert found.token_ids == undisturbed.token_ids
     assert refused == [grpc.StatusCode.UNAVAILABLE]

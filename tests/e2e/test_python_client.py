@@ -125,7 +125,9 @@ def test_reasoning_tools_and_a_schema_in_one_conversation(client: Client) -> Non
     phase = Reasoning(enabled=True, max_tokens=12, begin="<think>", end="</think>")
     turns = [Message(role="user", content="Say A."), {"role": "assistant", "content": "A"}]
     options = {"schema": City, "tools": [weather], "reasoning": phase, "logprobs": 1, "echo": True}
-    answer = client.chat([*turns, {"role": "user", "content": "Describe Oslo."}], max_tokens=120, temperature=0, **options)
+    answer = client.chat(
+        [*turns, {"role": "user", "content": "Describe Oslo."}], max_tokens=120, temperature=0, **options
+    )
     assert "<think>" not in answer.content
     assert len(answer.logprobs) == len(answer.token_ids)
     assert len(answer.prompt_token_ids) == answer.usage.prompt_tokens

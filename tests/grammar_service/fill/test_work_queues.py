@@ -98,21 +98,6 @@ def delegate() -> Iterator[FakeDelegate]:
     assert delegate.queues.stop(PATIENCE_S)
 
 
-def test_a_slow_task_is_reported_late_whichever_thread_does_it(delegate: FakeDelegate) -> None:
-    first, second = FakeTask(0), FakeTask(1)
-    delegate.arrived.append([first, second])
-    try:
-        assert first.begun.wait(PATIENCE_S)
-        # The other thread helps.
-        assert second.begun.wait(PATIENCE_S)
-        delegate.patient = False
-        first.gate.set()
-        _until(lambda: second in delegate.reported_late)
-    finally:
-        first.gate.set()
-        second.gate.set()
-
-
 def test_called_helpers_do_tasks_beside_a_leader_that_is_not_late() -> None:
     """One idle thread keeps the watch, so three threads do two tasks at once."""
     delegate = FakeDelegate()
@@ -160,23 +145,6 @@ def test_a_helper_that_gets_the_lead_keeps_the_time_of_its_task() -> None:
         for task in tasks:
             task.gate.set()
         assert delegate.queues.stop(PATIENCE_S)
-
-
-def test_another_thread_takes_the_lead_from_a_stuck_leader(delegate: FakeDelegate) -> None:
-    stuck, others = FakeTask(0), [FakeTask(slot) for slot in range(1, 4)]
-    for task in others:
-        task.gate.set()
-    delegate.patient = False
-    delegate.arrived.append([stuck, *others])
-    try:
-        _until(lambda: delegate.queues.leader_handoffs >= 1 and all(task.begun.is_set() for task in others))
-        assert delegate.reported_late[0] is stuck
-    finally:
-        stuck.gate.set()
-    behind = FakeTask(0)
-    behind.gate.set()
-    delegate.arrived.append([behind])
-    assert behind.begun.wait(PATIENCE_S)
 
 
 def test_a_task_that_waited_behind_a_slow_one_is_overdue_from_its_beginning(delegate: FakeDelegate) -> None:
@@ -247,22 +215,6 @@ def test_a_task_of_several_slots_releases_them_together_and_its_rest_comes_next(
         together.gate.set()
     assert rest.begun.wait(PATIENCE_S)
     assert behind.begun.wait(PATIENCE_S)
-
-
-def test_a_task_of_several_slots_leaves_out_slots_with_a_task_in_hand(delegate: FakeDelegate) -> None:
-    stuck, together = FakeTask(1), FakeTask(0, 1, 2)
-    together.gate.set()
-    delegate.patient = False
-    delegate.arrived.append([stuck])
-    try:
-        _until(lambda: stuck in delegate.reported_late)
-        delegate.arrived.append([together])
-        assert together.begun.wait(PATIENCE_S)
-        assert together.slots == (0, 2)
-        # The part of the busy slot waits in its queue and is reported late.
-        _until(lambda: [task.slots for task in delegate.reported_late].count((1,)) >= 2)
-    finally:
-        stuck.gate.set()
 
 
 def test_a_task_of_several_slots_that_hangs_loses_them(delegate: FakeDelegate) -> None:
