@@ -67,17 +67,19 @@ class Engine:
         self.adapters = AdapterRegistry.open(config, model.adapters)
         """The adapters that requests may name. Thread-safe."""
         self._loop = EngineLoop(config, model, channel, grammar, build_executor, self.adapters, self._clock, hooks)
+        self.executor = self._loop.executor
+        """What runs the steps. Only the engine's thread uses it, once that runs."""
         self._inbox: Queue = threads.queue()
         self.draft_models = DraftModels(
             config=config,
             target=model,
-            drafter=self._loop.executor.decoupled,
+            drafter=self.executor.decoupled,
             post=self._inbox.put,
             exchanged=self._loop.count_draft_model,
         )
         """The draft model, which clients may exchange. Thread-safe."""
-        if self._loop.executor.adapter_copies is not None:
-            self._loop.executor.adapter_copies.open(self._inbox.put)
+        if self.executor.adapter_copies is not None:
+            self.executor.adapter_copies.open(self._inbox.put)
         self._closing = threads.event()
         self._started = threads.event()
         self._start_error: BaseException | None = None
@@ -93,7 +95,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            self._loop.executor.enter()
+            self.executor.enter()
             self._loop.warm_up()
         except BaseException as error:  # `start` raises it on the thread of its caller
             self._start_error = error
@@ -135,7 +137,7 @@ class Engine:
     def _device_is_lost(self) -> bool:
         """Probe the device. When it cannot run anything, refuse new requests and call the watchers."""
         try:
-            self._loop.executor.probe()
+            self.executor.probe()
         except Exception as error:
             if isinstance(error, RankLost):
                 log.critical("the engine ends: %s", error)
@@ -160,7 +162,7 @@ class Engine:
 
     def _close_executor(self) -> None:
         try:
-            self._loop.executor.close()
+            self.executor.close()
         except Exception:
             if self._failure is None:
                 raise
@@ -196,7 +198,7 @@ class Engine:
     @property
     def processors(self) -> Processors:
         """The logits processors that requests may name."""
-        return self._loop.executor.processors
+        return self.executor.processors
 
     def start(self) -> None:
         """Start the thread; block until it is warm and a request can be served. Raises the error of the warm-up."""
@@ -215,7 +217,7 @@ class Engine:
         its beams, or when its adapter was unloaded.
         """
         loop = self._loop
-        loop.executor.slot_writer.check(request)
+        self.executor.slot_writer.check(request)
         width = 1 if request.beams is None else request.beams.width
         if request.beams is not None:
             self._check_beams(request, request.beams)
@@ -370,8 +372,14 @@ class Engine:
         """Counts up whenever a grammar process gave rows to a guided sequence, or a crash was attributed."""
         return self._loop.grammar_slots.progress
 
+    @property
+    def num_inflight_steps(self) -> int:
+        """Steps that were launched and whose outputs are not processed. Any thread may read it."""
+        return self._loop.num_inflight_steps
+
     def check_integrity(self) -> None:
         """Assert that every slot and page is owned as the sequences say; for tests, on an idle engine."""
+        assert not self.num_inflight_steps, self
         transfers = self._loop.transfers
         self._loop.scheduler.check_integrity(transfers.owned if transfers is not None else None)
 
@@ -381,7 +389,7 @@ class Engine:
             self._closing.set()
         self._inbox.put(lambda: None)  # wakes an idle thread
         if self._thread.ident is None:
-            self._loop.executor.close()
+            self.executor.close()
         else:
             self._thread.join(timeout_s)
         if not self._thread.is_alive():
@@ -389,7 +397,7 @@ class Engine:
             self.draft_models.close()
 
     def __repr__(self) -> str:
-        return f"<Engine {self.model} {self._loop.scheduler}>"
+        return f"<Engine {self.model} {self._loop.scheduler} inflight={self.num_inflight_steps}>"
 
 
 def _stats_of(sequence: RunningSequence) -> SequenceStats:

@@ -292,6 +292,11 @@ class EngineLoop:
             self.grammar_slots.close(member)
 
     @property
+    def num_inflight_steps(self) -> int:
+        """See `Engine`."""
+        return len(self._in_flight)
+
+    @property
     def num_index_drafts(self) -> tuple[int, int]:
         """Drafts from earlier answers that were verified, and accepted, since the start."""
         return self._suffix.num_index_drafts if self._suffix is not None else (0, 0)

@@ -11,7 +11,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +19,9 @@ from typing import Any
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.request import FinishReason, GrammarKind, GrammarSpec, Logprobs, Request, Telemetry, TokenEvent
+from gpu_engine.api.stats import Iteration
 from gpu_engine.api.transfer_config import TransferConfig
-from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
+from gpu_engine.core.draft_budget import EveryDraft
 from gpu_engine.core.engine import Engine
 from gpu_engine.core.executor import Executor
 from gpu_engine.model.loader import LoadedModel
@@ -146,22 +147,7 @@ def executor_of(engine: Engine) -> Executor:
 
     It belongs to the engine's thread; so a test changes it before the first request.
     """
-    return engine._loop.executor
-
-
-class EveryDraft(DraftBudget):
-    """Verifies every draft, whatever its row costs, so that the number of steps does not depend on the machine."""
-
-    def __init__(self, most_rows: int = 0) -> None:
-        super().__init__()
-        self._rows = most_rows or 1 << 30
-
-    def choose(self, proposals: Sequence[Proposal], shapes: Sequence[Shape] | None, *, guided: bool) -> Plan:
-        share = max(0, self._rows // len(proposals) - 1) if shapes is None else shapes[-1].rows_per_lane - 1
-        return Plan(tuple(proposals), tuple(min(share, proposal.most) for proposal in proposals), guided)
-
-    def rows_to_propose(self, plan: Plan, most: int, *, least: int = 1) -> int:
-        return most
+    return engine.executor
 
 
 def until_false(condition: Callable[[], bool]) -> None:
@@ -190,23 +176,23 @@ def held(engine: Engine) -> Iterator[None]:
 
 
 class Hold:
-    """Holds the engine's thread after the first iteration after which `when()` is true. Make it before the requests.
+    """Holds the engine's thread at the end of the first iteration in which `when()` is true. Make it before the
+    requests.
 
     So a test acts on sequences that still run, however late its own thread comes.
     """
 
     def __init__(self, engine: Engine, when: Callable[[], bool]) -> None:
         self._reached, self._go_on = threading.Event(), threading.Event()
-        iterate = engine._loop.run_iteration
+        add = engine.iterations.add
 
-        def run_iteration() -> bool:
-            busy = iterate()
+        def add_and_hold(iteration: Iteration) -> None:
+            add(iteration)
             if not self._reached.is_set() and when():
                 self._reached.set()
                 assert self._go_on.wait(PATIENCE_S)
-            return busy
 
-        engine._loop.run_iteration = run_iteration  # type: ignore[method-assign]
+        engine.iterations.add = add_and_hold  # type: ignore[method-assign]
 
     @contextmanager
     def reached(self) -> Iterator[None]:
@@ -223,20 +209,12 @@ def settle(engine: Engine) -> None:
 
     An answer ends before its matcher is closed, and before its iteration is recorded. Not for an engine with sequences.
     """
-    seen: list[bool] = []
-
-    def look() -> None:
-        seen.append(bool(engine._loop._in_flight))
-
-    def unsettled() -> bool:
-        if not engine._thread.is_alive():
-            return False
-        count = len(seen)
-        engine._inbox.put(look)
-        until_false(lambda: len(seen) == count and engine._thread.is_alive())
-        return any(seen[count:])
-
-    until_false(unsettled)
+    while engine._thread.is_alive():
+        inflight: list[int] = []
+        engine._inbox.put(lambda inflight=inflight: inflight.append(engine.num_inflight_steps))
+        until_false(lambda inflight=inflight: not inflight and engine._thread.is_alive())  # type: ignore[misc]
+        if not any(inflight):
+            return
 
 
 @contextmanager
@@ -245,7 +223,7 @@ def running(engine: Engine) -> Iterator[Engine]:
 
     Its steps verify every draft, unless the test gives the runner another budget before the first request.
     """
-    executor_of(engine).runner.budget = EveryDraft(engine.config.step_rows)
+    executor_of(engine).runner.budget = EveryDraft(most_rows=engine.config.step_rows)
     engine.start()
     try:
         yield engine

@@ -2,220 +2,149 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_engine.api.prefill_shapes import PrefillShapes
-from gpu_engine.api.request import Scheduling, TenantShare
-from gpu_engine.core.kv_cache import PageAllocator
-from gpu_engine.core.scheduler import Plan, Scheduler, Sequence
+from gpu_engine.api.request import TenantShare
 from gpu_engine.extensions.tenants.fair_shares import FairShares
-
-
-@dataclass(slots=True, eq=False, kw_only=True, repr=False)
-class Named(Sequence):
-    name: str
-
-
-PAGE, CHUNK, ROWS = 16, 32, 4
+from tests.gpu_engine.core import schedulers
+from tests.gpu_engine.core.schedulers import Named, Names, added, beams, names, sequence
 
 ACME, BETA = TenantShare("acme", 1.0, 0), TenantShare("beta", 1.0, 0)
 
 
-def scheduler(
-    num_slots: int = 1,
-    num_pages: int = 64,
-    max_starvation_s: float = math.inf,
-    order: FairShares[Named] | None = None,
-) -> Scheduler[Named]:
-    shapes = PrefillShapes(CHUNK, 1, CHUNK)
-    allocator = PageAllocator(num_pages, PAGE)
-    options = {
-        "prefill_chunk": CHUNK,
-        "lookahead": ROWS,
-        "shapes": shapes,
-        "max_starvation_s": max_starvation_s,
-        "slot_order": order or FairShares(),
-    }
-    return Scheduler(num_slots, allocator, **options)  # type: ignore[arg-type]
+def scheduler(num_slots: int, num_pages: int = 40, **options: Any) -> Names:
+    return schedulers.scheduler(num_slots, num_pages, **{"slot_order": FairShares(), **options})
 
 
-def sequence(
-    name: str,
-    tenant: TenantShare | None,
-    length: int = 10,
-    *,
-    priority: int = 0,
-    max_queue_ms: int | None = None,
-    waits_since_s: float = 0.0,
-    held: bool = False,
-) -> Named:
-    scheduling = Scheduling(priority=priority, max_queue_ms=max_queue_ms, tenant=tenant)
-    return Named(length, False, scheduling=scheduling, waits_since_s=waits_since_s, held=held, name=name)
-
-
-def assigned(plan: Plan[Named]) -> list[str]:
-    return [each.name for each in plan.assigned]
-
-
-def answer(machine: Scheduler[Named], tokens: int = 10) -> str:
+def answer(machine: Names, tokens: int = 10) -> str:
     """Give the only slot to the next sequence, which answers with so many tokens and ends; return its name."""
-    ((one,),) = [machine.plan().assigned]
+    (one,) = machine.plan().assigned
     one.length += tokens
     machine.remove(one)
     machine.check_integrity()
     return one.name
 
 
-def test_a_tenant_s_flood_does_not_stand_in_front_of_another_s_request() -> None:
-    machine = scheduler()
-    for i in range(50):
-        machine.add(sequence(f"a{i}", ACME))
+def flood(machine: Names, letter: str, tenant: TenantShare, count: int, length: int = 10) -> None:
+    added(machine, *(sequence(f"{letter}{i}", length, tenant=tenant) for i in range(count)))
+
+
+def test_a_flood_of_one_tenant_delays_no_other_and_idle_time_is_not_saved_up() -> None:
+    machine = scheduler(1)
+    flood(machine, "a", ACME, 50)
     assert answer(machine) == "a0"
-    machine.add(sequence("b0", BETA))
-    assert answer(machine) == "b0"
-    assert answer(machine) == "a1"
-
-
-def test_a_priority_orders_the_requests_of_its_tenant_alone() -> None:
-    machine = scheduler()
-    for name, tenant, priority in (("a0", ACME, 1000), ("a1", ACME, 1000), ("b0", BETA, 0), ("b1", BETA, 5)):
-        machine.add(sequence(name, tenant, priority=priority))
-    assert [answer(machine) for _ in range(4)] == ["a0", "b1", "a1", "b0"]
-
-
-def test_a_long_wait_counts_within_its_tenant() -> None:
-    machine = scheduler(max_starvation_s=10.0)
-    machine.add(sequence("a0", ACME, priority=-1, waits_since_s=0.0))
-    machine.add(sequence("a1", ACME, waits_since_s=5.0))
-    machine.plan(11.0)  # a1 has the slot, by its priority
-    (running,) = machine.running
-    assert running.name == "a0", "a0 had waited for too long"
-
-
-def test_a_tenant_that_comes_back_has_saved_nothing_up() -> None:
-    machine = scheduler()
-    for i in range(20):
-        machine.add(sequence(f"a{i}", ACME))
-    for _ in range(10):
-        answer(machine)
-    for i in range(10):
-        machine.add(sequence(f"b{i}", BETA))
+    flood(machine, "b", BETA, 1)
+    assert [answer(machine) for _ in range(11)] == ["b0", *(f"a{i}" for i in range(1, 11))]
+    flood(machine, "b", BETA, 10)
     # They take turns: beta does not get ten slots for the time in which it was idle.
-    order = [answer(machine)[0] for _ in range(10)]
-    assert sorted(order) == ["a"] * 5 + ["b"] * 5
-    assert all(pair in ("ab", "ba") for pair in map("".join, zip(order[::2], order[1::2], strict=True)))
+    order = "".join(answer(machine)[0] for _ in range(10))
+    assert order in ("ab" * 5, "ba" * 5)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "order"),
+    [
+        pytest.param(
+            [("a0", ACME, 1000), ("a1", ACME, 1000), ("b0", BETA, 0), ("b1", BETA, 5)],
+            ["a0", "b1", "a1", "b0"],
+            id="a priority orders only the requests of its tenant",
+        ),
+        pytest.param(
+            [("a0", ACME, 0), ("none", None, 0), ("b0", BETA, 0)],
+            ["none", "a0", "b0"],
+            id="a sequence without a tenant has its place in the queue",
+        ),
+    ],
+)
+def test_the_order_of_two_tenants(sequences: list[tuple[str, TenantShare | None, int]], order: list[str]) -> None:
+    machine = scheduler(1)
+    added(machine, *(sequence(name, tenant=tenant, priority=priority) for name, tenant, priority in sequences))
+    assert [answer(machine) for _ in order] == order
 
 
 def test_a_queue_that_was_empty_lifts_the_next_tenant_to_the_last_one() -> None:
-    machine = scheduler()
-    for i in range(3):
-        machine.add(sequence(f"a{i}", ACME))
+    machine = scheduler(1)
+    flood(machine, "a", ACME, 3)
     for _ in range(3):
         answer(machine)
-    machine.add(sequence("b0", BETA))
-    machine.add(sequence("b1", BETA))
-    machine.add(sequence("a3", ACME))
+    added(machine, *(sequence(name, tenant=BETA) for name in ("b0", "b1")), sequence("a3", tenant=ACME))
     assert [answer(machine) for _ in range(3)] == ["b0", "a3", "b1"]
 
 
-def test_a_tenant_never_has_more_slots_than_it_may_and_leaves_no_slot_empty_that_another_may_have() -> None:
-    machine = scheduler(num_slots=4)
-    few = TenantShare("acme", 1.0, 2)
-    for i in range(6):
-        machine.add(sequence(f"a{i}", few))
-    assert assigned(machine.plan()) == ["a0", "a1"]
-    machine.add(sequence("b0", BETA))
-    assert assigned(machine.plan()) == ["b0"]
-    assert assigned(machine.plan()) == []
+def test_a_long_wait_counts_within_its_tenant_and_too_long_a_wait_ends() -> None:
+    machine = scheduler(1, max_starvation_s=10.0)
+    added(machine, sequence("a0", tenant=ACME, priority=-1), sequence("a1", tenant=ACME, waits_since_s=5.0))
+    machine.plan(11.0)
+    assert names(machine.running) == ["a0"], "a0 had waited for too long"
+    machine = added(scheduler(1), sequence("a0", tenant=ACME))
+    machine.plan(0.0)
+    machine.add(sequence("b0", tenant=BETA, max_queue_ms=1000))
+    plan = machine.plan(2.0)
+    assert names(plan.expired) == ["b0"]
+    machine.remove(plan.expired[0])
     machine.remove(machine.running[0])
-    assert assigned(machine.plan()) == ["a2"]
+    assert machine.plan(3.0).assigned == ()
+
+
+def test_a_tenant_never_has_more_slots_than_it_may_and_leaves_no_slot_empty_that_another_may_have() -> None:
+    machine = scheduler(4)
+    flood(machine, "a", TenantShare("acme", 1.0, 2), 6)
+    assert names(machine.plan().assigned) == ["a0", "a1"]
+    flood(machine, "b", BETA, 1)
+    assert names(machine.plan().assigned) == ["b0"]
+    assert machine.plan().assigned == ()
+    machine.remove(machine.running[0])
+    assert names(machine.plan().assigned) == ["a2"]
     machine.check_integrity()
 
 
 def test_beams_take_their_slots_together_and_count_each() -> None:
-    machine = scheduler(num_slots=4)
     few = TenantShare("acme", 1.0, 3)
-    beams = [sequence(f"beam{i}", few if not i else None, length=10 if not i else 0, held=bool(i)) for i in range(3)]
-    for beam in beams:
-        beam.group = tuple(beams)
-    machine.add(beams[0])
-    machine.add(sequence("a0", few))
-    assert assigned(machine.plan()) == ["beam0", "beam1", "beam2"]
-    assert assigned(machine.plan()) == []
-    machine.remove(beams[0])
-    assert assigned(machine.plan()) == ["a0"]
+    group = beams(3, tenant=few)
+    machine = added(scheduler(4), group[0], sequence("a0", tenant=few))
+    assert names(machine.plan().assigned) == ["beam0", "beam1", "beam2"]
+    assert machine.plan().assigned == ()
+    machine.remove(group[0])
+    assert names(machine.plan().assigned) == ["a0"]
     machine.check_integrity()
 
 
 def test_a_preempted_sequence_goes_on_before_any_new_one() -> None:
-    machine = scheduler(num_slots=2)
-    machine.add(sequence("a0", ACME, length=20))
-    machine.add(sequence("a1", ACME, length=20))
+    machine = added(scheduler(2), *(sequence(name, 20, tenant=ACME) for name in ("a0", "a1")))
     first, second = machine.plan().assigned
-    machine.add(sequence("b0", BETA))
+    machine.add(sequence("b0", tenant=BETA))
     machine.preempt(second)
     machine.remove(first)
-    assert assigned(machine.plan()) == ["a1", "b0"]
-
-
-def test_a_sequence_that_waits_for_too_long_is_taken_out() -> None:
-    machine = scheduler()
-    machine.add(sequence("a0", ACME))
-    machine.plan(0.0)
-    machine.add(sequence("b0", BETA, waits_since_s=0.0, max_queue_ms=1000))
-    plan = machine.plan(2.0)
-    assert [each.name for each in plan.expired] == ["b0"]
-    machine.remove(plan.expired[0])
-    machine.remove(machine.running[0])
-    assert assigned(machine.plan(3.0)) == []
-
-
-def test_a_sequence_without_a_tenant_has_its_place_in_the_queue() -> None:
-    machine = scheduler(num_slots=1)
-    machine.add(sequence("a0", ACME))
-    machine.add(sequence("none", None))
-    machine.add(sequence("b0", BETA))
-    assert [answer(machine) for _ in range(3)] == ["none", "a0", "b0"]
+    assert names(machine.plan().assigned) == ["a1", "b0"]
 
 
 def test_a_cached_prompt_costs_its_tenant_nothing() -> None:
-    tokens = {"a0": list(range(160)), "a1": list(range(160)), "b0": list(range(500, 660)), "a2": [7] * 20}
-    shapes = PrefillShapes(CHUNK, 1, CHUNK)
-    order: FairShares[Named] = FairShares()
-    machine: Scheduler[Named] = Scheduler(
-        1,
-        PageAllocator(64, PAGE),
-        prefill_chunk=CHUNK,
-        lookahead=ROWS,
-        shapes=shapes,
-        tokens_of=lambda each: tokens[each.name],
-        slot_order=order,
-    )
-    machine.add(sequence("a0", ACME, length=160))
-    machine.plan()
-    (first,) = machine.running
-    first.prefilled = first.prefill_end
-    machine.index_pages(first)
-    machine.add(sequence("a1", ACME, length=160))
-    machine.remove(first)
-    machine.plan()
-    (again,) = machine.running
-    assert again.num_cached_tokens == 144
-    assert order.counters["acme"] == 160 + 16
+    """After a prompt of which only its last part was new, the tenant is ahead of one with a short prompt."""
+    machine = scheduler(1, 64, tokens_of=lambda each: [ord(each.name[0])] * each.length)
+    for name, tenant, length in (("a0", ACME, 160), ("b0", BETA, 170)):
+        (one,) = added(machine, sequence(name, length, tenant=tenant)).plan().assigned
+        one.prefilled = one.prefill_end
+        machine.remove(one)
+    added(machine, *(sequence(name, 160, tenant=ACME) for name in ("a1", "a2")))
+    added(machine, *(sequence(name, 100, tenant=BETA) for name in ("b1", "b2")))
+    order = []
+    for _ in range(4):
+        (one,) = machine.plan().assigned
+        assert one.num_cached_tokens == (144 if one.name[0] == "a" else 96)
+        order.append(one.name)
+        machine.remove(one)
+    assert order == ["a1", "b1", "b2", "a2"], "16 new tokens of acme, and 4 of beta"
 
 
 @pytest.mark.parametrize(("weight", "share"), [(1.0, 0.5), (3.0, 0.75), (0.25, 0.2)])
 def test_tenants_that_always_wait_get_the_tokens_of_their_weights(weight: float, share: float) -> None:
-    machine = scheduler()
-    heavy, served = TenantShare("acme", weight, 0), {"a": 0, "b": 0}
-    for i in range(400):
-        machine.add(sequence(f"a{i}", heavy, length=30))
-        machine.add(sequence(f"b{i}", BETA, length=10))
+    machine, served = scheduler(1, 64), {"a": 0, "b": 0}
+    flood(machine, "a", TenantShare("acme", weight, 0), 400, length=30)
+    flood(machine, "b", BETA, 400)
     for _ in range(300):
         name = answer(machine, tokens=20)
         served[name[0]] += (30 if name[0] == "a" else 10) + 2 * 20
@@ -229,12 +158,12 @@ def test_tenants_that_always_wait_get_the_tokens_of_their_weights(weight: float,
 @settings(deadline=None, max_examples=60)
 def test_while_two_tenants_wait_their_counters_stay_close(jobs: list[tuple[str, int, int]], num_slots: int) -> None:
     """The bound of the paper (theorem 4.4 there), with what one round of slots adds at most."""
-    order: FairShares[Named] = FairShares()
-    machine = scheduler(num_slots=num_slots, num_pages=256, order=order)
+    order = FairShares[Named]()
+    machine = scheduler(num_slots, 256, slot_order=order)
     shares = {name: TenantShare(name, 1.0, 0) for name in "abc"}
     answers = {}
     for i, (name, prompt, length) in enumerate(jobs):
-        machine.add(sequence(f"{name}{i}", shares[name], length=prompt))
+        machine.add(sequence(f"{name}{i}", prompt, tenant=shares[name]))
         answers[f"{name}{i}"] = length
     bound = 2 * num_slots * (60 + 2 * 60)
     while machine.waiting:

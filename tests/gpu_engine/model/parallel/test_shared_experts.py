@@ -17,6 +17,7 @@ from gpu_engine.api.adapters import AdapterKind
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, RankLost
 from gpu_engine.api.output_tensors import LOGITS, WantedOutput
+from gpu_engine.core.draft_budget import EveryDraft
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from gpu_engine.model.parallel.peers import Peers
@@ -28,7 +29,6 @@ from tests.gpu_engine.beams import search, search_all
 from tests.gpu_engine.harness import (
     UNHURRIED_MS,
     Answer,
-    EveryDraft,
     Hold,
     answer_all,
     ask,
