@@ -9,8 +9,11 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 from gpu_engine.model.loader import LoadedModel, load_model
+from tests.fakes import EOS
 from tests.gpu_engine import eagle, tiny
-from tests.gpu_engine.harness import config
+from tests.gpu_engine.core.guided_requests import legal, made
+from tests.gpu_engine.harness import UNHURRIED_MS, answer_each, config, with_drafts
+from tests.gpu_engine.toy_sidecar import guided_engine
 
 transformers_logging.disable_progress_bar()
 
@@ -48,6 +51,21 @@ def draft_models(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -
     eagle.save_trained(Path(llama.name), trained)
     eagle.save_random(Path(llama.name), random)
     return {"same": llama.name, "other": str(other), "trained eagle3": str(trained), "random eagle3": str(random)}
+
+
+@pytest.fixture(scope="session")
+def guided_tokens(llama: LoadedModel) -> list[list[int]]:
+    """The tokens of `guided_requests.made`: one request at a time, and one token a step."""
+    answers = made()
+    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
+        answer_each(engine, answers)
+    for answer in answers:
+        if answer.request.grammar is not None:
+            assert legal(answer)
+            assert answer.finish is not None
+            assert answer.finish.name == ("STOP" if answer.tokens[-1] == EOS else "GRAMMAR_INCOMPLETE")
+    assert [len(answer.tokens) for answer in answers] == [51, 60, 41, 30, 50, 2, 49]
+    return [answer.tokens for answer in answers]
 
 
 @pytest.fixture(params=[False, True], ids=["sequential", "overlapped"])

@@ -1,12 +1,12 @@
 """The tokens of every feature are those of one token a step, whatever drafts and whatever happens to the engine.
 
 One workload has every feature of a request: sampling, penalties, biases, bans, stop tokens, log-probabilities,
-logits processors of each kind, LoRA adapters, tensors of the model, grammars. An engine without drafts answers it once,
+logits processors of each kind, adapters, tensors of the model, grammars. An engine without drafts answers it once,
 one request at a time. Each row of the table answers it with one drafter while one event happens, and has the same
 tokens, log-probabilities, ends and tensors.
 
-Not responsible for: what the drafter proposes (see drafters/), the recorded device (see device/), prompt adapters and
-beams (see adapters/, core/test_beams.py), real grammar libraries (see drafters/test_jump_forward_backends.py).
+Not responsible for: what the drafter proposes (see drafters/), the recorded device (see device/), beams
+(see core/test_beams.py), real grammar libraries (see drafters/test_jump_forward_backends.py).
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from gpu_engine.api.adapters import AdapterKind
 from gpu_engine.api.output_tensors import LOGITS, WantedOutput
+from gpu_engine.api.request import SuffixScope
+from gpu_engine.api.stats import Stage as SequenceStage
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel, load_model
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
 from tests.fakes import EOS
 from tests.gpu_engine import dflash
-from tests.gpu_engine.adapters.files import save_lora
+from tests.gpu_engine.adapters.files import save_lora, save_prompt
 from tests.gpu_engine.harness import (
     PATIENCE_S,
     UNHURRIED_MS,
@@ -41,6 +42,7 @@ from tests.gpu_engine.harness import (
     ask,
     config,
     tokens,
+    until_false,
 )
 from tests.gpu_engine.processor_cases import SETTING, processed
 from tests.gpu_engine.toy_sidecar import Automaton, CrashError, ToyGrammar, guided_engine
@@ -57,6 +59,8 @@ class Case(NamedTuple):
     make: Callable[[], Answer]
     processors: tuple[tuple[str, str], ...] = ()
     lora: str = ""
+    prompt: str = ""
+    """A prompt adapter, which no drafting network takes."""
     tensors: bool = False
 
 
@@ -83,6 +87,8 @@ WORKLOAD = [
     Case(partial(ask, tokens(12, 11), max_tokens=40, temperature=1.2, top_k=9, seed=2**64 - 3, min_tokens=12)),
     Case(partial(ask, tokens(20, 12, repeat=8), max_tokens=70, ignore_eos=True, stop_token_ids=(7,)), lora="l"),
     Case(partial(ask, tokens(20, 13), grammar="70", max_tokens=80, frequency_penalty=0.2, bad_words=((70, 71),))),
+    Case(partial(ask, tokens(24, 14, repeat=8), max_tokens=30, temperature=0.7), (("captured", ""),), prompt="p"),
+    Case(partial(ask, tokens(24, 15, repeat=8), grammar="30", max_tokens=60), lora="l", prompt="p"),
 ]
 """More requests than there are slots; some end near their limit."""
 
@@ -99,6 +105,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "block": {"draft_model": "repeating dflash", "draft_masks": "on", "num_draft_tokens": 7},
     "random block": {"draft_model": "random dflash", "draft_masks": "off", "jump_forward_tokens": 1},
     "apart": {"draft_model": "other", "drafter": "decoupled", "num_draft_tokens": 7},
+    "earlier answers": {"drafter": "ngram", "num_draft_tokens": 7, "jump_forward_tokens": 3},
 }
 """Settings of each drafter; `draft_model` is a key of the fixture `networks`."""
 
@@ -115,21 +122,35 @@ def networks(draft_models: dict[str, str], tmp_path_factory: pytest.TempPathFact
 def adapted(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, dict[str, Any]]:
     """A model that takes adapters, and the settings of its engines."""
     lora = save_lora(Path(llama.name), tmp_path_factory.mktemp("l"), seed=1, gain=2.0)
-    fields = {"model": llama.name, "adapters": (f"l={lora}",)}
+    prompt = save_prompt(tmp_path_factory.mktemp("p"), tokens=20, hidden=64)
+    fields = {"model": llama.name, "adapters": (f"l={lora}", f"p={prompt}")}
     settings = {**fields, "logits_processors": SETTING, "max_model_len": LENGTH}
     return load_model(config(**fields)), settings
 
 
-def made(engine: Engine) -> list[Answer]:
-    """Return the answers of the workload, not yet submitted."""
+def made(engine: Engine, *, plain: bool = False) -> list[Answer]:
+    """Return the answers of the workload, not yet submitted; without those of prompt adapters that are not loaded.
+
+    `plain`: without processors and adapters.
+    """
+    loaded = {use.adapter.name: use.adapter for use in engine.adapters.listed()}
     answers = []
     for case in WORKLOAD:
-        answer = processed(engine.processors, case.make(), *case.processors)
-        answer.change(lora=engine.adapters.find(AdapterKind.LORA, case.lora) if case.lora else None)
+        if case.prompt and case.prompt not in loaded:
+            continue
+        answer = case.make()
+        answers.append(answer)
+        if plain:
+            continue
+        processed(engine.processors, answer, *case.processors)
+        answer.change(lora=loaded[case.lora] if case.lora else None)
+        if case.prompt:
+            adapter = loaded[case.prompt]
+            prompt_ids = [*adapter.virtual_ids, *answer.request.prompt_ids]
+            answer.change(prompt_adapter=adapter, prompt_ids=prompt_ids)
         if case.tensors:
             spec = engine.model.outputs[LOGITS]
             answer.change(tensors=(WantedOutput(LOGITS, LOGITS, spec, context=True, answer=True),))
-        answers.append(answer)
     return answers
 
 
@@ -143,7 +164,7 @@ def logits(answer: Answer) -> np.ndarray[Any, Any]:
 
 
 def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
-    for answer, wanted, case in zip(answers, expected, WORKLOAD, strict=True):
+    for answer, wanted, case in zip(answers, expected, WORKLOAD, strict=False):  # prompt adapters come last
         found = answer.tokens, answer.finish, answer.events[-1].matched_token_id, answer.logprobs
         assert found == (wanted.tokens, wanted.finish, wanted.events[-1].matched_token_id, wanted.logprobs)
         if case.tensors:
@@ -157,12 +178,13 @@ def expected(adapted: tuple[LoadedModel, dict[str, Any]]) -> list[Answer]:
     """The workload, one request at a time and one token a step."""
     model, settings = adapted
     with guided_engine(model, config(drafter="none", **settings, **UNHURRIED)) as (engine, _):
-        answers = made(engine)
-        answer_each(engine, answers)
-        plain = [case.make() for case in WORKLOAD]
-        answer_each(engine, plain)
+        answers, plain = made(engine), made(engine, plain=True)
+        for each in (answers, plain):
+            answer_each(engine, each)
     for answer, without, case in zip(answers, plain, WORKLOAD, strict=True):
-        assert (answer.tokens != without.tokens) == bool(case.processors or case.lora), "each of them has an effect"
+        assert (answer.tokens != without.tokens) == bool(case.processors or case.lora or case.prompt), (
+            "each of them has an effect"
+        )
         if answer.request.grammar is not None:
             automaton, whole = Automaton.parse(answer.request.grammar.source), answer.tokens[-1] == EOS
             assert automaton.allows(answer.tokens)
@@ -219,6 +241,37 @@ def killed(engine: Engine, grammar: ToyGrammar, answers: list[Answer], *, during
     assert first.problems == []
 
 
+def late(engine: Engine, grammar: ToyGrammar, answers: list[Answer]) -> None:
+    """Answer each record only when the engine has given up the wait for it."""
+
+    def when_given_up(record: Record) -> None:
+        def waits() -> bool:
+            stages = [each.stage for each in engine.sequence_stats() if each.slot == record.slot]
+            return record.stage == Stage.VERIFY and bool(stages) and stages[0] is not SequenceStage.PARKED
+
+        until_false(waits)
+
+    grammar.sidecar.before = when_given_up
+    answer_all(engine, answers)
+    assert engine.stats().deferred_rows > 20
+
+
+def row_by_row(engine: Engine, grammar: ToyGrammar, answers: list[Answer]) -> None:
+    """Give none, one or two rows of every second record in time, and the others later."""
+    sidecar = grammar.sidecar
+    sidecar.gives = True
+
+    def now_and_then(record: Record) -> int | None:
+        place = record.commit_pos + len(record.committed)
+        return None if place % 2 or record.stage != Stage.VERIFY else place % 3
+
+    sidecar.withhold = now_and_then
+    answer_all(engine, answers)
+    assert sidecar.withheld > 10
+    # A late answer is no sign of a lost matcher, however many there are.
+    assert len(grammar.opened) == sum(answer.request.grammar is not None for answer in answers)
+
+
 def dying(engine: Engine, grammar: ToyGrammar, answers: list[Answer]) -> None:
     """Have each grammar process crash after some tokens."""
 
@@ -243,18 +296,20 @@ EVENTS: dict[str, tuple[Event, dict[str, Any]]] = {
     "killed": (partial(killed, during_a_step=False), HURRIED),
     "killed in a step": (partial(killed, during_a_step=True), HURRIED),
     "dying": (dying, UNHURRIED),
+    "late": (late, {"row_timeout_ms": 0.01, "draft_timeout_ms": 0.01}),
+    "row by row": (row_by_row, UNHURRIED),
 }
 """What happens to the engine, and the settings with which it does."""
 
 
 def rows() -> list[Any]:
-    """Return each drafter with each event; a third of the rows, with each of both among them, is not slow."""
+    """Return each drafter with each event; a quarter of the rows, with each of both among them, is not slow."""
     found = []
     for i, drafter in enumerate(DRAFTERS):
         for j, event in enumerate(EVENTS):
-            marks = [] if (i + j) % 3 == 0 else [pytest.mark.slow]
-            # Over the rows of a drafter, steps alternate between the two.
-            found.append(pytest.param(drafter, event, (i + j) % 2 == 0, marks=marks, id=f"{drafter}, {event}"))
+            marks = [] if (i + j) % 4 == 0 else [pytest.mark.slow]
+            # Over the rows that are not slow, steps alternate between the two.
+            found.append(pytest.param(drafter, event, (i + j) // 4 % 2 == 0, marks=marks, id=f"{drafter}, {event}"))
     return found
 
 
@@ -274,12 +329,20 @@ def test_tokens_depend_on_neither_drafts_nor_events(
         named = drafts["draft_model"]
         kind = next((name for name in ("eagle3", "dflash") if name in named), "model")
         drafts = {"drafter": kind, **drafts, "draft_model": networks[named]}
+        if drafter != "apart":
+            drafts["adapters"] = settings["adapters"][:1]
     with guided_engine(model, config(**{**settings, **fields, **drafts, "overlap": overlap})) as (engine, grammar):
         answers = made(engine)
+        if drafter == "earlier answers":
+            scope = SuffixScope(b"one", seeds=tuple(tuple(answer.tokens) for answer in expected[:8]))
+            for answer in answers:
+                answer.change(suffix_scope=scope)
         happens(engine, grammar, answers)
         assert_same(answers, expected)
         stats, records = engine.stats(), grammar.sidecar.records
+        until_false(lambda: any(use.in_use for use in engine.adapters.listed()))
     assert (stats.draft_tokens > 0) == (drafter != "none")
     assert stats.accepted_draft_tokens > (-1 if drafter in ("none", "random head", "random block", "grammar") else 20)
+    assert (stats.accepted_index_draft_tokens > 20) == (drafter == "earlier answers")
     masked = any(record.stage not in (Stage.VERIFY, Stage.PROPOSE) for record in records)
     assert masked == (drafts.get("draft_masks") == "on") or event in ("killed", "killed in a step", "dying")

@@ -18,17 +18,16 @@ from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.adapters.peft_files import LoraFiles, read_adapter
 from gpu_engine.model.attention import AttentionContext
-from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
-from gpu_engine.model.quantised.native import NativeForward
 from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine import tiny
 from tests.gpu_engine.adapters.files import merge, merged_answer, save_lora
 from tests.gpu_engine.harness import (
+    UNHURRIED_MS,
     Answer,
+    Hold,
     answer_all,
     answer_each,
-    answer_staggered,
     ask,
     config,
     running,
@@ -36,6 +35,7 @@ from tests.gpu_engine.harness import (
     until_false,
     with_drafts,
 )
+from tests.gpu_engine.toy_sidecar import guided_engine
 
 NAMES = ("", "a", "b")
 """The adapters of the fixture `files`: none, one of every product, and one of rank 8 of two of them."""
@@ -136,31 +136,6 @@ def test_logits_are_those_of_the_merged_model(family: str, saved: Callable[[str]
             torch.testing.assert_close(got[rows], want, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("quantization", ["none", pytest.param("int8", marks=needs_blocks)])
-def test_every_number_of_drafts_and_any_company_give_the_same_tokens(
-    quantization: str, folder: Path, files: dict[str, Path], load: Callable[[str], LoadedModel]
-) -> None:
-    model = load(quantization)
-    assert isinstance(model.fused.forward, FusedForward if quantization == "none" else NativeForward)
-    found = []
-    for drafts in (0, 3, 7):
-        with adapted(settings(drafts, folder, files, quantization=quantization), model) as engine:
-            cases = [(name, tokens(30, seed, repeat=8), seed) for seed in (1, 2) for name in NAMES]
-
-            def asked(engine: Engine = engine, cases: Any = cases) -> list[Answer]:
-                return [
-                    named(engine, name, prompt, temperature=0.7, seed=seed, logprobs=1) for name, prompt, seed in cases
-                ]
-
-            for answer in (answer_each, answer_all, answer_staggered):
-                answers = asked()
-                answer(engine, answers)
-                found.append([(each.tokens, each.logprobs) for each in answers])
-            assert users(engine) == [0, 0]
-            assert drafts == 0 or engine.stats().accepted_draft_tokens > 0
-    assert all(each == found[0] for each in found)
-
-
 @needs_blocks
 def test_rows_without_an_adapter_have_the_bits_of_a_model_that_takes_none(
     folder: Path, files: dict[str, Path], load: Callable[[str], LoadedModel]
@@ -234,23 +209,26 @@ def test_an_unload_waits_for_the_sequences_that_use_the_adapter(
         assert long.tokens == merged_answer(folder, path, tokens(20, 1), 200)
 
 
-def test_preempted_cancelled_and_aborted_sequences_release_their_adapter(
+def test_cancelled_sequences_release_their_adapters_even_without_a_grammar_process(
     folder: Path, files: dict[str, Path], load: Callable[[str], LoadedModel]
 ) -> None:
-    with adapted(settings(3, folder, files), load("none")) as engine:
-        expected = answer_each(engine, [named(engine, name, tokens(60, 1), max_tokens=90) for name in NAMES])
-    small = settings(3, folder, files, kv_cache_tokens=256, prefix_cache=False)
-    with adapted(small, load("none")) as engine:
-        answers = [named(engine, name, tokens(60, 1), max_tokens=90) for name in NAMES]
-        assert answer_all(engine, answers) == expected
-        assert engine.stats().preemptions > 0
-        dropped, aborted = (named(engine, "a", tokens(30, seed), max_tokens=150) for seed in (2, 3))
-        for answer in (dropped, aborted):
+    with guided_engine(load("none"), settings(3, folder, files, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
+        dropped, aborted, guided = (
+            named(engine, name, tokens(30, seed), max_tokens=150, grammar="140")
+            for seed, name in enumerate(("a", "a", "b"))
+        )
+        hold = Hold(engine, lambda: all(answer.tokens for answer in (dropped, aborted, guided)))
+        for answer in (dropped, aborted, guided):
             answer.submit(engine)
-        until_false(lambda: not (dropped.tokens and aborted.tokens))
+        with hold.reached():
+            assert users(engine) == [2, 1]
+        grammar.lose_sidecar(engine)
         engine.drop(dropped.request)
         engine.abort(aborted.request.request_id)
         aborted.wait()
+        until_false(lambda: users(engine) != [0, 1])  # paused sequences keep their adapters
+        grammar.restore_sidecar(engine)
+        assert guided.wait().finish is not None
         until_false(lambda: users(engine) != [0, 0])
 
 

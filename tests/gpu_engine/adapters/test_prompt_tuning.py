@@ -14,12 +14,9 @@ from gpu_engine.api.adapters import AdapterKind
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.adapters.peft_files import AdapterNotSupported, PromptFiles
 from gpu_engine.model.loader import LoadedModel, load_model
-from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine import tiny
 from tests.gpu_engine.adapters.files import merge, save_lora, save_prompt
 from tests.gpu_engine.harness import Answer, answer_all, answer_each, ask, config, running, tokens, with_drafts
-
-needs_blocks = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
 
 @pytest.fixture(scope="module")
@@ -77,23 +74,6 @@ def test_answers_are_those_behind_the_embeddings(folder: Path, files: dict[str, 
     assert [got[at] for at in (0, 1, 3)] == [
         want(folder, files, *case[:1], prompt, 16, case[1]) for case in cases if case[0]
     ]
-
-
-@pytest.mark.parametrize("quantization", ["none", pytest.param("int8", marks=needs_blocks)])
-def test_drafts_and_company_change_no_token(folder: Path, files: dict[str, Path], quantization: str) -> None:
-    model = load_model(config(**fields(folder, files, quantization=quantization)))
-    sampling = {"temperature": 0.7, "repetition_penalty": 1.2, "presence_penalty": 0.5, "logprobs": 1}
-    found = []
-    for drafts in (0, 3, 7):
-        with running(Engine(with_drafts(drafts, **fields(folder, files, quantization=quantization)), model)) as engine:
-            for together in (answer_each, answer_all):
-                cases = [(name, seed, lora) for seed in (1, 2) for name, lora in (("p", ""), ("", ""), ("q", "l"))]
-                answers = [
-                    asked(engine, name, tokens(30, seed, repeat=8), lora, **sampling) for name, seed, lora in cases
-                ]
-                together(engine, answers)
-                found.append([(answer.tokens, answer.logprobs) for answer in answers])
-    assert all(each == found[0] for each in found)
 
 
 def test_pages_behind_virtual_tokens_are_shared_by_one_adapter_alone(folder: Path, files: dict[str, Path]) -> None:

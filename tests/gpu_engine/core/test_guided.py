@@ -9,6 +9,8 @@ import pytest
 
 from gpu_engine.api.errors import GrammarUnavailable, InternalError, InvalidRequest
 from gpu_engine.api.request import FinishReason
+from gpu_engine.api.stats import Stage as SequenceStage
+from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
@@ -20,7 +22,6 @@ from tests.gpu_engine.harness import (
     Answer,
     Hold,
     answer_all,
-    answer_each,
     ask,
     tokens,
     until_false,
@@ -29,43 +30,19 @@ from tests.gpu_engine.harness import (
 from tests.gpu_engine.toy_sidecar import CrashError, ToyGrammar, guided_engine
 
 
-@pytest.fixture(scope="module")
-def expected(llama: LoadedModel) -> list[list[int]]:
-    """One request at a time, one token a step."""
-    answers = made()
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
-        answer_each(engine, answers)
-    for answer in answers:
-        if answer.request.grammar is not None:
-            assert legal(answer)
-            whole = answer.tokens[-1] == EOS
-            assert answer.finish is (FinishReason.STOP if whole else FinishReason.GRAMMAR_INCOMPLETE)
-    assert [len(answer.tokens) for answer in answers] == [51, 60, 41, 30, 50, 2, 49]
-    return [answer.tokens for answer in answers]
-
-
 def test_the_target_as_its_own_draft_model_is_right(
-    llama: LoadedModel, draft_models: dict[str, str], expected: list[list[int]], overlap: bool
+    llama: LoadedModel, draft_models: dict[str, str], guided_tokens: list[list[int]], overlap: bool
 ) -> None:
     """It has the rows of the verification and its noise; only drafts after a stop are wrong."""
     waits = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
     settings = with_drafts(3, overlap=overlap, draft_model=draft_models["same"], draft_masks="on", **waits)
     answers = made()
     with guided_engine(llama, settings) as (engine, _):
-        assert answer_all(engine, answers) == expected
+        assert answer_all(engine, answers) == guided_tokens
     for answer in answers:
         telemetry = answer.telemetry
         wrong = telemetry.draft_tokens - telemetry.accepted_draft_tokens
         assert wrong < 3 if answer.finish is FinishReason.STOP else wrong == 0
-
-
-def test_rows_of_masked_drafts_are_not_asked_for_again(llama: LoadedModel, draft_models: dict[str, str]) -> None:
-    waits = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
-    settings = with_drafts(3, draft_model=draft_models["same"], draft_masks="on", **waits)
-    with guided_engine(llama, settings) as (engine, grammar):
-        answer_all(engine, [ask(tokens(20, 3), grammar="31", max_tokens=90)])
-        verified = [record for record in grammar.sidecar.records if record.stage == Stage.VERIFY]
-    assert {record.need_rows.bit_count() for record in verified} == {1}
 
 
 def test_unguided_requests_cause_no_call_of_the_grammar_port(llama: LoadedModel) -> None:
@@ -112,7 +89,7 @@ def test_a_refused_grammar_ends_its_request_alone(llama: LoadedModel) -> None:
 def test_a_dead_end_or_an_error_ends_its_request_alone(
     llama: LoadedModel,
     draft_models: dict[str, str],
-    expected: list[list[int]],
+    guided_tokens: list[list[int]],
     trouble: str,
     num_drafts: int,
     draft_model: str,
@@ -124,13 +101,13 @@ def test_a_dead_end_or_an_error_ends_its_request_alone(
     with guided_engine(llama, settings) as (engine, _):
         answers = made()
         broken = ask(answers[0].request.prompt_ids, grammar=f"50 {trouble} 20", max_tokens=90)
-        assert answer_all(engine, [*answers, broken])[:-1] == expected
+        assert answer_all(engine, [*answers, broken])[:-1] == guided_tokens
     assert broken.finish is FinishReason.GRAMMAR_ERROR
-    assert broken.tokens == expected[0][:20]
+    assert broken.tokens == guided_tokens[0][:20]
 
 
 def test_a_late_answer_defers_its_slot_and_holds_up_no_other(
-    llama: LoadedModel, expected: list[list[int]], overlap: bool
+    llama: LoadedModel, guided_tokens: list[list[int]], overlap: bool
 ) -> None:
     with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=5.0)) as (engine, grammar):
         seen_free, withheld = threading.Event(), threading.Event()
@@ -151,73 +128,14 @@ def test_a_late_answer_defers_its_slot_and_holds_up_no_other(
         free = ask(tokens(9, 9), max_tokens=60, ignore_eos=True, drafts=0, on_event=watch)
         answer_all(engine, [guided])
         free.wait()
-        assert guided.tokens == expected[0]
+        assert guided.tokens == guided_tokens[0]
         assert guided.telemetry.deferred_rows >= 1
         assert len(grammar.opened) == 1
 
 
-@pytest.mark.parametrize(("num_drafts", "draft_model"), [(0, ""), (7, ""), (3, "other")])
-def test_every_answer_late_still_gives_the_same_tokens(
-    llama: LoadedModel,
-    draft_models: dict[str, str],
-    expected: list[list[int]],
-    num_drafts: int,
-    draft_model: str,
-    overlap: bool,
+def test_a_slot_with_missing_rows_is_in_no_step(
+    llama: LoadedModel, guided_tokens: list[list[int]], overlap: bool
 ) -> None:
-    settings = with_drafts(
-        num_drafts,
-        overlap=overlap,
-        draft_model=draft_models.get(draft_model, ""),
-        row_timeout_ms=0.01,
-        draft_timeout_ms=0.01,
-    )
-    with guided_engine(llama, settings) as (engine, grammar):
-
-        def when_given_up(record: Record) -> None:
-            def waiting() -> bool:
-                sequence = engine._loop.scheduler.sequence(record.slot, record.slot_gen)
-                return sequence is not None and not sequence.deferred and record.stage == Stage.VERIFY
-
-            until_false(waiting)
-
-        grammar.sidecar.before = when_given_up
-        assert answer_all(engine, made()) == expected
-        assert engine.stats().deferred_rows > 20
-        assert len(grammar.opened) == 5
-
-
-@pytest.mark.parametrize("there", [0, 1, 3])
-@pytest.mark.parametrize(("num_drafts", "draft_model"), [(0, ""), (7, ""), (3, "other")])
-def test_answers_that_come_row_by_row_give_the_same_tokens(
-    llama: LoadedModel,
-    draft_models: dict[str, str],
-    expected: list[list[int]],
-    num_drafts: int,
-    draft_model: str,
-    there: int,
-    overlap: bool,
-) -> None:
-    settings = with_drafts(
-        num_drafts, overlap=overlap, draft_model=draft_models.get(draft_model, ""), row_timeout_ms=UNHURRIED_MS
-    )
-    with guided_engine(llama, settings) as (engine, grammar):
-        sidecar = grammar.sidecar
-        sidecar.gives = True
-
-        def now_and_then(record: Record) -> int | None:
-            place = record.commit_pos + len(record.committed)
-            return None if place % 3 or record.stage != Stage.VERIFY else there
-
-        sidecar.withhold = now_and_then
-        assert answer_all(engine, made()) == expected
-        assert sidecar.withheld > 10
-        assert engine.stats().deferred_rows > (0 if there == 0 else -1)
-        # A late answer is no sign of a lost thread, however many there are.
-        assert len(grammar.opened) == 5
-
-
-def test_a_slot_with_missing_rows_is_in_no_step(llama: LoadedModel, expected: list[list[int]], overlap: bool) -> None:
     with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
         sidecar = grammar.sidecar
         withheld, gave = threading.Event(), threading.Event()
@@ -239,7 +157,7 @@ def test_a_slot_with_missing_rows_is_in_no_step(llama: LoadedModel, expected: li
         guided = MIX[0]()
         free = ask(tokens(9, 9), max_tokens=60, ignore_eos=True, drafts=0, on_event=watch)
         answer_all(engine, [guided])
-        assert guided.tokens == expected[0]
+        assert guided.tokens == guided_tokens[0]
         # With overlap the next step was launched before the first was read.
         assert guided.telemetry.deferred_rows == (2 if overlap else 1)
         assert len(free.wait().tokens) == 60
@@ -248,7 +166,7 @@ def test_a_slot_with_missing_rows_is_in_no_step(llama: LoadedModel, expected: li
 
 @pytest.mark.parametrize("during_a_step", [False, True])
 def test_a_sidecar_that_is_silent_for_a_while_loses_nothing(
-    llama: LoadedModel, expected: list[list[int]], during_a_step: bool, overlap: bool
+    llama: LoadedModel, guided_tokens: list[list[int]], during_a_step: bool, overlap: bool
 ) -> None:
     with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=30_000.0)) as (engine, grammar):
         reached, go_on, answers = threading.Event(), threading.Event(), made()
@@ -276,13 +194,13 @@ def test_a_sidecar_that_is_silent_for_a_while_loses_nothing(
         engine._channel.clear_abort()
         engine.grammar_alive()
         go_on.set()
-        assert [answer.wait().tokens for answer in answers] == expected
+        assert [answer.wait().tokens for answer in answers] == guided_tokens
         assert len(grammar.opened) == 5
         assert grammar.sidecar.end.stats()["records"] > posts
 
 
 def test_answers_that_only_defer_make_the_engine_open_the_slot_again(
-    llama: LoadedModel, expected: list[list[int]], overlap: bool
+    llama: LoadedModel, guided_tokens: list[list[int]], overlap: bool
 ) -> None:
     with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
 
@@ -292,37 +210,42 @@ def test_answers_that_only_defer_make_the_engine_open_the_slot_again(
         grammar.sidecar.refuse = lost_the_thread
         answer = MIX[0]()
         answer_all(engine, [answer])
-        assert answer.tokens == expected[0]
+        assert answer.tokens == guided_tokens[0]
         # With overlap every second of these steps was launched before the first was read.
         assert engine.stats().deferred_rows == (8 if overlap else 4)
         ((slot, gen, nothing), (again, same, committed)) = grammar.opened
         assert (slot, gen, nothing) == (again, same, ())
-        assert list(committed) == expected[0][: len(committed)]
+        assert list(committed) == guided_tokens[0][: len(committed)]
         assert len(committed) > 10
         grammar.opened.pop()
 
 
-def test_a_matcher_that_never_answers_ends_its_request(llama: LoadedModel, overlap: bool) -> None:
+def test_a_matcher_that_never_answers_ends_its_request(
+    llama: LoadedModel, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
-        engine._loop.grammar_slots.stall_s = PATIENCE_S
+        monkeypatch.setattr(GrammarSlots, "stall_s", PATIENCE_S)
         grammar.sidecar.refuse = lambda record: record.slot == 0
         stuck, fine = (ask(tokens(9, seed), grammar="30", max_tokens=60) for seed in (1, 2))
         for answer in (stuck, fine):
             answer.submit(engine)
         assert fine.wait().finish is FinishReason.STOP
         until_false(lambda: len(grammar.opened) <= 3)
-        engine._loop.grammar_slots.stall_s = 0.3
+        monkeypatch.setattr(GrammarSlots, "stall_s", 0.3)
         assert isinstance(stuck.wait().error, GrammarUnavailable)
         assert stuck.tokens == []
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["not read", "read, and slow"])
 def test_a_slot_whose_record_was_overwritten_unread_is_opened_again(
-    llama: LoadedModel, expected: list[list[int]], frozen: bool, overlap: bool
+    llama: LoadedModel, guided_tokens: list[list[int]], frozen: bool, overlap: bool
 ) -> None:
     with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=5.0)) as (engine, grammar):
-        sidecar, loop, channel = grammar.sidecar, engine._loop, engine._channel
+        sidecar, channel = grammar.sidecar, engine._channel
         assert channel is not None
+
+        def any_deferred() -> bool:
+            return any(each.stage is SequenceStage.PARKED for each in engine.sequence_stats())
 
         def trouble(record: Record) -> int | None:
             if record.slot != 0 or record.commit_pos < 10 or grammar.opened[1:] or sidecar.overruns:
@@ -339,7 +262,7 @@ def test_a_slot_whose_record_was_overwritten_unread_is_opened_again(
         else:
             until_false(lambda: not sidecar.withheld)
         until_false(lambda: (len(sidecar.records) == channel.last_seq) == frozen)
-        until_false(lambda: not any(sequence.deferred for sequence in loop.scheduler.running) or bool(loop._in_flight))
+        until_false(lambda: not any_deferred() or engine.num_inflight_steps > 0)
         until_false(lambda: not frozen and len(sidecar.records) < channel.last_seq)
         # As the drafts of others would do it; the engine's own thread posts nothing now.
         others = channel.batch_arrays(1)
@@ -356,17 +279,19 @@ def test_a_slot_whose_record_was_overwritten_unread_is_opened_again(
         else:
             # Many turns of the engine, and a look at the slot in each.
             answer_all(engine, [ask(tokens(9, 9), max_tokens=40, ignore_eos=True, drafts=0)])
-            assert any(sequence.deferred for sequence in loop.scheduler.running)
+            assert any_deferred()
             sidecar.withhold = lambda record: None
             sidecar.give()
-        assert answer.wait().tokens == expected[0]
+        assert answer.wait().tokens == guided_tokens[0]
         assert len(grammar.opened) == (2 if frozen else 1)
         assert (sidecar.overruns > 0) == frozen
 
 
-def test_an_answer_for_an_earlier_owner_of_the_slot_frees_no_token(llama: LoadedModel) -> None:
+def test_an_answer_for_an_earlier_owner_of_the_slot_frees_no_token(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GrammarSlots, "stall_s", 0.3)
     with guided_engine(llama, with_drafts(7, row_timeout_ms=20.0)) as (engine, grammar):
-        engine._loop.grammar_slots.stall_s = 0.3
         grammar.sidecar.gen_shift = -1
         answer = ask(tokens(9, 1), grammar="30", max_tokens=60)
         answer_all(engine, [answer])
@@ -387,7 +312,7 @@ def test_a_request_that_comes_during_an_outage_waits_for_its_end(llama: LoadedMo
 
 
 def test_events_for_an_earlier_owner_of_a_slot_are_ignored(
-    llama: LoadedModel, expected: list[list[int]], overlap: bool
+    llama: LoadedModel, guided_tokens: list[list[int]], overlap: bool
 ) -> None:
     with guided_engine(llama, with_drafts(3, overlap=overlap, max_batch_size=1, row_timeout_ms=UNHURRIED_MS)) as (
         engine,
@@ -402,7 +327,7 @@ def test_events_for_an_earlier_owner_of_a_slot_are_ignored(
 
         answer = MIX[0]()
         answer.on_event = news
-        assert answer_all(engine, [answer]) == expected[:1]
+        assert answer_all(engine, [answer]) == guided_tokens[:1]
         assert [(slot, gen) for slot, gen, _ in grammar.opened] == [(0, 1), (0, 2)]
         assert answer.telemetry.backend == 2
 
@@ -443,18 +368,18 @@ def test_a_stop_inside_a_block_of_drafts_ends_a_guided_answer(llama: LoadedModel
 @pytest.mark.parametrize("at", [0, 1, 12])
 @pytest.mark.parametrize("num_drafts", [0, 7])
 def test_a_grammar_that_kills_every_sidecar_ends_alone(
-    llama: LoadedModel, expected: list[list[int]], at: int, num_drafts: int, overlap: bool
+    llama: LoadedModel, guided_tokens: list[list[int]], at: int, num_drafts: int, overlap: bool
 ) -> None:
     settings = with_drafts(num_drafts, overlap=overlap, row_timeout_ms=UNHURRIED_MS)
     with guided_engine(llama, settings) as (engine, grammar):
         answers = made()
         deadly = ask(answers[0].request.prompt_ids, grammar=f"50 crash {at}", max_tokens=90)
         with grammar.supervised(engine):
-            assert answer_all(engine, [*answers[:2], deadly, *answers[2:]])[:2] == expected[:2]
-            assert [answer.wait().tokens for answer in answers] == expected
+            assert answer_all(engine, [*answers[:2], deadly, *answers[2:]])[:2] == guided_tokens[:2]
+            assert [answer.wait().tokens for answer in answers] == guided_tokens
         assert isinstance(deadly.error, InternalError)
         assert "died" in str(deadly.error)
-        assert deadly.tokens == expected[0][: len(deadly.tokens)]
+        assert deadly.tokens == guided_tokens[0][: len(deadly.tokens)]
         assert len(deadly.tokens) <= max(at, 1)
         assert 3 <= len(grammar.buried) <= 8
         assert [problem for sidecar in grammar.buried for problem in sidecar.problems] == []
@@ -463,21 +388,21 @@ def test_a_grammar_that_kills_every_sidecar_ends_alone(
 
 
 def test_several_grammars_that_kill_the_sidecar_are_found_one_by_one(
-    llama: LoadedModel, expected: list[list[int]], overlap: bool
+    llama: LoadedModel, guided_tokens: list[list[int]], overlap: bool
 ) -> None:
     with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
         deadly = [ask(tokens(9, seed), grammar="50 crash 0", max_tokens=90) for seed in range(3)]
         answer = MIX[0]()
         with grammar.supervised(engine):
             answer_all(engine, [*deadly, answer])
-        assert answer.tokens == expected[0]
+        assert answer.tokens == guided_tokens[0]
         assert all(isinstance(each.error, InternalError) and each.tokens == [] for each in deadly)
         assert len(grammar.buried) <= 9
 
 
 @pytest.mark.parametrize("what", ["drafts", "forced"])
 def test_a_library_that_dies_of_drafts_costs_two_processes_and_no_answer(
-    llama: LoadedModel, expected: list[list[int]], overlap: bool, what: str
+    llama: LoadedModel, guided_tokens: list[list[int]], overlap: bool, what: str
 ) -> None:
     def die(record: Record) -> None:
         if record.drafts if what == "drafts" else record.stage == Stage.PROPOSE:
@@ -486,16 +411,16 @@ def test_a_library_that_dies_of_drafts_costs_two_processes_and_no_answer(
     with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
         grammar.before = grammar.sidecar.before = die
         with grammar.supervised(engine):
-            assert answer_all(engine, [MIX[0]()]) == expected[:1]
+            assert answer_all(engine, [MIX[0]()]) == guided_tokens[:1]
         assert len(grammar.buried) == 2
         # The next owner of the slot drafts again.
         grammar.before = grammar.sidecar.before = None
         again = MIX[0]()
-        assert answer_all(engine, [again]) == expected[:1]
+        assert answer_all(engine, [again]) == guided_tokens[:1]
         assert again.telemetry.draft_tokens > 0
 
 
-def test_ends_from_outside_end_no_request(llama: LoadedModel, expected: list[list[int]], overlap: bool) -> None:
+def test_ends_from_outside_end_no_request(llama: LoadedModel, guided_tokens: list[list[int]], overlap: bool) -> None:
     with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
         grammar.forgives = True
         answer = ask(MIX[0]().request.prompt_ids, grammar="50 crash 0", max_tokens=90)

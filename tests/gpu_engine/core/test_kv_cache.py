@@ -11,52 +11,32 @@ from hypothesis import strategies as st
 from gpu_engine.core.kv_cache import PageAllocator
 
 
-@pytest.mark.parametrize(("num_tokens", "pages"), [(0, 0), (1, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
-def test_pages_are_rounded_up(num_tokens: int, pages: int) -> None:
-    assert PageAllocator(4, 16).pages_for(num_tokens) == pages
-
-
-def test_growth_is_all_or_nothing() -> None:
-    allocator = PageAllocator(4, 16)
-    mine: list[int] = []
+def test_pages_are_rounded_up_and_growth_is_all_or_nothing() -> None:
+    allocator, mine, theirs = PageAllocator(4, 16), list[int](), list[int]()
+    assert [allocator.pages_for(n) for n in (0, 1, 16, 17, 32, 33)] == [0, 1, 1, 2, 2, 3]
     assert allocator.grow(mine, 40)
-    theirs: list[int] = []
     assert not allocator.grow(theirs, 17)
     assert theirs == []
     assert allocator.grow(theirs, 16)
     assert not set(mine) & set(theirs)
-    assert allocator.num_used == 4
-
-
-def test_what_is_long_enough_does_not_grow_and_never_shrinks() -> None:
-    allocator = PageAllocator(2, 16)
-    mine: list[int] = []
-    assert allocator.grow(mine, 32)
     before = list(mine)
     assert allocator.grow(mine, 5)
-    assert mine == before
-
-
-def test_freed_pages_come_back() -> None:
-    allocator = PageAllocator(3, 16)
-    mine: list[int] = []
-    assert allocator.grow(mine, 48)
+    assert mine == before, "what is long enough neither grows nor shrinks"
+    assert "4/4 pages of 16" in repr(allocator)
     allocator.free(mine)
     assert mine == []
-    assert allocator.num_used == 0
     assert allocator.grow(mine, 48)
-    allocator.check_integrity([mine])
+    allocator.check_integrity([mine, theirs])
 
 
-def test_a_lost_page_and_a_page_with_two_owners_are_noticed() -> None:
-    allocator = PageAllocator(3, 16)
+def test_a_lost_page_and_a_page_of_two_owners_that_is_not_indexed_are_noticed() -> None:
+    allocator = PageAllocator(3, 4)
     mine: list[int] = []
-    assert allocator.grow(mine, 32)
-    with pytest.raises(AssertionError):
-        allocator.check_integrity([])
-    with pytest.raises(AssertionError):
-        allocator.check_integrity([mine, mine[:1]])
-    assert "2/3 pages of 16" in repr(allocator)
+    assert allocator.grow(mine, 8)
+    indexed = grown(allocator, [1, 2, 3, 4])
+    for owners in ([mine], [mine, mine[:1], indexed], [mine, indexed, indexed], [mine, indexed * 2]):
+        with pytest.raises(AssertionError):
+            allocator.check_integrity(owners)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 100)), max_size=60))
@@ -85,9 +65,9 @@ def test_sequences_with_the_same_beginning_share_full_pages_and_no_others() -> N
     allocator = PageAllocator(10, 4)
     first = grown(allocator, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     same = grown(allocator, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    other = grown(allocator, [1, 2, 3, 4, 0, 6, 7, 8])
     assert same[:2] == first[:2]
     assert same[2] != first[2]
-    other = grown(allocator, [1, 2, 3, 4, 0, 6, 7, 8])
     assert other[0] == first[0]
     assert other[1] not in first
     assert allocator.match_prefix([2, 3, 4, 5]) == []
@@ -95,7 +75,7 @@ def test_sequences_with_the_same_beginning_share_full_pages_and_no_others() -> N
     allocator.check_integrity([first, same, other])
 
 
-def test_what_is_kept_is_found_until_pages_run_out_and_then_the_oldest_is_given_up_from_its_end() -> None:
+def test_kept_pages_are_found_until_pages_run_out_and_then_the_oldest_goes_from_its_end() -> None:
     allocator = PageAllocator(6, 4)
     old = grown(allocator, [1, 1, 1, 1, 2, 2, 2, 2])
     new = grown(allocator, [5, 5, 5, 5, 6, 6, 6, 6])
@@ -137,15 +117,6 @@ def test_what_is_forgotten_is_not_found_and_not_lost() -> None:
     allocator.free(owned)
     allocator.check_integrity([])
     assert grown(allocator, list(range(16)))
-
-
-def test_a_page_of_two_sequences_that_is_not_known_is_noticed() -> None:
-    allocator = PageAllocator(3, 4)
-    pages = grown(allocator, [1, 2, 3, 4])
-    with pytest.raises(AssertionError):
-        allocator.check_integrity([pages, pages])
-    with pytest.raises(AssertionError):
-        allocator.check_integrity([pages * 2])
 
 
 SAID = st.lists(st.integers(0, 1), max_size=14)
@@ -194,21 +165,21 @@ class Told:
 
 
 def test_a_watcher_is_told_what_is_indexed_and_then_every_change() -> None:
-    allocator = PageAllocator(3, 16)
+    allocator, told = PageAllocator(3, 16), Told()
     mine = grown(allocator, [1] * 16 + [2] * 16)
     first, second = mine
-    told = Told()
     allocator.watch(told)
-    before: list[tuple[object, ...]] = [("reset", (first, ("", (1,) * 16)), (second, (first, (2,) * 16)))]
-    assert told.events == before
-    allocator.free(mine)
-    assert told.events == before, "a page without an owner stays cached"
+    allocator.free(mine)  # a page without an owner stays cached
     other: list[int] = []
     assert allocator.grow(other, 33)
-    assert told.events[1:] == [("removed", second), ("removed", first)], "a page leaves before its parent"
     allocator.insert([3] * 16, other)
-    assert told.events[3:] == [("stored", other[0], "", (3,) * 16)]
     allocator.clear_index()
     allocator.watch(None)
     allocator.insert([4] * 16, other[1:])
-    assert told.events[4:] == [("reset",)]
+    assert told.events == [
+        ("reset", (first, ("", (1,) * 16)), (second, (first, (2,) * 16))),
+        ("removed", second),  # a page leaves before its parent
+        ("removed", first),
+        ("stored", other[0], "", (3,) * 16),
+        ("reset",),
+    ]

@@ -1,9 +1,12 @@
-"""Tensors that requests ask for: those of transformers, each row once, and the same tokens with and without."""
+"""Tensors that requests ask for: those of transformers, each row once.
+
+Not responsible for: drafts and events that change no row (see tests/gpu_engine/test_lossless.py).
+"""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +17,29 @@ from transformers import AutoModelForCausalLM
 
 from gpu_engine.api.output_tensors import LOGITS, WantedOutput
 from gpu_engine.api.request import FinishReason
+from gpu_engine.core.build_executor import build_executor
 from gpu_engine.core.engine import Engine
+from gpu_engine.core.executor import Executor
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.step.outputs.tensors import TensorOutputs
-from kernels.blocks import can_multiply_blocks
-from shared_mem.channel import Record
 from tests.gpu_engine.harness import (
-    PATIENCE_S,
-    UNHURRIED_MS,
     Answer,
     Hold,
     answer_all,
     answer_each,
     ask,
     config,
-    executor_of,
+    running,
     settle,
     tokens,
     unguided_engine,
     until_false,
     with_drafts,
 )
-from tests.gpu_engine.toy_sidecar import guided_engine
 
 LONG = tokens(150, 4, repeat=40)
 MODULES = ("model.layers.1.mlp", "model.layers.0.self_attn", "model.norm", "model.embed_tokens", "lm_head")
 Rows = dict[str, "np.ndarray[Any, Any]"]
-
-
-@pytest.fixture(scope="module", params=["float32", "q4"])
-def model(request: pytest.FixtureRequest, llama: LoadedModel, saved: Callable[[str], Path]) -> LoadedModel:
-    """A fused forward, and a native one whose prompts share the forwards of steps."""
-    if request.param == "float32":
-        return llama
-    if not can_multiply_blocks():
-        pytest.skip("products over blocks need AVX2")
-    return load_model(config(model=str(saved("llama")), dtype="bfloat16", quantization="q4"))
 
 
 def wanted(model: LoadedModel, source: str, *, context: bool = True, answer: bool = True) -> WantedOutput:
@@ -109,7 +99,7 @@ def reference(model: LoadedModel, ids: list[int]) -> dict[str, torch.Tensor]:
     return found | {"logits": out.logits[0]}
 
 
-@pytest.mark.parametrize("drafts", [0, 3, 7])
+@pytest.mark.parametrize("drafts", [0, 7])
 def test_they_are_those_of_transformers_at_every_token(llama: LoadedModel, drafts: int, overlap: bool) -> None:
     names = ("logits", *(f"hidden_states.{layer}" for layer in range(3)), *MODULES)
     with unguided_engine(llama, with_drafts(drafts, overlap=overlap)) as engine:
@@ -129,12 +119,14 @@ def test_they_are_those_of_transformers_at_every_token(llama: LoadedModel, draft
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.8, "seed": 7, "logprobs": 2}])
-def test_they_change_no_token(model: LoadedModel, fields: dict[str, Any], overlap: bool) -> None:
+def test_they_change_no_token(either_forward: LoadedModel, fields: dict[str, Any]) -> None:
+    model = either_forward
+
     def made() -> list[Answer]:
         return [ask(tokens(20 * n, n, repeat=5 * n), max_tokens=40 + n, ignore_eos=True, **fields) for n in (1, 2, 7)]
 
     last = f"hidden_states.{model.num_layers}"
-    with unguided_engine(model, with_drafts(3, overlap=overlap)) as engine:
+    with unguided_engine(model, with_drafts(3, overlap=not fields)) as engine:
         expected = made()
         answer_all(engine, expected)
         answers = made()
@@ -151,9 +143,9 @@ def test_they_change_no_token(model: LoadedModel, fields: dict[str, Any], overla
         assert rows[0][LOGITS].argmax(-1).tolist() == answers[0].tokens
 
 
-def test_rows_of_cached_tokens_are_missing_and_the_first_row_says_so(model: LoadedModel) -> None:
-    with unguided_engine(model, with_drafts(3)) as engine:
-        answers = [with_outputs(ask(LONG, max_tokens=20), wanted(model, LOGITS)) for _ in range(2)]
+def test_rows_of_cached_tokens_are_missing_and_the_first_row_says_so(either_forward: LoadedModel) -> None:
+    with unguided_engine(either_forward, with_drafts(3)) as engine:
+        answers = [with_outputs(ask(LONG, max_tokens=20), wanted(either_forward, LOGITS)) for _ in range(2)]
         answer_each(engine, answers)
     cached = [answer.telemetry.cached_tokens for answer in answers]
     assert cached[0] == 0 < cached[1]
@@ -162,11 +154,11 @@ def test_rows_of_cached_tokens_are_missing_and_the_first_row_says_so(model: Load
     np.testing.assert_allclose(second, first[cached[1] :], atol=1e-4)
 
 
-def test_preempted_sequences_have_each_row_once(model: LoadedModel, overlap: bool) -> None:
+def test_preempted_sequences_have_each_row_once(either_forward: LoadedModel, overlap: bool) -> None:
     def run(**fields: Any) -> tuple[list[Answer], int]:
-        with unguided_engine(model, with_drafts(3, overlap=overlap, prefix_cache=False, **fields)) as engine:
+        with unguided_engine(either_forward, with_drafts(3, overlap=overlap, prefix_cache=False, **fields)) as engine:
             answers = [
-                with_outputs(ask(tokens(60 + 20 * n, n), max_tokens=60, seed=n), wanted(model, LOGITS))
+                with_outputs(ask(tokens(60 + 20 * n, n), max_tokens=60, seed=n), wanted(either_forward, LOGITS))
                 for n in range(5)
             ]
             answer_all(engine, answers)
@@ -185,7 +177,7 @@ def test_a_request_that_ends_between_two_forwards_leaves_nothing(llama: LoadedMo
     with unguided_engine(llama, config(overlap=overlap, max_batch_size=2)) as engine:
         other = ask(tokens(5, 1), max_tokens=200, ignore_eos=True)
         other.submit(engine)
-        for seed in range(8):
+        for seed in range(4):
             one = with_outputs(ask(tokens(200, seed), max_tokens=50), wanted(llama, LOGITS))
             one.submit(engine)
             until_false(lambda one=one: not (one.events or one.over))  # type: ignore[misc]
@@ -199,13 +191,7 @@ def test_a_request_that_ends_between_two_forwards_leaves_nothing(llama: LoadedMo
         rows_of(last)
         other.wait()
         settle(engine)
-        until_false(lambda: bool(engine._loop.outputs))
-        settle(engine)
-        assert all(entry.free for entry in _tensors(engine)._entries)
-
-
-def _tensors(engine: Engine) -> TensorOutputs:
-    return executor_of(engine).tensors
+        until_false(lambda: not all(entry.free for entry in engine.executor.tensors._entries))
 
 
 def test_an_aborted_sequence_keeps_the_tokens_that_waited_for_their_rows(llama: LoadedModel) -> None:
@@ -223,53 +209,22 @@ def test_an_aborted_sequence_keeps_the_tokens_that_waited_for_their_rows(llama: 
 
 
 def test_a_forward_that_holds_few_rows_computes_fewer_at_a_time(llama: LoadedModel) -> None:
-    few = 3 * llama.outputs[LOGITS].row_bytes
-    with unguided_engine(llama, with_drafts(3)) as engine:
-        answers = [with_outputs(ask(LONG, max_tokens=20), wanted(llama, LOGITS)) for _ in range(2)]
-        answer_all(engine, answers[:1])
-        whole = _tensors(engine)
-    with unguided_engine(llama, with_drafts(3)) as engine:
-        small = TensorOutputs(whole._stream, llama, whole._pages, whole._slot, 16, max_bytes=few)
-        small._pages, small._slot = _tensors(engine)._pages, _tensors(engine)._slot
-        engine._loop.outputs._tensors = small
-        answer_all(engine, answers[1:])
-        assert small.forwards >= len(LONG) // 3
+    def build(*parts: Any) -> Executor:
+        """Return the executor with room for the logits of three rows."""
+        whole = build_executor(*parts)
+        tensors = whole.tensors
+        few = 3 * llama.outputs[LOGITS].row_bytes
+        small = TensorOutputs(tensors._stream, llama, tensors._pages, tensors._slot, 16, max_bytes=few)
+        return replace(whole, tensors=small)
+
+    settings, answers = with_drafts(3), [with_outputs(ask(LONG, max_tokens=20), wanted(llama, LOGITS)) for _ in "12"]
+    for answer, builds in zip(answers, (build_executor, build), strict=True):
+        model = replace(llama, max_model_len=settings.max_model_len)
+        with running(Engine(settings, model, build_executor=builds)) as engine:
+            answer_all(engine, [answer])
+            forwards = engine.executor.tensors.forwards
+    assert forwards >= len(LONG) // 3
     np.testing.assert_allclose(rows_of(answers[1])[LOGITS], rows_of(answers[0])[LOGITS], atol=1e-4)
-
-
-@pytest.mark.parametrize("num_drafts", [0, 7])
-def test_guided_answers_have_them_also_when_the_sidecar_dies(
-    llama: LoadedModel, num_drafts: int, overlap: bool
-) -> None:
-    def made() -> list[Answer]:
-        return [
-            ask(tokens(30, 1, repeat=10), grammar="50", max_tokens=90),
-            ask(tokens(20, 3), grammar="40", max_tokens=90, temperature=1.0, seed=3),
-            ask(tokens(21, 6), grammar="1", max_tokens=60),
-        ]
-
-    settings = with_drafts(num_drafts, overlap=overlap, row_timeout_ms=UNHURRIED_MS)
-    expected, answers = made(), made()
-    with guided_engine(llama, settings) as (engine, _):
-        answer_all(engine, expected)
-    with guided_engine(llama, with_drafts(num_drafts, overlap=overlap, row_timeout_ms=20.0)) as (engine, grammar):
-        reached = threading.Event()
-
-        def far(record: Record) -> None:
-            if record.commit_pos + len(record.committed) >= 15:
-                reached.set()
-
-        grammar.sidecar.before = far
-        for answer in answers:
-            engine.submit(with_outputs(answer, wanted(llama, LOGITS)).request)
-        assert reached.wait(PATIENCE_S)
-        grammar.kill_sidecar()
-        engine.grammar_lost()
-        grammar.start_sidecar()
-        engine.grammar_restored()
-        assert [answer.wait().tokens for answer in answers] == [answer.tokens for answer in expected]
-    for answer in answers:
-        assert len(rows_of(answer)[LOGITS]) == len(answer.request.prompt_ids) + len(answer.tokens) - 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "gemma2"])
@@ -297,7 +252,7 @@ def test_a_forward_writes_to_no_page_of_a_sequence(llama: LoadedModel) -> None:
     with unguided_engine(llama, with_drafts(0)) as engine:
         answer_all(engine, [ask(LONG, max_tokens=20, ignore_eos=True)])
         settle(engine)
-        tensors = _tensors(engine)  # the slot of the answer has its tokens and its pages still
+        tensors = engine.executor.tensors  # the slot of the answer has its tokens and its pages still
         before = [(page.k.clone(), page.v.clone()) for page in tensors._pages]
         names = {LOGITS: llama.outputs[LOGITS].row_bytes, "model.norm": llama.outputs["model.norm"].row_bytes}
         piece = tensors.launch(0, 40, 90, names)

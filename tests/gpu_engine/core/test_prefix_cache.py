@@ -28,12 +28,13 @@ SYSTEM = tokens(50, 7)
 
 
 def turns() -> list[Answer]:
-    """Three questions after one system prompt, the first of them twice, and the second turn of its conversation."""
+    """Three questions after one system prompt, the first of them twice."""
     prompts = [SYSTEM + tokens(20, seed) for seed in (1, 1, 2, 3)]
     return [ask(prompt, max_tokens=30, temperature=0.7, seed=4, ignore_eos=True, logprobs=2) for prompt in prompts]
 
 
-def asked(engine: Engine) -> list[tuple[list[int], Any]]:
+def conversation(engine: Engine) -> list[tuple[list[int], Any]]:
+    """Ask one by one, and the second turn of the first conversation last."""
     answers = turns()
     answer_each(engine, answers)
     second = ask([*answers[0].request.prompt_ids, *answers[0].tokens, 5, 6, 7], logprobs=2, ignore_eos=True)
@@ -41,81 +42,55 @@ def asked(engine: Engine) -> list[tuple[list[int], Any]]:
     return [(answer.tokens, answer.logprobs) for answer in (*answers, second)]
 
 
-def test_a_salt_hides_pages_and_changes_no_token(llama: LoadedModel) -> None:
-    def salted(salt: str) -> Answer:
-        answer = ask(SYSTEM + tokens(20, 1), max_tokens=10, temperature=0.7, ignore_eos=True)
-        answer.change(cache_salt=salt)
-        return answer
-
-    answers = [salted(salt) for salt in ("", "a", "b", "a")]
-    with unguided_engine(llama, with_drafts(3)) as engine:
-        answer_each(engine, answers)
-    assert [answer.telemetry.cached_tokens for answer in answers] == [0, 0, 0, 64]
-    assert len({tuple(answer.tokens) for answer in answers}) == 1
+def at_once(engine: Engine) -> list[list[int]]:
+    """Ask four at once, and then their second turns at once."""
+    first = [ask(SYSTEM + tokens(3, seed), max_tokens=30, seed=seed, ignore_eos=True) for seed in range(4)]
+    second = [
+        ask([*one.request.prompt_ids, *said, 5, 6], max_tokens=9, ignore_eos=True)
+        for one, said in zip(first, answer_all(engine, first), strict=True)
+    ]
+    return answer_all(engine, second)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("asks", "cached"),
+    [
+        # Pages of 16: 48 of the system prompt, 64 of the same question, and 96 of the 99 tokens with keys.
+        (conversation, 64 + 48 + 48 + 96),
+        # Three find the system prompt that the first of them prefilled; then each finds 80 of its own 82 tokens.
+        (at_once, 3 * 48 + 4 * 80),
+    ],
+)
 def test_answers_are_the_same_and_what_was_there_is_not_prefilled(
-    llama: LoadedModel, drafts: int, overlap: bool
+    llama: LoadedModel, asks: Any, cached: int, overlap: bool
 ) -> None:
-    with unguided_engine(llama, with_drafts(drafts, overlap=overlap, prefix_cache=False)) as engine:
-        expected = asked(engine)
+    with unguided_engine(llama, with_drafts(3, overlap=overlap, prefix_cache=False)) as engine:
+        expected = asks(engine)
         without = engine.stats()
-    with unguided_engine(llama, with_drafts(drafts, overlap=overlap)) as engine:
-        assert asked(engine) == expected
+    with unguided_engine(llama, with_drafts(3, overlap=overlap)) as engine:
+        assert asks(engine) == expected
         stats = engine.stats()
     assert without.cached_tokens == without.pages_cached == 0
-    # Pages of 16: 48 of the system prompt, 64 of the same question, and 96 of the 99 tokens whose keys stood.
-    assert stats.cached_tokens == 64 + 48 + 48 + 96
+    assert stats.cached_tokens == cached
     assert stats.prefill_tokens + stats.cached_tokens == without.prefill_tokens
     assert stats.pages_cached > 0
 
 
-def test_the_usage_reports_the_cached_tokens(llama: LoadedModel) -> None:
-    with unguided_engine(llama, config()) as engine:
-        answers = turns()
-        answer_each(engine, answers)
-        exactly = ask(SYSTEM[:49], max_tokens=2)
-        answer_all(engine, [exactly])
-    assert [answer.telemetry.cached_tokens for answer in answers] == [0, 64, 48, 48]
+def test_a_salt_hides_pages_and_the_telemetry_has_the_cached_tokens(llama: LoadedModel) -> None:
+    answers = [
+        ask(SYSTEM + tokens(20, 1), max_tokens=10, temperature=0.7, ignore_eos=True, cache_salt=salt)
+        for salt in ("", "a", "b", "a")
+    ]
+    exactly = ask(SYSTEM[:49], max_tokens=2)
+    with unguided_engine(llama, with_drafts(3)) as engine:
+        answer_each(engine, [*answers, exactly])
+    assert [answer.telemetry.cached_tokens for answer in answers] == [0, 0, 0, 64]
+    assert len({tuple(answer.tokens) for answer in answers}) == 1
     times = exactly.telemetry
     assert times.cached_tokens == 48
     assert exactly.request.arrived_s <= times.scheduled_s == times.prefilled_s <= times.first_token_s, (
         "nothing was left to prefill"
     )
-
-
-def test_those_that_run_at_once_share_what_is_there_and_are_not_disturbed(llama: LoadedModel, overlap: bool) -> None:
-    def prompts() -> list[Answer]:
-        return [
-            ask(SYSTEM + tokens(9, seed), max_tokens=40, temperature=0.7, seed=seed, ignore_eos=True)
-            for seed in range(8)
-        ]
-
-    with unguided_engine(llama, with_drafts(3, overlap=overlap, prefix_cache=False)) as engine:
-        expected = answer_all(engine, prompts())
-    with unguided_engine(llama, with_drafts(3, overlap=overlap)) as engine:
-        answer_all(engine, [ask(SYSTEM, max_tokens=1)])
-        assert answer_all(engine, prompts()) == expected
-        assert engine.stats().cached_tokens == 8 * 48
-        assert engine.stats().pages_used == 0
-
-
-def test_sequences_admitted_together_share_pages_and_so_do_the_next_turns(llama: LoadedModel, overlap: bool) -> None:
-    def asked(engine: Engine) -> list[list[int]]:
-        first = [ask(SYSTEM + tokens(3, seed), max_tokens=30, seed=seed, ignore_eos=True) for seed in range(4)]
-        second = [
-            ask([*one.request.prompt_ids, *said, 5, 6], max_tokens=9, ignore_eos=True)
-            for one, said in zip(first, answer_all(engine, first), strict=True)
-        ]
-        return answer_all(engine, second)
-
-    with unguided_engine(llama, with_drafts(3, overlap=overlap, prefix_cache=False)) as engine:
-        expected = asked(engine)
-    with unguided_engine(llama, with_drafts(3, overlap=overlap)) as engine:
-        assert asked(engine) == expected
-        # Three find the system prompt that the first of them prefilled; then each finds 80 of its own 82 tokens.
-        assert engine.stats().cached_tokens == 3 * 48 + 4 * 80
 
 
 def test_cached_pages_are_evicted_when_pages_run_out(llama: LoadedModel) -> None:
@@ -149,11 +124,10 @@ def test_what_a_failed_step_may_have_written_is_not_found(llama: LoadedModel, ca
         answer_all(engine, [ask(SYSTEM, max_tokens=4)])
         assert engine.stats().pages_cached > 0
         net.fails_next = True
+        failed, again = ask(SYSTEM), ask(SYSTEM, max_tokens=4)
         with caplog.at_level(logging.CRITICAL):
-            failed = ask(SYSTEM)
             answer_all(engine, [failed])
         assert isinstance(failed.error, InternalError)
         until_false(lambda: engine.stats().pages_cached)  # the client gets its last event first
-        again = ask(SYSTEM, max_tokens=4)
         answer_all(engine, [again])
         assert again.telemetry.cached_tokens == 0

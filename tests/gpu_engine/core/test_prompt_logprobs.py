@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs
 from gpu_engine.core.engine import Engine
-from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.prompt_scorer import SCORED_ROWS
-from kernels.blocks import can_multiply_blocks
 from kernels.logprobs import RowLogprobs, row_logprobs
 from tests.gpu_engine.harness import (
     Answer,
@@ -23,7 +21,6 @@ from tests.gpu_engine.harness import (
     answer_each,
     ask,
     config,
-    executor_of,
     settle,
     tokens,
     unguided_engine,
@@ -33,24 +30,12 @@ from tests.gpu_engine.harness import (
 LONG = tokens(2 * SCORED_ROWS + 30, 4, repeat=40)
 
 
-@pytest.fixture(scope="module", params=["float32", "q4"])
-def model(request: pytest.FixtureRequest, llama: LoadedModel, saved: Callable[[str], Path]) -> LoadedModel:
-    """A forward through transformers, and a native one whose prompts share the forwards of steps."""
-    if request.param == "float32":
-        return llama
-    if not can_multiply_blocks():
-        pytest.skip("products over blocks need AVX2")
-    return load_model(config(model=str(saved("llama")), dtype="bfloat16", quantization="q4"))
-
-
 def scored(prompt: list[int], wanted: int = 3, **fields: Any) -> Answer:
-    answer = ask(prompt, **{"max_tokens": 4, "ignore_eos": True, **fields})
-    answer.change(prompt_logprobs=wanted)
-    return answer
+    return ask(prompt, **{"max_tokens": 4, "ignore_eos": True, "prompt_logprobs": wanted, **fields})
 
 
 def scores_of(answer: Answer) -> PromptLogprobs:
-    """Return the log-probabilities of an answer, which are in its first event alone."""
+    """Return the log-probabilities of an answer, which are only in its first event."""
     found = [event.prompt_logprobs for event in answer.events]
     assert found[0] is not None
     assert found[1:] == [None] * (len(found) - 1)
@@ -65,8 +50,8 @@ def as_entries(scores: PromptLogprobs) -> list[Logprobs]:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_they_are_those_of_the_same_tokens_as_an_answer(model: LoadedModel, drafts: int, overlap: bool) -> None:
-    with unguided_engine(model, with_drafts(drafts, overlap=overlap)) as engine:
+def test_they_are_those_of_the_same_tokens_as_an_answer(either_forward: LoadedModel, drafts: int) -> None:
+    with unguided_engine(either_forward, with_drafts(drafts, overlap=drafts > 0)) as engine:
         answers = [
             ask(LONG[:n], max_tokens=100, temperature=0.7, seed=n, ignore_eos=True, logprobs=3) for n in (5, 70, 128)
         ]
@@ -83,29 +68,20 @@ def test_they_are_those_of_the_model_itself(llama: LoadedModel) -> None:
     with unguided_engine(llama, config()) as engine:
         answer = scored(LONG, wanted=20)
         answer_all(engine, [answer])
-    (expected,) = torch.from_numpy(np.array(_logits(llama, LONG)))[None].log_softmax(-1)
-    scores = scores_of(answer)
-    behind = torch.tensor(LONG[1:])
-    torch.testing.assert_close(
-        torch.from_numpy(scores.logprob_N), expected[:-1].gather(1, behind[:, None])[:, 0], atol=1e-4, rtol=0
-    )
-    torch.testing.assert_close(
-        torch.from_numpy(scores.top_logprobs_NM), expected[:-1].topk(20).values, atol=1e-4, rtol=0
-    )
-
-
-def _logits(model: LoadedModel, prompt: list[int]) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    net = AutoModelForCausalLM.from_pretrained(model.name, dtype=torch.float32, attn_implementation="eager").eval()
+    net = AutoModelForCausalLM.from_pretrained(llama.name, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        return net(torch.tensor([prompt])).logits[0].numpy()
+        expected = net(torch.tensor([LONG])).logits[0, :-1].log_softmax(-1)
+    scores = scores_of(answer)
+    of_prompt = expected.gather(1, torch.tensor(LONG[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.from_numpy(scores.logprob_N), of_prompt, atol=1e-4, rtol=0)
+    top = torch.from_numpy(scores.top_logprobs_NM)
+    torch.testing.assert_close(top, expected.topk(20).values, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("length", [1, 2, SCORED_ROWS, SCORED_ROWS + 1, SCORED_ROWS + 2, len(LONG)])
-def test_they_change_no_token_at_any_length(model: LoadedModel, length: int) -> None:
+def test_they_change_no_token_at_any_length(either_forward: LoadedModel, length: int) -> None:
     fields: dict[str, Any] = {"max_tokens": 20, "temperature": 0.8, "seed": 3, "ignore_eos": True}
-    with unguided_engine(model, with_drafts(3)) as engine:
+    with unguided_engine(either_forward, with_drafts(3)) as engine:
         (expected,) = answer_all(engine, [ask(LONG[:length], **fields)])
         again = scored(LONG[:length], **fields)
         assert answer_all(engine, [again, ask(tokens(50, 8), max_tokens=9)])[0] == expected
@@ -114,20 +90,16 @@ def test_they_change_no_token_at_any_length(model: LoadedModel, length: int) -> 
 
 def test_they_need_every_row_so_cached_pages_are_not_reused_but_made(llama: LoadedModel) -> None:
     with unguided_engine(llama, with_drafts(3)) as engine:
-        answers = [ask(LONG, max_tokens=3), scored(LONG, 0), scored(LONG, 0), ask(LONG, max_tokens=3)]
+        answers = [scored(LONG, 0), ask(LONG, max_tokens=3), scored(LONG, 0)]
         answer_each(engine, answers)
-    assert [answer.telemetry.cached_tokens > 0 for answer in answers] == [False, False, False, True]
-    assert np.array_equal(scores_of(answers[1]).logprob_N, scores_of(answers[2]).logprob_N)
-    assert scores_of(answers[1]).top_ids_NM.shape == (len(LONG) - 1, 0)
-    with unguided_engine(llama, with_drafts(3)) as engine:
-        answers = [scored(LONG), ask(LONG, max_tokens=3)]
-        answer_each(engine, answers)
-    assert answers[1].telemetry.cached_tokens > 0, "its own pages are found by others"
+    assert [answer.telemetry.cached_tokens > 0 for answer in answers] == [False, True, False]
+    assert np.array_equal(scores_of(answers[0]).logprob_N, scores_of(answers[2]).logprob_N)
+    assert scores_of(answers[0]).top_ids_NM.shape == (len(LONG) - 1, 0)
 
 
-def test_preempted_prompts_have_all_of_them_once(model: LoadedModel, overlap: bool) -> None:
+def test_preempted_prompts_have_all_of_them_once(either_forward: LoadedModel, overlap: bool) -> None:
     def run(**fields: Any) -> tuple[list[Answer], int]:
-        with unguided_engine(model, with_drafts(3, overlap=overlap, **fields)) as engine:
+        with unguided_engine(either_forward, with_drafts(3, overlap=overlap, **fields)) as engine:
             answers = [scored(tokens(60 + 20 * n, n), max_tokens=60, seed=n) for n in range(5)]
             answer_all(engine, answers)
             return answers, engine.stats().preemptions
@@ -135,33 +107,31 @@ def test_preempted_prompts_have_all_of_them_once(model: LoadedModel, overlap: bo
     undisturbed, never = run()
     tight, preemptions = run(kv_cache_tokens=256)
     assert never == 0 < preemptions
-    assert [answer.tokens for answer in tight] == [answer.tokens for answer in undisturbed]
     for one, other in zip(tight, undisturbed, strict=True):
+        assert one.tokens == other.tokens
         assert as_entries(scores_of(one)) == as_entries(scores_of(other))
 
 
 def test_a_request_that_ends_between_two_chunks_leaves_nothing(llama: LoadedModel, overlap: bool) -> None:
+    def parts(engine: Engine) -> dict[Any, Any]:
+        return engine.executor.scorer._parts
+
     with unguided_engine(llama, config(overlap=overlap, max_batch_size=2)) as engine:
         other = ask(tokens(5, 1), max_tokens=200, ignore_eos=True)
         other.submit(engine)
-        aborted = [scored(tokens(200, seed)) for seed in range(8)]
-        for answer in aborted:
-            hold = Hold(engine, lambda: bool(_parts(engine)))
+        for seed in range(4):
+            answer = scored(tokens(200, seed))
+            hold = Hold(engine, lambda: bool(parts(engine)))
             answer.submit(engine)
             with hold.reached():
                 engine.abort(answer.request.request_id)
-            answer.wait()
+            assert answer.wait().finish is FinishReason.ABORTED
         last = scored(LONG)
         answer_all(engine, [last])
         scores_of(last)
         other.wait()
         settle(engine)
-        assert not _parts(engine)
-        assert {answer.finish for answer in aborted} == {FinishReason.ABORTED}
-
-
-def _parts(engine: Engine) -> dict[Any, Any]:
-    return executor_of(engine).scorer._parts
+        assert not parts(engine)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

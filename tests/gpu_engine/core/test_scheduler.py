@@ -45,6 +45,7 @@ def test_a_slot_goes_to_the_first_in_the_queue_and_its_owners_are_known_by_their
     assert names(machine.waiting) == ["c"]
     assert a.decoding
     assert "slot 0 gen 1 pages 1" in repr(a)
+    assert "slot 1 gen 1" in repr(b)
     assert "running=2/2 waiting=1" in repr(machine)
     machine.remove(a)
     assert machine.sequence(0, 1) is None
@@ -114,6 +115,7 @@ def test_a_starving_sequence_goes_ahead_of_any_priority_that_came_later() -> Non
     assert names(machine.waiting) == ["low", "lower", "higher", "high", "runs"]
     low = machine.waiting[0]
     assert names(machine.plan(12.0).assigned) == ["low"]
+    assert not low.starving
     machine.preempt(low, 14.0)
     machine.plan(14.0)
     assert not low.starving, "it waits anew"
@@ -313,6 +315,13 @@ def test_one_scored_prompt_at_a_time_has_separate_chunks_next_to_the_others(mixe
         [("c", 0, 24)],
         [("c", 24, 29)],
     ]
+
+
+def test_a_scored_chunk_may_take_the_whole_budget_of_a_forward() -> None:
+    machine = added(scheduler(max_batched_tokens=16), sequence("scored", 60, scored=True), sequence("other", 20))
+    plan = machine.plan()
+    assert plan.scored is not None
+    assert (plan.scored.end, plan.prefill) == (SCORED, ())
 
 
 LINE = st.lists(st.integers(1, 200), min_size=1, max_size=12)

@@ -1,22 +1,27 @@
-"""Jump-forward tokens as drafts: whatever tokens the grammar process proposes, in time or not, answers are the same."""
+"""Jump-forward tokens as drafts, up to K or to a larger number F: whatever tokens the grammar process proposes, in time
+or not, answers are the same."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.request import FinishReason
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
+from tests.fakes import EOS
 from tests.gpu_engine.core.guided_requests import legal, made
 from tests.gpu_engine.drafters.proposals import Proposes, half_right, liar, prophet
 from tests.gpu_engine.harness import (
     PATIENCE_S,
     UNHURRIED_MS,
+    Answer,
     answer_all,
-    answer_each,
     answer_staggered,
     ask,
     config,
@@ -24,16 +29,13 @@ from tests.gpu_engine.harness import (
     with_drafts,
 )
 from tests.gpu_engine.tiny import VOCAB
-from tests.gpu_engine.toy_sidecar import Automaton, guided_engine
+from tests.gpu_engine.toy_sidecar import Automaton, ToySidecar, guided_engine
 
-
-@pytest.fixture(scope="module")
-def expected(llama: LoadedModel) -> list[list[int]]:
-    """Return the answers of an engine that serves one request at a time and emits one token a step."""
-    answers = made()
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
-        answer_each(engine, answers)
-    return [answer.tokens for answer in answers]
+PATIENT = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
+F = 7
+"""The largest number of jump-forward tokens where it is more than K."""
+NUMBERS = [(2, 1), (7, 1), (1, F), (3, F)]
+"""K, and the most jump-forward tokens."""
 
 
 def out_of_vocabulary(expected: list[list[int]]) -> Proposes:
@@ -47,138 +49,151 @@ def out_of_vocabulary(expected: list[list[int]]) -> Proposes:
     return proposes
 
 
-def proposers(expected: list[list[int]]) -> dict[str, Proposes]:
-    return {
-        "forced": Automaton.forced,
-        "prophet": prophet(expected),
-        "liar": liar,
-        "half right": half_right(expected),
-        "out of vocabulary": out_of_vocabulary(expected),
-    }
+def beyond_the_end(expected: list[list[int]]) -> Proposes:
+    """Return a proposer of the right tokens and of more tokens after the end of the answer."""
+    knows = prophet(expected)
+    return lambda automaton, emitted: [*knows(automaton, emitted), 70, 71, EOS, 72]
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 7])
-@pytest.mark.parametrize("proposes", ["forced", "prophet", "liar", "half right", "out of vocabulary"])
+def wrong_late(expected: list[list[int]]) -> Proposes:
+    """Return a proposer of four right tokens, a wrong one and two more, as if the target spelled the text otherwise."""
+    knows = prophet(expected)
+    return lambda automaton, emitted: [*knows(automaton, emitted)[:4], len(emitted) % 256, 66, 67]
+
+
+PROPOSERS: dict[str, Callable[[list[list[int]]], Proposes]] = {
+    "forced": lambda expected: Automaton.forced,
+    "prophet": prophet,
+    "liar": lambda expected: liar,
+    "half right": half_right,
+    "out of vocabulary": out_of_vocabulary,
+    "beyond the end": beyond_the_end,
+    "wrong late": wrong_late,
+}
+
+
+def lengths(sidecar: ToySidecar) -> set[int]:
+    """Return the numbers of drafts that steps verified at once."""
+    return {len(record.drafts) for record in sidecar.records if record.stage == Stage.VERIFY}
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("proposes", PROPOSERS)
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
 def test_no_proposal_changes_a_token(
-    llama: LoadedModel, expected: list[list[int]], num_drafts: int, proposes: str, drafter: str, overlap: bool
+    llama: LoadedModel, guided_tokens: list[list[int]], numbers: tuple[int, int], proposes: str, drafter: str
 ) -> None:
+    (num_drafts, most), staggered = numbers, numbers in ((2, 1), (3, F))
     settings = config(
-        drafter=drafter, num_draft_tokens=num_drafts, overlap=overlap, row_timeout_ms=UNHURRIED_MS,
-        draft_timeout_ms=UNHURRIED_MS,
-    )  # fmt: skip
+        drafter=drafter,
+        num_draft_tokens=num_drafts,
+        jump_forward_tokens=most,
+        overlap=staggered,
+        step_rows=64,
+        **PATIENT,
+    )
     with guided_engine(llama, settings) as (engine, grammar):
-        grammar.sidecar.proposes = proposers(expected)[proposes]
-        answer = answer_staggered if num_drafts == 2 else answer_all
-        assert answer(engine, made()) == expected
-        stats = engine.stats()
-        assert stats.deferred_rows == 0
-        if proposes == "prophet":
-            assert stats.accepted_jump_forward_tokens > 50
-            assert stats.accepted_jump_forward_tokens >= 0.9 * stats.jump_forward_tokens
-        elif proposes == "forced":
-            # A step before a jump-forward token drafts it, unless the answer ends there.
-            assert stats.accepted_jump_forward_tokens == stats.jump_forward_tokens > 5
+        grammar.sidecar.proposes = PROPOSERS[proposes](guided_tokens)
+        assert (answer_staggered if staggered else answer_all)(engine, made()) == guided_tokens
+        stats, seen = engine.stats(), lengths(grammar.sidecar)
+    assert stats.deferred_rows == 0
+    if most > num_drafts and proposes in ("prophet", "beyond the end", "liar"):
+        assert max(seen) == most
+    if proposes == "prophet":
+        assert stats.accepted_jump_forward_tokens >= 0.9 * stats.jump_forward_tokens > 50
+    elif proposes == "forced":
+        # A step before a jump-forward token drafts it, unless the answer ends there.
+        assert stats.accepted_jump_forward_tokens == stats.jump_forward_tokens > 5
 
 
 @pytest.mark.parametrize("drafts_by", ["same", "other", "trained eagle3", "random eagle3"])
-@pytest.mark.parametrize("proposes", ["forced", "prophet", "liar"])
-@pytest.mark.parametrize("waits", [{"draft_masks": "on"}, {"draft_masks": "off"}])
+@pytest.mark.parametrize("proposes", ["forced", "prophet", "wrong late", "liar"])
+@pytest.mark.parametrize(
+    ("num_drafts", "most", "masks", "overlap"),
+    [(3, 1, "on", False), (3, 1, "off", True), (1, F, "on", True), (2, F, "off", False)],
+)
 def test_a_draft_net_continues_after_jump_forward_tokens(
     llama: LoadedModel,
     draft_models: dict[str, str],
-    expected: list[list[int]],
+    guided_tokens: list[list[int]],
     drafts_by: str,
     proposes: str,
-    waits: dict[str, str],
+    num_drafts: int,
+    most: int,
+    masks: str,
+    overlap: bool,
 ) -> None:
-    settings = with_drafts(
-        3, draft_model=draft_models[drafts_by], row_timeout_ms=UNHURRIED_MS,
-        draft_timeout_ms=UNHURRIED_MS, **waits,
-    )  # fmt: skip
-    with guided_engine(llama, settings) as (engine, grammar):
-        grammar.sidecar.proposes = proposers(expected)[proposes]
-        assert answer_all(engine, made()) == expected
+    fields = {"draft_model": draft_models[drafts_by], "draft_masks": masks, "jump_forward_tokens": most, **PATIENT}
+    with guided_engine(llama, with_drafts(num_drafts, step_rows=64, overlap=overlap, **fields)) as (engine, grammar):
+        grammar.sidecar.proposes = PROPOSERS[proposes](guided_tokens)
+        assert answer_all(engine, made()) == guided_tokens
         stats = engine.stats()
         assert stats.deferred_rows == 0
-        assert (stats.accepted_jump_forward_tokens > 5) == (proposes != "liar")
+        if most > num_drafts:
+            assert (max(lengths(grammar.sidecar)) == most) == (proposes != "forced")
+        else:
+            assert (stats.accepted_jump_forward_tokens > 5) == (proposes != "liar")
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "grammar"])
-def test_a_late_proposal_is_ignored(llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool) -> None:
-    settings = config(drafter=drafter, overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS)
+@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+def test_a_draft_model_processes_jump_forward_tokens(
+    llama: LoadedModel, draft_models: dict[str, str], guided_tokens: list[list[int]], num_drafts: int
+) -> None:
+    """Drafts of the target itself are accepted, also after six jump-forward tokens that its chain did not draw."""
+    knows, fields = prophet(guided_tokens), {"draft_model": draft_models["same"], "draft_masks": "on", **PATIENT}
+    settings = with_drafts(num_drafts, jump_forward_tokens=F, overlap=num_drafts == 2, step_rows=64, **fields)
     with guided_engine(llama, settings) as (engine, grammar):
-        sidecar = grammar.sidecar
-        sidecar.proposes = prophet(expected)
-        sidecar.withhold = lambda record: 0 if record.stage == Stage.PROPOSE else None
-        assert answer_all(engine, made()) == expected
+        grammar.sidecar.proposes = lambda automaton, emitted: knows(automaton, emitted)[:6] if len(emitted) % 3 else []
+        assert answer_all(engine, made()) == guided_tokens
         stats = engine.stats()
-        assert (stats.jump_forward_tokens, stats.deferred_rows) == (0, 0)
-        assert sidecar.withheld > 50
+    # A stop token ends a step and does not count as an accepted draft.
+    assert stats.accepted_jump_forward_tokens >= stats.jump_forward_tokens - 4 > 40
+    assert stats.accepted_draft_tokens >= 0.95 * stats.draft_tokens
+    assert stats.draft_tokens - stats.jump_forward_tokens > 30
+
+
+# -- a grammar process that is late, silent or gone --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
-def test_tokens_are_the_same_when_the_draft_wait_times_out(
-    llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
+def test_late_proposals_are_ignored(
+    llama: LoadedModel, guided_tokens: list[list[int]], drafter: str, overlap: bool
 ) -> None:
-    settings = config(drafter=drafter, overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=0.001)
-    with guided_engine(llama, settings) as (engine, grammar):
-        grammar.sidecar.proposes = prophet(expected)
-        assert answer_all(engine, made()) == expected
-        assert engine.stats().deferred_rows == 0
-
-
-@pytest.mark.parametrize("drafter", ["ngram", "grammar"])
-@pytest.mark.parametrize("there", [0, 1, 3])
-def test_late_rows_of_jump_forward_drafts_serve_the_repeated_step(
-    llama: LoadedModel, expected: list[list[int]], drafter: str, there: int, overlap: bool
-) -> None:
-    settings = config(drafter=drafter, overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS)
-    with guided_engine(llama, settings) as (engine, grammar):
-        sidecar = grammar.sidecar
-        sidecar.gives = True
-        sidecar.proposes = half_right(expected)
-
-        def now_and_then(record: Record) -> int | None:
-            place = record.commit_pos + len(record.committed)
-            return None if place % 2 or record.stage != Stage.VERIFY else there
-
-        sidecar.withhold = now_and_then
-        assert answer_all(engine, made()) == expected
-        assert sidecar.withheld > 10
-        assert len(grammar.opened) == 5
+    with guided_engine(llama, config(drafter=drafter, overlap=overlap, **PATIENT)) as (engine, grammar):
+        grammar.sidecar.proposes = prophet(guided_tokens)
+        grammar.sidecar.withhold = lambda record: 0 if record.stage == Stage.PROPOSE else None
+        assert answer_all(engine, made()) == guided_tokens
+        assert (engine.stats().jump_forward_tokens, engine.stats().deferred_rows) == (0, 0)
+        assert grammar.sidecar.withheld > 50
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
 def test_consecutive_deferred_answers_reopen_the_matcher(
-    llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
+    llama: LoadedModel, guided_tokens: list[list[int]], drafter: str, overlap: bool
 ) -> None:
     settings = config(drafter=drafter, overlap=overlap, row_timeout_ms=UNHURRIED_MS)
     with guided_engine(llama, settings) as (engine, grammar):
         sidecar = grammar.sidecar
-        sidecar.proposes = prophet(expected)
+        sidecar.proposes = prophet(guided_tokens)
         sidecar.refuse = lambda record: (
             record.commit_pos + len(record.committed) > 10 and len(grammar.opened) <= 5 and record.slot == 0
         )
-        assert answer_all(engine, made()) == expected
+        assert answer_all(engine, made()) == guided_tokens
         assert len(grammar.opened) > 5
         grammar.opened[:] = list({(slot, gen): (slot, gen, emitted) for slot, gen, emitted in grammar.opened}.values())
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
-@pytest.mark.parametrize("during_a_proposal", [False, True])
-def test_a_restart_changes_no_token(
-    llama: LoadedModel, expected: list[list[int]], drafter: str, during_a_proposal: bool, overlap: bool
+def test_a_process_that_dies_during_a_proposal_changes_no_token(
+    llama: LoadedModel, guided_tokens: list[list[int]], drafter: str, overlap: bool
 ) -> None:
-    settings = config(drafter=drafter, overlap=overlap, row_timeout_ms=20.0)
-    with guided_engine(llama, settings) as (engine, grammar):
+    with guided_engine(llama, config(drafter=drafter, overlap=overlap, row_timeout_ms=20.0)) as (engine, grammar):
         reached, first = threading.Event(), grammar.sidecar
-        first.proposes = prophet(expected)
+        first.proposes = prophet(guided_tokens)
         answers = made()
 
         def die(record: Record) -> None:
-            asks = record.stage == Stage.PROPOSE
-            if record.commit_pos + len(record.committed) >= 15 and asks == during_a_proposal:
+            if record.commit_pos + len(record.committed) >= 15 and record.stage == Stage.PROPOSE:
                 first.stopping = True
                 reached.set()
 
@@ -188,53 +203,120 @@ def test_a_restart_changes_no_token(
         assert reached.wait(PATIENCE_S)
         grammar.kill_sidecar()
         engine.grammar_lost()
-        grammar.start_sidecar().proposes = half_right(expected)
+        grammar.start_sidecar().proposes = half_right(guided_tokens)
         engine.grammar_restored()
-        assert [answer.wait().tokens for answer in answers] == expected
+        assert [answer.wait().tokens for answer in answers] == guided_tokens
         assert first.problems == []
 
 
 @pytest.mark.parametrize("trouble", ["dead", "error"])
 def test_a_dead_end_after_jump_forward_drafts_ends_only_its_request(
-    llama: LoadedModel, expected: list[list[int]], trouble: str, overlap: bool
+    llama: LoadedModel, guided_tokens: list[list[int]], trouble: str, overlap: bool
 ) -> None:
-    settings = config(overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS)
-    with guided_engine(llama, settings) as (engine, grammar):
-        grammar.sidecar.proposes = prophet(expected)
+    with guided_engine(llama, config(overlap=overlap, **PATIENT)) as (engine, grammar):
+        grammar.sidecar.proposes = prophet(guided_tokens)
         answers = made()
         broken = ask(answers[0].request.prompt_ids, grammar=f"50 {trouble} 20", max_tokens=90)
-        assert answer_all(engine, [*answers, broken])[:-1] == expected
+        assert answer_all(engine, [*answers, broken])[:-1] == guided_tokens
     assert broken.finish is FinishReason.GRAMMAR_ERROR
-    assert broken.tokens == expected[0][:20]
+    assert broken.tokens == guided_tokens[0][:20]
 
 
-def test_a_preempted_request_continues_with_the_same_tokens(llama: LoadedModel, overlap: bool) -> None:
-    def run(**fields: int | str | bool) -> tuple[list[list[int]], int]:
-        settings = config(overlap=overlap, max_model_len=128, row_timeout_ms=UNHURRIED_MS, **fields)
-        with guided_engine(llama, settings) as (engine, grammar):
-            grammar.sidecar.proposes = liar
-            answers = [ask(tokens(20, seed), grammar="70", max_tokens=80) for seed in range(4)]
-            return answer_all(engine, answers), engine.stats().preemptions
-
-    undisturbed, preemptions_with_room = run(drafter="none")
-    preempted, preemptions = run(kv_cache_tokens=128)
-    assert preempted == undisturbed
-    assert preemptions_with_room == 0 < preemptions
+# -- how many ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_proposed_stop_token_ends_the_answer(llama: LoadedModel, overlap: bool) -> None:
-    settings = config(drafter="grammar", overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS)
     answers = [ask(tokens(9, length), grammar=str(length), max_tokens=60) for length in range(6, 14)]
-    with guided_engine(llama, settings) as (engine, _):
+    with guided_engine(llama, config(drafter="grammar", overlap=overlap, **PATIENT)) as (engine, _):
         answer_all(engine, answers)
     assert all(legal(answer) and answer.finish is FinishReason.STOP for answer in answers)
 
 
 def test_no_jump_forward_tokens_are_requested_without_grammar_or_drafts(llama: LoadedModel) -> None:
     for fields in ({}, {"num_draft_tokens": 0}, {"drafter": "none"}):
-        settings = config(row_timeout_ms=UNHURRIED_MS, **fields)
-        with guided_engine(llama, settings) as (engine, grammar):
+        with guided_engine(llama, config(row_timeout_ms=UNHURRIED_MS, **fields)) as (engine, grammar):
             answer_all(engine, [ask(tokens(9, 1), ignore_eos=True)])
             assert grammar.sidecar.records == []
             answer_all(engine, [ask(tokens(9, 1), grammar="12", max_tokens=60, drafts=0)])
             assert {record.stage for record in grammar.sidecar.records} == {Stage.VERIFY}
+
+
+def test_the_drafter_adds_drafts_only_up_to_k(llama: LoadedModel, guided_tokens: list[list[int]]) -> None:
+    settings = config(num_draft_tokens=3, jump_forward_tokens=F, step_rows=64, **PATIENT)
+    knows = prophet(guided_tokens)
+    for count, max_drafts in ((0, 3), (2, 3), (5, 5)):
+        with guided_engine(llama, settings) as (engine, grammar):
+            grammar.sidecar.proposes = lambda automaton, emitted, count=count: knows(automaton, emitted)[:count]
+            assert answer_all(engine, made()) == guided_tokens
+            assert max(lengths(grammar.sidecar)) == max_drafts
+
+
+def test_a_number_of_drafts_in_the_request_limits_all_drafts(llama: LoadedModel) -> None:
+    def seen(own: int, jump_forward: int | None) -> tuple[list[int], int, set[Stage]]:
+        settings = config(num_draft_tokens=3, jump_forward_tokens=F, **PATIENT)
+        with guided_engine(llama, settings) as (engine, grammar):
+            grammar.sidecar.proposes = liar
+            answer = ask(tokens(20, 3), grammar="40", max_tokens=60, drafts=own, jump_forward_tokens=jump_forward)
+            answer_all(engine, [answer])
+            records = grammar.sidecar.records
+            return answer.tokens, max(lengths(grammar.sidecar)), {Stage(r.stage) for r in records}
+
+    emitted, longest, stages = seen(0, F)
+    assert (longest, stages) == (0, {Stage.VERIFY}), "without speculation the engine posts no PROPOSE record"
+    for own, jump_forward, max_drafts in ((2, None, 2), (3, None, 3), (3, F, F), (3, 15, F), (15, None, F)):
+        assert seen(own, jump_forward) == (emitted, max_drafts, {Stage.VERIFY, Stage.PROPOSE})
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "grammar"])
+def test_drafts_stop_at_the_end_of_the_context(llama: LoadedModel, drafter: str) -> None:
+    def run(known: list[Answer], **fields: object) -> list[Answer]:
+        answers = [ask(tokens(20 + n, n), grammar="90", max_tokens=80) for n in range(3)]
+        answers += [ask(tokens(9, n), grammar="90", max_tokens=20 + n) for n in range(5)]
+        with guided_engine(llama, config(max_model_len=64, **PATIENT, **fields)) as (engine, grammar):
+            grammar.sidecar.proposes = prophet([answer.tokens for answer in known])
+            answer_all(engine, answers)
+        return answers
+
+    known = run([], drafter="none")
+    for overlap in (False, True):
+        fields = {"num_draft_tokens": 2, "jump_forward_tokens": 15, "step_rows": 64, "overlap": overlap}
+        long = run(known, drafter=drafter, **fields)
+        assert [answer.tokens for answer in long] == [answer.tokens for answer in known]
+    assert [len(answer.tokens) for answer in long] == [44, 43, 42, 20, 21, 22, 23, 24]
+    assert {answer.finish for answer in long} == {FinishReason.GRAMMAR_INCOMPLETE}
+
+
+def test_a_cpu_step_stays_within_its_target_of_rows(llama: LoadedModel) -> None:
+    def run(count: int, step_rows: int) -> set[int]:
+        settings = config(num_draft_tokens=3, jump_forward_tokens=15, step_rows=step_rows, **PATIENT)
+        with guided_engine(llama, settings) as (engine, grammar):
+            grammar.sidecar.proposes = lambda automaton, emitted: [105] * 20
+            answer_all(engine, [ask(tokens(9, 1), grammar="40", max_tokens=60) for _ in range(count)])
+            stats, seen = engine.stats(), lengths(grammar.sidecar)
+        # All steps but the last ones have `count` lanes, each with as many drafts as there is room for.
+        assert stats.step_rows <= step_rows * stats.steps
+        return seen
+
+    assert max(run(1, 24)) == 15
+    assert max(run(1, 10)) == 9
+    assert run(4, 8) >= {0, 1}
+    assert run(4, 24) >= {5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "numbers"),
+    [
+        ({}, (7, 15, 16)),
+        ({"num_draft_tokens": 3, "jump_forward_tokens": 7}, (3, 7, 8)),
+        ({"num_draft_tokens": 5, "jump_forward_tokens": 2}, (5, 5, 6)),
+        ({"jump_forward_tokens": 0}, (7, 7, 8)),
+        ({"jump_forward_tokens": 0, "drafter": "grammar"}, (7, 7, 8)),
+        ({"drafter": "none"}, (0, 0, 1)),
+        ({"num_draft_tokens": 0}, (0, 0, 1)),
+    ],
+)
+def test_numbers_of_drafts_and_rows(fields: dict[str, Any], numbers: tuple[int, int, int]) -> None:
+    settings = EngineConfig(**fields)
+    assert (settings.num_drafts, settings.num_jump_forward, settings.num_rows) == numbers
+    with pytest.raises(ValueError, match=r"jump_forward_tokens: must be in \[0, 15\]"):
+        EngineConfig(**{**fields, "jump_forward_tokens": 16})

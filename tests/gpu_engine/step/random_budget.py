@@ -22,5 +22,5 @@ class RandomBudget(DraftBudget):
         self.limits.add(limits)
         return Plan(tuple(proposals), limits, guided)
 
-    def rows_to_propose(self, plan: Plan, most: int, *, least: int = 1) -> int:
+    def rows_to_propose(self, plan: Plan, most: int) -> int:
         return self._rng.choice((1, 2, 4, most, most))
