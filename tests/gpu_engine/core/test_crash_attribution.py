@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gpu_engine.core import crash_attribution
 from gpu_engine.core.running import RunningSequence
 from gpu_engine.core.scheduler import GrammarState
@@ -18,10 +20,13 @@ def process_ended(waiting: list[RunningSequence]) -> list[RunningSequence]:
     return crash_attribution.process_ended(waiting, waiting)
 
 
-def test_three_ends_without_a_token_in_between_blame_a_sequence() -> None:
+@pytest.mark.parametrize("decodes", [True, False])
+def test_three_ends_without_a_token_in_between_blame_a_sequence(decodes: bool) -> None:
+    """Whether it decoded, or its matcher was being built."""
     (sequence,) = sequences(1)
     crash_attribution.token_received(sequence)
-    assert [process_ended([sequence]) for _ in range(3)] == [[], [], [sequence]]
+    matchers = [sequence] if decodes else []
+    assert [crash_attribution.process_ended([sequence], matchers) for _ in range(3)] == [[], [], [sequence]]
 
 
 def test_a_sequence_that_gets_a_token_between_two_ends_is_never_blamed() -> None:
@@ -47,11 +52,6 @@ def test_a_neighbour_that_gets_tokens_neither_hides_a_sequence_nor_is_blamed() -
         assert process_ended([one, other]) == []
     crash_attribution.token_received(other)
     assert process_ended([other, one]) == [one]
-
-
-def test_a_sequence_whose_matcher_was_being_built_counts_as_waiting() -> None:
-    (sequence,) = sequences(1)
-    assert [crash_attribution.process_ended([sequence], []) for _ in range(3)] == [[], [], [sequence]]
 
 
 def test_quarantined_sequences_are_opened_one_at_a_time_and_others_at_any_time() -> None:
@@ -82,14 +82,6 @@ def test_of_several_waiting_sequences_only_those_whose_trial_fails_are_blamed() 
     assert [process_ended([innocent]) for _ in range(2)] == [[], []]
 
 
-def test_a_sequence_is_not_blamed_while_another_one_without_a_token_waits_too() -> None:
-    quarantined, other = sequences(2)
-    process_ended([quarantined])
-    process_ended([quarantined, other])
-    assert process_ended([quarantined, other]) == []
-    assert process_ended([quarantined]) == [quarantined]
-
-
 def test_arrivals_do_not_hide_a_sequence_for_ever() -> None:
     sequence, *arrivals = sequences(6)
     waiting = [[sequence, *arrivals[max(i - 1, 0) : i + 1]] for i in range(6)]
@@ -104,16 +96,11 @@ def test_an_end_that_is_forgiven_counts_against_no_sequence() -> None:
     assert [process_ended([sequence]) for _ in range(3)] == [[], [], [sequence]]
 
 
-def test_a_sequence_in_quarantine_does_not_draft() -> None:
-    (sequence,) = sequences(1)
-    crash_attribution.process_ended([sequence], [])
-    assert crash_attribution.may_draft(sequence)
-    crash_attribution.process_ended([sequence], [])
-    assert not crash_attribution.may_draft(sequence)
-
-
-def test_a_sequence_with_a_matcher_at_two_ends_does_not_draft_though_it_got_tokens() -> None:
-    here, elsewhere = sequences(2)
+def test_a_sequence_in_quarantine_or_with_a_matcher_at_two_ends_does_not_draft() -> None:
+    here, elsewhere, quarantined = sequences(3)
+    for drafts in (True, False):
+        crash_attribution.process_ended([quarantined], [])
+        assert crash_attribution.may_draft(quarantined) == drafts
     crash_attribution.process_ended([], [here])
     crash_attribution.forgive([], [here])
     crash_attribution.process_ended([], [here])

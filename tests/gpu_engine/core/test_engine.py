@@ -1,4 +1,4 @@
-"""The engine's life: bounds, endings from outside, faults in a turn, and threads that all talk to it at once."""
+"""The engine's life: bounds, endings from outside, faults in an iteration, and threads that all talk to it at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, LimitExceeded, ShuttingDown
 from gpu_engine.api.request import FinishReason
 from gpu_engine.core.engine import Engine
@@ -24,6 +23,7 @@ from tests.gpu_engine.harness import (
     Answer,
     Hold,
     answer_all,
+    answer_each,
     ask,
     config,
     held,
@@ -40,41 +40,53 @@ def endless(seed: int = 1, **fields: Any) -> Answer:
     return ask(tokens(5, seed), max_tokens=10_000, ignore_eos=True, **fields)
 
 
+def submit_all(engine: Engine, answers: list[Answer]) -> None:
+    for answer in answers:
+        answer.submit(engine)
+
+
+def in_threads(work: list[Any]) -> None:
+    """Run each of `work` in its own thread, and wait for all of them."""
+    threads = [threading.Thread(target=each) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
 def test_the_queue_has_a_bound_that_is_named(llama: LoadedModel) -> None:
     engine = Engine(config(max_batch_size=2, max_queue_size=3), llama)
+    assert "llama float32 cpu" in repr(engine)
+    assert "running=0/2 waiting=0" in repr(engine)
     answers = [ask(tokens(5, seed)) for seed in range(6)]
-    for answer in answers[:5]:
-        answer.submit(engine)
+    submit_all(engine, answers[:5])
     with pytest.raises(LimitExceeded, match="max_queue_size = 3"):
         answers[5].submit(engine)
     assert engine.stats().waiting == 5
     with running(engine):
         for answer in answers[:5]:
             answer.wait()
-        # Whoever has ended makes room.
-        answer_all(engine, answers[5:])
+        answer_all(engine, answers[5:])  # sequences that have ended make room
 
 
 def test_more_requests_than_slots_are_answered_in_the_order_of_arrival(llama: LoadedModel, overlap: bool) -> None:
-    begun: list[Answer] = []
-
-    def note(answer: Answer) -> None:
-        if answer not in begun:
-            begun.append(answer)
-
+    begun: dict[Answer, None] = {}
     with unguided_engine(llama, config(overlap=overlap, max_batch_size=2)) as engine:
-        answers = [ask(tokens(5, seed), ignore_eos=True, max_tokens=9, on_event=note) for seed in range(9)]
+        answers = [
+            ask(tokens(5, seed), ignore_eos=True, max_tokens=9, on_event=lambda one: begun.setdefault(one))
+            for seed in range(9)
+        ]
         answer_all(engine, answers)
-    assert begun == answers
+    assert list(begun) == answers
     assert [len(answer.tokens) for answer in answers] == [9] * 9
 
 
 def test_closing_ends_what_runs_and_what_waits(llama: LoadedModel, overlap: bool) -> None:
-    with unguided_engine(llama, config(overlap=overlap, max_batch_size=1, max_model_len=256)) as engine:
+    with unguided_engine(llama, config(overlap=overlap, max_batch_size=1)) as engine:
         runs, waits = endless(), endless(2)
         hold = Hold(engine, lambda: bool(runs.tokens))
-        runs.submit(engine)
-        waits.submit(engine)
+        submit_all(engine, [runs, waits])
         with hold.reached():
             engine.close(0)
         engine.close(PATIENCE_S)
@@ -87,7 +99,6 @@ def test_closing_ends_what_runs_and_what_waits(llama: LoadedModel, overlap: bool
 def test_whatever_was_accepted_before_the_close_gets_an_end(llama: LoadedModel, overlap: bool) -> None:
     with unguided_engine(llama, config(overlap=overlap, max_queue_size=10_000)) as engine:
         accepted: list[Answer] = []
-        enough = threading.Event()
 
         def submit_until_closed() -> None:
             try:
@@ -95,18 +106,14 @@ def test_whatever_was_accepted_before_the_close_gets_an_end(llama: LoadedModel, 
                     answer = ask(tokens(3, 1), max_tokens=2)
                     answer.submit(engine)
                     accepted.append(answer)
-                    if len(accepted) > 50:
-                        enough.set()
             except (LimitExceeded, ShuttingDown):
                 return
 
-        threads = [threading.Thread(target=submit_until_closed) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        assert enough.wait(PATIENCE_S)
-        engine.close(PATIENCE_S)
-        for thread in threads:
-            thread.join(PATIENCE_S)
+        def close() -> None:
+            until_false(lambda: len(accepted) <= 50)
+            engine.close(PATIENCE_S)
+
+        in_threads([submit_until_closed] * 4 + [close])
         assert all(answer.over for answer in accepted)
 
 
@@ -119,16 +126,10 @@ def test_threads_may_submit_and_read_counters_at_once(llama: LoadedModel) -> Non
                 answer.submit(engine)
                 engine.stats()
 
-        threads = [threading.Thread(target=submit, args=(answers[i::4],)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for answer in answers:
-            assert len(answer.wait().tokens) == 8
-        for thread in threads:
-            thread.join(PATIENCE_S)
+        in_threads([lambda part=answers[i::4]: submit(part) for i in range(4)])
+        assert [len(answer.wait().tokens) for answer in answers] == [8] * 24
         stats = engine.stats()
-    assert stats.finished == {"LENGTH": 24}
-    assert (stats.generated_tokens, stats.failed) == (24 * 8, {})
+    assert (stats.finished, stats.generated_tokens, stats.failed) == ({"LENGTH": 24}, 24 * 8, {})
 
 
 @pytest.mark.parametrize("running", [True, False])
@@ -138,8 +139,7 @@ def test_abort_ends_every_sequence_of_a_request(llama: LoadedModel, running: boo
         parts = [endless(seed, name="n") for seed in (1, 2)]
         hold = Hold(engine, lambda: len((parts[1] if running else other).tokens) >= 5)
         with held(engine):
-            for answer in (other, *parts):
-                answer.submit(engine)
+            submit_all(engine, [other, *parts])
         with hold.reached():
             assert engine.abort("n")
         assert [part.wait().finish for part in parts] == [FinishReason.ABORTED] * 2
@@ -151,82 +151,62 @@ def test_a_dropped_request_says_no_more_and_frees_its_place(llama: LoadedModel, 
     with unguided_engine(llama, config(overlap=overlap, max_batch_size=1)) as engine:
         gone, line = endless(), endless(2)
         hold = Hold(engine, lambda: len(gone.tokens) >= 3)
-        gone.submit(engine)
-        line.submit(engine)
+        submit_all(engine, [gone, line])
         with hold.reached():
-            engine.drop(line.request)
-            engine.drop(gone.request)
-            engine.drop(gone.request)
+            for each in (line, gone, gone):
+                engine.drop(each.request)
         answer_all(engine, [ask(tokens(5, 3))])
         assert not gone.over
         assert line.events == []
         assert engine.stats().finished["DROPPED"] == 2
 
 
-def test_a_sink_that_raises_costs_no_other_request_its_end(
-    llama: LoadedModel, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("what", ["a sink", "a forward"])
+def test_a_fault_in_an_iteration_ends_what_was_there_and_nothing_else(
+    llama: LoadedModel, caplog: pytest.LogCaptureFixture, overlap: bool, what: str
 ) -> None:
     def raises(answer: Answer) -> None:
         raise RuntimeError("a fault of the test")
 
-    with unguided_engine(llama, config()) as engine, caplog.at_level(logging.CRITICAL):
-        others = [endless(seed) for seed in range(3)]
-        hold = Hold(engine, lambda: bool(others[2].tokens))
-        for answer in others:
-            answer.submit(engine)
-        faulty = ask(tokens(5, 7), on_event=raises)
-        with hold.reached():
-            faulty.submit(engine)
-        faulty.wait()
-        for answer in others:
-            assert isinstance(answer.wait().error, InternalError)
-        assert answer_all(engine, [ask(tokens(5, 3), max_tokens=3, ignore_eos=True)])[0]
-
-
-def test_a_fault_in_a_turn_ends_what_was_there_and_nothing_else(
-    llama: LoadedModel, caplog: pytest.LogCaptureFixture, overlap: bool
-) -> None:
     net = FailsOnce(llama.net)
     model = replace(llama, net=net, fused=replace(llama.fused, forward=None))
-    with unguided_engine(model, config(overlap=overlap, max_batch_size=2)) as engine:
-        before = ask(tokens(5, 3))
-        (expected,) = answer_all(engine, [before])
-        answers = [endless(seed) for seed in range(3)]
-        hold = Hold(engine, lambda: len(answers[0].tokens) >= 5)
+    with unguided_engine(model, config(overlap=overlap, max_batch_size=4)) as engine:
+        (expected,) = answer_each(engine, [ask(tokens(5, 3))])
+        answers, faulty = [endless(seed) for seed in range(3)], ask(tokens(5, 7), max_tokens=1, on_event=raises)
+        hold = Hold(engine, lambda: len(answers[2].tokens) >= 5)
         with held(engine):
-            for answer in answers:
-                answer.submit(engine)
+            submit_all(engine, answers)
         with caplog.at_level(logging.CRITICAL):
             with hold.reached():
-                net.fails_next = True
+                if what == "a forward":
+                    net.fails_next = True
+                else:
+                    faulty.submit(engine)
             for answer in answers:
                 assert isinstance(answer.wait().error, InternalError)
             settle(engine)
         engine.check_integrity()
-        assert answer_all(engine, [ask(tokens(5, 3))]) == [expected]
+        assert answer_each(engine, [ask(tokens(5, 3))]) == [expected]
         assert engine.stats().failed == {"INTERNAL": 3}
 
 
 class RaisingPort:
     """A grammar port that is broken."""
 
-    def open(self, *_: object) -> None:
+    def open(self, *_: object, **__: object) -> None:
         raise RuntimeError("no way to the grammar process")
 
-    def close(self, *_: object) -> None:
-        raise RuntimeError("no way to the grammar process")
+    close = open
 
 
 def test_a_broken_way_to_the_grammar_process_does_not_end_the_thread(llama: LoadedModel) -> None:
     settings = with_drafts(3, max_batch_size=2)
     with Segment.create(Layout(2, settings.num_rows, llama.vocab_size)) as segment:
-        engine = Engine(settings, llama, EngineEnd(segment), RaisingPort())
+        engine = Engine(settings, llama, EngineEnd(segment), RaisingPort())  # type: ignore[arg-type]
         engine.start()
-        guided = ask(tokens(5, 1), grammar="9")
-        guided.submit(engine)
+        ask(tokens(5, 1), grammar="9").submit(engine)
         until_false(lambda: bool(engine.stats().waiting + engine.stats().running))
-        free = ask(tokens(5, 2), ignore_eos=True)
-        assert len(answer_all(engine, [free])[0]) == 40
+        assert len(answer_each(engine, [ask(tokens(5, 2), ignore_eos=True)])[0]) == 40
         engine.close()
 
 
@@ -249,22 +229,3 @@ def test_an_idle_engine_closes_without_a_wait(llama: LoadedModel) -> None:
     settle(engine)  # the thread waits for a message
     engine.close(PATIENCE_S)
     assert not engine._thread.is_alive()
-
-
-def test_telemetry_counts_steps_and_drafts(llama: LoadedModel) -> None:
-    with unguided_engine(llama, with_drafts(7)) as engine:
-        answer = ask(tokens(30, 1, repeat=10), max_tokens=60)
-        answer_all(engine, [answer])
-        stats = engine.stats()
-    telemetry = answer.telemetry
-    assert telemetry.steps == len(answer.events) == stats.steps
-    assert telemetry.accepted_draft_tokens == len(answer.tokens) - telemetry.steps
-    assert telemetry.draft_tokens == stats.draft_tokens
-    assert stats.step_rows >= stats.draft_tokens + stats.steps
-    assert answer.request.arrived_s <= telemetry.scheduled_s <= telemetry.first_token_s <= telemetry.finished_s
-
-
-def test_reprs_name_what_a_human_looks_for(llama: LoadedModel) -> None:
-    engine = Engine(EngineConfig(device="cpu", max_batch_size=2, max_model_len=256, num_threads=1), llama)
-    assert "llama float32 cpu" in repr(engine)
-    assert "running=0/2 waiting=0" in repr(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from gpu_engine.drafters.nets import DraftNet
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.prompt_rows import Chunks, Hidden
-from tests.gpu_engine.harness import answer_all, ask, config, executor_of, running, tokens, with_drafts
+from tests.gpu_engine.harness import answer_all, ask, config, running, tokens, with_drafts
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ class WatchedNet:
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
         assert self.batch is not None
-        owned = {sequence.slot: len(sequence.pages) for sequence in self.engine._loop.scheduler.running}
+        owned = {each.slot: each.pages for each in self.engine.sequence_stats()}
         for slot, position in zip(self.batch.slots_B.tolist(), positions_B1[:, 0].tolist(), strict=True):
             if position >= 0:
                 self.writes += 1
@@ -56,7 +57,7 @@ def test_a_chain_writes_only_to_the_pages_of_its_sequence(llama: LoadedModel, ov
         7, draft_model=llama.name, max_batch_size=6, step_rows=64, overlap=overlap, jump_forward_tokens=0
     )
     engine = Engine(settings, replace(llama, max_model_len=settings.max_model_len))
-    drafter = executor_of(engine).runner.launcher._program.drafter  # type: ignore[attr-defined]
+    drafter: Any = engine.executor.runner.launcher._program.drafter  # type: ignore[attr-defined]
     while not hasattr(drafter, "net"):
         drafter = drafter.next_drafter
     drafter.net = net = WatchedNet(drafter.net, engine, settings.page_size)

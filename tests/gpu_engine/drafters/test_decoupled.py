@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
 
-from gpu_engine.api.adapters import AdapterKind
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import ExchangeRefused, InvalidRequest, LockstepError, ShuttingDown, UnknownModel
-from gpu_engine.core.draft_budget import DraftBudget
 from gpu_engine.core.engine import Engine
-from gpu_engine.drafters.decoupled import TAIL, DecoupledDrafter, DraftModel
+from gpu_engine.drafters.decoupled import TAIL, DraftModel
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
-from tests.gpu_engine import tiny
-from tests.gpu_engine.adapters.files import save_prompt
 from tests.gpu_engine.drafters.exchanges import exchanging
 from tests.gpu_engine.harness import (
     Answer,
@@ -33,21 +29,10 @@ from tests.gpu_engine.harness import (
     answer_each,
     ask,
     config,
-    executor_of,
-    running,
     tokens,
     unguided_engine,
     with_drafts,
 )
-from tests.gpu_engine.library_sidecars import PATIENT, Sidecars
-
-SCHEMA = (
-    'JSON_SCHEMA COMPACT {"type":"array","minItems":4,"maxItems":6,"items":{"type":"object","properties":'
-    '{"kind":{"enum":["cat","car","dog"]},"n":{"type":"integer","minimum":1,"maximum":40}},"required":["kind","n"]}}'
-)
-PROMPT = b'kind: dog, n: 12; "kind" is "cow" or "cab", "n":"7"; [{"kind":"cat","n":7},{"kind":"cab"}]'
-"""Text near the answers, some of it illegal in them."""
-
 
 MIX = [
     partial(ask, tokens(12, 1), max_tokens=40),
@@ -66,12 +51,6 @@ def decoupled(draft_model: str, **fields: object) -> EngineConfig:
     return config(drafter="decoupled", draft_model=draft_model, **fields)
 
 
-def drafter_of(engine: Engine) -> DecoupledDrafter:
-    drafter = executor_of(engine).decoupled
-    assert drafter is not None
-    return drafter
-
-
 @pytest.fixture(scope="module")
 def expected(llama: LoadedModel) -> list[list[int]]:
     with unguided_engine(llama, with_drafts(0)) as engine:
@@ -84,44 +63,11 @@ def test_the_target_as_its_own_draft_model_is_always_right(llama: LoadedModel, e
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
     assert stats.draft_tokens == stats.accepted_draft_tokens > 150
-
-
-def test_steps_with_the_target_as_draft_model_are_few(llama: LoadedModel) -> None:
     with unguided_engine(llama, decoupled(llama.name, num_draft_tokens=3)) as engine:
         answer_each(engine, [ask(tokens(6, 1), max_tokens=41, ignore_eos=True)])
         stats = engine.stats()
     assert stats.steps == 1 + 40 // 4, "one token, then K + 1 of them in each step"
-    assert stats.drafts_per_step.counts[4:] == [0] * len(stats.drafts_per_step.counts[4:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "num_drafts", "jump_forward"), [("llguidance", 3, 15), ("xgrammar", 7, 0)])
-def test_guided_tokens_do_not_depend_on_the_draft_model(
-    llama: LoadedModel, backend: str, num_drafts: int, jump_forward: int
-) -> None:
-    sidecars, wanted = Sidecars(backend, llama), list[list[int]]()
-
-    def asked() -> list[Answer]:
-        return [ask(list(PROMPT), grammar=SCHEMA, max_tokens=90, temperature=0.8 * n, seed=n) for n in range(2)]
-
-    with sidecars.engine(with_drafts(0, **PATIENT)) as (engine, _):
-        wanted = answer_each(engine, asked())
-    forward = {"jump_forward_tokens": jump_forward, "step_rows": 64}
-    settings = decoupled(llama.name, num_draft_tokens=num_drafts, **forward, **PATIENT)
-    with sidecars.engine(settings) as (engine, _):
-        assert answer_all(engine, asked()) == wanted
-        assert engine.stats().draft_tokens > 20
-        assert engine.stats().accepted_draft_tokens > 0
-
-
-@pytest.mark.slow
-def test_the_measured_choice_gives_the_same_tokens(llama: LoadedModel, expected: list[list[int]]) -> None:
-    """The budget may pause proposing: the model then reads what came meanwhile."""
-    with unguided_engine(llama, decoupled(llama.name)) as engine:
-        budget = DraftBudget(by_length=False, computes=True)
-        executor_of(engine).runner.budget = budget
-        for _ in range(3):
-            assert answer_all(engine, made()) == expected
+    assert not any(stats.drafts_per_step.counts[4:])
 
 
 class Watched(DraftModel):
@@ -151,7 +97,8 @@ class Watched(DraftModel):
 
 
 def watched(engine: Engine) -> Watched:
-    drafter = drafter_of(engine)
+    drafter = engine.executor.decoupled
+    assert drafter is not None
     drafter.draft = draft = Watched.of(drafter.draft, drafter.num_slots)
     return draft
 
@@ -161,14 +108,15 @@ def test_a_long_text_is_read_in_parts_that_a_step_allows(llama: LoadedModel) -> 
     with unguided_engine(llama, decoupled(llama.name)) as engine:
         draft = watched(engine)
         proposals: list[int] = []
-        drafter, propose = drafter_of(engine), drafter_of(engine)._propose
+        drafter: Any = engine.executor.decoupled
+        propose = drafter._propose
 
         def counted(batch: object) -> None:
             before = len(draft.reads)
-            propose(batch)  # type: ignore[arg-type]
+            propose(batch)
             proposals.append(sum(count for _, _, count in draft.reads[before:]))
 
-        drafter._propose = counted  # type: ignore[method-assign, assignment]
+        drafter._propose = counted
         answer_all(engine, [ask(tokens(100, seed), max_tokens=40, ignore_eos=True) for seed in range(2)])
         assert engine.stats().accepted_draft_tokens > 10
     assert max(proposals) == 16
@@ -204,37 +152,6 @@ def test_drafts_beyond_what_was_verified_are_computed_once(llama: LoadedModel) -
         stats = engine.stats()
     assert stats.accepted_draft_tokens == stats.draft_tokens > 15
     assert rows <= 6 + 41 + 7
-
-
-@pytest.mark.slow
-def test_virtual_tokens_are_not_drafted_behind(tmp_path: Path) -> None:
-    folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path / "model", rounds=True)
-    adapter = f"p={save_prompt(tmp_path / 'p', tokens=20, hidden=64, seed=1)}"
-
-    def run(settings: EngineConfig) -> tuple[list[list[int]], int]:
-        settings = replace(settings, model=str(folder), adapters=(adapter,))
-        engine = Engine(settings, load_model(settings))
-        with running(engine):
-            found = engine.adapters.find(AdapterKind.PROMPT, "p")
-            answers = [ask([*found.virtual_ids, *tokens(8, 1)], max_tokens=16), ask(tokens(8, 1), max_tokens=16)]
-            answers[0].change(prompt_adapter=found)
-            return answer_each(engine, answers), answers[0].telemetry.draft_tokens
-
-    plain, _ = run(with_drafts(0))
-    found, drafts = run(decoupled(str(folder)))
-    assert found == plain
-    assert drafts == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [280, 320])
-def test_a_draft_model_may_pad_its_logits_otherwise(
-    llama: LoadedModel, expected: list[list[int]], tmp_path: Path, width: int
-) -> None:
-    tiny.save(LlamaConfig(**{**tiny.FAMILIES["llama"]().to_dict(), "vocab_size": width}), tmp_path)
-    with unguided_engine(llama, decoupled(str(tmp_path))) as engine:
-        assert answer_all(engine, made()) == expected
-        assert engine.stats().draft_tokens > 30
 
 
 # -- exchange --------------------------------------------------------------------------------------------------------
@@ -310,58 +227,50 @@ def foreign(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def test_a_draft_model_with_another_vocabulary_is_refused_at_start(llama: LoadedModel, foreign: Path) -> None:
+def test_what_cannot_draft_is_refused_at_start(llama: LoadedModel, foreign: Path) -> None:
     with pytest.raises(ModelNotSupported, match=r"^draft_model: its tokenizer is not that of "):
         Engine(decoupled(str(foreign)), llama)
+    with pytest.raises(ModelNotSupported, match=r"^draft_dirs: /none is no directory"):
+        Engine(decoupled(llama.name, draft_dirs=("/none",)), llama)
 
 
 def test_what_cannot_be_exchanged_is_refused_and_the_model_before_drafts_on(
     llama: LoadedModel, foreign: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    def refusal(engine: Engine, path: object, kind: type[LockstepError]) -> str:
-        with pytest.raises(kind) as caught:
-            engine.draft_models.exchange(str(path))
-        return str(caught.value)
-
     (tmp_path / "empty").mkdir()
+    outside, missing = tmp_path / ".." / "..", tmp_path / "none"
+    refusals: list[tuple[object, type[LockstepError], str]] = [
+        (foreign, InvalidRequest, f"path: its tokenizer is not that of {llama.name}, so its drafts mean other tokens"),
+        ("/etc", InvalidRequest, "path: '/etc' is not below draft_dirs of the server"),
+        (outside, InvalidRequest, "is not below draft_dirs of the server"),
+        (missing, UnknownModel, f"path: {missing} is not there"),
+        (tmp_path / "empty", InvalidRequest, "has no config.json"),
+    ]
     settings = decoupled(llama.name, draft_dirs=(str(foreign.parent), str(tmp_path)))
     with unguided_engine(llama, settings) as engine:
-        other = refusal(engine, foreign, InvalidRequest)
-        assert other == f"path: its tokenizer is not that of {llama.name}, so its drafts mean other tokens"
-        assert refusal(engine, "/etc", InvalidRequest) == "path: '/etc' is not below draft_dirs of the server"
-        outside = tmp_path / ".." / ".."
-        assert refusal(engine, outside, InvalidRequest).endswith("is not below draft_dirs of the server")
-        missing = tmp_path / "none"
-        assert refusal(engine, missing, UnknownModel) == f"path: {missing} is not there"
-        assert "has no config.json" in refusal(engine, tmp_path / "empty", InvalidRequest)
+        for path, kind, message in refusals:
+            with pytest.raises(kind, match=re.escape(message)):
+                engine.draft_models.exchange(str(path))
         assert engine.draft_models.name == llama.name
         assert answer_all(engine, made()) == expected
         assert engine.stats().accepted_draft_tokens == engine.stats().draft_tokens > 100
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("fields", "message"),
     [
-        (lambda name: decoupled(name), "path: this server exchanges no draft model (its setting draft_dirs is empty)"),
-        (lambda name: with_drafts(3), "path: drafter is ngram; only decoupled exchanges its model"),
-        (lambda name: with_drafts(3, draft_model=name), "path: drafter is model; only decoupled exchanges its model"),
+        ({"drafter": "decoupled"}, "this server exchanges no draft model (its setting draft_dirs is empty)"),
+        ({"drafter": "ngram", "draft_model": ""}, "drafter is ngram; only decoupled exchanges its model"),
+        ({"drafter": "model"}, "drafter is model; only decoupled exchanges its model"),
     ],
 )
-def test_a_server_that_exchanges_nothing_says_so(
-    llama: LoadedModel, settings: Callable[[str], EngineConfig], message: str
-) -> None:
-    engine = Engine(settings(llama.name), llama)
+def test_a_server_that_exchanges_nothing_says_so(llama: LoadedModel, fields: dict[str, str], message: str) -> None:
+    engine = Engine(config(**{"draft_model": llama.name, **fields}), llama)
     try:
-        with pytest.raises(ExchangeRefused) as caught:
+        with pytest.raises(ExchangeRefused, match=re.escape(f"path: {message}")):
             engine.draft_models.exchange("/models/other")
-        assert str(caught.value) == message
     finally:
         engine.close()
-
-
-def test_a_directory_of_draft_models_that_is_not_there_is_refused(llama: LoadedModel) -> None:
-    with pytest.raises(ModelNotSupported, match=r"^draft_dirs: /none is no directory"):
-        Engine(decoupled(llama.name, draft_dirs=("/none",)), llama)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ a step."""
 from __future__ import annotations
 
 import json
-from functools import partial
+from typing import Any
 
 import pytest
 
@@ -34,10 +34,9 @@ def made() -> list[Answer]:
     for number, source in enumerate(SCHEMAS):
         # The prompt holds words of the answer, so that the n-gram drafter proposes drafts, some of them illegal.
         prompt = list(f"{source[-40:]} customer true {number}".encode())
-        answers.append(partial(ask, prompt, grammar=source, max_tokens=90)())
+        answers.append(ask(prompt, grammar=source, max_tokens=90))
         answers.append(ask(prompt, grammar=source, max_tokens=60, temperature=0.8, seed=number))
-    answers.append(ask(tokens(12, 2), max_tokens=30, ignore_eos=True))
-    return answers
+    return [*answers, ask(tokens(12, 2), max_tokens=30, ignore_eos=True)]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -60,63 +59,44 @@ def expected(sidecars: Sidecars) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-@pytest.mark.parametrize(
-    ("num_drafts", "max_jump_forward"),
-    [(1, 1), (2, 1), (4, 1), (7, 1), (1, 7), (2, 7), (3, 7), (3, 15)]
-    + [pytest.param(number, 1, marks=pytest.mark.slow) for number in (3, 5, 6)],
-)
-@pytest.mark.parametrize("drafter", ["ngram", "grammar"])
+DRAFTERS: list[tuple[dict[str, Any], int, int]] = [
+    ({"drafter": "ngram"}, 2, 1),
+    ({"drafter": "ngram", "overlap": True}, 7, 1),
+    ({"drafter": "ngram"}, 3, 15),
+    ({"drafter": "grammar"}, 1, 7),
+    ({"drafter": "grammar", "overlap": True}, 4, 1),
+    ({"drafter": "model", "draft_model": "same", "draft_masks": "on"}, 2, 7),
+    ({"drafter": "model", "draft_model": "same", "draft_masks": "off"}, 3, 15),
+    ({"drafter": "eagle3", "draft_model": "trained eagle3", "draft_masks": "off"}, 5, 1),
+    ({"drafter": "eagle3", "draft_model": "random eagle3", "draft_masks": "on"}, 5, 1),
+]
+
+
+@pytest.mark.parametrize("at", range(len(DRAFTERS)))
 def test_tokens_do_not_depend_on_jump_forward(
-    sidecars: Sidecars, expected: list[list[int]], drafter: str, num_drafts: int, max_jump_forward: int, overlap: bool
+    sidecars: Sidecars, expected: list[list[int]], draft_models: dict[str, str], at: int
 ) -> None:
+    fields, num_drafts, most = DRAFTERS[at]
+    named = {"draft_model": draft_models[fields["draft_model"]]} if "draft_model" in fields else {}
     settings = config(
-        drafter=drafter,
-        num_draft_tokens=num_drafts,
-        jump_forward_tokens=max_jump_forward,
-        step_rows=64,
-        overlap=overlap,
-        **PATIENT,
+        num_draft_tokens=num_drafts, jump_forward_tokens=most, step_rows=64, **{**fields, **named, **PATIENT}
     )
     with sidecars.engine(settings) as (engine, worker):
         assert answer_all(engine, made()) == expected
-        stats = engine.stats()
+        stats, rows = engine.stats(), worker.stats()
     assert stats.deferred_rows == 0
     # With a byte vocabulary a text has one spelling, but a steered answer may have a choice near its end.
     assert stats.jump_forward_tokens >= stats.accepted_jump_forward_tokens > 0.95 * stats.jump_forward_tokens > 100
-    assert worker.stats()["proposed_tokens"] >= stats.jump_forward_tokens
-
-
-@pytest.mark.parametrize("drafts_by", ["same", "trained eagle3", "random eagle3"])
-@pytest.mark.parametrize(
-    ("masks", "num_drafts", "max_jump_forward"), [("on", 5, 1), ("off", 5, 1), ("on", 2, 7), ("off", 3, 15)]
-)
-def test_draft_nets_continue_after_jump_forward_tokens(
-    sidecars: Sidecars,
-    expected: list[list[int]],
-    draft_models: dict[str, str],
-    drafts_by: str,
-    masks: str,
-    num_drafts: int,
-    max_jump_forward: int,
-) -> None:
-    settings = with_drafts(
-        num_drafts, draft_model=draft_models[drafts_by], jump_forward_tokens=max_jump_forward, max_batch_size=2,
-        draft_masks=masks, **PATIENT,
-    )  # fmt: skip
-    with sidecars.engine(settings) as (engine, worker):
-        assert answer_all(engine, made()) == expected
-        stats = engine.stats()
-        rows = worker.stats()
-    assert stats.jump_forward_tokens >= stats.accepted_jump_forward_tokens > 0.95 * stats.jump_forward_tokens > 100
+    assert rows["proposed_tokens"] >= stats.jump_forward_tokens
     assert rows["filled_rows"] > 100
 
 
-@pytest.mark.parametrize(("num_drafts", "max_jump_forward"), [(7, 0), (7, 15), (1, 11)])
+@pytest.mark.parametrize(("num_drafts", "most"), [(7, 0), (7, 15), (1, 11)])
 def test_an_answer_of_jump_forward_tokens_takes_few_steps(
-    sidecars: Sidecars, expected: list[list[int]], num_drafts: int, max_jump_forward: int
+    sidecars: Sidecars, expected: list[list[int]], num_drafts: int, most: int
 ) -> None:
-    at, rows = 2 * SCHEMAS.index(LITERAL), max(num_drafts, max_jump_forward) + 1
-    settings = config(drafter="grammar", num_draft_tokens=num_drafts, jump_forward_tokens=max_jump_forward, **PATIENT)
+    at, rows = 2 * SCHEMAS.index(LITERAL), max(num_drafts, most) + 1
+    settings = config(drafter="grammar", num_draft_tokens=num_drafts, jump_forward_tokens=most, **PATIENT)
     with sidecars.engine(settings) as (engine, _):
         answer = made()[at]
         answer.change(jump_forward_tokens=15)

@@ -95,44 +95,6 @@ def test_drafts_equal_those_of_a_plain_search(most: int) -> None:
     assert found > 50
 
 
-@pytest.mark.parametrize(
-    ("history", "expected"),
-    [
-        ([1], []),
-        ([1, 1], [1]),
-        ([1, 2, 3], []),
-        ([1, 2, 9, 1, 2], [9, 1, 2]),
-        ([1, 2, 7, 5, 2, 8, 1, 2], [7, 5, 2, 8]),  # the match of two tokens wins over the match of one
-        ([5, 2, 7, 5, 2, 8, 5, 2], [7, 5, 2, 8]),  # of two matches of one length the first wins
-        ([3, 3, 3, 3, 3], [3]),  # the match may overlap the suffix
-    ],
-)
-def test_the_longest_match_wins_and_then_the_first(history: list[int], expected: list[int]) -> None:
-    batch = batch_of([2])
-    write(batch, 2, history)
-    propose(NgramDrafter(STREAM, LAUNCHES, 4), batch)
-    assert drafts(batch, 2) == expected
-
-
-def test_a_draft_that_the_answer_rejected_is_not_made_again() -> None:
-    batch = batch_of([2])
-    write(batch, 2, [1, 2, 7, 7, 7, 1, 2, 8, 9, 1, 2], prompt=5)
-    propose(NgramDrafter(STREAM, LAUNCHES, 4), batch)
-    assert drafts(batch, 2) == [8, 9, 1, 2]
-
-
-def test_drafts_of_a_lane_do_not_depend_on_other_lanes() -> None:
-    history = [1, 2, 9, 4, 1, 2]
-    alone, together = batch_of([0]), batch_of([3, 0, 5])
-    for batch in (alone, together):
-        write(batch, 0, history)
-    write(together, 3, [0] * 90)
-    write(together, 5, [7])
-    for batch in (alone, together):
-        propose(NgramDrafter(STREAM, LAUNCHES, 4), batch)
-    assert drafts(alone, 0) == drafts(together, 0) == [9, 4, 1, 2]
-
-
 def test_no_drafter_leaves_the_numbers_of_drafts_unchanged() -> None:
     batch = batch_of([1, 4])
     batch.slot.num_drafts_S[:] = 3  # jump-forward tokens, which the sync wrote
