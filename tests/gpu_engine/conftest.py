@@ -43,14 +43,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def draft_models(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders of draft models: "same" is the tiny Llama itself, and "other" sometimes agrees with it; two EAGLE3 heads.
 
-    "trained eagle3" was trained on the tiny Llama's repeating answers; drafts of "random eagle3" are rarely accepted.
+    "circle eagle3" knows the tiny Llama's repeating answers; drafts of "random eagle3" are rarely accepted.
     Both cover two thirds of the vocabulary.
     """
     other = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("other"), rounds=True, seed=1)
-    trained, random = (tmp_path_factory.mktemp(name) / "eagle3" for name in ("trained", "random"))
-    eagle.save_trained(Path(llama.name), trained)
+    circle, random = (tmp_path_factory.mktemp(name) / "eagle3" for name in ("circle", "random"))
+    eagle.save_circle(Path(llama.name), circle)
     eagle.save_random(Path(llama.name), random)
-    return {"same": llama.name, "other": str(other), "trained eagle3": str(trained), "random eagle3": str(random)}
+    return {"same": llama.name, "other": str(other), "circle eagle3": str(circle), "random eagle3": str(random)}
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
-"""EAGLE3 heads for the tiny Llama: one that was trained on its answers, and one of random weights.
+"""EAGLE3 heads for the tiny Llama: one that knows its circles, and one of random weights.
 
-Invariant: both are made from fixed seeds, in the public format, over a pruned vocabulary.
+Invariant: both are the same in every run, in the public format, over a pruned vocabulary.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from gpu_engine.drafters.heads.eagle3_files import save_head
 from gpu_engine.drafters.heads.eagle3_head import Eagle3Config, Eagle3Head
-from tests.gpu_engine.eagle_unroll import Sequence, unroll
 from tests.gpu_engine.tiny import VOCAB
 
 DRAFT_VOCAB = 200
@@ -54,51 +52,29 @@ def save_random(target: Path, folder: Path) -> None:
     save_head(head, folder)
 
 
-def save_trained(target: Path, folder: Path) -> None:
-    """Write a head that was trained on a few greedy answers of the target."""
-    net = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval().requires_grad_(False)
-    torch.manual_seed(4)
+def save_circle(target: Path, folder: Path) -> None:
+    """Write a head that says after each token the next one of its circle, as the target mostly does.
+
+    Equal embeddings attend to each other only. Half of their channels are copied to the head's output, of which the
+    target's output head makes the next token. The target's hidden states are not read.
+    """
+    net = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    head = Eagle3Head(replace(_config(net.config), norm_before_residual=True))
     # The ids from 256 on end an answer or have no text.
-    head = _new_head(net, torch.arange(DRAFT_VOCAB))
-    data = [_sequence(net, head.config.aux_layers, torch.randint(0, DRAFT_VOCAB, (8,))) for _ in range(16)]
-    embedding, optimizer = net.get_input_embeddings().weight, torch.optim.AdamW(head.parameters(), 5e-3)
-    for update in range(60):
-        optimizer.zero_grad()
-        sum((_loss(head, embedding, sequence) for sequence in data[update % 4 :: 4]), torch.zeros(())).backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-    save_head(head, folder)
-
-
-def _new_head(net: Any, vocabulary: torch.Tensor) -> Eagle3Head:
-    """Return a head that begins with the target's output head, and its last hidden state."""
-    head = Eagle3Head(_config(net.config))
-    head.choose_vocabulary(vocabulary)
-    width, target_width = head.config.hidden_size, head.config.target_hidden_size
+    head.choose_vocabulary(torch.arange(DRAFT_VOCAB))
+    attention, (heads, kv_heads, width) = head.midlayer.self_attn, head.midlayer.self_attn.shape
     with torch.no_grad():
-        head.lm_head.weight.copy_(net.get_output_embeddings().weight[vocabulary])
-        head.norm.weight.copy_(net.get_decoder().norm.weight)
-        head.fc.weight.zero_()
-        head.fc.weight[:, -target_width:].copy_(torch.eye(width, target_width))
-    return head
-
-
-def _loss(head: Eagle3Head, embedding: torch.Tensor, sequence: Sequence) -> torch.Tensor:
-    """Return the cross-entropy against the answer's tokens, three drafts deep; draft j has the weight 0.8 ** j."""
-    loss = torch.zeros(())
-    for j, (logits_mD, wanted_m) in enumerate(unroll(head, embedding, sequence, 3)):
-        if bool((known_m := wanted_m < DRAFT_VOCAB).any()):
-            loss = loss + 0.8**j * functional.cross_entropy(logits_mD[known_m], wanted_m[known_m])
-    return loss
-
-
-def _sequence(net: torch.nn.Module, layers: tuple[int, ...], ids_n: torch.Tensor) -> Sequence:
-    """Return `ids_n` with 24 greedy tokens of the target after them, and the hidden states of all."""
-    prompt = len(ids_n)
-    for _ in range(24):
-        ids_n = torch.cat([ids_n, net(ids_n[None]).logits[0, -1, :256].argmax()[None]])
-    states = net(ids_n[None], output_hidden_states=True).hidden_states
-    return Sequence(ids_n, torch.cat([states[layer][0] for layer in layers], dim=-1), prompt)
+        for name, weight in head.named_parameters():
+            weight.fill_(float("norm" in name and "hidden" not in name))
+        head.lm_head.weight.copy_(net.get_output_embeddings().weight[:DRAFT_VOCAB])
+        for channel in range(kv_heads * width):
+            attention.k_proj.weight[channel, channel] = attention.v_proj.weight[channel, channel] = 1.0
+            # Some query heads share a key-value head, and the first of them is read.
+            group, place = divmod(channel, width)
+            first = group * (heads // kv_heads) * width + place
+            attention.q_proj.weight[first, channel] = 8.0
+            attention.o_proj.weight[channel, first] = 1.0
+    save_head(head, folder)
 
 
 class PlainAttention:

@@ -7,11 +7,12 @@ Not responsible for: the grammar process itself (tests/e2e), models (see tiny.py
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -36,7 +37,7 @@ from shared_mem.channel import EngineEnd, GrammarEnd
 from shared_mem.layout import Layout, RowKind
 from shared_mem.segment import Segment
 from tests.fakes import EOS
-from tests.gpu_engine.harness import UNHURRIED_MS, running
+from tests.gpu_engine.harness import UNHURRIED_MS, Answer, answer_all, answer_each, running, with_drafts
 
 PATIENT = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
 """Settings of an engine in which no row is late."""
@@ -169,3 +170,36 @@ class Sidecars:
                 assert stats["filled_rows"] >= alone > 0 if stats["batched_records"] else stats["filled_rows"] == alone
             finally:
                 assert grammar.worker.stop()
+
+
+class Case(Protocol):
+    """A request, and what its answer must be like."""
+
+    def ask(self) -> Answer:
+        """Return the request, not yet submitted."""
+
+    def check(self, answer: Answer) -> object:
+        """Check an answer that has ended."""
+
+
+def run(sidecars: Sidecars, settings: EngineConfig, cases: Sequence[Case], *, alone: bool = False) -> list[Answer]:
+    """Return the answers to all cases, asked together or one by one; a small cache must have preempted some."""
+    answers = [case.ask() for case in cases]
+    with sidecars.engine(settings) as (engine, _):
+        (answer_each if alone else answer_all)(engine, answers)
+        assert engine.stats().preemptions > 0 or not settings.kv_cache_tokens
+    return answers
+
+
+def compare(sidecars: Sidecars, cases: Sequence[Case], *others: EngineConfig) -> list[list[Answer]]:
+    """Check every answer, and that the engines of `others` have the same; return the answers of each engine."""
+    plain = run(sidecars, with_drafts(0, **PATIENT), cases, alone=True)
+    for case, answer in zip(cases, plain, strict=True):
+        case.check(answer)
+    found = [plain]
+    for settings in others:
+        found.append(run(sidecars, settings, cases))
+        for case, one, other in zip(cases, plain, found[-1], strict=True):
+            assert (other.tokens, other.finish) == (one.tokens, one.finish), (case, settings)
+            assert other.telemetry.backtracks == one.telemetry.backtracks, (case, settings)
+    return found

@@ -9,10 +9,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.server import SERVICE, Parts, ServerError, open_server
+from gpu_engine.server import SERVICE, ServerError, open_server
 from protos.engine.v1 import engine_pb2 as pb
-from tests.fakes import FakeEngine, FakeModel
+from tests.fakes import FakeEngine
+from tests.gpu_engine.fake_servers import ENGINE, config, parts
 from tests.rpc_client import Client
 from tests.waiting import eventually
 
@@ -20,15 +20,9 @@ LOST = "CUDA error: an illegal memory access was encountered"
 
 
 async def test_a_lost_device_ends_requests_with_internal_and_the_server_with_an_error(tmp_path: Path) -> None:
-    engines: list[FakeEngine] = []
-
-    def build(config: EngineConfig, *_: object) -> FakeEngine:
-        engines.append(FakeEngine(config))
-        return engines[0]
-
-    address, statuses = f"unix:{tmp_path}/s", list[int]()
-    parts = Parts(lambda config, progress: FakeModel(), build)
-    server_config = ServerConfig(listen=address, grammar="none")
+    engines, statuses = list[FakeEngine](), list[int]()
+    settings = config(tmp_path)
+    address = settings.listen
 
     async def watch_health() -> None:
         async with grpc.aio.insecure_channel(address) as channel:
@@ -43,7 +37,7 @@ async def test_a_lost_device_ends_requests_with_internal_and_the_server_with_an_
         return caught.value
 
     async def serve() -> None:
-        async with open_server(EngineConfig(max_model_len=256), server_config, parts=parts):
+        async with open_server(ENGINE, settings, parts=parts(None, engines)):
             await asyncio.Event().wait()
 
     asking, watching, serving = (asyncio.create_task(work()) for work in (ask, watch_health, serve))
@@ -56,10 +50,3 @@ async def test_a_lost_device_ends_requests_with_internal_and_the_server_with_an_
     assert statuses[0] == health_pb2.HealthCheckResponse.SERVING
     assert health_pb2.HealthCheckResponse.NOT_SERVING in statuses
     assert engines[0].closed
-
-
-async def test_a_server_with_a_healthy_engine_can_close(tmp_path: Path) -> None:
-    parts = Parts(lambda config, progress: FakeModel(), lambda config, *_: FakeEngine(config))
-    async with asyncio.timeout(30):
-        async with open_server(EngineConfig(), ServerConfig(listen=f"unix:{tmp_path}/s", grammar="none"), parts=parts):
-            pass

@@ -67,7 +67,7 @@ class Case(NamedTuple):
 WORKLOAD = [
     Case(partial(ask, [*range(196, 203)] * 2, max_tokens=24), processors=(("waves", '{"strength": 0.5}'),)),
     Case(partial(ask, tokens(30, 1, repeat=10), grammar="50", max_tokens=90)),
-    Case(partial(ask, tokens(30, 2, repeat=12), max_tokens=24, temperature=0.8, seed=4, logprobs=2, top_p=0.9)),
+    Case(partial(ask, tokens(30, 2, repeat=12), max_tokens=24, temperature=0.8, seed=4, logprobs=2, prompt_logprobs=2)),
     Case(partial(ask, tokens(20, 3), grammar="40", max_tokens=90, temperature=1.0, seed=3, logit_bias=BIASES)),
     Case(partial(ask, tokens(20, 4, repeat=8), max_tokens=24, ignore_eos=True, repetition_penalty=1.2), tensors=True),
     Case(partial(ask, tokens(33, 5), grammar="45", max_tokens=30, temperature=0.5, top_p=0.9), lora="l"),
@@ -100,7 +100,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "same model": {"draft_model": "same", "draft_masks": "on"},
     "other model": {"draft_model": "other", "draft_masks": "off", "jump_forward_tokens": 1},
     "late masks": {"draft_model": "other", "draft_masks": "on", "draft_timeout_ms": 0.001},
-    "trained head": {"draft_model": "trained eagle3", "draft_masks": "on", "jump_forward_tokens": 1},
+    "circle head": {"draft_model": "circle eagle3", "draft_masks": "on", "jump_forward_tokens": 1},
     "random head": {"draft_model": "random eagle3", "draft_masks": "off"},
     "block": {"draft_model": "repeating dflash", "draft_masks": "on", "num_draft_tokens": 7},
     "random block": {"draft_model": "random dflash", "draft_masks": "off", "jump_forward_tokens": 1},
@@ -163,10 +163,21 @@ def logits(answer: Answer) -> np.ndarray[Any, Any]:
     return np.concatenate([rows.data for rows in parts]).view("<f4")
 
 
+def scores(answer: Answer) -> np.ndarray[Any, Any]:
+    """Return the log-probabilities of the prompt, which are only in the first event."""
+    first, *others = (event.prompt_logprobs for event in answer.events)
+    assert first is not None
+    assert not any(others)
+    assert len(first.logprob_N) == len(answer.request.prompt_ids) - 1
+    return first.logprob_N
+
+
 def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
     for answer, wanted, case in zip(answers, expected, WORKLOAD, strict=False):  # prompt adapters come last
         found = answer.tokens, answer.finish, answer.events[-1].matched_token_id, answer.logprobs
         assert found == (wanted.tokens, wanted.finish, wanted.events[-1].matched_token_id, wanted.logprobs)
+        if case.make().request.outputs.prompt_logprobs is not None:
+            np.testing.assert_array_equal(scores(answer), scores(wanted))
         if case.tensors:
             rows, others = logits(answer), logits(wanted)
             both = min(len(rows), len(others))  # the prefix cache may have a part of one of the prompts

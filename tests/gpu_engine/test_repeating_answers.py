@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.request import FinishReason, GrammarKind, GrammarSpec
 from gpu_engine.model.loader import LoadedModel
 from service_runtime.repetition import RepetitionLimit
 from tests.fakes import byte_tokenizer
-from tests.gpu_engine.harness import Answer, answer_all, answer_each, ask, config, tokens, with_drafts
-from tests.gpu_engine.library_sidecars import EACH_LIBRARY, PATIENT, Sidecars
+from tests.gpu_engine.harness import Answer, ask, config, tokens, with_drafts
+from tests.gpu_engine.library_sidecars import EACH_LIBRARY, PATIENT, Sidecars, compare, run
 
 TOKENIZER = byte_tokenizer()
 TEXT = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
@@ -77,28 +76,10 @@ def sidecars(request: pytest.FixtureRequest, llama: LoadedModel) -> Sidecars:
     return Sidecars(request.param, llama)
 
 
-def run(sidecars: Sidecars, settings: EngineConfig, cases: list[Case], *, alone: bool = False) -> list[Answer]:
-    answers = [case.ask() for case in cases]
-    with sidecars.engine(settings) as (engine, _):
-        (answer_each if alone else answer_all)(engine, answers)
-    return answers
-
-
-def compare(sidecars: Sidecars, cases: list[Case], others: list[EngineConfig]) -> list[Answer]:
-    """Check every answer, and that the engines of `others` have its tokens; return the answers."""
-    plain = run(sidecars, with_drafts(0, **PATIENT), cases, alone=True)
-    for case, answer in zip(cases, plain, strict=True):
-        case.check(answer)
-    for settings in others:
-        for case, one, other in zip(cases, plain, run(sidecars, settings, cases), strict=True):
-            assert (other.tokens, other.finish) == (one.tokens, one.finish), (case, settings)
-    return plain
-
-
 def test_repeating_answers_end_and_do_not_depend_on_drafts(sidecars: Sidecars) -> None:
     drafting = config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=7, overlap=True, **PATIENT)
     cases = CASES[:18]
-    answers = compare(sidecars, cases, [with_drafts(3, **PATIENT), drafting])
+    answers = compare(sidecars, cases, with_drafts(3, **PATIENT), drafting)[0]
     ended = [answer.finish is FinishReason.REPETITION for answer in answers]
     free = [end for case, end in zip(cases, ended, strict=True) if case.schema is None]
     guided = [end for case, end in zip(cases, ended, strict=True) if case.schema is TEXT]
@@ -114,7 +95,9 @@ def test_without_a_limit_the_same_answers_go_on(sidecars: Sidecars) -> None:
 
 @pytest.mark.slow
 def test_repeating_answers_are_the_same_after_preemption(sidecars: Sidecars) -> None:
-    preempted = config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=3, kv_cache_tokens=320, **PATIENT)
     compare(
-        sidecars, CASES, [preempted, config(drafter="grammar", num_draft_tokens=7, jump_forward_tokens=15, **PATIENT)]
+        sidecars,
+        CASES,
+        config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=3, kv_cache_tokens=320, **PATIENT),
+        config(drafter="grammar", num_draft_tokens=7, jump_forward_tokens=15, **PATIENT),
     )

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.ports import GrammarPort
-from gpu_engine.api.request import GrammarKind, GrammarSpec, Request, TokenEvent
+from gpu_engine.api.request import GrammarKind, GrammarSpec
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.ops.core_split import CoreSplit
 from gpu_engine.server import GUIDED, SERVICE, Parts, open_server
@@ -32,6 +32,8 @@ from tests.gpu_engine.made_requests import made
 from tests.rpc_client import Client
 from tests.waiting import eventually
 
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
 
 async def health_of(address: str, service: str = SERVICE) -> int:
     async with grpc.aio.insecure_channel(address) as channel:
@@ -39,13 +41,34 @@ async def health_of(address: str, service: str = SERVICE) -> int:
         return int((await stub.Check(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True)).status)
 
 
-async def test_a_server_answers_and_reports_serving(tmp_path: Path) -> None:
+async def answer_of(client: Client) -> str:
+    return "".join([r.text async for r in client.generate(pb.GenerateRequest(text="x"))])
+
+
+async def refusal_of(client: Client, **fields: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(client.generate(pb.GenerateRequest(**fields)))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    return caught.value
+
+
+async def until_health(address: str, status: int, service: str = GUIDED) -> None:
+    async with asyncio.timeout(60):
+        while await health_of(address, service) != status:  # noqa: ASYNC110 - told by a background task
+            await asyncio.sleep(0.01)
+
+
+async def test_a_server_answers_reports_serving_and_lists_its_service(tmp_path: Path) -> None:
     engines: list[FakeEngine] = []
     async with open_server(ENGINE, config(tmp_path), parts=parts(answers_with("yes"), engines)) as server:
         async with Client(server.address) as client:
-            responses = [r async for r in client.generate(pb.GenerateRequest(text="x"))]
-        assert "".join(r.text for r in responses) == "yes"
-        assert await health_of(server.address) == health_pb2.HealthCheckResponse.SERVING
+            assert await answer_of(client) == "yes"
+        assert await health_of(server.address) == SERVING
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+            response = await anext(aiter(call))
+        assert SERVICE in {service.name for service in response.list_services_response.service}
     assert engines[0].closed
 
 
@@ -125,7 +148,7 @@ async def test_health_is_not_serving_during_the_warm_up(tmp_path: Path) -> None:
         address = f"unix:{tmp_path}/s"
         async with Client(address) as client:
             early = asyncio.create_task(anext(client.generate(pb.GenerateRequest(text="x"))))
-            assert await health_of(address) == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert await health_of(address) == NOT_SERVING
             go_on.set()
             asked.append(await early)
 
@@ -135,23 +158,10 @@ async def test_health_is_not_serving_during_the_warm_up(tmp_path: Path) -> None:
     assert asked
 
 
-async def test_reflection_lists_the_service(tmp_path: Path) -> None:
-    async with (
-        open_server(ENGINE, config(tmp_path), parts=parts()) as server,
-        grpc.aio.insecure_channel(server.address) as channel,
-    ):
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
-        response = await anext(aiter(call))
-        assert SERVICE in {service.name for service in response.list_services_response.service}
-
-
 async def test_a_prompt_of_ten_megabytes_is_refused_by_name(tmp_path: Path) -> None:
     async with open_server(ENGINE, config(tmp_path), parts=parts()) as server, Client(server.address) as client:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(client.generate(pb.GenerateRequest(text="x" * (10 << 20))))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details() == "text: has 10485760 bytes, at most 4194304 (max_prompt_bytes) are allowed"
+        refusal = await refusal_of(client, text="x" * (10 << 20))
+    assert refusal.details() == "text: has 10485760 bytes, at most 4194304 (max_prompt_bytes) are allowed"
 
 
 async def test_a_refused_request_is_freed_at_once(tmp_path: Path) -> None:
@@ -165,9 +175,9 @@ async def test_a_refused_request_is_freed_at_once(tmp_path: Path) -> None:
         gc.collect()
         gc.disable()
         try:
-            with pytest.raises(grpc.aio.AioRpcError, match="runs without a grammar process"):
-                async for _ in client.generate(pb.GenerateRequest(text="x", grammar=pb.Grammar(regex="re[f]used"))):
-                    pass
+            refusal = await refusal_of(client, text="x", grammar=pb.Grammar(regex="re[f]used"))
+            assert "runs without a grammar process" in str(refusal.details())
+            del refusal
             await eventually(lambda: not held())
         finally:
             gc.enable()
@@ -187,10 +197,9 @@ async def test_malformed_bytes_are_an_invalid_argument(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary(f"/{SERVICE}/{method}", bytes, bytes)(content)
         async with Client(server.address) as client:
-            responses = [r async for r in client.generate(pb.GenerateRequest(text="x"))]
+            assert await answer_of(client) == "yes"
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "is malformed: " in str(caught.value.details())
-    assert "".join(r.text for r in responses) == "yes"
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -230,26 +239,7 @@ async def test_a_unix_socket_of_another_process_is_left_alone(tmp_path: Path, pr
         other.kill()
         await other.wait()
     async with open_server(ENGINE, config(tmp_path), parts=parts()) as server:  # the file is still there
-        assert await health_of(server.address) == health_pb2.HealthCheckResponse.SERVING
-
-
-async def test_closing_drains_running_requests(tmp_path: Path) -> None:
-    engines: list[FakeEngine] = []
-    async with Client(f"unix:{tmp_path}/s") as client:
-
-        async def ask() -> list[pb.GenerateResponse]:
-            return [r async for r in client.generate(pb.GenerateRequest(text="x"))]
-
-        async with open_server(ENGINE, config(tmp_path, drain_timeout_s=20.0), parts=parts(None, engines)):
-            task = asyncio.create_task(ask())
-            await eventually(lambda: engines[0].submitted)
-            request = engines[0].submitted[0]
-            asyncio.get_running_loop().call_later(0.1, engines[0].emit, request, _last(request))
-        assert (await task)[-1].finish_reason == pb.FINISH_REASON_STOP
-
-
-def _last(request: Request) -> TokenEvent:
-    return list(answers_with("z")(request))[-1]
+        assert await health_of(server.address) == SERVING
 
 
 async def test_a_model_that_fails_to_load_closes_every_part(tmp_path: Path) -> None:
@@ -284,10 +274,8 @@ async def test_it_spawns_and_uses_a_grammar_process(tmp_path: Path) -> None:
             while (stats := await client.stats()).matchers == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert (stats.grammar_ready, stats.grammar_starts, stats.matchers, stats.cached_grammars) == (True, 1, 1, 2)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(client.generate(pb.GenerateRequest(text="x", grammar=pb.Grammar(regex="("))))
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert (caught.value.details() or "").startswith("grammar: ")
+        refusal = await refusal_of(client, text="x", grammar=pb.Grammar(regex="("))
+        assert str(refusal.details()).startswith("grammar: ")
         server.sidecar.kill()
         await eventually(lambda: engines[0].outages[-2:] == ["lost", "restored"])
         pid = server.sidecar.pid
@@ -316,30 +304,24 @@ async def test_a_grammar_process_of_another_release_stops_the_start(tmp_path: Pa
     await refusing
 
 
-async def test_health_reports_guided_service_separately(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+async def test_health_reports_guided_service_separately(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "g").mkdir()
     elsewhere = config(tmp_path, grammar="connect", grammar_dir=str(tmp_path / "g"), grammar_wait_s=0.2)
     async with open_server(ENGINE, elsewhere, parts=parts()) as server:
-        assert await health_of(server.address) == serving
+        assert await health_of(server.address) == SERVING
         (warning,) = (r.message for r in caplog.records if r.message.startswith("serving before"))
         assert "within 0.2 s" in warning
         assert warning.endswith("is another attached?")
-        async with asyncio.timeout(20):
-            while await health_of(server.address, GUIDED) != not_serving:  # noqa: ASYNC110 - told by a background task
-                await asyncio.sleep(0.01)
+        await until_health(server.address, NOT_SERVING)
         command = [sys.executable, "-m", "grammar_service", "--dir", str(tmp_path / "g")]
-        root = Path(__file__).parents[2]
         child = await asyncio.create_subprocess_exec(*command, cwd=root)
         try:
-            async with asyncio.timeout(60):
-                while await health_of(server.address, GUIDED) != serving:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            await until_health(server.address, SERVING)
             child.kill()
-            async with asyncio.timeout(20):
-                while await health_of(server.address, GUIDED) != not_serving:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            assert await health_of(server.address) == serving
+            await until_health(server.address, NOT_SERVING)
+            assert await health_of(server.address) == SERVING
         finally:
             if child.returncode is None:
                 child.kill()

@@ -214,7 +214,7 @@ def test_cancelled_sequences_release_their_adapters_even_without_a_grammar_proce
 ) -> None:
     with guided_engine(load("none"), settings(3, folder, files, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
         dropped, aborted, guided = (
-            named(engine, name, tokens(30, seed), max_tokens=150, grammar="140")
+            named(engine, name, tokens(30, seed), max_tokens=150, grammar="140", ignore_eos=False)
             for seed, name in enumerate(("a", "a", "b"))
         )
         hold = Hold(engine, lambda: all(answer.tokens for answer in (dropped, aborted, guided)))

@@ -1,22 +1,30 @@
-"""Prompt adapters over a tiny model: equal to PEFT's embeddings before the prompt, and lossless."""
+"""Prompt adapters over a tiny model: equal to PEFT's embeddings before the prompt, and to each adapter their own pages.
+
+Not responsible for: drafts and events that change no token (see tests/gpu_engine/test_lossless.py).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from gpu_engine.api.adapters import AdapterKind
+from gpu_engine.api.output_tensors import WantedOutput
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.adapters.peft_files import AdapterNotSupported, PromptFiles
-from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.loader import load_model
 from tests.gpu_engine import tiny
 from tests.gpu_engine.adapters.files import merge, save_lora, save_prompt
 from tests.gpu_engine.harness import Answer, answer_all, answer_each, ask, config, running, tokens, with_drafts
+
+TENSORS = ("logits", "hidden_states.1", "hidden_states.2", "model.layers.1.mlp")
 
 
 @pytest.fixture(scope="module")
@@ -36,68 +44,76 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     }
 
 
-def fields(folder: Path, files: dict[str, Path], **more: object) -> dict[str, Any]:
-    return {"model": str(folder), "adapters": tuple(f"{name}={path}" for name, path in files.items()), **more}
+@pytest.fixture
+def engine(folder: Path, files: dict[str, Path]) -> Iterator[Engine]:
+    fields = {"model": str(folder), "adapters": tuple(f"{name}={path}" for name, path in files.items())}
+    settings = with_drafts(3, **fields)
+    with running(Engine(settings, load_model(settings))) as made:
+        yield made
 
 
-def asked(engine: Engine, name: str, prompt: list[int], lora: str = "", **sampling: Any) -> Answer:
+def asked(engine: Engine, name: str, prompt: list[int], lora: str = "", **fields: Any) -> Answer:
     adapter = engine.adapters.find(AdapterKind.PROMPT, name) if name else None
     virtual = [] if adapter is None else list(adapter.virtual_ids)
-    answer = ask([*virtual, *prompt], **{"max_tokens": 16, "ignore_eos": True, **sampling})
-    answer.change(prompt_adapter=adapter)
-    answer.change(lora=engine.adapters.find(AdapterKind.LORA, lora) if lora else None)
-    return answer
+    return ask(
+        [*virtual, *prompt],
+        **{"max_tokens": 16, "ignore_eos": True, **fields},
+        prompt_adapter=adapter,
+        lora=engine.adapters.find(AdapterKind.LORA, lora) if lora else None,
+    )
 
 
-def want(folder: Path, files: dict[str, Path], name: str, prompt: list[int], count: int, lora: str = "") -> list[int]:
-    """Return transformers' greedy answer after the adapter's embeddings."""
-    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+def reference(folder: Path, files: dict[str, Path], name: str, lora: str, ids: list[int]) -> dict[str, torch.Tensor]:
+    """Return transformers' tensors for these tokens after the adapter's embeddings, in float32."""
+    net: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     if lora:
         merge(net, files[lora])
-    virtual = load_file(files[name] / "adapter_model.safetensors")["prompt_embeddings"]
-    ids = list(prompt)
-    for _ in range(count):
-        embeds = torch.cat([virtual, net.get_input_embeddings()(torch.tensor(ids))])[None]
-        with torch.no_grad():
-            ids.append(int(net(inputs_embeds=embeds).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
+    found = {}
+    net.get_submodule(TENSORS[-1]).register_forward_hook(lambda _, args, output: found.update({TENSORS[-1]: output[0]}))
+    embeds = net.get_input_embeddings()(torch.tensor(ids))
+    if name:
+        embeds = torch.cat([load_file(files[name] / "adapter_model.safetensors")["prompt_embeddings"], embeds])
+    with torch.no_grad():
+        out = net(inputs_embeds=embeds[None], output_hidden_states=True)
+    found |= {f"hidden_states.{layer}": states[0] for layer, states in enumerate(out.hidden_states)}
+    return found | {"logits": out.logits[0]}
 
 
-def test_answers_are_those_behind_the_embeddings(folder: Path, files: dict[str, Path]) -> None:
-    configured = with_drafts(3, **fields(folder, files))
-    with running(Engine(configured, load_model(configured))) as engine:
-        prompt = tokens(21, 5)
-        cases = [("p", ""), ("q", ""), ("", ""), ("p", "l")]
-        got = answer_all(engine, [asked(engine, name, prompt, lora) for name, lora in cases])
-        assert [use.in_use for use in engine.adapters.listed()] == [0, 0, 0]
-    assert got[2] == tiny.generate(folder, prompt, 16)
-    assert [got[at] for at in (0, 1, 3)] == [
-        want(folder, files, *case[:1], prompt, 16, case[1]) for case in cases if case[0]
-    ]
+def test_answers_and_tensors_are_those_after_the_embeddings(
+    engine: Engine, folder: Path, files: dict[str, Path]
+) -> None:
+    """With and without a LoRA adapter; greedy tokens are the best of the logits at each place."""
+    prompt, cases = tokens(21, 5), [("p", ""), ("q", ""), ("", ""), ("p", "l"), ("", "l")]
+    specs = engine.model.outputs
+    wanted = tuple(WantedOutput(name, name, specs[name], context=True, answer=True) for name in TENSORS)
+    answers = [asked(engine, name, prompt, lora, tensors=wanted) for name, lora in cases]
+    answer_all(engine, answers)
+    assert [use.in_use for use in engine.adapters.listed()] == [0, 0, 0]
+    assert len({tuple(answer.tokens) for answer in answers}) == len(cases)
+    for answer, (name, lora) in zip(answers, cases, strict=True):
+        want = reference(folder, files, name, lora, [*prompt, *answer.tokens[:-1]])
+        for tensor in TENSORS:
+            parts = [each.data for event in answer.events for each in event.outputs if each.name == tensor]
+            got = torch.from_numpy(np.concatenate(parts).view(np.float32))
+            torch.testing.assert_close(got, want[tensor], rtol=1e-4, atol=3e-4)
+        assert want["logits"][-16:].argmax(-1).tolist() == answer.tokens
 
 
-def test_pages_behind_virtual_tokens_are_shared_by_one_adapter_alone(folder: Path, files: dict[str, Path]) -> None:
-    configured = with_drafts(3, **fields(folder, files))
-    with running(Engine(configured, load_model(configured))) as engine:
-        answers = [asked(engine, name, tokens(40, 1)) for name in ("p", "q", "p", "")]
-        answer_each(engine, answers)
+def test_pages_after_virtual_tokens_are_shared_only_by_their_adapter(engine: Engine) -> None:
+    answers = [asked(engine, name, tokens(40, 1)) for name in ("p", "q", "p", "")]
+    answer_each(engine, answers)
     assert [answer.telemetry.cached_tokens for answer in answers] == [0, 0, 48, 0]
     assert answers[0].tokens == answers[2].tokens
 
 
-def test_log_probabilities_of_the_prompt_follow_the_virtual_tokens(folder: Path, files: dict[str, Path]) -> None:
-    configured = with_drafts(0, **fields(folder, files))
+def test_log_probabilities_of_the_prompt_follow_the_virtual_tokens(
+    engine: Engine, folder: Path, files: dict[str, Path]
+) -> None:
     prompt = tokens(25, 1)
-    with running(Engine(configured, load_model(configured))) as engine:
-        answer = asked(engine, "p", prompt, max_tokens=1)
-        answer.change(prompt_logprobs=1)
-        answer_all(engine, [answer])
+    answer = asked(engine, "p", prompt, max_tokens=1, prompt_logprobs=1)
+    answer_all(engine, [answer])
     scores = next(event.prompt_logprobs for event in answer.events if event.prompt_logprobs is not None)
-    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    virtual = load_file(files["p"] / "adapter_model.safetensors")["prompt_embeddings"]
-    with torch.no_grad():
-        embeds = torch.cat([virtual, net.get_input_embeddings()(torch.tensor(prompt))])[None]
-        logprobs = net(inputs_embeds=embeds).logits[0].log_softmax(-1)
+    logprobs = reference(folder, files, "p", "", prompt)["logits"].log_softmax(-1)
     expected = logprobs[torch.arange(20, 44), torch.tensor(prompt[1:])]
     torch.testing.assert_close(torch.from_numpy(scores.logprob_N)[20:], expected, rtol=1e-4, atol=1e-4)
 
@@ -116,17 +132,14 @@ def test_places_of_unloaded_adapters_are_used_again(folder: Path) -> None:
     assert embedding(ids)[0, 1:, 0].tolist() == [4.0, 5.0, 3.0]
     for number in (1, 3, 4):
         pool.remove_prompt(number)
-    with pytest.raises(
-        AdapterNotSupported, match=r"prompt_embeddings: has the shape \[2, 32\], and the model needs \[2, 64\]"
-    ):
+    problem = r"prompt_embeddings: has the shape \[2, 32\], and the model needs \[2, 64\]"
+    with pytest.raises(AdapterNotSupported, match=problem):
         pool.check(PromptFiles(torch.zeros(2, 32)))
 
 
-def test_a_drafting_network_takes_no_prompt_adapter(
-    folder: Path, files: dict[str, Path], draft_models: dict[str, str]
-) -> None:
-    configured = config(model=str(folder), drafter="model", draft_model=draft_models["same"], max_adapter_bytes=1 << 20)
-    model: LoadedModel = load_model(configured)
+def test_a_drafting_network_takes_no_prompt_adapter(folder: Path, draft_models: dict[str, str]) -> None:
+    fields = {"drafter": "model", "draft_model": draft_models["same"], "max_adapter_bytes": 1 << 20}
+    model = load_model(config(model=str(folder), **fields))
     assert model.adapters is not None
     with pytest.raises(AdapterNotSupported, match="PROMPT_TUNING is not taken: drafter=model reads the tokens"):
         model.adapters.check(PromptFiles(torch.zeros(2, 64)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -183,10 +184,15 @@ def test_loads_uses_and_unloads_of_many_threads_leave_nothing(
     assert memory.prompts == set()
 
 
+@pytest.fixture
+def limited(memory: Memory, tmp_path: Path) -> Callable[..., AdapterRegistry]:
+    return lambda **limits: AdapterRegistry(memory, AdapterLimits(1 << 20, **limits), [tmp_path / "adapters"])
+
+
 def test_without_a_free_number_the_least_recently_used_one_of_the_kind_goes(
-    memory: Memory, tmp_path: Path, folder: str
+    limited: Callable[..., AdapterRegistry], memory: Memory, folder: str
 ) -> None:
-    registry = AdapterRegistry(memory, AdapterLimits(1 << 20, max_adapters=2), [tmp_path / "adapters"])
+    registry = limited(max_adapters=2)
     for name in ("a", "b", "c"):
         registry.load(name, folder)
     assert names(registry) == ["b", "c"]
@@ -196,18 +202,16 @@ def test_without_a_free_number_the_least_recently_used_one_of_the_kind_goes(
     registry.acquire([registry.find(AdapterKind.PROMPT, "c"), replaced])
     with pytest.raises(LimitExceeded, match="max_adapters: 2 prompt adapters are loaded, and none of them can be"):
         registry.load("d", folder)
+    only = limited(max_adapters=1)
+    memory.prompts.clear()
+    first = only.load("a", folder)
+    assert only.load("a", folder).generation > first.generation, "it replaces the only one"
+    assert (names(only), memory.prompts) == (["a"], {1})
 
 
-def test_the_only_number_is_given_to_the_adapter_that_replaces(memory: Memory, tmp_path: Path, folder: str) -> None:
-    registry = AdapterRegistry(memory, AdapterLimits(1 << 20, max_adapters=1), [tmp_path / "adapters"])
-    first = registry.load("a", folder)
-    assert registry.load("a", folder).generation > first.generation
-    assert names(registry) == ["a"]
-    assert memory.prompts == {1}
-
-
-def test_an_adapter_larger_than_the_settings_allow_is_refused(memory: Memory, tmp_path: Path, folder: str) -> None:
-    registry = AdapterRegistry(memory, AdapterLimits(1 << 20, max_virtual_tokens=1), [tmp_path / "adapters"])
+def test_an_adapter_larger_than_the_settings_allow_is_refused(
+    limited: Callable[..., AdapterRegistry], memory: Memory, folder: str
+) -> None:
     with pytest.raises(InvalidRequest, match="path: num_virtual_tokens: is 2, and max_virtual_tokens is 1"):
-        registry.load("a", folder)
+        limited(max_virtual_tokens=1).load("a", folder)
     assert not memory.prompts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.request import EarlyStopping, FinishReason
+from gpu_engine.core.engine import Engine
 from gpu_engine.model.embedded import ensure_embedded
 from gpu_engine.model.loader import LoadedModel, load_model
 from shared_mem.layout import Stage
@@ -32,7 +34,7 @@ from tests.gpu_engine.harness import (
     until_false,
     with_drafts,
 )
-from tests.gpu_engine.toy_sidecar import Automaton, guided_engine
+from tests.gpu_engine.toy_sidecar import Automaton, ToyGrammar, guided_engine
 
 SEARCHES = [
     partial(
@@ -62,6 +64,17 @@ def model(saved: Callable[[str], Path]) -> LoadedModel:
 def net(saved: Callable[[str], Path]) -> Any:
     """The same model in transformers."""
     return AutoModelForCausalLM.from_pretrained(saved("qwen2"), dtype=torch.float32)
+
+
+def guided(llama: LoadedModel, num_drafts: int = 0, **fields: Any) -> AbstractContextManager[tuple[Engine, ToyGrammar]]:
+    return guided_engine(llama, with_drafts(num_drafts, row_timeout_ms=UNHURRIED_MS, **fields))
+
+
+@pytest.fixture(scope="module")
+def first_alone(llama: LoadedModel) -> list[tuple[list[list[int]], list[float | None]]]:
+    """The first guided search, undisturbed."""
+    with guided(llama) as (engine, _):
+        return results(search_all(engine, [GUIDED[0]()]))
 
 
 def results(answers: list[BeamAnswer]) -> list[tuple[list[list[int]], list[float | None]]]:
@@ -137,10 +150,10 @@ def test_beams_share_the_pages_of_their_prompt(model: LoadedModel) -> None:
 
 
 def test_guided_beams_are_legal_and_do_not_depend_on_company(llama: LoadedModel, overlap: bool) -> None:
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
+    with guided(llama) as (engine, grammar):
         alone = [results(search_all(engine, [make()]))[0] for make in GUIDED]
         assert grammar.forks
-    with guided_engine(llama, with_drafts(7, max_batch_size=10, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (
+    with guided(llama, 7, max_batch_size=10, overlap=overlap) as (
         engine,
         grammar,
     ):
@@ -161,32 +174,25 @@ def test_guided_beams_are_legal_and_do_not_depend_on_company(llama: LoadedModel,
     assert answers[2].finishes == [FinishReason.GRAMMAR_INCOMPLETE] * 3
 
 
-def test_a_grammar_with_fewer_answers_than_beams(llama: LoadedModel) -> None:
-    answer = search(tokens(9, 1), 4, grammar="0", max_tokens=5)
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
-        search_all(engine, [answer])
-    assert answer.tokens == [[EOS], [], [], []]
-    assert answer.finishes == [FinishReason.STOP, *[FinishReason.GRAMMAR_ERROR] * 3]
-    assert [score is None for score in answer.scores] == [False, True, True, True]
-
-
-def test_a_matcher_in_error_and_a_dead_end_end_the_search(llama: LoadedModel) -> None:
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
-        failed, stuck = search(tokens(9, 1), 2, grammar="9 error 3"), search(tokens(9, 1), 2, grammar="9 dead 3")
-        search_all(engine, [failed, stuck])
-        assert failed.finishes == stuck.finishes == [FinishReason.GRAMMAR_ERROR] * 2
-        wrong = search(tokens(9, 1), 2, grammar="x")
-        search_all(engine, [wrong])
-        assert isinstance(wrong.error, InvalidRequest)
+def test_searches_whose_beams_do_not_all_end_with_an_answer(llama: LoadedModel) -> None:
+    """Fewer answers than beams, a matcher in error, a dead end, and a grammar that is refused."""
+    sources = ("0", "9 error 3", "9 dead 3", "x")
+    few, failed, stuck, wrong = (search(tokens(9, 1), 4, grammar=source, max_tokens=5) for source in sources)
+    with guided(llama) as (engine, _):
+        search_all(engine, [few, failed, stuck, wrong])
+    assert few.tokens == [[EOS], [], [], []]
+    assert few.finishes == [FinishReason.STOP, *[FinishReason.GRAMMAR_ERROR] * 3]
+    assert [score is None for score in few.scores] == [False, True, True, True]
+    assert failed.finishes == stuck.finishes == [FinishReason.GRAMMAR_ERROR] * 4
+    assert isinstance(wrong.error, InvalidRequest)
 
 
 @pytest.mark.parametrize("at", [1, 4, 9])
-def test_beams_survive_a_kill_of_the_grammar_process(llama: LoadedModel, at: int, overlap: bool) -> None:
+def test_beams_survive_a_kill_of_the_grammar_process(
+    llama: LoadedModel, first_alone: Any, at: int, overlap: bool
+) -> None:
     """The n-th record of the searches is not answered, because the process is gone; matchers are built again."""
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
-        expected = results(search_all(engine, [make() for make in GUIDED[:1]]))
-    settings = with_drafts(0, row_timeout_ms=UNHURRIED_MS, overlap=overlap)
-    with guided_engine(llama, settings) as (engine, grammar):
+    with guided(llama, overlap=overlap) as (engine, grammar):
         seen, dead = [0], threading.Event()
 
         def die(record: object) -> None:
@@ -202,23 +208,21 @@ def test_beams_survive_a_kill_of_the_grammar_process(llama: LoadedModel, at: int
         grammar.lose_sidecar(engine)
         engine.forgive_grammar_end()
         grammar.restore_sidecar(engine)
-        assert results([answer.wait()]) == expected
+        assert results([answer.wait()]) == first_alone
 
 
-def test_a_lost_fork_is_bound_again(llama: LoadedModel) -> None:
+def test_a_lost_fork_is_bound_again(llama: LoadedModel, first_alone: Any) -> None:
     """A fork that is overwritten before it is read leaves no matcher that the next record fits."""
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
-        expected = results(search_all(engine, [GUIDED[0]()]))
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
+    with guided(llama) as (engine, grammar):
         number = itertools.count()
         grammar.sidecar.loses = lambda record: next(number) in (1, 2)
-        assert results(search_all(engine, [GUIDED[0]()])) == expected
+        assert results(search_all(engine, [GUIDED[0]()])) == first_alone
         assert len(grammar.opened) > 1
 
 
 @pytest.mark.parametrize("guided", [False, True])
 def test_a_search_can_be_aborted_and_dropped(llama: LoadedModel, guided: bool) -> None:
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
+    with guided(llama) as (engine, _):
         options = {"grammar": "200"} if guided else {"ignore_eos": True}
         answer = search(tokens(9, 1), 3, max_tokens=200, **options)
         hold = Hold(engine, lambda: engine.stats().steps >= 5)
@@ -248,14 +252,10 @@ def test_searches_that_cannot_run_are_refused_by_name(model: LoadedModel) -> Non
             assert raised.value.field == "beam_search.beam_width"
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_log_probabilities_of_the_prompt_come_with_the_best_sequence(model: LoadedModel, early: bool) -> None:
-    plain, answer = ask(tokens(40, 1), max_tokens=4), search(tokens(40, 1), 2, max_tokens=4)
-    plain.change(prompt_logprobs=2)
-    answer.change(prompt_logprobs=2)
+def test_log_probabilities_of_the_prompt_come_with_the_best_sequence(model: LoadedModel) -> None:
+    plain = ask(tokens(40, 1), max_tokens=4, prompt_logprobs=2)
+    answer = search(tokens(40, 1), 2, max_tokens=4, prompt_logprobs=2)
     with unguided_engine(model, with_drafts(0)) as engine:
-        if early:
-            search_all(engine, [search(tokens(40, 1), 3, max_tokens=9)])
         answer_all(engine, [plain])
         search_all(engine, [answer])
     wanted, found = plain.events[0].prompt_logprobs, answer.events[0].prompt_logprobs
@@ -263,6 +263,13 @@ def test_log_probabilities_of_the_prompt_come_with_the_best_sequence(model: Load
     assert found is not None
     assert found.logprob_N.tolist() == wanted.logprob_N.tolist()
     assert answer.events[1].prompt_logprobs is None
+
+
+PROMPTS = [
+    f"{begin} {topic}"
+    for begin in ("The history of", "A short story about", "How to learn", "In the year 2050,", "Q: What is")
+    for topic in ("the sea", "bread")
+]
 
 
 @pytest.mark.slow
@@ -289,11 +296,3 @@ def test_searches_of_the_embedded_model_equal_those_of_transformers() -> None:
         wanted, scores = of_transformers(net, answer.request, served.eos_token_ids)
         assert answer.tokens == wanted
         assert answer.scores == pytest.approx(scores, rel=1e-5)
-
-
-PROMPTS = [
-    f"{begin} {topic}"
-    for begin in ("The history of", "A short story about", "How to learn", "In the year 2050,", "Q: What is")
-    for topic in ("the sea", "bread", "mathematics", "a small town")
-]
-"""Twenty."""

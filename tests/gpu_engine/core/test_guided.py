@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
 from gpu_engine.api.errors import GrammarUnavailable, InternalError, InvalidRequest
 from gpu_engine.api.request import FinishReason
 from gpu_engine.api.stats import Stage as SequenceStage
+from gpu_engine.core.engine import Engine
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record
@@ -30,14 +31,19 @@ from tests.gpu_engine.harness import (
 from tests.gpu_engine.toy_sidecar import CrashError, ToyGrammar, guided_engine
 
 
+def toy_engine(
+    llama: LoadedModel, num_drafts: int = 7, **fields: object
+) -> AbstractContextManager[tuple[Engine, ToyGrammar]]:
+    return guided_engine(llama, with_drafts(num_drafts, **{"row_timeout_ms": UNHURRIED_MS, **fields}))
+
+
 def test_the_target_as_its_own_draft_model_is_right(
     llama: LoadedModel, draft_models: dict[str, str], guided_tokens: list[list[int]], overlap: bool
 ) -> None:
     """It has the rows of the verification and its noise; only drafts after a stop are wrong."""
-    waits = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
-    settings = with_drafts(3, overlap=overlap, draft_model=draft_models["same"], draft_masks="on", **waits)
+    fields = {"draft_model": draft_models["same"], "draft_masks": "on", "draft_timeout_ms": UNHURRIED_MS}
     answers = made()
-    with guided_engine(llama, settings) as (engine, _):
+    with toy_engine(llama, 3, overlap=overlap, **fields) as (engine, _):
         assert answer_all(engine, answers) == guided_tokens
     for answer in answers:
         telemetry = answer.telemetry
@@ -45,43 +51,26 @@ def test_the_target_as_its_own_draft_model_is_right(
         assert wrong < 3 if answer.finish is FinishReason.STOP else wrong == 0
 
 
-def test_unguided_requests_cause_no_call_of_the_grammar_port(llama: LoadedModel) -> None:
-    with guided_engine(llama, with_drafts(7)) as (engine, grammar):
+def test_a_grammar_that_is_slow_to_open_or_refused_delays_no_other_request(llama: LoadedModel) -> None:
+    with toy_engine(llama) as (engine, grammar):
         answer_all(engine, [ask(tokens(9, 1), ignore_eos=True)])
         assert grammar.sidecar.records == []
         assert engine.stats().mask_wait_ms == 0
-
-
-def test_the_result_of_the_compilation_reaches_the_telemetry(llama: LoadedModel) -> None:
-    with guided_engine(llama, with_drafts(3, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
-        answer = ask(tokens(9, 1), grammar="20", max_tokens=60)
-        answer_all(engine, [answer])
-    telemetry = answer.telemetry
-    assert (telemetry.compile_ms, telemetry.compile_cache_hit) == (1.5, True)
-    assert (telemetry.backend, telemetry.warnings) == (2, ("toy",))
-    assert answer.request.arrived_s <= telemetry.scheduled_s <= telemetry.first_token_s <= telemetry.finished_s
-
-
-def test_a_grammar_that_is_slow_to_open_delays_no_other_request(llama: LoadedModel) -> None:
-    with guided_engine(llama, with_drafts(7, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
         grammar.hold = True
-        slow = ask(tokens(9, 1), grammar="20", max_tokens=60)
-        slow.submit(engine)
+        slow, refused = ask(tokens(9, 1), grammar="20", max_tokens=60), ask(tokens(9, 1), grammar="what")
+        for answer in (slow, refused):
+            answer.submit(engine)
         answer_all(engine, [ask(tokens(9, 2), ignore_eos=True)])
         assert slow.events == []
+        assert isinstance(refused.wait().error, InvalidRequest)
         grammar.hold = False
         engine.grammar_restored()
         assert legal(slow.wait())
-
-
-def test_a_refused_grammar_ends_its_request_alone(llama: LoadedModel) -> None:
-    with guided_engine(llama, with_drafts(7, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
-        bad = ask(tokens(9, 1), grammar="what")
-        good = ask(tokens(9, 2), grammar="20", max_tokens=60)
-        answer_all(engine, [bad, good])
-        assert isinstance(bad.error, InvalidRequest)
-        assert good.finish is FinishReason.STOP
         assert engine.stats().failed == {"INVALID_ARGUMENT": 1}
+    telemetry = slow.telemetry
+    assert (telemetry.compile_ms, telemetry.compile_cache_hit) == (1.5, True)
+    assert (telemetry.backend, telemetry.warnings) == (2, ("toy",))
+    assert slow.request.arrived_s <= telemetry.scheduled_s <= telemetry.first_token_s <= telemetry.finished_s
 
 
 @pytest.mark.parametrize(("num_drafts", "draft_model"), [(0, ""), (7, ""), (5, "same")])
@@ -95,10 +84,7 @@ def test_a_dead_end_or_an_error_ends_its_request_alone(
     draft_model: str,
     overlap: bool,
 ) -> None:
-    settings = with_drafts(
-        num_drafts, overlap=overlap, draft_model=draft_models.get(draft_model, ""), row_timeout_ms=UNHURRIED_MS
-    )
-    with guided_engine(llama, settings) as (engine, _):
+    with toy_engine(llama, num_drafts, overlap=overlap, draft_model=draft_models.get(draft_model, "")) as (engine, _):
         answers = made()
         broken = ask(answers[0].request.prompt_ids, grammar=f"50 {trouble} 20", max_tokens=90)
         assert answer_all(engine, [*answers, broken])[:-1] == guided_tokens
@@ -109,7 +95,7 @@ def test_a_dead_end_or_an_error_ends_its_request_alone(
 def test_a_late_answer_defers_its_slot_and_holds_up_no_other(
     llama: LoadedModel, guided_tokens: list[list[int]], overlap: bool
 ) -> None:
-    with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=5.0)) as (engine, grammar):
+    with toy_engine(llama, 7, overlap=overlap, row_timeout_ms=5.0) as (engine, grammar):
         seen_free, withheld = threading.Event(), threading.Event()
 
         def late_once(record: Record) -> None:
@@ -136,7 +122,7 @@ def test_a_late_answer_defers_its_slot_and_holds_up_no_other(
 def test_a_slot_with_missing_rows_is_in_no_step(
     llama: LoadedModel, guided_tokens: list[list[int]], overlap: bool
 ) -> None:
-    with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
+    with toy_engine(llama, 7, overlap=overlap) as (engine, grammar):
         sidecar = grammar.sidecar
         withheld, gave = threading.Event(), threading.Event()
 
@@ -168,7 +154,7 @@ def test_a_slot_with_missing_rows_is_in_no_step(
 def test_a_sidecar_that_is_silent_for_a_while_loses_nothing(
     llama: LoadedModel, guided_tokens: list[list[int]], during_a_step: bool, overlap: bool
 ) -> None:
-    with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=30_000.0)) as (engine, grammar):
+    with toy_engine(llama, 7, overlap=overlap, row_timeout_ms=30_000.0) as (engine, grammar):
         reached, go_on, answers = threading.Event(), threading.Event(), made()
 
         def stop(record: Record) -> None:
@@ -202,7 +188,7 @@ def test_a_sidecar_that_is_silent_for_a_while_loses_nothing(
 def test_answers_that_only_defer_make_the_engine_open_the_slot_again(
     llama: LoadedModel, guided_tokens: list[list[int]], overlap: bool
 ) -> None:
-    with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
+    with toy_engine(llama, 7, overlap=overlap) as (engine, grammar):
 
         def lost_the_thread(record: Record) -> bool:
             return record.commit_pos + len(record.committed) > 10 and len(grammar.opened) == 1
@@ -223,7 +209,7 @@ def test_answers_that_only_defer_make_the_engine_open_the_slot_again(
 def test_a_matcher_that_never_answers_ends_its_request(
     llama: LoadedModel, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
+    with toy_engine(llama, 7, overlap=overlap) as (engine, grammar):
         monkeypatch.setattr(GrammarSlots, "stall_s", PATIENCE_S)
         grammar.sidecar.refuse = lambda record: record.slot == 0
         stuck, fine = (ask(tokens(9, seed), grammar="30", max_tokens=60) for seed in (1, 2))
@@ -240,7 +226,7 @@ def test_a_matcher_that_never_answers_ends_its_request(
 def test_a_slot_whose_record_was_overwritten_unread_is_opened_again(
     llama: LoadedModel, guided_tokens: list[list[int]], frozen: bool, overlap: bool
 ) -> None:
-    with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=5.0)) as (engine, grammar):
+    with toy_engine(llama, 7, overlap=overlap, row_timeout_ms=5.0) as (engine, grammar):
         sidecar, channel = grammar.sidecar, engine._channel
         assert channel is not None
 
@@ -291,7 +277,7 @@ def test_an_answer_for_an_earlier_owner_of_the_slot_frees_no_token(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GrammarSlots, "stall_s", 0.3)
-    with guided_engine(llama, with_drafts(7, row_timeout_ms=20.0)) as (engine, grammar):
+    with toy_engine(llama, 7, row_timeout_ms=20.0) as (engine, grammar):
         grammar.sidecar.gen_shift = -1
         answer = ask(tokens(9, 1), grammar="30", max_tokens=60)
         answer_all(engine, [answer])
@@ -300,7 +286,7 @@ def test_an_answer_for_an_earlier_owner_of_the_slot_frees_no_token(
 
 
 def test_a_request_that_comes_during_an_outage_waits_for_its_end(llama: LoadedModel) -> None:
-    with guided_engine(llama, with_drafts(3, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
+    with toy_engine(llama, 3) as (engine, grammar):
         engine.grammar_lost()
         guided = ask(tokens(9, 1), grammar="20", max_tokens=60)
         guided.submit(engine)
@@ -314,7 +300,7 @@ def test_a_request_that_comes_during_an_outage_waits_for_its_end(llama: LoadedMo
 def test_events_for_an_earlier_owner_of_a_slot_are_ignored(
     llama: LoadedModel, guided_tokens: list[list[int]], overlap: bool
 ) -> None:
-    with guided_engine(llama, with_drafts(3, overlap=overlap, max_batch_size=1, row_timeout_ms=UNHURRIED_MS)) as (
+    with toy_engine(llama, 3, overlap=overlap, max_batch_size=1) as (
         engine,
         grammar,
     ):
@@ -332,26 +318,19 @@ def test_events_for_an_earlier_owner_of_a_slot_are_ignored(
         assert answer.telemetry.backend == 2
 
 
-def test_a_preempted_guided_request_goes_on_behind_its_own_tokens(llama: LoadedModel, overlap: bool) -> None:
-    def run(**fields: int) -> tuple[list[list[int]], ToyGrammar, int]:
-        settings = with_drafts(7, overlap=overlap, max_model_len=128, row_timeout_ms=UNHURRIED_MS, **fields)
-        with guided_engine(llama, settings) as (engine, grammar):
-            answers = [ask(tokens(20, seed), grammar="70", max_tokens=80) for seed in range(4)]
-            return answer_all(engine, answers), grammar, engine.stats().preemptions
-
-    undisturbed, _, never = run()
-    tight, grammar, preemptions = run(kv_cache_tokens=128)
-    assert tight == undisturbed
-    assert never == 0 < preemptions
-    assert len(grammar.opened) == 4 + preemptions
+def test_the_matcher_of_a_preempted_request_is_opened_at_its_tokens(llama: LoadedModel, overlap: bool) -> None:
+    with toy_engine(llama, overlap=overlap, max_model_len=128, kv_cache_tokens=128) as (engine, grammar):
+        found = answer_all(engine, [ask(tokens(20, seed), grammar="70", max_tokens=80) for seed in range(4)])
+        preemptions = engine.stats().preemptions
+    assert len(grammar.opened) == 4 + preemptions > 4
     again = [list(committed) for _, _, committed in grammar.opened if committed]
     assert again
-    assert all(any(ids[: len(committed)] == committed for ids in tight) for committed in again)
+    assert all(any(ids[: len(committed)] == committed for ids in found) for committed in again)
 
 
 def test_a_stop_inside_a_block_of_drafts_ends_a_guided_answer(llama: LoadedModel, overlap: bool) -> None:
     # The history holds whole answers with their stops, so the drafter proposes them.
-    with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
+    with toy_engine(llama, 7, overlap=overlap) as (engine, grammar):
         start = tokens(8, 1)
         first = ask(start, grammar="14", max_tokens=60)
         answer_all(engine, [first])
@@ -370,8 +349,7 @@ def test_a_stop_inside_a_block_of_drafts_ends_a_guided_answer(llama: LoadedModel
 def test_a_grammar_that_kills_every_sidecar_ends_alone(
     llama: LoadedModel, guided_tokens: list[list[int]], at: int, num_drafts: int, overlap: bool
 ) -> None:
-    settings = with_drafts(num_drafts, overlap=overlap, row_timeout_ms=UNHURRIED_MS)
-    with guided_engine(llama, settings) as (engine, grammar):
+    with toy_engine(llama, num_drafts, overlap=overlap) as (engine, grammar):
         answers = made()
         deadly = ask(answers[0].request.prompt_ids, grammar=f"50 crash {at}", max_tokens=90)
         with grammar.supervised(engine):
@@ -390,7 +368,7 @@ def test_a_grammar_that_kills_every_sidecar_ends_alone(
 def test_several_grammars_that_kill_the_sidecar_are_found_one_by_one(
     llama: LoadedModel, guided_tokens: list[list[int]], overlap: bool
 ) -> None:
-    with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
+    with toy_engine(llama, 3, overlap=overlap) as (engine, grammar):
         deadly = [ask(tokens(9, seed), grammar="50 crash 0", max_tokens=90) for seed in range(3)]
         answer = MIX[0]()
         with grammar.supervised(engine):
@@ -408,7 +386,7 @@ def test_a_library_that_dies_of_drafts_costs_two_processes_and_no_answer(
         if record.drafts if what == "drafts" else record.stage == Stage.PROPOSE:
             raise CrashError
 
-    with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
+    with toy_engine(llama, 3, overlap=overlap) as (engine, grammar):
         grammar.before = grammar.sidecar.before = die
         with grammar.supervised(engine):
             assert answer_all(engine, [MIX[0]()]) == guided_tokens[:1]
@@ -421,7 +399,7 @@ def test_a_library_that_dies_of_drafts_costs_two_processes_and_no_answer(
 
 
 def test_ends_from_outside_end_no_request(llama: LoadedModel, guided_tokens: list[list[int]], overlap: bool) -> None:
-    with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
+    with toy_engine(llama, 3, overlap=overlap) as (engine, grammar):
         grammar.forgives = True
         answer = ask(MIX[0]().request.prompt_ids, grammar="50 crash 0", max_tokens=90)
         with grammar.supervised(engine):

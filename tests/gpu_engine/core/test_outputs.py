@@ -154,25 +154,6 @@ def test_rows_of_cached_tokens_are_missing_and_the_first_row_says_so(either_forw
     np.testing.assert_allclose(second, first[cached[1] :], atol=1e-4)
 
 
-def test_preempted_sequences_have_each_row_once(either_forward: LoadedModel, overlap: bool) -> None:
-    def run(**fields: Any) -> tuple[list[Answer], int]:
-        with unguided_engine(either_forward, with_drafts(3, overlap=overlap, prefix_cache=False, **fields)) as engine:
-            answers = [
-                with_outputs(ask(tokens(60 + 20 * n, n), max_tokens=60, seed=n), wanted(either_forward, LOGITS))
-                for n in range(5)
-            ]
-            answer_all(engine, answers)
-            return answers, engine.stats().preemptions
-
-    undisturbed, never = run()
-    tight, preemptions = run(kv_cache_tokens=256)
-    assert never == 0 < preemptions
-    assert [answer.tokens for answer in tight] == [answer.tokens for answer in undisturbed]
-    for one, other in zip(tight, undisturbed, strict=True):
-        assert len(rows_of(one)[LOGITS]) == len(one.request.prompt_ids) + len(one.tokens) - 1
-        np.testing.assert_allclose(rows_of(one)[LOGITS], rows_of(other)[LOGITS], atol=1e-4)
-
-
 def test_a_request_that_ends_between_two_forwards_leaves_nothing(llama: LoadedModel, overlap: bool) -> None:
     with unguided_engine(llama, config(overlap=overlap, max_batch_size=2)) as engine:
         other = ask(tokens(5, 1), max_tokens=200, ignore_eos=True)

@@ -97,21 +97,6 @@ def test_they_need_every_row_so_cached_pages_are_not_reused_but_made(llama: Load
     assert scores_of(answers[0]).top_ids_NM.shape == (len(LONG) - 1, 0)
 
 
-def test_preempted_prompts_have_all_of_them_once(either_forward: LoadedModel, overlap: bool) -> None:
-    def run(**fields: Any) -> tuple[list[Answer], int]:
-        with unguided_engine(either_forward, with_drafts(3, overlap=overlap, **fields)) as engine:
-            answers = [scored(tokens(60 + 20 * n, n), max_tokens=60, seed=n) for n in range(5)]
-            answer_all(engine, answers)
-            return answers, engine.stats().preemptions
-
-    undisturbed, never = run()
-    tight, preemptions = run(kv_cache_tokens=256)
-    assert never == 0 < preemptions
-    for one, other in zip(tight, undisturbed, strict=True):
-        assert one.tokens == other.tokens
-        assert as_entries(scores_of(one)) == as_entries(scores_of(other))
-
-
 def test_a_request_that_ends_between_two_chunks_leaves_nothing(llama: LoadedModel, overlap: bool) -> None:
     def parts(engine: Engine) -> dict[Any, Any]:
         return engine.executor.scorer._parts

@@ -65,18 +65,6 @@ def test_no_sequence_overtakes_the_first_in_the_queue_even_if_it_would_fit() -> 
     assert names(machine.plan().assigned) == ["short"]
 
 
-def test_a_higher_priority_leaves_the_queue_first_and_equal_ones_in_the_order_of_arrival() -> None:
-    machine = scheduler(num_slots=1)
-    for name, priority in (("a", 0), ("low", -5), ("b", 0), ("high", 9), ("c", 0), ("higher", 10), ("low too", -5)):
-        machine.add(sequence(name, priority=priority))
-    order = []
-    while machine.waiting:
-        (one,) = machine.plan().assigned
-        order.append(one.name)
-        machine.remove(one)
-    assert order == ["higher", "high", "a", "b", "c", "low", "low too"]
-
-
 def test_a_sequence_that_waits_for_longer_than_it_may_leaves_the_queue_and_no_other_does() -> None:
     machine = added(scheduler(num_slots=1), sequence("runs"))
     for name, max_queue_ms in (("patient", None), ("hasty", 2000), ("less hasty", 5000)):
@@ -146,28 +134,6 @@ def test_a_preempted_sequence_waits_after_higher_priorities_and_ahead_of_equal_o
     machine.preempt(second)
     assert (second.slot, second.pages, second.prefilled) == (-1, [], 0)
     assert names(machine.waiting) == ["high", "second", "equal"]
-
-
-def test_pages_run_out_and_the_youngest_gives_way_then_comes_back_and_ends() -> None:
-    machine = added(scheduler(num_slots=3, num_pages=9), *(sequence(name, 30) for name in "abc"))
-    preempted: list[str] = []
-    gens: dict[str, list[int]] = {"a": [], "b": [], "c": []}
-    ended: list[str] = []
-    while len(ended) < 3:
-        plan = machine.plan()
-        preempted += names(plan.preempted)
-        assert not (plan.preempted and plan.assigned)
-        for s in plan.assigned:
-            gens[s.name].append(s.slot_gen)
-        act(machine, plan)
-        for s in [s for s in machine.running if s.length >= 100]:
-            machine.remove(s)
-            ended.append(s.name)
-    assert ended == ["a", "b", "c"]
-    assert preempted[0] == "c"
-    assert "a" not in preempted
-    assert len(gens["c"]) == 1 + preempted.count("c")
-    assert machine.allocator.num_used == 0
 
 
 def test_several_preempted_sequences_of_one_iteration_keep_their_order() -> None:
@@ -379,15 +345,6 @@ def test_every_token_is_prefilled_once_and_within_the_budget(lengths: list[int],
         act(machine, plan)
     assert ended == {str(at): length - 1 for at, length in enumerate(lengths)}
     assert decoded | set(names(machine.plan().decode)) == set(ended)
-
-
-def test_decoding_goes_on_while_another_prompt_is_prefilled() -> None:
-    machine = added(scheduler(), sequence("a", 1), sequence("b", 100))
-    for _ in range(3):
-        plan = machine.plan()
-        assert names(plan.decode) == ["a"]
-        assert plan.prefill
-        act(machine, plan)
 
 
 def test_a_guided_sequence_prefills_but_does_not_decode_before_its_matcher_is_open() -> None:

@@ -73,13 +73,13 @@ def answer_together(engine: Engine, answers: list[Answer]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "drafts_by",
-    ["ngram", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "model", "trained eagle3"))],
+    ["ngram", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "model", "circle eagle3"))],
 )
 def test_prompts_prefilled_together_have_the_tokens_of_each_alone(
     llama: LoadedModel, expected: list[list[int]], tmp_path: Path, drafts_by: str
 ) -> None:
     draft_model = llama.name if drafts_by == "model" else ""
-    if drafts_by == "trained eagle3":
+    if drafts_by == "circle eagle3":
         draft_model = str(tmp_path / "eagle3")
         eagle.save_trained(Path(llama.name), Path(draft_model))
     num_drafts = 0 if drafts_by == "none" else 2

@@ -107,6 +107,7 @@ def test_the_toy_drafter_runs_in_a_cpu_step(target: LoadedModel, expected: list[
         assert engine.stats().draft_tokens > 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

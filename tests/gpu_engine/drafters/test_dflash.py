@@ -1,4 +1,4 @@
-"""Drafts of a DFlash head in an engine: those of a plain reference, and the tokens of one token a step."""
+"""Drafts of a DFlash head in an engine are those of a plain reference, and read a target of any precision."""
 
 from __future__ import annotations
 
@@ -123,14 +123,6 @@ def test_drafts_are_those_of_the_reference(llama: LoadedModel, heads: dict[str, 
 
 
 # ---- tokens do not depend on drafts --------------------------------------------------------------------------------
-
-
-def test_a_repeating_head_is_right_about_free_answers(llama: LoadedModel, heads: dict[str, str]) -> None:
-    answers = [ask(tokens(9, seed), max_tokens=60, ignore_eos=True) for seed in range(4)]
-    with unguided_engine(llama, with_drafts(7, draft_model=heads["repeating"])) as engine:
-        answer_all(engine, answers)
-        stats = engine.stats()
-    assert stats.accepted_draft_tokens > stats.draft_tokens / 3
 
 
 @pytest.mark.parametrize("precision", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "q4"}])

@@ -15,18 +15,13 @@ from gpu_engine.drafters.heads.formats import HeadNotUsable
 from tests.gpu_engine.eagle import VD, H, V, make_head, target_config
 
 
-def test_a_saved_head_is_loaded_unchanged(tmp_path: Path) -> None:
+def test_a_saved_head_has_the_public_format_and_is_loaded_unchanged(tmp_path: Path) -> None:
     head = make_head()
     save_head(head, tmp_path)
     again = load_head(tmp_path, target_config(), torch.float32)
     assert again.config == head.config
     for name, tensor in head.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], tensor, rtol=0, atol=0)
-
-
-def test_the_files_have_the_public_format(tmp_path: Path) -> None:
-    head = make_head()
-    save_head(head, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors["fc.weight"].shape == (H, 3 * H)
     assert tensors["midlayer.self_attn.q_proj.weight"].shape == (H, 2 * H)
@@ -91,15 +86,6 @@ def test_the_error_of_an_unsuitable_head_names_the_mismatch(tmp_path: Path, word
     assert words in str(refusal.value)
 
 
-def test_the_error_of_an_incomplete_head_names_the_missing_tensor(tmp_path: Path) -> None:
-    save_head(make_head(), tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["midlayer.hidden_norm.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(HeadNotUsable, match=r"midlayer\.hidden_norm\.weight is missing"):
-        load_head(tmp_path, target_config(), torch.float32)
-
-
 @pytest.mark.parametrize("wrong", [V, -V, 0])
 def test_a_map_with_an_invalid_or_repeated_id_is_rejected(tmp_path: Path, wrong: int) -> None:
     head = make_head()
@@ -109,10 +95,15 @@ def test_a_map_with_an_invalid_or_repeated_id_is_rejected(tmp_path: Path, wrong:
         load_head(tmp_path, target_config(), torch.float32)
 
 
-def test_a_folder_without_a_head_is_rejected(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_and_missing_tensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(HeadNotUsable, match=r"draft_model: cannot read .*config\.json: No such file"):
         load_head(tmp_path, target_config(), torch.float32)
     save_head(make_head(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["midlayer.hidden_norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(HeadNotUsable, match=r"midlayer\.hidden_norm\.weight is missing"):
+        load_head(tmp_path, target_config(), torch.float32)
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(HeadNotUsable, match=r"model.safetensors cannot be read"):
         load_head(tmp_path, target_config(), torch.float32)

@@ -106,7 +106,7 @@ def test_no_proposal_changes_a_token(
         assert stats.accepted_jump_forward_tokens == stats.jump_forward_tokens > 5
 
 
-@pytest.mark.parametrize("drafts_by", ["same", "other", "trained eagle3", "random eagle3"])
+@pytest.mark.parametrize("drafts_by", ["same", "other", "circle eagle3", "random eagle3"])
 @pytest.mark.parametrize("proposes", ["forced", "prophet", "wrong late", "liar"])
 @pytest.mark.parametrize(
     ("num_drafts", "most", "masks", "overlap"),

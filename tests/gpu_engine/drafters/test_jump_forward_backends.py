@@ -67,7 +67,7 @@ DRAFTERS: list[tuple[dict[str, Any], int, int]] = [
     ({"drafter": "grammar", "overlap": True}, 4, 1),
     ({"drafter": "model", "draft_model": "same", "draft_masks": "on"}, 2, 7),
     ({"drafter": "model", "draft_model": "same", "draft_masks": "off"}, 3, 15),
-    ({"drafter": "eagle3", "draft_model": "trained eagle3", "draft_masks": "off"}, 5, 1),
+    ({"drafter": "eagle3", "draft_model": "circle eagle3", "draft_masks": "off"}, 5, 1),
     ({"drafter": "eagle3", "draft_model": "random eagle3", "draft_masks": "on"}, 5, 1),
 ]
 

@@ -20,7 +20,8 @@ from gpu_engine.step.prompt_rows import Chunks
 from kernels.paged_attention import KVPages
 from shared_mem.layout import Stage
 from tests.fakes import byte_tokenizer
-from tests.gpu_engine.harness import UNHURRIED_MS, answer_all, ask, config, tokens, unguided_engine
+from tests.gpu_engine.drafters.proposals import prophet
+from tests.gpu_engine.harness import UNHURRIED_MS, Answer, answer_all, ask, config, tokens
 from tests.gpu_engine.toy_sidecar import guided_engine
 
 cache_utils = pytest.importorskip("transformers.cache_utils")
@@ -31,6 +32,7 @@ if not hasattr(modeling_layers, "MtpModel"):
 LAYERS = 46
 """transformers identifies the MTP layer of this family by its number, which is that of the published models."""
 H, PAGE, LENGTH = 32, 16, 64
+PATIENT = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
 
 
 @pytest.fixture(scope="module")
@@ -106,78 +108,49 @@ def test_mtp_logits_equal_those_of_transformers(folder: Path, target: LoadedMode
     torch.testing.assert_close(second, expected[1], rtol=1e-3, atol=1e-3)
 
 
-def test_tokens_do_not_depend_on_mtp_drafts(target: LoadedModel) -> None:
-    def made() -> list[Any]:
-        return [
-            ask(tokens(9, seed), max_tokens=12, temperature=0.5 * seed, seed=seed, ignore_eos=True) for seed in (0, 1)
-        ]
-
-    with unguided_engine(target, config(model=target.name, drafter="none", num_draft_tokens=3)) as engine:
-        expected = answer_all(engine, made())
-    with unguided_engine(target, config(model=target.name, drafter="mtp", num_draft_tokens=3)) as engine:
-        assert answer_all(engine, made()) == expected
-        assert engine.stats().draft_tokens > 20
+def made() -> list[Answer]:
+    """Return free and guided requests, greedy and sampled."""
+    return [
+        ask(tokens(9, 1), max_tokens=12, ignore_eos=True),
+        ask(tokens(9, 2), max_tokens=12, temperature=0.5, seed=1, ignore_eos=True),
+        ask(tokens(9, 1), grammar="14", max_tokens=30),
+        ask(tokens(12, 2), grammar="20", max_tokens=30, temperature=0.7, seed=2),
+    ]
 
 
-@pytest.mark.parametrize("jump_forward", [False, True])
-@pytest.mark.parametrize("masks", ["on", "off"])
-def test_guided_tokens_do_not_depend_on_mtp_drafts(target: LoadedModel, masks: str, jump_forward: bool) -> None:
-    """With and without jump-forward tokens before the drafts; masked and unmasked."""
-
-    def made() -> list[Any]:
-        greedy = ask(tokens(9, 1), grammar="14", max_tokens=30)
-        return [greedy, ask(tokens(12, 2), grammar="9", max_tokens=30, temperature=0.7, seed=2)]
-
-    patient = {
-        "model": target.name,
-        "row_timeout_ms": UNHURRIED_MS,
-        "draft_timeout_ms": UNHURRIED_MS,
-        "max_batch_size": 2,
-    }
-    with guided_engine(target, config(drafter="none", **patient)) as (engine, _):
-        expected = answer_all(engine, made())
-    settings = config(
-        drafter="mtp", num_draft_tokens=3, jump_forward_tokens=int(jump_forward), draft_masks=masks, **patient
-    )
-    with guided_engine(target, settings) as (engine, grammar):
-        assert answer_all(engine, made()) == expected
-        stats = engine.stats()
-    assert stats.draft_tokens > 10
-    assert (stats.jump_forward_tokens > 0) == jump_forward
-    assert stats.accepted_jump_forward_tokens == stats.jump_forward_tokens
-    drawn = {record.stage for record in grammar.sidecar.records} - {Stage.VERIFY, Stage.PROPOSE}
-    assert bool(drawn) == (masks != "off")
+@pytest.fixture(scope="module")
+def expected(target: LoadedModel) -> list[list[int]]:
+    with guided_engine(target, config(model=target.name, drafter="none", **PATIENT)) as (engine, _):
+        return answer_all(engine, made())
 
 
-@pytest.mark.parametrize(("num_drafts", "overlap"), [(1, False), (2, True), (3, False)])
-def test_mtp_drafts_continue_after_more_jump_forward_tokens_than_its_chain(
-    target: LoadedModel, num_drafts: int, overlap: bool
+@pytest.mark.parametrize(
+    ("num_drafts", "most", "masks", "overlap"),
+    [(3, 0, "on", False), (3, 1, "off", True), (1, 7, "on", True), (3, 7, "off", False)],
+)
+def test_tokens_do_not_depend_on_mtp_drafts(
+    target: LoadedModel, expected: list[list[int]], num_drafts: int, most: int, masks: str, overlap: bool
 ) -> None:
-    def made() -> list[Any]:
-        return [ask(tokens(9, seed), grammar="20", max_tokens=15 * seed, seed=seed) for seed in (1, 2)]
-
-    with guided_engine(target, config(model=target.name, drafter="none", row_timeout_ms=UNHURRIED_MS)) as (engine, _):
-        expected = answer_all(engine, made())
-    settings = config(
-        model=target.name, drafter="mtp", num_draft_tokens=num_drafts, jump_forward_tokens=7, overlap=overlap,
-        row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS,
-    )  # fmt: skip
-    with guided_engine(target, settings) as (engine, grammar):
-        # At two of three positions the proposal is five right tokens and a wrong one; elsewhere it is empty.
-        grammar.sidecar.proposes = lambda automaton, emitted: (
-            [
-                token
-                for ids in expected
-                if emitted and ids[: len(emitted)] == emitted
-                for token in [*ids[len(emitted) :][:5], 66]
-            ]
-            if len(emitted) % 3
-            else []
-        )
+    """Masked and not; with no jump-forward tokens before the drafts, as many as the chain has, and more."""
+    drafts = {"num_draft_tokens": num_drafts, "jump_forward_tokens": most, "draft_masks": masks, "overlap": overlap}
+    with guided_engine(target, config(model=target.name, drafter="mtp", **drafts, **PATIENT)) as (engine, grammar):
+        if most > num_drafts:
+            # At two of three positions the proposal is five right tokens and a wrong one; elsewhere it is empty.
+            knows = prophet(expected)
+            grammar.sidecar.proposes = lambda automaton, emitted: (
+                [*knows(automaton, emitted)[:5], 66] if len(emitted) % 3 else []
+            )
         assert answer_all(engine, made()) == expected
         stats, records = engine.stats(), grammar.sidecar.records
-    assert max(len(record.drafts) for record in records if record.stage == Stage.VERIFY) == 6
-    assert stats.jump_forward_tokens > stats.accepted_jump_forward_tokens > 10
+    assert stats.draft_tokens > 20
+    assert (stats.jump_forward_tokens > 0) == (most > 0)
+    if most > num_drafts:
+        assert max(len(record.drafts) for record in records if record.stage == Stage.VERIFY) == 6
+        assert stats.jump_forward_tokens > stats.accepted_jump_forward_tokens > 10
+    else:
+        assert stats.accepted_jump_forward_tokens == stats.jump_forward_tokens
+    drawn = {record.stage for record in records} - {Stage.VERIFY, Stage.PROPOSE}
+    assert bool(drawn) == (masks != "off")
 
 
 def test_a_model_without_mtp_layers_is_rejected(target: LoadedModel, folder: Path, tmp_path: Path) -> None:

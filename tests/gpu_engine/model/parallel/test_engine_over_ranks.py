@@ -182,7 +182,7 @@ def test_beams_of_a_grammar_are_those_of_one_rank(llama: LoadedModel, ranks: Thr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts_by", ["same", "decoupled", "trained eagle3"])
+@pytest.mark.parametrize("drafts_by", ["same", "decoupled", "circle eagle3"])
 def test_a_drafting_network_on_rank_0_drafts_for_all(
     llama: LoadedModel, ranks: ThreadRanks, draft_models: dict[str, str], drafts_by: str
 ) -> None:
