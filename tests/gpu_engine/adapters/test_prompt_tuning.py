@@ -40,7 +40,7 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return {
         "p": save_prompt(root / "p", tokens=20, hidden=64, seed=1),
         "q": save_prompt(root / "q", tokens=3, hidden=64, seed=2),
-        "l": save_lora(folder, root / "l", seed=3),
+        "l": save_lora(folder, root / "l", seed=3, gain=2.0),
     }
 
 

@@ -66,14 +66,16 @@ def net(saved: Callable[[str], Path]) -> Any:
     return AutoModelForCausalLM.from_pretrained(saved("qwen2"), dtype=torch.float32)
 
 
-def guided(llama: LoadedModel, num_drafts: int = 0, **fields: Any) -> AbstractContextManager[tuple[Engine, ToyGrammar]]:
+def toy_engine(
+    llama: LoadedModel, num_drafts: int = 0, **fields: Any
+) -> AbstractContextManager[tuple[Engine, ToyGrammar]]:
     return guided_engine(llama, with_drafts(num_drafts, row_timeout_ms=UNHURRIED_MS, **fields))
 
 
 @pytest.fixture(scope="module")
 def first_alone(llama: LoadedModel) -> list[tuple[list[list[int]], list[float | None]]]:
     """The first guided search, undisturbed."""
-    with guided(llama) as (engine, _):
+    with toy_engine(llama) as (engine, _):
         return results(search_all(engine, [GUIDED[0]()]))
 
 
@@ -150,10 +152,10 @@ def test_beams_share_the_pages_of_their_prompt(model: LoadedModel) -> None:
 
 
 def test_guided_beams_are_legal_and_do_not_depend_on_company(llama: LoadedModel, overlap: bool) -> None:
-    with guided(llama) as (engine, grammar):
+    with toy_engine(llama) as (engine, grammar):
         alone = [results(search_all(engine, [make()]))[0] for make in GUIDED]
         assert grammar.forks
-    with guided(llama, 7, max_batch_size=10, overlap=overlap) as (
+    with toy_engine(llama, 7, max_batch_size=10, overlap=overlap) as (
         engine,
         grammar,
     ):
@@ -178,7 +180,7 @@ def test_searches_whose_beams_do_not_all_end_with_an_answer(llama: LoadedModel) 
     """Fewer answers than beams, a matcher in error, a dead end, and a grammar that is refused."""
     sources = ("0", "9 error 3", "9 dead 3", "x")
     few, failed, stuck, wrong = (search(tokens(9, 1), 4, grammar=source, max_tokens=5) for source in sources)
-    with guided(llama) as (engine, _):
+    with toy_engine(llama) as (engine, _):
         search_all(engine, [few, failed, stuck, wrong])
     assert few.tokens == [[EOS], [], [], []]
     assert few.finishes == [FinishReason.STOP, *[FinishReason.GRAMMAR_ERROR] * 3]
@@ -192,7 +194,7 @@ def test_beams_survive_a_kill_of_the_grammar_process(
     llama: LoadedModel, first_alone: Any, at: int, overlap: bool
 ) -> None:
     """The n-th record of the searches is not answered, because the process is gone; matchers are built again."""
-    with guided(llama, overlap=overlap) as (engine, grammar):
+    with toy_engine(llama, overlap=overlap) as (engine, grammar):
         seen, dead = [0], threading.Event()
 
         def die(record: object) -> None:
@@ -213,7 +215,7 @@ def test_beams_survive_a_kill_of_the_grammar_process(
 
 def test_a_lost_fork_is_bound_again(llama: LoadedModel, first_alone: Any) -> None:
     """A fork that is overwritten before it is read leaves no matcher that the next record fits."""
-    with guided(llama) as (engine, grammar):
+    with toy_engine(llama) as (engine, grammar):
         number = itertools.count()
         grammar.sidecar.loses = lambda record: next(number) in (1, 2)
         assert results(search_all(engine, [GUIDED[0]()])) == first_alone
@@ -222,7 +224,7 @@ def test_a_lost_fork_is_bound_again(llama: LoadedModel, first_alone: Any) -> Non
 
 @pytest.mark.parametrize("guided", [False, True])
 def test_a_search_can_be_aborted_and_dropped(llama: LoadedModel, guided: bool) -> None:
-    with guided(llama) as (engine, _):
+    with toy_engine(llama) as (engine, _):
         options = {"grammar": "200"} if guided else {"ignore_eos": True}
         answer = search(tokens(9, 1), 3, max_tokens=200, **options)
         hold = Hold(engine, lambda: engine.stats().steps >= 5)

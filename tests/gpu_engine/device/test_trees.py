@@ -12,13 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-<<<<<<< HEAD
 from gpu_engine.drafters.build import BUILDERS
-=======
-from gpu_engine.core.draft_budget import EveryDraft
-from gpu_engine.core.grammar_slots import GrammarSlots
-from gpu_engine.drafters.build import BUILDERS, DrafterParts
->>>>>>> a07da29 (tests: scheduler's tests share one set of builders; engine: its executor and steps in flight are public)
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.prompt_rows import Chunks, Hidden
@@ -141,77 +135,6 @@ def test_accepted_branches_under_a_grammar_change_no_token(
     assert max(map(parent_of, drafts)) == max(PARENTS)
 
 
-<<<<<<< HEAD
-=======
-@pytest.fixture(scope="module")
-def head(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a head of random weights, over a part of the vocabulary."""
-    folder = tmp_path_factory.mktemp("random") / "eagle3"
-    eagle.save_random(Path(llama.name), folder)
-    return str(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_drafts", "fields"),
-    [
-        (5, {}),
-        (15, {}),
-        (2, {"overlap": False, "enforce_eager": True}),
-    ],
-)
-def test_the_tree_of_a_head_changes_no_token(
-    llama: LoadedModel, head: str, num_drafts: int, fields: dict[str, bool]
-) -> None:
-    requests = UNGUIDED if num_drafts == 2 else [UNGUIDED[1], UNGUIDED[2]]
-    expected = answers_without_drafts(llama, requests)
-    settings = on_device(num_drafts, draft_model=head, draft_tree="on", **fields)
-    trees: list[list[int]] = []
-    with device_engine(llama, settings) as (engine, _):
-        tree = executor_of(engine).runner.launcher.lane.tree  # type: ignore[attr-defined]
-        answers = [make(on_event=lambda _: trees.extend(tree.parent_BR.tolist())) for make in requests]
-        assert answer_all(engine, answers) == expected
-        stats = engine.stats()
-    # A random head shares the noise alone, which is enough for some drafts of sampled answers.
-    assert stats.accepted_draft_tokens > 0
-    assert stats.draft_tokens > 0
-    assert any(max(Counter(row[1 : num_drafts + 1]).values()) > 1 for row in trees), "a node with two children"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("sync", "num_drafts", "refused"), [("device_flag", 4, 3), ("host_callback", 7, 0)])
-def test_the_tree_of_a_head_under_a_grammar_changes_no_token(
-    llama: LoadedModel,
-    guided_tokens: list[list[int]],
-    head: str,
-    sync: str,
-    num_drafts: int,
-    refused: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Jump-forward tokens are the trunk of the tree. Every `refused`-th record gets no row, so that its lane verifies
-    the same tree again."""
-    fields = {"draft_model": head, "draft_tree": "on", "sync": sync}
-    expected = guided_tokens[::2]
-    monkeypatch.setattr(GrammarSlots, "stall_s", PATIENCE_S)  # a refused step takes the interpreter seconds
-    with guided_device_engine(llama, on_device(num_drafts, **fields)) as (engine, grammar, _):
-        grammar.sidecar.proposes = lambda automaton, emitted: next(
-            (ids[len(emitted) :][: len(emitted) % 3] for ids in expected if ids[: len(emitted)] == emitted), []
-        )
-        if refused:
-            grammar.sidecar.refuse = lambda record: (
-                record.stage == Stage.TREE and len(grammar.sidecar.records) % refused == 0
-            )
-        assert answer_all(engine, [make() for make in GUIDED[::2]]) == expected
-        stats, records = engine.stats(), grammar.sidecar.records
-        assert (stats.deferred_rows > 0) == (refused > 0)
-    assert stats.accepted_jump_forward_tokens > 3
-    assert {record.stage for record in records} == {Stage.TREE, Stage.PROPOSE}
-    trees = [[parent_of(draft) for draft in record.drafts] for record in records if record.stage == Stage.TREE]
-    assert any(len({*parents}) < len(parents) for parents in trees), "a node with two children"
-
-
->>>>>>> a07da29 (tests: scheduler's tests share one set of builders; engine: its executor and steps in flight are public)
 def is_branched(record: Record) -> bool:
     """Return whether the record has a tree in which two drafts have one parent."""
     parents = [parent_of(draft) for draft in record.drafts]
