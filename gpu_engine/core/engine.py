@@ -69,6 +69,8 @@ class Engine:
         self._loop = EngineLoop(config, model, channel, grammar, build_executor, self.adapters, self._clock, hooks)
         self.executor = self._loop.executor
         """What runs the steps. Only the engine's thread uses it, once that runs."""
+        self.grammar_slots = self._loop.grammar_slots
+        """The guided slots. Only the engine's thread changes them."""
         self._inbox: Queue = threads.queue()
         self.draft_models = DraftModels(
             config=config,
@@ -191,7 +193,7 @@ class Engine:
 
     def _idle_s(self) -> float:
         """Return how long an idle engine may wait for a message."""
-        if self._loop.grammar_slots.any_deferred:
+        if self.grammar_slots.any_deferred:
             return _DEFERRED_POLL_S
         return min(self.heartbeat_s, max(self._loop.scheduler.next_due_s - self._clock(), _DEFERRED_POLL_S))
 
@@ -293,7 +295,7 @@ class Engine:
     ) -> None:
         """Let the slot's sequence decode: its matcher is at its committed tokens."""
         opened = partial(
-            self._loop.grammar_slots.opened,
+            self.grammar_slots.opened,
             slot,
             slot_gen,
             compile_ms=compile_ms,
@@ -321,19 +323,19 @@ class Engine:
 
     def forgive_grammar_end(self) -> None:
         """Blame no sequence for the last end of the grammar process, which was ended from outside."""
-        self._inbox.put(self._loop.grammar_slots.forgive)
+        self._inbox.put(self.grammar_slots.forgive)
 
     def grammar_silent(self) -> None:
         """Take guided sequences out of the batch: the grammar process shows no life."""
-        self._inbox.put(self._loop.grammar_slots.process_silent)
+        self._inbox.put(self.grammar_slots.process_silent)
 
     def grammar_alive(self) -> None:
         """Let guided sequences go on: the grammar process shows life again, and has every matcher."""
-        self._inbox.put(self._loop.grammar_slots.process_alive)
+        self._inbox.put(self.grammar_slots.process_alive)
 
     def grammar_restored(self) -> None:
         """Open every guided sequence at its committed tokens: a grammar process is attached again."""
-        self._inbox.put(self._loop.grammar_slots.process_restored)
+        self._inbox.put(self.grammar_slots.process_restored)
 
     def stats(self) -> EngineStats:
         """Return a copy of the counters, with the current gauges."""
@@ -370,7 +372,7 @@ class Engine:
     @property
     def grammar_progress(self) -> int:
         """Counts up whenever a grammar process gave rows to a guided sequence, or a crash was attributed."""
-        return self._loop.grammar_slots.progress
+        return self.grammar_slots.progress
 
     @property
     def num_inflight_steps(self) -> int:

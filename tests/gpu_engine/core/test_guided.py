@@ -11,7 +11,6 @@ from gpu_engine.api.errors import GrammarUnavailable, InternalError, InvalidRequ
 from gpu_engine.api.request import FinishReason
 from gpu_engine.api.stats import Stage as SequenceStage
 from gpu_engine.core.engine import Engine
-from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
@@ -206,18 +205,16 @@ def test_answers_that_only_defer_make_the_engine_open_the_slot_again(
         grammar.opened.pop()
 
 
-def test_a_matcher_that_never_answers_ends_its_request(
-    llama: LoadedModel, overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_matcher_that_never_answers_ends_its_request(llama: LoadedModel, overlap: bool) -> None:
     with toy_engine(llama, 7, overlap=overlap) as (engine, grammar):
-        monkeypatch.setattr(GrammarSlots, "stall_s", PATIENCE_S)
+        engine.grammar_slots.stall_s = PATIENCE_S
         grammar.sidecar.refuse = lambda record: record.slot == 0
         stuck, fine = (ask(tokens(9, seed), grammar="30", max_tokens=60) for seed in (1, 2))
         for answer in (stuck, fine):
             answer.submit(engine)
         assert fine.wait().finish is FinishReason.STOP
         until_false(lambda: len(grammar.opened) <= 3)
-        monkeypatch.setattr(GrammarSlots, "stall_s", 0.3)
+        engine.grammar_slots.stall_s = 0.3
         assert isinstance(stuck.wait().error, GrammarUnavailable)
         assert stuck.tokens == []
 
@@ -273,11 +270,9 @@ def test_a_slot_whose_record_was_overwritten_unread_is_opened_again(
         assert (sidecar.overruns > 0) == frozen
 
 
-def test_an_answer_for_an_earlier_owner_of_the_slot_frees_no_token(
-    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(GrammarSlots, "stall_s", 0.3)
+def test_an_answer_for_an_earlier_owner_of_the_slot_frees_no_token(llama: LoadedModel) -> None:
     with toy_engine(llama, 7, row_timeout_ms=20.0) as (engine, grammar):
+        engine.grammar_slots.stall_s = 0.3
         grammar.sidecar.gen_shift = -1
         answer = ask(tokens(9, 1), grammar="30", max_tokens=60)
         answer_all(engine, [answer])

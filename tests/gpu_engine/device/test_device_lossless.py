@@ -20,7 +20,6 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.request import FinishReason
 from gpu_engine.core.draft_budget import DraftBudget
 from gpu_engine.core.engine import Engine
-from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record
 from shared_mem.layout import Stage, parent_of
@@ -215,12 +214,11 @@ def opened(
     device = RecordedDevice(warms_up=row.warms_up)
     with ExitStack() as stack:
         grammar: ToyGrammar | None = None
-        # A refused step takes the interpreter seconds.
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(GrammarSlots, "stall_s", PATIENCE_S)
         if row.free:
             engine, stream = stack.enter_context(device_engine(llama, settings, device))
         else:
             engine, grammar, stream = stack.enter_context(guided_device_engine(llama, settings, device))
+            engine.grammar_slots.stall_s = PATIENCE_S  # a refused step takes the interpreter seconds
             sidecar = grammar.sidecar
             if row.proposes is not None:
                 sidecar.proposes = row.proposes(expected)
