@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -13,41 +12,21 @@ from lockstep_client import NO_RETRIES, TLS, AsyncClient, Client, Unavailable
 from tests.client.scripted import Scripted, serving
 
 
-@pytest.fixture(scope="module")
-def ca() -> trustme.CA:
-    return trustme.CA()
-
-
-@pytest.fixture
-def tls_address(server: Scripted, ca: trustme.CA) -> Iterator[str]:
-    """A server that speaks TLS, and asks its clients for certificates."""
-    cert = ca.issue_cert("server.test")
-    credentials = grpc.ssl_server_credentials(
-        [(cert.private_key_pem.bytes(), cert.cert_chain_pems[0].bytes())],
-        root_certificates=ca.cert_pem.bytes(),
-        require_client_auth=True,
-    )
-    with serving(server, "127.0.0.1:0", credentials) as address:
-        yield address
-
-
-def test_tls_with_a_certificate_of_the_client(
-    tls_address: str, server: Scripted, ca: trustme.CA, tmp_path: Path
-) -> None:
+def test_tls_with_a_certificate_of_the_client(server: Scripted, tmp_path: Path) -> None:
+    ca = trustme.CA()
+    theirs, own = ca.issue_cert("server.test"), ca.issue_cert("client.test")
+    pair = theirs.private_key_pem.bytes(), theirs.cert_chain_pems[0].bytes()
+    credentials = grpc.ssl_server_credentials([pair], ca.cert_pem.bytes(), require_client_auth=True)
     ca.cert_pem.write_to_path(str(tmp_path / "ca.crt"))
-    own = ca.issue_cert("client.test")
-    tls = TLS(
-        ca=tmp_path / "ca.crt",
-        cert=own.cert_chain_pems[0].bytes(),
-        key=own.private_key_pem.bytes(),
-        server_name="server.test",
-    )
-    with Client(tls_address, tls=tls, token="secret") as client:
-        assert client.generate("x").text == "yes"
-    assert server.metadata[0]["authorization"] == "Bearer secret"
-    anonymous = Client(tls_address, tls=TLS(ca=ca.cert_pem.bytes(), server_name="server.test"), retries=NO_RETRIES)
-    with anonymous, pytest.raises(Unavailable):
-        anonymous.generate("x", timeout_s=5)
+    cert, key = own.cert_chain_pems[0].bytes(), own.private_key_pem.bytes()
+    tls = TLS(ca=tmp_path / "ca.crt", cert=cert, key=key, server_name="server.test")
+    with serving(server, "127.0.0.1:0", credentials) as address:
+        with Client(address, tls=tls, token="secret") as client:
+            assert client.generate("x").text == "yes"
+        assert server.metadata[0]["authorization"] == "Bearer secret"
+        anonymous = Client(address, tls=TLS(ca=ca.cert_pem.bytes(), server_name="server.test"), retries=NO_RETRIES)
+        with anonymous, pytest.raises(Unavailable):
+            anonymous.generate("x", timeout_s=5)
 
 
 async def test_a_token_is_asked_for_before_each_call(address: str, server: Scripted) -> None:

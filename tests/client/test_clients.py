@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,24 +67,12 @@ async def test_a_schema_comes_back_as_an_object(twin: Twin, server: Scripted) ->
     assert '"people": {"type": "integer"}' in server.requests[0].grammar.json_schema
 
 
-async def test_token_ids_are_a_prompt(twin: Twin, server: Scripted) -> None:
-    await twin.call("generate", [1, 2, 3])
-    assert list(server.requests[0].token_ids.ids) == [1, 2, 3]
-
-
-async def test_sequences_are_kept_apart(twin: Twin, server: Scripted) -> None:
-    def script(request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
-        yield pb.GenerateResponse(index=1, text="b")
-        yield pb.GenerateResponse(index=0, text="a")
-        yield end(1)
-        yield end(0)
-
-    server.script = script
-    answer = await twin.call("generate", "x", n=2)
+async def test_sequences_are_kept_apart_and_each_of_them_must_end(twin: Twin, server: Scripted) -> None:
+    first = [pb.GenerateResponse(index=1, text="b"), pb.GenerateResponse(index=0, text="a")]
+    server.script = lambda request, context: [*first, end(1), end(0)]
+    answer = await twin.call("generate", [1, 2, 3], n=2)
     assert [each.text for each in (answer, *answer.others)] == ["a", "b"]
-
-
-async def test_a_stream_that_ends_early_is_an_error(twin: Twin, server: Scripted) -> None:
+    assert list(server.requests[0].token_ids.ids) == [1, 2, 3]
     server.script = lambda request, context: [end(0)]
     with pytest.raises(ServerFailed, match="1 of 2 answers"):
         await twin.call("generate", "x", n=2)
@@ -141,67 +130,51 @@ async def test_the_other_calls(twin: Twin) -> None:
     assert await twin.call("token_texts", [5, 6]) == ("5", "6")
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
-        (grpc.StatusCode.NOT_FOUND, UnknownGrammar),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, LimitExceeded),
-        (grpc.StatusCode.FAILED_PRECONDITION, GrammarNotConfigured),
-        (grpc.StatusCode.UNIMPLEMENTED, NotSupported),
-        (grpc.StatusCode.UNAUTHENTICATED, NotAuthenticated),
-        (grpc.StatusCode.INTERNAL, ServerFailed),
-        (grpc.StatusCode.DATA_LOSS, ServerFailed),
-    ],
-)
-async def test_a_status_is_an_error_of_its_own(
-    twin: Twin, server: Scripted, code: grpc.StatusCode, kind: type[LockstepError]
-) -> None:
-    server.fails = [(code, "sampling.stop[0]: is empty")] * 2
-    with pytest.raises(kind, match=r"is empty") as streamed:
-        await twin.call("generate", "x")
-    assert type(streamed.value) is kind
-    with pytest.raises(kind):
-        await twin.call("stats")
-    assert len(server.requests) == 2
+ERRORS: dict[grpc.StatusCode, type[LockstepError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: UnknownGrammar,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: LimitExceeded,
+    grpc.StatusCode.FAILED_PRECONDITION: GrammarNotConfigured,
+    grpc.StatusCode.UNIMPLEMENTED: NotSupported,
+    grpc.StatusCode.UNAUTHENTICATED: NotAuthenticated,
+    grpc.StatusCode.INTERNAL: ServerFailed,
+    grpc.StatusCode.DATA_LOSS: ServerFailed,
+}
 
 
-def test_an_invalid_request_names_its_field(client: Client, server: Scripted) -> None:
-    server.fails = [(grpc.StatusCode.INVALID_ARGUMENT, "sampling.stop[0]: is empty")]
-    with pytest.raises(InvalidRequest) as refused:
-        client.generate("x")
-    assert refused.value.field == "sampling.stop[0]"
+async def test_a_status_is_an_error_of_its_own(twin: Twin, server: Scripted) -> None:
+    for code, kind in ERRORS.items():
+        server.fails = [(code, "sampling.stop[0]: is empty")] * 2
+        for method, arguments in (("generate", ("x",)), ("stats", ())):
+            with pytest.raises(LockstepError, match=r"is empty") as raised:
+                await twin.call(method, *arguments)
+            assert type(raised.value) is kind
+            if isinstance(raised.value, InvalidRequest):
+                assert raised.value.field == "sampling.stop[0]"
+    assert len(server.requests) == 2 * len(ERRORS), "none of them is tried again"
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
+async def test_what_passes_is_tried_again_and_nothing_else(twin: Twin, server: Scripted) -> None:
+    passing = [
         (grpc.StatusCode.UNAVAILABLE, "the server is shutting down"),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "9 sequences run or wait; max_queue_size = 8"),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "grammar: compile_queue: 8 compilations run or wait already; try again"),
-    ],
-    ids=["unavailable", "queue", "compile queue"],
-)
-async def test_what_passes_is_tried_again(twin: Twin, server: Scripted, failure: tuple[grpc.StatusCode, str]) -> None:
-    server.fails = [failure] * 2
-    assert (await twin.call("generate", "x")).text == "yes"
-    server.fails = [failure] * 2
-    assert (await twin.call("stats")).steps == 9
-    assert len(server.requests) == 6
-
-
-async def test_attempts_end(twin: Twin, server: Scripted) -> None:
-    server.fails = [(grpc.StatusCode.UNAVAILABLE, "away")] * 9
+    ]
+    for failure in passing:
+        server.requests.clear()
+        server.fails = [failure] * 2
+        assert (await twin.call("generate", "x")).text == "yes"
+        server.fails = [failure] * 2
+        assert (await twin.call("stats")).steps == 9
+        assert len(server.requests) == 6
+    server.requests.clear()
+    server.fails = [(grpc.StatusCode.UNAVAILABLE, "away")] * 3
     with pytest.raises(Unavailable):
         await twin.call("generate", "x")
-    assert len(server.requests) == 3
-
-
-async def test_a_limit_that_does_not_pass_is_not_tried_again(twin: Twin, server: Scripted) -> None:
     server.fails = [(grpc.StatusCode.RESOURCE_EXHAUSTED, "grammar: takes longer than compile_timeout_s = 5")]
     with pytest.raises(LimitExceeded):
         await twin.call("generate", "x")
-    assert len(server.requests) == 1
+    assert len(server.requests) == 4
 
 
 async def test_nothing_is_sent_again_behind_the_first_response(twin: Twin, server: Scripted) -> None:
@@ -225,7 +198,7 @@ async def test_a_call_ends_at_its_timeout(twin: Twin, server: Scripted) -> None:
         await twin.call("generate", "x", timeout_s=0.2)
 
 
-def test_leaving_a_stream_cancels_its_call(client: Client, server: Scripted) -> None:
+async def test_leaving_a_stream_cancels_its_call(twin: Twin, server: Scripted) -> None:
     ended = threading.Event()
 
     def script(request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
@@ -234,27 +207,19 @@ def test_leaving_a_stream_cancels_its_call(client: Client, server: Scripted) -> 
             yield pb.GenerateResponse(text="a")
             threading.Event().wait(0.01)
 
-    server.script = script
-    with client.stream_generate("x") as stream:
-        assert next(stream).text == "a"
-        assert not ended.is_set()
-    assert ended.wait(60)
-
-
-async def test_leaving_an_asynchronous_stream_cancels_its_call(address: str, server: Scripted) -> None:
-    ended = threading.Event()
-
-    def script(request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
-        context.add_callback(ended.set)
-        while context.is_active():
-            yield pb.GenerateResponse(text="a")
-            threading.Event().wait(0.01)
+    def leave() -> None:
+        with twin.client.stream_generate("x") as stream:  # type: ignore[union-attr]
+            assert next(stream).text == "a"
+            assert not ended.is_set()
 
     server.script = script
-    async with AsyncClient(address) as client, client.stream_generate("x") as stream:
-        async for _ in stream:
-            break
-    assert ended.wait(60)
+    if isinstance(twin.client, AsyncClient):
+        async with twin.client.stream_generate("x") as stream:
+            assert (await anext(aiter(stream))).text == "a"
+            assert not ended.is_set()
+    else:
+        await asyncio.to_thread(leave)
+    assert await asyncio.to_thread(ended.wait, 60)
 
 
 def test_no_server_is_unavailable(tmp_path: Any) -> None:

@@ -53,23 +53,20 @@ def _stub_finds_the_checkout(monkeypatch: pytest.MonkeyPatch, root: Path) -> Non
     monkeypatch.setenv("PYTHONPATH", f"{root}{os.pathsep}{root}/client")
 
 
-def test_a_server_ends_with_its_client(command: list[str]) -> None:
-    client = Client.embedded(command=command)
-    server = client._server
-    assert server is not None
-    pid = server.pid
-    assert pid is not None
+def pid_of(client: Client | AsyncClient) -> int:
+    assert client._server is not None
+    assert client._server.pid is not None
+    return client._server.pid
+
+
+async def test_a_server_ends_with_its_client(command: list[str]) -> None:
+    client = await asyncio.to_thread(Client.embedded, command=command)
+    pid = pid_of(client)
     assert psutil.pid_exists(pid)
-    client.close()
+    await asyncio.to_thread(client.close)
     assert gone(pid)
-
-
-async def test_the_asynchronous_twin_starts_at_its_block(command: list[str]) -> None:
-    async with AsyncClient.embedded(command=command) as client:
-        server = client._server
-        assert server is not None
-        pid = server.pid
-        assert pid is not None
+    async with AsyncClient.embedded(command=command) as twin:
+        pid = pid_of(twin)
     assert gone(pid)
 
 
@@ -79,8 +76,7 @@ async def test_a_start_that_is_cancelled_leaves_no_process(command: list[str]) -
     server = client._server
     assert server is not None
     await eventually(lambda: server.pid is not None)
-    pid = server.pid
-    assert pid is not None
+    pid = pid_of(client)
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
@@ -109,27 +105,17 @@ time.sleep(100)
     assert gone(pid)
 
 
-def test_a_server_that_fails_says_why(command: list[str]) -> None:
-    with pytest.raises(
-        EmbeddedServerError, match=r"ended with status 1\n.*--fail=true.*\nmodel: there is no such"
-    ) as e:
+def test_a_server_that_does_not_serve_says_why(command: list[str]) -> None:
+    why = r"ended with status 1\n.*--fail=true.*\nmodel: there is no such"
+    with pytest.raises(EmbeddedServerError, match=why) as failed:
         Client.embedded(command=command, fail=True)
-    assert not isinstance(e.value, EngineNotInstalled)
-
-
-def test_a_server_that_takes_too_long_is_ended(command: list[str]) -> None:
+    assert not isinstance(failed.value, EngineNotInstalled)
     server = EmbeddedServer({"load_s": 60}, command, start_timeout_s=0.3)
     with pytest.raises(EmbeddedServerError, match=r"did not serve within 0\.3 s"):
         server.start()
     assert server.pid is None
-
-
-def test_a_command_that_is_not_there_is_named() -> None:
     with pytest.raises(EmbeddedServerError, match="cannot start /nowhere/lockstep"):
         Client.embedded(command=["/nowhere/lockstep"])
-
-
-def test_settings_that_the_client_owns_are_refused() -> None:
     with pytest.raises(ValueError, match="listen: an embedded server sets it itself"):
         Client.embedded(listen="127.0.0.1:1")
 

@@ -15,25 +15,18 @@ def attempts(retries: Retries, deadline_s: float | None = None, jitter: float = 
     return Attempts(retries, deadline_s, lambda: 100.0, lambda: jitter)
 
 
-def test_pauses_double_up_to_the_longest() -> None:
+def test_pauses_double_up_to_the_longest_less_jitter_and_end_at_the_deadline() -> None:
     made = attempts(Retries(attempts=6, first_pause_s=1, longest_pause_s=5))
     assert [made.pause_after(AWAY) for _ in range(6)] == [1, 2, 4, 5, 5, None]
-
-
-def test_jitter_takes_up_to_half_of_a_pause() -> None:
-    assert attempts(Retries(first_pause_s=1), jitter=0.0).pause_after(AWAY) == 0.5
-
-
-def test_no_attempt_begins_after_the_deadline() -> None:
+    assert attempts(Retries(first_pause_s=1), jitter=0.0).pause_after(AWAY) == 0.5, "up to half of a pause"
     made = attempts(Retries(attempts=9, first_pause_s=2, longest_pause_s=9), deadline_s=103.0)
     assert [made.pause_after(AWAY) for _ in range(2)] == [2, None]
     assert made.remaining_s == 3
 
 
 def test_a_refusal_is_final() -> None:
-    made = attempts(Retries())
-    assert made.pause_after(from_status(grpc.StatusCode.INVALID_ARGUMENT, "max_queue_size")) is None
-    assert made.pause_after(from_status(grpc.StatusCode.RESOURCE_EXHAUSTED, "max_grammar_bytes")) is None
+    for code, details in (("INVALID_ARGUMENT", "max_queue_size"), ("RESOURCE_EXHAUSTED", "max_grammar_bytes")):
+        assert attempts(Retries()).pause_after(from_status(grpc.StatusCode[code], details)) is None
 
 
 @pytest.mark.parametrize("wrong", [{"attempts": 0}, {"first_pause_s": 0}, {"first_pause_s": 9, "longest_pause_s": 1}])
