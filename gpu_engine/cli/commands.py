@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import grpc
@@ -221,6 +222,7 @@ def main(arguments: Sequence[str] | None = None, internal: Mapping[str, Any] | N
         return FAILED
 
 
+@cache
 def _parser() -> Parser:
     version = f"{DISTRIBUTION} {installed_version()}"
     parser = Parser("lockstep", description=_TOP)

@@ -81,60 +81,54 @@ def prompts(engine: FakeEngine) -> list[str]:
     return [bytes(request.prompt_ids).decode() for request in engine.submitted]
 
 
-async def test_every_question_is_sent_with_the_conversation(tmp_path: Path) -> None:
-    engine = FakeEngine(EngineConfig(max_model_len=256), answers("hm"))
-    screen = Lines("one", "  ", "two")
+@asynccontextmanager
+async def talking(tmp_path: Path, text: str = "hm") -> AsyncIterator[tuple[str, FakeEngine]]:
+    engine = FakeEngine(EngineConfig(max_model_len=256), answers(text))
     async with serving(tmp_path, engine) as address:
+        yield address, engine
+
+
+async def test_every_question_is_sent_with_the_conversation_which_commands_change(tmp_path: Path) -> None:
+    async with talking(tmp_path) as (address, engine):
+        screen = Lines("one", "  ", "two")
         assert await chat(address, screen, "be brief") == cli.OK
-    assert prompts(engine) == [
-        "system: be brief\nuser: one\nassistant:",
-        "system: be brief\nuser: one\nassistant: hm\nuser: two\nassistant:",
-    ]
-    assert screen.answers == "hm\nhm\n"
-    assert screen.notes[0].startswith("fake-model on unix:")
-    assert screen.notes[1].startswith("[stop]")
-
-
-async def test_commands_change_the_conversation(tmp_path: Path) -> None:
-    engine = FakeEngine(EngineConfig(max_model_len=256), answers("hm"))
-    screen = Lines(
-        "one", "two", "/undo", "/foo", "/help", "three", "/reset", "four", "/system S", "five", "/exit", "six"
-    )
-    async with serving(tmp_path, engine) as address:
+        assert prompts(engine) == [
+            "system: be brief\nuser: one\nassistant:",
+            "system: be brief\nuser: one\nassistant: hm\nuser: two\nassistant:",
+        ]
+        assert screen.answers == "hm\nhm\n"
+        assert screen.notes[0].startswith("fake-model on unix:")
+        assert screen.notes[1].startswith("[stop]")
+        engine.submitted.clear()
+        changes = ("/undo", "/foo", "/help", "three", "/reset", "four", "/system S", "five", "/exit", "six")
+        screen = Lines("one", "two", *changes)
         assert await chat(address, screen) == cli.OK
-    assert prompts(engine)[2:] == [
-        "user: one\nassistant: hm\nuser: three\nassistant:",
-        "user: four\nassistant:",
-        "system: S\nuser: five\nassistant:",
-    ]
-    assert "there is no command /foo; /help lists them" in screen.notes
-    assert any("/reset" in note for note in screen.notes)
+        assert prompts(engine)[2:] == [
+            "user: one\nassistant: hm\nuser: three\nassistant:",
+            "user: four\nassistant:",
+            "system: S\nuser: five\nassistant:",
+        ]
+        assert "there is no command /foo; /help lists them" in screen.notes
+        assert any("/reset" in note for note in screen.notes)
 
 
-async def test_a_question_that_is_refused_is_forgotten(tmp_path: Path) -> None:
-    engine = FakeEngine(EngineConfig(max_model_len=256), answers("hm"))
-    screen = Lines("refuse", "\udcff", "one", KeyboardInterrupt)
-    async with serving(tmp_path, engine) as address:
+async def test_a_question_that_is_refused_is_forgotten_and_the_status_is_that_of_the_last(tmp_path: Path) -> None:
+    async with talking(tmp_path) as (address, engine):
+        screen = Lines("refuse", "\udcff", "one", KeyboardInterrupt)
         assert await chat(address, screen) == cli.OK
-    assert prompts(engine) == ["user: one\nassistant:"]
-    assert screen.notes[1].startswith("INVALID_ARGUMENT")
-    assert screen.notes[2] == "the line is no UTF-8 at character 0"
-
-
-async def test_the_status_is_that_of_the_last_question(tmp_path: Path) -> None:
-    engine = FakeEngine(EngineConfig(max_model_len=256), answers("hm"))
-    async with serving(tmp_path, engine) as address:
+        assert prompts(engine) == ["user: one\nassistant:"]
+        assert screen.notes[1].startswith("INVALID_ARGUMENT")
+        assert screen.notes[2] == "the line is no UTF-8 at character 0"
         assert await chat(address, Lines("one", "refuse")) == cli.FAILED
 
 
 async def test_thoughts_are_shown_apart_and_sent_back(tmp_path: Path) -> None:
-    engine = FakeEngine(EngineConfig(max_model_len=256), answers("<a>hm</a>yes"))
-    screen = Lines("one", "two")
     phase = pb.GenerateRequest(reasoning=pb.Reasoning(enabled=True, begin="<a>", end="</a>"))
-    async with serving(tmp_path, engine) as address:
+    async with talking(tmp_path, "<a>hm</a>yes") as (address, engine):
+        screen = Lines("one", "two")
         assert await chat(address, screen, template=phase) == cli.OK
-    assert (screen.thoughts, screen.answers) == ("hmhm", "\nyes\n\nyes\n")
-    assert prompts(engine)[1] == "user: one\nassistant: yes\nuser: two\nassistant:"
+        assert (screen.thoughts, screen.answers) == ("hmhm", "\nyes\n\nyes\n")
+        assert prompts(engine)[1] == "user: one\nassistant: yes\nuser: two\nassistant:"
 
 
 async def test_without_a_server_it_says_how_to_start_one(tmp_path: Path) -> None:
@@ -200,8 +194,7 @@ def _read_all(descriptor: int, take: Callable[[bytes], object]) -> None:
 
 
 async def test_lines_of_a_pipe_are_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str], root: Path) -> None:
-    engine = FakeEngine(EngineConfig(max_model_len=256), answers("hm"))
-    async with serving(tmp_path, engine) as address:
+    async with talking(tmp_path) as (address, engine):
         command = [sys.executable, "-m", "gpu_engine", "chat", "--server", address, "--max-tokens", "9"]
         done = await asyncio.to_thread(
             subprocess.run, command, input="one\ntwo\n", capture_output=True, text=True, cwd=root, check=False

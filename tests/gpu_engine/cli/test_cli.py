@@ -47,78 +47,68 @@ def flags(*arguments: str) -> pb.GenerateRequest:
     return build_request(parsed, io.StringIO("from stdin"))
 
 
+def script(request: Request) -> Iterable[TokenEvent]:
+    """End as the prompt says, or say "hello"."""
+    word = bytes(request.prompt_ids).decode()
+    if word in FinishReason.__members__:
+        return [TokenEvent(0, finish=FinishReason[word])]
+    return answers_with("hello")(request)
+
+
 async def test_generate_streams_to_stdout_and_sums_up_on_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with serving(tmp_path, answers_with("hello")) as address:
-        assert await run("generate", "--server", address, "--prompt", "x", "--seed", "3") == cli.OK
-    out, err = capsys.readouterr()
-    assert out == "hello\n"
-    assert "[stop] 1 + 6 tokens" in err
-    assert "seed 3" in err
-
-
-async def test_generate_prints_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with serving(tmp_path, answers_with("hello")) as address:
-        assert await run("generate", "--server", address, "--prompt", "x", "--max-tokens", "0") == cli.FAILED
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "INVALID_ARGUMENT: sampling.max_tokens: is 0, must be at least 1" in err
-
-
-@pytest.mark.parametrize(
-    ("finish", "status"),
-    [
-        (FinishReason.LENGTH, cli.OK),
-        (FinishReason.GRAMMAR_INCOMPLETE, cli.NOT_COMPLETE),
-        (FinishReason.GRAMMAR_ERROR, cli.NOT_COMPLETE),
-        (FinishReason.ABORTED, cli.NOT_COMPLETE),
-    ],
-)
-async def test_the_exit_status_says_how_the_answer_ended(tmp_path: Path, finish: FinishReason, status: int) -> None:
-    def script(request: Request) -> Iterable[TokenEvent]:
-        return [TokenEvent(0, finish=finish)]
-
     async with serving(tmp_path, script) as address:
-        assert await run("generate", "--server", address, "--prompt", "x") == status
 
+        async def generate(*arguments: str) -> tuple[int, str, str]:
+            status = await run("generate", "--server", address, "--prompt", *arguments)
+            return status, *capsys.readouterr()
 
-async def test_no_server_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await run("generate", "--server", f"unix:{tmp_path}/nobody", "--prompt", "x") == cli.FAILED
-    assert "UNAVAILABLE" in capsys.readouterr().err
+        status, out, err = await generate("x", "--seed", "3")
+        assert (status, out) == (cli.OK, "hello\n")
+        assert "[stop] 1 + 6 tokens" in err
+        assert "seed 3" in err
+        assert (await generate("x", "--n", "2"))[:2] == (cli.OK, "[0] hello\n[1] hello\n")
+        status, out, _ = await generate("x", "--output", "json")
+        assert "".join(json.loads(line).get("text", "") for line in out.splitlines()) == "hello"
+        status, out, err = await generate("x", "--max-tokens", "0")
+        assert (status, out) == (cli.FAILED, "")
+        assert "INVALID_ARGUMENT: sampling.max_tokens: is 0, must be at least 1" in err
+        ends = [(await generate(name))[0] for name in ("LENGTH", "GRAMMAR_INCOMPLETE", "GRAMMAR_ERROR", "ABORTED")]
+        assert ends == [cli.OK, *[cli.NOT_COMPLETE] * 3]
+        assert await run("compile", "--server", address, "--regex", "a") == cli.FAILED
+        assert "FAILED_PRECONDITION" in capsys.readouterr().err
+        assert await run("info", "--server", address) == cli.OK
+        shown = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+        names = ("model_type", "backends", "eos_token_ids", "num_slots")
+        assert [shown[name] for name in names] == [["fake"], ["none"], ["[256]"], ["4"]]
+        assert await run("tokenize", "--server", address, "--text", "ab") == cli.OK
+        assert await run("tokenize", "--server", address, "--text", "ab", "--with-texts") == cli.OK
+        assert await run("detokenize", "--server", address, "--ids", "97, 98 99") == cli.OK
+        assert await run("detokenize", "--server", address, "--ids", "97,b") == cli.USAGE
+        out, err = capsys.readouterr()
+        assert out == '97,98\n97\t"a"\n98\t"b"\nabc\n'
+        assert "token ids are numbers" in err
+    assert (await generate("x"))[0] == cli.FAILED, "the server is gone"
+    assert await run("compile", "--server", "unix:nowhere") == cli.USAGE
+    assert "a grammar is required" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("code", "details", "help_text"),
     [
-        (
-            grpc.StatusCode.UNAVAILABLE,
-            "failed to connect to all addresses; Connection refused",
-            "lockstep serve --listen a:1",
-        ),
-        (grpc.StatusCode.UNAVAILABLE, "failed to connect ... Socket closed", "needs --tls or --tls-ca"),
-        (
-            grpc.StatusCode.UNAVAILABLE,
-            "failed to connect ... CERTIFICATE_VERIFY_FAILED: handshake",
-            "authorities of --tls-ca",
-        ),
-        (grpc.StatusCode.UNAVAILABLE, "failed to connect ... handshake WRONG_VERSION_NUMBER", "speaks no TLS"),
-        (grpc.StatusCode.UNAUTHENTICATED, "authorization: is missing", "--token-file"),
-        (grpc.StatusCode.UNAVAILABLE, "the server is shutting down", ""),
-        (grpc.StatusCode.INTERNAL, "failed to connect", ""),
+        ("UNAVAILABLE", "failed to connect to all addresses; Connection refused", "lockstep serve --listen a:1"),
+        ("UNAVAILABLE", "failed to connect ... Socket closed", "needs --tls or --tls-ca"),
+        ("UNAVAILABLE", "failed to connect ... CERTIFICATE_VERIFY_FAILED: handshake", "authorities of --tls-ca"),
+        ("UNAVAILABLE", "failed to connect ... handshake WRONG_VERSION_NUMBER", "speaks no TLS"),
+        ("UNAUTHENTICATED", "authorization: is missing", "--token-file"),
+        ("UNAVAILABLE", "the server is shutting down", ""),
+        ("INTERNAL", "failed to connect", ""),
     ],
 )
-def test_a_failed_call_says_what_helps(code: grpc.StatusCode, details: str, help_text: str) -> None:
-    found = hint("a:1", code, details)
+def test_a_failed_call_says_what_helps(code: str, details: str, help_text: str) -> None:
+    found = hint("a:1", grpc.StatusCode[code], details)
     assert help_text in found if help_text else found == ""
-
-
-async def test_compile_needs_a_grammar_and_prints_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await run("compile", "--server", "unix:nowhere") == cli.USAGE
-    assert "a grammar is required" in capsys.readouterr().err
-    async with serving(tmp_path, answers_with("x")) as address:
-        assert await run("compile", "--server", address, "--regex", "a") == cli.FAILED
-    assert "FAILED_PRECONDITION" in capsys.readouterr().err
 
 
 def test_the_cost_of_a_grammar_is_one_line() -> None:
@@ -128,22 +118,6 @@ def test_the_cost_of_a_grammar_is_one_line() -> None:
     response.known_answer_tokens = 6
     assert grammar_cost(response) == line + "completes within max_tokens of 6 or more"
     assert "from the cache" in grammar_cost(pb.CompileResponse(backend=pb.BACKEND_LLGUIDANCE, cache_hit=True))
-
-
-async def test_info_shows_model_and_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with serving(tmp_path, answers_with("hello")) as address:
-        assert await run("info", "--server", address) == cli.OK
-    shown = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
-    assert shown["model_type"] == ["fake"]
-    assert shown["backends"] == ["none"]
-    assert shown["eos_token_ids"] == ["[256]"]
-    assert shown["num_slots"] == ["4"]
-
-
-def test_unset_flags_leave_fields_unset() -> None:
-    request = flags("--prompt", "x")
-    assert request == pb.GenerateRequest(text="x", sampling=pb.SamplingParams())
-    assert not request.HasField("speculation")
 
 
 def test_flags_make_the_request(tmp_path: Path) -> None:
@@ -160,6 +134,7 @@ def test_flags_make_the_request(tmp_path: Path) -> None:
     assert (request.sampling.max_tokens, list(request.sampling.stop)) == (5, ["a", "b"])
     assert request.speculation.HasField("num_draft_tokens")
     assert flags().text == "from stdin"
+    assert flags("--prompt", "x") == pb.GenerateRequest(text="x", sampling=pb.SamplingParams())
     assert list(flags("--choice", "a", "--choice", "b").grammar.choice.choices) == ["a", "b"]
     assert flags("--json").grammar.json_object
     named = flags("--grammar-id", "g-1").grammar
@@ -173,51 +148,24 @@ def test_flags_make_the_request(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", "x", "--chat", "y"], "--prompt and --chat exclude each other"),
-        (["--prompt", "x", "--system", "y"], "--system needs --chat"),
-        (["--prompt", "x", "--schema", "nowhere.json"], "nowhere.json"),
-        (["--prompt", "x", "--backend", "xgrammar"], "--backend: needs a grammar"),
-        (["--prompt", "x", "--max-tokens", "-1"], "--max-tokens: "),
+        (["generate", "--prompt", "x", "--chat", "y"], "--prompt and --chat exclude each other"),
+        (["generate", "--prompt", "x", "--system", "y"], "--system needs --chat"),
+        (["generate", "--prompt", "x", "--backend", "xgrammar"], "--backend: needs a grammar"),
+        (["generate", "--prompt", "x", "--max-tokens", "-1"], "--max-tokens: "),
+        (["serve", "--max-batch-size", "0"], "max_batch_size: must be in [1, 256]"),
+        (["serve", "--max-batch-size", "x"], "--max-batch-size: 'x' is not an integer"),
+        (["serve", "--grammar", "connect"], "grammar_dir: is required"),
+        (["serve", "--config", "nowhere.toml"], "nowhere.toml"),
+        (["serve", "--listen", "nonsense"], "listen: 'nonsense' is neither host:port nor unix:/path"),
+        (["serve", "--listen", ""], "listen: '' is neither"),
+        (["serve", "--health-listen", "unix:"], "health_listen: 'unix:' is neither"),
+        (["serve", "--device", "cuda:first"], "device: 'cuda:first' is not auto, cpu, cuda or cuda:N"),
+        (["serve", "--num-threads", "-1"], "num_threads: must not be negative"),
+        (["serve", "--log-level", "chatty"], "log_level: 'chatty' is not one of debug, info, warning, error"),
     ],
 )
 def test_wrong_usage_is_reported(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", *arguments]) == cli.USAGE
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--max-batch-size", "0"], "max_batch_size: must be in [1, 256]"),
-        (["--max-batch-size", "x"], "--max-batch-size: 'x' is not an integer"),
-        (["--grammar", "connect"], "grammar_dir: is required"),
-        (["--config", "nowhere.toml"], "nowhere.toml"),
-        (["--listen", "nonsense"], "listen: 'nonsense' is neither host:port nor unix:/path"),
-        (["--listen", ""], "listen: '' is neither"),
-        (["--health-listen", "unix:"], "health_listen: 'unix:' is neither"),
-        (["--device", "cuda:first"], "device: 'cuda:first' is not auto, cpu, cuda or cuda:N"),
-        (["--num-threads", "-1"], "num_threads: must not be negative"),
-        (["--log-level", "chatty"], "log_level: 'chatty' is not one of debug, info, warning, error"),
-    ],
-)
-def test_wrong_settings_are_reported(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", *arguments]) == cli.USAGE
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["serve", "--max-batch", "4"], "unrecognized arguments: --max-batch 4"),
-        (["generate", "--timeout", "-1"], "'-1' is not a number of seconds above 0"),
-        (["compile", "--timeout", "nan"], "'nan' is not a number of seconds above 0"),
-        (["health", "--timeout", "soon"], "'soon' is not a number of seconds above 0"),
-    ],
-)
-def test_wrong_flags_are_reported(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code == cli.USAGE
+    assert cli.main(arguments) == cli.USAGE
     assert message in capsys.readouterr().err
 
 
@@ -227,14 +175,6 @@ def test_a_failure_to_start_is_an_object_among_json_lines(tmp_path: Path, capsys
     assert cli.main(["serve", *flags]) == cli.FAILED
     line = json.loads(capsys.readouterr().err.splitlines()[-1])
     assert (line["level"], line["message"]) == ("error", f"tls_cert: cannot read {missing}: No such file or directory")
-
-
-@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["compile"], ["info"], ["demo"]])
-def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main([*command, "--help"])
-    assert caught.value.code == 0
-    assert len(capsys.readouterr().out) > 200
 
 
 @pytest.mark.parametrize(
@@ -273,15 +213,8 @@ def test_the_summary_names_the_grammar_library_and_its_warnings() -> None:
     response = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, telemetry=telemetry)
     response.usage.completion_tokens = 11
     line = summary(response)
-    for part in (
-        "[stop]",
-        "10.0 tokens/s",
-        "2.50 tokens/step",
-        "seed 9",
-        "xgrammar",
-        "warning: format is not enforced",
-    ):
-        assert part in line
+    shown = ("[stop]", "10.0 tokens/s", "2.50 tokens/step", "seed 9", "xgrammar", "warning: format is not enforced")
+    assert [part for part in shown if part not in line] == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -322,25 +255,3 @@ async def test_log_probabilities_are_shown_with_texts() -> None:
     assert other.startswith("[1]")
     fields = [pb.FieldLogprob(pointer="/city", logprob=math.log(0.125), tokens=3)]
     assert field_table(fields).split() == ["/city", "12.5%", "in", "3", "tokens"]
-
-
-async def test_several_answers_are_shown_one_after_the_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async with serving(tmp_path, answers_with("hello")) as address:
-        assert await run("generate", "--server", address, "--prompt", "x", "--n", "2") == cli.OK
-        assert await run("generate", "--server", address, "--prompt", "x", "--output", "json") == cli.OK
-    texts, lines = capsys.readouterr().out.split("[1] hello\n")
-    assert texts == "[0] hello\n"
-    assert "".join(json.loads(line).get("text", "") for line in lines.splitlines()) == "hello"
-
-
-async def test_tokens_of_a_text_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with serving(tmp_path, answers_with("x")) as address:
-        assert await run("tokenize", "--server", address, "--text", "ab") == cli.OK
-        assert await run("tokenize", "--server", address, "--text", "ab", "--with-texts") == cli.OK
-        assert await run("detokenize", "--server", address, "--ids", "97, 98 99") == cli.OK
-        assert await run("detokenize", "--server", address, "--ids", "97,b") == cli.USAGE
-    out, err = capsys.readouterr()
-    assert out == '97,98\n97\t"a"\n98\t"b"\nabc\n'
-    assert "token ids are numbers" in err

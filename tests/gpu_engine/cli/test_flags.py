@@ -66,11 +66,8 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
     for kind, file in (("ebnf", "list.gbnf"), ("lark", "order.lark"), ("structural-tag", "call.json")):
         other += (build("--prompt", "x", f"--{kind}", str(ROOT / "samples" / file)),)
     bounds = ["--max-string-length", "9", "--max-array-items", "3", "--max-number-digits", "5", "--max-whitespace", "1"]
-    other += (
-        build(
-            "--prompt", "x", "--json", "--unenforced", "verify", *bounds, "--max-backtracks", "3", "--hold-tokens", "9"
-        ),
-    )
+    verify = ["--unenforced", "verify", "--max-backtracks", "3", "--hold-tokens", "9"]
+    other += (build("--prompt", "x", "--json", *verify, *bounds),)
     named = build("--chat", "x", "--tools", str(ROOT / "samples/tools.json"), "--tool-choice", "weather")
     found = set().union(*(set_fields(each) for each in (request, named, *other)))
     assert all_fields(pb.GenerateRequest.DESCRIPTOR) == found
@@ -83,18 +80,15 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["generate", "--max-batch-size", "4"],
-            "lockstep generate: error: .*; --max-batch-size is a flag of `lockstep serve`",
-        ),
+        (["generate", "--timeout", "-1"], "'-1' is not a number of seconds above 0"),
+        (["compile", "--timeout", "nan"], "'nan' is not a number of seconds above 0"),
+        (["health", "--timeout", "soon"], "'soon' is not a number of seconds above 0"),
+        (["generate", "--max-batch-size", "4"], "generate: error: .*; --max-batch-size is a flag of `lockstep serve`"),
         (["generate", "--temprature", "0"], "lockstep generate: error: .*; did you mean --temperature?"),
         (["serve", "--max-batch", "4"], "lockstep serve: error: .*; did you mean --max-batch-size?"),
         (["generate", "--mdel", "x"], "lockstep generate: error: .*; `lockstep serve` has --model"),
         (["generate", "--zzzz", "x"], "lockstep generate: error: unrecognized arguments: --zzzz x$"),
-        (
-            ["generate", "hello"],
-            "lockstep generate: error: unrecognized arguments: hello; every value belongs to a flag",
-        ),
+        (["generate", "hello"], "generate: error: unrecognized arguments: hello; every value belongs to a flag"),
         (["--server", "x", "info"], "lockstep: error: --server belongs after its command: lockstep generate --server"),
         (["--zork"], "lockstep: error: --zork: a command comes first: serve"),
         (["genrate"], "lockstep: error: there is no command 'genrate'; did you mean 'generate'"),
@@ -156,11 +150,12 @@ def test_stdin_that_is_no_utf_8_is_named() -> None:
 @pytest.mark.parametrize(
     "command", ["serve", "generate", "chat", "compile", "tokenize", "detokenize", "info", "health"]
 )
-def test_every_command_knows_its_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main([command, "--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out.startswith("lockstep-engine ")
+def test_every_command_has_its_version_and_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, shown in (("--version", "lockstep-engine "), ("--help", f"usage: lockstep {command} ")):
+        with pytest.raises(SystemExit) as caught:
+            cli.main([command, flag])
+        assert caught.value.code == 0
+        assert capsys.readouterr().out.startswith(shown)
 
 
 def test_help_states_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,14 +111,8 @@ def test_a_wrong_request_names_the_field(name: str, arguments: str, problem: str
     with pytest.raises(InvalidRequest) as caught:
         load(*SETTING).use("p", name, arguments, **IDS)
     assert str(caught.value).startswith(problem)
-
-
-def test_a_server_without_processors_says_so() -> None:
     with pytest.raises(InvalidRequest, match=r"p\.name: 'a' is no logits processor; this server has none"):
         Processors().use("p", "a", "", **IDS)
-
-
-def test_a_defect_of_prepare_is_named() -> None:
     with pytest.raises(ProcessorFailed, match="p: waves raised KeyError; see the server's log"):
         load(*SETTING).use("p", "waves", '{"broken": true}', **IDS)
 

@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -36,68 +36,54 @@ def shared_kb(pid: int) -> int:
     return int(lines.get("RssShmem", "0 kB").split()[0])
 
 
-async def end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+@asynccontextmanager
+async def running(sidecar: Sidecar) -> AsyncIterator[None]:
+    task = asyncio.create_task(sidecar.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def pid_of(sidecar: Sidecar, start: int = 1) -> int:
+    """Return the process id of the child of so many starts."""
+    await eventually(lambda: sidecar.starts == start and sidecar.pid)
+    assert sidecar.pid is not None
+    return sidecar.pid
 
 
 async def test_output_is_forwarded_and_the_child_ends_with_run(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    sidecar = Sidecar(SLEEPS, lambda reason: None)
-    task = asyncio.create_task(sidecar.run())
-    await eventually(lambda: ("grammar_service", logging.WARNING, "up") in caplog.record_tuples)
-    assert ("grammar_service", logging.INFO, LINE) in caplog.record_tuples
-    pid = sidecar.pid
-    assert pid is not None
-    await end(task)
-    assert not alive(pid)
+    ignores_sigterm = python(
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+    for command in (SLEEPS, ignores_sigterm):
+        caplog.clear()
+        sidecar = Sidecar(command, lambda reason: None)
+        sidecar.term_timeout_s = 0.2
+        async with running(sidecar):
+            await eventually(lambda: ("grammar_service", logging.WARNING, "up") in caplog.record_tuples)
+            assert (("grammar_service", logging.INFO, LINE) in caplog.record_tuples) == (command is SLEEPS)
+            pid = await pid_of(sidecar)
+        assert not alive(pid)
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 1, "signal ")])
-async def test_a_killed_child_is_started_again(number: int, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    sidecar = Sidecar(SLEEPS, lambda reason: None)
-    task = asyncio.create_task(sidecar.run())
-    await eventually(lambda: sidecar.pid)
-    first = sidecar.pid
-    assert first is not None
-    os.kill(first, number)
-    await eventually(lambda: sidecar.pid not in (None, first))
-    assert f"killed by {name}" in caplog.text
-    second = sidecar.pid
-    sidecar.kill()
-    await eventually(lambda: sidecar.pid not in (None, first, second))
-    assert sidecar.starts == 3
-    await end(task)
-
-
-async def test_a_child_was_attached_until_it_ends() -> None:
+async def test_a_killed_child_is_started_again_and_was_attached_until_its_end(caplog: pytest.LogCaptureFixture) -> None:
     sidecar = Sidecar(SLEEPS, lambda reason: None)
     assert not sidecar.was_attached
-    task = asyncio.create_task(sidecar.run())
-    await eventually(lambda: sidecar.pid)
-    first = sidecar.pid
-    assert not sidecar.was_attached
-    sidecar.attached()
-    assert sidecar.was_attached
-    sidecar.kill()
-    await eventually(lambda: sidecar.pid != first)
-    assert not sidecar.was_attached
-    await eventually(lambda: sidecar.pid)
-    assert not sidecar.was_attached
-    await end(task)
-
-
-async def test_a_child_that_ignores_sigterm_is_killed() -> None:
-    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-    sidecar = Sidecar(python(code), lambda reason: None)
-    sidecar.term_timeout_s = 0.2
-    task = asyncio.create_task(sidecar.run())
-    await eventually(lambda: sidecar.pid)
-    pid = sidecar.pid
-    assert pid is not None
-    await end(task)
-    assert not alive(pid)
+    async with running(sidecar):
+        for start, (number, name) in enumerate(((9, "SIGKILL"), (signal.SIGRTMIN + 1, "signal ")), start=1):
+            pid = await pid_of(sidecar, start)
+            assert not sidecar.was_attached
+            sidecar.attached()
+            assert sidecar.was_attached
+            os.kill(pid, number)
+            await eventually(lambda pid=pid: sidecar.pid != pid)
+            assert f"killed by {name}" in caplog.text
+        await pid_of(sidecar, 3)
+        sidecar.kill()
+        await pid_of(sidecar, 4)
 
 
 async def test_without_a_descriptor_left_there_is_still_one_child_at_most(tmp_path: Path) -> None:
@@ -139,22 +125,21 @@ async def test_after_too_many_failures_it_is_given_up_for_a_time(
     code = f"import pathlib, time; pathlib.Path({str(cured)!r}).exists() or exit(3); time.sleep(600)"
     sidecar = Sidecar(python(code), reasons.append, max_failures=MAX_FAILURES, cool_down_s=0.3)
     sidecar.longest_retry_s = 0.05
-    task = asyncio.create_task(sidecar.run())
-    await eventually(lambda: reasons)
-    assert sidecar.starts == MAX_FAILURES
-    assert reasons == [sidecar.gave_up]
-    assert f"failed {MAX_FAILURES} times" in reasons[0]
-    assert reasons[0].endswith("see the server's log")
-    assert caplog.text.count("the next one starts") == MAX_FAILURES - 1
-    assert "the next start is in 0.3 s" in caplog.text
-    # The first attempt after the pause decides: here it fails, then it does not.
-    await eventually(lambda: len(reasons) > 1)
-    assert sidecar.starts == MAX_FAILURES + 1
-    cured.touch()
-    await eventually(lambda: sidecar.pid and not sidecar.gave_up)
-    await asyncio.sleep(0.5)
-    assert len(reasons) == sidecar.starts - MAX_FAILURES
-    await end(task)
+    async with running(sidecar):
+        await eventually(lambda: reasons)
+        assert sidecar.starts == MAX_FAILURES
+        assert reasons == [sidecar.gave_up]
+        assert f"failed {MAX_FAILURES} times" in reasons[0]
+        assert reasons[0].endswith("see the server's log")
+        assert caplog.text.count("the next one starts") == MAX_FAILURES - 1
+        assert "the next start is in 0.3 s" in caplog.text
+        # The first attempt after the pause decides: here it fails, then it does not.
+        await eventually(lambda: len(reasons) > 1)
+        assert sidecar.starts == MAX_FAILURES + 1
+        cured.touch()
+        await eventually(lambda: sidecar.pid and not sidecar.gave_up)
+        await asyncio.sleep(0.5)
+        assert len(reasons) == sidecar.starts - MAX_FAILURES
 
 
 class EndsAtOnce:
@@ -173,24 +158,44 @@ class EndsAtOnce:
         return self.returncode
 
 
+async def start_fails(command: Sequence[str], environment: Mapping[str, str]) -> EndsAtOnce:
+    return EndsAtOnce()
+
+
 @pytest.mark.parametrize(("seconds_apart", "too_many"), [(29.0, True), (31.0, False)])
 async def test_failures_within_a_minute_are_counted(seconds_apart: float, too_many: bool) -> None:
     reasons: list[str] = []
-
-    async def start(command: Sequence[str], environment: Mapping[str, str]) -> EndsAtOnce:
-        return EndsAtOnce()
-
     sidecar = Sidecar(
-        [], reasons.append, max_failures=3, start=start, clock=lambda: seconds_apart * sidecar.starts, cool_down_s=600
+        [],
+        reasons.append,
+        max_failures=3,
+        start=start_fails,
+        clock=lambda: seconds_apart * sidecar.starts,
+        cool_down_s=600,
     )
     sidecar.longest_retry_s = 0.0
-    task = asyncio.create_task(sidecar.run())
-    await eventually(lambda: reasons or sidecar.starts >= 10)
-    await end(task)
+    async with running(sidecar):
+        await eventually(lambda: reasons or sidecar.starts >= 10)
     assert (sidecar.starts == 3) == too_many
-    assert [reason.startswith("the grammar process failed 3 times within 60 s") for reason in reasons] == [
-        True
-    ] * too_many
+    assert len(reasons) == too_many
+    assert all(reason.startswith("the grammar process failed 3 times within 60 s") for reason in reasons)
+
+
+async def test_ends_of_processes_that_were_of_use_and_any_without_a_limit_are_no_failures() -> None:
+    reasons: list[str] = []
+    sidecar = Sidecar([], reasons.append, max_failures=MAX_FAILURES, start=start_fails, cool_down_s=60)
+    sidecar.longest_retry_s = 0.0
+    # Every second process is of use, as one is after which a grammar crashes after some tokens.
+    sidecar.progress = lambda: min(sidecar.starts, 20) // 2
+    async with running(sidecar):
+        await eventually(lambda: reasons)
+    assert sidecar.starts == 20 + MAX_FAILURES
+    reasons.clear()
+    sidecar = Sidecar([], reasons.append, max_failures=0, start=start_fails)
+    sidecar.longest_retry_s = 0.0
+    async with running(sidecar):
+        await eventually(lambda: sidecar.starts > 10)
+    assert reasons == []
 
 
 @pytest.mark.parametrize(("ending", "is_forgiven"), [("kill", 1), ("ordered", 0), ("crash", 0), ("kill unattached", 0)])
@@ -198,82 +203,56 @@ async def test_an_end_from_outside_is_forgiven_and_a_crash_or_own_kill_is_not(en
     forgiven: list[int] = []
     sidecar = Sidecar(SLEEPS, lambda reason: None)
     sidecar.on_outside_end = lambda: forgiven.append(sidecar.starts)
-    task = asyncio.create_task(sidecar.run())
-    await eventually(lambda: sidecar.pid)
-    assert sidecar.pid is not None
-    if ending != "kill unattached":
-        sidecar.attached()
-    if ending == "ordered":
-        sidecar.kill()
-    else:
-        os.kill(sidecar.pid, signal.SIGSEGV if ending == "crash" else signal.SIGKILL)
-    await eventually(lambda: sidecar.starts == 2)
-    assert forgiven == [1] * is_forgiven
-    await end(task)
+    async with running(sidecar):
+        pid = await pid_of(sidecar)
+        if ending != "kill unattached":
+            sidecar.attached()
+        if ending == "ordered":
+            sidecar.kill()
+        else:
+            os.kill(pid, signal.SIGSEGV if ending == "crash" else signal.SIGKILL)
+        await eventually(lambda: sidecar.starts == 2)
+        assert forgiven == [1] * is_forgiven
 
 
-async def test_ends_of_processes_that_were_of_use_are_no_failures() -> None:
-    reasons: list[str] = []
-    sidecar = Sidecar(python("exit(3)"), reasons.append, max_failures=MAX_FAILURES, cool_down_s=60)
-    sidecar.longest_retry_s = 0.0
-    # Every second process is of use, as one is after which a grammar crashes after some tokens.
-    sidecar.progress = lambda: min(sidecar.starts, 20) // 2
-    task = asyncio.create_task(sidecar.run())
-    await eventually(lambda: reasons)
-    await end(task)
-    assert sidecar.starts == 20 + MAX_FAILURES
+def waits(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line.rpartition("starts in ")[2] for line in caplog.messages if "the next one starts" in line]
 
 
-async def test_without_a_limit_it_is_never_given_up() -> None:
-    reasons: list[str] = []
-    sidecar = Sidecar(python("exit(3)"), reasons.append, max_failures=0)
-    sidecar.longest_retry_s = 0.0
-    task = asyncio.create_task(sidecar.run())
-    await eventually(lambda: sidecar.starts > 10)
-    await end(task)
-    assert reasons == []
+def pauses(*factors: int) -> list[str]:
+    return [f"{FIRST_RETRY_S * factor:.2f} s" for factor in factors]
 
 
 async def test_after_one_that_was_of_use_the_next_is_started_at_once(caplog: pytest.LogCaptureFixture) -> None:
     sidecar = Sidecar(SLEEPS, lambda reason: None)
     sidecar.healthy_s = 0.0
-    task = asyncio.create_task(sidecar.run())
-
-    async def killed(start: int, *, of_use: bool) -> None:
-        await eventually(lambda: sidecar.starts == start and sidecar.pid)
-        if of_use:
-            sidecar.attached()
-        sidecar.kill()
-
-    for start, of_use in enumerate((False, False, True, False), start=1):
-        await killed(start, of_use=of_use)
-    await eventually(lambda: sidecar.starts == 5)
-    await end(task)
-    waits = [line.rpartition("starts in ")[2] for line in caplog.messages if "the next one starts" in line]
-    assert waits == [f"{FIRST_RETRY_S * factor:.2f} s" for factor in (1, 2, 1, 2)]
+    async with running(sidecar):
+        for start, of_use in enumerate((False, False, True, False), start=1):
+            await pid_of(sidecar, start)
+            if of_use:
+                sidecar.attached()
+            sidecar.kill()
+        await eventually(lambda: sidecar.starts == 5)
+    assert waits(caplog) == pauses(1, 2, 1, 2)
 
 
 async def test_one_that_served_and_was_ended_from_outside_is_followed_at_once(caplog: pytest.LogCaptureFixture) -> None:
     sidecar = Sidecar(SLEEPS, lambda reason: None)
     sidecar.healthy_s = 3600.0
-    task = asyncio.create_task(sidecar.run())
-    for start, number in enumerate((signal.SIGSEGV, signal.SIGSEGV, signal.SIGKILL, signal.SIGKILL), start=1):
-        await eventually(lambda start=start: sidecar.starts == start and sidecar.pid)  # type: ignore[misc]
-        sidecar.attached()
-        assert sidecar.pid is not None
-        os.kill(sidecar.pid, number)
-    await eventually(lambda: sidecar.starts == 5)
-    await end(task)
-    waits = [line.rpartition("starts in ")[2] for line in caplog.messages if "the next one starts" in line]
-    assert waits == [f"{FIRST_RETRY_S * factor:.2f} s" for factor in (1, 2, 1, 1)]
+    async with running(sidecar):
+        for start, number in enumerate((signal.SIGSEGV, signal.SIGSEGV, signal.SIGKILL, signal.SIGKILL), start=1):
+            pid = await pid_of(sidecar, start)
+            sidecar.attached()
+            os.kill(pid, number)
+        await eventually(lambda: sidecar.starts == 5)
+    assert waits(caplog) == pauses(1, 2, 1, 1)
 
 
 async def test_a_child_that_takes_too_much_memory_is_killed(caplog: pytest.LogCaptureFixture) -> None:
     code = "import time; kept = b'x' * (200 << 20); time.sleep(600)"
     sidecar = Sidecar(python(code), lambda reason: None, memory_mb=150)
-    task = asyncio.create_task(sidecar.run())
-    await eventually(lambda: sidecar.starts == 2)
-    await end(task)
+    async with running(sidecar):
+        await eventually(lambda: sidecar.starts == 2)
     assert "more than grammar_memory_mb = 150" in caplog.text
 
 
@@ -284,13 +263,10 @@ async def test_memory_shared_with_the_engine_does_not_count() -> None:
         "time.sleep(600)"
     )
     sidecar = Sidecar(python(code), lambda reason: None)
-    task = asyncio.create_task(sidecar.run())
-    await eventually(lambda: sidecar.pid)
-    pid = sidecar.pid
-    assert pid is not None
-    await eventually(lambda: shared_kb(pid) >= 200 << 10)
-    assert private_memory_mb(pid) < 100
-    await end(task)
+    async with running(sidecar):
+        pid = await pid_of(sidecar)
+        await eventually(lambda: shared_kb(pid) >= 200 << 10)
+        assert private_memory_mb(pid) < 100
     assert private_memory_mb(pid) == 0
 
 
