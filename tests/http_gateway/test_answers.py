@@ -136,6 +136,11 @@ def test_each_sequence_and_the_usage_have_a_place_of_their_own() -> None:
     assert last["usage"]["completion_tokens"] == 10
     assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
     assert ChatStream(shape(stream=True)).last() is None
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = ChatStream(shape(stream=True, stream_options=options, n=2))
+    responses = [pb.GenerateResponse(index=1, token_ids=[1]), end(0), end(1)]
+    usages = [chunk["usage"] for response in responses for chunk in stream.chunks(response)]
+    assert ["completion_tokens_details" in usage for usage in usages] == [False] * (len(usages) - 1) + [True]
 
 
 def test_a_search_returns_the_answers_that_its_grammar_has() -> None:
@@ -158,14 +163,6 @@ def test_a_search_returns_the_answers_that_its_grammar_has() -> None:
         completions.take(0, end(0, pb.FINISH_REASON_GRAMMAR_ERROR))
 
 
-def test_tokens_of_the_reasoning_are_shown_when_they_are_known() -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    stream = ChatStream(shape(stream=True, stream_options=options, n=2))
-    responses = [pb.GenerateResponse(index=1, token_ids=[1]), end(0), end(1)]
-    usages = [chunk["usage"] for response in responses for chunk in stream.chunks(response)]
-    assert ["completion_tokens_details" in usage for usage in usages] == [False] * (len(usages) - 1) + [True]
-
-
 @given(answers())
 def test_each_token_says_how_it_came(responses: list[pb.GenerateResponse]) -> None:
     texts = {1: "a", 2: "b", 3: "c"}
@@ -183,18 +180,11 @@ def test_each_token_says_how_it_came(responses: list[pb.GenerateResponse]) -> No
     chunks = [chunk for response in responses for chunk in stream.chunks(response)]
     streamed = [entry for chunk in chunks for entry in chunk["choices"][0].get("token_origins", ())]
     assert streamed == whole.result()["choices"][0]["token_origins"] == each * len(responses)
-
-
-def test_the_origins_of_a_completion_s_tokens() -> None:
     fields = CompletionRequest.model_validate({"prompt": "x", "token_origins": True})
-    first = pb.GenerateResponse(text="a", token_ids=[1], token_origins=[pb.TOKEN_ORIGIN_DRAFT])
-    last = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, token_ids=[2], usage=USAGE)
-    last.token_origins.append(pb.TOKEN_ORIGIN_SAMPLED)
-    completions = Completions(CompletionShape(id="i", model="m", fields=fields, texts=[{1: "a", 2: ""}]))
-    for response in (first, last):
+    completions = Completions(CompletionShape(id="i", model="m", fields=fields, texts=[texts]))
+    for response in responses:
         completions.take(0, response)
-    (choice,) = completions.result()["choices"]
-    assert choice["token_origins"] == [{"token": "a", "origin": "draft"}, {"token": "", "origin": "sampled"}]
+    assert completions.result()["choices"][0]["token_origins"] == streamed
 
 
 def test_reasoning_is_hidden_where_the_client_says_so() -> None:
@@ -207,16 +197,13 @@ def test_reasoning_is_hidden_where_the_client_says_so() -> None:
 
 
 def test_a_model_that_thinks_is_asked_for_its_thoughts_apart() -> None:
-    fields = ChatRequest.model_validate(ASK)
-    assert chat_request(fields, thinks=True).HasField("reasoning")
-    assert not chat_request(fields, thinks=False).HasField("reasoning")
-    effort = chat_request(ChatRequest.model_validate(ASK | {"reasoning_effort": "low"}), thinks=False).reasoning
-    assert (effort.effort, effort.HasField("enabled")) == ("low", False)
-    none = chat_request(ChatRequest.model_validate(ASK | {"reasoning_effort": "none"}), thinks=True).reasoning
-    assert none.HasField("enabled")
-    assert not none.enabled
-    budget = chat_request(ChatRequest.model_validate(ASK | {"thinking_token_budget": 9}), thinks=False).reasoning
-    assert budget.max_tokens == 9
+    def asked(thinks: bool, **fields: Any) -> pb.GenerateRequest:
+        return chat_request(ChatRequest.model_validate(ASK | fields), thinks=thinks)
+
+    assert [asked(thinks).HasField("reasoning") for thinks in (True, False)] == [True, False]
+    assert asked(False, reasoning_effort="low").reasoning == pb.Reasoning(effort="low")
+    assert asked(True, reasoning_effort="none").reasoning == pb.Reasoning(enabled=False)
+    assert asked(False, thinking_token_budget=9).reasoning == pb.Reasoning(max_tokens=9)
 
 
 @pytest.mark.parametrize(
@@ -234,11 +221,11 @@ def test_finish_reasons_have_openai_s_names(reason: pb.FinishReason, calls: int,
     assert finish_reason(end(0, reason), calls) == said
 
 
-@pytest.mark.parametrize(("reason", "status"), [(pb.FINISH_REASON_ABORTED, 503), (pb.FINISH_REASON_GRAMMAR_ERROR, 422)])
-def test_an_answer_that_failed_is_an_error(reason: pb.FinishReason, status: int) -> None:
-    with pytest.raises(ApiError) as raised:
-        finish_reason(end(0, reason), 0)
-    assert raised.value.status == status
+def test_an_answer_that_failed_is_an_error() -> None:
+    for reason, status in ((pb.FINISH_REASON_ABORTED, 503), (pb.FINISH_REASON_GRAMMAR_ERROR, 422)):
+        with pytest.raises(ApiError) as raised:
+            finish_reason(end(0, reason), 0)
+        assert raised.value.status == status
 
 
 @given(

@@ -139,17 +139,13 @@ def begun(**fields: Any) -> pb.GenerateRequest:
         ({"n": 4}, pb.BeamSearch(beam_width=4)),
         ({"best_of": 3, "n": 2, "length_penalty": 0.5}, pb.BeamSearch(beam_width=3, length_penalty=0.5)),
         ({"beam_width": 2, "best_of": 2}, pb.BeamSearch(beam_width=2)),
-        (
-            {"beam_width": 2, "early_stopping": False},
-            pb.BeamSearch(beam_width=2, early_stopping=pb.EARLY_STOPPING_HEURISTIC),
-        ),
-        (
-            {"beam_width": 2, "early_stopping": True},
-            pb.BeamSearch(beam_width=2, early_stopping=pb.EARLY_STOPPING_TRUE),
-        ),
-        (
-            {"beam_width": 2, "early_stopping": "never"},
-            pb.BeamSearch(beam_width=2, early_stopping=pb.EARLY_STOPPING_NEVER),
+        *(
+            ({"beam_width": 2, "early_stopping": value}, pb.BeamSearch(beam_width=2, early_stopping=number))
+            for value, number in (
+                (False, pb.EARLY_STOPPING_HEURISTIC),
+                (True, pb.EARLY_STOPPING_TRUE),
+                ("never", pb.EARLY_STOPPING_NEVER),
+            )
         ),
         ({}, pb.BeamSearch(beam_width=1)),  # the engine refuses it
     ],
@@ -158,6 +154,8 @@ def test_a_beam_search_has_the_fields_of_vllm(fields: dict[str, Any], wanted: pb
     made = begun(use_beam_search=True, temperature=0, top_p=1.0, top_k=-1, **fields)
     assert made.beam_search == wanted
     assert made.sampling == pb.SamplingParams(n=fields.get("n"))
+    assert begun(use_beam_search=True, n=2, temperature=0.5, top_k=3).sampling.temperature == 0.5, "the engine decides"
+    assert not begun(best_of=1, beam_width=1, length_penalty=1, early_stopping=False).HasField("beam_search")
 
 
 @pytest.mark.parametrize(
@@ -180,13 +178,7 @@ def test_a_field_of_a_beam_search_without_an_effect_is_refused(
     assert raised.value.message.startswith(f"{param}: ")
 
 
-def test_a_temperature_of_a_beam_search_is_left_to_the_engine() -> None:
-    assert begun(use_beam_search=True, n=2, temperature=0.5, top_k=3).sampling.temperature == 0.5
-    assert not begun(best_of=1, beam_width=1, length_penalty=1, early_stopping=False).HasField("beam_search")
-
-
 def test_logits_processors_are_names_or_objects_with_arguments() -> None:
     body: dict[str, Any] = {"logits_processors": ["a", {"qualname": "b", "kwargs": {"n": [1]}}, {"qualname": "c"}]}
-    fields = ChatRequest.model_validate_json(json.dumps(ASK | body))
-    made = begin(fields, "r", max_tokens=None, logprobs=None).logits_processors
+    made = begun(**body).logits_processors
     assert [(each.name, each.arguments) for each in made] == [("a", ""), ("b", '{"n": [1]}'), ("c", "")]

@@ -22,7 +22,7 @@ from gpu_engine.api.config import ServerConfig
 from tests.gpu_engine import tiny
 from tests.gpu_engine.extensions.transfer.processes import server_process
 from tests.gpu_engine.harness import config
-from tests.http_gateway.fake_engine import request
+from tests.http_gateway.fake_engine import all_serve, request
 from tests.rpc_client import Client
 
 ROUNDS = 20
@@ -103,17 +103,6 @@ async def ask(gateway: str, path: str, number: int, *, stream: bool) -> Outcome:
     return streamed(path, answer.body) if stream else Outcome(whole_text(path, answer.json))
 
 
-async def both_serve(gateway: str) -> None:
-    async def serving() -> int:
-        metrics = (await request(gateway, "/metrics")).body.decode()
-        ups = [line for line in metrics.splitlines() if line.startswith("lockstep_gateway_engine_up{")]
-        return sum(line.endswith(" 1.0") for line in ups)
-
-    async with asyncio.timeout(BOUND_S):
-        while await serving() < 2:  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.02)
-
-
 async def running_on(address: str) -> int:
     async with Client(address) as client:
         return (await client.stats()).running
@@ -127,7 +116,7 @@ async def test_what_was_not_sent_goes_to_the_other_engine(model: str, tmp_path: 
         context = start_gateway(",".join(address_of(tmp_path, name) for name in names), "--log-level", "info")
         gateway = await asyncio.to_thread(context.__enter__)
         stack.push_async_callback(asyncio.to_thread, context.__exit__, None, None, None)
-        await both_serve(gateway)
+        await all_serve(gateway, 2)
         expected = {
             (path, number): (await ask(gateway, path, number, stream=False)).text
             for path in PATHS
@@ -154,6 +143,6 @@ async def test_what_was_not_sent_goes_to_the_other_engine(model: str, tmp_path: 
                 assert want.startswith(outcome.text), (number, path)
                 cut += 1
             started[killed] = await stack.enter_async_context(engine(model, tmp_path, killed))
-            await both_serve(gateway)
+            await all_serve(gateway, 2)
     assert cut, "no round cut a stream"
     assert moved > cut, "no round killed an engine with a whole answer"

@@ -10,7 +10,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,22 @@ class House:
         return sum(engine.running for engine in self.engines)
 
 
+@asynccontextmanager
+async def gateway(addresses: str, *flags: str) -> AsyncIterator[str]:
+    """Run a gateway process around the block; yield its address."""
+    context = start_gateway(addresses, *flags)
+    address = await asyncio.to_thread(context.__enter__)
+    try:
+        yield address
+    finally:
+        await asyncio.to_thread(context.__exit__, None, None, None)
+
+
+def process_of(engine: FakeEngine) -> psutil.Process:
+    (found,) = [process for process in psutil.Process().children() if engine.address in process.cmdline()]
+    return found
+
+
 @pytest_asyncio.fixture
 async def house() -> AsyncIterator[House]:
     losses: list[str] = []
@@ -49,14 +65,9 @@ async def house() -> AsyncIterator[House]:
     async with AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(served(engine))
-        addresses = ",".join(engine.address for engine in engines)
-        context = start_gateway(addresses)
-        address = await asyncio.to_thread(context.__enter__)
-        try:
-            await all_serve(address, len(engines))
-            yield House(engines, address)
-        finally:
-            await asyncio.to_thread(context.__exit__, None, None, None)
+        address = await stack.enter_async_context(gateway(",".join(engine.address for engine in engines)))
+        await all_serve(address, len(engines))
+        yield House(engines, address)
 
 
 async def test_engines_and_clients_that_misbehave_change_nothing_for_others(house: House) -> None:
@@ -131,12 +142,9 @@ async def _adapters_are_models(house: House) -> None:
     third.adapters.clear()
     for path, body in ((CHAT, ask(model="sql")), ("/v1/completions", {"prompt": "x", "model": "new"})):
         gone = await request(house.address, path, body)
-        assert (gone.status, gone.json["error"]["code"], gone.json["error"]["param"]) == (
-            404,
-            "model_not_found",
-            "model",
-        )
-        assert "these are: fake, other, alias" in gone.json["error"]["message"]
+        error = gone.json["error"]
+        assert (gone.status, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert "these are: fake, other, alias" in error["message"]
     assert (await request(house.address, "/v1/models/sql")).status == 404
     assert (await chat(house.address, model="fake")).status == 200
 
@@ -208,10 +216,7 @@ async def _a_late_error_is_an_event(house: House) -> None:
 
 async def _a_whole_answer_survives_its_engine(house: House) -> None:
     first, second, _ = house.engines
-    bodies = {
-        CHAT: ask("lost", model="fake"),
-        "/v1/responses": {"input": "lost", "model": "fake"},
-    }
+    bodies = {CHAT: ask("lost", model="fake"), "/v1/responses": {"input": "lost", "model": "fake"}}
     for path, body in bodies.items():
         before = [len(engine.requests) for engine in (first, second)]
         first.losses.append("the engine that is asked first")
@@ -245,28 +250,27 @@ async def _an_engine_that_is_gone_gets_nothing(house: House) -> None:
     assert (await request(house.address, "/health")).status == 200  # the third one serves
 
 
-async def test_a_gateway_that_is_killed_or_stopped_frees_its_calls(tmp_path: Path) -> None:
+async def test_a_gateway_that_is_killed_or_stopped_frees_its_calls() -> None:
     async with served(FakeEngine()) as engine:
-        context = start_gateway(engine.address)
-        address = await asyncio.to_thread(context.__enter__)
-        (gateway,) = [p for p in psutil.Process().children() if engine.address in p.cmdline()]
-        await all_serve(address, 1)
-        slow = asyncio.create_task(chat(address, "slow"))
-        await eventually(lambda: engine.running == 1)
-        await asyncio.to_thread(context.__exit__, None, None, None)  # SIGTERM: the answer ends, then the process
+        async with gateway(engine.address) as address:
+            process = process_of(engine)
+            await all_serve(address, 1)
+            slow = asyncio.create_task(chat(address, "slow"))
+            await eventually(lambda: engine.running == 1)
+        # SIGTERM: the answer ended, then the process.
         assert (await slow).json["choices"][0]["message"]["content"] == "yes"
-        assert not gateway.is_running()
+        assert not process.is_running()
 
-        context = start_gateway(engine.address)
-        address = await asyncio.to_thread(context.__enter__)
-        (gateway,) = [p for p in psutil.Process().children() if engine.address in p.cmdline()]
-        await all_serve(address, 1)
-        hanging = await begin(address, CHAT, ask("hang", stream=True))
-        gateway.kill()
-        await eventually(lambda: engine.running == 0)
-        await close(hanging.writer)
+        async def killed() -> None:
+            async with gateway(engine.address) as address:
+                await all_serve(address, 1)
+                hanging = await begin(address, CHAT, ask("hang", stream=True))
+                process_of(engine).kill()
+                await eventually(lambda: engine.running == 0)
+                await close(hanging.writer)
+
         with pytest.raises(Exception, match="the gateway ended with -9"):
-            await asyncio.to_thread(context.__exit__, None, None, None)
+            await killed()
 
 
 async def test_keys_and_certificates_are_asked_for(tmp_path: Path) -> None:
@@ -286,31 +290,27 @@ async def test_keys_and_certificates_are_asked_for(tmp_path: Path) -> None:
     without = ssl.create_default_context()
     authority.configure_trust(without)
 
-    async with served(FakeEngine()) as engine:
-        context = start_gateway(engine.address, *flags)
-        address = await asyncio.to_thread(context.__enter__)
-        try:
+    async with served(FakeEngine()) as engine, gateway(engine.address, *flags) as address:
 
-            async def status(key: str | None, tls: Any = with_certificate, path: str = CHAT) -> int:
-                headers = {"Authorization": f"Bearer {key}"} if key else {}
-                body = ask() if path == CHAT else None
-                return (await request(address, path, body, headers, tls)).status
+        async def status(key: str | None, tls: Any = with_certificate, path: str = CHAT) -> int:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            body = ask() if path == CHAT else None
+            return (await request(address, path, body, headers, tls)).status
 
+        async def until_served(key: str) -> None:
             async with asyncio.timeout(60):
-                while await status(KEY) != 200:  # noqa: ASYNC110  # the engine has not reported to the gateway yet
+                while await status(key) != 200:  # noqa: ASYNC110 - another process
                     await asyncio.sleep(0.05)
-            assert [await status(None), await status("wrong"), await status(KEY)] == [401, 401, 200]
-            assert engine.metadata[-1]["authorization"] == f"Bearer {KEY}"
-            assert [await status(None, path=path) for path in ("/health", "/", "/metrics")] == [200, 200, 401]
-            with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
-                await status(KEY, without)
-            files["keys"].write_text(f"{OTHER_KEY}\n")
-            async with asyncio.timeout(60):
-                while await status(OTHER_KEY) != 200:  # noqa: ASYNC110  # the gateway looks once a second
-                    await asyncio.sleep(0.2)
-            assert await status(KEY) == 401
-        finally:
-            await asyncio.to_thread(context.__exit__, None, None, None)
+
+        await until_served(KEY)
+        assert [await status(None), await status("wrong"), await status(KEY)] == [401, 401, 200]
+        assert engine.metadata[-1]["authorization"] == f"Bearer {KEY}"
+        assert [await status(None, path=path) for path in ("/health", "/", "/metrics")] == [200, 200, 401]
+        with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
+            await status(KEY, without)
+        files["keys"].write_text(f"{OTHER_KEY}\n")
+        await until_served(OTHER_KEY)
+        assert await status(KEY) == 401
 
 
 def test_grpc_knows_the_poller_that_the_gateway_chooses() -> None:
@@ -352,17 +352,12 @@ def poller_switches(pid: int) -> int:
 
 async def switches_of_a_stream() -> float:
     """Return `poller_switches` of a gateway for each message of a stream."""
-    async with served(PacedEngine()) as engine:
-        context = start_gateway(engine.address)
-        address = await asyncio.to_thread(context.__enter__)
-        try:
-            (gateway,) = [p for p in psutil.Process().children() if engine.address in p.cmdline()]
-            assert (await chat(address, stream=True)).status == 200
-            before = poller_switches(gateway.pid)
-            assert (await chat(address, stream=True)).status == 200
-            return (poller_switches(gateway.pid) - before) / PacedEngine.MESSAGES
-        finally:
-            await asyncio.to_thread(context.__exit__, None, None, None)
+    async with served(PacedEngine()) as engine, gateway(engine.address) as address:
+        pid = process_of(engine).pid
+        assert (await chat(address, stream=True)).status == 200
+        before = poller_switches(pid)
+        assert (await chat(address, stream=True)).status == 200
+        return (poller_switches(pid) - before) / PacedEngine.MESSAGES
 
 
 @pytest.mark.slow
