@@ -59,6 +59,15 @@ class Either:
         assert isinstance(request_id, int)
         return request_id
 
+    def end(self, request: EngineRequest) -> None:
+        """End a sequence of the engine."""
+        event = TokenEvent(request.index, (EOS,), finish=EngineReason.STOP, matched_token_id=EOS)
+        self.setup.engine.emit(request, event)
+
+    async def submitted(self, count: int = 1) -> list[EngineRequest]:
+        await eventually(lambda: len(self.setup.engine.submitted) == count)
+        return list(self.setup.engine.submitted)
+
     async def responses(self, *arguments: Any) -> Any:
         return await self.call("await_responses", *arguments, timeout_s=20)
 
@@ -104,12 +113,8 @@ async def test_without_streaming_a_request_has_one_response(kind: Any, tmp_path:
         request_id = await executor.enqueue(client_id=7, output_config=OutputConfig(log_probs=1))
         (response,) = await executor.responses(request_id)
         assert executor.setup.engine.submitted[0].scheduling.client_id == "7"
-    assert (response.request_id, response.client_id, response.has_error, response.error_msg) == (
-        request_id,
-        7,
-        False,
-        "",
-    )
+    assert (response.request_id, response.client_id) == (request_id, 7)
+    assert (response.has_error, response.error_msg) == (False, "")
     result = response.result
     assert (result.is_final, result.is_sequence_final, result.sequence_index) == (True, True, 0)
     assert (result.output_token_ids, result.texts) == ((ABC,), ("abc",))
@@ -120,17 +125,15 @@ async def test_without_streaming_a_request_has_one_response(kind: Any, tmp_path:
 @pytest.mark.parametrize("has_all", [False, True], ids=["new tokens", "all tokens"])
 async def test_with_streaming_results_come_as_tokens_do(kind: Any, tmp_path: Path, has_all: bool) -> None:
     async with executing(kind, tmp_path) as executor:
-        engine = executor.setup.engine
         request_id = await executor.enqueue(
             streaming=True, return_all_generated_tokens=has_all, output_config=OutputConfig(log_probs=0)
         )
-        await eventually(lambda: engine.submitted)
-        (submitted,) = engine.submitted
+        (submitted,) = await executor.submitted()
         first, *others = spoken(submitted)
-        engine.emit(submitted, first)
+        executor.setup.engine.emit(submitted, first)
         found = await executor.responses(request_id)
         for event in others:
-            engine.emit(submitted, event)
+            executor.setup.engine.emit(submitted, event)
         results = [response.result for response in [*found, *await executor.until_final(request_id)]]
     assert len(results) > 1
     assert [result.is_final for result in results] == [False] * (len(results) - 1) + [True]
@@ -146,34 +149,22 @@ async def test_with_streaming_results_come_as_tokens_do(kind: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_sequences_end_one_by_one_and_the_request_with_the_last(
+async def test_sequences_end_one_by_one_and_the_input_may_be_a_part_of_the_output(
     kind: Any, tmp_path: Path, streaming: bool
 ) -> None:
     async with executing(kind, tmp_path) as executor:
-        engine = executor.setup.engine
         request_id = await executor.enqueue(num_return_sequences=3, streaming=streaming)
-        await eventually(lambda: len(engine.submitted) == 3)
+        sequences = await executor.submitted(3)
         found: list[Response] = []
         for index in (1, 0, 2):
-            request = engine.submitted[index]
-            engine.emit(request, TokenEvent(index, (EOS,), finish=EngineReason.STOP, matched_token_id=EOS))
+            executor.end(sequences[index])
             found += await executor.responses(request_id)
-    results = [response.result for response in found]
-    assert [(each.sequence_index, each.is_sequence_final, each.is_final) for each in results] == [
-        (1, True, False),
-        (0, True, False),
-        (2, True, True),
-    ]
+        ends = [(r.result.sequence_index, r.result.is_sequence_final, r.result.is_final) for r in found]
+        assert ends == [(1, True, False), (0, True, False), (2, True, True)]
 
-
-@pytest.mark.parametrize("streaming", [False, True])
-async def test_the_input_may_be_a_part_of_the_output(kind: Any, tmp_path: Path, streaming: bool) -> None:
-    async with executing(kind, tmp_path, spoken) as executor:
-        request_id = await executor.enqueue(
-            streaming=streaming,
-            num_return_sequences=2,
-            output_config=OutputConfig(exclude_input_from_output=False),
-        )
+        executor.setup.engine.script = spoken
+        with_input = OutputConfig(exclude_input_from_output=False)
+        request_id = await executor.enqueue(streaming=streaming, num_return_sequences=2, output_config=with_input)
         results = [response.result for response in await executor.until_final(request_id)]
     for index in range(2):
         mine = [result for result in results if result.sequence_index == index]
@@ -183,23 +174,17 @@ async def test_the_input_may_be_a_part_of_the_output(kind: Any, tmp_path: Path, 
 
 async def test_responses_are_awaited_of_one_of_several_and_of_any(kind: Any, tmp_path: Path) -> None:
     async with executing(kind, tmp_path) as executor:
-        engine = executor.setup.engine
         ids = await executor.call("enqueue_requests", [Request(text=text) for text in "abcd"])
         assert len(set(ids)) == 4
-        await eventually(lambda: len(engine.submitted) == 4)
-        by_text = {bytes(request.prompt_ids).decode(): request for request in engine.submitted}
-
-        def end(text: str) -> None:
-            engine.emit(by_text[text], TokenEvent(0, (EOS,), finish=EngineReason.STOP, matched_token_id=EOS))
-
+        by_text = {bytes(request.prompt_ids).decode(): request for request in await executor.submitted(4)}
         assert await executor.call("await_responses", ids[0], timeout_s=0.05) == []
-        end("b")
+        executor.end(by_text["b"])
         assert [each.request_id for each in await executor.responses()] == [ids[1]]
-        end("d")
-        end("a")
-        one, other = await executor.responses([ids[0], ids[3]])
-        assert ([each.request_id for each in one], [each.request_id for each in other]) == ([ids[0]], [ids[3]])
-        end("c")
+        executor.end(by_text["d"])
+        executor.end(by_text["a"])
+        found = await executor.responses([ids[0], ids[3]])
+        assert [[each.request_id for each in one] for one in found] == [[ids[0]], [ids[3]]]
+        executor.end(by_text["c"])
         await executor.responses(ids[2])
         assert await executor.responses() == [], "no request is left"
         with pytest.raises(ValueError, match=f"request_id: {ids[2]} is not known, or its last response was taken"):
@@ -221,19 +206,20 @@ async def test_a_request_that_is_refused_has_an_error_and_disturbs_no_other(kind
 
 async def test_a_request_is_cancelled_whether_it_runs_or_waits(kind: Any, tmp_path: Path) -> None:
     async with executing(kind, tmp_path, max_at_server=1) as executor:
-        engine = executor.setup.engine
+
+        async def reason(request_id: int) -> FinishReason:
+            (response,) = await executor.responses(request_id)
+            assert response.result.is_final
+            (found,) = response.result.finish_reasons
+            return found
+
         runs, waits, follows = [await executor.enqueue() for _ in range(3)]
-        await eventually(lambda: len(engine.submitted) == 1)
-        await executor.call("cancel_request", waits)
-        (response,) = await executor.responses(waits)
-        assert response.result.finish_reasons == (FinishReason.ABORTED,)
-        await executor.call("cancel_request", runs)
-        (response,) = await executor.responses(runs)
-        assert (response.result.finish_reasons, response.result.is_final) == ((FinishReason.ABORTED,), True)
-        await eventually(lambda: len(engine.submitted) == 2)
-        engine.emit(engine.submitted[1], TokenEvent(0, (EOS,), finish=EngineReason.STOP, matched_token_id=EOS))
-        (response,) = await executor.responses(follows)
-        assert response.result.finish_reasons == (FinishReason.STOP,)
+        await executor.submitted(1)
+        for request_id in (waits, runs):
+            await executor.call("cancel_request", request_id)
+            assert await reason(request_id) is FinishReason.ABORTED
+        executor.end((await executor.submitted(2))[1])
+        assert await reason(follows) is FinishReason.STOP
         await executor.call("cancel_request", follows)
         with pytest.raises(ValueError, match="request_id: 99 is not known"):
             await executor.call("cancel_request", 99)
@@ -252,24 +238,15 @@ async def test_requests_above_the_servers_room_wait_in_their_order(kind: Any, tm
 
 
 async def test_a_lost_server_ends_every_request_with_an_error(kind: Any, tmp_path: Path) -> None:
-    async with serving(tmp_path) as s:
-        address = f"unix:{tmp_path}/s"
-        executor: Any = AsyncExecutor(address=address, max_at_server=1)
-        if kind is Executor:
-            executor = await asyncio.to_thread(lambda: Executor(address=address, max_at_server=1))
-        else:
-            await executor.start()
-        either = Either(executor, s)
-        ids = [await either.enqueue() for _ in range(2)]
-        await eventually(lambda: s.engine.submitted)
-    both = await either.responses(ids)
-    for (response,) in both:
-        assert isinstance(response.error, CallError)
-        assert response.is_last
-    again = await either.enqueue()
-    (response,) = await either.responses(again)
-    assert isinstance(response.error, Unavailable)
-    await either.call("shutdown")
+    async with executing(kind, tmp_path, max_at_server=1) as executor:
+        ids = [await executor.enqueue() for _ in range(2)]
+        await executor.submitted()
+        await executor.setup.stop()
+        for (response,) in await executor.responses(ids):
+            assert isinstance(response.error, CallError)
+            assert response.is_last
+        (response,) = await executor.responses(await executor.enqueue())
+        assert isinstance(response.error, Unavailable)
 
 
 async def test_statistics_are_returned_once(kind: Any, tmp_path: Path) -> None:
@@ -287,27 +264,23 @@ async def test_statistics_are_returned_once(kind: Any, tmp_path: Path) -> None:
         assert [each.iteration for each in await executor.call("get_latest_iteration_stats", timeout_s=10)] == [3]
 
 
-async def test_shutting_down_waits_for_the_requests(kind: Any, tmp_path: Path) -> None:
+async def test_shutting_down_waits_for_the_requests_unless_they_take_too_long(kind: Any, tmp_path: Path) -> None:
     async with executing(kind, tmp_path) as executor:
-        engine = executor.setup.engine
         assert executor.executor.can_enqueue()
         request_id = await executor.enqueue()
-        await eventually(lambda: engine.submitted)
+        (request,) = await executor.submitted()
         closing = asyncio.create_task(executor.call("shutdown"))
         await eventually(lambda: not executor.executor.can_enqueue())
         with pytest.raises(RuntimeError, match="is shut down"):
             await executor.enqueue()
-        engine.emit(engine.submitted[0], TokenEvent(0, (EOS,), finish=EngineReason.STOP, matched_token_id=EOS))
+        executor.end(request)
         await closing
         assert executor.executor.get_num_responses_ready(request_id) == 1
         (response,) = await executor.responses(request_id)
         assert response.result.is_final
-
-
-async def test_shutting_down_ends_requests_that_take_too_long(kind: Any, tmp_path: Path) -> None:
     async with executing(kind, tmp_path) as executor:
         request_id = await executor.enqueue()
-        await eventually(lambda: executor.setup.engine.submitted)
+        await executor.submitted()
         await executor.call("shutdown", timeout_s=0.05)
         (response,) = await executor.responses(request_id)
         assert response.result.finish_reasons == (FinishReason.ABORTED,)
@@ -362,16 +335,13 @@ def test_the_twins_have_the_same_methods() -> None:
     assert inspect.signature(Executor.__init__) == inspect.signature(AsyncExecutor.__init__)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ({"model": "embedded", "address": "x:1"}, "model: starts a server of the executor's own"),
-        ({"address": "x:1", "max_batch_size": 4}, "max_batch_size: is for a server of the executor's own"),
-    ],
-)
-def test_wrong_arguments_are_named(kind: Any, arguments: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        kind(**arguments)
+def test_wrong_arguments_are_named(kind: Any) -> None:
+    for arguments, problem in (
+        ({"model": "embedded"}, "model: starts a server of the executor's own"),
+        ({"max_batch_size": 4}, "max_batch_size: is for a server of the executor's own"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            kind(address="x:1", **arguments)
 
 
 def message(**fields: Any) -> pb.GenerateRequest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,8 @@ class Setup:
     calls: Calls
     grammar: FakeGrammar
     address: str
+    stop: Callable[[], Awaitable[None]]
+    """Ends the server at once."""
 
 
 @asynccontextmanager
@@ -81,7 +83,7 @@ async def serving(
     try:
         async with Client(address) as client, grpc.aio.insecure_channel(address) as channel:
             stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(channel)  # type: ignore[assignment]
-            yield Setup(client, stub, engine, calls, grammar, address)
+            yield Setup(client, stub, engine, calls, grammar, address, lambda: server.stop(None))
     finally:
         await server.stop(None)
         engine.close(5)
