@@ -7,19 +7,12 @@ import dataclasses
 import pytest
 
 from gpu_engine.api.errors import GrammarNotConfigured, InvalidRequest, LockstepError, UnknownGrammar
-from gpu_engine.api.ports import Compiled
 from gpu_engine.api.request import GrammarKind, GrammarSpec
 from gpu_engine.front.grammar_field import check_grammar
 from gpu_engine.front.grammar_handles import GrammarHandles, grammar_id
 from protos.engine.v1 import engine_pb2 as pb
 
 SPEC = GrammarSpec(GrammarKind.REGEX, "a")
-
-
-async def compiled(spec: GrammarSpec) -> Compiled:
-    return Compiled(
-        f"inner {spec.source}", 2, True, 1.5, ("w1", "w2"), memory_bytes=7, min_tokens=3, known_answer_tokens=5
-    )
 
 
 def test_every_field_is_part_of_an_id() -> None:
@@ -32,35 +25,6 @@ def test_every_field_is_part_of_an_id() -> None:
     ]
     assert len({grammar_id(spec) for spec in (SPEC, *others)}) == 6
     assert grammar_id(SPEC) == grammar_id(dataclasses.replace(SPEC))
-
-
-async def test_what_was_compiled_is_found_by_its_id() -> None:
-    handles = GrammarHandles(1 << 20)
-    request = pb.CompileRequest(grammar=pb.Grammar(regex="a"))
-    response = await handles.compile(request, compiled)
-    assert response == pb.CompileResponse(
-        grammar_id=grammar_id(SPEC),
-        backend=pb.BACKEND_LLGUIDANCE,
-        cache_hit=True,
-        compile_ms=1.5,
-        memory_bytes=7,
-        min_tokens=3,
-        known_answer_tokens=5,
-        warnings=["w1", "w2"],
-    )
-    assert check_grammar(pb.Grammar(grammar_id=response.grammar_id), handles.spec) == SPEC
-
-
-async def test_what_failed_has_no_id() -> None:
-    handles = GrammarHandles(1 << 20)
-
-    async def refuses(spec: GrammarSpec) -> Compiled:
-        raise InvalidRequest("grammar", "line 3")
-
-    with pytest.raises(InvalidRequest, match="line 3"):
-        await handles.compile(pb.CompileRequest(grammar=pb.Grammar(regex="a")), refuses)
-    with pytest.raises(UnknownGrammar, match="call Compile"):
-        handles.spec(grammar_id(SPEC))
 
 
 def test_the_least_recently_used_leaves_first() -> None:

@@ -12,7 +12,9 @@ import grpc
 import pytest
 import tokenizers
 
+from gpu_engine.api.request import GrammarKind, GrammarSpec
 from gpu_engine.api.stats import IterationRing
+from gpu_engine.front.grammar_handles import grammar_id
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import EOS, answers_with
 from tests.gpu_engine.front.serving import Setup, answer, ask, ran, refusal, serving
@@ -105,6 +107,7 @@ async def test_grammars_are_compiled_ahead_named_by_id_and_cleared(tmp_path: Pat
         made = await s.client.compile(pb.Grammar(regex="[a-z]+", backend=pb.BACKEND_AUTO, allow_unenforced=True))
         assert (made.backend, made.memory_bytes) == (pb.BACKEND_LLGUIDANCE, 99)
         assert (made.min_tokens, made.known_answer_tokens, list(made.warnings)) == (4, 6, ["w"])
+        assert (made.compile_ms, made.cache_hit) == (3.0, False)
         await answer(s.client, ask(grammar=pb.Grammar(grammar_id=made.grammar_id)))
         assert [spec for _, spec in s.grammar.prepared] == s.grammar.compiled
         assert (s.grammar.compiled[0].backend, s.grammar.compiled[0].allow_unenforced) == (pb.BACKEND_AUTO, True)
@@ -166,6 +169,7 @@ async def test_the_draft_model_is_named_and_exchanged(tmp_path: Path) -> None:
         assert (await s.client.info()).draft_model == "/models/small"
 
 
+BAD = GrammarSpec(GrammarKind.REGEX, "bad")
 REFUSED: dict[str, tuple[Callable[[Setup], Awaitable[object]], grpc.StatusCode, str]] = {
     **{
         f"interval {ms}": (
@@ -179,6 +183,10 @@ REFUSED: dict[str, tuple[Callable[[Setup], Awaitable[object]], grpc.StatusCode, 
         *(Code.INVALID_ARGUMENT, "token_ids[0]: is 320, token ids are in [0, 320)"),
     ),
     "grammar": (lambda s: s.client.compile(pb.Grammar(regex="bad")), Code.INVALID_ARGUMENT, "grammar: line 1: no"),
+    "grammar that failed": (
+        lambda s: answer(s.client, ask(grammar=pb.Grammar(grammar_id=grammar_id(BAD)))),
+        *(Code.NOT_FOUND, "grammar.grammar_id: "),
+    ),
     "grammar id": (
         lambda s: answer(s.client, ask(grammar=pb.Grammar(grammar_id="g-unknown"))),
         *(Code.NOT_FOUND, "grammar.grammar_id: 'g-unknown'"),
@@ -195,4 +203,4 @@ async def test_a_wrong_call_is_refused_with_its_field(tmp_path: Path) -> None:
         for name, (call, code, details) in REFUSED.items():
             found = await refused(call(s))
             assert (found[0], found[1][: len(details)]) == (code, details), name
-        assert dict((await s.client.stats()).failed)["NOT_FOUND"] == 2
+        assert dict((await s.client.stats()).failed)["NOT_FOUND"] == 3

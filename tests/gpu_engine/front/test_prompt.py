@@ -80,18 +80,6 @@ def test_a_role_is_known_if_the_template_mentions_it_and_a_chat_needs_a_template
         build(chat(("user", "u")), tokenizer)
 
 
-def test_a_chat_is_rendered_by_the_template() -> None:
-    (request,) = build(chat(("system", "s"), ("user", "u")))
-    assert bytes(request.prompt_ids) == b"system: s\nuser: u\nassistant:"
-
-
-def test_bad_words_are_forbidden_with_and_without_a_space() -> None:
-    message = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(bad_words=["a", "bc"], bad_token_ids=[5]))
-    sampling = build(message)[0].sampling
-    assert sampling.bad_token_ids == (5, ord("a"))
-    assert sampling.bad_words == ((32, ord("a")), (ord("b"), ord("c")), (32, ord("b"), ord("c")))
-
-
 async def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
     wide = dataclasses.replace(LIMITS, max_model_len=1 << 24)
     checked = dataclasses.replace(check(text(1), LIMITS, ()), prompt="a b c " * 50_000)

@@ -144,14 +144,6 @@ def test_the_token_that_completes_a_stop_string_is_the_last() -> None:
     assert out.take([TokenEvent(0, tuple(b"more"), finish=FinishReason.STOP)]).token_ids == []
 
 
-def test_a_beginning_of_a_stop_string_is_held_and_given_back() -> None:
-    out = output(stop=("STOP",))
-    assert out.take([TokenEvent(0, tuple(b"a ST"))]).text == "a "
-    assert out.take([TokenEvent(0, tuple(b"ART S"))]).text == "START "
-    last = out.take([TokenEvent(0, finish=FinishReason.LENGTH)])
-    assert (last.text, last.finish) == ("S", FinishReason.LENGTH)
-
-
 def test_an_error_comes_after_the_tokens_before_it() -> None:
     error = GrammarUnavailable("gone")
     delta = output().take([TokenEvent(0, tuple(b"ab")), TokenEvent(0, error=error)])

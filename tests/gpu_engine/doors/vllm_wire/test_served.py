@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 import pytest
-import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2 as vllm
@@ -75,22 +74,6 @@ async def test_tokens_protect_it(tmp_path: Path) -> None:
     async with serving(auth_token_file=str(path)) as server, grpc.aio.insecure_channel(server.address) as channel:
         assert await refusal(channel) is grpc.StatusCode.UNAUTHENTICATED
         assert await answer(channel, metadata=(("authorization", f"Bearer {TOKEN}"),)) == [*b"yes", EOS]
-
-
-async def test_client_certificates_protect_it(tmp_path: Path) -> None:
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(tmp_path / "ca.crt")
-    own, client = authority.issue_cert("localhost"), authority.issue_cert("client")
-    own.cert_chain_pems[0].write_to_path(tmp_path / "cert")
-    own.private_key_pem.write_to_path(tmp_path / "key")
-    tls = {"tls_cert": f"{tmp_path}/cert", "tls_key": f"{tmp_path}/key", "tls_client_ca": f"{tmp_path}/ca.crt"}
-    root = authority.cert_pem.bytes()
-    pair = client.private_key_pem.bytes(), client.cert_chain_pems[0].bytes()
-    async with serving(**tls) as server:
-        async with grpc.aio.secure_channel(server.address, grpc.ssl_channel_credentials(root)) as channel:
-            assert await refusal(channel) is grpc.StatusCode.UNAVAILABLE
-        async with grpc.aio.secure_channel(server.address, grpc.ssl_channel_credentials(root, *pair)) as channel:
-            assert await answer(channel) == [*b"yes", EOS]
 
 
 def raising(error: Exception) -> Callable[[str], ModuleType]:
