@@ -1,7 +1,7 @@
 """openai-python through the gateway smg, against the embedded model: what docs/gateways.md says works, does.
 
-A feature is a function that returns what became of it: "works", "ignored" (smg answered as if it had not been asked for
-it) or "refused" (an error with status 400). The page's table has a row for each, and the table of clients in
+A feature is a function that returns whether it holds: "works", or "ignored", where smg answered as if it had not been
+asked for it. An error with status 400 is "refused". The page's table has a row for each, and the table of clients in
 docs/http.md has some of them.
 """
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import os
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,8 +19,9 @@ import pydantic
 import pytest
 
 from tests.docs.pages import ROOT, rows
-from tests.e2e.asking import idle_stats
+from tests.e2e.asking import idle_stats, left_idle
 from tests.e2e.conftest import RunningServer
+from tests.e2e.http.conftest import Asker
 from tests.e2e.smg import Smg, smg
 from tests.rpc_client import Client
 from tools.clients import FEATURES as IN_TABLE
@@ -36,7 +35,7 @@ pytestmark = [
 ]
 
 MODEL = "embedded"
-QUESTION: list[Any] = [{"role": "user", "content": "Describe Oslo."}]
+QUESTION = "Describe Oslo."
 
 
 class City(pydantic.BaseModel):
@@ -47,18 +46,40 @@ class City(pydantic.BaseModel):
     inhabitants: int = pydantic.Field(ge=0, le=9_999_999)
 
 
-WEATHER: dict[str, Any] = {
-    "name": "get_weather",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 20}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-    "strict": True,
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+    "additionalProperties": False,
 }
+WEATHER: dict[str, Any] = {"name": "get_weather", "parameters": PARAMETERS, "strict": True}
 TOOLS: list[Any] = [{"type": "function", "function": WEATHER}]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
 CITY: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "city", "schema": City.model_json_schema()}}
+
+
+class Feature:
+    """Asks a gateway as a feature does, greedy and for few tokens."""
+
+    def __init__(self, client: openai.OpenAI) -> None:
+        self.client, self._asker = client, Asker(client, MODEL)
+
+    def chat(self, messages: Any = QUESTION, **fields: Any) -> Any:
+        """Return an answer or a stream."""
+        return self._asker.chat(messages, **{"max_tokens": 24, "temperature": 0} | fields)
+
+    def choice(self, messages: Any = QUESTION, **fields: Any) -> Any:
+        return self.chat(messages, **fields).choices[0]
+
+    def complete(self, prompt: Any = "Oslo is", **fields: Any) -> Any:
+        return self._asker.complete(prompt, **{"max_tokens": 8} | fields)
+
+    def parse(self, **fields: Any) -> Any:
+        asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+        return self.client.chat.completions.parse(**asked, **fields).choices[0].message
+
+    def respond(self, **fields: Any) -> Any:
+        return self.client.responses.create(**{"model": MODEL, "input": QUESTION, "max_output_tokens": 24} | fields)
 
 
 @pytest.fixture(scope="module")
@@ -68,287 +89,187 @@ def gateway(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def client(gateway: Smg) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
+def feature(gateway: Smg) -> Iterator[Feature]:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield Feature(client)
 
 
-def chat(client: openai.OpenAI, **fields: Any) -> Any:
-    """Return the only choice of a chat."""
-    answer = client.chat.completions.create(
-        **{"model": MODEL, "messages": QUESTION, "max_tokens": 24, "temperature": 0} | fields
-    )
-    return answer.choices[0]
+def chats(ask: Feature) -> object:
+    choice = ask.choice()
+    return choice.finish_reason == "length" and "Oslo" in choice.message.content
 
 
-def held(condition: object) -> str:
-    return "works" if condition else "ignored"
-
-
-def chats(client: openai.OpenAI) -> str:
-    choice = chat(client)
-    return held(choice.finish_reason == "length" and "Oslo" in choice.message.content)
-
-
-def streams(client: openai.OpenAI) -> str:
-    whole = chat(client).message.content
-    chunks = list(
-        client.chat.completions.create(
-            model=MODEL,
-            messages=QUESTION,
-            max_tokens=24,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
+def streams(ask: Feature) -> object:
+    chunks = list(ask.chat(stream=True, stream_options={"include_usage": True}))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    usage = chunks[-1].usage
-    assert usage is not None
-    assert (text, usage.completion_tokens) == (whole, 24)
-    return held(len(chunks) > 4)
+    assert (text, chunks[-1].usage.completion_tokens) == (ask.choice().message.content, 24)
+    return len(chunks) > 4
 
 
-def parses(client: openai.OpenAI) -> str:
-    answer = client.chat.completions.parse(
-        model=MODEL, messages=QUESTION, max_tokens=80, temperature=0, response_format=City
-    )
-    return held(isinstance(answer.choices[0].message.parsed, City))
+def parses(ask: Feature) -> object:
+    return isinstance(ask.parse(response_format=City, max_tokens=80).parsed, City)
 
 
-def makes_json(client: openai.OpenAI) -> str:
-    choice = chat(client, response_format={"type": "json_object"}, max_tokens=80)
-    return held(isinstance(json.loads(choice.message.content), dict))
+def parses_a_function(ask: Feature) -> object:
+    tools = [openai.pydantic_function_tool(City)]
+    calls = ask.parse(tools=tools, tool_choice="required", max_tokens=120).tool_calls
+    return calls and all(isinstance(call.function.parsed_arguments, City) for call in calls)
 
 
-def called(choice: Any) -> str:
-    for call in choice.message.tool_calls:
+def makes_json(ask: Feature) -> object:
+    text = ask.choice(response_format={"type": "json_object"}, max_tokens=80).message.content
+    return isinstance(json.loads(text), dict)
+
+
+def calls_a_tool(ask: Feature, choice: Any = "required") -> object:
+    calls = ask.choice(tools=TOOLS, tool_choice=choice, max_tokens=120).message.tool_calls
+    for call in calls:
         assert call.function.name == "get_weather"
-        jsonschema.validate(json.loads(call.function.arguments), WEATHER["parameters"])
-    return held(choice.message.tool_calls)
+        jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
+    return calls
 
 
-def calls_a_tool(client: openai.OpenAI) -> str:
-    return called(chat(client, tools=TOOLS, tool_choice="required", max_tokens=120))
-
-
-def calls_the_named_tool(client: openai.OpenAI) -> str:
-    return called(chat(client, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "get_weather"}}))
-
-
-def streams_tool_calls(client: openai.OpenAI) -> str:
+def streams_tool_calls(ask: Feature) -> object:
     arguments: dict[int, str] = {}
-    for chunk in client.chat.completions.create(
-        model=MODEL,
-        messages=QUESTION,
-        max_tokens=120,
-        temperature=0,
-        stream=True,
-        tools=TOOLS,
-        tool_choice="required",
-    ):
+    for chunk in ask.chat(tools=TOOLS, tool_choice="required", max_tokens=120, stream=True):
         for call in (chunk.choices[0].delta.tool_calls or []) if chunk.choices else []:
-            assert call.function is not None
             arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
     for text in arguments.values():
-        jsonschema.validate(json.loads(text), WEATHER["parameters"])
-    return held(arguments)
+        jsonschema.validate(json.loads(text), PARAMETERS)
+    return arguments
 
 
-def tools_with_a_response_format(client: openai.OpenAI) -> str:
+def tools_with_a_response_format(ask: Feature) -> object:
     """The format is that of an answer without a call."""
-    choice = chat(client, tools=TOOLS, tool_choice="required", response_format=CITY, max_tokens=80)
-    names = {call.function.name for call in choice.message.tool_calls or []}
-    return held(names == {"get_weather"})
+    message = ask.choice(tools=TOOLS, tool_choice="required", response_format=CITY, max_tokens=80).message
+    return {call.function.name for call in message.tool_calls or []} == {"get_weather"}
 
 
-def conversation() -> list[Any]:
-    """A conversation in which the assistant calls the function each time. The zone is one that the schema forbids."""
+def under_auto(ask: Feature, **fields: Any) -> Any:
+    """Return the answer in a conversation in which the assistant calls each time, with a city too long for the schema.
+
+    Through the engine's own API the model calls here.
+    """
     turns: list[Any] = []
     for city in ("Rome", "Paris", "Berlin"):
         call = {"name": "get_weather", "arguments": {"city": f"the beautiful city of {city}"}}
         turns.append({"role": "user", "content": f"Weather in {city}?"})
         turns.append({"role": "assistant", "content": json.dumps(call)})
-    return [*turns, {"role": "user", "content": "Weather in Oslo?"}]
+    turns.append({"role": "user", "content": "Weather in Oslo?"})
+    return ask.choice(turns, tools=TOOLS, tool_choice="auto", max_tokens=80, **fields).message
 
 
-def calls_by_itself(client: openai.OpenAI) -> str:
-    """Through the engine's own API the model calls here."""
-    choice = chat(client, messages=conversation(), tools=TOOLS, tool_choice="auto", max_tokens=60)
-    assert "get_weather" in (choice.message.content or "")
-    return held(choice.message.tool_calls)
+def calls_by_itself(ask: Feature) -> object:
+    message = under_auto(ask)
+    assert "get_weather" in (message.content or "")
+    return message.tool_calls
 
 
-def strict_tools_under_auto(client: openai.OpenAI) -> str:
+def strict_tools_under_auto(ask: Feature) -> object:
     """The model begins a call: do its arguments keep to the schema?"""
-    choice = chat(client, messages=conversation(), tools=TOOLS, tool_choice="auto", max_tokens=60)
-    call = json.loads(choice.message.content)
-    try:
-        jsonschema.validate(call["arguments"], WEATHER["parameters"])
-    except jsonschema.ValidationError:
-        return "ignored"
-    return "works"
+    arguments = json.loads(under_auto(ask).content)["arguments"]
+    return jsonschema.Draft202012Validator(PARAMETERS).is_valid(arguments)
 
 
-def tools_under_auto_with_a_response_format(client: openai.OpenAI) -> str:
-    choice = chat(client, messages=conversation(), tools=TOOLS, tool_choice="auto", response_format=CITY, max_tokens=80)
-    City.model_validate_json(choice.message.content)
-    return held(choice.message.tool_calls)
+def tools_under_auto_with_a_response_format(ask: Feature) -> object:
+    message = under_auto(ask, response_format=CITY)
+    City.model_validate_json(message.content)
+    return message.tool_calls
 
 
-def parses_a_function(client: openai.OpenAI) -> str:
-    answer = client.chat.completions.parse(
-        model=MODEL,
-        messages=QUESTION,
-        max_tokens=120,
-        temperature=0,
-        tools=[openai.pydantic_function_tool(City)],
-        tool_choice="required",
-    )
-    calls = answer.choices[0].message.tool_calls or []
-    return held(calls and all(isinstance(call.function.parsed_arguments, City) for call in calls))
-
-
-def calls_a_custom_tool(client: openai.OpenAI) -> str:
+def calls_a_custom_tool(ask: Feature) -> object:
     tool = {"type": "custom", "custom": {"name": "add", "description": "Adds."}}
-    return held(chat(client, tools=[tool], tool_choice="required").message.tool_calls)
+    return ask.choice(tools=[tool], tool_choice="required").message.tool_calls
 
 
-def takes_a_result(client: openai.OpenAI) -> str:
-    message = chat(client, tools=TOOLS, tool_choice="required", max_tokens=120).message
+def takes_a_result(ask: Feature) -> object:
+    message = ask.choice(tools=TOOLS, tool_choice="required", max_tokens=120).message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "12 degrees"} for call in message.tool_calls]
-    return held(chat(client, messages=[*QUESTION, message.model_dump(), *results], tools=TOOLS).message.content)
+    turns = [{"role": "user", "content": QUESTION}, message.model_dump(), *results]
+    return ask.choice(turns, tools=TOOLS).message.content
 
 
-def completes(client: openai.OpenAI) -> str:
-    answer = client.completions.create(model=MODEL, prompt="Oslo is", max_tokens=8, temperature=0, n=2)
-    return held(len(answer.choices) == 2 and answer.choices[0].text == answer.choices[1].text)
+def completes(ask: Feature) -> object:
+    one, other = ask.complete(n=2).choices
+    return one.text == other.text
 
 
-def completes_several(client: openai.OpenAI) -> str:
+def completes_several(ask: Feature) -> object:
     prompts = ["Oslo is", "One, two,"]
-    together = client.completions.create(model=MODEL, prompt=prompts, max_tokens=8, temperature=0).choices
-    alone = [client.completions.create(model=MODEL, prompt=p, max_tokens=8, temperature=0).choices[0] for p in prompts]
-    return held([choice.text for choice in together] == [choice.text for choice in alone])
+    alone = [ask.complete(prompt).choices[0].text for prompt in prompts]
+    return [choice.text for choice in ask.complete(prompts).choices] == alone
 
 
-def completes_in_a_stream(client: openai.OpenAI) -> str:
-    whole = client.completions.create(model=MODEL, prompt="Oslo is", max_tokens=8, temperature=0).choices[0].text
-    stream = client.completions.create(model=MODEL, prompt="Oslo is", max_tokens=8, temperature=0, stream=True)
-    return held("".join(chunk.choices[0].text for chunk in stream) == whole)
+def completes_in_a_stream(ask: Feature) -> object:
+    return "".join(chunk.choices[0].text for chunk in ask.complete(stream=True)) == ask.complete().choices[0].text
 
 
-def completes_with_logprobs(client: openai.OpenAI) -> str:
-    answer = client.completions.create(model=MODEL, prompt="Oslo is", max_tokens=4, temperature=0, logprobs=2)
-    return held(answer.choices[0].logprobs)
-
-
-def completes_with_echo(client: openai.OpenAI) -> str:
-    answer = client.completions.create(model=MODEL, prompt="Oslo is", max_tokens=4, temperature=0, echo=True)
-    return held(answer.choices[0].text.startswith("Oslo is"))
-
-
-def responds(client: openai.OpenAI) -> str:
-    return held(client.responses.create(model=MODEL, input="Describe Oslo.", max_output_tokens=24).output_text)
-
-
-def echoes_with_logprobs(client: openai.OpenAI) -> str:
-    answer = client.completions.create(
-        model=MODEL, prompt="Oslo is", max_tokens=4, temperature=0, echo=True, logprobs=1
-    )
-    return held(answer.choices[0].logprobs)
-
-
-def responds_in_a_stream(client: openai.OpenAI) -> str:
-    asked: Any = {"model": MODEL, "input": "Describe Oslo.", "max_output_tokens": 24, "temperature": 0}
-    events = list(client.responses.create(**asked, stream=True))
+def responds_in_a_stream(ask: Feature) -> object:
+    events = list(ask.respond(temperature=0, stream=True))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    return held(text == client.responses.create(**asked).output_text and len(events) > 6)
+    return text == ask.respond(temperature=0).output_text and len(events) > 6
 
 
-def responds_with_a_call(client: openai.OpenAI) -> str:
+def responds_with_a_call(ask: Feature) -> object:
     function: Any = WEATHER | {"type": "function"}
-    answer = client.responses.create(
-        model=MODEL, input="Weather in Oslo?", tools=[function], tool_choice="required", max_output_tokens=120
-    )
+    answer = ask.respond(input="Weather?", tools=[function], tool_choice="required", max_output_tokens=120)
     for call in answer.output:
         assert call.type == "function_call"
-        jsonschema.validate(json.loads(call.arguments), WEATHER["parameters"])
-    return held(answer.output)
+        jsonschema.validate(json.loads(call.arguments), PARAMETERS)
+    return answer.output
 
 
-def responds_parsed(client: openai.OpenAI) -> str:
-    answer = client.responses.parse(model=MODEL, input="Describe Oslo.", text_format=City, max_output_tokens=80)
-    return held(isinstance(answer.output_parsed, City))
+def responds_parsed(ask: Feature) -> object:
+    answer = ask.client.responses.parse(model=MODEL, input=QUESTION, text_format=City, max_output_tokens=80)
+    return isinstance(answer.output_parsed, City)
 
 
-def has_logprobs(client: openai.OpenAI) -> str:
-    choice = chat(client, logprobs=True, top_logprobs=2, max_tokens=3)
-    return held(choice.logprobs and [len(token.top_logprobs) for token in choice.logprobs.content] == [2, 2, 2])
+def has_logprobs(ask: Feature) -> object:
+    found = ask.choice(logprobs=True, top_logprobs=2, max_tokens=3).logprobs
+    return found and [len(token.top_logprobs) for token in found.content] == [2, 2, 2]
 
 
-def stops(client: openai.OpenAI) -> str:
-    choice = chat(client, stop=["Norway"])
-    return held(choice.finish_reason == "stop" and "Norway" not in choice.message.content)
+def stops(ask: Feature) -> object:
+    choice = ask.choice(stop=["Norway"])
+    return choice.finish_reason == "stop" and "Norway" not in choice.message.content
 
 
-def repeats_with_a_seed(client: openai.OpenAI) -> str:
-    answers = {chat(client, seed=seed, temperature=1.5).message.content for seed in (1, 1, 2)}
-    return held(len(answers) == 2)
+def repeats_with_a_seed(ask: Feature) -> object:
+    return len({ask.choice(seed=seed, temperature=1.5).message.content for seed in (1, 1, 2)}) == 2
 
 
-def has_several_choices(client: openai.OpenAI) -> str:
-    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=8, n=3, temperature=0)
-    return held([choice.index for choice in answer.choices] == [0, 1, 2])
+def counts_drafts(ask: Feature) -> object:
+    answer = ask.chat("Repeat: one two three one two three one two three", max_tokens=48)
+    details = answer.usage.completion_tokens_details
+    return details and details.accepted_prediction_tokens
 
 
-def counts_drafts(client: openai.OpenAI) -> str:
-    answer = client.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": "Repeat: one two three one two three one two three"}],
-        max_tokens=48,
-        temperature=0,
-    )
-    details = answer.usage.completion_tokens_details if answer.usage else None
-    return held(details and details.accepted_prediction_tokens)
+def biases(ask: Feature) -> object:
+    """Ban tokens, those of the unbiased answer among them."""
+    biased = ask.choice(max_tokens=4, logit_bias={str(token): -100 for token in range(20_000)})
+    return biased.message.content != ask.choice(max_tokens=4).message.content
 
 
-def extra(**fields: Any) -> Callable[[openai.OpenAI], str]:
+def extra(**fields: Any) -> Callable[[Feature], object]:
     """Return a feature: does the answer match `[abc]{5}`, as a field outside OpenAI's API asks?"""
 
-    def ask(client: openai.OpenAI) -> str:
-        text = chat(client, extra_body=fields).message.content
-        return held(len(text) == 5 and set(text) <= set("abc"))
+    def matches(ask: Feature) -> object:
+        text = ask.choice(**fields).message.content
+        return len(text) == 5 and set(text) <= set("abc")
 
-    return ask
-
-
-def knows_its_fields(client: openai.OpenAI) -> str:
-    chat(client, extra_body={"no_such_field": 1})
-    return "ignored"
+    return matches
 
 
-def biases(client: openai.OpenAI) -> str:
-    """Ban the tokens of the unbiased answer, one after the other."""
-    before = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, max_tokens=4, temperature=0, logprobs=True
-    ).choices[0]
-    after = chat(client, max_tokens=4, logit_bias={str(token): -100 for token in range(20_000)})
-    return held(before.message.content != after.message.content)
-
-
-FEATURES: dict[str, Callable[[openai.OpenAI], str]] = {
+FEATURES: dict[str, Callable[[Feature], object]] = {
     "chat": chats,
     "chat, streamed, with usage": streams,
     "a pydantic model, by `response_format` (`.parse`)": parses,
     "a pydantic model, by a function": parses_a_function,
     "`response_format` json_object": makes_json,
-    "`response_format` structural_tag": lambda client: held(
-        chat(client, response_format={"type": "structural_tag", "format": {}})
-    ),
+    "`response_format` structural_tag": lambda ask: ask.chat(response_format={"type": "structural_tag", "format": {}}),
     "tools, `tool_choice` auto": calls_by_itself,
     "tools, `tool_choice` required": calls_a_tool,
-    "tools, `tool_choice` with a name": calls_the_named_tool,
+    "tools, `tool_choice` with a name": lambda ask: calls_a_tool(ask, NAMED),
     "tool calls, streamed": streams_tool_calls,
     "strict tools, `tool_choice` auto": strict_tools_under_auto,
     "tools, `tool_choice` required, and `response_format`": tools_with_a_response_format,
@@ -358,23 +279,23 @@ FEATURES: dict[str, Callable[[openai.OpenAI], str]] = {
     "completions, `n`": completes,
     "completions of several prompts": completes_several,
     "completions, streamed": completes_in_a_stream,
-    "completions, `logprobs`": completes_with_logprobs,
-    "completions, `echo`": completes_with_echo,
-    "completions, `echo` with `logprobs`": echoes_with_logprobs,
-    "`responses.create`": responds,
+    "completions, `logprobs`": lambda ask: ask.complete(logprobs=2).choices[0].logprobs,
+    "completions, `echo`": lambda ask: ask.complete(echo=True).choices[0].text.startswith("Oslo is"),
+    "completions, `echo` with `logprobs`": lambda ask: ask.complete(echo=True, logprobs=1).choices[0].logprobs,
+    "`responses.create`": lambda ask: ask.respond().output_text,
     "`responses.stream`": responds_in_a_stream,
     "`responses.parse`": responds_parsed,
     "functions in `responses.create`": responds_with_a_call,
     "chat, `logprobs`": has_logprobs,
     "chat, `stop`": stops,
     "chat, `seed`": repeats_with_a_seed,
-    "chat, `n`": has_several_choices,
+    "chat, `n`": lambda ask: [choice.index for choice in ask.chat(n=3).choices] == [0, 1, 2],
     "accepted drafts in the usage": counts_drafts,
     "`logit_bias`": biases,
     "`regex` of smg": extra(regex="[abc]{5}"),
     "`ebnf` of smg": extra(ebnf="root ::= [abc] [abc] [abc] [abc] [abc]"),
     "`structured_outputs` of vLLM": extra(structured_outputs={"regex": "[abc]{5}"}),
-    "an unknown field, refused by name": knows_its_fields,
+    "an unknown field, refused by name": lambda ask: not ask.chat(no_such_field=1),
 }
 ROWS = rows(ROOT / "docs/gateways.md", "What works through smg")
 
@@ -389,49 +310,36 @@ def test_the_page_has_every_feature() -> None:
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row[0], marks=in_table(row[0], row[1])) for row in ROWS])
-def test_a_feature_works_as_the_page_says(client: openai.OpenAI, row: list[str]) -> None:
+def test_a_feature_works_as_the_page_says(feature: Feature, row: list[str]) -> None:
     try:
-        became = FEATURES[row[0]](client)
+        became = "works" if FEATURES[row[0]](feature) else "ignored"
     except openai.BadRequestError:
         became = "refused"
     assert became == row[1]
 
 
-def test_errors_name_the_field_and_the_limit(client: openai.OpenAI) -> None:
+def test_errors_name_the_field_and_the_limit(feature: Feature) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(openai.BadRequestError, match=r"sampling_params\.json_schema: .*/uniqueItems: is not enforced"):
-        chat(client, response_format=schema)
+        feature.chat(response_format=schema)
 
 
-async def test_a_client_that_leaves_frees_its_slot(server: RunningServer, client: openai.OpenAI) -> None:
+async def test_a_client_that_leaves_frees_its_slot(server: RunningServer, feature: Feature) -> None:
     def leave() -> None:
-        stream = client.chat.completions.create(
-            model=MODEL, messages=QUESTION, max_tokens=450, stream=True, extra_body={"ignore_eos": True}
-        )
-        with stream:
+        with feature.chat(max_tokens=450, stream=True, ignore_eos=True) as stream:
             next(iter(stream))
 
-    async with Client(server.address) as grpc_client:
-        before = await idle_stats(grpc_client)
+    async with Client(server.address) as client:
+        before = await idle_stats(client)
         await asyncio.to_thread(leave)
-        after = await idle_stats(grpc_client)
-    assert after.running == after.pages_used == 0
+        after = await left_idle(client)
     assert after.generated_tokens - before.generated_tokens < 400
 
 
-async def test_a_killed_grammar_process_changes_no_answer(server: RunningServer, client: openai.OpenAI) -> None:
+async def test_a_killed_grammar_process_changes_no_answer(server: RunningServer, feature: Feature) -> None:
     def ask(trouble: Callable[[], None]) -> str:
         text = ""
-        schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": City.model_json_schema()}}
-        for chunk in client.chat.completions.create(
-            model=MODEL,
-            messages=QUESTION,
-            max_tokens=80,
-            temperature=0.8,
-            seed=3,
-            response_format=schema,  # type: ignore[arg-type]
-            stream=True,
-        ):
+        for chunk in feature.chat(max_tokens=80, temperature=0.8, seed=3, response_format=CITY, stream=True):
             if chunk.choices and chunk.choices[0].delta.content:
                 if not text:
                     trouble()
@@ -439,8 +347,8 @@ async def test_a_killed_grammar_process_changes_no_answer(server: RunningServer,
         return text
 
     undisturbed = await asyncio.to_thread(ask, lambda: None)
-    killed = await asyncio.to_thread(ask, lambda: os.kill(server.grammar_process().pid, signal.SIGKILL))
+    killed = await asyncio.to_thread(ask, server.kill_grammar_process)
     assert killed == undisturbed
     City.model_validate_json(killed)
-    async with Client(server.address) as grpc_client:
-        assert (await idle_stats(grpc_client)).grammar_ready
+    async with Client(server.address) as client:
+        assert (await idle_stats(client)).grammar_ready

@@ -92,13 +92,25 @@ def test_a_bad_file_is_refused_with_its_name(tmp_path: Path, text: str, message:
     assert file in str(caught.value)
 
 
-def test_a_bad_value_is_refused_with_its_place() -> None:
-    with pytest.raises(SettingsError, match="--count: 'x' is not an integer"):
-        resolve(["--count", "x"])
-    with pytest.raises(SettingsError, match="--quick: 'maybe' is not true or false"):
-        resolve(["--quick", "maybe"])
-    with pytest.raises(SettingsError, match="LOCKSTEP_SHARE: 'x' is not a number"):
-        resolve([], {"LOCKSTEP_SHARE": "x"})
+@pytest.mark.parametrize(
+    ("arguments", "environ", "message"),
+    [
+        (["--count", "x"], {}, "--count: 'x' is not an integer"),
+        (["--quick", "maybe"], {}, "--quick: 'maybe' is not true or false"),
+        ([], {"LOCKSTEP_SHARE": "x"}, "LOCKSTEP_SHARE: 'x' is not a number"),
+        (["--config", "nowhere.toml"], {}, r"nowhere\.toml: No such file"),
+        # Of a merged setting.
+        (
+            ["--share", "0.1"],
+            {"LOCKSTEP_HALVES": "1"},
+            r"^LOCKSTEP_HALVES: halves is part of share now, which is given as",
+        ),
+        (["--halves", "x"], {}, r"^--halves: 'x' is not an integer$"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_place(arguments: list[str], environ: dict[str, str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        resolve(arguments, environ)
 
 
 def test_a_switch_stands_alone_or_is_spelled_out(tmp_path: Path) -> None:
@@ -117,11 +129,6 @@ def test_a_list_has_a_flag_for_each_value(tmp_path: Path) -> None:
     for wrong in ("'a'", "[1]"):
         with pytest.raises(SettingsError, match=r"parts: .* is not a list of strings"):
             resolve(["--config", toml(tmp_path, f"parts = {wrong}")])
-
-
-def test_a_missing_file_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"nowhere\.toml: No such file"):
-        resolve(["--config", "nowhere.toml"])
 
 
 def test_help_shows_default_and_variable() -> None:
@@ -167,10 +174,6 @@ def test_merged_settings_are_read_under_their_old_names_with_a_warning_each(tmp_
     )
     config, warnings = resolve_with_warnings(["--config", file, "--whole"])
     assert (config.share, len(warnings)) == (1.0, 2)
-    with pytest.raises(SettingsError, match=r"^LOCKSTEP_HALVES: halves is part of share now, which is given as well$"):
-        resolve(["--share", "0.1"], {"LOCKSTEP_HALVES": "1"})
-    with pytest.raises(SettingsError, match=r"^--halves: 'x' is not an integer$"):
-        resolve(["--halves", "x"])
 
 
 def test_a_dropped_setting_is_refused_in_every_place_with_what_to_do(tmp_path: Path) -> None:
