@@ -185,25 +185,3 @@ async def test_a_kill_changes_no_token_and_no_row(small: RunningServer) -> None:
     assert "context_logits" in wanted[0].rows
 
 
-async def test_cancelled_and_killed_requests_leave_nothing(small: RunningServer) -> None:
-    async with Client(small.address) as client:
-        before = await idle_stats(client)
-        begun = asyncio.Event()
-        tasks = [
-            asyncio.create_task(answer(client, each, lambda count: begun.set() if count >= 6 else None))
-            for each in requests("cancelled", 7)
-        ]
-        await asyncio.wait_for(begun.wait(), ANSWER_TIMEOUT_S)
-        small.kill_grammar_process()
-        for task in tasks[::2]:
-            task.cancel()
-        await asyncio.sleep(0.05)
-        for task in tasks[1::2]:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await started_again(client, before.grammar_starts + 1)
-        after = await left_idle(client)
-        assert after.grammar_starts == before.grammar_starts + 1
-        again = await answer(client, requests("again", 3)[0])
-        await left_idle(client)
-    assert again.tokens

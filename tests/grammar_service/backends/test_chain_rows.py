@@ -76,13 +76,6 @@ def small() -> Iterator[Table]:
         yield Table(70, segment)
 
 
-def test_rows_after_an_illegal_draft_are_deferred(small: Table) -> None:
-    kinds, forced, state, _ = small.publish(0, [{1, 2}, {3}, None, None], [1, 5, 6])
-    assert (kinds, state) == ([RowKind.APPLY, RowKind.FORCED, RowKind.DEFER, RowKind.DEFER], DONE)
-    assert forced == [-1, 3, -1, -1]
-    assert small.tallies[0].tolist() == [0, 1, 1, 2, 0, 0]
-
-
 def test_an_empty_row_after_an_illegal_draft_is_no_row(small: Table) -> None:
     # xgrammar clears the row after a draft that it refuses, and touches none after it.
     kinds, _, state, _ = small.publish(0, [{1, 2}, set(), None, None], [5, 6, 7])
@@ -119,12 +112,6 @@ def test_a_stop_token_is_legal_where_the_answer_is_complete(small: Table, accept
     # Token 40 is a stop token; token 41 is special and never legal.
     _, _, _, seq = small.publish(0, [{1, 2, 40, 41}], [], stops)
     assert tokens_in(small.engine.mask_rows(seq)[0, 0, :3]) == ({1, 2, 40} if accepting else {1, 2})
-
-
-def test_rows_begin_at_the_first_wanted_row(small: Table) -> None:
-    kinds, _, _, seq = small.publish(1, [{1, 2}, {3, 4}], [1], first=2)
-    assert kinds == [RowKind.DEFER, RowKind.DEFER, RowKind.APPLY, RowKind.APPLY]
-    assert [tokens_in(small.engine.mask_rows(seq)[1, row, :3]) for row in (2, 3)] == [{1, 2}, {3, 4}]
 
 
 def test_an_answer_older_than_the_published_one_is_not_published(small: Table) -> None:

@@ -77,16 +77,6 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_tenant_behind_a_flood_gets_the_next_worker() -> None:
-    bench = Bench(1)
-    for i in range(20):
-        await bench.ask(f"a{i}", ACME)
-    await bench.ask("b0", BETA)
-    await bench.ask("b1", BETA)
-    assert bench.running == ["a0"]
-    assert await bench.end_one_by_one(5, 1.0) == ["b0", "a1", "b1", "a2", "a3"]
-
-
 async def test_the_time_of_a_compilation_counts_while_it_runs() -> None:
     bench = Bench(2)
     for name, share in (("a0", ACME), ("a1", ACME), ("a2", ACME), ("b0", BETA), ("b1", BETA)):
@@ -119,31 +109,6 @@ async def test_compilations_of_accepted_sequences_come_before_a_tenant_with_a_sm
     await bench.ask("b1", BETA)
     bench.queue.promote("a3")
     assert await bench.end_one_by_one(2, 1.0) == ["a3", "b1"]
-
-
-async def test_a_tenant_that_was_idle_has_saved_nothing_up() -> None:
-    bench = Bench(1)
-    for i in range(30):
-        await bench.ask(f"a{i}", ACME)
-    await bench.end_one_by_one(10, 10.0)
-    for i in range(10):
-        await bench.ask(f"b{i}", BETA)
-    begun = await bench.end_one_by_one(8, 1.0)
-    assert Counter(name[0] for name in begun) == {"a": 4, "b": 4}
-
-
-async def test_workers_that_nothing_waited_for_are_no_debt() -> None:
-    bench = Bench(1)
-    for i in range(3):
-        await bench.ask(f"a{i}", ACME)
-        await bench.end(f"a{i}", 100.0)
-    await bench.ask("a3", ACME)
-    bench.clock.now_s += 100.0
-    for i in range(10):
-        await bench.ask(f"b{i}", BETA)
-        await bench.ask(f"c{i}", ACME)
-    begun = await bench.end_one_by_one(8, 1.0)
-    assert Counter(name[0] for name in begun) == {"b": 4, "c": 4}
 
 
 async def test_nothing_is_kept_of_tenants_without_a_compilation() -> None:
@@ -182,18 +147,6 @@ async def test_a_full_queue_takes_the_newest_place_of_the_tenant_with_the_most()
     assert bench.refused[4:] == ["a6"]
     assert bench.queue.num_waiting == 4
     assert await bench.end_one_by_one(5, 1.0) == ["b0", "a1", "b1", "a2"]
-
-
-async def test_places_are_shared_by_weight() -> None:
-    bench, heavy = Bench(1, max_waiting=8), Share("acme", 3.0)
-    await bench.ask("running", NO_TENANT)
-    for i in range(8):
-        await bench.ask(f"b{i}", BETA)
-    for i in range(8):
-        await bench.ask(f"a{i}", heavy)
-    assert bench.refused == ["b7", "b6", "b5", "b4", "b3", "b2", "a6", "a7"]
-    await bench.ask("b8", BETA)
-    assert bench.refused[-1] == "b8"
 
 
 async def test_accepted_and_promoted_compilations_need_no_place_and_lose_none() -> None:

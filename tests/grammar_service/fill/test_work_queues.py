@@ -217,6 +217,22 @@ def test_a_task_of_several_slots_releases_them_together_and_its_rest_comes_next(
     assert behind.begun.wait(PATIENCE_S)
 
 
+def test_a_task_of_several_slots_leaves_out_slots_with_a_task_in_hand(delegate: FakeDelegate) -> None:
+    stuck, together = FakeTask(1), FakeTask(0, 1, 2)
+    together.gate.set()
+    delegate.patient = False
+    delegate.arrived.append([stuck])
+    try:
+        _until(lambda: stuck in delegate.reported_late)
+        delegate.arrived.append([together])
+        assert together.begun.wait(PATIENCE_S)
+        assert together.slots == (0, 2)
+        # The part of the busy slot waits in its queue and is reported late.
+        _until(lambda: [task.slots for task in delegate.reported_late].count((1,)) >= 2)
+    finally:
+        stuck.gate.set()
+
+
 def test_a_task_of_several_slots_that_hangs_loses_them(delegate: FakeDelegate) -> None:
     stuck, replacements = FakeTask(0, 1), [FakeTask(0), FakeTask(1)]
     for task in replacements:
