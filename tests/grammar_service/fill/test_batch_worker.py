@@ -90,6 +90,24 @@ def test_a_slot_that_hangs_in_a_batch_holds_the_others_only_briefly(plane: Plane
     assert plane.whole(seq, [3]) == [[FORCED, DEFER, DEFER]]
 
 
+def test_the_rows_of_a_late_batch_are_added_when_they_are_filled(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grammar_service.fill.worker.ABANDON_S", 10 * PATIENCE_S)
+    filler = ToyFiller()
+    slow = GatedMatcher(at=2, filler=filler)
+    begin(plane, filler, broken=slow.again)
+    seq = plane.post(range(8), 1, [2], [3])
+    try:
+        assert slow.begun.wait(PATIENCE_S)
+        plane.may_be_late()
+        first = plane.first(seq, range(8))
+        assert (first.kinds.tolist(), first.num_late) == ([[DEFER] * 3] * 8, 8)
+    finally:
+        slow.gate.set()
+    assert plane.whole(seq, range(8)) == [[APPLY, FORCED, DEFER]] * 8
+    assert [plane.row(seq, slot) for slot in (0, 3)] == [{3, 5}] * 2
+    assert filler.fills == 1
+
+
 def test_a_thread_that_returns_to_an_abandoned_batch_moves_no_matcher_in_use(plane: Plane) -> None:
     gate, held, back, holds = threading.Event(), threading.Lock(), threading.Event(), threading.Event()
 
