@@ -37,11 +37,7 @@ DIGITS = {
     "minItems": 6,
     "maxItems": 6,
 }
-OPEN = {
-    "type": "object",
-    "properties": {"a": {"type": "string"}, "b": {"type": "integer"}},
-    "required": ["a", "b"],
-}
+OPEN = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
 ENDS = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_GRAMMAR_CLOSED)
 Part = pb.AnswerPart
 
@@ -107,9 +103,7 @@ CASES = {
     "verified": verified(),
 }
 LIBRARIES = pytest.mark.parametrize(
-    ("backend", "drafts"),
-    [(pb.BACKEND_LLGUIDANCE, 7), (pb.BACKEND_XGRAMMAR, 3)],
-    ids=["llguidance", "xgrammar"],
+    ("backend", "drafts"), [(pb.BACKEND_LLGUIDANCE, 7), (pb.BACKEND_XGRAMMAR, 3)], ids=["llguidance", "xgrammar"]
 )
 
 

@@ -183,5 +183,3 @@ async def test_a_kill_changes_no_token_and_no_row(small: RunningServer) -> None:
     for one in wanted:
         assert len(one.tensor("generation_logits")) == len(one.tokens)
     assert "context_logits" in wanted[0].rows
-
-

@@ -37,11 +37,7 @@ class Library:
         return self.backend.load(grammar, self.backend.compile(grammar))
 
     def read(
-        self,
-        source: Any,
-        whitespace: Whitespace = Whitespace.COMPACT,
-        kind: Kind = Kind.JSON_SCHEMA,
-        **reading: Any,
+        self, source: Any, whitespace: Whitespace = Whitespace.COMPACT, kind: Kind = Kind.JSON_SCHEMA, **reading: Any
     ) -> Compiled:
         """Return a grammar, a text or a JSON document, that is read with the fields `reading` of Reading."""
         text = source if isinstance(source, str) else json.dumps(source)

@@ -13,13 +13,7 @@ import jsonschema_rs
 import pytest
 
 from grammar_service.backends.backend import Compiled
-from grammar_service.errors import (
-    InvalidField,
-    InvalidGrammar,
-    LimitExceeded,
-    NotEnforced,
-    NotSupported,
-)
+from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded, NotEnforced, NotSupported
 from grammar_service.grammar.token_bytes import TokenBytes
 from grammar_service.grammar.value import BOUNDS, Bounds, Kind, Reading, Whitespace, parse
 from tests.grammar_service.conftest import Library
@@ -61,12 +55,7 @@ BOUNDED: list[tuple[Any, dict[str, int], list[str], list[str]]] = [
             ('{"q":', "}", {**OBJ, "properties": {"q": {}}}),
         )
     ),
-    (
-        {**OBJ, "properties": {"long name": INT}},
-        STRINGS,
-        ['{"long name":1,"abc":1}'],
-        ['{"long name":1,"abcdefgh":1}'],
-    ),
+    ({**OBJ, "properties": {"long name": INT}}, STRINGS, ['{"long name":1,"abc":1}'], ['{"long name":1,"abcdefgh":1}']),
     (LISTED, FREE, ['{"long name":"long value"}', '{"long name":12345}'], []),
 ]
 OF_LLGUIDANCE: list[tuple[Any, dict[str, int], list[str], list[str]]] = [
@@ -90,8 +79,7 @@ def test_a_longer_value_is_illegal(
 
 
 @pytest.mark.parametrize(
-    ("whitespace", "most", "wide"),
-    [(Whitespace.COMPACT, 0, 0), (Whitespace.BOUNDED, 3, 8), (Whitespace.ANY, 3, 12)],
+    ("whitespace", "most", "wide"), [(Whitespace.COMPACT, 0, 0), (Whitespace.BOUNDED, 3, 8), (Whitespace.ANY, 3, 12)]
 )
 def test_white_space_is_bounded(library: Library, whitespace: Whitespace, most: int, wide: int) -> None:
     for bound, count in ((3, most), (12, wide)):

@@ -134,10 +134,7 @@ def with_special(library: Library, texts: list[str], *, special: bool = True) ->
 
 @pytest.mark.parametrize(
     ("form", "texts"),
-    [
-        (MISTRAL, ["[TOOL_CALLS]"]),
-        (HARMONY, ["<|channel|>", "<|constrain|>", "<|message|>"]),
-    ],
+    [(MISTRAL, ["[TOOL_CALLS]"]), (HARMONY, ["<|channel|>", "<|constrain|>", "<|message|>"])],
     ids=["mistral", "harmony"],
 )
 def test_markers_that_are_special_tokens(library: Library, form: ToolFormat, texts: list[str]) -> None:

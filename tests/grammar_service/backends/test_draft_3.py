@@ -60,11 +60,7 @@ def values() -> list[Any]:
     objects = [
         dict(zip(names, some, strict=True))
         for names in ("a", "ab", "abc", "bc")
-        for some in (
-            [1, 2, 3][: len(names)],
-            ["a", 2, None][: len(names)],
-            [{}, [], {"a": 1}][: len(names)],
-        )
+        for some in ([1, 2, 3][: len(names)], ["a", 2, None][: len(names)], [{}, [], {"a": 1}][: len(names)])
     ]
     return plain + objects + [{"a": {"a": 1, "b": 2}, "b": {"c": 6}}]
 

@@ -53,12 +53,7 @@ def test_data_is_a_schema_only_if_a_reference_points_to_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reference", "path"),
-    [
-        ("#/$defs/a~1b%25", "/$defs/a~1b%25"),
-        ("#here", "/$defs/n"),
-        ("#/anyOf/0", "/anyOf/0"),
-    ],
+    ("reference", "path"), [("#/$defs/a~1b%25", "/$defs/a~1b%25"), ("#here", "/$defs/n"), ("#/anyOf/0", "/anyOf/0")]
 )
 def test_references_are_followed(reference: str, path: str) -> None:
     schema = {"$defs": {"a/b%": dict(LEAF), "n": {"$anchor": "here"}}, "anyOf": [dict(LEAF)], "$ref": reference}

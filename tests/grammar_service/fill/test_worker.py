@@ -241,9 +241,7 @@ def test_a_proposal_leaves_published_rows_unchanged(plane: Plane) -> None:
     assert matcher.fills == plane.worker.stats()["filled_rows"] == 4
 
 
-def test_a_proposal_after_a_slow_row_is_dropped_when_a_newer_record_of_its_slot_arrives(
-    make_plane: MakePlane,
-) -> None:
+def test_a_proposal_after_a_slow_row_is_dropped_when_a_newer_record_of_its_slot_arrives(make_plane: MakePlane) -> None:
     plane, slow = make_plane(late=True), GatedMatcher(at=1)
     plane.bind(0, lambda: slow)
     assert plane.first(plane.post([0], 0, [1]), [0]).kinds[0, 0] == DEFER
