@@ -82,15 +82,6 @@ def test_a_chat_answer_has_its_reasoning_apart_and_counted(thinker: openai.OpenA
     assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == spent
 
 
-def test_effort_none_turns_the_reasoning_off(thinker: openai.OpenAI) -> None:
-    answer = create(
-        thinker, response_format=FORMAT, reasoning_effort="none", extra_body={"thinking_token_budget": None}
-    )
-    assert not hasattr(answer.choices[0].message, "reasoning_content")
-    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
-    jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
-
-
 def test_a_call_behind_reasoning_and_the_turn_that_follows_it(thinker: openai.OpenAI) -> None:
     answer = create(thinker, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     message = answer.choices[0].message

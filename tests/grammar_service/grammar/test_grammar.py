@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded
@@ -17,7 +15,7 @@ from grammar_service.grammar.text_grammar import (
 )
 from grammar_service.grammar.value import MAX_JSON_DEPTH, Kind, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
-from tests.grammar_service.toy import PADDED, SPECIAL, STOPS, tokenizer_json
+from tests.grammar_service.toy import PADDED, STOPS, tokenizer_json
 
 
 @pytest.mark.parametrize(
@@ -70,22 +68,6 @@ def test_equal_choices_are_merged() -> None:
 
 @pytest.mark.parametrize(
     "lark",
-    [
-        'start: "a" <[5]>',
-        'start: <|end|> "a"',
-        "start: x\nx: <tool>",
-        'start: "a"\n  %llguidance {"no_forcing": true}',
-        'start: "a" %lark{\nstart: <|end|>\n}',
-        "start: /a[/]/ <[5]>",
-    ],
-)
-def test_lark_may_not_name_tokens(lark: str) -> None:
-    with pytest.raises(InvalidGrammar, match="line"):
-        refuse_token_references(lark)
-
-
-@pytest.mark.parametrize(
-    "lark",
     ['start: "<b>" x "</b>"\nx: /<[a-z]+>/', "start: A // <[5]>\nA: /[<>]/", 'start: "\\"<a>"', 'start: "a"+ "b"*'],
 )
 def test_lark_may_describe_angle_brackets(lark: str) -> None:
@@ -125,15 +107,6 @@ def test_the_digest_depends_on_every_field(vocabulary: Vocabulary) -> None:
     assert Vocabulary.load(content, PADDED, STOPS[::-1]).digest == vocabulary.digest
     others = [(content, PADDED + 1, STOPS), (content, PADDED, STOPS[:1]), (content + b" ", PADDED, STOPS)]
     assert len({Vocabulary.load(*other).digest for other in others} | {vocabulary.digest}) == 4
-
-
-@pytest.mark.parametrize("name", SPECIAL)
-def test_ebnf_and_lark_may_not_contain_the_name_of_a_special_token(vocabulary: Vocabulary, name: str) -> None:
-    for kind, source in ((Kind.EBNF, f'root ::= "{name}"'), (Kind.LARK, f'start: "{name}"')):
-        with pytest.raises(InvalidGrammar, match="names the special token"):
-            vocabulary.refuse_special(parse(kind, source, Whitespace.ANY))
-    for kind, source in ((Kind.CHOICE, json.dumps([name])), (Kind.JSON_SCHEMA, json.dumps({"description": name}))):
-        vocabulary.refuse_special(parse(kind, source, Whitespace.ANY))
 
 
 @pytest.mark.parametrize(
