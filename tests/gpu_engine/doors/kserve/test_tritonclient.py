@@ -32,6 +32,9 @@ async def test_a_whole_answer_is_one_response_with_every_tensor(triton: TritonPr
     async with serving(Fakes(answers_with("yes"))) as server:
         response = await triton("infer", server.address, TEXT | WITHOUT_PROMPT, request_id="mine")
         with_prompt = await triton("infer", server.address, TEXT)
+        elements = {"input_ids": [[*b"hi"]], "input_lengths": [[2]], "request_output_len": [[9]]}
+        batch = {name: ("INT32", each) for name, each in elements.items()}
+        batched = await triton("infer", server.address, batch | WITHOUT_PROMPT, outputs=["output_ids"])
     tensors = {
         "text_output": ([b"yes"], [1]),
         "output_ids": ([[*b"yes", EOS]], [1, 4]),
@@ -43,19 +46,9 @@ async def test_a_whole_answer_is_one_response_with_every_tensor(triton: TritonPr
     values = {name: value for name, (value, _) in tensors.items()}
     assert response == {"id": "mine", "model": "fake", "triton_final_response": True, **values, **shapes}
     assert (with_prompt["text_output"], with_prompt["output_ids"]) == ([b"hiyes"], [[*b"hiyes", EOS]])
-
-
-async def test_shapes_have_a_dimension_for_the_batch_where_the_prompt_has(triton: TritonProcess) -> None:
-    given = {
-        "input_ids": ("INT32", [[*b"hi"]]),
-        "input_lengths": ("INT32", [[2]]),
-        "request_output_len": ("INT32", [[9]]),
-    }
-    async with serving(Fakes(answers_with("yes"))) as server:
-        response = await triton("infer", server.address, given | WITHOUT_PROMPT, outputs=["output_ids"])
-    assert response["output_ids"] == [[[*b"yes", EOS]]]
-    assert response["output_ids shape"] == [1, 1, 4]
-    assert "text_output" not in response
+    # Shapes have a dimension for the batch where the prompt has one.
+    assert (batched["output_ids"], batched["output_ids shape"]) == ([[[*b"yes", EOS]]], [1, 1, 4])
+    assert "text_output" not in batched
 
 
 def answers_by_index(request: Request) -> list[TokenEvent]:
@@ -63,14 +56,20 @@ def answers_by_index(request: Request) -> list[TokenEvent]:
     return [TokenEvent(request.index, tuple(text), finish=FinishReason.LENGTH)]
 
 
-async def test_sequences_are_rows_of_a_whole_answer_padded_to_the_longest(triton: TritonProcess) -> None:
+async def test_sequences_are_rows_of_a_whole_answer_padded_to_the_longest_and_parts_of_a_stream(
+    triton: TritonProcess,
+) -> None:
     given = {**TEXT, **WITHOUT_PROMPT, "num_return_sequences": ("INT32", [3]), "pad_id": ("INT32", [7])}
     async with serving(Fakes(answers_by_index)) as server:
         response = await triton("infer", server.address, given)
+        two = {**STREAM, "num_return_sequences": ("INT32", [2])}
+        streamed = await triton("stream", server.address, [("a", two, {})])
     assert response["text_output"] == [b"y", b"ye", b"yes"]
     assert response["output_ids"] == [[*b"y", 7, 7], [*b"ye", 7], [*b"yes"]]
     assert (response["sequence_length"], response["sequence_index"]) == ([1, 2, 3], [0, 1, 2])
     assert response["finish_reason"] == [b"length"] * 3
+    assert {r["sequence_index"][0]: r["text_output"][0] for r in streamed} == {0: b"y", 1: b"ye"}
+    assert [r["triton_final_response"] for r in streamed] == [False, True], "the last one ends both"
 
 
 async def test_a_stream_has_what_is_new_and_says_which_response_is_the_last(triton: TritonProcess) -> None:
@@ -120,15 +119,6 @@ async def test_several_requests_run_at_once_over_one_stream(triton: TritonProces
         assert [r["triton_final_response"] for r in own].count(True) == 1
         assert own[-1]["triton_final_response"]
         assert len(own) == 1 or i % 2
-
-
-async def test_two_sequences_are_streamed_and_the_last_response_ends_both(triton: TritonProcess) -> None:
-    given = {**STREAM, "num_return_sequences": ("INT32", [2])}
-    async with serving(Fakes(answers_by_index)) as server:
-        responses = await triton("stream", server.address, [("a", given, {})])
-    texts = {r["sequence_index"][0]: r["text_output"][0] for r in responses}
-    assert texts == {0: b"y", 1: b"ye"}
-    assert [r["triton_final_response"] for r in responses] == [False, True]
 
 
 def scored(request: Request) -> list[TokenEvent]:
@@ -248,14 +238,6 @@ async def test_tokens_protect_it(triton: TritonProcess, tmp_path: Path) -> None:
     assert answered["text_output"] == [b"hiyes"]
 
 
-async def test_an_error_of_a_call_ends_that_call_alone(triton: TritonProcess) -> None:
-    async with serving(Fakes(answers_with("yes"))) as server:
-        with pytest.raises(CallFailed, match=r"^statistics: InferenceServerException: .* 'other' is not known"):
-            await triton("statistics", server.address, "other")
-        answered = await triton("infer", server.address, TEXT)
-    assert answered["text_output"] == [b"hiyes"]
-
-
 async def test_stop_ends_the_request_of_its_id(triton: TritonProcess) -> None:
     fakes = Fakes(lambda request: [TokenEvent(request.index, (121,))])
     async with serving(fakes) as server:
@@ -338,34 +320,40 @@ async def test_the_error_of_a_stream_says_whose_it_is_and_which_status_it_has() 
         response = await asyncio.wait_for(call.read(), 20)
         await call.done_writing()
         assert await asyncio.wait_for(call.code(), 20) is grpc.StatusCode.OK
+        malformed = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")()
+        await malformed.write(b"\xff\xff")
+        assert await asyncio.wait_for(malformed.code(), 20) is grpc.StatusCode.INVALID_ARGUMENT
+        assert "malformed" in str(await malformed.details())
     assert response.error_message == "inputs: one of the tensors text_input and input_ids is required"
     assert response.infer_response.id == "bad"
     assert response.infer_response.parameters["status"].string_param == "INVALID_ARGUMENT"
     assert response.infer_response.parameters["triton_final_response"].bool_param
 
 
-async def test_bytes_that_are_no_message_end_the_stream_with_invalid_argument() -> None:
-    async with serving(Fakes()) as server, grpc.aio.insecure_channel(server.address) as channel:
-        call = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")()
-        await call.write(b"\xff\xff")
-        assert await asyncio.wait_for(call.code(), 20) is grpc.StatusCode.INVALID_ARGUMENT
-        assert "malformed" in str(await call.details())
-
-
-async def test_a_model_that_the_server_does_not_have_is_not_found(triton: TritonProcess) -> None:
+async def test_a_model_or_a_memory_that_the_server_does_not_have_is_refused(triton: TritonProcess) -> None:
     async with serving(Fakes(answers_with("yes"))) as server:
         unknown = await triton("refusals", server.address, "other")
         version = await triton("refusals", server.address, "fake", "2")
         inferred = await triton("infer", server.address, TEXT, model="other")
+        with pytest.raises(CallFailed, match=r"^statistics: InferenceServerException: .* 'other' is not known"):
+            await triton("statistics", server.address, "other")
+        answered = await triton("infer", server.address, TEXT)
+        in_memory = await triton("shared_memory", server.address, TEXT)
+    assert answered["text_output"] == [b"hiyes"]
+    assert in_memory["status"] == "StatusCode.UNIMPLEMENTED"
+    assert in_memory["error"].startswith("text_output: shared_memory_")
     message = "model_name: 'other' is not known; this server has fake, alias"
     assert unknown == [{"ready": False}] + [{"error": message, "status": "StatusCode.NOT_FOUND"}] * 3
     assert inferred == unknown[1]
     assert [e["error"] for e in version[1:]] == ["model_version: '2' is not known; this server has '1'"] * 3
 
 
-async def test_the_server_and_its_model_are_described(triton: TritonProcess) -> None:
-    async with serving(Fakes()) as server:
+async def test_the_server_its_model_and_its_statistics_are_described(triton: TritonProcess) -> None:
+    async with serving(Fakes(answers_with("yes"))) as server:
         found = await triton("describe", server.address, "alias", "1")
+        for given in (TEXT, TEXT | {"num_return_sequences": ("INT32", [2])}, {}):
+            await triton("infer", server.address, given)
+        statistics = await triton("statistics", server.address)
     assert (found["live"], found["ready"], found["model_ready"]) == (True, True, True)
     assert found["server"]["name"] == "lockstep"
     assert found["index"] == {"models": [{"name": "fake", "version": "1", "state": "READY"}]}
@@ -375,24 +363,10 @@ async def test_the_server_and_its_model_are_described(triton: TritonProcess) -> 
     assert found["config"]["model_transaction_policy"] == {"decoupled": True}
     described = {tensor["name"] for tensor in found["metadata"]["inputs"]}
     assert described == {tensor["name"] for tensor in found["config"]["input"]}
-
-
-async def test_statistics_count_requests_sequences_and_failures(triton: TritonProcess) -> None:
-    async with serving(Fakes(answers_with("yes"))) as server:
-        for given in (TEXT, TEXT | {"num_return_sequences": ("INT32", [2])}, {}):
-            await triton("infer", server.address, given)
-        found = await triton("statistics", server.address)
-    assert (found["name"], found["inference_count"]) == ("fake", "3")
-    times = found["inference_stats"]
+    assert (statistics["name"], statistics["inference_count"]) == ("fake", "3"), "sequences, not requests"
+    times = statistics["inference_stats"]
     assert (times["success"]["count"], times["fail"]["count"], times["cache_miss"]["count"]) == ("2", "1", "3")
     assert int(times["success"]["ns"]) > 0
-
-
-async def test_shared_memory_is_refused_by_name(triton: TritonProcess) -> None:
-    async with serving(Fakes(answers_with("yes"))) as server:
-        response = await triton("shared_memory", server.address, TEXT)
-    assert response["status"] == "StatusCode.UNIMPLEMENTED"
-    assert response["error"].startswith("text_output: shared_memory_")
 
 
 async def test_only_a_server_with_the_setting_knows_the_service_and_its_health(triton: TritonProcess) -> None:

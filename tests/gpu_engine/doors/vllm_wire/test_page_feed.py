@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from itertools import count
 from typing import Any
@@ -116,6 +116,13 @@ async def follow(feed: PageFeed, subscriber: Subscriber) -> None:
             subscriber.apply(batch)
 
 
+async def caught_up(batches: AsyncIterator[common.KvEventBatch], subscriber: Subscriber, cache: Cache) -> None:
+    """Apply batches until the subscriber has what the cache has."""
+    async with asyncio.timeout(10):
+        while set(subscriber.blocks.values()) != cache.chains():
+            subscriber.apply(await anext(batches))
+
+
 async def settled(check: Callable[[], bool]) -> None:
     """Let the event loop run until `check` holds."""
     for turn in count():
@@ -161,7 +168,9 @@ async def test_a_subscriber_follows_any_history(before: Any, after: Any, ring: i
     cache.close(5)
 
 
-async def test_a_subscriber_that_the_ring_has_passed_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_subscriber_that_the_ring_has_passed_starts_anew_and_one_that_comes_again_counts_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cache = Cache(8)
     feed, subscriber = PageFeed(cache, ring_events=3), Subscriber()
     async with aclosing(feed.batches(0)) as batches:
@@ -174,17 +183,9 @@ async def test_a_subscriber_that_the_ring_has_passed_starts_anew(caplog: pytest.
         assert subscriber.snapshots == 2
         assert "too slow" in caplog.text
         assert set(subscriber.blocks.values()) == cache.chains()
-    cache.close(5)
-
-
-async def test_a_subscriber_that_comes_again_gets_numbers_behind_its_last() -> None:
-    cache = Cache(8)
-    cache.serve(sequence(0, 64))
-    feed, subscriber = PageFeed(cache), Subscriber(last=41)
+    again = Subscriber(last=41)
     async with aclosing(feed.batches(41)) as batches:
-        async with asyncio.timeout(10):
-            while set(subscriber.blocks.values()) != cache.chains():
-                subscriber.apply(await anext(batches))
+        await caught_up(batches, again, cache)
     cache.close(5)
 
 
@@ -213,14 +214,11 @@ async def test_pages_with_a_salt_are_not_reported() -> None:
         cache.serve(sequence(0, 32))
         cache.serve(sequence(0, 64), salt="secret")
         assert len(cache.chains()) == 2
-        async with asyncio.timeout(10):
-            while set(subscriber.blocks.values()) != cache.chains():
-                subscriber.apply(await anext(batches))
+        await caught_up(batches, subscriber, cache)
         # Every page is evicted, those with a salt as well.
         assert cache.allocator.grow([], 6 * PAGE)
-        async with asyncio.timeout(10):
-            while subscriber.blocks:
-                subscriber.apply(await anext(batches))
+        await caught_up(batches, subscriber, cache)
+        assert not subscriber.blocks
     cache.close(5)
 
 

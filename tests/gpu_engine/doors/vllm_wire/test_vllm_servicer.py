@@ -95,38 +95,37 @@ async def test_a_stream_has_chunks_of_new_tokens_and_one_complete_with_all(tmp_p
     assert complete.WhichOneof("matched_stop") is None, "the end of the sequence is no stop of the request"
 
 
-async def test_log_probabilities_of_chunks_join_to_those_of_the_complete(tmp_path: Path) -> None:
-    def script(request: Request) -> list[TokenEvent]:
-        first, second = Logprobs(-0.5, ((7, -0.5), (9, -2.0))), Logprobs(-1.5, ((3, -0.25), (8, -1.5)))
-        return [TokenEvent(0, (7,), (first,)), TokenEvent(0, (8,), (second,), finish=FinishReason.LENGTH)]
+SCORES = PromptLogprobs(
+    np.array([-0.5], np.float32), np.array([[105, 7]], np.int32), np.array([[-0.5, -1.0]], np.float32)
+)
 
-    async with serving(tmp_path, script) as s:
-        responses = await answer(s.stub, ask(sampling_params={"logprobs": 2}))
-    complete = responses[-1].complete.output_logprobs
-    assert (list(complete.token_logprobs), list(complete.token_ids)) == ([-0.5, -1.5], [7, 8])
-    assert [(list(top.token_ids), list(top.values)) for top in complete.top_logprobs] == [
-        ([7, 9], [-0.5, -2.0]),
-        ([3, 8], [-0.25, -1.5]),
+
+def scored(request: Request) -> list[TokenEvent]:
+    first, second = Logprobs(-0.5, ((7, -0.5), (9, -2.0))), Logprobs(-1.5, ((3, -0.25), (8, -1.5)))
+    of_prompt = SCORES if request.outputs.prompt_logprobs is not None else None
+    return [
+        TokenEvent(request.index, (7,), (first,), prompt_logprobs=of_prompt),
+        TokenEvent(request.index, (8,), (second,), finish=FinishReason.LENGTH),
     ]
-    assert [value for r in responses[:-1] for value in r.chunk.output_logprobs.token_logprobs] == [-0.5, -1.5]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_log_probabilities_of_the_prompt_are_in_the_messages_of_index_0(tmp_path: Path, stream: bool) -> None:
-    scores = PromptLogprobs(
-        np.array([-0.5], np.float32), np.array([[105, 7]], np.int32), np.array([[-0.5, -1.0]], np.float32)
-    )
-
-    def script(request: Request) -> list[TokenEvent]:
-        first = scores if request.outputs.prompt_logprobs is not None else None
-        return [
-            TokenEvent(request.index, (7,), prompt_logprobs=first),
-            TokenEvent(request.index, (8,), finish=FinishReason.LENGTH),
-        ]
-
-    async with serving(tmp_path, script) as s:
-        responses = await answer(s.stub, ask(stream=stream, sampling_params={"prompt_logprobs": 2, "n": 2}))
+async def test_log_probabilities_of_the_answers_and_those_of_the_prompt_with_index_0(
+    tmp_path: Path, stream: bool
+) -> None:
+    async with serving(tmp_path, scored) as s:
+        responses = await answer(
+            s.stub, ask(stream=stream, sampling_params={"logprobs": 2, "prompt_logprobs": 2, "n": 2})
+        )
     completes = {r.complete.index: r.complete for r in responses if r.HasField("complete")}
+    for index in range(2):
+        found = completes[index].output_logprobs
+        assert (list(found.token_logprobs), list(found.token_ids)) == ([-0.5, -1.5], [7, 8])
+        tops = [(list(top.token_ids), list(top.values)) for top in found.top_logprobs]
+        assert tops == [([7, 9], [-0.5, -2.0]), ([3, 8], [-0.25, -1.5])]
+        chunks = [r.chunk for r in responses if r.HasField("chunk") and r.chunk.index == index]
+        streamed = [value for chunk in chunks for value in chunk.output_logprobs.token_logprobs]
+        assert streamed == ([-0.5, -1.5] if stream else [])
     entries = completes[0].input_logprobs
     assert list(entries.token_ids) == [*b"hi"]
     assert [entry.value if entry.HasField("value") else None for entry in entries.token_logprobs] == [None, -0.5]
