@@ -39,37 +39,16 @@ def in_loop(loop: Loop, code: str, number: signal.Signals | None = None) -> tupl
 
 
 @LOOPS
-def test_output_and_exit_status(loop: Loop) -> None:
+def test_output_exit_status_and_that_nothing_stays(loop: Loop) -> None:
     code = "import sys; print('out'); print('err', file=sys.stderr); print(repr(sys.stdin.read())); sys.exit(7)"
     said, status, _ = in_loop(loop, code)
-    assert said.split() == [b"out", b"err", b"''"]
-    assert status == 7
-
-
-@LOOPS
-def test_a_signal_ends_it_and_nothing_stays(loop: Loop) -> None:
+    assert (said.split(), status) == ([b"out", b"err", b"''"], 7)
     said, status, pid = in_loop(loop, "import os, time; print(os.getsid(0)); time.sleep(600)", signal.SIGTERM)
-    assert status == -signal.SIGTERM
-    assert int(said) == pid, "it leads a session of its own"
+    assert (int(said), status) == (pid, -signal.SIGTERM), "it leads a session of its own"
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-@LOOPS
-def test_after_a_cancelled_wait_the_child_can_be_waited_for_again(loop: Loop) -> None:
-    async def run() -> int:
-        child = await ChildProcess.start([sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
-        waiting = asyncio.create_task(child.wait())
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        assert waiting.cancelled()
-        assert child.returncode is None
-        child.send(signal.SIGKILL)
-        return await child.wait()
-
-    with asyncio.Runner(loop_factory=loop) as runner:
-        assert runner.run(run()) == -signal.SIGKILL
+    with asyncio.Runner(loop_factory=loop) as runner, pytest.raises(FileNotFoundError):
+        runner.run(ChildProcess.start(["/no/such/program"], os.environ))
 
 
 @LOOPS
@@ -114,12 +93,6 @@ def test_a_signal_to_one_that_has_ended_does_not_reap_it(loop: Loop) -> None:
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(run())
-
-
-@LOOPS
-def test_a_program_that_is_not_there(loop: Loop) -> None:
-    with asyncio.Runner(loop_factory=loop) as runner, pytest.raises(FileNotFoundError):
-        runner.run(ChildProcess.start(["/no/such/program"], os.environ))
 
 
 @pytest.mark.parametrize("loop", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])

@@ -25,14 +25,6 @@ def make_old(path: Path) -> None:
     os.utime(path, (moment_s, moment_s))
 
 
-async def test_a_directory_goes_with_its_owner(tmp_path: Path) -> None:
-    async with AsyncExitStack() as stack:
-        path = private_directory(stack, tmp_path)
-        (path / "grammar.sock").touch()
-        assert path.stat().st_mode & 0o777 == 0o700
-    assert not path.exists()
-
-
 async def test_what_a_killed_engine_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     left, young, other = (tmp_path / name for name in (f"{DIRECTORY_PREFIX}left", f"{DIRECTORY_PREFIX}young", "other"))
     for path in (left, young, other):
@@ -43,11 +35,12 @@ async def test_what_a_killed_engine_left_is_removed_and_nothing_else(tmp_path: P
     (tmp_path / f"{DIRECTORY_PREFIX}link").symlink_to(other)
     async with AsyncExitStack() as stack:
         first = private_directory(stack, tmp_path)
+        (first / "grammar.sock").touch()
         make_old(first)
         second = private_directory(stack, tmp_path)
+        assert [path.stat().st_mode & 0o777 for path in (first, second)] == [0o700] * 2
         assert not left.exists()
-        assert first.exists()
-        assert second.exists()
+    assert [path.exists() for path in (first, second)] == [False] * 2, "they go with their owner"
     assert young.exists()
     assert (other / "segment.sock").exists()
 
@@ -68,28 +61,21 @@ async def test_a_grammar_process_that_runs_by_itself_is_not_started_again(tmp_pa
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(tmp_path / RPC_SOCKET_NAME))
         other.listen()
-        for grammar, refused in (("spawn", True), ("connect", False)):
-            async with AsyncExitStack() as stack:
-                config = ServerConfig(grammar=grammar, grammar_dir=str(tmp_path))
-                if refused:
-                    with pytest.raises(DirectoryRefused, match=f"another grammar process serves in {tmp_path}"):
-                        grammar_directory(config, stack)
-                else:
-                    assert grammar_directory(config, stack) == tmp_path
+        async with AsyncExitStack() as stack:
+            with pytest.raises(DirectoryRefused, match=f"another grammar process serves in {tmp_path}"):
+                grammar_directory(ServerConfig(grammar="spawn", grammar_dir=str(tmp_path)), stack)
+        async with AsyncExitStack() as stack:
+            assert grammar_directory(ServerConfig(grammar="connect", grammar_dir=str(tmp_path)), stack) == tmp_path
 
 
-async def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+async def test_a_directory_is_made_and_one_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     missing = ServerConfig(grammar="connect", grammar_dir=str(tmp_path / "nowhere"))
     impossible = ServerConfig(grammar="spawn", grammar_dir=str(tmp_path / "file/below"))
     async with AsyncExitStack() as stack:
+        made = grammar_directory(ServerConfig(grammar_dir=str(tmp_path / "a/b")), stack)
+        assert made.stat().st_mode & 0o777 == 0o700
         with pytest.raises(DirectoryRefused, match=r"grammar_dir: .*nowhere is no directory"):
             grammar_directory(missing, stack)
         with pytest.raises(DirectoryRefused, match=r"grammar_dir: cannot make .*below: Not a directory"):
             grammar_directory(impossible, stack)
-
-
-async def test_a_spawned_grammar_process_gets_a_directory_that_is_made(tmp_path: Path) -> None:
-    async with AsyncExitStack() as stack:
-        path = grammar_directory(ServerConfig(grammar_dir=str(tmp_path / "a/b")), stack)
-        assert path.stat().st_mode & 0o777 == 0o700
