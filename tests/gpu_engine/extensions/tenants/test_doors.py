@@ -140,30 +140,23 @@ async def test_tenants_that_share_have_one_salt_and_one_set_of_grammars(tmp_path
         assert tenants == ["gamma", "delta", "acme"], "each one's compilations count for itself"
 
 
-async def test_a_grammar_id_of_another_tenant_is_unknown(tmp_path: Path) -> None:
+async def test_grammars_and_adapters_of_another_tenant_are_unknown(tmp_path: Path) -> None:
     async with serving(tmp_path, YES) as setup:
         compiled = await setup.stub.Compile(pb.CompileRequest(grammar=pb.Grammar(regex="a")), metadata=AS_ACME)
         named = ask(grammar=pb.Grammar(grammar_id=compiled.grammar_id))
         assert await setup.texts(named, AS_ACME) == "yes"
-        assert (await refusal(setup.stub.Generate(named, metadata=AS_BETA)))[0] is MISSING
-        assert (await refusal(setup.stub.Generate(named, metadata=AS_BOSS)))[0] is MISSING
+        for who in (AS_BETA, AS_BOSS):
+            assert (await refusal(setup.stub.Generate(named, metadata=who)))[0] is MISSING
         (_, spec) = setup.grammar.prepared[-1]
         assert spec.owner is not None
         assert spec.owner.space == "acme"
 
-
-async def test_an_adapter_is_there_for_those_that_may_use_it(tmp_path: Path) -> None:
-    async with serving(tmp_path, YES) as setup:
-        load = pb.LoadAdapterRequest(name="legal", path="/legal")
-        await setup.stub.LoadAdapter(load, metadata=AS_BOSS)
-        seen = [
-            [each.name for each in (await setup.stub.ListAdapters(pb.ListAdaptersRequest(), metadata=who)).adapters]
-            for who in (AS_ACME, AS_BETA, AS_BOSS)
-        ]
-        assert seen == [[], ["legal"], ["legal"]]
+        await setup.stub.LoadAdapter(pb.LoadAdapterRequest(name="legal", path="/legal"), metadata=AS_BOSS)
+        every, listing = (AS_ACME, AS_BETA, AS_BOSS), pb.ListAdaptersRequest()
+        listed = [await setup.stub.ListAdapters(listing, metadata=who) for who in every]
+        assert [[each.name for each in one.adapters] for one in listed] == [[], ["legal"], ["legal"]]
         assert await setup.texts(ask(lora="legal"), AS_BETA) == "yes"
-        status, text = await refusal(setup.stub.Generate(ask(lora="legal"), metadata=AS_ACME))
-        assert (status, text) == (
+        assert await refusal(setup.stub.Generate(ask(lora="legal"), metadata=AS_ACME)) == (
             grpc.StatusCode.INVALID_ARGUMENT,
             "lora: there is no LoRA adapter 'legal'; there are: none",
         )
@@ -202,17 +195,13 @@ async def test_one_request_more_than_a_tenant_may_have_is_refused_at_every_door_
             assert [r async for r in call]
         assert await setup.texts(ask(), AS_ACME) == "yes", "the room is given back"
 
-
-async def test_a_client_that_leaves_gives_its_room_back(tmp_path: Path) -> None:
-    async with serving(tmp_path) as setup:
-        for _ in range(5):
+        setup.engine.script = None
+        for count in range(len(setup.engine.submitted) + 2, len(setup.engine.submitted) + 8, 2):
             call = setup.stub.Generate(ask(sampling=pb.SamplingParams(n=2)), metadata=AS_ACME)
-            before = len(setup.engine.submitted)
-            await eventually(lambda before=before: len(setup.engine.submitted) == before + 2, LONG_S)
-            call.cancel()
+            await eventually(lambda count=count: len(setup.engine.submitted) == count, LONG_S)
+            call.cancel()  # a client that leaves gives its room back as well
             await eventually(lambda: not len(setup.calls), LONG_S)
-        (account,) = setup.tenants.accounts
-        assert account.sequences == 0
+        assert [account.sequences for account in setup.tenants.accounts] == [0, 0]
 
 
 async def test_tokens_of_prompts_and_answers_count(tmp_path: Path) -> None:
