@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.ports import GrammarPort
-from gpu_engine.server import Parts
+from gpu_engine.server import Parts, Server, open_server
 from tests.fakes import FakeEngine, FakeModel, Script
 
 ENGINE = EngineConfig(max_model_len=256, num_draft_tokens=3)
@@ -31,3 +33,11 @@ def parts(
 
 def config(tmp_path: Path, **fields: Any) -> ServerConfig:
     return ServerConfig(**{"listen": f"unix:{tmp_path}/s", "grammar": "none"} | fields)
+
+
+@asynccontextmanager
+async def serving(script: Script | None = None, **fields: Any) -> AsyncIterator[Server]:
+    """Run a server on a port of this machine, or where `listen` says."""
+    server_config = ServerConfig(**{"listen": "localhost:0", "grammar": "none"} | fields)
+    async with open_server(ENGINE, server_config, parts=parts(script)) as server:
+        yield server

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.request import Request, TokenEvent
 from gpu_engine.cli import commands as cli
 from gpu_engine.cli.chat import Conversation
-from gpu_engine.server import Parts, open_server
+from gpu_engine.server import open_server
 from lockstep_client.wire import engine_pb2 as pb
-from tests.fakes import FakeEngine, FakeModel, Script
+from tests.fakes import FakeEngine, Script
 from tests.fakes import answers_with as answers
+from tests.gpu_engine.fake_servers import ENGINE, config, parts
 from tests.rpc_client import Client
 from tests.waiting import eventually
 
@@ -52,14 +52,6 @@ class Lines:
         self.notes.append(text)
 
 
-@asynccontextmanager
-async def serving(tmp_path: Path, engine: FakeEngine) -> AsyncIterator[str]:
-    parts = Parts(lambda config, progress: FakeModel(), lambda config, model, channel, grammar: engine)
-    config = ServerConfig(listen=f"unix:{tmp_path}/s", grammar="none")
-    async with open_server(EngineConfig(max_model_len=256), config, parts=parts) as server:
-        yield server.address
-
-
 async def chat(
     address: str, screen: Lines, system: str | None = None, template: pb.GenerateRequest | None = None
 ) -> int:
@@ -82,10 +74,12 @@ def prompts(engine: FakeEngine) -> list[str]:
 
 
 @asynccontextmanager
-async def talking(tmp_path: Path, text: str = "hm") -> AsyncIterator[tuple[str, FakeEngine]]:
-    engine = FakeEngine(EngineConfig(max_model_len=256), answers(text))
-    async with serving(tmp_path, engine) as address:
-        yield address, engine
+async def talking(
+    tmp_path: Path, text: str = "hm", script: Script | None = None
+) -> AsyncIterator[tuple[str, FakeEngine]]:
+    engines: list[FakeEngine] = []
+    async with open_server(ENGINE, config(tmp_path), parts=parts(script or answers(text), engines)) as server:
+        yield server.address, engines[0]
 
 
 async def test_every_question_is_sent_with_the_conversation_which_commands_change(tmp_path: Path) -> None:
@@ -147,8 +141,7 @@ def endless(asked: threading.Event) -> Script:
 
 async def test_control_c_ends_the_answer_and_not_the_chat(tmp_path: Path, root: Path) -> None:
     asked = threading.Event()
-    engine = FakeEngine(EngineConfig(max_model_len=256), endless(asked))
-    async with serving(tmp_path, engine) as address:
+    async with talking(tmp_path, script=endless(asked)) as (address, engine):
         primary, terminal = pty.openpty()
         command = [sys.executable, "-m", "gpu_engine", "chat", "--server", address]
         process = await asyncio.create_subprocess_exec(

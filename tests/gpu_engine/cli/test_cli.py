@@ -9,33 +9,21 @@ import math
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import grpc
 import pytest
 
-from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.request import FinishReason, Request, TokenEvent
 from gpu_engine.cli import commands as cli
 from gpu_engine.cli.asking import hint
 from gpu_engine.cli.demo import how_to_call
 from gpu_engine.cli.request_flags import build_request
 from gpu_engine.cli.terminal import field_table, grammar_cost, loading_progress, logprob_table, summary
-from gpu_engine.server import Parts, open_server
 from lockstep_client.wire import engine_pb2 as pb
-from tests.fakes import FakeEngine, FakeModel, Script, answers_with
-
-
-@asynccontextmanager
-async def serving(tmp_path: Path, script: Script) -> AsyncIterator[str]:
-    parts = Parts(
-        lambda config, progress: FakeModel(), lambda config, model, channel, grammar: FakeEngine(config, script)
-    )
-    config = ServerConfig(listen=f"unix:{tmp_path}/s", grammar="none")
-    async with open_server(EngineConfig(max_model_len=256), config, parts=parts) as server:
-        yield server.address
+from tests.fakes import answers_with
+from tests.gpu_engine.fake_servers import serving
 
 
 async def run(*arguments: str) -> int:
@@ -58,7 +46,8 @@ def script(request: Request) -> Iterable[TokenEvent]:
 async def test_generate_streams_to_stdout_and_sums_up_on_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with serving(tmp_path, script) as address:
+    async with serving(script, listen=f"unix:{tmp_path}/s") as server:
+        address = server.address
 
         async def generate(*arguments: str) -> tuple[int, str, str]:
             status = await run("generate", "--server", address, "--prompt", *arguments)

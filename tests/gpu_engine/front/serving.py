@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from gpu_engine.api.request import PromptLogprobs
 from gpu_engine.api.stats import Iteration, IterationRing
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.pacing import StreamPacer
+from gpu_engine.front.port.malformed import ParsedRequests
 from gpu_engine.front.servicer import EngineServicer
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
@@ -45,6 +46,7 @@ class Setup:
     engine: FakeEngine
     calls: Calls
     grammar: FakeGrammar
+    channel: grpc.aio.Channel
     address: str
     stop: Callable[[], Awaitable[None]]
     """Ends the server at once."""
@@ -60,6 +62,9 @@ async def serving(
     model: FakeModel | None = None,
     server_config: ServerConfig | None = None,
     processors: Processors | None = None,
+    accounts: Any = None,
+    interceptors: Sequence[Any] = (),
+    doors: Sequence[Callable[[grpc.aio.Server, Calls], object]] = (),
     **engine_fields: Any,
 ) -> AsyncIterator[Setup]:
     engine = FakeEngine(EngineConfig(**{"max_model_len": 256, **engine_fields}), script)
@@ -73,17 +78,19 @@ async def serving(
         processors=processors,
     )
     access = grammar if with_grammar else None
-    calls = Calls(engine, model, limits, access, pacer=pacer)
+    calls = Calls(engine, model, limits, access, pacer=pacer, accounts=accounts)
     calls.warm()
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[*interceptors, ParsedRequests()])
     engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(calls, version="1.2"), server)
+    for add_to in doors:
+        add_to(server, calls)
     address = f"unix:{tmp_path}/s"
     server.add_insecure_port(address)
     await server.start()
     try:
         async with Client(address) as client, grpc.aio.insecure_channel(address) as channel:
             stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(channel)  # type: ignore[assignment]
-            yield Setup(client, stub, engine, calls, grammar, address, lambda: server.stop(None))
+            yield Setup(client, stub, engine, calls, grammar, channel, address, lambda: server.stop(None))
     finally:
         await server.stop(None)
         engine.close(5)

@@ -7,9 +7,9 @@ import asyncio
 import logging
 import os
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,21 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.config import ServerConfig
 from gpu_engine.cli import commands as cli
 from gpu_engine.cli.access_flags import access_of, add_access_flags
 from gpu_engine.front.port.listening import ServerError, exposure, is_local
-from gpu_engine.server import Parts, Server, open_server
+from gpu_engine.server import Server
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.from_files import CHECK_EVERY_S, FromFiles
 from service_runtime.tokens import known, parse_tokens
-from tests.fakes import FakeEngine, FakeModel, answers_with
+from tests.fakes import answers_with
+from tests.gpu_engine.fake_servers import serving as serving_fake
 from tests.rpc_client import Client
 
 TOKEN, OTHER_TOKEN = "0123456789abcdef-one", "0123456789abcdef-two"
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
-PARTS = Parts(lambda config, progress: FakeModel(), lambda config, *rest: FakeEngine(config, answers_with("yes")))
+serving = partial(serving_fake, answers_with("yes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +71,6 @@ def files(tmp_path: Path) -> Files:
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.crt")
     return Files(tmp_path, authority)
-
-
-@asynccontextmanager
-async def serving(**fields: Any) -> AsyncIterator[Server]:
-    config = ServerConfig(**{"listen": "localhost:0", "grammar": "none"} | fields)
-    async with open_server(EngineConfig(max_model_len=256), config, parts=PARTS) as server:
-        yield server
 
 
 def flags(*arguments: str) -> argparse.Namespace:

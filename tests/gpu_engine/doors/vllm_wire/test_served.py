@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,22 +15,15 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
-from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.config import ServerConfig
 from gpu_engine.doors.vllm_wire.door import is_wanted
 from gpu_engine.doors.vllm_wire.vllm_servicer import SERVICE
 from gpu_engine.front.port.listening import ServerError
-from gpu_engine.server import Parts, Server, open_server
-from tests.fakes import EOS, FakeEngine, FakeModel, answers_with
+from tests.fakes import EOS, answers_with
+from tests.gpu_engine.fake_servers import serving as serving_fake
 
 TOKEN = "0123456789abcdef"
-PARTS = Parts(lambda config, progress: FakeModel(), lambda config, *rest: FakeEngine(config, answers_with("yes")))
-
-
-@asynccontextmanager
-async def serving(**fields: Any) -> AsyncIterator[Server]:
-    config = ServerConfig(**{"listen": "localhost:0", "grammar": "none"} | fields)
-    async with open_server(EngineConfig(max_model_len=256), config, parts=PARTS) as server:
-        yield server
+serving = partial(serving_fake, answers_with("yes"))
 
 
 async def answer(channel: grpc.aio.Channel, **call: Any) -> list[int]:

@@ -13,13 +13,12 @@ from typing import Any
 import grpc
 import pytest
 
-from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.api.limits import Limits
 from gpu_engine.api.request import GrammarKind, Request
 from gpu_engine.doors.vllm_wire.vllm_servicer import add_to
 from gpu_engine.front.calls import Calls
 from tests.e2e.smg import Smg, smg
-from tests.fakes import FakeEngine, FakeGrammar, FakeModel, answers_with
+from tests.fakes import FakeEngine, answers_with
+from tests.gpu_engine.front import serving as front
 
 pytest.importorskip("smg", reason="needs the gateway smg, of which there is a wheel for x86-64")
 
@@ -44,25 +43,20 @@ class Setup:
 
 @asynccontextmanager
 async def behind_smg(folder: Path) -> AsyncIterator[Setup]:
-    engine = FakeEngine(EngineConfig(max_model_len=256), answers_with('{"a": 1}'))
-    limits = Limits.of(engine.config, ServerConfig(), vocab_size=320, max_model_len=256)
-    calls = Calls(engine, FakeModel(), limits, FakeGrammar())
-    calls.warm()
-    server = grpc.aio.server()
-    add_to(server, calls, "1.2", kv_events=True)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    running = smg([f"127.0.0.1:{port}"], folder / "log")
-    try:
+    ports: list[int] = []
+
+    def door(server: grpc.aio.Server, calls: Calls) -> None:
+        add_to(server, calls, "1.2", kv_events=True)
+        ports.append(server.add_insecure_port("127.0.0.1:0"))
+
+    async with front.serving(folder, answers_with('{"a": 1}'), doors=[door]) as made:
+        running = smg([f"127.0.0.1:{ports[0]}"], folder / "log")
         gateway = await asyncio.to_thread(running.__enter__)
         try:
-            yield Setup(gateway, engine)
+            yield Setup(gateway, made.engine)
         finally:
             await asyncio.to_thread(running.__exit__, None, None, None)
-    finally:
-        await calls.drain(1.0)
-        await server.stop(None)
-        engine.close(5)
+            await made.calls.drain(1.0)
 
 
 async def test_what_a_request_becomes_on_its_way_to_the_engine(tmp_path: Path) -> None:

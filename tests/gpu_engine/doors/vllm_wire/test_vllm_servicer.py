@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,52 +20,28 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
-from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.limits import Limits
 from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, Telemetry, TokenEvent
 from gpu_engine.doors.vllm_wire.reports import Reports
 from gpu_engine.doors.vllm_wire.tokenizer_files import CHUNK_BYTES, TokenizerFiles
 from gpu_engine.doors.vllm_wire.vllm_servicer import add_to
-from gpu_engine.front.calls import Calls
-from gpu_engine.front.port.malformed import ParsedRequests
-from gpu_engine.front.servicer import EngineServicer
-from protos.engine.v1 import engine_pb2_grpc
-from tests.fakes import EOS, FakeEngine, FakeGrammar, FakeModel, Script, answers_with
-from tests.rpc_client import Client
+from tests.fakes import EOS, Script, answers_with
+from tests.gpu_engine.front import serving as front
 from tests.waiting import eventually
 
 
 @dataclass
-class Setup:
-    stub: Any
-    client: Client
-    engine: FakeEngine
-    calls: Calls
-    channel: grpc.aio.Channel
+class Setup(front.Setup):
+    wire: Any
+    """The stub of vLLM's service."""
 
 
 @asynccontextmanager
 async def serving(
     tmp_path: Path, script: Script | None = None, *, kv_events: bool = True, **engine_fields: Any
 ) -> AsyncIterator[Setup]:
-    engine = FakeEngine(EngineConfig(max_model_len=256, **engine_fields), script)
-    grammar = FakeGrammar({"bad": InvalidRequest("grammar", "line 1: no")})
-    limits = Limits.of(engine.config, ServerConfig(max_n=4), vocab_size=320, max_model_len=256)
-    calls = Calls(engine, FakeModel(), limits, grammar)
-    calls.warm()
-    server = grpc.aio.server(interceptors=[ParsedRequests()])
-    engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(calls, version="1.2"), server)
-    add_to(server, calls, "1.2", kv_events=kv_events)
-    address = f"unix:{tmp_path}/s"
-    server.add_insecure_port(address)
-    await server.start()
-    try:
-        async with Client(address) as client, grpc.aio.insecure_channel(address) as channel:
-            yield Setup(vllm_engine_pb2_grpc.VllmEngineStub(channel), client, engine, calls, channel)
-    finally:
-        await server.stop(None)
-        engine.close(5)
+    doors = [partial(add_to, version="1.2", kv_events=kv_events)]
+    async with front.serving(tmp_path, script, doors=doors, **engine_fields) as made:
+        yield Setup(**vars(made), wire=vllm_engine_pb2_grpc.VllmEngineStub(made.channel))
 
 
 def ask(text: str = "hi", **fields: Any) -> vllm.GenerateRequest:
@@ -84,7 +61,7 @@ async def refusal(stub: Any, request: vllm.GenerateRequest) -> tuple[grpc.Status
 
 async def test_a_stream_has_chunks_of_new_tokens_and_one_complete_with_all(tmp_path: Path) -> None:
     async with serving(tmp_path, answers_with("yes", tokens_per_step=2)) as s:
-        responses = await answer(s.stub, ask(request_id="mine"))
+        responses = await answer(s.wire, ask(request_id="mine"))
     *chunks, last = responses
     assert [token for r in chunks for token in r.chunk.token_ids] == [*b"yes", EOS]
     assert sum(r.chunk.completion_tokens for r in chunks) == 4
@@ -115,7 +92,7 @@ async def test_log_probabilities_of_the_answers_and_those_of_the_prompt_with_ind
 ) -> None:
     async with serving(tmp_path, scored) as s:
         responses = await answer(
-            s.stub, ask(stream=stream, sampling_params={"logprobs": 2, "prompt_logprobs": 2, "n": 2})
+            s.wire, ask(stream=stream, sampling_params={"logprobs": 2, "prompt_logprobs": 2, "n": 2})
         )
     completes = {r.complete.index: r.complete for r in responses if r.HasField("complete")}
     for index in range(2):
@@ -151,7 +128,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 async def test_refusals_name_the_fields_of_vllm(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         for fields, status, message in REFUSED:
-            code, details = await refusal(s.stub, ask(**fields))
+            code, details = await refusal(s.wire, ask(**fields))
             assert (code.name, details[: len(message)]) == (status, message)
         assert s.engine.submitted == s.engine.dropped
 
@@ -161,7 +138,7 @@ async def test_a_hundred_calls_at_once_and_every_fourth_leaves(tmp_path: Path) -
         return [] if int(request.request_id) % 4 == 0 else list(answers_with(request.request_id)(request))
 
     async with serving(tmp_path, script, max_queue_size=256) as s:
-        calls = [s.stub.Generate(ask(request_id=str(i)), timeout=60) for i in range(100)]
+        calls = [s.wire.Generate(ask(request_id=str(i)), timeout=60) for i in range(100)]
         tasks = [asyncio.create_task(_joined(call)) for i, call in enumerate(calls) if i % 4]
         await eventually(lambda: len(s.engine.submitted) == 100)
         for call in calls[::4]:
@@ -177,9 +154,9 @@ async def _joined(call: Any) -> list[int]:
 
 async def test_the_model_and_the_server_are_described(tmp_path: Path) -> None:
     async with serving(tmp_path, max_batch_size=3, served_model_name="city, town") as s:
-        model = await s.stub.GetModelInfo(vllm.GetModelInfoRequest(), timeout=20)
-        server = await s.stub.GetServerInfo(vllm.GetServerInfoRequest(), timeout=20)
-        health = await s.stub.HealthCheck(vllm.HealthCheckRequest(), timeout=20)
+        model = await s.wire.GetModelInfo(vllm.GetModelInfoRequest(), timeout=20)
+        server = await s.wire.GetServerInfo(vllm.GetServerInfoRequest(), timeout=20)
+        health = await s.wire.HealthCheck(vllm.HealthCheckRequest(), timeout=20)
         assert (model.model_path, model.served_model_name, model.is_generation) == ("fake-model", "city", True)
         assert model.tokenizer_path == "engine:fake-model", "no place where a gateway could find other files"
         assert (model.max_context_length, model.vocab_size, list(model.eos_token_ids)) == (256, 320, [EOS])
@@ -192,14 +169,14 @@ async def test_the_model_and_the_server_are_described(tmp_path: Path) -> None:
 async def test_the_load_has_queue_cache_and_tokens_per_second(tmp_path: Path) -> None:
     now = [100.0]
     async with serving(tmp_path) as s:
-        call = s.stub.Generate(ask("hello"), timeout=20)
+        call = s.wire.Generate(ask("hello"), timeout=20)
         await eventually(lambda: s.engine.submitted)
-        load = (await s.stub.GetLoads(vllm.GetLoadsRequest(), timeout=20)).loads[0]
+        load = (await s.wire.GetLoads(vllm.GetLoadsRequest(), timeout=20)).loads[0]
         assert (load.num_running_reqs, load.max_running_requests, load.max_total_num_tokens) == (1, 4, 64 * 16)
         assert load.num_waiting_uncached_tokens == 5, "the fake never gives it a slot"
         call.cancel()
         with pytest.raises(grpc.aio.AioRpcError, match="dp_rank"):
-            await s.stub.GetLoads(vllm.GetLoadsRequest(dp_rank=1), timeout=20)
+            await s.wire.GetLoads(vllm.GetLoadsRequest(dp_rank=1), timeout=20)
         reports = Reports(s.calls, "1", clock_s=lambda: now[0])
         assert reports.loads().loads[0].gen_throughput == 0
         s.engine.generated_tokens = 50
@@ -211,19 +188,19 @@ async def test_the_load_has_queue_cache_and_tokens_per_second(tmp_path: Path) ->
 
 async def test_draining_ends_streams_of_events_and_refuses_requests(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        events = s.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(), timeout=20)
+        events = s.wire.SubscribeKvEvents(common.SubscribeKvEventsRequest(), timeout=20)
         assert (await events.read()).snapshot.count == 1
         async with asyncio.timeout(10):
             await s.calls.drain(5.0)
             assert await events.read() is grpc.aio.EOF
-        assert (await refusal(s.stub, ask()))[0] is grpc.StatusCode.UNAVAILABLE
-        assert not (await s.stub.HealthCheck(vllm.HealthCheckRequest(), timeout=20)).healthy
-        assert (await s.stub.GetServerInfo(vllm.GetServerInfoRequest(), timeout=20)).is_paused
+        assert (await refusal(s.wire, ask()))[0] is grpc.StatusCode.UNAVAILABLE
+        assert not (await s.wire.HealthCheck(vllm.HealthCheckRequest(), timeout=20)).healthy
+        assert (await s.wire.GetServerInfo(vllm.GetServerInfoRequest(), timeout=20)).is_paused
 
 
 async def test_the_engine_is_watched_while_a_subscriber_is_there(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        subscriptions = [s.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(), timeout=20) for _ in range(2)]
+        subscriptions = [s.wire.SubscribeKvEvents(common.SubscribeKvEventsRequest(), timeout=20) for _ in range(2)]
         for events in subscriptions:
             await events.read()
         assert s.engine.page_events is not None
@@ -258,26 +235,26 @@ async def test_a_complete_has_the_finish_reason_of_vllm_the_drafts_and_what_it_s
         assert set(FINISH_REASONS) == set(FinishReason)
         for finish, reason in FINISH_REASONS.items():
             s.engine.script = ends_with(finish)
-            complete = (await answer(s.stub, ask(sampling_params={"stop_token_ids": [8]})))[-1].complete
+            complete = (await answer(s.wire, ask(sampling_params={"stop_token_ids": [8]})))[-1].complete
             assert complete.finish_reason == reason
             assert complete.matched_token_id == 8
             assert (complete.spec_accepted_tokens, complete.spec_draft_tokens, complete.cached_tokens) == (3, 5, 1)
         s.engine.script = answers_with("yes no")
-        complete = (await answer(s.stub, ask(sampling_params={"stop": [" "]})))[-1].complete
+        complete = (await answer(s.wire, ask(sampling_params={"stop": [" "]})))[-1].complete
         assert (complete.matched_stop_str, list(complete.output_ids)) == (" ", [*b"yes "])
-        responses = await answer(s.stub, ask(stream=False, sampling_params={"n": 3}))
+        responses = await answer(s.wire, ask(stream=False, sampling_params={"n": 3}))
         assert sorted(r.complete.index for r in responses) == [0, 1, 2]
         assert all(list(r.complete.output_ids) == [*b"yes no", EOS] for r in responses)
 
 
 async def test_both_services_share_the_running_requests(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
-        calls = [asyncio.create_task(answer(s.stub, ask(request_id=name))) for name in ("one", "two", "three")]
+        calls = [asyncio.create_task(answer(s.wire, ask(request_id=name))) for name in ("one", "two", "three")]
         await eventually(lambda: len(s.engine.submitted) == 3)
-        code, details = await refusal(s.stub, ask(request_id="one"))
+        code, details = await refusal(s.wire, ask(request_id="one"))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert "belongs to a request that is running" in details
-        await s.stub.Abort(vllm.AbortRequest(request_ids=["one", "unknown", "two"]), timeout=20)
+        await s.wire.Abort(vllm.AbortRequest(request_ids=["one", "unknown", "two"]), timeout=20)
         assert await s.client.abort("three")
         for responses in await asyncio.gather(*calls):
             assert responses[-1].complete.finish_reason == "abort"
@@ -292,7 +269,7 @@ async def test_what_is_no_message_or_no_method_of_ours_is_refused(tmp_path: Path
         for method in ("Embed", "FlushCache", "StartProfile", "StopProfile"):
             request = vllm.EmbedRequest() if method == "Embed" else getattr(common, f"{method}Request")()
             with pytest.raises(grpc.aio.AioRpcError, match=f"{method}: ") as caught:
-                await getattr(s.stub, method)(request, timeout=20)
+                await getattr(s.wire, method)(request, timeout=20)
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -300,7 +277,7 @@ async def test_the_tokenizer_arrives_as_an_archive_with_its_digest(tmp_path: Pat
     async with serving(tmp_path) as s:
 
         async def chunks() -> list[Any]:
-            return [each async for each in s.stub.GetTokenizer(common.GetTokenizerRequest(), timeout=20)]
+            return [each async for each in s.wire.GetTokenizer(common.GetTokenizerRequest(), timeout=20)]
 
         tokenizer: Any = s.calls.model.tokenizer
         template, tokenizer.chat_template = tokenizer.chat_template, 3
@@ -331,6 +308,6 @@ async def test_events_are_refused_by_name(tmp_path: Path) -> None:
         async with serving(tmp_path, **fields) as s:
             request = common.SubscribeKvEventsRequest(start_sequence_number=2**64 - 1)
             with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
-                await anext(aiter(s.stub.SubscribeKvEvents(request, timeout=20)))
+                await anext(aiter(s.wire.SubscribeKvEvents(request, timeout=20)))
             assert caught.value.code().name == status
             assert s.engine.page_events is None

@@ -24,11 +24,11 @@ from tests.gpu_engine.extensions.tenants.tenant_serving import (
     AS_BETA,
     AS_BOSS,
     FILE,
-    ask,
     bearer,
     refusal,
     serving,
 )
+from tests.gpu_engine.front.serving import ask
 from tests.waiting import eventually
 
 YES = answers_with("yes")
