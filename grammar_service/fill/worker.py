@@ -63,6 +63,7 @@ class Worker:
     """
 
     hang_s: float = HANG_S
+    abandon_s: float = ABANDON_S
     min_batch: int = MIN_RECORDS
     """Fewer records of a sequence are answered one by one."""
 
@@ -179,7 +180,7 @@ class Worker:
         """
         if (stuck_s := self._queues.stuck_s()) > self.hang_s:
             raise RuntimeError(f"a mask computation runs for {stuck_s:.0f} s")
-        self._queues.abandon_stuck(ABANDON_S)
+        self._queues.abandon_stuck(self.abandon_s)
         while self._inbox:
             self._queues.put(self._inbox.popleft())
         for seq in range(self._last + 1, newest + 1):
