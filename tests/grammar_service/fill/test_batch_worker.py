@@ -90,8 +90,8 @@ def test_a_slot_that_hangs_in_a_batch_holds_the_others_only_briefly(plane: Plane
     assert plane.whole(seq, [3]) == [[FORCED, DEFER, DEFER]]
 
 
-def test_the_rows_of_a_late_batch_are_added_when_they_are_filled(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grammar_service.fill.worker.ABANDON_S", 10 * PATIENCE_S)
+def test_the_rows_of_a_late_batch_are_added_when_they_are_filled(plane: Plane) -> None:
+    plane.worker.abandon_s = 10 * PATIENCE_S
     filler = ToyFiller()
     slow = GatedMatcher(at=2, filler=filler)
     begin(plane, filler, broken=slow.again)
