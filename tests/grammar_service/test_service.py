@@ -157,6 +157,20 @@ def test_a_guided_answer_from_configure_to_release(sidecar: Sidecar) -> None:
     assert ask(engine, '{"a"', ":1}")[0] == RowKind.APPLY
     row = engine.mask_rows(engine.last_seq)[0, 3, : LAYOUT.words]
     assert tokens_in(row) == set(STOPS)
+    assert refused(lambda: sidecar.compile("{"))[0] == grpc.StatusCode.INVALID_ARGUMENT
+    lines = {
+        'lockstep_grammar_cache_hits_total{backend="llguidance",kind="json_schema"} 1.0',
+        'lockstep_grammar_cache_misses_total{backend="llguidance",kind="json_schema"} 1.0',
+        'lockstep_grammar_compile_seconds_count{backend="llguidance",kind="json_schema"} 1.0',
+        'lockstep_grammar_compile_refusals_total{kind="json_schema",reason="invalid"} 1.0',
+        *(f"lockstep_grammar_{name} 1.0" for name in ("cached_grammars", "engine_attached", "matchers")),
+        *(f"lockstep_grammar_{name} 1.0" for name in ("records_total", "fill_seconds_count")),
+    }
+
+    def missing() -> set[str]:
+        return lines - {*sidecar.stub.GetMetrics(pb.GetMetricsRequest()).exposition.decode().splitlines()}
+
+    until(lambda: not missing())  # records are counted after their publication
     sidecar.bind(grammar, gen=2, tokens=spell('{"a":1'))
     assert ask(engine, "2", at=6, gen=2) == [RowKind.APPLY]
     assert ask(engine, "3", at=6, gen=1) == [RowKind.ALL]
@@ -167,32 +181,6 @@ def test_a_guided_answer_from_configure_to_release(sidecar: Sidecar) -> None:
     until(lambda: sidecar.stub.GetStats(pb.GetStatsRequest()).records == 3)
     sidecar.stub.Release(pb.ReleaseRequest(slot=0, slot_gen=2))
     assert ask(engine, "3", at=7, gen=2) == [RowKind.ALL]
-
-
-def test_metrics_count_compilations_and_rows(sidecar: Sidecar) -> None:
-    sidecar.configure()
-    grammar = sidecar.compile()
-    sidecar.compile()
-    assert refused(lambda: sidecar.compile("{"))[0] == grpc.StatusCode.INVALID_ARGUMENT
-    _, engine = sidecar.attach()
-    sidecar.bind(grammar)
-    ask(engine, '{"a"', ":1}")
-    lines = {
-        'lockstep_grammar_cache_hits_total{backend="llguidance",kind="json_schema"} 1.0',
-        'lockstep_grammar_cache_misses_total{backend="llguidance",kind="json_schema"} 1.0',
-        'lockstep_grammar_compile_seconds_count{backend="llguidance",kind="json_schema"} 1.0',
-        'lockstep_grammar_compile_refusals_total{kind="json_schema",reason="invalid"} 1.0',
-        "lockstep_grammar_cached_grammars 1.0",
-        "lockstep_grammar_engine_attached 1.0",
-        "lockstep_grammar_matchers 1.0",
-        "lockstep_grammar_records_total 1.0",
-        "lockstep_grammar_fill_seconds_count 1.0",
-    }
-
-    def missing() -> set[str]:
-        return lines - {*sidecar.stub.GetMetrics(pb.GetMetricsRequest()).exposition.decode().splitlines()}
-
-    until(lambda: not missing())  # records are counted after their publication
 
 
 def serves(channel: grpc.Channel) -> bool:
@@ -212,6 +200,7 @@ def test_the_sockets_are_private_and_health_is_served(shared: Sidecar) -> None:
 def test_errors_become_statuses(sidecar: Sidecar) -> None:
     code = grpc.StatusCode
     assert refused(sidecar.compile)[0] == code.FAILED_PRECONDITION
+    assert refused(lambda: sidecar.stub.ClearCache(pb.ClearCacheRequest()))[0] is code.FAILED_PRECONDITION
     assert refused(lambda: sidecar.configure(stop_token_ids=[]))[0] == code.INVALID_ARGUMENT
     assert refused(lambda: sidecar.configure(tokenizer_json=b"no"))[0] == code.INVALID_ARGUMENT
     sidecar.configure()
@@ -269,24 +258,24 @@ def test_the_same_configuration_keeps_everything_and_another_drops_it(shared: Si
     assert refused(lambda: shared.bind(grammar))[0] == grpc.StatusCode.NOT_FOUND
 
 
-def test_a_cleared_cache_keeps_the_grammars_of_matchers(sidecar: Sidecar) -> None:
-    assert refused(lambda: sidecar.stub.ClearCache(pb.ClearCacheRequest()))[0] is grpc.StatusCode.FAILED_PRECONDITION
-    sidecar.configure()
-    _, engine = sidecar.attach()
-    bound, other = sidecar.compile(), sidecar.compile("[a-z]+", pb.KIND_REGEX)
-    sidecar.bind(bound, gen=1)
-    cleared = sidecar.stub.ClearCache(pb.ClearCacheRequest(disk=True))
+def test_a_cleared_cache_keeps_the_grammars_of_matchers(shared: Sidecar) -> None:
+    shared.configure()
+    shared.stub.ClearCache(pb.ClearCacheRequest())
+    _, engine = shared.attach()
+    bound, other = shared.compile(), shared.compile("[a-z]+", pb.KIND_REGEX)
+    shared.bind(bound, gen=1)
+    cleared = shared.stub.ClearCache(pb.ClearCacheRequest(disk=True))
     assert (cleared.dropped, cleared.kept, cleared.files) == (1, 1, 0)
     assert cleared.freed_bytes == other.memory_bytes
-    assert sidecar.stub.GetStats(pb.GetStatsRequest()).cached_grammars == 1
-    assert refused(lambda: sidecar.bind(other, slot=1))[0] is grpc.StatusCode.NOT_FOUND
+    assert shared.stub.GetStats(pb.GetStatsRequest()).cached_grammars == 1
+    assert refused(lambda: shared.bind(other, slot=1))[0] is grpc.StatusCode.NOT_FOUND
     assert ask(engine, "", "{") != [int(RowKind.ERROR)] * 2
-    sidecar.bind(bound, gen=2)
-    sidecar.stub.Release(pb.ReleaseRequest(slot=0, slot_gen=1))  # of the owner before
-    assert sidecar.stub.ClearCache(pb.ClearCacheRequest()).kept == 1
-    sidecar.stub.Release(pb.ReleaseRequest(slot=0, slot_gen=2))
-    assert sidecar.stub.ClearCache(pb.ClearCacheRequest()).kept == 0
-    assert not sidecar.compile().cache_hit
+    shared.bind(bound, gen=2)
+    shared.stub.Release(pb.ReleaseRequest(slot=0, slot_gen=1))  # of the owner before
+    assert shared.stub.ClearCache(pb.ClearCacheRequest()).kept == 1
+    shared.stub.Release(pb.ReleaseRequest(slot=0, slot_gen=2))
+    assert shared.stub.ClearCache(pb.ClearCacheRequest()).kept == 0
+    assert not shared.compile().cache_hit
 
 
 def test_a_segment_of_another_vocabulary_is_not_bound_to(shared: Sidecar) -> None:

@@ -196,6 +196,7 @@ async def test_a_grammar_at_the_depth_limits_does_not_end_a_worker(vocabulary: V
         assert entry.compiled.matcher().accept(spell("{")[0])
 
 
+@pytest.mark.slow
 async def test_auto_selects_the_first_backend_that_enforces_all_of_a_grammar(vocabulary: Vocabulary) -> None:
     pytest.importorskip("xgrammar", reason="needs xgrammar")
     async with compiler(vocabulary, backend="xgrammar") as made:

@@ -171,6 +171,7 @@ async def test_a_crash_is_an_error_of_one_request(vocabulary: Vocabulary) -> Non
             await workers.compile(grammar("crash"))
         assert await pid(workers) != before
         assert not alive(before)
+        await eventually(lambda: len(workers._all) == 1)
 
 
 @pytest.mark.parametrize("text", ["forget", "starve"])
