@@ -25,7 +25,7 @@ from tests.gpu_engine.harness import config
 from tests.http_gateway.fake_engine import all_serve, request
 from tests.rpc_client import Client
 
-ROUNDS = 20
+ROUNDS = 12
 LOAD, TOKENS = 8, 440
 BOUND_S = 60.0
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")

@@ -15,6 +15,7 @@ import tokenizers
 from gpu_engine.api.request import GrammarKind, GrammarSpec
 from gpu_engine.api.stats import IterationRing
 from gpu_engine.front.grammar_handles import grammar_id
+from gpu_engine.front.tokens.tokenizer_info import TokenizerInfo
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import EOS, answers_with
 from tests.gpu_engine.front.serving import Setup, answer, ask, ran, refusal, serving
@@ -100,6 +101,17 @@ async def test_info_stats_and_the_tokenizer(tmp_path: Path) -> None:
     assert tokenizers.Tokenizer.from_str(found.tokenizer_str).encode("h\u00e9").ids == [104, 195, 169]
     assert list(found.stop_token_ids) == [EOS]
     assert json.loads(again.tokenizer_str) == json.loads(found.tokenizer_str)
+
+
+async def test_a_tokenizer_that_could_not_be_described_is_asked_again(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        tokenizer: Any = s.calls.model.tokenizer
+        backend, tokenizer.backend_tokenizer = tokenizer.backend_tokenizer, None
+        assert (await refused(s.stub.GetTokenizerInfo(pb.GetTokenizerInfoRequest())))[0] is Code.INTERNAL
+        tokenizer.backend_tokenizer = backend
+        assert (await s.stub.GetTokenizerInfo(pb.GetTokenizerInfoRequest())).encoded_vocab[97] == "a"
+        info = TokenizerInfo(s.calls.model)
+        assert await info.get() is await info.get(), "it is made once"
 
 
 async def test_grammars_are_compiled_ahead_named_by_id_and_cleared(tmp_path: Path) -> None:

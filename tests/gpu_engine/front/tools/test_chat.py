@@ -12,6 +12,7 @@ from gpu_engine.api.conversation import Chat
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.front.tools.chat import render
 from gpu_engine.front.tools.composition import planned
+from gpu_engine.front.tools.fields import MAX_MESSAGES
 from gpu_engine.front.tools.formats import (
     DEEPSEEK,
     DEEPSEEK_V31,
@@ -31,7 +32,7 @@ from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import ByteTokenizer
 from tests.gpu_engine.front import serving
 
-LIMITS = replace(serving.LIMITS, max_prompt_bytes=2000)
+LIMITS = replace(serving.LIMITS, max_prompt_bytes=100_000)
 QWEN = (
     "{% if tools %}TOOLS{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n{% endif %}"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
@@ -146,9 +147,12 @@ def test_a_wrong_conversation_names_its_field(field: str, problem: str, fields: 
     assert str(refused.value).startswith(f"{field}: ")
 
 
-def test_the_bytes_of_functions_count() -> None:
+def test_the_bytes_of_functions_and_the_turns_count() -> None:
+    assert len(chat(*[pb.ChatMessage(role="user")] * MAX_MESSAGES).turns) == MAX_MESSAGES
+    with pytest.raises(InvalidRequest, match=f"^messages.messages: has {MAX_MESSAGES + 1} turns, at most"):
+        chat(*[pb.ChatMessage(role="user")] * (MAX_MESSAGES + 1))
     with pytest.raises(InvalidRequest, match="max_prompt_bytes"):
-        chat(user(), tools=pb.Tools(tools=[pb.Tool(name="f", description="x" * 2000)]))
+        chat(user(), tools=pb.Tools(tools=[pb.Tool(name="f", description="x" * 100_000)]))
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,11 @@ def parts_of(layout: AnswerLayout, pieces: Sequence[str]) -> Joined:
 
 
 def cuts(text: str) -> Iterator[list[str]]:
-    """Yield `text` as one piece, as characters, and in two pieces at up to 80 places."""
+    """Yield `text` as one piece, and in pieces of several sizes that begin at each offset."""
     yield [text]
-    yield list(text)
-    for at in range(0, len(text), 1 + len(text) // 80):
-        yield [text[:at], text[at:]]
+    for size in (1, 2, 3, 5, 8, 13):
+        for first in range(size):
+            yield [text[:first], *(text[at : at + size] for at in range(first, len(text), size))]
 
 
 def spelled(form: ToolFormat, calls: Sequence[tuple[str, str]]) -> str:
@@ -121,8 +121,13 @@ NO_CALLS = Tools(TOOLS.tools, ToolChoice.NONE)
             [("call get_x", ""), ("TOOL_ARGUMENTS", '[1, "a b"]'), ("call get", ""), ("TOOL_ARGUMENTS", "{ }")],
         ),
         (AnswerLayout(NO_CALLS, HERMES), GET, [("CONTENT", GET)]),
+        (AnswerLayout(TOOLS, HERMES), f"{GET}\n<tool", [*GOT, ("CONTENT", "<tool")]),
+        (AnswerLayout(TOOLS, JSON), '{"name": "get", "arguments": 12}', [GOT[0], ("TOOL_ARGUMENTS", "12")]),
     ],
-    ids=["another name", "free text", "white space after", "no call", "no JSON call", "white space in", "none allowed"],
+    ids=[
+        *("another name", "free text", "white space after", "no call", "no JSON call", "white space in"),
+        *("none allowed", "half of a second call", "a number as arguments"),
+    ],
 )
 def test_calls_in_free_text(layout: AnswerLayout, text: str, wanted: Joined) -> None:
     for pieces in cuts(text):
