@@ -21,6 +21,10 @@ ASK = {"messages": [{"role": "user", "content": "x"}]}
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 
 
+def parsed(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate_json(json.dumps(ASK | fields))
+
+
 def refusal(model: type[Fields], body: Any) -> tuple[str, str | None, str | None]:
     with pytest.raises(ValidationError) as raised:
         model.model_validate_json(json.dumps(body))
@@ -75,41 +79,29 @@ def test_what_is_no_object_is_refused() -> None:
     assert problem(raised.value, None).code == "invalid_json"
 
 
-def test_null_means_unset_for_every_field() -> None:
+def test_null_and_values_that_ask_for_nothing_mean_unset() -> None:
     names = ChatRequest.names() | CompletionRequest.names() | set(ChatRequest.REFUSED)
     nulls = dict.fromkeys(names - {"messages", "prompt", "echo"})
-    body = ChatRequest.model_validate_json(json.dumps(nulls | ASK))
-    assert body == ChatRequest.model_validate_json(json.dumps(ASK))
-
-
-def test_values_that_ask_for_nothing_are_accepted() -> None:
+    assert parsed(**nulls) == parsed()
     harmless: dict[str, Any] = {name: r.harmless[0] for name, r in ChatRequest.REFUSED.items() if r.harmless}
     assert len(harmless) > 8
-    ChatRequest.model_validate_json(json.dumps(harmless | ASK))
+    assert parsed(**harmless)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
-)
-def test_completions_take_every_form_of_prompt(prompt: Any, prompts: Any) -> None:
-    assert CompletionRequest.model_validate_json(json.dumps({"prompt": prompt})).prompts() == prompts
+def test_completions_take_every_form_of_prompt() -> None:
+    def prompts(prompt: Any) -> Any:
+        return CompletionRequest.model_validate_json(json.dumps({"prompt": prompt})).prompts()
 
-
-@pytest.mark.parametrize("prompt", [[], [[]], ["a", 1], [1, "a"], {"a": 1}, [-1]])
-def test_a_prompt_of_another_form_is_refused(prompt: Any) -> None:
-    body = {"prompt": prompt}
-    if prompt == [[]]:
-        assert CompletionRequest.model_validate_json(json.dumps(body)).prompts() == [[]]  # the engine refuses it
-    else:
-        assert (refusal(CompletionRequest, body)[1] or "").startswith("prompt")
+    assert (prompts("a"), prompts([1, 2])) == (["a"], [[1, 2]])
+    for several in (["a", "b"], [[1], [2, 3]], [[]]):  # the engine refuses the last one
+        assert prompts(several) == several
+    for wrong in ([], ["a", 1], [1, "a"], {"a": 1}, [-1]):
+        assert str(refusal(CompletionRequest, {"prompt": wrong})[1]).startswith("prompt")
 
 
 def test_a_schema_keeps_the_order_of_its_properties() -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    body = ChatRequest.model_validate_json(json.dumps(ASK | {"response_format": form}))
-    made: Any = body.response_format
-    assert list(made.json_schema.schema_["properties"]) == ["b", "a"]
+    made: Any = parsed(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}})
+    assert list(made.response_format.json_schema.schema_["properties"]) == ["b", "a"]
 
 
 def test_the_document_describes_every_field() -> None:
@@ -130,7 +122,7 @@ def test_a_problem_that_only_the_translation_finds_is_named() -> None:
 
 
 def begun(**fields: Any) -> pb.GenerateRequest:
-    return begin(ChatRequest.model_validate_json(json.dumps(ASK | fields)), "r", max_tokens=None, logprobs=None)
+    return begin(parsed(**fields), "r", max_tokens=None, logprobs=None)
 
 
 @pytest.mark.parametrize(

@@ -45,19 +45,16 @@ async def test_engines_that_failed_or_do_not_serve_are_passed_over(fleet: Fleet)
     a, b, c = fleet.engines
     a.serves = False
     assert fleet.choose(None, b"", [b]) is c
-    with pytest.raises(ApiError) as none:
-        fleet.choose(None, b"", [b, c])
-    assert none.value.status == 503
 
+    def refusal(model: str | None, passed: list[Engine]) -> int:
+        with pytest.raises(ApiError) as raised:
+            fleet.choose(model, b"", passed)
+        return raised.value.status
 
-async def test_an_engine_that_never_answered_may_have_the_model(fleet: Fleet) -> None:
-    with pytest.raises(ApiError) as unknown:
-        fleet.choose("other", b"")
-    assert unknown.value.status == 404
-    fleet.engines[0].info = None
-    with pytest.raises(ApiError) as later:
-        fleet.choose("other", b"")
-    assert later.value.status == 503
+    assert refusal(None, [b, c]) == 503
+    assert refusal("other", []) == 404
+    a.info = None
+    assert refusal("other", []) == 503, "one that never answered may have the model"
 
 
 def test_blocks_are_known_by_all_that_is_before_them() -> None:
