@@ -142,6 +142,12 @@ def test_a_mapping_and_a_text_are_schemas_themselves() -> None:
     assert schema_of('{"type": "integer"}').parse("3") == 3
     with pytest.raises(ValueError, match="schema: is no JSON"):
         schema_of("{")
+    word = Annotated[str, Keywords(maxLength=2)]  # keywords go anywhere
+    schema = schema_of(list[word | None])
+    assert json.loads(schema.text)["items"]["anyOf"][0] == {"type": "string", "maxLength": 2}
+    assert schema.parse('["ab", null]') == ["ab", None]
+    mapping = schema_of(Annotated[list[int], {"maxItems": 1}])
+    assert (json.loads(mapping.text)["maxItems"], mapping.parse("[1]")) == (1, [1])
 
 
 @pytest.mark.parametrize(
@@ -177,15 +183,6 @@ def test_a_wrong_value_is_named(source: Any, text: str, message: str) -> None:
         schema_of(source).parse(text)
 
 
-def test_keywords_go_anywhere() -> None:
-    word = Annotated[str, Keywords(maxLength=2)]
-    schema = schema_of(list[word | None])
-    assert json.loads(schema.text)["items"]["anyOf"][0] == {"type": "string", "maxLength": 2}
-    assert schema.parse('["ab", null]') == ["ab", None]
-    mapping = schema_of(Annotated[list[int], {"maxItems": 1}])
-    assert (json.loads(mapping.text)["maxItems"], mapping.parse("[1]")) == (1, [1])
-
-
 def test_a_function_is_an_object_of_its_parameters() -> None:
     def weather(city: Annotated[str, {"maxLength": 9}], days: int = 1, *, at: Place | None = None) -> str:
         raise AssertionError
@@ -196,8 +193,6 @@ def test_a_function_is_an_object_of_its_parameters() -> None:
     assert described["properties"]["at"] == {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}
     assert "Place" in described["$defs"]
 
-
-def test_a_function_without_types_or_names_is_refused() -> None:
     def untyped(city) -> None:  # type: ignore[no-untyped-def]
         raise AssertionError
 

@@ -13,13 +13,9 @@ from tools.capabilities import PAGE, message, refusals, start_with, with_table
 
 
 @pytest.mark.parametrize("refusal", list(refusals()), ids=lambda refusal: f"{refusal.setting}: {refusal.reason}")
-def test_the_example_gets_the_message_of_its_row(refusal: Refusal[Any]) -> None:
+def test_a_row_refuses_its_example_and_no_start_without_settings(refusal: Refusal[Any]) -> None:
     before = refusal.reason.partition("{")[0]
     assert message(refusal.example).startswith(f"{refusal.setting}: {before}")
-
-
-@pytest.mark.parametrize("refusal", list(refusals()), ids=lambda refusal: f"{refusal.setting}: {refusal.reason}")
-def test_a_start_without_settings_is_refused_by_no_row(refusal: Refusal[Any]) -> None:
     start = start_with({})
     given: object = start.engine if refusal in OF_ENGINE else start.server if refusal in OF_SERVER else start
     assert isinstance(given, Start) == (refusal not in (*OF_ENGINE, *OF_SERVER))

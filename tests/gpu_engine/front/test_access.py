@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import socket
 import stat
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.cli import commands as cli
 from gpu_engine.cli.access_flags import access_of, add_access_flags
+from gpu_engine.front.port.early import check_port
 from gpu_engine.front.port.listening import ServerError, exposure, is_local
 from gpu_engine.server import Server
 from protos.engine.v1 import engine_pb2 as pb
@@ -363,3 +365,26 @@ def test_a_token_does_not_cross_a_network_in_clear_text(tmp_path: Path) -> None:
 def test_wrong_flags_are_named(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         access_of(flags(*arguments))
+
+
+# --- before anything heavy is imported
+
+
+def test_addresses_and_files_that_cannot_be_used_are_named_early(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        in_use = f"cannot bind '{address}': Address already in use"
+        for fields, message in (
+            *(({name: address}, f"{name}: {in_use}") for name in ("listen", "health_listen", "metrics_listen")),
+            ({"listen": "unix:/nowhere/s"}, "listen: /nowhere is no directory"),
+            ({"listen": "no.such.host.invalid:1"}, "listen: no.such.host.invalid has no address"),
+            ({"listen": "192.0.2.1:1"}, "listen: cannot bind '192.0.2.1:1': Cannot assign requested address"),
+            ({"auth_token_file": "/nowhere/tokens"}, "auth_token_file: cannot read /nowhere/tokens"),
+            ({"tls_cert": "/nowhere/a", "tls_key": "/nowhere/b"}, "tls_cert: cannot read /nowhere/a"),
+        ):
+            with pytest.raises(ServerError, match=message):
+                check_port(ServerConfig(**{"listen": "127.0.0.1:0"} | fields))
+    free = ServerConfig(listen=f"unix:{tmp_path}/s", health_listen="[::1]:0", metrics_listen="localhost:0")
+    for _ in range(2):
+        check_port(free)  # what is free stays free
+    assert not (tmp_path / "s").exists()

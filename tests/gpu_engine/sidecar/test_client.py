@@ -582,23 +582,6 @@ async def test_a_loss_is_reported_with_the_matchers_that_were_being_built(tmp_pa
         await s.process.start()
 
 
-async def test_a_compilation_that_outlives_its_channel_is_made_again(tmp_path: Path) -> None:
-    async with connected(tmp_path, silence_s=0.3) as s:
-        s.link.retire_s = 0.05
-        s.process.hold_compile.clear()
-        refused = s.prepare()
-        await s.called("compile")
-        # It lives, and is attached again; the call on the channel of before is cut off.
-        s.channel.age_ns = 10**12
-        await eventually(lambda: "lost" in s.engine.outages)
-        s.channel.age_ns = 0
-        await s.called("compile cancelled")
-        s.process.hold_compile.set()
-        s.open(0)
-        await s.opened()
-        assert (refused, s.engine.failed) == ([], [])
-
-
 async def test_a_process_that_does_not_come_back_ends_guided_requests_with_and_without_a_slot(tmp_path: Path) -> None:
     async with connected(tmp_path, wait_s=0.3) as s:
         in_line, over = s.prepare("in line"), s.prepare("over", "b")
@@ -637,14 +620,24 @@ async def test_after_the_process_is_given_up_no_request_waits_until_one_comes(tm
         await s.opened(2)
 
 
-async def test_a_process_without_heartbeats_is_lost(tmp_path: Path) -> None:
+async def test_a_process_without_heartbeats_is_lost_and_what_it_compiles_is_compiled_again(tmp_path: Path) -> None:
     async with connected(tmp_path, silence_s=0.3) as s:
+        s.link.retire_s = 0.05
         assert s.channel.beats > 0
+        s.process.hold_compile.clear()
+        refused = s.prepare()
+        await s.called("compile")
         s.channel.age_ns = 10**12
         await eventually(lambda: s.engine.outages[:2] == ["silent", "lost"])
         assert s.stuck[0] == "kill"
+        # It lives, and is attached again; the call on the channel of before is cut off.
         s.channel.age_ns = 0
+        await s.called("compile cancelled")
         await eventually(lambda: s.link.up)
+        s.process.hold_compile.set()
+        s.open(0)
+        await s.opened()
+        assert (refused, s.engine.failed) == ([], [])
 
 
 async def test_a_process_that_is_silent_for_a_moment_loses_nothing(
