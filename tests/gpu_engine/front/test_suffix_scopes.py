@@ -45,32 +45,23 @@ OTHER = {"type": "object", "properties": {"age": {"type": "integer"}}}
 def test_equal_grammars_share_a_scope_and_others_do_not() -> None:
     made = scopes()
     one, again = scope_of(made, grammar=schema(NAMES)), scope_of(made, grammar=schema(NAMES))
-    other = scope_of(made, grammar=schema(OTHER))
-    compact = scope_of(made, grammar=schema(NAMES, whitespace=pb.WHITESPACE_COMPACT))
-    assert one is not None
-    assert one == again
-    assert len({each.key for each in (one, other, compact) if each}) == 3
+    assert one == again is not None
+    others = (schema(OTHER), schema(NAMES, whitespace=pb.WHITESPACE_COMPACT))
+    found = [one, *(scope_of(made, grammar=grammar) for grammar in others)]
+    assert len({each.key for each in found if each}) == 3
 
 
-def test_a_salt_divides_every_scope() -> None:
+def test_salts_and_known_clients_divide_every_scope() -> None:
     made = scopes()
     for client in (b"", b"token\0one"):
         same = [scope_of(made, client, grammar=schema(NAMES), cache_salt=salt) for salt in ("a", "b", "a", "")]
         assert same[0] == same[2] is not None
         assert len({scope.key for scope in same if scope}) == 3
-    assert scope_of(made, cache_salt="a") is None, "a salt makes no scope for free text of unknown clients"
-
-
-def test_clients_that_the_server_knows_share_nothing() -> None:
-    made = scopes()
-    keys = {
-        found.key
-        for client in (b"", b"token\0a", b"token\0b")
-        for grammar in (None, schema(NAMES))
-        if (found := scope_of(made, client, **({"grammar": grammar} if grammar else {})))
-    }
-    assert len(keys) == 5, "free text of an unknown client has no scope, unless the setting says so"
-    assert scope_of(scopes()) is None
+    guided, clients = {"grammar": schema(NAMES)}, (b"", b"token\0a", b"token\0b")
+    found = [scope_of(made, client, **fields) for client in clients for fields in (guided, {})]
+    assert len({scope.key for scope in found if scope}) == 5
+    # Free text of an unknown client has no scope, with or without a salt, unless the setting says so.
+    assert scope_of(made) is scope_of(made, cache_salt="a") is None
     assert scope_of(scopes(draft_index_shared=True)) is not None
 
 

@@ -104,14 +104,9 @@ async def test_ids_become_text_and_no_utf8_becomes_u_fffd() -> None:
 async def test_a_wrong_request_is_refused_by_field(
     request_: pb.TokenizeRequest | pb.DetokenizeRequest, message: str
 ) -> None:
-    tokenisation = served()
-    asked = (
-        tokenisation.tokenize(request_)
-        if isinstance(request_, pb.TokenizeRequest)
-        else tokenisation.detokenize(request_)
-    )
+    call: Any = served().tokenize if isinstance(request_, pb.TokenizeRequest) else served().detokenize
     with pytest.raises(InvalidRequest, match=message):
-        await asked
+        await call(request_)
 
 
 async def test_large_texts_are_tokenised_one_at_a_time_off_the_event_loop() -> None:

@@ -205,24 +205,25 @@ def test_tensors_of_other_models_are_refused_unless_they_are_switched_off() -> N
 
 def test_errors_name_the_tensor_that_the_client_sent() -> None:
     found = asked(request_output_len=3, stop_words=["a"], guided_decoding_guide_type="regex", guided_decoding_guide="a")
-    assert found.field_name("sampling.max_tokens") == "request_output_len"
-    assert found.field_name("sampling.stop[3]") == "stop_words[3]"
-    assert found.field_name("sampling.stop_token_ids") == "sampling.stop_token_ids", "of no tensor"
-    assert found.field_name("grammar") == found.field_name("grammar.regex") == "guided_decoding_guide"
-    assert found.field_name("beam_search") == "beam_width"
+    for name, tensor in (
+        ("sampling.max_tokens", "request_output_len"),
+        ("sampling.stop[3]", "stop_words[3]"),
+        ("sampling.stop_token_ids", "sampling.stop_token_ids"),  # of no tensor
+        ("grammar", "guided_decoding_guide"),
+        ("grammar.regex", "guided_decoding_guide"),
+        ("beam_search", "beam_width"),
+    ):
+        assert found.field_name(name) == tensor
 
 
-def test_echo_is_the_default_of_whole_answers() -> None:
+def test_whole_answers_echo_and_text_is_left_out_where_no_output_needs_it() -> None:
     assert asked().message.response.echo
     assert not asked(stream=True).message.response.echo
     assert asked(stream=True, exclude_input_in_output=False).message.response.echo
     assert not asked(exclude_input_in_output=True).message.response.echo
-
-
-def test_text_is_left_out_where_no_output_needs_it() -> None:
     message = request(text_input="a")
-    message.outputs.add(name="output_ids")
-    message.outputs.add(name="output_ids")
+    for _ in range(2):
+        message.outputs.add(name="output_ids")
     found = to_engine(message, decoupled=True)
     assert found.outputs == ("output_ids",)
     assert found.message.response.omit_text

@@ -29,14 +29,6 @@ def test_a_prompt_of_tokens_and_one_of_text() -> None:
     assert to_engine(vllm.GenerateRequest()).WhichOneof("prompt") is None
 
 
-def test_scalars_without_presence_are_unset_at_zero() -> None:
-    assert translated() == {
-        "token_ids": {"ids": [1]},
-        "sampling": {"skip_special_tokens": False},
-        "response": {"omit_text": True},
-    }
-
-
 def test_every_value_of_the_sampling_parameters_arrives() -> None:
     given = {
         "temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "frequency_penalty": -1.0, "presence_penalty": 1.0,
@@ -44,6 +36,8 @@ def test_every_value_of_the_sampling_parameters_arrives() -> None:
         "skip_special_tokens": True, "ignore_eos": True, "n": 2, "logprobs": 0, "include_stop_str_in_output": True,
     }  # fmt: skip
     assert translated(**given)["sampling"] == given
+    unset = {"token_ids": {"ids": [1]}, "sampling": {"skip_special_tokens": False}, "response": {"omit_text": True}}
+    assert translated() == unset, "scalars without presence are unset at zero"
     assert translated(prompt_logprobs=2)["response"] == {"omit_text": True, "prompt_logprobs": 2}
     assert translated(logit_bias={5: -1.5})["sampling"]["logit_bias"] == {"5": -1.5}
     assert translated(seed=7)["sampling"]["seed"] == "7"

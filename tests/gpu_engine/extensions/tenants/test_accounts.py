@@ -30,6 +30,9 @@ def test_sequences_that_run_and_wait_are_bounded_and_given_back() -> None:
     assert mine.sequences == 3
     mine.leave(2)
     mine.enter(2, together=False)
+    with pytest.raises(LimitExceeded, match="max_running: tenant acme: the beams"):
+        mine.enter(3, together=True)
+    assert mine.sequences == 3, "beams that never fit are refused at once"
 
 
 def test_a_tenant_without_a_limit_of_its_own_has_its_share_and_counts_no_tokens() -> None:
@@ -40,14 +43,6 @@ def test_a_tenant_without_a_limit_of_its_own_has_its_share_and_counts_no_tokens(
     with pytest.raises(LimitExceeded, match=r"max_waiting: .* 5 may"):
         mine.enter(1, together=False)
     assert account(max_waiting=3).max_sequences == 7, "it may have all 4 slots"
-
-
-def test_beams_that_never_fit_are_refused_at_once() -> None:
-    mine = account(max_running=2)
-    mine.enter(3, together=False)
-    with pytest.raises(LimitExceeded, match="max_running: tenant acme: the beams"):
-        mine.enter(3, together=True)
-    assert mine.sequences == 3
 
 
 def test_tokens_come_back_at_the_rate_of_the_limit() -> None:
