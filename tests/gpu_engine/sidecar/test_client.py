@@ -378,7 +378,13 @@ async def test_a_process_guides_from_its_word_that_it_has_a_matcher_until_the_la
         s.open(0)
         await s.opened(2)
         assert s.client.guided_by == 2
+        # A beam that was forked from it has a matcher, without another call.
+        s.client.forked(1, 1, request("beam"), None)
         s.client.close(0, 1)
+        await eventually(lambda: s.process.released)
+        assert (s.client.guided_by, len(s.engine.opened)) == (2, 2)
+        s.client.forked(0, 2, request("next beam"), (1, 1))  # in its place
+        await asyncio.to_thread(s.client.close, 0, 2)
         await eventually(lambda: s.client.guided_by == 0)
 
 
