@@ -126,3 +126,18 @@ def ran(ring: IterationRing, count: int) -> None:
     for _ in range(count):
         n = ring.total
         ring.add(Iteration(n, 1e9 + n, n / 1e3, *(n + i for i in range(1, 11))))
+
+
+class FakeContext:
+    """The context of a call without a connection."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def peer_identities(self) -> None:
+        return None
+
+    def cancelled(self) -> bool:
+        return False
+
+    done = cancelled

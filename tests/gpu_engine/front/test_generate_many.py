@@ -21,7 +21,7 @@ from gpu_engine.ops.access import CallRecord
 from gpu_engine.ops.metrics_requests import RequestWatch
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import EOS, Script, answers_with
-from tests.gpu_engine.front.serving import Setup, answer, ask, serving
+from tests.gpu_engine.front.serving import FakeContext, Setup, answer, ask, serving
 from tests.waiting import eventually
 
 ABORTED = pb.FINISH_REASON_ABORTED
@@ -174,7 +174,7 @@ async def test_draining_lets_the_requests_of_a_call_end_and_then_ends_the_call(t
             await many.call.read()
 
 
-class NotReading:
+class NotReading(FakeContext):
     """The context of a call whose client reads once `reads` is set."""
 
     def __init__(self) -> None:
@@ -184,17 +184,6 @@ class NotReading:
     async def write(self, response: pb.GenerateManyResponse) -> None:
         await self.reads.wait()
         self.taken.append(response)
-
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
-
-    def peer_identities(self) -> None:
-        return None
-
-    def cancelled(self) -> bool:
-        return False
-
-    done = cancelled
 
 
 async def test_a_client_that_does_not_read_stops_its_own_requests_alone(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -16,9 +18,10 @@ from gpu_engine.api.errors import GrammarUnavailable, LimitExceeded, QueueTimeou
 from gpu_engine.api.output_tensors import OutputRows, OutputSpec
 from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent, TokenOrigin
 from gpu_engine.front.pacing import StreamPacer
+from gpu_engine.front.servicer import EngineServicer
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import EOS, answers_with
-from tests.gpu_engine.front.serving import answer, ask, prompt_scores, refusal, serving
+from tests.gpu_engine.front.serving import FakeContext, answer, ask, prompt_scores, refusal, serving
 from tests.waiting import eventually
 
 Code = grpc.StatusCode
@@ -332,3 +335,27 @@ async def test_requests_with_one_grammar_share_their_answers_unless_they_say_oth
     assert one is not None
     assert one.seeds == (tuple(b' "abcdef"'),)
     assert off is free is None
+
+
+class BrokenConnection(FakeContext):
+    """The context of a call whose writes fail as gRPC's do, and which does not know yet that it is over."""
+
+    async def write(self, message: object) -> None:
+        raise grpc.aio.InternalError("Failed to execute batch")
+
+    async def abort(self, status: grpc.StatusCode, problem: str) -> None:
+        await self.write(problem)
+
+
+@pytest.mark.parametrize("temperature", [1.0, -1.0], ids=["while it writes", "while it refuses"])
+async def test_a_broken_write_is_a_cancelled_request(
+    tmp_path: Path, temperature: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    context: Any = BrokenConnection()
+    async with serving(tmp_path, answers_with("a long answer")) as s:
+        request = ask(sampling=pb.SamplingParams(temperature=temperature))
+        with caplog.at_level(logging.INFO), pytest.raises(asyncio.CancelledError):
+            await EngineServicer(s.calls, version="1").Generate(request, context)
+        assert len(s.calls) == 0
+    assert "a request failed by a defect" not in caplog.text
+    assert not [record for record in caplog.records if record.exc_info]

@@ -235,14 +235,14 @@ async def connected(
             was_attached=lambda: was_attached,
         )
         client.attach(engine, link)
-        async with running(link):
-            try:
+        try:
+            async with running(link):
                 await link.ready(20)
                 yield Setup(process, client, link, engine, channel, stuck)
-            finally:
-                await client.aclose()
-        await process.stop()
-        engine.close(5)
+        finally:
+            await client.aclose()
+            await process.stop()
+            engine.close(5)
 
 
 @asynccontextmanager
