@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from gpu_engine.model.quantised import choice
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, open_checkpoint
@@ -25,6 +24,7 @@ from gpu_engine.model.recording import distance
 from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine import published, tiny
 from tests.gpu_engine.harness import answer_all, ask, config, tokens, unguided_engine, with_drafts
+from tests.gpu_engine.model.model_logits import logits, some_ids
 from tests.gpu_engine.published import Kind
 
 with_blocks = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
@@ -88,20 +88,6 @@ def load(folder: Path, **settings: Any) -> LoadedModel:
     return load_model(config(model=str(folder), **settings))
 
 
-def some_ids(B: int, P: int) -> torch.Tensor:
-    return torch.randint(0, 256, (B, P), generator=torch.Generator().manual_seed(P))
-
-
-@torch.inference_mode()
-def logits(model: LoadedModel, ids_BP: torch.Tensor) -> torch.Tensor:
-    """[B, P, V], in memory of their own."""
-    B, P = ids_BP.shape
-    table = torch.arange(4 * B, dtype=torch.int32).view(B, 4)
-    positions_BP = torch.arange(P, dtype=torch.int32).expand(B, P).contiguous()
-    ctx = AttentionContext(model.allocate_pages(4 * B, 16), table, positions_BP)
-    return model.logits(ids_BP, ctx).view(B, P, -1).float().clone()
-
-
 def assert_same_weights(quantised: Path, floats: Path) -> None:
     """Only the order of fp32 roundings in a weight differs: 1e-7 of it."""
     got, want = (load(folder, dtype="float32", quantization="none") for folder in (quantised, floats))
@@ -137,7 +123,7 @@ def test_integers_run_natively(write: Write, kind: str, caplog: pytest.LogCaptur
     assert line.endswith(", 1 rounded from the weights")  # the output head, which no kind quantises
     want = logits(load(floats, dtype="float32", quantization="none"), some_ids(3, 40))
     # Activations of 8 bits, and a head rounded to 8: 4e-2 in this model. A zero point off by one gives 1.3.
-    assert distance(logits(native, some_ids(3, 40)), want) < 6e-2
+    assert distance(logits(native, some_ids(3, 40)).float(), want) < 6e-2
 
 
 @with_blocks

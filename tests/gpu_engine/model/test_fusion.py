@@ -8,35 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedConfig
 
 from gpu_engine.model import attention
-from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_layers import FusedNorm
 from gpu_engine.model.fusion import Bounds, Fused, FusedModelDiffers, NotRecognised, fuse_parts, norm_of, verified
 from gpu_engine.model.linear import joined
-from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.loader import load_model
 from gpu_engine.model.recording import distance, recording
 from tests.gpu_engine import tiny
 from tests.gpu_engine.harness import config
+from tests.gpu_engine.model.model_logits import context, logits, some_ids
 
 Saved = Callable[[str], Path]
-
-
-@torch.inference_mode()
-def logits(model: LoadedModel, ids_BP: torch.Tensor, *, start: int = 0) -> torch.Tensor:
-    """Return [B, P, V] of sequences whose first `start` tokens were prefilled."""
-    B, P = ids_BP.shape
-    pages, table = model.allocate_pages(4 * B, 16), torch.arange(4 * B, dtype=torch.int32).view(B, 4)
-    positions = torch.arange(P, dtype=torch.int32).expand(B, P)
-    if start:
-        model.prefill(ids_BP[:, :start], AttentionContext(pages, table, positions[:, :start].contiguous()))
-    context = AttentionContext(pages, table, positions[:, start:].contiguous())
-    return model.logits(ids_BP[:, start:], context).view(B, P - start, -1)
-
-
-def some_ids(B: int, P: int) -> torch.Tensor:
-    return torch.randint(0, 256, (B, P), generator=torch.Generator().manual_seed(P))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -47,6 +31,7 @@ def test_every_family_is_fused_completely_with_unchanged_logits(saved: Saved, fa
     )
     norms = 9 if family in ("gemma2", "gemma3") else 5
     assert plain.fused == Fused()
+    assert not [item for item in plain.net.modules() if isinstance(item, FusedNorm)]
     assert (fused.fused.norms, fused.fused.blocks, fused.fused.attentions) == (norms, 2, 2), fused.fused.left
     assert fused.fused.left == ()
     assert fused.fused.forward is not None
@@ -76,25 +61,14 @@ def test_requested_layer_inputs_are_returned(saved: Saved, fuse: bool) -> None:
     ids = some_ids(2, 12)
     with_own = AutoModelForCausalLM.from_pretrained(saved("llama"), attn_implementation="eager").eval()
     states = with_own(input_ids=ids, output_hidden_states=True).hidden_states
-    table, positions = torch.arange(2).int().view(2, 1), torch.arange(12).int().expand(2, 12).contiguous()
     for run in (model.logits, model.prefill):
         hidden: dict[int, torch.Tensor | None] = {0: None, 1: None, 2: None}  # 2: after the last layer and the norm
-        run(ids, AttentionContext(model.allocate_pages(2, 16), table, positions, hidden=hidden))
+        ctx = context(model, 2, 12)
+        ctx.hidden = hidden
+        run(ids, ctx)
         for layer, got in hidden.items():
             assert got is not None
             assert distance(got, states[layer].reshape(24, -1)) < 1e-4
-
-
-def test_fuse_off_changes_no_module(saved: Saved) -> None:
-    model = load_model(config(model=str(saved("llama")), fuse_parts=False))
-    assert not [item for item in model.net.modules() if isinstance(item, FusedNorm)]
-    assert model.fused.forward is None
-
-
-def moe() -> PreTrainedConfig:
-    return Qwen3MoeConfig(
-        **tiny._SHAPE, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
-    )
 
 
 def granite() -> PreTrainedConfig:
@@ -103,7 +77,8 @@ def granite() -> PreTrainedConfig:
 
 
 @pytest.mark.parametrize(
-    ("family", "blocks", "reason"), [(moe, 0, "forward: a layer of "), (granite, 2, "forward: its logits are ")]
+    ("family", "blocks", "reason"),
+    [(tiny.qwen3_moe, 0, "forward: a layer of "), (granite, 2, "forward: its logits are ")],
 )
 def test_a_model_with_an_unusual_loop_keeps_its_own_forward_over_fused_parts(
     tmp_path: Path, family: Callable[[], PreTrainedConfig], blocks: int, reason: str

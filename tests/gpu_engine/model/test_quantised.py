@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gpu_engine.model.attention import AttentionContext, PromptRows
-from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
+from gpu_engine.model.loader import ModelNotSupported, load_model
 from gpu_engine.model.quantised import choice, gguf_blocks
 from gpu_engine.model.quantised.linear import BlockLinear, joined_blocks, quantise_linears
 from gpu_engine.model.quantised.native import NativeForward
@@ -21,27 +21,11 @@ from gpu_engine.model.recording import distance
 from kernels.blocks import BlockKind, Blocks, can_multiply_blocks, quantised
 from tests.gpu_engine import tiny
 from tests.gpu_engine.harness import config
+from tests.gpu_engine.model.model_logits import context, logits, some_ids
 
 pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
 Saved = Callable[[str], Path]
-
-
-def some_ids(B: int, P: int) -> torch.Tensor:
-    return torch.randint(0, 256, (B, P), generator=torch.Generator().manual_seed(P))
-
-
-def context(model: LoadedModel, B: int, P: int, *, start: int = 0) -> AttentionContext:
-    table = torch.randperm(4 * B, generator=torch.Generator().manual_seed(0)).view(B, 4).int()
-    positions_BP = (start + torch.arange(P, dtype=torch.int32)).expand(B, P).contiguous()
-    return AttentionContext(model.allocate_pages(4 * B, 16), table, positions_BP)
-
-
-@torch.inference_mode()
-def logits(model: LoadedModel, ids_BP: torch.Tensor) -> torch.Tensor:
-    """[B, P, V], in memory of their own."""
-    B, P = ids_BP.shape
-    return model.logits(ids_BP, context(model, B, P)).view(B, P, -1).clone()
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -188,10 +172,8 @@ def test_blocks_of_q4_k_are_those_of_the_gguf_library() -> None:
     assert made is not None
     want = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_K))
     assert distance(made.dequantised(), want) < 1e-3
-
-
-def test_a_type_without_a_product_is_requantised() -> None:
-    assert gguf_blocks._blocks_of(np.zeros((2, 210), dtype=np.uint8), gguf.GGMLQuantizationType.Q6_K) is None
+    requantised = gguf_blocks._blocks_of(np.zeros((2, 210), dtype=np.uint8), gguf.GGMLQuantizationType.Q6_K)
+    assert requantised is None, "a type without a product"
 
 
 def test_products_with_inputs_that_are_no_whole_blocks_stay(caplog: pytest.LogCaptureFixture) -> None:
@@ -203,7 +185,7 @@ def test_products_with_inputs_that_are_no_whole_blocks_stay(caplog: pytest.LogCa
     assert "1 has 40 inputs" in caplog.text
 
 
-def test_a_product_that_differs_from_its_matrix_is_an_error() -> None:
+def test_a_product_that_differs_from_its_matrix_or_its_neighbour_is_an_error() -> None:
     class Wrong(Blocks):
         def dequantised(self) -> torch.Tensor:
             return 2 * super().dequantised()
@@ -212,28 +194,18 @@ def test_a_product_that_differs_from_its_matrix_is_an_error() -> None:
     wrong = Wrong(right.kind, right.quants_NK, right.scales_NB, None)
     with pytest.raises(RuntimeError, match="0 is 5"):
         quantise_linears(nn.Sequential(nn.Linear(64, 8)).requires_grad_(False), lambda *_: wrong)
-
-
-def test_products_with_and_without_a_bias_are_not_joined() -> None:
-    matrix = quantised(torch.randn(8, 64), BlockKind.Q8)
     with pytest.raises(ValueError, match="biases"):
-        joined_blocks([BlockLinear(matrix, None), BlockLinear(matrix, torch.zeros(8))])
+        joined_blocks([BlockLinear(right, None), BlockLinear(right, torch.zeros(8))])
 
 
-def test_a_quantisation_that_this_cpu_cannot_run_is_refused_by_name() -> None:
+def test_what_decides_on_blocks(saved: Saved, tmp_path: Path) -> None:
+    def choose(**settings: str) -> bool:
+        linear, path = nn.Linear(32, 32), tmp_path / "m.gguf"
+        return choice.quantise(config(**settings), linear, path, can_multiply=lambda: False)
+
     with pytest.raises(ModelNotSupported, match="quantization: q4 needs a CPU with AVX2"):
-        choice.quantise(config(quantization="q4"), nn.Linear(32, 32), None, can_multiply=lambda: False)
-
-
-def test_auto_is_none_on_a_cpu_that_cannot_multiply_blocks(tmp_path: Path) -> None:
-    wanted = config(quantization="auto", dtype="auto")
-    assert not choice.quantise(wanted, nn.Linear(32, 32), tmp_path / "m.gguf", can_multiply=lambda: False)
-
-
-def test_an_unknown_quantisation_is_refused() -> None:
+        choose(quantization="q4")
+    assert not choose(quantization="auto", dtype="auto")
     with pytest.raises(ValueError, match="quantization: 'fp3' is not one of auto, none, int8, q4"):
         config(quantization="fp3")
-
-
-def test_auto_leaves_a_model_in_its_dtype_when_it_came_from_no_gguf_file(saved: Saved) -> None:
-    assert not load_model(config(model=str(saved("llama")), dtype="auto")).quantised
+    assert not load_model(config(model=str(saved("llama")), dtype="auto")).quantised, "it came from no GGUF file"

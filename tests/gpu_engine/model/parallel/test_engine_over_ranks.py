@@ -56,58 +56,62 @@ def ranks(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Itera
     two.end()
 
 
-def answers(model: LoadedModel, num_drafts: int, **settings: Any) -> tuple[list[list[int]], int, int]:
-    """Return the tokens of every case, and the accepted drafts and the preemptions."""
-    with guided_engine(model, with_drafts(num_drafts, row_timeout_ms=2000.0, **settings)) as (engine, _):
-        found = answer_all(engine, [make() for make in MIX])
-        stats = engine.stats()
-        return found, stats.accepted_draft_tokens, stats.preemptions
+@pytest.fixture(scope="module")
+def expected(llama: LoadedModel) -> list[list[int]]:
+    """The answers of one rank without drafts."""
+    with guided_engine(llama, with_drafts(0, **PATIENT)) as (engine, _):
+        return answer_all(engine, [make() for make in MIX])
 
 
-def test_guided_and_free_tokens_are_those_of_one_rank_with_and_without_drafts(
-    llama: LoadedModel, ranks: ThreadRanks
+@pytest.mark.parametrize("num_drafts", [0, 7])
+def test_guided_and_free_tokens_are_those_of_one_rank(
+    ranks: ThreadRanks, expected: list[list[int]], num_drafts: int
 ) -> None:
-    expected, _, _ = answers(llama, 0)
-    assert answers(ranks.model, 0)[0] == expected
-    found, accepted, _ = answers(ranks.model, 7)
-    assert found == expected
-    assert accepted > 20
+    """With few pages sequences are preempted."""
+    pages = {"max_model_len": 112, "kv_cache_tokens": 128} if num_drafts else {}
+    with guided_engine(ranks.model, with_drafts(num_drafts, **PATIENT, **pages)) as (engine, _):
+        assert answer_all(engine, [make() for make in MIX]) == expected
+        stats = engine.stats()
+    assert (stats.preemptions > 0) == bool(pages)
+    assert (stats.accepted_draft_tokens > 20) == (num_drafts > 0)
     spent = ranks.collectives.spent
     assert spent["sum"].calls >= 4 * spent["gather"].calls > 0
 
 
-def test_preempted_sequences_have_the_same_tokens(llama: LoadedModel, ranks: ThreadRanks) -> None:
-    expected, _, _ = answers(llama, 0)
-    found, _, preemptions = answers(ranks.model, 7, max_model_len=112, kv_cache_tokens=128)
-    assert found == expected
-    assert preemptions > 0
-
-
-def test_beams_copy_pages_on_every_rank(llama: LoadedModel, ranks: ThreadRanks) -> None:
-    found = []
+@pytest.mark.parametrize("grammar", [None, pytest.param("12", marks=pytest.mark.slow)])
+def test_beams_copy_pages_on_every_rank(llama: LoadedModel, ranks: ThreadRanks, grammar: str | None) -> None:
+    found, scores = [], []
     for model in (llama, ranks.model):
-        with unguided_engine(model, with_drafts(0)) as engine:
-            answer = search_all(engine, [search(tokens(21, 3), max_tokens=24)])[0]
-            found.append((answer.tokens, answer.scores))
-    assert found[1][0] == found[0][0]
-    np.testing.assert_allclose(found[1][1], found[0][1], atol=1e-4)
+        with guided_engine(model, with_drafts(7 if grammar else 0, **PATIENT)) as (engine, _):
+            answer = search_all(engine, [search(tokens(21, 3), max_tokens=24, grammar=grammar)])[0]
+            found.append((answer.tokens, answer_all(engine, [MIX[0]()])))
+            scores.append(answer.scores)
+    assert found[1] == found[0]
+    np.testing.assert_allclose(scores[1], scores[0], atol=1e-4)
 
 
-def test_logits_and_states_are_those_of_the_whole_model_and_other_outputs_are_not_offered(
+def test_numbers_are_those_of_the_whole_model_and_other_outputs_are_not_offered(
     llama: LoadedModel, ranks: ThreadRanks
 ) -> None:
     names = (LOGITS, "hidden_states.0", "hidden_states.2")
     assert set(ranks.model.outputs) == {LOGITS, *(f"hidden_states.{layer}" for layer in range(3))}
-    rows = []
+    found, rows, scores = [], [], []
     for model in (llama, ranks.model):
-        answer = ask(tokens(20, 2), max_tokens=8)
-        answer.change(
+        tensors = ask(tokens(20, 2), max_tokens=8)
+        tensors.change(
             tensors=tuple(WantedOutput(name, name, model.outputs[name], context=True, answer=True) for name in names)
         )
+        scored = ask(tokens(70, 4, repeat=10), max_tokens=6, ignore_eos=True)
+        scored.change(prompt_logprobs=3)
         with unguided_engine(model, with_drafts(7)) as engine:
-            answer_all(engine, [answer])
-        rows.append(np.concatenate([part.data.view("<f4").ravel() for e in answer.events for part in e.outputs]))
+            found.append(answer_all(engine, [tensors, scored, ask(tokens(12, 2), max_tokens=20)]))
+        rows.append(np.concatenate([part.data.view("<f4").ravel() for e in tensors.events for part in e.outputs]))
+        assert scored.events[0].prompt_logprobs is not None
+        scores.append(np.asarray(scored.events[0].prompt_logprobs.logprob_N))
+    assert found[0] == found[1]
+    assert len(scores[0]) == 69
     np.testing.assert_allclose(rows[1], rows[0], atol=1e-4)
+    np.testing.assert_allclose(scores[1], scores[0], atol=1e-4)
 
 
 def test_processed_tokens_and_log_probabilities_are_those_of_one_rank(llama: LoadedModel, ranks: ThreadRanks) -> None:
@@ -120,21 +124,6 @@ def test_processed_tokens_and_log_probabilities_are_those_of_one_rank(llama: Loa
     assert found == [found[0]] * 3
     assert len(logprobs[0]) > 5
     np.testing.assert_allclose(logprobs[1:], [logprobs[0]] * 2, atol=1e-4)
-
-
-def test_log_probabilities_of_a_prompt_are_those_of_one_rank(llama: LoadedModel, ranks: ThreadRanks) -> None:
-    rows, found = [], []
-    for model in (llama, ranks.model):
-        answer = ask(tokens(70, 4, repeat=10), max_tokens=6, ignore_eos=True)
-        answer.change(prompt_logprobs=3)
-        with unguided_engine(model, with_drafts(7)) as engine:
-            found.append(answer_all(engine, [answer, ask(tokens(12, 2), max_tokens=20)]))
-        scores = answer.events[0].prompt_logprobs
-        assert scores is not None
-        rows.append(np.asarray(scores.logprob_N))
-    assert found[0] == found[1]
-    assert len(rows[0]) == 69
-    np.testing.assert_allclose(rows[1], rows[0], atol=1e-4)
 
 
 def test_pages_of_an_earlier_prompt_are_used_again_on_every_rank(llama: LoadedModel, ranks: ThreadRanks) -> None:
@@ -151,8 +140,9 @@ def test_pages_of_an_earlier_prompt_are_used_again_on_every_rank(llama: LoadedMo
 
 
 @pytest.mark.parametrize("num_drafts", [0, pytest.param(7, marks=pytest.mark.slow)])
-def test_a_killed_grammar_process_changes_no_token(llama: LoadedModel, ranks: ThreadRanks, num_drafts: int) -> None:
-    expected, _, _ = answers(llama, 0)
+def test_a_killed_grammar_process_changes_no_token(
+    ranks: ThreadRanks, expected: list[list[int]], num_drafts: int
+) -> None:
     with guided_engine(ranks.model, with_drafts(num_drafts, **PATIENT)) as (engine, grammar):
         reached, made = threading.Event(), [make() for make in MIX]
 
@@ -169,16 +159,6 @@ def test_a_killed_grammar_process_changes_no_token(llama: LoadedModel, ranks: Th
         grammar.start_sidecar()
         engine.grammar_restored()
         assert [answer.wait().tokens for answer in made] == expected
-
-
-@pytest.mark.slow
-def test_beams_of_a_grammar_are_those_of_one_rank(llama: LoadedModel, ranks: ThreadRanks) -> None:
-    found = []
-    for model in (llama, ranks.model):
-        with guided_engine(model, with_drafts(7, **PATIENT)) as (engine, _):
-            one = search(tokens(21, 3), max_tokens=24, grammar="12")
-            found.append((search_all(engine, [one])[0].tokens, answer_all(engine, [MIX[0]()])))
-    assert found[0] == found[1]
 
 
 @pytest.mark.slow

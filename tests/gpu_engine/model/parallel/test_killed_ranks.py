@@ -1,8 +1,9 @@
-"""A rank is killed at a random moment under load, twenty times each: the engine ends, leaves nothing, starts again."""
+"""Servers of two ranks: one that is killed at any moment under load or hangs ends the other, and leaves nothing."""
 
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -48,15 +49,39 @@ def run_round(server: ForkedServer, rank: int, pause_s: float, *, guided: bool) 
     assert not list(server.directory.iterdir())
 
 
+FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "512", "--tensor-parallel-size", "2")
+
+
+def test_a_rank_that_hangs_ends_its_server_and_one_that_is_stopped_ends_with_it(llama: LoadedModel) -> None:
+    """In order: rank 1 hangs; rank 0 is killed while rank 1 is stopped; the server drains."""
+    with short_folder() as folder:
+        for case in ("hangs", "killed", "drains"):
+            server = ForkedServer.start(folder, "--model", llama.name, "--grammar", "none", *FLAGS)
+            try:
+                processes, rank, begun_s = server.processes(), server.rank(), time.monotonic()
+                if case != "drains":
+                    rank.send_signal(signal.SIGSTOP)
+                if case != "hangs":
+                    processes[0].send_signal(signal.SIGKILL if case == "killed" else signal.SIGTERM)
+                code = server.ended(processes, 30 if case == "drains" else LIMIT_S)
+            finally:
+                server.process.kill()
+            assert code == {"hangs": 1, "killed": -signal.SIGKILL, "drains": 0}[case], server.text()
+            assert time.monotonic() - begun_s < 30
+            assert "Traceback" not in server.text()
+            if case == "hangs":
+                reason = rf"error: the engine lost a rank: rank 1 of 2 \(process {rank.pid}\) .*\n"
+                assert re.search(reason, server.text())
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_engine_at_any_moment_and_it_starts_again(llama: LoadedModel, rank: int) -> None:
     def lane(folder: Path) -> list[list[int]]:
         chance, found = random.Random(), []
         for at in range(ROUNDS // LANES):
             guided = at % 2 == 0
-            flags = ("--model", llama.name, "--dtype", "float32", "--num-threads", "1", "--max-model-len", "512")
-            flags += ("--tensor-parallel-size", "2", *(() if guided else ("--grammar", "none")))
-            server = ForkedServer.start(folder, *flags)
+            grammar = () if guided else ("--grammar", "none")
+            server = ForkedServer.start(folder, "--model", llama.name, *FLAGS, *grammar)
             try:
                 found.append(answer(server, guided=False))
                 run_round(server, rank, chance.uniform(0.0, 0.15), guided=guided)

@@ -1,15 +1,13 @@
 """Ranks are processes: they give the tokens of one, a lost one ends the engine, and none outlives rank 0.
 
-Not responsible for: ranks that are killed under load (see test_killed_ranks.py).
+Not responsible for: servers (see test_killed_ranks.py).
 """
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -71,7 +69,11 @@ def lose(engine: Engine, process_id: int, number: int) -> tuple[str, float]:
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_tokens_of_one_and_a_killed_one_ends_the_engine(llama: LoadedModel) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("busy", [True, False], ids=["in steps", "idle"])
+def test_two_processes_have_the_tokens_of_one_and_end_with_one_that_dies_or_hangs(
+    llama: LoadedModel, number: signal.Signals, busy: bool
+) -> None:
     def cases() -> list[Answer]:
         return [ask(tokens(20, 2, repeat=8), max_tokens=20), ask(tokens(9, 5), max_tokens=20, temperature=0.7)]
 
@@ -82,25 +84,6 @@ def test_two_processes_have_the_tokens_of_one_and_a_killed_one_ends_the_engine(l
         engine.start()
         try:
             assert answer_all(engine, cases()) == expected
-            running = ask(tokens(9, 5), max_tokens=200, ignore_eos=True)
-            running.submit(engine)
-            reason, seconds = lose(engine, ranks.process_ids[0], signal.SIGKILL)
-            assert reason == f"rank 1 of 2 (process {ranks.process_ids[0]}) was ended by SIGKILL"
-            assert seconds < LIMIT_S
-            assert isinstance(running.wait().error, InternalError)
-        finally:
-            engine.close()
-    assert not alive(ranks.process_ids[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("busy", [True, False], ids=["in steps", "idle"])
-def test_a_rank_that_dies_or_hangs_ends_the_engine(llama: LoadedModel, number: signal.Signals, busy: bool) -> None:
-    with divided(llama.name) as (model, ranks):
-        engine = Engine(with_drafts(7), model)
-        engine.start()
-        try:
             running = ask(tokens(9, 5), max_tokens=240, ignore_eos=True, seed=1)
             if busy:
                 running.submit(engine)
@@ -110,6 +93,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine(llama: LoadedModel, number: s
             assert seconds < LIMIT_S
             if busy:
                 running.wait()
+                assert number != signal.SIGKILL or isinstance(running.error, InternalError)
             with pytest.raises(InternalError, match="lost"):
                 engine.submit(ask([1]).request)
         finally:
@@ -135,55 +119,6 @@ def test_of_three_ranks_one_that_hangs_ends_the_others(saved: Callable[[str], Pa
             ranks.check()
         assert ends(first)
         assert ends(second)
-
-
-def start_server(folder: str, listen: str, *flags: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """Return a server of two ranks that is ready, and the process ids of its other ranks."""
-    settings = ("--model", folder, "--listen", listen, "--grammar", "none", "--dtype", "float32", "--num-threads", "1")
-    command = [sys.executable, "-m", "gpu_engine", "serve", *settings, "--tensor-parallel-size", "2", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("ready"), process.communicate()
-    children = Path(f"/proc/{process.pid}/task")
-    ids = [int(child) for task in children.iterdir() for child in (task / "children").read_text().split()]
-    return process, [child for child in ids if b"parallel.worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
-@pytest.mark.slow
-def test_a_server_with_a_rank_that_hangs_ends_with_one_line_and_can_start_again(
-    llama: LoadedModel, tmp_path: Path
-) -> None:
-    for attempt in range(2):
-        process, (rank,) = start_server(llama.name, f"unix:{tmp_path}/s{attempt}")
-        begun_s = time.monotonic()
-        os.kill(rank, signal.SIGSTOP)
-        assert process.stderr is not None
-        line = next(line for line in process.stderr if "the engine ends: " in line)
-        assert time.monotonic() - begun_s < LIMIT_S
-        assert f"rank 1 of 2 (process {rank})" in line
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == 1
-        assert re.search(rf"error: the engine lost a rank: rank 1 of 2 \(process {rank}\) .*\n", errors)
-        assert "Traceback" not in errors
-        assert not alive(rank)
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_does_not_outlive_a_killed_server(llama: LoadedModel, tmp_path: Path) -> None:
-    process, (rank,) = start_server(llama.name, f"unix:{tmp_path}/s")
-    os.kill(rank, signal.SIGSTOP)
-    process.kill()
-    process.communicate()
-    assert ends(rank)
-
-
-@pytest.mark.slow
-def test_a_server_of_two_ranks_drains_and_ends_them(llama: LoadedModel, tmp_path: Path) -> None:
-    process, (rank,) = start_server(llama.name, f"unix:{tmp_path}/s")
-    process.terminate()
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 0, errors
-    assert not alive(rank)
 
 
 @pytest.mark.slow

@@ -216,9 +216,10 @@ def test_a_rank_that_is_gone_ends_the_group_with_one_line(folder: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_engines_of_other_weights_and_models_without_experts_are_refused(
+def test_engines_that_do_not_belong_together_are_refused(
     folder: Path, tmp_path: Path, saved: Callable[[str], Path]
 ) -> None:
+    """Of other weights, without experts that can be shared, and a second one of a rank."""
     other = tiny.save(mixtral(5), tmp_path / "other", seed=1)
     found = load_all([settings(folder, tmp_path / "d", 0), settings(other, tmp_path / "d", 1)])
     assert all(isinstance(error, ModelNotSupported) for error in found)
@@ -229,6 +230,8 @@ def test_engines_of_other_weights_and_models_without_experts_are_refused(
     ):
         with pytest.raises(ModelNotSupported, match=f"^data_parallel_attention: {problem}"):
             load_model(settings(saved(family), tmp_path, 0))
+    with group(folder, tmp_path), pytest.raises(ModelNotSupported, match=r"^data_parallel_rank: another engine has"):
+        load_model(settings(folder, tmp_path, 1))
 
 
 @pytest.mark.slow
@@ -272,9 +275,3 @@ def test_logits_of_every_family_have_the_bits_of_the_whole_model(
     together([partial(run, rank) for rank in range(2)])
     for rank in range(2):
         assert torch.equal(found[rank], logits(whole, ids_BP[rank:].contiguous()))
-
-
-@pytest.mark.slow
-def test_a_rank_is_taken_once(folder: Path, tmp_path: Path) -> None:
-    with group(folder, tmp_path), pytest.raises(ModelNotSupported, match=r"^data_parallel_rank: another engine has"):
-        load_model(settings(folder, tmp_path, 1))

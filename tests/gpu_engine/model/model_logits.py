@@ -1,0 +1,32 @@
+"""Logits of a model over pages of its own, of a whole forward or after a prefill."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.loader import LoadedModel
+
+
+def some_ids(B: int, P: int) -> torch.Tensor:
+    return torch.randint(0, 256, (B, P), generator=torch.Generator().manual_seed(P))
+
+
+def context(model: LoadedModel, B: int, P: int) -> AttentionContext:
+    """Return a context of P positions of B sequences, whose pages are in random order."""
+    table = torch.randperm(4 * B, generator=torch.Generator().manual_seed(0)).view(B, 4).int()
+    positions_BP = torch.arange(P, dtype=torch.int32).expand(B, P).contiguous()
+    return AttentionContext(model.allocate_pages(4 * B, 16), table, positions_BP)
+
+
+@torch.inference_mode()
+def logits(model: LoadedModel, ids_BP: torch.Tensor, *, start: int = 0) -> torch.Tensor:
+    """Return [B, P - start, V] in memory of their own, of sequences whose first `start` tokens were prefilled."""
+    (B, P), ctx = ids_BP.shape, context(model, *ids_BP.shape)
+    parts = [
+        AttentionContext(ctx.pages, ctx.page_table_BN, ctx.positions_BP[:, part].contiguous())
+        for part in (slice(0, start), slice(start, P))
+    ]
+    if start:
+        model.prefill(ids_BP[:, :start], parts[0])
+    return model.logits(ids_BP[:, start:], parts[1]).view(B, P - start, -1).clone()
