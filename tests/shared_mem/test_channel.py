@@ -68,10 +68,6 @@ def test_records_arrive_as_posted(ends: Ends) -> None:
         Record(2, 5, 100, (11, 12, 13), (14, 15), 5, 0b100),
         Record(0, 6, 0, (21,), (22,), 5, 0b1),
     ]
-
-
-def test_extreme_values_survive(ends: Ends) -> None:
-    engine, grammar = ends
     top = 2**31 - 1
     seq = engine.post([3], [top], [top], [3], [2], [[top, 0, top, 0, top]], 255)
     assert grammar.records(seq) == [Record(3, top, top, (top, 0, top), (0, top), 255, 0xFFFFFFFF)]
@@ -91,7 +87,10 @@ def test_answers_arrive_as_published(ends: Ends) -> None:
     ]
     assert result.forced.tolist() == [[-1, 42, -1], [-1, -1, -1], [-1, -1, -1]]
     assert (result.num_missing, result.waited_ns) == (0, 0)
-    assert (engine.mask_rows(seq)[2] == 7).all()
+    following = post_one(engine)
+    grammar.mask_rows(following)[2] = 8
+    assert (engine.mask_rows(seq)[2] == 7).all(), "consecutive sequences use different buffers"
+    assert (engine.mask_rows(following)[2] == 8).all()
 
 
 def test_a_kind_that_there_is_not_is_an_error_of_its_row(ends: Ends) -> None:
@@ -103,29 +102,21 @@ def test_a_kind_that_there_is_not_is_an_error_of_its_row(ends: Ends) -> None:
     assert answer.kinds[0].tolist() == [RowKind.ERROR, RowKind.ERROR, RowKind.APPLY]
 
 
-def test_consecutive_sequences_use_different_mask_buffers(ends: Ends) -> None:
-    engine, grammar = ends
-    first, second = post_one(engine), post_one(engine)
-    grammar.mask_rows(first)[0, 0] = 1
-    grammar.mask_rows(second)[0, 0] = 2
-    assert (engine.mask_rows(first)[0, 0] == 1).all()
-    assert (engine.mask_rows(second)[0, 0] == 2).all()
-
-
 def test_a_batch_without_grammars_is_not_posted_or_awaited(ends: Ends) -> None:
     engine, grammar = ends
     before = post_one(engine)
-    assert engine.post([-1, -1], [0, 0], [0, 0], [0, 0], [0, 0], np.zeros((2, 6), dtype=np.int32)) == 0
-    assert grammar.wait(0, LONG_S) == before
-    result = engine.await_rows(0, [-1, -1], [0, 0], timeout_s=LONG_S)
-    assert (result.kinds == RowKind.ALL).all()
-    assert (result.num_missing, result.waited_ns) == (0, 0)
-
-
-def test_an_empty_batch_is_not_posted(ends: Ends) -> None:
-    engine, _ = ends
-    assert engine.post([], [], [], [], [], np.zeros((0, 6), dtype=np.int32)) == 0
-    assert engine.await_rows(0, [], []).kinds.shape == (0, 3)
+    for slots in ([], [-1, -1]):
+        nothing = [0] * len(slots)
+        tokens = np.zeros((len(slots), 6), dtype=np.int32)
+        assert engine.post(slots, nothing, nothing, nothing, nothing, tokens) == 0
+        assert grammar.wait(0, LONG_S) == before
+        result = engine.await_rows(0, slots, nothing, timeout_s=LONG_S)
+        assert result.kinds.shape == (len(slots), 3)
+        assert (result.kinds == RowKind.ALL).all()
+        assert (result.num_missing, result.waited_ns) == (0, 0)
+    result = engine.await_rows(0, [0], [1], timeout_s=LONG_S)
+    assert (result.kinds == RowKind.DEFER).all(), "a wait without a post returns at once"
+    assert result.waited_ns == 0
 
 
 def test_only_a_slot_without_an_answer_is_deferred(ends: Ends) -> None:
@@ -140,8 +131,9 @@ def test_only_a_slot_without_an_answer_is_deferred(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("spin_ns", [0, 10**9])
-def test_the_deadline_may_be_absolute(ends: Ends, spin_ns: int) -> None:
-    engine, _ = ends
+def test_waits_end_at_their_timeout_and_deadline(ends: Ends, spin_ns: int) -> None:
+    engine, grammar = ends
+    assert grammar.wait(0, 0.003, spin_ns=spin_ns) == 0
     engine.spin_ns = spin_ns
     seq = post_one(engine)
     result = engine.await_rows(seq, [0], [1], timeout_s=LONG_S, deadline_ns=time.monotonic_ns() + 3_000_000)
@@ -149,36 +141,24 @@ def test_the_deadline_may_be_absolute(ends: Ends, spin_ns: int) -> None:
     assert engine.await_rows(seq, [0], [1], timeout_s=LONG_S, deadline_ns=1).num_missing == 1
 
 
-def test_a_deferred_answer_can_still_be_taken_later(ends: Ends) -> None:
+def test_only_the_answer_to_its_own_post_and_generation_counts(ends: Ends) -> None:
     engine, grammar = ends
-    seq = post_one(engine)
-    assert engine.await_rows(seq, [0], [1], timeout_s=0).num_missing == 1
-    grammar.publish(seq, 0, 1, [RowKind.ALL] * 3)
-    assert engine.await_rows(seq, [0], [1], timeout_s=0).num_missing == 0
 
+    def awaited(seq: int, gen: int, timeout_s: float) -> tuple[int, bool]:
+        result = engine.await_rows(seq, [0], [gen], timeout_s=timeout_s)
+        return result.num_missing, bool((result.kinds == RowKind.DEFER).all())
 
-def test_an_old_answer_is_ignored_for_a_new_post(ends: Ends) -> None:
-    engine, grammar = ends
     first = post_one(engine)
+    assert awaited(first, 1, 0) == (1, True)
     grammar.publish(first, 0, 1, [RowKind.ALL] * 3)
+    assert awaited(first, 1, 0) == (0, False), "a deferred answer can still be taken later"
     second = post_one(engine)
-    assert (engine.await_rows(second, [0], [1], timeout_s=0).kinds == RowKind.DEFER).all()
-
-
-def test_a_newer_answer_is_ignored_for_an_old_post(ends: Ends) -> None:
-    engine, grammar = ends
-    first, second = post_one(engine), post_one(engine)
+    assert awaited(second, 1, 0) == (1, True), "an old answer"
     grammar.publish(second, 0, 1, [RowKind.ALL] * 3)
-    assert (engine.await_rows(first, [0], [1], timeout_s=LONG_S).kinds == RowKind.DEFER).all()
-
-
-def test_an_answer_to_an_earlier_generation_of_the_slot_is_ignored(ends: Ends) -> None:
-    engine, grammar = ends
-    seq = post_one(engine, slot_gen=2)
-    grammar.publish(seq, 0, 1, [RowKind.ALL] * 3)
-    result = engine.await_rows(seq, [0], [2], timeout_s=LONG_S)
-    assert (result.kinds == RowKind.DEFER).all()
-    assert result.num_missing == 1
+    assert awaited(first, 1, LONG_S) == (1, True), "a newer answer"
+    third = post_one(engine, slot_gen=2)
+    grammar.publish(third, 0, 1, [RowKind.ALL] * 3)
+    assert awaited(third, 2, LONG_S) == (1, True), "an answer to an earlier generation of the slot"
 
 
 def test_publish_never_replaces_a_newer_answer(ends: Ends) -> None:
@@ -189,13 +169,6 @@ def test_publish_never_replaces_a_newer_answer(ends: Ends) -> None:
     assert not grammar.publish(second, 0, 1, [RowKind.ALL] * 3)
     assert (engine.await_rows(second, [0], [1]).kinds == RowKind.APPLY).all()
     assert grammar.stats()["stale_answers"] == 2
-
-
-def test_a_wait_without_a_post_returns_at_once(ends: Ends) -> None:
-    engine, _ = ends
-    result = engine.await_rows(0, [0], [1], timeout_s=LONG_S)
-    assert (result.kinds == RowKind.DEFER).all()
-    assert result.waited_ns == 0
 
 
 @pytest.mark.parametrize(
@@ -293,12 +266,6 @@ def test_a_record_counts_as_unread_once_it_is_overwritten_without_any_answer(end
     assert not engine.unread(seq, 0, 1)
 
 
-def test_wait_ends_at_its_timeout(ends: Ends) -> None:
-    _, grammar = ends
-    assert grammar.wait(0, 0.003, spin_ns=0) == 0
-    assert grammar.wait(0, 0.003, spin_ns=10**9) == 0
-
-
 @pytest.mark.parametrize("spin_ns", [0, int(LONG_S * 1e9)])
 def test_abort_ends_a_running_await_and_later_ones(
     ends: Ends, segment: Segment, background: Background, spin_ns: int
@@ -390,9 +357,10 @@ def test_the_watch_of_an_idle_engine_rarely_wakes(ends: Ends, segment: Segment) 
         leader.join()
 
 
-def test_a_parked_grammar_process_is_woken_by_a_post(ends: Ends, segment: Segment, background: Background) -> None:
+def test_parked_ends_are_woken_by_a_post_and_by_an_answer(ends: Ends, segment: Segment, background: Background) -> None:
     engine, grammar = ends
-    seen: list[int] = []
+    engine.spin_ns = 0
+    seen, missing = list[int](), list[int]()
     for _ in range(50):
         thread = background(lambda: seen.append(grammar.wait(engine.last_seq, LONG_S, spin_ns=0)))
         wait_for_word(segment, Word.GRAMMAR_PARKED)
@@ -401,14 +369,6 @@ def test_a_parked_grammar_process_is_woken_by_a_post(ends: Ends, segment: Segmen
         thread.join()
         assert seen[-1] == seq
         assert not engine.grammar_parked
-
-
-def test_a_parked_engine_is_woken_by_an_answer(ends: Ends, segment: Segment, background: Background) -> None:
-    engine, grammar = ends
-    engine.spin_ns = 0
-    missing: list[int] = []
-    for _ in range(50):
-        seq = post_one(engine)
         thread = background(functools.partial(await_into, engine, seq, missing))
         wait_for_word(segment, Word.ENGINE_PARKED)
         grammar.publish(seq, 0, 1, [RowKind.ALL] * 3)
@@ -490,14 +450,3 @@ def test_the_error_of_a_failed_batch_names_its_lane(ends: Ends) -> None:
     arrays.slots[:] = 1
     with pytest.raises(InvalidField, match="is there twice"):
         engine.post_batch(arrays)
-
-
-def test_reprs_show_the_current_state(ends: Ends) -> None:
-    engine, grammar = ends
-    seq = post_one(engine)
-    grammar.wait(0, LONG_S)
-    grammar.records(seq)
-    grammar.publish(seq, 0, 1, [0])
-    assert "generation=7, last_seq=1" in repr(engine)
-    assert "'published': 1" in repr(grammar)
-    assert repr(engine.batch_arrays(2)) == "BatchArrays(batch=2, rows=3, lanes=0)"

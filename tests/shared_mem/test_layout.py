@@ -15,7 +15,7 @@ import shared_mem
 from shared_mem import native
 from shared_mem.channel import EngineEnd, GrammarEnd
 from shared_mem.errors import InvalidField, LayoutError, VersionSkew
-from shared_mem.layout import HEADER_BYTES, LAYOUT_VERSION, PAGE, Layout, RowKind, Stage, Word
+from shared_mem.layout import HEADER_BYTES, LAYOUT_VERSION, PAGE, Layout, RowKind, Word
 from shared_mem.segment import Segment
 
 SHAPES = [
@@ -153,8 +153,3 @@ def test_mask_rows_are_at_their_addresses(segment: Segment, layout: Layout) -> N
         assert (words == seq * 1000 + slot * 10 + row).all()
         assert (engine.mask_rows(seq)[slot, row] == words).all()
     assert engine.mask_address(5) - engine.mask_address(4) == layout.mask_buffer_bytes
-
-
-def test_stages_and_kinds_have_their_numbers() -> None:
-    assert [kind.name for kind in sorted(RowKind)] == ["ALL", "APPLY", "FORCED", "DEFER", "DEAD_END", "ERROR"]
-    assert (Stage.VERIFY, Stage.DRAFT) == (0, 1)
