@@ -30,12 +30,9 @@ def test_an_engine_reports_its_memory_when_it_starts(llama: LoadedModel, caplog:
     assert lines == [f"memory: {stats.memory}"]
 
 
-def test_shared_memory_counts_once(llama: LoadedModel) -> None:
+def test_shared_memory_counts_once_and_the_line_has_megabytes(llama: LoadedModel) -> None:
     whole = torch.zeros(100, dtype=torch.int32)
-    assert memory_use(llama, [], whole, whole[:10], torch.zeros(3)).buffer_bytes == 400 + 12
-
-
-def test_the_line_has_megabytes() -> None:
     assert str(MemoryUse(1_500_000, 2_000_000_000, 40_000)) == (
         "1.5 MB of weights, 2,000.0 MB of KV pages, 0.0 MB of buffers"
     )
+    assert memory_use(llama, [], whole, whole[:10], torch.zeros(3)).buffer_bytes == 400 + 12

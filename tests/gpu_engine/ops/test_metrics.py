@@ -108,15 +108,11 @@ async def test_a_scrape_has_both_processes_or_reports_that_one_does_not_answer(g
     assert seen.get(("process_open_fds", "sidecar")) == (12 if up else None)
 
 
-def test_a_histogram_counts_a_bound_in_its_own_bucket() -> None:
-    histogram = Histogram((1.0, 2.0))
+def test_a_step_is_counted_once_and_its_wait_only_when_it_was_guided() -> None:
+    histogram, stats = Histogram((1.0, 2.0)), EngineStats()
     for value in (0.5, 1.0, 1.5, 9.0):
         histogram.observe(value)
-    assert (histogram.counts, histogram.total) == ([2, 1, 1], 12.0)
-
-
-def test_a_step_is_counted_once_and_its_wait_only_when_it_was_guided() -> None:
-    stats = EngineStats()
+    assert (histogram.counts, histogram.total) == ([2, 1, 1], 12.0), "a bound is in its own bucket"
     stats.count_step(24, 20.0, 0.0, guided=False)
     stats.count_step(8, 30.0, 1.5, guided=True)
     assert (stats.steps, stats.step_rows, stats.step_ms, stats.mask_wait_ms) == (2, 32, 50.0, 1.5)
@@ -189,17 +185,14 @@ async def test_a_taken_address_is_reported_before_the_model_is_loaded(tmp_path: 
     def load(*_: object) -> Any:
         raise AssertionError
 
+    async with open_server(ENGINE, config(tmp_path, metrics_listen=""), parts=parts()) as server:
+        assert server.metrics_address is None, "without the setting nothing listens"
     async with open_server(ENGINE, config(tmp_path), parts=parts()) as server:
         taken = server.metrics_address
         assert taken is not None
         late = config(tmp_path, listen=f"unix:{tmp_path}/t", metrics_listen=taken)
         with pytest.raises(ServerError, match=f"metrics_listen: cannot bind '{taken}'"):
             await open_server(ENGINE, late, parts=Parts(load, parts().build_engine)).__aenter__()
-
-
-async def test_without_the_setting_nothing_listens(tmp_path: Path) -> None:
-    async with open_server(ENGINE, config(tmp_path, metrics_listen=""), parts=parts()) as server:
-        assert server.metrics_address is None
 
 
 @pytest.mark.parametrize("value", ["9464", ":9464", "host:", "host:99999"])
