@@ -5,6 +5,7 @@ A node costs one or two microseconds of every step. The nodes of a model depend 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,6 @@ from tests.gpu_engine.harness import config, with_drafts
 pytestmark = INTERPRETED
 
 ROWS = 3
-PAIR = {
-    # One copy each way, since a batch's arrays are contiguous in memory. The fetch is a separate kernel because the
-    # answer determines its rows.
-    "host_callback": (["_pack", "copy", "host"], ["host", "copy", "_fetch", "_cache_rows"]),
-    # The wait also fetches the rows, and stores the time that it took where the output ring reads it.
-    "device_flag": (["_pack", "_post"], ["_wait", "_cache_rows"]),
-}
-"""Names of the nodes of a post and of a wait. `_cache_rows` also reports the sequence."""
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +32,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(config(model=str(folder), fuse_parts=False))
 
 
-def parts_of(model: LoadedModel, guided: bool, num_rows: int = ROWS, **fields: Any) -> list[tuple[str, int]]:
-    """Return (name, nodes) of the graph of one lane."""
+def parts_of(model: LoadedModel, guided: bool, num_rows: int = ROWS, **fields: Any) -> Counter[str]:
+    """Return the number of nodes of each part of the graph of one lane, by the name of its launch."""
     settings = with_drafts(ROWS - 1, device="cuda", max_batch_size=1, max_model_len=64, max_batched_tokens=32, **fields)
     device = RecordedDevice()
     model = replace(model, max_model_len=settings.max_model_len)
@@ -48,74 +41,59 @@ def parts_of(model: LoadedModel, guided: bool, num_rows: int = ROWS, **fields: A
         with Segment.create(Layout(1, ROWS, model.vocab_size)) as segment, opaque_launches():
             executor = device.build_executor(settings, model, EngineEnd(segment), num_pages=16, max_inflight_steps=1)
             executor.warm_up()
-            graphs = executor.runner.launcher.captured  # type: ignore[attr-defined]
-            parts: list[tuple[str, int]] = graphs[1, num_rows, guided].parts
+            graphs, parts = executor.runner.launcher.captured, Counter[str]()  # type: ignore[attr-defined]
+            for name, count in graphs[1, num_rows, guided].parts:
+                parts[name] += count
             executor.close()
         return parts
     finally:
         device.stream.close()
 
 
-def named(parts: list[tuple[str, int]]) -> list[str]:
-    return [name for name, _ in parts]
+# One copy each way, since a batch's arrays are contiguous in memory. The fetch is a separate kernel because the answer
+# determines its rows. With flags the wait fetches them, and stores its time where the output ring reads it.
+HOST = Counter(_pack=1, copy=2, host=2, _fetch=1, _cache_rows=1)
+FLAG = Counter(_pack=1, _post=1, _wait=1, _cache_rows=1)
+PAIR = {"host_callback": HOST, "device_flag": FLAG}
+"""The nodes of a post and of a wait for its rows."""
+STEP = Counter(_load=1, _accept=4, _advance=1, _propose=1, _pack=1)
+"""Acceptance is rows, filters, acceptance and log-probabilities; every other part is one launch."""
+FREE = Counter(_no_seq=1, free_rows=1)
+"""Only of unguided steps: one reports that nothing was posted, and one makes every row ALL."""
 
 
 @pytest.mark.parametrize("sync", list(PAIR))
-@pytest.mark.parametrize("jumps", [0, 1])
-def test_nodes_of_a_guided_step(llama: LoadedModel, sync: str, jumps: int) -> None:
-    parts = parts_of(llama, True, sync=sync, jump_forward_tokens=jumps)
-    post, wait = PAIR[sync]
+def test_nodes_of_a_guided_step(llama: LoadedModel, sync: str) -> None:
+    def nodes(**fields: Any) -> Counter[str]:
+        parts = parts_of(llama, True, sync=sync, **fields)
+        del parts["_forward"]
+        return parts
+
+    pair = PAIR[sync]
+    assert nodes(jump_forward_tokens=0) == STEP + pair
     # A proposal has no rows; the kernel after the wait writes the tokens where drafters read them.
-    pair = [*post, *(name for name in wait if name not in ("_fetch", "_cache_rows")), "_take_jump_forward"] * jumps
-    assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_advance", *pair, "_propose", "_pack"]
-    counts = [(name, count) for name, count in parts if name != "_forward"]
-    # `_accept` launches four kernels: rows, filters, acceptance and logprobs. Every other part is one launch: the
-    # `_pack` of the sync checks for stopped slots in its own kernel, and the `_pack` of the ring is one concatenation.
-    assert {name: count for name, count in counts if count != 1} == {"_accept": 4}
-    assert sum(count for _, count in counts) == {"host_callback": 15 + 6 * jumps, "device_flag": 12 + 4 * jumps}[sync]
-    if jumps:
-        parts = parts_of(llama, True, num_rows=1, sync=sync, jump_forward_tokens=1)
-        unproposed = ["_load", *post, "_forward", *wait, "_accept", "_advance", "_pack"]
-        assert named(parts) == unproposed, "a step that verifies no drafts proposes none"
+    proposal = pair - Counter(_fetch=1, _cache_rows=1) + Counter(_take_jump_forward=1)
+    assert nodes(jump_forward_tokens=1) == STEP + pair + proposal
+    assert nodes(jump_forward_tokens=1, num_rows=1) == STEP + pair - Counter(_propose=1), "no drafts, no proposal"
+    masked, unmasked = (nodes(draft_model=llama.name, draft_masks=masks) for masks in ("on", "off"))
+    # Without masks one launch makes the row of a draft ALL.
+    assert masked.total() - unmasked.total() == (ROWS - 1) * (pair.total() - 1)
 
 
-def test_nodes_of_an_unguided_step(llama: LoadedModel) -> None:
-    parts = parts_of(llama, False, sync="host_callback")
-    assert named(parts) == ["_load", "_no_seq", "_forward", "free_rows", "_accept", "_advance", "_propose", "_pack"]
-    assert parts == parts_of(llama, False, sync="host_callback", jump_forward_tokens=0)
-    # Two parts occur only here: `_no_seq` reports that nothing was posted, and `free_rows` makes every row ALL.
-    assert sum(count for name, count in parts if name != "_forward") == 10
+def test_nodes_of_an_unguided_step(llama: LoadedModel, tmp_path: Path) -> None:
+    def nodes(num_rows: int = ROWS, **fields: Any) -> Counter[str]:
+        parts = parts_of(llama, False, num_rows, **fields)
+        del parts["_forward"]
+        return parts
 
-
-@pytest.mark.parametrize("sync", list(PAIR))
-def test_a_masked_draft_adds_a_post_and_a_wait(llama: LoadedModel, sync: str) -> None:
-    masked, unmasked = (
-        parts_of(llama, True, sync=sync, draft_model=llama.name, draft_masks=masks) for masks in ("on", "off")
-    )
-    # The chain's forward of every draft runs between its post and its wait, as the target's does.
-    assert named(masked).count("_forward") == named(unmasked).count("_forward") == ROWS
-    pair = [*PAIR[sync][0], *PAIR[sync][1]]
-    counts = [sum(count for name, count in parts if name != "_forward") for parts in (masked, unmasked)]
-    # Without masks one launch makes the row ALL.
-    assert counts[0] - counts[1] == (ROWS - 1) * (len(pair) - 1)
-
-
-def test_trees_of_drafts_add_two_nodes(llama: LoadedModel) -> None:
-    chains, trees = (parts_of(llama, False, draft_tree=tree) for tree in ("off", "on"))
-    names = named(chains)
-    assert named(trees) == [*names[: names.index("_advance")], "_compact", *names[names.index("_advance") :]]
-    more = {name: count for name, count in trees if (name, count) not in chains}
+    chain = nodes()
+    assert chain == STEP + FREE
+    assert nodes(jump_forward_tokens=0) == chain
     # The branch of the lookup, and the keys of the accepted path.
-    assert more == {"_compact": 1, "_propose": 2}
-    # A step without drafts has no tree.
-    assert parts_of(llama, False, num_rows=1, draft_tree="on") == parts_of(llama, False, num_rows=1)
-
-
-def test_a_head_grows_a_tree_with_a_forward_for_each_level(llama: LoadedModel, tmp_path: Path) -> None:
+    assert nodes(draft_tree="on") == chain + Counter(_propose=1, _compact=1)
+    assert nodes(1, draft_tree="on") == nodes(1), "a step without drafts has no tree"
     eagle.save_random(Path(llama.name), tmp_path / "eagle3")
-    parts = parts_of(llama, False, draft_model=str(tmp_path / "eagle3"), draft_tree="on")
-    levels = ["_begin", "_grow", *["_forward", "_grow"] * (ROWS - 2), "_take"]
-    names = ["_load", "_no_seq", "_forward", "free_rows", "_accept", "_compact", "_advance", *levels, "_pack"]
-    assert named(parts) == names
-    # Memory for the scores, which is no node of a real graph; a level is scored, normalised, sorted and grown.
-    assert {count for name, count in parts if name == "_grow"} == {5}
+    head = nodes(draft_model=str(tmp_path / "eagle3"), draft_tree="on")
+    # A level is scored, normalised, sorted and grown, into memory that is no node of a real graph.
+    grown = Counter(_begin=head["_begin"], _grow=5 * (ROWS - 1), _take=head["_take"], _compact=1)
+    assert head == chain - Counter(_propose=1) + grown

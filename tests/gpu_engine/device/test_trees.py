@@ -83,7 +83,11 @@ def known_trees(requests: Sequence[partial[Answer]], answers: list[list[int]]) -
     return RecordedDevice(drafter_builders={**BUILDERS, "ngram": lambda parts: KnownTree(parts.stream, known)})
 
 
-@pytest.mark.parametrize("fields", [{}, {"overlap": False, "enforce_eager": True}], ids=["graph", "eager"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, pytest.param({"overlap": False, "enforce_eager": True}, marks=pytest.mark.slow)],
+    ids=["graph", "eager"],
+)
 def test_accepted_branches_change_no_token(
     llama: LoadedModel, unguided_tokens: list[list[int]], fields: dict[str, bool]
 ) -> None:
@@ -97,6 +101,7 @@ def test_accepted_branches_change_no_token(
         assert engine.stats().accepted_draft_tokens > sum(map(len, expected)) // 3
 
 
+@pytest.mark.slow
 def test_branches_of_the_lookup_change_no_token(llama: LoadedModel) -> None:
     """Text of four tokens in random order: runs are short, and each was continued in several ways."""
     words, draw = [70, 80, 81, 90], random.Random(3)
