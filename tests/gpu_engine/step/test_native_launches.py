@@ -39,7 +39,7 @@ class State:
         slot.params.prompt_length_S.copy_(self.ints(S, low=1, high=20))
         slot.posted_S.copy_(self.ints(S, high=10))
         slot.length_S.copy_(slot.params.prompt_length_S + slot.posted_S + self.ints(S, low=1, high=R).to(device))
-        slot.params.max_length_S.copy_(slot.length_S + self.ints(S, low=1, high=8).to(device))
+        slot.params.max_length_S.copy_(slot.length_S + self.ints(S, low=1, high=5).to(device))
         slot.draft_limit_S.copy_(self.ints(S, high=R))
         slot.jump_forward_limit_S.copy_(self.ints(S, high=R))
         slot.drafts_SR.copy_(self.ints(S, R, high=V))
@@ -164,7 +164,7 @@ def test_a_post_and_its_cached_rows(both: list[tuple[State, Any]], k: int, max_r
 
 
 @pytest.mark.parametrize("jump_forward", [False, True])
-@pytest.mark.parametrize("ids", [2, 6])
+@pytest.mark.parametrize("ids", [2, 6, 40])
 @pytest.mark.parametrize("both", [case for case in CASES if case[0] == "triton"], indirect=True)
 def test_prompt_lookup(both: list[tuple[State, Any]], ids: int, jump_forward: bool) -> None:
     """The drafts of a lane begin with its jump-forward tokens, which are after the history.
@@ -180,6 +180,11 @@ def test_prompt_lookup(both: list[tuple[State, Any]], ids: int, jump_forward: bo
         state.slot.params.prompt_length_S.copy_(lengths_S // 2)
         state.slot.params.max_length_S.copy_(lengths_S + R)
         state.lane.num_jump_forward_B.copy_(ahead_B)
+        # One token before the end of the prompt, and one at its begin, equal the last one: the answer's text wins.
+        s, n = int(state.lane.slots_B[0]), int(lengths_S[state.lane.slots_B[0]])
+        state.slot.history_SL[s, :n] = torch.arange(100, 100 + n, device=state.device)
+        state.slot.history_SL[s, [1, n // 2 - 1, n - 1]] = 7
+        state.slot.draft_limit_S[s] = R - 1
         for b in REAL:
             s, count = int(state.lane.slots_B[b]), max(int(ahead_B[b]), 0)
             length = int(lengths_S[s])
