@@ -195,9 +195,9 @@ ROWS = {
     "tree of the lookup, host functions": Row(3, TREE | PADDED | HOST, jumps=3),
     "tree of the lookup, flags": Row(3, TREE | PADDED | FLAG, fast=True, jumps=3),
     # A random head shares the noise alone, which is enough for some drafts of sampled answers.
-    "tree of a head, 5": Row(5, TREE | {"draft_model": "head"}, free=True, accepted=0),
-    "tree of a head, 15": Row(15, TREE | {"draft_model": "head"}, free=True, accepted=0),
-    "tree of a head, eager": Row(2, TREE | EAGER | {"draft_model": "head"}, free=True, accepted=0),
+    "tree of a head, 5": Row(5, TREE | {"draft_model": "head"}, free=True, count=2),
+    "tree of a head, 15": Row(15, TREE | {"draft_model": "head"}, free=True, count=2),
+    "tree of a head, eager": Row(2, TREE | EAGER | {"draft_model": "head"}, free=True, count=2),
     # Jump-forward tokens are the trunk of the tree. A lane without its row verifies the same tree again.
     "tree of a head under a grammar, refused": Row(
         4, TREE | FLAG | {"draft_model": "head"}, proposes=up_to_two_right, jumps=3, refused=3
