@@ -284,8 +284,9 @@ async def test_the_process_is_configured_and_compiles_in_turns_and_within_the_ti
         assert 2000 < auto < 2200, "two attempts with the one backend"
 
 
-async def test_a_slot_is_opened_with_its_tokens_and_released(tmp_path: Path) -> None:
+async def test_a_slot_is_opened_with_its_tokens_and_released(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with connected(tmp_path) as s:
+        s.client.close(3, 3)  # one without a grammar
         s.prepare()
         await asyncio.to_thread(s.open, 1, 5, (8, 9))
         await eventually(lambda: s.engine.opened == [(1, 5)])
@@ -305,6 +306,7 @@ async def test_a_slot_is_opened_with_its_tokens_and_released(tmp_path: Path) -> 
         s.process.hold_compile.set()
         await eventually(lambda: len(s.process.released) == 2)
         assert (len(s.process.bound), len(s.engine.opened), s.engine.failed) == (1, 1, [])
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_equal_grammars_share_one_compilation_which_is_cancelled_with_the_last_request(tmp_path: Path) -> None:

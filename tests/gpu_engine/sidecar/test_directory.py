@@ -33,6 +33,7 @@ async def test_what_a_killed_engine_left_is_removed_and_nothing_else(tmp_path: P
     make_old(left)
     make_old(other)
     (tmp_path / f"{DIRECTORY_PREFIX}link").symlink_to(other)
+    descriptors = len(os.listdir("/proc/self/fd"))
     async with AsyncExitStack() as stack:
         first = private_directory(stack, tmp_path)
         (first / "grammar.sock").touch()
@@ -41,6 +42,7 @@ async def test_what_a_killed_engine_left_is_removed_and_nothing_else(tmp_path: P
         assert [path.stat().st_mode & 0o777 for path in (first, second)] == [0o700] * 2
         assert not left.exists()
     assert [path.exists() for path in (first, second)] == [False] * 2, "they go with their owner"
+    assert len(os.listdir("/proc/self/fd")) == descriptors
     assert young.exists()
     assert (other / "segment.sock").exists()
 
