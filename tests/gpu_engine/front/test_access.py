@@ -172,17 +172,14 @@ async def test_files_that_are_missing_or_wrong_keep_the_server_from_starting(
             pass
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_half_of_tls_is_refused() -> None:
+    for fields, message in (
         ({"tls_cert": "a"}, "tls_key: is required with tls_cert"),
         ({"tls_key": "a"}, "tls_cert: is required with tls_key"),
         ({"tls_client_ca": "a"}, "tls_client_ca: needs tls_cert and tls_key"),
-    ],
-)
-def test_half_of_tls_is_refused(fields: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ServerConfig(**fields)  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=message):
+            ServerConfig(**fields)  # type: ignore[arg-type]
 
 
 # --- tokens
@@ -352,19 +349,16 @@ def test_a_token_does_not_cross_a_network_in_clear_text(tmp_path: Path) -> None:
     assert (access.address, access.credentials, access.metadata()) == ("127.0.0.1:50051", None, ())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_wrong_flags_are_named() -> None:
+    for arguments, message in (
         (("--tls-cert", "c"), "--tls-cert and --tls-key need each other"),
         (("--tls-ca", "/no/such"), "--tls-ca: cannot read /no/such"),
         (("--tls-ca", __file__), "--tls-ca: .* holds no certificates in PEM"),
         (("--tls-cert", __file__, "--tls-key", __file__), "--tls-cert, --tls-key: .* must be a certificate"),
         (("--token-file", "/dev/null"), "--token-file: /dev/null is empty"),
-    ],
-)
-def test_wrong_flags_are_named(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        access_of(flags(*arguments))
+    ):
+        with pytest.raises(ValueError, match=message):
+            access_of(flags(*arguments))
 
 
 # --- before anything heavy is imported

@@ -105,22 +105,16 @@ def test_a_leaf_has_the_tokens_that_hold_a_byte_of_it(value: Any, seed: int, per
     assert not any(delta.logprobs for delta in deltas), "they were not asked for"
 
 
-def test_an_answer_without_text_has_them_too() -> None:
+def test_answers_without_text_that_were_cut_off_or_that_reason_first() -> None:
     last, deltas = scored([b'{"a":', b"1", b"}"], with_text=False)
     assert last.fields == [FieldLogprob("/a", -0.5, 1)]
     assert {delta.text for delta in deltas} == {""}
-
-
-def test_of_an_answer_that_was_cut_off_only_whole_leaves_count() -> None:
     chunks = [b'{"a":', b"1", b',"b":', b"23"]
-    assert [f.pointer for f in scored(chunks, finish=FinishReason.GRAMMAR_INCOMPLETE)[0].fields] == ["/a"]
+    cut_off = scored(chunks, finish=FinishReason.GRAMMAR_INCOMPLETE)[0].fields
+    assert [f.pointer for f in cut_off] == ["/a"], "only whole leaves count"
     last, deltas = scored([*chunks, b"4", b',"c":5', b"}"], stop=('"c"',))
-    assert last.matched_stop == '"c"'
-    assert "".join(delta.text for delta in deltas) == '{"a":1,"b":234,'
+    assert (last.matched_stop, "".join(delta.text for delta in deltas)) == ('"c"', '{"a":1,"b":234,')
     assert [(f.pointer, f.tokens) for f in last.fields] == [("/a", 1), ("/b", 2)]
-
-
-def test_the_reasoning_in_front_of_an_answer_is_left_out() -> None:
     layout = AnswerLayout(markers=Markers("<think>", "</think>"))
     last, _ = scored([b"<think>", b'{"a":9}', b"</think>", b'\n{"a":', b"1", b"}"], parser=layout.parser())
     assert last.fields == [FieldLogprob("/a", -(2.0**-4), 1)]

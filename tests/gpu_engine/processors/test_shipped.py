@@ -56,12 +56,6 @@ def test_no_ngram_occurs_twice() -> None:
         assert found == [repeated(prefix, size) for prefix in prefixes], size
 
 
-@pytest.mark.parametrize("arguments", [{}, {"size": 0}, {"size": 17}, {"size": "2"}, {"size": True}, {"n": 2}])
-def test_a_wrong_size_is_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"needs one argument, size, an integer in \[1, 16\]"):
-        NoRepeatedNgrams(setup()).prepare(ask(arguments))
-
-
 def test_a_client_does_not_get_its_tokens(tmp_path: Path) -> None:
     path = tmp_path / "clients.json"
     path.write_text(json.dumps({"a": [5, 7], "": [9]}))
@@ -72,14 +66,6 @@ def test_a_client_does_not_get_its_tokens(tmp_path: Path) -> None:
             assert [set((row == -torch.inf).nonzero()[:, 0].tolist()) for row in out_RV] == [ids, ids]
     with pytest.raises(ValueError, match="knows no argument 'a'"):
         forbidden.prepare(ask({"a": 1}))
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"clients": []}, {"x": 1}, *({"clients": {"a": wrong}} for wrong in ("5", [V], ["ab"], [None]))]
-)
-def test_wrong_tokens_of_clients_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="clients"):
-        ForbiddenForClient(setup(options))
 
 
 def test_the_end_becomes_more_likely_behind_the_start() -> None:
@@ -98,7 +84,14 @@ def test_the_end_becomes_more_likely_behind_the_start() -> None:
     assert torch.equal(out_NV[:, :EOS], logits_NV[:, :EOS])
 
 
-@pytest.mark.parametrize("arguments", [{}, {"start": -1, "factor": 1.5}, {"start": 1, "factor": 3}, {"start": 1}])
-def test_wrong_arguments_of_the_penalty_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"start|factor"):
-        LengthPenalty(setup()).prepare(ask(arguments))
+def test_wrong_arguments_and_options_are_refused() -> None:
+    for arguments in ({}, {"size": 0}, {"size": 17}, {"size": "2"}, {"size": True}, {"n": 2}):
+        with pytest.raises(ValueError, match=r"needs one argument, size, an integer in \[1, 16\]"):
+            NoRepeatedNgrams(setup()).prepare(ask(arguments))
+    wrong_tokens: list[dict[str, Any]] = [{"clients": {"a": wrong}} for wrong in ("5", [V], ["ab"], [None])]
+    for options in ({}, {"clients": []}, {"x": 1}, *wrong_tokens):
+        with pytest.raises(ValueError, match="clients"):
+            ForbiddenForClient(setup(options))
+    for arguments in ({}, {"start": -1, "factor": 1.5}, {"start": 1, "factor": 3}, {"start": 1}):
+        with pytest.raises(ValueError, match=r"start|factor"):
+            LengthPenalty(setup()).prepare(ask(arguments))
