@@ -55,10 +55,11 @@ class Closing:
             self._close.set()
             assert (await anext(statuses)).status == NOT_SERVING
 
-    def end_the_running_request(self) -> None:
-        (request,) = self.engines[0].submitted
-        for event in answers_with("z")(request):
-            self.engines[0].emit(request, event)
+    def end_the_running_requests(self) -> None:
+        (engine,) = self.engines
+        for request in engine.submitted:
+            for event in answers_with("z")(request):
+                engine.emit(request, event)
 
     async def closed(self) -> None:
         async with asyncio.timeout(30):
@@ -75,37 +76,28 @@ async def closing(tmp_path: Path, **fields: object) -> AsyncIterator[Closing]:
 
 
 async def test_health_comes_first_running_requests_end_and_new_ones_are_unavailable(tmp_path: Path) -> None:
-    async with closing(tmp_path) as server, Client((await server.ready()).address) as client:
-
-        async def ask() -> list[pb.GenerateResponse]:
-            return [r async for r in client.generate(pb.GenerateRequest(text="x"))]
-
-        running = asyncio.create_task(ask())
-        await eventually(lambda: server.engines[0].submitted)
-        await server.closes()
-        with pytest.raises(grpc.aio.AioRpcError, match="the server is shutting down") as refused:
-            await ask()
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert not running.done()
-        server.end_the_running_request()
-        assert (await running)[-1].finish_reason == pb.FINISH_REASON_STOP
-        await server.closed()
-
-
-async def test_health_says_so_while_an_answer_of_the_gateway_still_runs(tmp_path: Path) -> None:
+    """Of the native API, and of the gateway."""
     async with closing(tmp_path, http="127.0.0.1:0") as server:
-        address = (await server.ready()).http_address
-        assert address is not None
-        await until_healthy(address)
-        running = asyncio.create_task(get(address, "/v1/chat/completions", ASK))
-        await eventually(lambda: server.engines[0].submitted)
-        await server.closes()
-        async with Client((await server.ready()).address) as client:
-            with pytest.raises(grpc.aio.AioRpcError, match="the server is shutting down"):
-                await anext(client.generate(pb.GenerateRequest(text="x")))
-        assert not running.done()
-        server.end_the_running_request()
-        status, answer = await running
+        ready = await server.ready()
+        assert ready.http_address is not None
+        await until_healthy(ready.http_address)
+        async with Client(ready.address) as client:
+
+            async def ask() -> list[pb.GenerateResponse]:
+                return [r async for r in client.generate(pb.GenerateRequest(text="x"))]
+
+            running = asyncio.create_task(ask())
+            by_http = asyncio.create_task(get(ready.http_address, "/v1/chat/completions", ASK))
+            await eventually(lambda: len(server.engines[0].submitted) == 2)
+            await server.closes()
+            with pytest.raises(grpc.aio.AioRpcError, match="the server is shutting down") as refused:
+                await ask()
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert not running.done()
+            assert not by_http.done()
+            server.end_the_running_requests()
+            assert (await running)[-1].finish_reason == pb.FINISH_REASON_STOP
+            status, answer = await by_http
         assert (status, answer["choices"][0]["message"]["content"]) == (200, "z")
         await server.closed()
 

@@ -232,21 +232,6 @@ def test_cancelled_sequences_release_their_adapters_even_without_a_grammar_proce
         until_false(lambda: users(engine) != [0, 0])
 
 
-def test_the_prompts_log_probabilities_are_those_of_the_adapter(
-    engine: Engine, folder: Path, files: dict[str, Path]
-) -> None:
-    prompt = tokens(40, 6)
-    answer = named(engine, "a", prompt, max_tokens=2)
-    answer.change(prompt_logprobs=0)
-    answer_all(engine, [answer])
-    scores = next(event.prompt_logprobs for event in answer.events if event.prompt_logprobs is not None)
-    net = merge(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), files["a"])
-    with torch.no_grad():
-        logprobs = net(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
-    want = logprobs[torch.arange(39), torch.tensor(prompt[1:])]
-    torch.testing.assert_close(torch.from_numpy(scores.logprob_N), want, rtol=1e-4, atol=1e-4)
-
-
 def test_adapters_that_do_not_fit_the_model_end_the_start(
     folder: Path, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -106,16 +106,17 @@ def test_pages_after_virtual_tokens_are_shared_only_by_their_adapter(engine: Eng
     assert answers[0].tokens == answers[2].tokens
 
 
-def test_log_probabilities_of_the_prompt_follow_the_virtual_tokens(
-    engine: Engine, folder: Path, files: dict[str, Path]
+@pytest.mark.parametrize(("name", "lora"), [("p", ""), ("", "l"), ("p", "l")])
+def test_log_probabilities_of_the_prompt_are_those_with_the_adapters(
+    engine: Engine, folder: Path, files: dict[str, Path], name: str, lora: str
 ) -> None:
-    prompt = tokens(25, 1)
-    answer = asked(engine, "p", prompt, max_tokens=1, prompt_logprobs=1)
+    prompt, virtual = tokens(25, 1), 20 if name else 0
+    answer = asked(engine, name, prompt, lora, max_tokens=1, prompt_logprobs=1)
     answer_all(engine, [answer])
     scores = next(event.prompt_logprobs for event in answer.events if event.prompt_logprobs is not None)
-    logprobs = reference(folder, files, "p", "", prompt)["logits"].log_softmax(-1)
-    expected = logprobs[torch.arange(20, 44), torch.tensor(prompt[1:])]
-    torch.testing.assert_close(torch.from_numpy(scores.logprob_N)[20:], expected, rtol=1e-4, atol=1e-4)
+    logprobs = reference(folder, files, name, lora, prompt)["logits"].log_softmax(-1)
+    expected = logprobs[torch.arange(virtual, virtual + 24), torch.tensor(prompt[1:])]
+    torch.testing.assert_close(torch.from_numpy(scores.logprob_N)[virtual:], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_places_of_unloaded_adapters_are_used_again(folder: Path) -> None:

@@ -45,7 +45,7 @@ SEARCHES = [
         stopping=list(EarlyStopping)[i % 3],
         max_tokens=12 + i,
     )
-    for i in range(20)
+    for i in range(12)
 ]
 GUIDED = [
     partial(search, tokens(20, 3), 4, grammar="9", max_tokens=30),

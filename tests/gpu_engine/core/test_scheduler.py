@@ -293,6 +293,7 @@ def test_a_scored_chunk_may_take_the_whole_budget_of_a_forward() -> None:
 LINE = st.lists(st.integers(1, 200), min_size=1, max_size=12)
 
 
+@settings(max_examples=40)
 @given(lengths=LINE, chunk=st.sampled_from([20, 32, 64, 100, 256]), lanes=st.sampled_from([2, 4, 16]))
 def test_company_neither_delays_a_prompt_nor_changes_its_chunks(lengths: list[int], chunk: int, lanes: int) -> None:
     def turns(of: list[int], lanes: int) -> list[Turn]:
@@ -330,6 +331,7 @@ def test_prompts_share_a_budget_and_decode_in_the_forward_that_ends_them() -> No
     assert guided.grammar_state is GrammarState.OPENING, "it has no matcher yet, so it never decoded"
 
 
+@settings(max_examples=50)
 @given(lengths=LINE, budget=st.sampled_from([16, 20, 64, 250]))
 def test_every_token_is_prefilled_once_and_within_the_budget(lengths: list[int], budget: int) -> None:
     machine = scheduler(num_slots=len(lengths), num_pages=400, max_batched_tokens=budget)
@@ -682,6 +684,6 @@ class TurnsThatShare(Turns):
 
 TestTurns, TestTurnsThatShare = Turns.TestCase, TurnsThatShare.TestCase
 TestTurns.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-TestTurnsThatShare.settings = settings(TestTurns.settings, max_examples=90)
+TestTurnsThatShare.settings = settings(TestTurns.settings, max_examples=60)

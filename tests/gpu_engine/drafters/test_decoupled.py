@@ -75,31 +75,30 @@ class Watched(DraftModel):
 
     reads: list[tuple[int, int, int]]
     """(slot, first position, tokens) of each fill."""
-    seen: list[set[int]]
-    """By slot: positions of all forwards."""
+    rows: list[tuple[int, int]]
+    """(slot, position) of each row of each forward."""
 
     @classmethod
-    def of(cls, draft: DraftModel, num_slots: int) -> Watched:
+    def of(cls, draft: DraftModel) -> Watched:
         made = cls(draft.model, draft.d2t_V, draft.pages, draft.table_SN)
         object.__setattr__(made, "reads", [])
-        object.__setattr__(made, "seen", [set() for _ in range(num_slots)])
+        object.__setattr__(made, "rows", [])
         return made
 
     def fill(self, slot: int, ids: np.ndarray, start: int) -> None:
         self.reads.append((slot, start, len(ids)))
-        self.seen[slot] |= set(range(start, start + len(ids)))
         super().fill(slot, ids, start)
 
-    def logits(self, slots: object, ids_BT: np.ndarray, positions_BT: np.ndarray) -> torch.Tensor:
-        for slot, row in zip(slots, positions_BT.tolist(), strict=True):  # type: ignore[call-overload]
-            self.seen[slot] |= {position for position in row if position >= 0}
-        return super().logits(slots, ids_BT, positions_BT)  # type: ignore[arg-type]
+    def logits(self, slots: Any, ids_BT: np.ndarray, positions_BT: np.ndarray) -> torch.Tensor:
+        lanes = zip(slots, positions_BT.tolist(), strict=True)
+        self.rows.extend((slot, position) for slot, row in lanes for position in row if position >= 0)
+        return super().logits(slots, ids_BT, positions_BT)
 
 
 def watched(engine: Engine) -> Watched:
     drafter = engine.executor.decoupled
     assert drafter is not None
-    drafter.draft = draft = Watched.of(drafter.draft, drafter.num_slots)
+    drafter.draft = draft = Watched.of(drafter.draft)
     return draft
 
 
@@ -124,41 +123,34 @@ def test_a_long_text_is_read_in_parts_that_a_step_allows(llama: LoadedModel) -> 
 
 
 def test_nothing_of_a_slots_earlier_sequence_is_used(llama: LoadedModel) -> None:
-    """The same prompt again: the model reads all of it again, and drafts from that alone."""
+    """The same prompt again: the model reads all of it again, and drafts only from that."""
+    found = []
     with unguided_engine(llama, decoupled(llama.name)) as engine:
         draft = watched(engine)
-        first = ask(tokens(30, 1), max_tokens=20, temperature=0.9, seed=1)
-        answer_each(engine, [first])
-        reads, _ = draft.reads.copy(), draft.reads.clear()
-        draft.seen[0].clear()
-        answer_each(engine, [ask(tokens(30, 1), max_tokens=20, temperature=0.9, seed=1)])
-        assert draft.reads == reads
-        assert draft.seen[0] >= set(range(30))
+        for _ in range(2):
+            answer_each(engine, [ask(tokens(30, 1), max_tokens=20, temperature=0.9, seed=1)])
+            read = {place for _, start, count in draft.reads for place in range(start, start + count)}
+            assert read | {place for _, place in draft.rows} >= set(range(30))
+            found.append(draft.reads.copy())
+            draft.reads.clear()
+            draft.rows.clear()
+    assert found[0] == found[1]
 
 
 def test_drafts_beyond_what_was_verified_are_computed_once(llama: LoadedModel) -> None:
     """Steps that verify one draft of seven use the others later."""
     with unguided_engine(llama, decoupled(llama.name, step_rows=2, max_batch_size=1)) as engine:
         draft = watched(engine)
-        rows = 0
-
-        def logits(slots: object, ids_BT: np.ndarray, positions_BT: np.ndarray) -> torch.Tensor:
-            nonlocal rows
-            rows += int((positions_BT >= 0).sum())
-            return DraftModel.logits(draft, slots, ids_BT, positions_BT)  # type: ignore[arg-type]
-
-        object.__setattr__(draft, "logits", logits)
         answer_each(engine, [ask(tokens(6, 1), max_tokens=41, ignore_eos=True)])
         stats = engine.stats()
     assert stats.accepted_draft_tokens == stats.draft_tokens > 15
-    assert rows <= 6 + 41 + 7
+    assert len(draft.rows) <= 6 + 41 + 7
 
 
 # -- exchange --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_drafts", [3, 7])
+@pytest.mark.parametrize("num_drafts", [pytest.param(3, marks=pytest.mark.slow), 7])
 def test_an_exchange_changes_no_token_of_running_requests(
     llama: LoadedModel, draft_models: dict[str, str], expected: list[list[int]], num_drafts: int
 ) -> None:
@@ -185,24 +177,8 @@ def test_an_exchange_changes_no_token_of_running_requests(
         last = engine.stats()
     wrong = [s.draft_tokens - s.accepted_draft_tokens for s in (before, after, last)]
     assert wrong[0] > 0
+    assert wrong[1] - wrong[0] <= 4 * num_drafts, "at the exchange the four slots had drafts of the former model"
     assert wrong[2] == wrong[1]
-
-
-def test_the_pages_of_the_former_model_are_not_used_again(llama: LoadedModel, draft_models: dict[str, str]) -> None:
-    """After an exchange in the middle of an answer the target is right about all of the rest of it."""
-    dirs = (str(Path(llama.name).parent),)
-    with unguided_engine(llama, decoupled(draft_models["other"], draft_dirs=dirs)) as engine:
-        answer = ask(tokens(20, 7), max_tokens=100, temperature=0.8, seed=2, ignore_eos=True)
-        hold = Hold(engine, lambda: len(answer.tokens) >= 10)
-        answer.submit(engine)
-        with hold.reached():
-            exchanging(engine, llama.name)
-            before = engine.stats()
-        answer.wait()
-        after = engine.stats()
-    # The drafts in the slot are of the former model.
-    assert after.draft_tokens - before.draft_tokens - (after.accepted_draft_tokens - before.accepted_draft_tokens) <= 7
-    assert after.accepted_draft_tokens - before.accepted_draft_tokens > 50
 
 
 def test_a_closed_engine_ends_an_exchange_that_waits(llama: LoadedModel, draft_models: dict[str, str]) -> None:

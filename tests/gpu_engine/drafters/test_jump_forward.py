@@ -168,22 +168,6 @@ def test_late_proposals_are_ignored(
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
-def test_consecutive_deferred_answers_reopen_the_matcher(
-    llama: LoadedModel, guided_tokens: list[list[int]], drafter: str, overlap: bool
-) -> None:
-    settings = config(drafter=drafter, overlap=overlap, row_timeout_ms=UNHURRIED_MS)
-    with guided_engine(llama, settings) as (engine, grammar):
-        sidecar = grammar.sidecar
-        sidecar.proposes = prophet(guided_tokens)
-        sidecar.refuse = lambda record: (
-            record.commit_pos + len(record.committed) > 10 and len(grammar.opened) <= 5 and record.slot == 0
-        )
-        assert answer_all(engine, made()) == guided_tokens
-        assert len(grammar.opened) > 5
-        grammar.opened[:] = list({(slot, gen): (slot, gen, emitted) for slot, gen, emitted in grammar.opened}.values())
-
-
-@pytest.mark.parametrize("drafter", ["ngram", "grammar"])
 def test_a_process_that_dies_during_a_proposal_changes_no_token(
     llama: LoadedModel, guided_tokens: list[list[int]], drafter: str, overlap: bool
 ) -> None:
@@ -207,19 +191,6 @@ def test_a_process_that_dies_during_a_proposal_changes_no_token(
         engine.grammar_restored()
         assert [answer.wait().tokens for answer in answers] == guided_tokens
         assert first.problems == []
-
-
-@pytest.mark.parametrize("trouble", ["dead", "error"])
-def test_a_dead_end_after_jump_forward_drafts_ends_only_its_request(
-    llama: LoadedModel, guided_tokens: list[list[int]], trouble: str, overlap: bool
-) -> None:
-    with guided_engine(llama, config(overlap=overlap, **PATIENT)) as (engine, grammar):
-        grammar.sidecar.proposes = prophet(guided_tokens)
-        answers = made()
-        broken = ask(answers[0].request.prompt_ids, grammar=f"50 {trouble} 20", max_tokens=90)
-        assert answer_all(engine, [*answers, broken])[:-1] == guided_tokens
-    assert broken.finish is FinishReason.GRAMMAR_ERROR
-    assert broken.tokens == guided_tokens[0][:20]
 
 
 # -- how many ----------------------------------------------------------------------------------------------------------
