@@ -1,4 +1,7 @@
-"""Beam searches over the wire, on the embedded model and both libraries of grammars: valid, whole, without leaks."""
+"""Beam searches over the wire, on the embedded model and both libraries of grammars: valid, whole, without leaks.
+
+A fast witness of guided beams is in http/test_extensions.py.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +54,8 @@ def found(answers: list[pb.GenerateResponse]) -> list[tuple[str, float]]:
     return [(each.text, each.beam_score) for each in answers]
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(pb.BACKEND_LLGUIDANCE, id="llguidance"),
-        # Each new grammar process loads torch for it, next to the model and the compile workers.
-        pytest.param(pb.BACKEND_XGRAMMAR, id="xgrammar", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR], ids=["llguidance", "xgrammar"])
 async def test_every_guided_beam_is_valid_and_survives_a_kill(server: RunningServer, backend: int) -> None:
     async with Client(server.address) as client:
         free, guided = await asyncio.gather(

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep_client import Executor, FinishReason, Request, RequestStatsPerIteration, SamplingConfig
-from tests.client.processes import gone
+from lockstep_client import FinishReason, RequestStatsPerIteration
 from tests.docs.pages import ROOT
 from tests.e2e.conftest import RunningServer
 
@@ -101,18 +100,3 @@ def test_the_example_of_logits_processors_runs() -> None:
     assert len(set(answers.values())) == len(answers) == 4
     assert "sat" in answers["as the model likes"]
     assert " sat" not in answers["for a guest"]
-
-
-@pytest.mark.slow
-def test_an_executor_starts_a_server_of_its_own_and_ends_it() -> None:
-    with Executor("embedded", num_threads=1, max_batch_size=2, max_model_len=128) as executor:
-        process = executor.client._server
-        assert process is not None
-        pid = process.pid
-        request_id = executor.enqueue_request(
-            Request(text="The capital of France is", max_tokens=4, sampling_config=SamplingConfig(temperature=0))
-        )
-        (response,) = executor.await_responses(request_id)
-        assert "Paris" in response.result.texts[0]
-    assert pid is not None
-    assert gone(pid)

@@ -118,7 +118,7 @@ async def test_a_long_answer_is_completed_at_its_limit(server: RunningServer, ba
 
 
 @BACKENDS
-@pytest.mark.parametrize("budget", [24, None])
+@pytest.mark.parametrize("budget", [None, pytest.param(24, marks=pytest.mark.slow)])
 async def test_an_answer_after_reasoning_fits_its_schema(
     server: RunningServer, backend: pb.Backend, budget: int | None
 ) -> None:

@@ -336,6 +336,7 @@ async def test_a_client_that_leaves_frees_its_slot(server: RunningServer, featur
     assert after.generated_tokens - before.generated_tokens < 400
 
 
+@pytest.mark.slow
 async def test_a_killed_grammar_process_changes_no_answer(server: RunningServer, feature: Feature) -> None:
     def ask(trouble: Callable[[], None]) -> str:
         text = ""

@@ -124,10 +124,10 @@ async def test_many_requests_are_in_flight_at_once_and_stream_guided_answers(
             guided_decoding_guide_type="json_schema",
             guided_decoding_guide=json.dumps(SCHEMA),
         )
-        for i in range(8)
+        for i in range(4)
     ]
-    backend.execute(requests[:4])
-    backend.execute(requests[4:])
+    backend.execute(requests[:2])
+    backend.execute(requests[2:])
     for sent in requests:
         responses = answers(sent)
         text = b"".join(response["text_output"][0] for response in responses)
