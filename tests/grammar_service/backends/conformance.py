@@ -319,34 +319,23 @@ REGEXES = [
     for regex, accepted, rejected in (
         ("[a-c]{2,3}|x\\d+", ["ab", "cab", "x1", "x99"], ["a", "abca", "x", "zab", "abz", ""]),
         (r"\d+", ["1", "12"], [ARABIC_DIGIT, "1" + ARABIC_DIGIT, ""]),
-        (r"\D", [ARABIC_DIGIT, "a"], ["1"]),
-        (r"[\d]", ["1"], [ARABIC_DIGIT]),
         (r"\w+", ["aZ_9"], [E_ACUTE, ARABIC_DIGIT, "-"]),
-        (r"\W", [E_ACUTE, "-"], ["a", "_"]),
         (r"\s", [" ", "\t", NO_BREAK_SPACE, LINE_SEPARATOR, "\ufeff"], [NEXT_LINE, "a"]),
-        (r"\S", [NEXT_LINE, "a"], [" ", NO_BREAK_SPACE]),
         (".", ["a", E_ACUTE, "\x01"], ["\n", "\r", LINE_SEPARATOR, "ab"]),
         ("[^a]", ["\n", "b", "\0"], ["a"]),
         ("[^]", ["\n", "\r", "a", "\U0001f600"], ["", "ab"]),
         (r"a\x2db", ["a-b"], ["a\u02db"]),
-        (r"a\u002db", ["a-b"], ["a\u02db"]),
         (r"a\0b", ["a\0b"], ["ab"]),
-        (r"\cA", ["\x01"], ["A"]),
-        (r"\u{1F600}", ["\U0001f600"], []),
-        (r"[\^]", ["^"], ["a", "\\"]),
-        (r"[\^-`]", ["^", "_", "`"], ["]", "a"]),
         ("[a&&[^b]", ["a", "&", "[", "b"], ["c"]),
         ("(?<year>[0-9]{4})", ["2024"], ["24"]),
-        ("a{2,3}?", ["aa", "aaa"], ["a", "aaaa"]),
         ("^ab$", ["ab"], ["abc"]),
         ("(^a$|^b)", ["a", "b"], ["ab"]),
-        ("a|b$", ["a", "b"], ["ab"]),
         ("^$", [""], ["a"]),
         (r"a\p{L}", [f"a{E_ACUTE}"], ["a1"]),
         ("(?i)ab", ["aB"], ["ac"]),
     )
 ]
-"""Regular expressions mean in every library what ECMA-262 says with the flag `u`."""
+"""Regular expressions mean in every library what ECMA-262 says with the flag `u`; test_ecma_pattern.py has more."""
 
 OBJECTS = ["{}", '{"a":1}', '{"a":{"b":[1,null,true,-1.5e3,"x"]},"c":{}}']
 NO_OBJECTS = ["[]", "1", '"a"', '{"a":01}', "{a:1}", '{"a":1,}']
@@ -524,15 +513,11 @@ REFUSALS = [
         for source, reason in (
             ("a(?=b)", r"character 2: look-around '\(\?=b'"),
             (r"(a)\1", r"character 4: the escape '\\\\1'"),
-            (r"a\b", "character 2: a word boundary"),
             ("a^b", "character 2: an anchor inside the expression"),
             ("(a$)b", "character 3: an anchor inside the expression"),
             ("(^a)+", "character 2: an anchor inside the expression"),
-            ("(?P<n>a)", r"character 1: the group '\(\?P<' is not ECMA-262"),
-            (r"a\pL", r"character 2: the escape '\\\\p'"),
             ("ab)", r"character 3: a '\)' without its group"),
             ("a(b", "character 2: a group without its end"),
-            ("a[b", "character 2: a class without its end"),
             ("a|*", "character 3: a quantifier with nothing to repeat"),
             ("a{3,2}", r"character 2: the bounds of \{3,2\} are out of order"),
         )
