@@ -16,85 +16,68 @@ import pytest
 import yaml
 
 TOKEN = "0123456789abcdef"
-CASES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "everything": {
-        "images": {"prefix": "registry.example.com/ml/", "pullSecrets": [{"name": "pull"}]},
-        "model": {
-            "name": "/models/Qwen3-0.6B",
-            "volume": {"persistentVolumeClaim": {"claimName": "models"}},
-            "hubTokenSecret": "hub",
-            "offline": False,
-        },
-        "cache": {"volume": {"persistentVolumeClaim": {"claimName": "cache"}}},
-        "engine": {
-            "settings": {
-                "max_batch_size": 8,
-                "grammar_handles_bytes": 268435456,
-                "services": "kserve",
-                "stream_pace_ms": 2.5,
-            },
-            "env": [{"name": "OMP_NUM_THREADS", "value": "4"}],
-        },
-        "grammar": {"backend": "xgrammar", "settings": {"compile_timeout_s": 10, "cache_bytes": 536870912}},
-        "gpu": {"count": 1},
-        "tls": {"secretName": "tls", "clientCAKey": "ca.crt"},
-        "auth": {"tokens": [TOKEN]},
-        "http": {"enabled": True},
-        "drain": {"preStopSeconds": 7, "timeoutSeconds": 100},
-        "probes": {"readyMeansGuided": True},
-        "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
-        "autoscaling": {"enabled": True, "maxReplicas": 9},
-        "networkPolicy": {
-            "enabled": True,
-            "clients": [{"namespaceSelector": {"matchLabels": {"team": "search"}}}],
-            "egress": [{"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}], "ports": [{"port": 443}]}],
-        },
-        "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
-        "pod": {
-            "annotations": {"team": "search"},
-            "labels": {"tier": "a"},
-            "nodeSelector": {"gpu": "yes"},
-            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
-            "priorityClassName": "high",
-            "runtimeClassName": "nvidia",
-            "topologySpreadConstraints": [
-                {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
-            ],
-        },
-        "serviceAccount": {"name": "mine"},
-    },
-    "smg": {"smg": {"enabled": True}, "networkPolicy": {"enabled": True}},
-    "no grammar": {"grammar": {"enabled": False}, "podDisruptionBudget": {"enabled": False}},
-    "model image": {"model": {"volume": {"image": {"reference": "registry.example.com/qwen3:1"}}}},
-    "existing token secret": {"auth": {"secretName": "mine"}},
-}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown value": ({"replica": 2}, "replica"),
-    "a wrong type": ({"replicas": "two"}, "/replicas"),
-    "an unknown library": ({"grammar": {"backend": "outlines"}}, "/grammar/backend"),
-    "two sources of tokens": ({"auth": {"secretName": "a", "tokens": [TOKEN]}}, "auth: secretName and tokens"),
-    "a token that can be guessed": ({"auth": {"tokens": ["secret"]}}, "/auth/tokens"),
-    "clients' certificates without TLS": ({"tls": {"clientCAKey": "ca.crt"}}, "tls.clientCAKey: needs tls.secretName"),
-    "smg with tokens": ({"smg": {"enabled": True}, "auth": {"tokens": [TOKEN]}}, "smg: it reaches engines without TLS"),
-    "a pool without HTTP": ({"inferencePool": {"enabled": True}}, "inferencePool: needs http.enabled"),
-    "a pool without a picker": (
-        {"inferencePool": {"enabled": True}, "http": {"enabled": True}},
-        "inferencePool.endpointPicker.name: is required",
-    ),
-    "readiness by a grammar process that is off": (
-        {"grammar": {"enabled": False}, "probes": {"readyMeansGuided": True}},
-        "probes.readyMeansGuided: needs grammar.enabled",
-    ),
-    "a setting of the chart's own": (
-        {"engine": {"settings": {"listen": "0.0.0.0:1"}}},
-        "engine.settings.listen: the chart sets it",
-    ),
-    "a setting of the grammar process of the chart's own": (
-        {"grammar": {"settings": {"dir": "/x"}}},
-        "grammar.settings.dir: the chart sets it",
-    ),
-}
+CASES: dict[str, dict[str, Any]] = yaml.safe_load("""
+default: {}
+everything:
+  images: {prefix: registry.example.com/ml/, pullSecrets: [{name: pull}]}
+  model:
+    name: /models/Qwen3-0.6B
+    volume: {persistentVolumeClaim: {claimName: models}}
+    hubTokenSecret: hub
+    offline: false
+  cache: {volume: {persistentVolumeClaim: {claimName: cache}}}
+  engine:
+    settings: {max_batch_size: 8, grammar_handles_bytes: 268435456, services: kserve, stream_pace_ms: 2.5}
+    env: [{name: OMP_NUM_THREADS, value: "4"}]
+  grammar: {backend: xgrammar, settings: {compile_timeout_s: 10, cache_bytes: 536870912}}
+  gpu: {count: 1}
+  tls: {secretName: tls, clientCAKey: ca.crt}
+  auth: {tokens: ["0123456789abcdef"]}
+  http: {enabled: true}
+  drain: {preStopSeconds: 7, timeoutSeconds: 100}
+  probes: {readyMeansGuided: true}
+  metrics: {serviceMonitor: {enabled: true, labels: {release: prometheus}}}
+  autoscaling: {enabled: true, maxReplicas: 9}
+  networkPolicy:
+    enabled: true
+    clients: [{namespaceSelector: {matchLabels: {team: search}}}]
+    egress: [{to: [{ipBlock: {cidr: 0.0.0.0/0}}], ports: [{port: 443}]}]
+  inferencePool: {enabled: true, endpointPicker: {name: picker}}
+  pod:
+    annotations: {team: search}
+    labels: {tier: a}
+    nodeSelector: {gpu: "yes"}
+    tolerations: [{key: nvidia.com/gpu, operator: Exists}]
+    priorityClassName: high
+    runtimeClassName: nvidia
+    topologySpreadConstraints:
+      - {maxSkew: 1, topologyKey: kubernetes.io/hostname, whenUnsatisfiable: ScheduleAnyway}
+  serviceAccount: {name: mine}
+smg: {smg: {enabled: true}, networkPolicy: {enabled: true}}
+no grammar: {grammar: {enabled: false}, podDisruptionBudget: {enabled: false}}
+model image: {model: {volume: {image: {reference: "registry.example.com/qwen3:1"}}}}
+existing token secret: {auth: {secretName: mine}}
+""")
+"""Name of a case -> values."""
+REFUSED: dict[str, tuple[dict[str, Any], str]] = yaml.safe_load("""
+an unknown value: [{replica: 2}, replica]
+a wrong type: [{replicas: two}, /replicas]
+an unknown library: [{grammar: {backend: outlines}}, /grammar/backend]
+two sources of tokens: [{auth: {secretName: a, tokens: ["0123456789abcdef"]}}, "auth: secretName and tokens"]
+a token that can be guessed: [{auth: {tokens: [secret]}}, /auth/tokens]
+certificates without TLS: [{tls: {clientCAKey: ca.crt}}, "tls.clientCAKey: needs tls.secretName"]
+smg with tokens: [{smg: {enabled: true}, auth: {tokens: ["0123456789abcdef"]}}, "smg: it reaches engines without TLS"]
+a pool without HTTP: [{inferencePool: {enabled: true}}, "inferencePool: needs http.enabled"]
+a pool without a picker:
+  - {inferencePool: {enabled: true}, http: {enabled: true}}
+  - "inferencePool.endpointPicker.name: is required"
+readiness by a grammar process that is off:
+  - {grammar: {enabled: false}, probes: {readyMeansGuided: true}}
+  - "probes.readyMeansGuided: needs grammar.enabled"
+a setting of the chart: [{engine: {settings: {listen: "0.0.0.0:1"}}}, "engine.settings.listen: the chart sets it"]
+a setting of the chart for grammars: [{grammar: {settings: {dir: /x}}}, "grammar.settings.dir: the chart sets it"]
+""")
+"""Name of a case -> (values, a part of the refusal)."""
 
 Manifest = dict[str, Any]
 
