@@ -44,7 +44,7 @@ _TESTS = {
     "grammar_service/fill/worker.py": ("grammar_service/fill/test_worker.py",),
     "grammar_service/fill/work_queues.py": ("grammar_service/fill/test_work_queues.py",),
     "grammar_service/compile/pool.py": ("grammar_service/compile/test_pool.py",),
-    "grammar_service/compile/queue.py": ("grammar_service/compile/test_fair_queue.py",),
+    "grammar_service/compile/queue.py": ("grammar_service/compile/test_queue.py",),
     "gpu_engine/sidecar/compilations.py": ("gpu_engine/sidecar/test_admission.py",),
     "service_runtime/single_flight.py": ("service_runtime/test_single_flight.py",),
 }
