@@ -353,8 +353,10 @@ async def test_clearing_drops_what_is_not_in_use(vocabulary: Vocabulary, tmp_pat
         assert (again.grammar_id, hit, again.compile_ms, made.compiled) == (gone.grammar_id, True, 0, 2), (
             "from the disk"
         )
+        in_memory = made.stats()["cache_bytes"]
         cleared = await made.clear((), disk=True)
         assert (cleared.dropped, cleared.kept, cleared.files) == (2, 0, 2)
+        assert cleared.freed_bytes > in_memory, "with the bytes of the files"
         assert made.stats()["cached_grammars"] == made.stats()["cache_bytes"] == 0
         assert not (await made.compile(Kind.REGEX, "ac+", ANY, "llguidance"))[1]
 
