@@ -128,7 +128,7 @@ def about_grammar(grammar: GrammarSource, *, up: bool) -> Iterable[Metric]:
     )
     yield CounterMetricFamily(
         "lockstep_grammar_silences",
-        "Times that it showed no life for 0.07 s, and guided requests paused",
+        "Times that it showed no life for 0.07 s, or longer on a busy machine, and guided requests paused",
         value=grammar.silences,
     )
     yield CounterMetricFamily(

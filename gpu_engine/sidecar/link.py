@@ -44,7 +44,9 @@ CHECK_EVERY_S = 0.02
 """Interval of the engine's heartbeats, and of checks of the grammar process's heartbeats (one every 10 ms)."""
 SILENT_S = 0.07
 """Without a heartbeat for this long a process may be hung: guided steps pause, which loses nothing if it is not. With
-the interval of the checks, the pause begins within 100 ms."""
+the interval of the checks, the pause begins within 100 ms, unless the checks themselves are late (see `Patience`)."""
+TOLD_S = 0.5
+"""Only a longer silence is a warning; shorter ones are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,28 @@ def unix_channel(path: Path) -> grpc.aio.Channel:
             ("grpc.use_local_subchannel_pool", 1),
         ],
     )
+
+
+class Patience:
+    """How long a grammar process may show no life before it counts as silent.
+
+    On a busy machine its heartbeats are late, and so are the checks of this process, which show how late.
+    """
+
+    def __init__(self) -> None:
+        self._late_s = 0.0
+
+    def checked(self, late_s: float) -> None:
+        """Note by how much the last check was late. What was seen is forgotten by half within some 15 checks."""
+        self._late_s = max(late_s, 0.95 * self._late_s)
+
+    @property
+    def seconds(self) -> float:
+        """The longest silence that is none: SILENT_S, and four times the lateness of the checks, at most TOLD_S."""
+        return min(SILENT_S + 4 * self._late_s, TOLD_S)
+
+    def __repr__(self) -> str:
+        return f"<Patience {self.seconds:.3f} s>"
 
 
 class GrammarLink:
@@ -227,10 +251,11 @@ class GrammarLink:
     async def _watch(self, sock: socket.socket) -> str:
         """Report silences; return the reason when the process has ended or hangs."""
         hang_up = asyncio.create_task(_hang_up(sock), name="segment socket")
-        attached_at_s, silent = self._clock(), False
+        attached_at_s, silent, told, patience = self._clock(), False, False, Patience()
         try:
             while True:
                 self._heartbeats.heartbeat()
+                looked_s = self._clock()
                 await asyncio.wait([hang_up], timeout=CHECK_EVERY_S)
                 if hang_up.done():
                     return "hung up"
@@ -238,22 +263,25 @@ class GrammarLink:
                 silent_s = self._clock() - attached_at_s
                 if age_ns is not None:  # the word may still hold the last heartbeat of the process before this one
                     silent_s = min(age_ns * 1e-9, silent_s)
-                if silent != (silent_s > SILENT_S):
+                patience.checked(self._clock() - looked_s - CHECK_EVERY_S)
+                if silent != (silent_s > patience.seconds):
                     silent = not silent
-                    self._silence_changed(silent, silent_s)
+                    self._silence_changed(silent)
+                if told != (silent and silent_s > TOLD_S):
+                    told = not told
+                    does = "shows no life; guided requests pause" if told else "shows life again"
+                    log.warning("the grammar process %s", does)
                 if silent_s > self._silence_s:
                     self._on_stuck()
                     return f"showed no life for {silent_s:.1f} s"
         finally:
             hang_up.cancel()
 
-    def _silence_changed(self, silent: bool, silent_s: float) -> None:
+    def _silence_changed(self, silent: bool) -> None:
         if silent:
             self.silences += 1
-            log.warning("the grammar process shows no life for %.2f s; guided requests pause", silent_s)
             self._events.link_silent()
         else:
-            log.warning("the grammar process shows life again; guided requests go on")
             self._events.link_alive()
 
     async def _attach(self) -> socket.socket:

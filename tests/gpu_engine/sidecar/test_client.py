@@ -664,7 +664,7 @@ async def test_a_process_that_is_silent_for_a_moment_loses_nothing(
             assert s.channel.words == ["abort", "run"] * count
         assert len(s.process.bound) == s.link.attached == 1
         assert (s.stuck, s.link.silences) == ([], 3)
-    assert caplog.text.count("shows no life") == caplog.text.count("shows life again") == 3
+    assert not caplog.text.count("shows no life"), "so short a silence is only counted"
 
 
 async def test_a_process_that_is_attached_again_in_time_is_not_killed(tmp_path: Path) -> None:
