@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gpu_engine.api.config import ServerConfig
+from service_runtime.exhausted import exhausted
 from service_runtime.logs import level_of
 from service_runtime.parent_death import dying_with_us
 
@@ -206,7 +207,7 @@ class Sidecar:
                     self.on_outside_end()
                     retry_s = FIRST_RETRY_S
             except OSError as error:  # too little memory, or no process ids left, for now
-                reason = str(error)
+                reason = exhausted(error)
             reason, self._killed_for = self._killed_for or reason, ""
             now_s = self._clock()
             if now_s - started_s > FAILURE_WINDOW_S:

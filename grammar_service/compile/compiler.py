@@ -368,11 +368,11 @@ class Compiler:
 def attempt_limit_s(config: GrammarConfig) -> float:
     """Return the longest time that the limits allow for one grammar on one backend, in seconds.
 
-    A compilation for an accepted sequence may wait longer for its worker. A worker at idle priority may be starved, and
-    a second one is started then.
+    It waits for a worker, and once more if it is slow; a compilation for an accepted sequence may wait longer. A worker
+    at idle priority may be starved, and a second one is started then.
     """
     tries = 2 if config.compile_priority == "idle" else 1
-    return QUEUE_S + tries * (START_TIMEOUT_S + config.compile_timeout_s)
+    return 2 * QUEUE_S + tries * (START_TIMEOUT_S + config.compile_timeout_s)
 
 
 def _key(grammar: Grammar, backend: str, order: _Order) -> str:

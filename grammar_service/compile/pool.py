@@ -1,9 +1,13 @@
 """Started processes that compile one grammar at a time each, and are killed when their time is over.
 
-Invariant: a caller waits for a free worker for at most `queue_s`, and then for its own compilation for at most
-`timeout_s`: the time after other compilations and the start of a worker never count as compile time. A worker that
-exceeds `timeout_s` is killed and replaced. A crash is an error of one request. Not thread-safe: one event loop owns a
-pool.
+Most grammars compile within milliseconds, and a few take seconds. A compilation that has had SLOW_S of a core gives its
+place to the next one. It goes on next to it, if fewer than `workers` slow ones run; otherwise it is killed, waits for
+one of these places, and begins again there. So a quick grammar waits for no more than SLOW_S of each one before it.
+
+Invariant: a caller waits for a free worker for at most `queue_s`, once more if its compilation is slow, and then for
+its own compilation for at most `timeout_s`: the time after other compilations and the start of a worker never count as
+compile time. A worker that exceeds `timeout_s` is killed and replaced. A crash is an error of one request. Not
+thread-safe: one event loop owns a pool.
 
 Not responsible for: the order of the compilations (see queue.py), a process and its pipes (see process.py).
 """
@@ -15,7 +19,7 @@ import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from grammar_service.compile.loader import Artifact
@@ -26,6 +30,7 @@ from grammar_service.config import CompileLimits
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded, from_wire
 from grammar_service.grammar.value import Grammar
 from grammar_service.grammar.vocabulary import Vocabulary
+from service_runtime.exhausted import exhausted
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +39,12 @@ START_TIMEOUT_S = 120.0
 
 COMMAND = (sys.executable, "-m", "grammar_service.compile.worker")
 COMMAND_IDLE = (*COMMAND, IDLE)
+SLOW_S = 0.25
+"""A compilation that needs more time of a core gives its place to the next one."""
+LONG_S = 1.0
+"""So does one that is not done after this time, if it can go on: its worker gets little of a core."""
+LARGE_BYTES = 8 << 10
+"""A longer grammar is large (see queue.py): few people write one by hand."""
 STARVED = 0.2
 """A worker at idle priority that had less than this share of a core until its time limit was starved."""
 
@@ -47,7 +58,8 @@ class CompilePool:
     Args:
         backend: name of the backend.
         vocabulary: each worker receives it at its start.
-        workers: number of processes.
+        workers: compilations at a time, and slow ones next to them. So many processes and one more are started ahead of
+            need, so that the compilation after a slow one does not wait for a start.
         limits: limits of one compilation.
         queue: compilations that may wait for a worker, not counting accepted sequences. Tenants share these
             places by weight.
@@ -80,9 +92,12 @@ class CompilePool:
         """Workers of a command that has a fallback."""
         self._closed = False
         self._compile_queue = CompileQueue(workers, queue_s, max_waiting=queue)
-        self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(workers)]
+        self._slow_queue = CompileQueue(workers, queue_s, max_waiting=queue)
+        """Places of slow compilations, next to the others."""
+        self._most_spare = workers + 1
+        self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(self._most_spare)]
         self._all: set[CompileProcess] = set()
-        self._reaping: set[asyncio.Task[int]] = set()
+        self._reaping: set[asyncio.Task[Any]] = set()
         self.started = 0
         self.killed = 0
         self.crashed = 0
@@ -94,7 +109,7 @@ class CompilePool:
         try:
             worker = await self._start_worker(self._command)
         except OSError as error:  # too few descriptors, too little memory, or no process ids left, for now
-            logger.error("a compile worker of %s cannot be started: %s", self._backend, error)
+            logger.error("a compile worker of %s cannot be started: %s", self._backend, exhausted(error))
             raise LimitExceeded(
                 f"compile_workers: no compile worker of {self._backend} can be started ({error.strerror}); try again"
             ) from error
@@ -157,29 +172,63 @@ class CompilePool:
         Raises InvalidGrammar, NotSupported, LimitExceeded (nesting, time, memory, size, length of the queue, time in
         the queue), InternalError (crash).
         """
+        large = len(grammar.text) > LARGE_BYTES
+        place = _Place(self._compile_queue, share)
+        await self._enter(place, name, accepted=accepted, large=large)
         try:
-            await self._compile_queue.acquire(name, accepted=accepted, share=share)
+            while True:  # each time in another place, or with one worker less that may be starved
+                try:
+                    return await self._compile(grammar, allow_unenforced, place)
+                except _StarvedError:
+                    continue
+                except _SlowError:
+                    place.leave()
+                    place.queue = self._slow_queue
+                    await self._enter(place, name, accepted=accepted, large=large)
+                    self._spare.append(self._launch())
+        finally:
+            place.leave()
+
+    async def _enter(self, place: _Place, name: str, *, accepted: bool, large: bool) -> None:
+        """Wait for a place of the queue. Raises LimitExceeded."""
+        try:
+            await place.queue.acquire(name, accepted=accepted, share=place.share, large=large)
         except QueueFullError:
             raise LimitExceeded(f"compile_queue: {self._max_waiting} compilations are waiting already") from None
         except TimeoutError:
+            did = "did not begin" if place.queue is self._compile_queue else f"takes longer than {SLOW_S:g} s"
             raise LimitExceeded(
                 f"no compile worker of {self._backend} was free within {self._queue_s:g} s, and the "
-                "compilation did not begin; try again"
+                f"compilation {did}; try again"
             ) from None
-        try:
-            while True:  # each time with one worker less that may be starved
-                try:
-                    return await self._compile(grammar, allow_unenforced)
-                except _StarvedError:
-                    continue
-        finally:
-            self._compile_queue.release(share)
+        place.is_held = True
 
     def promote(self, name: str) -> None:
         """Treat the waiting compilations of this name as accepted from now on."""
         self._compile_queue.promote(name)
+        self._slow_queue.promote(name)
 
-    async def _compile(self, grammar: Grammar, allow_unenforced: bool) -> Artifact:
+    async def _until_slow(self, answer: asyncio.Task[Any], worker: CompileProcess, place: _Place) -> None:
+        """Wait until the compilation is done, or has given its place to the next one. Raises _SlowError."""
+        waited_s, cpu_s = 0.0, worker.cpu_s()
+        while not (await asyncio.wait({answer}, timeout=SLOW_S))[0]:
+            waited_s += SLOW_S
+            heavy = worker.cpu_s() - cpu_s >= SLOW_S
+            if (heavy or waited_s >= LONG_S) and self._give_place(place):
+                return
+            if heavy:
+                raise _SlowError
+
+    def _give_place(self, place: _Place) -> bool:
+        """Give the place of a slow compilation to the next one; False: it may not go on next to it."""
+        if not self._slow_queue.try_acquire(place.share):
+            return False
+        place.leave()
+        place.queue, place.is_held = self._slow_queue, True
+        self._spare.append(self._launch())
+        return True
+
+    async def _compile(self, grammar: Grammar, allow_unenforced: bool, place: _Place) -> Artifact:
         task, worker = await self._take_worker()
         head = {
             "kind": grammar.kind,
@@ -189,10 +238,13 @@ class CompilePool:
         }
         begun, cpu_s = time.monotonic(), worker.cpu_s()
         healthy = False
+        answer = asyncio.create_task(_answer(worker, head, grammar.text.encode()), name="compilation")
+        answer.add_done_callback(_retrieve_exception)  # of one that ends after its caller has left
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                reply = await worker.exchange(head, grammar.text.encode())
-                data = await worker.take_artifact(reply.get("artifact_bytes", 0))
+                if place.queue is self._compile_queue:
+                    await self._until_slow(answer, worker, place)
+                reply, data = await answer
             if output := worker.stderr_tail():
                 logger.debug("a compile worker of %s wrote: %s", self._backend, output)
             healthy = True
@@ -209,11 +261,12 @@ class CompilePool:
             logger.error("a compile worker of %s exited with %d on %r: %s", self._backend, code, grammar, output)
             raise exit_error(self._backend, code, output, self._limits.memory_mb) from None
         finally:
+            answer.cancel()
             if healthy:
-                self._spare.append(task)
+                self._keep(task, worker)
             else:
                 self._reap(worker)
-                if not self._closed:
+                if not self._closed and len(self._spare) < self._most_spare:
                     self._spare.append(self._launch())
         if "error" in reply:
             raise from_wire(reply["error"], reply["message"])
@@ -240,7 +293,7 @@ class CompilePool:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 self._spare[i] = self._launch()
         while True:
-            task = self._spare.pop(self._first_started())
+            task = self._spare.pop(self._last_started())
             try:
                 worker = await asyncio.shield(task)
             except GrammarServiceError:
@@ -256,8 +309,22 @@ class CompilePool:
             self._reap(worker)
             self._spare.append(self._launch())
 
-    def _first_started(self) -> int:
-        return next((i for i, task in enumerate(self._spare) if task.done()), 0)
+    def _keep(self, task: asyncio.Task[CompileProcess], worker: CompileProcess) -> None:
+        """Make a worker a spare one, in place of one that has not started yet if there are enough."""
+        if len(self._spare) >= self._most_spare:
+            starting = next((spare for spare in self._spare if not spare.done()), None)
+            if starting is None:
+                self._reap(worker)
+                return
+            self._spare.remove(starting)
+            starting.cancel()
+            self._reaping.add(starting)
+            starting.add_done_callback(self._reaping.discard)
+        self._spare.append(task)
+
+    def _last_started(self) -> int:
+        """Return which spare worker is next: the one that compiled last, or else the first that will have started."""
+        return next((i for i in reversed(range(len(self._spare))) if self._spare[i].done()), 0)
 
     def _reap(self, worker: CompileProcess) -> None:
         task = asyncio.create_task(self._discard(worker))
@@ -289,6 +356,36 @@ class CompilePool:
 
     def __repr__(self) -> str:
         return f"<CompilePool {self._backend} {self.stats()}>"
+
+
+@dataclass(slots=True)
+class _Place:
+    """The place of one compilation in a queue."""
+
+    queue: CompileQueue
+    share: Share
+    is_held: bool = False
+
+    def leave(self) -> None:
+        """Give the place to the next compilation."""
+        if self.is_held:
+            self.is_held = False
+            self.queue.release(self.share)
+
+
+async def _answer(worker: CompileProcess, head: dict[str, Any], text: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return a worker's reply to a grammar, and the artifact."""
+    reply = await worker.exchange(head, text)
+    return reply, await worker.take_artifact(reply.get("artifact_bytes", 0))
+
+
+def _retrieve_exception(answer: asyncio.Task[tuple[dict[str, Any], bytes]]) -> None:
+    if not answer.cancelled():
+        answer.exception()
+
+
+class _SlowError(Exception):
+    """A compilation had SLOW_S of a core, and no place of a slow one is free."""
 
 
 class _StarvedError(Exception):

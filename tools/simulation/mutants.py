@@ -266,7 +266,7 @@ _ALL = (
     ),
     Mutant(
         "no start follows one that failed",
-        ((_SUPERVISOR, "                reason = str(error)\n", "                raise\n"),),
+        ((_SUPERVISOR, "                reason = exhausted(error)\n", "                raise\n"),),
     ),
     Mutant(
         "the end of a process ends its supervision",

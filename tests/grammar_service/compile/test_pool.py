@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import resource
 import signal
@@ -24,6 +25,9 @@ from grammar_service.grammar.value import Grammar, Kind, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
 from tests.grammar_service.compile.pretending import PRETEND
 from tests.waiting import eventually
+
+LONG_S = 60.0
+"""Patience with workers of low priority on a busy machine."""
 
 
 def grammar(text: str) -> Grammar:
@@ -103,10 +107,9 @@ async def test_a_slow_grammar_kills_its_own_worker_alone(vocabulary: Vocabulary)
         other = await pid(workers)
         with pytest.raises(LimitExceeded, match=r"compile_timeout_s: .* within 3 s"):
             await victim
-        assert await pid(workers) == other
         await workers.ready()
-        stats = workers.stats()
-        assert (stats["killed"], stats["started"]) == (1, 3)
+        assert workers.stats()["killed"] == 1
+        assert alive(other)
 
 
 async def test_a_starved_worker_is_replaced_by_one_of_the_fallback(vocabulary: Vocabulary) -> None:
@@ -121,8 +124,8 @@ async def test_a_starved_worker_is_replaced_by_one_of_the_fallback(vocabulary: V
         await workers.ready()
         with pytest.raises(LimitExceeded, match="compile_timeout_s"):
             await workers.compile(grammar("sleep"))
-        assert commands[:2] == [PRETEND, PRETEND]
-        assert set(commands[2:]) == {("fallback",)}
+        assert commands[:3] == [PRETEND] * 3
+        assert commands[-1] == ("fallback",)
         await workers.ready()
         assert await pid(workers)
 
@@ -130,8 +133,8 @@ async def test_a_starved_worker_is_replaced_by_one_of_the_fallback(vocabulary: V
 async def test_a_worker_that_computes_is_not_starved(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary, timeout_s=0.3, fallback=("fallback",)) as workers:
         await workers.ready()
-        (worker,) = workers._all
-        worker.cpu_s = iter((0.0, 0.2)).__next__  # type: ignore[method-assign]
+        for worker in workers._all:
+            worker.cpu_s = itertools.chain((0.0,), itertools.repeat(0.2)).__next__  # type: ignore[method-assign]
         with pytest.raises(LimitExceeded, match="compile_timeout_s"):
             await workers.compile(grammar("sleep"))
         assert workers.stats()["killed"] == 1
@@ -140,14 +143,14 @@ async def test_a_worker_that_computes_is_not_starved(vocabulary: Vocabulary) -> 
 async def test_the_cpu_time_of_a_worker_grows_while_it_computes(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary) as workers:
         await workers.ready()
-        (worker,) = workers._all
-        before = worker.cpu_s()
+        before = {worker: worker.cpu_s() for worker in workers._all}
         for number in range(20):
             await workers.compile(grammar(f"text {number}"))
-        assert before > 0
-        assert worker.cpu_s() > before
-        await worker.kill()
-        assert worker.cpu_s() == 0.0
+        assert all(cpu_s > 0 for cpu_s in before.values())
+        busy = max(before, key=lambda worker: worker.cpu_s() - before[worker])
+        assert busy.cpu_s() > before[busy]
+        await busy.kill()
+        assert busy.cpu_s() == 0.0
 
 
 async def test_a_start_without_a_second_descriptor_leaves_none_open() -> None:
@@ -212,16 +215,45 @@ async def test_the_queue_has_a_bound(vocabulary: Vocabulary) -> None:
         await asyncio.gather(*calls)
 
 
-async def test_the_time_behind_other_compilations_is_no_compile_time(vocabulary: Vocabulary) -> None:
-    async with pool(vocabulary, timeout_s=3.0) as workers:
-        await workers.ready()
+async def test_slow_grammars_let_quick_ones_pass_and_end_all_the_same(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    """With one place: the first slow one goes on next to it, and the others begin again, one after the other."""
+    async with pool(vocabulary) as workers:
+        gate = tmp_path / "open"
+        slow = [asyncio.create_task(workers.compile(grammar(f"hold{i} {gate}"))) for i in range(3)]
+        for number in range(3):
+            text = f"quick{number}"
+            assert (await workers.compile(grammar(text))).data.endswith(text.encode())
+        assert not any(task.done() for task in slow)
+        gate.touch()
+        assert [artifact.data.split()[1] for artifact in await asyncio.gather(*slow)] == [b"hold0", b"hold1", b"hold2"]
+        await eventually(lambda: workers.stats()["workers"] <= 2)
+        stats = workers.stats()
+        assert (stats["killed"], stats["crashed"], stats["waiting"]) == (0, 0, 0)
+
+
+async def test_the_time_until_a_place_is_free_is_no_compile_time(vocabulary: Vocabulary) -> None:
+    """Two that never end: the second one begins when the first one was killed at its limit, and has its own time."""
+    async with pool(vocabulary, timeout_s=1.0) as workers:
         begun = time.monotonic()
-        slow = asyncio.create_task(workers.compile(grammar("sleep")))
-        await eventually(lambda: "free=0" in repr(workers._compile_queue))
+        first, second = (asyncio.create_task(workers.compile(grammar(f"sleep{i}"))) for i in range(2))
+        for each in (first, second):
+            with pytest.raises(LimitExceeded, match="compile_timeout_s"):
+                await each
+        assert time.monotonic() - begun > 1.9
         assert (await workers.compile(grammar("next"))).data.endswith(b" next")
-        assert time.monotonic() - begun > 3.0
-        with pytest.raises(LimitExceeded, match="compile_timeout_s"):
-            await slow
+
+
+async def test_a_slow_grammar_that_is_promoted_keeps_its_place_before_the_others(
+    vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    async with pool(vocabulary) as workers:
+        gate = tmp_path / "open"
+        slow = [asyncio.create_task(workers.compile(grammar(f"hold{i} {gate}"), name=f"hold{i}")) for i in range(3)]
+        await eventually(lambda: workers._slow_queue.num_waiting == 2, LONG_S)
+        workers.promote("hold2")
+        assert repr(workers._slow_queue) == "<CompileQueue free=0 accepted=1 others=1>"
+        gate.touch()
+        assert [artifact.data.split()[1] for artifact in await asyncio.gather(*slow)] == [b"hold0", b"hold1", b"hold2"]
 
 
 async def test_a_long_wait_for_a_worker_ends_with_a_limit_of_its_own(vocabulary: Vocabulary) -> None:
@@ -249,7 +281,7 @@ async def test_the_real_worker_compiles_and_never_loads_torch(vocabulary: Vocabu
     try:
         artifact = await workers.compile(parse(Kind.JSON_OBJECT, "", Whitespace.COMPACT))
         assert b"%json" in artifact.data
-        assert [process.loads_torch for process in workers._all] == [False]
+        assert {process.loads_torch for process in workers._all} == {False}
         with pytest.raises(InvalidGrammar, match="uniqueItems"):
             await workers.compile(parse(Kind.JSON_SCHEMA, '{"uniqueItems":true}', Whitespace.COMPACT))
         parameter = '{"format":{"type":"qwen_xml_parameter","json_schema":{"type":"object"}}}'
@@ -265,12 +297,12 @@ async def test_workers_that_could_not_be_started_are_started_again(vocabulary: V
     async def start(command: Sequence[str]) -> CompileProcess:
         nonlocal starts
         starts += 1
-        if starts <= 3:
+        if starts <= 4:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return await CompileProcess.start(command)
 
     async with pool(vocabulary, workers=2, start=start) as workers:
-        await eventually(lambda: starts == 2)
+        await eventually(lambda: starts == 3)
         with pytest.raises(LimitExceeded, match=r"compile_workers: .*Too many open files"):
             await workers.compile(grammar("a"))
         assert await pid(workers, "b")
