@@ -20,7 +20,7 @@ from shared_mem.handover import Attachment, connect, hung_up, listen, recv_segme
 from shared_mem.layout import LAYOUT_VERSION, Layout
 from shared_mem.segment import Segment
 
-HELLO = struct.Struct("<8sIIQQ")
+HELLO, ACK = struct.Struct("<8sIIQQ"), struct.Struct("<8sIIQIH")
 Pair = tuple[socket.socket, socket.socket]
 
 
@@ -142,13 +142,13 @@ def test_version_skew_is_reported_to_both_sides(segment: Segment, pair: Pair) ->
     socket.send_fds(engine, [hello], [segment.fileno()])
     with pytest.raises(VersionSkew, match=f"{LAYOUT_VERSION} here, {LAYOUT_VERSION + 1} in the peer"):
         recv_segment(grammar)
-    answer = struct.unpack("<8sIIQIH", engine.recv(30))
+    answer = ACK.unpack(engine.recv(ACK.size))
     assert answer[1:3] == (1, LAYOUT_VERSION)
 
 
 def test_the_engine_reports_the_version_of_a_newer_peer(segment: Segment, pair: Pair) -> None:
     engine, grammar = pair
-    grammar.sendall(struct.pack("<8sIIQIH", b"LKSTPSEG", 1, LAYOUT_VERSION + 5, 0, 1, 0))
+    grammar.sendall(ACK.pack(b"LKSTPSEG", 1, LAYOUT_VERSION + 5, 0, 1, 0))
     with pytest.raises(VersionSkew) as caught:
         send_segment(engine, segment)
     assert (caught.value.ours, caught.value.theirs) == (LAYOUT_VERSION, LAYOUT_VERSION + 5)
@@ -179,6 +179,10 @@ def test_a_connection_of_another_protocol_is_rejected(segment: Segment, pair: Pa
     socket.send_fds(engine, [b"GET / HTTP/1.1\r\n".ljust(HELLO.size)], [segment.fileno()])
     with pytest.raises(HandshakeError, match="the peer said b'GET"):
         recv_segment(grammar)
+    engine.recv(4096)  # the refusal
+    grammar.sendall(b"HTTP/1.1 400 Bad Request\r\n".ljust(ACK.size))
+    with pytest.raises(HandshakeError, match="the peer answered b'HTTP"):
+        send_segment(engine, segment)
 
 
 def test_the_handshake_with_a_silent_peer_times_out(segment: Segment, pair: Pair) -> None:
