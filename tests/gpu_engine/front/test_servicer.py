@@ -206,7 +206,10 @@ def fails(request: Request) -> Iterable[TokenEvent]:
 REFUSED: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str, int, int]] = {
     "bad field": (
         ask(sampling=pb.SamplingParams(max_tokens=0)),
-        *(Code.INVALID_ARGUMENT, "sampling.max_tokens: is 0, must be at least 1", 0, 0),
+        Code.INVALID_ARGUMENT,
+        "sampling.max_tokens: is 0, must be at least 1",
+        0,
+        0,
     ),
     "bad grammar": (ask(grammar=pb.Grammar(regex="bad")), Code.INVALID_ARGUMENT, "grammar: line 1: no", 1, 1),
     "late": (ask("late", max_queue_ms=250), Code.DEADLINE_EXCEEDED, "max_queue_ms: waited 251 ms", 1, 0),
@@ -228,9 +231,8 @@ async def test_each_error_has_its_status_and_frees_what_was_submitted(
             assert (len(s.engine.submitted), s.engine.dropped) == (submitted, s.engine.submitted[:dropped]), name
         stats = await s.client.stats()
     assert "secret" in caplog.text
-    assert dict(stats.failed) == {
-        **{"INVALID_ARGUMENT": 2, "DEADLINE_EXCEEDED": 1, "UNAVAILABLE": 1, "INTERNAL": 1},
-    }
+    counts = {"INVALID_ARGUMENT": 2, "DEADLINE_EXCEEDED": 1, "UNAVAILABLE": 1, "INTERNAL": 1}
+    assert dict(stats.failed) == counts
 
 
 async def test_without_room_a_request_is_refused_and_its_sequences_are_given_back(tmp_path: Path) -> None:

@@ -167,8 +167,14 @@ async def test_the_audit_log_says_who_and_how_much_and_never_what(tmp_path: Path
     found = {f"{line['tenant']} {line['method'].rpartition('/')[2]} {line['status']}" for line in lines}
     assert len(lines) == 8
     assert found == {
-        *("acme Generate OK", " Generate UNAUTHENTICATED", "beta Generate FAILED_PRECONDITION", "beta GenerateMany OK"),
-        *("beta Abort OK", "acme GetStats PERMISSION_DENIED", "boss UnloadAdapter NOT_FOUND", "acme GetModelInfo OK"),
+        "acme Generate OK",
+        " Generate UNAUTHENTICATED",
+        "beta Generate FAILED_PRECONDITION",
+        "beta GenerateMany OK",
+        "beta Abort OK",
+        "acme GetStats PERMISSION_DENIED",
+        "boss UnloadAdapter NOT_FOUND",
+        "acme GetModelInfo OK",
     }
     (first,) = [line for line in lines if line.get("request_id") == "acme/x"]
     assert (first["prompt_tokens"], first["completion_tokens"], first["finish"]) == (15, 16, ["STOP"])
@@ -195,9 +201,8 @@ def test_lines_of_the_audit_log_that_cannot_be_written_are_counted_and_logged_on
     (tmp_path / "folder" / "audit").rename(tmp_path / "old")
     audit.called("beta", "/s/M", "OK", 0.5)  # in a new file: the other one was moved away
     audit.close()
-    assert [json.loads(path.read_text())["tenant"] for path in (tmp_path / "old", tmp_path / "folder" / "audit")] == [
-        *("acme", "beta"),
-    ]
+    files = (tmp_path / "old", tmp_path / "folder" / "audit")
+    assert [json.loads(path.read_text())["tenant"] for path in files] == ["acme", "beta"]
 
 
 async def test_usage_is_counted_by_tenant(tmp_path: Path) -> None:

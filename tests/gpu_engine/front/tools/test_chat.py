@@ -162,7 +162,8 @@ def test_the_bytes_of_functions_and_the_turns_count() -> None:
         (chat(*CALLED), "<tool_call> tool{{ 1 + 'a' }}", "messages: .*raised an error"),
         (
             chat(user(), pb.ChatMessage(role="critic", content="x")),
-            *(QWEN, r"messages.messages\[1\].role: 'critic' is not known"),
+            QWEN,
+            r"messages.messages\[1\].role: 'critic' is not known",
         ),
     ],
 )

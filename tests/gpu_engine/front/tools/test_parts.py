@@ -125,8 +125,15 @@ NO_CALLS = Tools(TOOLS.tools, ToolChoice.NONE)
         (AnswerLayout(TOOLS, JSON), '{"name": "get", "arguments": 12}', [GOT[0], ("TOOL_ARGUMENTS", "12")]),
     ],
     ids=[
-        *("another name", "free text", "white space after", "no call", "no JSON call", "white space in"),
-        *("none allowed", "half of a second call", "a number as arguments"),
+        "another name",
+        "free text",
+        "white space after",
+        "no call",
+        "no JSON call",
+        "white space in",
+        "none allowed",
+        "half of a second call",
+        "a number as arguments",
     ],
 )
 def test_calls_in_free_text(layout: AnswerLayout, text: str, wanted: Joined) -> None:
