@@ -38,7 +38,7 @@ async def test_a_prompt_follows_its_beginning_until_the_queue_is_too_long(fleet:
     second = fleet.choose(None, LONG + b"q")
     assert second is not first
     first.running = 0
-    assert fleet.choose(None, LONG) is second, "the beginning was prefilled there, too, and last"
+    assert fleet.choose(None, LONG) is second, "the beginning was prefilled there as well, and last"
 
 
 async def test_engines_that_failed_or_do_not_serve_are_passed_over(fleet: Fleet) -> None:

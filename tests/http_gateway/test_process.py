@@ -1,4 +1,4 @@
-"""A gateway process in front of engines that misbehave, with clients that misbehave."""
+"""A gateway process whose engines misbehave, with clients that misbehave."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def _adapters_are_models(house: House) -> None:
     assert (third.requests[-1].lora, third.requests[-1].prompt_adapter) == ("", "who")
     assert (await request(house.address, "/v1/responses", {"input": "x", "model": "sql"})).json["model"] == "sql"
 
-    # Loaded behind the gateway's back, moved to another engine, and unloaded.
+    # Loaded without the gateway, moved to another engine, and unloaded.
     first.adapters["new"] = pb.Adapter(name="new", kind=pb.Adapter.KIND_LORA)
     assert (await chat(house.address, model="new")).status == 200
     second.adapters["new"] = first.adapters.pop("new")

@@ -1,4 +1,4 @@
-"""The processors that ship with the engine, alone: what they forbid, and that rows do not see each other."""
+"""The processors that ship with the engine: what they forbid, and that rows do not see each other."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_client_does_not_get_its_tokens(tmp_path: Path) -> None:
         forbidden.prepare(ask({"a": 1}))
 
 
-def test_the_end_becomes_more_likely_behind_the_start() -> None:
+def test_the_end_becomes_more_likely_after_the_start() -> None:
     penalty = LengthPenalty(setup())
     arguments = penalty.prepare(ask({"start": 2, "factor": 1.5}))
     sequences = [

@@ -1,4 +1,4 @@
-"""The directory of a grammar process: one engine's alone, and never there for long after its engine."""
+"""The directory of a grammar process belongs to one engine, and does not outlast it for long."""
 
 from __future__ import annotations
 

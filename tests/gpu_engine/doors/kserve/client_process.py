@@ -1,6 +1,6 @@
 """A process of its own for `tritonclient`: its messages have the names of the server's, and a process has one of both.
 
-Invariant: this module imports neither, so that both processes can. An error of a call ends that call alone.
+Invariant: this module imports neither, so that both processes can. An error of a call ends only that call.
 
 Not responsible for: the calls (see triton_calls.py), servers without a model (see fake_server.py).
 """

@@ -42,7 +42,7 @@ class Setup:
 
 
 @asynccontextmanager
-async def behind_smg(folder: Path) -> AsyncIterator[Setup]:
+async def gateway_of(folder: Path) -> AsyncIterator[Setup]:
     ports: list[int] = []
 
     def door(server: grpc.aio.Server, calls: Calls) -> None:
@@ -60,7 +60,7 @@ async def behind_smg(folder: Path) -> AsyncIterator[Setup]:
 
 
 async def test_what_a_request_becomes_on_its_way_to_the_engine(tmp_path: Path) -> None:
-    async with behind_smg(tmp_path) as s:
+    async with gateway_of(tmp_path) as s:
         plain = await s.received(temperature=0.5, top_p=0.25, seed=3, frequency_penalty=1.0, stop=["x"])
         sampling = plain.sampling
         assert bytes(plain.prompt_ids).decode() == "user: hi\nassistant:", "the engine's own chat template"

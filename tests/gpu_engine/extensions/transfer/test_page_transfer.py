@@ -106,7 +106,7 @@ def test_the_pages_have_the_bits_of_an_own_prefill(llama: LoadedModel, other: Lo
         assert len(theirs) == 6 * forms[0].page_bytes
 
 
-def test_an_import_begins_behind_the_pages_that_are_cached(llama: LoadedModel, other: LoadedModel) -> None:
+def test_an_import_begins_after_the_pages_that_are_cached(llama: LoadedModel, other: LoadedModel) -> None:
     with pair(llama, other) as (prefill, decode):
         answer_all(decode, [ask(PROMPT[: 2 * PAGE + 1], max_tokens=1)])
         wanted, answer = want(), waiting()
@@ -171,7 +171,7 @@ def test_imports_are_bounded_in_bytes_and_by_the_cache(llama: LoadedModel) -> No
     with engine(llama, "decode", transfer_bytes=1, kv_cache_tokens=256) as decode:
         first, second, third = want(), want(tokens(6 * PAGE, 5)), want(tokens(400 * PAGE, 6))
         assert decode.pages.open(third).result(SOON_S) == Opened(0, Fallback.NO_PAGES)
-        assert decode.pages.open(first).result(SOON_S) == Opened(0)  # one alone may have more
+        assert decode.pages.open(first).result(SOON_S) == Opened(0)  # the first may have more
         assert decode.pages.open(second).result(SOON_S) == Opened(0, Fallback.BUSY)
         for wanted in (first, second, third):
             decode.pages.close(wanted, [])

@@ -189,8 +189,8 @@ async def test_another_model_is_refused_with_one_line_and_the_answer_comes(
 class Gate:
     """A unix socket before another one; what the engine after it sends waits while the gate is shut."""
 
-    def __init__(self, path: Path, behind: Path) -> None:
-        self.path, self._behind = path, behind
+    def __init__(self, path: Path, target: Path) -> None:
+        self.path, self._target = path, target
         self.open = asyncio.Event()
         self.open.set()
         self.held = 0
@@ -202,7 +202,7 @@ class Gate:
             yield
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        its_reader, its_writer = await asyncio.open_unix_connection(self._behind)
+        its_reader, its_writer = await asyncio.open_unix_connection(self._target)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._copy(reader, its_writer, gated=False))

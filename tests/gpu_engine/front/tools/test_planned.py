@@ -113,7 +113,7 @@ TAG = {"type": "tag", "begin": "<", "content": {"type": "json_schema", "json_sch
         ),
     ],
 )
-def test_each_kind_of_grammar_behind_reasoning(spec: dict[str, Any], form: dict[str, Any]) -> None:
+def test_each_kind_of_grammar_after_reasoning(spec: dict[str, Any], form: dict[str, Any]) -> None:
     made, _ = planned(checked(reasoning=BUDGET, grammar=pb.Grammar(**spec)), ByteTokenizer(QWEN))
     assert made.params.grammar is not None
     assert json.loads(made.params.grammar.source)["format"] == form
