@@ -7,16 +7,21 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
 from gpu_engine.api.errors import InternalError
 from gpu_engine.api.page_transfer import Fallback, Opened, PageFormat, Piece, TransferFailed, WantedPages
 from gpu_engine.api.request import Request
+from gpu_engine.extensions.transfer.grpc_transport import GrpcTransport
 from gpu_engine.extensions.transfer.metrics import TransferMetrics
 from gpu_engine.extensions.transfer.remote_prefill import RemotePrefill
+from protos.transfer.v1 import transfer_pb2 as pb
+from protos.transfer.v1 import transfer_pb2_grpc
 from tests.gpu_engine.made_requests import made
 from tests.waiting import eventually
 
@@ -209,3 +214,52 @@ async def test_the_least_busy_engine_is_asked() -> None:
     assert [len(transport.asked) for transport in hanging] == [2, 2]
     await one.prefills.aclose()
     assert len(one.pages.closed) == 4
+
+
+@dataclass
+class OtherEngine(transfer_pb2_grpc.KvTransferServicer):
+    """An engine that sends `responses`, and then ends its stream with `status`, or hangs without one."""
+
+    responses: list[pb.FetchResponse]
+    status: grpc.StatusCode | None = grpc.StatusCode.OK
+
+    async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:  # type: ignore[override]
+        for response in self.responses:
+            await context.write(response)
+        if self.status is None:
+            await asyncio.Event().wait()
+        elif self.status is not grpc.StatusCode.OK:
+            await context.abort(self.status, "no")
+
+
+def pages(count: int, more_bytes: int = 0) -> pb.FetchResponse:
+    return pb.FetchResponse(num_pages=count, data=bytes(count * FORM.page_bytes + more_bytes))
+
+
+async def test_pages_that_do_not_fit_and_streams_that_end_early_fail_the_fetch(tmp_path: Path) -> None:
+    cases: list[tuple[OtherEngine, int, Fallback | None]] = [
+        (OtherEngine([pages(1), pages(2)]), 3, None),
+        (OtherEngine([pages(2), pages(2)]), 2, Fallback.DIFFERS),
+        (OtherEngine([pages(0)]), 0, Fallback.DIFFERS),
+        (OtherEngine([pages(1, more_bytes=1)]), 0, Fallback.DIFFERS),
+        (OtherEngine([pages(2)]), 2, Fallback.GONE),
+        (OtherEngine([pages(1)], grpc.StatusCode.UNAVAILABLE), 1, Fallback.GONE),
+        (OtherEngine([], grpc.StatusCode.FAILED_PRECONDITION), 0, Fallback.DIFFERS),
+        (OtherEngine([], grpc.StatusCode.UNAUTHENTICATED), 0, Fallback.REFUSED),
+        (OtherEngine([pages(1)], None), 1, Fallback.SLOW),
+    ]
+    wanted = WantedPages(list(range(4 * FORM.page_size)), "", "w")
+    for number, (engine, expected, reason) in enumerate(cases):
+        server, address = grpc.aio.server(), f"unix:{tmp_path}/{number}"
+        transfer_pb2_grpc.add_KvTransferServicer_to_server(engine, server)
+        server.add_insecure_port(address)
+        await server.start()
+        transport, found, failure = GrpcTransport(address, timeout_s=0.5), 0, None
+        try:
+            async for piece in transport.fetch(wanted, 1, FORM):
+                found += piece.num_pages
+        except TransferFailed as error:
+            failure = error.reason
+        assert (found, failure) == (expected, reason), number
+        await transport.close()
+        await server.stop(None)
