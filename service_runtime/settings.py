@@ -2,6 +2,7 @@
 
 The invariant: a setting is written down once, as a field of a config dataclass with its docstring. The flag, the
 environment variable, the TOML key and the help text are made from that field. A TOML key without a field is an error.
+A variable that looks like a misspelt one is a warning: other programs may have variables with the same prefix.
 
 A setting that goes is announced for one version by its config class:
 - `RENAMED = {"old": "new"}`: the old flag, variable and key still work, each with a warning that names both.
@@ -20,6 +21,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import re
 import textwrap
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,6 +29,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 ENV_PREFIX = "LOCKSTEP_"
+
+_OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT($|_\d)")
+"""What Kubernetes sets for a Service called lockstep."""
 
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
@@ -187,6 +192,7 @@ class Sources:
         *,
         prefix: str = ENV_PREFIX,
         table: str | None = None,
+        others: tuple[str, ...] = (),
     ) -> None:
         """Read the TOML file, if one is named.
 
@@ -196,6 +202,7 @@ class Sources:
             config_classes: every class whose fields may be keys of the file.
             prefix: the prefix of the environment variables.
             table: the file's table of this name is read instead of the whole file, where it has one.
+            others: longer prefixes, of the variables of other processes.
 
         Raises SettingsError for a file that cannot be read or has a key that is no field of `config_classes`.
         """
@@ -206,13 +213,15 @@ class Sources:
         document = _read_toml(Path(self._file)) if self._file else {}
         self._table = document.get(table, document) if table else document
         self.warnings: list[str] = []
-        """One line per setting that `fill` read under an old name. The caller logs them once logging is set up."""
+        """One line for each setting that `fill` read under an old name, and for each variable that looks misspelt. The
+        caller logs them once logging is set up."""
         known = {setting.name for config_class in config_classes for setting in settings_of(config_class)}
         known.update(*(old_names_of(config_class) for config_class in config_classes))
         if unknown := sorted(set(self._table) - known):
             near = difflib.get_close_matches(unknown[0], known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise SettingsError(f"{self._file}: unknown setting {unknown[0]!r}{hint}")
+        self.warnings += _misspelt(environ, known | {"config"}, prefix, others)
 
     def fill(self, config_class: type[C], internal: Mapping[str, Any] | None = None) -> C:
         """Return an instance. `internal`: values of fields in `INTERNAL` of this or another class.
@@ -280,6 +289,19 @@ class Sources:
 
     def __repr__(self) -> str:
         return f"<Sources file={self._file} prefix={self._prefix}>"
+
+
+def _misspelt(environ: Mapping[str, str], known: Collection[str], prefix: str, others: tuple[str, ...]) -> list[str]:
+    """Return a line for each variable whose name is close to that of a setting, and is none."""
+    found = []
+    for variable in sorted(environ):
+        name = variable.removeprefix(prefix).lower()
+        is_ours = variable.startswith(prefix) and not variable.startswith(others) and name not in known
+        if not is_ours or _OF_KUBERNETES.search(variable):
+            continue
+        if near := difflib.get_close_matches(name, known, 1, cutoff=0.8):
+            found.append(f"{variable}: is no setting; did you mean {variable_of(near[0], prefix)}?")
+    return found
 
 
 def _value(setting: Setting, given: _Given) -> Any:

@@ -304,7 +304,12 @@ def _add_tokenizing(commands: Commands) -> list[Parser]:
 
 def _configure(flags: argparse.Namespace, default_level: str) -> tuple[EngineConfig, ServerConfig]:
     """Return the settings, with logging set up as they say. Raises ValueError for a wrong setting."""
-    sources = Sources(flags, os.environ, [EngineConfig, ServerConfig, TransferConfig])
+    sources = Sources(
+        flags,
+        os.environ,
+        [EngineConfig, ServerConfig, TransferConfig],
+        others=("LOCKSTEP_GRAMMAR_", "LOCKSTEP_GATEWAY_"),
+    )
     transfer = sources.fill(TransferConfig)
     engine_config = sources.fill(EngineConfig, {**flags.internal, "transfer": transfer})
     server_config = sources.fill(ServerConfig, flags.internal)

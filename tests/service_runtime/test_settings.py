@@ -203,3 +203,14 @@ def test_a_process_may_have_its_own_prefix_and_table(tmp_path: Path) -> None:
     sources = Sources(parser.parse_args([]), environ, [Config], prefix="OWN_", table="own")
     assert sources.fill(Config) == Config(count=2, name="env")
     assert "env: OWN_COUNT" in " ".join(parser.format_help().split())
+
+
+def test_a_variable_that_looks_misspelt_is_a_warning_and_others_are_not_ours() -> None:
+    misspelt = {"LOCKSTEP_COUNTS": "3", "LOCKSTEP_QUCK": "true"}
+    foreign = {"LOCKSTEP_SERVICE_HOST": "10.0.0.1", "LOCKSTEP_PARTS_PORT": "tcp://10.0.0.1:1", "LOCKSTEP_CONFIG": ""}
+    config, warnings = resolve_with_warnings(environ=misspelt | foreign | {"LOCKSTEP_UNRELATED": "x", "COUNT": "4"})
+    assert config == Config()
+    assert warnings == [
+        "LOCKSTEP_COUNTS: is no setting; did you mean LOCKSTEP_COUNT?",
+        "LOCKSTEP_QUCK: is no setting; did you mean LOCKSTEP_QUICK?",
+    ]
