@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from gpu_engine.core.draft_budget import DraftBudget
+from gpu_engine.core.draft_budget import DraftBudget, EveryDraft, Plan, Proposal, Shape
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
+from tests.gpu_engine.beams import BeamAnswer, search, search_all
 from tests.gpu_engine.core.guided_requests import made as guided_requests
 from tests.gpu_engine.harness import (
     UNHURRIED_MS,
     answer_all,
     answer_staggered,
     config,
+    held,
+    tokens,
     unguided_engine,
     with_drafts,
 )
@@ -78,6 +83,51 @@ def test_the_measured_choice_gives_the_same_tokens_and_shows_its_times(
     assert times[0] > 0.0
     assert stats.step_ms_by_rows[True] == {}, "no sequence was guided"
     assert sum(stats.drafts_per_step.counts) == sum(stats.tokens_per_step.counts)
+
+
+class EverySecondStep(EveryDraft):
+    """Lets every second step propose, and records what the drafter had for the step after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafts: dict[bool, list[int]] = {True: [], False: []}
+        """By whether the step before proposed: the numbers of drafts of its lanes."""
+        self._proposes = False
+
+    def choose(self, proposals: Sequence[Proposal], shapes: Sequence[Shape] | None, *, guided: bool) -> Plan:
+        self.drafts[self._proposes] += [proposal.num_drafts for proposal in proposals]
+        return super().choose(proposals, shapes, guided=guided)
+
+    def rows_to_propose(self, plan: Plan, most: int) -> int:
+        self._proposes = not self._proposes
+        return most if self._proposes else 1
+
+
+@pytest.mark.parametrize("drafter", ["", "same"])
+def test_a_step_that_proposes_nothing_leaves_no_drafts(
+    llama: LoadedModel, draft_models: dict[str, str], step_tokens: list[list[int]], drafter: str
+) -> None:
+    with unguided_engine(llama, with_drafts(7, draft_model=draft_models.get(drafter, ""))) as engine:
+        engine.executor.runner.budget = budget = EverySecondStep()
+        assert answer_all(engine, made()) == step_tokens
+    assert sum(budget.drafts[True]) > 20
+    assert not any(budget.drafts[False])
+
+
+def test_beams_read_their_own_rows_among_lanes_with_drafts(llama: LoadedModel, step_tokens: list[list[int]]) -> None:
+    def searches() -> list[BeamAnswer]:
+        return [search(tokens(9, 1), 2, max_tokens=12), search(tokens(20, 2), 3, max_tokens=12)]
+
+    with unguided_engine(llama, with_drafts(0)) as engine:
+        alone = [search_all(engine, [each])[0].tokens for each in searches()]
+    with unguided_engine(llama, with_drafts(7, max_batch_size=8)) as engine:
+        answers, together = made(), searches()
+        with held(engine):
+            for each in (*answers[:3], *together):
+                each.submit(engine)
+        assert [each.wait().tokens for each in together] == alone
+        assert [each.wait().tokens for each in answers[:3]] == step_tokens[:3]
+        assert engine.stats().accepted_draft_tokens > 0
 
 
 def test_the_warm_up_measures_the_forward(llama: LoadedModel) -> None:
