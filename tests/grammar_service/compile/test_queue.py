@@ -160,6 +160,27 @@ async def test_a_full_queue_takes_the_newest_place_of_the_tenant_with_the_most()
     assert await bench.end_one_by_one(5, 1.0) == ["b0", "a1", "b1", "a2"]
 
 
+async def test_a_place_moves_only_to_a_tenant_that_then_has_fewer() -> None:
+    bench = Bench(1, max_waiting=5)
+    for name in ("a0", "a1", "a2", "a3"):
+        await bench.ask(name, ACME)
+    for name in ("b0", "b1", "b2"):
+        await bench.ask(name, BETA)
+    assert bench.refused == ["b2"], "with it both would have three"
+
+
+async def test_places_are_shared_by_weight() -> None:
+    bench, heavy = Bench(1, max_waiting=8), Share("acme", 3.0)
+    await bench.ask("running", NO_TENANT)
+    for i in range(8):
+        await bench.ask(f"b{i}", BETA)
+    for i in range(8):
+        await bench.ask(f"a{i}", heavy)
+    assert bench.refused == ["b7", "b6", "b5", "b4", "b3", "b2", "a6", "a7"]
+    await bench.ask("b8", BETA)
+    assert bench.refused[-1] == "b8"
+
+
 async def test_accepted_and_promoted_compilations_need_no_place_and_lose_none() -> None:
     bench = Bench(1, max_waiting=2)
     for name in ("a0", "a1", "a2"):
