@@ -29,6 +29,7 @@ LISTED = {**OBJ, "properties": {"long name": {"enum": ["long value", 12345]}}, "
 BOUNDED: list[tuple[Any, dict[str, int], list[str], list[str]]] = [
     (STR, STRINGS, ['""', '"abc"', r'"\n\n\n"'], ['"abcd"', r'"\n\n\n\n"']),
     ({**STR, "minLength": 1}, STRINGS, ['"abc"'], ['""', '"abcd"']),
+    ({**STR, "minLength": 3}, STRINGS, ['"abc"'], ['"ab"', '"abcd"']),
     ({**STR, "maxLength": 2}, STRINGS, ['"ab"'], ['"abc"']),
     ({**STR, "maxLength": 9}, STRINGS, ['"abc"'], ['"abcd"']),
     (ARR, ITEMS, ["[]", "[1,2,3]"], ["[1,2,3,4]"]),
@@ -56,6 +57,12 @@ BOUNDED: list[tuple[Any, dict[str, int], list[str], list[str]]] = [
         )
     ),
     ({**OBJ, "properties": {"long name": INT}}, STRINGS, ['{"long name":1,"abc":1}'], ['{"long name":1,"abcdefgh":1}']),
+    (
+        {**OBJ, "properties": {"long name": INT}, "required": ["long name"]},
+        STRINGS,
+        ['{"long name":1}'],
+        ['{"long name":"a"}', "{}"],
+    ),
     (LISTED, FREE, ['{"long name":"long value"}', '{"long name":12345}'], []),
 ]
 OF_LLGUIDANCE: list[tuple[Any, dict[str, int], list[str], list[str]]] = [
