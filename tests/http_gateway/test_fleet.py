@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
+from http_gateway.engines import engine as engine_module
 from http_gateway.engines.engine import Engine
 from http_gateway.engines.fleet import Fleet
 from http_gateway.engines.prefixes import BLOCK_BYTES, MAX_BLOCKS, Prefixes, blocks_of
 from http_gateway.wire.errors import ApiError
 from protos.engine.v1 import engine_pb2 as pb
+from tests.http_gateway.fake_engine import FakeEngine, served
+from tests.waiting import eventually
 
 LONG = b"p" * (4 * BLOCK_BYTES)
 
@@ -55,6 +59,23 @@ async def test_engines_that_failed_or_do_not_serve_are_passed_over(fleet: Fleet)
     assert refusal("other", []) == 404
     a.info = None
     assert refusal("other", []) == 503, "one that never answered may have the model"
+
+
+async def test_the_load_and_at_times_the_description_of_an_engine_are_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "INFO_EVERY_S", 0.02)
+    async with served(FakeEngine()) as other:
+        engine = Engine(other.address, None, ())
+        engine.serves, other.running = True, 3
+        polling = asyncio.create_task(engine.poll(0.01))
+        try:
+            await eventually(lambda: engine.foreign == 3)
+            await eventually(lambda: engine.info is not None)
+        finally:
+            polling.cancel()
+            await asyncio.wait([polling])
+            await engine.aclose()
 
 
 def test_blocks_are_known_by_all_that_is_before_them() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from gpu_engine.api.admission import EngineAdmission
@@ -67,6 +68,9 @@ async def answer(server: Server, metadata: Metadata, **fields: Any) -> tuple[lis
 
 async def test_no_page_of_one_tenant_is_found_by_another(llama: LoadedModel, tmp_path: Path) -> None:
     async with serving(llama, tmp_path) as server:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING, "load balancers have no token"
         tokens, cached = await answer(server, AS_ACME)
         assert cached == 0
         assert await answer(server, AS_ACME) == (tokens, 16 * PAGES)
