@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grammar_service.backends.backend import Rows
+from grammar_service.backends.backend import MatcherFailed, Rows
 from grammar_service.fill.matchers import Answer, Health, MatcherRejected, MatcherTable, SlotMatcher
 from grammar_service.grammar.mask_rows import Classifier
 from shared_mem.layout import RowKind, Stage, node
@@ -119,6 +119,23 @@ def test_a_matcher_that_fails_on_a_committed_row_ends_the_request() -> None:
     table = Table(fail_at=[1])
     assert table.ask(0, [1], [2]).kinds == [RowKind.ERROR] * 2
     assert table.slot.health is Health.FAILED
+
+
+class BrokenMatcher(ToyMatcher):
+    """Fails on every token."""
+
+    def accept(self, token: int) -> bool:
+        raise MatcherFailed("out of fuel")
+
+
+def test_a_matcher_that_fails_is_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    table = Table()
+    table.table.bind(0, SlotMatcher.bind(2, lambda: BrokenMatcher(TEXTS), ()))
+    table.slot.request_id = "r-7"
+    assert table.ask(0, [1], [2], gen=2).kinds == [RowKind.ERROR] * 2
+    (line,) = caplog.records
+    assert vars(line)["request_id"] == "r-7"
+    assert "out of fuel" in line.getMessage()
 
 
 def test_a_matcher_that_fails_on_a_draft_is_rebuilt() -> None:
