@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from http_gateway.engines import engine as engine_module
 from http_gateway.engines.engine import Engine
-from http_gateway.engines.fleet import Fleet
+from http_gateway.engines.fleet import Fleet, prompt_bytes
 from http_gateway.engines.prefixes import BLOCK_BYTES, MAX_BLOCKS, Prefixes, blocks_of
 from http_gateway.wire.errors import ApiError
 from protos.engine.v1 import engine_pb2 as pb
@@ -84,6 +84,21 @@ def test_blocks_are_known_by_all_that_is_before_them() -> None:
     assert not set(a) & set(b)
     assert blocks_of(LONG + b"tail") == a
     assert len(blocks_of(b"x" * BLOCK_BYTES * (MAX_BLOCKS + 9))) == MAX_BLOCKS
+
+
+def test_prompts_that_begin_alike_have_bytes_that_begin_alike() -> None:
+    conversation = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="x")])
+    prompts = (
+        {"text": "ab"},
+        {"token_ids": pb.TokenIds(ids=[5, 6])},
+        {"messages": conversation, "tools": pb.Tools(tools=[pb.Tool(name="f", parameters="{}")])},
+    )
+    for fields in prompts:
+        found = prompt_bytes(pb.GenerateRequest(**fields))
+        assert prompt_bytes(pb.GenerateRequest(cache_salt="s", **fields)) == b"s" + found
+    assert prompt_bytes(pb.GenerateRequest(text="abc")) == b"\0abc"
+    longer = prompt_bytes(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7])))
+    assert longer.startswith(prompt_bytes(pb.GenerateRequest(**prompts[1])))
 
 
 def test_the_least_recently_used_blocks_are_forgotten() -> None:
