@@ -127,6 +127,8 @@ def test_an_unloaded_one_is_released_by_its_last_user(registry: AdapterRegistry,
     gone = registry.unload("a")
     with pytest.raises(UnknownAdapter, match="name: there is no adapter 'a'; there are: none"):
         registry.unload("a")
+    with pytest.raises(InvalidRequest, match="prompt_adapter: the prompt adapter 'a' was unloaded meanwhile"):
+        registry.acquire([adapter])
     registry.load("a", folder)  # the name is free at once
     registry.release([adapter])
     assert not gone.done()
