@@ -31,7 +31,7 @@ from gpu_engine.api.limits import Limits
 from gpu_engine.api.ports import Model, ServedEngine
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.doors.found import Door, wanted_doors
-from gpu_engine.extensions.found import ExtensionModule, Extensions, wanted_extensions
+from gpu_engine.extensions.found import Extension, ExtensionModule, Extensions, wanted_extensions
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.early import check_port
 from gpu_engine.front.port.listening import Listeners, ServerError, bind
@@ -156,8 +156,11 @@ async def open_server(
             for module in modules:
                 server_config = module.settings(engine_config, server_config)
             doors = wanted_doors(server_config, parts.doors if parts else None)
-            extensions = Extensions([module.open(engine_config, server_config, doors) for module in modules])
-            stack.push_async_callback(extensions.aclose)
+            opened = list[Extension]()
+            for module in modules:
+                opened.append(module.open(engine_config, server_config, doors))
+                stack.push_async_callback(opened[-1].aclose)
+            extensions = Extensions(opened)
             directory = grammar_directory(server_config, stack) if server_config.grammar != "none" else None
             parts = parts or real_parts()
             yield await _start(stack, engine_config, server_config, doors, extensions, directory, progress, parts)

@@ -117,7 +117,8 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             backends=[_BACKENDS[name] for name in names],
             versions=[installed_version(name) for name in names],
             pid=os.getpid(),
-            max_compilations=self._config.workers + self._config.compile_queue,
+            # Quick ones and slow ones have as many places each; what one queue cannot take is refused here.
+            max_compilations=2 * (self._config.workers + self._config.compile_queue),
             attempt_limit_s=attempt_limit_s(self._config),
         )
 

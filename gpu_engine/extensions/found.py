@@ -70,7 +70,8 @@ class Extension:
 
 
 class Extensions(Extension):
-    """The opened extensions of one server, as one. Of two that bring the same part, the first has it."""
+    """The opened extensions of one server, as one; the server closes each by itself. Of two that bring the same part,
+    the first has it."""
 
     def __init__(self, opened: Sequence[Extension] = ()) -> None:
         self.opened = tuple(opened)
@@ -110,11 +111,6 @@ class Extensions(Extension):
         """See `Extension`."""
         for each in self.opened:
             await each.warm()
-
-    async def aclose(self) -> None:
-        """See `Extension`."""
-        for each in reversed(self.opened):
-            await each.aclose()
 
     def __repr__(self) -> str:
         return f"<Extensions {list(self.opened)}>"

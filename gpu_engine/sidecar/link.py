@@ -264,7 +264,8 @@ class GrammarLink:
                 if age_ns is not None:  # the word may still hold the last heartbeat of the process before this one
                     silent_s = min(age_ns * 1e-9, silent_s)
                 patience.checked(self._clock() - looked_s - CHECK_EVERY_S)
-                if silent != (silent_s > patience.seconds):
+                # Only a heartbeat ends a silence.
+                if silent != (silent_s > (SILENT_S if silent else patience.seconds)):
                     silent = not silent
                     self._silence_changed(silent)
                 if told != (silent and silent_s > TOLD_S):

@@ -2,7 +2,8 @@
 
 Most grammars compile within milliseconds, and a few take seconds. A compilation that has had SLOW_S of a core gives its
 place to the next one. It goes on next to it, if fewer than `workers` slow ones run; otherwise it is killed, waits for
-one of these places, and begins again there. So a quick grammar waits for no more than SLOW_S of each one before it.
+one of these places, and begins again there. It is killed only if another worker has started, so a quick grammar waits
+for no more than SLOW_S of a core of each one before it, or for the start of one worker.
 
 Invariant: a caller waits for a free worker for at most `queue_s`, once more if its compilation is slow, and then for
 its own compilation for at most `timeout_s`: the time after other compilations and the start of a worker never count as
@@ -98,23 +99,28 @@ class CompilePool:
         self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(self._most_spare)]
         self._all: set[CompileProcess] = set()
         self._reaping: set[asyncio.Task[Any]] = set()
+        self._places: set[_Place] = set()
+        """Of the compilations that wait or run."""
         self.started = 0
         self.killed = 0
+        self.yielded = 0
+        """Slow compilations that were killed, and began again."""
         self.crashed = 0
 
     def _launch(self) -> asyncio.Task[CompileProcess]:
         return asyncio.create_task(self._start(), name=f"start-{self._backend}-compile-worker")
 
     async def _start(self) -> CompileProcess:
+        command, is_idle = self._command, bool(self._fallback)  # both may change during the start
         try:
-            worker = await self._start_worker(self._command)
+            worker = await self._start_worker(command)
         except OSError as error:  # too few descriptors, too little memory, or no process ids left, for now
             logger.error("a compile worker of %s cannot be started: %s", self._backend, exhausted(error))
             raise LimitExceeded(
                 f"compile_workers: no compile worker of {self._backend} can be started ({error.strerror}); try again"
             ) from error
         self._all.add(worker)
-        if self._fallback:
+        if is_idle:
             self._idle.add(worker)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -172,10 +178,10 @@ class CompilePool:
         Raises InvalidGrammar, NotSupported, LimitExceeded (nesting, time, memory, size, length of the queue, time in
         the queue), InternalError (crash).
         """
-        large = len(grammar.text) > LARGE_BYTES
-        place = _Place(self._compile_queue, share)
-        await self._enter(place, name, accepted=accepted, large=large)
+        place = _Place(self._compile_queue, name, share, len(grammar.text) > LARGE_BYTES, accepted)
+        self._places.add(place)
         try:
+            await self._enter(place)
             while True:  # each time in another place, or with one worker less that may be starved
                 try:
                     return await self._compile(grammar, allow_unenforced, place)
@@ -184,15 +190,16 @@ class CompilePool:
                 except _SlowError:
                     place.leave()
                     place.queue = self._slow_queue
-                    await self._enter(place, name, accepted=accepted, large=large)
+                    await self._enter(place)
                     self._spare.append(self._launch())
         finally:
+            self._places.remove(place)
             place.leave()
 
-    async def _enter(self, place: _Place, name: str, *, accepted: bool, large: bool) -> None:
+    async def _enter(self, place: _Place) -> None:
         """Wait for a place of the queue. Raises LimitExceeded."""
         try:
-            await place.queue.acquire(name, accepted=accepted, share=place.share, large=large)
+            await place.queue.acquire(place.name, accepted=place.accepted, share=place.share, large=place.large)
         except QueueFullError:
             raise LimitExceeded(f"compile_queue: {self._max_waiting} compilations are waiting already") from None
         except TimeoutError:
@@ -204,7 +211,9 @@ class CompilePool:
         place.is_held = True
 
     def promote(self, name: str) -> None:
-        """Treat the waiting compilations of this name as accepted from now on."""
+        """Treat the compilations of this name as accepted from now on, also one that has yet to wait once more."""
+        for place in self._places:
+            place.accepted |= place.name == name
         self._compile_queue.promote(name)
         self._slow_queue.promote(name)
 
@@ -216,7 +225,8 @@ class CompilePool:
             heavy = worker.cpu_s() - cpu_s >= SLOW_S
             if (heavy or waited_s >= LONG_S) and self._give_place(place):
                 return
-            if heavy:
+            if heavy and any(spare.done() for spare in self._spare):
+                self.yielded += 1
                 raise _SlowError
 
     def _give_place(self, place: _Place) -> bool:
@@ -348,9 +358,10 @@ class CompilePool:
         """Return counters since the start, and gauges."""
         return {
             "workers": len(self._all),
-            "waiting": self._compile_queue.num_waiting,
+            "waiting": self._compile_queue.num_waiting + self._slow_queue.num_waiting,
             "started": self.started,
             "killed": self.killed,
+            "yielded": self.yielded,
             "crashed": self.crashed,
         }
 
@@ -358,12 +369,15 @@ class CompilePool:
         return f"<CompilePool {self._backend} {self.stats()}>"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Place:
     """The place of one compilation in a queue."""
 
     queue: CompileQueue
+    name: str
     share: Share
+    large: bool
+    accepted: bool
     is_held: bool = False
 
     def leave(self) -> None:

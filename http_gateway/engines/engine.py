@@ -112,7 +112,7 @@ class Engine:
                 self._fails(f"{error.code().name}: {error.details()}")
             await asyncio.sleep(RETRY_S)
 
-    async def poll(self, every_s: float) -> None:
+    async def poll(self, every_s: float, info_every_s: float = INFO_EVERY_S) -> None:
         """Read the load that other clients make, and now and then the description, until cancelled."""
         passed_s = 0.0
         while True:
@@ -124,7 +124,7 @@ class Engine:
                 before = self.running
                 stats = await self.stats()
                 self.foreign = max(0, stats.running + stats.waiting - before)
-                if passed_s >= INFO_EVERY_S:
+                if passed_s >= info_every_s:
                     passed_s = 0.0
                     await self._describe()
 

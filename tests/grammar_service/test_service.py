@@ -147,7 +147,7 @@ def test_a_guided_answer_from_configure_to_release(sidecar: Sidecar) -> None:
     assert configured.backends[0] == pb.BACKEND_LLGUIDANCE
     assert configured.versions[0]
     assert configured.pid == sidecar.process.pid
-    assert configured.max_compilations == 1 + 256
+    assert configured.max_compilations == 2 * (1 + 256)
     assert configured.attempt_limit_s == 2 * 120 + 120 + 5
     grammar = sidecar.compile()
     assert (grammar.backend, grammar.cache_hit) == (pb.BACKEND_LLGUIDANCE, False)

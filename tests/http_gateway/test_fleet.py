@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from http_gateway.engines import engine as engine_module
 from http_gateway.engines.engine import Engine
 from http_gateway.engines.fleet import Fleet, prompt_bytes
 from http_gateway.engines.prefixes import BLOCK_BYTES, MAX_BLOCKS, Prefixes, blocks_of
@@ -61,14 +60,11 @@ async def test_engines_that_failed_or_do_not_serve_are_passed_over(fleet: Fleet)
     assert refusal("other", []) == 503, "one that never answered may have the model"
 
 
-async def test_the_load_and_at_times_the_description_of_an_engine_are_read_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine_module, "INFO_EVERY_S", 0.02)
+async def test_the_load_and_at_times_the_description_of_an_engine_are_read_again() -> None:
     async with served(FakeEngine()) as other:
         engine = Engine(other.address, None, ())
         engine.serves, other.running = True, 3
-        polling = asyncio.create_task(engine.poll(0.01))
+        polling = asyncio.create_task(engine.poll(0.01, info_every_s=0.02))
         try:
             await eventually(lambda: engine.foreign == 3)
             await eventually(lambda: engine.info is not None)

@@ -50,6 +50,8 @@ class Tenancy(Extension):
             file = tenant_file(Path(server.tenant_file))
         except ValueError as error:
             raise ServerError(str(error)) from error
+        # Another distribution's door may be older than `METHODS`: its methods are for operators.
+        methods = [door.METHODS for door in doors if hasattr(door, "METHODS")]
         self.gateway_token = secrets.token_hex(32)
         self.accounts = self.tenants = Tenants(
             file,
@@ -60,7 +62,7 @@ class Tenancy(Extension):
             self.audit = AuditLog(Path(server.audit_log)) if server.audit_log else None
         except OSError as error:
             raise ServerError(f"audit_log: cannot open {server.audit_log}: {error.strerror}") from error
-        self.interceptor = TenantAccess(self.tenants, [door.METHODS for door in doors], self.audit)
+        self.interceptor = TenantAccess(self.tenants, methods, self.audit)
 
     def hook(self, hooks: EngineHooks) -> EngineHooks:
         """Give the next slot to the tenant that has had least."""

@@ -656,7 +656,7 @@ async def test_a_process_that_is_silent_for_a_moment_loses_nothing(
         s.open(0)
         await s.opened()
         for count in range(1, 4):
-            s.channel.age_ns = 99_000_000
+            s.channel.age_ns = 400_000_000
             await eventually(lambda count=count: s.engine.outages == ["silent", "alive"] * (count - 1) + ["silent"])
             assert s.channel.words == ["abort", "run"] * (count - 1) + ["abort"]
             s.channel.age_ns = 0
@@ -665,6 +665,18 @@ async def test_a_process_that_is_silent_for_a_moment_loses_nothing(
         assert len(s.process.bound) == s.link.attached == 1
         assert (s.stuck, s.link.silences) == ([], 3)
     assert not caplog.text.count("shows no life"), "so short a silence is only counted"
+
+
+async def test_only_a_heartbeat_ends_a_silence(tmp_path: Path) -> None:
+    """A late check of ours lengthens the silence that is none, and ends none."""
+    async with connected(tmp_path) as s:
+        s.channel.age_ns = 400_000_000
+        await eventually(lambda: s.engine.outages == ["silent"])
+        time.sleep(0.15)  # noqa: ASYNC251 - the loop is late
+        await asyncio.sleep(0.1)
+        assert s.engine.outages == ["silent"]
+        s.channel.age_ns = 0
+        await eventually(lambda: s.engine.outages == ["silent", "alive"])
 
 
 async def test_a_process_that_is_attached_again_in_time_is_not_killed(tmp_path: Path) -> None:

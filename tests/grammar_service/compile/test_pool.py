@@ -256,6 +256,23 @@ async def test_a_slow_grammar_that_is_promoted_keeps_its_place_before_the_others
         assert [artifact.data.split()[1] for artifact in await asyncio.gather(*slow)] == [b"hold0", b"hold1", b"hold2"]
 
 
+async def test_a_grammar_that_is_promoted_while_it_runs_waits_for_as_long_as_it_takes(
+    vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    async with pool(vocabulary) as workers:
+        gates = tmp_path / "one", tmp_path / "two"
+        first = asyncio.create_task(workers.compile(grammar(f"hold0 {gates[0]}")))
+        await eventually(lambda: "free=0" in repr(workers._slow_queue), LONG_S)
+        second = asyncio.create_task(workers.compile(grammar(f"hold1 {gates[1]}"), name="second"))
+        await eventually(lambda: "free=0" in repr(workers._compile_queue), LONG_S)
+        workers.promote("second")
+        await eventually(lambda: workers.stats()["yielded"] == 1, LONG_S)
+        assert repr(workers._slow_queue) == "<CompileQueue free=0 accepted=1 others=0>"
+        for gate in gates:
+            gate.touch()
+        assert [each.data.split()[1] for each in (await first, await second)] == [b"hold0", b"hold1"]
+
+
 async def test_a_long_wait_for_a_worker_ends_with_a_limit_of_its_own(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary, queue_s=0.2) as workers:
         sleeper = asyncio.create_task(workers.compile(grammar("sleep")))
