@@ -142,10 +142,10 @@ async def open_server(
     progress: Progress | None = None,
     parts: Parts | None = None,
 ) -> AsyncIterator[Server]:
-    """Run a server for the time of the `async with` block; leaving it drains. Raises ServerError when it cannot start.
+    """Run a server during the `async with` block, and drain it at the end. Raises ServerError if it cannot start.
 
-    The block's task is cancelled when the grammar process turns out to be of another release, or when the engine has
-    lost its device; the block then ends with a ServerError that says which.
+    If the grammar process turns out to be from another release, or the engine loses its device, the block's task is
+    cancelled. The block then raises a ServerError that names the cause.
     """
     try:
         async with AsyncExitStack() as stack:

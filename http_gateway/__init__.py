@@ -1,6 +1,7 @@
-"""OpenAI's HTTP API in front of one or several engines, as a separate process.
+"""OpenAI's HTTP API for one or several engines, in a separate process.
 
-Invariant: JSON and SSE never take an engine's GIL, and the gateway keeps no state that a new one would lack.
+Invariant: JSON and SSE never take an engine's GIL. The gateway can be replaced at any time, because it keeps no state
+that a new one would lack.
 
 Rooms, from the top: `http` (ASGI, connections, keys), `answers` (from HTTP to the engine's messages and back),
 `engines` (which engine gets a request), `wire` (the fields of the HTTP API).

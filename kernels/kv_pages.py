@@ -1,9 +1,11 @@
 """The memory of one layer's paged KV cache, in the layout of its device.
 
-Invariant: a page has the same index in `k` and `v`. Not responsible for: the owners of pages
-(see gpu_engine/core/kv_cache.py), or attention over it (see paged_attention.py).
+Invariant: a page has the same index in `k` and `v`.
 
-Shapes: Hkv KV heads, D head size, T tokens a page.
+Not responsible for: the owners of pages (see gpu_engine/core/kv_cache.py), attention over the cache (see
+paged_attention.py).
+
+Shapes: Hkv KV heads, D head size, T tokens per page.
 """
 
 from __future__ import annotations

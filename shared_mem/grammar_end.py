@@ -82,9 +82,9 @@ class GrammarEnd:
         return bool(late)
 
     def take_over(self, ahead_ns: int = 0) -> None:
-        """Count the time that `overdue` looks at from now on, or from `ahead_ns` later.
+        """Restart the time that `overdue` measures, now or `ahead_ns` from now.
 
-        The next piece of work starts here, or another thread has taken the present one.
+        Called when the next piece of work starts, or when another thread has taken over the current one.
         """
         native.store64(self._working_address, time.monotonic_ns() + ahead_ns)
 

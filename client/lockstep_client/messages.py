@@ -68,10 +68,11 @@ class Tool:
 
     Attributes:
         name: 1 to 64 letters, digits, `_`, `-` and `.`.
-        description: what it does, for the model.
-        parameters: a type or a JSON Schema of the arguments, which are an object. None: any object.
-        text, lark, regex: a custom tool instead: its input is free text, or matches a Lark grammar or an expression.
-        strict: hold the arguments to `parameters` also where the model may choose not to call. None: yes.
+        description: tells the model what the tool does.
+        parameters: a type or a JSON Schema for the arguments, which form an object. None: any object.
+        text, lark, regex: make this a custom tool: its input is free text, or text that matches a Lark grammar or a
+            regular expression.
+        strict: whether the arguments must match `parameters` even if the model may choose not to call. None: True.
 
     """
 

@@ -20,11 +20,11 @@ _FIELDS = ("encoded_vocab", "tokenizer_str", "stop_token_ids")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TokenizerInfo:
-    """What a grammar's tables, or another tokeniser, are made of.
+    """The data from which a client can build grammar tables, or a tokeniser.
 
     Attributes:
-        encoded_vocab: each token as the tokenizer writes it, by its id; empty where an id has none.
-        tokenizer_str: the tokenizer, as the text of a tokenizer.json.
+        encoded_vocab: each id's token, as the tokenizer writes it; empty for an id without a token.
+        tokenizer_str: the text of the tokenizer's tokenizer.json.
         stop_token_ids: tokens that end a sequence.
 
     """

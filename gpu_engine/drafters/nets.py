@@ -61,8 +61,8 @@ class DraftNet(Protocol):
     ) -> torch.Tensor:  # fmt: skip
         """Return the logits [B, Vd] of draft 0.
 
-        `place_B` are the lanes' slots, `hidden` the target's at B * P rows. `wants_BL` bool says which links of the
-        chain's L a lane takes part in, from the first one on; none of a lane that is not in `going_B`.
+        `place_B` has the lanes' slots, and `hidden` the target's hidden states at B * P rows. `wants_BL` (bool) is
+        True for the links of the chain in which a lane takes part: its first ones, and none if `going_B` is False.
         """
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:

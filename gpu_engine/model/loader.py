@@ -200,10 +200,10 @@ def _load(
 
 
 def _cast_weights(net: nn.Module, dtype: torch.dtype) -> None:
-    """Give the weights of `net` another dtype, as if they were loaded with it.
+    """Convert the weights of `net` to another dtype, as if they had been loaded with it.
 
-    Tables that a module computes keep theirs: rotary frequencies in bfloat16 are other frequencies. A computed scalar,
-    such as the scale of Gemma's embeddings, has the dtype of the weights in transformers.
+    Tables that a module computes keep their dtype, because bfloat16 would change the rotary frequencies. A computed
+    scalar, such as the scale of Gemma's embeddings, is converted: transformers gives it the dtype of the weights.
     """
     computed = {id(b) for module in net.modules() for b in map(module._buffers.get, module._non_persistent_buffers_set)}
     for tensor in (*net.parameters(), *net.buffers()):

@@ -1,8 +1,9 @@
-"""How many bytes an engine's weights, pages and buffers take, counted on the tensors that it holds.
+"""How many bytes an engine's weights, pages and buffers take, summed over the tensors that it holds.
 
-Invariant: memory that two tensors share counts once. Not responsible for: Python, torch, CUDA's context and captured
-graphs, activations and logits, the network and pages of a drafter inside the step, and the shared segment (see
-shared_mem/layout.py).
+Invariant: memory that two tensors share counts once.
+
+Not responsible for: the memory of Python, torch, CUDA's context, captured graphs, activations and logits, the network
+and pages of a drafter inside the step, the shared segment (see shared_mem/layout.py).
 """
 
 from __future__ import annotations

@@ -164,13 +164,13 @@ class GrammarLink:
     ) -> None:
         """Args: see below.
 
-        silence_s: without a heartbeat for this long the process counts as hung, and the link as lost.
-        on_stuck: called for a hung process, and when none could be attached for `start_patience_s`; kills it.
-        on_attached: called whenever a process was attached.
-        was_attached: returns whether the process that runs was attached before. It needs no time for a start, so it
-            counts as hung when it cannot be attached again for `silence_s`.
+        silence_s: a process without a heartbeat for this long counts as hung, and the link as lost.
+        on_stuck: kills the process. Called when it is hung, or when none could be attached for `start_patience_s`.
+        on_attached: called each time a process has been attached.
+        was_attached: returns whether the running process was attached before. Such a process needs no time to start, so
+            it counts as hung if it cannot be attached again within `silence_s`.
         open_channel: opens a gRPC channel to a socket; None: `unix_channel`.
-        clock: in seconds, never going back.
+        clock: monotonic, in seconds.
         """
         self._heartbeats, self._clock = heartbeats, clock
         self._open_channel = open_channel or unix_channel

@@ -124,13 +124,13 @@ class Sidecar:
     ) -> None:
         """Args: see below.
 
-        give_up: called with the reason whenever the process failed too often.
-        memory_mb: a process with more private memory (MiB) is killed; 0: no limit.
-        max_failures: this many ends within FAILURE_WINDOW_S, without `progress` in between, are too many; 0: no limit.
+        give_up: called with the reason each time the process has failed too often.
+        memory_mb: limit on the private memory of the process, in MiB. A process above it is killed; 0: no limit.
+        max_failures: how many ends within FAILURE_WINDOW_S, without `progress` in between, are too many; 0: no limit.
         cool_down_s: pause after too many failures.
         start: starts a command with an environment; None: `ChildProcess.start`.
         memory_mb_of: returns the memory of a process, in MiB; None: `private_memory_mb`.
-        clock: in seconds, never going back.
+        clock: monotonic, in seconds.
         """
         self._command, self._clock = list(command), clock
         self._start = start or ChildProcess.start

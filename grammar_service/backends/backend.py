@@ -29,10 +29,10 @@ class MatcherFailed(Exception):
 
 
 class Rows:
-    """The mask rows of one step: a 2-D view of memory that the caller owns and that must outlive this object.
+    """The mask rows of one step: a 2-D view of the caller's memory, which must outlive this object.
 
     `words` is int32 [N, S] with S >= W words, C-contiguous and writable. Row i begins at `address(i)`. A backend may
-    cache its own objects over the same memory in `handle` (xgrammar: tensors), so that it builds none for each row.
+    use `handle` to cache its own objects over the same memory (xgrammar: tensors), instead of building one per row.
     """
 
     __slots__ = ("_base", "_stride", "handle", "words")

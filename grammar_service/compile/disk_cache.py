@@ -42,9 +42,10 @@ _MAGIC = (FORMAT + "\n").encode()
 def artifact_key(
     grammar: Grammar, backend: str, vocabulary_digest: str, *, allow_unenforced: bool, owner: str = ""
 ) -> str:
-    """Return the key of an artifact: a digest over everything that it depends on, and its owner.
+    """Return the key of an artifact: a digest of everything that it depends on, and of its owner.
 
-    Owners share no file: from the time of a compilation, or from `cache_hit`, one could learn what another compiles.
+    Owners share no files. Otherwise an owner could learn what another one compiles, from the duration of a compilation
+    or from `cache_hit`.
     """
     parts = (FORMAT, _own_version(), backend, installed_version(backend), vocabulary_digest, str(allow_unenforced))
     head = "\0".join((*parts, grammar.kind.name, grammar.whitespace.name, str(grammar.reading), ""))

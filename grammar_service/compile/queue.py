@@ -73,11 +73,13 @@ class _Usage:
 
 
 class CompileQueue:
-    """Assigns `workers` workers to compilations, which wait for at most `wait_s` seconds.
+    """Assigns workers to compilations.
 
     Args:
-        clock: in seconds, never going back; None: the clock of the event loop.
-        max_waiting: places, for compilations that are not for an accepted sequence.
+        workers: number of workers.
+        wait_s: how long a compilation may wait, unless it is for an accepted sequence.
+        clock: monotonic, in seconds; None: the clock of the event loop.
+        max_waiting: how many compilations may wait, not counting those for accepted sequences.
     """
 
     def __init__(

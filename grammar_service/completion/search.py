@@ -272,8 +272,9 @@ class Search:
     def _descend(self, start: Path, depth: int) -> tuple[bool, Path, list[tuple[int, Path]]]:
         """Accept `start`, then the first choice of each row.
 
-        Returns whether the descent reached a stop token, its tokens, and its decisions: (position, the choices that
-        were not taken). Where the same choices repeat, the first one leads nowhere, and the next ones are tried.
+        Returns whether the descent reached a stop token, its tokens, and its decisions: pairs of a position and the
+        choices that were not taken there. If the same choices repeat, the first one leads nowhere, so the descent takes
+        the next ones.
         """
         taken: list[int] = []
         before: list[int] = []

@@ -1,7 +1,7 @@
-"""The tokens of a vocabulary in groups, for the search for an answer's end: closing brackets, words, punctuation.
+"""The tokens of a vocabulary, grouped for the search for an answer's end: closing brackets, words, punctuation.
 
-Invariant: a token without text (special, stop, padding) is in no group, so the search never chooses it for its text.
-Made once per vocabulary.
+The groups are built once per vocabulary. Invariant: a token without text (special, stop, padding) is in no group, so
+the search never chooses it for its text.
 
 Not responsible for: the bytes of a token (see grammar/token_bytes.py), the search (see search.py).
 """

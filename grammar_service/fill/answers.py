@@ -28,10 +28,10 @@ class RecordAnswerer:
     """Answers `FillTask`s, on any number of threads. Each thread holds the slot of its task.
 
     Args:
-        channel: receives rows and answers.
+        channel: receives mask rows and answers.
         table: the worker's matchers.
-        counters: the worker's.
-        queues: their lock guards the publication of a task's answer.
+        counters: the worker's counters.
+        queues: the work queues, whose lock guards the publication of a task's answer.
         now_ns: the clock that measures fills.
     """
 

@@ -69,9 +69,9 @@ class Parts:
 
 
 def finish_reason(response: pb.GenerateResponse, calls: int) -> str:
-    """Return OpenAI's name of the reason, or vLLM's "repetition".
+    """Return OpenAI's name for the finish reason, or vLLM's "repetition".
 
-    Raises ApiError where the sequence has no complete answer to show for it.
+    Raises ApiError for an aborted sequence and for a grammar error; HTTP reports these as errors.
 
     calls: number of tool calls that the sequence has made.
     """

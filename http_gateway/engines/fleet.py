@@ -1,9 +1,10 @@
 """The engines of a gateway: which one gets a request.
 
-The rule: among the serving engines with the model, the one that has the longest beginning of the prompt, unless it
-has more load than the least loaded one by more than SPARE of its slots; then the least loaded. A call that an engine
-refuses as UNAVAILABLE before its first response goes to the next engine: nothing of it was sent yet. A name of an
-adapter is a model's name as well; the engine then gets its own model's request with that adapter.
+The rule considers the serving engines with the model. A request goes to the one that last got the longest prefix of the
+prompt. If that engine's load (sequences per slot) exceeds the lowest load by more than SPARE, the request goes to the
+least loaded engine instead. A call that an engine refuses as UNAVAILABLE before its first response goes to the next
+engine, because nothing of the answer was sent yet. A request may name an adapter as its model; the engine then gets a
+request for its own model with that adapter.
 
 Not responsible for: connections (see engine.py).
 """

@@ -1,8 +1,9 @@
-"""Bodies of requests: bounded, and read into their model.
+"""Request bodies: limited in size, and parsed into their pydantic model.
 
-Invariant: no more than `limit` bytes of a body are held, whatever its header says; a longer one is answered with 413.
+Invariant: at most `limit` bytes of a body are kept in memory, whatever its header says. A longer body is answered with
+413.
 
-Not responsible for: the fields (wire/).
+Not responsible for: the fields (see wire/).
 """
 
 from __future__ import annotations

@@ -67,11 +67,11 @@ class Fields(BaseModel):
 
 
 def problem(error: ValidationError, body: object) -> ApiError:
-    """Return the error of a body that does not validate; it names the deepest field at fault.
+    """Return the error for a body that does not validate. It names the most deeply nested field at fault.
 
     Args:
-        error: what pydantic found.
-        body: the body as parsed JSON; None: it is no JSON.
+        error: pydantic's error.
+        body: the parsed JSON; None if the body is not JSON.
     """
     found = max(error.errors(include_url=False), key=lambda entry: len(entry["loc"]))
     kind, context = found["type"], found.get("ctx", {})

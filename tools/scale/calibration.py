@@ -1,11 +1,11 @@
-"""What one real engine does, fitted: the time of an iteration by its load, drafts and tokens by the batch, and lengths.
+"""A model fitted to one real engine: an iteration's time by load, drafts and tokens by batch size, and lengths.
 
 The time is a sum of non-negative shares: a constant, and one for each sequence, each draft, each prompt token, each
-forward
-with a prompt, and each token in the KV cache. Relative errors are minimised, so that short iterations count as much
-as long
-ones. What the fit leaves over is kept as quantiles, and the simulation draws from them. Invariant: a file that `load`
-reads says which engine, which workload and how many iterations it is of.
+forward with a prompt, and each token in the KV cache. The fit minimises relative errors, so that short iterations count
+as much as long ones. The deviations from the fit are kept as quantiles, and the simulation draws from them.
+
+Invariant: a file that `load` reads says which engine and workload it describes, and how many iterations were measured.
+
 Not responsible for: measuring (see calibrate.py).
 """
 

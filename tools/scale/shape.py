@@ -51,7 +51,7 @@ class ModelShape:
         """Return the shape that a `config.json` describes.
 
         Raises:
-            UnknownShape: a key is missing, or the layers are of a kind whose memory these formulas do not know.
+            UnknownShape: a key is missing, or the formulas do not cover this kind of layer.
 
         """
         config = config.get("text_config") or config

@@ -149,9 +149,9 @@ class SimFiller:
 
 
 def meet_fault(backend: SimBackend, *, fails: bool = True) -> None:
-    """Let the fault of this row happen; `fails` False: except for a failure. Raises MatcherFailed.
+    """Apply the fault that is due for this row, if any; `fails` False: skip a failure. Raises MatcherFailed.
 
-    On an event loop, which never waits, no fault happens.
+    Nothing happens on an event loop, because it must not wait.
     """
     world = backend.world
     if world.current is None:

@@ -220,9 +220,9 @@ def ended(event: TokenEvent, request: Request, finish: FinishReason | None, erro
 
 
 def _until_repeated(sequence: RunningSequence, outcome: LaneOutcome) -> LaneOutcome:
-    """Return the outcome up to the token with which the answer repeats itself.
+    """Return the outcome, cut after the token that completes a repetition.
 
-    A guided answer goes on: the grammar process, which sees the same repetition, leads it to its end.
+    A guided answer is not cut: the grammar process sees the same repetition and steers the answer to its end.
     """
     ids = outcome.token_ids
     limit = sequence.request.sampling.repetition

@@ -66,8 +66,8 @@ class Values:
 def read_inputs(request: pb.ModelInferRequest, known: Mapping[str, Tensor]) -> dict[str, Values]:
     """Return the inputs by name.
 
-    Raises InvalidRequest for a name that is not `known`, a wrong datatype, shape or number of elements; NotSupported
-    for shared memory.
+    Raises InvalidRequest for a name that is not in `known` or is given twice, and for a wrong datatype, shape or number
+    of elements. Raises NotSupported for any parameter of a tensor, such as shared memory.
     """
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):

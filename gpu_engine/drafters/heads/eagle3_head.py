@@ -1,14 +1,15 @@
 """The EAGLE3 draft head as a module.
 
-One decoder layer over the token just drawn and the target's hidden state after it (Li et al. 2025, "EAGLE-3"): hidden
-states of three target layers are fused to one, the layer attends over pairs (hidden state of position p, token of
-position p + 1), and its own output replaces the target's hidden state from the second draft on. The head may have
-its own vocabulary, a subset of the target's: draft id d is target id d + d2t[d].
+The head is one decoder layer (Li et al. 2025, "EAGLE-3"). It fuses the hidden states of three target layers into one,
+and attends over pairs of the hidden state at position p and the token at position p + 1. From the second draft on, the
+layer's own output replaces the target's hidden state. The head may have its own vocabulary, a subset of the target's:
+draft id d is target id d + d2t[d].
 
-Invariant: names equal the names of the public checkpoints, so `state_dict` is the file. Not responsible for:
-files (see eagle3_files.py), its use as a draft net (see eagle3.py), training.
+Invariant: parameters have the names of the public checkpoints, so a file's tensors are the `state_dict`.
 
-Shapes: N rows, H hidden size of the head, Ht of the target, Vd draft vocabulary, V target vocabulary.
+Not responsible for: files (see eagle3_files.py), use as a draft net (see eagle3.py), training.
+
+Shapes: N rows, H hidden size of the head, Ht hidden size of the target, Vd draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Tools and reasoning: the model's own format of tool calls, the prompt that shows the functions, the grammar of the
-answer, and the answer in parts.
+"""Tools and reasoning: the model's own format of tool calls, the prompt that lists the functions, the grammar of the
+answer, and the division of the answer into parts.
 
-- `formats`: how a model writes tool calls and where it thinks, read from its chat template;
-- `fields`: checks of the request's messages, tools and reasoning;
-- `chat`: the conversation as the chat template's text;
-- `composition`: one grammar of reasoning, tool calls and the request's own grammar;
-- `parts`: the text of an answer as reasoning, content and tool calls.
+- `formats`: reads from the chat template how a model writes tool calls and marks its reasoning;
+- `fields`: checks the messages, tools and reasoning of a request;
+- `chat`: renders the conversation with the chat template;
+- `composition`: combines reasoning, tool calls and the request's own grammar into one grammar;
+- `parts`: divides the text of an answer into reasoning, content and tool calls.
 
 Pure: no thread, socket or clock.
 """

@@ -368,9 +368,10 @@ def squeezed(text: str) -> str:
 
 
 def match_squeezed(text: str, wanted: Sequence[str] | dict[str, tuple[str, bool]]) -> tuple[str | None, int, bool]:
-    """Compare the beginning of `text` with squeezed texts, white space outside quotation marks aside.
+    """Compare the beginning of `text` with squeezed texts, ignoring white space outside quotation marks.
 
-    Returns the one that it begins with, where it ends in `text`, and whether more text could begin with one.
+    Returns the squeezed text that `text` begins with, or None; where it ends in `text`; and whether `text` begins with
+    one, or could do so with more text.
     """
     seen = ""
     possible = list(wanted)

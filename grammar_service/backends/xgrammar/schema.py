@@ -109,9 +109,10 @@ def problems(schema: Any, path: str = "", *, strict_formats: bool = False) -> li
 
 
 def _write_exact_format(node: Schema, where: str) -> list[Unenforced]:
-    """Replace a format, which the library reads too leniently if at all, by an exact pattern.
+    """Replace a known format with an exact pattern: the library's own check is too lenient, or missing.
 
-    A pattern next to it is lost (`_strings` has reported it), and so are lengths. Return what of them is not enforced.
+    The new pattern overwrites a pattern of the node, which `_strings` has already reported. Limits of length are
+    dropped, and returned as not enforced.
     """
     types = node["type"] if isinstance(node.get("type"), list) else [node.get("type")]
     name = node.get("format")
