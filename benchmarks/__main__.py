@@ -39,6 +39,7 @@ HARNESSES = {
     "closing": ("quality", "answers that end within max_tokens, and whether they are valid"),
     "maskbench": ("quality", "masks of the backends on MaskBench's instances: time and correctness"),
     "isolation": ("faults", "latency of steady streams under hostile grammars and kills of the grammar process"),
+    "overtaking": ("faults", "wait of small grammars while other clients compile hostile ones"),
     "soak": ("faults", "memory, descriptors, slots and latency under random traffic and faults"),
     "fuzz_grammars": ("faults", "outcomes of mutated and random grammars of every kind"),
     "bench_gpu": ("gpu", "every figure that needs a GPU, in sections"),

@@ -84,12 +84,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=3, help="the sidecar's `threads` (default: 3)")
     parser.add_argument("--row-deadline-ms", type=float, default=2.0, help="the sidecar's (default: 2)")
     parser.add_argument("--alone", action="store_true", help="answer every record by itself, to compare")
-    parser.add_argument("--behind-reasoning", action="store_true", help="answers whose reasoning has just ended")
+    parser.add_argument("--after-reasoning", action="store_true", help="answers whose reasoning has just ended")
     args = parser.parse_args()
     vocabulary = _vocabulary(args.tokenizer, args.vocab, args.stop)
     grammar = Grammar(Kind.JSON_SCHEMA, json.dumps(SCHEMA), Whitespace.BOUNDED)
-    if args.behind_reasoning:
-        grammar = Grammar(Kind.COMPOSED, _behind_reasoning(SCHEMA), Whitespace.BOUNDED)
+    if args.after_reasoning:
+        grammar = Grammar(Kind.COMPOSED, _after_reasoning(SCHEMA), Whitespace.BOUNDED)
     backend = load_backend(args.backend, vocabulary)
     compiled = backend.load(grammar, backend.compile(grammar))
     thought: list[int] = []
@@ -108,7 +108,7 @@ def main() -> None:
     print(table(header, rows))
 
 
-def _behind_reasoning(schema: object) -> str:
+def _after_reasoning(schema: object) -> str:
     """Return the text of a grammar of a reasoning and JSON."""
     phase = {"begin": "<think>", "end": "</think>", "open": True, "max_tokens": None}
     return json.dumps({"format": {"type": "json_schema", "json_schema": schema}, "reasoning": phase})
