@@ -30,6 +30,7 @@ _REASONS = {
     pb.FINISH_REASON_GRAMMAR_INCOMPLETE: "length",
     pb.FINISH_REASON_REPETITION: "repetition",
 }
+CLOSED = "grammar_closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,13 @@ def finish_reason(response: pb.GenerateResponse, calls: int) -> str:
 def stop_reason(response: pb.GenerateResponse, asked: Container[int]) -> str | int | None:
     """Return the stop of the request that matched: a string, or a token's id; None for an end of sequence.
 
+    CLOSED for an answer that the server led to its end at `max_tokens`: it is complete by its grammar, and what the
+    model had no room for was left out or made up.
+
     asked: the request's stop tokens.
     """
     if response.HasField("matched_stop_str"):
         return response.matched_stop_str
-    return response.matched_token_id if response.matched_token_id in asked else None
+    if response.matched_token_id in asked:
+        return response.matched_token_id
+    return CLOSED if response.finish_reason == pb.FINISH_REASON_GRAMMAR_CLOSED else None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from http_gateway.answers.chat import ChatShape, ChatStream, ChatWhole
 from http_gateway.answers.completions import Completions, CompletionShape
-from http_gateway.answers.pieces import finish_reason
+from http_gateway.answers.pieces import finish_reason, stop_reason
 from http_gateway.answers.responses import ResponseAnswer, ResponseShape
 from http_gateway.http import stream
 from http_gateway.http.calls import chat_request
@@ -219,6 +219,14 @@ def test_a_model_that_thinks_is_asked_for_its_thoughts_apart() -> None:
 )
 def test_finish_reasons_have_openai_s_names(reason: pb.FinishReason, calls: int, said: str) -> None:
     assert finish_reason(end(0, reason), calls) == said
+
+
+def test_a_closed_answer_says_so_unless_a_stop_of_the_request_ended_it() -> None:
+    closed = end(0, pb.FINISH_REASON_GRAMMAR_CLOSED)
+    assert stop_reason(closed, ()) == "grammar_closed"
+    closed.matched_token_id = 7
+    assert (stop_reason(closed, ()), stop_reason(closed, (7,))) == ("grammar_closed", 7)
+    assert stop_reason(end(0, pb.FINISH_REASON_STOP), ()) is None
 
 
 def test_an_answer_that_failed_is_an_error() -> None:
