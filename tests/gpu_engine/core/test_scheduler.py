@@ -687,3 +687,11 @@ TestTurns.settings = settings(
     max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestTurnsThatShare.settings = settings(TestTurns.settings, max_examples=60)
+
+
+def test_the_check_of_integrity_sees_a_waiting_sequence_with_pages() -> None:
+    machine = added(scheduler(), waiting := sequence("one"))
+    machine.check_integrity()
+    assert machine.allocator.grow(waiting.pages, 10)
+    with pytest.raises(AssertionError):
+        machine.check_integrity([waiting.pages])
