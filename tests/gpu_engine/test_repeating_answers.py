@@ -95,9 +95,11 @@ def test_without_a_limit_the_same_answers_go_on(sidecars: Sidecars) -> None:
 
 @pytest.mark.slow
 def test_repeating_answers_are_the_same_after_preemption(sidecars: Sidecars) -> None:
+    long = [Case(seed, RepetitionLimit(6, 2, 4, min_tokens=60)) for seed in range(12)]  # so that pages run out
+    tight = {"max_batch_size": 12, "max_model_len": 112, "kv_cache_tokens": 112}
     compare(
         sidecars,
-        CASES,
-        config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=3, kv_cache_tokens=320, **PATIENT),
+        [*long, *CASES],
+        config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=3, **tight, **PATIENT),
         config(drafter="grammar", num_draft_tokens=7, jump_forward_tokens=15, **PATIENT),
     )

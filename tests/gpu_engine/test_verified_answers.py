@@ -61,7 +61,15 @@ FINISHED = (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED)
 DRAFTING = config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=7, overlap=True, **PATIENT)
 PREEMPTED = (
     config(drafter="grammar", num_draft_tokens=7, jump_forward_tokens=15, **PATIENT),
-    config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=3, kv_cache_tokens=320, **PATIENT),
+    config(
+        drafter="ngram",
+        num_draft_tokens=7,
+        jump_forward_tokens=3,
+        max_batch_size=12,
+        max_model_len=128,
+        kv_cache_tokens=128,
+        **PATIENT,
+    ),
 )
 
 

@@ -81,7 +81,7 @@ def test_prompts_prefilled_together_have_the_tokens_of_each_alone(
     draft_model = llama.name if drafts_by == "model" else ""
     if drafts_by == "circle eagle3":
         draft_model = str(tmp_path / "eagle3")
-        eagle.save_trained(Path(llama.name), Path(draft_model))
+        eagle.save_circle(Path(llama.name), Path(draft_model))
     num_drafts = 0 if drafts_by == "none" else 2
     settings = with_drafts(num_drafts, device="cuda", draft_model=draft_model, **SMALL, **PATIENT)
     with device_engine(llama, settings) as (engine, _):
