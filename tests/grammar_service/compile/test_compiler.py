@@ -294,6 +294,7 @@ async def test_an_accepted_caller_promotes_the_compilation_that_it_joins(
 async def test_workers_run_at_the_configured_priority(vocabulary: Vocabulary, priority: str, policy: int) -> None:
     async with compiler(vocabulary, compile_priority=priority) as made:
         assert (await made.compile(Kind.REGEX, "a+", ANY, "llguidance"))[0].compiled.warnings == ()
+        await made._pool("llguidance").ready()  # a worker takes its priority while it starts
         worker = next(iter(made._pool("llguidance")._all))
         threads = [int(name) for name in os.listdir(f"/proc/{worker._process.pid}/task")]
         assert {os.sched_getscheduler(thread) for thread in threads} == {policy}

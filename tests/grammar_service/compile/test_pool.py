@@ -173,8 +173,9 @@ async def test_a_crash_is_an_error_of_one_request(vocabulary: Vocabulary) -> Non
         with pytest.raises(InternalError, match="exit -11"):
             await workers.compile(grammar("crash"))
         assert await pid(workers) != before
-        assert not alive(before)
-        await eventually(lambda: len(workers._all) == 1)
+        await eventually(lambda: not alive(before))
+        await workers.ready()
+        assert len(workers._all) == 2, "no process is kept that has crashed"
 
 
 @pytest.mark.parametrize("text", ["forget", "starve"])
