@@ -31,7 +31,7 @@ async def send(context: grpc.aio.ServicerContext[Any, Any], message: Any) -> Non
     """Write one response of a stream. Raises CancelledError where the client left during the write.
 
     A write that waits for a slow reader when the connection breaks fails with an error of gRPC's own, before gRPC
-    cancels the call and before `context.cancelled()` says so. For the call it is the same: nobody reads any more.
+    cancels the call and before `context.cancelled()` says so. The call ends as a cancelled one does.
     """
     try:
         await context.write(message)

@@ -1,4 +1,4 @@
-"""Seams of the loop that extensions fill: who gets the next slot, and pages that another engine sends or gets.
+"""Seams of the loop that extensions fill: which sequence gets the next slot, and pages from and for other engines.
 
 Invariant: the core imports no extension. An engine without hooks is whole: its waiting queue decides, and its pages are
 its own.

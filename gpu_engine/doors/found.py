@@ -29,7 +29,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Methods:
-    """The methods of a service, by who may call them on a server with tenants. Others are for operators."""
+    """The methods of a service that tenants may call. Only operators may call its other methods."""
 
     service: str
     """Its full name."""

@@ -15,7 +15,7 @@ from collections import OrderedDict
 BLOCK_BYTES = 256
 """About four pages of 16 tokens."""
 MAX_BLOCKS = 128
-"""Longer prompts are told apart only by their first 32 KiB."""
+"""Only the first 32 KiB of a longer prompt are compared."""
 
 
 class Prefixes:

@@ -6,7 +6,7 @@ compiled meanwhile. Pages that have come stay, however the fetch ends; the engin
 Invariant: a request that waits for pages is released by the task that `start` returns, however that ends, or ends
 itself. An engine that failed is not asked for a time that doubles, so a hung one delays few requests.
 
-Not responsible for: how the pages travel (see grpc_transport.py), the pages here (see extensions/transfer/).
+Not responsible for: how the pages travel (see grpc_transport.py), the pages of this engine (see pages.py).
 """
 
 from __future__ import annotations

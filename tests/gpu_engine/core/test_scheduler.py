@@ -109,7 +109,7 @@ def test_a_starving_sequence_goes_ahead_of_any_priority_that_came_later() -> Non
     assert not low.starving, "it waits anew"
 
 
-# -- pages: who gives way ----------------------------------------------------------------------------------------------
+# -- pages: which sequence gives way -----------------------------------------------------------------------------------
 
 
 def test_a_running_sequence_has_its_slot_and_pages_until_its_end_whatever_the_priority_of_others() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.transfer_config import TransferConfig
-from gpu_engine.extensions.found import GROUP, found_extensions, wanted_extensions
+from gpu_engine.extensions.found import GROUP, Extension, found_extensions, wanted_extensions
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.server import Parts, open_server
 from tests.fakes import FakeEngine, FakeModel
@@ -91,3 +92,26 @@ async def test_a_server_calls_the_hooks_of_another_distribution_and_starts_witho
         *(("open", 0.25), ("attach", NO_HOOKS), ("add_to", False)),
         *(("warm", None), ("aclose", None)),
     ]
+
+
+async def test_an_extension_is_closed_when_a_later_one_cannot_be_opened(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    class Opened(Extension):
+        async def aclose(self) -> None:
+            closed.append("first")
+            raise OSError("the disk is full")
+
+    def fail(*_: object) -> Extension:
+        raise ServerError("second: cannot be opened")
+
+    def module(open: Any) -> Any:
+        return SimpleNamespace(SETTING="", is_wanted=lambda *_: True, settings=lambda _, server: server, open=open)
+
+    modules = [module(lambda *_: Opened()), module(fail)]
+    parts = Parts(lambda config, progress: FakeModel(), lambda *_: None, extensions=modules)  # type: ignore[arg-type,return-value]
+    with pytest.raises(OSError, match="disk") as raised:
+        async with open_server(EngineConfig(), ServerConfig(listen=f"unix:{tmp_path}/s", grammar="none"), parts=parts):
+            pytest.fail("it must not start")
+    assert closed == ["first"]
+    assert "second: cannot be opened" in str(raised.value.__context__)

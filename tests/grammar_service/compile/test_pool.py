@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from grammar_service.compile.pool import CompilePool, StartWorker
+from grammar_service.compile.pool import LARGE_BYTES, CompilePool, StartWorker
 from grammar_service.compile.process import CompileProcess
 from grammar_service.config import CompileLimits
 from grammar_service.errors import GrammarServiceError, InternalError, InvalidGrammar, LimitExceeded, NotSupported
@@ -230,6 +230,21 @@ async def test_slow_grammars_let_quick_ones_pass_and_end_all_the_same(vocabulary
         await eventually(lambda: workers.stats()["workers"] <= 2)
         stats = workers.stats()
         assert (stats["killed"], stats["crashed"], stats["waiting"]) == (0, 0, 0)
+
+
+async def test_a_small_grammar_overtakes_a_large_one_of_the_same_moment(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        await workers.ready()
+        ended: list[str] = []
+
+        async def compile(name: str, text: str) -> None:
+            await workers.compile(grammar(text))
+            ended.append(name)
+
+        large = "x" * (LARGE_BYTES + 1)
+        calls = (("first", "pause"), ("large", large), ("small", "y"))
+        await asyncio.gather(*(compile(name, text) for name, text in calls))
+        assert ended == ["first", "small", "large"]
 
 
 async def test_the_time_until_a_place_is_free_is_no_compile_time(vocabulary: Vocabulary) -> None:

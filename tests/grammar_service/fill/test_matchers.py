@@ -154,7 +154,7 @@ def test_records_of_other_owners_get_no_mask_and_change_nothing() -> None:
     assert table.ask(0, [1], [2], gen=6).kinds == [RowKind.DEFER] * 2, "of one that is not bound yet"
     assert table.ask(0, [1], [2], slot=3).kinds == [RowKind.DEFER] * 2
     assert table.slot.tokens == []
-    # A late release or bind of an older owner reaches nobody.
+    # A late release or bind of an older owner changes nothing.
     table.table.release(0, 4)
     table.table.bind(0, SlotMatcher.bind(4, table.fresh, []))
     assert table.slot.slot_gen == 5

@@ -1,4 +1,4 @@
-"""Slots between tenants: who is next, how much each gets, and what still holds of priorities and waits."""
+"""Slots between tenants: which sequence is next, how much each tenant gets, which priorities and waits hold."""
 
 from __future__ import annotations
 
