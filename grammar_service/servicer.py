@@ -120,6 +120,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             # Quick ones and slow ones have as many places each; what one queue cannot take is refused here.
             max_compilations=2 * (self._config.workers + self._config.compile_queue),
             attempt_limit_s=attempt_limit_s(self._config),
+            compile_timeout_s=self._config.compile_timeout_s,
         )
 
     async def _replace(self, vocabulary: Vocabulary) -> None:

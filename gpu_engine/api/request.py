@@ -108,6 +108,13 @@ class GrammarSpec:
     """None: the server has no tenants."""
     bounds: tuple[tuple[str, int], ...] = ()
     """(field of the message, value) of each bound of JSON values that the request sets, in the order of the message."""
+    client: str = field(compare=False, repr=False, default="")
+    """The client whose turn its compilation takes on a server without tenants; "" for an unknown one."""
+
+    @property
+    def turn_of(self) -> tuple[str, float]:
+        """Whose turn among the compilations it takes, and with what weight."""
+        return (self.client, 1.0) if self.owner is None else (self.owner.tenant, self.owner.weight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,9 @@ class ServerSettings(LogSettings, ProbeSettings, PortSettings):
     """Size limit of the grammars that have an id from Compile, in bytes of text; the least recently used is forgotten
     first."""
     grammar_wait_s: float = 30.0
-    """Longest wait of a guided request for a grammar process that starts or was lost, in seconds; then UNAVAILABLE."""
+    """Longest wait of a guided request for a grammar process that starts or was lost, in seconds; then UNAVAILABLE. A
+    grammar that is not ready this time and compile_timeout_s after its admission is RESOURCE_EXHAUSTED, whatever it
+    waited for."""
     grammar_memory_mb: int = 4096
     """Private memory of a spawned grammar process, in MiB, above which it is killed and restarted. 0: no limit."""
     max_n: int = 16

@@ -16,7 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,7 @@ from gpu_engine.front.caller import Accounts, Caller, CallerAccount, TenantView,
 from gpu_engine.front.mailbox import Inbox, Mailbox
 from gpu_engine.front.pacing import StreamPacer
 from gpu_engine.front.prompt import build_requests, is_large
-from gpu_engine.front.suffix_scopes import SuffixScopes, client_identity
+from gpu_engine.front.suffix_scopes import SuffixScopes, client_identity, client_key
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.tokens.field_logprobs import FieldScorer
 from gpu_engine.front.tools.composition import planned
@@ -281,7 +281,8 @@ class Calls:
             if visible.account is not None:
                 _enter(visible.account, call, valid)
             if grammar:
-                self._start_compile(valid.request_id, grammar, call.inbox)
+                client = client_key(caller.identity, valid.params.scheduling.client_id)
+                self._start_compile(valid.request_id, replace(grammar, client=client), call.inbox)
             scope = self._scopes.of(asked.params, caller.identity)
             requests = await self._build(valid, call.inbox, arrived_s, scope)
             if call.account is not None:

@@ -48,6 +48,15 @@ def client_identity(
     return b"certificate\0" + b"\0".join(names) if names else b""
 
 
+def client_key(identity: bytes, client_id: str) -> str:
+    """Return a short name of a client: its `client_identity` if that is known, else the request's `client_id`.
+
+    "" without either.
+    """
+    value = identity or client_id.encode()
+    return _digest(value).hex() if value else ""
+
+
 def _digest(value: bytes) -> bytes:
     return hashlib.blake2b(value, digest_size=16).digest()
 

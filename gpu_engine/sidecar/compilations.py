@@ -5,8 +5,13 @@ service_runtime/single_flight.py). When the last request that waits for a flight
 grammar process stops. Results are not kept here: the grammar process has the cache, and must see which grammars are in
 use. When a grammar process dies during a compilation, the next one is asked again.
 
-The grammar process has its own limits on the wait for a worker and on a compilation, and names the one that was
-reached. The deadline of the RPC is longer than all of them together: when it passes, the process gives no answer.
+A grammar has one limit for its whole way, from its admission here to the result: `grammar_wait_s`, and
+`compile_timeout_s` for each library that is tried. Whatever takes the time counts: a turn of the tenant, the queue and
+the start of a worker, checks, the proof, a second attempt, the load of the result. At the limit the RPC is cancelled,
+and the grammar process kills the worker. The time begins again with each new grammar process; the wait for one has its
+own limit. A sequence that holds a slot is not ended by this limit. The grammar process also has limits on the wait
+for a worker and on a compilation, and names the one that was reached. The deadline of the RPC is longer than all of
+them together: when it passes, the process gives no answer.
 
 Not responsible for: which compilations are sent (see compile_admission.py), slots and matchers (see client.py), the
 connection (see link.py).
@@ -83,7 +88,7 @@ class GrammarCompiler:
 
     def __init__(self, config: ServerConfig, link: GrammarLink, tasks: OwnedTasks, admission: CompileAdmission) -> None:
         self._wait_s = config.grammar_wait_s
-        self._attempt_s = config.compile_timeout_s
+        self._compile_s = config.compile_timeout_s
         self._link = link
         self._tickets: dict[str, _Ticket] = {}
         self._flights: SingleFlight[_Key, Compiled] = SingleFlight(spawn=tasks.spawn)
@@ -150,69 +155,95 @@ class GrammarCompiler:
         key = _Key(spec, accepted=True)
         if self._flights.get(key) is None:
             key = _Key(spec, accepted)
-        if self._flights.get(key) is not None:
-            return self._flights.join(key, lambda: self._compile(spec, accepted))
+        if (running := self._flights.get(key)) is not None:
+            self._flights.retain(running)
+            return running, True
         place = self._admission.admit(spec, self._link, accepted=accepted)
-        flight, joined = self._flights.join(key, lambda: self._compile_in(place, spec, accepted))
+        flight, joined = self._flights.join(key, lambda: self._compile_in(place, spec, accepted=accepted))
         flight.task.add_done_callback(lambda _: place.give_back())
         return flight, joined
 
-    async def _compile_in(self, place: Place, spec: GrammarSpec, accepted: bool) -> Compiled:
-        async with place.turn():
-            return await self._compile(spec, accepted)
+    async def _compile_in(self, place: Place, spec: GrammarSpec, *, accepted: bool) -> Compiled:
+        message, attached = _message(spec, accepted=accepted), self._link.attached
+        limit = asyncio.timeout(None if accepted else self._limit_s(spec))
+        try:
+            async with limit, place.turn():
+                while True:
+                    await self._link.ready(self._wait_s)
+                    if attached != self._link.attached and not accepted:
+                        limit.reschedule(asyncio.get_running_loop().time() + self._limit_s(spec))
+                    attached = self._link.attached
+                    if compiled := await self._compile(message, spec):
+                        return compiled
+        except TimeoutError:
+            compile_s = self._limit_s(spec) - self._wait_s
+            raise LimitExceeded(
+                f"grammar: compile_timeout_s: the grammar was not ready within {self._limit_s(spec):g} s of its "
+                f"admission: {self._wait_s:g} s to wait (grammar_wait_s) and {compile_s:g} s to compile; try again"
+            ) from None
+        finally:
+            del limit  # has this task, which has the error: a cycle without this line
 
-    async def _compile(self, spec: GrammarSpec, accepted: bool) -> Compiled:
-        message = gpb.CompileRequest(
-            kind=cast("gpb.Kind", spec.kind.value),
-            source=spec.source,
-            whitespace=cast("gpb.Whitespace", spec.whitespace),
-            backend=cast("gpb.Backend", spec.backend),
-            allow_unenforced=spec.allow_unenforced,
-            verify=spec.verify,
-            accepted=accepted,
-            **dict(spec.bounds),  # type: ignore[arg-type]
+    async def _compile(self, message: gpb.CompileRequest, spec: GrammarSpec) -> Compiled | None:
+        """Compile with the process that is attached; None: it was lost meanwhile."""
+        attached, timeout_s = self._link.attached, self._timeout_s(spec)
+        try:
+            response = await self._link.stub.Compile(message, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise grammar_error(error, "Compile", timeout_s) from error
+            # The RPC breaks a moment before or after the segment socket: a retry needs another connection.
+            await self._link.attached_after(attached, self._wait_s)
+            return None
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            return None  # no waiter has left: the channel to the last grammar process was closed during the call
+        self._admission.queue.compiled(spec, attached)
+        return Compiled(
+            grammar_id=response.grammar_id,
+            backend=int(response.backend),
+            cache_hit=response.cache_hit,
+            compile_ms=response.compile_ms,
+            warnings=tuple(response.warnings),
+            memory_bytes=response.memory_bytes,
+            min_tokens=response.min_tokens,
+            known_answer_tokens=response.known_answer_tokens,
+            verified=response.verified,
+            attached=attached,
+            ready_s=time.monotonic(),
         )
-        if spec.owner is not None:
-            message.owner, message.owner_bytes = spec.owner.space, spec.owner.max_bytes
-            message.tenant, message.tenant_weight = spec.owner.tenant, spec.owner.weight
-        while True:
-            await self._link.ready(self._wait_s)
-            attached = self._link.attached
-            timeout_s = self._timeout_s(spec)
-            try:
-                response = await self._link.stub.Compile(message, timeout=timeout_s)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise grammar_error(error, "Compile", timeout_s) from error
-                # The RPC breaks a moment before or after the segment socket: a retry needs another connection.
-                await self._link.attached_after(attached, self._wait_s)
-                continue
-            except asyncio.CancelledError:
-                if (task := asyncio.current_task()) is None or task.cancelling():
-                    raise
-                continue  # no waiter has left: the channel to the last grammar process was closed during the call
-            self._admission.queue.compiled(spec, attached)
-            return Compiled(
-                grammar_id=response.grammar_id,
-                backend=int(response.backend),
-                cache_hit=response.cache_hit,
-                compile_ms=response.compile_ms,
-                warnings=tuple(response.warnings),
-                memory_bytes=response.memory_bytes,
-                min_tokens=response.min_tokens,
-                known_answer_tokens=response.known_answer_tokens,
-                verified=response.verified,
-                attached=attached,
-                ready_s=time.monotonic(),
-            )
+
+    def _limit_s(self, spec: GrammarSpec) -> float:
+        """Return the limit of a grammar's whole way."""
+        libraries = max(1, len(self._link.backends)) if spec.backend == gpb.BACKEND_AUTO else 1
+        return self._wait_s + libraries * (self._link.compile_timeout_s or self._compile_s)
 
     def _timeout_s(self, spec: GrammarSpec) -> float:
         """Return the deadline of a Compile: what the limits of the attached process allow, and a margin."""
         attempts = AUTO_ATTEMPTS * len(self._link.backends) if spec.backend == gpb.BACKEND_AUTO else 1
-        return attempts * (self._link.attempt_limit_s or self._attempt_s) + COMPILE_MARGIN_S
+        return attempts * (self._link.attempt_limit_s or self._compile_s) + COMPILE_MARGIN_S
 
     def __repr__(self) -> str:
         return f"<GrammarCompiler tickets={len(self._tickets)} {self._flights!r} {self._admission!r}>"
+
+
+def _message(spec: GrammarSpec, *, accepted: bool) -> gpb.CompileRequest:
+    message = gpb.CompileRequest(
+        kind=cast("gpb.Kind", spec.kind.value),
+        source=spec.source,
+        whitespace=cast("gpb.Whitespace", spec.whitespace),
+        backend=cast("gpb.Backend", spec.backend),
+        allow_unenforced=spec.allow_unenforced,
+        verify=spec.verify,
+        accepted=accepted,
+        **dict(spec.bounds),  # type: ignore[arg-type]
+    )
+    if spec.owner is not None:
+        message.owner, message.owner_bytes = spec.owner.space, spec.owner.max_bytes
+    if spec.owner is not None or spec.client:
+        message.tenant, message.tenant_weight = spec.turn_of
+    return message
 
 
 def grammar_error(error: grpc.aio.AioRpcError, call: str, timeout_s: float) -> LockstepError:

@@ -47,7 +47,7 @@ class QueuePlaces:
     refused: int = 0
     """Compilations that were not sent."""
     _running: dict[int, dict[str, _Places]] = field(default_factory=dict)
-    """Backend -> tenant, "" for none -> its compilations."""
+    """Backend -> tenant, or client of a server without tenants, "" for none -> its compilations."""
     _known: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _attached: int = 0
     """The number of the grammar process that has the known grammars."""
@@ -63,7 +63,7 @@ class QueuePlaces:
             self._known.move_to_end(hash(spec))
             return False
         all_places = self._running.setdefault(spec.backend, {})
-        tenant, weight = ("", 1.0) if spec.owner is None else (spec.owner.tenant, spec.owner.weight)
+        tenant, weight = spec.turn_of
         mine = all_places.get(tenant) or _Places(weight)
         mine.weight = weight
         full = 0 < limit <= sum(places.taken for places in all_places.values())
@@ -80,7 +80,7 @@ class QueuePlaces:
 
     def leave(self, spec: GrammarSpec) -> None:
         """Give back the place of a compilation that has ended."""
-        all_places, tenant = self._running[spec.backend], "" if spec.owner is None else spec.owner.tenant
+        all_places, (tenant, _) = self._running[spec.backend], spec.turn_of
         all_places[tenant].taken -= 1
         if not all_places[tenant].taken:
             del all_places[tenant]

@@ -191,6 +191,8 @@ class GrammarLink:
         """Compilations that one backend of the last attached process takes at once; 0: the process gave no limit."""
         self.attempt_limit_s = 0.0
         """Longest time of one attempt to compile by the limits of the last attached process; 0: it stated none."""
+        self.compile_timeout_s = 0.0
+        """Time limit of one compilation in the last attached process; 0: it stated none."""
         self.start_patience_s = START_PATIENCE_S
         self.retire_s = RETIRE_S
         self.attached = 0
@@ -354,6 +356,7 @@ class GrammarLink:
         self.backends = tuple(int(backend) for backend in response.backends)
         self.max_compilations = response.max_compilations
         self.attempt_limit_s = response.attempt_limit_s
+        self.compile_timeout_s = response.compile_timeout_s
         names = ", ".join(gpb.Backend.Name(backend) for backend in response.backends)
         log.info("grammar process %d is configured: %s", response.pid, names)
 

@@ -148,7 +148,7 @@ def test_a_guided_answer_from_configure_to_release(sidecar: Sidecar) -> None:
     assert configured.versions[0]
     assert configured.pid == sidecar.process.pid
     assert configured.max_compilations == 2 * (1 + 256)
-    assert configured.attempt_limit_s == 2 * 120 + 120 + 5
+    assert (configured.attempt_limit_s, configured.compile_timeout_s) == (2 * 120 + 120 + 5, 5)
     grammar = sidecar.compile()
     assert (grammar.backend, grammar.cache_hit) == (pb.BACKEND_LLGUIDANCE, False)
     assert sidecar.compile(SCHEMA.replace(":", ": ")).cache_hit

@@ -16,6 +16,7 @@ from gpu_engine.front.suffix_scopes import (
     MAX_SEEDED_SCOPES,
     SuffixScopes,
     client_identity,
+    client_key,
     literals,
 )
 from gpu_engine.front.validation import check
@@ -92,6 +93,9 @@ def test_a_token_identifies_a_client_only_if_the_server_checks_tokens() -> None:
     assert client_identity(sent, None, checks_tokens=False) == b""
     assert client_identity(sent, [b"alice"], checks_tokens=False) == b"certificate\0alice"
     assert client_identity([], [], checks_tokens=False) == b""
+    names = [client_key(identity, claimed) for identity in (b"alice", b"bob", b"") for claimed in ("", "x", "y")]
+    assert names[:3] == names[:1] * 3, "a known client is not another one by what it says"
+    assert (len(set(names)), names[6]) == (5, "")
 
 
 def test_seeds_are_the_tokens_of_what_a_schema_spells_out() -> None:

@@ -67,6 +67,7 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self.hold_bind.set()
         self.max_compilations = 0
         self.attempt_limit_s = 0.0
+        self.compile_timeout_s = 0.0
         self.compile_deadlines_s: list[float | None] = []
         self.turns: list[tuple[str, str, float]] = []
         """Owner, tenant and its weight of each Compile."""
@@ -104,7 +105,11 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self.configured.append(request)
         if self.refuse_configure:
             raise ModuleNotFoundError(self.refuse_configure)
-        limits = {"max_compilations": self.max_compilations, "attempt_limit_s": self.attempt_limit_s}
+        limits = {
+            "max_compilations": self.max_compilations,
+            "attempt_limit_s": self.attempt_limit_s,
+            "compile_timeout_s": self.compile_timeout_s,
+        }
         return gpb.ConfigureResponse(backends=[gpb.BACKEND_LLGUIDANCE], versions=["1"], pid=1, **limits)
 
     async def Compile(self, request: gpb.CompileRequest, context: Any) -> Any:
@@ -215,10 +220,12 @@ async def connected(
     silence_s: float = 20.0,
     max_compilations: int = 0,
     attempt_limit_s: float = 0.0,
+    compile_timeout_s: float = 0.0,
     was_attached: bool = False,
 ) -> AsyncIterator[Setup]:
     process = FakeGrammarProcess(tmp_path)
     process.max_compilations, process.attempt_limit_s = max_compilations, attempt_limit_s
+    process.compile_timeout_s = compile_timeout_s
     await process.start()
     channel, engine, stuck = FakeChannel(), FakeEngine(), list[str]()
     config = ServerConfig(grammar="connect", grammar_dir=str(tmp_path), grammar_wait_s=wait_s)
@@ -278,8 +285,9 @@ async def test_the_process_is_configured_and_compiles_in_turns_and_within_the_ti
         await s.client.compile(
             replace(spec("b"), backend=gpb.BACKEND_AUTO, owner=GrammarOwner("", "acme", 1, 1, 0, 2.5))
         )
-        assert s.process.turns == [("", "", 0.0), ("", "acme", 2.5)]
-        one, auto = (deadline_s or 0.0 for deadline_s in s.process.compile_deadlines_s)
+        await s.client.compile(replace(spec("c"), client="one of the clients"))
+        assert s.process.turns == [("", "", 0.0), ("", "acme", 2.5), ("", "one of the clients", 1.0)]
+        one, auto, _ = (deadline_s or 0.0 for deadline_s in s.process.compile_deadlines_s)
         assert 1000 < one < 1100
         assert 2000 < auto < 2200, "two attempts with the one backend"
 
@@ -358,6 +366,29 @@ async def test_what_the_process_would_refuse_is_not_sent(tmp_path: Path) -> None
         await s.called("compile", 5)
         s.process.hold_compile.set()
         assert (await had).grammar_id == "id:had"
+
+
+async def test_whatever_a_grammar_waits_for_counts_toward_one_limit_which_ends_no_running_sequence(
+    tmp_path: Path,
+) -> None:
+    ours = GrammarOwner("", "acme", max_compilations=1, max_waiting=1, max_bytes=0)
+    async with connected(tmp_path, wait_s=0.2, compile_timeout_s=0.1) as s:
+        s.process.hold_compile.clear()
+        s.open(0, source="running")
+        auto = replace(spec("auto"), backend=gpb.BACKEND_AUTO)
+        waiting = [replace(spec(name), owner=ours) for name in ("its turn", "waits for its turn")]
+        results = await asyncio.gather(*map(s.client.compile, (auto, *waiting)), return_exceptions=True)
+        assert [type(result) for result in results] == [LimitExceeded] * 3
+        assert {str(result).partition(" of its")[0] for result in results} == {
+            "grammar: compile_timeout_s: the grammar was not ready within 0.3 s"
+        }
+        assert "0.2 s to wait (grammar_wait_s) and 0.1 s to compile" in str(results[0])
+        assert s.process.accepted.keys() == {"running", "auto", "its turn"}
+        await s.called("compile cancelled", 2)
+        s.process.hold_compile.set()
+        await s.opened()
+        assert s.engine.failed == []
+        assert (await s.client.compile(waiting[1])).grammar_id == "id:waits for its turn"
 
 
 async def test_a_process_guides_from_its_word_that_it_has_a_matcher_until_the_last_is_closed(tmp_path: Path) -> None:
