@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grammar_service.backends.registry import NAMES
-from grammar_service.grammar.value import BOUNDS, MAX_JSON_DEPTH, Reading
+from grammar_service.grammar.value import BOUNDS, MAX_JSON_DEPTH, Reading, Whitespace
 from service_runtime.cores import usable_cores
 from service_runtime.settings import Merged, Sources, add_flags
 from service_runtime.shared_settings import LogSettings, ProbeSettings, is_host_port, require
@@ -24,6 +24,9 @@ MAX_RULE_DEPTH = 1024
 
 CACHE_BYTES = 256 << 20
 """Default size of the cache; also the bound of the grammars that are held for their matchers without a cache."""
+
+WHITESPACE = {value.name.lower(): value for value in Whitespace}
+"""The values of the setting whitespace."""
 
 QUEUE_S = 120.0
 """Longest wait of a compilation for a worker; then it is refused. The wait does not count toward its time limit, and a
@@ -120,6 +123,12 @@ class GrammarConfig(LogSettings, ProbeSettings):
     """Longest chain of rules or $ref that refer to each other, in steps."""
     max_artifact_bytes: int = 64 << 20
     """Largest serialised compiled grammar that a worker may return, in bytes."""
+    whitespace: str = "spaced"
+    """White space between JSON tokens for requests that choose none: "spaced" (one space after each comma and colon, as
+    Python's json.dumps writes), "compact" (none), "bounded" (at most 8 characters in a row) or "any"."""
+    closed_objects: bool = False
+    """Whether an object that has `properties` and says nothing about others has none, for requests that do not say.
+    False: as JSON Schema says, it may have any. The parameters of tools are closed in either case."""
     strict_formats: bool = False
     """Refuse schemas with a `format` that is not known. False: as JSON Schema says, it is an annotation without effect,
     and the response has a warning."""
@@ -158,6 +167,8 @@ class GrammarConfig(LogSettings, ProbeSettings):
         require(1 <= self.max_grammar_depth <= MAX_JSON_DEPTH, "max_grammar_depth", f"must be in [1, {MAX_JSON_DEPTH}]")
         require(1 <= self.max_rule_depth <= MAX_RULE_DEPTH, "max_rule_depth", f"must be in [1, {MAX_RULE_DEPTH}]")
         require(1 << 16 <= self.max_artifact_bytes <= 1 << 30, "max_artifact_bytes", "must be in [65536, 1073741824]")
+        policies = ", ".join(WHITESPACE)
+        require(self.whitespace in WHITESPACE, "whitespace", f"{self.whitespace!r} is not one of {policies}")
         _bounds(self.json_bounds)
         require(self.cache_dir_bytes >= 1 << 20, "cache_dir_bytes", "must be at least 1048576")
         require(self.cache_bytes == 0 or self.cache_bytes >= 1 << 20, "cache_bytes", "must be 0 or at least 1048576")
@@ -184,6 +195,11 @@ class GrammarConfig(LogSettings, ProbeSettings):
             max_chain=self.max_rule_depth,
             max_artifact_bytes=self.max_artifact_bytes,
         )
+
+    @property
+    def default_whitespace(self) -> Whitespace:
+        """`whitespace`."""
+        return WHITESPACE[self.whitespace]
 
     @property
     def reading(self) -> Reading:

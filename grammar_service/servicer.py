@@ -149,7 +149,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             share = _share(request)
             if request.whitespace not in pb.Whitespace.values():
                 raise InvalidField("whitespace", f"{request.whitespace} is unknown")
-            whitespace = Whitespace(request.whitespace or Whitespace.BOUNDED)
+            whitespace = Whitespace(request.whitespace or self._config.default_whitespace)
             backend = self._config.backend
             if request.backend:
                 backend = _BACKEND_NAMES.get(request.backend, "")
@@ -166,6 +166,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                     allow_unenforced=request.allow_unenforced,
                     verify=request.verify,
                     bounds={name: getattr(request, name) for name in BOUNDS if request.HasField(name)},
+                    closed_objects=request.closed_objects if request.HasField("closed_objects") else None,
                     accepted=request.accepted,
                     owner=Owner(request.owner, request.owner_bytes),
                     share=share,

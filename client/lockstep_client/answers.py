@@ -248,7 +248,20 @@ class Answer(Generic[T]):
 
     @property
     def parsed(self) -> T:
-        """The answer as a value of the schema, or of JSON. Raises NotParsed, which says why there is none."""
+        """The answer as a value of the schema, or of JSON. Raises NotParsed, which says why there is none.
+
+        An answer that the server led to its end at `max_tokens` has none: values that the model had no room for are
+        left out or made up. `parse(closed=True)` returns it all the same.
+        """
+        return self.parse()
+
+    def parse(self, *, closed: bool = False) -> T:
+        """Return what `parsed` has; `closed`: also of an answer that ended with GRAMMAR_CLOSED. Raises NotParsed."""
+        if self.finish_reason is FinishReason.GRAMMAR_CLOSED and not closed and self._parse is not None:
+            raise NotParsed(
+                "the answer reached max_tokens, and the server closed it: values may be missing or made up; raise "
+                "max_tokens, or take them with parse(closed=True)"
+            )
         if not self._value:
             self._value.append(self._parsed())
         return self._value[0]

@@ -15,11 +15,16 @@ from typing import Any, Literal
 from lockstep_client.schemas import schema_of
 from lockstep_client.wire import engine_pb2 as pb
 
-Whitespace = Literal["compact", "bounded", "any"]
+Whitespace = Literal["spaced", "compact", "bounded", "any"]
 Backend = Literal["xgrammar", "llguidance", "auto"]
 Unenforced = Literal["refuse", "warn", "verify"]
 
-_WHITESPACE = {"compact": pb.WHITESPACE_COMPACT, "bounded": pb.WHITESPACE_BOUNDED, "any": pb.WHITESPACE_ANY}
+_WHITESPACE = {
+    "spaced": pb.WHITESPACE_SPACED,
+    "compact": pb.WHITESPACE_COMPACT,
+    "bounded": pb.WHITESPACE_BOUNDED,
+    "any": pb.WHITESPACE_ANY,
+}
 _UNENFORCED = {"refuse": pb.UNENFORCED_REFUSE, "warn": pb.UNENFORCED_WARN, "verify": pb.UNENFORCED_VERIFY}
 _BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE, "auto": pb.BACKEND_AUTO}
 _NUMBERS = (
@@ -45,6 +50,7 @@ class Grammar:
     max_whitespace: int | None = None
     max_backtracks: int | None = None
     hold_tokens: int | None = None
+    closed_objects: bool | None = None
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -53,9 +59,12 @@ class Grammar:
 
     @classmethod
     def schema(cls, source: object) -> Grammar:
-        """JSON of a schema: a type, a pydantic model, a mapping that is a JSON Schema, or its text (see schemas.py)."""
+        """JSON of a schema: a type, a pydantic model, a mapping that is a JSON Schema, or its text (see schemas.py).
+
+        The objects of a type or a model have no members that it does not list, unless it says so.
+        """
         schema = schema_of(source)
-        return cls("json_schema", schema.text, schema.parse)
+        return cls("json_schema", schema.text, schema.parse, closed_objects=True if schema.closed else None)
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -95,11 +104,13 @@ class Grammar:
         max_whitespace: int | None = None,
         max_backtracks: int | None = None,
         hold_tokens: int | None = None,
+        closed_objects: bool | None = None,
     ) -> Grammar:
         """Return the grammar with options; what is not given stays at the server's default.
 
         Args:
-            whitespace: white space between JSON tokens: none, at most 8 characters in a row, or any.
+            whitespace: white space between JSON tokens: one space after each comma and colon, none, at most 8
+                characters in a row, or any.
             backend: the grammar library; "auto" is the first one that enforces the whole grammar.
             allow_unenforced: accept a grammar with parts that no library enforces; they become warnings of the answer.
             unenforced: what happens to such parts: "refuse" the request, "warn" as `allow_unenforced` does, or "verify"
@@ -110,6 +121,8 @@ class Grammar:
             max_whitespace: most white space characters in a row in JSON; 0: no bound but that of `whitespace`.
             max_backtracks: how often a verified answer without a legal token may go back over tokens that are held.
             hold_tokens: the last tokens of a verified answer that are held back; 0: it never goes back.
+            closed_objects: whether objects with `properties` that say nothing about other members have none. Not given:
+                True for a type or a model.
 
         Raises ValueError for a word that is none of these.
 
@@ -134,11 +147,12 @@ class Grammar:
             max_whitespace=max_whitespace,
             max_backtracks=max_backtracks,
             hold_tokens=hold_tokens,
+            closed_objects=self.closed_objects if closed_objects is None else closed_objects,
         )
 
     def message(self) -> pb.Grammar:
         """Return the message for the server."""
-        message = pb.Grammar(allow_unenforced=self.allow_unenforced)
+        message = pb.Grammar(allow_unenforced=self.allow_unenforced, closed_objects=self.closed_objects)
         if self.whitespace is not None:
             message.whitespace = _WHITESPACE[self.whitespace]
         if self.backend is not None:

@@ -101,6 +101,8 @@ class Schema:
     """The schema, as JSON text."""
     parse: Callable[[str], Any]
     """Returns the value of a JSON text. Raises ValueError."""
+    closed: bool = False
+    """It was made from a type, whose objects have no other members unless the type says so."""
 
 
 def schema_of(source: object) -> Schema:
@@ -118,11 +120,11 @@ def schema_of(source: object) -> Schema:
         return Schema(json.dumps(source), json.loads)
     for describe, validate in (("model_json_schema", "model_validate_json"), ("json_schema", "validate_json")):
         if callable(getattr(source, describe, None)) and callable(getattr(source, validate, None)):
-            return Schema(json.dumps(getattr(source, describe)()), getattr(source, validate))
+            return Schema(json.dumps(getattr(source, describe)()), getattr(source, validate), closed=True)
     if inspect.isclass(source) and issubclass(source, dict | list | set) and not is_typeddict(source):
         raise TypeError(f"schema: {source.__name__} does not say what is in it; write {source.__name__}[...]")
     document = _Converter().document(source)
-    return Schema(json.dumps(document), lambda text: value_of(json.loads(text), source, "answer"))
+    return Schema(json.dumps(document), lambda text: value_of(json.loads(text), source, "answer"), closed=True)
 
 
 def parameters_of(function: Callable[..., Any]) -> Json:

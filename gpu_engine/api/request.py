@@ -108,6 +108,8 @@ class GrammarSpec:
     """None: the server has no tenants."""
     bounds: tuple[tuple[str, int], ...] = ()
     """(field of the message, value) of each bound of JSON values that the request sets, in the order of the message."""
+    closed_objects: bool | None = None
+    """Objects with `properties` that say nothing about other properties have no others; None: the default."""
     client: str = field(compare=False, repr=False, default="")
     """The client whose turn its compilation takes on a server without tenants; "" for an unknown one."""
 

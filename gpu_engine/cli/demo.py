@@ -111,7 +111,7 @@ async def _ask(
     request = pb.GenerateRequest(
         messages=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=PROMPT)]),
         sampling=pb.SamplingParams(temperature=0.0, max_tokens=256),
-        grammar=pb.Grammar(json_schema=json.dumps(SCHEMA), whitespace=pb.WHITESPACE_BOUNDED),
+        grammar=pb.Grammar(json_schema=json.dumps(SCHEMA)),
     )
     if num_draft_tokens is not None:
         request.speculation.num_draft_tokens = num_draft_tokens

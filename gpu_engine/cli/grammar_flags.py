@@ -13,7 +13,12 @@ from typing import Any
 from gpu_engine.cli.inputs import read_text, text, text_or_file
 from lockstep_client.wire import engine_pb2 as pb
 
-_WHITESPACE = {"compact": pb.WHITESPACE_COMPACT, "bounded": pb.WHITESPACE_BOUNDED, "any": pb.WHITESPACE_ANY}
+_WHITESPACE = {
+    "spaced": pb.WHITESPACE_SPACED,
+    "compact": pb.WHITESPACE_COMPACT,
+    "bounded": pb.WHITESPACE_BOUNDED,
+    "any": pb.WHITESPACE_ANY,
+}
 _BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE, "auto": pb.BACKEND_AUTO}
 _UNENFORCED = {"refuse": pb.UNENFORCED_REFUSE, "warn": pb.UNENFORCED_WARN, "verify": pb.UNENFORCED_VERIFY}
 _JSON_KINDS = {"schema": "json_schema", "structural_tag": "structural_tag"}
@@ -58,7 +63,15 @@ def add_grammar_flags(
         metavar="FILE",
         help="free text with guided regions, described by the JSON in this file, or in the flag: '{...}'",
     )
-    grammar.add_argument("--whitespace", choices=sorted(_WHITESPACE), help="white space in JSON (default: bounded)")
+    grammar.add_argument(
+        "--whitespace", choices=sorted(_WHITESPACE), help="white space in JSON (default: the server's)"
+    )
+    grammar.add_argument(
+        "--closed-objects",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="whether objects that list their properties have no others (default: the server's)",
+    )
     grammar.add_argument(
         "--backend",
         choices=sorted(_BACKENDS),
@@ -86,6 +99,8 @@ def build_grammar(flags: argparse.Namespace) -> pb.Grammar | None:
     options: dict[str, Any] = {}
     if flags.whitespace:
         options["whitespace"] = _WHITESPACE[flags.whitespace]
+    if flags.closed_objects is not None:
+        options["closed_objects"] = flags.closed_objects
     if flags.backend:
         options["backend"] = _BACKENDS[flags.backend]
     if flags.allow_unenforced:

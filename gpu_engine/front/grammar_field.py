@@ -59,6 +59,7 @@ def check_grammar(
         allow_unenforced=unenforced == pb.UNENFORCED_WARN,
         verify=unenforced == pb.UNENFORCED_VERIFY,
         bounds=_bounds(grammar, of_json=options_only or kind in _OF_JSON),
+        closed_objects=grammar.closed_objects if grammar.HasField("closed_objects") else None,
     )
 
 
@@ -91,7 +92,7 @@ def _named(grammar: pb.Grammar, known: Callable[[str], GrammarSpec] | None) -> G
     for name in ("whitespace", "backend", "allow_unenforced", "unenforced"):
         if getattr(grammar, name):
             raise InvalidRequest(f"grammar.{name}", "was fixed when the grammar was compiled; leave it unset")
-    for name in BOUNDS:
+    for name in (*BOUNDS, "closed_objects"):
         if grammar.HasField(name):
             raise InvalidRequest(f"grammar.{name}", "was fixed when the grammar was compiled; leave it unset")
     if known is None:

@@ -31,6 +31,8 @@ def grammar_id(spec: GrammarSpec, owner: str = "") -> str:
     """Return the id of a grammar. Two owners have two ids for one grammar."""
     options = [spec.kind.name, str(spec.whitespace), str(spec.backend), str(spec.allow_unenforced), str(spec.verify)]
     options += [f"{name}={value}" for name, value in spec.bounds]
+    if spec.closed_objects is not None:
+        options.append(f"closed_objects={spec.closed_objects}")
     digest = hashlib.blake2b("\0".join((*options, spec.source)).encode(), digest_size=16, key=owner.encode())
     return f"g-{digest.hexdigest()}"
 

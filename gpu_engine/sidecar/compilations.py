@@ -237,6 +237,7 @@ def _message(spec: GrammarSpec, *, accepted: bool) -> gpb.CompileRequest:
         allow_unenforced=spec.allow_unenforced,
         verify=spec.verify,
         accepted=accepted,
+        closed_objects=spec.closed_objects,
         **dict(spec.bounds),  # type: ignore[arg-type]
     )
     if spec.owner is not None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from grammar_service.backends.backend import Backend, Compiled
 from grammar_service.backends.composed import verified_schema
+from grammar_service.backends.json_schema.closed_objects import with_closed_objects
 from grammar_service.backends.registry import NAMES, installed, load_backend
 from grammar_service.compile.disk_cache import DiskCache, artifact_key
 from grammar_service.compile.loader import Artifact, CompileLoader
@@ -161,6 +162,7 @@ class Compiler:
         allow_unenforced: bool = False,
         verify: bool = False,
         bounds: Mapping[str, Any] = _NO_BOUNDS,
+        closed_objects: bool | None = None,
         accepted: bool = False,
         owner: Owner = NO_OWNER,
         share: Share = NO_TENANT,
@@ -172,6 +174,7 @@ class Compiler:
             allow_unenforced: leave out parts that cannot be enforced; the entry has a warning for each.
             verify: check on the answer the parts that cannot be enforced, if that is possible.
             bounds: fields of `Bounds`, in place of the server's.
+            closed_objects: close the objects of schemas, in place of the server's setting.
             accepted: for an accepted sequence: comes before the others, and no limit of the queue rejects it.
             owner: shares compilations and cached grammars with no other one.
             share: the tenant whose turn in the queue a new compilation takes.
@@ -185,6 +188,7 @@ class Compiler:
             grammar = parse(kind, source, whitespace, self._config.max_grammar_depth)
             if kind in SCHEMA_KINDS:
                 grammar = replace(grammar, reading=replace(self._config.reading, **bounds))
+                grammar = with_closed_objects(grammar, closed_objects, self._config.closed_objects)
             self._vocabulary.refuse_special(grammar)
             checked = replace(grammar, reading=replace(grammar.reading, verify=verify))
             before = self._verified_before(backend, checked, _Order(False, accepted, owner, share))

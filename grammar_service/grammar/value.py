@@ -42,17 +42,15 @@ class Whitespace(enum.IntEnum):
     COMPACT = 1
     BOUNDED = 2
     ANY = 3
+    SPACED = 4
+    """One space after each comma and colon, none elsewhere."""
 
 
 TAG_KINDS = frozenset({Kind.STRUCTURAL_TAG, Kind.COMPOSED})
 """Kinds whose text is a structural tag."""
 
-JSON_KINDS = frozenset({Kind.JSON_OBJECT, Kind.JSON_SCHEMA, *TAG_KINDS})
-"""Kinds on which `Whitespace` has an effect."""
-
-
-SCHEMA_KINDS = frozenset({*JSON_KINDS, Kind.LARK})
-"""Kinds on which `Reading` has an effect."""
+SCHEMA_KINDS = frozenset({Kind.JSON_OBJECT, Kind.JSON_SCHEMA, Kind.LARK, *TAG_KINDS})
+"""Kinds that may have JSON Schemas: `Whitespace` and `Reading` have an effect on them."""
 
 
 MAX_NUMBER_DIGITS = 15
@@ -106,13 +104,18 @@ class Grammar:
     text: str
     """JSON kinds and choices: compact JSON. Keys keep the user's order, which is the order of properties."""
     whitespace: Whitespace
-    """COMPACT for the kinds without JSON, so that they share one compilation."""
+    """COMPACT for the kinds without JSON Schemas, so that they share one compilation."""
     reading: Reading = Reading()
 
     @property
+    def separators(self) -> tuple[str, str] | None:
+        """The texts between two items and after a name, where there is no other white space; None: it is free."""
+        return {Whitespace.COMPACT: (",", ":"), Whitespace.SPACED: (", ", ": ")}.get(self.whitespace)
+
+    @property
     def most_whitespace(self) -> int | None:
-        """The most white space characters in a row; None: any number."""
-        own = {Whitespace.COMPACT: 0, Whitespace.BOUNDED: MAX_WHITESPACE, Whitespace.ANY: None}[self.whitespace]
+        """The most white space characters in a row where it is free; None: any number."""
+        own = None if self.whitespace is Whitespace.ANY else MAX_WHITESPACE
         limit = self.reading.max_whitespace
         return own if not limit else limit if own is None else min(own, limit)
 
@@ -132,7 +135,7 @@ def parse(kind: Kind, source: str, whitespace: Whitespace, max_depth: int = MAX_
     object nor a boolean, and an empty choice list or regex. Raises LimitExceeded for JSON nested deeper than
     `max_depth` levels.
     """
-    if kind not in JSON_KINDS:
+    if kind not in SCHEMA_KINDS:
         whitespace = Whitespace.COMPACT
     if kind is Kind.JSON_OBJECT:
         if source:

@@ -28,6 +28,7 @@ _UNENFORCED: dict[str, pb.Unenforced] = {
     "verify": pb.UNENFORCED_VERIFY,
 }
 _WHITESPACE: dict[str, pb.Whitespace] = {
+    "spaced": pb.WHITESPACE_SPACED,
     "compact": pb.WHITESPACE_COMPACT,
     "bounded": pb.WHITESPACE_BOUNDED,
     "any": pb.WHITESPACE_ANY,
@@ -67,7 +68,8 @@ def _from_format(fields: SamplingFields) -> list[tuple[str, pb.Grammar]]:
             if named.schema_ is None:
                 where = f"{name}.json_schema.schema"
                 raise ApiError(f"{where}: is required", param=where, code="missing_required_parameter")
-            return [(name, pb.Grammar(json_schema=schema_text(named.schema_)))]
+            closed = True if named.strict else None
+            return [(name, pb.Grammar(json_schema=schema_text(named.schema_), closed_objects=closed))]
         case StructuralTagFormat():
             return [(name, pb.Grammar(structural_tag=form.model_dump_json(exclude_none=True)))]
     return []
@@ -113,11 +115,11 @@ def _when(value: Any, make: Any) -> pb.Grammar | None:
 def _apply_options(grammar: pb.Grammar, options: StructuredOutputs, fields: SamplingFields, name: str) -> None:
     if options.disable_additional_properties:
         where = "structured_outputs.disable_additional_properties"
-        raise ApiError(
-            f"{where}: is not supported: say additionalProperties: false in the schema",
-            param=where,
-            code="unsupported_parameter",
-        )
+        if options.closed_objects is False:
+            raise ApiError(f"{where} contradicts structured_outputs.closed_objects", param=where, code="invalid_value")
+        grammar.closed_objects = True
+    if options.closed_objects is not None:
+        grammar.closed_objects = options.closed_objects
     backend = options.backend or fields.guided_decoding_backend
     if backend is not None:
         grammar.backend = _BACKENDS[backend]
@@ -146,10 +148,9 @@ def _policy(pattern: str | None, where: str) -> str | None:
     if pattern is None:
         return None
     if pattern not in _PATTERNS:
-        known = ", ".join(map(repr, _PATTERNS))
+        known, policies = ", ".join(map(repr, _PATTERNS)), ", ".join(_WHITESPACE)
         raise ApiError(
-            f"{where}: {pattern!r} is not supported; use structured_outputs.whitespace (compact, bounded, any), or one "
-            f"of {known}",
+            f"{where}: {pattern!r} is not supported; use structured_outputs.whitespace ({policies}), or one of {known}",
             param=where,
             code="unsupported_parameter",
         )

@@ -25,8 +25,8 @@ _KINDS: dict[int, Kind] = {
 }
 _REASONS = {
     pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_GRAMMAR_CLOSED: "stop",
     pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_GRAMMAR_CLOSED: "length",
     pb.FINISH_REASON_GRAMMAR_INCOMPLETE: "length",
     pb.FINISH_REASON_REPETITION: "repetition",
 }

@@ -22,7 +22,7 @@ class NamedSchema(Fields):
     description: str | None = None
     schema_: Schema | None = Field(default=None, alias="schema")
     strict: bool | None = None
-    """Without effect: every answer is held to its schema."""
+    """Objects that list their properties have no others. Every answer is held to its schema in any case."""
 
 
 class TextFormat(Fields):
@@ -59,7 +59,7 @@ ResponseFormat = Annotated[
     TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat, Field(discriminator="type")
 ]
 
-Whitespace = Literal["compact", "bounded", "any"]
+Whitespace = Literal["spaced", "compact", "bounded", "any"]
 GrammarBackend = Literal["auto", "xgrammar", "llguidance", "guidance"]
 Unenforced = Literal["refuse", "warn", "verify"]
 """`guidance` is vLLM's name of llguidance."""
@@ -98,4 +98,7 @@ class StructuredOutputs(Fields):
     """How a verified answer goes back; the engine's fields of the same names."""
     disable_fallback: bool | None = None
     """Without effect: nothing falls back to another library unless `backend` is auto."""
+    closed_objects: bool | None = None
+    """Whether objects that list their properties have no others; the engine's field of the same name."""
     disable_additional_properties: bool | None = None
+    """vLLM's name: true is `closed_objects` true."""

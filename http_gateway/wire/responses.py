@@ -283,7 +283,10 @@ def chat_body(fields: ResponsesRequest, request_id: str) -> ChatRequest:
 
 def _format(form: TextFormat | JsonObjectFormat | SchemaFormat) -> dict[str, Any]:
     if isinstance(form, SchemaFormat):
-        return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema_}}
+        return {
+            "type": "json_schema",
+            "json_schema": {"name": form.name, "schema": form.schema_, "strict": form.strict},
+        }
     return {"type": form.type}
 
 

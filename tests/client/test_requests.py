@@ -164,6 +164,15 @@ def test_a_tensor_is_the_same_as_lists_and_as_an_array(dtype: str, packed: str) 
             pb.Grammar(json_object=True, max_string_length=9, max_array_items=3, max_number_digits=5, max_whitespace=0),
         ),
         (
+            Grammar.schema(list[int]).with_options(whitespace="spaced"),
+            pb.Grammar(
+                json_schema='{"type": "array", "items": {"type": "integer"}}',
+                whitespace=pb.WHITESPACE_SPACED,
+                closed_objects=True,
+            ),
+        ),
+        (Grammar.schema("{}").with_options(closed_objects=False), pb.Grammar(json_schema="{}", closed_objects=False)),
+        (
             Grammar.regex("a").with_options(whitespace="any", backend="auto", allow_unenforced=True),
             pb.Grammar(regex="a", whitespace=pb.WHITESPACE_ANY, backend=pb.BACKEND_AUTO, allow_unenforced=True),
         ),
@@ -174,7 +183,7 @@ def test_a_grammar_of_every_kind(grammar: Grammar, message: pb.Grammar) -> None:
     assert sent(text_request("x", None, grammar, {}, None).request).grammar == message
     kinds = pb.Grammar.DESCRIPTOR.oneofs_by_name["spec"].fields
     assert len(kinds) == 8, "a new kind of grammar needs a class method"
-    with pytest.raises(ValueError, match="whitespace: 'none' is none of compact, bounded, any"):
+    with pytest.raises(ValueError, match="whitespace: 'none' is none of spaced, compact, bounded, any"):
         grammar.with_options(whitespace="none")  # type: ignore[arg-type]
 
 
@@ -278,6 +287,10 @@ def answer(**fields: Any) -> Answer[Any]:
     )
 
 
+def test_a_closed_answer_has_a_value_for_who_asks_for_it() -> None:
+    assert answer(finish_reason=FinishReason.GRAMMAR_CLOSED).parse(closed=True) == 3
+
+
 def test_a_value_is_parsed_once() -> None:
     values = iter([1, 2])
     parsed = answer(_parse=lambda text: next(values))
@@ -288,6 +301,7 @@ def test_a_value_is_parsed_once() -> None:
     ("fields", "message"),
     [
         ({"_parse": None}, "no schema"),
+        ({"finish_reason": FinishReason.GRAMMAR_CLOSED}, r"max_tokens, or take them with parse\(closed=True\)"),
         ({"finish_reason": FinishReason.GRAMMAR_INCOMPLETE}, "not complete: it ended with GRAMMAR_INCOMPLETE"),
         ({"tool_calls": (ToolCall("c", "f", "{}"),), "content": " "}, "is a call of f"),
         ({"content": "x", "matched_stop_str": "!"}, "the stop string '!' came first"),

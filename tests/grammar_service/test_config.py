@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grammar_service.config import GrammarConfig, read
-from grammar_service.grammar.value import BOUNDS
+from grammar_service.grammar.value import BOUNDS, Whitespace
 
 
 def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> None:
@@ -70,6 +70,15 @@ def test_bounds_are_one_setting_that_has_the_old_names(line: str, bounds: dict[s
 def test_wrong_bounds_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^json_bounds: .*{message}"):
         GrammarConfig(dir="d", json_bounds=text)
+
+
+def test_the_layout_and_the_objects_of_requests_that_say_nothing() -> None:
+    config, _ = read(["--dir", "d", "--whitespace", "bounded", "--closed-objects"], {})
+    assert (config.default_whitespace, config.closed_objects) == (Whitespace.BOUNDED, True)
+    plain = GrammarConfig(dir="d")
+    assert (plain.default_whitespace, plain.closed_objects) == (Whitespace.SPACED, False)
+    with pytest.raises(ValueError, match=r"^whitespace: 'dense' is not one of compact, bounded, any, spaced"):
+        GrammarConfig(dir="d", whitespace="dense")
 
 
 def test_a_cache_that_is_off_has_no_bytes() -> None:

@@ -154,7 +154,7 @@ def test_a_guided_answer_from_configure_to_release(sidecar: Sidecar) -> None:
     assert sidecar.compile(SCHEMA.replace(":", ": ")).cache_hit
     _, engine = sidecar.attach()
     sidecar.bind(grammar)
-    assert ask(engine, '{"a"', ":1}")[0] == RowKind.APPLY
+    assert ask(engine, '{"a":', " 1}")[:2] == [RowKind.FORCED, RowKind.APPLY]
     row = engine.mask_rows(engine.last_seq)[0, 3, : LAYOUT.words]
     assert tokens_in(row) == set(STOPS)
     assert refused(lambda: sidecar.compile("{"))[0] == grpc.StatusCode.INVALID_ARGUMENT
@@ -171,16 +171,16 @@ def test_a_guided_answer_from_configure_to_release(sidecar: Sidecar) -> None:
         return lines - {*sidecar.stub.GetMetrics(pb.GetMetricsRequest()).exposition.decode().splitlines()}
 
     until(lambda: not missing())  # records are counted after their publication
-    sidecar.bind(grammar, gen=2, tokens=spell('{"a":1'))
-    assert ask(engine, "2", at=6, gen=2) == [RowKind.APPLY]
-    assert ask(engine, "3", at=6, gen=1) == [RowKind.ALL]
+    sidecar.bind(grammar, gen=2, tokens=spell('{"a": 1'))
+    assert ask(engine, "2", at=7, gen=2) == [RowKind.APPLY]
+    assert ask(engine, "3", at=7, gen=1) == [RowKind.ALL]
     stats = sidecar.stub.GetStats(pb.GetStatsRequest())
     assert (stats.matchers, stats.cached_grammars, stats.compiled, stats.cache_hits) == (1, 1, 1, 1)
     assert stats.generation == 1
     # Counted after the publication.
     until(lambda: sidecar.stub.GetStats(pb.GetStatsRequest()).records == 3)
     sidecar.stub.Release(pb.ReleaseRequest(slot=0, slot_gen=2))
-    assert ask(engine, "3", at=7, gen=2) == [RowKind.ALL]
+    assert ask(engine, "3", at=8, gen=2) == [RowKind.ALL]
 
 
 def serves(channel: grpc.Channel) -> bool:
@@ -235,7 +235,7 @@ def test_another_engine_follows_the_first(shared: Sidecar) -> None:
     grammar = shared.compile()
     connection, engine = shared.attach()
     shared.bind(grammar)
-    assert ask(engine, '{"a":') == [RowKind.APPLY]
+    assert ask(engine, '{"a": ') == [RowKind.APPLY]
     connection.close()
     _, engine = shared.attach(Layout(num_slots=1, num_rows=2, vocab_size=PADDED, generation=2))
     # Matchers went with their engine, grammars stay.

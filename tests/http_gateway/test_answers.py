@@ -211,8 +211,8 @@ def test_a_model_that_thinks_is_asked_for_its_thoughts_apart() -> None:
     [
         (pb.FINISH_REASON_STOP, 0, "stop"),
         (pb.FINISH_REASON_STOP, 1, "tool_calls"),
-        (pb.FINISH_REASON_GRAMMAR_CLOSED, 0, "stop"),
-        (pb.FINISH_REASON_GRAMMAR_CLOSED, 1, "tool_calls"),
+        (pb.FINISH_REASON_GRAMMAR_CLOSED, 0, "length"),
+        (pb.FINISH_REASON_GRAMMAR_CLOSED, 1, "length"),
         (pb.FINISH_REASON_LENGTH, 1, "length"),
         (pb.FINISH_REASON_GRAMMAR_INCOMPLETE, 0, "length"),
     ],

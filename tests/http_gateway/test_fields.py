@@ -174,3 +174,32 @@ def test_logits_processors_are_names_or_objects_with_arguments() -> None:
     body: dict[str, Any] = {"logits_processors": ["a", {"qualname": "b", "kwargs": {"n": [1]}}, {"qualname": "c"}]}
     made = begun(**body).logits_processors
     assert [(each.name, each.arguments) for each in made] == [("a", ""), ("b", '{"n": [1]}'), ("c", "")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "closed"),
+    [
+        ({"strict": True}, True),
+        ({"strict": False}, None),
+        ({}, None),
+        ({"strict": True, "options": {"closed_objects": False}}, False),
+        ({"options": {"closed_objects": True}}, True),
+        ({"options": {"disable_additional_properties": True}}, True),
+        ({"options": {"disable_additional_properties": False}}, None),
+    ],
+)
+def test_strict_and_the_name_of_vllm_close_objects(fields: dict[str, Any], closed: bool | None) -> None:
+    named = {"name": "x", "schema": SCHEMA} | ({"strict": fields["strict"]} if "strict" in fields else {})
+    options = {"structured_outputs": fields["options"]} if "options" in fields else {}
+    grammar = begun(response_format={"type": "json_schema", "json_schema": named}, **options).grammar
+    assert (grammar.closed_objects if grammar.HasField("closed_objects") else None) is closed
+    body = {"model": "m", "input": "x", "text": {"format": {"type": "json_schema", **named}}}
+    made = chat_body(ResponsesRequest.model_validate(body), "r")
+    of_responses = begin(made, "r", max_tokens=None, logprobs=None).grammar
+    assert of_responses.closed_objects is (fields.get("strict") is True)
+
+
+def test_contradicting_closed_objects_are_refused() -> None:
+    options = {"closed_objects": False, "disable_additional_properties": True, "json": SCHEMA}
+    with pytest.raises(ApiError, match=r"contradicts structured_outputs\.closed_objects"):
+        begun(structured_outputs=options)

@@ -18,8 +18,8 @@ from gpu_engine.front.text_output import Delta, SequenceOutput
 
 FINISH_REASONS = {
     FinishReason.STOP: "stop",
-    FinishReason.GRAMMAR_CLOSED: "stop",
     FinishReason.LENGTH: "length",
+    FinishReason.GRAMMAR_CLOSED: "length",
     FinishReason.GRAMMAR_INCOMPLETE: "length",
     FinishReason.REPETITION: "repetition",
     FinishReason.ABORTED: "abort",

@@ -138,9 +138,7 @@ def composed(
     source = json.dumps(document, ensure_ascii=False)
     if grammar is None:
         return GrammarSpec(GrammarKind.COMPOSED, source)
-    # As in a Lark grammar by itself, white space is no option of the schemas in it.
-    whitespace = 0 if grammar.kind is GrammarKind.LARK else grammar.whitespace
-    return replace(grammar, kind=GrammarKind.COMPOSED, source=source, whitespace=whitespace)
+    return replace(grammar, kind=GrammarKind.COMPOSED, source=source)
 
 
 def _answer(tools: Tools, form: ToolFormat, grammar: GrammarSpec | None) -> Node:

@@ -14,7 +14,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from llguidance import LLMatcher
@@ -43,7 +42,7 @@ from grammar_service.grammar.text_grammar import (
     refuse_token_references,
     with_schemas,
 )
-from grammar_service.grammar.value import Grammar, Kind, Reading, Whitespace
+from grammar_service.grammar.value import Grammar, Kind, Reading
 
 _SPACE = r"[\x20\x0A\x0D\x09]"
 
@@ -118,9 +117,6 @@ def notation(
     rounds = rounds or Rounds()
     numbers = itertools.count()
     found: list[Unenforced] = []
-    # White space is not a field of Lark grammars: schemas inside them always have bounded white space.
-    if grammar.kind is Kind.LARK:
-        grammar = replace(grammar, whitespace=Whitespace.BOUNDED)
 
     def schema_text(schema: Any, path: str) -> str:
         schema = {} if schema is True else schema
@@ -130,7 +126,7 @@ def notation(
         _write_tuples(schema)
         found.extend(write_bounds(schema, grammar.reading, with_names=with_names))
         _refuse_long_patterns(schema, path, grammar.reading.max_string_length)
-        options = {**_whitespace(grammar.most_whitespace), "json_allowed_escapes": _ESCAPES, "lenient": lenient}
+        options = {**_whitespace(grammar), "json_allowed_escapes": _ESCAPES, "lenient": lenient}
         return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
 
     match grammar.kind:
@@ -172,11 +168,14 @@ def _exact(name: str) -> str:
     return portable(exact_pattern(name, lower_case=True), STRING_DIALECT)
 
 
-def _whitespace(most: int | None) -> dict[str, Any]:
-    """Return the library's options for at most so many white space characters in a row; None: any number."""
-    if most is None or most == 0:
-        return {"whitespace_flexible": most is None}
-    return {"whitespace_flexible": True, "whitespace_pattern": f"{_SPACE}{{1,{most}}}"}
+def _whitespace(grammar: Grammar) -> dict[str, Any]:
+    """Return the library's options for the white space of a grammar."""
+    if grammar.separators is not None:
+        item, key = grammar.separators
+        return {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+    if grammar.most_whitespace is None:
+        return {"whitespace_flexible": True}
+    return {"whitespace_flexible": True, "whitespace_pattern": f"{_SPACE}{{1,{grammar.most_whitespace}}}"}
 
 
 def _refuse_long_patterns(schema: Any, path: str, longest: int) -> None:

@@ -30,7 +30,7 @@ from grammar_service.backends.json_schema.misspelled import misspelled_keywords,
 from grammar_service.backends.json_schema.strings.ecma_pattern import portable_regex
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.xgrammar.chains import XgrammarFiller
-from grammar_service.backends.xgrammar.rules import bounded, corrected, wanted_count
+from grammar_service.backends.xgrammar.rules import bounded, corrected
 from grammar_service.backends.xgrammar.schema import REGEX_DIALECT, own_bounds, problems, tag_problems
 from grammar_service.backends.xgrammar.spelling import Spelling
 from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
@@ -108,11 +108,11 @@ class XgrammarBackend:
                 rules = xgrammar.Grammar.from_json_schema(
                     grammar.text,
                     any_whitespace=True,
-                    max_whitespace_cnt=wanted_count(grammar.most_whitespace),
+                    max_whitespace_cnt=grammar.most_whitespace,
                     strict_mode=False,
                 )
                 text = bounded(str(rules), grammar.reading)
-                return compiler.compile_grammar(corrected(text, grammar.most_whitespace))
+                return compiler.compile_grammar(corrected(text, grammar))
             case Kind.REGEX:
                 return compiler.compile_regex(grammar.text)
             case Kind.EBNF:
@@ -123,7 +123,7 @@ class XgrammarBackend:
                 return compiler.compile_grammar("root ::= " + " | ".join(gbnf_literal(choice) for choice in choices))
             case Kind.STRUCTURAL_TAG:
                 rules = xgrammar.Grammar.from_structural_tag(grammar.text)
-                return compiler.compile_grammar(corrected(str(rules), grammar.most_whitespace))
+                return compiler.compile_grammar(corrected(str(rules), grammar))
             case Kind.COMPOSED:
                 raise NotSupported("a composed grammar is taken apart before a library reads it")
             case Kind.LARK:
@@ -163,7 +163,7 @@ def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced], list[str]]:
             found += problems(node["json_schema"], place, strict_formats=grammar.reading.strict_formats)
             found += tag_problems(node, path)
             if node.get("style", "json") == "json":
-                node["max_whitespace_cnt"] = wanted_count(grammar.most_whitespace)
+                node["max_whitespace_cnt"] = grammar.most_whitespace
         if node.get("type") == "grammar" and isinstance(node.get("grammar"), str):
             check_gbnf(node["grammar"])
             node["grammar"] = with_fixed_escapes(node["grammar"])

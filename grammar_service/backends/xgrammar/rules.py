@@ -2,7 +2,7 @@ r"""Corrects the rules that xgrammar 0.2.8 generates for JSON, before they are c
 
 Four defects are corrected. Any character may be written as \uXXXX, so `{"\u0061": 1}` is an additional property even if
 `a` is declared. A string with a bounded length accepts raw control characters, which is not JSON. White space cannot be
-turned off everywhere. Objects with propertyNames or patternProperties accept twice the white space.
+turned off everywhere, nor fixed. Objects with propertyNames or patternProperties accept twice the white space.
 Invariant: a correction only removes texts from the language. It works on the text of the rules and does not change
 quoted texts and classes.
 Not responsible for: keywords that the library ignores (see schema.py).
@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 
 from grammar_service.errors import InternalError
-from grammar_service.grammar.value import MAX_WHITESPACE, Bounds
+from grammar_service.grammar.value import Bounds, Grammar
 
 _ESCAPE = re.compile(r"^(basic_escape\w* ::= ).*$", re.MULTILINE)
 _ESCAPES = r"(([" + r"\"\\bfnrt" + "]))"
@@ -25,26 +25,35 @@ _CHARACTER = r"[^\0-\x1f\"\\]"
 """A character of a string with a bounded length, as it is in strings without one."""
 
 _SPACE = r"whitespace\w*\{0, \d+\} "
-_QUOTED_OR_SPACE = re.compile(rf'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|{_SPACE}')
+_QUOTED_OR_SPACE = re.compile(
+    rf'{_SPACE}"(?P<separator>[,:])" {_SPACE}|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|(?P<space>{_SPACE})'
+)
 _MEMBER = re.compile(rf"^(\w+) ::= \(\({_SPACE}", re.MULTILINE)
 _NEXT_MEMBER = re.compile(rf'^(\w+ ::= \(\((?:{_SPACE})?"," ){_SPACE}(\w+)\)\)$', re.MULTILINE)
 
 
-def corrected(rules: str, most_whitespace: int | None) -> str:
-    """Return `rules`, which were generated with `wanted_count(most_whitespace)`, without the defects above."""
+def corrected(rules: str, grammar: Grammar) -> str:
+    """Return `rules`, which were generated with the `most_whitespace` of `grammar`, without the defects above."""
     rules = _ESCAPE.sub(lambda found: found[1] + _ESCAPES, rules)
     rules = _LENGTH.sub(lambda found: found[1] + _CHARACTER + found[2], rules)
-    if most_whitespace:
+    if grammar.separators is not None:
+        return _with_separators(rules, *grammar.separators)
+    if grammar.most_whitespace:
         spaced = set(_MEMBER.findall(rules))
         return _NEXT_MEMBER.sub(lambda found: found[1] + found[2] + "))" if found[2] in spaced else found[0], rules)
-    if most_whitespace == 0:
-        return _QUOTED_OR_SPACE.sub(lambda found: "" if found[0].startswith("whitespace") else found[0], rules)
     return rules
 
 
-def wanted_count(most_whitespace: int | None) -> int | None:
-    """Return the library's `max_whitespace_cnt`. It cannot be 0, so compact rules are made from bounded ones."""
-    return MAX_WHITESPACE if most_whitespace == 0 else most_whitespace
+def _with_separators(rules: str, item: str, key: str) -> str:
+    """Return rules whose free white space is gone, with these texts in place of each comma and colon next to it."""
+    texts = {",": f'"{item}" ', ":": f'"{key}" '}
+
+    def fixed(found: re.Match[str]) -> str:
+        if found["separator"]:
+            return texts[found["separator"]]
+        return "" if found["space"] else found[0]
+
+    return _QUOTED_OR_SPACE.sub(fixed, rules)
 
 
 _STRING = re.compile(

@@ -28,6 +28,7 @@ class Whitespace(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WHITESPACE_COMPACT: _ClassVar[Whitespace]
     WHITESPACE_BOUNDED: _ClassVar[Whitespace]
     WHITESPACE_ANY: _ClassVar[Whitespace]
+    WHITESPACE_SPACED: _ClassVar[Whitespace]
 
 class Backend(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -74,6 +75,7 @@ WHITESPACE_UNSPECIFIED: Whitespace
 WHITESPACE_COMPACT: Whitespace
 WHITESPACE_BOUNDED: Whitespace
 WHITESPACE_ANY: Whitespace
+WHITESPACE_SPACED: Whitespace
 BACKEND_UNSPECIFIED: Backend
 BACKEND_XGRAMMAR: Backend
 BACKEND_LLGUIDANCE: Backend
@@ -290,7 +292,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., repetition_max_pattern_size: _Optional[int] = ..., repetition_min_pattern_size: _Optional[int] = ..., repetition_min_count: _Optional[int] = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("json_object", "json_schema", "regex", "ebnf", "lark", "choice", "structural_tag", "grammar_id", "whitespace", "backend", "allow_unenforced", "unenforced", "max_string_length", "max_array_items", "max_number_digits", "max_whitespace", "max_backtracks", "hold_tokens")
+    __slots__ = ("json_object", "json_schema", "regex", "ebnf", "lark", "choice", "structural_tag", "grammar_id", "whitespace", "backend", "allow_unenforced", "unenforced", "max_string_length", "max_array_items", "max_number_digits", "max_whitespace", "max_backtracks", "hold_tokens", "closed_objects")
     JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +311,7 @@ class Grammar(_message.Message):
     MAX_WHITESPACE_FIELD_NUMBER: _ClassVar[int]
     MAX_BACKTRACKS_FIELD_NUMBER: _ClassVar[int]
     HOLD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_OBJECTS_FIELD_NUMBER: _ClassVar[int]
     json_object: bool
     json_schema: str
     regex: str
@@ -327,7 +330,8 @@ class Grammar(_message.Message):
     max_whitespace: int
     max_backtracks: int
     hold_tokens: int
-    def __init__(self, json_object: _Optional[bool] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., lark: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., structural_tag: _Optional[str] = ..., grammar_id: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., unenforced: _Optional[_Union[Unenforced, str]] = ..., max_string_length: _Optional[int] = ..., max_array_items: _Optional[int] = ..., max_number_digits: _Optional[int] = ..., max_whitespace: _Optional[int] = ..., max_backtracks: _Optional[int] = ..., hold_tokens: _Optional[int] = ...) -> None: ...
+    closed_objects: bool
+    def __init__(self, json_object: _Optional[bool] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., lark: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., structural_tag: _Optional[str] = ..., grammar_id: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., unenforced: _Optional[_Union[Unenforced, str]] = ..., max_string_length: _Optional[int] = ..., max_array_items: _Optional[int] = ..., max_number_digits: _Optional[int] = ..., max_whitespace: _Optional[int] = ..., max_backtracks: _Optional[int] = ..., hold_tokens: _Optional[int] = ..., closed_objects: _Optional[bool] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("choices",)

@@ -20,6 +20,7 @@ class Whitespace(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WHITESPACE_COMPACT: _ClassVar[Whitespace]
     WHITESPACE_BOUNDED: _ClassVar[Whitespace]
     WHITESPACE_ANY: _ClassVar[Whitespace]
+    WHITESPACE_SPACED: _ClassVar[Whitespace]
 
 class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -40,6 +41,7 @@ WHITESPACE_UNSPECIFIED: Whitespace
 WHITESPACE_COMPACT: Whitespace
 WHITESPACE_BOUNDED: Whitespace
 WHITESPACE_ANY: Whitespace
+WHITESPACE_SPACED: Whitespace
 KIND_UNSPECIFIED: Kind
 KIND_JSON_OBJECT: Kind
 KIND_JSON_SCHEMA: Kind
@@ -79,7 +81,7 @@ class ConfigureResponse(_message.Message):
     def __init__(self, backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., versions: _Optional[_Iterable[str]] = ..., pid: _Optional[int] = ..., max_compilations: _Optional[int] = ..., attempt_limit_s: _Optional[float] = ..., compile_timeout_s: _Optional[float] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
-    __slots__ = ("kind", "source", "whitespace", "backend", "allow_unenforced", "accepted", "verify", "owner", "owner_bytes", "max_string_length", "max_array_items", "max_number_digits", "max_whitespace", "tenant", "tenant_weight")
+    __slots__ = ("kind", "source", "whitespace", "backend", "allow_unenforced", "accepted", "verify", "owner", "owner_bytes", "max_string_length", "max_array_items", "max_number_digits", "max_whitespace", "tenant", "tenant_weight", "closed_objects")
     KIND_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     WHITESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +97,7 @@ class CompileRequest(_message.Message):
     MAX_WHITESPACE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TENANT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_OBJECTS_FIELD_NUMBER: _ClassVar[int]
     kind: Kind
     source: str
     whitespace: Whitespace
@@ -110,7 +113,8 @@ class CompileRequest(_message.Message):
     max_whitespace: int
     tenant: str
     tenant_weight: float
-    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., source: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., accepted: _Optional[bool] = ..., verify: _Optional[bool] = ..., owner: _Optional[str] = ..., owner_bytes: _Optional[int] = ..., max_string_length: _Optional[int] = ..., max_array_items: _Optional[int] = ..., max_number_digits: _Optional[int] = ..., max_whitespace: _Optional[int] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ...) -> None: ...
+    closed_objects: bool
+    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., source: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., accepted: _Optional[bool] = ..., verify: _Optional[bool] = ..., owner: _Optional[str] = ..., owner_bytes: _Optional[int] = ..., max_string_length: _Optional[int] = ..., max_array_items: _Optional[int] = ..., max_number_digits: _Optional[int] = ..., max_whitespace: _Optional[int] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ..., closed_objects: _Optional[bool] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
     __slots__ = ("grammar_id", "backend", "cache_hit", "compile_ms", "memory_bytes", "warnings", "min_tokens", "known_answer_tokens", "verified")

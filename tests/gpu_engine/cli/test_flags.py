@@ -67,7 +67,7 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
         other += (build("--prompt", "x", f"--{kind}", str(ROOT / "samples" / file)),)
     bounds = ["--max-string-length", "9", "--max-array-items", "3", "--max-number-digits", "5", "--max-whitespace", "1"]
     verify = ["--unenforced", "verify", "--max-backtracks", "3", "--hold-tokens", "9"]
-    other += (build("--prompt", "x", "--json", *verify, *bounds),)
+    other += (build("--prompt", "x", "--json", "--no-closed-objects", *verify, *bounds),)
     named = build("--chat", "x", "--tools", str(ROOT / "samples/tools.json"), "--tool-choice", "weather")
     found = set().union(*(set_fields(each) for each in (request, named, *other)))
     assert all_fields(pb.GenerateRequest.DESCRIPTOR) == found

@@ -267,6 +267,9 @@ ROWS: dict[str, Row] = {
         )
         for name in ("max_string_length", "max_array_items", "max_number_digits", "max_whitespace")
     },
+    "grammar.closed_objects": grammar(
+        lambda s: s.request.grammar and s.request.grammar.closed_objects, False, json_object=True, closed_objects=False
+    ),
     "grammar.max_backtracks": verified(lambda s: s.request.backtracking, Backtracking(3, 32), max_backtracks=3),
     "grammar.hold_tokens": verified(lambda s: s.request.backtracking, Backtracking(8, 5), hold_tokens=5),
     "speculation.num_draft_tokens": Row(

@@ -293,8 +293,29 @@ def test_the_bound_of_white_space_holds_in_other_kinds(library: Library) -> None
     kind, source = triggered_json("<f=a>", closed(a=INT, b=ARR), "</f>", "<f=")
     check_spaces(library, kind, source, "{ 'a' : 1 , 'b' : [ 1 , { } ] }", f"free {SPACES} text <f=a>", f"</f>{SPACES}")
     if library.name == "llguidance":
-        compiled = library.compiled(Kind.LARK, 'start: "x" %json {"type": "array"}', Whitespace.COMPACT)
-        assert [count for count in (0, 1, 8, 9) if library.accepts(compiled, f"x[1,{SPACES[:count]}2]")] == [0, 1, 8]
+        check_spaces(library, Kind.LARK, 'start: "x" %json {"type": "array"}', "[ 1 , 2 ]", "x")
+
+
+@pytest.mark.parametrize(("schema", "text"), [shape[1:] for shape in SHAPES], ids=[shape[0] for shape in SHAPES])
+def test_spaced_is_the_layout_of_json_dumps_and_no_other(library: Library, schema: Any, text: str) -> None:
+    check_spaced(library, Kind.JSON_SCHEMA, json.dumps(schema), text)
+
+
+def test_spaced_is_one_layout_in_other_kinds(library: Library) -> None:
+    kind, source = triggered_json("<f=a>", closed(a=INT, b=ARR), "</f>", "<f=")
+    check_spaced(library, kind, source, "{ 'a' : 1 , 'b' : [ 1 , { } ] }", "<f=a>", "</f>")
+    if library.name == "llguidance":
+        check_spaced(library, Kind.LARK, 'start: "x" %json {"type": "array"}', "[ 1 , 2 ]", "x")
+
+
+def check_spaced(library: Library, kind: Kind, source: str, text: str, before: str = "", after: str = "") -> None:
+    compiled = library.compiled(kind, source, Whitespace.SPACED)
+    wanted = json.dumps(json.loads(text.replace("'", '"')))
+    assert library.accepts(compiled, before + wanted + after)
+    places = [at for at in range(1, len(wanted)) if not wanted[at - 1].isalpha() or not wanted[at].isalpha()]
+    others = {wanted[:at] + " " + wanted[at:] for at in places if '"' not in (wanted[at - 1], wanted[at])}
+    others |= {wanted[:at] + wanted[at + 1 :] for at, character in enumerate(wanted) if character == " "}
+    assert [other for other in sorted(others) if library.accepts(compiled, before + other + after)] == []
 
 
 def test_white_space_inside_strings_and_around_answers_is_not_the_policys(library: Library) -> None:

@@ -76,6 +76,20 @@ async def test_grammars_of_different_languages_have_different_ids(vocabulary: Vo
         assert (await made.compile(Kind.REGEX, "a", Whitespace.COMPACT, "llguidance"))[1]
 
 
+async def test_an_object_is_closed_as_the_request_says_or_else_the_server(vocabulary: Vocabulary) -> None:
+    said, unsaid = '{"properties":{"a":{}},"additionalProperties":false}', '{"properties":{"a":{}}}'
+    for default in (False, True):
+        async with compiler(vocabulary, closed_objects=default) as made:
+
+            async def grammar_id(text: str, asked: bool | None, made: Compiler = made) -> str:
+                return (await made.compile(Kind.JSON_SCHEMA, text, ANY, "llguidance", closed_objects=asked))[
+                    0
+                ].grammar_id
+
+            shut = await grammar_id(said, None)
+            assert [await grammar_id(unsaid, asked) == shut for asked in (None, True, False)] == [default, True, False]
+
+
 async def test_the_cache_is_bounded_in_bytes_and_drops_the_oldest(vocabulary: Vocabulary) -> None:
     async with compiler(vocabulary, cache_bytes=1 << 20) as made:
         ids = [(await made.compile(Kind.REGEX, f"a{i}", ANY, "llguidance"))[0].grammar_id for i in range(40)]

@@ -213,7 +213,7 @@ async def test_the_engine_is_watched_while_a_subscriber_is_there(tmp_path: Path)
 
 FINISH_REASONS = {
     FinishReason.STOP: "stop",
-    FinishReason.GRAMMAR_CLOSED: "stop",
+    FinishReason.GRAMMAR_CLOSED: "length",
     FinishReason.LENGTH: "length",
     FinishReason.GRAMMAR_INCOMPLETE: "length",
     FinishReason.REPETITION: "repetition",
