@@ -368,7 +368,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--verify", action="store_true", help="verify the answers to schemas that are not all enforced")
     parser.add_argument("--limit", type=int, default=0, help="only the first N schemas")
-    parser.add_argument("--whitespace", choices=["compact", "bounded", "any"], default="any")
+    parser.add_argument("--whitespace", choices=["compact", "spaced", "bounded", "any"], default="any")
     parser.add_argument("--compile-timeout-s", type=float, default=5.0)
     parser.add_argument(
         "--compile-cpu",

@@ -17,7 +17,10 @@ How it works, with `path`, a known way to the end, and `spare`, the tokens left 
 An answer that repeats itself (`RepetitionLimit`) gets the limit of a short way from there: a known one or one that a
 search of bounded work finds, which need not be the shortest. Without one it goes on, and is looked at again later.
 
-Terms: a row is *steered* when it was narrowed, or when a token before it came from a narrowed row.
+Terms: a narrowed row *cuts* if a text that the grammar allows next cannot be begun any more. A row that only lacks
+other spellings of what it allows, or halves of rare characters, does not. A row is *steered* when it cuts, or when a
+token before it came from a row that cuts. So an answer with room to spare is not called steered for a token that a
+search of bounded work did not reach.
 
 Not responsible for: finding paths (see search.py).
 """
@@ -85,7 +88,7 @@ class LookAhead:
     checked: bool = True
     """Each token of `path` is in the mask of its row. Far from the limit that is not checked."""
     steered: bool = False
-    """A token before this position came from a narrowed row."""
+    """A token before this position came from a row that cuts."""
     words: Words | None = None
     """The narrowed row; None: the grammar's own row is used."""
     plain: Words | None = None
@@ -95,6 +98,8 @@ class LookAhead:
     paths: tuple[tuple[int, Path], ...] = ()
     """(token, path after it) for each token of the table that needed another path than `path`. The next row often
     needs them again."""
+    cuts: bool = False
+    """`words` cuts."""
     limit: int | None = None
     """The answer repeated itself and ends within so many tokens; None: `max_tokens`."""
 
@@ -143,7 +148,7 @@ class CompletionBudget:
             steered = before is not None and before.steered
             found = LookAhead(at, None, at + max(1, (limit - at) // 8), steered=steered)
         if limit < self._max_tokens and found.path is not None:
-            found = replace(found, limit=limit)
+            found = replace(found, limit=limit, cuts=found.words is not None)
         self._lookaheads.append(found)
 
     def copy(self) -> CompletionBudget:
@@ -195,7 +200,7 @@ class CompletionBudget:
     def steered_tokens_left(self, position: int) -> int:
         """Return the known number of tokens to the end if the row at `position` is steered; -1: it is not."""
         latest = self._lookaheads[-1]
-        if not latest.steered and (latest.words is None or latest.position != position):
+        if not latest.steered and not (latest.cuts and latest.position == position):
             return -1
         return len(latest.path or ())
 
@@ -229,7 +234,7 @@ class CompletionBudget:
         left = limit - at
         search = Search(matcher.copy(), self._plan.texts, FIND_WORK, single_token_cost=self._plan.single_token_cost)
         path, checked = self._path(search, tokens, before, left)
-        steered = before is not None and (before.steered or before.words is not None)
+        steered = before is not None and (before.steered or before.cuts)
         if closes and path:
             path, checked = self._shortened(search, path, left, checked=checked)
             left = len(path) if path else left
@@ -278,8 +283,10 @@ class CompletionBudget:
             known = dict(before.paths) if before else {}
             table, paths = _Table(search, self._plan.texts, path, left, known).build(plain)
         words = plain & np.bitwise_or.reduce([group.words for group in table if group.num_tokens <= left])
-        narrowed = None if _equal(words, plain) else words
-        return LookAhead(at, path, at + 1, True, steered, narrowed, plain, table, paths)
+        if _equal(words, plain):
+            return LookAhead(at, path, at + 1, True, steered, None, plain, table, paths)
+        cuts = not self._plan.texts.begins_all(words, plain & ~words)
+        return LookAhead(at, path, at + 1, True, steered, words, plain, table, paths, cuts)
 
     def _skipped(self, left: int, spare: int) -> int:
         """Return how many tokens may follow a far position before the next look-ahead; at least 1."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from grammar_service.grammar.mask_rows import Ids, Words
+from grammar_service.grammar.mask_rows import Ids, Words, count_tokens, has_tokens, token_ids
 from grammar_service.grammar.token_bytes import MAX_TOKEN_BYTES, TokenBytes
 from grammar_service.grammar.vocabulary import Vocabulary
 
@@ -26,6 +26,8 @@ _PUNCTUATED = re.compile(rb"[{}\[\],:<>]")
 _CLOSING_BYTES, _OPENING_BYTES = b"}]", b"{["
 _LONG_WORD = 10
 """Letters of a word that is long enough to fill a string."""
+_MANY = 4096
+"""Tokens that a row cannot lack for only their spelling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class TokenTexts:
     """Tokens of a single byte that often ends something."""
     classes: tuple[Words, ...]
     """Rows, int32 [W], of tokens that are interchangeable in free text: words, digits, punctuation, white space."""
+    prefixes: Ids
+    """By token id: the token whose text is the longest proper beginning of its text; -1: none is."""
     tokens: TokenBytes = field(repr=False)
     choices: dict[bytes, list[int]] = field(default_factory=dict, repr=False)
     """Row -> the tokens that a search tries there (`search.choices_of`)."""
@@ -73,6 +77,22 @@ class TokenTexts:
         """Return whether a token's text begins or ends within a character, or ends within an escape."""
         text = self.texts[token]
         return (len(text) - len(text.rstrip(b"\\"))) % 2 == 1 or not _whole(text)
+
+    def begins_all(self, row: Words, others: Words) -> bool:
+        """Return whether each token of `others` has its text begun by a token of `row`, or is half a character."""
+        if count_tokens(others) > _MANY:
+            return False
+        missing = np.array(token_ids(others, _MANY), dtype=np.int64)
+        begins = missing
+        while len(missing):
+            begins = self.prefixes[begins]
+            # -1 reads some token here, and is left out.
+            begun = has_tokens(row, begins) & (begins >= 0)
+            ended = missing[~begun & (begins < 0)]
+            if not all(self.is_half(int(token)) for token in ended):
+                return False
+            missing, begins = missing[~begun & (begins >= 0)], begins[~begun & (begins >= 0)]
+        return True
 
     def __repr__(self) -> str:
         return f"<TokenTexts {len(self.texts)} tokens, {len(self.structure)} of them structure>"
@@ -102,8 +122,20 @@ def _texts(vocabulary: Vocabulary) -> TokenTexts:
         np.array(letters, dtype=np.int64),
         np.array(punctuation, dtype=np.int64),
         _classes(texts, vocabulary.num_words),
+        _prefixes(tokens),
         tokens,
     )
+
+
+def _prefixes(tokens: TokenBytes) -> Ids:
+    ids = tokens.ids
+    found = np.full(len(tokens.texts), -1, dtype=np.int64)
+    for token, text in enumerate(tokens.texts):
+        for end in range(len(text) - 1, 0, -1):
+            if (begin := ids.get(text[:end])) is not None:
+                found[token] = begin
+                break
+    return found
 
 
 def _cost(text: bytes) -> float:

@@ -75,7 +75,13 @@ def ask(stub: engine_pb2_grpc.EngineStub, fields: dict[str, Any]) -> list[pb.Gen
 VALUES = {
     *("request_id", "token_ids", "messages.template_arguments", "messages.continue_final_message"),
     *("sampling.max_tokens", "grammar.json_object", "grammar.regex", "grammar.ebnf", "grammar.lark", "grammar.choice"),
-    *("grammar.structural_tag", "grammar.grammar_id", "grammar.whitespace", "grammar.backend"),
+    *(
+        "grammar.structural_tag",
+        "grammar.grammar_id",
+        "grammar.whitespace",
+        "grammar.backend",
+        "grammar.closed_objects",
+    ),
     *("grammar.allow_unenforced", "tools.choice", "tools.name", "tools.parallel", "reasoning.enabled"),
     *("reasoning.effort", "beam_search.length_penalty", "beam_search.early_stopping", "text"),
 }

@@ -18,7 +18,7 @@ from grammar_service.completion.budget import CompletionBudget
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.fill.matchers import MatcherTable, SlotMatcher
-from grammar_service.grammar.mask_rows import Classifier, token_ids
+from grammar_service.grammar.mask_rows import Classifier, Words, token_ids
 from grammar_service.grammar.value import Kind
 from grammar_service.grammar.vocabulary import Vocabulary
 from shared_mem.layout import STEERED, RowKind, Stage
@@ -285,6 +285,23 @@ def test_a_limit_below_every_answer_narrows_no_row(library: Library, vocabulary:
     walk = Walk(compiled, plan, plan.min_tokens - 1, seed=1).run()
     assert not walk.complete
     assert all(forced != STEERED for _, forced, _ in walk.used)
+
+
+def test_a_row_cuts_only_if_a_text_cannot_be_begun(vocabulary: Vocabulary) -> None:
+    texts = TokenTexts.of(vocabulary)
+
+    def row(token: int) -> Words:
+        words = np.zeros(texts.num_words, dtype=np.int32)
+        words.view(np.uint32)[token >> 5] = 1 << (token & 31)
+        return words
+
+    longest = max(range(len(texts.texts)), key=lambda token: len(texts.texts[token]))
+    begin = int(texts.prefixes[longest])
+    assert texts.texts[longest].startswith(texts.texts[begin])
+    other, half = spell("}")[0], texts.texts.index(b"\xcc")
+    assert texts.begins_all(row(begin), row(longest) | row(half))
+    assert not texts.begins_all(row(longest), row(begin))
+    assert not texts.begins_all(row(other), row(longest))
 
 
 def judge(text: str, schema: Any) -> None:
