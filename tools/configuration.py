@@ -1,7 +1,9 @@
-"""Writes docs/configuration.md from the settings of all processes: `python -m tools.configuration --write`.
+"""Writes what is made from the settings of all processes: `python -m tools.configuration --write`.
+
+These are docs/configuration.md, and the names in the schema of the Helm chart's values.
 
 The invariant: every name, default and meaning on the page comes from the config dataclasses, and a test compares the
-page with `page()`.
+page with `page()` and the schema with `chart_schema()`.
 
 Not responsible for: how settings are read (service_runtime/settings.py).
 """
@@ -9,6 +11,7 @@ Not responsible for: how settings are read (service_runtime/settings.py).
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,11 @@ from gpu_engine.api.transfer_config import TransferConfig
 from grammar_service.config import ENVIRONMENT_PREFIX, GrammarConfig
 from http_gateway.config import ENVIRONMENT_PREFIX as GATEWAY_PREFIX
 from http_gateway.config import GatewayConfig
-from service_runtime.settings import ENV_PREFIX, Setting, settings_of, variable_of
+from service_runtime.settings import ENV_PREFIX, Setting, old_names_of, settings_of, variable_of
 from service_runtime.shared_settings import SHARED
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/configuration.md"
+CHART_SCHEMA = PAGE.parents[1] / "deploy/helm/lockstep/values.schema.json"
 
 _SHARED = {setting.name for kind in SHARED for setting in settings_of(kind)}
 _PREFIXES = ((ServerConfig, ENV_PREFIX), (GrammarConfig, ENVIRONMENT_PREFIX), (GatewayConfig, GATEWAY_PREFIX))
@@ -95,7 +99,7 @@ The variables of `docker compose` are in [operations](operations.md#docker-compo
 _EXAMPLES = """
 examples:
   python -m tools.configuration            print the page
-  python -m tools.configuration --write    write it to docs/configuration.md
+  python -m tools.configuration --write    write it to docs/configuration.md, and the names into the chart's schema
 """
 
 
@@ -134,6 +138,21 @@ def page() -> str:
     return _HEAD + "".join(sections) + _SHARED_HEAD + shared_table() + _TAIL
 
 
+def chart_schema() -> str:
+    """Return the schema of the chart's values, in which `settings` have the names that the processes know."""
+    schema = json.loads(CHART_SCHEMA.read_text())
+    kinds: dict[str, tuple[type[Any], ...]] = {
+        "engine": (EngineConfig, ServerConfig, TransferConfig),
+        "grammar": (GrammarConfig,),
+    }
+    for process, classes in kinds.items():
+        names = {setting.name for kind in classes for setting in settings_of(kind)}
+        names |= {name for kind in classes for name in old_names_of(kind)}
+        settings = schema["properties"][process]["properties"]["settings"]
+        settings["properties"] = {name: {"$ref": "#/$defs/setting"} for name in sorted(names)}
+    return json.dumps(schema, indent=1) + "\n"
+
+
 def _default(value: Any) -> str:
     if value is None:
         return "unset"
@@ -158,9 +177,12 @@ def main() -> int:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--write", action="store_true", help="write the page instead of printing it")
+    parser.add_argument(
+        "--write", action="store_true", help="write the page and the schema instead of printing the page"
+    )
     if parser.parse_args().write:
         PAGE.write_text(page())
+        CHART_SCHEMA.write_text(chart_schema())
     else:
         sys.stdout.write(page())
     return 0

@@ -74,6 +74,8 @@ TABLE: dict[grpc.StatusCode, _Row] = {
     _C.DEADLINE_EXCEEDED: _Row(504, "server_error", "timeout"),
 }
 _INTERNAL = _Row(500, "server_error", "internal")
+_TOO_LONG = "(max_model_len "
+"""In the engine's messages about a prompt that does not fit; clients look for `context_length_exceeded`."""
 
 _FIELD = re.compile(r"([a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)*): ")
 """The engine's messages begin with the field."""
@@ -113,7 +115,7 @@ def from_status(status: grpc.StatusCode, details: str) -> ApiError:
         status=row.status,
         kind=row.kind,
         param=param,
-        code=row.code,
+        code="context_length_exceeded" if row.status == 400 and _TOO_LONG in details else row.code,
         headers={"Retry-After": str(RETRY_AFTER_S)} if row.retry else None,
     )
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import grpc
 import pytest
 from pydantic import ValidationError
 
+from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.front.validation import check_prompt_length
 from http_gateway.answers.sampling import begin
 from http_gateway.http.openapi import document
 from http_gateway.wire.chat import ChatRequest
 from http_gateway.wire.completions import CompletionRequest
-from http_gateway.wire.errors import ApiError
+from http_gateway.wire.errors import ApiError, from_status
 from http_gateway.wire.fields import Fields, problem
 from http_gateway.wire.responses import ResponsesRequest, chat_body
 from protos.engine.v1 import engine_pb2 as pb
@@ -203,3 +206,11 @@ def test_contradicting_closed_objects_are_refused() -> None:
     options = {"closed_objects": False, "disable_additional_properties": True, "json": SCHEMA}
     with pytest.raises(ApiError, match=r"contradicts structured_outputs\.closed_objects"):
         begun(structured_outputs=options)
+
+
+def test_a_prompt_that_does_not_fit_has_the_code_that_clients_look_for() -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        check_prompt_length("text", 64, 64)
+    made = from_status(grpc.StatusCode.INVALID_ARGUMENT, str(raised.value))
+    assert (made.status, made.param, made.code) == (400, "prompt", "context_length_exceeded")
+    assert from_status(grpc.StatusCode.INVALID_ARGUMENT, "text: has no tokens").code == "invalid_value"

@@ -62,6 +62,8 @@ existing token secret: {auth: {secretName: mine}}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = yaml.safe_load("""
 an unknown value: [{replica: 2}, replica]
 a wrong type: [{replicas: two}, /replicas]
+a misspelt setting: [{engine: {settings: {max_batchsize: 3}}}, max_batchsize]
+a misspelt setting of the grammar process: [{grammar: {settings: {compile_timeout: 3}}}, compile_timeout]
 an unknown library: [{grammar: {backend: outlines}}, /grammar/backend]
 two sources of tokens: [{auth: {secretName: a, tokens: ["0123456789abcdef"]}}, "auth: secretName and tokens"]
 a token that can be guessed: [{auth: {tokens: [secret]}}, /auth/tokens]

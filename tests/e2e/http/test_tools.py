@@ -79,7 +79,7 @@ def fits(call: Any) -> None:
 @pytest.mark.client("openai", "tool calls, streamed")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}])
 def test_calls_that_must_be_made_fit_their_schemas(ask: Asker, choice: Any) -> None:
-    asked: Any = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 80, "seed": 4}
+    asked: Any = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 200, "seed": 4}
     whole = ask.chat(ASK, **asked).choices[0]
     assert whole.finish_reason == "tool_calls"
     assert whole.message.tool_calls
