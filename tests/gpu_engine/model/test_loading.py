@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from gpu_engine.api.engine_settings import MAX_MODEL_LEN
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from tests.gpu_engine.harness import config
 
@@ -70,3 +71,21 @@ def test_a_checkpoint_without_a_weight_is_refused_by_its_name(
     save_file(state, file, metadata={"format": "pt"})
     with pytest.raises(ModelNotSupported, match=rf"cannot be loaded: it has no weights for [a-z0-9_.]*{words}"):
         load_model(config(model=str(folder), dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "served", "said"),
+    [
+        (1000, 512, "max_model_len is 1000, which is more than the model has: 512 tokens are served"),
+        (256, 256, "sequences of 256 tokens are served, of the model's 512; max_model_len sets the number"),
+        (MAX_MODEL_LEN, 512, ""),
+        (512, 512, ""),
+    ],
+)
+def test_a_length_that_is_not_the_models_is_said(
+    saved: Callable[[str], Path], caplog: pytest.LogCaptureFixture, asked: int, served: int, said: str
+) -> None:
+    with caplog.at_level("INFO"):
+        model = load_model(config(model=str(saved("llama")), max_model_len=asked))
+    assert model.max_model_len == served
+    assert [line for line in caplog.messages if "tokens are served" in line] == ([said] if said else [])
