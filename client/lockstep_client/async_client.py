@@ -282,6 +282,43 @@ class AsyncClient:
         """As `chat`, but return the deltas as they arrive."""
         return self._stream(calls.chat_request(messages, schema, grammar, options, self._timeout_s))
 
+    async def choice_probs(
+        self,
+        prompt: Prompt | None = None,
+        choices: Sequence[str] = (),
+        *,
+        messages: Conversation | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, float]:
+        """Return the probability of each of some texts as the whole answer; they sum to one.
+
+        A text's probability is the model's own, at temperature 1, of its tokens and the end of sequence after them,
+        divided by the sum over all texts. So a text that begins another one is no more likely for that. One request per
+        text is sent, which generates no more than a token.
+
+        Args:
+            prompt: a text, or the ids of its tokens.
+            choices: the texts, each once, at least one.
+            messages: a conversation, in place of a prompt.
+            timeout_s: limit of each request. None: the client's.
+
+        Raises CallError, and ValueError for a wrong argument.
+
+        """
+        calls.check_choices(prompt, messages, choices)
+        ids = prompt
+        if ids is None or isinstance(ids, str):
+            ids = (await self.tokenize(ids, messages=messages)).token_ids
+        end = (await self.model_info()).eos_token_ids[:1]
+        scores = []
+        for choice in choices:
+            answer = (*(await self.tokenize(choice, add_special_tokens=False)).token_ids, *end)
+            request = calls.scored_request([*ids, *answer], self._timeout_s if timeout_s is None else timeout_s)
+            async with self._stream(request) as stream:
+                logprobs = (await stream.answer()).prompt_logprobs[-len(answer) :]
+            scores.append(sum(each.logprob for each in logprobs))
+        return calls.shares(choices, scores)
+
     async def compile(
         self, *, schema: object = None, grammar: Grammar | None = None, timeout_s: float | None = None
     ) -> CompiledGrammar:

@@ -7,6 +7,7 @@ Not responsible for: sending (see client.py and async_client.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -114,6 +115,26 @@ def _prepared(
 ) -> Prepared:
     given_s = options.get("timeout_s")
     return Prepared(request, grammar.parse if grammar else None, timeout_s if given_s is None else given_s)
+
+
+def check_choices(prompt: Prompt | None, messages: Conversation | None, choices: Sequence[str]) -> None:
+    """Raise ValueError that names a wrong argument of `choice_probs`."""
+    if (prompt is None) == (messages is None):
+        raise ValueError("prompt, messages: exactly one of them is required")
+    if isinstance(choices, str) or not choices or not all(choices) or len(set(choices)) != len(choices):
+        raise ValueError("choices: must be texts that are not empty, each once")
+
+
+def scored_request(token_ids: Sequence[int], timeout_s: float | None) -> Prepared:
+    """Return the request for the log-probabilities of these tokens."""
+    return text_request(token_ids, None, None, {"prompt_logprobs": 0, "max_tokens": 1}, timeout_s)
+
+
+def shares(choices: Sequence[str], logprobs: Sequence[float]) -> dict[str, float]:
+    """Return each choice's probability divided by the sum of all."""
+    most = max(logprobs)
+    weights = [math.exp(each - most) for each in logprobs]
+    return {choice: weight / sum(weights) for choice, weight in zip(choices, weights, strict=True)}
 
 
 def compile_request(schema: object, grammar: Grammar | None) -> tuple[pb.CompileRequest, Grammar]:

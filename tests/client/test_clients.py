@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,6 +108,40 @@ async def test_log_probabilities_and_the_prompt_are_in_the_answer(twin: Twin, se
     read = TokenLogprobs(-1, (TokenLogprob(4, -0.5),))
     assert (answer.logprobs, answer.prompt_logprobs, answer.prompt_token_ids) == ((read, read), (read,), (8,))
     assert (answer.field_logprobs[0].pointer, answer.field_logprobs[0].tokens) == ("/a", 3)
+
+
+async def test_choices_have_probabilities_that_sum_to_one(twin: Twin, server: Scripted) -> None:
+    """A choice has the tokens 5, 6 and the end of sequence, 2."""
+    scores = {0: [-9.0, -1.0, -0.5, -0.5], 1: [-9.0, -1.5, -1.0, -0.5], 2: [-9.0, -2.0, -1.0, -1.0]}
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        number = sum(isinstance(each, pb.GenerateRequest) for each in server.requests) - 1
+        entries = [pb.TokenLogprobs(logprob=each) for each in scores[number]]
+        yield pb.GenerateResponse(prompt_logprobs=entries)
+        yield end()
+
+    server.script = script
+    shares = await twin.call("choice_probs", [8], ["good", "fair", "bad"])
+    weights = [math.exp(each) for each in (-2, -3, -4)]
+    assert list(shares) == ["good", "fair", "bad"]
+    assert list(shares.values()) == pytest.approx([each / sum(weights) for each in weights])
+    sent = [each for each in server.requests if isinstance(each, pb.GenerateRequest)]
+    assert [list(each.token_ids.ids) for each in sent] == [[8, 5, 6, 2]] * 3
+    assert {(each.response.HasField("prompt_logprobs"), each.sampling.max_tokens) for each in sent} == {(True, 1)}
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"choices": ["a"]}, "prompt, messages: exactly one"),
+        ({"prompt": "x", "messages": "y", "choices": ["a"]}, "prompt, messages: exactly one"),
+        *(({"prompt": "x", "choices": choices}, "choices: must be texts") for choices in ([], ["a", "a"], [""], "ab")),
+    ],
+)
+async def test_wrong_choices_are_refused(twin: Twin, server: Scripted, given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=f"^{problem}"):
+        await twin.call("choice_probs", **given)
+    assert server.requests == []
 
 
 async def test_a_grammar_is_compiled_once_and_used_by_its_id(twin: Twin, server: Scripted) -> None:

@@ -165,6 +165,15 @@ def run_in(python: Path, source: str, folder: Path) -> str:
     return done.stdout
 
 
+def test_choices_are_scored_as_whole_answers(client: Client) -> None:
+    shares = client.choice_probs("The capital of France is", [" London", " Paris", " Paris."])
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares[" Paris"] + shares[" Paris."] > shares[" London"]
+    of_chat = client.choice_probs(messages="Is Paris in France?", choices=["yes", "no"])
+    assert set(of_chat) == {"yes", "no"}
+    assert sum(of_chat.values()) == pytest.approx(1)
+
+
 @pytest.mark.slow
 def test_an_installation_brings_grpcio_and_protobuf_alone(installed: Path) -> None:
     command = [str(installed), "-m", "pip", "list", "--format=json"]
