@@ -7,6 +7,7 @@ Not responsible for: what is an error (see fields.py, the engine, and http/app.p
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import grpc
 
 RETRY_AFTER_S = 1
+"""Where the engine's message names no time."""
+_TRY_AGAIN = re.compile(r"try again in ([0-9.]+) s\b")
 
 
 class ApiError(Exception):
@@ -116,8 +119,14 @@ def from_status(status: grpc.StatusCode, details: str) -> ApiError:
         kind=row.kind,
         param=param,
         code="context_length_exceeded" if row.status == 400 and _TOO_LONG in details else row.code,
-        headers={"Retry-After": str(RETRY_AFTER_S)} if row.retry else None,
+        headers={"Retry-After": str(_retry_after_s(details))} if row.retry else None,
     )
+
+
+def _retry_after_s(details: str) -> int:
+    """Return the time that the engine's message names, in whole seconds; the header has no parts of them."""
+    found = _TRY_AGAIN.search(details)
+    return max(RETRY_AFTER_S, math.ceil(float(found[1]))) if found else RETRY_AFTER_S
 
 
 def _http_name(field: str) -> str:

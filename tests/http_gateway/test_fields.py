@@ -214,3 +214,10 @@ def test_a_prompt_that_does_not_fit_has_the_code_that_clients_look_for() -> None
     made = from_status(grpc.StatusCode.INVALID_ARGUMENT, str(raised.value))
     assert (made.status, made.param, made.code) == (400, "prompt", "context_length_exceeded")
     assert from_status(grpc.StatusCode.INVALID_ARGUMENT, "text: has no tokens").code == "invalid_value"
+
+
+@pytest.mark.parametrize(
+    ("details", "seconds"), [("the limit is 9; try again in 4.3 s", "5"), ("the queue is full", "1")]
+)
+def test_a_retry_comes_when_the_engine_says(details: str, seconds: str) -> None:
+    assert from_status(grpc.StatusCode.RESOURCE_EXHAUSTED, details).headers == {"Retry-After": seconds}
