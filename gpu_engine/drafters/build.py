@@ -34,7 +34,7 @@ from gpu_engine.drafters.nets import DraftNet, ModelNet
 from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
 from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.drafters.suffix_index import SuffixIndex
-from gpu_engine.model.linear import pack_linears, thin_linears
+from gpu_engine.model.linear import pack_linears, replace_linears
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import LoadedModel, path_of
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
@@ -259,4 +259,4 @@ def _prepare(parts: DrafterParts, net: Any) -> None:
     """Replace the net's linear layers by faster ones."""
     if parts.target.device.type == "cpu" and not parts.token_major:
         pack_linears(net)
-    thin_linears(net)
+    replace_linears(net)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpu_engine.model.attention import AttentionContext, LayerAttention, context_of_forward
-from gpu_engine.model.linear import SkinnyLinear
+from gpu_engine.model.linear import InvariantLinear
 from kernels.fused import Activation, RMSNorm, gated, rms_norm
 from kernels.fused_attention import QkvAttention
 
@@ -70,7 +70,7 @@ class FusedGated(nn.Module):
 
     def join_activation(self) -> bool:
         """Put the activation at the end of the product's kernel, where there is one that agrees; return whether."""
-        if isinstance(self.gate_up, SkinnyLinear) and self.gate_up.gates_in_one(self.act):
+        if isinstance(self.gate_up, InvariantLinear) and self.gate_up.gates_in_one(self.act):
             self._in_one = self.gate_up.gated
         return self._in_one is not None
 

@@ -1,17 +1,17 @@
-"""Linear layers with the interface of `nn.Linear`: oneDNN's prepacked products on a CPU, our kernel for few rows on a
-GPU.
+"""Linear layers with the interface of `nn.Linear`: oneDNN's prepacked products on a CPU, our kernel on a GPU, and
+cuBLAS where its bits are the kernel's.
 
 Packing once saves the reorder that a plain product does at every call (2x per step, measured in docs/log/).
 Invariant: a row's result has the same bits for any number of rows; oneDNN guarantees that from two rows on, so one row
-is doubled; on a GPU it holds up to 16 rows, in the 16-bit types. Not responsible for:
-weights in blocks (see quantised/linear.py), weights of 8 bits on a GPU (see quantised/scaled.py).
+is doubled; on a GPU it holds in the 16-bit types. Not responsible for: weights in blocks (see quantised/linear.py),
+weights of 8 bits on a GPU (see quantised/scaled.py).
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from gpu_engine.model.quantised.linear import BlockLinear, joined_blocks
 from gpu_engine.model.quantised.scaled import ScaledLinear, joined_scaled
 from gpu_engine.model.recording import distance
 from kernels.fused_arguments import Activation
+
+if TYPE_CHECKING:
+    from kernels.cuda.products import Tile
 
 log = logging.getLogger(__name__)
 
@@ -56,35 +59,53 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
 
 
-class SkinnyLinear(nn.Module):
-    """`nn.Linear` on a GPU. Shares the weight; our kernel multiplies up to 16 rows, cuBLAS more."""
+class InvariantLinear(nn.Module):
+    """`nn.Linear` on a GPU. Shares the weight; a row has the same bits beside any others (kernels/cuda/products.py).
 
-    def __init__(self, linear: nn.Linear) -> None:
+    The library multiplies more than `_OWN_ROWS` rows, for numbers of rows at which its bits are those of the kernel.
+    `checks`: None shares those of the process.
+    """
+
+    def __init__(self, linear: nn.Linear, checks: BitChecks | None = None) -> None:
         super().__init__()
         from kernels.cuda.fused import gated  # a CPU install has no Triton
-        from kernels.cuda.skinny import MAX_ROWS, skinny_gated, skinny_linear
+        from kernels.cuda.products import gated_product, product
 
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, _bias(linear)
-        self._most, self._product, self._product_gated, self._gated = MAX_ROWS, skinny_linear, skinny_gated, gated
+        self._product, self._product_gated, self._gated = product, gated_product, gated
+        self._checks = checks or CHECKS
+
+    @property
+    def kind(self) -> _Kind:
+        """What the bits of a product depend on, next to the numbers."""
+        return _Kind(self.weight.shape, self.weight.dtype, self.weight.device, self.bias is not None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ weight.T + bias; [..., in_features] -> [..., out_features]."""
         rows = x.numel() // self.in_features
-        if not 0 < rows <= self._most:
-            return nn.functional.linear(x, self.weight, self.bias)
-        out_MN = self._product(x.reshape(rows, self.in_features), self.weight, self.bias)
-        return out_MN.view(*x.shape[:-1], self.out_features)
+        if rows == 0 or (rows > _OWN_ROWS and self._checks.library_agrees(self, rows)):
+            return self.by_library(x)
+        return self.by_kernel(x.reshape(rows, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+    def by_library(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product as cuBLAS computes it; [..., in_features] -> [..., out_features]."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def by_kernel(self, x_MK: torch.Tensor, *, smallest_tile: bool = False) -> torch.Tensor:
+        """Return the product as the kernel computes it, [M, K] -> [M, N]: in the fastest tile that the device may
+        use, or in the smallest."""
+        return self._product(x_MK, self.weight, self.bias, tile=self._checks.tile_of(self, smallest=smallest_tile))
 
     def gated(self, x_NK: torch.Tensor, act: Activation) -> torch.Tensor:
         """Return act(gate) * up of a product whose outputs are gate and then up: in one launch for few rows."""
-        if not 0 < len(x_NK) <= self._most:
+        if not 0 < len(x_NK) <= _OWN_ROWS:
             return self._gated(self(x_NK), act)
-        return self._product_gated(x_NK, self.weight, act, self.bias)
+        return self._product_gated(x_NK, self.weight, act, self.bias, tile=self._checks.tile_of(self))
 
     def gates_in_one(self, act: Activation) -> bool:
-        """Return whether `gated` gives the numbers of the two kernels. Each kind of matrix is compared once."""
-        return _gates_agree(self.weight.shape, self.weight.dtype, self.weight.device, self.bias is not None, act)
+        """Return whether `gated` has the bits of the two kernels. Each kind of matrix is compared once."""
+        return self._checks.gates_agree(self, act)
 
     def gates_apart(self, x_NK: torch.Tensor, act: Activation) -> torch.Tensor:
         """Return the same from two launches."""
@@ -92,56 +113,159 @@ class SkinnyLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Name the shape."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, skinny"
+        return f"in_features={self.in_features}, out_features={self.out_features}, invariant"
 
 
-def skinny(linear: nn.Linear) -> nn.Module:
-    """Return the same product with our kernel for few rows, where that takes it and agrees; else `linear`."""
+class _Kind(NamedTuple):
+    """A kind of matrix; all of one kind are compared once."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    biased: bool
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)}"
+
+
+Draw = Callable[[torch.Tensor, int, int], torch.Tensor]
+"""Returns inputs [rows, K] for a weight [N, K], a number of rows and a seed."""
+
+
+def random_rows(weight_NK: torch.Tensor, rows: int, seed: int) -> torch.Tensor:
+    """Return normally distributed inputs on the weight's device, in its dtype."""
+    device = weight_NK.device
+    made = torch.randn(rows, weight_NK.shape[1], generator=torch.Generator(device).manual_seed(seed), device=device)
+    return made.to(weight_NK.dtype)
+
+
+class BitChecks:
+    """Which ways to multiply have equal bits on this device, compared once a kind of matrix and number of rows.
+
+    Two sums of one product in another order differ in fp32, and after rounding to 16 bits in one output of some
+    10,000. A comparison therefore covers `outputs` of them, or `most_draws` inputs: with fewer it could miss a split
+    of K.
+    """
+
+    def __init__(self, outputs: int = 1 << 20, most_draws: int = 16, draw: Draw = random_rows) -> None:
+        self._outputs, self._most_draws, self._draw = outputs, most_draws, draw
+        self._smallest: dict[_Kind, bool] = {}
+        self._library: dict[tuple[_Kind, int], bool] = {}
+        self._gates: dict[tuple[_Kind, Activation], bool] = {}
+
+    def tile_of(self, linear: InvariantLinear, *, smallest: bool = False) -> Tile | None:
+        """Return the tile that the kernel must use; None: the fastest."""
+        from kernels.cuda.products import Tile, shared_bytes
+
+        if not smallest and not self._smallest.get(linear.kind):
+            return None
+        N, K = linear.weight.shape
+        return Tile.of(1, N, K, shared_bytes(linear.weight.device))
+
+    def kernel_agrees(self, linear: InvariantLinear) -> bool:
+        """Return whether the kernel builds and gives the library's numbers, to rounding. Compares the bits of its
+        tiles too: where they differ, as two matrix instructions may, every number of rows uses the smallest tile."""
+        kind = linear.kind
+        if kind in self._smallest:
+            return True
+        try:
+            x_MK = self._draw(linear.weight, 3, 0)
+            far = distance(linear.by_kernel(x_MK), linear.by_library(x_MK))
+            equal = all(self._same(linear, rows, linear.by_kernel) for rows in _TILED_ROWS)
+        except Exception as error:  # of the compiler: a kernel that does not build must not end the start
+            log.warning("products of %s go to cuBLAS: %s: %s", kind, type(error).__name__, error)
+            return False
+        if far > _ROUNDING:
+            log.warning("products of %s go to cuBLAS: ours are %.1e away", kind, far)
+            return False
+        if not equal:
+            log.warning("products of %s are slower: the kernel's tiles differ in their bits on this device", kind)
+        self._smallest[kind] = not equal
+        return True
+
+    def library_agrees(self, linear: InvariantLinear, rows: int) -> bool:
+        """Return whether the library's product of so many rows has the kernel's bits.
+
+        Compares at the first call, which may not be captured: within a capture, what was not compared is False.
+        """
+        known = self._library.get((linear.kind, rows))
+        if known is not None:
+            return known
+        if linear.weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        try:
+            agrees = self._same(linear, rows, linear.by_library)
+        except torch.OutOfMemoryError as error:
+            log.warning("products of %s by %d rows use our kernel: no memory to compare: %s", linear.kind, rows, error)
+            agrees = False
+        self._library[linear.kind, rows] = agrees
+        log.debug("products of %s by %d rows: %s", linear.kind, rows, "cuBLAS" if agrees else "ours")
+        return agrees
+
+    def gates_agree(self, linear: InvariantLinear, act: Activation) -> bool:
+        """Return whether a product and its activation in one kernel have the bits of the two kernels."""
+        key = linear.kind, act
+        if key not in self._gates:
+            try:
+                self._gates[key] = all(
+                    torch.equal(linear.gated(x_MK, act), linear.gates_apart(x_MK, act))
+                    for rows in (3, *_TILED_ROWS)
+                    for x_MK in self._draws(linear, rows)
+                )
+            except Exception as error:  # of the compiler, as above
+                log.warning("%s: %s", type(error).__name__, error)
+                self._gates[key] = False
+            if not self._gates[key]:
+                log.warning("products of %s and their activation are two kernels", linear.kind)
+        return self._gates[key]
+
+    def _same(self, linear: InvariantLinear, rows: int, other: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Return whether `other` has the bits of the smallest tile. False for weights that could not show it."""
+        for x_MK in self._draws(linear, rows):
+            want_MN = linear.by_kernel(x_MK, smallest_tile=True)
+            if not torch.equal(other(x_MK), want_MN) or not bool((want_MN != want_MN[0, 0]).any()):
+                return False
+        return True
+
+    def _draws(self, linear: InvariantLinear, rows: int) -> Iterator[torch.Tensor]:
+        """Yield as many random inputs as it takes for enough outputs."""
+        for seed in range(min(self._most_draws, -(-self._outputs // (rows * linear.out_features)))):
+            yield self._draw(linear.weight, rows, seed)
+
+    def __repr__(self) -> str:
+        return f"<BitChecks of {len(self._smallest)} kinds, {len(self._library)} by rows>"
+
+
+CHECKS = BitChecks()
+"""Of this process: verdicts depend on the device and its libraries only."""
+_OWN_ROWS = 64
+"""Up to so many rows the kernel is as fast as cuBLAS or faster (docs/log/)."""
+_TILED_ROWS = (32, _OWN_ROWS)
+"""Numbers of rows that use another tile than a few rows do."""
+
+
+def invariant(linear: nn.Linear) -> nn.Module:
+    """Return the same product with our kernel, where that takes it and agrees; else `linear`."""
     weight = linear.weight
     suits = weight.device.type == "cuda" and weight.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
     if not suits or weight.shape[1] % 8:
         return linear
-    return (
-        SkinnyLinear(linear) if _agrees(weight.shape, weight.dtype, weight.device, linear.bias is not None) else linear
-    )
+    made = InvariantLinear(linear)
+    return made if CHECKS.kernel_agrees(made) else linear
 
 
-@functools.cache
-def _gates_agree(shape: torch.Size, dtype: torch.dtype, device: torch.device, biased: bool, act: Activation) -> bool:
-    made = SkinnyLinear(nn.Linear(shape[1], shape[0], bias=biased, device=device, dtype=dtype).requires_grad_(False))
-    x = torch.randn(3, shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    try:
-        far = distance(made.gated(x, act), made.gates_apart(x, act))
-    except Exception as error:  # of the compiler, as above
-        kind = type(error).__name__
-        log.warning("products of %s and their activation are two kernels: %s: %s", tuple(shape), kind, error)
-        return False
-    if far > _ROUNDING:
-        log.warning("products of %s and their activation are two kernels: one is %.1e away", tuple(shape), far)
-    return far <= _ROUNDING
+def sum_in_fp32() -> None:
+    """Have cuBLAS add 16-bit products in fp32, and never split a sum over programs. For this process."""
+    for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
+        setattr(torch.backends.cuda.matmul, name, (False, False))
 
 
-@functools.cache
-def _agrees(shape: torch.Size, dtype: torch.dtype, device: torch.device, biased: bool) -> bool:
-    """Compare the kernel with cuBLAS once for every kind of matrix: it is compiled for that."""
-    made = nn.Linear(shape[1], shape[0], bias=biased, device=device, dtype=dtype).requires_grad_(False)
-    x = torch.randn(3, shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    try:
-        far = distance(SkinnyLinear(made)(x), made(x))
-    except Exception as error:  # of the compiler: a kernel that does not build must not end the start
-        log.warning("products of %s go to cuBLAS: %s: %s", tuple(shape), type(error).__name__, error)
-        return False
-    if far > _ROUNDING:
-        log.warning("products of %s go to cuBLAS: ours are %.1e away", tuple(shape), far)
-    return far <= _ROUNDING
-
-
-def thin_linears(model: nn.Module) -> int:
-    """Replace every `nn.Linear` of a model on a GPU in place, where `skinny` is better; return how many."""
+def replace_linears(model: nn.Module) -> int:
+    """Replace every `nn.Linear` of a model on a GPU in place, where `invariant` has a kernel; return how many."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and (better := skinny(child)) is not child:
+            if type(child) is nn.Linear and (better := invariant(child)) is not child:
                 setattr(parent, name, better)
                 count += 1
     return count
@@ -198,7 +322,7 @@ def _joined_floats(linears: Sequence[nn.Linear]) -> nn.Module:
         whole.weight = nn.Parameter(torch.cat(tuple(item.weight for item in linears)), requires_grad=False)
         bias = nn.Parameter(torch.cat(given), requires_grad=False) if given else None
         whole.register_parameter("bias", bias)
-    return PackedLinear(whole) if first.weight.device.type == "cpu" and can_pack() else skinny(whole)
+    return PackedLinear(whole) if first.weight.device.type == "cpu" and can_pack() else invariant(whole)
 
 
 def _bias(linear: nn.Linear) -> torch.Tensor | None:

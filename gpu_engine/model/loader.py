@@ -36,7 +36,7 @@ from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.fused_layers import join_activations
 from gpu_engine.model.fusion import Bounds, FusedModelDiffers, fuse_parts, verified
 from gpu_engine.model.hub import Hub, Wanted, locate, read_token, refuse_what_runs_code
-from gpu_engine.model.linear import pack_linears, replace_conv1d, thin_linears
+from gpu_engine.model.linear import pack_linears, replace_conv1d, replace_linears, sum_in_fp32
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.outputs import find_outputs
 from gpu_engine.model.parallel.division import join_engines, load_divided
@@ -318,8 +318,9 @@ def _prepare_net(
             model.fused = fuse_parts(net, seen.record, seen.ctx.layers_seen, bounds)
     if device.type == "cpu":
         pack_linears(net)
-    elif config.fuse_parts:
-        thin_linears(net)
+    else:
+        sum_in_fp32()
+        replace_linears(net)
         join_activations(net)
     if config.fuse_parts:
         model.fused = verified(net, model.fused, seen.record, seen.logits_NV, seen.again(model), bounds, seen.noise)

@@ -15,13 +15,13 @@ from torch import nn
 
 from gpu_engine.model.adapters.peft_files import AdapterNotSupported, LoraFiles, stored_dtype
 from gpu_engine.model.fused_layers import FusedAttention, FusedGated
-from gpu_engine.model.linear import PackedLinear, SkinnyLinear
+from gpu_engine.model.linear import InvariantLinear, PackedLinear
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
 from kernels.low_rank import LowRankPart
 from kernels.low_rank_stacks import ProductShape
 
-PRODUCTS = (nn.Linear, PackedLinear, SkinnyLinear, BlockLinear, ScaledLinear)
+PRODUCTS = (nn.Linear, PackedLinear, InvariantLinear, BlockLinear, ScaledLinear)
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 Wrap = Callable[[int, nn.Module], nn.Module]

@@ -1,8 +1,9 @@
-"""One block of keys and values against a tile of queries: the online softmax that decode and prefill share.
+"""One block of keys and values against a tile of queries, and one split after the splits before it: the online softmax
+that decode and prefill share.
 
-Invariant: a query's numbers do not depend on the tile that it is in: maxima are exact, and sums over keys are
-matrix products, which add the keys in their order. Triton functions. Not responsible for: loading keys and
-values (see decode.py, prompt.py).
+Invariant: a query's numbers do not depend on the tile that it is in, nor on the kernel: maxima are exact, sums over
+the keys of a split are matrix products, which add the keys in their order, and splits are added in their order. Triton
+functions. Not responsible for: loading keys and values (see decode.py, prompt.py).
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ def with_sink(peak: tl.tensor, total: tl.tensor, sink: tl.tensor) -> tl.tensor:
     higher = tl.maximum(peak, sink)
     kept = tl.exp2(peak - higher)
     return kept, total * kept + tl.exp2(sink - higher)
+
+
+@triton.jit
+def split_weights(peak: tl.tensor, part_peak: tl.tensor) -> tl.tensor:
+    """Return the factors of what there is and of a split, and the higher peak. A split without keys changes nothing."""
+    higher = tl.maximum(peak, part_peak)
+    base = tl.where(higher > MASKED, higher, 0.0)
+    return tl.exp2(peak - base), tl.exp2(part_peak - base), higher
 
 
 @triton.jit

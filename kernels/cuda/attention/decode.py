@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.cuda.attention.block import MASKED, attend, first_key, with_sink
+from kernels.cuda.attention.block import MASKED, attend, first_key, split_weights, with_sink
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def combine_kernel(
     COMBINE: tl.constexpr,
     SINKS: tl.constexpr,
 ) -> None:
-    """Grid (B * P * Hq): one output row, the weighted mean of its splits; 0 for padding."""
+    """Grid (B * P * Hq): one output row, the weighted mean of its splits in their order; 0 for padding."""
     row = tl.program_id(0)
     b = row // (P * Hq)
     p = row // Hq % P
@@ -153,19 +153,16 @@ def combine_kernel(
         total = tl.zeros([], tl.float32)
         begin = low // SPLIT // COMBINE * COMBINE
         for s in range(begin, last // SPLIT + 1, COMBINE):
-            split = s + tl.arange(0, COMBINE)
-            ran = (split <= last // SPLIT) & (split >= low // SPLIT)
-            m = tl.load(peaks + at + split, mask=ran, other=MASKED)
-            n = tl.load(totals + at + split, mask=ran, other=0.0)
-            cells = (at + split)[:, None] * D + d[None, :]
-            values = tl.load(partial + cells, mask=ran[:, None] & real[None, :], other=0.0)
-            higher = tl.maximum(peak, tl.max(m, axis=0))
-            base = tl.where(higher > MASKED, higher, 0.0)
-            weight = tl.exp2(m - base)
-            shrink = tl.exp2(peak - base)
-            acc = acc * shrink + tl.sum(values * weight[:, None], axis=0)
-            total = total * shrink + tl.sum(n * weight, axis=0)
-            peak = higher
+            # Unrolled, so that the loads of all splits are in flight at once; the sums keep the order of the splits.
+            for i in tl.static_range(COMBINE):
+                split = s + i
+                ran = (split <= last // SPLIT) & (split >= low // SPLIT)
+                m = tl.load(peaks + at + split, mask=ran, other=MASKED)
+                n = tl.load(totals + at + split, mask=ran, other=0.0)
+                values = tl.load(partial + (at + split) * D + d, mask=d < tl.where(ran, D, 0), other=0.0)
+                kept, weight, peak = split_weights(peak, m)
+                acc = tl.fma(values, weight, acc * kept)
+                total = tl.fma(n, weight, total * kept)
         if SINKS:
             kept, total = with_sink(peak, total, tl.load(sinks + head))
             acc = acc * kept

@@ -2,8 +2,8 @@
 
 Up to 16 query positions a sequence go to the decode kernels (a split of the context a program, then a combine; for
 the rows of a tree a separate kernel, then the same combine), more to the prefill kernels. Invariant: a query's
-result depends only on its own sequence, bit for bit: splits and blocks begin at absolute positions, and their sizes
-follow from static shapes. No launch depends on data.
+result depends only on its own sequence, bit for bit, whichever kernel computes it: splits and blocks begin at absolute
+positions, and their sizes follow from static shapes. No launch depends on data.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ def paged_attention(
     shape = {"D": D, "BLOCK_D": triton.next_power_of_2(D), "T": T, "G": Hq // Hkv, "SOFTCAP": softcap != 0.0}
     tuning = tuning or DecodeTuning.of(D, q_BPHD.element_size(), B * Hkv)
     sinks, with_sinks = positions_BP if sinks_H is None else sinks_H, {"SINKS": sinks_H is not None}  # else not read
-    if P > MAX_DECODE_QUERIES:
-        limits = (window, chunk, sinks, *scales)
-        _prefill(q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP, out, strides, limits, shape | with_sinks)
-        return out
     split = split_len or split_length(page_table_BN.shape[1] * T)
     assert split % tuning.block_n == 0, (split, tuning)
+    if P > MAX_DECODE_QUERIES:
+        limits, sizes = (window, chunk, sinks, *scales), shape | with_sinks | {"SPLIT": split}
+        _prefill(q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP, out, strides, limits, sizes)
+        return out
     splits, rows = -(-page_table_BN.shape[1] * T // split), P * (Hq // Hkv)
     partial = torch.empty(B * Hkv * rows, splits, D, dtype=torch.float32, device=out.device)
     weights = torch.empty(2, B * Hkv * rows, splits, dtype=torch.float32, device=out.device)
@@ -215,6 +215,8 @@ def _prefill(
     store_kernel[(B * P,)](*tensors, *strides[3:], P, Hkv, D=D, BLOCK_D=BLOCK_D, T=T, num_warps=4)
     big = BLOCK_D * q_BPHD.element_size() > 256
     rows = 64 if P <= 64 or big else 128
+    # Blocks of keys are those of the decode kernels: their size is part of the bits.
+    block_n = DecodeTuning.of(D, q_BPHD.element_size()).block_n
     prefill_kernel[(-(-P // rows), Hq, B)](
         q_BPHD,
         pages.k,
@@ -230,7 +232,7 @@ def _prefill(
         *limits,
         **shape,
         BLOCK_M=rows,
-        BLOCK_N=32 if big else 64,
+        BLOCK_N=block_n,
         num_warps=8 if rows == 128 or big else 4,
         num_stages=2,
     )

@@ -1,7 +1,8 @@
 """Paged attention for a chunk of a prompt: store the chunk's keys and values, then a tile of queries a program.
 
-Invariant: a tile reads only positions up to its last query, all of them already stored. Not responsible for: many
-sequences of few queries (see decode.py).
+Invariant: a tile reads only positions up to its last query, all of them already stored, and a query's result has the
+bits that decode.py gives it: the same splits, each summed by itself and added in the same order. Not responsible for:
+many sequences of few queries (see decode.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.cuda.attention.block import MASKED, attend, first_key, with_sink
+from kernels.cuda.attention.block import MASKED, attend, first_key, split_weights, with_sink
 
 
 @triton.jit
@@ -77,6 +78,7 @@ def prefill_kernel(
     G: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
@@ -94,6 +96,9 @@ def prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], MASKED, tl.float32)
     total = tl.zeros([BLOCK_M, 16], tl.float32)
+    whole = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    whole_peak = tl.full([BLOCK_M], MASKED, tl.float32)
+    whole_total = tl.zeros([BLOCK_M], tl.float32)
     last = tl.max(position, axis=0)
     first = tl.min(tl.where(position >= 0, position, last), axis=0)
     low = first_key(first, window, chunk)
@@ -108,11 +113,17 @@ def prefill_kernel(
         k = tl.load(k_head + row[None, :] + d[:, None], mask=inside[None, :] & real[:, None], other=0.0)
         v = tl.load(v_head + row[:, None] + d[None, :], mask=inside[:, None] & real[None, :], other=0.0)
         acc, peak, total = attend(query, k, v, token, position, acc, peak, total, seen, scale, softcap, SOFTCAP)
-    norm = tl.max(total, axis=1)
+        if (n + BLOCK_N) % SPLIT == 0 or n + BLOCK_N > last:
+            kept, weight, whole_peak = split_weights(whole_peak, peak)
+            whole = tl.fma(acc, weight[:, None], whole * kept[:, None])
+            whole_total = tl.fma(tl.max(total, axis=1), weight, whole_total * kept)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            peak = tl.full([BLOCK_M], MASKED, tl.float32)
+            total = tl.zeros([BLOCK_M, 16], tl.float32)
     if SINKS:
         # A row of padding has no peak; its result is 0 whatever the sink takes.
-        kept, norm = with_sink(tl.where(position >= 0, peak, 0.0), norm, tl.load(sinks + head))
-        acc = acc * kept[:, None]
-    acc = tl.where(position[:, None] >= 0, acc / tl.where(norm > 0.0, norm, 1.0)[:, None], 0.0)
+        kept, whole_total = with_sink(tl.where(position >= 0, whole_peak, 0.0), whole_total, tl.load(sinks + head))
+        whole = whole * kept[:, None]
+    acc = tl.where(position[:, None] >= 0, whole / tl.where(whole_total > 0.0, whole_total, 1.0)[:, None], 0.0)
     cell = ((b * P + m) * Hq + head)[:, None] * D + d[None, :]
     tl.store(out + cell, acc.to(out.dtype.element_ty), mask=cells)

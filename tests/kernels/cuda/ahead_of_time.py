@@ -25,8 +25,8 @@ from kernels.cuda import (
     ngram,
     noise,
     posting,
+    products,
     scaled,
-    skinny,
     step_inputs,
 )
 from kernels.cuda.attention import paged
@@ -205,13 +205,13 @@ def compile_fused(rows: int, H: int, inner: int, heads: tuple[int, int], D: int,
 
 
 def compile_products(M: int, N: int, K: int) -> None:
-    """Launch a product of a few rows, with and without a bias."""
+    """Launch a product, with and without a bias."""
     x, weight, bias = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((M, K), (N, K), (N,)))
-    skinny.skinny_linear(x, weight)
-    skinny.skinny_linear(x, weight, bias)
+    products.product(x, weight)
+    products.product(x, weight, bias)
     for act in Activation:
-        skinny.skinny_gated(x, weight, act)
-        skinny.skinny_gated(x, weight, act, bias)
+        products.gated_product(x, weight, act)
+        products.gated_product(x, weight, act, bias)
 
 
 def compile_scaled(M: int, N: int, K: int, dtype: torch.dtype) -> None:
@@ -252,6 +252,9 @@ def main() -> None:
     compile_products(1, 4096, 14_336)
     compile_products(16, 128_256, 4096)
     compile_products(8, 960, 576)
+    for rows in (32, 64, 128, 512):
+        compile_products(rows, 28_672, 4096)
+        compile_products(rows, 4096, 4096)
     compile_scaled(1, 4096, 14_336, torch.bfloat16)
     compile_scaled(16, 960, 576, torch.float16)
     compile_low_rank(1, 1, ProductShape(576, (576, 192, 192)), 16, torch.bfloat16)
