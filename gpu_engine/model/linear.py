@@ -255,9 +255,9 @@ def invariant(linear: nn.Linear) -> nn.Module:
 
 
 def sum_in_fp32() -> None:
-    """Have cuBLAS add 16-bit products in fp32, and never split a sum over programs. For this process."""
-    for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
-        setattr(torch.backends.cuda.matmul, name, (False, False))
+    """Have cuBLAS add parts of a sum of 16-bit products in fp32. For this process."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def replace_linears(model: nn.Module) -> int:
