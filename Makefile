@@ -25,7 +25,7 @@ TIDY_SOURCES := $(wildcard shared_mem/native/*.c) $(addprefix kernels/native/,di
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow coverage check lint types imports test-gpu compose-test simulate model mutants fuzz test-sanitizers \
-	bench bench-acceptance bench-isolation soak bench-gpu protos locks sbom audit clean
+	bench bench-acceptance bench-isolation soak bench-gpu gpu-hour protos locks sbom audit clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -154,7 +154,10 @@ soak: $(VENV)/.dev ## Send random traffic with faults for 30 minutes, then look 
 	$(PY) -m benchmarks soak $(ARGS)
 
 bench-gpu: $(VENV)/.dev ## Measure the figures that need a CUDA device, in ten minutes; ARGS="--quick ..."
-	$(PY) -m benchmarks bench_gpu $(ARGS)
+	$(PY) -m benchmarks bench_gpu --only hostfunc exposed pairs kill tokens llama smol kernels $(ARGS)
+
+gpu-hour: $(VENV)/.dev ## Run every test and figure that needs a CUDA device, in 40 minutes; run again, it goes on where it was cut
+	$(PY) -m benchmarks bench_gpu --budget-s 2400 --json gpu-hour.json --report gpu-hour.md --resume $(ARGS)
 
 protos: $(VENV)/.dev ## Lint the .proto files and regenerate the committed code, and the client's synchronous modules
 	@if command -v buf >/dev/null; then echo buf lint; buf lint; \

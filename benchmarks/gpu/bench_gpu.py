@@ -1,7 +1,8 @@
-"""`python -m benchmarks bench_gpu`: every figure that needs a GPU, in one run of under ten minutes.
+"""`python -m benchmarks bench_gpu`: every test and figure that needs a GPU, in sections.
 
 Sections run one after another, each in its own process with a deadline, all within one budget.
-Invariant: a section that fails, or that has no time left, is reported with the reason, and the others still run.
+Invariant: a section that fails, or that has no time left, is reported with the reason, and the others still run. What
+has ended is in the JSON file, and `--resume` does not run it again.
 Not responsible for: the measurement of a section (see sections.py).
 """
 
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ from service_runtime.parent_death import dying_with_us
 
 EXAMPLES = """
 sections, in this order:
+  references the tests of the kernels, on the device
+  products   bits and microseconds of a model's products by the number of rows: our kernel's and cuBLAS'
+  engines    the tests of whole engines and steps
   hostfunc   a Python function in a graph: the example prints twenties
   exposed    microseconds that a pair of post and await adds, nodes and microseconds of a step: host callbacks
              (blocking and spinning) and device flags
@@ -40,6 +45,7 @@ examples:
   python -m benchmarks bench_gpu --report gpu.md --json gpu.json
   python -m benchmarks bench_gpu --quick                       short sizes, a few minutes less
   python -m benchmarks bench_gpu --only exposed pairs          some sections
+  python -m benchmarks bench_gpu --budget-s 2400 --json gpu.json --resume     all of them; again: what is missing
   python -m benchmarks bench_gpu --device cpu --quick          the same entry point over what a CPU has
 
 exit status: 0; 1 when a section failed or a figure is one that must not be (a stale row, a token that differs)
@@ -94,12 +100,22 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def run(names: list[str], device: str, quick: bool, budget_s: float) -> list[Result]:
-    """Run the sections in order."""
-    results, end_s = [], time.monotonic() + budget_s
+def run(
+    names: list[str],
+    device: str,
+    quick: bool,
+    budget_s: float,
+    done: list[Result],
+    write: Callable[[list[Result]], None],
+) -> list[Result]:
+    """Run the sections in order, except those that are done; `write` what there is after each."""
+    results, end_s = [result for result in done if result.name in names], time.monotonic() + budget_s
+    known = {result.name for result in results}
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         out = Path(folder) / "result.json"
         for place, name in enumerate(names, 1):
+            if name in known:
+                continue
             left_s = end_s - time.monotonic() - _GRACE_S
             deadline_s = min(SECTIONS[name][1] * (_CPU_PATIENCE if device == "cpu" else 1), left_s)
             print(f"[{place}/{len(names)}] {name}: at most {deadline_s:.0f} s", file=sys.stderr, flush=True)
@@ -108,8 +124,19 @@ def run(names: list[str], device: str, quick: bool, budget_s: float) -> list[Res
                 continue
             command = [sys.executable, "-m", "benchmarks.gpu.sections", name, "--device", device, "--out", str(out)]
             results.append(run_section([*command, *(["--quick"] if quick else [])], name, out, deadline_s))
+            write(results)
             print(f"    {results[-1].status} after {results[-1].seconds:.0f} s", file=sys.stderr, flush=True)
-    return results
+    return sorted(results, key=lambda result: names.index(result.name))
+
+
+def read_done(path: Path | None, head: str) -> list[Result]:
+    """Return the sections of a JSON file that ended well on this machine; none where there is no file."""
+    if path is None or not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    if found["machine"] != head:
+        raise ValueError(f"--resume: {path} is of another machine or other versions: {found['machine']}")
+    return [Result(**section) for section in found["sections"] if section["status"] == "ok"]
 
 
 def report(results: list[Result], head: str) -> str:
@@ -157,7 +184,8 @@ def main() -> int:
     add("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=f"some of: {', '.join(SECTIONS)}")
     add("--budget-s", type=float, help="the whole run ends within this many seconds (default 580; on a CPU 2320)")
     add("--report", type=Path, metavar="FILE.md", help="write the report, which goes to stdout too")
-    add("--json", type=Path, metavar="FILE.json", help="write everything as JSON")
+    add("--json", type=Path, metavar="FILE.json", help="write everything as JSON, after each section")
+    add("--resume", action="store_true", help="leave out the sections that ended well in the JSON file")
     args = parser.parse_args()
     if args.device != "cpu":
         import torch
@@ -168,13 +196,22 @@ def main() -> int:
     names = [name for name in SECTIONS if args.only is None or name in args.only]
     head = describe(args.device)
     budget_s = args.budget_s or _BUDGET_S * (_CPU_PATIENCE if args.device == "cpu" else 1)
-    results = run(names, args.device, args.quick, budget_s)
-    text = report(results, head)
-    print(text)
-    if args.report:
-        args.report.write_text(text + "\n")
-    if args.json:
-        args.json.write_text(json.dumps({"machine": head, "sections": [asdict(r) for r in results]}, indent=1) + "\n")
+    try:
+        done = read_done(args.json, head) if args.resume else []
+    except ValueError as error:
+        print(f"bench_gpu: {error}", file=sys.stderr)
+        return 2
+
+    def write(results: list[Result]) -> None:
+        if args.report:
+            args.report.write_text(report(results, head) + "\n")
+        if args.json:
+            sections = [asdict(result) for result in results]
+            args.json.write_text(json.dumps({"machine": head, "sections": sections}, indent=1) + "\n")
+
+    results = run(names, args.device, args.quick, budget_s, done, write)
+    write(results)
+    print(report(results, head))
     return 1 if any(r.status == "FAILED" for r in results) else 0
 
 

@@ -38,7 +38,7 @@ DEVICE = "cuda"
 COLD_BYTES = 256 << 20
 """More than any L2 cache: so much is rotated."""
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)

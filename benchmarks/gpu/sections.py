@@ -233,7 +233,46 @@ def kernels(device: str, quick: bool) -> Found:
     return Found(notes=["\n" + done.stdout])
 
 
+def products(device: str, quick: bool) -> Found:
+    """Compare the bits and the time of products by our kernel and by cuBLAS."""
+    if device == "cpu":
+        return Found(
+            left_out=["the kernel is Triton's, and cuBLAS is a GPU's; see tests/kernels/cuda/test_products.py"]
+        )
+    from benchmarks.gpu.product_bits import HEADER as header
+    from benchmarks.gpu.product_bits import product_rows
+
+    rows, failures = product_rows(device, quick)
+    return Found([Table("Products in bfloat16, by the number of rows", header, rows)], failures=failures)
+
+
+def references(device: str, quick: bool) -> Found:
+    """Compare every kernel with its reference: the tests of `tests/kernels`, on the device."""
+    return _pytest(device, quick, "tests/kernels", "not slow")
+
+
+def engines(device: str, quick: bool) -> Found:
+    """Run whole engines and steps: the tests of `tests/gpu`."""
+    return _pytest(device, quick, "tests/gpu", "gpu" if device == "cpu" or not quick else "gpu and not slow")
+
+
+def _pytest(device: str, quick: bool, folder: str, marked: str) -> Found:
+    if device == "cpu":
+        return Found(left_out=[f"`make test` runs {folder} where there is no GPU"])
+    options = ["-q", "-m", marked, "-n", "4", "-o", "faulthandler_timeout=120"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", folder, *options], stdout=subprocess.PIPE, text=True, check=False
+    )
+    lines = done.stdout.splitlines()
+    print("\n".join(lines[-60:]), file=sys.stderr)
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return Found(notes=[f"{folder}: {lines[-1] if lines else 'no output'}"], failures=failed if done.returncode else [])
+
+
 SECTIONS: dict[str, tuple[Callable[[str, bool], Found], float]] = {
+    "references": (references, 200),
+    "products": (products, 90),
+    "engines": (engines, 420),
     "hostfunc": (hostfunc, 30),
     "exposed": (exposed, 75),
     "pairs": (pairs, 150),
