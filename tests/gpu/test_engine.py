@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -13,25 +12,21 @@ import pytest
 import torch
 
 from benchmarks.harness.server import EngineServer, ServerOptions
-from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.request import FinishReason
 from gpu_engine.core.prefill_graphs import Prefill
-from gpu_engine.model.loader import LoadedModel, load_model
 from protos.engine.v1 import engine_pb2 as pb
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
 from tests.e2e.asking import answer, idle_stats
 from tests.fakes import EOS
-from tests.gpu_engine import tiny
+from tests.gpu.on_gpu import GUIDED, SYNCS, UNGUIDED, Models, on_gpu
 from tests.gpu_engine.harness import (
     PATIENCE_S,
-    UNHURRIED_MS,
     Answer,
     answer_all,
     answer_each,
     answer_staggered,
     ask,
-    config,
     executor_of,
     tokens,
     unguided_engine,
@@ -42,56 +37,6 @@ from tests.gpu_engine.toy_sidecar import guided_engine
 from tests.rpc_client import Client
 
 pytestmark = pytest.mark.gpu
-
-SYNCS = ("host_callback", "device_flag")
-PATIENT = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
-
-UNGUIDED = [
-    partial(ask, [*range(196, 203)] * 3, max_tokens=60),
-    partial(ask, tokens(1, 2), max_tokens=50, ignore_eos=True),
-    partial(ask, tokens(17, 3), temperature=1.0, seed=2**64 - 1, ignore_eos=True),
-    partial(ask, tokens(33, 4, repeat=8), temperature=0.7, top_p=0.9, seed=5),
-    partial(ask, tokens(16, 5), temperature=0.7, top_k=5, min_p=0.05, seed=6),
-    partial(ask, tokens(40, 6, repeat=20), repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
-    partial(ask, tokens(25, 7, repeat=5), temperature=0.4, bad_token_ids=(65, 66), min_tokens=20, seed=8),
-]
-GUIDED = [
-    partial(ask, tokens(30, 1, repeat=10), grammar="50", max_tokens=90),
-    partial(ask, tokens(12, 2), max_tokens=60, ignore_eos=True),
-    partial(ask, tokens(20, 3), grammar="40", max_tokens=90, temperature=1.0, seed=3),
-    partial(ask, tokens(33, 4), grammar="45", max_tokens=30, temperature=0.5, top_p=0.9),
-    partial(ask, tokens(40, 7), grammar="48", max_tokens=90, repetition_penalty=1.3, presence_penalty=0.4),
-]
-
-
-@dataclass(frozen=True)
-class Models:
-    """One set of weights, loaded on two devices."""
-
-    cpu: LoadedModel
-    gpu: LoadedModel
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("rounds"), rounds=True)
-    return Models(load_model(config(model=str(folder))), load_model(config(model=str(folder), device="cuda")))
-
-
-@pytest.fixture(scope="module")
-def unguided_tokens(models: Models) -> list[list[int]]:
-    with unguided_engine(models.cpu, with_drafts(0)) as engine:
-        return answer_each(engine, [make() for make in UNGUIDED])
-
-
-@pytest.fixture(scope="module")
-def guided_tokens(models: Models) -> list[list[int]]:
-    with guided_engine(models.cpu, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
-        return answer_each(engine, [make() for make in GUIDED])
-
-
-def on_gpu(num_drafts: int, **fields: object) -> EngineConfig:
-    return with_drafts(num_drafts, device="cuda", **{**PATIENT, **fields})
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
