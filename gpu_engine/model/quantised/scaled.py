@@ -2,7 +2,7 @@
 
 The inputs get a scale for each row as they come (dynamic, per token). FP8 is `torch._scaled_mm`, which sums in fp32;
 int8 is `torch._int_mm`, whose sums are exact. Invariant: a row's result has the same bits for any number of rows up to
-16, as it has in the 16-bit types (see model/linear.py), and with int8 for any number at all. No product is used before
+16, and with int8 for any number at all. No product is used before
 it was compared with its matrix. Not responsible for: which products are replaced (see choice.py), the kernels around a
 product (see kernels/cuda/scaled.py).
 
