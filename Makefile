@@ -25,7 +25,7 @@ TIDY_SOURCES := $(wildcard shared_mem/native/*.c) $(addprefix kernels/native/,di
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow coverage check lint types imports test-gpu compose-test simulate model mutants fuzz test-sanitizers \
-	bench bench-acceptance bench-isolation soak bench-gpu gpu-hour protos locks sbom audit clean
+	bench bench-acceptance bench-isolation soak bench-gpu gpu-hour protos locks sbom audit wheels release clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -83,7 +83,7 @@ PYTEST := $(PY) -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder
 test: check ## Lint, type-check and run the tests that are not slow; ARGS="-k NAME ..." goes to pytest
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.dev ## Run the slow tests: long, and rarely the only ones to fail
+test-slow: $(VENV)/.dev $(VENV)-supply/.made ## Run the slow tests: long, and rarely the only ones to fail
 	$(PYTEST) -m "slow and not sanitizers" $(ARGS)
 
 coverage: $(VENV)/.dev ## Run the tests that are not slow under coverage (twice as long), and list files by their share of lines
@@ -179,6 +179,12 @@ audit: $(VENV)-supply/.made ## Look the locked versions up among known vulnerabi
 		echo "locks/$$lock.txt"; \
 		$(VENV)-supply/bin/pip-audit --strict --disable-pip --require-hashes --requirement locks/$$lock.txt $(ARGS) || exit 1; \
 	done
+
+wheels: $(VENV)-supply/.made ## Build the wheels in dist/ (needs gcc, and gcc-aarch64-linux-gnu); ARGS="--only x86_64 client"
+	$(VENV)-supply/bin/python -m tools.wheels $(ARGS)
+
+release: $(VENV)-supply/.made ## Check the release VERSION=0.5.0 and write its wheels and notes to dist/; publishes nothing
+	$(VENV)-supply/bin/python -m tools.release "$(VERSION)"
 
 clean: ## Remove the virtual environment and all build outputs
 	rm -rf $(VENV) $(VENV)-supply lockstep.cdx.json build dist *.egg-info client/build client/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

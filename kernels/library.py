@@ -37,9 +37,16 @@ def _path() -> str:
     built = sorted(Path(__file__).parent.glob("_native*.so"))
     if not built:
         raise KernelLibraryMissing("kernels/_native*.so is missing: install the package with gcc available")
-    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(openmp_of(Path(torch.__file__).parent), mode=ctypes.RTLD_GLOBAL)
     return str(built[0])
+
+
+def openmp_of(package: Path) -> str:
+    """Return the OpenMP runtime that the torch in the folder `package` brings, or the system's name for one."""
+    # Some builds carry it next to their own libraries, and others in the folder that auditwheel makes.
+    folders = (package / "lib", package.with_name("torch.libs"))
+    bundled = [path for folder in folders for path in sorted(folder.glob("libgomp*.so*"))]
+    return str(bundled[0]) if bundled else "libgomp.so.1"
 
 
 def address(tensor: torch.Tensor) -> int:

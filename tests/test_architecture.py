@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers.utils import import_utils
 
@@ -57,7 +58,7 @@ LAZY_IMPORTS = {
     "an extension is opened before torch is loaded": {
         ("gpu_engine.extensions.transfer.extension", "gpu_engine.extensions.transfer.pages"),
     },
-    "the GGUF library is loaded for GGUF files, and is not in the extra `engine`": {
+    "the GGUF library is loaded for GGUF files": {
         ("gpu_engine.model.quantised.choice", "gpu_engine.model.quantised.gguf_blocks"),
     },
     "vLLM's messages are a package of their own extra": {
@@ -71,6 +72,9 @@ LAZY_IMPORTS = {
     },
 }
 """Reason -> (importer, imported), each a module or a room: our imports that a function runs when it is called."""
+
+EXTRAS_OF_DEVELOPERS = {"bench", "clients", "dev", "fuzz", "ray", "supply"}
+"""The other extras are for servers. `ray` is for another server's process, which starts this one."""
 
 NAMES_THAT_SAY_NOTHING = {"common", "helper", "helpers", "manager", "managers", "misc", "util", "utils"}
 
@@ -249,6 +253,12 @@ def test_the_client_has_the_messages_of_the_engine() -> None:
 def test_the_synchronous_client_is_generated_from_the_asynchronous_one() -> None:
     differing = [path for path, text in client_twins.files().items() if path.read_text(encoding="utf-8") != text]
     assert differing == [], "run `python -m tools.client_twins --write`"
+
+
+def test_the_extra_all_has_every_extra_of_a_server(root: Path) -> None:
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (requirement,) = extras["all"]
+    assert Requirement(requirement).extras == set(extras) - {"all", *EXTRAS_OF_DEVELOPERS}
 
 
 def test_the_client_has_the_version_of_the_engine(root: Path) -> None:

@@ -14,8 +14,10 @@ PAGES = [
         for name in (
             "README.md",
             "CHANGELOG.md",
+            "CODE_OF_CONDUCT.md",
             "CONTRIBUTING.md",
             "SECURITY.md",
+            "SUPPORT.md",
             "llms.txt",
             "benchmarks/README.md",
             "client/README.md",

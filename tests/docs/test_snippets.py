@@ -51,6 +51,8 @@ NOT_OURS = {
     "lm-eval",
     "uv",
     "apt",
+    ".",
+    "python3",
     "python3.11",
     "openssl",
     "echo",
