@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -99,6 +100,9 @@ def find_model(config: EngineConfig, progress: Progress | None = None) -> None:
         path_of(config, progress)
 
 
+_FEWEST_TOKENS = 16
+"""No tokenizer of a model has fewer."""
+
 _LOADING = threading.Lock()
 """transformers replaces methods of its classes while it loads a model, such as `tie_weights`. Of two threads that load
 at once, one would leave the other's replacement in place, and no model loaded later would have tied weights."""
@@ -163,11 +167,18 @@ def _load(
     report("loading the tokenizer", 0.1)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, IndexError, struct.error) as error:
+        if source:  # the first that is read of a GGUF file, with the places of all its tensors
+            raise ModelNotSupported(f"{setting}: {path} cannot be read; is the file complete? {error}") from error
         raise ModelNotSupported(f"{setting}: the tokenizer of {path} cannot be loaded: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelNotSupported(
             f"{setting}: {type(tokenizer).__name__} has no tokenizer.json, which the grammar process needs"
+        )
+    if len(tokenizer) < _FEWEST_TOKENS:
+        # Without files of a tokenizer, transformers makes one of a few special tokens, and every prompt is empty.
+        raise ModelNotSupported(
+            f"{setting}: {path} has no tokenizer: its files make one of {len(tokenizer)} tokens; add its tokenizer.json"
         )
     report("loading the weights", 0.2)
     dtype = resolve_dtype(config.dtype, device)

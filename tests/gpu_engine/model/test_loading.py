@@ -73,6 +73,26 @@ def test_a_checkpoint_without_a_weight_is_refused_by_its_name(
         load_model(config(model=str(folder), dtype="float32"))
 
 
+def test_a_directory_without_a_tokenizer_is_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """transformers makes a tokenizer of one special token for it."""
+    folder = tmp_path / "model"
+    shutil.copytree(saved("qwen2"), folder)
+    for file in folder.glob("token*"):
+        file.unlink()
+    with pytest.raises(ModelNotSupported, match=r"model: .* has no tokenizer: .* add its tokenizer\.json"):
+        load_model(config(model=str(folder), dtype="float32"))
+
+
+@pytest.mark.parametrize("content", [b"GGUF", b"GGUF" + (3).to_bytes(4, "little") + 8 * b"\1", b"no model at all"])
+def test_a_file_that_is_cut_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+    with pytest.raises(
+        ModelNotSupported, match=r"^model: .*model\.gguf cannot be read; is the file complete\? [^\n]+$"
+    ):
+        load_model(config(model=str(file)))
+
+
 @pytest.mark.parametrize(
     ("asked", "served", "said"),
     [
