@@ -165,21 +165,7 @@ def _load(
     folder = path.parent if path.is_file() else path
     attention.register()
     report("loading the tokenizer", 0.1)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **source)
-    except (OSError, ValueError, IndexError, struct.error) as error:
-        if source:  # the first that is read of a GGUF file, with the places of all its tensors
-            raise ModelNotSupported(f"{setting}: {path} cannot be read; is the file complete? {error}") from error
-        raise ModelNotSupported(f"{setting}: the tokenizer of {path} cannot be loaded: {error}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelNotSupported(
-            f"{setting}: {type(tokenizer).__name__} has no tokenizer.json, which the grammar process needs"
-        )
-    if len(tokenizer) < _FEWEST_TOKENS:
-        # Without files of a tokenizer, transformers makes one of a few special tokens, and every prompt is empty.
-        raise ModelNotSupported(
-            f"{setting}: {path} has no tokenizer: its files make one of {len(tokenizer)} tokens; add its tokenizer.json"
-        )
+    tokenizer = _tokenizer(path, setting)
     report("loading the weights", 0.2)
     dtype = resolve_dtype(config.dtype, device)
     try:
@@ -360,6 +346,28 @@ def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | Dev
         return DeviceAdapterPool(model.net, model.vocab_size, limits, add_low_rank, no_prompts=by_net)
     except AdapterNotSupported as error:
         raise ModelNotSupported(str(error)) from error
+
+
+def _tokenizer(path: Path, setting: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a directory or a GGUF file. Raises ModelNotSupported."""
+    source: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
+    folder = path.parent if path.is_file() else path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **source)
+    except (OSError, ValueError, IndexError, struct.error) as error:
+        if source:  # the first that is read of a GGUF file, with the places of all its tensors
+            raise ModelNotSupported(f"{setting}: {path} cannot be read; is the file complete? {error}") from error
+        raise ModelNotSupported(f"{setting}: the tokenizer of {path} cannot be loaded: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelNotSupported(
+            f"{setting}: {type(tokenizer).__name__} has no tokenizer.json, which the grammar process needs"
+        )
+    if len(tokenizer) < _FEWEST_TOKENS:
+        # Without files of a tokenizer, transformers makes one of a few special tokens, and every prompt is empty.
+        raise ModelNotSupported(
+            f"{setting}: {path} has no tokenizer: its files make one of {len(tokenizer)} tokens; add its tokenizer.json"
+        )
+    return tokenizer
 
 
 def _describe(
