@@ -28,18 +28,17 @@ from benchmarks.harness.tables import number
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 
+_PEOPLE = 16
+_PERSON: dict[str, dict[str, object]] = {
+    "name": {"type": "string", "maxLength": 60},
+    "age": {"type": "integer"},
+    "ok": {"type": "boolean"},
+}
 SCHEMA = {
-    "type": "array",
-    "minItems": 40,
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 60},
-            "age": {"type": "integer"},
-            "ok": {"type": "boolean"},
-        },
-        "required": ["name", "age", "ok"],
-    },
+    "type": "object",
+    "properties": {f"{key}_{number}": value for number in range(_PEOPLE) for key, value in _PERSON.items()},
+    "required": [f"{key}_{number}" for number in range(_PEOPLE) for key in _PERSON],
+    "additionalProperties": False,
 }
 """No answer within a window ends by itself, and the shortest one is far from the token budget: near it, each row is
 narrowed to tokens from which the answer still ends in time, which is another measurement (see quality/closing.py)."""
