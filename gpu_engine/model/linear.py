@@ -75,11 +75,8 @@ class InvariantLinear(nn.Module):
         self.weight, self.bias = linear.weight, _bias(linear)
         self._product, self._product_gated, self._gated = product, gated_product, gated
         self._checks = checks or CHECKS
-
-    @property
-    def kind(self) -> _Kind:
+        self.kind = _Kind(self.weight.shape, self.weight.dtype, self.weight.device, self.bias is not None)
         """What the bits of a product depend on, next to the numbers."""
-        return _Kind(self.weight.shape, self.weight.dtype, self.weight.device, self.bias is not None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ weight.T + bias; [..., in_features] -> [..., out_features]."""
@@ -155,10 +152,10 @@ class BitChecks:
 
     def tile_of(self, linear: InvariantLinear, *, smallest: bool = False) -> Tile | None:
         """Return the tile that the kernel must use; None: the fastest."""
-        from kernels.cuda.products import Tile, shared_bytes
-
         if not smallest and not self._smallest.get(linear.kind):
             return None
+        from kernels.cuda.products import Tile, shared_bytes  # a CPU install has no Triton
+
         N, K = linear.weight.shape
         return Tile.of(1, N, K, shared_bytes(linear.weight.device))
 
@@ -184,7 +181,8 @@ class BitChecks:
         return True
 
     def library_agrees(self, linear: InvariantLinear, rows: int) -> bool:
-        """Return whether the library's product of so many rows has the kernel's bits.
+        """Return whether the library's product of so many rows has the kernel's bits. Where it has not, the tile of so
+        many rows is compared as well.
 
         Compares at the first call, which may not be captured: within a capture, what was not compared is False.
         """
@@ -195,6 +193,8 @@ class BitChecks:
             return False
         try:
             agrees = self._same(linear, rows, linear.by_library)
+            if not agrees and not self._same(linear, rows, linear.by_kernel):
+                self._smallest[linear.kind] = True
         except torch.OutOfMemoryError as error:
             log.warning("products of %s by %d rows use our kernel: no memory to compare: %s", linear.kind, rows, error)
             agrees = False

@@ -145,6 +145,22 @@ def test_equal_weights_prove_nothing(device: torch.device) -> None:
     assert not checks.library_agrees(InvariantLinear(zeros, checks), 80)
 
 
+class LargeTileDiffers(Halves):
+    """The tile of more than 100 rows has another matrix instruction."""
+
+    def by_kernel(self, x_MK: torch.Tensor, *, smallest_tile: bool = False) -> torch.Tensor:
+        out = super().by_kernel(x_MK, smallest_tile=smallest_tile)
+        return out * 1.01 if len(x_MK) > 100 and not smallest_tile else out
+
+
+def test_a_large_tile_is_compared_where_the_library_has_other_bits(device: torch.device) -> None:
+    for kind, only_smallest in ((Halves, False), (LargeTileDiffers, True)):
+        checks = checks_of(device)
+        made = kind(layer(device, 512, 96), checks)
+        assert not checks.library_agrees(made, 128)
+        assert (checks.tile_of(made) is not None) == only_smallest
+
+
 class TwoInstructions(InvariantLinear):
     """Tiles of more than 16 rows have another matrix instruction, which rounds differently."""
 
