@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 
 from http_gateway.wire.chat import (
+    NO_THOUGHT,
     ChatRequest,
     CustomFormat,
     CustomTool,
@@ -28,8 +29,6 @@ _WORDS: dict[str, pb.ToolChoice] = {
     "auto": pb.TOOL_CHOICE_AUTO,
     "required": pb.TOOL_CHOICE_REQUIRED,
 }
-NO_THOUGHT = "none"
-"""The reasoning effort that turns the reasoning off."""
 
 
 def chat_messages(messages: Iterable[Message], arguments: dict[str, object] | None, *, go_on: bool) -> pb.ChatMessages:

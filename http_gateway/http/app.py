@@ -1,7 +1,7 @@
 """The ASGI application: routes, and what every request passes through.
 
-Invariant: every answer with a status of 400 or more has OpenAI's error shape, and no exception reaches the server. The
-order, from outside: metrics, CORS, keys, routes.
+Invariant: every answer with a status of 400 or more has an error's shape (wire/errors.py), and no exception reaches the
+server. The order, from outside: metrics, CORS, keys, routes.
 
 Not responsible for: what a call does (calls.py, responses.py), connections (server.py).
 """
@@ -26,14 +26,15 @@ from http_gateway.engines.engine import Engine, Metadata
 from http_gateway.engines.fleet import Fleet
 from http_gateway.http.bodies import read_body
 from http_gateway.http.calls import Calls
-from http_gateway.http.keys import ApiKeys, Keys, bearer
+from http_gateway.http.keys import ApiKeys, Keys, forwarded
 from http_gateway.http.metrics import CONTENT_TYPE, GatewayMetrics
 from http_gateway.http.openapi import document
 from http_gateway.http.stream import ClientGone, Events, EventStream, while_connected
 from http_gateway.wire.chat import ChatRequest
 from http_gateway.wire.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from http_gateway.wire.errors import ApiError
+from http_gateway.wire.errors import MESSAGES_PATH, ApiError, shown
 from http_gateway.wire.fields import Fields
+from http_gateway.wire.messages import CountTokensRequest, MessagesRequest
 from http_gateway.wire.responses import ResponsesRequest
 
 DISTRIBUTION = "lockstep-engine"
@@ -67,6 +68,8 @@ class Gateway:
             ("/v1/chat/completions", "POST", self._posted(ChatRequest, self._calls.chat)),
             ("/v1/completions", "POST", self._posted(CompletionRequest, self._calls.complete)),
             ("/v1/responses", "POST", self._posted(ResponsesRequest, self._calls.respond)),
+            (MESSAGES_PATH, "POST", self._posted(MessagesRequest, self._calls.message)),
+            (f"{MESSAGES_PATH}/count_tokens", "POST", self._posted(CountTokensRequest, self._calls.count_tokens)),
             ("/tokenize", "POST", self._posted(TokenizeRequest, self._calls.tokenize)),
             ("/detokenize", "POST", self._posted(DetokenizeRequest, self._calls.detokenize)),
             ("/v1/models", "GET", self._models),
@@ -92,7 +95,7 @@ class Gateway:
 
     def _metadata(self, request: Request) -> Metadata:
         headers = request.headers
-        key = bearer(headers.get("authorization")) if self._config.forwards_keys else self._own
+        key = forwarded(headers, request.url.path) if self._config.forwards_keys else self._own
         return [*key, *((name, headers[name]) for name in TRACE_HEADERS if name in headers)]
 
     async def _models(self, request: Request) -> Response:
@@ -171,14 +174,16 @@ def application(config: GatewayConfig, gateway: Gateway, keys: Keys | None) -> A
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), error.status, error.headers)
+    status, body = shown(request.url.path, error)
+    return JSONResponse(body, status, error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(ApiError(message, code=code).body(), error.status_code, error.headers)
+    status, body = shown(request.url.path, ApiError(message, status=error.status_code, code=code))
+    return JSONResponse(body, status, error.headers)
 
 
 async def _defect(request: Request, error: Exception) -> Response:
@@ -188,4 +193,4 @@ async def _defect(request: Request, error: Exception) -> Response:
     internal = ApiError(
         "a defect of the gateway; its log has the details", status=500, kind="server_error", code="internal"
     )
-    return JSONResponse(internal.body(), 500)
+    return JSONResponse(shown(request.url.path, internal)[1], 500)

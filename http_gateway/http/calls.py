@@ -22,6 +22,7 @@ import grpc
 from http_gateway.answers import prompts, texts
 from http_gateway.answers.chat import ChatShape, ChatStream, ChatWhole
 from http_gateway.answers.completions import Completions, CompletionShape
+from http_gateway.answers.messages import MessageAnswer, MessageShape
 from http_gateway.answers.responses import ResponseAnswer, ResponseShape
 from http_gateway.answers.sampling import begin, check_stream_options
 from http_gateway.engines.engine import CALL_TIMEOUT_S, Call, Engine, Metadata
@@ -30,6 +31,8 @@ from http_gateway.http.stream import Events, ended, event
 from http_gateway.wire.chat import ChatRequest
 from http_gateway.wire.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from http_gateway.wire.errors import ApiError, EngineLost, from_grpc
+from http_gateway.wire.messages import CountTokensRequest, MessagesRequest
+from http_gateway.wire.messages import chat_body as chat_body_of_message
 from http_gateway.wire.responses import ResponsesRequest, chat_body
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -132,7 +135,44 @@ class Calls:
         if not fields.stream:
             return await self._whole(answer)
         call, made = await begin()
-        return Events(_response_events(call, made, metadata), call.close)
+        return Events(_answer_events(call, made, metadata), call.close)
+
+    async def message(self, fields: MessagesRequest, metadata: Metadata) -> Json | Events:
+        """Return the answer of Anthropic's API, or its events. Raises ApiError."""
+        await self.fleet.learn(fields.model)
+        thinks, request_id = self.fleet.thinks(fields.model), f"msg_{uuid.uuid4().hex}"
+        request = chat_request(chat_body_of_message(fields, request_id, thinks=thinks), thinks=thinks)
+
+        async def begin(lost: Sequence[Engine] = ()) -> tuple[Call, MessageAnswer]:
+            call = await self.fleet.open(request, fields.model, metadata, lost)
+            try:
+                counted = await _prompt_tokens(call.engine, request, fields.model, metadata) if fields.stream else 0
+            except BaseException:
+                call.close()
+                raise
+            name = fields.model or call.engine.names[0]
+            return call, MessageAnswer(MessageShape(request_id, name, parts_expected(request), counted))
+
+        async def answer(lost: Sequence[Engine]) -> Json:
+            call, made = await begin(lost)
+            async with call:
+                async for response in read(call, metadata):
+                    for _ in made.take(response):
+                        pass
+            return made.json()
+
+        if not fields.stream:
+            return await self._whole(answer)
+        call, made = await begin()
+        return Events(_answer_events(call, made, metadata), call.close)
+
+    async def count_tokens(self, fields: CountTokensRequest, metadata: Metadata) -> Json:
+        """Return the number of tokens of a prompt of Anthropic's API. Raises ApiError."""
+        await self.fleet.learn(fields.model)
+        thinks = self.fleet.thinks(fields.model)
+        request = chat_request(chat_body_of_message(fields, "", thinks=thinks), thinks=thinks)
+        engine = self.fleet.choose(fields.model, b"")
+        return {"input_tokens": await _prompt_tokens(engine, request, fields.model, metadata)}
 
     async def tokenize(self, fields: TokenizeRequest, metadata: Metadata) -> Json:
         """Return the tokens of a text or a conversation. Raises ApiError."""
@@ -321,6 +361,10 @@ async def prompt_ids(engine: Engine, request: pb.GenerateRequest, metadata: Meta
     return tuple(response.token_ids)
 
 
+async def _prompt_tokens(engine: Engine, request: pb.GenerateRequest, model: str | None, metadata: Metadata) -> int:
+    return len(await prompt_ids(engine, request, metadata)) + engine.virtual_tokens(model)
+
+
 def _shows_prompt(fields: ChatRequest | CompletionRequest) -> bool:
     echo_alone = isinstance(fields, CompletionRequest) and fields.max_tokens == 0
     return echo_alone or bool(fields.return_token_ids) or fields.prompt_logprobs is not None or fields.usage_events()[1]
@@ -384,7 +428,9 @@ async def _chat_events(call: Call, stream: ChatStream, metadata: Metadata) -> As
         yield event(last)
 
 
-async def _response_events(call: Call, answer: ResponseAnswer, metadata: Metadata) -> AsyncGenerator[bytes]:
+async def _answer_events(
+    call: Call, answer: ResponseAnswer | MessageAnswer, metadata: Metadata
+) -> AsyncGenerator[bytes]:
     try:
         for made in answer.begin():
             yield event(made, made["type"])

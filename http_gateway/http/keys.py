@@ -1,5 +1,7 @@
 """API keys of clients: `Authorization: Bearer KEY` on every call except those that need none.
 
+Clients of Anthropic's API may send `x-api-key: KEY` instead.
+
 Invariant: with an `api_key_file` or a `tenant_file`, no handler sees a request without a known key. Keys are compared
 in constant time, and never logged.
 
@@ -14,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from http_gateway.wire.errors import ApiError
+from http_gateway.wire.errors import ApiError, is_message, shown
 from service_runtime.from_files import FromFiles
 from service_runtime.tenants import TenantTable
 from service_runtime.tokens import Digests, known
@@ -23,6 +25,7 @@ OPEN_PATHS = frozenset({"/", "/health"})
 """The page asks for a key itself, and probes have none."""
 
 
+MESSAGE_KEY = "x-api-key"
 OPERATOR_PATHS = frozenset({"/metrics"})
 """They show what concerns all tenants."""
 
@@ -82,15 +85,18 @@ class ApiKeys:
         """Check an HTTP request."""
         # A preflight request of a browser carries no key, and reaches only the CORS middleware.
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
-            error = self._error(Headers(scope=scope).getlist("authorization"), scope["path"])
+            error = self._error(Headers(scope=scope), scope["path"])
             if error is not None:
-                response = JSONResponse(error.body(), error.status, error.headers)
+                status, body = shown(scope["path"], error)
+                response = JSONResponse(body, status, error.headers)
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _error(self, values: list[str], path: str) -> ApiError | None:
-        key = _key_of(values)
+    def _error(self, headers: Headers, path: str) -> ApiError | None:
+        key = _message_key(headers) if is_message(path) else None
+        if key is None:
+            key = _key_of(headers.getlist("authorization"))
         if isinstance(key, str):
             return _unauthenticated(key)
         if not known(key, self._keys.all()):
@@ -120,6 +126,17 @@ def _unauthenticated(problem: str) -> ApiError:
     )
 
 
-def bearer(authorization: str | None) -> tuple[tuple[str, str], ...]:
+def _message_key(headers: Headers) -> bytes | str | None:
+    """Return the key in the header of Anthropic's API, or as text what is wrong with it; None: there is none."""
+    values = headers.getlist(MESSAGE_KEY)
+    if len(values) > 1:
+        return f"is needed once, but {MESSAGE_KEY} was sent more than once"
+    return values[0].strip().encode("latin-1") if values else None
+
+
+def forwarded(headers: Headers, path: str) -> tuple[tuple[str, str], ...]:
     """Return the metadata that hands a client's key on to an engine."""
+    authorization = headers.get("authorization")
+    if is_message(path) and (key := headers.get(MESSAGE_KEY)):
+        authorization = f"Bearer {key}"
     return (("authorization", authorization),) if authorization else ()

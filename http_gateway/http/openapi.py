@@ -15,7 +15,9 @@ from pydantic.json_schema import models_json_schema
 
 from http_gateway.wire.chat import ChatRequest
 from http_gateway.wire.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from http_gateway.wire.errors import MESSAGES_PATH
 from http_gateway.wire.fields import Fields
+from http_gateway.wire.messages import CountTokensRequest, MessagesRequest
 from http_gateway.wire.responses import ResponsesRequest
 
 _REF = "#/components/schemas/{model}"
@@ -23,6 +25,8 @@ _POSTS: tuple[tuple[str, str, type[Fields], bool], ...] = (
     ("/v1/chat/completions", "Answer a conversation", ChatRequest, True),
     ("/v1/completions", "Continue texts", CompletionRequest, True),
     ("/v1/responses", "Answer a conversation, in the shape of the Responses API", ResponsesRequest, True),
+    (MESSAGES_PATH, "Answer a conversation, in the shape of Anthropic's API", MessagesRequest, True),
+    (f"{MESSAGES_PATH}/count_tokens", "Count the tokens of a prompt of Anthropic's API", CountTokensRequest, False),
     ("/tokenize", "Turn text or a conversation into token ids", TokenizeRequest, False),
     ("/detokenize", "Turn token ids into text", DetokenizeRequest, False),
 )

@@ -14,6 +14,8 @@ from http_gateway.wire.fields import Fields, Refusal
 from http_gateway.wire.sampling import SHARED_REFUSALS, SamplingFields, Unsigned
 
 TEXT_ALONE = "the model reads only text"
+NO_THOUGHT = "none"
+"""The reasoning effort that turns the reasoning off."""
 
 
 class TextPart(Fields):

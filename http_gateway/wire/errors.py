@@ -1,6 +1,7 @@
-"""Errors in OpenAI's shape, and the one table from gRPC's statuses to HTTP's.
+"""Errors in OpenAI's and in Anthropic's shape, and the one table from gRPC's statuses to HTTP's.
 
-Invariant: every answer that is no success has this shape: `{"error": {"message", "type", "param", "code"}}`.
+Invariant: every answer that is no success has OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`, or,
+below `MESSAGES_PATH`, Anthropic's: `{"type": "error", "error": {"type", "message"}}`.
 
 Not responsible for: what is an error (see fields.py, the engine, and http/app.py).
 """
@@ -17,6 +18,7 @@ import grpc
 RETRY_AFTER_S = 1
 """Where the engine's message names no time."""
 _TRY_AGAIN = re.compile(r"try again in ([0-9.]+) s\b")
+MESSAGES_PATH = "/v1/messages"
 
 
 class ApiError(Exception):
@@ -45,6 +47,47 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the JSON body."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+OVERLOADED = 529
+_MESSAGE_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+_MESSAGE_NAMES = {
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+"""Names of the chat body -> Anthropic's."""
+
+
+def message_error(error: ApiError) -> tuple[int, dict[str, Any]]:
+    """Return the status and the body of an error for a client of Anthropic's API."""
+    status = OVERLOADED if error.status == 503 else error.status
+    kind = _MESSAGE_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    message, name = error.message, _MESSAGE_NAMES.get(error.param or "")
+    # A client that sent OpenAI's name is told about that name.
+    if name and error.code != "unknown_parameter" and message.startswith(f"{error.param}: "):
+        message = f"{name}{message.removeprefix(error.param or '')}"
+    return status, {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def shown(path: str, error: ApiError) -> tuple[int, dict[str, Any]]:
+    """Return the status and the body of an error, in the shape that clients of the path read."""
+    return message_error(error) if is_message(path) else (error.status, error.body())
+
+
+def is_message(path: str) -> bool:
+    """Return whether a path belongs to Anthropic's API."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 class EngineLost(ApiError):

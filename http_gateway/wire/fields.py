@@ -75,7 +75,7 @@ def problem(error: ValidationError, body: object) -> ApiError:
     """
     found = max(error.errors(include_url=False), key=lambda entry: len(entry["loc"]))
     kind, context = found["type"], found.get("ctx", {})
-    path = _path(found["loc"], body)
+    path = _path(found["loc"], body, missing=kind == "missing")
     if kind in (UNKNOWN, REFUSED):
         path = f"{path}.{context['name']}" if path else str(context["name"])
     message = found["msg"][:1].lower() + found["msg"][1:]
@@ -84,15 +84,18 @@ def problem(error: ValidationError, body: object) -> ApiError:
     return ApiError(f"{path or 'body'}: {message}", param=path or None, code=_CODES.get(kind, "invalid_value"))
 
 
-def _path(loc: tuple[int | str, ...], body: object) -> str:
-    """Return the place in the body; pydantic's own steps into a union are left out."""
+def _path(loc: tuple[int | str, ...], body: object, *, missing: bool) -> str:
+    """Return the place in the body; pydantic's own steps into a union are left out.
+
+    missing: the last step is the name of a field that is not there.
+    """
     path, at = "", body
     for number, step in enumerate(loc):
-        last = number == len(loc) - 1
+        absent = missing and number == len(loc) - 1
         if isinstance(step, int):
             path += f"[{step}]"
             at = at[step] if isinstance(at, list) and step < len(at) else None
-        elif isinstance(at, dict) and (step in at or last):
+        elif isinstance(at, dict) and (step in at or absent):
             path += f".{step}" if path else step
             at = at.get(step)
     return path

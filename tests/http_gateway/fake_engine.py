@@ -85,6 +85,9 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         await context.write(pb.GenerateResponse(text="es"))
         await context.write(DONE)
 
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(token_ids=range(len(request.messages.messages)))
+
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         return pb.GetModelInfoResponse(
             model=self.names[0],

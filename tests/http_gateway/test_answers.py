@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from http_gateway.answers.chat import ChatShape, ChatStream, ChatWhole
 from http_gateway.answers.completions import Completions, CompletionShape
+from http_gateway.answers.messages import MessageAnswer, MessageShape
 from http_gateway.answers.pieces import finish_reason, stop_reason
 from http_gateway.answers.responses import ResponseAnswer, ResponseShape
 from http_gateway.http import stream
@@ -117,6 +118,80 @@ def test_the_events_of_the_responses_api_build_its_items(responses: list[pb.Gene
         if item["type"] in ("message", "reasoning"):
             shown = "".join(part["text"] for part in item["content"])
         assert texts[item["id"]] == shown
+
+
+@given(responses=answers())
+def test_the_events_of_anthropic_s_api_build_its_blocks(responses: list[pb.GenerateResponse]) -> None:
+    answer = MessageAnswer(MessageShape("i", "m", apart=True, prompt_tokens=7))
+    start, ping, *events = [*answer.begin(), *(event for response in responses for event in answer.take(response))]
+    assert (start["message"]["content"], start["message"]["usage"]["input_tokens"]) == ([], 7)
+    assert ping == {"type": "ping"}
+    blocks, is_open = list[dict[str, Any]](), False
+    for event in events[:-2]:
+        match event["type"]:
+            case "content_block_start":
+                assert not is_open
+                blocks.append(event["content_block"] | {"json": ""})
+                is_open = True
+            case "content_block_stop":
+                assert is_open
+                is_open = False
+            case "content_block_delta":
+                kind, text = event["delta"]["type"], next(v for k, v in event["delta"].items() if k != "type")
+                name = {"input_json_delta": "json"}.get(kind, kind.removesuffix("_delta"))
+                blocks[-1][name] += text
+            case kind:
+                raise AssertionError(kind)
+        assert event["index"] == len(blocks) - 1
+    assert not is_open
+    made, calls = answer.json(), [block for block in blocks if block["type"] == "tool_use"]
+    assert [block | {"json": ""} for block in blocks] == [block | {"json": ""} for block in made["content"]]
+    texts = {"thinking": "", "text": ""}
+    for block in blocks:
+        if block["type"] != "tool_use":
+            texts[block["type"]] += block[block["type"]]
+    whole = ChatWhole(shape())
+    for response in responses:
+        whole.take(response)
+    message = whole.result()["choices"][0]["message"]
+    assert texts == {"thinking": message.get("reasoning", ""), "text": message["content"] or ""}
+    chat_calls = [call[call["type"]] for call in message.get("tool_calls", ())]
+    assert [(call["name"], call["json"]) for call in calls] == [
+        (call["name"], call.get("arguments", call.get("input"))) for call in chat_calls
+    ]
+    assert events[-2]["delta"] == {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}
+    assert events[-2]["usage"] == made["usage"]
+    assert made["usage"] == {
+        "input_tokens": 4,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 3,
+        "output_tokens": 5,
+    }
+    assert events[-1] == {"type": "message_stop"}
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop", "said"),
+    [
+        (pb.FINISH_REASON_STOP, "END", ("stop_sequence", "END")),
+        (pb.FINISH_REASON_LENGTH, None, ("max_tokens", None)),
+        (pb.FINISH_REASON_GRAMMAR_INCOMPLETE, None, ("max_tokens", None)),
+        (pb.FINISH_REASON_GRAMMAR_CLOSED, None, ("max_tokens", None)),
+    ],
+)
+def test_stop_reasons_have_anthropic_s_names(reason: pb.FinishReason, stop: str | None, said: tuple[str, Any]) -> None:
+    answer = MessageAnswer(MessageShape("i", "m", apart=False, prompt_tokens=0))
+    cut = pb.GenerateResponse(text="x", finish_reason=reason, matched_stop_str=stop)
+    assert [event["type"] for event in answer.take(cut)][-2:] == ["message_delta", "message_stop"]
+    assert (answer.json()["stop_reason"], answer.json()["stop_sequence"]) == said
+
+
+def test_the_input_of_a_call_is_an_object_even_where_max_tokens_cut_it() -> None:
+    for text, value in (('{"a": 1}', {"a": 1}), ('{"a": ', {}), ("", {})):
+        answer = MessageAnswer(MessageShape("i", "m", apart=True, prompt_tokens=0))
+        call = Part(kind=Part.KIND_TOOL_CALL, tool_call_id="id", tool_name="f", text=text)
+        list(answer.take(pb.GenerateResponse(parts=[call])))
+        assert answer.json()["content"] == [{"type": "tool_use", "id": "id", "name": "f", "input": value}]
 
 
 def test_each_sequence_and_the_usage_have_a_place_of_their_own() -> None:

@@ -12,11 +12,14 @@ from pydantic import ValidationError
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.front.validation import check_prompt_length
 from http_gateway.answers.sampling import begin
+from http_gateway.http.calls import chat_request
 from http_gateway.http.openapi import document
 from http_gateway.wire.chat import ChatRequest
 from http_gateway.wire.completions import CompletionRequest
-from http_gateway.wire.errors import ApiError, from_status
+from http_gateway.wire.errors import ApiError, from_status, message_error
 from http_gateway.wire.fields import Fields, problem
+from http_gateway.wire.messages import CountTokensRequest, MessagesRequest
+from http_gateway.wire.messages import chat_body as message_body
 from http_gateway.wire.responses import ResponsesRequest, chat_body
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -73,6 +76,114 @@ def test_a_problem_names_its_field(body: dict[str, Any], param: str | None, mess
         assert said.startswith(f"{param}: ")
 
 
+USE: dict[str, Any] = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}
+RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "3"}]}
+MESSAGE: dict[str, Any] = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+
+
+def translated(body: dict[str, Any]) -> pb.GenerateRequest:
+    try:
+        fields = MessagesRequest.model_validate_json(json.dumps(body))
+    except ValidationError as error:
+        raise problem(error, body) from error
+    return chat_request(message_body(fields, "", thinks=False), thinks=False)
+
+
+def blocks(*content: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(content)}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"max_tokens": None}, "max_tokens", "field required"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"stop": ["x"]}, "stop", "is unknown"),
+        ({"container": "x"}, "container", "keeps no responses"),
+        ({"service_tier": "priority"}, "service_tier", "one tier"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role", "'user' or 'assistant'"),
+        (blocks({"type": "image", "source": {}}), "messages[0].content[0].type", "'image' is no block"),
+        (blocks({"type": "text"}), "messages[0].content[0].text", "field required"),
+        (blocks({"type": "text", "text": "x", "txt": 1}), "messages[0].content[0].txt", "did you mean text?"),
+        (blocks(RESULT | {"content": [{"type": "document"}]}), "messages[0].content[0].content[0].type", "'document'"),
+        (blocks(RESULT), "messages[0].content[0].tool_use_id", "no tool_use block before it"),
+        (blocks({"type": "thinking", "thinking": "x"}), "messages[0].content[0].type", "is for the assistant"),
+        (blocks(RESULT, role="assistant"), "messages[0].content[0].type", "is for the user"),
+        ({"system": [{"type": "text", "text": "x", "citations": [1]}]}, "system[0].citations", "cites nothing"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash", "x": 1}]}, "tools[0].type", "runs no tools"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "field required"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "is required with type: tool"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "needs tools"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "is required with type: enabled"),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display", "shown whole"),
+    ],
+)
+def test_a_problem_of_anthropic_s_body_names_its_field(body: dict[str, Any], param: str, message: str) -> None:
+    body = {name: value for name, value in (MESSAGE | body).items() if value is not None}
+    with pytest.raises(ApiError) as raised:
+        translated(body)
+    assert (raised.value.param, message in raised.value.message) == (param, True), raised.value.message
+    assert message_error(raised.value)[1]["error"]["message"].startswith(f"{param}: ")
+
+
+def test_an_error_of_the_engine_has_anthropic_s_name() -> None:
+    error = from_status(grpc.StatusCode.INVALID_ARGUMENT, "sampling.stop: has more than 16 entries")
+    body = {"type": "invalid_request_error", "message": "stop_sequences: has more than 16 entries"}
+    assert message_error(error) == (400, {"type": "error", "error": body})
+
+
+def test_anthropic_s_body_is_the_same_conversation() -> None:
+    turns = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, {"type": "text", "text": "y"}, USE]},
+        {"role": "user", "content": [RESULT, {"type": "text", "text": "and"}, {"type": "text", "text": "so"}]},
+        {"role": "assistant", "content": "It is"},
+    ]
+    tools = [{"name": "f", "description": "d", "input_schema": {"type": "object"}, "strict": True}]
+    asked: dict[str, Any] = {
+        "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+        "tools": tools,
+        "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 9},
+        "stop_sequences": ["E"],
+        "metadata": {"user_id": "u"},
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 4,
+    }
+    fields = MessagesRequest.model_validate(MESSAGE | asked | {"messages": turns})
+    request = chat_request(message_body(fields, "id", thinks=True), thinks=True)
+    assert request.messages.continue_final_message
+    assert [(turn.role, turn.content, turn.reasoning) for turn in request.messages.messages] == [
+        ("system", "s", ""),
+        ("user", "x", ""),
+        ("assistant", "y", "t"),
+        ("tool", "3", ""),
+        ("user", "", ""),
+        ("assistant", "It is", ""),
+    ]
+    assert [part.text for part in request.messages.messages[4].parts] == ["and", "so"]
+    (call,) = request.messages.messages[2].tool_calls
+    assert (call.id, call.name, json.loads(call.arguments)) == ("a", "f", {"x": 1})
+    assert request.messages.messages[3].tool_call_id == "a"
+    assert (request.tools.choice, request.tools.name, request.tools.parallel) == (pb.TOOL_CHOICE_NAMED, "f", False)
+    assert (request.tools.tools[0].description, request.tools.tools[0].strict) == ("d", True)
+    assert request.reasoning.max_tokens == 9
+    sampling = request.sampling
+    assert (sampling.max_tokens, list(sampling.stop), sampling.top_k) == (5, ["E"], 4)
+    assert (sampling.temperature, round(sampling.top_p, 3)) == (0.5, 0.9)
+
+    def of(thinks: bool, **more: Any) -> pb.GenerateRequest:
+        return chat_request(message_body(MessagesRequest(**MESSAGE | more), "id", thinks=thinks), thinks=thinks)
+
+    off = {"thinking": {"type": "disabled"}}
+    assert (of(True, **off).reasoning.enabled, of(False, **off).HasField("reasoning")) == (False, False)
+    form = {"type": "json_schema", "schema": {"type": "integer"}}
+    assert json.loads(of(False, output_config={"format": form}).grammar.json_schema) == {"type": "integer"}
+    choices = {"auto": pb.TOOL_CHOICE_AUTO, "any": pb.TOOL_CHOICE_REQUIRED, "none": pb.TOOL_CHOICE_NONE}
+    assert {name: of(False, tools=tools, tool_choice={"type": name}).tools.choice for name in choices} == choices
+
+
 def test_what_is_no_object_is_refused() -> None:
     assert refusal(ChatRequest, [1])[0].startswith("body: ")
     assert refusal(ResponsesRequest, {"input": []})[1] == "input"
@@ -109,7 +220,7 @@ def test_a_schema_keeps_the_order_of_its_properties() -> None:
 
 def test_the_document_describes_every_field() -> None:
     schemas = document("1", keys=True)["components"]["schemas"]
-    for model in (ChatRequest, CompletionRequest, ResponsesRequest):
+    for model in (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest):
         assert set(schemas[model.__name__]["properties"]) == model.names()
         assert schemas[model.__name__]["additionalProperties"] is False
     assert json.dumps(schemas)

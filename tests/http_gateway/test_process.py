@@ -28,7 +28,7 @@ from tests.http_gateway.fake_engine import DONE, FakeEngine, all_serve, ask, beg
 from tests.waiting import eventually
 
 KEY, OTHER_KEY = "a-key-of-the-first-client", "a-key-of-the-second-client"
-CHAT = "/v1/chat/completions"
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
 
 class House:
@@ -96,6 +96,24 @@ async def _statuses_are_mapped(house: House) -> None:
         assert set(answer.json["error"]) == {"message", "type", "param", "code"}
         assert ("retry-after" in answer.headers) == bool(row and row.retry)
         assert answer.json["error"]["param"] == ("top_p" if answer.status == 400 else None)
+        answer = await request(house.address, MESSAGES, message(status.name))
+        wanted = row.status if row else 500
+        assert (answer.status, answer.json["type"]) == (529 if wanted == 503 else wanted, "error")
+        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kinds |= {500: "api_error", 529: "overloaded_error", 504: "timeout_error"}
+        assert answer.json["error"]["type"] == kinds.get(answer.status, "invalid_request_error")
+        assert ("retry-after" in answer.headers) == bool(row and row.retry)
+    wrong = {
+        MESSAGES: message("x", max_tokns=1),
+        f"{MESSAGES}/count_tokens": message("x"),
+        f"{MESSAGES}/batches": {},
+    }
+    said = {path: (await request(house.address, path, body)) for path, body in wrong.items()}
+    assert [(answer.status, answer.json["error"]["type"]) for answer in said.values()] == [
+        *2 * [(400, "invalid_request_error")],
+        (404, "not_found_error"),
+    ]
+    assert said[MESSAGES].json["error"]["message"] == "max_tokns: is unknown; did you mean max_tokens?"
 
 
 async def _models_choose_engines(house: House) -> None:
@@ -206,7 +224,20 @@ async def _idle_connections_cost_nothing(house: House) -> None:
         await close(writer)
 
 
+def message(content: str, **fields: Any) -> dict[str, Any]:
+    """Return a body of Anthropic's API."""
+    return {"model": "fake", "max_tokens": 9, "messages": [{"role": "user", "content": content}]} | fields
+
+
 async def _a_late_error_is_an_event(house: House) -> None:
+    answer = await request(house.address, MESSAGES, message("late error", stream=True))
+    named = [event.split("\n") for event in answer.body.decode().split("\n\n")[:-1]]
+    events = [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in named]
+    assert [name for name, _ in events] == [data["type"] for _, data in events]
+    kinds = ["message_start", "ping", "content_block_start", "content_block_delta", "error"]
+    assert [name for name, _ in events] == kinds
+    assert events[0][1]["message"]["usage"]["input_tokens"] == 1
+    assert events[-1][1]["error"] == {"type": "api_error", "message": "a defect"}
     answer = await chat(house.address, "late error", stream=True)
     assert answer.status == 200
     events = [json.loads(line[6:]) for line in answer.body.decode().split("\n\n")[:-2]]
@@ -217,6 +248,7 @@ async def _a_late_error_is_an_event(house: House) -> None:
 async def _a_whole_answer_survives_its_engine(house: House) -> None:
     first, second, _ = house.engines
     bodies = {CHAT: ask("lost", model="fake"), "/v1/responses": {"input": "lost", "model": "fake"}}
+    bodies[MESSAGES] = message("lost")
     for path, body in bodies.items():
         before = [len(engine.requests) for engine in (first, second)]
         first.losses.append("the engine that is asked first")
@@ -297,6 +329,11 @@ async def test_keys_and_certificates_are_asked_for(tmp_path: Path) -> None:
             body = ask() if path == CHAT else None
             return (await request(address, path, body, headers, tls)).status
 
+        async def status_of_message(*keys: str, header: str = "x-api-key") -> tuple[int, Any]:
+            headers = {header: "\r\nx-api-key: ".join(keys)} if keys else {}
+            answer = await request(address, MESSAGES, message("x"), headers, with_certificate)
+            return answer.status, answer.json.get("error", {}).get("type")
+
         async def until_served(key: str) -> None:
             async with asyncio.timeout(60):
                 while await status(key) != 200:  # noqa: ASYNC110 - another process
@@ -304,6 +341,12 @@ async def test_keys_and_certificates_are_asked_for(tmp_path: Path) -> None:
 
         await until_served(KEY)
         assert [await status(None), await status("wrong"), await status(KEY)] == [401, 401, 200]
+        assert engine.metadata[-1]["authorization"] == f"Bearer {KEY}"
+        unknown = (401, "authentication_error")
+        assert [await status_of_message(), await status_of_message("wrong")] == [unknown] * 2
+        assert await status_of_message(KEY, KEY) == unknown
+        assert await status_of_message(f"Bearer {KEY}", header="Authorization") == (200, None)
+        assert await status_of_message(KEY) == (200, None)
         assert engine.metadata[-1]["authorization"] == f"Bearer {KEY}"
         assert [await status(None, path=path) for path in ("/health", "/", "/metrics")] == [200, 200, 401]
         with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):

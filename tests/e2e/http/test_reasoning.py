@@ -120,3 +120,30 @@ def test_reasoning_is_an_item_of_the_responses_api(thinker: openai.OpenAI) -> No
     second: Any = [{"role": "user", "content": "A number."}, *items, {"role": "user", "content": "Another one."}]
     again = thinker.responses.create(input=second, **asked)
     jsonschema.validate(json.loads(again.output_text), SCHEMA)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_anthropic_s_api_has_the_reasoning_as_a_block(thinker: openai.OpenAI, streams: bool) -> None:
+    body: dict[str, Any] = {"model": thinker.models.list().data[0].id, "messages": ASK, "max_tokens": 150}
+    body |= {"thinking": {"type": "enabled", "budget_tokens": BUDGET}, "stream": streams, "temperature": 0}
+    body["output_config"] = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    text = thinker.post("/messages", cast_to=str, body=body)
+    if streams:
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+        begun = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        thought, answer = (
+            "".join(delta.get(kind, "") for delta in deltas if delta["type"] == f"{kind}_delta")
+            for kind in ("thinking", "text")
+        )
+        assert [delta["signature"] for delta in deltas if delta["type"] == "signature_delta"] == [""]
+    else:
+        content = json.loads(text)["content"]
+        begun = [block["type"] for block in content]
+        thought, answer = content[0]["thinking"], content[1]["text"]
+    assert begun == ["thinking", "text"]
+    assert thought
+    jsonschema.validate(json.loads(answer), SCHEMA)
+    body |= {"thinking": {"type": "disabled"}, "stream": False}
+    (block,) = json.loads(thinker.post("/messages", cast_to=str, body=body))["content"]
+    assert block["type"] == "text"

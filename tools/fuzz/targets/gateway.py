@@ -31,6 +31,7 @@ from tools.fuzz.words import CHAT_BODY, JSON_SCHEMA, REQUEST
 ROUTES = (
     *(("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"), ("POST", "/tokenize")),
     *(("POST", "/detokenize"), ("GET", "/v1/models"), ("GET", "/v1/models/fuzzed"), ("GET", "/health")),
+    *(("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens")),
     *(("GET", "/version"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("PUT", "/v1/chat/completions")),
 )
 HEADERS = (
