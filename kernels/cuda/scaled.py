@@ -1,8 +1,9 @@
 """Rows in 8 bits with a scale each, for torch's scaled products: one kernel before a product, one after int8's.
 
 A row's scale is its largest magnitude over the largest number of the type, so it follows from only that row
-(dynamic, per token). Invariant: a row's result has the same bits for any number of rows. Not responsible for: the
-products (`torch._scaled_mm`, `torch._int_mm`), and weights (see gpu_engine/model/quantised/scaled.py).
+(dynamic, per token). Invariants: a row's result has the same bits for any number of rows; scales and values are
+correctly rounded, so they have the same bits on every device. Not responsible for: the products (`torch._scaled_mm`,
+`torch._int_mm`), and weights (see gpu_engine/model/quantised/scaled.py).
 
 Shapes: M rows, L rows with padding, K inputs, N outputs.
 """

@@ -43,13 +43,17 @@ class DecodeTuning:
         at the same time; with more, one after the other."""
 
     @classmethod
-    def of(cls, head_dim: int, itemsize: int, heads: int = 1) -> DecodeTuning:
+    def of(cls, head_dim: int, itemsize: int, heads: int = 1, *, tree: bool = False) -> DecodeTuning:
         """Return the sizes that suit the bytes of a head, and `heads` KV heads of a batch.
 
         Shared memory holds two stages of keys and values. Where programs are many, small ones wait less for each other.
+        A tree has the blocks of a chain, and so its bits. Its kernel has two kinds of addresses, which leave no
+        registers for a second stage.
         """
         if triton.next_power_of_2(head_dim) * itemsize > 256:
-            return cls(block_n=32, num_warps=8, num_stages=2)
+            return cls(block_n=32, num_warps=8, num_stages=1 if tree else 2)
+        if tree:
+            return cls(block_n=64, num_warps=4, num_stages=1)
         return cls(block_n=64, num_warps=4 if heads < 32 else 2, num_stages=2)
 
 
@@ -90,7 +94,7 @@ def paged_attention(
     scales = (scale, softcap) if softcap else (scale * _LOG2_E, 0.0)
     strides = (*q_BPHD.stride()[:3], *k_BPHD.stride()[:3], *v_BPHD.stride()[:3], page_table_BN.stride(0))
     shape = {"D": D, "BLOCK_D": triton.next_power_of_2(D), "T": T, "G": Hq // Hkv, "SOFTCAP": softcap != 0.0}
-    tuning = tuning or DecodeTuning.of(D, q_BPHD.element_size(), B * Hkv)
+    tuning = tuning or DecodeTuning.of(D, q_BPHD.element_size(), B * Hkv, tree=bool(of_tree))
     sinks, with_sinks = positions_BP if sinks_H is None else sinks_H, {"SINKS": sinks_H is not None}  # else not read
     split = split_len or split_length(page_table_BN.shape[1] * T)
     assert split % tuning.block_n == 0, (split, tuning)

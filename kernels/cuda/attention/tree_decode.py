@@ -89,19 +89,18 @@ def tree_decode_kernel(
         start = split * SPLIT
         end = tl.minimum(start + SPLIT, last + 1)
         begin = tl.maximum(start, low // BLOCK_N * BLOCK_N)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        peak = tl.full([BLOCK_M], MASKED, tl.float32)
-        total = tl.zeros([BLOCK_M, 16], tl.float32)
         # Before the step's rows one pass serves every row of the tile; after, each row has its own pass.
         node = tile * BLOCK_M // G
         end_node = node + 1
+        served = P
         if end > first:
             end_node = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // G + 1, P)
+            served = 1
         for own in range(node, end_node):
             way = tree_rows + (b * R + own) * R
-            own_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            own_peak = tl.full([BLOCK_M], MASKED, tl.float32)
-            own_total = tl.zeros([BLOCK_M, 16], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            peak = tl.full([BLOCK_M], MASKED, tl.float32)
+            total = tl.zeros([BLOCK_M, 16], tl.float32)
             depth = tl.load(positions + b * P + own) - first
             for n in range(begin, end, BLOCK_N):
                 token = n + tl.arange(0, BLOCK_N)
@@ -110,29 +109,15 @@ def tree_decode_kernel(
                 page = tl.load(table + b * table_stride + token // T, mask=old, other=0)
                 row = page.to(tl.int64) * (Hkv * T * D) + (token % T) * D
                 step = tl.load(way + token - first, mask=new, other=0)
-                k = tl.load(k_head + row[None, :] + d[:, None], mask=old[None, :] & real[:, None], other=0.0)
-                v = tl.load(v_head + row[:, None] + d[None, :], mask=old[:, None] & real[None, :], other=0.0)
-                if n + BLOCK_N > first:
-                    k_own = tl.load(
-                        k_step + (step * k_stride_p)[None, :] + d[:, None],
-                        mask=new[None, :] & real[:, None],
-                        other=0.0,
-                    )
-                    v_own = tl.load(
-                        v_step + (step * v_stride_p)[:, None] + d[None, :],
-                        mask=new[:, None] & real[None, :],
-                        other=0.0,
-                    )
-                    k = tl.where(new[None, :], k_own, k)
-                    v = tl.where(new[:, None], v_own, v)
-                own_acc, own_peak, own_total = attend(
-                    query, k, v, token, position, own_acc, own_peak, own_total, seen, scale, softcap, SOFTCAP
-                )
-            mine = (m // G == own) | (end <= first)
-            acc = tl.where(mine[:, None], own_acc, acc)
-            peak = tl.where(mine, own_peak, peak)
-            total = tl.where(mine[:, None], own_total, total)
-        out = (tl.program_id(1).to(tl.int64) * rows + m) * splits + split
-        tl.store(partial + out[:, None] * D + d[None, :], acc, mask=(m < rows)[:, None] & real[None, :])
-        tl.store(peaks + out, peak, mask=m < rows)
-        tl.store(totals + out, tl.max(total, axis=1), mask=m < rows)
+                # One load takes both kinds of places: two tiles of keys and of values do not fit into the registers.
+                k_row = tl.where(new, k_step + step * k_stride_p, k_head + row)
+                v_row = tl.where(new, v_step + step * v_stride_p, v_head + row)
+                inside = old | new
+                k = tl.load(k_row[None, :] + d[:, None], mask=inside[None, :] & real[:, None], other=0.0)
+                v = tl.load(v_row[:, None] + d[None, :], mask=inside[:, None] & real[None, :], other=0.0)
+                acc, peak, total = attend(query, k, v, token, position, acc, peak, total, seen, scale, softcap, SOFTCAP)
+            mine = (m < rows) & (m // G >= own) & (m // G < own + served)
+            out = (tl.program_id(1).to(tl.int64) * rows + m) * splits + split
+            tl.store(partial + out[:, None] * D + d[None, :], acc, mask=mine[:, None] & real[None, :])
+            tl.store(peaks + out, peak, mask=mine)
+            tl.store(totals + out, tl.max(total, axis=1), mask=mine)
