@@ -54,7 +54,8 @@ def cuda_executor(
 ) -> Executor:
     """Register the segment, compile, and build over a CUDA stream on the model's device; None: a new stream."""
     with torch.cuda.device(model.device), ExitStack() as stack:
-        stream = stream or CudaStream(model.device)
+        # A draft model's reading, hundreds of tokens at a time, is not to delay the many small kernels of a step.
+        stream = stream or CudaStream(model.device, urgent=True)
         sync: HostCallbackSync | DeviceFlagSync | None = None
         if channel is not None:
             pinned = stack.enter_context(PinnedSegment(channel.segment))

@@ -116,7 +116,8 @@ class Prefill:
         A later launch has one of these shapes and differs only by numbers on the device. Slots, starts and ends are no
         arguments of a kernel, so nothing is compiled for them.
         """
-        room = self._slot_writer.buffers.history_SL.shape[1]
+        # A drafter may read the token after a chunk, so the last place of the history is no position of one.
+        room = self._slot_writer.buffers.history_SL.shape[1] - 1
         for lanes, length in shapes:
             for adapted in self._variants:
                 rows = [(self._spare, 0, min(length, room))] * lanes
@@ -126,18 +127,25 @@ class Prefill:
         """Capture the smallest `MAX_GRAPHS` of the shapes, which are ordered from the largest on and were warmed up.
 
         The stream's graphs share memory, so prefills take as much as the largest one, and none where a step takes more.
-        After a capture that fails no further one is tried, and the log says which shapes are launched eagerly. Runs
-        nothing: the first replay uploads a graph, so a warm-up follows.
+        After a capture that runs out of memory no further one is tried, and the log says how many shapes are launched
+        eagerly. Any other error is raised: it may have invalidated the capture, and then torch's allocator goes on
+        serving this stream from the memory of the graph. Runs nothing: the first replay uploads a graph, so a warm-up
+        follows.
         """
         every = [_Shape(*shape, adapted) for shape in shapes for adapted in self._variants]
         for shape in every[-MAX_GRAPHS * len(self._variants) :]:
             try:
                 with self._stream.capture() as graph:
                     self._stream.kernel(self._run, *shape)
-            except RuntimeError as error:
+            except torch.OutOfMemoryError as error:
                 eager = len(every) - len(self._graphs)
                 log.warning("%d of %d prefill shapes are launched eagerly: %s", eager, len(every), error)
                 return
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"the prefill of {shape.lanes} x {shape.length} tokens cannot be captured as a CUDA graph; "
+                    f"enforce_eager = true starts without graphs: {error}"
+                ) from error
             self._graphs[shape] = graph
 
     def close(self) -> None:

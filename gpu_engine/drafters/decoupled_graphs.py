@@ -150,9 +150,9 @@ class DecoupledNet(ModelNet):
         """Run the tokens that `begin` chose, over the model's own pages."""
         assert self._first is not None, "begin comes first"
         (ids_BT, positions_BT, count_B), self._first = self._first, None
-        logits_NV = self.model.logits(ids_BT, self._context(positions_BT, self._table_BN))
-        lane_B = torch.arange(len(place_B), device=place_B.device)
-        return self._drawable(logits_NV.view(*ids_BT.shape, -1)[lane_B, (count_B - 1).clamp(min=0)])
+        last_B = (count_B - 1).clamp(min=0)
+        rows_B = torch.arange(len(place_B), device=place_B.device) * ids_BT.shape[1] + last_B
+        return self._drawable(self.model.logits_of(ids_BT, self._context(positions_BT, self._table_BN), rows_B))
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
         """Run one draft, and note it as fed."""
@@ -321,7 +321,11 @@ class CapturedDecoupledDrafter:
         self._page_size, self._eager = page_size, False
         self._steps: dict[_Shape, tuple[StepBatch, StepTensors]] = {}
         self._stepped = stream.event()
-        self._now = self._graphs_of(draft)
+        device = None if replica is None else replica.device
+        self._streams = [stream.beside(device) for _ in range(2)]
+        """The first one drafts, and an exchange captures on the second one: CUDA has few streams, and its libraries
+        keep memory for each."""
+        self._now = self._graphs_of(draft, self._streams[0])
 
     @property
     def draft(self) -> DraftModel:
@@ -352,13 +356,14 @@ class CapturedDecoupledDrafter:
         before.stream.synchronize()
         if self.replica is not None:
             self.replica.synchronize()
-        now = self._graphs_of(draft)
+        drafting, spare = self._streams
+        now = self._graphs_of(draft, spare.anew())
         try:
             now.capture(self._steps, eager=self._eager)
         except BaseException:
             now.close()
             raise
-        self._now = now
+        self._now, self._streams = now, [now.stream, drafting]
         before.close()
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
@@ -400,9 +405,8 @@ class CapturedDecoupledDrafter:
             if self.replica is not None:
                 self.replica.close()
 
-    def _graphs_of(self, draft: DraftModel) -> _Graphs:
-        device = None if self.replica is None else self.replica.device
-        stream, num_lanes = self._stream.beside(device), len(self._lane.slots_B)
+    def _graphs_of(self, draft: DraftModel, stream: Stream) -> _Graphs:
+        num_lanes = len(self._lane.slots_B)
         net = DecoupledNet(draft, self._slot, num_lanes, self._links, self._catch_up)
         sizes = {"num_lanes": num_lanes, "num_links": self._links}
         chain = _Chain(stream, net, self._sync, masked=False, jump_forward=self._jump_forward, **sizes)

@@ -7,7 +7,7 @@ penalties the replica counts the tokens of a text anew: a text is smaller than i
 of the vocabulary.
 
 Invariant: a kernel touches the memory of only one device, and only copies cross. The host waits for no copy: events
-order three streams, of the steps, of the copies and of the draft model. Not responsible for: drafting (see
+order the streams of the steps, of the copies and of the draft model. Not responsible for: drafting (see
 decoupled_graphs.py).
 
 Shapes: S slots, B lanes of a step, R rows a slot, L tokens of history, V vocabulary.
@@ -110,6 +110,10 @@ class DraftDeviceReplica:
         self._back = _Parcel([slot.drafts_SR, slot.num_drafts_S], num_lanes, device, stream.device)
         self._carrier = stream.beside()
         """On the target's device, so that a step's outputs do not wait for the way of its drafts."""
+        self._far_carrier = stream.beside(device)
+        """The other end of each copy. torch orders a copy between two devices by the current streams of both. On the
+        draft device that would otherwise be the default stream, on which a model may be loading, and the stream of the
+        drafts reads texts after it has drafted."""
         self._sent, self._taken = self._carrier.event(), self._carrier.event()
         self._packs: dict[int, Graph] = {}
         self._takes: dict[int, Graph] = {}
@@ -188,7 +192,7 @@ class DraftDeviceReplica:
         with stream.current():
             stream.kernel(pad, self._own_lane)
             self._run(self._packs, self._pack, num_lanes)
-            self._there.carry(stream, num_lanes)
+            self._carry(self._there, num_lanes)
             stream.synchronize()
 
     # -- after a step ------------------------------------------------------------------------------------------------
@@ -199,7 +203,7 @@ class DraftDeviceReplica:
         with stream.current():
             stream.after(stepped)
             self._run(self._packs, self._pack, num_lanes)
-            self._there.carry(stream, num_lanes)
+            self._carry(self._there, num_lanes)
             self._sent.mark()
         return self._sent
 
@@ -208,7 +212,7 @@ class DraftDeviceReplica:
         stream = self._carrier
         with stream.current():
             stream.after(drafted)
-            self._back.carry(stream, num_lanes)
+            self._carry(self._back, num_lanes)
             self._run(self._takes, self._take, num_lanes)
             self._taken.mark()
 
@@ -216,6 +220,11 @@ class DraftDeviceReplica:
     def taken(self) -> Event:
         """The event at the end of the way back."""
         return self._taken
+
+    def _carry(self, parcel: _Parcel, num_lanes: int) -> None:
+        """Enqueue a copy. The carrier is the current stream of the target's device."""
+        with self._far_carrier.current(), self._carrier.current():
+            parcel.carry(self._carrier, num_lanes)
 
     def _run(self, graphs: Mapping[int, Graph], function: Any, num_lanes: int) -> None:
         if (graph := graphs.get(num_lanes)) is None:

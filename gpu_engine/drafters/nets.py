@@ -106,8 +106,9 @@ class ModelNet:
         live_BT = going_B[:, None] & (tail_BT < length_B1)
         ids_BT = slot.history_SL[place_B[:, None], tail_BT.long()]
         context = self._context(torch.where(live_BT, tail_BT, -1), page_table_BN)
-        lane_B, last_B = torch.arange(len(place_B), device=place_B.device), (live_BT.sum(dim=1) - 1).clamp(min=0)
-        return self._drawable(self.model.logits(ids_BT.long(), context).view(*ids_BT.shape, -1)[lane_B, last_B])
+        last_B = (live_BT.sum(dim=1) - 1).clamp(min=0)
+        rows_B = torch.arange(len(place_B), device=place_B.device) * ids_BT.shape[1] + last_B
+        return self._drawable(self.model.logits_of(ids_BT.long(), context, rows_B))
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
         """Run one token."""

@@ -2,8 +2,8 @@
 
 transformers multiplies an expert's rows by a slice of one tensor, in a product whose rounding depends on the number of
 rows. Here each expert has two linear layers, which `pack_linears` packs, and a router's product is packed in place.
-Invariant: a row has the same bits whatever rows come with it, so drafts stay lossless. Not responsible for: a GPU,
-where transformers' grouped products run; the choice of experts (the model's own router).
+Invariant: a row has the same bits whatever rows come with it, so drafts stay lossless. On a GPU transformers' grouped
+products run, or the model is refused. Not responsible for: the choice of experts (the model's own router).
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from gpu_engine.model.linear import PackedLinear, can_pack
+from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.recording import distance
 
 log = logging.getLogger(__name__)
 
 _ROUTER = re.compile(r"Router|Gate$")
+_GROUPED = (9, 10)
+"""Major compute capabilities for which torch has a kernel of grouped products."""
 _VECTORS = 32
 """Rows that are whole vectors for any number of experts."""
 _SAME = 2e-2
@@ -156,6 +159,25 @@ def _linears(weight_ENK: torch.Tensor, bias_EN: torch.Tensor | None, transposed:
             linear.bias = nn.Parameter(bias_EN.detach()[expert], requires_grad=False)
         made.append(linear)
     return nn.ModuleList(made)
+
+
+def refuse_grouped_products(net: nn.Module, capability: tuple[int, int]) -> None:
+    """Raise ModelNotSupported where the experts' grouped products read their sizes on the host, as no graph can.
+
+    torch has a kernel for bfloat16 on GPUs of compute capability 9 and 10. Elsewhere it loops over the experts.
+    """
+    for module in net.modules():
+        weights = module._parameters.get("gate_up_proj")
+        # Others multiply every row by every expert, in batched products.
+        if weights is None or "has_gate" not in module.__dict__:
+            continue
+        if weights.dtype != torch.bfloat16 or capability[0] not in _GROUPED:
+            found = f"{str(weights.dtype).removeprefix('torch.')} on compute capability {capability[0]}.{capability[1]}"
+            raise ModelNotSupported(
+                f"model: torch has no grouped product for experts in {found}, and what it does instead cannot be "
+                "captured in a graph. Serve the model in bfloat16 on compute capability 9 or 10, or with "
+                "enforce_eager = true, or on a CPU"
+            )
 
 
 class _PackedProduct(TorchFunctionMode):

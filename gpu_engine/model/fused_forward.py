@@ -110,10 +110,17 @@ class FusedForward:
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]."""
-        logits_NV: torch.Tensor = self.head(self._last(ids_BP, ctx))
+        return self._head(self._last(ids_BP, ctx))[: ids_BP.numel()]
+
+    def logits_of(self, ids_BP: torch.Tensor, ctx: AttentionContext, rows_N: torch.Tensor) -> torch.Tensor:
+        """Return [N, V], of some of the B * P rows."""
+        return self._head(self._last(ids_BP, ctx)[rows_N])
+
+    def _head(self, last_NH: torch.Tensor) -> torch.Tensor:
+        logits_NV: torch.Tensor = self.head(last_NH)
         if self.logits_softcap:
             logits_NV = torch.tanh(logits_NV / self.logits_softcap) * self.logits_softcap
-        return logits_NV[: ids_BP.numel()]
+        return logits_NV
 
     def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
         """Write keys and values only; stop after the attention of the last layer, unless its output is wanted."""

@@ -15,7 +15,7 @@ from gpu_engine.api.output_tensors import OutputSpec
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.attention import AttentionContext, attending
-from gpu_engine.model.fused_forward import DeferringForward
+from gpu_engine.model.fused_forward import DeferringForward, FusedForward
 from gpu_engine.model.fusion import Fused
 from gpu_engine.model.parallel.ranks import RankSet
 from kernels.kv_pages import KVPages
@@ -94,6 +94,12 @@ class LoadedModel:
         finally:
             if adapted and self.adapters is not None:
                 self.adapters.end()
+
+    def logits_of(self, ids_BP: torch.Tensor, ctx: AttentionContext, rows_N: torch.Tensor) -> torch.Tensor:
+        """Run the model as `logits` does, without adapters; return the logits [N, V] of some of the B * P rows."""
+        if isinstance(self.fused.forward, FusedForward):
+            return self.fused.forward.logits_of(ids_BP, ctx, rows_N)
+        return self.logits(ids_BP, ctx)[rows_N]
 
     def prefill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
         """Fill the cache; no logits are computed."""

@@ -32,7 +32,7 @@ from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.peft_files import AdapterNotSupported
 from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.embedded import Progress, ensure_embedded, weights_file
-from gpu_engine.model.experts import replace_experts
+from gpu_engine.model.experts import refuse_grouped_products, replace_experts
 from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.fused_layers import join_activations
 from gpu_engine.model.fusion import Bounds, FusedModelDiffers, fuse_parts, verified
@@ -300,6 +300,8 @@ def _prepare_net(
     """Quantise, move, check and fuse; raises as `prepare`. A part of a model has sums between its products: it is no
     single native call."""
     net, device, dtype = model.net, model.device, model.dtype
+    if device.type == "cuda" and not config.enforce_eager:
+        refuse_grouped_products(net, torch.cuda.get_device_capability(device))
     # The memory of a GPU then never holds the weights that are replaced.
     model.quantised = quantise(config, net, gguf_file, checkpoint)
     net.to(device)

@@ -40,16 +40,16 @@ class NoRepeatedNgrams:
 
     def process_rows(self, rows: CapturedRows, logits_NV: torch.Tensor) -> torch.Tensor:
         """Forbid each token that ended an earlier n-gram whose other tokens are the last ones of the row's prefix."""
-        tokens_NL, (N, V) = rows.tokens_NL.long(), logits_NV.shape
+        tokens_NL, (N, V) = rows.tokens_NL, logits_NV.shape
         length_N1, size_N1 = rows.length_N[:, None], rows.arguments_NA[:, :1].long()
         place_L = torch.arange(tokens_NL.shape[1], device=tokens_NL.device)
         repeats_NL = (place_L >= size_N1 - 1) & (place_L < length_N1)
-        for back in range(1, MAX_SIZE):
-            last_N1 = tokens_NL.gather(1, (length_N1 - back).clamp(min=0))
-            earlier_NL = torch.nn.functional.pad(tokens_NL, (back, 0), value=-1)[:, : tokens_NL.shape[1]]
-            repeats_NL &= (earlier_NL == last_N1) | (size_N1 <= back)
+        for back in range(1, min(MAX_SIZE, tokens_NL.shape[1])):
+            last_N1 = tokens_NL.gather(1, (length_N1 - back).clamp(min=0).long())
+            # The first places end no n-gram that is longer than `back`.
+            repeats_NL[:, back:] &= (tokens_NL[:, :-back] == last_N1) | (size_N1 <= back)
         forbidden_NV = torch.zeros(N, V + 1, dtype=torch.bool, device=logits_NV.device)
         # Virtual tokens of a prompt adapter have ids after the vocabulary.
-        forbidden_NV.scatter_(1, torch.where(repeats_NL, tokens_NL, V).clamp(max=V), True)
+        forbidden_NV.scatter_(1, torch.where(repeats_NL, tokens_NL, V).clamp(max=V).long(), True)
         forbidden_NV.index_fill_(1, self._eos, False)
         return logits_NV.masked_fill(forbidden_NV[:, :V], -torch.inf)

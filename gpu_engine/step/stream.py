@@ -49,7 +49,10 @@ class Stream(Protocol):
         host."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between device and pinned memory, or between two devices; both contiguous, of one dtype and shape."""
+        """Copy between device and pinned memory, or between two devices; both contiguous, of one dtype and shape.
+
+        Between two devices the current streams of both wait for each other.
+        """
 
     def host(self, function: int, user_data: int) -> None:
         """Call the C function `void function(void *user_data)`; it may not call CUDA. Skipped after a device error."""
@@ -70,8 +73,12 @@ class Stream(Protocol):
         """Return another queue, of the same device or of another one. Their graphs share no memory, so replays of the
         two may overlap."""
 
+    def anew(self) -> Stream:
+        """Return the same queue, for graphs that share no memory with its earlier ones. Those were destroyed."""
+
     def current(self) -> AbstractContextManager[None]:
-        """Enqueue on this stream inside the `with` block, where another one was current on this thread."""
+        """Enqueue on this stream inside the `with` block, where another one was current on this thread. Streams of
+        different devices may be current at the same time; then the innermost one's device is the current one."""
 
     def after(self, event: Event) -> None:
         """Run nothing that is enqueued here from now on before the device has come to the point of a marked `event`,
@@ -117,6 +124,10 @@ class ImmediateStream:
         """Return a stream that runs at once."""
         assert device in (None, self.device), f"{device}: a CPU has no other device next to it"
         return ImmediateStream()
+
+    def anew(self) -> ImmediateStream:
+        """Return the stream itself: it has no graphs."""
+        return self
 
     def current(self) -> AbstractContextManager[None]:
         """Return a block that changes nothing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -67,14 +68,17 @@ class CudaStream:
     Args:
         device: CUDA device.
         low_latency_host: dispatch host functions by spinning, if the driver supports it (CUDA 13.2).
+        urgent: its kernels are scheduled before those of other streams.
     """
 
     runs_at_once = False
 
-    def __init__(self, device: torch.device | str = "cuda", *, low_latency_host: bool = False) -> None:
+    def __init__(
+        self, device: torch.device | str = "cuda", *, low_latency_host: bool = False, urgent: bool = False
+    ) -> None:
         self.device = torch.device(device)
         self.low_latency_host = low_latency_host
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream = torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
         self._pool = torch.cuda.graph_pool_handle()
 
     def activate(self) -> None:
@@ -121,6 +125,12 @@ class CudaStream:
     def beside(self, device: torch.device | None = None) -> CudaStream:
         """Return another stream of the device, or one of another device, with its own pool."""
         return CudaStream(device or self.device, low_latency_host=self.low_latency_host)
+
+    def anew(self) -> CudaStream:
+        """Return the same CUDA stream with another pool: torch's allocator may still hold the freed one."""
+        again = copy(self)
+        again._pool = torch.cuda.graph_pool_handle()
+        return again
 
     @contextmanager
     def current(self) -> Iterator[None]:

@@ -5,8 +5,9 @@ A launch copies the lanes into the device's lane buffers, replays the graph, and
 A launch never waits for the device. Without graphs (`eager`), and where a lane is a beam, the same step runs at the
 same padded shapes. A step in which the host calls logits processors runs so as well, and waits for its forward.
 
-Invariant: after `capture` nothing is allocated, loaded or registered. Each of those calls may wait for the device, and
-the device may wait, inside a step, for the grammar process.
+Invariant: after `capture` a replay allocates, loads and registers nothing. Each of those calls may wait for the device,
+and the device may wait, inside a step, for the grammar process. Steps that are not replayed allocate: each capture has
+emptied torch's cache, so the first step of each size may wait.
 
 Padded lanes have slot -1 and are not guided. Posts and waits, native and kernels, skip them, and their rows are ALL;
 the step gives them token 0 at position -1, which attention computes and does not store; accept and draft sampling emit

@@ -260,6 +260,9 @@ class RecordedStream:
         self._beside.append(stream)
         return stream
 
+    def anew(self) -> RecordedStream:
+        return self
+
     def current(self) -> AbstractContextManager[None]:
         return nullcontext()
 

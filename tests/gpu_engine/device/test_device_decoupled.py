@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -83,6 +85,33 @@ def over_there(engine: Engine) -> tuple[set[int], set[int]]:
     return tuple(set().union(*(graph.touched for graph in graphs)) for graphs in (here, there))  # type: ignore[attr-defined,return-value]
 
 
+@dataclass(eq=False)
+class CurrentStreams(RecordedStream):
+    """Logs, for each copy outside a graph, its stream and the current stream of each device."""
+
+    now: dict[torch.device | None, RecordedStream] = field(default_factory=dict)
+    copies: list[tuple[RecordedStream, dict[torch.device | None, RecordedStream]]] = field(default_factory=list)
+    place: torch.device | None = None
+
+    def beside(self, device: torch.device | None = None) -> RecordedStream:
+        stream = CurrentStreams(self.before, trace=self.trace, parent=self, now=self.now, copies=self.copies)
+        stream.place = device
+        self._beside.append(stream)
+        return stream
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        before = dict(self.now)
+        self.now[self.place] = self
+        yield
+        self.now.clear()
+        self.now.update(before)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.copies.append((self, dict(self.now)))
+        super().copy(target, source)
+
+
 @pytest.mark.parametrize("fields", [{}, OWN], ids=["shared", "own"])
 def test_a_draft_graph_on_a_stream_of_its_own_is_right_as_the_target_is(
     llama: LoadedModel, fields: dict[str, str]
@@ -94,9 +123,11 @@ def test_a_draft_graph_on_a_stream_of_its_own_is_right_as_the_target_is(
         return [ask(tokens(5, seed), max_tokens=7, temperature=0.8, ignore_eos=True) for seed in (2, 3)]
 
     expected = on_cpu(llama, asked())
-    with device_engine(llama, decoupled(llama.name, 2, max_batch_size=1, **fields)) as (engine, stream):
+    settings, made = decoupled(llama.name, 2, max_batch_size=1, **fields), CurrentStreams()
+    with device_engine(llama, settings, RecordedDevice(made)) as (engine, stream):
         launcher, drafter = launcher_of(engine), drafter_of(engine)
-        *carrier, drafts = stream._beside
+        drafts, carriers = drafter._now.stream, stream._beside[:-2]
+        assert isinstance(drafts, RecordedStream)
         assert answer_each(engine, asked()) == expected
         stats, parts = engine.stats(), [graph.parts for graph in launcher.captured.values()]  # type: ignore[attr-defined]
         at_start, ran = len(drafts.eager), drafts.ran
@@ -104,11 +135,20 @@ def test_a_draft_graph_on_a_stream_of_its_own_is_right_as_the_target_is(
         assert set(drafts.eager[at_start:]) == {"copy"}
         assert drafts.ran > ran
         if fields:
-            here, there = over_there(engine)
-            assert here
-            assert there
-            assert here & there == set(), "no kernel of one device gets memory of the other one"
-            assert set(carrier[0].eager[-6:]) == {"copy"}, "each way is a graph and a copy"
+            near, far = over_there(engine)
+            assert near
+            assert far
+            assert near & far == set(), "no kernel of one device gets memory of the other one"
+            carrier, far_carrier = carriers
+            assert set(carrier.eager[-6:]) == {"copy"}, "each way is a graph and a copy"
+            # torch orders a copy between devices by the current streams of both. The default stream of the draft
+            # device may be loading a model, and the stream of the drafts may be reading a text.
+            assert isinstance(far_carrier, CurrentStreams)
+            there = far_carrier.place
+            assert there is not None
+            crossings = [now for copying, now in made.copies if copying is carrier]
+            assert crossings
+            assert {now.get(there) for now in crossings} == {far_carrier}
         # A graph for the only bucket, one that reads, and one for each way to another device.
         assert drafter.num_graphs == (4 if fields else 2)
     assert stats.draft_tokens == stats.accepted_draft_tokens > 4
@@ -121,7 +161,7 @@ def test_a_draft_graph_on_a_stream_of_its_own_is_right_as_the_target_is(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "late"),
-    [({}, 0), ({}, 1), (OWN, 0), (OWN, 1), (OWN, 2)],
+    [({}, 0), ({}, 1), (OWN, 0), (OWN, 1), (OWN, 3)],
     ids=["s", "d", "own s", "own carrier", "own d"],
 )
 def test_each_stream_waits_for_the_others(llama: LoadedModel, fields: dict[str, str], late: int) -> None:
@@ -216,7 +256,8 @@ def test_an_exchange_in_the_middle_of_answers_changes_no_token(
         replays = sum(graph.replays for graph in drafter._now._graphs.values())  # type: ignore[attr-defined]
         assert [info.name for info in results] == [engine.draft_models.name] == [llama.name]  # type: ignore[attr-defined]
         assert old.num_graphs == 0 < drafter.num_graphs
-        assert len(stream._beside) == streams + 1
+        assert len(stream._beside) == streams, "two streams draft in turn"
+        assert drafter._streams == [drafter._now.stream, old.stream]
         assert replays > 2 + 3, "each of the two graphs once at the start, and after steps"
         before = engine.stats()
         assert answer_each(engine, [requests[0]()]) == expected[:1]

@@ -20,6 +20,7 @@ from gpu_engine.drafters.ngram import NoDrafter
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import SlotBuffers
+from gpu_engine.step.prompt_rows import Chunks, Hidden
 from tests.gpu_engine import eagle
 from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine, opaque_launches
 from tests.gpu_engine.device.device_requests import INTERPRETED, PATIENT, on_cpu
@@ -122,8 +123,8 @@ class LoggedStream(RecordedStream):
     Launches for scored prompts, which no graph has, are logged next to them.
     """
 
-    refuses: bool = False
-    """Prefill cannot be captured, as on a device where a part of it waits for the host."""
+    refuses: RuntimeError | None = None
+    """The error of a capture of prefill."""
     log: list[str] = field(default_factory=list)
     scored_at: list[int] = field(default_factory=list)
     """Lengths of the log at the launches for scored prompts and for tensors of the model."""
@@ -135,8 +136,8 @@ class LoggedStream(RecordedStream):
         elif self._graph is None:
             self.log.append(function.__name__)
         elif function.__name__ == "_run":
-            if self.refuses:
-                raise RuntimeError("operation not permitted when stream is capturing")
+            if self.refuses is not None:
+                raise self.refuses
             self.log[-1] = "prefill"
             self.prefills.append(self._graph)
         super().kernel(function, *args)
@@ -182,22 +183,31 @@ def test_a_prefill_of_every_shape_is_captured_after_the_steps(llama: LoadedModel
         assert eager.log.count("_run") == 2 * len(shapes)
 
 
-def test_a_prefill_that_cannot_be_captured_is_launched_eagerly_with_one_line(
+def test_a_prefill_whose_capture_runs_out_of_memory_is_launched_eagerly_with_one_line(
     llama: LoadedModel, expected: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A capture empties the allocator's cache, which the first warm-up has filled, so the second one fills it again."""
     settings = with_drafts(0, device="cuda", **SMALL, **PATIENT)
     shapes = len(settings.prefill_shapes.every)
-    stream = LoggedStream(refuses=True)
+    stream = LoggedStream(refuses=torch.OutOfMemoryError("CUDA out of memory"))
     with device_engine(llama, settings, RecordedDevice(stream)) as (engine, _):
         assert not prefill_of(engine).captured
         last = len(stream.log) - stream.log[::-1].index("step")
         assert stream.log[last : last + shapes] == ["_run"] * shapes
         assert answer_together(engine, [make() for make in MIX]) == expected
     (line,) = [record.message for record in caplog.records if "prefill" in record.message]
-    assert line == f"{shapes} of {shapes} prefill shapes are launched eagerly: " + (
-        "operation not permitted when stream is capturing"
-    )
+    assert line == f"{shapes} of {shapes} prefill shapes are launched eagerly: CUDA out of memory"
+
+
+def test_any_other_failure_of_a_capture_ends_the_start(llama: LoadedModel) -> None:
+    """An invalidated capture leaves torch's allocator serving the stream from the memory of the graph."""
+    settings = with_drafts(0, device="cuda", **SMALL, **PATIENT)
+    stream = LoggedStream(refuses=RuntimeError("operation not permitted when stream is capturing"))
+    with (
+        pytest.raises(RuntimeError, match=r"cannot be captured as a CUDA graph; enforce_eager .* not permitted"),
+        device_engine(llama, settings, RecordedDevice(stream)),
+    ):
+        pass
 
 
 def test_the_number_of_captured_prefills_is_bounded(llama: LoadedModel) -> None:
@@ -215,6 +225,26 @@ def test_the_number_of_captured_prefills_is_bounded(llama: LoadedModel) -> None:
     assert len(prefill.captured) == MAX_GRAPHS
     eager = set(shapes) - prefill.captured
     assert max(B * P for B, P in prefill.captured) <= min(B * P for B, P in eager)
+
+
+class PairReader(NoDrafter):
+    """Reads the token after each one of a chunk, as a drafter over pairs does."""
+
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
+        chunks.ids_BP(offset=1)
+
+
+def test_the_warm_up_reads_no_token_after_the_history() -> None:
+    """The largest shape is as long as a history that ends with a page."""
+    stream = RecordedStream()
+    try:
+        slots = SlotWriter(SlotBuffers.allocate(2, 1, 127, 16), max_model_len=100, num_drafts=0, eos_token_ids=())
+        assert slots.buffers.history_SL.shape[1] == 128
+        prefill = Prefill(stream, NoModel(), [], PairReader(), slots, lambda *_: None, 16)  # type: ignore[arg-type]
+        prefill.warm_up(((1, 128),))
+        stream.synchronize()
+    finally:
+        stream.close()
 
 
 class NoModel:

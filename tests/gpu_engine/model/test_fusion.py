@@ -71,6 +71,18 @@ def test_requested_layer_inputs_are_returned(saved: Saved, fuse: bool) -> None:
             assert distance(got, states[layer].reshape(24, -1)) < 1e-4
 
 
+@pytest.mark.parametrize(("family", "rows"), [("gemma2", 2), ("phi", 24)])  # gemma2 caps its logits; phi is not fused
+@torch.inference_mode()
+def test_the_head_is_computed_only_for_the_rows_that_are_wanted(saved: Saved, family: str, rows: int) -> None:
+    model = load_model(config(model=str(saved(family))))
+    seen: list[int] = []
+    model.net.get_output_embeddings().register_forward_hook(lambda _, x, out: seen.append(out.numel() // out.shape[-1]))
+    ids, rows_N = some_ids(2, 12), torch.tensor([5, 23])
+    want = model.logits(ids, context(model, 2, 12))[rows_N]
+    assert torch.equal(model.logits_of(ids, context(model, 2, 12), rows_N), want)
+    assert seen == [24, rows]
+
+
 def granite() -> PreTrainedConfig:
     """Return a family that scales its embeddings, residuals and logits, which its modules do not show."""
     return GraniteConfig(**tiny._SHAPE, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0)

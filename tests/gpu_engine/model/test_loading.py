@@ -11,10 +11,12 @@ from threading import Barrier
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gpu_engine.api.engine_settings import MAX_MODEL_LEN
+from gpu_engine.model.experts import refuse_grouped_products
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
+from tests.gpu_engine import tiny
 from tests.gpu_engine.harness import config
 
 THREADS = 3
@@ -109,3 +111,17 @@ def test_a_length_that_is_not_the_models_is_said(
         model = load_model(config(model=str(saved("llama")), max_model_len=asked))
     assert model.max_model_len == served
     assert [line for line in caplog.messages if "tokens are served" in line] == ([said] if said else [])
+
+
+def test_a_mixture_whose_grouped_products_cannot_be_captured_is_refused() -> None:
+    net, whole = (
+        AutoModelForCausalLM.from_config(tiny.OWN_FORWARD[family](), dtype=torch.bfloat16)
+        for family in ("qwen3_moe", "llama4")  # Llama 4 multiplies every row by every expert
+    )
+    for capability in ((9, 0), (10, 3)):
+        refuse_grouped_products(net, capability)
+    with pytest.raises(ModelNotSupported, match=r"experts in bfloat16 on compute capability 8\.9.* enforce_eager"):
+        refuse_grouped_products(net, (8, 9))
+    with pytest.raises(ModelNotSupported, match=r"experts in float32 on compute capability 9\.0"):
+        refuse_grouped_products(net.float(), (9, 0))
+    refuse_grouped_products(whole.float(), (8, 9))
