@@ -31,8 +31,8 @@ from tools.fuzz.words import CHAT_BODY, JSON_SCHEMA, REQUEST
 ROUTES = (
     *(("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"), ("POST", "/tokenize")),
     *(("POST", "/detokenize"), ("GET", "/v1/models"), ("GET", "/v1/models/fuzzed"), ("GET", "/health")),
-    *(("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens")),
     *(("GET", "/version"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("PUT", "/v1/chat/completions")),
+    *(("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens")),
 )
 HEADERS = (
     *((), (("authorization", "Bearer key"),), (("content-length", "5"),), (("content-length", "9" * 5000),)),
@@ -200,7 +200,8 @@ def _check(status: int, headers: dict[str, str], body: bytes) -> None:
         error = json.loads(body)["error"]
         require(status < 500, f"status {status}: {error}")
         require(isinstance(error["message"], str) and error["message"], "an error without a message")
-        require({"message", "type", "param", "code"} <= error.keys(), f"an error of another shape: {error}")
+        shape = {"message", "type"} if json.loads(body).get("type") == "error" else {"message", "type", "param", "code"}
+        require(error.keys() == shape, f"an error of another shape: {error}")
     elif kind.startswith("text/event-stream"):
         _check_events(body.decode())
     elif kind.startswith("application/json"):
