@@ -11,7 +11,7 @@ Not responsible for: which grammars are closed (see compile/compiler.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -64,14 +64,14 @@ def with_closed_objects(grammar: Grammar, asked: bool | None, default: bool) -> 
 
 def close(schema: Any) -> None:
     """Close the objects of a schema, in place."""
-    shared = _shared(schema)
+    shared, names = _shared(schema), _Names(schema)
     for node, is_shared in shared.values():
         properties = node.get("properties")
         if is_shared or not isinstance(properties, dict) or not _SAYS.isdisjoint(node):
             continue
-        named = _named(schema, node, set())
         least = node.get("minProperties", 0)
-        if named is not None and named <= properties.keys() and not (_is_number(least) and least > len(properties)):
+        others = names.of(node) & ~names.bits(properties)
+        if not others and not (_is_number(least) and least > len(properties)):
             node["additionalProperties"] = False
 
 
@@ -124,31 +124,93 @@ def _shared(root: Any) -> dict[int, tuple[Schema, bool]]:
     return found
 
 
-def _named(root: Any, node: Any, seen: set[int]) -> set[str] | None:
-    """Return the properties that `node` and the schemas for the same value name; None: that cannot be told."""
-    if not isinstance(node, dict) or id(node) in seen:
-        return set()
-    seen.add(id(node))
-    kinds = node.get("type")
-    of_draft_3 = "extends" in node or (isinstance(kinds, list) and any(isinstance(kind, dict) for kind in kinds))
-    if not _UNKNOWN.isdisjoint(node) or of_draft_3 or ("$ref" in node and _target(root, node) is None):
-        return None
-    names: set[str] = set()
-    for key in ("properties", "dependentRequired", "dependencies", "dependentSchemas"):
-        value = node.get(key)
-        if isinstance(value, dict):
-            names |= value.keys()
-            names |= {name for each in value.values() if isinstance(each, list) for name in each if _is_text(name)}
-    required = node.get("required")
-    names |= {name for name in required if _is_text(name)} if isinstance(required, list) else set()
-    parts = [child for keys, child in child_schemas(node) if keys[0] in _IN_PLACE]
-    parts.append(_target(root, node))
-    for part in parts:
-        more = None if isinstance(part, dict) and not _SAYS.isdisjoint(part) else _named(root, part, seen)
-        if more is None:
-            return None
-        names |= more
-    return names
+class _Names:
+    """The properties that schemas name, with the schemas for the same value: a bit of an integer for each name.
+
+    References may form circles, and many schemas may refer to one. So all schemas that reach each other have one set
+    (the components of Tarjan, "Depth-first search and linear graph algorithms", 1972), found once, without recursion.
+    """
+
+    _UNTOLD = -1
+    """All bits: a schema that may name any property."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._bit: dict[str, int] = {}
+        self._found: dict[int, int] = {}
+        """By id of a schema, of finished components."""
+
+    def bits(self, names: Iterable[Any]) -> int:
+        """Return the bits of those of `names` that are strings."""
+        found = 0
+        for name in names:
+            if isinstance(name, str):
+                found |= 1 << self._bit.setdefault(name, len(self._bit))
+        return found
+
+    def of(self, start: Schema) -> int:
+        """Return the names of a schema and of those for the same value."""
+        order: dict[int, int] = {}
+        low: dict[int, int] = {}
+        names: dict[int, int] = {}
+        component: list[int] = []
+        path: list[tuple[Schema, Iterator[Schema]]] = []
+
+        def enter(node: Schema) -> None:
+            order[id(node)] = low[id(node)] = len(order)
+            names[id(node)] = self._own(node)
+            component.append(id(node))
+            path.append((node, iter(self._parts(node))))
+
+        if id(start) not in self._found:
+            enter(start)
+        while path:
+            node, parts = path[-1]
+            at = id(node)
+            for part in parts:
+                if not _SAYS.isdisjoint(part):
+                    names[at] = self._UNTOLD
+                elif id(part) in self._found:
+                    names[at] |= self._found[id(part)]
+                elif id(part) in order:
+                    low[at] = min(low[at], order[id(part)])
+                else:
+                    enter(part)
+                    break
+            else:
+                path.pop()
+                if low[at] == order[at]:
+                    members, whole = list[int](), 0
+                    while at not in members[-1:]:
+                        members.append(component.pop())
+                        whole |= names[members[-1]]
+                    self._found |= dict.fromkeys(members, whole)
+                if path:
+                    above = id(path[-1][0])
+                    low[above] = min(low[above], low[at])
+                    names[above] |= self._found.get(at, names[at])
+        return self._found[id(start)]
+
+    def _own(self, node: Schema) -> int:
+        """Return the names of one schema."""
+        kinds = node.get("type")
+        of_draft_3 = "extends" in node or (isinstance(kinds, list) and any(isinstance(kind, dict) for kind in kinds))
+        if not _UNKNOWN.isdisjoint(node) or of_draft_3 or ("$ref" in node and _target(self._root, node) is None):
+            return self._UNTOLD
+        found = 0
+        for key in ("properties", "dependentRequired", "dependencies", "dependentSchemas"):
+            value = node.get(key)
+            if isinstance(value, dict):
+                found |= self.bits(value)
+                for each in value.values():
+                    found |= self.bits(each) if isinstance(each, list) else 0
+        required = node.get("required")
+        return found | (self.bits(required) if isinstance(required, list) else 0)
+
+    def _parts(self, node: Schema) -> list[Schema]:
+        """Return the schemas for the same value."""
+        parts = [child for keys, child in child_schemas(node) if keys[0] in _IN_PLACE]
+        return [part for part in (*parts, _target(self._root, node)) if isinstance(part, dict)]
 
 
 def _target(root: Any, node: Schema) -> Any:
@@ -156,10 +218,6 @@ def _target(root: Any, node: Schema) -> Any:
     reference = node.get("$ref")
     found = resolve(root, reference) if isinstance(reference, str) else None
     return found[1] if found is not None else None
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _is_number(value: Any) -> bool:

@@ -73,6 +73,42 @@ def tag(at: str | None = None) -> str:
     return json.dumps({"format": {"type": "tag", "begin": "<", "content": schema, "end": ">"}})
 
 
+class Counted(dict[str, Any]):
+    """A schema that counts the times that it is read."""
+
+    reads = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        Counted.reads += 1
+        return super().get(key, default)
+
+
+def test_many_references_to_one_schema_read_it_once() -> None:
+    count = 300
+    named = [Counted(properties={"a": {}}) for _ in range(count)]
+    places = {f"p{at}": A | ref("n") for at in range(count)}
+    schema = {"$defs": {"n": {"allOf": named}}, "properties": places}
+    close(schema)
+    assert all(place["additionalProperties"] is False for place in places.values())
+    assert Counted.reads < 20 * count
+
+
+def test_a_long_chain_and_two_circles_of_references_are_followed() -> None:
+    chain = {f"d{at}": A | ref(f"d{at + 1}") for at in range(3000)}
+    circles = {
+        "x": A | {"allOf": [ref("y")]},
+        "y": A | {"anyOf": [ref("x"), ref("z")]},
+        "z": A | {"anyOf": [ref("z"), ref("y"), B]},
+    }
+    schema = {"$defs": chain | {"d3000": B} | circles, "properties": {"c": A | ref("d0"), "k": A | ref("x")}}
+    close(schema)
+    assert schema["additionalProperties"] is False
+    assert schema["properties"] == {"c": A | ref("d0"), "k": A | ref("x")}, "b is named at the end of each"
+    schema["$defs"]["d3000"] = A
+    close(schema)
+    assert schema["properties"]["c"]["additionalProperties"] is False
+
+
 @pytest.mark.parametrize(
     ("kind", "source", "unasked", "asked"),
     [
