@@ -161,16 +161,18 @@ def _linears(weight_ENK: torch.Tensor, bias_EN: torch.Tensor | None, transposed:
     return nn.ModuleList(made)
 
 
-def refuse_grouped_products(net: nn.Module, capability: tuple[int, int]) -> None:
+def refuse_grouped_products(net: nn.Module, capability_of: Callable[[], tuple[int, int]]) -> None:
     """Raise ModelNotSupported where the experts' grouped products read their sizes on the host, as no graph can.
 
     torch has a kernel for bfloat16 on GPUs of compute capability 9 and 10. Elsewhere it loops over the experts.
+    `capability_of` returns the device's, and is called only for a mixture.
     """
     for module in net.modules():
         weights = module._parameters.get("gate_up_proj")
         # Others multiply every row by every expert, in batched products.
         if weights is None or "has_gate" not in module.__dict__:
             continue
+        capability = capability_of()
         if weights.dtype != torch.bfloat16 or capability[0] not in _GROUPED:
             found = f"{str(weights.dtype).removeprefix('torch.')} on compute capability {capability[0]}.{capability[1]}"
             raise ModelNotSupported(

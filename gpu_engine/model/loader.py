@@ -14,6 +14,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -301,7 +302,7 @@ def _prepare_net(
     single native call."""
     net, device, dtype = model.net, model.device, model.dtype
     if device.type == "cuda" and not config.enforce_eager:
-        refuse_grouped_products(net, torch.cuda.get_device_capability(device))
+        refuse_grouped_products(net, partial(torch.cuda.get_device_capability, device))
     # The memory of a GPU then never holds the weights that are replaced.
     model.quantised = quantise(config, net, gguf_file, checkpoint)
     net.to(device)

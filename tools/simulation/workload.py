@@ -85,7 +85,7 @@ def kinds() -> tuple[Kind, ...]:
         if number % 5 == 0:
             prompt = [98 + number % 3] * 16 + prompt[:16]  # a prefix that several share
         temperature = 0.0 if number % 2 else 0.7
-        sampling = SamplingParams(max_tokens=random.randint(6, 40), seed=number, temperature=temperature)
+        sampling = SamplingParams(max_tokens=random.randint(12, 40), seed=number, temperature=temperature)
         made.append(Kind(number, tuple(prompt), sampling, grammar))
     for number, grammar in enumerate(PROBES, start=NUM_KINDS):
         made.append(Kind(number, (112, 114, 111, 98, 101), SamplingParams(max_tokens=16, seed=number), grammar))
