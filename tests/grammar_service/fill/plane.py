@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from grammar_service.backends.backend import Rows
 from grammar_service.fill.matchers import SlotMatcher
 from grammar_service.fill.worker import Worker
+from service_runtime.threads import OS_THREADS, Threads
 from shared_mem.channel import AwaitResult, EngineEnd
 from shared_mem.layout import Stage
 from shared_mem.segment import Segment
@@ -67,11 +68,19 @@ class GatedMatcher(ToyMatcher):
 class Plane:
     """An engine's end and a worker after it. `late`: an answer may be late, by the deadline of the worker."""
 
-    def __init__(self, segment: Segment, *, threads: int = 1, spin_s: float = 0.0, late: bool = False) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        *,
+        threads: int = 1,
+        spin_s: float = 0.0,
+        late: bool = False,
+        system: Threads = OS_THREADS,
+    ) -> None:
         self.engine = EngineEnd(segment)
         self._end = Watched(Segment.attach(os.dup(segment.fileno())))
         self._end.hurries = late
-        self.worker = Worker(self._end, threads=threads, spin_s=spin_s)
+        self.worker = Worker(self._end, threads=threads, spin_s=spin_s, os=system)
 
     def may_be_late(self) -> None:
         """Find the leader overdue from here on."""

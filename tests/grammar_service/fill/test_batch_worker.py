@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,6 +12,7 @@ import pytest
 
 from grammar_service.backends.backend import Filled, MatcherFailed, Rows
 from grammar_service.fill.batch import PROPOSALS_PER_LOOK
+from service_runtime.threads import OS_THREADS
 from shared_mem.layout import RowKind, Stage
 from tests.grammar_service.fill.conftest import MakePlane
 from tests.grammar_service.fill.plane import PATIENCE_S, TEXTS, GatedMatcher, Plane, until
@@ -34,10 +36,20 @@ class Member(ToyMatcher):
         super().fill(rows, index)
 
 
+class QuickFills(type(OS_THREADS)):  # type: ignore[misc]
+    """Threads whose clock of fills goes on by a microsecond at each look, so that no slot is slow on a busy machine."""
+
+    def __init__(self) -> None:
+        self._looks = itertools.count()
+
+    def perf_counter_ns(self) -> int:
+        return 1000 * next(self._looks)
+
+
 @pytest.fixture
 def plane(make_plane: MakePlane) -> Plane:
-    """A plane of many slots, whose answers are late only after `may_be_late`."""
-    return make_plane(num_slots=MANY)
+    """A plane of many quick slots, whose answers are late only after `may_be_late`."""
+    return make_plane(num_slots=MANY, system=QuickFills())
 
 
 def begin(plane: Plane, filler: ToyFiller, count: int = 8, broken: Callable[[], ToyMatcher] | None = None) -> None:
