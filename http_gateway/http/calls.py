@@ -112,7 +112,7 @@ class Calls:
         request_id = f"resp_{uuid.uuid4().hex}"
         request = chat_request(chat_body(fields, request_id), thinks=self.fleet.thinks(fields.model))
 
-        async def begin(lost: Sequence[Engine] = ()) -> tuple[Call, ResponseAnswer]:
+        async def begin(lost: Sequence[Engine]) -> tuple[Call, ResponseAnswer]:
             call = await self.fleet.open(request, fields.model, metadata, lost)
             shape = ResponseShape(
                 id=request_id,
@@ -124,18 +124,7 @@ class Calls:
             )
             return call, ResponseAnswer(shape)
 
-        async def answer(lost: Sequence[Engine]) -> Json:
-            call, made = await begin(lost)
-            async with call:
-                async for response in read(call, metadata):
-                    for _ in made.take(response):
-                        pass
-            return made.json()
-
-        if not fields.stream:
-            return await self._whole(answer)
-        call, made = await begin()
-        return Events(_answer_events(call, made, metadata), call.close)
+        return await self._answered(begin, bool(fields.stream), metadata)
 
     async def message(self, fields: MessagesRequest, metadata: Metadata) -> Json | Events:
         """Return the answer of Anthropic's API, or its events. Raises ApiError."""
@@ -143,7 +132,7 @@ class Calls:
         thinks, request_id = self.fleet.thinks(fields.model), f"msg_{uuid.uuid4().hex}"
         request = chat_request(chat_body_of_message(fields, request_id, thinks=thinks), thinks=thinks)
 
-        async def begin(lost: Sequence[Engine] = ()) -> tuple[Call, MessageAnswer]:
+        async def begin(lost: Sequence[Engine]) -> tuple[Call, MessageAnswer]:
             call = await self.fleet.open(request, fields.model, metadata, lost)
             try:
                 counted = await _prompt_tokens(call.engine, request, fields.model, metadata) if fields.stream else 0
@@ -153,18 +142,7 @@ class Calls:
             name = fields.model or call.engine.names[0]
             return call, MessageAnswer(MessageShape(request_id, name, parts_expected(request), counted))
 
-        async def answer(lost: Sequence[Engine]) -> Json:
-            call, made = await begin(lost)
-            async with call:
-                async for response in read(call, metadata):
-                    for _ in made.take(response):
-                        pass
-            return made.json()
-
-        if not fields.stream:
-            return await self._whole(answer)
-        call, made = await begin()
-        return Events(_answer_events(call, made, metadata), call.close)
+        return await self._answered(begin, bool(fields.stream), metadata)
 
     async def count_tokens(self, fields: CountTokensRequest, metadata: Metadata) -> Json:
         """Return the number of tokens of a prompt of Anthropic's API. Raises ApiError."""
@@ -208,6 +186,27 @@ class Calls:
         engine = self.fleet.choose(fields.model, b"")
         response = await _asked(engine.stub.Detokenize(request, timeout=CALL_TIMEOUT_S, metadata=[*metadata]))
         return {"prompt": response.text}
+
+    async def _answered(
+        self,
+        begin: Callable[[Sequence[Engine]], Awaitable[tuple[Call, ResponseAnswer | MessageAnswer]]],
+        streams: bool,
+        metadata: Metadata,
+    ) -> Json | Events:
+        """Return the answer of a call that `begin` opens, given the engines that it lost, or its events."""
+
+        async def answer(lost: Sequence[Engine]) -> Json:
+            call, made = await begin(lost)
+            async with call:
+                async for response in read(call, metadata):
+                    for _ in made.take(response):
+                        pass
+            return made.json()
+
+        if not streams:
+            return await self._whole(answer)
+        call, made = await begin(())
+        return Events(_answer_events(call, made, metadata), call.close)
 
     async def _whole(self, answer: Callable[[Sequence[Engine]], Awaitable[Json]]) -> Json:
         """Return what `answer` returns, given the engines that it lost. Raises ApiError.

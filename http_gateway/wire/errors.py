@@ -74,7 +74,7 @@ def message_error(error: ApiError) -> tuple[int, dict[str, Any]]:
     status = OVERLOADED if error.status == 503 else error.status
     kind = _MESSAGE_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     message, name = error.message, _MESSAGE_NAMES.get(error.param or "")
-    # A client that sent OpenAI's name is told about that name.
+    # The field gets Anthropic's name, unless the client itself sent the field of the chat body, which is unknown here.
     if name and error.code != "unknown_parameter" and message.startswith(f"{error.param}: "):
         message = f"{name}{message.removeprefix(error.param or '')}"
     return status, {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,4 +1,4 @@
-"""A row of a product has the same bits beside any number of other rows, whoever multiplies them."""
+"""A row of a product has the same bits beside any number of other rows, from the kernel as from cuBLAS."""
 
 from __future__ import annotations
 
