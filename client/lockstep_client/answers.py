@@ -259,8 +259,8 @@ class Answer(Generic[T]):
         """Return what `parsed` has; `closed`: also of an answer that ended with GRAMMAR_CLOSED. Raises NotParsed."""
         if self.finish_reason is FinishReason.GRAMMAR_CLOSED and not closed and self._parse is not None:
             raise NotParsed(
-                "the answer reached max_tokens, and the server closed it: values may be missing or made up; raise "
-                "max_tokens, or take them with parse(closed=True)"
+                "the answer reached max_tokens or the end of the context, and the server closed it: values may be "
+                "missing or made up; give it more room, or take them with parse(closed=True)"
             )
         if not self._value:
             self._value.append(self._parsed())

@@ -301,7 +301,7 @@ def test_a_value_is_parsed_once() -> None:
     ("fields", "message"),
     [
         ({"_parse": None}, "no schema"),
-        ({"finish_reason": FinishReason.GRAMMAR_CLOSED}, r"max_tokens, or take them with parse\(closed=True\)"),
+        ({"finish_reason": FinishReason.GRAMMAR_CLOSED}, r"more room, or take them with parse\(closed=True\)"),
         ({"finish_reason": FinishReason.GRAMMAR_INCOMPLETE}, "not complete: it ended with GRAMMAR_INCOMPLETE"),
         ({"tool_calls": (ToolCall("c", "f", "{}"),), "content": " "}, "is a call of f"),
         ({"content": "x", "matched_stop_str": "!"}, "the stop string '!' came first"),

@@ -26,8 +26,13 @@ PROCESSORS = (
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a random model, a byte tokenizer and a chat template."""
-    folder = Path(tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("tiny"), rounds=True))
+    """Return a folder with a random model, a byte tokenizer and a chat template.
+
+    A token is a byte, so a page's conversation with tools takes some 500: the model has room for several of them.
+    """
+    config = tiny.FAMILIES["llama"]()
+    config.max_position_embeddings = 2048
+    folder = Path(tiny.save(config, tmp_path_factory.mktemp("tiny"), rounds=True))
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT_TEMPLATE}))
     return folder
@@ -50,7 +55,7 @@ def server(model_folder: Path, adapters: tuple[str, ...]) -> Iterator[str]:
         num_threads=1,
         max_batch_size=8,
         extra=(
-            *("--max-model-len", "512", "--stream-pace-ms", "0"),
+            *("--max-model-len", "2048", "--stream-pace-ms", "0"),
             # A compile process has a low priority: next to other programs, a second of its work takes many.
             *("--compile-timeout-s", "120", "--grammar-wait-s", "120"),
             *("--allow-never-preempt", "--output-memory-bytes", "36000000"),
