@@ -25,7 +25,8 @@ TIDY_SOURCES := $(wildcard shared_mem/native/*.c) $(addprefix kernels/native/,di
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow coverage check lint types imports test-gpu compose-test simulate model mutants fuzz test-sanitizers \
-	bench bench-acceptance bench-isolation soak bench-gpu gpu-hour protos locks sbom audit wheels release clean
+	bench bench-acceptance bench-isolation soak bench-gpu gpu-hour docs docs-version protos locks sbom audit wheels release \
+	clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -69,6 +70,11 @@ endif
 $(VENV)-supply/.made: locks/supply.txt
 	$(PYTHON) -m venv $(VENV)-supply
 	$(VENV)-supply/bin/python -m pip install --quiet --no-deps --require-hashes --only-binary :all: --requirement locks/supply.txt
+	@touch $@
+
+$(VENV)-docs/.made: locks/docs.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --no-deps --require-hashes --only-binary :all: --requirement locks/docs.txt
 	@touch $@
 
 demo: $(VENV)/.runtime ## Start both processes on the embedded model and stream one guided answer
@@ -159,6 +165,18 @@ bench-gpu: $(VENV)/.dev ## Measure the figures that need a CUDA device, in ten m
 gpu-hour: $(VENV)/.dev ## Run every test and figure that needs a CUDA device, in 40 minutes; run again, it goes on where it was cut
 	$(PY) -m benchmarks bench_gpu --budget-s 2400 --json gpu-hour.json --report gpu-hour.md --resume $(ARGS)
 
+# mkdocs names every link and anchor that leads nowhere, and fetches nothing. Without REPOSITORY, such as
+# https://github.com/a/b/blob/main, links to files that are no pages are plain text.
+docs: $(VENV)/.dev $(VENV)-docs/.made ## Build the site of the documentation in build/site, and check its links and spelling
+	$(VENV)-docs/bin/codespell *.md llms.txt client docs http_gateway/page protos
+	$(PY) -m tools.site build/pages --repository "$(REPOSITORY)"
+	PATH="$(abspath $(VENV))-docs/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict $(ARGS)
+
+docs-version: docs ## Put the site of VERSION=0.5.0 next to other versions on the local branch gh-pages, and that into build/site.bundle
+	PATH="$(abspath $(VENV))-docs/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mike deploy --update-aliases "$(VERSION)" latest
+	$(VENV)-docs/bin/mike set-default latest
+	git bundle create build/site.bundle gh-pages
+
 protos: $(VENV)/.dev ## Lint the .proto files and regenerate the committed code, and the client's synchronous modules
 	@if command -v buf >/dev/null; then echo buf lint; buf lint; \
 	elif command -v npx >/dev/null; then echo npx buf lint; npx --yes --package=@bufbuild/buf@$(BUF_VERSION) buf lint; \
@@ -175,7 +193,7 @@ sbom: $(VENV)/.runtime $(VENV)-supply/.made ## List all components of the enviro
 	$(VENV)-supply/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file lockstep.cdx.json $(PY)
 
 audit: $(VENV)-supply/.made ## Look the locked versions up among known vulnerabilities (needs pypi.org, or ARGS="-s osv")
-	@for lock in dev engine grammar-llguidance grammar-xgrammar supply cuda; do \
+	@for lock in dev docs engine grammar-llguidance grammar-xgrammar supply cuda; do \
 		echo "locks/$$lock.txt"; \
 		$(VENV)-supply/bin/pip-audit --strict --disable-pip --require-hashes --requirement locks/$$lock.txt $(ARGS) || exit 1; \
 	done
@@ -187,5 +205,5 @@ release: $(VENV)-supply/.made ## Check the release VERSION=0.5.0 and write its w
 	$(VENV)-supply/bin/python -m tools.release "$(VERSION)"
 
 clean: ## Remove the virtual environment and all build outputs
-	rm -rf $(VENV) $(VENV)-supply lockstep.cdx.json build dist *.egg-info client/build client/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-supply lockstep.cdx.json build dist *.egg-info client/build client/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(SOURCES) \( -name __pycache__ -o -name '*.so' -o -name node_modules \) -prune -exec rm -rf {} +

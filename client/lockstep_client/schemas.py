@@ -9,7 +9,7 @@ converted here: str, int, float, bool, None, `Literal`, `Enum`, `datetime`, `dat
 `Annotated[X, Keywords(maxLength=40)]`, which adds keywords. A dataclass or TypedDict inside another type goes to
 `$defs`, so types may be recursive.
 
-Not responsible for: what the server enforces of a schema (docs/enforced.md of the project).
+Not responsible for: what the server enforces of a schema (docs/grammars.md of the project).
 """
 
 from __future__ import annotations

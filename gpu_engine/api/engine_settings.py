@@ -191,7 +191,7 @@ class EngineSettings:
     """Longest wait of a step for the mask rows of a guided slot, in milliseconds; the slot is then deferred to the next
     step."""
     logits_processors: tuple[str, ...] = ()
-    """Logits processors that requests may name (docs/processors.md): "NAME=MODULE:CLASS", or "NAME=MODULE:CLASS{...}"
+    """Logits processors that requests may name (docs/adapters.md): "NAME=MODULE:CLASS", or "NAME=MODULE:CLASS{...}"
     with a JSON object of options. The flag may be repeated, the variable has one a line, and the TOML value is a list.
     The module is imported at the start and runs with the rights of the server."""
     max_beam_width: int = 8

@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 
 
 def test_what_stands_beside_a_flag_is_a_setting_or_a_field() -> None:
-    section = (ROOT / "docs/http.md").read_text().partition("## Coming from vLLM")[2]
+    section = (ROOT / "docs/coming.md").read_text().partition("## From vLLM")[2]
     flags = section.partition("Request fields have")[0]
     rows = [line.split("|")[1:3] for line in flags.splitlines() if line.startswith("| `")]
     assert len(rows) > 15

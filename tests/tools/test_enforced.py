@@ -13,7 +13,7 @@ from grammar_service.backends.registry import NAMES, installed_version
 from tools.enforced import __main__ as command
 from tools.enforced.case import Case
 from tools.enforced.measure import ALL, KEYWORDS, Outcome, Verdict, measure
-from tools.enforced.report import page
+from tools.enforced.report import section
 
 ASSERTIONS = [
     *("type", "enum", "const", "multipleOf", "maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum"),
@@ -77,18 +77,18 @@ def test_a_refusal_names_its_keyword(verdicts: dict[str, list[Verdict]]) -> None
 
 @pytest.mark.slow
 def test_the_committed_page_agrees_with_the_libraries(verdicts: dict[str, list[Verdict]], root: Path) -> None:
-    committed = (root / "docs/enforced.md").read_text(encoding="utf-8")
+    committed = (root / "docs/grammars.md").read_text(encoding="utf-8")
     if set(verdicts) != set(NAMES):
         pytest.skip(f"the page needs {', '.join(NAMES)}; installed are {', '.join(verdicts)}")
     versions = {name: installed_version(name) for name in verdicts}
     if any(f"{name} {version}" not in committed for name, version in versions.items()):
         pytest.skip(f"the page was made with other versions than {versions}; run python -m tools.enforced --write")
-    assert page(verdicts, versions) == committed, "run python -m tools.enforced --write"
+    assert section(verdicts, versions) in committed, "run python -m tools.enforced --write"
 
 
-def test_the_page_shows_silent_acceptance() -> None:
+def test_the_section_shows_silent_acceptance() -> None:
     verdict = Verdict(KEYWORDS[0], Outcome.SILENT, ('"|"',))
-    assert '**silently accepts**: `"\\|"`' in page({"toy": [verdict]}, {"toy": "1"})
+    assert '**silently accepts**: `"\\|"`' in section({"toy": [verdict]}, {"toy": "1"})
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

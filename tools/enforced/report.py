@@ -1,6 +1,6 @@
-"""Writes the verdicts as the page docs/enforced.md.
+"""Writes the verdicts as a section of docs/grammars.md.
 
-Invariant: the page is a function of only the verdicts and the versions, so equal behaviour gives equal bytes.
+Invariant: the section is a function of only the verdicts and the versions, so equal behaviour gives equal bytes.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from tools.enforced.formats import FORMATS
 from tools.enforced.measure import KEYWORDS, Outcome, Verdict
 
-_HEAD = """# What each backend enforces
+_HEAD = """## What each backend enforces
 
-`python -m tools.enforced --write` writes this page from the behaviour of the libraries, and a test fails when they
-differ. Versions: {versions}. [grammars.md](grammars.md) describes what holds for both backends.
+`python -m tools.enforced --write` writes this section from the behaviour of the libraries, and a test fails when they
+differ. Versions: {versions}. The sections above describe what holds for both backends.
 
 Every case has texts that satisfy its schema and texts that violate it. No text that violates it is accepted silently.
 
 - **yes**: all texts are told apart.
 - **stricter**: no text that violates the schema is accepted, and some that satisfy it are rejected, as in the example.
 - **verified**: refused as the next row says. With `unenforced = UNENFORCED_VERIFY` all texts are told apart, because
-  the answer is [checked](grammars.md#verified-answers).
+  the answer is [checked](#verified-answers).
 - **refused**: `INVALID_ARGUMENT` names the keyword and its place. With `allow_unenforced` the grammar is accepted
   without the keyword, and a warning in the response names it.
 - **annotation**: the keyword has no effect, as JSON Schema says of formats that are not known, and a warning in the
@@ -30,15 +30,14 @@ Every case has texts that satisfy its schema and texts that violate it. No text 
 The backend `auto` chooses the first backend that enforces the whole grammar.
 
 {counts}
-## Keywords
+### Enforced keywords
 
 {keywords}
 
-## Formats
+### Enforced formats
 
-Both backends read the same patterns; [grammars.md](grammars.md#formats) says from which documents. The last two columns
-show texts of the right form that a strict validator rejects and the backend accepts. Texts of another form are
-rejected.
+Both backends read the same patterns; [formats](#formats) says from which documents. The last two columns show texts of
+the right form that a strict validator rejects and the backend accepts. Texts of another form are rejected.
 
 {formats}
 """
@@ -54,8 +53,8 @@ _WORD = {
 }
 
 
-def page(verdicts: Mapping[str, Sequence[Verdict]], versions: Mapping[str, str]) -> str:
-    """Return the page for the verdicts of each backend, in the order of the cases."""
+def section(verdicts: Mapping[str, Sequence[Verdict]], versions: Mapping[str, str]) -> str:
+    """Return the section for the verdicts of each backend, in the order of the cases."""
     names = list(verdicts)
     keywords = [["keyword", "use", *names]]
     formats = [["format", *names, *(f"{name} accepts" for name in names)]]

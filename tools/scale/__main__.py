@@ -26,7 +26,7 @@ from tools.scale.plan import Goals, Size, lose_engine, plan, run_size
 from tools.scale.step_time import StepLoad, expected_tokens
 from tools.scale.traces import write_trace
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- python -m tools.scale compare --write -->", "<!-- the end of what it writes -->"
 
 EPILOG = """
@@ -39,7 +39,7 @@ examples:
   python -m tools.scale simulate --calibration DIR/chat.json --engines 3 --rate 8 --kill-engine 60
   python -m tools.scale plan --calibration DIR/chat.json --engines 1-8 --rate 12 --ttft-ms 500 --itl-ms 80 --lose-engine
 
-COMMAND --help lists the flags of one. docs/scale.md says what the numbers are worth.
+COMMAND --help lists the flags of one. docs/benchmarks.md says what the numbers are worth.
 """
 
 Command = Callable[[argparse.Namespace], int]
@@ -274,7 +274,7 @@ def build_parser() -> argparse.ArgumentParser:
     each.add_argument("--context", type=int, default=1024, help="tokens of a sequence (default 1024)")
     each.add_argument("--guided-steps", action="store_true", help="every sequence has a grammar")
     each = command("compare", compare)
-    each.add_argument("--write", action="store_true", help="write the tables to docs/scale.md")
+    each.add_argument("--write", action="store_true", help="write the tables to docs/benchmarks.md")
     each.add_argument("--measure", action="store_true", help="start the embedded model, and ask it for its memory")
     _add_calibrate_flags(command("calibrate", calibrate))
     each = command("simulate", simulate)

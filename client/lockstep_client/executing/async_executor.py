@@ -59,11 +59,16 @@ class AsyncExecutor:
         Args:
             model: start a server of the executor's own: "embedded", a directory, or an id of a hub. It ends with the
                 executor, or with this process.
-            address, tls, token, metadata: of a server that runs, as for `Client`.
-            command, start_timeout_s, settings: of a server of one's own, as for `Client.embedded`.
+            address: connect to this server instead, as `Client` does.
+            tls: as for `Client`; only with `address`.
+            token: as for `Client`; only with `address`.
+            metadata: as for `Client`; only with `address`.
+            command: starts the executor's own server, as for `Client.embedded`.
+            start_timeout_s: longest start of the executor's own server.
             max_at_server: sequences that may be at the server at once; requests above it wait here, in their order.
                 None: as many as its queue and its batch hold.
             stats_history: iterations whose statistics are kept until they are asked for.
+            settings: of the executor's own server, as for `Client.embedded`.
 
         Raises ValueError that names a wrong argument, EmbeddedServerError, or CallError of a server that is not there.
 

@@ -99,7 +99,7 @@ def test_the_acceptance_is_found_from_the_tokens(acceptance: float, drafts: floa
 
 
 def test_free_steps_of_small_batches_are_predicted_within_a_tenth() -> None:
-    """Other rows miss by more; docs/scale.md has them all."""
+    """Other rows miss by more; docs/benchmarks.md has them all."""
     small = [f for f in figures() if f.group.endswith("free") and f.name.endswith((", 1", ", 8")) and not f.fitted]
     assert len(small) == 5
     assert all(abs(f.error) < 0.1 for f in small), small
