@@ -162,11 +162,12 @@ def _load(
         if not (path / "config.json").is_file():
             raise ModelNotSupported(f"{setting}: {path} has no config.json, so it is no model in Hugging Face's format")
         refuse_what_runs_code(path, setting)
+    # transformers' arguments for the folder: which of its files is read, if the model is one file.
     source: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
     folder = path.parent if path.is_file() else path
     attention.register()
     report("loading the tokenizer", 0.1)
-    tokenizer = _tokenizer(path, setting)
+    tokenizer = _tokenizer(folder, source, path, setting)
     report("loading the weights", 0.2)
     dtype = resolve_dtype(config.dtype, device)
     try:
@@ -351,10 +352,8 @@ def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | Dev
         raise ModelNotSupported(str(error)) from error
 
 
-def _tokenizer(path: Path, setting: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a directory or a GGUF file. Raises ModelNotSupported."""
-    source: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
-    folder = path.parent if path.is_file() else path
+def _tokenizer(folder: Path, source: dict[str, Any], path: Path, setting: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer in a folder. Raises ModelNotSupported with the model's path."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **source)
     except (OSError, ValueError, IndexError, struct.error) as error:

@@ -42,7 +42,7 @@ _PATTERNS = {"": "compact", "[ ]?": "bounded", " ?": "bounded", r"[\n ]?": "boun
 
 def grammar_of(fields: SamplingFields) -> pb.Grammar | None:
     """Return the request's grammar, None without one. Raises ApiError that names the field."""
-    found = [*_from_format(fields), *_from_structured(fields.structured_outputs), *_from_guided(fields)]
+    found = _found(fields)
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise ApiError(f"{found[1][0]}: {names} exclude each other", param=found[1][0], code="invalid_value")
@@ -52,6 +52,15 @@ def grammar_of(fields: SamplingFields) -> pb.Grammar | None:
     options = fields.structured_outputs or StructuredOutputs()
     _apply_options(grammar, options, fields, name)
     return grammar
+
+
+def grammar_field(fields: SamplingFields) -> str | None:
+    """Return the name of the field that has the request's grammar, None without one."""
+    return next((name for name, _ in _found(fields)), None)
+
+
+def _found(fields: SamplingFields) -> list[tuple[str, pb.Grammar]]:
+    return [*_from_format(fields), *_from_structured(fields.structured_outputs), *_from_guided(fields)]
 
 
 def schema_text(schema: Schema | str) -> str:
@@ -65,11 +74,11 @@ def _from_format(fields: SamplingFields) -> list[tuple[str, pb.Grammar]]:
         case JsonObjectFormat():
             return [(name, pb.Grammar(json_object=True))]
         case JsonSchemaFormat(json_schema=named):
+            where = f"{name}.json_schema.schema"
             if named.schema_ is None:
-                where = f"{name}.json_schema.schema"
                 raise ApiError(f"{where}: is required", param=where, code="missing_required_parameter")
             closed = True if named.strict else None
-            return [(name, pb.Grammar(json_schema=schema_text(named.schema_), closed_objects=closed))]
+            return [(where, pb.Grammar(json_schema=schema_text(named.schema_), closed_objects=closed))]
         case StructuralTagFormat():
             return [(name, pb.Grammar(structural_tag=form.model_dump_json(exclude_none=True)))]
     return []

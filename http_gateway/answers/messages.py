@@ -33,6 +33,9 @@ class MessageShape:
     """The engine tells the parts of the answer apart (see pieces.py)."""
     prompt_tokens: int
     """0 where the events do not say it."""
+    max_tokens: int
+    max_model_len: int
+    """Most tokens of prompt and answer."""
 
 
 @dataclass(slots=True)
@@ -101,6 +104,8 @@ class MessageAnswer:
             return
         reason = finish_reason(response, self._parts.calls)
         self._stop["stop_reason"] = _REASONS[reason]
+        if reason == "length" and response.usage.prompt_tokens + self._shape.max_tokens > self._shape.max_model_len:
+            self._stop["stop_reason"] = "model_context_window_exceeded"
         if reason == "stop" and response.HasField("matched_stop_str"):
             self._stop = {"stop_reason": "stop_sequence", "stop_sequence": response.matched_stop_str}
         yield from self._close()

@@ -103,7 +103,7 @@ def _apply_choice(tools: pb.Tools, choice: NamedChoice) -> None:
             raise ApiError(
                 "tool_choice.allowed_tools: is required", param="tool_choice", code="missing_required_parameter"
             )
-        allowed = {_allowed_name(entry) for entry in choice.allowed_tools.tools}
+        allowed = allowed_names(choice.allowed_tools.tools)
         _require_known(allowed, names)
         kept = [tool for tool in tools.tools if tool.name in allowed]
         del tools.tools[:]
@@ -116,6 +116,11 @@ def _apply_choice(tools: pb.Tools, choice: NamedChoice) -> None:
         raise ApiError(f"{where}: is required", param=where, code="missing_required_parameter")
     _require_known({named.name}, names)
     tools.choice, tools.name = pb.TOOL_CHOICE_NAMED, named.name
+
+
+def allowed_names(tools: Iterable[dict[str, object]]) -> set[str]:
+    """Return the names of a choice of allowed tools."""
+    return {_allowed_name(entry) for entry in tools}
 
 
 def _allowed_name(entry: dict[str, object]) -> str:

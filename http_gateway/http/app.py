@@ -21,6 +21,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from http_gateway.answers.naming import name_as_sent
 from http_gateway.config import GatewayConfig
 from http_gateway.engines.engine import Engine, Metadata
 from http_gateway.engines.fleet import Fleet
@@ -88,7 +89,10 @@ class Gateway:
 
         async def handle(request: Request) -> Response:
             fields = await read_body(request, model, self._config.max_body_bytes)
-            answer = await while_connected(request.receive, _awaited(call(fields, self._metadata(request))))
+            try:
+                answer = await while_connected(request.receive, _awaited(call(fields, self._metadata(request))))
+            except ApiError as error:
+                raise name_as_sent(error, fields) from error.__cause__
             return EventStream(answer) if isinstance(answer, Events) else JSONResponse(answer)
 
         return handle

@@ -139,8 +139,15 @@ class Calls:
             except BaseException:
                 call.close()
                 raise
-            name = fields.model or call.engine.names[0]
-            return call, MessageAnswer(MessageShape(request_id, name, parts_expected(request), counted))
+            shape = MessageShape(
+                id=request_id,
+                model=fields.model or call.engine.names[0],
+                apart=parts_expected(request),
+                prompt_tokens=counted,
+                max_tokens=fields.max_tokens,
+                max_model_len=call.engine.info.max_model_len if call.engine.info else 0,
+            )
+            return call, MessageAnswer(shape)
 
         return await self._answered(begin, bool(fields.stream), metadata)
 

@@ -44,6 +44,12 @@ class ApiError(Exception):
         self.message, self.status, self.kind, self.param, self.code = message, status, kind, param, code
         self.headers = dict(headers or {})
 
+    def rename(self, param: str) -> None:
+        """Give the field at fault another name, in the message as well."""
+        if self.message.startswith(f"{self.param}: "):
+            self.message = param + self.message.removeprefix(str(self.param))
+        self.param = param
+
     def body(self) -> dict[str, Any]:
         """Return the JSON body."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
@@ -59,25 +65,13 @@ _MESSAGE_KINDS = {
     504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
-_MESSAGE_NAMES = {
-    "stop": "stop_sequences",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "reasoning_effort": "output_config.effort",
-    "response_format": "output_config.format",
-    "thinking_token_budget": "thinking.budget_tokens",
-}
-"""Names of the chat body -> Anthropic's."""
 
 
 def message_error(error: ApiError) -> tuple[int, dict[str, Any]]:
     """Return the status and the body of an error for a client of Anthropic's API."""
     status = OVERLOADED if error.status == 503 else error.status
     kind = _MESSAGE_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    message, name = error.message, _MESSAGE_NAMES.get(error.param or "")
-    # The field gets Anthropic's name, unless the client itself sent the field of the chat body, which is unknown here.
-    if name and error.code != "unknown_parameter" and message.startswith(f"{error.param}: "):
-        message = f"{name}{message.removeprefix(error.param or '')}"
-    return status, {"type": "error", "error": {"type": kind, "message": message}}
+    return status, {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def shown(path: str, error: ApiError) -> tuple[int, dict[str, Any]]:
@@ -153,7 +147,8 @@ def from_grpc(error: grpc.aio.AioRpcError) -> ApiError:
 def from_status(status: grpc.StatusCode, details: str) -> ApiError:
     """Return the HTTP error of a gRPC status with its message."""
     row = TABLE.get(status, _INTERNAL)
-    field = _FIELD.match(details) if row.status == 400 else None
+    names_field = row.status in (400, 404) or details.startswith("grammar")
+    field = _FIELD.match(details) if names_field else None
     param = _http_name(field[1]) if field else None
     kind = EngineLost if status is _C.UNAVAILABLE else ApiError
     return kind(

@@ -120,9 +120,13 @@ def test_the_events_of_the_responses_api_build_its_items(responses: list[pb.Gene
         assert texts[item["id"]] == shown
 
 
+def message_shape(*, apart: bool = True, prompt_tokens: int = 0) -> MessageShape:
+    return MessageShape("i", "m", apart, prompt_tokens, max_tokens=20, max_model_len=64)
+
+
 @given(responses=answers())
 def test_the_events_of_anthropic_s_api_build_its_blocks(responses: list[pb.GenerateResponse]) -> None:
-    answer = MessageAnswer(MessageShape("i", "m", apart=True, prompt_tokens=7))
+    answer = MessageAnswer(message_shape(prompt_tokens=7))
     start, ping, *events = [*answer.begin(), *(event for response in responses for event in answer.take(response))]
     assert (start["message"]["content"], start["message"]["usage"]["input_tokens"]) == ([], 7)
     assert ping == {"type": "ping"}
@@ -171,24 +175,30 @@ def test_the_events_of_anthropic_s_api_build_its_blocks(responses: list[pb.Gener
 
 
 @pytest.mark.parametrize(
-    ("reason", "stop", "said"),
+    ("reason", "stop", "prompt_tokens", "said"),
     [
-        (pb.FINISH_REASON_STOP, "END", ("stop_sequence", "END")),
-        (pb.FINISH_REASON_LENGTH, None, ("max_tokens", None)),
-        (pb.FINISH_REASON_GRAMMAR_INCOMPLETE, None, ("max_tokens", None)),
-        (pb.FINISH_REASON_GRAMMAR_CLOSED, None, ("max_tokens", None)),
+        (pb.FINISH_REASON_STOP, "END", 60, ("stop_sequence", "END")),
+        (pb.FINISH_REASON_LENGTH, None, 44, ("max_tokens", None)),
+        (pb.FINISH_REASON_LENGTH, None, 45, ("model_context_window_exceeded", None)),
+        (pb.FINISH_REASON_GRAMMAR_INCOMPLETE, None, 0, ("max_tokens", None)),
+        (pb.FINISH_REASON_GRAMMAR_CLOSED, None, 0, ("max_tokens", None)),
     ],
 )
-def test_stop_reasons_have_anthropic_s_names(reason: pb.FinishReason, stop: str | None, said: tuple[str, Any]) -> None:
-    answer = MessageAnswer(MessageShape("i", "m", apart=False, prompt_tokens=0))
-    cut = pb.GenerateResponse(text="x", finish_reason=reason, matched_stop_str=stop)
+def test_stop_reasons_have_anthropic_s_names(
+    reason: pb.FinishReason, stop: str | None, prompt_tokens: int, said: tuple[str, Any]
+) -> None:
+    """At most 20 tokens were asked for, of a context of 64."""
+    answer = MessageAnswer(message_shape(apart=False))
+    cut = pb.GenerateResponse(
+        text="x", finish_reason=reason, matched_stop_str=stop, usage=pb.Usage(prompt_tokens=prompt_tokens)
+    )
     assert [event["type"] for event in answer.take(cut)][-2:] == ["message_delta", "message_stop"]
     assert (answer.json()["stop_reason"], answer.json()["stop_sequence"]) == said
 
 
 def test_the_input_of_a_call_is_an_object_even_where_max_tokens_cut_it() -> None:
     for text, value in (('{"a": 1}', {"a": 1}), ('{"a": ', {}), ("", {})):
-        answer = MessageAnswer(MessageShape("i", "m", apart=True, prompt_tokens=0))
+        answer = MessageAnswer(message_shape())
         call = Part(kind=Part.KIND_TOOL_CALL, tool_call_id="id", tool_name="f", text=text)
         list(answer.take(pb.GenerateResponse(parts=[call])))
         assert answer.json()["content"] == [{"type": "tool_use", "id": "id", "name": "f", "input": value}]

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.front.validation import check_prompt_length
+from http_gateway.answers.naming import name_as_sent
 from http_gateway.answers.sampling import begin
 from http_gateway.http.calls import chat_request
 from http_gateway.http.openapi import document
@@ -86,7 +87,10 @@ def translated(body: dict[str, Any]) -> pb.GenerateRequest:
         fields = MessagesRequest.model_validate_json(json.dumps(body))
     except ValidationError as error:
         raise problem(error, body) from error
-    return chat_request(message_body(fields, "", thinks=False), thinks=False)
+    try:
+        return chat_request(message_body(fields, "", thinks=False), thinks=False)
+    except ApiError as error:
+        raise name_as_sent(error, fields) from error
 
 
 def blocks(*content: Any, role: str = "user") -> dict[str, Any]:
@@ -122,14 +126,56 @@ def test_a_problem_of_anthropic_s_body_names_its_field(body: dict[str, Any], par
     body = {name: value for name, value in (MESSAGE | body).items() if value is not None}
     with pytest.raises(ApiError) as raised:
         translated(body)
-    assert (raised.value.param, message in raised.value.message) == (param, True), raised.value.message
-    assert message_error(raised.value)[1]["error"]["message"].startswith(f"{param}: ")
+    error = raised.value
+    assert (error.param, message in error.message) == (param, True), error.message
+    assert message_error(error)[1]["error"]["message"].startswith(f"{param}: ")
 
 
-def test_an_error_of_the_engine_has_anthropic_s_name() -> None:
-    error = from_status(grpc.StatusCode.INVALID_ARGUMENT, "sampling.stop: has more than 16 entries")
-    body = {"type": "invalid_request_error", "message": "stop_sequences: has more than 16 entries"}
-    assert message_error(error) == (400, {"type": "error", "error": body})
+FUNCTIONS = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
+ALLOWED = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "h"}}]},
+}
+CUSTOM = {"type": "custom", "custom": {"name": "c", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+ASKED = {"input": "x"}
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "engine_s", "client_s"),
+    [
+        (ChatRequest, ASK | {"response_format": FORMAT}, "grammar", "response_format.json_schema.schema"),
+        (ChatRequest, ASK | {"response_format": FORMAT}, "grammar.json_schema", "response_format.json_schema.schema"),
+        (ChatRequest, ASK | {"structured_outputs": {"json": SCHEMA}}, "grammar", "structured_outputs.json"),
+        (ChatRequest, ASK | {"structured_outputs": {"choice": [""]}}, "grammar.choice.choices[0]",
+         "structured_outputs.choice[0]"),
+        (ChatRequest, ASK | {"structured_outputs": {"regex": "a", "max_whitespace": 1}}, "grammar.max_whitespace",
+         "structured_outputs.max_whitespace"),
+        (CompletionRequest, {"prompt": "x", "guided_json": SCHEMA}, "grammar", "guided_json"),
+        (ChatRequest, ASK | {"tools": FUNCTIONS}, "tools[1].parameters", "tools[1].function.parameters"),
+        (ChatRequest, ASK | {"tools": FUNCTIONS, "tool_choice": ALLOWED}, "tools[0].name", "tools[2].function.name"),
+        (ChatRequest, ASK | {"tools": [CUSTOM]}, "tools[0].lark", "tools[0].custom.format.definition"),
+        (ChatRequest, ASK | {"tools": [CUSTOM]}, "grammar", "tools"),
+        (ResponsesRequest, ASKED | {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "grammar",
+         "text.format.schema"),
+        (ResponsesRequest, ASKED | {"structured_outputs": {"regex": "("}}, "grammar", "structured_outputs.regex"),
+        (ResponsesRequest, ASKED | {"tools": [{"type": "function", "name": "f"}]}, "tools[0].parameters",
+         "tools[0].parameters"),
+        (ResponsesRequest, ASKED, "max_tokens", "max_output_tokens"),
+        (ResponsesRequest, ASKED, "tools[0].function.name", "tools[0].name"),
+        (MessagesRequest, MESSAGE | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+         "grammar", "output_config.format.schema"),
+        (MessagesRequest, MESSAGE | {"tools": [{"name": "f", "input_schema": {}}]}, "tools[0].parameters",
+         "tools[0].input_schema"),
+        (MessagesRequest, MESSAGE, "stop[3]", "stop_sequences[3]"),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_engine_names_the_client_s_own_field(
+    model: type[Fields], body: dict[str, Any], engine_s: str, client_s: str
+) -> None:
+    fields = model.model_validate(body)
+    error = name_as_sent(ApiError(f"{engine_s}: is wrong", param=engine_s), fields)
+    assert (error.param, error.message) == (client_s, f"{client_s}: is wrong")
 
 
 def test_anthropic_s_body_is_the_same_conversation() -> None:

@@ -95,7 +95,7 @@ async def _statuses_are_mapped(house: House) -> None:
         assert answer.status == (row.status if row else 500), status
         assert set(answer.json["error"]) == {"message", "type", "param", "code"}
         assert ("retry-after" in answer.headers) == bool(row and row.retry)
-        assert answer.json["error"]["param"] == ("top_p" if answer.status == 400 else None)
+        assert answer.json["error"]["param"] == ("top_p" if answer.status in (400, 404) else None)
         answer = await request(house.address, MESSAGES, message(status.name))
         wanted = row.status if row else 500
         assert (answer.status, answer.json["type"]) == (529 if wanted == 503 else wanted, "error")

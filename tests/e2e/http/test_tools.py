@@ -205,7 +205,7 @@ def test_a_wrong_tool_is_named(ask: Asker) -> None:
         ({"tools": TOOLS, "tool_choice": named}, "'no' is none of the tools"),
         ({"tool_choice": "required"}, "tool_choice: needs tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].function: is required"),
-        ({"tools": wrong}, "tools[0].parameters"),
+        ({"tools": wrong}, "tools[0].function.parameters: "),
     ):
         with pytest.raises(openai.BadRequestError, match=re.escape(message)):
             ask.chat(ASK, **fields)
