@@ -288,7 +288,7 @@ OF_START: Sequence[Refusal[Start]] = (
     Refusal(
         "max_model_len", "role={c.engine.transfer.role} needs at least {c.least_model_len}; it is "
         "{c.engine.max_model_len}",
-        lambda c: c.engine.transfer.moves_pages and c.engine.max_model_len < c.least_model_len,
+        lambda c: c.engine.transfer.moves_pages and 0 < c.engine.max_model_len < c.least_model_len,
         {"role": "prefill", "max_model_len": 32},
     ),
     Refusal(

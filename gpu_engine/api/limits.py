@@ -64,7 +64,7 @@ class Limits:
         """Return the limits: the smaller of the configured and the model's. `processors`: None for none."""
         return cls(
             vocab_size=vocab_size,
-            max_model_len=min(max_model_len, engine.max_model_len),
+            max_model_len=min(max_model_len, engine.max_model_len or max_model_len),
             num_draft_tokens=engine.num_drafts,
             jump_forward_tokens=engine.num_jump_forward,
             max_n=server.max_n,

@@ -269,7 +269,7 @@ class Engine:
             raise InvalidRequest(
                 "beam_search.beam_width",
                 f"is {params.width}: {params.width} beams of up to {longest} tokens may need {needed} pages, and the "
-                f"KV cache has {allocator.num_pages} (kv_cache_tokens)",
+                f"KV cache has {allocator.num_pages} (kv_cache_tokens); set max_tokens",
             )
 
     def abort(self, request_id: str) -> bool:

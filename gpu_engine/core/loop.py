@@ -33,7 +33,8 @@ from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.core.running import RunningSequence
 from gpu_engine.core.scheduler import Chunk, Plan, Scheduler
 from gpu_engine.drafters.decoupled import DraftModel
-from gpu_engine.model.loader import LoadedModel
+from gpu_engine.model.cache_size import pool_tokens
+from gpu_engine.model.loaded_model import LoadedModel
 from gpu_engine.ops.iterations import IterationRecorder
 from gpu_engine.ops.memory import with_draft_model
 from gpu_engine.step.prompt_scorer import SCORED_ROWS
@@ -59,9 +60,9 @@ class EngineLoop:
         hooks: EngineHooks = NO_HOOKS,
     ) -> None:
         self.config, self._adapters, self._clock = config, adapters, clock
-        S, L, max_inflight_steps = config.max_batch_size, model.max_model_len, config.max_inflight_steps
+        S, page_size, max_inflight_steps = config.max_batch_size, config.page_size, config.max_inflight_steps
         num_lookahead = lookahead(config, max_inflight_steps)
-        num_tokens, page_size = config.kv_cache_tokens or S * L, config.page_size
+        num_tokens = pool_tokens(config, model.max_model_len, model.room_tokens)
         num_pages = -(-num_tokens // page_size) + S * -(-num_lookahead // page_size)
         self.allocator = PageAllocator(num_pages, page_size)
         self.executor = build_executor(config, model, channel, num_pages, max_inflight_steps)

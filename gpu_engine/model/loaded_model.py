@@ -46,6 +46,8 @@ class LoadedModel:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    room_tokens: int = 0
+    """Tokens that the KV cache may have in the memory that was free at load; 0: unknown."""
     quantised: bool = False
     """The products are over blocks of 4 or 8 bits, or on a GPU over rows of 8 bits."""
     fused: Fused = field(default_factory=Fused)

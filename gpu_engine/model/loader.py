@@ -21,17 +21,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.quantization_config import Mxfp4Config
 
 from gpu_engine.api.capabilities import OF_FILES, LoadedFiles, refuse
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.api.engine_settings import EMBEDDED_MODEL, MAX_MODEL_LEN
+from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.api.output_tensors import HIDDEN_STATES, LOGITS
 from gpu_engine.model import attention
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.peft_files import AdapterNotSupported
 from gpu_engine.model.adapters.pool import AdapterPool
+from gpu_engine.model.cache_size import CachedShape, CacheSize, decide, free_bytes, report
 from gpu_engine.model.embedded import Progress, ensure_embedded, weights_file
 from gpu_engine.model.experts import refuse_grouped_products, replace_experts
 from gpu_engine.model.fused_forward import FusedForward
@@ -120,13 +121,43 @@ def load_model(
     change; the weights then take memory in float32 first.
     """
     if config.tensor_parallel_size > 1:
-        path_of(config, progress)  # fetched or converted once, before each rank reads it
-        return load_divided(config, lambda part: load_shard(config, part, progress))
+        return _load_over_ranks(config, progress)
     model = _load(config, progress, setting, beside=beside)
     if config.data_parallel_attention > 1:
         join_engines(config, model)
         _return_freed_memory()
     return model
+
+
+def _load_over_ranks(config: EngineConfig, progress: Progress | None) -> LoadedModel:
+    """Start the other ranks, and load. All have the length that is decided here, from the memory of the whole cache."""
+    path = path_of(config, progress)  # fetched or converted once, before each rank reads it
+    shape, dtype = _shape_of(path, "model"), resolve_dtype(config.dtype, torch.device(config.device))
+    size = _decide(config, shape, dtype, free_bytes(torch.device("cpu")))
+    report(config, shape, shape.token_bytes(dtype), size)
+    # A length for which the cache is set needs no memory that is looked at again.
+    sized = replace(config, max_model_len=size.max_model_len, kv_cache_tokens=size.max_model_len)
+    model = load_divided(sized, lambda part: load_shard(sized, part, progress))
+    model.room_tokens = size.room_tokens
+    return model
+
+
+def _shape_of(path: Path, setting: str) -> CachedShape:
+    """Read the shape of the keys and values from a model's configuration. Raises ModelNotSupported."""
+    source: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
+    try:
+        config = AutoConfig.from_pretrained(path.parent if source else path, trust_remote_code=False, **source)
+        return CachedShape.of(config.get_text_config())
+    except (OSError, ValueError, AttributeError, IndexError, struct.error) as error:
+        raise ModelNotSupported(f"{setting}: the configuration of {path} cannot be read: {error}") from error
+
+
+def _decide(config: EngineConfig, shape: CachedShape, dtype: torch.dtype, free: int | None) -> CacheSize:
+    """Decide the sizes, with the draft model's positions as a bound where no length is set."""
+    if not config.max_model_len and config.drafter in ("model", "decoupled") and config.num_drafts:
+        draft = path_of(replace(config, model=config.draft_model, revision=""), setting="draft_model")
+        shape = shape.bounded_by(_shape_of(draft, "draft_model"))
+    return decide(config, shape, shape.token_bytes(dtype), free)
 
 
 def load_shard(config: EngineConfig, part: Shard, progress: Progress | None = None) -> tuple[LoadedModel, FusedForward]:
@@ -188,7 +219,8 @@ def _load(
     report("preparing the weights", 0.8)
     gguf_file = weights_file() if config.model == EMBEDDED_MODEL else path if path.is_file() else None
     try:
-        model = prepare(config, net, tokenizer, gguf_file, checkpoint, part)
+        says_size = part is None and setting == "model"
+        model = prepare(config, net, tokenizer, gguf_file, checkpoint, part, says_size=says_size)
     except FusedModelDiffers as why:
         if part is not None:
             raise ModelNotSupported(f"{SETTING}: the fused forward of {path} differs from its own: {why}") from why
@@ -244,9 +276,12 @@ def prepare(
     gguf_file: Path | None = None,
     checkpoint: QuantisedCheckpoint | None = None,
     part: Shard | None = None,
+    *,
+    says_size: bool = False,
 ) -> LoadedModel:
     """Prepare a transformers model that was loaded with the attention of `attention.NAME`, from `gguf_file` or
-    `checkpoint` if it came from one of them; with `part`, cut it down to one rank's.
+    `checkpoint` if it came from one of them; with `part`, cut it down to one rank's. `says_size`: log the length of
+    sequences and the size of the KV cache.
 
     Raises ModelNotSupported, or FusedModelDiffers when it must be loaded again with `fuse_parts` off.
     """
@@ -257,11 +292,16 @@ def prepare(
     replace_conv1d(net)
     num_parameters = sum(p.numel() for p in net.parameters())
     try:
-        model = _describe(config, net, tokenizer, dtype, device, num_parameters)
+        shape = CachedShape.of(net.config.get_text_config())
+        weights = num_parameters * dtype.itemsize if device.type == "cuda" else 0  # not there yet
+        size = _decide(config, shape, dtype, free_bytes(device, weights))
+        model = _describe(config, net, tokenizer, dtype, device, num_parameters, shape, size)
     except AttributeError as error:
         raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
     except RuntimeError as error:  # of a configuration whose layers have their own
         raise ModelNotSupported(f"model: layers of {net.config.model_type} differ in shape: {error}") from error
+    if says_size:
+        report(config, shape, shape.token_bytes(dtype), size)
     if part is not None:
         _refuse_blocks_of_files(config, gguf_file, checkpoint)
         return _prepare_part(config, model, part)
@@ -379,8 +419,9 @@ def _describe(
     dtype: torch.dtype,
     device: torch.device,
     num_parameters: int,
+    shape: CachedShape,
+    size: CacheSize,
 ) -> LoadedModel:
-    text = net.config.get_text_config()
     eos = net.generation_config.eos_token_id if net.generation_config else None
     ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     ids += [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
@@ -391,42 +432,13 @@ def _describe(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys(i for i in ids if i < vocab_size)),
-        model_type=text.model_type,
+        model_type=net.config.get_text_config().model_type,
         dtype=dtype,
         device=device,
         num_parameters=num_parameters,
-        max_model_len=_longest(config.max_model_len, _position_limits(text)),
-        num_layers=text.num_hidden_layers,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=_cached_head_dim(text),
+        max_model_len=size.max_model_len,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        room_tokens=size.room_tokens,
     )
-
-
-def _cached_head_dim(text: Any) -> int:
-    """Return the channels of a head in the cache: those of keys and values, filled up to a multiple of 16."""
-    if getattr(text, "kv_lora_rank", None):  # latent attention, whose keys and values are cached expanded
-        wide: int = max(text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim)
-    else:
-        wide = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return -(-wide // 16) * 16
-
-
-def _longest(asked: int, limits: Sequence[int]) -> int:
-    """Return the longest sequence that is served: as long as the setting asks for, and the model's positions allow."""
-    own = min(limits, default=asked)
-    if asked > own and asked != MAX_MODEL_LEN:
-        log.warning("max_model_len is %d, which is more than the model has: %d tokens are served", asked, own)
-    elif asked < own:
-        log.info("sequences of %d tokens are served, of the model's %d; max_model_len sets the number", asked, own)
-    return min(asked, own)
-
-
-def _position_limits(text: Any) -> list[int]:
-    """Return the lengths that the model's positions allow."""
-    limits = [getattr(text, "max_position_embeddings", None)]
-    rope = getattr(text, "rope_parameters", None) or {}
-    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        if parameters.get("rope_type") == "longrope":
-            # Beyond it the longest sequence of a batch would change the positions of all.
-            limits.append(parameters.get("original_max_position_embeddings"))
-    return [limit for limit in limits if limit]

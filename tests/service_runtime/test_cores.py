@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 
 from service_runtime.cores import usable_cores
-
-
-def system(root: Path, groups: str, files: dict[str, str]) -> Path:
-    for name, content in {"proc/self/cgroup": groups, **files}.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    return root
+from tests.service_runtime.systems import system
 
 
 @pytest.mark.parametrize(

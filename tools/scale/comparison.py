@@ -15,6 +15,7 @@ import grpc
 from benchmarks.harness.server import ServerOptions, start_engine
 from benchmarks.harness.tables import table
 from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.engine_settings import SLOT_TOKENS
 from gpu_engine.api.stats import MemoryUse
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from tools.scale.device import DEVICES
@@ -73,7 +74,7 @@ def figures() -> list[Figure]:
 def serving_of(form: str) -> Serving:
     """Return the engine with the embedded model that `reported` starts."""
     dtype, quantization = _SETTINGS[form]
-    config = EngineConfig(device="cpu", dtype=dtype, quantization=quantization)
+    config = EngineConfig(device="cpu", dtype=dtype, quantization=quantization, max_model_len=SLOT_TOKENS)
     return Serving(PRESETS["embedded"], FORMATS[form], config)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.engine_settings import SLOT_TOKENS
 from shared_mem.layout import Layout
 from tools.scale.shape import ModelShape
 
@@ -96,6 +97,11 @@ class Serving:
             raise ValueError(f"tensor_parallel: {ranks} does not divide the model's {heads} heads")
 
     @property
+    def max_model_len(self) -> int:
+        """The longest sequence; where it is not set, a slot's share of the KV cache: a shape has no positions."""
+        return self.config.max_model_len or SLOT_TOKENS
+
+    @property
     def rank_kv_heads(self) -> int:
         """KV heads of a rank; with more ranks than KV heads, several ranks hold the same one."""
         return max(1, self.shape.num_kv_heads // self.tensor_parallel)
@@ -117,9 +123,9 @@ class Serving:
 
     @property
     def num_pages(self) -> int:
-        """Pages of sequences; see `EngineLoop` of gpu_engine/core/loop.py."""
+        """Pages of sequences; see `pool_tokens` of gpu_engine/model/cache_size.py."""
         config = self.config
-        tokens = config.kv_cache_tokens or config.max_batch_size * config.max_model_len
+        tokens = config.kv_cache_tokens or config.max_batch_size * self.max_model_len
         return -(-tokens // config.page_size) + config.max_batch_size * -(-self.lookahead // config.page_size)
 
     @property
@@ -156,7 +162,7 @@ class Serving:
 
         See `RotaryTable` of gpu_engine/model/rotary.py. `weight_bytes` counts them as well.
         """
-        numbers = 2 * (self.config.max_model_len + _TABLE_SPARE) * self.shape.head_dim
+        numbers = 2 * (self.max_model_len + _TABLE_SPARE) * self.shape.head_dim
         norms = self.shape.hidden * (2 * self.shape.num_layers + 1)
         return numbers * self.form.embedding + (4.0 * (numbers + norms) if self.form.native else 0.0)
 
@@ -208,7 +214,7 @@ class Serving:
     def _history(self) -> int:
         """Tokens of a slot's history; on a device the pages of a slot are a multiple of four."""
         config = self.config
-        history, whole = config.max_model_len + self.lookahead + config.num_rows, 4 * config.page_size
+        history, whole = self.max_model_len + self.lookahead + config.num_rows, 4 * config.page_size
         return history if config.on_cpu else -(-history // whole) * whole
 
     @property

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from gpu_engine.api.engine_settings import MAX_MODEL_LEN
 from gpu_engine.model.experts import refuse_grouped_products
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from tests.gpu_engine import tiny
@@ -96,21 +95,21 @@ def test_a_file_that_is_cut_is_refused_in_one_line(tmp_path: Path, content: byte
 
 
 @pytest.mark.parametrize(
-    ("asked", "served", "said"),
+    ("asked", "cache", "served", "said"),
     [
-        (1000, 512, "max_model_len is 1000, which is more than the model has: 512 tokens are served"),
-        (256, 256, "sequences of 256 tokens are served, of the model's 512; max_model_len sets the number"),
-        (MAX_MODEL_LEN, 512, ""),
-        (512, 512, ""),
+        (1000, 0, 512, "max_model_len is 1000, which is more than the model has: 512 tokens are served"),
+        (256, 0, 256, "sequences of up to 256 tokens (as set; the model has 512); KV cache of 1024 tokens, 1 MB"),
+        (0, 0, 512, "sequences of up to 512 tokens (all that the model has); KV cache of 2048 tokens, 1 MB"),
+        (0, 300, 300, "sequences of up to 300 tokens (as the draft model or the memory allows; the model has 512); "),
     ],
 )
-def test_a_length_that_is_not_the_models_is_said(
-    saved: Callable[[str], Path], caplog: pytest.LogCaptureFixture, asked: int, served: int, said: str
+def test_the_length_of_sequences_and_the_size_of_the_cache_are_said(
+    saved: Callable[[str], Path], caplog: pytest.LogCaptureFixture, asked: int, cache: int, served: int, said: str
 ) -> None:
     with caplog.at_level("INFO"):
-        model = load_model(config(model=str(saved("llama")), max_model_len=asked))
+        model = load_model(config(model=str(saved("llama")), max_model_len=asked, kv_cache_tokens=cache))
     assert model.max_model_len == served
-    assert [line for line in caplog.messages if "tokens are served" in line] == ([said] if said else [])
+    assert any(said in line for line in caplog.messages), caplog.messages
 
 
 def test_a_mixture_whose_grouped_products_cannot_be_captured_is_refused() -> None:

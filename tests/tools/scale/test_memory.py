@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.engine_settings import SLOT_TOKENS
 from gpu_engine.core.engine import Engine
 from gpu_engine.core.executor import lookahead
 from gpu_engine.model.embedded import EmbeddedModelMissing, weights_file
@@ -56,7 +57,9 @@ def test_the_weights_of_the_embedded_model_are_predicted(quantization: str, form
     except EmbeddedModelMissing as missing:
         pytest.skip(str(missing))
     dtype = "auto" if quantization == "auto" else "bfloat16"
-    model = load_model(EngineConfig(device="cpu", quantization=quantization, dtype=dtype, num_threads=1))
+    model = load_model(
+        EngineConfig(device="cpu", quantization=quantization, dtype=dtype, num_threads=1, max_model_len=SLOT_TOKENS)
+    )
     config = EngineConfig(device="cpu", max_batch_size=4, max_model_len=512, num_draft_tokens=3)
     one = Serving(PRESETS["embedded"], FORMATS[form], config)
     memory = Engine(config, replace(model, max_model_len=512)).stats().memory
@@ -85,7 +88,7 @@ def test_buffers_are_those_that_the_engine_allocates(settings: dict[str, Any]) -
     ahead = lookahead(config, config.max_inflight_steps)
     assert one.lookahead == ahead
     assert one.scratch_pages == scratch_pages(config.page_size)
-    slots = SlotBuffers.allocate(S + 1, R, config.max_model_len + ahead, config.page_size)
+    slots = SlotBuffers.allocate(S + 1, R, (config.max_model_len or SLOT_TOKENS) + ahead, config.page_size)
     assert one.slot_buffers() == bytes_of(slots)
     assert one.lane_buffers() == bytes_of(LaneBuffers.allocate(S, R, vocab))
 
@@ -175,6 +178,6 @@ def test_tokens_that_fit_fill_the_memory() -> None:
     tokens = one.tokens_within(40e9)
     config = dataclasses.replace(one.config, kv_cache_tokens=tokens)
     filled = dataclasses.replace(one, config=config).device_bytes()
-    spare = one.num_pages - one.config.max_batch_size * one.config.max_model_len // one.config.page_size
+    spare = one.num_pages - one.config.max_batch_size * one.max_model_len // one.config.page_size
     assert 40e9 - one.page_bytes <= filled - spare * one.page_bytes <= 40e9
     assert one.tokens_within(1e9) == 0

@@ -1,0 +1,137 @@
+"""How long sequences may be, and how many tokens the KV cache holds: decided once, before a model's tables are made.
+
+Both are in tokens and do not depend on each other, except that the cache holds at least one sequence of full length.
+Invariant: the same settings, model and free memory give the same numbers; several ranks get those of the first.
+Not responsible for: allocating the pages (core/executor.py), or what happens when they run out (core/scheduler.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.engine_settings import SLOT_TOKENS
+from gpu_engine.model.loaded_model import ModelNotSupported
+from service_runtime.memory import available_memory
+
+log = logging.getLogger(__name__)
+
+_CPU_SHARE, _GPU_SHARE = 0.5, 0.8
+"""Share of the free memory that the KV cache may take. The rest is for activations, logits, captured graphs and a
+drafter; on a CPU also for packed copies of the weights, and for other processes."""
+
+_LEAST = 16
+"""The shortest sequence that a server is started for."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """The two numbers, and the room that they were chosen for."""
+
+    max_model_len: int
+    """Longest prompt and answer together, in tokens."""
+    room_tokens: int
+    """Tokens that the KV cache may have in the memory that was free; 0: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedShape:
+    """The shape of a model's keys and values."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    """Channels of a head in the cache: those of keys and values, filled up to a multiple of 16."""
+    positions: int
+    """The longest sequence that the model's positions allow; 0: they bound nothing."""
+
+    @classmethod
+    def of(cls, text: Any) -> CachedShape:
+        """Return the shape that a model's text configuration describes."""
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        return cls(text.num_hidden_layers, heads, _head_dim(text), min(_position_limits(text), default=0))
+
+    def bounded_by(self, other: CachedShape) -> CachedShape:
+        """Return this shape with the positions of the shorter of both."""
+        return replace(self, positions=min((n for n in (self.positions, other.positions) if n), default=0))
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a token's keys and values."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+def pool_tokens(config: EngineConfig, max_model_len: int, room_tokens: int) -> int:
+    """Return the tokens of the KV cache: as set, or what full slots use, as far as there is room for them."""
+    if config.kv_cache_tokens:
+        return config.kv_cache_tokens
+    each = max_model_len if config.max_model_len else min(max_model_len, SLOT_TOKENS)
+    wanted = config.max_batch_size * each
+    return max(max_model_len, min(wanted, room_tokens or wanted))
+
+
+def decide(config: EngineConfig, shape: CachedShape, token_bytes: int, free_bytes: int | None) -> CacheSize:
+    """Return the sizes. Raises ModelNotSupported for a length that the KV cache has no room for.
+
+    Args:
+        config: with `max_model_len` and `kv_cache_tokens` as set.
+        shape: `positions` bounds every length.
+        token_bytes: of a token's keys and values.
+        free_bytes: the memory that is free for everything that is allocated from now on; None: unknown.
+    """
+    share = _CPU_SHARE if config.on_cpu else _GPU_SHARE
+    room = 0 if free_bytes is None else max(1, int(free_bytes * share) // token_bytes)
+    held = config.kv_cache_tokens or room
+    bounds = [size for size in (config.max_model_len or held, shape.positions) if size]
+    if not bounds:
+        raise ModelNotSupported("max_model_len: must be set, because neither the model nor the free memory bounds it")
+    longest = min(bounds)
+    if held and max(longest, _LEAST) > held:
+        raise ModelNotSupported(
+            f"max_model_len: {max(longest, _LEAST)} tokens do not fit into the KV cache, which has room for {held} "
+            f"({(free_bytes or 0) / 1e9:.2f} GB of memory are free, and a token takes {token_bytes} bytes); lower it, "
+            "or set kv_cache_tokens"
+        )
+    return CacheSize(longest, room)
+
+
+def report(config: EngineConfig, shape: CachedShape, token_bytes: int, size: CacheSize) -> None:
+    """Log the sizes in one line; a length above the model's is a warning."""
+    asked, served, own = config.max_model_len, size.max_model_len, shape.positions
+    if asked > served:
+        log.warning("max_model_len is %d, which is more than the model has: %d tokens are served", asked, served)
+    pool = pool_tokens(config, served, size.room_tokens)
+    why = "all that the model has" if served == own else f"as set; the model has {own or 'no limit'}"
+    if served != own and not asked:
+        why = f"as the draft model or the memory allows; the model has {own or 'no limit'}"
+    text = "sequences of up to %d tokens (%s); KV cache of %d tokens, %.0f MB"
+    log.info(text, served, why, pool, pool * token_bytes / 1e6)
+
+
+def free_bytes(device: torch.device, weight_bytes: int = 0) -> int | None:
+    """Return the free memory of a device, once `weight_bytes` more are on it; None: unknown."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    return None if free is None else max(0, free - weight_bytes)
+
+
+def _head_dim(text: Any) -> int:
+    if getattr(text, "kv_lora_rank", None):  # latent attention, whose keys and values are cached expanded
+        wide: int = max(text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim)
+    else:
+        wide = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return -(-wide // 16) * 16
+
+
+def _position_limits(text: Any) -> Sequence[int]:
+    """Return the lengths that the model's positions allow."""
+    limits = [getattr(text, "max_position_embeddings", None)]
+    rope = getattr(text, "rope_parameters", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if parameters.get("rope_type") == "longrope":
+            # Beyond it the longest sequence of a batch would change the positions of all.
+            limits.append(parameters.get("original_max_position_embeddings"))
+    return [limit for limit in limits if limit]

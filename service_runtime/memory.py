@@ -1,0 +1,44 @@
+"""The memory that this process may still take: what the machine has available, and what every control group above it
+leaves.
+
+Not responsible for: the memory of a GPU, or where control groups are (control_groups.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from service_runtime.control_groups import folders, read
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes that can be had without swapping; None where neither the machine nor a group says.
+
+    `root` is the directory that holds `proc` and `sys`. Pages of files that the kernel can drop count as available.
+    """
+    return min([*_machine(root), *_groups(root)], default=None)
+
+
+def _machine(root: Path) -> Iterator[int]:
+    kilobytes = _fields(root / "proc/meminfo").get("MemAvailable:")
+    if kilobytes is not None:
+        yield kilobytes * 1024
+
+
+def _groups(root: Path) -> Iterator[int]:
+    for version, folder in folders(root, "memory"):
+        limit, used = ("memory.max", "memory.current") if version == 2 else _VERSION_1
+        texts = read(folder / limit), read(folder / used)
+        if all(text.isdigit() for text in texts):  # "max" is no limit
+            droppable = _fields(folder / "memory.stat").get("inactive_file", 0)
+            yield max(0, int(texts[0]) - int(texts[1]) + droppable)
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Return the numbers of a file that has a name and a number in each line."""
+    words = (line.split() for line in read(file).splitlines())
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}

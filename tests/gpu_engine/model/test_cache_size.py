@@ -1,0 +1,57 @@
+"""The length of sequences and the size of the KV cache, from the settings, the model and the free memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.model.cache_size import CachedShape, decide, pool_tokens
+from gpu_engine.model.loaded_model import ModelNotSupported
+
+TOKEN_BYTES = 1000
+
+
+def sizes(positions: int, free_tokens: int | None, **settings: Any) -> tuple[int, int]:
+    """Return (length, tokens of the cache) where half of the free memory has room for `free_tokens`."""
+    config = EngineConfig(**{"device": "cpu", **settings})
+    free = None if free_tokens is None else 2 * TOKEN_BYTES * free_tokens
+    size = decide(config, CachedShape(1, 1, 16, positions), TOKEN_BYTES, free)
+    return size.max_model_len, pool_tokens(config, size.max_model_len, size.room_tokens)
+
+
+@pytest.mark.parametrize(
+    ("positions", "free_tokens", "settings", "expected"),
+    [
+        # The model's own length; the cache has 2,048 tokens a slot, and at least one sequence.
+        (8192, 10**6, {}, (8192, 16 * 2048)),
+        (131_072, 10**6, {}, (131_072, 131_072)),
+        (512, 10**6, {}, (512, 16 * 512)),
+        (8192, None, {}, (8192, 16 * 2048)),
+        # As far as the memory has room.
+        (131_072, 50_000, {}, (50_000, 50_000)),
+        (8192, 20_000, {}, (8192, 20_000)),
+        (0, 20_000, {}, (20_000, 20_000)),
+        # A length that is set fills its slots where the memory has room.
+        (131_072, 10**6, {"max_model_len": 4096}, (4096, 16 * 4096)),
+        (131_072, 10_000, {"max_model_len": 4096}, (4096, 10_000)),
+        (8192, 10**6, {"max_model_len": 9000}, (8192, 16 * 8192)),
+        # A cache that is set bounds the length, and is never looked for in the memory.
+        (131_072, 10, {"kv_cache_tokens": 5000}, (5000, 5000)),
+        (131_072, 10, {"kv_cache_tokens": 5000, "max_model_len": 4096}, (4096, 5000)),
+    ],
+)
+def test_the_cache_does_not_grow_with_the_length(
+    positions: int, free_tokens: int | None, settings: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    assert sizes(positions, free_tokens, **settings) == expected
+
+
+def test_a_length_without_room_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ModelNotSupported, match=r"^max_model_len: 4096 tokens do not fit .* has room for 3000 "):
+        sizes(8192, 3000, max_model_len=4096)
+    with pytest.raises(ModelNotSupported, match=r"^max_model_len: 16 tokens do not fit .* has room for 9 "):
+        sizes(8192, 9)
+    with pytest.raises(ModelNotSupported, match="must be set"):
+        sizes(0, None)
