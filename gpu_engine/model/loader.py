@@ -12,7 +12,6 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
