@@ -194,7 +194,7 @@ async def _serve_engine(
     )
     worker.start()
     servicer.attach(worker, layout)
-    logger.info("an engine has connected: %r", layout)
+    logger.debug("an engine has connected: %r", layout)
     try:
         await _hang_up(connection, worker)
     finally:

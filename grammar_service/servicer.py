@@ -137,7 +137,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             await compiler.close()
             raise
         self._compiler, self._vocabulary = compiler, vocabulary
-        logger.info("configured: %r", vocabulary)
+        logger.debug("configured: %r", vocabulary)
 
     async def Compile(self, request: pb.CompileRequest, context: Any) -> pb.CompileResponse:
         """See grammar.proto."""

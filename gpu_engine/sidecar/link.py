@@ -99,7 +99,7 @@ def segment_hand_over(segment: Segment) -> HandOver:
         except BaseException:
             sock.close()
             raise
-        log.info("grammar process %d holds the segment (generation %d)", attachment.pid, attachment.generation)
+        log.debug("grammar process %d holds the segment (generation %d)", attachment.pid, attachment.generation)
         return sock
 
     return hand_over

@@ -85,6 +85,12 @@ class GGUFBlocks:
                 return tried
         return None
 
+    def __str__(self) -> str:
+        """Return the kinds of the products, for the log: those of the file, and those that were rounded again."""
+        kinds = [f"{count} of {kind}" for kind, count in sorted(self.used.items())]
+        again = sum(self.requantised.values())
+        return ", ".join([*kinds, *([f"{again} rounded again"] if again else [])])
+
     def __repr__(self) -> str:
         return (
             f"<GGUFBlocks {len(self._tensors)} tensors, used {dict(self.used)}, requantised {dict(self.requantised)}>"
