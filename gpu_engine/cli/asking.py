@@ -53,18 +53,38 @@ def run_generate(flags: argparse.Namespace) -> int:
             raise ValueError("--cumulative needs --output json")
     except ValueError as error:
         return usage(error)
-    return _ask(access, lambda client: _generate(client, request, flags))
+    as_json = flags.output == "json"
+    return ask(access, lambda client: stream_answer(client, request, as_json=as_json, timeout_s=flags.timeout))
 
 
-async def _generate(client: AsyncRpc, request: pb.GenerateRequest, flags: argparse.Namespace) -> int:
-    output = _JsonLines() if flags.output == "json" else _Text(request)
+async def stream_answer(
+    client: AsyncRpc,
+    request: pb.GenerateRequest,
+    *,
+    as_json: bool,
+    timeout_s: float | None,
+    quiet: bool = False,
+    not_complete: frozenset[int] = INCOMPLETE,
+) -> int:
+    """Send a request, stream its answer to stdout, and return the exit status. Raises grpc.aio.AioRpcError.
+
+    Args:
+        client: a connection to the server.
+        request: what is sent.
+        as_json: print each response as a line of JSON.
+        timeout_s: end of the call; None: never.
+        quiet: print no line about a complete answer.
+        not_complete: ends of an answer that are NOT_COMPLETE.
+    """
+    output = _JsonLines() if as_json else _Text(request)
     status = FAILED
-    async with contextlib.aclosing(responses_of(client, request, flags.timeout)) as responses:
+    async with contextlib.aclosing(responses_of(client, request, timeout_s)) as responses:
         async for response in responses:
             output.take(response)
             if response.finish_reason:
-                print(summary(response), file=sys.stderr)
-                complete = response.finish_reason not in INCOMPLETE
+                complete = response.finish_reason not in not_complete
+                if not (quiet and complete):
+                    print(summary(response), file=sys.stderr)
                 status = NOT_COMPLETE if not complete or status == NOT_COMPLETE else OK
     await output.end(client)
     return status
@@ -183,7 +203,7 @@ def run_compile(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return usage(error)
 
-    async def ask(client: AsyncRpc) -> int:
+    async def question(client: AsyncRpc) -> int:
         response = await client.unary(calls.COMPILE, pb.CompileRequest(grammar=grammar), flags.timeout)
         print(response.grammar_id)
         print(grammar_cost(response), file=sys.stderr)
@@ -191,7 +211,7 @@ def run_compile(flags: argparse.Namespace) -> int:
             print(f"warning: {warning}", file=sys.stderr)
         return OK
 
-    return _ask(access, ask)
+    return ask(access, question)
 
 
 def run_tokenize(flags: argparse.Namespace) -> int:
@@ -201,7 +221,7 @@ def run_tokenize(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return usage(error)
 
-    async def ask(client: AsyncRpc) -> int:
+    async def question(client: AsyncRpc) -> int:
         response = await client.unary(calls.TOKENIZE, request, TOKENIZE_TIMEOUT_S)
         if flags.with_texts:
             for token, text in zip(response.token_ids, response.texts, strict=True):
@@ -211,7 +231,7 @@ def run_tokenize(flags: argparse.Namespace) -> int:
         print(f"{len(response.token_ids)} tokens", file=sys.stderr)
         return OK
 
-    return _ask(access, ask)
+    return ask(access, question)
 
 
 def _tokenize_request(flags: argparse.Namespace) -> pb.TokenizeRequest:
@@ -239,11 +259,11 @@ def run_detokenize(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return usage(error)
 
-    async def ask(client: AsyncRpc) -> int:
+    async def question(client: AsyncRpc) -> int:
         print((await client.unary(calls.DETOKENIZE, request, TOKENIZE_TIMEOUT_S)).text)
         return OK
 
-    return _ask(access, ask)
+    return ask(access, question)
 
 
 def run_info(flags: argparse.Namespace) -> int:
@@ -253,7 +273,7 @@ def run_info(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return usage(error)
 
-    async def ask(client: AsyncRpc) -> int:
+    async def question(client: AsyncRpc) -> int:
         stats = await client.unary(calls.STATS, pb.GetStatsRequest(), ASK_TIMEOUT_S)
         for title, message in (("model", await model_info(client)), ("stats", stats)):
             print(title)
@@ -261,7 +281,7 @@ def run_info(flags: argparse.Namespace) -> int:
                 print(f"  {field.name:<24} {_shown(message, field.name)}")
         return OK
 
-    return _ask(access, ask)
+    return ask(access, question)
 
 
 def run_drafter(flags: argparse.Namespace) -> int:
@@ -271,7 +291,7 @@ def run_drafter(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return usage(error)
 
-    async def ask(client: AsyncRpc) -> int:
+    async def question(client: AsyncRpc) -> int:
         if flags.exchange is not None:
             exchange = pb.ExchangeDrafterRequest(path=flags.exchange)
             await client.unary(calls.EXCHANGE_DRAFTER, exchange, calls.LOAD_TIMEOUT_S)
@@ -279,7 +299,7 @@ def run_drafter(flags: argparse.Namespace) -> int:
         print(f"{info.drafter}\t{info.draft_model}")
         return OK
 
-    return _ask(access, ask)
+    return ask(access, question)
 
 
 def run_adapters(flags: argparse.Namespace) -> int:
@@ -292,7 +312,7 @@ def run_adapters(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return usage(error)
 
-    async def ask(client: AsyncRpc) -> int:
+    async def question(client: AsyncRpc) -> int:
         if sign:
             request = pb.LoadAdapterRequest(name=name, path=folder)
             await client.unary(calls.LOAD_ADAPTER, request, LOAD_ADAPTER_TIMEOUT_S)
@@ -306,7 +326,7 @@ def run_adapters(flags: argparse.Namespace) -> int:
         print(f"{taken} of {response.max_bytes} bytes", file=sys.stderr)
         return OK
 
-    return _ask(access, ask)
+    return ask(access, question)
 
 
 def run_health(flags: argparse.Namespace) -> int:
@@ -344,11 +364,13 @@ def _shown(message: pb.GetModelInfoResponse | pb.GetStatsResponse, name: str) ->
     return str(list(value)) if hasattr(value, "extend") else str(value)
 
 
-def _ask(access: Access, ask: Callable[[AsyncRpc], Awaitable[int]]) -> int:
+def ask(access: Access, question: Callable[[AsyncRpc], Awaitable[int]]) -> int:
+    """Return the exit status of a question to a server."""
+
     async def run() -> int:
         try:
             async with AsyncRpc(access) as client:
-                return await ask(client)
+                return await question(client)
         except grpc.aio.AioRpcError as error:
             return refused(access.address, error)
 

@@ -3,7 +3,7 @@
 The invariant: the conversation holds only whole turns. An answer that was interrupted or failed is forgotten with its
 question, and interrupting it cancels the request, so that the server frees its slot.
 
-Not responsible for: the flags of a request (see request_flags.py).
+Not responsible for: the flags of a request (see request_flags.py), the lines of earlier chats (see line_history.py).
 """
 
 from __future__ import annotations
@@ -11,15 +11,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
+import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import grpc
+from google.protobuf import json_format
 
 from gpu_engine.cli.access_flags import access_of
 from gpu_engine.cli.asking import FAILED, OK, hint, model_info, responses_of, usage
-from gpu_engine.cli.inputs import text
-from gpu_engine.cli.request_flags import fill_options
+from gpu_engine.cli.inputs import json_of, read_text, text, with_files
+from gpu_engine.cli.line_history import LineHistory, history_path
+from gpu_engine.cli.request_flags import conversation, fill_options
 from gpu_engine.cli.terminal import summary
 from lockstep_client.async_rpc import AsyncRpc
 from lockstep_client.wire import engine_pb2 as pb
@@ -28,6 +34,10 @@ _HELP = """\
 /reset          forget the conversation
 /system TEXT    set the system message, and forget the conversation
 /undo           forget the last question and its answer
+/file PATH      send the text of a file with the next question
+/schema PATH    every answer from now on fits the JSON Schema in this file; /schema by itself: free text
+/save PATH      write the conversation to a file, as JSON in OpenAI's form
+/load PATH      go on with the conversation in a file
 /help           this list
 /exit           end; so does Control-D
 Control-C ends a running answer."""
@@ -75,16 +85,24 @@ class Plain:
 class Rich:
     """A screen for a terminal, with colours and the keys of a line editor."""
 
-    def __init__(self) -> None:
+    def __init__(self, history: LineHistory | None) -> None:
+        """history: the lines of earlier chats; None: none are kept."""
         import readline  # noqa: F401 - gives `input` history and editing
 
         from rich.console import Console
 
-        self._console = Console(highlight=False)
+        self._console, self._history = Console(highlight=False), history
 
     def ask(self) -> str:
         """Ask with a prompt."""
-        return self._console.input("[bold cyan]you>[/] ")
+        line = self._console.input("[bold cyan]you>[/] ")
+        if self._history is not None:
+            try:
+                self._history.keep()
+            except OSError as error:
+                self._history = None
+                self.note(f"the lines of this chat are not kept: {error}")
+        return line
 
     def write(self, text: str) -> None:
         """Write as it is: an answer's brackets are no markup."""
@@ -109,9 +127,11 @@ def run_chat(flags: argparse.Namespace) -> int:
         fill_options(template, flags)
         if flags.template_arguments is not None:
             template.messages.template_arguments = flags.template_arguments
+        files = [(path, read_text("--file", path)) for path in flags.file]
+        interactive = sys.stdin.isatty() and sys.stdout.isatty()
     except ValueError as error:
         return usage(error)
-    screen = Rich() if sys.stdin.isatty() and sys.stdout.isatty() else Plain()
+    screen = Rich(_history() if flags.history else None) if interactive else Plain()
 
     async def connect() -> AsyncRpc:
         return AsyncRpc(access)
@@ -120,22 +140,40 @@ def run_chat(flags: argparse.Namespace) -> int:
     with asyncio.Runner() as runner:
         client = runner.run(connect())
         try:
-            return Conversation(client, template, screen, flags.system).run(runner)
+            return Conversation(client, template, screen, flags.system, files).run(runner)
         finally:
             runner.run(client.aclose())
+
+
+def _history() -> LineHistory | None:
+    path = history_path(os.environ)
+    try:
+        return LineHistory(path)
+    except OSError as error:
+        print(f"{path}: the lines of this chat are not kept: {error}", file=sys.stderr)
+        return None
 
 
 class Conversation:
     """One conversation with one server."""
 
-    def __init__(self, client: AsyncRpc, template: pb.GenerateRequest, screen: Screen, system: str | None) -> None:
+    def __init__(
+        self,
+        client: AsyncRpc,
+        template: pb.GenerateRequest,
+        screen: Screen,
+        system: str | None,
+        files: Sequence[tuple[str, str]] = (),
+    ) -> None:
         """Args: see below.
 
-        template: everything of a request but its turns.
+        template: everything of a request but its turns; `/schema` changes it.
         system: the system message, if any.
+        files: (path, text) of what is sent with the first question.
         """
         self._client, self._template, self._screen, self._system = client, template, screen, system
         self._turns: list[pb.ChatMessage] = []
+        self._files = [*files]
 
     def run(self, runner: asyncio.Runner) -> int:
         """Chat until the end of the input; return the exit status."""
@@ -148,10 +186,14 @@ class Conversation:
         answered = True
         while (line := self._next_line()) is not None:
             if line.startswith("/"):
-                self._command(line)
-            elif line.strip():
                 try:
-                    answered = runner.run(self._answer(line))
+                    self._screen.note(self._command(line))
+                except ValueError as error:
+                    self._screen.note(str(error))
+            elif line.strip():
+                question, self._files = with_files(line, self._files), []
+                try:
+                    answered = runner.run(self._answer(question))
                 except KeyboardInterrupt:
                     answered = False
                     self._screen.write("\n")
@@ -170,23 +212,58 @@ class Conversation:
                 continue
             return None if line in ("/exit", "/quit") else line
 
-    def _command(self, line: str) -> None:
+    def _command(self, line: str) -> str:
+        """Run a command, and return the line that tells what it did. Raises ValueError."""
         name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name in ("/file", "/save", "/load") and not rest:
+            raise ValueError(f"{name} needs a path")
         match name:
             case "/reset":
                 self._turns.clear()
             case "/system":
-                self._system = rest.strip() or None
+                self._system = rest or None
                 self._turns.clear()
             case "/undo":
                 del self._turns[-2:]
+            case "/file":
+                self._files.append((rest, read_text(name, rest)))
+                return f"{len(self._files)} files go with the next question"
+            case "/schema":
+                return self._set_schema(rest)
+            case "/save":
+                return self._save(Path(rest))
+            case "/load":
+                self._load(rest)
             case "/help":
-                self._screen.note(_HELP)
-                return
+                return _HELP
             case _:
-                self._screen.note(f"there is no command {name}; /help lists them")
-                return
-        self._screen.note(f"{len(self._turns)} turns in the conversation")
+                raise ValueError(f"there is no command {name}; /help lists them")
+        return f"{len(self._turns)} turns in the conversation"
+
+    def _set_schema(self, path: str) -> str:
+        if not path:
+            self._template.ClearField("grammar")
+            return "the answers are free text"
+        schema = read_text("/schema", path)
+        json_of("/schema", schema)
+        # The other options of the flags' grammar stay.
+        self._template.grammar.json_schema = schema
+        return f"every answer fits {path}"
+
+    def _save(self, path: Path) -> str:
+        system = [pb.ChatMessage(role="system", content=self._system)] if self._system is not None else []
+        turns = [json_format.MessageToDict(turn, preserving_proto_field_name=True) for turn in [*system, *self._turns]]
+        try:
+            path.write_text(json.dumps(turns, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"/save: cannot write {path}: {error.strerror}") from error
+        return f"{len(self._turns)} turns in {path}"
+
+    def _load(self, path: str) -> None:
+        turns = [*conversation("/load", json_of("/load", read_text("/load", path))).messages]
+        system = turns[0].content if turns and turns[0].role == "system" else None
+        self._system, self._turns = system, turns[system is not None :]
 
     async def _answer(self, question: str) -> bool:
         """Answer one question; return whether the server did."""

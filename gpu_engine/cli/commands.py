@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import grpc
@@ -42,10 +42,12 @@ from gpu_engine.cli.asking import (
     usage,
 )
 from gpu_engine.cli.chat import run_chat
+from gpu_engine.cli.completion import SHELLS, run_completion
 from gpu_engine.cli.grammar_flags import add_grammar_flags
 from gpu_engine.cli.inputs import text
 from gpu_engine.cli.parser import Commands, Parser
 from gpu_engine.cli.request_flags import add_chat_flags, add_request_flags, add_sampling_flags, seconds
+from gpu_engine.cli.run import run_once
 from gpu_engine.cli.terminal import loading_progress
 from gpu_engine.ops.installation import DISTRIBUTION, installed_version
 from service_runtime.logs import configure as configure_logs
@@ -64,7 +66,8 @@ Lockstep: a text generation server with guided decoding (an answer that fits a g
 (several tokens per step). `python -m gpu_engine` is the same command.
 
 Start here:
-  lockstep demo                        one guided answer from the embedded model; nothing to prepare
+  lockstep run "Name three rivers."    one answer from the embedded model; nothing to prepare
+  lockstep demo                        one guided answer, checked and timed
   lockstep serve                       a server on 127.0.0.1:50051
   lockstep chat                        a conversation with it
   lockstep generate --chat "Hello"     one request to it
@@ -85,6 +88,24 @@ Examples:
   lockstep serve --config lockstep.toml                settings by name, such as max_batch_size = 8
 
 Exit status: 0 after SIGTERM, SIGINT or SIGHUP; 1 the server cannot start or lost its device; 2 wrong usage.
+"""
+
+_RUN = """\
+Print one answer of a model, without a server: this command starts one of its own, and ends it. MODEL is `embedded` (the
+default), a directory, a GGUF file or a name on Hugging Face's hub, as for --model of `lockstep serve`. One word is the
+prompt, unless it is the name of a model; then the prompt comes from --file or from stdin. Settings of the server are
+variables LOCKSTEP_<NAME>, as for `lockstep serve`.
+
+Examples:
+  lockstep run "Name three rivers."
+  lockstep run embedded "Describe Paris." --schema samples/city.json --max-tokens 200 --temperature 0
+  lockstep run /models/Qwen3-0.6B "Is Paris in France?" --choice yes --choice no
+  lockstep run "Which dates does the letter have?" --file letter.txt --regex '[0-9]{4}(, [0-9]{4})*'
+  lockstep run --system "Answer in French." <question.txt >answer.txt
+
+Only the answer goes to stdout. A line with tokens and times goes to stderr if that is a terminal, or the answer was
+cut. Exit status: 0 the model ended its answer; 1 the server cannot start, refused or failed; 2 wrong usage; 3 the
+answer was cut, or led to its end, by --max-tokens or the context, unless --allow-cut is given; 130 interrupted.
 """
 
 _GENERATE = """\
@@ -110,9 +131,12 @@ Examples:
   lockstep chat
   lockstep chat --system "Answer in one sentence." --temperature 0.7 --max-tokens 300
   lockstep chat --schema samples/city.json  every answer fits a JSON Schema
+  lockstep chat --file letter.txt           the file's text goes with the first question
 
-Control-C ends a running answer, Control-D the conversation. Without a terminal each line of stdin is a question. Exit
-status: 0; 1 the last question was not answered, or no server answered; 2 wrong usage.
+In a terminal, the lines that you enter are kept in ~/.local/state/lockstep/chat_history (below XDG_STATE_HOME, if that
+is set) unless --no-history is given. Control-C ends a running answer, Control-D the conversation. Without a terminal
+each line of stdin is a question. Exit status: 0; 1 the last question was not answered, or no server answered; 2 wrong
+usage.
 """
 
 _TOKENIZE = """\
@@ -190,6 +214,17 @@ Examples:
 Exit status: 0 it serves; 1 it does not, or does not answer; 2 wrong usage.
 """
 
+_COMPLETION = """\
+Print the script that lets a shell complete commands, flags and their values. It needs shtab.
+
+Examples:
+  lockstep completion bash >~/.local/share/bash-completion/completions/lockstep
+  lockstep completion zsh >~/.zfunc/_lockstep                in a folder of your fpath
+  lockstep completion fish >~/.config/fish/completions/lockstep.fish
+
+Exit status: 0 the script was printed; 1 shtab is missing; 2 wrong usage.
+"""
+
 _DEMO = """\
 Start a server with the embedded model, ask it to extract facts as JSON under a schema, and stream the answer. Then
 check the answer with an independent JSON Schema validator, and ask again without speculation to compare the speed.
@@ -233,10 +268,25 @@ def _parser() -> Parser:
     for command, run in ((serve, _run_serve), (demo, _run_demo)):
         add_flags(command, [EngineConfig, ServerConfig, TransferConfig])
         command.set_defaults(run=run)
+    _add_run(commands)
     commands.add("gateway", help="serve OpenAI's HTTP API for running servers", add_help=False)
     _add_generate(commands)
     chat = commands.add("chat", help="chat in the terminal", usage="%(prog)s [flags]", description=_CHAT)
     add_chat_flags(chat)
+    chat.add_argument(
+        "-f",
+        "--file",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="text that goes with the first question; may be repeated",
+    )
+    chat.add_argument(
+        "--history",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the lines that you enter for later chats",
+    )
     chat.set_defaults(run=run_chat)
     add_grammar_flags(chat, "The form of each answer; without a flag here it is free text.")
     add_sampling_flags(chat)
@@ -256,21 +306,53 @@ def _parser() -> Parser:
         "--timeout", type=seconds, metavar="SECONDS", default=5.0, help="longest wait for an answer (default: 5)"
     )
     health.set_defaults(run=run_health)
+    completion = commands.add("completion", help="completion for bash, zsh or fish", description=_COMPLETION)
+    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+    completion.set_defaults(run=partial(run_completion, parser))
     for command in (chat, ahead, *tokenizing, info, adapters, drafter, health):
         add_access_flags(command)
     return parser
 
 
-def _add_generate(commands: Commands) -> None:
-    generate = commands.add("generate", help="send a request", usage="%(prog)s [flags]", description=_GENERATE)
-    add_request_flags(generate)
-    generate.add_argument(
+def _add_run(commands: Commands) -> None:
+    once = commands.add(
+        "run", help="one answer without a server", usage="%(prog)s [MODEL] [PROMPT] [flags]", description=_RUN
+    )
+    once.add_argument("words", nargs="*", type=text, metavar="[MODEL] PROMPT", help="the model, and the prompt")
+    once.add_argument(
+        "-f",
+        "--file",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="text that follows the prompt, or is the prompt; -: stdin; may be repeated",
+    )
+    once.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
+    once.add_argument(
+        "--allow-cut", action="store_true", help="an answer that --max-tokens or the context cut is no failure"
+    )
+    _add_output_flags(once)
+    add_chat_flags(once)
+    add_grammar_flags(once)
+    add_sampling_flags(once)
+    once.set_defaults(run=run_once)
+
+
+def _add_output_flags(parser: Parser) -> None:
+    # What generate and run have in common besides the request.
+    parser.add_argument(
         "--output",
         choices=("text", "json"),
         default="text",
         help="json: each response of the API as a line of JSON (default: text)",
     )
-    generate.add_argument("--timeout", type=seconds, metavar="SECONDS", help=_TIMEOUT)
+    parser.add_argument("--timeout", type=seconds, metavar="SECONDS", help=_TIMEOUT)
+
+
+def _add_generate(commands: Commands) -> None:
+    generate = commands.add("generate", help="send a request", usage="%(prog)s [flags]", description=_GENERATE)
+    add_request_flags(generate)
+    _add_output_flags(generate)
     generate.set_defaults(run=run_generate)
     add_access_flags(generate)
 

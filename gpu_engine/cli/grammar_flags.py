@@ -23,6 +23,7 @@ _BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANC
 _UNENFORCED = {"refuse": pb.UNENFORCED_REFUSE, "warn": pb.UNENFORCED_WARN, "verify": pb.UNENFORCED_VERIFY}
 _JSON_KINDS = {"schema": "json_schema", "structural_tag": "structural_tag"}
 _FILE_KINDS = {"ebnf": "ebnf", "lark": "lark"}
+_GBNF_MARK = "::="
 _NUMBERS = {
     "max_string_length": "most characters of a string in JSON; 0: no bound",
     "max_array_items": "most items of an array in JSON; 0: no bound",
@@ -32,7 +33,7 @@ _NUMBERS = {
     "max_backtracks": "how often a verified answer without a legal token may go back",
     "hold_tokens": "the last tokens of a verified answer that are held back for that; 0: it never goes back",
 }
-GRAMMAR_FLAGS = ("--json", "--schema", "--regex", "--choice", "--ebnf", "--lark", "--structural-tag")
+GRAMMAR_FLAGS = ("--json", "--schema", "--regex", "--choice", "--grammar", "--ebnf", "--lark", "--structural-tag")
 """The flags that exclude each other."""
 
 
@@ -54,6 +55,9 @@ def add_grammar_flags(
     )
     kind.add_argument(
         "--choice", type=text, metavar="TEXT", action="append", help="one of these texts; give the flag once per text"
+    )
+    kind.add_argument(
+        "--grammar", metavar="FILE", help="text of the grammar in this file: GBNF if it has ::=, otherwise Lark"
     )
     kind.add_argument("--ebnf", metavar="FILE", help="text of the GBNF grammar in this file (start rule `root`)")
     kind.add_argument("--lark", metavar="FILE", help="text of the Lark grammar in this file (start rule `start`)")
@@ -123,6 +127,9 @@ def _source(flags: argparse.Namespace) -> dict[str, Any] | None:
         return {"regex": flags.regex}
     if flags.choice:
         return {"choice": pb.Choice(choices=flags.choice)}
+    if flags.grammar is not None:
+        source = read_text("--grammar", flags.grammar)
+        return {"ebnf" if _GBNF_MARK in source else "lark": source}
     for kinds, read in ((_JSON_KINDS, text_or_file), (_FILE_KINDS, read_text)):
         for name, field in kinds.items():
             if (value := getattr(flags, name)) is not None:

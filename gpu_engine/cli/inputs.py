@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,3 +54,14 @@ def json_of(flag: str, source: str) -> Any:
 def text_or_file(flag: str, value: str) -> str:
     """Return the value of a flag if it is JSON, else the text of the file that the value names. Raises ValueError."""
     return value if value.lstrip().startswith("{") else read_text(flag, value)
+
+
+def with_files(question: str, texts: Sequence[tuple[str, str]]) -> str:
+    """Return a question followed by the texts of files, each after its name; without a question, one text as it is.
+
+    texts: (path, text) of each file.
+    """
+    if not question and len(texts) == 1:
+        return texts[0][1]
+    files = [f"{Path(path).name}:\n```\n{text.removesuffix(chr(10))}\n```" for path, text in texts]
+    return "\n\n".join(filter(None, [question, *files]))

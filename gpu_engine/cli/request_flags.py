@@ -384,13 +384,18 @@ def _fill_prompt(request: pb.GenerateRequest, flags: argparse.Namespace, stdin: 
         else:
             request.text = flags.prompt if flags.prompt is not None else read_stdin(stdin)
         return
-    if flags.system is not None:
-        request.messages.messages.add(role="system", content=flags.system)
-    if flags.chat is not None:
-        request.messages.messages.add(role="user", content=flags.chat)
-    else:
+    fill_conversation(request, flags, flags.chat)
+    if flags.messages is not None:
         source = json_of("--messages", read_text("--messages", flags.messages))
         request.messages.MergeFrom(conversation("--messages", source))
+
+
+def fill_conversation(request: pb.GenerateRequest, flags: argparse.Namespace, question: str | None) -> None:
+    """Set the system message and the template's variables that `flags` has, and the user's question, if any."""
+    if flags.system is not None:
+        request.messages.messages.add(role="system", content=flags.system)
+    if question is not None:
+        request.messages.messages.add(role="user", content=question)
     if flags.template_arguments is not None:
         request.messages.template_arguments = flags.template_arguments
 

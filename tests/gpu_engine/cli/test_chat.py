@@ -116,6 +116,30 @@ async def test_a_question_that_is_refused_is_forgotten_and_the_status_is_that_of
         assert await chat(address, Lines("one", "refuse")) == cli.FAILED
 
 
+async def test_files_go_with_one_question_and_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("alpha\n")
+    saved = tmp_path / "saved.json"
+    async with talking(tmp_path) as (address, engine):
+        screen = Lines(f"/file {tmp_path}/a.txt", "/file", "/file nope", "one", "two", f"/save {saved}", "/save nope/x")
+        assert await chat(address, screen, "be brief") == cli.OK
+        first = "system: be brief\nuser: one\n\na.txt:\n```\nalpha\n```\nassistant:"
+        assert prompts(engine) == [first, f"{first} hm\nuser: two\nassistant:"]
+        assert "/file needs a path" in screen.notes
+        assert "/file: cannot read nope: No such file or directory" in screen.notes
+        assert "/save: cannot write nope/x: No such file or directory" in screen.notes
+        engine.submitted.clear()
+        screen = Lines("x", "/load nope", f"/load {saved}", "three")
+        assert await chat(address, screen) == cli.OK
+        assert prompts(engine)[1] == f"{first} hm\nuser: two\nassistant: hm\nuser: three\nassistant:"
+        (tmp_path / "s.json").write_text("{}")
+        template = pb.GenerateRequest(grammar=pb.Grammar(regex="a", whitespace=pb.WHITESPACE_COMPACT))
+        screen = Lines(f"/schema {saved}.no", f"/schema {tmp_path}/a.txt", f"/schema {tmp_path}/s.json")
+        assert await chat(address, screen, template=template) == cli.OK
+        assert template.grammar == pb.Grammar(json_schema="{}", whitespace=pb.WHITESPACE_COMPACT)
+        assert await chat(address, Lines("/schema"), template=template) == cli.OK
+        assert not template.HasField("grammar")
+
+
 async def test_thoughts_are_shown_apart_and_sent_back(tmp_path: Path) -> None:
     phase = pb.GenerateRequest(reasoning=pb.Reasoning(enabled=True, begin="<a>", end="</a>"))
     async with talking(tmp_path, "<a>hm</a>yes") as (address, engine):
@@ -145,7 +169,13 @@ async def test_control_c_ends_the_answer_and_not_the_chat(tmp_path: Path, root: 
         primary, terminal = pty.openpty()
         command = [sys.executable, "-m", "gpu_engine", "chat", "--server", address]
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=terminal, stdout=terminal, stderr=terminal, cwd=root, preexec_fn=_heed_control_c
+            *command,
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            cwd=root,
+            env=os.environ | {"XDG_STATE_HOME": str(tmp_path)},
+            preexec_fn=_heed_control_c,
         )
         os.close(terminal)
         shown = bytearray()
@@ -162,6 +192,9 @@ async def test_control_c_ends_the_answer_and_not_the_chat(tmp_path: Path, root: 
             os.write(primary, b"/exit\n")
             async with asyncio.timeout(20):
                 assert await process.wait() == cli.FAILED
+            history = tmp_path / "lockstep/chat_history"
+            assert history.read_text().split() == ["one", "/exit"]
+            assert history.stat().st_mode & 0o777 == 0o600
         finally:
             if process.returncode is None:
                 process.kill()

@@ -126,6 +126,9 @@ def test_flags_make_the_request(tmp_path: Path) -> None:
     assert flags("--prompt", "x") == pb.GenerateRequest(text="x", sampling=pb.SamplingParams())
     assert list(flags("--choice", "a", "--choice", "b").grammar.choice.choices) == ["a", "b"]
     assert flags("--json").grammar.json_object
+    for source, kind in (('root ::= "a"', "ebnf"), ('start: "a"', "lark")):
+        schema.write_text(source)
+        assert getattr(flags("--grammar", str(schema)).grammar, kind) == source
     named = flags("--grammar-id", "g-1").grammar
     assert (named.grammar_id, named.allow_unenforced) == ("g-1", False)
     loose = flags("--regex", "a", "--backend", "auto", "--allow-unenforced").grammar

@@ -148,7 +148,8 @@ def test_stdin_that_is_no_utf_8_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "generate", "chat", "compile", "tokenize", "detokenize", "info", "health"]
+    "command",
+    ["serve", "run", "generate", "chat", "compile", "tokenize", "detokenize", "info", "health", "completion"],
 )
 def test_every_command_has_its_version_and_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for flag, shown in (("--version", "lockstep-engine "), ("--help", f"usage: lockstep {command} ")):

@@ -1,0 +1,104 @@
+"""`lockstep run`: one answer from a model, without a server of the user's.
+
+The invariant: stdout has only the answer. The server is a process of this command's, and ends with it.
+
+Not responsible for: the server's start and end (lockstep_client/embedded.py), the flags of a request
+(request_flags.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from gpu_engine.api.engine_settings import EMBEDDED_MODEL
+from gpu_engine.cli.asking import FAILED, INCOMPLETE, ask, stream_answer, usage
+from gpu_engine.cli.inputs import read_stdin, read_text, with_files
+from gpu_engine.cli.request_flags import fill_conversation, fill_options
+from lockstep_client.access import access_to
+from lockstep_client.embedded import EmbeddedServer
+from lockstep_client.errors import EmbeddedServerError
+from lockstep_client.wire import engine_pb2 as pb
+
+START_TIMEOUT_S = 900.0
+"""A model of the hub is downloaded first."""
+CUT = INCOMPLETE | {pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_GRAMMAR_CLOSED}
+"""Ends of an answer that the model did not choose."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def run_once(flags: argparse.Namespace, stdin: TextIO = sys.stdin) -> int:
+    """Start a server, print its answer to one prompt, and end it."""
+    try:
+        model, prompt = model_and_prompt(flags.words, flags.file, stdin)
+        request = pb.GenerateRequest()
+        fill_options(request, flags)
+        if flags.raw:
+            if flags.system is not None or flags.template_arguments is not None or request.HasField("reasoning"):
+                raise ValueError(
+                    "--raw: has no chat template; leave --system and the other flags of a conversation out"
+                )
+            request.text = prompt
+        else:
+            fill_conversation(request, flags, prompt)
+    except ValueError as error:
+        return usage(error)
+    answers = max(1, request.sampling.n, request.beam_search.beam_width)
+    # The only request of this server needs no more slots.
+    server = EmbeddedServer({"model": model, "max_batch_size": answers}, None, START_TIMEOUT_S)
+    if sys.stderr.isatty():
+        print(f"loading {model} ...", file=sys.stderr)
+    try:
+        server.start()
+    except EmbeddedServerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    try:
+        return ask(
+            access_to(server.address, False, None, ()),
+            lambda client: stream_answer(
+                client, request, as_json=flags.output == "json", timeout_s=flags.timeout, quiet=not sys.stderr.isatty(),
+                not_complete=INCOMPLETE if flags.allow_cut else CUT,
+            ),
+        )  # fmt: skip
+    finally:
+        server.close()
+
+
+def model_and_prompt(words: Sequence[str], files: Sequence[str], stdin: TextIO) -> tuple[str, str]:
+    """Return the model and the prompt of a command line. Raises ValueError.
+
+    Args:
+        words: of the command line; the model may be left out.
+        files: paths whose texts belong to the prompt; "-": stdin.
+        stdin: the prompt, if there is none in the words and the files.
+    """
+    if len(words) > 2:
+        raise ValueError(f"{len(words)} words: at most a model and a prompt; quote the prompt")
+    if len(words) == 2:
+        model, prompt = words[0], words[1]
+    elif words and _names_model(words[0]):
+        model, prompt = words[0], ""
+    else:
+        model, prompt = EMBEDDED_MODEL, "".join(words)
+    texts = [("stdin", read_stdin(stdin)) if path == "-" else (path, read_text("--file", path)) for path in files]
+    if not prompt and not texts:
+        texts = [("stdin", read_stdin(stdin))]
+    text = with_files(prompt, texts)
+    if not text.strip():
+        raise ValueError("the prompt is empty")
+    return model, text
+
+
+def _names_model(word: str) -> bool:
+    """Return whether a word by itself is the name of a model: `embedded`, a directory, a GGUF file or OWNER/NAME."""
+    if word == EMBEDDED_MODEL or _HUB_NAME.fullmatch(word):
+        return True
+    try:
+        return Path(word).is_dir() or (word.endswith(".gguf") and Path(word).is_file())
+    except OSError:  # a prompt is too long for a path
+        return False

@@ -1,0 +1,77 @@
+"""`lockstep run`: which word is the model, and what a script sees of an answer."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.cli import commands as cli
+from gpu_engine.cli.run import model_and_prompt
+
+
+@pytest.mark.parametrize(
+    ("words", "files", "wanted"),
+    [
+        (["Name a river."], [], ("embedded", "Name a river.")),
+        (["MODEL", "Name a river."], [], ("MODEL", "Name a river.")),
+        ([], [], ("embedded", "from stdin")),
+        (["embedded"], [], ("embedded", "from stdin")),
+        (["DIR"], [], ("DIR", "from stdin")),
+        (["owner/name"], ["FILE"], ("owner/name", "text\n")),
+        (["Sum up."], ["FILE"], ("embedded", "Sum up.\n\na.txt:\n```\ntext\n```")),
+        (["Sum up."], ["-"], ("embedded", "Sum up.\n\nstdin:\n```\nfrom stdin\n```")),
+        (["x" * 5000], [], ("embedded", "x" * 5000)),
+    ],
+)
+def test_one_word_is_the_prompt_unless_it_names_a_model(
+    words: list[str], files: list[str], wanted: tuple[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("text\n")
+    places = {"DIR": str(tmp_path), "FILE": f"{tmp_path}/a.txt"}
+    found = model_and_prompt(
+        [places.get(word, word) for word in words],
+        [places.get(path, path) for path in files],
+        io.StringIO("from stdin"),
+    )
+    assert found == (places.get(wanted[0], wanted[0]), wanted[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["embedded", "Name", "a river."], "3 words: at most a model and a prompt; quote the prompt"),
+        (["x", "--file", "/nope"], "--file: cannot read /nope"),
+        (["x", "--schema", "/nope"], "--schema: cannot read /nope"),
+        (["x", "--raw", "--system", "s"], "--raw: has no chat template"),
+        ([" "], "the prompt is empty"),
+    ],
+)
+def test_a_wrong_command_line_starts_no_server(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", *arguments]) == cli.USAGE
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_script_gets_the_answer_and_whether_it_is_whole(root: Path) -> None:
+    def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "gpu_engine", "run", *arguments, "--temperature", "0"]
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=root, timeout=300, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    status, out, err = run("embedded", "--schema", "samples/city.json", "--max-tokens", "200", stdin="Describe Paris.")
+    assert (status, err) == (cli.OK, "")
+    assert set(json.loads(out)) == {"city", "country", "continent"}
+    status, out, err = run("One, two,", "--raw", "--max-tokens", "3")
+    assert (status, out.strip() != "") == (cli.NOT_COMPLETE, True)
+    assert err.startswith("[length] ")
+    status, _, err = run("/no/model", "Hello")
+    assert status == cli.FAILED
+    assert "/no/model is neither a directory, a GGUF file" in err
