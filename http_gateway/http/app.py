@@ -41,6 +41,12 @@ from http_gateway.wire.responses import ResponsesRequest
 DISTRIBUTION = "lockstep-engine"
 PAGE = Path(__file__).resolve().parents[1] / "page/index.html"
 TRACE_HEADERS = ("traceparent", "tracestate")
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    # The page shows what a model wrote. It may run its own script and ask this server, and fetches nothing else.
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+}
 CREATED_S = 0
 """Models have no date of their own."""
 
@@ -156,7 +162,7 @@ class Gateway:
         )
 
     async def _page(self, request: Request) -> Response:
-        return FileResponse(PAGE, headers={"Cache-Control": "no-cache"})
+        return FileResponse(PAGE, headers=PAGE_HEADERS)
 
 
 async def _awaited(work: Awaitable[Any]) -> Any:

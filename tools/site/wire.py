@@ -80,7 +80,7 @@ class _File:
             return
         yield from ("", f"### {name}", "", *self._text(place), "")
         if message.field:
-            yield from ("| field | type | |", "|---|---|---|")
+            yield from ("| field | type | about |", "|---|---|---|")
         maps = {nested.name: nested for nested in message.nested_type if nested.options.map_entry}
         for index, field in enumerate(message.field):
             about = " ".join(self._text((*place, _FIELDS, index)))
@@ -93,7 +93,7 @@ class _File:
             yield from self._enum(enum, f"{name}.{enum.name}", (*place, _NESTED_ENUMS, index))
 
     def _enum(self, enum: EnumDescriptorProto, name: str, place: Place) -> Iterator[str]:
-        yield from ("", f"### {name}", "", *self._text(place), "", "| value | number | |", "|---|---|---|")
+        yield from ("", f"### {name}", "", *self._text(place), "", "| value | number | about |", "|---|---|---|")
         for index, value in enumerate(enum.value):
             about = " ".join(self._text((*place, _VALUES, index)))
             yield f"| `{value.name}` | {value.number} | {_cell(about)} |"

@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser: a chat, a schema next to it, and a wrong field.
+"""The page at `/` in a real browser: a chat, a schema next to it, tools, Markdown, a phone, and a wrong field.
 
 Needs the extra `clients` and a Chromium on PATH; skipped, with the reason, where one is missing.
 """
@@ -89,11 +89,85 @@ def test_a_text_is_painted_by_its_tokens_whatever_lags(page: Any) -> None:
                    {token: "!", origin: "forced"}]);
       painter.show("caf", "");
       painter.show("\u00e9!", "");
+      painter.draw(true);
       return [...box.children].map(one => [one.className.trim(), one.textContent]);
     }""")
     assert painted == [
         ["draft thought", "H"], ["draft thought", "m"], ["sampled", "caf"], ["draft", "\u00e9"], ["forced", "!"],
     ]  # fmt: skip
+
+
+def test_markdown_becomes_elements_and_html_stays_text(page: Any) -> None:
+    """Each element keeps the colours of its tokens, and nothing that the model writes is markup of the page."""
+    page.evaluate("""() => {
+      const painter = new Painter(add("assistant"));
+      const tokens = ["# Ti", "tle\\n\\n**bo", "ld** <img src=x onerror=alert(1)> ", "[a](https://a.example/b) ",
+        "[b](javascript:alert(1))\\n- one\\n- `<i>`\\n\\n|x|y|\\n|-|-|\\n|1|2|\\n```\\n<script>\\n```"];
+      painter.add(tokens.map((token, i) => ({token, origin: ["sampled", "draft", "forced"][i % 3]})));
+      for (const token of tokens) painter.show(token, "");
+      painter.draw(false);
+    }""")
+    answer = page.locator(".turn.assistant")
+    assert answer.locator("p.head").inner_text() == "Title"
+    assert answer.locator("strong span").evaluate_all(
+        "all => all.map(one => [one.className.trim(), one.textContent])"
+    ) == [
+        ["draft", "bo"],
+        ["forced", "ld"],
+    ]
+    assert answer.locator("a").evaluate_all("all => all.map(one => one.href)") == ["https://a.example/b"]
+    assert answer.locator("li").all_inner_texts() == ["one", "<i>"]
+    assert answer.locator("th, td").all_inner_texts() == ["x", "y", "1", "2"]
+    assert answer.locator("pre").inner_text().strip() == "<script>"
+    assert "<img src=x onerror=alert(1)>" in answer.inner_text()
+    assert answer.locator("img, script, i").count() == 0
+
+
+def test_a_phone_shows_the_end_of_a_cut_answer_and_its_whole_seed(page: Any) -> None:
+    page.set_viewport_size({"width": 390, "height": 600})
+    page.click("#settings")
+    page.fill("#system", "Answer at length.")
+    page.fill("#seed", "18446744073709551615")
+    page.fill("#max_tokens", "150")
+    page.select_option("#kind", "regex")
+    page.fill("#schema", "([a-z]{1,9}\\n){200}")
+    page.click("#settings")
+    page.fill("#prompt", "Words.")
+    page.click("#send")
+    page.wait_for_selector(".figures[data-done]", timeout=60_000)
+    assert "Cut" in page.inner_text(".turn.cut")
+    assert page.inner_text(".figures[data-done]").endswith("seed 18446744073709551615")
+    top, height, whole, width = page.evaluate(
+        "[turns_.scrollTop, turns_.clientHeight, turns_.scrollHeight, document.documentElement.scrollWidth]".replace(
+            "turns_", "document.getElementById('turns')"
+        )
+    )
+    assert whole > height, "the answer is longer than the screen"
+    assert top + height >= whole - 1
+    assert width <= 390
+
+
+def test_a_tool_is_called_and_its_result_answered(page: Any) -> None:
+    page.fill("#max_tokens", "60")
+    page.fill("#temperature", "0")
+    page.click("summary")
+    tool = {"name": "add", "parameters": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}}
+    page.fill("#tools", json.dumps([{"type": "function", "function": tool}]))
+    asked = page.evaluate("""async () => {
+      const calls = [];
+      take(calls, [{index: 0, id: "call_1", function: {name: "add", arguments: '{"n"'}}]);
+      take(calls, [{index: 0, function: {arguments: ': 1}'}}]);
+      turns.push({role: "user", content: "Add 1."}, {role: "assistant", content: "", tool_calls: calls});
+      askResults(calls);
+      return JSON.parse(body()).tools[0].function.name;
+    }""")
+    assert asked == "add"
+    assert page.inner_text(".turn.call code") == 'add({"n": 1})'
+    page.fill(".turn.call textarea", "2")
+    page.click(".turn.call button")
+    page.wait_for_selector(".figures[data-done]", timeout=60_000)
+    assert page.evaluate("turns.map(turn => turn.role)")[:3] == ["user", "assistant", "tool"]
+    assert page.locator(".turn.error").count() == 0
 
 
 def test_what_the_server_refuses_is_shown(page: Any) -> None:
