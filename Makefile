@@ -24,7 +24,7 @@ C_SOURCES := $(wildcard shared_mem/native/*.[ch] kernels/native/*.[ch] kernels/c
 TIDY_SOURCES := $(wildcard shared_mem/native/*.c) $(addprefix kernels/native/,dispatch.c step.c suffix.c team.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow coverage check lint types imports test-gpu compose-test simulate model mutants fuzz test-sanitizers \
+.PHONY: help demo serve test test-slow coverage check check-cubins lint types imports test-gpu compose-test simulate model mutants fuzz test-sanitizers \
 	bench bench-acceptance bench-isolation soak bench-gpu gpu-hour docs docs-version protos locks sbom audit wheels release \
 	clean
 
@@ -118,6 +118,9 @@ types: $(VENV)/.dev
 imports: $(VENV)/.dev
 	$(VENV)/bin/lint-imports
 	cd client && $(abspath $(VENV))/bin/lint-imports --config pyproject.toml
+
+check-cubins: $(VENV)/.dev ## Compile every GPU kernel for five kinds of GPU, and compare what it takes with the table
+	$(PY) -m tests.kernels.cuda.cubins
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)

@@ -21,7 +21,7 @@ from kernels.cuda.rows import row_kernel
 from kernels.cuda.tree_acceptance import tree_acceptance_kernel
 from kernels.step_tensors import MAX_LOGPROBS, DraftTree, StepTensors
 
-_FILTER_TILE_ROWS = 256
+_FILTER_TILE_ROWS = 128
 
 
 def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None:

@@ -92,14 +92,18 @@ def test_a_package_has_one_version_in_all_locks(root: Path) -> None:
     assert {key: found for key, found in versions.items() if len(found) > 1} == {}
 
 
-def test_the_tests_and_the_image_have_one_version_of_triton(root: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [("triton", ["dev", "grammar-xgrammar"]), ("nvidia-cuda-nvrtc", ["dev"]), ("cuda-bindings", ["dev"])],
+)
+def test_the_tests_and_the_image_have_one_version_of_each_compiler(root: Path, name: str, others: list[str]) -> None:
     """The interpreter and the compilations of the tests say nothing about another version's kernels."""
-    every = {path.stem: pins(path) for path in locks.folder(root).glob("*.txt")}
     versions = {
-        stem: {pin.version for pin in found if pin.requirement.name == "triton"} for stem, found in every.items()
+        stem: {pin.version for pin in pins(locks.folder(root) / f"{stem}.txt") if pin.requirement.name == name}
+        for stem in ("cuda", *others)
     }
     assert len(versions["cuda"]) == 1
-    assert versions["dev"] == versions["grammar-xgrammar"] == versions["cuda"]
+    assert all(versions[stem] == versions["cuda"] for stem in others)
 
 
 def test_torch_and_the_embedded_model_are_pinned_to_what_the_project_takes(root: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,40 +38,61 @@ from kernels.low_rank_stacks import LowRankStacks, ProductShape
 from kernels.paged_attention import KVPages
 from kernels.step_tensors import DraftTree, TreeRows, tree_shape
 
-MAX_SHARED = 232_448
-"""Bytes of shared memory that a program may have on compute capability 9.0."""
+NAMES = {
+    *("row_kernel", "filter_kernel", "acceptance_kernel", "logprobs_kernel", "draft_kernel", "noise_kernel"),
+    *("norm_kernel", "rotary_kernel", "angles_kernel", "gated_kernel"),
+    *("decode_kernel", "combine_kernel", "store_kernel", "prefill_kernel"),
+    *("load_kernel", "post_kernel", "cache_kernel", "advance_kernel", "ngram_kernel", "take_jump_forward_kernel"),
+    *("product_kernel", "gated_product_kernel", "quantise_kernel", "rescale_kernel"),
+    *("shrink_kernel", "expand_kernel"),
+    *("tree_decode_kernel", "tree_acceptance_kernel", "compact_kernel", "branch_kernel"),
+    *("grow_kernel", "take_kernel"),
+}
+"""The kernels of kernels/cuda."""
+MAX_SHARED = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes of shared memory that a program may have, by compute capability times 10."""
+
+
+class Binary(NamedTuple):
+    """A kernel's machine code."""
+
+    name: str
+    code: bytes
+    shared: int
+    """Bytes of shared memory that a launch asks for."""
 
 
 class _Utils:
-    def __init__(self) -> None:
-        self.binaries: list[tuple[str, bytes]] = []
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self.binaries: list[Binary] = []
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": MAX_SHARED, "multiprocessor_count": 132}
+        return {"max_shared_mem": MAX_SHARED[self.capability], "multiprocessor_count": 132}
 
-    def load_binary(self, name: str, binary: bytes, *_: object) -> tuple[int, int, int, int, int]:
-        self.binaries.append((name, binary))
+    def load_binary(self, name: str, binary: bytes, shared: int, *_: object) -> tuple[int, int, int, int, int]:
+        self.binaries.append(Binary(name, binary, shared))
         return 0, 0, 0, 0, 1024
 
     def unload_module(self, *_: object) -> None: ...
 
 
 class NoDevice:
-    """Triton's driver protocol for compute capability 9.0."""
+    """Triton's driver protocol for one compute capability."""
 
-    def __init__(self) -> None:
-        self.utils = _Utils()
+    def __init__(self, capability: int = 90) -> None:
+        self.utils = _Utils(capability)
 
     @property
-    def binaries(self) -> list[tuple[str, bytes]]:
-        """Name and machine code of each kernel, in order of first use."""
+    def binaries(self) -> list[Binary]:
+        """Each kernel, in order of first use."""
         return self.utils.binaries
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
         return lambda *_, **__: None
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.utils.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -80,9 +101,9 @@ class NoDevice:
         return 0
 
 
-def install() -> NoDevice:
-    """Make Triton use the driver without a device, and return it."""
-    driver = NoDevice()
+def install(capability: int = 90) -> NoDevice:
+    """Make Triton use the driver without a device, and return it. Once a process: Triton keeps what it compiled."""
+    driver = NoDevice(capability)
     triton.runtime.driver.set_active(driver)
     return driver
 
@@ -261,7 +282,7 @@ def main() -> None:
     compile_low_rank(4, 8, ProductShape(4096, (14_336, 14_336)), 64, torch.bfloat16)
     compile_low_rank(2, 512, ProductShape(14_336, (4096,)), 16, torch.bfloat16)
     compile_low_rank(3, 4, ProductShape(2304, (2048, 1024, 1024)), 256, torch.float32)
-    print(*sorted({name for name, _ in driver.binaries}))
+    print(*sorted({binary.name for binary in driver.binaries}))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,7 @@ from pathlib import Path
 
 import pytest
 
-NAMES = {
-    *("row_kernel", "filter_kernel", "acceptance_kernel", "logprobs_kernel", "draft_kernel", "noise_kernel"),
-    *("norm_kernel", "rotary_kernel", "angles_kernel", "gated_kernel"),
-    *("decode_kernel", "combine_kernel", "store_kernel", "prefill_kernel"),
-    *("load_kernel", "post_kernel", "cache_kernel", "advance_kernel", "ngram_kernel", "take_jump_forward_kernel"),
-    *("product_kernel", "gated_product_kernel", "quantise_kernel", "rescale_kernel"),
-    *("shrink_kernel", "expand_kernel"),
-    *("tree_decode_kernel", "tree_acceptance_kernel", "compact_kernel", "branch_kernel"),
-    *("grow_kernel", "take_kernel"),
-}
+from tests.kernels.cuda.ahead_of_time import NAMES
 
 
 @pytest.mark.slow
