@@ -25,8 +25,8 @@ TIDY_SOURCES := $(wildcard shared_mem/native/*.c) $(addprefix kernels/native/,di
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow coverage check check-cubins lint types imports test-gpu compose-test simulate model mutants fuzz test-sanitizers \
-	bench bench-acceptance bench-isolation soak bench-gpu gpu-hour docs docs-version protos locks sbom audit wheels release \
-	clean
+	bench bench-acceptance bench-isolation soak bench-gpu gpu-hour docs docs-version protos locks sbom audit wheels images \
+	release clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -143,7 +143,7 @@ fuzz: $(VENV)/.fuzz ## Run every target of the fuzzer for five minutes; ARGS="TA
 	$(PY) -m tools.fuzz $(ARGS)
 
 compose-test: $(VENV)/.dev ## Build the container images and test them under compose (needs Docker)
-	docker compose --file compose.yaml --file compose.smg.yaml build
+	docker compose --file compose.yaml --file compose.http.yaml --file compose.smg.yaml build
 	GRAMMAR_BACKEND=xgrammar docker compose build grammar
 	$(PY) -m pytest -m docker tests/compose $(ARGS)
 
@@ -203,6 +203,9 @@ audit: $(VENV)-supply/.made ## Look the locked versions up among known vulnerabi
 
 wheels: $(VENV)-supply/.made ## Build the wheels in dist/ (needs gcc, and gcc-aarch64-linux-gnu); ARGS="--only x86_64 client"
 	$(VENV)-supply/bin/python -m tools.wheels $(ARGS)
+
+images: ## Build and try the container images (needs Docker or podman); ARGS="--prefix REGISTRY/PATH/ --push"
+	$(PYTHON) -m tools.images $(ARGS)
 
 release: $(VENV)-supply/.made ## Check the release VERSION=0.5.0 and write its wheels and notes to dist/; publishes nothing
 	$(VENV)-supply/bin/python -m tools.release "$(VERSION)"

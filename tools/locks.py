@@ -31,10 +31,11 @@ LOCKS = {
     "engine": ("engine", "embedded", "http", "vllm-wire"),
     "grammar-llguidance": ("llguidance",),
     "grammar-xgrammar": ("xgrammar",),
+    "gateway": ("http",),
     "supply": ("supply",),
     "docs": ("docs",),
 }
-"""The extras of each lock. `dev` and `runtime` are the Makefile's environments, the next three are the images',
+"""The extras of each lock. `dev` and `runtime` are the Makefile's environments, the next four are the images',
 `supply` has the tools that build the package and that list and audit the others, and `docs` has those that build the
 site."""
 TORCH = "2.13.0"

@@ -19,7 +19,8 @@ from pathlib import Path
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvhost-gpu", "/dev/dxg")
 """Of the driver on Linux, on Jetson, and of Windows' subsystem for Linux."""
-_OWN_INDEX = re.compile(r"\b(index-url|extra-index-url|find-links|no-index)=")
+_OWN_INDEX = re.compile(r"\b(index-url|extra-index-url|find-links|no-index)=(?!'')")
+"""An empty variable names no index."""
 
 
 def flag(platform: str, exists: Callable[[str], bool], pip_config: str) -> str:

@@ -22,9 +22,11 @@ from gpu_engine.api.transfer_config import TransferConfig
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.sidecar.supervisor import SPIN_ALWAYS_US
 from http_gateway.config import ENVIRONMENT_PREFIX, GatewayConfig
+from tools.images import IMAGES
 
 SERVICES = ("engine", "grammar")
-DOCKERFILES = ("gpu_engine/Dockerfile", "grammar_service/Dockerfile")
+TARGETS = {"engine-cpu": "build-engine", "grammar": "build-grammar", "gateway": "build-gateway"}
+"""The final stages of `Dockerfile`, each with the stage that it copies from."""
 
 
 @pytest.fixture
@@ -37,10 +39,11 @@ def load(root: Path, name: str) -> dict[str, Any]:
     return document
 
 
-def stages(root: Path, name: str) -> list[str]:
-    """Return the instructions of each stage, comments and line ends left out."""
-    lines = [line for line in (root / name).read_text().splitlines() if not line.startswith("#")]
-    return re.split(r"^FROM ", "\n".join(lines).replace("\\\n", " "), flags=re.MULTILINE)[1:]
+def stages(root: Path) -> dict[str, str]:
+    """Return the instructions of each stage of `Dockerfile` by its name, comments and line ends left out."""
+    lines = [line for line in (root / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    found = re.split(r"^FROM ", "\n".join(lines).replace("\\\n", " "), flags=re.MULTILINE)[1:]
+    return {stage.split(maxsplit=3)[2]: stage for stage in found}
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -81,7 +84,9 @@ def test_ports_are_published_to_this_machine_alone(compose: dict[str, Any]) -> N
 
 def test_one_variable_swaps_the_backend_and_the_engine_does_not_see_it(compose: dict[str, Any], root: Path) -> None:
     grammar = compose["services"]["grammar"]
-    assert grammar["image"] == "lockstep-grammar:${GRAMMAR_BACKEND:-llguidance}"
+    assert grammar["image"].endswith(
+        "lockstep-grammar:${LOCKSTEP_VERSION:+${LOCKSTEP_VERSION}-}${GRAMMAR_BACKEND:-llguidance}"
+    )
     assert grammar["build"]["args"]["GRAMMAR_BACKEND"] == "${GRAMMAR_BACKEND:-llguidance}"
     assert grammar["environment"]["LOCKSTEP_GRAMMAR_BACKEND"] == "${GRAMMAR_BACKEND:-llguidance}"
     assert "GRAMMAR_BACKEND" not in str(compose["services"]["engine"])
@@ -118,7 +123,7 @@ HARDENING = ("user", "read_only", "cap_drop", "security_opt", "init", "restart")
 @pytest.mark.parametrize(
     ("overlay", "service", "more"),
     [
-        ("compose.http.yaml", "gateway", ("image", "tmpfs", "logging")),
+        ("compose.http.yaml", "gateway", ("tmpfs", "logging")),
         ("compose.disaggregated.yaml", "prefill", ("image", "tmpfs", "logging")),
         ("compose.smg.yaml", "smg", ()),
     ],
@@ -136,6 +141,7 @@ def test_a_service_of_an_overlay_is_as_hardened_as_the_engine(
 def test_the_overlays_settings_are_accepted(root: Path) -> None:
     gateway = load(root, "compose.http.yaml")["services"]["gateway"]["environment"]
     given = {name.removeprefix(ENVIRONMENT_PREFIX).lower(): value for name, value in gateway.items()}
+    assert "ENV LOCKSTEP_GATEWAY_LISTEN=0.0.0.0:8000" in stages(root)["gateway"]
     assert GatewayConfig(**given).engines == ("engine:50051",)
     services = load(root, "compose.disaggregated.yaml")["services"]
     assert "ports" not in services["prefill"], "clients ask the engine that decodes"
@@ -159,23 +165,57 @@ def test_secrets_are_mounted_and_not_built_in(root: Path) -> None:
         assert engine["environment"][f"LOCKSTEP_{name}"].startswith("/run/secrets/")
 
 
-@pytest.mark.parametrize("name", DOCKERFILES)
+@pytest.mark.parametrize("target", TARGETS)
 def test_images_run_as_the_composed_user_without_sources_or_compiler(
-    root: Path, compose: dict[str, Any], name: str
+    root: Path, compose: dict[str, Any], target: str
 ) -> None:
-    _, build, final = stages(root, name)[:3]
-    assert "gcc" in build
-    assert "gcc" not in final
-    assert "pip" not in final
-    copies = re.findall(r"^COPY (.*)", final, re.MULTILINE)
-    assert copies == ["--from=build /opt/lockstep /opt/lockstep"]
-    assert "USER ${UID}:${UID}" in final
-    uid = re.findall(r"^ARG UID=(\d+)", final, re.MULTILINE)
-    assert [uid[0], uid[0]] == compose["services"]["engine"]["user"].split(":")
+    every = stages(root)
+    image = every["final"] + every[target]
+    assert every[target].startswith("final AS ")
+    assert "gcc" in every["tools"]
+    assert "gcc" not in image
+    assert "pip" not in image
+    copies = re.findall(r"^COPY (.*)", image, re.MULTILINE)
+    assert copies == [f"--from={TARGETS[target]} /opt/lockstep /opt/lockstep"]
+    assert "USER ${UID}:${UID}" in every[target]
+    (uid,) = set(re.findall(r"^ARG UID=(\d+)", image, re.MULTILINE))
+    assert [uid, uid] == compose["services"]["engine"]["user"].split(":")
+
+
+def test_an_image_has_a_title_a_description_and_a_licence(root: Path) -> None:
+    every = stages(root)
+    assert 'image.licenses="Apache-2.0"' in every["final"]
+    for target in TARGETS:
+        assert re.search(r'image\.title="[^"]+"\s+org\.opencontainers\.image\.description="[^"]+"', every[target])
+
+
+def test_compose_names_the_images_that_are_built_and_pushed(root: Path) -> None:
+    """Each with and without a version, and with a build of the same target where no registry has it."""
+    built = {name: image for image in IMAGES.values() for name in image.names("ml/", "1.2.3")}
+    for variables in ({}, {"LOCKSTEP_VERSION": "1.2.3"}, {"GRAMMAR_BACKEND": "xgrammar"}):
+        for name in ("compose.yaml", "compose.gpu.yaml", "compose.http.yaml"):
+            for service in load(root, name)["services"].values():
+                if "image" in service:
+                    image = built[interpolated(service["image"], {"LOCKSTEP_IMAGES": "ml/"} | variables)]
+                    assert image.target == service["build"]["target"]
+
+
+def interpolated(text: str, variables: dict[str, str]) -> str:
+    """Return what compose makes of `${NAME:-default}` and `${NAME:+text}`."""
+    pattern = re.compile(r"\$\{(\w+)(?::([-+])((?:[^{}]|\$\{\w+\})*))?\}")
+
+    def value(match: re.Match[str]) -> str:
+        name, sign, other = match.groups()
+        there = variables.get(name, "")
+        return (other if there else "") if sign == "+" else there or other or ""
+
+    while pattern.search(text):
+        text = pattern.sub(value, text)
+    return text
 
 
 def test_the_small_sidecar_refuses_torch_when_it_is_built(root: Path) -> None:
-    assert "find_spec('torch')" in stages(root, "grammar_service/Dockerfile")[1]
+    assert "find_spec('torch')" in stages(root)["build-grammar"]
 
 
 def test_only_sources_get_into_a_build(root: Path) -> None:
@@ -185,6 +225,7 @@ def test_only_sources_get_into_a_build(root: Path) -> None:
     assert taken == {
         *("LICENSE", "README.md", "pyproject.toml", "setup.py", "client", "locks"),
         *("gpu_engine", "grammar_service", "http_gateway", "kernels", "protos", "service_runtime", "shared_mem"),
+        "tools/torch_index.py",
     }
 
 
@@ -199,7 +240,7 @@ def test_smg_is_the_one_of_the_tests_and_keeps_its_metrics_to_itself(root: Path)
 
 
 def test_the_image_of_the_engine_has_the_wire_of_the_gateway(root: Path) -> None:
-    assert "*e['vllm-wire']" in stages(root, "gpu_engine/Dockerfile")[0]
+    assert "vllm-wire]" in stages(root)["build-engine"]
 
 
 def imported(path: Path) -> set[str]:

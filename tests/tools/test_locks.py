@@ -117,11 +117,16 @@ def test_torch_and_the_embedded_model_are_pinned_to_what_the_project_takes(root:
     assert str(model.requirement) == PACKAGE == locks.EMBEDDED_MODEL
 
 
-@pytest.mark.parametrize("dockerfile", ["gpu_engine/Dockerfile", "grammar_service/Dockerfile"])
-def test_images_install_what_is_locked_and_list_it(root: Path, dockerfile: str) -> None:
-    text = (root / dockerfile).read_text(encoding="utf-8")
+def test_images_install_what_is_locked_and_list_it(root: Path) -> None:
+    text = (root / "Dockerfile").read_text(encoding="utf-8")
     assert 'LOCKED_INSTALL="install --no-deps --require-hashes --only-binary :all:"' in text
-    assert "--output-file /opt/lockstep/sbom.cdx.json" in text
+    builds = text.count("AS build-")
+    assert builds == text.count("--output-file /opt/lockstep/sbom.cdx.json") == 3
+    # LOCKED=off takes the extras of pyproject.toml.
+    for name, extras in (("engine", "engine,embedded,http,vllm-wire"), ("gateway", "http")):
+        assert tuple(extras.split(",")) == locks.LOCKS[name]
+        assert f"[{extras}]" in text
+        assert f"locks/{name}.txt" in text
     installs = [line for line in text.splitlines() if "pip install" in line]
     for line in installs:
         assert "--no-index" in line or "LOCKED" in line or "locks/${TORCH}.txt" in line, line

@@ -38,7 +38,10 @@ CHANGELOG = """# Changelog
 ## 0.4.0
 """
 CITATION = "version: 0.5.0\ndate-released: 2027-01-31\n"
-APART_FROM_MAKE = ("sudo apt-get install ", "mkdir dist && cp ", "gh release create ", "git fetch site.bundle ")
+APART_FROM_MAKE = (
+    *("sudo apt-get install ", "mkdir dist && cp ", "gh release create ", "git fetch site.bundle "),
+    *("docker ", 'echo "$GH_TOKEN" | docker login '),
+)
 """What a workflow may run that is no target: it needs the runner, or publishes."""
 
 

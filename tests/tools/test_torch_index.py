@@ -16,6 +16,7 @@ from tools.torch_index import CPU_INDEX, flag
     [
         ("linux", set(), "", True),
         ("linux", set(), "global.cert='/etc/ca'\n:env:.timeout='9'", True),
+        ("linux", set(), ":env:.extra-index-url=''", True),
         ("linux", {"/dev/nvidiactl"}, "", False),
         ("linux", {"/dev/dxg"}, "", False),
         ("darwin", set(), "", False),
