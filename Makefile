@@ -44,7 +44,15 @@ define INSTALL_TORCH_AND_PROJECT
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable client --editable .
 endef
 
+# Before minutes in which pip says nothing.
+define SAY_AND_CHECK
+	@command -v $${CC:-gcc} >/dev/null || { echo "error: there is no C compiler ($${CC:-gcc}), which a checkout needs: \
+apt-get install gcc, or dnf install gcc; a wheel needs none (docs/install.md)" >&2; exit 1; }
+	@echo "installing $(1) into $(VENV): some minutes and 1 to 2 GB, once"
+endef
+
 $(VENV)/.runtime: $(INSTALLED_FROM) | $(VENV)/bin/python
+	$(call SAY_AND_CHECK,what a server needs)
 ifeq ($(LOCKED),off)
 	$(PY) -m pip install --quiet $$($(PY) tools/torch_index.py) --editable client --editable '.[engine,llguidance,embedded,http]'
 else
@@ -56,6 +64,7 @@ endif
 
 # pip compiles bytecode in one process, so `check` has it compiled in two, beside the type checker.
 $(VENV)/.dev: $(INSTALLED_FROM) | $(VENV)/bin/python
+	$(call SAY_AND_CHECK,what tests and checks need)
 ifeq ($(LOCKED),off)
 	$(PY) -m pip install --quiet --no-compile $$($(PY) tools/torch_index.py) --editable client \
 		--editable '.[engine,llguidance,embedded,xgrammar,dev]'

@@ -353,6 +353,10 @@ def health_of(access: Access, timeout_s: float) -> str:
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
 
+_MOST_NAMES = 6
+"""Names of a list that a line of `info` has."""
+
+
 def _shown(message: pb.GetModelInfoResponse | pb.GetStatsResponse, name: str) -> str:
     value = getattr(message, name)
     if name == "backends":
@@ -361,7 +365,10 @@ def _shown(message: pb.GetModelInfoResponse | pb.GetStatsResponse, name: str) ->
         return ", ".join(f"{key}: {count}" for key, count in sorted(value.items())) or "none"
     if isinstance(value, float):
         return f"{value:.1f}"
-    return str(list(value)) if hasattr(value, "extend") else str(value)
+    if not hasattr(value, "extend"):
+        return str(value)
+    shown = ", ".join(map(str, value[:_MOST_NAMES])) or "none"
+    return shown if len(value) <= _MOST_NAMES else f"{shown}, ... ({len(value)} in all)"
 
 
 def ask(access: Access, question: Callable[[AsyncRpc], Awaitable[int]]) -> int:

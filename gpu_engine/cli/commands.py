@@ -238,6 +238,15 @@ start; 2 wrong usage.
 """
 
 
+_MAIN_SETTINGS = (
+    *("--config", "--model", "--served-model-name", "--dtype", "--quantization", "--device", "--num-threads"),
+    *("--max-batch-size", "--max-model-len", "--kv-cache-tokens", "--drafter", "--draft-model"),
+    *("--num-draft-tokens", "--adapter", "--listen", "--http", "--auth-token-file", "--grammar-backend"),
+    *("--metrics-listen", "--log-level", "--log-format"),
+)
+"""What most servers set: the flags of the short help."""
+
+
 def main(arguments: Sequence[str] | None = None, internal: Mapping[str, Any] | None = None) -> int:
     """Run a command and return the exit status. `internal`: fields of the config classes that are no settings."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -267,6 +276,7 @@ def _parser() -> Parser:
     demo = commands.add("demo", help="see one guided answer", usage="%(prog)s [settings]", description=_DEMO)
     for command, run in ((serve, _run_serve), (demo, _run_demo)):
         add_flags(command, [EngineConfig, ServerConfig, TransferConfig])
+        command.shorten_help(_MAIN_SETTINGS)
         command.set_defaults(run=run)
     _add_run(commands)
     commands.add("gateway", help="serve OpenAI's HTTP API for running servers", add_help=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -19,6 +20,16 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the line breaks of the examples."""
 
 
+class _HelpAll(argparse.Action):
+    """Prints the help with every flag, and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        """See argparse.Action."""
+        assert isinstance(parser, Parser)
+        print(parser.format_whole_help(), end="")
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """A parser of commands, and of each command's flags."""
 
@@ -26,6 +37,32 @@ class Parser(argparse.ArgumentParser):
         defaults: dict[str, Any] = {"allow_abbrev": False, "formatter_class": Formatter}
         super().__init__(*arguments, **defaults | more)
         self._commands: dict[str, Parser] = {}
+        self._short: frozenset[argparse.Action] = frozenset()
+        """What `--help` shows; empty: all."""
+
+    def shorten_help(self, flags: Sequence[str]) -> None:
+        """Let `--help` show only these flags, and `--help-all` every one."""
+        self._short = frozenset(self._option_string_actions[flag] for flag in ("--help", "--version", *flags))
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="every setting")
+
+    def format_help(self) -> str:
+        """Return the help; after `shorten_help` the short one."""
+        if not self._short:
+            return super().format_help()
+        texts = {action: action.help for action in self._actions}
+        for action, text in texts.items():
+            action.help = _first_sentence(text or "") if action in self._short else argparse.SUPPRESS
+        try:
+            shown = super().format_help()
+        finally:
+            for action, text in texts.items():
+                action.help = text
+        more = sum(text != argparse.SUPPRESS for action, text in texts.items() if action not in self._short) - 1
+        return f"{shown}\n--help-all shows {more} more settings, and all of each.\n"
+
+    def format_whole_help(self) -> str:
+        """Return the help with every flag."""
+        return super().format_help()
 
     def add_commands(self, version: str) -> Commands:
         """Return what adds commands to this parser."""
@@ -94,6 +131,15 @@ class Commands:
         command.add_argument("--version", action="version", version=self._version)
         self._parser._commands[name] = command
         return command
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of a flag's help without what is in brackets, and its default."""
+    about, _, default = text.rpartition(" (default: ")
+    if not about:
+        return text
+    sentence = re.sub(r" ?\([^()]*\)", "", about.partition(". ")[0]).rstrip(".")
+    return f"{sentence} (default: {default.partition('; ')[0]})"
 
 
 def _name(word: str) -> str:

@@ -136,6 +136,7 @@ _RESPONSE: list[_Value | _Switch] = [
     _Value(
         "sampling", "logprobs", "--logprobs", int, "show log-probabilities, with this many alternatives (default: none)"
     ),
+    _Switch("sampling", "masked_logprobs", "--masked-logprobs", True, "show them among the tokens that are allowed"),
     _Value(
         "response",
         "prompt_logprobs",

@@ -33,6 +33,20 @@ def loading_progress(stream: TextIO = sys.stderr) -> Iterator[Callable[[str, flo
         yield lambda stage, done: progress.update(task, description=stage, completed=done)
 
 
+_ENDS = {
+    pb.FINISH_REASON_LENGTH: "cut at max_tokens or the longest sequence: raise --max-tokens for the rest",
+    pb.FINISH_REASON_ABORTED: "aborted by the server",
+    pb.FINISH_REASON_GRAMMAR_INCOMPLETE: "cut at max_tokens before it fitted its grammar: raise --max-tokens",
+    pb.FINISH_REASON_GRAMMAR_ERROR: "the grammar allowed no further token",
+    pb.FINISH_REASON_GRAMMAR_CLOSED: (
+        "led to its end near max_tokens: it fits its grammar, but values may be missing or made up; raise --max-tokens"
+    ),
+    pb.FINISH_REASON_GRAMMAR_INVALID: "no answer was found that passes the checks",
+    pb.FINISH_REASON_REPETITION: "ended because it repeated itself",
+}
+"""Why an answer ended, in words, where the model did not end it."""
+
+
 def summary(response: pb.GenerateResponse) -> str:
     """Return one line on a finished sequence, from its last response."""
     usage, t = response.usage, response.telemetry
@@ -52,6 +66,8 @@ def summary(response: pb.GenerateResponse) -> str:
         parts.append(
             f"{backend}: compiled in {t.compile_ms:.1f} ms{cached}, steps waited {t.mask_wait_ms:.1f} ms for masks"
         )
+    if words := _ENDS.get(response.finish_reason):
+        parts.append(words)
     return " | ".join([*parts, *(f"warning: {warning}" for warning in t.warnings)])
 
 

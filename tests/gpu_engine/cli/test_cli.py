@@ -18,7 +18,7 @@ import pytest
 from gpu_engine.api.request import FinishReason, Request, TokenEvent
 from gpu_engine.cli import commands as cli
 from gpu_engine.cli.asking import hint
-from gpu_engine.cli.demo import how_to_call
+from gpu_engine.cli.demo import compared, how_to_call
 from gpu_engine.cli.request_flags import build_request
 from gpu_engine.cli.terminal import field_table, grammar_cost, loading_progress, logprob_table, summary
 from lockstep_client.wire import engine_pb2 as pb
@@ -70,7 +70,7 @@ async def test_generate_streams_to_stdout_and_sums_up_on_stderr(
         assert await run("info", "--server", address) == cli.OK
         shown = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
         names = ("model_type", "backends", "eos_token_ids", "num_slots")
-        assert [shown[name] for name in names] == [["fake"], ["none"], ["[256]"], ["4"]]
+        assert [shown[name] for name in names] == [["fake"], ["none"], ["256"], ["4"]]
         assert await run("tokenize", "--server", address, "--text", "ab") == cli.OK
         assert await run("tokenize", "--server", address, "--text", "ab", "--with-texts") == cli.OK
         assert await run("detokenize", "--server", address, "--ids", "97, 98 99") == cli.OK
@@ -169,6 +169,12 @@ def test_a_failure_to_start_is_an_object_among_json_lines(tmp_path: Path, capsys
     assert (line["level"], line["message"]) == ("error", f"tls_cert: cannot read {missing}: No such file or directory")
 
 
+def test_the_demo_says_that_one_slower_answer_is_no_measurement() -> None:
+    assert compared(210.0, 198.0) == "speculation: 1.06 times as fast here\n"
+    assert compared(198.0, 210.0).startswith("speculation: slower this time. One short answer is no measurement")
+    assert compared(0.0, 0.0) == ""
+
+
 @pytest.mark.parametrize(
     ("python", "installed", "on_path", "name"),
     [
@@ -207,6 +213,8 @@ def test_the_summary_names_the_grammar_library_and_its_warnings() -> None:
     line = summary(response)
     shown = ("[stop]", "10.0 tokens/s", "2.50 tokens/step", "seed 9", "xgrammar", "warning: format is not enforced")
     assert [part for part in shown if part not in line] == []
+    response.finish_reason = pb.FINISH_REASON_GRAMMAR_CLOSED
+    assert "led to its end near max_tokens" in summary(response)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

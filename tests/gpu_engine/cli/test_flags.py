@@ -28,7 +28,7 @@ ALL = shlex.split("""
 --repetition-max-pattern-size 6 --repetition-min-pattern-size 2 --repetition-min-count 5
 --whole --cumulative --client-id c --lora l --prompt-adapter p
 --cache-salt s --draft-tokens 3 --no-draft-index --reasoning --reasoning-tokens 9 --reasoning-effort low
---reasoning-begin <a> --reasoning-end </a> --processor a --processor 'b={"size": 2}'
+--masked-logprobs --reasoning-begin <a> --reasoning-end </a> --processor a --processor 'b={"size": 2}'
 --beam-width 4 --length-penalty 0.5 --early-stopping never
 --continue-final-message --template-arguments '{"a": 1}' --tool-choice required --no-parallel-tool-calls
 """)
@@ -157,6 +157,19 @@ def test_every_command_has_its_version_and_help(command: str, capsys: pytest.Cap
             cli.main([command, flag])
         assert caught.value.code == 0
         assert capsys.readouterr().out.startswith(shown)
+
+
+def test_the_help_of_serve_shows_the_settings_that_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["serve", flag])
+        assert caught.value.code == 0
+        shown.append(capsys.readouterr().out)
+    short, whole = ({word for word in text.split() if re.fullmatch("--[a-z-]+", word)} for text in shown)
+    assert {"--model", "--max-model-len", "--http"} <= short < whole
+    assert "--row-timeout-ms" in whole - short
+    assert len(shown[0].splitlines()) < 90 < len(shown[1].splitlines())
 
 
 def test_help_states_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
