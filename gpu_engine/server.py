@@ -37,6 +37,7 @@ from gpu_engine.front.port.early import check_port
 from gpu_engine.front.port.listening import Listeners, ServerError, bind
 from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.gateway_process import SOCKET_NAME, TOKEN_NAME, HttpGateway, gateway_command, write_token
+from gpu_engine.model.names import check_name
 from gpu_engine.ops.core_split import CoreSplit, fills_cores
 from gpu_engine.ops.installation import installed_version, overwritten_kernels
 from gpu_engine.ops.metrics_engine import EngineCollector
@@ -108,6 +109,7 @@ def real_parts() -> Parts:
         return torch.cuda.device_count()
 
     transformers_logging.disable_progress_bar()  # `progress` shows the loading instead
+    transformers_logging.set_verbosity_error()  # its advice is for its own users
     return Parts(load_model, Engine, num_cuda_devices, find_model)
 
 
@@ -151,6 +153,9 @@ async def open_server(
         async with AsyncExitStack() as stack:
             # Before torch is imported, which takes seconds.
             check_port(server_config)
+            if parts is None:
+                check_name(engine_config.model, "model")
+                check_name(engine_config.draft_model, "draft_model")
             refuse(OF_START, Start(engine_config, server_config), ServerError)
             modules = wanted_extensions(engine_config, server_config, parts.extensions if parts else None)
             for module in modules:
@@ -290,6 +295,7 @@ def _limits(server_config: ServerConfig, model: Model, engine: ServedEngine) -> 
         max_model_len=model.max_model_len,
         outputs=model.outputs,
         processors=engine.processors,
+        sampling_defaults=model.sampling_defaults,
     )
 
 

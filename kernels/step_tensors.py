@@ -17,6 +17,8 @@ from kernels.row_kinds import ALL
 
 MAX_LOGPROBS = 20
 """Largest number of alternatives of a token whose log-probabilities are returned."""
+MASKED_LOGPROBS = 32
+"""Added to a slot's number of alternatives: its log-probabilities are over the legal tokens of each row."""
 RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED = 0, 1, 2, 3
 """Values of `AcceptResult.finish_B`; STOP_STEERED is a stop token at a row whose `forced` is STEERED."""
 PARENT_SHIFT = 24
@@ -42,7 +44,7 @@ class SlotParams:
     frequency_S: torch.Tensor  # float32
     top_k_S: torch.Tensor  # int32, 0: all
     seed_S: torch.Tensor  # int64, the bits of an unsigned 64-bit seed
-    num_logprobs_S: torch.Tensor  # int32, -1: none
+    num_logprobs_S: torch.Tensor  # int32, -1: none; see MASKED_LOGPROBS
     rules_S: torch.Tensor  # int64, address of the slot's rules (see `pack_rules`), 0: none
 
     @classmethod

@@ -87,6 +87,8 @@ class FakeModel:
     eos_token_ids: tuple[int, ...] = (EOS,)
     model_type: str = "fake"
     dtype_name: str = "float32"
+    weights: str = "float32"
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     num_parameters: int = 7
     name: str = "fake-model"
     max_model_len: int = 256

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
@@ -96,6 +96,8 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[TokenLogprob, ...]
+    token_id: int | None = None
+    """The token; None in answers whose token ids were left out. `token_texts` of a client has the texts of ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +330,8 @@ class ModelInfo:
     page_size: int
     role: str
     draft_model: str
+    weights: str = ""
+    """What the products multiply: the dtype, or the forms of quantised weights with their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +427,7 @@ def delta_of(response: pb.GenerateResponse) -> Delta:
         index=response.index,
         text=response.text,
         token_ids=tuple(response.token_ids),
-        logprobs=_logprobs(response.logprobs),
+        logprobs=_logprobs(response.token_ids, response.logprobs),
         finish_reason=_finish_reason(response.finish_reason),
         matched_token_id=response.matched_token_id if stop == "matched_token_id" else None,
         matched_stop_str=response.matched_stop_str if stop == "matched_stop_str" else None,
@@ -431,7 +435,7 @@ def delta_of(response: pb.GenerateResponse) -> Delta:
         telemetry=from_message(Telemetry, response.telemetry) if response.HasField("telemetry") else None,
         parts=tuple(_part(part) for part in response.parts),
         prompt_token_ids=tuple(response.prompt_token_ids),
-        prompt_logprobs=_logprobs(response.prompt_logprobs),
+        prompt_logprobs=_logprobs(response.prompt_token_ids, response.prompt_logprobs),
         field_logprobs=tuple(from_message(FieldLogprob, each) for each in response.field_logprobs),
         outputs=tuple(from_message(OutputTensor, each) for each in response.outputs),
         beam_score=response.beam_score if response.HasField("beam_score") else None,
@@ -469,10 +473,11 @@ def _finish_reason(reason: int) -> FinishReason | None:
     return FinishReason(name.removeprefix("FINISH_REASON_").lower())
 
 
-def _logprobs(values: Any) -> tuple[TokenLogprobs, ...]:
+def _logprobs(ids: Sequence[int], values: Any) -> tuple[TokenLogprobs, ...]:
+    known: Iterable[int | None] = ids if len(ids) == len(values) else [None] * len(values)
     return tuple(
-        TokenLogprobs(each.logprob, tuple(TokenLogprob(top.token_id, top.logprob) for top in each.top))
-        for each in values
+        TokenLogprobs(each.logprob, tuple(TokenLogprob(top.token_id, top.logprob) for top in each.top), token_id)
+        for token_id, each in zip(known, values, strict=True)
     )
 
 

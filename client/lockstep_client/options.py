@@ -113,6 +113,7 @@ class Options(TypedDict, total=False):
     bad_words: Sequence[str]
     ignore_eos: bool
     logprobs: int
+    masked_logprobs: bool
     n: int
     include_stop_str_in_output: bool
     skip_special_tokens: bool
@@ -171,8 +172,8 @@ class ChatOptions(Options, total=False):
 _SCALARS = {
     "sampling": (
         "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty",
-        "presence_penalty", "frequency_penalty", "ignore_eos", "logprobs", "n", "include_stop_str_in_output",
-        "skip_special_tokens",
+        "presence_penalty", "frequency_penalty", "ignore_eos", "logprobs", "masked_logprobs", "n",
+        "include_stop_str_in_output", "skip_special_tokens",
         "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count",
     ),
     "speculation": ("num_draft_tokens", "draft_index"),

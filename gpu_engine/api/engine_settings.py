@@ -119,6 +119,10 @@ class EngineSettings:
     num_threads: int = 0
     """Threads of the model's forward on a CPU. 0: as many as there are usable cores; with four cores or more and a
     grammar process, one core in eight (at least one, at most three) stays free for it."""
+    generation_config: str = "auto"
+    """Sampling parameters of requests that leave them out (temperature, top_p, top_k, min_p, repetition_penalty):
+    "auto" takes those in the model's generation_config.json, "none" the defaults of the API, and a directory those of
+    its generation_config.json."""
     max_batch_size: int = 16
     """Slots: the number of sequences that run at the same time."""
     max_model_len: int = 0

@@ -13,6 +13,7 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.output_tensors import OutputSpec
 from gpu_engine.api.processors import Processors
 from gpu_engine.api.request import Backtracking
+from gpu_engine.api.sampling_defaults import Defaults
 from service_runtime.repetition import RepetitionLimit
 
 
@@ -47,6 +48,8 @@ class Limits:
     """The most bytes of the tensors that one request asks for."""
     output_memory_bytes: int = 0
     """The most bytes of the tensors of all running requests."""
+    sampling_defaults: Defaults = field(default_factory=dict)
+    """Values of the sampling parameters that a request leaves out, where the model has its own."""
     outputs: Mapping[str, OutputSpec] = field(default_factory=dict)
     """The tensors of the model, by name."""
 
@@ -60,6 +63,7 @@ class Limits:
         max_model_len: int,
         outputs: Mapping[str, OutputSpec] | None = None,
         processors: Processors | None = None,
+        sampling_defaults: Defaults | None = None,
     ) -> Limits:
         """Return the limits: the smaller of the configured and the model's. `processors`: None for none."""
         return cls(
@@ -81,4 +85,5 @@ class Limits:
             max_output_bytes=server.max_output_bytes,
             output_memory_bytes=server.output_memory_bytes,
             outputs=outputs or {},
+            sampling_defaults=sampling_defaults or {},
         )

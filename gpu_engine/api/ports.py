@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from gpu_engine.api.page_transfer import PageAccess
     from gpu_engine.api.processors import Processors
     from gpu_engine.api.request import GrammarSpec, Request, Salt, Telemetry
-    from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats
+    from gpu_engine.api.sampling_defaults import Defaults
+from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats
 
 
 class Tokenizer(Protocol):
@@ -77,6 +78,10 @@ class Model(Protocol):
         """ "bfloat16" or "float32"."""
 
     @property
+    def weights(self) -> str:
+        """What the products multiply: the dtype, or the forms of quantised weights with their number."""
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters, with shared ones counted once."""
 
@@ -87,6 +92,10 @@ class Model(Protocol):
     @property
     def max_model_len(self) -> int:
         """Longest prompt and answer together, in tokens."""
+
+    @property
+    def sampling_defaults(self) -> Defaults:
+        """Values of the sampling parameters that a request leaves out, where the model has its own."""
 
     @property
     def outputs(self) -> Mapping[str, OutputSpec]:

@@ -208,6 +208,8 @@ class Outputs:
     """Alternatives of each token whose log-probabilities are returned; None: no log-probabilities."""
     prompt_logprobs: int | None = None
     """Alternatives of each token of the prompt; None: no log-probabilities of the prompt."""
+    masked_logprobs: bool = False
+    """The log-probabilities of the answer are among the tokens that the grammar allows at each place."""
     field_logprobs: bool = False
     """The last response has the log-probability of each leaf of the JSON answer."""
     token_origins: bool = False
@@ -256,7 +258,8 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log probabilities at one position, natural logarithms of the model's own distribution."""
+    """Log probabilities at one position, natural logarithms of the model's own distribution, or of the same among the
+    tokens that the grammar allows there."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]

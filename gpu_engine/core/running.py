@@ -15,6 +15,7 @@ from gpu_engine.core.draft_budget import DraftRecord
 from gpu_engine.core.scheduler import Sequence
 from gpu_engine.step.buffers import SlotBuffers
 from kernels.accept import pack_rules
+from kernels.step_tensors import MASKED_LOGPROBS
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -133,7 +134,8 @@ class SlotWriter:
         p.repetition_S[s] = sampling.repetition_penalty
         p.presence_S[s], p.frequency_S[s] = sampling.presence_penalty, sampling.frequency_penalty
         p.seed_S[s] = sampling.seed - (1 << 64) if sampling.seed >= 1 << 63 else sampling.seed
-        p.num_logprobs_S[s] = -1 if logprobs is None else logprobs
+        among_legal = MASKED_LOGPROBS if request.outputs.masked_logprobs else 0
+        p.num_logprobs_S[s] = -1 if logprobs is None else logprobs + among_legal
         p.rules_S[s] = rules.data_ptr()
         sequence.pages_written = sequence.num_jump_forward = 0
 

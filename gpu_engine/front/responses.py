@@ -183,6 +183,7 @@ def model_info(
         model=model.name,
         model_type=model.model_type,
         dtype=model.dtype_name,
+        weights=model.weights,
         vocab_size=model.vocab_size,
         max_model_len=limits.max_model_len,
         max_batch_size=config.max_batch_size,

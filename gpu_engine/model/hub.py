@@ -18,11 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from gpu_engine.model.loaded_model import ModelNotSupported
+from gpu_engine.model.names import check_name
 
 Progress = Callable[[str, float], None]
 """Called with (the present stage, the finished share in [0, 1])."""
 
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_NO_GENERATION = re.compile(
+    r"For(MaskedLM|PreTraining|NextSentencePrediction|MultipleChoice|QuestionAnswering|\w*Classification)$"
+)
+"""Architectures without a next token."""
 _FETCHED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _LEFT = ["*/*", "consolidated*.safetensors"]
 """Folders hold other formats; `consolidated` are the same weights under other names."""
@@ -105,10 +109,7 @@ def locate(wanted: Wanted, hub: Hub, progress: Progress | None = None) -> Path:
         if wanted.revision:
             raise ModelNotSupported(f"revision: {wanted.revision!r} is for a model of the hub; {path} is a path")
         return path
-    if not _ID.fullmatch(wanted.name):
-        raise FileNotFoundError(
-            f"{wanted.setting}: {path} is neither a directory, a GGUF file, a hub id (owner/name) nor 'embedded'"
-        )
+    check_name(wanted.name, wanted.setting)
     return _snapshot(wanted, hub, progress or (lambda stage, done: None))
 
 
@@ -222,6 +223,11 @@ def refuse_what_runs_code(folder: Path, setting: str) -> None:
     except ValueError as error:
         raise ModelNotSupported(f"{setting}: {folder}/config.json is no JSON: {error}") from error
     kind = config.get("model_type")
+    names = [name for name in config.get("architectures") or () if _NO_GENERATION.search(name)]
+    if names:
+        raise ModelNotSupported(
+            f"{setting}: {folder} is a {names[0]}, which generates no text: a model for that is needed"
+        )
     if "auto_map" in config and kind not in CONFIG_MAPPING:
         raise ModelNotSupported(
             f"{setting}: {folder} needs code of its own for its family {kind!r} (auto_map in config.json); code of a "

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from gpu_engine.api.output_tensors import OutputSpec
+from gpu_engine.api.sampling_defaults import Defaults
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.attention import AttentionContext, attending
@@ -50,6 +51,10 @@ class LoadedModel:
     """Tokens that the KV cache may have in the memory that was free at load; 0: unknown."""
     quantised: bool = False
     """The products are over blocks of 4 or 8 bits, or on a GPU over rows of 8 bits."""
+    forms: str = ""
+    """The forms of its quantised products with their number, "4-bit blocks: 210"; empty: it has none."""
+    sampling_defaults: Defaults = field(default_factory=dict)
+    """Values of the sampling parameters that a request leaves out, from the model's generation_config.json."""
     fused: Fused = field(default_factory=Fused)
     """The parts of it that are fused kernels."""
     outputs: dict[str, OutputSpec] = field(default_factory=dict)
@@ -63,6 +68,11 @@ class LoadedModel:
     def dtype_name(self) -> str:
         """ "bfloat16" or "float32"."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def weights(self) -> str:
+        """What the products multiply: the dtype, or the forms of quantised weights with their number."""
+        return self.forms or self.dtype_name
 
     @property
     def skips_padding(self) -> bool:

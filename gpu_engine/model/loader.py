@@ -27,6 +27,7 @@ from gpu_engine.api.capabilities import OF_FILES, LoadedFiles, refuse
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.api.output_tensors import HIDDEN_STATES, LOGITS
+from gpu_engine.api.sampling_defaults import FILE, Defaults, described, read_defaults
 from gpu_engine.model import attention
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.peft_files import AdapterNotSupported
@@ -45,7 +46,7 @@ from gpu_engine.model.parallel.division import join_engines, load_divided
 from gpu_engine.model.parallel.shards import SETTING, Shard, heads_of, name_heads, shard
 from gpu_engine.model.probe import probe, refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, has_mxfp4_experts, open_checkpoint
-from gpu_engine.model.quantised.choice import quantise
+from gpu_engine.model.quantised.choice import forms_of, quantise
 from gpu_engine.model.quantised.linear import release_blocks
 from gpu_engine.model.quantised.native import NativeForward, with_native
 from gpu_engine.model.rotary import install_tables
@@ -225,9 +226,29 @@ def _load(
             raise ModelNotSupported(f"{SETTING}: the fused forward of {path} differs from its own: {why}") from why
         log.warning("loading %s again, unfused: %s", config.model, why)
         return _load(replace(config, fuse_parts=False), progress, setting, beside=beside)
+    if part is None or part.rank == 0:
+        model.sampling_defaults = _sampling_defaults(config, folder if path.is_dir() else None)
     _return_freed_memory()
     report("loaded", 1.0)
     return model
+
+
+def _sampling_defaults(config: EngineConfig, folder: Path | None) -> Defaults:
+    """Return the defaults that `generation_config` names, and log them. `folder`: None for a GGUF file, which has none.
+
+    Raises ModelNotSupported."""
+    named = Path(config.generation_config)
+    if config.generation_config == "none" or (config.generation_config == "auto" and folder is None):
+        return {}
+    if config.generation_config != "auto" and not (named / FILE).is_file():
+        raise ModelNotSupported(f"generation_config: {named} is not auto, none or a directory with {FILE}")
+    try:
+        defaults = read_defaults(folder if config.generation_config == "auto" and folder is not None else named)
+    except ValueError as error:
+        raise ModelNotSupported(f"generation_config: {error}") from error
+    if defaults:
+        log.info("requests that leave them out have %s (%s of the model)", described(defaults), FILE)
+    return defaults
 
 
 def _cast_weights(net: nn.Module, dtype: torch.dtype) -> None:
@@ -345,6 +366,7 @@ def _prepare_net(
         refuse_grouped_products(net, partial(torch.cuda.get_device_capability, device))
     # The memory of a GPU then never holds the weights that are replaced.
     model.quantised = quantise(config, net, gguf_file, checkpoint)
+    model.forms = forms_of(net)
     net.to(device)
     if device.type == "cpu":
         replace_experts(net)

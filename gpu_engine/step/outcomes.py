@@ -5,6 +5,7 @@ Invariant: an outcome carries exactly the tokens that the step appended to the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -122,4 +123,8 @@ def _logprobs(lane: StepResults, b: int, count: int, wanted: int | None) -> tupl
     r = lane.result
     chosen = r.logprob_BR[b, :count].tolist()
     ids, values = r.top_ids_BRN[b, :count, :wanted].tolist(), r.top_logprobs_BRN[b, :count, :wanted].tolist()
-    return tuple(Logprobs(chosen[j], tuple(zip(ids[j], values[j], strict=True))) for j in range(count))
+    # Fewer tokens than were asked for may be legal where log-probabilities are among legal tokens.
+    return tuple(
+        Logprobs(chosen[j], tuple(pair for pair in zip(ids[j], values[j], strict=True) if pair[1] > -math.inf))
+        for j in range(count)
+    )

@@ -84,6 +84,7 @@ def begin(
     response.omit_token_ids = not (shows or fields.usage_events()[1])
     response.token_origins = bool(fields.token_origins)
     response.per_field_logprobs = bool(fields.field_logprobs)
+    request.sampling.masked_logprobs = bool(fields.masked_logprobs)
     if fields.prompt_logprobs is not None:
         if fields.stream:
             raise ApiError("prompt_logprobs: is not for streams", param="prompt_logprobs", code="invalid_value")

@@ -136,6 +136,8 @@ class SamplingFields(Fields):
     user: str | None = None
     """Without effect on the answer."""
     speculation: Speculation | None = None
+    masked_logprobs: bool | None = None
+    """Log-probabilities are among the tokens that the grammar allows."""
     field_logprobs: bool | None = None
     """The log-probability of each leaf of a guided JSON answer, in the choice's `field_logprobs`."""
     token_origins: bool | None = None

@@ -21,6 +21,7 @@ enum { RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED };
 enum { STEERED = -2 };
 
 #define MAX_LOGPROBS 20
+#define MASKED_LOGPROBS 32 /* added to a slot's number of alternatives: its log-probabilities are over legal tokens */
 /* -log(-log(1 - 2^-24)): no Gumbel draw below is larger, so a block that cannot win even with it needs no noise. */
 #define GUMBEL_MAX 16.6356f
 
@@ -42,7 +43,7 @@ struct accept_args {
     const float *temperature, *top_p, *min_p, *repetition, *presence, *frequency;
     const int32_t *top_k;
     const uint64_t *seed;
-    const int32_t *num_logprobs; /* [S], -1: none */
+    const int32_t *num_logprobs; /* [S], -1: none; see MASKED_LOGPROBS */
     const int64_t *rules; /* [S], address of int32: n, stop ids.., n, bad ids.., n, (length, ids..).., n, (id, bits of
                                 * a float).. ; 0: none */
     /* Results, B entries. */
@@ -261,10 +262,11 @@ INLINE int32_t choose(const struct accept_args *a, int32_t s, uint32_t position,
     return best;
 }
 
-/* Log-probabilities under the model's own distribution: no mask, no penalty, no temperature. */
-INLINE void report_logprobs(const struct accept_args *a, int64_t row, int64_t out, int32_t token, int32_t top, float *x,
-                            int bf16) {
-    load_masked(a, row, KIND_ALL, 0, 0, x, bf16);
+/* Log-probabilities under the model's own distribution, or among the legal tokens of a row: no penalty, no temperature.
+ * Where fewer than `top` are legal, the rest is -inf. */
+INLINE void report_logprobs(const struct accept_args *a, int64_t row, int64_t out, int32_t token, int32_t top, int kind,
+                            int32_t forced, const uint32_t *mask, float *x, int bf16) {
+    load_masked(a, row, kind, forced, mask, x, bf16);
     float peak = peak_of(x, a->scratch_stride);
     float lse = peak + logf(total_mass(x, a->scratch_stride, peak, -INFINITY));
     int32_t *ids = a->top_ids + out * MAX_LOGPROBS;
@@ -308,9 +310,9 @@ static void logprobs_body(struct member *m, void *context) {
     for (int64_t row = group; row < a->num_rows; row += a->num_groups) {
         float *x = a->scratch + group * a->scratch_stride;
         if (a->bf16)
-            report_logprobs(&rows, row, row, a->tokens[row], a->top, x, 1);
+            report_logprobs(&rows, row, row, a->tokens[row], a->top, KIND_ALL, 0, 0, x, 1);
         else
-            report_logprobs(&rows, row, row, a->tokens[row], a->top, x, 0);
+            report_logprobs(&rows, row, row, a->tokens[row], a->top, KIND_ALL, 0, 0, x, 0);
     }
 }
 
@@ -338,7 +340,11 @@ INLINE void accept_slot(const struct accept_args *a, int64_t b, int bf16) {
             blocked = KIND_DEAD_END;
             break;
         }
-        if (a->num_logprobs[s] >= 0) report_logprobs(a, row, out, token, a->num_logprobs[s], x, bf16);
+        int32_t top = a->num_logprobs[s];
+        if (top >= MASKED_LOGPROBS)
+            report_logprobs(a, row, out, token, top - MASKED_LOGPROBS, kind, a->forced[out], mask, x, bf16);
+        else if (top >= 0)
+            report_logprobs(a, row, out, token, top, KIND_ALL, 0, 0, x, bf16);
         a->emitted[out] = token;
         history[n++] = token;
         emitted++;

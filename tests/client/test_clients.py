@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -101,12 +101,13 @@ async def test_parts_become_content_reasoning_and_tool_calls(twin: Twin, server:
 async def test_log_probabilities_and_the_prompt_are_in_the_answer(twin: Twin, server: Scripted) -> None:
     entry = pb.TokenLogprobs(logprob=-1, top=[pb.TokenLogprob(token_id=4, logprob=-0.5)])
     server.script = lambda request, context: [
-        pb.GenerateResponse(logprobs=[entry], prompt_token_ids=[8], prompt_logprobs=[entry]),
+        pb.GenerateResponse(token_ids=[4], logprobs=[entry], prompt_token_ids=[8], prompt_logprobs=[entry]),
         end(logprobs=[entry], field_logprobs=[pb.FieldLogprob(pointer="/a", logprob=-2, tokens=3)]),
     ]
     answer = await twin.call("generate", "x", logprobs=1, echo=True)
     read = TokenLogprobs(-1, (TokenLogprob(4, -0.5),))
-    assert (answer.logprobs, answer.prompt_logprobs, answer.prompt_token_ids) == ((read, read), (read,), (8,))
+    of_answer, of_prompt = (replace(read, token_id=4), read), replace(read, token_id=8)
+    assert (answer.logprobs, answer.prompt_logprobs, answer.prompt_token_ids) == (of_answer, (of_prompt,), (8,))
     assert (answer.field_logprobs[0].pointer, answer.field_logprobs[0].tokens) == ("/a", 3)
 
 

@@ -83,7 +83,13 @@ VALUES = {
         "grammar.closed_objects",
     ),
     *("grammar.allow_unenforced", "tools.choice", "tools.name", "tools.parallel", "reasoning.enabled"),
-    *("reasoning.effort", "beam_search.length_penalty", "beam_search.early_stopping", "text"),
+    *(
+        "reasoning.effort",
+        "beam_search.length_penalty",
+        "beam_search.early_stopping",
+        "text",
+        "sampling.masked_logprobs",
+    ),
 }
 """Fields of a request that are no features of their own: other forms of a prompt or a grammar, and what a feature's
 other field already has."""

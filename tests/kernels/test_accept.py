@@ -20,6 +20,7 @@ from kernels.accept import (
     pack_rules,
 )
 from kernels.row_kinds import ALL, APPLY, DEAD_END, DEFER, ERROR, FORCED
+from kernels.step_tensors import MASKED_LOGPROBS
 from tests.kernels.accept_cases import Case, expected, random_cases, reference_token, run, step_of
 
 Target = torch.device | None
@@ -180,6 +181,37 @@ def test_logprobs_have_the_distribution_of_the_model(target: Target) -> None:
     values, ids = want[0].sort(descending=True, stable=True)
     assert result.top_ids_BRN[0, 0].tolist() == ids[:20].tolist()
     torch.testing.assert_close(result.top_logprobs_BRN[0, 0].cpu(), values[:20], atol=1e-5, rtol=0)
+
+
+def test_masked_logprobs_are_among_the_legal_tokens(target: Target) -> None:
+    """With a mask, in the second row of a lane, with one legal token, and without a grammar."""
+    logits = torch.randn(8, 70, generator=torch.Generator().manual_seed(1))
+    logits[:, 40] = 9.0
+    legal = torch.zeros(70, dtype=torch.bool)
+    legal[[11, 33, 64]] = True
+    wanted = MASKED_LOGPROBS + 5
+    cases = [
+        Case([1, 2], 1, drafts=[40], kinds=[ALL, APPLY], masks={1: legal}, num_logprobs=wanted, temperature=0.5),
+        Case([1, 2], 1, kinds=[FORCED], forced={0: 5}, num_logprobs=wanted),
+        Case([1, 2], 1, kinds=[APPLY], masks={0: legal}, num_logprobs=5),
+        Case([1, 2], 1, num_logprobs=MASKED_LOGPROBS),
+    ]
+    result, _, _, _ = run(cases, logits, 2, 2, target)
+    own, among = logits.log_softmax(-1), logits[1].masked_fill(~legal, -torch.inf).log_softmax(-1)
+    tokens = result.emitted_BR.tolist()
+    assert tokens[0][0] == 40
+    assert tokens[0][1] in (11, 33, 64)
+    want = [own[0, 40], among[tokens[0][1]], torch.tensor(0.0), own[4, tokens[2][0]], own[6, tokens[3][0]]]
+    given = result.logprob_BR.cpu()
+    torch.testing.assert_close(
+        torch.stack([given[0, 0], given[0, 1], given[1, 0], given[2, 0], given[3, 0]]),
+        torch.stack(want),
+        atol=1e-5,
+        rtol=0,
+    )
+    values, ids = among.sort(descending=True, stable=True)
+    assert result.top_ids_BRN[0, 1, :3].tolist() == ids[:3].tolist()
+    torch.testing.assert_close(result.top_logprobs_BRN[0, 1, :5].cpu(), values[:5], atol=1e-5, rtol=0)
 
 
 @triton_only

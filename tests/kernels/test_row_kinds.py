@@ -42,6 +42,7 @@ def test_limits_and_outcomes_equal_those_of_c(root: Path) -> None:
     outcomes = ("RUN_ON", "STOP_TOKEN", "STOP_LENGTH", "STOP_STEERED")
     assert {name: accept[name] for name in outcomes} == {name: getattr(step_tensors, name) for name in outcomes}
     assert accept["MAX_LOGPROBS"] == step_tensors.MAX_LOGPROBS == validation.MAX_LOGPROBS
+    assert accept["MASKED_LOGPROBS"] == step_tensors.MASKED_LOGPROBS > step_tensors.MAX_LOGPROBS
     assert flags["MAX_ROWS"] == MAX_ROWS
     assert step_tensors.PARENT_SHIFT == PARENT_SHIFT
     assert (flags["VERIFY"], flags["TREE"]) == (Stage.VERIFY, Stage.TREE)

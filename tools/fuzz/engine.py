@@ -8,7 +8,7 @@ Not responsible for: what a request says (the services).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
@@ -60,6 +60,8 @@ class FuzzModel:
     eos_token_ids: tuple[int, ...] = (EOS,)
     model_type: str = "fuzzed"
     dtype_name: str = "float32"
+    weights: str = "float32"
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     num_parameters: int = 1
     name: str = "fuzzed"
     max_model_len: int = MAX_MODEL_LEN

@@ -8,6 +8,7 @@ checkpoint.py).
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,26 @@ from torch import nn
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint
-from gpu_engine.model.quantised.linear import BlocksOf, quantise_linears
+from gpu_engine.model.quantised.linear import BlockLinear, BlocksOf, quantise_linears
 from gpu_engine.model.quantised.matrices import ScaledRows
-from gpu_engine.model.quantised.scaled import ScaledKind, rounded_rows, scale_linears, why_not_scaled
+from gpu_engine.model.quantised.scaled import ScaledKind, ScaledLinear, rounded_rows, scale_linears, why_not_scaled
 from kernels.blocks import BlockKind, Blocks, can_multiply_blocks, quantised
 
 log = logging.getLogger(__name__)
 
 WhyNot = Callable[[ScaledKind, torch.device], str | None]
+_BLOCKS = {BlockKind.Q4: "4-bit blocks", BlockKind.Q8: "8-bit blocks"}
+
+
+def forms_of(net: nn.Module) -> str:
+    """Return the forms of the quantised products of a model with their number, for a reader; empty: it has none."""
+    forms: Counter[str] = Counter()
+    for module in net.modules():
+        if isinstance(module, BlockLinear):
+            forms[_BLOCKS[module.packed.kind]] += 1
+        elif isinstance(module, ScaledLinear):
+            forms[f"{module.kind.value} rows"] += 1
+    return ", ".join(f"{form}: {count}" for form, count in sorted(forms.items()))
 
 
 def quantise(

@@ -235,7 +235,7 @@ class Reasoning(_message.Message):
     def __init__(self, enabled: _Optional[bool] = ..., max_tokens: _Optional[int] = ..., effort: _Optional[str] = ..., begin: _Optional[str] = ..., end: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "bad_token_ids", "bad_words", "ignore_eos", "logprobs", "n", "include_stop_str_in_output", "skip_special_tokens", "logit_bias", "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "bad_token_ids", "bad_words", "ignore_eos", "logprobs", "n", "include_stop_str_in_output", "skip_special_tokens", "logit_bias", "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count", "masked_logprobs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +266,7 @@ class SamplingParams(_message.Message):
     REPETITION_MAX_PATTERN_SIZE_FIELD_NUMBER: _ClassVar[int]
     REPETITION_MIN_PATTERN_SIZE_FIELD_NUMBER: _ClassVar[int]
     REPETITION_MIN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MASKED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -289,7 +290,8 @@ class SamplingParams(_message.Message):
     repetition_max_pattern_size: int
     repetition_min_pattern_size: int
     repetition_min_count: int
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., repetition_max_pattern_size: _Optional[int] = ..., repetition_min_pattern_size: _Optional[int] = ..., repetition_min_count: _Optional[int] = ...) -> None: ...
+    masked_logprobs: bool
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., repetition_max_pattern_size: _Optional[int] = ..., repetition_min_pattern_size: _Optional[int] = ..., repetition_min_count: _Optional[int] = ..., masked_logprobs: _Optional[bool] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("json_object", "json_schema", "regex", "ebnf", "lark", "choice", "structural_tag", "grammar_id", "whitespace", "backend", "allow_unenforced", "unenforced", "max_string_length", "max_array_items", "max_number_digits", "max_whitespace", "max_backtracks", "hold_tokens", "closed_objects")
@@ -594,7 +596,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "model_type", "dtype", "vocab_size", "max_model_len", "max_batch_size", "max_queue_size", "num_draft_tokens", "drafter", "eos_token_ids", "backends", "num_parameters", "version", "device", "served_names", "tool_format", "reasoning_begin", "reasoning_end", "logits_processors", "max_beam_width", "output_names", "max_adapter_bytes", "page_size", "role", "draft_model")
+    __slots__ = ("model", "model_type", "dtype", "vocab_size", "max_model_len", "max_batch_size", "max_queue_size", "num_draft_tokens", "drafter", "eos_token_ids", "backends", "num_parameters", "version", "device", "served_names", "tool_format", "reasoning_begin", "reasoning_end", "logits_processors", "max_beam_width", "output_names", "max_adapter_bytes", "page_size", "role", "draft_model", "weights")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -620,6 +622,7 @@ class GetModelInfoResponse(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_type: str
     dtype: str
@@ -645,7 +648,8 @@ class GetModelInfoResponse(_message.Message):
     page_size: int
     role: str
     draft_model: str
-    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_queue_size: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., num_parameters: _Optional[int] = ..., version: _Optional[str] = ..., device: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tool_format: _Optional[str] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., max_beam_width: _Optional[int] = ..., output_names: _Optional[_Iterable[str]] = ..., max_adapter_bytes: _Optional[int] = ..., page_size: _Optional[int] = ..., role: _Optional[str] = ..., draft_model: _Optional[str] = ...) -> None: ...
+    weights: str
+    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_queue_size: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., num_parameters: _Optional[int] = ..., version: _Optional[str] = ..., device: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tool_format: _Optional[str] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., max_beam_width: _Optional[int] = ..., output_names: _Optional[_Iterable[str]] = ..., max_adapter_bytes: _Optional[int] = ..., page_size: _Optional[int] = ..., role: _Optional[str] = ..., draft_model: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "messages", "tools", "add_special_tokens", "with_texts")

@@ -209,6 +209,9 @@ ROWS: dict[str, Row] = {
     ),
     "sampling.ignore_eos": sampling("ignore_eos", True, lambda s: s.request.sampling.ignore_eos, True),
     "sampling.logprobs": sampling("logprobs", 2, lambda s: s.request.outputs.logprobs, 2),
+    "sampling.masked_logprobs": sampling(
+        "masked_logprobs", True, lambda s: s.request.outputs.masked_logprobs, True, logprobs=2
+    ),
     "sampling.n": sampling("n", 2, lambda s: [request.index for request in s.requests], [0, 1]),
     "sampling.include_stop_str_in_output": sampling(
         "include_stop_str_in_output", True, lambda s: s.request.response.include_stop_str_in_output, True

@@ -190,6 +190,15 @@ def test_unset_fields_take_the_stated_defaults() -> None:
     assert params.sampling.seed != check(request(), LIMITS, ()).params.sampling.seed
 
 
+def test_unset_fields_take_the_models_defaults_and_a_request_overrides_them() -> None:
+    own = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    limits = replace(LIMITS, sampling_defaults=own)
+    unset = check(request(), limits, ()).params.sampling
+    assert {name: getattr(unset, name) for name in own} == own
+    given = check(request(sampling(temperature=0.0, top_p=1.0, top_k=0)), limits, ()).params.sampling
+    assert (given.temperature, given.top_p, given.top_k, given.min_p) == (0.0, 1.0, 0, 0.1)
+
+
 def test_the_longest_prompt_leaves_room_for_one_token() -> None:
     for most in (64, 65):
         check_prompt_length("text", most - 1, most)

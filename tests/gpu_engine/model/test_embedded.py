@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import threading
@@ -9,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.api.request import FinishReason
-from gpu_engine.model.embedded import Progress, cache_dir, ensure_embedded, weights_file
+from gpu_engine.model.embedded import CacheNotWritten, Progress, cache_dir, ensure_embedded, weights_file
 from gpu_engine.model.loader import LoadedModel, load_model
 from tests.gpu_engine.harness import PATIENCE_S, answer_all, ask, config, unguided_engine, with_drafts
 
@@ -53,6 +55,21 @@ def test_the_cache_directory_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert cache_dir() == tmp_path / "users" / "lockstep"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_dir() == Path.home() / ".cache" / "lockstep"
+
+
+@pytest.mark.model
+def test_a_full_disk_is_one_line_with_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for error in (full, SafetensorError(f"I/O error: {full.strerror} (os error 28)")):
+
+        def convert(source: Path, folder: Path, progress: Progress, error: Exception = error) -> None:
+            folder.mkdir()
+            raise error
+
+        with pytest.raises(CacheNotWritten, match=r"must be free: free them, or set LOCKSTEP_CACHE to another [^\n]*$"):
+            ensure_embedded(convert=convert)
+        assert not [*tmp_path.glob("*.partial")]
 
 
 @pytest.mark.model

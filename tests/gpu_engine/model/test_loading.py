@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,6 +85,49 @@ def test_a_directory_without_a_tokenizer_is_refused(saved: Callable[[str], Path]
         file.unlink()
     with pytest.raises(ModelNotSupported, match=r"model: .* has no tokenizer: .* add its tokenizer\.json"):
         load_model(config(model=str(folder), dtype="float32"))
+
+
+def test_a_model_that_generates_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    for name in ("BertForMaskedLM", "LlamaForSequenceClassification"):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "model_type": "llama"}))
+        with pytest.raises(ModelNotSupported, match=rf"^model: .* is a {name}, which generates no text[^\n]*$"):
+            load_model(config(model=str(tmp_path)))
+
+
+def test_a_wrong_path_is_refused_before_torch_is_imported() -> None:
+    command = [sys.executable, "-m", "gpu_engine", "serve", "--grammar", "none", "--listen", "127.0.0.1:0"]
+    for flags in (["--model", "nowhere"], ["--drafter", "decoupled", "--draft-model", "nowhere"]):
+        done = subprocess.run(
+            [command[0], "-X", "importtime", *command[1:], *flags], capture_output=True, text=True, check=False
+        )
+        lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+        setting = flags[-2].strip("-").replace("-", "_")
+        assert lines == [
+            f"error: {setting}: nowhere is neither a directory, a GGUF file, a hub id (owner/name) nor 'embedded'"
+        ]
+        assert "gpu_engine.server" in done.stderr
+        assert not [line for line in done.stderr.splitlines() if line.endswith(" torch")]
+
+
+def test_the_sampling_defaults_of_a_model_are_said(
+    saved: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, other = tmp_path / "model", tmp_path / "other"
+    shutil.copytree(saved("qwen2"), folder)
+    other.mkdir()
+    for place, values in ((folder, {"temperature": 0.6, "top_k": 20}), (other, {"top_p": 0.9})):
+        (place / "generation_config.json").write_text(json.dumps(values))
+    found = {}
+    with caplog.at_level("INFO"):
+        for setting in ("auto", "none", str(other)):
+            model = load_model(config(model=str(folder), dtype="float32", generation_config=setting))
+            found[setting] = model.sampling_defaults
+    assert found == {"auto": {"temperature": 0.6, "top_k": 20}, "none": {}, str(other): {"top_p": 0.9}}
+    assert "requests that leave them out have temperature 0.6, top_k 20 (generation_config.json of the model)" in (
+        caplog.messages
+    )
+    with pytest.raises(ModelNotSupported, match=r"^generation_config: nowhere is not auto, none or a directory with"):
+        load_model(config(model=str(folder), dtype="float32", generation_config="nowhere"))
 
 
 @pytest.mark.parametrize("content", [b"GGUF", b"GGUF" + (3).to_bytes(4, "little") + 8 * b"\1", b"no model at all"])
