@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpu_engine.api.processors import Processors
     from gpu_engine.api.request import GrammarSpec, Request, Salt, Telemetry
     from gpu_engine.api.sampling_defaults import Defaults
-from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats
+    from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats
 
 
 class Tokenizer(Protocol):
