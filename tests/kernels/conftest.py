@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.kernels.checked_interpreter import checked_interpreter
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +20,17 @@ def device() -> torch.device:
         return torch.device("cuda")
     assert os.environ.get("TRITON_INTERPRET") == "1"
     return torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def checked() -> Iterator[None]:
+    """Check each access of the interpreter to memory (see checked_interpreter.py)."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    with checked_interpreter() as found:
+        yield
+    assert found.faults == []
 
 
 @pytest.fixture(params=["native", "triton"])
