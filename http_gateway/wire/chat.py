@@ -176,7 +176,7 @@ class ChatRequest(SamplingFields):
         "function_call": Refusal("use tool_choice"),
         "audio": Refusal(TEXT_ALONE),
         "modalities": Refusal(TEXT_ALONE, (["text"],)),
-        "prediction": Refusal("every answer is drafted; see speculation"),
+        "prediction": Refusal("only the server drafts; a text in the prompt is drafted from"),
         "web_search_options": Refusal("the server reaches no web"),
         "verbosity": Refusal("say it in the prompt", ("medium",)),
         "store": Refusal("the server keeps no answers", (False,)),

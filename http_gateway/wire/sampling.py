@@ -23,6 +23,8 @@ SHARED_REFUSALS: Mapping[str, Refusal] = {
     "truncate_prompt_tokens": Refusal("a prompt is never cut; send a shorter one"),
     "allowed_token_ids": Refusal("use structured_outputs or logit_bias"),
     "vllm_xargs": Refusal("there are no such extensions"),
+    "kv_cache_retention_config": Refusal("the prefix cache drops the pages that were unused for longest"),
+    "lookahead_config": Refusal("the server's drafter ngram also drafts from earlier answers"),
     "kv_transfer_params": Refusal("prefill and decode run in one engine"),
     "mm_processor_kwargs": Refusal("the model reads only text"),
     "spaces_between_special_tokens": Refusal("special tokens are never set apart", (True, False)),
@@ -45,6 +47,11 @@ class StreamOptions(Fields):
 
 class Speculation(Fields):
     """Speculative decoding of this request. It changes the speed, never the tokens."""
+
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        name: Refusal("only the server drafts; a text in the prompt is drafted from")
+        for name in ("draft_tokens", "draft")
+    }
 
     num_draft_tokens: Unsigned | None = None
     draft_index: bool | None = None
