@@ -19,6 +19,7 @@ HARNESSES = {
     "builds": ("speed", "tokens per second of two builds of this engine, in turn"),
     "gateway": ("speed", "tokens per second over HTTP and over gRPC, in turn"),
     "prefixes": ("speed", "time to the first token with and without the prefix cache"),
+    "agents": ("speed", "many short calls with shared tools, with and without the prefix cache"),
     "disaggregated": ("speed", "time to the first token and gaps: one engine, and one for prefill with one for decode"),
     "distributed": ("speed", "a model over several processes and in one: equal tokens, and time by part"),
     "bench_adapters": ("speed", "time of a step's forward with LoRA adapters"),
