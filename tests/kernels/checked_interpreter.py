@@ -9,7 +9,7 @@ accesses of a launch are kept until its end. `MemoryFault` names the kernel, the
 - two programs that write to one address, unless `EQUAL_WRITES` names the kernel and the bytes are equal;
 - a program that reads what another program of the launch writes;
 - a program that reads what it wrote before, without a barrier: another thread of it may have written;
-- a read of memory that nothing wrote: `torch.empty` and the tensors of a capture hold `POISON`.
+- a read of memory that nothing wrote: what `torch.empty` and its like return holds `POISON`.
 
 Atomic operations may share an address with each other, in the kernels of `ATOMICS`.
 Not responsible for: the order of launches (see recorded_stream.py).
