@@ -31,7 +31,10 @@ def _groups(root: Path) -> Iterator[int]:
         limit, used = ("memory.max", "memory.current") if version == 2 else _VERSION_1
         texts = read(folder / limit), read(folder / used)
         if all(text.isdigit() for text in texts):  # "max" is no limit
-            droppable = _fields(folder / "memory.stat").get("inactive_file", 0)
+            # Version 1 counts a group's children in its use, and in the fields that begin with `total_`.
+            droppable = _fields(folder / "memory.stat").get(
+                "inactive_file" if version == 2 else "total_inactive_file", 0
+            )
             yield max(0, int(texts[0]) - int(texts[1]) + droppable)
 
 

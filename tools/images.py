@@ -89,7 +89,9 @@ IMAGES = {
     "grammar-xgrammar": Image("lockstep-grammar", "xgrammar", "grammar", ("GRAMMAR_BACKEND=xgrammar",)),
     "gateway": Image("lockstep-gateway", "latest", "gateway"),
 }
-TRIED_TOGETHER = ("engine-cpu", "grammar", "gateway")
+GRAMMARS = ("grammar", "grammar-xgrammar")
+TOGETHER = ("engine-cpu", "gateway")
+"""They are tried together, with each of the chosen grammar images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     if (flags.push or flags.save) and flags.no_try:
         parser.error("--push and --save need a trial")
+    some = set(flags.images or IMAGES)
+    if not flags.no_try and some & {*GRAMMARS, *TOGETHER} and not (some >= set(TOGETHER) and some & set(GRAMMARS)):
+        parser.error(f"a trial needs {' and '.join(TOGETHER)} and one of {', '.join(GRAMMARS)}; name them, or --no-try")
     tool = Tool(flags.tool, tuple(flags.build_flag), tuple(flags.run_flag))
     chosen = {name: IMAGES[name] for name in flags.images or IMAGES}
     added = labels(ROOT)
@@ -251,8 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in chosen:
             print(f"{names[name][0]}: {tool.megabytes(names[name][0]):,.0f} MB")
         if not flags.no_try:
-            if set(TRIED_TOGETHER) <= set(chosen):
-                print(*try_three(tool, *(names[name][0] for name in TRIED_TOGETHER)), sep="\n")
+            for grammar in (name for name in GRAMMARS if name in chosen):
+                three = names["engine-cpu"][0], names[grammar][0], names["gateway"][0]
+                print(*try_three(tool, *three), sep="\n")
             if "engine-gpu" in chosen:
                 print(try_gpu(tool, names["engine-gpu"][0]))
         if flags.save:

@@ -127,7 +127,8 @@ class EngineSettings:
     """Slots: the number of sequences that run at the same time."""
     max_model_len: int = 0
     """Longest prompt and answer together, in tokens. Lowered to the limit of the model, with a warning. 0: the limit of
-    the model and of its draft model, as far as the KV cache has room for one sequence of this length."""
+    the model, as far as the KV cache has room for one sequence of this length; with a draft model at most 2,048, and on
+    a GPU at most 16,384."""
     page_size: int = 16
     """Tokens per page of the KV cache."""
     kv_cache_tokens: int = 0

@@ -109,7 +109,9 @@ def check(
 
 
 def _sampling(request: pb.GenerateRequest, max_tokens: int | None, limits: Limits) -> SamplingParams:
-    sampling, own = request.sampling, limits.sampling_defaults
+    sampling = request.sampling
+    # Beams are ranked by what the model says, without a penalty that nobody asked for.
+    own = {} if request.HasField("beam_search") else limits.sampling_defaults
     return SamplingParams(
         max_tokens=limits.max_model_len if max_tokens is None else max_tokens,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),

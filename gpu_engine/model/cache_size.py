@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.engine_settings import SLOT_TOKENS
@@ -24,6 +26,11 @@ log = logging.getLogger(__name__)
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.8
 """Share of the free memory that the KV cache may take. The rest is for activations, logits, captured graphs and a
 drafter; on a CPU also for packed copies of the weights, and for other processes."""
+
+_LONGEST_ON_GPU = 16_384
+"""The longest sequence on a GPU where no length is set. Up to it, attention sums a sequence in parts of one size
+(kernels/cuda/attention/paged.py), so a logit's bits do not follow from the length; buffers of captured graphs grow with
+the length."""
 
 _LEAST = 16
 """The shortest sequence that a server is started for."""
@@ -86,7 +93,8 @@ def decide(config: EngineConfig, shape: CachedShape, token_bytes: int, free_byte
     share = _CPU_SHARE if config.on_cpu else _GPU_SHARE
     room = 0 if free_bytes is None else max(1, int(free_bytes * share) // token_bytes)
     held = config.kv_cache_tokens or room
-    bounds = [size for size in (config.max_model_len or held, shape.positions) if size]
+    wanted = (config.max_model_len,) if config.max_model_len else (held, _longest(config))
+    bounds = [size for size in (*wanted, shape.positions) if size]
     if not bounds:
         raise ModelNotSupported("max_model_len: must be set, because neither the model nor the free memory bounds it")
     longest = min(bounds)
@@ -99,6 +107,14 @@ def decide(config: EngineConfig, shape: CachedShape, token_bytes: int, free_byte
     return CacheSize(longest, room)
 
 
+def _longest(config: EngineConfig) -> int:
+    """Return the longest sequence where no length is set; 0: what else bounds it. A draft model keeps tokens of this
+    length for each slot, next to the KV cache."""
+    if config.num_drafts and config.drafter in ("model", "decoupled"):
+        return SLOT_TOKENS
+    return 0 if config.on_cpu else _LONGEST_ON_GPU
+
+
 def report(config: EngineConfig, shape: CachedShape, token_bytes: int, size: CacheSize) -> None:
     """Log the sizes in one line; a length above the model's is a warning."""
     asked, served, own = config.max_model_len, size.max_model_len, shape.positions
@@ -107,15 +123,36 @@ def report(config: EngineConfig, shape: CachedShape, token_bytes: int, size: Cac
     pool = pool_tokens(config, served, size.room_tokens)
     why = "all that the model has" if served == own else f"as set; the model has {own or 'no limit'}"
     if served != own and not asked:
-        why = f"as the draft model or the memory allows; the model has {own or 'no limit'}"
+        why = f"by default, or as the memory allows; the model has {own or 'no limit'}"
     text = "sequences of up to %d tokens (%s); KV cache of %d tokens, %.0f MB"
     log.info(text, served, why, pool, pool * token_bytes / 1e6)
 
 
 def free_bytes(device: torch.device, weight_bytes: int = 0) -> int | None:
     """Return the free memory of a device, once `weight_bytes` more are on it; None: unknown."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
+    else:
+        free = available_memory()
     return None if free is None else max(0, free - weight_bytes)
+
+
+def file_bytes(path: Path, dtype: torch.dtype) -> int:
+    """Return about what the weights in a model's files take as `dtype`; most files have 16 bits a weight."""
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files) * max(1, dtype.itemsize // 2)
+
+
+def device_bytes(config: EngineConfig, net: nn.Module, dtype: torch.dtype, *, of_8_bits: bool) -> int:
+    """Return what the weights take on a GPU. `of_8_bits`: the checkpoint's matrices have 8 bits a weight.
+
+    A quantised matrix has one byte a weight there, except for the output head (quantised/choice.py).
+    """
+    total = sum(weight.numel() for weight in net.parameters()) * dtype.itemsize
+    if not of_8_bits and config.quantization in ("auto", "none"):
+        return total
+    linears = (module for name, module in net.named_modules() if type(module) is nn.Linear and name != "lm_head")
+    return total - sum(linear.weight.numel() for linear in linears) * (dtype.itemsize - 1)
 
 
 def _head_dim(text: Any) -> int:

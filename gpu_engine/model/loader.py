@@ -32,7 +32,7 @@ from gpu_engine.model import attention
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.peft_files import AdapterNotSupported
 from gpu_engine.model.adapters.pool import AdapterPool
-from gpu_engine.model.cache_size import CachedShape, CacheSize, decide, free_bytes, report
+from gpu_engine.model.cache_size import CachedShape, CacheSize, decide, device_bytes, file_bytes, free_bytes, report
 from gpu_engine.model.embedded import Progress, ensure_embedded, weights_file
 from gpu_engine.model.experts import refuse_grouped_products, replace_experts
 from gpu_engine.model.fused_forward import FusedForward
@@ -133,7 +133,7 @@ def _load_over_ranks(config: EngineConfig, progress: Progress | None) -> LoadedM
     """Start the other ranks, and load. All have the length that is decided here, from the memory of the whole cache."""
     path = path_of(config, progress)  # fetched or converted once, before each rank reads it
     shape, dtype = _shape_of(path, "model"), resolve_dtype(config.dtype, torch.device(config.device))
-    size = _decide(config, shape, dtype, free_bytes(torch.device("cpu")))
+    size = _decide(config, shape, dtype, free_bytes(torch.device("cpu"), file_bytes(path, dtype)))
     report(config, shape, shape.token_bytes(dtype), size)
     # A length for which the cache is set needs no memory that is looked at again.
     sized = replace(config, max_model_len=size.max_model_len, kv_cache_tokens=size.max_model_len)
@@ -153,7 +153,10 @@ def _shape_of(path: Path, setting: str) -> CachedShape:
 
 
 def _decide(config: EngineConfig, shape: CachedShape, dtype: torch.dtype, free: int | None) -> CacheSize:
-    """Decide the sizes, with the draft model's positions as a bound where no length is set."""
+    """Decide the sizes, with the draft model's positions as a bound where no length is set. Engines that share their
+    attention divide one machine's memory."""
+    if free is not None and config.on_cpu:
+        free //= config.data_parallel_attention
     if not config.max_model_len and config.drafter in ("model", "decoupled") and config.num_drafts:
         draft = path_of(replace(config, model=config.draft_model, revision=""), setting="draft_model")
         shape = shape.bounded_by(_shape_of(draft, "draft_model"))
@@ -313,7 +316,9 @@ def prepare(
     num_parameters = sum(p.numel() for p in net.parameters())
     try:
         shape = CachedShape.of(net.config.get_text_config())
-        weights = num_parameters * dtype.itemsize if device.type == "cuda" else 0  # not there yet
+        weights = (
+            device_bytes(config, net, dtype, of_8_bits=checkpoint is not None) if device.type == "cuda" else 0
+        )  # not there yet
         size = _decide(config, shape, dtype, free_bytes(device, weights))
         model = _describe(config, net, tokenizer, dtype, device, num_parameters, shape, size)
     except AttributeError as error:

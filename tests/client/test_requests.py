@@ -45,6 +45,7 @@ ALL_OPTIONS: dict[str, Any] = {
     "max_tokens": 5, "min_tokens": 1, "temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.25, "seed": 9,
     "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25, "stop": "a",
     "stop_token_ids": [4], "bad_token_ids": [5], "bad_words": ["b"], "ignore_eos": True, "logprobs": 2, "n": 3,
+    "masked_logprobs": True,
     "include_stop_str_in_output": True, "skip_special_tokens": False, "logit_bias": {8: -1.0},
     "num_draft_tokens": 0, "draft_index": False, "omit_text": True, "omit_token_ids": True, "echo": True,
     "prompt_logprobs": 1, "per_field_logprobs": True, "token_origins": True, "request_id": "r",

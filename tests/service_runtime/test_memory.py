@@ -34,6 +34,13 @@ GROUP = "sys/fs/cgroup"
             {f"{GROUP}/memory/x/memory.limit_in_bytes": "800", f"{GROUP}/memory/x/memory.usage_in_bytes": "300"},
             500,
         ),
+        # Version 1 counts the groups below in the use, and in the fields with `total_`.
+        (
+            "4:memory:/x\n",
+            {f"{GROUP}/memory/x/memory.limit_in_bytes": "800", f"{GROUP}/memory/x/memory.usage_in_bytes": "300"}
+            | {f"{GROUP}/memory/x/memory.stat": "inactive_file 10\ntotal_inactive_file 100\n"},
+            600,
+        ),
     ],
 )
 def test_the_tightest_of_the_machine_and_its_groups_holds(

@@ -68,7 +68,8 @@ def test_an_answer_that_is_not_the_schemas_stops_a_push(tmp_path: Path, capsys: 
     assert [call for call in calls(broken) if call.startswith("push")] == []
 
 
-def test_a_push_needs_a_trial(recorder: Path) -> None:
+@pytest.mark.parametrize("arguments", [["--no-try"], ["engine-cpu"], ["grammar-xgrammar", "gateway"]])
+def test_a_push_needs_a_trial(recorder: Path, arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        images.main(["--push", "--no-try", "--tool", str(recorder)])
+        images.main([*arguments, "--push", "--tool", str(recorder)])
     assert not recorder.with_name("calls").exists()

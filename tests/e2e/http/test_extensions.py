@@ -141,7 +141,7 @@ def test_bounds_hold_over_http(ask: Asker) -> None:
     items = json.loads(choice.message.content)["a"]
     assert len(items) <= 2
     assert all(len(item) <= 5 for item in items)
-    with pytest.raises(openai.BadRequestError, match=r"grammar\.max_array_items"):
+    with pytest.raises(openai.BadRequestError, match=r"structured_outputs\.max_array_items"):
         ask.complete(structured_outputs={"regex": "a", "max_array_items": 2})
 
 

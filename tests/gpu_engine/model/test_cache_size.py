@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.model.cache_size import CachedShape, decide, pool_tokens
+from gpu_engine.model.cache_size import CachedShape, decide, device_bytes, file_bytes, pool_tokens
 from gpu_engine.model.loaded_model import ModelNotSupported
 
 TOKEN_BYTES = 1000
 
 
 def sizes(positions: int, free_tokens: int | None, **settings: Any) -> tuple[int, int]:
-    """Return (length, tokens of the cache) where half of the free memory has room for `free_tokens`."""
+    """Return (length, tokens of the cache) where its share of the free memory has room for `free_tokens`."""
     config = EngineConfig(**{"device": "cpu", **settings})
-    free = None if free_tokens is None else 2 * TOKEN_BYTES * free_tokens
+    free = None if free_tokens is None else int((2 if config.on_cpu else 1.25) * TOKEN_BYTES * free_tokens)
     size = decide(config, CachedShape(1, 1, 16, positions), TOKEN_BYTES, free)
     return size.max_model_len, pool_tokens(config, size.max_model_len, size.room_tokens)
 
@@ -33,6 +36,9 @@ def sizes(positions: int, free_tokens: int | None, **settings: Any) -> tuple[int
         (131_072, 50_000, {}, (50_000, 50_000)),
         (8192, 20_000, {}, (8192, 20_000)),
         (0, 20_000, {}, (20_000, 20_000)),
+        # On a GPU attention sums longer ones in larger parts, and a draft model keeps tokens of this length a slot.
+        (131_072, 10**6, {"device": "cuda"}, (16_384, 16 * 2048)),
+        (131_072, 10**6, {"drafter": "decoupled", "draft_model": "m"}, (2048, 16 * 2048)),
         # A length that is set fills its slots where the memory has room.
         (131_072, 10**6, {"max_model_len": 4096}, (4096, 16 * 4096)),
         (131_072, 10_000, {"max_model_len": 4096}, (4096, 10_000)),
@@ -42,7 +48,7 @@ def sizes(positions: int, free_tokens: int | None, **settings: Any) -> tuple[int
         (131_072, 10, {"kv_cache_tokens": 5000, "max_model_len": 4096}, (4096, 5000)),
     ],
 )
-def test_the_cache_does_not_grow_with_the_length(
+def test_the_length_and_the_cache(
     positions: int, free_tokens: int | None, settings: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     assert sizes(positions, free_tokens, **settings) == expected
@@ -55,3 +61,19 @@ def test_a_length_without_room_is_refused_with_both_numbers() -> None:
         sizes(8192, 9)
     with pytest.raises(ModelNotSupported, match="must be set"):
         sizes(0, None)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "of_8_bits", "expected"), [("none", False, 96), ("fp8", False, 80), ("auto", True, 80)]
+)
+def test_a_quantised_matrix_takes_a_byte_a_weight_on_a_gpu(quantization: str, of_8_bits: bool, expected: int) -> None:
+    net = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "lm_head": nn.Linear(4, 8, bias=False)})
+    config = EngineConfig(device="cuda", quantization=quantization)
+    assert device_bytes(config, net, torch.bfloat16, of_8_bits=of_8_bits) == expected
+
+
+def test_files_are_counted_as_they_are_loaded(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors", "c.json"):
+        (tmp_path / name).write_bytes(b"12345")
+    assert file_bytes(tmp_path, torch.bfloat16) == 10
+    assert file_bytes(tmp_path / "a.safetensors", torch.float32) == 10

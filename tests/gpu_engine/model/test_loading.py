@@ -146,7 +146,7 @@ def test_a_file_that_is_cut_is_refused_in_one_line(tmp_path: Path, content: byte
         (1000, 0, 512, "max_model_len is 1000, which is more than the model has: 512 tokens are served"),
         (256, 0, 256, "sequences of up to 256 tokens (as set; the model has 512); KV cache of 1024 tokens, 1 MB"),
         (0, 0, 512, "sequences of up to 512 tokens (all that the model has); KV cache of 2048 tokens, 1 MB"),
-        (0, 300, 300, "sequences of up to 300 tokens (as the draft model or the memory allows; the model has 512); "),
+        (0, 300, 300, "sequences of up to 300 tokens (by default, or as the memory allows; the model has 512); "),
     ],
 )
 def test_the_length_of_sequences_and_the_size_of_the_cache_are_said(

@@ -249,7 +249,7 @@ async def test_both_real_processes_are_in_one_scrape_and_a_stopped_one_is_left_o
             lines = [json.loads(line.getMessage()) for line in caplog.records if line.name == "grammar_service"]
             return {line["logger"] for line in lines}
 
-        await eventually(lambda: loggers() >= {"grammar_service.server", "grammar_service.servicer"})
+        await eventually(lambda: loggers() == {"grammar_service.server"})
 
 
 def test_the_page_lists_every_metric(root: Path) -> None:
