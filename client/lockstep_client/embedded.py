@@ -39,6 +39,8 @@ _DEFAULTS: Mapping[str, str] = {
     "tls_key": "",
     "tls_client_ca": "",
     "auth_token_file": "",
+    "tenant_file": "",
+    "audit_log": "",
     "health_listen": "",
     "metrics_listen": "",
     "http": "",

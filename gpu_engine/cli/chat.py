@@ -15,7 +15,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 import grpc
@@ -31,13 +30,13 @@ from lockstep_client.async_rpc import AsyncRpc
 from lockstep_client.wire import engine_pb2 as pb
 
 _HELP = """\
-/reset          forget the conversation
+/reset          forget the conversation, and files that were not sent yet
 /system TEXT    set the system message, and forget the conversation
 /undo           forget the last question and its answer
 /file PATH      send the text of a file with the next question
 /schema PATH    every answer from now on fits the JSON Schema in this file; /schema by itself: free text
-/save PATH      write the conversation to a file, as JSON in OpenAI's form
-/load PATH      go on with the conversation in a file
+/save PATH      write the conversation to a new file, as JSON that --messages takes
+/load PATH      go on with the conversation in such a file
 /help           this list
 /exit           end; so does Control-D
 Control-C ends a running answer."""
@@ -45,6 +44,9 @@ Control-C ends a running answer."""
 
 class Screen(Protocol):
     """What the conversation needs of a terminal."""
+
+    scripted: bool
+    """Nobody reads the notes: a command that fails ends the conversation."""
 
     def ask(self) -> str:
         """Return the user's next line. Raises EOFError at the end, KeyboardInterrupt at Control-C."""
@@ -61,6 +63,8 @@ class Screen(Protocol):
 
 class Plain:
     """A screen for pipes: answers on stdout, notes on stderr."""
+
+    scripted = True
 
     def ask(self) -> str:
         """Return the next line of stdin."""
@@ -85,6 +89,8 @@ class Plain:
 class Rich:
     """A screen for a terminal, with colours and the keys of a line editor."""
 
+    scripted = False
+
     def __init__(self, history: LineHistory | None) -> None:
         """history: the lines of earlier chats; None: none are kept."""
         import readline  # noqa: F401 - gives `input` history and editing
@@ -92,10 +98,13 @@ class Rich:
         from rich.console import Console
 
         self._console, self._history = Console(highlight=False), history
+        coloured = self._console.color_system is not None and not self._console.no_color
+        # The line editor must know the prompt, to redraw the line; what is between \x01 and \x02 takes no room.
+        self._prompt = "\x01\x1b[1;36m\x02you>\x01\x1b[0m\x02 " if coloured else "you> "
 
     def ask(self) -> str:
         """Ask with a prompt."""
-        line = self._console.input("[bold cyan]you>[/] ")
+        line = input(self._prompt)
         if self._history is not None:
             try:
                 self._history.keep()
@@ -146,11 +155,12 @@ def run_chat(flags: argparse.Namespace) -> int:
 
 
 def _history() -> LineHistory | None:
-    path = history_path(os.environ)
+    import readline
+
     try:
-        return LineHistory(path)
-    except OSError as error:
-        print(f"{path}: the lines of this chat are not kept: {error}", file=sys.stderr)
+        return LineHistory(history_path(os.environ), readline)
+    except (OSError, RuntimeError) as error:
+        print(f"the lines of this chat are not kept: {error}", file=sys.stderr)
         return None
 
 
@@ -190,14 +200,19 @@ class Conversation:
                     self._screen.note(self._command(line))
                 except ValueError as error:
                     self._screen.note(str(error))
+                    if self._screen.scripted:
+                        return FAILED
             elif line.strip():
-                question, self._files = with_files(line, self._files), []
+                answered = False
                 try:
-                    answered = runner.run(self._answer(question))
+                    answered = runner.run(self._answer(with_files(line, self._files)))
                 except KeyboardInterrupt:
-                    answered = False
                     self._screen.write("\n")
                     self._screen.note("interrupted; the question is forgotten")
+                if answered:
+                    self._files.clear()
+                elif self._files:
+                    self._screen.note("its files go with the next question; /reset forgets them")
         return OK if answered else FAILED
 
     def _next_line(self) -> str | None:
@@ -218,23 +233,25 @@ class Conversation:
         rest = rest.strip()
         if name in ("/file", "/save", "/load") and not rest:
             raise ValueError(f"{name} needs a path")
+        path = os.path.expanduser(rest)
         match name:
             case "/reset":
                 self._turns.clear()
+                self._files.clear()
             case "/system":
                 self._system = rest or None
                 self._turns.clear()
             case "/undo":
                 del self._turns[-2:]
             case "/file":
-                self._files.append((rest, read_text(name, rest)))
-                return f"{len(self._files)} files go with the next question"
+                self._files.append((path, read_text(name, path)))
+                return f"files with the next question: {len(self._files)}"
             case "/schema":
-                return self._set_schema(rest)
+                return self._set_schema(path)
             case "/save":
-                return self._save(Path(rest))
+                return self._save(path)
             case "/load":
-                self._load(rest)
+                self._load(path)
             case "/help":
                 return _HELP
             case _:
@@ -251,11 +268,14 @@ class Conversation:
         self._template.grammar.json_schema = schema
         return f"every answer fits {path}"
 
-    def _save(self, path: Path) -> str:
+    def _save(self, path: str) -> str:
         system = [pb.ChatMessage(role="system", content=self._system)] if self._system is not None else []
         turns = [json_format.MessageToDict(turn, preserving_proto_field_name=True) for turn in [*system, *self._turns]]
         try:
-            path.write_text(json.dumps(turns, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+            with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
+                file.write(json.dumps(turns, ensure_ascii=False, indent=2) + "\n")
+        except FileExistsError:
+            raise ValueError(f"/save: {path} exists; name a new file") from None
         except OSError as error:
             raise ValueError(f"/save: cannot write {path}: {error.strerror}") from error
         return f"{len(self._turns)} turns in {path}"

@@ -98,14 +98,15 @@ variables LOCKSTEP_<NAME>, as for `lockstep serve`.
 
 Examples:
   lockstep run "Name three rivers."
-  lockstep run embedded "Describe Paris." --schema samples/city.json --max-tokens 200 --temperature 0
+  lockstep run embedded "A year, as JSON." --schema '{"type": "integer"}' --max-tokens 20 --temperature 0
   lockstep run /models/Qwen3-0.6B "Is Paris in France?" --choice yes --choice no
   lockstep run "Which dates does the letter have?" --file letter.txt --regex '[0-9]{4}(, [0-9]{4})*'
   lockstep run --system "Answer in French." <question.txt >answer.txt
 
 Only the answer goes to stdout. A line with tokens and times goes to stderr if that is a terminal, or the answer was
 cut. Exit status: 0 the model ended its answer; 1 the server cannot start, refused or failed; 2 wrong usage; 3 the
-answer was cut, or led to its end, by --max-tokens or the context, unless --allow-cut is given; 130 interrupted.
+answer was cut, or led to its end, by --max-tokens or the context, or was cut because it repeated itself, unless
+--allow-cut is given; 130 interrupted.
 """
 
 _GENERATE = """\
@@ -113,7 +114,7 @@ Send one request to a running server and stream the answer to stdout. A line wit
 
 Examples:
   lockstep generate --chat "Name three rivers." --temperature 0
-  lockstep generate --chat "Describe Paris." --schema samples/city.json --max-tokens 128 --temperature 0
+  lockstep generate --chat "Describe Paris." --schema city.json --max-tokens 128 --temperature 0
   lockstep generate --chat "Is Paris in France?" --choice yes --choice no --temperature 0
   lockstep generate --prompt "The date is " --regex '[0-9]{4}-[0-9]{2}-[0-9]{2}'
   cat letter.txt | lockstep generate --max-tokens 200
@@ -130,13 +131,13 @@ Chat with the model of a running server. The conversation is sent with every que
 Examples:
   lockstep chat
   lockstep chat --system "Answer in one sentence." --temperature 0.7 --max-tokens 300
-  lockstep chat --schema samples/city.json  every answer fits a JSON Schema
+  lockstep chat --schema city.json          every answer fits the JSON Schema in your file
   lockstep chat --file letter.txt           the file's text goes with the first question
 
 In a terminal, the lines that you enter are kept in ~/.local/state/lockstep/chat_history (below XDG_STATE_HOME, if that
 is set) unless --no-history is given. Control-C ends a running answer, Control-D the conversation. Without a terminal
-each line of stdin is a question. Exit status: 0; 1 the last question was not answered, or no server answered; 2 wrong
-usage.
+each line of stdin is a question, and a command that fails, such as /file, ends the conversation. Exit status: 0; 1 the
+last question was not answered, a command failed without a terminal, or no server answered; 2 wrong usage.
 """
 
 _TOKENIZE = """\
@@ -164,8 +165,8 @@ _COMPILE = """\
 Compile a grammar on a running server ahead of time: its id goes to stdout, its cost and warnings to stderr.
 
 Examples:
-  lockstep compile --schema samples/city.json
-  lockstep generate --chat "Describe Paris." --grammar-id "$(lockstep compile --schema samples/city.json)"
+  lockstep compile --schema city.json                     a file of yours with a JSON Schema
+  lockstep generate --chat "Describe Paris." --grammar-id "$(lockstep compile --schema city.json)"
   lockstep compile --lark query.lark --backend auto       with the first library that enforces all of it
 
 Exit status: 0 the grammar compiled; 1 the server refused it, with the reason; 2 wrong usage.
@@ -215,7 +216,8 @@ Exit status: 0 it serves; 1 it does not, or does not answer; 2 wrong usage.
 """
 
 _COMPLETION = """\
-Print the script that lets a shell complete commands, flags and their values. It needs shtab.
+Print the script that lets a shell complete commands, flags and their values. It needs shtab, which the extra `engine`
+brings. The folder of the script may have to be made first, with `mkdir -p`.
 
 Examples:
   lockstep completion bash >~/.local/share/bash-completion/completions/lockstep
@@ -328,7 +330,7 @@ def _add_run(commands: Commands) -> None:
     once = commands.add(
         "run", help="one answer without a server", usage="%(prog)s [MODEL] [PROMPT] [flags]", description=_RUN
     )
-    once.add_argument("words", nargs="*", type=text, metavar="[MODEL] PROMPT", help="the model, and the prompt")
+    once.add_words("words", type=text, metavar="[MODEL] PROMPT", help="the model, and the prompt")
     once.add_argument(
         "-f",
         "--file",
@@ -339,7 +341,9 @@ def _add_run(commands: Commands) -> None:
     )
     once.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
     once.add_argument(
-        "--allow-cut", action="store_true", help="an answer that --max-tokens or the context cut is no failure"
+        "--allow-cut",
+        action="store_true",
+        help="an answer that --max-tokens, the context or its repetition cut is no failure",
     )
     _add_output_flags(once)
     add_chat_flags(once)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,7 +35,9 @@ def read_text(flag: str, path: str) -> str:
 
 
 def read_stdin(stdin: TextIO) -> str:
-    """Return all of stdin. Raises ValueError."""
+    """Return all of stdin; a terminal is told how to end it. Raises ValueError."""
+    if stdin.isatty():
+        print("reading from stdin; Control-D ends it", file=sys.stderr)
     try:
         read = stdin.read()
         read.encode()

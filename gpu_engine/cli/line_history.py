@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 MAX_LINES = 1000
 """The newest ones that the file keeps."""
 
 
 def history_path(environment: Mapping[str, str]) -> Path:
-    """Return the file, by the XDG specification."""
+    """Return the file, by the XDG specification. Raises RuntimeError where nobody's home directory is known."""
     state = environment.get("XDG_STATE_HOME", "")
     # The specification has a relative path ignored.
     folder = Path(state) if os.path.isabs(state) else Path.home() / ".local/state"
@@ -26,13 +27,17 @@ def history_path(environment: Mapping[str, str]) -> Path:
 class LineHistory:
     """The file of readline's history."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, readline: ModuleType) -> None:
         """Read the file into readline. Raises OSError."""
-        import readline
-
+        if not hasattr(readline, "append_history_file"):
+            raise OSError("the readline of this Python appends to no file (libedit)")
         self._readline, self._path = readline, path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            os.fchmod(file, 0o600)  # another program may have made it
+        finally:
+            os.close(file)
         readline.set_history_length(MAX_LINES)
         readline.read_history_file(path)
         self._kept = readline.get_current_history_length()

@@ -39,6 +39,7 @@ class Parser(argparse.ArgumentParser):
         self._commands: dict[str, Parser] = {}
         self._short: frozenset[argparse.Action] = frozenset()
         """What `--help` shows; empty: all."""
+        self._words: argparse.Action | None = None
 
     def shorten_help(self, flags: Sequence[str]) -> None:
         """Let `--help` show only these flags, and `--help-all` every one."""
@@ -63,6 +64,24 @@ class Parser(argparse.ArgumentParser):
     def format_whole_help(self) -> str:
         """Return the help with every flag."""
         return super().format_help()
+
+    def add_words(self, name: str, **about: Any) -> None:
+        """Add an argument of any number of words, which may stand before, between and after the flags."""
+        self._words = self.add_argument(name, nargs="*", **about)
+
+    def parse_known_args(  # type: ignore[override]  # argparse's has overloads for a namespace of the caller's own
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """See argparse.ArgumentParser, which takes only the first words in a row."""
+        flags, unknown = super().parse_known_args(args, namespace)
+        if self._words is None or any(re.match(r"-\S", word) for word in unknown):
+            return flags, unknown
+        try:
+            more = [self._get_value(self._words, word) for word in unknown]
+        except argparse.ArgumentError as error:
+            self.error(str(error))
+        setattr(flags, self._words.dest, [*getattr(flags, self._words.dest), *more])
+        return flags, []
 
     def add_commands(self, version: str) -> Commands:
         """Return what adds commands to this parser."""

@@ -441,6 +441,8 @@ def _tool(tool: Any) -> Any:
 
 def conversation(flag: str, turns: Any) -> pb.ChatMessages:
     """Return the messages of a JSON list. Raises ValueError that names the flag and the place."""
+    if not isinstance(turns, list):
+        raise ValueError(f"{flag}: must be a JSON list")
     try:
         return json_format.ParseDict({"messages": turns}, pb.ChatMessages())
     except json_format.ParseError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,18 +56,24 @@ def run_once(flags: argparse.Namespace, stdin: TextIO = sys.stdin) -> int:
     try:
         server.start()
     except EmbeddedServerError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}{_taken_as_model(flags.words)}", file=sys.stderr)
         return FAILED
     try:
         return ask(
             access_to(server.address, False, None, ()),
             lambda client: stream_answer(
                 client, request, as_json=flags.output == "json", timeout_s=flags.timeout, quiet=not sys.stderr.isatty(),
-                not_complete=INCOMPLETE if flags.allow_cut else CUT,
+                not_complete=INCOMPLETE if flags.allow_cut else cut_ends(request),
             ),
         )  # fmt: skip
     finally:
         server.close()
+
+
+def cut_ends(request: pb.GenerateRequest) -> frozenset[int]:
+    """Return the finish reasons with which an answer to the request is not all that the model had to say."""
+    # The server ends a guided answer that repeats itself as its grammar says: it is complete.
+    return CUT if request.HasField("grammar") else CUT | {pb.FINISH_REASON_REPETITION}
 
 
 def model_and_prompt(words: Sequence[str], files: Sequence[str], stdin: TextIO) -> tuple[str, str]:
@@ -90,8 +97,16 @@ def model_and_prompt(words: Sequence[str], files: Sequence[str], stdin: TextIO) 
         texts = [("stdin", read_stdin(stdin))]
     text = with_files(prompt, texts)
     if not text.strip():
-        raise ValueError("the prompt is empty")
+        raise ValueError(f"the prompt is empty{_taken_as_model(words)}")
     return model, text
+
+
+def _taken_as_model(words: Sequence[str]) -> str:
+    """Return the end of an error's text where one word may have been meant as the prompt, else ""."""
+    if len(words) != 1 or not _HUB_NAME.fullmatch(words[0]):
+        return ""
+    word = shlex.quote(words[0])
+    return f"\n{word} was taken as a model; for a prompt write `lockstep run embedded {word}`"
 
 
 def _names_model(word: str) -> bool:

@@ -9,7 +9,7 @@ Not responsible for: the engine's names at the top of a body (wire/errors.py), b
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from http_gateway.answers.grammar import grammar_field
 from http_gateway.answers.prompts import allowed_names
@@ -18,9 +18,11 @@ from http_gateway.wire.errors import ApiError
 from http_gateway.wire.fields import Fields
 from http_gateway.wire.messages import CountTokensRequest
 from http_gateway.wire.messages import chat_body as chat_of_message
+from http_gateway.wire.messages import places as places_of_message
 from http_gateway.wire.outputs import StructuredOutputs
 from http_gateway.wire.responses import ResponsesRequest
 from http_gateway.wire.responses import chat_body as chat_of_response
+from http_gateway.wire.responses import places as places_of_response
 from http_gateway.wire.sampling import SamplingFields
 
 _GRAMMAR = re.compile(r"grammar(\.(?P<part>[a-z_]+))?(\.choices)?(?P<rest>(\[\d+\])?)")
@@ -29,6 +31,8 @@ _KINDS = {"json_object", "regex", "choice", "ebnf", "lark", "structural_tag", "g
 _OPTIONS = StructuredOutputs.names() - _KINDS
 _TOOL = re.compile(r"tools\[(\d+)\]\.(name|parameters|text|lark|regex)")
 """A field of one of the engine's tools."""
+_TURN = re.compile(r"messages\[(\d+)\](?P<within>|\.(role|content)|\.(name|reasoning|tool_call|part).*)")
+"""A turn of the engine's, or of the chat body's. Anthropic's own names go on with `.content[`."""
 _MESSAGE_NAMES = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
@@ -39,6 +43,7 @@ _MESSAGE_NAMES = {
 }
 """The chat body's names -> Anthropic's."""
 _RESPONSE_NAMES = {
+    "messages": "input",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "max_tokens": "max_output_tokens",
@@ -57,10 +62,15 @@ def name_as_sent(error: ApiError, fields: Fields) -> ApiError:
 
 def _as_sent(field: str, fields: Fields) -> str:
     # Only a body that became a request of the engine has an error with the engine's names.
+    turn = _TURN.fullmatch(field)
     of_engine = bool(_GRAMMAR.fullmatch(field) or _TOOL.fullmatch(field))
     match fields:
         case SamplingFields() if of_engine:
             return _in_chat(field, fields)
+        case ResponsesRequest() if turn:
+            return _placed(turn, places_of_response(fields))
+        case CountTokensRequest() if turn:
+            return _placed(turn, places_of_message(fields))
         case ResponsesRequest():
             return _translated(_in_chat(field, chat_of_response(fields, "")) if of_engine else field, _RESPONSE_NAMES)
         case CountTokensRequest():
@@ -68,6 +78,12 @@ def _as_sent(field: str, fields: Fields) -> str:
             named = _translated(named, _MESSAGE_NAMES)
             return re.sub(r"^(tools\[\d+\])\.parameters", r"\1.input_schema", named)
     return field
+
+
+def _placed(turn: re.Match[str], places: Sequence[str]) -> str:
+    """Return the client's field of a turn; the parts of an item have other names than a turn's."""
+    place = places[int(turn[1])]
+    return place + turn["within"] if place.startswith("messages") and turn["within"] in (".role", ".content") else place
 
 
 def _in_chat(field: str, fields: SamplingFields) -> str:
@@ -86,6 +102,8 @@ def _tool(index: int, part: str, fields: ChatRequest) -> str:
     if isinstance(choice, NamedChoice) and choice.allowed_tools is not None:
         allowed = allowed_names(choice.allowed_tools.tools)
         sent = [i for i in sent if any(one and one.name in allowed for one in (tools[i].function, tools[i].custom))]
+    if index >= len(sent):
+        return "tools"
     place = f"tools[{sent[index]}]"
     custom = tools[sent[index]].custom
     if custom is None:

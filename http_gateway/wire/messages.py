@@ -244,7 +244,7 @@ def chat_body(fields: CountTokensRequest, request_id: str, *, thinks: bool) -> C
 
     thinks: the model has markers of its own for what it thinks.
     """
-    turns, config = _messages(fields), fields.output_config or OutputConfig()
+    turns, config = [turn for _, turn in _messages(fields)], fields.output_config or OutputConfig()
     body: dict[str, Any] = {
         "model": fields.model,
         "messages": turns,
@@ -298,18 +298,25 @@ def _chosen(choice: Choice) -> dict[str, Any]:
     return {"tool_choice": words.get(choice.type, named), "parallel_tool_calls": parallel}
 
 
-def _messages(fields: CountTokensRequest) -> list[dict[str, Any]]:
-    turns: list[dict[str, Any]] = []
+def places(fields: CountTokensRequest) -> list[str]:
+    """Return the client's own field of each turn of the chat body. Raises ApiError."""
+    return [place for place, _ in _messages(fields)]
+
+
+def _messages(fields: CountTokensRequest) -> list[tuple[str, dict[str, Any]]]:
+    """Return the chat body's turns, each with the client's field that it comes from."""
+    turns: list[tuple[str, dict[str, Any]]] = []
     if fields.system:
-        turns.append({"role": "system", "content": _content(fields.system)})
+        turns.append(("system", {"role": "system", "content": _content(fields.system)}))
     calls: set[str] = set()
     for number, turn in enumerate(fields.messages):
+        place = f"messages[{number}]"
         if isinstance(turn.content, str):
-            turns.append({"role": turn.role, "content": turn.content})
+            turns.append((place, {"role": turn.role, "content": turn.content}))
         elif turn.role == "assistant":
-            turns.append(_assistant(turn.content, calls, f"messages[{number}]"))
+            turns.append((place, _assistant(turn.content, calls, place)))
         else:
-            turns += _user(turn.content, calls, f"messages[{number}]")
+            turns += [(place, made) for made in _user(turn.content, calls, place)]
     return turns
 
 

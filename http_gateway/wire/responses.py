@@ -262,7 +262,7 @@ def chat_body(fields: ResponsesRequest, request_id: str) -> ChatRequest:
         )
     body: dict[str, Any] = {name: getattr(fields, name) for name in _SAME}
     body |= {
-        "messages": _messages(fields),
+        "messages": _messages(fields)[0],
         "request_id": request_id,
         "max_tokens": fields.max_output_tokens,
         "logprobs": fields.with_logprobs,
@@ -307,15 +307,23 @@ def _chosen(choice: str | ResponseChoice) -> str | dict[str, Any]:
     return {"type": choice.type, choice.type: {"name": choice.name}}
 
 
-def _messages(fields: ResponsesRequest) -> list[dict[str, Any]]:
+def places(fields: ResponsesRequest) -> list[str]:
+    """Return the client's own field of each turn of the chat body; a turn of several items has the first one's."""
+    return _messages(fields)[1]
+
+
+def _messages(fields: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the chat body's turns, and the client's field that each comes from."""
     turns: list[dict[str, Any]] = []
     if fields.instructions:
         turns.append({"role": "system", "content": fields.instructions})
+    places = ["instructions"] * len(turns)
     if isinstance(fields.input, str):
-        return [*turns, {"role": "user", "content": fields.input}]
-    for item in fields.input:
+        return [*turns, {"role": "user", "content": fields.input}], [*places, "input"]
+    for number, item in enumerate(fields.input):
         _append(turns, item)
-    return turns
+        places += [f"input[{number}]"] * (len(turns) - len(places))
+    return turns, places
 
 
 def _append(turns: list[dict[str, Any]], item: Any) -> None:

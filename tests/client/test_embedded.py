@@ -26,6 +26,7 @@ from service_runtime.parent_death import stop_with_stdin
 
 flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[2:])
 assert flags["stop-with-stdin"] == "true" and sys.argv[1] == "serve", sys.argv
+assert flags["auth-token-file"] == flags["tenant-file"] == "", "the client has no token"
 if flags.get("fail"):
     sys.exit("model: there is no such model")
 stop_with_stdin()

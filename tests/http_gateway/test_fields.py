@@ -171,6 +171,14 @@ ASKED = {"input": "x"}
         (MessagesRequest, MESSAGE | {"tools": [{"name": "f", "input_schema": {}}]}, "tools[0].parameters",
          "tools[0].input_schema"),
         (MessagesRequest, MESSAGE, "stop[3]", "stop_sequences[3]"),
+        (ChatRequest, ASK | {"tools": FUNCTIONS, "tool_choice": ALLOWED}, "tools[1].name", "tools"),
+        (MessagesRequest, MESSAGE | {"system": "s"}, "messages[0].content", "system"),
+        (MessagesRequest, MESSAGE | {"system": "s"}, "messages[1].role", "messages[0].role"),
+        (MessagesRequest, MESSAGE | {"system": "s"}, "messages[0].content[0].type", "messages[0].content[0].type"),
+        (ResponsesRequest, ASKED | {"instructions": "s"}, "messages[0].content", "instructions"),
+        (ResponsesRequest, ASKED | {"instructions": "s"}, "messages[1].content", "input"),
+        (ResponsesRequest, {"input": [{"type": "reasoning", "summary": []}, {"role": "assistant", "content": "a"},
+                                      {"role": "user", "content": "x"}]}, "messages[1].role", "input[2]"),
     ],
 )  # fmt: skip
 def test_an_error_of_the_engine_names_the_client_s_own_field(

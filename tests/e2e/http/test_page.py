@@ -104,7 +104,8 @@ def test_markdown_becomes_elements_and_html_stays_text(page: Any) -> None:
     page.evaluate("""() => {
       const painter = new Painter(add("assistant"));
       const tokens = ["# Ti", "tle\\n\\n**bo", "ld** <img src=x onerror=alert(1)> ", "[a](https://a.example/b) ",
-        "[b](javascript:alert(1))\\n- one\\n- `<i>`\\n\\n|x|y|\\n|-|-|\\n|1|2|\\n```\\n<script>\\n```"];
+        "[b](javascript:alert(1))\\n- one\\n- `<i>`\\n\\n|x|y|\\n|-|-|\\n|1|2|\\n```\\n<script>\\n```\\n",
+        "```json 1```\\nend"];
       painter.add(tokens.map((token, i) => ({token, origin: ["sampled", "draft", "forced"][i % 3]})));
       for (const token of tokens) painter.show(token, "");
       painter.draw(false);
@@ -120,7 +121,8 @@ def test_markdown_becomes_elements_and_html_stays_text(page: Any) -> None:
     assert answer.locator("a").evaluate_all("all => all.map(one => one.href)") == ["https://a.example/b"]
     assert answer.locator("li").all_inner_texts() == ["one", "<i>"]
     assert answer.locator("th, td").all_inner_texts() == ["x", "y", "1", "2"]
-    assert answer.locator("pre").inner_text().strip() == "<script>"
+    assert [text.strip() for text in answer.locator("pre").all_inner_texts()] == ["<script>"]
+    assert answer.locator("p").last.inner_text().split() == ["json", "1", "end"]
     assert "<img src=x onerror=alert(1)>" in answer.inner_text()
     assert answer.locator("img, script, i").count() == 0
 
@@ -180,3 +182,17 @@ def test_what_the_server_refuses_is_shown(page: Any) -> None:
     page.wait_for_selector(".turn.error", timeout=60_000)
     assert "structured_outputs.regex: " in page.inner_text(".turn.error")
     assert page.inner_text("#send") == "Send"
+    left = page.evaluate("""async () => {
+      const stopped = [];
+      window.fetch = (_, {signal}) => new Promise(
+        (_, end) => signal.addEventListener("abort", () => end(signal.reason)));
+      for (const stop of ["send", "clear"]) {
+        $("prompt").value = "Anything.";
+        const sent = send();
+        $(stop).click();
+        await sent;
+        stopped.push([turns.length, $("turns").innerText.includes("Stopped.")]);
+      }
+      return stopped;
+    }""")
+    assert left == [[0, True], [0, False]], "a question without an answer is no turn; a new chat is empty"

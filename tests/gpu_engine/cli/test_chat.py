@@ -12,12 +12,15 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.request import Request, TokenEvent
 from gpu_engine.cli import commands as cli
 from gpu_engine.cli.chat import Conversation
+from gpu_engine.cli.line_history import LineHistory
 from gpu_engine.server import open_server
 from lockstep_client.wire import engine_pb2 as pb
 from tests.fakes import FakeEngine, Script
@@ -29,6 +32,8 @@ from tests.waiting import eventually
 
 class Lines:
     """A screen that asks from a list and remembers what it shows."""
+
+    scripted = False
 
     def __init__(self, *lines: str | type[BaseException]) -> None:
         self._lines = iter(lines)
@@ -127,9 +132,12 @@ async def test_files_go_with_one_question_and_a_conversation_is_saved_and_loaded
         assert "/file needs a path" in screen.notes
         assert "/file: cannot read nope: No such file or directory" in screen.notes
         assert "/save: cannot write nope/x: No such file or directory" in screen.notes
+        assert saved.stat().st_mode & 0o777 == 0o600
         engine.submitted.clear()
-        screen = Lines("x", "/load nope", f"/load {saved}", "three")
+        (tmp_path / "null.json").write_text("null")
+        screen = Lines("x", "/load nope", f"/load {saved}", f"/load {tmp_path}/null.json", f"/save {saved}", "three")
         assert await chat(address, screen) == cli.OK
+        assert screen.notes[-3:-1] == ["/load: must be a JSON list", f"/save: {saved} exists; name a new file"]
         assert prompts(engine)[1] == f"{first} hm\nuser: two\nassistant: hm\nuser: three\nassistant:"
         (tmp_path / "s.json").write_text("{}")
         template = pb.GenerateRequest(grammar=pb.Grammar(regex="a", whitespace=pb.WHITESPACE_COMPACT))
@@ -167,6 +175,9 @@ async def test_control_c_ends_the_answer_and_not_the_chat(tmp_path: Path, root: 
     asked = threading.Event()
     async with talking(tmp_path, script=endless(asked)) as (address, engine):
         primary, terminal = pty.openpty()
+        history = tmp_path / "lockstep/chat_history"
+        history.parent.mkdir()
+        history.touch(0o644)
         command = [sys.executable, "-m", "gpu_engine", "chat", "--server", address]
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -192,7 +203,6 @@ async def test_control_c_ends_the_answer_and_not_the_chat(tmp_path: Path, root: 
             os.write(primary, b"/exit\n")
             async with asyncio.timeout(20):
                 assert await process.wait() == cli.FAILED
-            history = tmp_path / "lockstep/chat_history"
             assert history.read_text().split() == ["one", "/exit"]
             assert history.stat().st_mode & 0o777 == 0o600
         finally:
@@ -201,6 +211,12 @@ async def test_control_c_ends_the_answer_and_not_the_chat(tmp_path: Path, root: 
                 await process.wait()
             await asyncio.to_thread(reader.join, 20)
             os.close(primary)
+
+
+def test_a_line_editor_that_appends_to_no_file_keeps_no_history(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="libedit"):
+        LineHistory(tmp_path / "history", ModuleType("readline"))
+    assert not [*tmp_path.iterdir()]
 
 
 def _heed_control_c() -> None:
@@ -225,5 +241,25 @@ async def test_lines_of_a_pipe_are_questions(tmp_path: Path, capsys: pytest.Capt
         done = await asyncio.to_thread(
             subprocess.run, command, input="one\ntwo\n", capture_output=True, text=True, cwd=root, check=False
         )
+        failed = await asyncio.to_thread(
+            subprocess.run, command, input="one\n/file nope\n2\n", capture_output=True, text=True, cwd=root, check=False
+        )
     assert (done.returncode, done.stdout) == (cli.OK, "hm\nhm\n")
     assert engine.submitted[0].sampling.max_tokens == 9
+    assert (failed.returncode, failed.stdout) == (cli.FAILED, "hm\n")
+
+
+async def test_the_files_of_a_question_that_failed_go_with_the_next(tmp_path: Path) -> None:
+    class Mending(Lines):
+        def note(self, text: str) -> None:
+            super().note(text)
+            if text.startswith("INVALID_ARGUMENT"):
+                engine.refuse_with = None
+
+    (tmp_path / "a.txt").write_text("alpha")
+    async with talking(tmp_path) as (address, engine):
+        engine.refuse_with = InvalidRequest("text", "is refused")
+        screen = Mending(f"/file {tmp_path}/a.txt", "one", "two", "three")
+        assert await chat(address, screen) == cli.OK
+    asked = "user: two\n\na.txt:\n```\nalpha\n```\nassistant:"
+    assert prompts(engine) == [asked, f"{asked} hm\nuser: three\nassistant:"]

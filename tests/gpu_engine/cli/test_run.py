@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from gpu_engine.cli import commands as cli
-from gpu_engine.cli.run import model_and_prompt
+from gpu_engine.cli.run import cut_ends, model_and_prompt
+from lockstep_client.wire import engine_pb2 as pb
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,8 @@ def test_one_word_is_the_prompt_unless_it_names_a_model(
         (["x", "--schema", "/nope"], "--schema: cannot read /nope"),
         (["x", "--raw", "--system", "s"], "--raw: has no chat template"),
         ([" "], "the prompt is empty"),
+        (["embedded", "--temperature", "0", " "], "the prompt is empty"),
+        (["a b", "--temperature", "0", "c", "--n", "1", "d"], "3 words"),
     ],
 )
 def test_a_wrong_command_line_starts_no_server(
@@ -56,6 +59,21 @@ def test_a_wrong_command_line_starts_no_server(
 ) -> None:
     assert cli.main(["run", *arguments]) == cli.USAGE
     assert message in capsys.readouterr().err
+
+
+def test_repetition_cuts_an_answer_without_a_grammar() -> None:
+    assert pb.FINISH_REASON_REPETITION in cut_ends(pb.GenerateRequest())
+    assert pb.FINISH_REASON_REPETITION not in cut_ends(pb.GenerateRequest(grammar=pb.Grammar(regex="a")))
+
+
+def test_a_terminal_is_told_that_its_input_is_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    with pytest.raises(ValueError, match=r"the prompt is empty\nyes/no was taken as a model; .* embedded yes/no`"):
+        model_and_prompt(["yes/no"], [], Terminal(""))
+    assert capsys.readouterr().err == "reading from stdin; Control-D ends it\n"
 
 
 @pytest.mark.model
