@@ -46,7 +46,7 @@ class Screen(Protocol):
     """What the conversation needs of a terminal."""
 
     scripted: bool
-    """Nobody reads the notes: a command that fails ends the conversation."""
+    """The lines come from a pipe or a file, so a command that fails ends the conversation."""
 
     def ask(self) -> str:
         """Return the user's next line. Raises EOFError at the end, KeyboardInterrupt at Control-C."""

@@ -35,7 +35,7 @@ def read_text(flag: str, path: str) -> str:
 
 
 def read_stdin(stdin: TextIO) -> str:
-    """Return all of stdin; a terminal is told how to end it. Raises ValueError."""
+    """Return all of stdin; on a terminal, print first which key ends it. Raises ValueError."""
     if stdin.isatty():
         print("reading from stdin; Control-D ends it", file=sys.stderr)
     try:

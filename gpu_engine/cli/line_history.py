@@ -17,7 +17,7 @@ MAX_LINES = 1000
 
 
 def history_path(environment: Mapping[str, str]) -> Path:
-    """Return the file, by the XDG specification. Raises RuntimeError where nobody's home directory is known."""
+    """Return the file, by the XDG specification. Raises RuntimeError where the user has no known home directory."""
     state = environment.get("XDG_STATE_HOME", "")
     # The specification has a relative path ignored.
     folder = Path(state) if os.path.isabs(state) else Path.home() / ".local/state"

@@ -110,7 +110,7 @@ def check(
 
 def _sampling(request: pb.GenerateRequest, max_tokens: int | None, limits: Limits) -> SamplingParams:
     sampling = request.sampling
-    # Beams are ranked by what the model says, without a penalty that nobody asked for.
+    # The model's repetition penalty would change the ranking of beams, so a beam search takes the API's defaults.
     own = {} if request.HasField("beam_search") else limits.sampling_defaults
     return SamplingParams(
         max_tokens=limits.max_model_len if max_tokens is None else max_tokens,

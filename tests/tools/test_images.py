@@ -1,4 +1,4 @@
-"""What `make images` runs, and that nothing is pushed that was not tried: a recorded program stands for Docker.
+"""`make images` pushes only images that it tried; a small program that records its arguments stands for Docker.
 
 Not responsible for: the images themselves (`make images` tries them), nor for what compose does with them.
 """

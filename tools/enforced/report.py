@@ -17,10 +17,10 @@ differ. Versions: {versions}. The sections above describe what holds for both ba
 
 Every case has texts that satisfy its schema and texts that violate it. No text that violates it is accepted silently.
 
-- **yes**: all texts are told apart.
+- **yes**: the grammar accepts every text that satisfies the schema, and no other.
 - **stricter**: no text that violates the schema is accepted, and some that satisfy it are rejected, as in the example.
-- **verified**: refused as the next row says. With `unenforced = UNENFORCED_VERIFY` all texts are told apart, because
-  the answer is [checked](#verified-answers).
+- **verified**: refused as the next row says. With `unenforced = UNENFORCED_VERIFY` no text that
+  violates the schema is accepted, because the answer is [checked](#verified-answers).
 - **refused**: `INVALID_ARGUMENT` names the keyword and its place. With `allow_unenforced` the grammar is accepted
   without the keyword, and a warning in the response names it.
 - **annotation**: the keyword has no effect, as JSON Schema says of formats that are not known, and a warning in the
