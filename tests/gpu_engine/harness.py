@@ -27,7 +27,7 @@ from gpu_engine.core.executor import Executor
 from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine.made_requests import changed, made
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 """Seconds after which a wait fails its test."""
 UNHURRIED_MS = 30_000.0
 """A timeout of rows that no answer exceeds, though a thread may stop for seconds on a busy machine."""

@@ -30,7 +30,7 @@ from tests.grammar_service.toy import PADDED, STOPS, spell, tokenizer_json, toke
 from tests.waiting import eventually
 
 LAYOUT = Layout(num_slots=2, num_rows=8, vocab_size=PADDED)
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 """Bound on waits that only a failing test reaches."""
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"],"additionalProperties":false}'
 

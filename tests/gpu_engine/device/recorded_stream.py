@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 P = ParamSpec("P")
 Node = Callable[[], object]
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 """Seconds after which a wait fails its test."""
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
