@@ -124,7 +124,7 @@ class ComposingBackend:
         """Return the error with the name of the field whose schema is at fault, if one is."""
         for _, node in formats(document["format"], "/format"):
             field = node.get("at")
-            if not isinstance(field, str) or "json_schema" not in node:
+            if not isinstance(field, str) or "json_schema" not in node or node.get("style", "json") != "json":
                 continue
             text = json.dumps(node["json_schema"], ensure_ascii=False)
             alone = replace(grammar, kind=Kind.JSON_SCHEMA, text=text)

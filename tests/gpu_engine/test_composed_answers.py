@@ -21,7 +21,19 @@ from gpu_engine.api.conversation import InputKind, Tool, ToolChoice, Tools
 from gpu_engine.api.request import FinishReason, GrammarKind, GrammarSpec, TokenOrigin
 from gpu_engine.front.text_output import SequenceOutput
 from gpu_engine.front.tools.composition import ReasoningPhase, composed
-from gpu_engine.front.tools.formats import DEEPSEEK_V31, HERMES, JSON, LLAMA3, MISTRAL, Markers, ToolFormat
+from gpu_engine.front.tools.formats import (
+    DEEPSEEK_V31,
+    GLM_47,
+    HERMES,
+    JSON,
+    LLAMA3,
+    MISTRAL,
+    NAME,
+    QWEN3_CODER,
+    ArgumentMarkers,
+    Markers,
+    ToolFormat,
+)
 from gpu_engine.front.tools.parts import AnswerLayout, Part, PartKind
 from gpu_engine.model.loader import LoadedModel
 from grammar_service.backends.registry import NAMES
@@ -49,7 +61,19 @@ TOOLS = (
     Tool("say", source=json.dumps(SAY)),
     Tool("run", input=InputKind.REGEX, source="[a-f]{1,3}"),
 )
-SCHEMAS = {"add": ADD, "say": SAY}
+ANY: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string"},
+        "n": {"type": ["integer", "null"]},
+        "any": {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "boolean"}]},
+        "items": {"type": "array", "items": {"enum": [1, "a"]}, "maxItems": 2},
+    },
+    "required": ["n"],
+    "additionalProperties": False,
+}
+LISTED_TOOLS = (TOOLS[0], Tool("any", source=json.dumps(ANY)), TOOLS[2])
+SCHEMAS = {"add": ADD, "say": SAY, "any": ANY}
 ANSWER: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -66,7 +90,12 @@ GRAMMARS = [
 ]
 SOON = replace(HERMES, name="soon", trigger="<")
 """A format whose trigger is one token of the toy model, so that calls begin within free text."""
+LISTED_SOON = replace(QWEN3_CODER, name="listed soon", trigger="<")
 FORMS = [SOON, HERMES, JSON, LLAMA3, MISTRAL, DEEPSEEK_V31]
+SAYS_TYPES = replace(GLM_47, name="says types", argument=ArgumentMarkers(f"<s {NAME}>", "</>", f"<j {NAME}>"))
+"""DeepSeek V3.2's way, with markers of which the toy model's answers have room for several."""
+LISTED = [LISTED_SOON, QWEN3_CODER, GLM_47, SAYS_TYPES]
+"""Formats that write arguments one by one."""
 DECODER = byte_tokenizer()
 
 
@@ -83,20 +112,24 @@ class Case:
     max_tokens: int
 
     @staticmethod
-    def drawn(seed: int) -> Case:
-        """Return the case of a seed. Cases of three seeds in a row have reasoning, tools, and both."""
+    def drawn(seed: int, *, listed: bool = False) -> Case:
+        """Return the case of a seed. Cases of three seeds in a row have reasoning, tools, and both.
+
+        `listed`: every case has tools, in a format that writes arguments one by one.
+        """
         rng = random.Random(seed)
-        thinks, calls = seed % 3 != 1, seed % 3 != 0
-        form = rng.choice(FORMS)
+        thinks, calls = seed % 3 != 1, listed or seed % 3 != 0
+        form = rng.choice(LISTED if listed else FORMS)
+        known = LISTED_TOOLS if listed else TOOLS
         tools = grammar = phase = None
         if calls:
             choice = rng.choice([ToolChoice.AUTO, ToolChoice.AUTO, ToolChoice.REQUIRED, ToolChoice.NAMED])
-            name = "say" if choice is ToolChoice.NAMED else ""
-            tools = Tools(TOOLS, choice, name, parallel=rng.random() < 0.7)
+            name = known[1].name if choice is ToolChoice.NAMED else ""
+            tools = Tools(known, choice, name, parallel=rng.random() < 0.7)
         if not calls or rng.random() < 0.5:
             grammar = rng.choice(GRAMMARS)
         if tools and tools.choice is ToolChoice.AUTO and grammar is None:
-            form = SOON
+            form = LISTED_SOON if listed else SOON
         if thinks:
             phase = ReasoningPhase(THINK, rng.random() < 0.7, rng.choice([None, LEAST_BUDGET, 24, 40]))
         temperature = rng.choice([0.0, 0.0, 0.7, 1.3])
@@ -192,7 +225,7 @@ class Case:
         if tools is not None:
             assert tools.choice is ToolChoice.AUTO or names, self
             assert tools.parallel or len(names) <= 1, self
-            assert tools.choice is not ToolChoice.NAMED or set(names) == {"say"}
+            assert tools.choice is not ToolChoice.NAMED or set(names) == {tools.name}
         return names
 
     def _check_content(self, content: str) -> None:
@@ -233,6 +266,17 @@ def test_answers_fit_and_do_not_depend_on_drafts(sidecars: Sidecars) -> None:
     )
     assert {"add", "say", "run", "thoughts", "content", "STOP", "GRAMMAR_CLOSED"} <= set(found), found
     assert found["GRAMMAR_INCOMPLETE"] <= 1, found
+    assert found["drafts"] > found["forced"] > 50
+
+
+def test_arguments_that_are_written_one_by_one_fit_their_function(sidecars: Sidecars) -> None:
+    found = found_in(
+        sidecars,
+        [Case.drawn(seed, listed=True) for seed in range(16)],
+        config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=7, overlap=True, **PATIENT),
+    )
+    assert {"add", "any", "run", "thoughts"} <= set(found), found
+    assert found["GRAMMAR_INCOMPLETE"] <= 2, found
     assert found["drafts"] > found["forced"] > 50
 
 

@@ -76,6 +76,7 @@ TAGS = (
     *(
         "style",
         "json",
+        "text",
         "qwen_xml_parameter",
         "open_tokens",
         "reasoning",
@@ -138,6 +139,7 @@ CHAT_BODY = (
         "guided_choice",
         "choice",
         "json",
+        "text",
     ),
     *("prompt", "input", "instructions", "reasoning", "effort", "reasoning_effort", "low", "previous_response_id"),
     *("store", "metadata", "user", "request_id", "chat_template_kwargs", "continue_final_message", "return_token_ids"),

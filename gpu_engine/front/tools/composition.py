@@ -23,12 +23,17 @@ from gpu_engine.api.conversation import Chat, InputKind, Prompt, Tokens, Tool, T
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.ports import Tokenizer
 from gpu_engine.api.request import GrammarKind, GrammarSpec, ValidatedRequest
+from gpu_engine.front.tools.argument_formats import listed_call
 from gpu_engine.front.tools.chat import render
 from gpu_engine.front.tools.fields import MAX_MARKER_BYTES, read_json
 from gpu_engine.front.tools.formats import Markers, ToolFormat, opened_tokens, reasoning_markers, tool_format
+from gpu_engine.front.tools.parameters import moved
 from gpu_engine.front.tools.parts import AnswerLayout
 
 Node = dict[str, Any]
+
+_NUMBER: Node = {"type": "regex", "pattern": "[0-9]{1,4}"}
+"""The number of a call."""
 
 _ROOT_CHOICES = frozenset({"$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 """Keywords next to which a backend may not enforce `type`."""
@@ -56,8 +61,6 @@ def planned(valid: ValidatedRequest, tokenizer: Tokenizer) -> tuple[ValidatedReq
     form = tool_format(tokenizer.chat_template)
     if tools is not None and form is None:
         raise InvalidRequest("tools", "this model has no chat template")
-    if tools is not None and form is not None and tools.callable and not form.served:
-        raise InvalidRequest("tools", f"calls in the model's format {form.name} are not supported by this version")
     phase = reasoning_phase(valid, tokenizer)
     opened = opened_tokens(tokenizer, form, phase.markers if phase else None)
     grammar = composed(tools, form, own, phase, opened)
@@ -260,8 +263,14 @@ def _separated(
 
 def _tag(field: str, tool: Tool, form: ToolFormat, *, always_strict: bool = False, as_schema: bool = False) -> Node:
     begin, end = form.begin_of(tool.name, raw=tool.raw), form.end_of(raw=tool.raw)
+    if form.number_end:
+        without = replace(form, begin=form.number_end, raw_begin=form.number_end, number_end="")
+        inner = _tag(field, tool, without, always_strict=always_strict)
+        return {"type": "tag", "begin": begin, "content": {"type": "sequence", "elements": [_NUMBER, inner]}, "end": ""}
     if tool.raw:
         return {"type": "tag", "begin": begin, "content": _raw_input(tool), "end": end}
+    if form.argument is not None:
+        return listed_call(tool, form, field, always_strict=always_strict)
     schema = _arguments(tool) if tool.strict or always_strict else {"type": "object"}
     if as_schema:
         # A call and content that are both JSON begin alike: as one kind of text, neither hides the other.
@@ -297,18 +306,6 @@ def _whole_call(begin: str, name: str, schema: Any) -> Any:
         "properties": {"name": {"const": name}, key: moved(schema, f"#/properties/{key}")},
         "required": ["name", key],
         "additionalProperties": False,
-    }
-
-
-def moved(schema: Any, to: str) -> Any:
-    """Return a schema whose references lead to the same places after it has moved to the pointer `to`."""
-    if isinstance(schema, list):
-        return [moved(one, to) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: to + value[1:] if key == "$ref" and isinstance(value, str) and value.startswith("#") else moved(value, to)
-        for key, value in schema.items()
     }
 
 

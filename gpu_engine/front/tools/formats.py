@@ -1,7 +1,8 @@
 """How a model writes tool calls, and the markers of its reasoning: read from the text of its chat template.
 
-    answer = content_begin text | first call (separator call)* last      all but text and call may be empty
-    call   = begin arguments end                                         begin holds the function's name
+    answer    = content_begin text | first call (separator call)* last      all but text and call may be empty
+    call      = begin arguments end                                         begin holds the function's name
+    arguments = a JSON object, or an argument.begin value argument.end for each of them
 
 A custom tool's input is no JSON: its call is `raw_begin input raw_end`.
 Invariant: `first + begin` and `raw_begin` both begin with `trigger`, with which a call begins in free text.
@@ -18,7 +19,24 @@ from typing import Any
 from gpu_engine.api.ports import Tokenizer
 
 NAME = "\0"
-"""Stands for the function's name in the texts of a format."""
+"""Stands for the name of the function, or of the parameter, in the texts of a format."""
+CALL_ID = "functions."
+"""The beginning of a call's id in a format whose calls have numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentMarkers:
+    """The texts around an argument, in a format that writes arguments one by one (see parameters.py)."""
+
+    begin: str
+    """Holds the parameter's name."""
+    end: str
+    json_begin: str = ""
+    """The text before a value that is no string. "": as `begin`."""
+
+    def begin_of(self, parameter: str, *, text: bool) -> str:
+        """Return the text before a value. `text`: it is a string."""
+        return (self.begin if text or not self.json_begin else self.json_begin).replace(NAME, parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +59,12 @@ class ToolFormat:
     """An answer may hold several calls."""
     short_ids: bool = False
     """The chat template takes only ids of calls with 9 letters and digits."""
-    served: bool = True
-    """False: the server recognises the format, and refuses requests that may be answered with calls in it."""
     native: bool = True
     """The chat template shows functions, calls and results itself. False: they become text of the conversation."""
+    argument: ArgumentMarkers | None = None
+    """The texts around each argument. None: the arguments are a JSON object."""
+    number_end: str = ""
+    """The text after a call's number, which follows `begin`. "": calls have no number."""
 
     def begin_of(self, tool: str, *, raw: bool) -> str:
         """Return the text before the arguments of a call of `tool`."""
@@ -93,7 +113,7 @@ LLAMA3 = ToolFormat(
     raw_end="\n{/}",
     separator="; ",
 )
-"""Llama 3.1, 3.2 and 3.3."""
+"""Llama 3.1, 3.2 and 3.3, and Llama 4."""
 
 MISTRAL = ToolFormat(
     "mistral",
@@ -167,11 +187,128 @@ HARMONY = ToolFormat(
 )
 """gpt-oss. The stop token `<|call|>` ends the answer after a call."""
 
-FORMATS = (HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, DEEPSEEK, DEEPSEEK_V31, HARMONY)
-"""All formats."""
+_DSML = "\uff5cDSML\uff5c"
 
-QWEN3_CODER = replace(HERMES, name="qwen3-coder", served=False)
-"""Qwen 3 Coder, whose arguments are XML."""
+DEEPSEEK_V32 = ToolFormat(
+    "deepseek-v3.2",
+    trigger=f"<{_DSML}function_calls>",
+    first=f"<{_DSML}function_calls>\n",
+    begin=f'<{_DSML}invoke name="{NAME}">\n',
+    end=f"</{_DSML}invoke>\n",
+    raw_begin=f'<{_DSML}invoke name="{NAME}">\n',
+    raw_end=f"\n</{_DSML}invoke>\n",
+    separator="",
+    last=f"</{_DSML}function_calls>",
+    argument=ArgumentMarkers(
+        f'<{_DSML}parameter name="{NAME}" string="true">',
+        f"</{_DSML}parameter>\n",
+        f'<{_DSML}parameter name="{NAME}" string="false">',
+    ),
+)
+"""DeepSeek V3.2."""
+
+QWEN3_CODER = ToolFormat(
+    "qwen3-coder",
+    trigger="<tool_call>",
+    begin=f"<tool_call>\n<function={NAME}>\n",
+    end="</function>\n</tool_call>",
+    raw_begin=f"<tool_call>\n<function={NAME}>\n",
+    raw_end="\n</function>\n</tool_call>",
+    argument=ArgumentMarkers(f"<parameter={NAME}>\n", "\n</parameter>\n"),
+)
+"""Qwen 3 Coder, Qwen 3.5 and 3.6."""
+
+SEED_OSS = ToolFormat(
+    "seed-oss",
+    trigger="<seed:tool_call>",
+    begin=f"<seed:tool_call>\n<function={NAME}>\n",
+    end="</function>\n</seed:tool_call>",
+    raw_begin=f"<seed:tool_call>\n<function={NAME}>\n",
+    raw_end="\n</function>\n</seed:tool_call>",
+    argument=ArgumentMarkers(f"<parameter={NAME}>", "</parameter>\n"),
+)
+"""Seed-OSS."""
+
+GLM = ToolFormat(
+    "glm",
+    trigger="<tool_call>",
+    begin=f"<tool_call>{NAME}\n",
+    end="</tool_call>",
+    raw_begin=f"<tool_call>{NAME}\n",
+    raw_end="\n</tool_call>",
+    argument=ArgumentMarkers(f"<arg_key>{NAME}</arg_key>\n<arg_value>", "</arg_value>\n"),
+)
+"""GLM 4.5 and 4.6."""
+
+GLM_47 = ToolFormat(
+    "glm-4.7",
+    trigger="<tool_call>",
+    begin=f"<tool_call>{NAME}",
+    end="</tool_call>",
+    raw_begin=f"<tool_call>{NAME}\n",
+    raw_end="\n</tool_call>",
+    separator="",
+    argument=ArgumentMarkers(f"<arg_key>{NAME}</arg_key><arg_value>", "</arg_value>"),
+)
+"""GLM 4.7 and GLM 5."""
+
+MINIMAX_M2 = ToolFormat(
+    "minimax-m2",
+    trigger="<minimax:tool_call>",
+    first="<minimax:tool_call>\n",
+    begin=f'<invoke name="{NAME}">\n',
+    end="</invoke>\n",
+    raw_begin=f'<invoke name="{NAME}">\n',
+    raw_end="\n</invoke>\n",
+    separator="",
+    last="</minimax:tool_call>",
+    argument=ArgumentMarkers(f'<parameter name="{NAME}">', "</parameter>\n"),
+)
+"""MiniMax M2 to M2.7."""
+
+KIMI_K2 = ToolFormat(
+    "kimi-k2",
+    trigger="<|tool_calls_section_begin|>",
+    first="<|tool_calls_section_begin|>",
+    begin=f"<|tool_call_begin|>{CALL_ID}{NAME}:",
+    end="<|tool_call_end|>",
+    raw_begin=f"<|tool_call_begin|>{CALL_ID}{NAME}:",
+    raw_end="<|tool_call_end|>",
+    separator="",
+    last="<|tool_calls_section_end|>",
+    number_end="<|tool_call_argument_begin|>",
+)
+"""Kimi K2. The id of a call is the text before its arguments, as the chat template shows it again."""
+
+GRANITE = ToolFormat(
+    "granite",
+    trigger="<|tool_call|>",
+    first="<|tool_call|>[",
+    begin=f'{{"name": "{NAME}", "arguments": ',
+    end="}",
+    raw_begin=f'{{"name": "{NAME}"}}\n',
+    raw_end="\n{/}",
+    separator=", ",
+    last="]",
+)
+"""Granite 3. Granite 4 writes calls as Hermes does."""
+
+PHI_4 = ToolFormat(
+    "phi-4",
+    trigger="<|tool_call|>",
+    begin=f'<|tool_call|>{{"name": "{NAME}", "arguments": ',
+    end="}<|/tool_call|>",
+    raw_begin=f'<|tool_call|>{{"name": "{NAME}"}}\n',
+    raw_end="\n<|/tool_call|>",
+    separator="",
+)
+"""Phi 4 mini."""
+
+FORMATS = (
+    *(HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, DEEPSEEK, DEEPSEEK_V31, HARMONY),
+    *(DEEPSEEK_V32, QWEN3_CODER, SEED_OSS, GLM, GLM_47, MINIMAX_M2, KIMI_K2, GRANITE, PHI_4),
+)
+"""All formats."""
 
 _MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 _HARMONY_MARKERS = Markers("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
@@ -187,15 +324,38 @@ def tool_format(chat_template: Any) -> ToolFormat | None:
         return None
     if "<|channel|>" in text and "<|message|>" in text:
         return HARMONY
+    for mark, form in _BY_MARK:
+        if mark in text:
+            return form
     if "<tool_call>" in text:
-        return QWEN3_CODER if "<function=" in text else HERMES
+        return _in_tool_call(text)
     if _CALLS_BEGIN in text:
         return DEEPSEEK if "```json" in text else DEEPSEEK_V31
     if "[TOOL_CALLS]" in text:
         return _mistral(text)
-    if "<|start_header_id|>" in text and '"parameters": ' in text:
+    if ("<|start_header_id|>" in text or "<|header_start|>" in text) and '"parameters": ' in text:
         return LLAMA3
     return JSON
+
+
+_BY_MARK = (
+    (_DSML, DEEPSEEK_V32),
+    ("<minimax:tool_call>", MINIMAX_M2),
+    ("<seed:tool_call>", SEED_OSS),
+    ("<|tool_calls_section_begin|>", KIMI_K2),
+    ("<|/tool_call|>", PHI_4),
+    ("<|tool_call|>", GRANITE),
+)
+"""The texts by which a template's format is recognised, and what they mean."""
+
+
+def _in_tool_call(text: str) -> ToolFormat:
+    """Return the format of a template whose calls stand between <tool_call> and </tool_call>."""
+    if "<function=" in text:
+        return QWEN3_CODER
+    if "<arg_key>" not in text:
+        return HERMES
+    return GLM if "</arg_key>\n<arg_value>" in text or "</arg_key>\\n<arg_value>" in text else GLM_47
 
 
 def _mistral(text: str) -> ToolFormat:
@@ -224,7 +384,9 @@ def opened_tokens(tokenizer: Tokenizer, form: ToolFormat | None, markers: Marker
     texts = [markers.begin, markers.end] if markers else []
     if form is not None:
         texts += [form.trigger, form.begin, form.end, form.raw_begin, form.raw_end, form.separator]
-        texts += [form.first, form.last, form.content_begin]
+        texts += [form.first, form.last, form.content_begin, form.number_end]
+        if form.argument is not None:
+            texts += [form.argument.begin, form.argument.end, form.argument.json_begin]
     special = special_tokens(tokenizer.backend_tokenizer)
     return tuple(sorted(number for content, number in special.items() if content and any(content in t for t in texts)))
 

@@ -3,10 +3,10 @@
 Invariant: the parts, joined, depend only on the text and never on the pieces in which it arrives. Text that may still
 become a marker, or white space that may precede one, is held back until it is decided, or until `finish`.
 
-    begin -> reasoning -> content -> head -> arguments -> tail -> content or head
+    begin -> reasoning -> content -> head -> number -> arguments -> tail -> content or head
 
 Text is compared with the beginning and the end of a call without the white space outside quotation marks, because a
-grammar may leave it free.
+grammar may leave it free; where arguments are written one by one, a grammar fixes all of it.
 Not responsible for: holding an answer to its grammar; text that is no call is content.
 """
 
@@ -15,14 +15,15 @@ from __future__ import annotations
 import enum
 import secrets
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpu_engine.api.conversation import Tools
-from gpu_engine.front.tools.formats import Markers, ToolFormat
+from gpu_engine.api.conversation import Tool, Tools
+from gpu_engine.front.tools.argument_reader import ArgumentReader
+from gpu_engine.front.tools.formats import CALL_ID, Markers, ToolFormat
+from gpu_engine.front.tools.markers import SPACE, beginning_of, match_exactly, match_squeezed, squeezed
+from gpu_engine.front.tools.parameters import parameters_of
 from gpu_engine.front.tools.reasoning_tokens import ReasoningTokens
-
-_SPACE = " \t\n\r"
 
 
 class PartKind(enum.Enum):
@@ -92,9 +93,13 @@ class _State(enum.Enum):
     CONTENT = enum.auto()
     HEAD = enum.auto()
     """A trigger was read; the head of a call may follow."""
+    NUMBER = enum.auto()
+    """The number of a call, and the text after it."""
     SPACE = enum.auto()
     """White space before the arguments."""
     JSON = enum.auto()
+    LISTED = enum.auto()
+    """Arguments that are written one by one."""
     RAW = enum.auto()
     TAIL = enum.auto()
     AFTER = enum.auto()
@@ -111,16 +116,19 @@ class PartsParser:
         self._markers = layout.markers
         called = [tool for _, tool in layout.tools.callable] if layout.tools and layout.form else []
         self._triggered = layout.triggered and bool(called)
-        self._heads: dict[str, tuple[str, bool]] = {}
-        """Text before the first arguments, without free white space -> (function, its input is raw)."""
-        self._next: dict[str, tuple[str, bool]] = {}
+        is_listed = self._form is not None and self._form.argument is not None
+        self._match = match_exactly if is_listed else match_squeezed
+        self._plain = str.lstrip if is_listed else squeezed
+        self._heads: dict[str, Tool] = {}
+        """The text before the first arguments, as `_match` reads it, and the function."""
+        self._next: dict[str, Tool] = {}
         """The same for a call that follows another one."""
         for tool in called:
             if self._form:
-                begin, call = self._form.begin_of(tool.name, raw=tool.raw), (tool.name, tool.raw)
-                self._heads[squeezed(self._form.first + begin)] = call
+                begin = self._form.begin_of(tool.name, raw=tool.raw)
+                self._heads[self._plain(self._form.first + begin)] = tool
                 if self._form.parallel:
-                    self._next[squeezed(self._form.separator + begin)] = call
+                    self._next[self._plain(self._form.separator + begin)] = tool
         self._content_begin = squeezed(self._form.content_begin) if self._form else ""
         framed = (called and not self._triggered) or self._content_begin
         self._after_reasoning = _State.START if framed else _State.CONTENT
@@ -129,8 +137,11 @@ class PartsParser:
             self._state = _State.REASONING if layout.thinks_first else _State.BEGIN
         self._held = ""
         self._calls = 0
-        self._raw = self._raw_begins = False
+        self._tool = Tool("")
+        """The function of the last call."""
+        self._raw_begins = False
         self._scan = _JsonScan()
+        self._reader: ArgumentReader | None = None
         self._out: list[Part] = []
         self._reasoned = False
 
@@ -149,9 +160,12 @@ class PartsParser:
                 self._emit(PartKind.REASONING, held.rstrip("\n"))
             case _State.JSON | _State.RAW:
                 self._emit(PartKind.TOOL_ARGUMENTS, held)
-            case _State.TAIL | _State.AFTER | _State.SPACE | _State.GAP:
+            case _State.LISTED:
+                assert self._reader is not None
+                self._emit(PartKind.TOOL_ARGUMENTS, self._reader.finish(held))
+            case _State.TAIL | _State.AFTER | _State.SPACE | _State.GAP | _State.NUMBER:
                 if held.strip() and self._state is _State.AFTER:
-                    self._emit(PartKind.CONTENT, held.lstrip(_SPACE))
+                    self._emit(PartKind.CONTENT, held.lstrip(SPACE))
             case _:
                 self._emit(PartKind.CONTENT, held)
         self._state = _State.ENDED
@@ -176,7 +190,7 @@ class PartsParser:
             case _State.REASONING:
                 return self._reasoning()
             case _State.GAP | _State.SPACE:
-                self._held = self._held.lstrip(_SPACE)
+                self._held = self._held.lstrip(SPACE)
                 if not self._held:
                     return False
                 self._state = self._after_reasoning if self._state is _State.GAP else _State.JSON
@@ -185,8 +199,12 @@ class PartsParser:
                 return self._head(self._heads, _State.CONTENT)
             case _State.CONTENT:
                 return self._content()
+            case _State.NUMBER:
+                return self._number()
             case _State.JSON:
                 return self._json()
+            case _State.LISTED:
+                return self._listed()
             case _State.RAW:
                 return self._raw_input()
             case _State.TAIL:
@@ -198,7 +216,7 @@ class PartsParser:
 
     def _begin(self) -> bool:
         assert self._markers is not None
-        text = self._held.lstrip(_SPACE)
+        text = self._held.lstrip(SPACE)
         if text.startswith(self._markers.begin):
             self._held = text[len(self._markers.begin) :]
             self._state = _State.REASONING
@@ -221,7 +239,7 @@ class PartsParser:
             self._held = self._held[at + len(self._markers.end) :]
             self._state = _State.GAP
             return True
-        keep = _beginning_of(self._held, (self._markers.end,))
+        keep = beginning_of(self._held, (self._markers.end,))
         keep = len(self._held[:keep].rstrip("\n"))
         self._emit(PartKind.REASONING, self._held[:keep])
         self._held = self._held[keep:]
@@ -235,42 +253,70 @@ class PartsParser:
         at = self._held.find(self._form.trigger)
         if at >= 0:
             # Where the text is no call after all, HEAD gives the white space back.
-            at = len(self._held[:at].rstrip(_SPACE))
+            at = len(self._held[:at].rstrip(SPACE))
             self._emit(PartKind.CONTENT, self._held[:at])
             self._held = self._held[at:]
             self._state = _State.HEAD
             return True
-        keep = _beginning_of(self._held, (self._form.trigger,))
-        keep = len(self._held[:keep].rstrip(_SPACE))
+        keep = beginning_of(self._held, (self._form.trigger,))
+        keep = len(self._held[:keep].rstrip(SPACE))
         self._emit(PartKind.CONTENT, self._held[:keep])
         self._held = self._held[keep:]
         return False
 
-    def _head(self, heads: dict[str, tuple[str, bool]], otherwise: _State) -> bool:
+    def _head(self, heads: dict[str, Tool], otherwise: _State) -> bool:
         """Read the beginning of a call, or take the text as content."""
         begin = [self._content_begin] if self._content_begin else []
-        found, end, undecided = match_squeezed(self._held, [*heads, *begin])
+        found, end, undecided = self._match(self._held, [*heads, *begin])
         if found is not None and found not in heads:
             self._held = self._held[end:]
             self._state = _State.CONTENT
             return True
         if found is not None:
-            name, self._raw = heads[found]
-            self._out.append(Part(PartKind.TOOL_CALL, "", self._calls, self._new_id(), name))
-            self._calls += 1
+            self._tool = heads[found]
             self._held = self._held[end:]
-            self._scan, self._raw_begins = _JsonScan(), True
-            self._state = _State.RAW if self._raw else _State.SPACE
+            if self._form is not None and self._form.number_end:
+                self._state = _State.NUMBER
+            else:
+                self._begin_call(self._new_id())
             return True
         if undecided:
             return False
         if self._state is _State.HEAD:
             # The trigger is text; the search goes on after its first character.
-            at = len(self._held) - len(self._held.lstrip(_SPACE)) + 1
+            at = len(self._held) - len(self._held.lstrip(SPACE)) + 1
             self._emit(PartKind.CONTENT, self._held[:at])
             self._held = self._held[at:]
         self._state = otherwise
         return True
+
+    def _begin_call(self, call_id: str) -> None:
+        self._out.append(Part(PartKind.TOOL_CALL, "", self._calls, call_id, self._tool.name))
+        self._calls += 1
+        self._scan, self._raw_begins = _JsonScan(), True
+        if self._tool.raw:
+            self._state = _State.RAW
+        elif self._form is not None and self._form.argument is not None:
+            self._reader = ArgumentReader(self._form, parameters_of(self._tool, "tools", self._form.argument.end))
+            self._state = _State.LISTED
+        else:
+            self._state = _State.SPACE
+
+    def _number(self) -> bool:
+        assert self._form is not None
+        at = self._held.find(self._form.number_end)
+        if at >= 0:
+            number, self._held = self._held[:at], self._held[at + len(self._form.number_end) :]
+            self._begin_call(f"{CALL_ID}{self._tool.name}:{number.strip()}")
+        return at >= 0
+
+    def _listed(self) -> bool:
+        assert self._reader is not None
+        text, self._held, over = self._reader.read(self._held)
+        self._emit(PartKind.TOOL_ARGUMENTS, text)
+        if over:
+            self._state = _State.AFTER
+        return over
 
     def _json(self) -> bool:
         end = self._scan.end_of(self._held)
@@ -287,7 +333,7 @@ class PartsParser:
         self._raw_begins = False
         end = self._form.raw_end
         at = self._held.find(end)
-        keep = at if at >= 0 else _beginning_of(self._held, (end,))
+        keep = at if at >= 0 else beginning_of(self._held, (end,))
         self._emit(PartKind.TOOL_ARGUMENTS, self._held[:keep])
         self._held = self._held[keep:]
         if at >= 0:
@@ -310,12 +356,12 @@ class PartsParser:
     def _after(self) -> bool:
         assert self._form is not None
         heads = self._next
-        last = squeezed(self._form.last)
-        found, end, undecided = match_squeezed(self._held, [*heads, *([last] if last else [])])
+        last = self._plain(self._form.last)
+        found, end, undecided = self._match(self._held, [*heads, *([last] if last else [])])
         if found is None and undecided:
             return False
         if found is None:
-            self._held = self._held.lstrip(_SPACE)
+            self._held = self._held.lstrip(SPACE)
             if not self._held:
                 return False  # more white space may come, and it is no content either
             self._state = _State.CONTENT
@@ -356,47 +402,7 @@ class _JsonScan:
                 if not self._depth:
                     return at + 1
             elif not self._depth:
-                if char in "}],;" + _SPACE:
+                if char in "}],;" + SPACE:
                     return at
                 self._plain = True
         return None
-
-
-def squeezed(text: str) -> str:
-    """Return a text without the white space outside quotation marks."""
-    return "".join(char for _, char in _without_space(text))
-
-
-def match_squeezed(text: str, wanted: Sequence[str] | dict[str, tuple[str, bool]]) -> tuple[str | None, int, bool]:
-    """Compare the beginning of `text` with squeezed texts, ignoring white space outside quotation marks.
-
-    Returns the squeezed text that `text` begins with, or None; where it ends in `text`; and whether `text` begins with
-    one, or could do so with more text.
-    """
-    seen = ""
-    possible = list(wanted)
-    for at, char in _without_space(text):
-        seen += char
-        possible = [one for one in possible if one.startswith(seen)]
-        if seen in possible:
-            return seen, at + 1, True
-        if not possible:
-            return None, 0, False
-    return None, 0, bool(possible)
-
-
-def _without_space(text: str) -> Iterator[tuple[int, str]]:
-    quoted = False
-    for at, char in enumerate(text):
-        quoted ^= char == '"'
-        if quoted or char not in _SPACE:
-            yield at, char
-
-
-def _beginning_of(text: str, markers: Sequence[str]) -> int:
-    """Return where the longest suffix of `text` begins with which a marker may begin; len(text) where there is none."""
-    longest = max(len(marker) for marker in markers) - 1
-    for at in range(max(0, len(text) - longest), len(text)):
-        if any(marker.startswith(text[at:]) for marker in markers):
-            return at
-    return len(text)

@@ -28,6 +28,7 @@ from grammar_service.backends.json_schema.rewrite import rewrite, take_out_unwri
 from grammar_service.backends.json_schema.shapes import check_shapes, refuse_no_schema
 from grammar_service.backends.json_schema.strings.ecma_pattern import Dialect, portable, portable_regex
 from grammar_service.backends.json_schema.strings.string_formats import KNOWN, exact_pattern, take_out_annotations
+from grammar_service.backends.json_schema.strings.text import expressions
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import subschemas
 from grammar_service.backends.llguidance.loosening import Loosening
@@ -129,6 +130,12 @@ def notation(
         options = {**_whitespace(grammar), "json_allowed_escapes": _ESCAPES, "lenient": lenient}
         return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
 
+    def text_expressions(schema: Any, path: str) -> list[str]:
+        reading = grammar.reading
+        wanted, ignored = expressions(schema, path, longest=reading.max_string_length, strict=reading.strict_formats)
+        found.extend(ignored)
+        return [_lark_of_text(expression, f"{path}/{keyword}") for keyword, expression in wanted]
+
     match grammar.kind:
         case Kind.JSON_SCHEMA | Kind.JSON_OBJECT:
             return "start: %json " + schema_text(json.loads(grammar.text), ""), found
@@ -146,7 +153,7 @@ def notation(
             return with_schemas(grammar.text, schema_text), found
         case Kind.STRUCTURAL_TAG:
             return lark_of_tag(
-                modern(json.loads(grammar.text)), Parts(schema_text, _lark_of_regex, _lark_of_gbnf)
+                modern(json.loads(grammar.text)), Parts(schema_text, _lark_of_regex, _lark_of_gbnf, text_expressions)
             ), found
         case Kind.COMPOSED:
             raise NotSupported("a composed grammar is taken apart before a library reads it")
@@ -244,6 +251,15 @@ def _lark_of_regex(regex: str) -> str:
     """Return the same language in Lark. Raises InvalidGrammar with the place."""
     grammars = json.loads(LLMatcher.grammar_from_regex(portable_regex(regex, Dialect())))["grammars"]
     return str(grammars[0]["lark_grammar"])
+
+
+def _lark_of_text(expression: str, place: str) -> str:
+    """Return an expression of a whole text as a literal of Lark. Raises InvalidGrammar with the place."""
+    try:
+        lark = _lark_of_regex(expression)
+    except InvalidGrammar as error:
+        raise InvalidGrammar(f"JSON Schema: {place}: {error}") from None
+    return lark.removeprefix("start: ").strip()
 
 
 def _lark_of_gbnf(gbnf: str) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from grammar_service.backends.json_schema.strings.text import is_text
 from grammar_service.errors import InvalidGrammar, NotSupported
 from grammar_service.grammar.structural_tag import schema_place
 from grammar_service.grammar.text_grammar import embedded_schemas, lark_literal, refuse_token_references, with_schemas
@@ -40,6 +41,8 @@ class Parts:
     """Regular expression -> Lark grammar with a rule `start`."""
     gbnf: Callable[[str], str]
     """GBNF grammar -> Lark grammar with a rule `start`."""
+    text: Callable[[Any, str], list[str]]
+    """(Schema of a string without quotation marks, its place) -> expressions of Lark that it must all match."""
 
 
 def lark_of_tag(document: Node, parts: Parts) -> str:
@@ -131,9 +134,9 @@ class _Writer:
             raise InvalidGrammar(f"structural tag: {path}: must be an object")
         begin, ends = _string(node, "begin", path, empty=not trigger), _ends(node, path)
         content = node.get("content")
-        free = isinstance(content, dict) and content.get("type") == "any_text"
-        if free and any(ends):
-            inner = self._until(content, ends, f"{path}/content")
+        if any(ends) and isinstance(content, dict) and (content.get("type") == "any_text" or is_text(content)):
+            until = self._text_until if is_text(content) else self._until
+            inner = until(content, ends, f"{path}/content")
             return " ".join(one for one in (_literal(begin[len(trigger) :]), inner) if one)
         inner = self.expression(content, f"{path}/content", last=last and not any(ends))
         end = _literal(ends[0]) if len(ends) == 1 else "(" + " | ".join(map(lark_literal, ends)) + ")"
@@ -184,9 +187,21 @@ class _Writer:
         found = " | ".join(map(lark_literal, ends))
         return self._rule(f"TEXT ({found})" if len(ends) > 1 else f"TEXT {found}", "[lazy]")
 
+    def _text_until(self, node: Node, ends: list[str], path: str) -> str:
+        """Return a string without quotation marks, up to the first occurrence of one of `ends`, and that end."""
+        found = self._parts.text(node.get("json_schema"), schema_place(node, path))
+        if not found:
+            return self._until({}, ends, path)
+        last = " | ".join(map(lark_literal, ends))
+        name = f"TEXT_{self._numbers}"
+        text = self._rule(name, "[lazy]")
+        # Without the second part, an expression could run over an end that comes too early for it.
+        self.rules.append(f"{name}: (({' & '.join(found)}) ({last})) & ~(/(.|\\n)*/ ({last}) /(.|\\n)+/)")
+        return text
+
     def _schema(self, node: Node, path: str) -> str:
         if node.get("style", "json") != "json":
-            raise NotSupported(f"structural tag: {path}/style: this backend supports only 'json'")
+            raise NotSupported(f"structural tag: {path}/style: this backend supports only 'json', and 'text' in a tag")
         _refuse(node, path, "any_order", "excludes", "max_whitespace_cnt")
         schema = node.get("json_schema")
         if schema is not True and not isinstance(schema, dict):

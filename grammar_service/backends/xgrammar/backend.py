@@ -28,6 +28,7 @@ from grammar_service.backends.json_schema.bounds import refuse_minima
 from grammar_service.backends.json_schema.draft_3 import write_draft_3
 from grammar_service.backends.json_schema.misspelled import misspelled_keywords, refuse_unknown_types
 from grammar_service.backends.json_schema.strings.ecma_pattern import portable_regex
+from grammar_service.backends.json_schema.strings.text import expressions, is_text
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.xgrammar.chains import XgrammarFiller
 from grammar_service.backends.xgrammar.rules import bounded, corrected
@@ -154,6 +155,8 @@ def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced], list[str]]:
             raise NotSupported(f"structural tag: {path}: Lark grammars need the backend llguidance; this is xgrammar")
         if node.get("type") == "regex" and isinstance(node.get("pattern"), str):
             node["pattern"] = portable_regex(node["pattern"], REGEX_DIALECT)
+        if is_text(node):
+            found += _write_text(node, path, strict=grammar.reading.strict_formats)
         if "json_schema" in node:
             place = schema_place(node, path)
             node.pop("at", None)
@@ -168,6 +171,18 @@ def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced], list[str]]:
             check_gbnf(node["grammar"])
             node["grammar"] = with_fixed_escapes(node["grammar"])
     return replace(grammar, text=json.dumps(document, ensure_ascii=False)), found, misspelled
+
+
+def _write_text(node: dict[str, Any], path: str, *, strict: bool) -> list[Unenforced]:
+    """Write a string without quotation marks as free text, in place. Return what is not enforced.
+
+    An expression could run over the text that ends the string, because the library has no intersection.
+    """
+    place = schema_place(node, path)
+    wanted, found = expressions(node["json_schema"], place, strict=strict)
+    node.clear()
+    node["type"] = "any_text"
+    return found + [Unenforced(place, key, "is not enforced in a text without quotation marks") for key, _ in wanted]
 
 
 def _with_warnings(action: Callable[[], _T]) -> tuple[_T, list[Unenforced]]:

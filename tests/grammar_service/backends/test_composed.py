@@ -13,13 +13,15 @@ import pytest
 
 from gpu_engine.api.conversation import InputKind, Tool, ToolChoice, Tools
 from gpu_engine.api.request import GrammarKind, GrammarSpec
-from gpu_engine.front.tools.composition import composed, moved
-from gpu_engine.front.tools.formats import FORMATS, HARMONY, HERMES, JSON, MISTRAL, ToolFormat
+from gpu_engine.front.tools.composition import composed
+from gpu_engine.front.tools.formats import FORMATS, HARMONY, HERMES, JSON, MISTRAL, QWEN3_CODER, ToolFormat
+from gpu_engine.front.tools.parameters import moved
 from grammar_service.backends.backend import Compiled
 from grammar_service.backends.registry import load_backend
-from grammar_service.errors import InvalidGrammar, NotSupported
+from grammar_service.errors import InvalidGrammar, NotEnforced, NotSupported
 from grammar_service.grammar.value import Kind
 from grammar_service.grammar.vocabulary import Vocabulary
+from tests.gpu_engine.front.tools.spelling import spelled_call
 from tests.grammar_service.conftest import Library
 from tests.grammar_service.toy import STOPS, spell
 
@@ -32,6 +34,7 @@ ADD = {
     "$defs": {"item": ITEM},
 }
 SAY = {"type": "object", "properties": {"s": {"type": "string", "maxLength": 3}}, "additionalProperties": False}
+SAY_ONE = {"type": "object", "properties": {"s": {"enum": ["abc"]}}, "additionalProperties": False}
 TOOLS = (
     Tool("add", "Adds.", source=json.dumps(ADD)),
     Tool("add.2", source=json.dumps(SAY)),
@@ -47,17 +50,21 @@ def compiled(library: Library, tools: Tools, form: ToolFormat, grammar: GrammarS
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_each_format_takes_calls_that_fit_their_functions(library: Library, form: ToolFormat) -> None:
-    def call(name: str, arguments: str, *, raw: bool = False) -> str:
-        return form.begin_of(name, raw=raw) + arguments + form.end_of(raw=raw)
+    # Only llguidance bounds a string without quotation marks.
+    short = SAY if form.argument is None or library.name == "llguidance" else SAY_ONE
+    known = (TOOLS[0], Tool("add.2", source=json.dumps(short)), TOOLS[2])
 
-    add, say, run = call("add", '{"x": 1, "to": "a"}'), call("add.2", '{"s": "abc"}'), call("run", "fab", raw=True)
-    wrong = [call("add", '{"x": 1}'), call("add.2", '{"s": "abcd"}'), call("run", "x", raw=True), call("other", "{}")]
+    def call(name: str, arguments: str) -> str:
+        return spelled_call(form, next((tool for tool in known if tool.name == name), Tool(name)), arguments)
+
+    add, say, run = call("add", '{"x": 1, "to": "a"}'), call("add.2", '{"s": "abc"}'), call("run", "fab")
+    wrong = [call("add", '{"x": 1}'), call("add.2", '{"s": "abcd"}'), call("run", "x"), call("other", "{}")]
     for tools, some, none in (
-        (Tools(TOOLS), [[], [add], [add, say, run]], [[each] for each in wrong]),
-        (Tools(TOOLS, parallel=False), [[], [say]], [[add, say]]),
-        (Tools(TOOLS, ToolChoice.REQUIRED), [[run], [say, add]], [[], *([each] for each in wrong)]),
-        (Tools(TOOLS, ToolChoice.REQUIRED, parallel=False), [[say]], [[], [add, add]]),
-        (Tools(TOOLS, ToolChoice.NAMED, "add"), [[add], [add, add]], [[], [say], [run]]),
+        (Tools(known), [[], [add], [add, say, run]], [[each] for each in wrong]),
+        (Tools(known, parallel=False), [[], [say]], [[add, say]]),
+        (Tools(known, ToolChoice.REQUIRED), [[run], [say, add]], [[], *([each] for each in wrong)]),
+        (Tools(known, ToolChoice.REQUIRED, parallel=False), [[say]], [[], [add, add]]),
+        (Tools(known, ToolChoice.NAMED, "add"), [[add], [add, add]], [[], [say], [run]]),
     ):
         ready = compiled(library, tools, form, None)
 
@@ -92,6 +99,30 @@ def test_an_error_of_a_schema_names_its_field(library: Library, form: ToolFormat
     with pytest.raises(InvalidGrammar, match=r"tools\.tools\[1\]\.parameters") as failed:
         compiled(library, Tools((TOOLS[0], bad), ToolChoice.REQUIRED), form, None)
     assert "add" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "legal", "illegal"),
+    [
+        ({"pattern": "^[a-z]+$"}, ["a", "zz"], ["", "a1", "a\n"]),
+        ({"pattern": "[0-9]"}, ["7", "<a>\n7 </"], ["", "ab"]),
+        ({"pattern": "^[0-9]{2}", "format": "date"}, ["2024-02-29"], ["12", "2024-02-30"]),
+        ({"minLength": 2}, ["ab", "<\n</para"], ["", "a", "a\n</parameter>\nb", "a\n</parameter>"]),
+        ({"maxLength": 4}, ["", "12</"], ["12345"]),
+        ({"type": ["string", "null"], "maxLength": 3}, ["", "abc", "null"], ["abcd"]),
+    ],
+)
+def test_a_string_without_quotation_marks(library: Library, schema: Any, legal: list[str], illegal: list[str]) -> None:
+    say = Tool("say", source=json.dumps({"properties": {"s": {"type": "string", **schema}}, "required": ["s"]}))
+    tools = Tools((say,), ToolChoice.REQUIRED)
+    if library.name == "xgrammar":
+        with pytest.raises(NotEnforced, match=r"parameters/properties/s/\w+: is not enforced in a text"):
+            compiled(library, tools, QWEN3_CODER, None)
+        return
+    ready = compiled(library, tools, QWEN3_CODER, None)
+    for text in (*legal, *illegal):
+        call = spelled_call(QWEN3_CODER, say, json.dumps({"s": text}))
+        assert library.accepts(ready, call) is (text in legal), text
 
 
 def test_a_lark_tool(library: Library) -> None:

@@ -10,6 +10,7 @@ import json
 from random import Random
 from typing import Any
 
+from grammar_service.backends.json_schema.strings.text import expressions
 from grammar_service.backends.llguidance.tags import Parts, lark_of_tag
 from grammar_service.errors import GrammarServiceError, InternalError, InvalidGrammar
 from grammar_service.grammar.limits import check_nesting, check_rule_depth
@@ -121,7 +122,13 @@ def structural_tag() -> Target:
             require(modern(json.loads(json.dumps(document))) == document, "a tag in the newer notation changes again")
             list(schemas(document))
             lark = lark_of_tag(
-                document, Parts(schema_text, lambda text: f"start: /{len(text)}/", lambda text: "start: X\nX: /x/")
+                document,
+                Parts(
+                    schema_text,
+                    regex=lambda text: f"start: /{len(text)}/",
+                    gbnf=lambda text: "start: X\nX: /x/",
+                    text=lambda schema, path: [f"/{len(schema)}/" for _ in expressions(schema, path)[0]],
+                ),
             )
         except InternalError:
             raise

@@ -16,13 +16,21 @@ from gpu_engine.front.tools.fields import MAX_MESSAGES
 from gpu_engine.front.tools.formats import (
     DEEPSEEK,
     DEEPSEEK_V31,
+    DEEPSEEK_V32,
+    GLM,
+    GLM_47,
+    GRANITE,
     HARMONY,
     HERMES,
     JSON,
+    KIMI_K2,
     LLAMA3,
+    MINIMAX_M2,
     MISTRAL,
     MISTRAL_ARGS,
+    PHI_4,
     QWEN3_CODER,
+    SEED_OSS,
     opened_tokens,
     reasoning_markers,
     tool_format,
@@ -179,6 +187,15 @@ def test_an_error_of_the_template_is_the_requests(conversation: Chat, template: 
         ("{{ messages }}", JSON, None),
         ({"default": "{{ messages }}", "tool_use": QWEN}, HERMES, "</think>"),
         (QWEN + "<function=", QWEN3_CODER, "</think>"),
+        (QWEN + "</arg_key>\n<arg_value><arg_key>", GLM, "</think>"),
+        (QWEN + "</arg_key><arg_value><arg_key>", GLM_47, "</think>"),
+        ("<minimax:tool_call>\n<think>", MINIMAX_M2, "</think>"),
+        ("<seed:tool_call><seed:think>", SEED_OSS, "</seed:think>"),
+        ('{% set dsml_token = "\uff5cDSML\uff5c" %}', DEEPSEEK_V32, None),
+        ("<|tool_calls_section_begin|>", KIMI_K2, None),
+        ("<|tool_call|> followed by a JSON list", GRANITE, None),
+        ("<|tool_call|>{}<|/tool_call|>", PHI_4, None),
+        ('<|header_start|>{"name": x, "parameters": y}', LLAMA3, None),
         ('<|start_header_id|>{"name": x, "parameters": y}', LLAMA3, None),
         ("[TOOL_CALLS][", MISTRAL, None),
         ("[TOOL_CALLS][ARGS][THINK]", MISTRAL_ARGS, "[/THINK]"),
@@ -196,15 +213,6 @@ def test_formats_are_read_from_the_template(template: Any, form: Any, marker: st
     with_space = tool_format("[TOOL_CALLS] [{")  # of older Mistral templates
     assert with_space is not None
     assert (with_space.name, with_space.first) == ("mistral", "[TOOL_CALLS] [")
-
-
-def test_calls_in_a_format_that_is_not_served_are_refused() -> None:
-    tokenizer = ByteTokenizer(QWEN + "<function=")
-    message = pb.GenerateRequest(messages=serving.conversation(("user", "hi")), tools=TOOLS)
-    with pytest.raises(InvalidRequest, match=r"^tools: calls in the model's format qwen3-coder"):
-        planned(check(message, LIMITS, ()), tokenizer)
-    message.tools.choice = pb.TOOL_CHOICE_NONE
-    assert planned(check(message, LIMITS, ()), tokenizer)[0].params.grammar is None
 
 
 def test_special_tokens_of_a_format_are_opened() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -11,11 +12,15 @@ from hypothesis import strategies as st
 
 from gpu_engine.api.conversation import InputKind, Tool, ToolChoice, Tools
 from gpu_engine.front.tools.formats import FORMATS, HARMONY, HERMES, JSON, MISTRAL, Markers, ToolFormat
-from gpu_engine.front.tools.parts import AnswerLayout, PartKind, new_call_id, short_call_id, squeezed
+from gpu_engine.front.tools.markers import squeezed
+from gpu_engine.front.tools.parts import AnswerLayout, PartKind, new_call_id, short_call_id
+from tests.gpu_engine.front.tools.spelling import call_id, spelled_calls
 
 THINK = Markers("<think>", "</think>")
-TOOLS = Tools((Tool("get"), Tool("get_x"), Tool("run", input=InputKind.TEXT)))
-ARGUMENTS = ('{"a": "}\\"", "b": [1, {"c": null}]}', "{}")
+GIVEN = json.dumps({"properties": {"a": {"type": "string"}, "b": {"type": "array"}}})
+TOOLS = Tools((Tool("get"), Tool("get_x", source=GIVEN), Tool("run", input=InputKind.TEXT)))
+ARGUMENTS = ('{"a": "}\\" </arg> <", "b": [1, {"c": null}]}', "{}")
+NAMED = {tool.name: tool for tool in TOOLS.tools}
 
 Joined = list[tuple[str, str]]
 
@@ -28,7 +33,9 @@ def parts_of(layout: AnswerLayout, pieces: Sequence[str]) -> Joined:
     out: Joined = []
     for part in found:
         if part.kind is PartKind.TOOL_CALL:
-            assert part.tool_call_id == f"id{part.tool_call_index}"
+            assert layout.form is not None
+            number = part.tool_call_index
+            assert part.tool_call_id == call_id(layout.form, part.tool_name, number, f"id{number}")
             out.append((f"call {part.tool_name}", ""))
         elif out and out[-1][0] == part.kind.name:
             out[-1] = (part.kind.name, out[-1][1] + part.text)
@@ -47,9 +54,7 @@ def cuts(text: str) -> Iterator[list[str]]:
 
 def spelled(form: ToolFormat, calls: Sequence[tuple[str, str]]) -> str:
     """Return the text of calls as the grammar of the format has it."""
-    raw = {tool.name: tool.raw for tool in TOOLS.tools}
-    texts = [form.begin_of(name, raw=raw[name]) + given + form.end_of(raw=raw[name]) for name, given in calls]
-    return form.first + form.separator.join(texts) + form.last
+    return spelled_calls(form, [(NAMED[name], given) for name, given in calls])
 
 
 PARALLEL = [form for form in FORMATS if form.parallel]

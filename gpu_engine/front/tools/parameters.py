@@ -1,0 +1,298 @@
+"""The parameters of a function, for formats in which a model writes its arguments one by one and not as JSON.
+
+A string is written as it is, without quotation marks; any other value is written as JSON:
+
+    <parameter=city>
+    Oslo
+    </parameter>
+
+Invariant: what the grammar of an argument takes becomes, by `value`, a value that fits the parameter's schema. A schema
+for which that cannot be held is refused, with the name of its parameter.
+Not responsible for: the texts around an argument (see formats.py), reading them (see argument_reader.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_engine.api.conversation import Tool
+from gpu_engine.api.errors import InvalidRequest
+
+_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id"}
+)
+_OF_ROOT = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "strict"}
+_OF_STRINGS = frozenset({"pattern", "format", "minLength", "maxLength"})
+_UNWRITABLE = frozenset("<>\"'\n\r=")
+"""Characters that a parameter's name may not have, because the texts around an argument have them."""
+_MAX_REFERENCES = 32
+
+
+class Form(enum.Enum):
+    """How the value of a parameter is written."""
+
+    TEXT = enum.auto()
+    """A string, as it is."""
+    VALUES = enum.auto()
+    """One of listed values, or a string with a condition: a string as it is, another value as JSON."""
+    JSON = enum.auto()
+    EITHER = enum.auto()
+    """Any string as it is, or JSON of a type that has no further condition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a function."""
+
+    name: str
+    form: Form
+    required: bool = False
+    schema: Any = None
+    """For JSON, whose references lead to places in it. Else that of the string, or None if no other string is legal."""
+    values: tuple[Any, ...] = ()
+    """For VALUES."""
+    plain: frozenset[str] = frozenset()
+    """For EITHER: the types of JSON that it takes next to a string."""
+
+    def texts(self) -> tuple[str, ...]:
+        """Return the texts of the listed values."""
+        return tuple(value if isinstance(value, str) else json.dumps(value) for value in self.values)
+
+    def value(self, text: str) -> str:
+        """Return the JSON of the value that is written as `text`."""
+        match self.form:
+            case Form.JSON:
+                return text.strip()
+            case Form.VALUES:
+                found = next((v for v, spelled in zip(self.values, self.texts(), strict=True) if spelled == text), text)
+                return json.dumps(found, ensure_ascii=False)
+            case Form.EITHER if _fits_text(text, self.plain):
+                return text.strip()
+            case _:
+                return json.dumps(text, ensure_ascii=False)
+
+
+def parameters_of(tool: Tool, field: str, end: str) -> tuple[Parameter, ...]:
+    """Return the parameters of a function in the order of its schema.
+
+    `field` is the place of the schema in the request, `end` the text after an argument. Raises InvalidRequest.
+    """
+    root: Any = json.loads(tool.source) if tool.source else {}
+    others = root.keys() - _OF_ROOT
+    if others and tool.strict:
+        raise InvalidRequest(
+            field, f"has {min(others)!r} at its root, and the model's format writes arguments one by one"
+        )
+    properties, required = root.get("properties", {}), root.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise InvalidRequest(field, "needs an object `properties` and an array `required`")
+    if missing := [name for name in required if name not in properties]:
+        raise InvalidRequest(field, f"requires {missing[0]!r}, which is not one of its properties")
+    return tuple(
+        _parameter(root, name, name in required, f"{field}/properties/{name}", end, strict=tool.strict)
+        for name in properties
+    )
+
+
+def _parameter(root: Any, name: str, required: bool, place: str, end: str, *, strict: bool) -> Parameter:
+    if not name or _UNWRITABLE & set(name):
+        raise InvalidRequest(place, "the model's format cannot write this name of a parameter")
+    schema = _resolved(root["properties"][name], root, place)
+    values = _listed(schema, root, place)
+    if values is not None:
+        parameter = Parameter(name, Form.VALUES, required, values=tuple(values))
+        if not values:
+            raise InvalidRequest(place, "allows no value")
+        if any(end.strip() in text for text in parameter.texts()):
+            raise InvalidRequest(
+                place, f"has a value with {end.strip()!r}, which ends an argument in the model's format"
+            )
+        return parameter
+    types, plain = _types(schema, root, place)
+    if "string" not in types:
+        return Parameter(name, Form.JSON, required, schema=_whole(root, name))
+    if types == {"string"} and "string" not in plain and schema.keys() <= {"type"} | _OF_STRINGS | _ANNOTATIONS:
+        return Parameter(name, Form.TEXT, required, schema=schema)
+    if "string" in plain or not strict:
+        others = plain - {"string"}
+        if not others:
+            return Parameter(name, Form.TEXT, required, schema={"type": "string"})
+        return Parameter(name, Form.EITHER, required, schema={"type": "string"}, plain=frozenset(others))
+    if (mixed := _text_or_listed(schema, root, place)) is not None:
+        return Parameter(name, Form.VALUES, required, schema=mixed[0], values=tuple(mixed[1]))
+    raise InvalidRequest(
+        place, "may be a string with a condition or another value, which the model's format cannot tell apart"
+    )
+
+
+def _whole(root: Any, name: str) -> Any:
+    """Return the schema of a parameter with what its references lead to."""
+    schema = root["properties"][name]
+    if not any(True for _ in _references(schema)):
+        return schema
+    return {"$defs": {"parameters": moved(root, "#/$defs/parameters")}, **moved(schema, "#/$defs/parameters")}
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, list):
+        for one in schema:
+            yield from _references(one)
+    elif isinstance(schema, dict):
+        for key, value in schema.items():
+            if key == "$ref" and isinstance(value, str):
+                yield value
+            else:
+                yield from _references(value)
+
+
+def moved(schema: Any, to: str) -> Any:
+    """Return a schema whose references lead to the same places after it has moved to the pointer `to`."""
+    if isinstance(schema, list):
+        return [moved(one, to) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: to + value[1:] if key == "$ref" and isinstance(value, str) and value.startswith("#") else moved(value, to)
+        for key, value in schema.items()
+    }
+
+
+def _resolved(schema: Any, root: Any, place: str) -> dict[str, Any]:
+    """Return a schema as an object that is no reference. Raises InvalidRequest."""
+    for _ in range(_MAX_REFERENCES):
+        if schema is True:
+            return {}
+        if not isinstance(schema, dict):
+            raise InvalidRequest(place, "must be a JSON Schema that is an object")
+        pointer = schema.get("$ref")
+        if pointer is None:
+            return schema
+        if not isinstance(pointer, str) or schema.keys() - _ANNOTATIONS != {"$ref"}:
+            raise InvalidRequest(place, "has keywords next to $ref, which the model's format cannot hold")
+        schema = _at(pointer, root, place)
+    raise InvalidRequest(place, "refers to itself")
+
+
+def _at(pointer: str, root: Any, place: str) -> Any:
+    found = root
+    for step in pointer.removeprefix("#").split("/")[1:] if pointer.startswith("#") else [pointer]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or key not in found:
+            raise InvalidRequest(place, f"refers to {pointer!r}, which is not in the schema")
+        found = found[key]
+    return found
+
+
+def _branches(schema: dict[str, Any], root: Any, place: str) -> list[dict[str, Any]] | None:
+    """Return the branches of a schema that is nothing but a choice; None: it is something else."""
+    keys = schema.keys() - _ANNOTATIONS
+    if keys not in ({"anyOf"}, {"oneOf"}):
+        return None
+    branches = schema[min(keys)]
+    if not isinstance(branches, list) or not branches:
+        raise InvalidRequest(place, f"{min(keys)} must be a non-empty array")
+    return [_resolved(one, root, place) for one in branches]
+
+
+def _listed(schema: dict[str, Any], root: Any, place: str, depth: int = 0) -> list[Any] | None:
+    """Return the values that a schema lists; None: it is no list of values."""
+    keys = schema.keys() - _ANNOTATIONS
+    if keys in ({"const"}, {"const", "type"}):
+        return [schema["const"]]
+    if keys in ({"enum"}, {"enum", "type"}) and isinstance(schema["enum"], list):
+        allowed = _named(schema.get("type"), place)
+        return [value for value in schema["enum"] if _fits(value, allowed)]
+    if keys == {"type"} and schema["type"] in ("null", "boolean"):
+        return [None] if schema["type"] == "null" else [True, False]
+    branches = _branches(schema, root, place) if depth < _MAX_REFERENCES else None
+    if branches is None:
+        return None
+    found = [_listed(one, root, place, depth + 1) for one in branches]
+    if any(one is None for one in found):
+        return None
+    values = [value for one in found for value in one or ()]
+    # Python takes True for 1, JSON Schema does not.
+    return list({json.dumps(value, sort_keys=True): value for value in values}.values())
+
+
+def _text_or_listed(schema: dict[str, Any], root: Any, place: str) -> tuple[dict[str, Any], list[Any]] | None:
+    """Return a schema of strings and listed values that are no strings, if `schema` allows just these."""
+    types = schema.get("type")
+    if isinstance(types, list) and schema.keys() <= {"type"} | _OF_STRINGS | _ANNOTATIONS:
+        text = {**schema, "type": "string"}
+        branches = [text, *({"type": one} for one in types if one != "string")]
+    else:
+        branches = _branches(schema, root, place) or []
+    texts = [
+        one for one in branches if one.get("type") == "string" and one.keys() <= {"type"} | _OF_STRINGS | _ANNOTATIONS
+    ]
+    listed = [_listed(one, root, place) for one in branches if one not in texts]
+    if len(texts) != 1 or any(one is None for one in listed):
+        return None
+    values = [value for one in listed for value in one or ()]
+    return None if any(isinstance(value, str) for value in values) else (texts[0], values)
+
+
+def _types(schema: dict[str, Any], root: Any, place: str, depth: int = 0) -> tuple[set[str], set[str]]:
+    """Return the types that a schema may allow, and those whose values it allows all."""
+    branches = _branches(schema, root, place) if depth < _MAX_REFERENCES else None
+    if branches is not None:
+        types, plain, twice = set[str](), set[str](), set[str]()
+        for one in branches:
+            some, all_of = _types(one, root, place, depth + 1)
+            twice |= some & types
+            types |= some
+            plain |= all_of
+        return types, plain - twice if "oneOf" in schema else plain
+    types = _named(schema.get("type"), place)
+    return types, types if schema.keys() <= {"type"} | _ANNOTATIONS else set()
+
+
+def _named(types: Any, place: str) -> set[str]:
+    """Return the types that the keyword `type` names; all for None."""
+    if types is None:
+        return set(_TYPES)
+    named = {types} if isinstance(types, str) else set(types) if isinstance(types, list) else set()
+    if not named or not named <= _TYPES:
+        raise InvalidRequest(place, f'has "type": {json.dumps(types)}, which JSON Schema does not know')
+    return named
+
+
+def _fits(value: Any, types: Set[str]) -> bool:
+    kind = _type_of(value)
+    return kind in types or (kind == "integer" and "number" in types)
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "integer" if value.is_integer() else "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
+
+
+def _fits_text(text: str, types: frozenset[str]) -> bool:
+    """Return whether a text is the JSON of one of `types`, which are not strings."""
+    try:
+        return _fits(json.loads(text, parse_constant=_no_constant), types)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(name)
