@@ -90,7 +90,8 @@ def chat() -> Target:
     return Target(run, mutate, REQUEST)
 
 
-_TOOLS = Tools((Tool("get"), Tool("get_x"), Tool("run", input=InputKind.TEXT)))
+_SOURCE = '{"properties": {"a": {"type": "string"}, "b": {}, "c": {"enum": [1, "x", null]}, "d": {"type": "array"}}}'
+_TOOLS = Tools((Tool("get"), Tool("get_x", source=_SOURCE), Tool("run", input=InputKind.TEXT)))
 _PARTS = (
     *(
         "get",
@@ -109,7 +110,13 @@ _PARTS = (
         "</tool_call>",
     ),
     *(text for form in FORMATS for text in (form.trigger, form.first, form.last, form.separator, form.raw_end)),
-    *(form.begin_of("get", raw=False) for form in FORMATS),
+    *(form.begin_of(name, raw=False) for form in FORMATS for name in ("get", "get_x")),
+    *(form.number_end for form in FORMATS),
+    *(
+        text
+        for markers in (form.argument for form in FORMATS if form.argument)
+        for text in (*(markers.begin_of(name, text=name < "c") for name in "abcd"), markers.end)
+    ),
     *(form.end_of(raw=False) for form in FORMATS),
     *(form.begin_of("run", raw=True) for form in FORMATS),
 )
