@@ -151,7 +151,7 @@ def paged_attention(
         **with_sinks,
         SPLIT=split,
         QUERIES=triton.next_power_of_2(P),
-        COMBINE=_COMBINE,
+        COMBINE=min(_COMBINE, triton.next_power_of_2(splits)),
         num_warps=1 if D <= 128 else 2,
     )
     return out
