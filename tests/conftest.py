@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.kernels.quick_interpreter import quicken
 from tests.products import thin_out
 
 # The same examples in each run, and no deadline that a busy machine misses. --hypothesis-profile=default draws others.
@@ -121,6 +123,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, missing in _NEEDS.items():
             if item.get_closest_marker(marker) is not None and (reason := missing()) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_setup() -> None:
+    # Modules of tests import Triton, later than this file.
+    if "triton.runtime.interpreter" in sys.modules:
+        quicken()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -30,7 +30,7 @@ SMALL = {"max_batch_size": 2, "max_model_len": 64, "max_batched_tokens": 32, "ro
 
 PATIENT = {"draft_timeout_ms": 20_000.0, "fuse_parts": False}
 
-BIASES = tuple((token, 1.5 - token % 4) for token in range(0, 300, 3))
+BIASES = tuple((token, 1.5 - token % 4) for token in range(0, 300, 13))
 
 UNGUIDED = [
     partial(ask, [*range(196, 203)] * 2, max_tokens=9),

@@ -81,7 +81,8 @@ class _Tracer(TorchDispatchMode):
         ]
         for tensor in written:
             storage = tensor.untyped_storage()
-            self.saved.setdefault(storage.data_ptr(), (storage, storage.clone()))
+            if storage.data_ptr() not in self.saved:
+                self.saved[storage.data_ptr()] = (storage, storage.clone())
         out = func(*args, **kwargs)
         if written:
             self.nodes.append(lambda: func(*args, **kwargs))
