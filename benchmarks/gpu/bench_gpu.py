@@ -207,7 +207,10 @@ def main() -> int:
             args.report.write_text(report(results, head) + "\n")
         if args.json:
             sections = [asdict(result) for result in results]
-            args.json.write_text(json.dumps({"machine": head, "sections": sections}, indent=1) + "\n")
+            # A run that is cut off here leaves the file of the section before, never a part of one.
+            part = args.json.with_name(f"{args.json.name}.part")
+            part.write_text(json.dumps({"machine": head, "sections": sections}, indent=1) + "\n")
+            part.replace(args.json)
 
     results = run(names, args.device, args.quick, budget_s, done, write)
     write(results)
