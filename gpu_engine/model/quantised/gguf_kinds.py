@@ -63,7 +63,7 @@ def _nibbles(raw_NBk: _Bytes) -> _Bytes:
 
 def _fifth_bits(raw_NB4: _Bytes) -> _Bytes:
     """32 bits of every block, each as 0 or 16, [N, B, 32]."""
-    return np.unpackbits(raw_NB4, axis=-1, bitorder="little") << 4
+    return np.unpackbits(raw_NB4, axis=-1, bitorder="little") * np.uint8(16)
 
 
 def _in_rows(quants_NBk: npt.NDArray[Any]) -> torch.Tensor:
