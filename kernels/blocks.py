@@ -85,6 +85,13 @@ def _offsets(part: Blocks) -> torch.Tensor:
     return torch.zeros_like(part.scales_NB) if part.offsets_NB is None else part.offsets_NB
 
 
+def packed_bytes(kind: BlockKind, shape: tuple[int, int]) -> int:
+    """Return about what a matrix [N, K] takes in the layout of the product."""
+    N, K = shape
+    in_block = BLOCK // 2 + 4 if kind is BlockKind.Q4 else BLOCK + 2
+    return -(-N // _GROUP) * _GROUP * (K // BLOCK) * in_block
+
+
 def can_multiply_blocks() -> bool:
     """Return whether this CPU multiplies bytes fast enough for blocks to pay: x86-64 with AVX2."""
     return int(native().lockstep_cpu_level()) >= 3
@@ -133,6 +140,70 @@ class _LinearArgs(ctypes.Structure):
     ]
 
 
+class _BlockSource(ctypes.Structure):
+    """Mirror of `struct block_source`."""
+
+    _fields_ = [("first", ctypes.c_void_p), *[(name, ctypes.c_int64) for name in ("row_bytes", "block_bytes")]]
+
+
+class _PackArgs(ctypes.Structure):
+    """Mirror of `struct pack_args`."""
+
+    _fields_ = [
+        *[(name, _BlockSource) for name in ("quants", "scales", "offsets")],
+        *[(name, ctypes.c_void_p) for name in ("order", "out_quants", "out_scales", "out_offsets")],
+        *[(name, ctypes.c_int64) for name in ("rows", "blocks", "words")],
+        ("flip", ctypes.c_uint32),
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Field:
+    """A number, or the integers, of every block of a matrix: where the first lies, and the way to the next."""
+
+    memory: torch.Tensor
+    """Contiguous, on the CPU."""
+    start: int
+    """Of the first block's, in bytes. So are the strides."""
+    row_bytes: int
+    block_bytes: int
+
+    @classmethod
+    def of(cls, values_NBk: torch.Tensor) -> Field:
+        """Return the field of a tensor of its own, [N, B] or [N, B, bytes]."""
+        values_NBk = values_NBk.contiguous()
+        bytes_of = [stride * values_NBk.element_size() for stride in values_NBk.stride()]
+        return cls(values_NBk, 0, bytes_of[0], bytes_of[1])
+
+    def source(self) -> _BlockSource:
+        """Return it as an argument; the caller holds the field."""
+        assert self.memory.is_contiguous()
+        assert self.memory.device.type == "cpu"
+        return _BlockSource(self.memory.data_ptr() + self.start, self.row_bytes, self.block_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawBlocks:
+    """The blocks of some rows as they lie in memory. 4 bits: 16 bytes, input j in the low half of byte j, input j + 16
+    in the high half; 8 bits: 32 bytes."""
+
+    quants: Field
+    scales: Field
+    """float16."""
+    offsets: Field | None
+    """float16, always with 4 bits."""
+
+    @classmethod
+    def of(cls, blocks: Blocks) -> RawBlocks:
+        """Return the blocks of a matrix with an integer in each byte."""
+        (N, K), quants_NK = blocks.shape, blocks.quants_NK
+        bytes_NBk = quants_NK.reshape(N, K // BLOCK, BLOCK)
+        if blocks.kind is BlockKind.Q4:
+            bytes_NBk = bytes_NBk[..., : BLOCK // 2] | bytes_NBk[..., BLOCK // 2 :] << 4
+        offsets = None if blocks.offsets_NB is None else Field.of(blocks.offsets_NB)
+        return cls(Field.of(bytes_NBk), Field.of(blocks.scales_NB), offsets)
+
+
 class PackedBlocks:
     """A quantised matrix in the layout of the product. Owns its memory.
 
@@ -142,12 +213,26 @@ class PackedBlocks:
     """
 
     def __init__(self, blocks: Blocks, bias: torch.Tensor | None = None) -> None:
-        self.kind, (self.num_outputs, self.num_inputs) = blocks.kind, blocks.shape
+        self._allocate(blocks.kind, blocks.shape, blocks.offsets_NB is not None, bias)
+        self.put(0, blocks.shape[0], RawBlocks.of(blocks))
+
+    @classmethod
+    def unfilled(
+        cls, kind: BlockKind, shape: tuple[int, int], *, offsets: bool, bias: torch.Tensor | None = None
+    ) -> PackedBlocks:
+        """Return a matrix [N, K] with no defined content: `put` gives it every row."""
+        made = cls.__new__(cls)
+        made._allocate(kind, shape, offsets, bias)
+        return made
+
+    def _allocate(self, kind: BlockKind, shape: tuple[int, int], offsets: bool, bias: torch.Tensor | None) -> None:
+        self.kind, (self.num_outputs, self.num_inputs) = kind, shape
         assert self.num_inputs % BLOCK == 0, self.num_inputs
         assert can_multiply_blocks(), "this CPU has no AVX2"
-        self.quants = _packed(blocks)
-        self.scales = _by_group(blocks.scales_NB)
-        self.offsets = None if blocks.offsets_NB is None else _by_group(blocks.offsets_NB)
+        groups, blocks = -(-self.num_outputs // _GROUP), self.num_inputs // BLOCK
+        self.quants = torch.empty(groups, blocks, 2, self._words, _LANES, 4, dtype=torch.uint8)
+        self.scales = torch.empty(groups, blocks, _GROUP, dtype=torch.float16)
+        self.offsets = torch.empty_like(self.scales) if offsets else None
         self.bias = None if bias is None else _padded(bias.float())
         self.args = BlockWeightsArgs(
             self.quants.data_ptr(),
@@ -158,6 +243,67 @@ class PackedBlocks:
             self.num_inputs,
             self.kind,
         )
+
+    @property
+    def _words(self) -> int:
+        """Words of four bytes in a block."""
+        return 4 if self.kind is BlockKind.Q4 else 8
+
+    def put(self, first: int, count: int, raw: RawBlocks, order: torch.Tensor | None = None) -> None:
+        """Fill the outputs from `first` on, a multiple of 32: all of their groups, or the last of the matrix.
+
+        `order` [count], int64: the row in `raw` of each output; None: the same order.
+        """
+        assert first % _GROUP == 0, first
+        assert count % _GROUP == 0 or first + count == self.num_outputs, (first, count)
+        assert (raw.offsets is None) == (self.offsets is None)
+        assert order is None or (order.dtype == torch.int64 and order.is_contiguous() and len(order) == count)
+        group = first // _GROUP
+        args = _PackArgs(
+            raw.quants.source(),
+            raw.scales.source(),
+            _BlockSource() if raw.offsets is None else raw.offsets.source(),
+            None if order is None else order.data_ptr(),
+            self.quants[group:].data_ptr(),
+            self.scales[group:].data_ptr(),
+            None if self.offsets is None else self.offsets[group:].data_ptr(),
+            count,
+            self.num_inputs // BLOCK,
+            self._words,
+            0 if self.kind is BlockKind.Q4 else 0x80808080,
+        )
+        native().lockstep_pack_blocks(ctypes.byref(args))
+
+    def unpacked(self) -> Blocks:
+        """Return the matrix with an integer in each byte."""
+        N, K = self.num_outputs, self.num_inputs
+        parts = self.quants
+        if self.kind is BlockKind.Q4:
+            parts = torch.cat([parts & 15, parts >> 4], dim=3)
+        quants_NK = parts.permute(0, 2, 4, 1, 3, 5).reshape(-1, K)[:N]
+        if self.kind is BlockKind.Q8:
+            quants_NK = (quants_NK ^ 128).view(torch.int8)
+        scales_NB, offsets_NB = (
+            None if part is None else part.transpose(1, 2).reshape(-1, K // BLOCK)[:N]
+            for part in (self.scales, self.offsets)
+        )
+        assert scales_NB is not None
+        return Blocks(self.kind, quants_NK, scales_NB, offsets_NB)
+
+    @classmethod
+    def joined(cls, parts: Sequence[PackedBlocks], bias: torch.Tensor | None = None) -> PackedBlocks:
+        """Return the matrix with the outputs of all parts, which have the same inputs; as `Blocks.joined`."""
+        whole = all(part.num_outputs % _GROUP == 0 for part in parts[:-1])
+        if not whole or len({(part.kind, part.offsets is None) for part in parts}) > 1:
+            return cls(Blocks.joined([part.unpacked() for part in parts]), bias)
+        first = parts[0]
+        shape = sum(part.num_outputs for part in parts), first.num_inputs
+        made = cls.unfilled(first.kind, shape, offsets=first.offsets is not None, bias=bias)
+        torch.cat([part.quants for part in parts], out=made.quants)
+        torch.cat([part.scales for part in parts], out=made.scales)
+        if made.offsets is not None:
+            torch.cat([part.offsets for part in parts if part.offsets is not None], out=made.offsets)
+        return made
 
     @property
     def num_bytes(self) -> int:
@@ -198,20 +344,3 @@ def _padded(rows_N: torch.Tensor) -> torch.Tensor:
         if missing
         else rows_N.contiguous()
     )
-
-
-def _by_group(scales_NB: torch.Tensor) -> torch.Tensor:
-    """[N, B] -> [G / 2, B, 2, 16]."""
-    padded_NB = _padded(scales_NB)
-    return padded_NB.view(-1, _GROUP, padded_NB.shape[1]).transpose(1, 2).contiguous()
-
-
-def _packed(blocks: Blocks) -> torch.Tensor:
-    """Return the bytes of blocks.h: 16 outputs side by side, four inputs of each in a lane."""
-    padded_NK = _padded(blocks.quants_NK)
-    N, K = padded_NK.shape
-    # [G / 2, 2, 16 outputs, B, 8 parts of a block, 4 inputs] -> [G / 2, B, 2, 8, 16, 4]
-    parts = padded_NK.view(N // _GROUP, 2, _LANES, K // BLOCK, 8, 4).permute(0, 3, 1, 4, 2, 5)
-    if blocks.kind is BlockKind.Q8:
-        return (parts.contiguous().view(torch.uint8) ^ 128).contiguous()
-    return (parts[:, :, :, :4] | parts[:, :, :, 4:] << 4).contiguous()

@@ -59,6 +59,8 @@ LAZY_IMPORTS = {
         ("gpu_engine.extensions.transfer.extension", "gpu_engine.extensions.transfer.pages"),
     },
     "the GGUF library is loaded for GGUF files": {
+        ("gpu_engine.model.files.reading", "gpu_engine.model.files.gguf_header"),
+        ("gpu_engine.model.files.reading", "gpu_engine.model.files.gguf_weights"),
         ("gpu_engine.model.quantised.choice", "gpu_engine.model.quantised.gguf_blocks"),
     },
     "vLLM's messages are a package of their own extra": {
@@ -204,7 +206,16 @@ def test_import_contracts_cover_every_package(root: Path) -> None:
             ("grammar_service.backends.xgrammar.backend", "grammar_service.backends.xgrammar.chains"),
             ("torch", "transformers", "xgrammar"),
         ),
-        pytest.param("gpu_engine", ("gpu_engine.model.quantised.gguf_blocks",), ("gguf",), marks=pytest.mark.slow),
+        pytest.param(
+            "gpu_engine",
+            (
+                "gpu_engine.model.files.gguf_header",
+                "gpu_engine.model.files.gguf_weights",
+                "gpu_engine.model.quantised.gguf_blocks",
+            ),
+            ("gguf",),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_importing_a_whole_package_leaves_heavy_modules_out(

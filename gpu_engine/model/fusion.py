@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, TypeVar
 
@@ -246,6 +247,8 @@ def verified(
     return result
 
 
-def _children(net: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Every module with its parent and its name there, as they are now."""
-    return [(parent, name, child) for parent in net.modules() for name, child in parent.named_children()]
+def _children(net: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Every module with its parent and its name there, as they were at the call. Keeps those that come yet only, so
+    that a module whose place was taken is freed."""
+    left = deque((parent, name, child) for parent in net.modules() for name, child in parent.named_children())
+    return (left.popleft() for _ in range(len(left)))

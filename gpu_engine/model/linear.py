@@ -339,6 +339,8 @@ def pack_linears(model: nn.Module) -> int:
         for name, child in parent.named_children()
         if type(child) is nn.Linear
     ]
-    for parent, name, child in found:
+    count = len(found)
+    while found:  # the list lets go of a weight as soon as that is packed
+        parent, name, child = found.pop()
         setattr(parent, name, PackedLinear(child))
-    return len(found)
+    return count

@@ -12,15 +12,17 @@ import logging
 import os
 import struct
 import threading
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils.quantization_config import Mxfp4Config
 
 from gpu_engine.api.capabilities import OF_FILES, LoadedFiles, refuse
@@ -32,9 +34,30 @@ from gpu_engine.model import attention
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.peft_files import AdapterNotSupported
 from gpu_engine.model.adapters.pool import AdapterPool
-from gpu_engine.model.cache_size import CachedShape, CacheSize, decide, device_bytes, file_bytes, free_bytes, report
-from gpu_engine.model.embedded import Progress, ensure_embedded, weights_file
+from gpu_engine.model.cache_size import (
+    CachedShape,
+    CacheSize,
+    decide,
+    device_bytes,
+    file_bytes,
+    free_bytes,
+    pool_tokens,
+    report,
+)
+from gpu_engine.model.embedded import Progress, weights_file
 from gpu_engine.model.experts import refuse_grouped_products, replace_experts
+from gpu_engine.model.files.filled import Weights, fill, refuse_misfits, unfilled
+from gpu_engine.model.files.need import need_of, refuse_too_large, say_need
+from gpu_engine.model.files.reading import (
+    cast_computed,
+    configuration_of,
+    header_of,
+    num_parameters,
+    open_gguf,
+    tokenizer_class,
+    why_not_read,
+)
+from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
 from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.fused_layers import join_activations
 from gpu_engine.model.fusion import Bounds, FusedModelDiffers, fuse_parts, verified
@@ -46,13 +69,16 @@ from gpu_engine.model.parallel.division import join_engines, load_divided
 from gpu_engine.model.parallel.shards import SETTING, Shard, heads_of, name_heads, shard
 from gpu_engine.model.probe import probe, refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, has_mxfp4_experts, open_checkpoint
-from gpu_engine.model.quantised.choice import forms_of, quantise
-from gpu_engine.model.quantised.linear import release_blocks
+from gpu_engine.model.quantised.choice import ReadProducts, forms_of, products_while_reading, quantise
 from gpu_engine.model.quantised.native import NativeForward, with_native
 from gpu_engine.model.rotary import install_tables
 from kernels.blocks import BLOCK
 from kernels.forward import LAYER_PRODUCTS
 from service_runtime.cores import usable_cores
+
+if TYPE_CHECKING:
+    from gpu_engine.model.files.gguf_header import GGUFHeader
+    from gpu_engine.model.files.gguf_weights import GGUFWeights
 
 __all__ = ["LoadedModel", "ModelNotSupported", "find_model", "load_model", "path_of", "prepare", "resolve_dtype"]
 
@@ -91,14 +117,14 @@ def path_of(
 ) -> Path:
     """Return the directory or the GGUF file of `config.model`; raise as `load_model`."""
     if config.model == EMBEDDED_MODEL:
-        return ensure_embedded(progress)
+        return weights_file()
     wanted = Wanted(config.model, config.revision, setting, with_tokenizer)
     return locate(wanted, Hub(token=read_token(config.hf_token_file)), progress)
 
 
 def find_model(config: EngineConfig, progress: Progress | None = None) -> None:
     """Raise ModelNotSupported or FileNotFoundError for a `config.model` that is not there; fetch one of the hub."""
-    if config.model != EMBEDDED_MODEL:  # it is converted at its first start, while the grammar process starts
+    if config.model != EMBEDDED_MODEL:  # a package of its own, which `load_model` looks for
         path_of(config, progress)
 
 
@@ -122,16 +148,16 @@ def load_model(
     """
     if config.tensor_parallel_size > 1:
         return _load_over_ranks(config, progress)
-    model = _load(config, progress, setting, beside=beside)
-    if config.data_parallel_attention > 1:
-        join_engines(config, model)
-        _return_freed_memory()
+    with _freed_at_once():
+        model = _load(config, progress, setting, beside=beside)
+        if config.data_parallel_attention > 1:
+            join_engines(config, model)
     return model
 
 
 def _load_over_ranks(config: EngineConfig, progress: Progress | None) -> LoadedModel:
     """Start the other ranks, and load. All have the length that is decided here, from the memory of the whole cache."""
-    path = path_of(config, progress)  # fetched or converted once, before each rank reads it
+    path = path_of(config, progress)  # fetched once, before each rank reads it
     shape, dtype = _shape_of(path, "model"), resolve_dtype(config.dtype, torch.device(config.device))
     size = _decide(config, shape, dtype, free_bytes(torch.device("cpu"), file_bytes(path, dtype)))
     report(config, shape, shape.token_bytes(dtype), size)
@@ -144,9 +170,8 @@ def _load_over_ranks(config: EngineConfig, progress: Progress | None) -> LoadedM
 
 def _shape_of(path: Path, setting: str) -> CachedShape:
     """Read the shape of the keys and values from a model's configuration. Raises ModelNotSupported."""
-    source: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
     try:
-        config = AutoConfig.from_pretrained(path.parent if source else path, trust_remote_code=False, **source)
+        config = configuration_of(path, header_of(path))
         return CachedShape.of(config.get_text_config())
     except (OSError, ValueError, AttributeError, IndexError, struct.error) as error:
         raise ModelNotSupported(f"{setting}: the configuration of {path} cannot be read: {error}") from error
@@ -170,7 +195,8 @@ def load_shard(config: EngineConfig, part: Shard, progress: Progress | None = No
     """
     if config.quantization == "auto":
         config = replace(config, quantization="none")
-    model = _load(config, progress, "model", part)
+    with _freed_at_once():
+        model = _load(config, progress, "model", part)
     if not isinstance(model.fused.forward, FusedForward):
         reasons = "; ".join(model.fused.left)
         raise ModelNotSupported(f"{SETTING}: the forward of {model.model_type} is no loop over fused layers: {reasons}")
@@ -196,21 +222,26 @@ def _load(
         if not (path / "config.json").is_file():
             raise ModelNotSupported(f"{setting}: {path} has no config.json, so it is no model in Hugging Face's format")
         refuse_what_runs_code(path, setting)
+    header = _header(path, setting)
     # transformers' arguments for the folder: which of its files is read, if the model is one file.
-    source: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
+    source: dict[str, Any] = {"gguf_file": path.name} if header is not None else {}
     folder = path.parent if path.is_file() else path
     attention.register()
     report("loading the tokenizer", 0.1)
-    tokenizer = _tokenizer(folder, source, path, setting)
+    tokenizer = _tokenizer(folder, source, path, setting, header)
     report("loading the weights", 0.2)
     dtype = resolve_dtype(config.dtype, device)
     try:
         checkpoint = None if source else open_checkpoint(folder)
+        made: Network | None = None
         with _LOADING:
-            # transformers makes the dtype of the weights torch's default for every thread while it loads them.
-            net = _network(folder, torch.float32 if beside else dtype, source, checkpoint)
-        if beside:
-            _cast_weights(net, dtype)
+            if checkpoint is None and (header is not None or not has_mxfp4_experts(folder)):
+                made = _read(config, path, header, dtype, report, whole=part is None, beside=beside)
+            if made is None:
+                # transformers makes the dtype of the weights torch's default for every thread while it loads them.
+                made = Network(_network(folder, torch.float32 if beside else dtype, source, checkpoint))
+                if beside:
+                    cast_computed(made.net, dtype)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {error}") from error
     except KeyError as error:
@@ -220,10 +251,10 @@ def _load(
             f"{setting}: {path} cannot be loaded: the attention of its family in transformers takes no other function"
         ) from error
     report("preparing the weights", 0.8)
-    gguf_file = weights_file() if config.model == EMBEDDED_MODEL else path if path.is_file() else None
+    gguf_file = path if path.is_file() else None
     try:
         says_size = part is None and setting == "model"
-        model = prepare(config, net, tokenizer, gguf_file, checkpoint, part, says_size=says_size)
+        model = _prepare(config, made, tokenizer, gguf_file, checkpoint, part, says_size=says_size)
     except FusedModelDiffers as why:
         if part is not None:
             raise ModelNotSupported(f"{SETTING}: the fused forward of {path} differs from its own: {why}") from why
@@ -231,7 +262,6 @@ def _load(
         return _load(replace(config, fuse_parts=False), progress, setting, beside=beside)
     if part is None or part.rank == 0:
         model.sampling_defaults = _sampling_defaults(config, folder if path.is_dir() else None)
-    _return_freed_memory()
     report("loaded", 1.0)
     return model
 
@@ -254,16 +284,93 @@ def _sampling_defaults(config: EngineConfig, folder: Path | None) -> Defaults:
     return defaults
 
 
-def _cast_weights(net: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the weights of `net` to another dtype, as if they had been loaded with it.
+@dataclass(frozen=True, slots=True, eq=False)
+class Network:
+    """A transformers model with its weights."""
 
-    Tables that a module computes keep their dtype, because bfloat16 would change the rotary frequencies. A computed
-    scalar, such as the scale of Gemma's embeddings, is converted: transformers gives it the dtype of the weights.
+    net: Any
+    num_parameters: int = 0
+    """0: those that `net` has."""
+    quantised: bool | None = None
+    """Whether its linear layers were read as products over blocks; None: that is not decided yet."""
+    size: CacheSize | None = None
+    """Of its cache; None: that is not decided yet."""
+
+
+def _header(path: Path, setting: str) -> GGUFHeader | None:
+    try:
+        return header_of(path)
+    except (OSError, ValueError) as error:
+        raise ModelNotSupported(f"{setting}: {path} cannot be read; is the file complete? {error}") from error
+
+
+def _read(
+    config: EngineConfig,
+    path: Path,
+    header: GGUFHeader | None,
+    dtype: torch.dtype,
+    report: Progress,
+    *,
+    whole: bool,
+    beside: bool,
+) -> Network | None:
+    """Return the model of a file or a folder, read tensor by tensor; None: transformers' loader has to read it.
+
+    `whole`: not one rank's part, whose products are quantised after it is cut. Raises as `_network`.
     """
-    computed = {id(b) for module in net.modules() for b in map(module._buffers.get, module._non_persistent_buffers_set)}
-    for tensor in (*net.parameters(), *net.buffers()):
-        if tensor.is_floating_point() and (id(tensor) not in computed or tensor.dim() == 0):
-            tensor.data = tensor.data.to(dtype)
+    own: GGUFWeights | None = None
+    weights: GGUFWeights | SafetensorsWeights
+    if header is not None:
+        own, why = open_gguf(header)
+        if own is None:
+            log.info("loading %s through transformers, in full: %s", path, why)
+            return None
+        weights = own
+    else:
+        weights = SafetensorsWeights(path)
+    with weights:
+        products = products_while_reading(config, weights, own, dtype) if config.on_cpu and whole else None
+        # The dtype of a new model is torch's default for every thread while it is made.
+        net = unfilled(configuration_of(path, header), torch.float32 if beside else dtype, attention.NAME)
+        if beside:
+            cast_computed(net, dtype)
+        refuse_recurrent(net, net.config.model_type)
+        if isinstance(weights, SafetensorsWeights):
+            reason = why_not_read(net, weights, rounds=products is not None)
+            if reason is not None:
+                log.info("loading %s through transformers: %s", path, reason)
+                return None
+            if (path / "generation_config.json").is_file():
+                net.generation_config = GenerationConfig.from_pretrained(path)
+        refuse_misfits(net, weights)
+        count = num_parameters(net)
+        size = _memory(config, net, weights, products, dtype) if config.on_cpu and whole else None
+        replaced = fill(
+            net,
+            weights,
+            dtype,
+            (lambda name, linear: None) if products is None else products.of,
+            lambda share: report("loading the weights", 0.2 + 0.6 * share),
+        )
+    if products is not None:
+        log.info("quantised %d products: %s", replaced, products)
+    return Network(net, count, products is not None if config.on_cpu and whole else None, size)
+
+
+def _memory(
+    config: EngineConfig, net: Any, weights: Weights, products: ReadProducts | None, dtype: torch.dtype
+) -> CacheSize:
+    """Return the sizes of the cache of a model that is still to be filled, and log what the start takes.
+
+    Raises ModelNotSupported where the free memory has no room for it.
+    """
+    need, free = need_of(net, weights, products, dtype), free_bytes(torch.device("cpu"))
+    refuse_too_large(need, free, rounds=products is not None)
+    shape = CachedShape.of(net.config.get_text_config())
+    size = _decide(config, shape, dtype, None if free is None else max(0, free - need.total))
+    tokens = pool_tokens(config, size.max_model_len, size.room_tokens)
+    say_need(need, tokens, tokens * shape.token_bytes(dtype), free)
+    return size
 
 
 def _network(folder: Path, dtype: torch.dtype, source: dict[str, Any], checkpoint: QuantisedCheckpoint | None) -> Any:
@@ -285,10 +392,29 @@ def _network(folder: Path, dtype: torch.dtype, source: dict[str, Any], checkpoin
     return net
 
 
-def _return_freed_memory() -> None:
-    """Return what loading has freed to the system: glibc keeps it, some 800 MB for the embedded model."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""glibc's numbers of these settings (mallopt)."""
+_LARGE, _LARGEST = 1 << 20, 32 << 20
+"""Sizes of blocks that have memory of their own: while a model is loaded, and else, where it is glibc's own bound."""
+
+
+@contextmanager
+def _freed_at_once() -> Iterator[None]:
+    """Have glibc return each weight's memory to the system when it is freed, while the context is open.
+
+    It would keep the pieces, and others would not fit into them: a third of the weights of a model of 1B at its peak.
+    """
+    library = ctypes.CDLL(None)
+    option, trim = getattr(library, "mallopt", None), getattr(library, "malloc_trim", None)
+    if option is None or trim is None:  # another C library
+        yield
+        return
+    option(_M_MMAP_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:
+        option(_M_MMAP_THRESHOLD, _LARGEST)
+        option(_M_TRIM_THRESHOLD, 2 * _LARGEST)
         trim(0)
 
 
@@ -308,19 +434,33 @@ def prepare(
 
     Raises ModelNotSupported, or FusedModelDiffers when it must be loaded again with `fuse_parts` off.
     """
+    return _prepare(config, Network(net), tokenizer, gguf_file, checkpoint, part, says_size=says_size)
+
+
+def _prepare(
+    config: EngineConfig,
+    made: Network,
+    tokenizer: PreTrainedTokenizerFast,
+    gguf_file: Path | None,
+    checkpoint: QuantisedCheckpoint | None,
+    part: Shard | None,
+    *,
+    says_size: bool,
+) -> LoadedModel:
+    net = made.net
     device = torch.device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     net.eval().requires_grad_(False)
     refuse_recurrent(net, net.config.model_type)
     replace_conv1d(net)
-    num_parameters = sum(p.numel() for p in net.parameters())
+    count = made.num_parameters or num_parameters(net)
     try:
         shape = CachedShape.of(net.config.get_text_config())
         weights = (
             device_bytes(config, net, dtype, of_8_bits=checkpoint is not None) if device.type == "cuda" else 0
         )  # not there yet
-        size = _decide(config, shape, dtype, free_bytes(device, weights))
-        model = _describe(config, net, tokenizer, dtype, device, num_parameters, shape, size)
+        size = made.size or _decide(config, shape, dtype, free_bytes(device, weights))
+        model = _describe(config, net, tokenizer, dtype, device, count, shape, size)
     except AttributeError as error:
         raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
     except RuntimeError as error:  # of a configuration whose layers have their own
@@ -330,7 +470,7 @@ def prepare(
     if part is not None:
         _refuse_blocks_of_files(config, gguf_file, checkpoint)
         return _prepare_part(config, model, part)
-    return _prepare_net(config, model, gguf_file, checkpoint)
+    return _prepare_net(config, model, made.quantised, gguf_file, checkpoint)
 
 
 def _refuse_blocks_of_files(
@@ -347,7 +487,7 @@ def _prepare_part(config: EngineConfig, model: LoadedModel, part: Shard) -> Load
     vocab_size, heads = model.vocab_size, heads_of(model.net)
     model.num_kv_heads = shard(model.net, part, 1 if config.quantization == "none" else BLOCK).keys
     model.vocab_size = part.of_vocabulary(vocab_size)
-    _prepare_net(config, model, None, None, whole=False)
+    _prepare_net(config, model, None, None, None, whole=False)
     name_heads(model.net, heads)
     model.vocab_size = vocab_size
     # Other outputs are those of modules, which compute the part of one rank.
@@ -359,18 +499,19 @@ def _prepare_part(config: EngineConfig, model: LoadedModel, part: Shard) -> Load
 def _prepare_net(
     config: EngineConfig,
     model: LoadedModel,
+    quantised: bool | None,
     gguf_file: Path | None,
     checkpoint: QuantisedCheckpoint | None,
     *,
     whole: bool = True,
 ) -> LoadedModel:
     """Quantise, move, check and fuse; raises as `prepare`. A part of a model has sums between its products: it is no
-    single native call."""
+    single native call. `quantised`: what was decided while the model was read, or None."""
     net, device, dtype = model.net, model.device, model.dtype
     if device.type == "cuda" and not config.enforce_eager:
         refuse_grouped_products(net, partial(torch.cuda.get_device_capability, device))
     # The memory of a GPU then never holds the weights that are replaced.
-    model.quantised = quantise(config, net, gguf_file, checkpoint)
+    model.quantised = quantise(config, net, gguf_file, checkpoint) if quantised is None else quantised
     model.forms = forms_of(net)
     net.to(device)
     if device.type == "cpu":
@@ -384,6 +525,7 @@ def _prepare_net(
         with attention.attending(seen.ctx):
             model.fused = fuse_parts(net, seen.record, seen.ctx.layers_seen, bounds)
     if device.type == "cpu":
+        seen.record.forget(nn.Linear)  # it would keep each weight next to its packed copy
         pack_linears(net)
     else:
         sum_in_fp32()
@@ -391,10 +533,8 @@ def _prepare_net(
         join_activations(net)
     if config.fuse_parts:
         model.fused = verified(net, model.fused, seen.record, seen.logits_NV, seen.again(model), bounds, seen.noise)
-    if model.quantised and not by_row:
-        if model.fused.forward and whole:
-            model.fused = with_native(model.fused, seen.logits_NV, seen.again(model))
-        release_blocks(net)
+    if model.quantised and not by_row and model.fused.forward and whole:
+        model.fused = with_native(model.fused, seen.logits_NV, seen.again(model))
     if config.takes_adapters:
         model.adapters = _adapter_pool(config, model)
         if isinstance(model.adapters, AdapterPool) and isinstance(model.fused.forward, NativeForward):
@@ -418,10 +558,15 @@ def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | Dev
         raise ModelNotSupported(str(error)) from error
 
 
-def _tokenizer(folder: Path, source: dict[str, Any], path: Path, setting: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer in a folder. Raises ModelNotSupported with the model's path."""
+def _tokenizer(
+    folder: Path, source: dict[str, Any], path: Path, setting: str, header: GGUFHeader | None
+) -> PreTrainedTokenizerFast:
+    """Return the tokenizer in a folder, or in the GGUF file `path` of it. Raises ModelNotSupported with the path."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **source)
+        if header is not None and (kind := tokenizer_class(path, header)) is not None:
+            tokenizer = kind.from_pretrained(folder, **source)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **source)
     except (OSError, ValueError, IndexError, struct.error) as error:
         if source:  # the first that is read of a GGUF file, with the places of all its tensors
             raise ModelNotSupported(f"{setting}: {path} cannot be read; is the file complete? {error}") from error

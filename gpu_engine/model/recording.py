@@ -44,6 +44,10 @@ class Recording:
             raise ValueError(f"{type(module).__name__} was called {len(calls)} times")
         return calls[0]
 
+    def forget(self, kind: type[nn.Module]) -> None:
+        """Forget the calls of the modules of a class, and with them the modules."""
+        self.calls = {module: calls for module, calls in self.calls.items() if type(module) is not kind}
+
     def __repr__(self) -> str:
         return f"<Recording of {len(self.calls)} modules>"
 

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from kernels import blocks
-from kernels.blocks import BLOCK, BlockKind, Blocks, PackedBlocks, can_multiply_blocks, quantised
+from kernels.blocks import (
+    BLOCK,
+    BlockKind,
+    Blocks,
+    PackedBlocks,
+    RawBlocks,
+    can_multiply_blocks,
+    packed_bytes,
+    quantised,
+)
 from kernels.library import native
 
 pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
@@ -103,3 +112,33 @@ def test_every_variant_that_this_cpu_runs_gives_the_same_numbers() -> None:
 def test_rows_of_another_width_are_rejected() -> None:
     with pytest.raises(AssertionError, match="32"):
         PackedBlocks(quantised(rand(4, 64), BlockKind.Q8))(rand(2, 32))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("N", [64, 70])
+def test_a_packed_matrix_gives_its_integers_back_and_joins_as_the_matrix_does(case: str, N: int) -> None:
+    parts = [CASES[case](N, 96), CASES["4 bits"](33, 96), CASES[case](32, 96)]
+    for chosen in (parts[:1], parts[::2], parts):
+        whole, packed = Blocks.joined(chosen), PackedBlocks.joined([PackedBlocks(part) for part in chosen])
+        for made in (packed, PackedBlocks(whole)):
+            back = made.unpacked()
+            assert back.kind is whole.kind
+            assert torch.equal(back.quants_NK, whole.quants_NK)
+            assert torch.equal(back.scales_NB, whole.scales_NB)
+            assert (back.offsets_NB is None) == (whole.offsets_NB is None)
+            assert back.offsets_NB is None or torch.equal(back.offsets_NB, whole.offsets_NB)
+        for name in ("quants", "scales", "offsets"):
+            want = getattr(PackedBlocks(whole), name)
+            assert want is None or torch.equal(getattr(packed, name), want), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_that_are_put_in_parts_and_in_another_order_make_the_same_matrix(case: str) -> None:
+    matrix, order = CASES[case](100, 64), torch.randperm(100, generator=torch.Generator().manual_seed(0))
+    made = PackedBlocks.unfilled(matrix.kind, matrix.shape, offsets=matrix.offsets_NB is not None)
+    for first, count in ((0, 32), (32, 64), (96, 4)):
+        made.put(first, count, RawBlocks.of(matrix), order[first : first + count].contiguous())
+    want = PackedBlocks(matrix.rows(order))
+    assert torch.equal(made.quants, want.quants)
+    assert torch.equal(made.scales, want.scales)
+    assert made.num_bytes == packed_bytes(matrix.kind, matrix.shape) or matrix.kind is BlockKind.Q8

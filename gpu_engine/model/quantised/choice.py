@@ -8,25 +8,29 @@ checkpoint.py).
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from gpu_engine.api.config import EngineConfig
+from gpu_engine.model.files.filled import MakeProduct, Weights
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint
-from gpu_engine.model.quantised.linear import BlockLinear, BlocksOf, quantise_linears
+from gpu_engine.model.quantised.linear import BlockLinear, BlocksOf, check_product, quantise_linears
 from gpu_engine.model.quantised.matrices import ScaledRows
 from gpu_engine.model.quantised.scaled import ScaledKind, ScaledLinear, rounded_rows, scale_linears, why_not_scaled
-from kernels.blocks import BlockKind, Blocks, can_multiply_blocks, quantised
+from kernels.blocks import BLOCK, BlockKind, Blocks, PackedBlocks, RawBlocks, can_multiply_blocks, quantised
 
 log = logging.getLogger(__name__)
 
 WhyNot = Callable[[ScaledKind, torch.device], str | None]
+_CHECKED = 128
+"""Rows of a product that are compared with those of its matrix."""
 _BLOCKS = {BlockKind.Q4: "4-bit blocks", BlockKind.Q8: "8-bit blocks"}
 
 
@@ -81,6 +85,117 @@ def quantise(
     count = quantise_linears(net, file.of if file is not None and wanted != "int8" else _rounded(wanted, None))
     log.info("quantised %d products: %s", count, file if file and wanted != "int8" else wanted)
     return True
+
+
+class OwnBlocks(Protocol):
+    """Files that have matrices in blocks."""
+
+    @property
+    def quantised(self) -> bool:
+        """True: most matrices are quantised."""
+
+    def blocks_kind(self, name: str) -> BlockKind | None:
+        """Return the kind of the product over a matrix's own blocks; None: it has no such product."""
+
+    def kind_name(self, name: str) -> str:
+        """Return the name of a parameter's type."""
+
+    def product(self, name: str, bias: torch.Tensor | None) -> BlockLinear:
+        """Return the product by the blocks of a matrix that has a `blocks_kind`."""
+
+
+class ReadProducts:
+    """The products over blocks that take the places of a model's linear layers while its files are read.
+
+    Args:
+        weights: the files.
+        own: the same, where they may have blocks; None: every matrix is rounded.
+        dtype: the one that a matrix without a product over its own blocks has before it is rounded.
+        rounded: to what, but for the output head, which has 8 bits.
+    """
+
+    def __init__(self, weights: Weights, own: OwnBlocks | None, dtype: torch.dtype, rounded: BlockKind) -> None:
+        self._weights, self._own, self._dtype, self._rounded = weights, own, dtype, rounded
+        self._used: Counter[str] = Counter()
+        """Matrices whose own blocks are multiplied, by their type in the file."""
+        self._again = 0
+        self._lock = threading.Lock()
+
+    def of(self, path: str, linear: nn.Linear) -> MakeProduct | None:
+        """Return what makes the product in a layer's place; None: the layer stays, and the log names it."""
+        if linear.in_features % BLOCK:
+            log.info("not quantised: %s has %d inputs, no multiple of %d", path, linear.in_features, BLOCK)
+            return None
+        return self._make
+
+    def kind_of(self, path: str, source: str) -> BlockKind:
+        """Return the kind of the product in the place of the layer `path`, whose weight the files call `source`."""
+        own = None if self._own is None else self._own.blocks_kind(source)
+        return own if own is not None else BlockKind.Q8 if path == "lm_head" else self._rounded
+
+    def _make(self, path: str, source: str, bias: torch.Tensor | None) -> BlockLinear:
+        own = self._own if self._own is not None and self._own.blocks_kind(source) is not None else None
+        with self._lock:
+            if own is not None:
+                self._used[own.kind_name(source)] += 1
+            else:
+                self._again += 1
+        if own is not None:
+            return own.product(source, bias)
+        return rounded_product(path, self._weights, source, self._dtype, self.kind_of(path, source), bias)
+
+    def __str__(self) -> str:
+        """For the log: the kinds of the products."""
+        if self._own is None:
+            return "q4" if self._rounded is BlockKind.Q4 else "int8"
+        kinds = [f"{count} of {kind}" for kind, count in sorted(self._used.items())]
+        return ", ".join([*kinds, *([f"{self._again} rounded again"] if self._again else [])])
+
+
+def products_while_reading(
+    config: EngineConfig,
+    weights: Weights,
+    own: OwnBlocks | None,
+    dtype: torch.dtype,
+    can_multiply: Callable[[], bool] = can_multiply_blocks,
+) -> ReadProducts | None:
+    """Return the products of a model that is read for a CPU, or None where `config.quantization` leaves its weights.
+
+    `own`: the files, if they are a GGUF file. Raises ModelNotSupported.
+    """
+    wanted, possible = config.quantization, can_multiply()
+    if wanted not in ("none", "auto") and not possible:
+        raise ModelNotSupported(f"quantization: {wanted} needs a CPU with AVX2, and this one has none")
+    if wanted == "none":
+        return None
+    if wanted == "auto":
+        takes = possible and own is not None and config.dtype == "auto" and own.quantised
+        return ReadProducts(weights, own, dtype, BlockKind.Q8) if takes else None
+    if wanted == "int8" or own is not None:
+        return ReadProducts(weights, None if wanted == "int8" else own, dtype, BlockKind.Q8)
+    return ReadProducts(weights, None, dtype, BlockKind.Q4)
+
+
+def rounded_product(
+    path: str, weights: Weights, source: str, dtype: torch.dtype, kind: BlockKind, bias: torch.Tensor | None
+) -> BlockLinear:
+    """Return a product over a matrix that is rounded to nearest while it is read.
+
+    Raises RuntimeError where it differs from the rounded matrix.
+    """
+    shape = weights.shape(source)
+    assert shape is not None, source
+    N, K = shape
+    packed = PackedBlocks.unfilled(kind, (N, K), offsets=kind is BlockKind.Q4, bias=bias)
+    rows_n, wanted = torch.linspace(0, N - 1, min(_CHECKED, N)).long(), []
+    for first, part_nK in weights.rows(source, dtype):
+        blocks = quantised(part_nK, kind)
+        packed.put(first, len(part_nK), RawBlocks.of(blocks))
+        here_n = rows_n[(rows_n >= first) & (rows_n < first + len(part_nK))] - first
+        wanted.append(blocks.rows(here_n).dequantised())
+    product = BlockLinear(packed, bias)
+    check_product(path, product, rows_n, torch.cat(wanted))
+    return product
 
 
 def scale(

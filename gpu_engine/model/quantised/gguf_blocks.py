@@ -65,7 +65,7 @@ class GGUFBlocks:
         tensor = self._tensors.get(f"{self._names.get_name(name)}.weight")
         if tensor is None and name == "lm_head":
             tensor = self._tensors.get("token_embd.weight")  # tied to the embedding
-        blocks = None if tensor is None else _blocks_of(np.asarray(tensor.data), tensor.tensor_type)
+        blocks = None if tensor is None else blocks_of(np.asarray(tensor.data), tensor.tensor_type)
         if blocks is not None:
             blocks = self._in_order(blocks, linear.weight)
         if tensor is None or blocks is None:
@@ -114,7 +114,7 @@ def _nibbles(raw_NBk: _Bytes) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([raw_NBk & 15, raw_NBk >> 4], axis=-1))
 
 
-def _blocks_of(raw: npt.NDArray[Any], kind: GGMLQuantizationType) -> Blocks | None:
+def blocks_of(raw: npt.NDArray[Any], kind: GGMLQuantizationType) -> Blocks | None:
     """Return the blocks of a matrix's bytes [N, ...], or None for a type without a product here."""
     N = raw.shape[0]
     if kind is GGMLQuantizationType.Q8_0:

@@ -22,28 +22,28 @@ _KERNEL = 2e-2
 
 
 class BlockLinear(nn.Module):
-    """`nn.Linear` over blocks. Keeps the matrix until `release`, so that products can be joined.
+    """`nn.Linear` over blocks.
 
     Args:
-        blocks: the matrix, [out_features, in_features].
+        packed: the matrix, [out_features, in_features], with `bias`.
         bias: [out_features] or None.
     """
 
-    def __init__(self, blocks: Blocks, bias: torch.Tensor | None) -> None:
+    def __init__(self, packed: PackedBlocks, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.out_features, self.in_features = blocks.shape
-        self.blocks: Blocks | None = blocks
+        self.out_features, self.in_features = packed.num_outputs, packed.num_inputs
         self.bias = None if bias is None else bias.detach()
-        self.packed = PackedBlocks(blocks, self.bias)
+        self.packed = packed
+
+    @classmethod
+    def of(cls, blocks: Blocks, bias: torch.Tensor | None) -> BlockLinear:
+        """Return the product by a matrix that is not packed."""
+        return cls(PackedBlocks(blocks, None if bias is None else bias.detach()), bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ weight.T + bias; [..., in_features] -> [..., out_features]."""
         rows_MK = x.reshape(-1, self.in_features).contiguous()
         return self.packed(rows_MK).view(*x.shape[:-1], self.out_features)
-
-    def release(self) -> None:
-        """Forget the matrix that was not packed."""
-        self.blocks = None
 
     def extra_repr(self) -> str:
         """Name the shape."""
@@ -60,9 +60,8 @@ def joined_blocks(products: Sequence[BlockLinear]) -> BlockLinear:
         return first
     if len(biases) not in (0, len(products)) or any(item.in_features != first.in_features for item in products):
         raise ValueError(f"products with different inputs or biases: {list(products)}")
-    kept = [product.blocks for product in products if product.blocks is not None]
-    assert len(kept) == len(products), "the matrices were released"
-    return BlockLinear(Blocks.joined(kept), torch.cat(biases) if biases else None)
+    bias = torch.cat(biases) if biases else None
+    return BlockLinear(PackedBlocks.joined([product.packed for product in products], bias), bias)
 
 
 BlocksOf = Callable[[str, nn.Linear], Blocks]
@@ -84,25 +83,21 @@ def quantise_linears(model: nn.Module, blocks_of: BlocksOf) -> int:
             if child.in_features % BLOCK:
                 log.info("not quantised: %s has %d inputs, no multiple of %d", path, child.in_features, BLOCK)
                 continue
-            setattr(parent, name, _checked(path, BlockLinear(blocks_of(path, child), child.bias)))
+            blocks = blocks_of(path, child)
+            product = BlockLinear.of(blocks, child.bias)
+            check_product(path, product, torch.arange(child.out_features), blocks.dequantised())
+            setattr(parent, name, product)
             count += 1
     return count
 
 
-def release_blocks(model: nn.Module) -> None:
-    """Forget the matrices that were kept for joining."""
-    for module in model.modules():
-        if isinstance(module, BlockLinear):
-            module.release()
+def check_product(path: str, product: BlockLinear, rows_n: torch.Tensor, want_nK: torch.Tensor) -> None:
+    """Raise RuntimeError where a product differs from its matrix by more than the activations' rounding.
 
-
-def _checked(path: str, product: BlockLinear) -> BlockLinear:
-    assert product.blocks is not None
+    `want_nK`: the matrix's rows of the outputs `rows_n`, float32.
+    """
     x_MK = torch.randn(3, product.in_features, generator=torch.Generator().manual_seed(0))
-    want = nn.functional.linear(
-        x_MK, product.blocks.dequantised(), None if product.bias is None else product.bias.float()
-    )
-    far = distance(product(x_MK), want)
+    bias = None if product.bias is None else product.bias.float()[rows_n]
+    far = distance(product(x_MK)[:, rows_n], nn.functional.linear(x_MK, want_nK, bias))
     if far > _KERNEL:
         raise RuntimeError(f"the quantised product of {path} is {far:.1e} away from its matrix")
-    return product

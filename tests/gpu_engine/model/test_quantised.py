@@ -158,7 +158,7 @@ def test_the_states_that_a_drafter_wants_are_those_of_the_loop(saved: Saved) -> 
 def test_a_files_blocks_are_those_of_the_gguf_library(kind: str) -> None:
     weight_NK = np.random.default_rng(0).standard_normal((6, 64), dtype=np.float32)
     raw = gguf.quants.quantize(weight_NK, gguf.GGMLQuantizationType[kind])
-    made = gguf_blocks._blocks_of(raw, gguf.GGMLQuantizationType[kind])
+    made = gguf_blocks.blocks_of(raw, gguf.GGMLQuantizationType[kind])
     assert made is not None
     want = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
     torch.testing.assert_close(made.dequantised(), want, rtol=1e-6, atol=1e-6)
@@ -168,11 +168,11 @@ def test_blocks_of_q4_k_are_those_of_the_gguf_library() -> None:
     raw = np.random.default_rng(0).integers(0, 256, (3, 2 * 144), dtype=np.uint8)
     for at in range(0, 2 * 144, 144):  # scales that are no NaN
         raw[:, at : at + 4] = np.array([0.01, 0.02], dtype=np.float16).view(np.uint8)
-    made = gguf_blocks._blocks_of(raw, gguf.GGMLQuantizationType.Q4_K)
+    made = gguf_blocks.blocks_of(raw, gguf.GGMLQuantizationType.Q4_K)
     assert made is not None
     want = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_K))
     assert distance(made.dequantised(), want) < 1e-3
-    requantised = gguf_blocks._blocks_of(np.zeros((2, 210), dtype=np.uint8), gguf.GGMLQuantizationType.Q6_K)
+    requantised = gguf_blocks.blocks_of(np.zeros((2, 210), dtype=np.uint8), gguf.GGMLQuantizationType.Q6_K)
     assert requantised is None, "a type without a product"
 
 
@@ -195,7 +195,7 @@ def test_a_product_that_differs_from_its_matrix_or_its_neighbour_is_an_error() -
     with pytest.raises(RuntimeError, match="0 is 5"):
         quantise_linears(nn.Sequential(nn.Linear(64, 8)).requires_grad_(False), lambda *_: wrong)
     with pytest.raises(ValueError, match="biases"):
-        joined_blocks([BlockLinear(right, None), BlockLinear(right, torch.zeros(8))])
+        joined_blocks([BlockLinear.of(right, None), BlockLinear.of(right, torch.zeros(8))])
 
 
 def test_what_decides_on_blocks(saved: Saved, tmp_path: Path) -> None:

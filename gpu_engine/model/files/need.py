@@ -1,0 +1,87 @@
+"""The memory that a model takes on a CPU, computed before any of it is taken.
+
+Invariant: a start that cannot fit is refused before a weight is read. Not responsible for: the length of sequences and
+the KV cache's size (see cache_size.py), the memory of a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gpu_engine.model.files.filled import Weights, sources_of
+from gpu_engine.model.loaded_model import ModelNotSupported
+from gpu_engine.model.quantised.choice import ReadProducts
+from kernels.blocks import BLOCK, packed_bytes
+
+log = logging.getLogger(__name__)
+
+_WORKING = 250_000_000
+"""For what does not grow with the weights: the probe, tables of positions, activations, slabs of the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes."""
+
+    weights: int
+    """As they are used."""
+    working: int
+    """Beyond them, while they are prepared and run: most of all the largest layer's products, which are joined."""
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.weights + self.working
+
+
+def need_of(net: nn.Module, weights: Weights, products: ReadProducts | None, dtype: torch.dtype) -> Need:
+    """Return what a model takes that has no memory yet. `products`: None, if its linear layers stay floats."""
+    sources, kept, packed, largest = sources_of(net, weights), dict[int, int](), 0, 0
+    for path, module in net.named_modules():
+        tensors = dict(module.named_parameters(recurse=False))
+        if type(module) is nn.Linear:
+            weight, size = module.weight, module.weight.numel() * dtype.itemsize
+            if products is not None and module.in_features % BLOCK == 0:
+                kind = products.kind_of(path, sources[f"{path}.weight"])
+                size = packed_bytes(kind, (module.out_features, module.in_features))
+            packed += size
+            largest = max(largest, size)
+            del tensors["weight"]
+            assert weight.dim() == 2
+        kept.update({id(tensor): tensor.numel() * dtype.itemsize for tensor in tensors.values()})
+    return Need(packed + sum(kept.values()), 2 * largest + _WORKING)
+
+
+def refuse_too_large(need: Need, free: int | None, *, rounds: bool) -> None:
+    """Raise ModelNotSupported for a model that the free memory has no room for. `free`: None where it is not known.
+
+    `rounds`: its linear layers are quantised already.
+    """
+    if free is None or need.total <= free:
+        return
+    smaller = "take a file with fewer bits a weight" if rounds else 'set quantization to "q4" or "int8"'
+    raise ModelNotSupported(
+        f"model: its weights take {_gb(need.weights)} and {_gb(need.working)} more to be prepared and run, and "
+        f"{_gb(free)} of memory are free; {smaller}, take a smaller model, or free memory"
+    )
+
+
+def say_need(need: Need, cache_tokens: int, cache_bytes: int, free: int | None) -> None:
+    """Log what the start takes in one line. Raises ModelNotSupported for a cache that was set too large."""
+    total = need.total + cache_bytes
+    parts = f"{_gb(need.weights)} of weights, {_gb(cache_bytes)} of KV cache, {_gb(need.working)} to work"
+    if free is not None and total > free:
+        raise ModelNotSupported(
+            f"kv_cache_tokens: {cache_tokens} tokens do not fit: the start takes {parts}, and {_gb(free)} are "
+            "free; lower kv_cache_tokens, max_model_len or max_batch_size"
+        )
+    left = "free memory is not known" if free is None else f"{_gb(free)} are free"
+    log.info("the start takes %s: %s; %s", _gb(total), parts, left)
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"

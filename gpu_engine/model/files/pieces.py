@@ -1,0 +1,65 @@
+"""Reads pieces of a file into memory of their own.
+
+Not by mapping it: pages of a mapping count as the process's memory until they are dropped. Not responsible for: the
+meaning of the bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_SLAB = 4 << 20
+"""Bytes that are read at once: they stay in a core's cache while they are packed."""
+_GROUP = 32
+"""Rows are read in groups, as products pack them."""
+
+
+class FileBytes:
+    """An open file. For any thread.
+
+    Args:
+        path: the file, which must not change meanwhile.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._file = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.size = os.fstat(self._file).st_size
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.uint8]:
+        """Return bytes of the file. Raises ValueError where it has become shorter."""
+        into: npt.NDArray[np.uint8] = torch.empty(count, dtype=torch.uint8).numpy()  # aligned as kernels like it
+        view: Any = into
+        done = 0
+        while done < count:
+            got = os.preadv(self._file, [memoryview(view)[done:]], start + done)
+            if not got:
+                raise ValueError(f"{self.path.name} ends at byte {start + done}, and {count - done} more are needed")
+            done += got
+        return into
+
+    def slabs(self, start: int, rows: int, num_bytes: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+        """Yield the number of a row, a multiple of 32, and the bytes of the next rows from it on, [n, bytes of a row].
+
+        The rows begin at `start`, and take `num_bytes` together.
+        """
+        if not rows:
+            return
+        row_bytes = num_bytes // rows
+        step = max(1, _SLAB // max(1, row_bytes) // _GROUP) * _GROUP
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            yield first, self.read(start + first * row_bytes, count * row_bytes).reshape(count, row_bytes)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def __repr__(self) -> str:
+        return f"<FileBytes {self.path}>"

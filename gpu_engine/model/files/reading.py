@@ -1,0 +1,117 @@
+"""Opens a model's files for reading tensor by tensor, or says why transformers' own loader reads them.
+
+Invariant: what is read here has the weights that transformers' loader gives; what that loader would rename, convert or
+compute is left to it. Not responsible for: filling the model (see filled.py).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+from transformers.pytorch_utils import Conv1D
+
+from gpu_engine.model.files.architectures import ARCHITECTURES
+from gpu_engine.model.files.filled import tied_names
+from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
+
+if TYPE_CHECKING:  # the library of GGUF files is loaded for one
+    from gpu_engine.model.files.gguf_header import GGUFHeader
+    from gpu_engine.model.files.gguf_weights import GGUFWeights
+
+
+def header_of(path: Path) -> GGUFHeader | None:
+    """Return the header of a GGUF file; None: `path` is a folder. Raises OSError or GGUFError."""
+    if not path.is_file():
+        return None
+    from gpu_engine.model.files.gguf_header import GGUFHeader
+
+    return GGUFHeader(path)
+
+
+def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
+    """Return a model's configuration as transformers reads it. Raises OSError, ValueError and others of the library.
+
+    `header`: of the GGUF file `path`; None: `path` is a folder.
+    """
+    config: PreTrainedConfig
+    if header is None or header.architecture not in ARCHITECTURES:
+        source: dict[str, Any] = {} if header is None else {"gguf_file": path.name}
+        config = AutoConfig.from_pretrained(path.parent if source else path, trust_remote_code=False, **source)
+        return config
+    # The library turns every string of a vocabulary into an array of its own before it looks at anything else.
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        Path(folder, "header.gguf").write_bytes(header.without_vocabulary())
+        config = AutoConfig.from_pretrained(folder, gguf_file="header.gguf", trust_remote_code=False)
+    config.name_or_path = str(path.parent)
+    return config
+
+
+def tokenizer_class(path: Path, header: GGUFHeader) -> Any:
+    """Return the class that transformers' automatic one chooses for the tokenizer in a GGUF file; None: ask that.
+
+    To choose, it reads the configuration with the vocabulary once more, which takes longer than all weights.
+    """
+    if header.architecture not in ARCHITECTURES or (path.parent / "tokenizer_config.json").exists():
+        return None
+    config = configuration_of(path, header)
+    if getattr(config, "tokenizer_class", None):
+        return None
+    chosen: Any = TOKENIZER_MAPPING.get(type(config), PreTrainedTokenizerFast)
+    # Mistral's own library reads no GGUF file.
+    return PreTrainedTokenizerFast if chosen.__name__ == "MistralCommonBackend" else chosen
+
+
+def open_gguf(header: GGUFHeader) -> tuple[GGUFWeights | None, str]:
+    """Return the weights of a GGUF file, or None and why transformers' loader has to read it."""
+    if header.architecture in ARCHITECTURES:
+        from gpu_engine.model.files.gguf_weights import GGUFWeights
+
+        return GGUFWeights(header), ""
+    return None, f"files of the architecture {header.architecture} are not read tensor by tensor"
+
+
+def why_not_read(net: Any, weights: SafetensorsWeights, *, rounds: bool) -> str | None:
+    """Return why a model in Hugging Face's format must go through transformers' loader; None: it can be read here.
+
+    `net`: the model without memory. `rounds`: its linear layers are to become products over blocks.
+    """
+    if not weights.plain:
+        return "it has tensors of other types than floats"
+    for names in tied_names(net):
+        stored = [name for name in names if weights.shape(name) is not None]
+        if not stored:
+            return f"its files have no {names[0]}"
+        if len(stored) > 1:
+            return f"its files have both {stored[0]} and {stored[1]}, which are one weight of the model"
+    if any(not isinstance(transform, WeightRenaming) for transform in get_model_conversion_mapping(net)):
+        return "the library converts weights of its family"
+    if getattr(net, "_keep_in_fp32_modules_strict", None):
+        return "parts of it stay in float32"
+    if rounds and any(type(module) is Conv1D for module in net.modules()):
+        return "its linear layers are transposed"
+    return None
+
+
+def num_parameters(net: nn.Module) -> int:
+    """Return the number of a model's weights, tied ones once."""
+    return sum(parameter.numel() for parameter in net.parameters())
+
+
+def cast_computed(net: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the weights of `net` to another dtype, as if they had been loaded with it.
+
+    Tables that a module computes keep their dtype, because bfloat16 would change the rotary frequencies. A computed
+    scalar, such as the scale of Gemma's embeddings, is converted: transformers gives it the dtype of the weights.
+    """
+    computed = {id(b) for module in net.modules() for b in map(module._buffers.get, module._non_persistent_buffers_set)}
+    for tensor in (*net.parameters(), *net.buffers()):
+        if tensor.is_floating_point() and (id(tensor) not in computed or tensor.dim() == 0):
+            tensor.data = tensor.data.to(dtype)

@@ -1,0 +1,243 @@
+"""Models that are read tensor by tensor: the bits of transformers' own loader, their memory, and files that misfit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.model import attention
+from gpu_engine.model.files.architectures import ARCHITECTURES
+from gpu_engine.model.files.filled import unfilled
+from gpu_engine.model.files.gguf_header import GGUFHeader
+from gpu_engine.model.files.need import Need, need_of, refuse_too_large, say_need
+from gpu_engine.model.files.reading import configuration_of
+from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
+from gpu_engine.model.linear import PackedLinear
+from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model, prepare, resolve_dtype
+from gpu_engine.model.quantised.choice import products_while_reading
+from gpu_engine.model.quantised.linear import BlockLinear
+from kernels.blocks import can_multiply_blocks
+from tests.gpu_engine import gguf_files, tiny
+from tests.gpu_engine.harness import config
+from tests.gpu_engine.model.model_logits import logits, some_ids
+
+needs_avx2 = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+
+
+def by_transformers(settings: EngineConfig) -> LoadedModel:
+    """Return the model through transformers' loader, which holds every tensor in full."""
+    path = Path(settings.model)
+    source = {"gguf_file": path.name} if path.is_file() else {}
+    folder = path.parent if source else path
+    attention.register()
+    options = {"dtype": resolve_dtype(settings.dtype, torch.device("cpu")), "attn_implementation": attention.NAME}
+    net = AutoModelForCausalLM.from_pretrained(folder, **options, **source)
+    return prepare(settings, net, AutoTokenizer.from_pretrained(folder, **source), path if source else None)
+
+
+def assert_same_tokenizer(got: PreTrainedTokenizerFast, want: PreTrainedTokenizerFast) -> None:
+    assert type(got) is type(want)
+    assert got.backend_tokenizer.to_str() == want.backend_tokenizer.to_str()
+    assert (got.special_tokens_map, got.chat_template) == (want.special_tokens_map, want.chat_template)
+
+
+def assert_same(got: LoadedModel, want: LoadedModel) -> None:
+    assert (got.quantised, got.forms, got.num_parameters) == (want.quantised, want.forms, want.num_parameters)
+    assert (got.vocab_size, got.eos_token_ids, got.model_type) == (want.vocab_size, want.eos_token_ids, want.model_type)
+    assert (got.dtype, repr(got.fused)) == (want.dtype, repr(want.fused))
+    assert_same_tokenizer(got.tokenizer, want.tokenizer)
+    buffers = [dict(model.net.named_buffers()) for model in (got, want)]
+    assert buffers[0].keys() == buffers[1].keys()
+    for name, buffer in buffers[1].items():
+        assert torch.equal(buffers[0][name], buffer), name
+    ids_BP = some_ids(2, 40)  # longer than a window
+    assert torch.equal(logits(got, ids_BP), logits(want, ids_BP))
+
+
+@needs_avx2
+@pytest.mark.parametrize("family", gguf_files.FAMILIES)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("auto", "auto"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "q4")]
+)
+def test_a_gguf_file_gives_the_bits_of_transformers_loader(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, dtype: str, quantization: str
+) -> None:
+    file = gguf_files.write(gguf_files.FAMILIES[family](), tmp_path / "model.gguf")
+    settings = config(model=str(file), dtype=dtype, quantization=quantization)
+    with caplog.at_level("INFO"):
+        got = load_model(settings)
+    assert not [line for line in caplog.messages if "through transformers" in line]
+    assert_same(got, by_transformers(settings))
+
+
+def test_every_architecture_that_is_read_is_compared() -> None:
+    written = {
+        gguf_files._ARCHITECTURES.get(c.model_type, c.model_type) for c in (f() for f in gguf_files.FAMILIES.values())
+    }
+    assert written == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("family", gguf_files.FAMILIES)
+def test_a_configuration_needs_no_vocabulary(tmp_path: Path, family: str) -> None:
+    file = gguf_files.write(gguf_files.FAMILIES[family](), tmp_path / "model.gguf")
+    got = configuration_of(file, GGUFHeader(file)).to_dict()
+    assert got == AutoConfig.from_pretrained(tmp_path, gguf_file=file.name).to_dict()
+
+
+@needs_avx2
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", "none"), ("bfloat16", "q4"), ("float32", "int8")])
+def test_a_folder_gives_the_bits_of_transformers_loader(
+    saved: Callable[[str], Path], caplog: pytest.LogCaptureFixture, family: str, dtype: str, quantization: str
+) -> None:
+    settings = config(model=str(saved(family)), dtype=dtype, quantization=quantization)
+    with caplog.at_level("INFO"):
+        got = load_model(settings)
+    assert not [line for line in caplog.messages if "through transformers" in line]
+    assert_same(got, by_transformers(settings))
+
+
+@pytest.fixture
+def sharded(saved: Callable[[str], Path], tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(saved("llama"), folder)
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for at, part in enumerate((sorted(state)[::2], sorted(state)[1::2])):
+        save_file({name: state[name] for name in part}, folder / f"part-{at}.safetensors", metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, f"part-{at}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def test_a_folder_of_several_files_is_one_model(sharded: Path, saved: Callable[[str], Path]) -> None:
+    whole, parts = (load_model(config(model=str(path))) for path in (saved("llama"), sharded))
+    assert_same(parts, whole)
+
+
+def cut(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+
+
+def test_files_of_a_folder_that_are_cut_or_missing_are_refused_in_one_line(sharded: Path) -> None:
+    cut(sharded / "part-1.safetensors")
+    with pytest.raises(
+        ModelNotSupported,
+        match=r"^model: .* part-1\.safetensors is no complete safetensors file: [^\n]+, and the file has \d+$",
+    ):
+        load_model(config(model=str(sharded)))
+    (sharded / "part-1.safetensors").unlink()
+    with pytest.raises(
+        ModelNotSupported,
+        match=r"^model: .* part-1\.safetensors, which model\.safetensors\.index\.json names, is missing$",
+    ):
+        load_model(config(model=str(sharded)))
+
+
+def test_a_gguf_file_that_is_cut_is_refused_in_one_line_that_names_a_tensor(tmp_path: Path) -> None:
+    file = gguf_files.write(gguf_files.FAMILIES["llama"](), tmp_path / "model.gguf")
+    cut(file)
+    with pytest.raises(
+        ModelNotSupported,
+        match=r"^model: .* is the file complete\? blk\.\d\.[a-z_]+\.weight ends at byte \d+, and the file has \d+$",
+    ):
+        load_model(config(model=str(file)))
+
+
+def test_a_gguf_file_without_a_weight_or_with_one_of_another_shape_is_refused_by_its_name(tmp_path: Path) -> None:
+    shape = gguf_files.FAMILIES["llama"]()
+    file = gguf_files.write(shape, tmp_path / "model.gguf")
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
+    with pytest.raises(
+        ModelNotSupported, match=r"^model: .* it has no weights for model\.layers\.1\.mlp\.up_proj\.weight$"
+    ):
+        load_model(config(model=str(file)))
+    shape.intermediate_size = 128
+    file = gguf_files.write(shape, tmp_path / "other.gguf")
+    key = b"llama.feed_forward_length" + (4).to_bytes(4, "little")
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(key + (128).to_bytes(4, "little"), key + (96).to_bytes(4, "little")))
+    with pytest.raises(ModelNotSupported, match=r"^model: .* is \[128, 64\], and the model's is \[96, 64\]$"):
+        load_model(config(model=str(file)))
+
+
+def test_a_start_that_does_not_fit_is_refused_with_its_numbers_and_what_to_lower() -> None:
+    need = Need(weights=4_700_000_000, working=600_000_000)
+    refuse_too_large(need, 5_300_000_000, rounds=False)
+    refuse_too_large(need, None, rounds=False)
+    for rounds, hint in ((True, "fewer bits a weight"), (False, 'quantization to "q4"')):
+        with pytest.raises(
+            ModelNotSupported, match=rf"^model: .* 4\.70 GB and 0\.60 GB more .* 5\.29 GB .* free; .*{hint}"
+        ):
+            refuse_too_large(need, 5_290_000_000, rounds=rounds)
+    with pytest.raises(
+        ModelNotSupported, match=r"^kv_cache_tokens: 9000 tokens do not fit: .* 1\.00 GB of KV cache.* lower kv_cache"
+    ):
+        say_need(need, 9000, 1_000_000_000, 6_200_000_000)
+
+
+@needs_avx2
+@pytest.mark.parametrize("quantization", ["none", "q4", "int8"])
+def test_the_need_of_the_weights_is_what_they_take(saved: Callable[[str], Path], quantization: str) -> None:
+    settings = config(model=str(saved("qwen2")), quantization=quantization)  # with tied weights
+    with SafetensorsWeights(Path(settings.model)) as weights:
+        net = unfilled(configuration_of(Path(settings.model), None), torch.float32, attention.NAME)
+        products = products_while_reading(settings, weights, None, torch.float32)
+        need = need_of(net, weights, products, torch.float32)
+    model = load_model(settings)
+    taken = sum(parameter.nbytes for parameter in model.net.parameters())
+    for module in model.net.modules():
+        if isinstance(module, BlockLinear):
+            taken += module.packed.num_bytes + (0 if module.bias is None else module.bias.nbytes)
+        elif isinstance(module, PackedLinear):
+            taken += module.packed.nbytes + (0 if module.bias is None else module.bias.nbytes)
+    assert need.weights == pytest.approx(taken, rel=0.05)
+
+
+_LOADS = """
+import sys
+from pathlib import Path
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.model.loader import load_model
+from gpu_engine.model import attention
+
+def peak(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+load_model(EngineConfig(device="cpu", model=sys.argv[1], max_model_len=64, kv_cache_tokens=64, num_threads=1))
+before = peak("VmHWM")
+model = load_model(EngineConfig(device="cpu", model=sys.argv[2], max_model_len=64, kv_cache_tokens=64, num_threads=1))
+print(before, peak("VmHWM"), model.weights)
+"""
+"""Loads two models, the first for what every load takes."""
+
+
+@pytest.mark.slow
+@needs_avx2
+def test_a_load_takes_little_more_memory_than_its_file(tmp_path: Path) -> None:
+    """Through float32 it would take four bytes a weight, seven times the file."""
+    small, large = gguf_files.FAMILIES["llama"](), gguf_files.FAMILIES["llama"]()
+    large.hidden_size, large.intermediate_size, large.num_hidden_layers = 1024, 4096, 12
+    large.num_attention_heads, large.head_dim, large.num_key_value_heads = 16, 64, 8
+    files = [gguf_files.write(shape, tmp_path / f"{at}.gguf", ["Q4_0"]) for at, shape in enumerate((small, large))]
+    command = [sys.executable, "-c", _LOADS, *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    before, peak, *weights = done.stdout.split()
+    assert "4-bit" in weights
+    file = files[1].stat().st_size
+    assert file > 90e6
+    assert int(peak) - int(before) < 1.15 * file + 120e6
