@@ -1,0 +1,202 @@
+"""Models with random weights in the shapes that people run, for measuring how they load: python -m tools.shapes.
+
+The tokenizer is the embedded model's. Tensors are written one after another, so a model of any size takes the memory
+of one. Their rows come from a pool that is drawn and quantised once, in another order for each tensor: drawing every
+weight would take minutes. Not responsible for: weights that say anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf.quants import quantize
+from safetensors.torch import save_file
+
+from gpu_engine.model.embedded import ensure_embedded, weights_file
+
+KINDS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "bf16", "f16")
+"""Kinds that the gguf package can write, but for those of research models."""
+SAFETENSORS = "safetensors"
+"""bfloat16 in Hugging Face's format, in several files."""
+_POOL_ROWS = 512
+_SHARD = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocabulary: int = 49_152
+    """More than the tokenizer's tokens: the others are padding."""
+
+
+SHAPES = {
+    "0.6b": Shape(1024, 28, 16, 8, 128, 3072),
+    "1b": Shape(2048, 16, 32, 8, 64, 8192),
+    "4b": Shape(2560, 36, 32, 8, 128, 9728),
+    "8b": Shape(4096, 32, 32, 8, 128, 14336, 128_256),
+}
+
+
+def tensors_of(shape: Shape) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield the name in a GGUF file, the name in Hugging Face's format and the shape of every tensor."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    H, inner = shape.hidden, shape.inner
+    yield "token_embd", "model.embed_tokens", (shape.vocabulary, H)
+    for at in range(shape.layers):
+        gguf, own = f"blk.{at}", f"model.layers.{at}"
+        yield f"{gguf}.attn_norm", f"{own}.input_layernorm", (H,)
+        yield f"{gguf}.attn_q", f"{own}.self_attn.q_proj", (queries, H)
+        yield f"{gguf}.attn_k", f"{own}.self_attn.k_proj", (keys, H)
+        yield f"{gguf}.attn_v", f"{own}.self_attn.v_proj", (keys, H)
+        yield f"{gguf}.attn_output", f"{own}.self_attn.o_proj", (H, queries)
+        yield f"{gguf}.ffn_norm", f"{own}.post_attention_layernorm", (H,)
+        yield f"{gguf}.ffn_gate", f"{own}.mlp.gate_proj", (inner, H)
+        yield f"{gguf}.ffn_up", f"{own}.mlp.up_proj", (inner, H)
+        yield f"{gguf}.ffn_down", f"{own}.mlp.down_proj", (H, inner)
+    yield "output_norm", "model.norm", (H,)
+    yield "output", "lm_head", (shape.vocabulary, H)
+
+
+class Pool:
+    """Rows of random weights."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self._kind = GGMLQuantizationType["BF16" if kind == SAFETENSORS else kind.upper()]
+        self._rng = np.random.default_rng(seed)
+        self._rows: dict[int, npt.NDArray[np.uint8]] = {}
+
+    def matrix(self, shape: tuple[int, int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a matrix, [N, bytes of a row]."""
+        N, K = shape
+        if K not in self._rows:
+            drawn = self._rng.standard_normal((_POOL_ROWS, K), dtype=np.float32) * K**-0.5
+            self._rows[K] = np.ascontiguousarray(quantize(drawn, self._kind)).view(np.uint8)
+        rows: npt.NDArray[np.uint8] = self._rows[K][self._rng.integers(0, _POOL_ROWS, N)]
+        return rows
+
+    @property
+    def kind(self) -> GGMLQuantizationType:
+        """The type of the matrices."""
+        return self._kind
+
+
+def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) -> None:
+    """Write a GGUF file."""
+    pool, writer = Pool(kind, seed), GGUFWriter(file, "llama")
+    for key, value in {"context_length": 8192, "vocab_size": shape.vocabulary}.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_name(f"random {name}")
+    writer.add_block_count(shape.layers)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    _copy_tokenizer(writer)
+    places = [(f"{gguf}.weight", dims) for gguf, _, dims in tensors_of(shape)]
+    for tensor, dims in places:
+        if len(dims) == 1:
+            writer.add_tensor_info(tensor, dims, np.dtype(np.float32), 4 * dims[0])
+        else:
+            row = pool.matrix((1, dims[1]))
+            packed = (dims[0], row.shape[1])
+            writer.add_tensor_info(tensor, packed, row.dtype, packed[0] * packed[1], pool.kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, dims in places:
+        writer.write_tensor_data(np.ones(dims, np.float32) if len(dims) == 1 else pool.matrix((dims[0], dims[1])))
+    writer.close()
+
+
+def _copy_tokenizer(writer: GGUFWriter) -> None:
+    for key, field in GGUFReader(weights_file()).fields.items():
+        if key.startswith("tokenizer."):
+            of = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), field.types[0], of)
+
+
+def write_folder(shape: Shape, folder: Path, seed: int = 0) -> None:
+    """Write a folder in Hugging Face's format."""
+    folder.mkdir(parents=True)
+    source, pool = ensure_embedded(), Pool(SAFETENSORS, seed)
+    for path in source.glob("*token*"):
+        shutil.copy(path, folder)
+    for path in source.glob("*.jinja"):
+        shutil.copy(path, folder)
+    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    config |= {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.inner,
+        "vocab_size": shape.vocabulary,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 8192,
+        "dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    weight_map: dict[str, str] = {}
+
+    def write() -> None:
+        save_file(shards[-1], folder / f"model-{len(shards):05}.safetensors", metadata={"format": "pt"})
+        shards[-1] = {}
+
+    held = 0
+    for _, own, dims in tensors_of(shape):
+        if held > _SHARD:
+            write()
+            shards.append({})
+            held = 0
+        tensor = torch.ones(dims, dtype=torch.bfloat16)
+        if len(dims) == 2:
+            tensor = torch.from_numpy(pool.matrix((dims[0], dims[1]))).view(torch.bfloat16)
+        shards[-1][f"{own}.weight"] = tensor
+        weight_map[f"{own}.weight"] = f"model-{len(shards):05}.safetensors"
+        held += tensor.nbytes
+    write()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def main() -> None:
+    """Write one model."""
+    parser = argparse.ArgumentParser(prog="python -m tools.shapes", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--kind", choices=(*KINDS, SAFETENSORS), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="a file that does not exist; a folder for safetensors")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.out.exists():
+        parser.error(f"--out: {options.out} exists")
+    shape = SHAPES[options.shape]
+    if options.kind == SAFETENSORS:
+        write_folder(shape, options.out, options.seed)
+    else:
+        write_gguf(shape, options.shape, options.kind, options.out, options.seed)
+
+
+if __name__ == "__main__":
+    main()
