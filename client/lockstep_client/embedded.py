@@ -62,12 +62,19 @@ Setting = str | float | bool | Sequence[str]
 class EmbeddedServer:
     """A server process, started once. `close` may be called at any time, from another thread than `start`, too."""
 
-    def __init__(self, settings: Mapping[str, Setting], command: Sequence[str] | None, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, Setting],
+        command: Sequence[str] | None,
+        start_timeout_s: float,
+        show: Callable[[str], None] = lambda line: None,
+    ) -> None:
         """Args: see below.
 
         settings: of `lockstep serve`, by name; they beat the environment.
         command: the `lockstep` command; None: found.
         start_timeout_s: longest time until the server serves.
+        show: called during the start with the last line of its log, which says how far the start is.
         """
         for name in ("listen", "stop_with_stdin"):
             if name in settings:
@@ -75,6 +82,7 @@ class EmbeddedServer:
         self.address = f"unix:{_socket_path()}"
         self._argv = [*(command or find_engine()), "serve", *_flags(self.address, settings)]
         self._start_timeout_s = start_timeout_s
+        self._show = show
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
 
@@ -127,15 +135,21 @@ class EmbeddedServer:
                     raise EmbeddedServerError(f"the server ended with status {process.returncode}\n{self._tail()}")
                 if _serves(check):
                     return
+                if log := self._end_of_log().splitlines():
+                    self._show(log[-1])
                 time.sleep(_POLL_S)
         raise EmbeddedServerError(f"the server did not serve within {self._start_timeout_s:g} s\n{self._tail()}")
 
     def _tail(self) -> str:
+        return f"{' '.join(self._argv)}\n{self._end_of_log()}"
+
+    def _end_of_log(self) -> str:
         if self._log is None:
             return "it was closed while it started"
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - _LOG_TAIL))
-        return f"{' '.join(self._argv)}\n{self._log.read().decode(errors='replace')}"
+        # The server writes at the position of its own copy, which moves with this one: `pread` moves neither.
+        descriptor = self._log.fileno()
+        start = max(0, os.fstat(descriptor).st_size - _LOG_TAIL)
+        return os.pread(descriptor, _LOG_TAIL, start).decode(errors="replace")
 
     def __repr__(self) -> str:
         return f"<EmbeddedServer {self.address} pid={self.pid}>"

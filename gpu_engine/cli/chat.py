@@ -1,4 +1,4 @@
-"""`lockstep chat`: a conversation in the terminal, over a running server.
+"""`lockstep chat` and `lockstep run MODEL`: a conversation in the terminal, over a running server.
 
 The invariant: the conversation holds only whole turns. An answer that was interrupted or failed is forgotten with its
 question, and interrupting it cancels the request, so that the server frees its slot.
@@ -26,6 +26,7 @@ from gpu_engine.cli.inputs import json_of, read_text, text, with_files
 from gpu_engine.cli.line_history import LineHistory, history_path
 from gpu_engine.cli.request_flags import conversation, fill_options
 from gpu_engine.cli.terminal import summary
+from lockstep_client.access import Access
 from lockstep_client.async_rpc import AsyncRpc
 from lockstep_client.wire import engine_pb2 as pb
 
@@ -129,18 +130,38 @@ class Rich:
 
 
 def run_chat(flags: argparse.Namespace) -> int:
-    """Chat until the end of the input."""
-    template = pb.GenerateRequest()
+    """Chat with the server that the flags name, until the end of the input."""
     try:
-        access = access_of(flags)
-        fill_options(template, flags)
-        if flags.template_arguments is not None:
-            template.messages.template_arguments = flags.template_arguments
+        access, template = access_of(flags), template_of(flags)
         files = [(path, read_text("--file", path)) for path in flags.file]
-        interactive = sys.stdin.isatty() and sys.stdout.isatty()
     except ValueError as error:
         return usage(error)
-    screen = Rich(_history() if flags.history else None) if interactive else Plain()
+    return talk(access, template, flags.system, files, history=flags.history)
+
+
+def template_of(flags: argparse.Namespace) -> pb.GenerateRequest:
+    """Return what the flags say of every request of a conversation. Raises ValueError that names the flag."""
+    template = pb.GenerateRequest()
+    fill_options(template, flags)
+    if flags.template_arguments is not None:
+        template.messages.template_arguments = flags.template_arguments
+    return template
+
+
+def talk(
+    access: Access,
+    template: pb.GenerateRequest,
+    system: str | None,
+    files: Sequence[tuple[str, str]] = (),
+    *,
+    history: bool = True,
+) -> int:
+    """Chat until the end of the input; return the exit status. The arguments are `Conversation`'s.
+
+    `history`: keep the lines of a terminal for later chats.
+    """
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    screen = Rich(_history() if history else None) if interactive else Plain()
 
     async def connect() -> AsyncRpc:
         return AsyncRpc(access)
@@ -149,7 +170,7 @@ def run_chat(flags: argparse.Namespace) -> int:
     with asyncio.Runner() as runner:
         client = runner.run(connect())
         try:
-            return Conversation(client, template, screen, flags.system, files).run(runner)
+            return Conversation(client, template, screen, system, files).run(runner)
         finally:
             runner.run(client.aclose())
 

@@ -45,6 +45,7 @@ from gpu_engine.cli.chat import run_chat
 from gpu_engine.cli.completion import SHELLS, run_completion
 from gpu_engine.cli.grammar_flags import add_grammar_flags
 from gpu_engine.cli.inputs import text
+from gpu_engine.cli.models import run_list, run_pull, run_rm
 from gpu_engine.cli.parser import Commands, Parser
 from gpu_engine.cli.request_flags import add_chat_flags, add_request_flags, add_sampling_flags, seconds
 from gpu_engine.cli.run import run_once
@@ -70,6 +71,8 @@ Start here:
   lockstep demo                        one guided answer, checked and timed
   lockstep serve                       a server on 127.0.0.1:50051
   lockstep chat                        a conversation with it
+  lockstep run OWNER/NAME              a conversation with a model of Hugging Face's hub, without a server of yours
+  lockstep list                        the models that this machine has
   lockstep generate --chat "Hello"     one request to it
   lockstep COMMAND --help              the flags of a command, with examples
 """
@@ -91,13 +94,15 @@ Exit status: 0 after SIGTERM, SIGINT or SIGHUP; 1 the server cannot start or los
 """
 
 _RUN = """\
-Print one answer of a model, without a server: this command starts one of its own, and ends it. MODEL is `embedded` (the
-default), a directory, a GGUF file or a name on Hugging Face's hub, as for --model of `lockstep serve`. One word is the
-prompt, unless it is the name of a model; then the prompt comes from --file or from stdin. Settings of the server are
-variables LOCKSTEP_<NAME>, as for `lockstep serve`.
+Print one answer of a model, or chat with it, without a server: this command starts one of its own, and ends it. MODEL
+is `embedded` (the default), a directory, a GGUF file or a name on Hugging Face's hub, as for --model of `lockstep
+serve`. One word is the prompt, unless it is the name of a model; then the prompt comes from --file or from stdin, and
+in a terminal a chat begins, with the commands of `lockstep chat`. Settings of the server are variables LOCKSTEP_<NAME>,
+as for `lockstep serve`.
 
 Examples:
   lockstep run "Name three rivers."
+  lockstep run unsloth/Qwen3-4B-GGUF:Q4_K_M       a chat
   lockstep run embedded "A year, as JSON." --schema '{"type": "integer"}' --max-tokens 20 --temperature 0
   lockstep run /models/Qwen3-0.6B "Is Paris in France?" --choice yes --choice no
   lockstep run "Which dates does the letter have?" --file letter.txt --regex '[0-9]{4}(, [0-9]{4})*'
@@ -227,6 +232,37 @@ Examples:
 Exit status: 0 the script was printed; 1 shtab is missing; 2 wrong usage.
 """
 
+_PULL = """\
+Fetch a model of Hugging Face's hub into the cache of this machine, and print where it is. NAME is owner/name, or
+owner/name:KIND for one GGUF file of a repository. What the cache has is not fetched again, and a download that was
+interrupted goes on where it ended. HF_HUB_CACHE names the cache and HF_ENDPOINT the hub.
+
+Examples:
+  lockstep pull Qwen/Qwen3-0.6B
+  lockstep pull unsloth/Qwen3-4B-GGUF:Q4_K_M
+
+Exit status: 0 the model is there; 1 it cannot be fetched; 2 wrong usage.
+"""
+
+_LIST = """\
+List the models in the cache of huggingface_hub, also those that other programs fetched, by their names for --model.
+
+Examples:
+  lockstep list
+
+Exit status: 0.
+"""
+
+_RM = """\
+Remove models from the cache of huggingface_hub, which other programs share. owner/name removes the whole repository,
+owner/name:KIND one GGUF file of it.
+
+Examples:
+  lockstep rm unsloth/Qwen3-4B-GGUF:Q4_K_M
+
+Exit status: 0 removed; 1 it is not there, or cannot be removed; 2 wrong usage.
+"""
+
 _DEMO = """\
 Start a server with the embedded model, ask it to extract facts as JSON under a schema, and stream the answer. Then
 check the answer with an independent JSON Schema validator, and ask again without speculation to compare the speed.
@@ -281,6 +317,7 @@ def _parser() -> Parser:
         command.shorten_help(_MAIN_SETTINGS)
         command.set_defaults(run=run)
     _add_run(commands)
+    _add_models(commands)
     commands.add("gateway", help="serve OpenAI's HTTP API for running servers", add_help=False)
     _add_generate(commands)
     chat = commands.add("chat", help="chat in the terminal", usage="%(prog)s [flags]", description=_CHAT)
@@ -328,7 +365,7 @@ def _parser() -> Parser:
 
 def _add_run(commands: Commands) -> None:
     once = commands.add(
-        "run", help="one answer without a server", usage="%(prog)s [MODEL] [PROMPT] [flags]", description=_RUN
+        "run", help="one answer or a chat without a server", usage="%(prog)s [MODEL] [PROMPT] [flags]", description=_RUN
     )
     once.add_words("words", type=text, metavar="[MODEL] PROMPT", help="the model, and the prompt")
     once.add_argument(
@@ -350,6 +387,23 @@ def _add_run(commands: Commands) -> None:
     add_grammar_flags(once)
     add_sampling_flags(once)
     once.set_defaults(run=run_once)
+
+
+def _add_models(commands: Commands) -> None:
+    pull = commands.add("pull", help="fetch a model of the hub", description=_PULL)
+    pull.add_argument("name", type=text, metavar="NAME", help="owner/name, or owner/name:KIND for a GGUF file")
+    pull.add_argument(
+        "--revision", type=text, metavar="REVISION", default="", help="branch, tag or commit (default: main)"
+    )
+    pull.add_argument(
+        "--hf-token-file", metavar="FILE", default="", help="file with a token for private and gated models"
+    )
+    pull.set_defaults(run=run_pull)
+    listing = commands.add("list", help="list the models of this machine", description=_LIST)
+    listing.set_defaults(run=run_list)
+    remove = commands.add("rm", help="remove models from this machine", description=_RM)
+    remove.add_argument("names", type=text, nargs="+", metavar="NAME", help="as `lockstep list` shows it")
+    remove.set_defaults(run=run_rm)
 
 
 def _add_output_flags(parser: Parser) -> None:

@@ -1,26 +1,30 @@
-"""`lockstep run`: one answer from a model, without a server of the user's.
+"""`lockstep run`: one answer from a model, or a chat with it, without a server of the user's.
 
-The invariant: stdout has only the answer. The server is a process of this command's, and ends with it.
+The invariant: stdout has only the answers. The server is a process of this command's, and ends with it.
 
 Not responsible for: the server's start and end (lockstep_client/embedded.py), the flags of a request
-(request_flags.py).
+(request_flags.py), the conversation (chat.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.cli.asking import FAILED, INCOMPLETE, ask, stream_answer, usage
+from gpu_engine.cli.chat import talk, template_of
 from gpu_engine.cli.inputs import read_stdin, read_text, with_files
 from gpu_engine.cli.request_flags import fill_conversation, fill_options
-from lockstep_client.access import access_to
+from gpu_engine.cli.terminal import loading_progress
+from gpu_engine.model.names import is_hub_name
+from lockstep_client.access import Access, access_to
 from lockstep_client.embedded import EmbeddedServer
 from lockstep_client.errors import EmbeddedServerError
 from lockstep_client.wire import engine_pb2 as pb
@@ -29,11 +33,19 @@ START_TIMEOUT_S = 900.0
 """A model of the hub is downloaded first."""
 CUT = INCOMPLETE | {pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_GRAMMAR_CLOSED}
 """Ends of an answer that the model did not choose."""
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_STAGE = re.compile(r"\s*(\d+)% (.+)")
+"""A line of the server's log about its start; see `loading_progress`."""
 
 
 def run_once(flags: argparse.Namespace, stdin: TextIO = sys.stdin) -> int:
-    """Start a server, print its answer to one prompt, and end it."""
+    """Start a server, print its answer to one prompt or chat with it, and end it."""
+    if chatting(flags, stdin.isatty() and sys.stdout.isatty()):
+        model = flags.words[0] if flags.words else EMBEDDED_MODEL
+        try:
+            template = template_of(flags)
+        except ValueError as error:
+            return usage(error)
+        return _served(flags, model, 1, lambda access: talk(access, template, flags.system))
     try:
         model, prompt = model_and_prompt(flags.words, flags.file, stdin)
         request = pb.GenerateRequest()
@@ -48,24 +60,44 @@ def run_once(flags: argparse.Namespace, stdin: TextIO = sys.stdin) -> int:
             fill_conversation(request, flags, prompt)
     except ValueError as error:
         return usage(error)
-    answers = max(1, request.sampling.n, request.beam_search.beam_width)
     # The only request of this server needs no more slots.
-    server = EmbeddedServer({"model": model, "max_batch_size": answers}, None, START_TIMEOUT_S)
-    if sys.stderr.isatty():
-        print(f"loading {model} ...", file=sys.stderr)
-    try:
-        server.start()
-    except EmbeddedServerError as error:
-        print(f"error: {error}{_taken_as_model(flags.words)}", file=sys.stderr)
-        return FAILED
-    try:
-        return ask(
-            access_to(server.address, False, None, ()),
+    answers = max(1, request.sampling.n, request.beam_search.beam_width)
+    return _served(
+        flags,
+        model,
+        answers,
+        lambda access: ask(
+            access,
             lambda client: stream_answer(
                 client, request, as_json=flags.output == "json", timeout_s=flags.timeout, quiet=not sys.stderr.isatty(),
                 not_complete=INCOMPLETE if flags.allow_cut else cut_ends(request),
             ),
-        )  # fmt: skip
+        ),
+    )  # fmt: skip
+
+
+def chatting(flags: argparse.Namespace, terminal: bool) -> bool:
+    """Return whether a command line asks for a chat: in a terminal, without a prompt and flags of a single answer."""
+    only_model = not flags.words or (len(flags.words) == 1 and _names_model(flags.words[0]))
+    return terminal and only_model and not flags.file and not flags.raw and flags.output == "text"
+
+
+def _served(flags: argparse.Namespace, model: str, slots: int, use: Callable[[Access], int]) -> int:
+    """Return the exit status of `use` with a server of `model`, which ends with it."""
+    with loading_progress() if sys.stderr.isatty() else contextlib.nullcontext() as progress:
+
+        def show(line: str) -> None:
+            if progress is not None and (stage := _STAGE.match(line)):
+                progress(stage[2], int(stage[1]) / 100)
+
+        server = EmbeddedServer({"model": model, "max_batch_size": slots}, None, START_TIMEOUT_S, show)
+        try:
+            server.start()
+        except EmbeddedServerError as error:
+            print(f"error: {error}{_taken_as_model(flags.words)}", file=sys.stderr)
+            return FAILED
+    try:
+        return use(access_to(server.address, False, None, ()))
     finally:
         server.close()
 
@@ -103,7 +135,7 @@ def model_and_prompt(words: Sequence[str], files: Sequence[str], stdin: TextIO) 
 
 def _taken_as_model(words: Sequence[str]) -> str:
     """Return the end of an error's text where one word may have been meant as the prompt, else ""."""
-    if len(words) != 1 or not _HUB_NAME.fullmatch(words[0]):
+    if len(words) != 1 or not is_hub_name(words[0]):
         return ""
     word = shlex.quote(words[0])
     return f"\n{word} was taken as a model; for a prompt write `lockstep run embedded {word}`"
@@ -111,7 +143,7 @@ def _taken_as_model(words: Sequence[str]) -> str:
 
 def _names_model(word: str) -> bool:
     """Return whether a word by itself is the name of a model: `embedded`, a directory, a GGUF file or OWNER/NAME."""
-    if word == EMBEDDED_MODEL or _HUB_NAME.fullmatch(word):
+    if word == EMBEDDED_MODEL or is_hub_name(word):
         return True
     try:
         return Path(word).is_dir() or (word.endswith(".gguf") and Path(word).is_file())

@@ -1,24 +1,28 @@
-"""Where a model is: a path, or an id such as `Qwen/Qwen3-0.6B` that huggingface_hub resolves, from its cache first.
+"""Where a model is: a path, or a name that huggingface_hub resolves, from its cache first: `Qwen/Qwen3-0.6B`, or
+`unsloth/Qwen3-4B-GGUF:Q4_K_M` for a GGUF file of a repository.
 
 A model whose files are all in the cache starts without a request to the hub, so a server restarts without a network.
-Invariant: only safetensors, JSON and text are fetched; a checkpoint with weights only in pickles is refused by
-name, and so is one that needs code of its own: reading either could run anything.
+Invariant: only safetensors, GGUF, JSON and text are fetched; a checkpoint with weights only in pickles is refused by
+name, and so is one that needs code of its own: reading either could run anything. A download that does not fit on the
+disk is refused before it begins, and one that was interrupted goes on where it ended.
 Not responsible for: loading (see loader.py), the embedded model (see embedded.py).
 """
 
 from __future__ import annotations
 
+import errno
+import glob
 import io
 import json
 import logging
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_engine.model.loaded_model import ModelNotSupported
-from gpu_engine.model.names import check_name
+from gpu_engine.model.names import GGUF, ModelNotSupported, check_name, files_of_kind, kind_of, parts
 
 Progress = Callable[[str, float], None]
 """Called with (the present stage, the finished share in [0, 1])."""
@@ -32,8 +36,18 @@ _LEFT = ["*/*", "consolidated*.safetensors"]
 """Folders hold other formats; `consolidated` are the same weights under other names."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TOKEN = "give your token in HF_TOKEN or hf_token_file"
+_ROOM = (
+    "remove others (`lockstep list`, `lockstep rm NAME`), or name another directory in HF_HUB_CACHE; what was fetched "
+    "is kept"
+)
 _REPORTED = 0.02
 """Progress is reported at steps of this share: a log has a line for each."""
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return the free bytes on the disk of a folder that may not exist yet."""
+    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    return shutil.disk_usage(there).free
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +59,8 @@ class Hub:
     cache: Path | None = None
     offline: bool | None = None
     token: str | None = None
+    free_bytes: Callable[[Path], int] = _free_bytes
+    """Free bytes on the disk of a folder."""
 
     @property
     def shown_cache(self) -> str:
@@ -81,6 +97,16 @@ class Wanted:
     with_tokenizer: bool = True
     """False: a drafting head, which has none."""
 
+    @property
+    def repository(self) -> str:
+        """The hub's id, without the kind of a file."""
+        return self.name.partition(":")[0]
+
+    @property
+    def kind(self) -> str:
+        """The kind of a GGUF file; empty: a checkpoint of safetensors."""
+        return self.name.partition(":")[2]
+
     def __str__(self) -> str:
         return f"{self.name} at {self.revision}" if self.revision else self.name
 
@@ -108,14 +134,89 @@ def locate(wanted: Wanted, hub: Hub, progress: Progress | None = None) -> Path:
     if path.exists():
         if wanted.revision:
             raise ModelNotSupported(f"revision: {wanted.revision!r} is for a model of the hub; {path} is a path")
+        if path.suffix == GGUF:
+            _refuse_parts(wanted, path.name)
         return path
     check_name(wanted.name, wanted.setting)
-    return _snapshot(wanted, hub, progress or (lambda stage, done: None))
+    return (_gguf_file if wanted.kind else _snapshot)(wanted, hub, progress or _show_nothing)
+
+
+def _show_nothing(stage: str, done: float) -> None:
+    """See `Progress`."""
+
+
+def _refuse_parts(wanted: Wanted, file: str) -> None:
+    if parts(file) > 1:
+        raise ModelNotSupported(
+            f"{wanted.setting}: {wanted} is written in {parts(file)} parts, and only a GGUF file of one part is read; "
+            "join them with llama.cpp's `llama-gguf-split --merge`, or choose another kind"
+        )
+
+
+def _gguf_file(wanted: Wanted, hub: Hub, progress: Progress) -> Path:
+    """Return the GGUF file of a kind if the cache has it, else fetch it."""
+    folder = cached_snapshot(wanted, hub)
+    cached = [str(path.relative_to(folder)) for path in folder.rglob(f"*{GGUF}") if path.is_file()] if folder else []
+    if folder is not None and (file := _of_kind(wanted, cached)):
+        return folder / file
+    missing = f"{wanted} is no path, and is not in the cache {hub.shown_cache}"
+    if hub.is_offline:
+        has = f" (which has {', '.join(_kinds(cached))})" if _kinds(cached) else ""
+        raise ModelNotSupported(
+            f"{wanted.setting}: {missing}{has}, and HF_HUB_OFFLINE forbids to ask the hub; {_todo(wanted)}"
+        )
+    listed = _files(wanted, hub, wanted.revision, missing)
+    file = _of_kind(wanted, listed)
+    if not file:
+        kinds = _kinds(listed) or [name for name in listed if name.endswith(GGUF)]
+        has = f"it has {', '.join(kinds)}" if kinds else "it has no GGUF file"
+        raise ModelNotSupported(f"{wanted.setting}: {wanted.repository} has no GGUF file {wanted.kind}; {has}")
+    return _fetch(wanted, hub, progress, [glob.escape(file)], [], missing) / file
+
+
+def _of_kind(wanted: Wanted, files: Sequence[str]) -> str:
+    """Return the file of the wanted kind, "" if there is none. Raises ModelNotSupported for several files or parts."""
+    try:
+        found = files_of_kind(files, wanted.kind)
+    except ValueError as error:
+        raise ModelNotSupported(f"{wanted.setting}: {wanted.repository}: {error}") from error
+    if found:
+        _refuse_parts(wanted, found[0])
+    return found[0] if found else ""
+
+
+def _files(wanted: Wanted, hub: Hub, revision: str, missing: str) -> list[str]:
+    """Return the files that the hub has."""
+    from huggingface_hub import HfApi, errors
+
+    _quieten()
+    api = HfApi(endpoint=hub.endpoint, token=hub.token)
+    try:
+        return [*api.list_repo_files(wanted.repository, revision=revision or None)]
+    except (errors.HTTPError, errors.HFValidationError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
+        raise ModelNotSupported(_why_not_fetched(error, wanted, hub, missing)) from error
+
+
+def _kinds(files: Sequence[str]) -> list[str]:
+    return sorted({kind_of(file) for file in files} - {""})
+
+
+def cached_snapshot(wanted: Wanted, hub: Hub) -> Path | None:
+    """Return the folder of a revision in the cache, whole or in part; None: there is none."""
+    repository, revision = _folder(wanted, hub), wanted.revision or "main"
+    ref = repository / "refs" / revision
+    folder = repository / "snapshots" / (ref.read_text() if ref.is_file() else revision)
+    return folder if folder.is_dir() else None
+
+
+def _quieten() -> None:
+    for name in ("httpx", "httpx2"):  # they log every address, and some are signed
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _snapshot(wanted: Wanted, hub: Hub, progress: Progress) -> Path:
     """Return the snapshot in the cache if it is whole, else fetch it."""
-    from huggingface_hub import HfApi, errors, snapshot_download
+    from huggingface_hub import errors, snapshot_download
 
     files: dict[str, Any] = {
         "repo_id": wanted.name,
@@ -141,23 +242,63 @@ def _snapshot(wanted: Wanted, hub: Hub, progress: Progress) -> Path:
         raise ModelNotSupported(
             f"{wanted.setting}: {missing}, and HF_HUB_OFFLINE forbids to ask the hub; {_todo(wanted)}"
         )
-    for name in ("httpx", "httpx2"):  # they log every address, and some are signed
-        logging.getLogger(name).setLevel(logging.WARNING)
-    progress(f"fetching {wanted} from {hub.shown_endpoint}", 0.0)
-    try:
-        folder = Path(snapshot_download(**files, token=hub.token, tqdm_class=_bar(str(wanted), progress)))
-        if not (folder / "config.json").is_file():
-            raise ModelNotSupported(f"{wanted.setting}: {wanted} has no config.json: no model in Hugging Face's format")
-        if not _has_weights(folder):
-            listed = HfApi(endpoint=hub.endpoint, token=hub.token).list_repo_files(wanted.name, revision=folder.name)
-            raise ModelNotSupported(f"{wanted.setting}: {wanted} {_without_weights(listed)}")
-    except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
-        raise ModelNotSupported(_why_not_fetched(error, wanted, hub, missing)) from error
+    folder = _fetch(wanted, hub, progress, _FETCHED, _LEFT, missing)
+    if not (folder / "config.json").is_file() or not _has_weights(folder):
+        listed = _files(wanted, hub, folder.name, missing)
+        raise ModelNotSupported(f"{wanted.setting}: {wanted} {_not_whole(wanted, folder, listed)}")
     return folder
 
 
+def _fetch(
+    wanted: Wanted, hub: Hub, progress: Progress, patterns: Sequence[str], left: Sequence[str], missing: str
+) -> Path:
+    """Fetch the files of a repository that match `patterns` and not `left`; return the snapshot's folder."""
+    from huggingface_hub import errors, snapshot_download
+
+    _quieten()
+    progress(f"fetching {wanted} from {hub.shown_endpoint}", 0.0)
+    files: dict[str, Any] = {
+        "repo_id": wanted.repository,
+        "revision": wanted.revision or None,
+        "cache_dir": hub.cache,
+        "endpoint": hub.endpoint,
+        "allow_patterns": [*patterns],
+        "ignore_patterns": [*left],
+        "token": hub.token,
+    }
+    try:
+        planned = snapshot_download(**files, dry_run=True)
+        _refuse_full_disk(wanted, hub, sum(file.file_size or 0 for file in planned if file.will_download))
+        return Path(snapshot_download(**files, tqdm_class=_bar(str(wanted), progress)))
+    except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
+        raise ModelNotSupported(_why_not_fetched(error, wanted, hub, missing)) from error
+
+
+def _refuse_full_disk(wanted: Wanted, hub: Hub, num_bytes: int) -> None:
+    """Raise ModelNotSupported if files of so many bytes do not fit next to what was fetched of them before."""
+    begun = sum(path.stat().st_blocks * 512 for path in (_folder(wanted, hub) / "blobs").glob("*.incomplete"))
+    needed, free = max(0, num_bytes - begun), hub.free_bytes(Path(hub.shown_cache))
+    if free < needed:
+        raise ModelNotSupported(
+            f"{wanted.setting}: {wanted} needs {size_text(needed)} in {hub.shown_cache}, whose disk has "
+            f"{size_text(free)}; {_ROOM}"
+        )
+
+
+def _folder(wanted: Wanted, hub: Hub) -> Path:
+    """Return the folder of a repository in the cache."""
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(hub.shown_cache, repo_folder_name(repo_id=wanted.repository, repo_type="model"))
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes for people."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+
+
 def _todo(wanted: Wanted) -> str:
-    return f"fetch it where the hub can be reached (`hf download {wanted.name}`) and copy the cache, or give a path"
+    return f"fetch it where the hub can be reached (`lockstep pull {wanted.name}`) and copy the cache, or give a path"
 
 
 def _why_not_fetched(error: Exception, wanted: Wanted, hub: Hub, missing: str) -> str:
@@ -165,19 +306,24 @@ def _why_not_fetched(error: Exception, wanted: Wanted, hub: Hub, missing: str) -
     from huggingface_hub import errors
 
     endpoint = hub.shown_endpoint
+    if isinstance(error, errors.DryRunError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
     if isinstance(error, errors.GatedRepoError):
-        page = f"{endpoint}/{wanted.name}"
-        return f"{wanted.setting}: {wanted.name} is gated: accept its terms at {page}, and {_TOKEN}"
+        page = f"{endpoint}/{wanted.repository}"
+        return f"{wanted.setting}: {wanted.repository} is gated: accept its terms at {page}, and {_TOKEN}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"{wanted.setting}: {wanted.name} is no path, and {endpoint} has no such model, or a private one: "
+            f"{wanted.setting}: {wanted.repository} is no path, and {endpoint} has no such model, or a private one: "
             f"check the name, or {_TOKEN}"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"revision: {wanted.name} has no branch, tag or commit {wanted.revision!r}"
-    if isinstance(error, errors.LocalEntryNotFoundError):
+        return f"revision: {wanted.repository} has no branch, tag or commit {wanted.revision!r}"
+    no_answer = isinstance(error, errors.HTTPError) and not isinstance(error, errors.HfHubHTTPError)  # type: ignore[attr-defined]
+    if no_answer or isinstance(error, errors.LocalEntryNotFoundError):
         why = _one_line(error.__cause__ or error)
         return f"{wanted.setting}: {missing}, and {endpoint} cannot be reached ({why}); {_todo(wanted)}"
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return f"{wanted.setting}: {wanted} does not fit into {hub.shown_cache}: the disk is full; {_ROOM}"
     return f"{wanted.setting}: {wanted} cannot be fetched to {hub.shown_cache}: {_one_line(error)}"
 
 
@@ -199,6 +345,15 @@ def _is_whole(folder: Path, with_tokenizer: bool) -> bool:
         (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
     )
     return (folder / "config.json").is_file() and tokenizer and _has_weights(folder)
+
+
+def _not_whole(wanted: Wanted, folder: Path, files: list[str]) -> str:
+    """Return what a repository lacks for a checkpoint of safetensors."""
+    if kinds := _kinds(files):
+        return f"has GGUF files and no safetensors; name a kind, such as {wanted.name}:{kinds[0]}: {', '.join(kinds)}"
+    if not (folder / "config.json").is_file():
+        return "has no config.json: no model in Hugging Face's format"
+    return _without_weights(files)
 
 
 def _without_weights(files: list[str]) -> str:

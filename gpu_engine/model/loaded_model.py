@@ -18,13 +18,10 @@ from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.attention import AttentionContext, attending
 from gpu_engine.model.fused_forward import DeferringForward, FusedForward
 from gpu_engine.model.fusion import Fused
+from gpu_engine.model.names import ModelNotSupported as ModelNotSupported
 from gpu_engine.model.parallel.ranks import RankSet
 from kernels.kv_pages import KVPages
 from kernels.step_tensors import StepTensors
-
-
-class ModelNotSupported(ValueError):
-    """The model cannot be served: wrong kind of attention, no fast tokenizer, or a shape the kernels do not take."""
 
 
 @dataclass(slots=True, eq=False)

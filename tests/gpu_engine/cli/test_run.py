@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
 import json
+import os
+import pty
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from gpu_engine.cli import commands as cli
-from gpu_engine.cli.run import cut_ends, model_and_prompt
+from gpu_engine.cli.run import chatting, cut_ends, model_and_prompt
 from lockstep_client.wire import engine_pb2 as pb
+from tests.waiting import alive, eventually
 
 
 @pytest.mark.parametrize(
@@ -40,6 +47,24 @@ def test_one_word_is_the_prompt_unless_it_names_a_model(
         io.StringIO("from stdin"),
     )
     assert found == (places.get(wanted[0], wanted[0]), wanted[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "terminal", "wanted"),
+    [
+        ([], True, True),
+        (["owner/name"], True, True),
+        (["owner/name-GGUF:Q4_K_M"], True, True),
+        (["Name a river."], True, False),
+        (["owner/name", "Name a river."], True, False),
+        (["owner/name", "--file", "a.txt"], True, False),
+        (["owner/name", "--raw"], True, False),
+        (["owner/name", "--output", "json"], True, False),
+        (["owner/name"], False, False),
+    ],
+)
+def test_a_model_without_a_prompt_is_a_chat_in_a_terminal(arguments: list[str], terminal: bool, wanted: bool) -> None:
+    assert chatting(cli._parser().parse_args(["run", *arguments]), terminal) is wanted
 
 
 @pytest.mark.parametrize(
@@ -93,3 +118,42 @@ def test_a_script_gets_the_answer_and_whether_it_is_whole(root: Path) -> None:
     status, _, err = run("/no/model", "Hello")
     assert status == cli.FAILED
     assert "/no/model is neither a directory, a GGUF file" in err
+
+
+@pytest.mark.model
+@pytest.mark.slow
+async def test_a_chat_has_a_server_that_ends_with_it(root: Path, tmp_path: Path) -> None:
+    primary, terminal = pty.openpty()
+    command = [sys.executable, "-m", "gpu_engine", "run", "embedded", "--max-tokens", "4", "--temperature", "0"]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        cwd=root,
+        env=os.environ | {"XDG_STATE_HOME": str(tmp_path)},
+    )
+    os.close(terminal)
+    shown = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # EIO: the other end is closed
+            while data := os.read(primary, 4096):
+                shown.extend(data)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        await eventually(lambda: b"you>" in shown, 300)
+        (server,) = psutil.Process(process.pid).children()
+        os.write(primary, b"Hello\n")
+        await eventually(lambda: b"[length]" in shown, 300)
+        os.write(primary, b"/exit\n")
+        assert await process.wait() == cli.OK
+    finally:
+        if process.returncode is None:
+            process.kill()
+        reader.join()
+        os.close(primary)
+    assert b"loading" in shown
+    assert not alive(server.pid)

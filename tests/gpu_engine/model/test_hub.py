@@ -20,7 +20,9 @@ from pathlib import Path
 import pytest
 
 from gpu_engine.model.hub import Hub, Wanted, locate, read_token
-from gpu_engine.model.loader import ModelNotSupported, load_model
+from gpu_engine.model.hub_cache import NotCached, cached_models, remove
+from gpu_engine.model.loader import load_model
+from gpu_engine.model.names import ModelNotSupported
 from tests.gpu_engine.harness import config
 
 COMMIT = "a" * 40
@@ -203,7 +205,7 @@ def test_errors_of_the_hub_are_one_line_that_says_what_to_do(tmp_path: Path, lla
         return str(raised.value)
 
     cache = tmp_path / "cache"
-    fetch = "fetch it where the hub can be reached (`hf download tiny/llama`) and copy the cache, or give a path"
+    fetch = "fetch it where the hub can be reached (`lockstep pull tiny/llama`) and copy the cache, or give a path"
     lost = message(Wanted(NAME), Hub(endpoint=UNREACHABLE, cache=cache))
     assert lost.startswith(
         f"model: tiny/llama is no path, and is not in the cache {cache}, and {UNREACHABLE} cannot be "
@@ -227,6 +229,100 @@ def test_errors_of_the_hub_are_one_line_that_says_what_to_do(tmp_path: Path, lla
         locate(Wanted("tiny"), Hub())
     with pytest.raises(ModelNotSupported, match=r"^revision: 'v1' is for a model of the hub"):
         locate(Wanted(str(tmp_path), "v1"), Hub())
+
+
+GGUFS = {
+    "README.md": b"about",
+    "llama-Q4_K_M.gguf": b"four bits",
+    "llama-UD-Q8_K_XL.gguf": b"eight bits",
+    "mmproj-F16.gguf": b"images",
+    "BF16/llama-BF16-00001-of-00002.gguf": b"one",
+    "BF16/llama-BF16-00002-of-00002.gguf": b"two",
+}
+
+
+def test_a_gguf_file_of_a_repository_is_fetched_by_its_kind_and_then_needs_no_hub(tmp_path: Path) -> None:
+    with FakeHub(GGUFS).running() as fake:
+        hub = Hub(endpoint=fake.address, cache=tmp_path)
+        four = locate(Wanted(f"{NAME}:q4_k_m"), hub)
+        assert (four.name, four.read_bytes()) == ("llama-Q4_K_M.gguf", b"four bits")
+        assert [path.name for path in four.parent.iterdir()] == ["llama-Q4_K_M.gguf"]
+        assert locate(Wanted(f"{NAME}:Q8_K_XL"), hub).read_bytes() == b"eight bits"
+        assert locate(Wanted(f"{NAME}:mmproj-F16.gguf"), hub).read_bytes() == b"images"
+    for kind in ("Q4_K_M", "llama-Q4_K_M.gguf"):
+        assert locate(Wanted(f"{NAME}:{kind}"), Hub(endpoint=UNREACHABLE, cache=tmp_path)) == four
+
+
+def test_a_gguf_file_that_cannot_be_had_is_refused_in_one_line(tmp_path: Path) -> None:
+    def message(name: str, hub: Hub, revision: str = "") -> str:
+        with pytest.raises(ModelNotSupported) as raised:
+            locate(Wanted(name, revision), hub)
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    with FakeHub(GGUFS | {"other-Q4_0.gguf": b"", "llama-Q4_0.gguf": b""}).running() as fake:
+        hub = Hub(endpoint=fake.address, cache=tmp_path)
+        there = "BF16, Q4_0, Q4_K_M, UD-Q8_K_XL"
+        assert message(f"{NAME}:Q9_K", hub) == f"model: tiny/llama has no GGUF file Q9_K; it has {there}"
+        assert message(f"{NAME}:Q4_0", hub) == (
+            "model: tiny/llama: several files are of the kind Q4_0; name one of them in its place: llama-Q4_0.gguf, "
+            "other-Q4_0.gguf"
+        )
+        assert message(f"{NAME}:BF16", hub).startswith("model: tiny/llama:BF16 is written in 2 parts, and only")
+        assert message(NAME, hub) == (
+            f"model: tiny/llama has GGUF files and no safetensors; name a kind, such as tiny/llama:BF16: {there}"
+        )
+        assert message(f"{NAME}:Q4_K_M", hub, "v9") == "revision: tiny/llama has no branch, tag or commit 'v9'"
+        full = Hub(endpoint=fake.address, cache=tmp_path, free_bytes=lambda folder: 5)
+        assert message(f"{NAME}:Q4_K_M", full).startswith(
+            f"model: tiny/llama:Q4_K_M needs 0.0 MB in {tmp_path}, whose disk has 0.0 MB; remove others (`lockstep"
+        )
+        assert not [*tmp_path.rglob("*.gguf")]
+        assert locate(Wanted(f"{NAME}:Q4_K_M"), hub).is_file()
+    offline = Hub(endpoint=UNREACHABLE, cache=tmp_path, offline=True)
+    assert f"is not in the cache {tmp_path} (which has Q4_K_M), and HF_HUB" in message(f"{NAME}:Q8_0", offline)
+    lost = message(f"{NAME}:Q8_0", Hub(endpoint=UNREACHABLE, cache=tmp_path))
+    assert f"{UNREACHABLE} cannot be reached" in lost
+    (tmp_path / "x-00001-of-00003.gguf").touch()
+    assert "is written in 3 parts" in message(str(tmp_path / "x-00001-of-00003.gguf"), hub)
+
+
+def test_removing_a_model_keeps_what_another_name_has(tmp_path: Path) -> None:
+    files = {"a-Q4_0.gguf": b"x" * 1000, "b-F16.gguf": b"x" * 1000, "a-Q8_0.gguf": b"y" * 2000, "config.json": b"{}"}
+    cached(tmp_path, files)
+    repository = tmp_path / "models--tiny--llama"
+    sizes = {f"{NAME}:F16": 1000, f"{NAME}:Q4_0": 1000, f"{NAME}:Q8_0": 2000}
+    assert {model.name: model.num_bytes for model in cached_models(tmp_path)} == sizes
+    assert (remove(f"{NAME}:q8_0", tmp_path), remove(f"{NAME}:Q4_0", tmp_path)) == (2000, 0)
+    assert (repository / "snapshots" / COMMIT / "b-F16.gguf").read_bytes() == b"x" * 1000
+    with pytest.raises(NotCached, match=r"^tiny/llama:Q4_0 is not in the cache; there is tiny/llama:F16$"):
+        remove(f"{NAME}:Q4_0", tmp_path)
+    assert remove(f"{NAME}:F16", tmp_path) == 1002
+    assert not repository.exists()
+    assert cached_models(tmp_path) == []
+    assert cached_models(tmp_path / "nowhere") == []
+
+
+@pytest.mark.slow
+def test_the_command_line_fetches_lists_and_removes_without_the_model_libraries(tmp_path: Path) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        code = (
+            "import sys; from gpu_engine.cli.commands import main; status = main(sys.argv[1:]); "
+            "sys.exit(9 if 'torch' in sys.modules else status)"
+        )
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=300, check=False)
+        return done.returncode, done.stdout or done.stderr.splitlines()[-1]
+
+    with FakeHub(GGUFS).running() as fake:
+        own = {"HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": fake.address}
+        status, out = run("pull", f"{NAME}:Q4_K_M")
+        assert (status, Path(out.strip()).read_bytes()) == (0, b"four bits")
+        status, out = run("list")
+        assert (status, out.splitlines()[1].split()[:2]) == (0, [f"{NAME}:Q4_K_M", "0.0"])
+        assert run("rm", f"{NAME}:Q4_K_M") == (0, f"removed {NAME}:Q4_K_M: 0.0 MB\n")
+        assert run("rm", f"{NAME}:Q4_K_M") == (1, f"error: {NAME}:Q4_K_M is not in the cache")
+        assert run("pull", "embedded")[0] == 2
 
 
 @pytest.mark.slow

@@ -103,7 +103,8 @@ def test_a_wrong_path_is_refused_before_torch_is_imported() -> None:
         lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
         setting = flags[-2].strip("-").replace("-", "_")
         assert lines == [
-            f"error: {setting}: nowhere is neither a directory, a GGUF file, a hub id (owner/name) nor 'embedded'"
+            f"error: {setting}: nowhere is neither a directory, a GGUF file, a hub id (owner/name, or owner/name:KIND "
+            "for a GGUF file) nor 'embedded'"
         ]
         assert "gpu_engine.server" in done.stderr
         assert not [line for line in done.stderr.splitlines() if line.endswith(" torch")]
