@@ -1,4 +1,4 @@
-"""`python -m benchmarks overtaking`: how long small grammars wait while other clients compile hostile ones.
+"""`python -m benchmarks overtaking`: how long ordinary schemas wait while other clients compile hostile grammars.
 
 Invariant: the compiler, its queue and its worker processes are the grammar process's own, without a server next to
 them. Each grammar is new, so no cache answers.
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness.measure import percentile
@@ -25,18 +27,24 @@ from grammar_service.errors import GrammarServiceError
 from grammar_service.grammar.value import Kind, Whitespace
 
 PAUSE_S = 0.1
-"""Between two small grammars."""
+"""Between two ordinary schemas."""
 
 EXAMPLES = """
 examples:
   python -m benchmarks overtaking --tokenizer DIR                    llguidance, 1 and 4 hostile clients
-  python -m benchmarks overtaking --tokenizer DIR --backend xgrammar --clients 8
-  python -m benchmarks overtaking --tokenizer DIR --properties 300 --rounds 20 --clients 16 --shares
+  python -m benchmarks overtaking --tokenizer DIR --backend xgrammar --clients 8 --hostile properties
+  python -m benchmarks overtaking --tokenizer DIR --hostile small --clients 16 --shares
+
+hostile grammars:
+  enum        20,000 strings
+  recursion   a left-recursive EBNF of a few hundred bytes
+  properties  4,000 required properties
+  small       150 optional properties: half a second of xgrammar, and a text of the size that people write
 
 reading the table:
-  quick    small grammars that were compiled meanwhile: a new regular expression after each pause of 0.1 s
+  quick    ordinary schemas that were compiled meanwhile: five properties, a new one after each pause of 0.1 s
   median   and longest: from the request for one to its result
-  hostile  compilations of the other clients that ended, each with so many required properties, and their median time
+  hostile  compilations of the other clients that ended meanwhile, with or without a result
 """
 
 
@@ -52,51 +60,57 @@ def main() -> int:
     parser.add_argument("--backend", default="llguidance", choices=NAMES)
     parser.add_argument("--workers", type=int, default=1, help="compile_workers of the grammar process (default: 1)")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4], help="hostile clients (default: 1 4)")
-    parser.add_argument("--properties", type=int, default=3500, help="of a hostile schema (default: 3500)")
-    parser.add_argument("--rounds", type=int, default=2, help="hostile schemas of each client (default: 2)")
+    parser.add_argument("--hostile", nargs="+", default=["properties"], choices=_HOSTILE, help="(default: properties)")
+    parser.add_argument("--quick", type=int, default=40, help="ordinary schemas that are timed (default: 40)")
     parser.add_argument("--shares", action="store_true", help="the server knows its clients: each has its turn")
     args = parser.parse_args()
-    print(table(("hostile clients", "quick", "median", "longest", "hostile", "median"), asyncio.run(_measure(args))))
+    header = ("hostile", "clients", "quick", "median", "longest", "hostile ended")
+    print(table(header, asyncio.run(_measure(args))))
     return 0
 
 
 async def _measure(args: argparse.Namespace) -> list[list[str]]:
     vocabulary, rows = read_vocabulary(args.tokenizer, ()), []
-    for clients in args.clients:
-        print(f"{args.backend}, {clients} hostile clients", file=sys.stderr)
+    for hostile, clients in itertools.product(args.hostile, args.clients):
+        print(f"{args.backend}, {clients} hostile clients: {hostile}", file=sys.stderr)
         config = GrammarConfig(dir=".", backend=args.backend, compile_workers=args.workers, cache_bytes=0)
         compiler = Compiler(config, vocabulary)
         try:
             await compiler.ready()
             await _timed(compiler, args.backend, Kind.REGEX, "warm")
-            hostile = [asyncio.create_task(_hostile(compiler, args, client)) for client in range(clients)]
-            waits = await _quick(compiler, args.backend, hostile)
-            took = [seconds for task in hostile for seconds in await task]
+            ended = [0]
+            floods = [asyncio.create_task(_flood(compiler, args, hostile, client, ended)) for client in range(clients)]
+            waits = await _quick(compiler, args)
+            for flood in floods:
+                flood.cancel()
+            await asyncio.gather(*floods, return_exceptions=True)
         finally:
             await compiler.close()
-        quick = (number(percentile(waits, 50) * 1e3, 0, " ms"), number(max(waits) * 1e3, 0, " ms"))
-        slow = (str(len(took)), number(percentile(took, 50), 1, " s"))
-        rows.append([str(clients), str(len(waits)), *quick, *slow])
+        times = (number(percentile(waits, 50) * 1e3, 0, " ms"), number(max(waits) * 1e3, 0, " ms"))
+        rows.append([hostile, str(clients), str(len(waits)), *times, str(ended[0])])
     return rows
 
 
-async def _hostile(compiler: Compiler, args: argparse.Namespace, client: int) -> list[float]:
-    """Return the time of each compilation, whatever its result."""
-    took = []
-    for i in range(args.rounds):
-        properties = {f"p{client}_{i}_{at}": {"type": "string"} for at in range(args.properties)}
-        schema = json.dumps({"type": "object", "properties": properties, "required": list(properties)})
-        share = Share(f"hostile {client}") if args.shares else NO_TENANT
-        took.append(await _timed(compiler, args.backend, Kind.JSON_SCHEMA, schema, share))
-    return took
+async def _flood(compiler: Compiler, args: argparse.Namespace, hostile: str, client: int, ended: list[int]) -> None:
+    """Compile one hostile grammar after the other, and count them, whatever their results."""
+    share = Share(f"hostile {client}") if args.shares else NO_TENANT
+    for i in itertools.count():
+        kind, source = _HOSTILE[hostile](f"{client}_{i}")
+        await _timed(compiler, args.backend, kind, source, share)
+        ended[0] += 1
 
 
-async def _quick(compiler: Compiler, backend: str, hostile: list[asyncio.Task[list[float]]]) -> list[float]:
-    """Return the time of each small grammar, until the hostile ones have ended."""
+async def _quick(compiler: Compiler, args: argparse.Namespace) -> list[float]:
+    """Return the time of each ordinary schema."""
     waits: list[float] = []
-    while not waits or not all(task.done() for task in hostile):
+    share = Share("quick") if args.shares else NO_TENANT
+    for i in range(args.quick):
         await asyncio.sleep(PAUSE_S)
-        waits.append(await _timed(compiler, backend, Kind.REGEX, f"[a-z]{{3}}x{len(waits)}"))
+        names = ("name", "age", "tags", "city", f"key{i}")
+        kinds = ({"type": "string"}, {"type": "integer"}, {"type": "array", "items": {"type": "string"}})
+        properties = {name: kinds[at % len(kinds)] for at, name in enumerate(names)}
+        schema = json.dumps({"type": "object", "properties": properties, "required": list(names)})
+        waits.append(await _timed(compiler, args.backend, Kind.JSON_SCHEMA, schema, share))
     return waits
 
 
@@ -107,6 +121,35 @@ async def _timed(compiler: Compiler, backend: str, kind: Kind, source: str, shar
     except GrammarServiceError as error:
         print(f"  {error}", file=sys.stderr)
     return time.perf_counter() - begun_s
+
+
+def _enum(name: str) -> tuple[Kind, str]:
+    values = [f"{name}{at:x}" for at in range(20_000)]
+    return Kind.JSON_SCHEMA, json.dumps({"enum": values}, separators=(",", ":"))
+
+
+def _recursion(name: str) -> tuple[Kind, str]:
+    rules = [f'r{at} ::= r{at} r{(at + 1) % 12} "{name}" | r{(at + 5) % 12} r{at} | "x{at}"' for at in range(12)]
+    return Kind.EBNF, "\n".join(["root ::= r0", *rules])
+
+
+def _properties(name: str) -> tuple[Kind, str]:
+    properties = {f"p{name}_{at}": {"type": "string"} for at in range(4000)}
+    return Kind.JSON_SCHEMA, json.dumps({"type": "object", "properties": properties, "required": list(properties)})
+
+
+def _small(name: str) -> tuple[Kind, str]:
+    properties = {f"p{name}_{at}": {"type": "string"} for at in range(150)}
+    return Kind.JSON_SCHEMA, json.dumps({"properties": properties, "additionalProperties": False})
+
+
+_HOSTILE: dict[str, Callable[[str], tuple[Kind, str]]] = {
+    "enum": _enum,
+    "recursion": _recursion,
+    "properties": _properties,
+    "small": _small,
+}
+"""A grammar that no other call has had, by a name of its own."""
 
 
 if __name__ == "__main__":

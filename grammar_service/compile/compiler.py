@@ -23,10 +23,11 @@ from grammar_service.backends.composed import verified_schema
 from grammar_service.backends.json_schema.closed_objects import with_closed_objects
 from grammar_service.backends.registry import NAMES, installed, load_backend
 from grammar_service.compile.disk_cache import DiskCache, artifact_key
+from grammar_service.compile.forks import Forks
 from grammar_service.compile.loader import Artifact, CompileLoader
 from grammar_service.compile.owned_cache import OwnedCache, Owner
-from grammar_service.compile.pool import COMMAND, COMMAND_IDLE, START_TIMEOUT_S, CompilePool, StartWorker
-from grammar_service.compile.process import CompileProcess
+from grammar_service.compile.pool import COMMAND_IDLE, CompilePool, StartWorker
+from grammar_service.compile.process import COMMAND, START_TIMEOUT_S, CompileProcess
 from grammar_service.compile.queue import NO_TENANT, Share
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.config import CACHE_BYTES, QUEUE_S, GrammarConfig
@@ -108,7 +109,7 @@ class Compiler:
         vocabulary: Vocabulary,
         command: Sequence[str] = (),
         *,
-        start: StartWorker = CompileProcess.start,
+        start: StartWorker | None = None,
         load: Callable[[str, Vocabulary], Backend] = load_backend,
         loader: CompileLoader | None = None,
         disk: DiskCache | None = None,
@@ -116,7 +117,7 @@ class Compiler:
         """Args: see below.
 
         command: starts a compile worker; (): the project's own, at the priority that `config` names.
-        start: starts a process of it.
+        start: starts a process of it; None: forks the project's own from a process that has read the vocabulary.
         load: makes a backend by its name.
         loader: loads artifacts; ended with this object. None: a new loader.
         disk: the artifacts on disk; None: the cache that `config` names.
@@ -127,11 +128,14 @@ class Compiler:
         self._config = config
         self._vocabulary = vocabulary
         self._pools: dict[str, CompilePool] = {}
+        self._forks: list[Forks] = []
+        """Of each pool, unless `start` was given."""
         self._backends: dict[str, asyncio.Task[Backend]] = {}
         self._flights: SingleFlight[str, tuple[Entry, bool]] = SingleFlight(ABANDONED_S)
         self._accepted: set[str] = set()
         """Keys of running compilations that an accepted sequence waits for."""
-        self._start, self._load = start, load
+        self._start = start or (CompileProcess.start if command else None)
+        self._load = load
         self._loader = loader or CompileLoader()
         on_disk = config.cache_bytes and config.cache_dir
         self._disk = disk or (DiskCache(Path(config.cache_dir), config.cache_dir_bytes) if on_disk else None)
@@ -233,6 +237,7 @@ class Compiler:
             task.cancel()
         await asyncio.gather(*self._backends.values(), return_exceptions=True)
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+        await asyncio.gather(*(forks.close() for forks in self._forks))
         self._loader.close()
         self._cache.clear()
 
@@ -343,6 +348,10 @@ class Compiler:
     def _pool(self, backend: str) -> CompilePool:
         pool = self._pools.get(backend)
         if pool is None:
+            start = self._start
+            if start is None:
+                self._forks.append(Forks(backend, self._vocabulary))
+                start = self._forks[-1].start
             pool = self._pools[backend] = CompilePool(
                 backend,
                 self._vocabulary,
@@ -352,7 +361,7 @@ class Compiler:
                 queue_s=QUEUE_S,
                 command=self._command,
                 fallback=self._fallback,
-                start=self._start,
+                start=start,
             )
         return pool
 

@@ -2,8 +2,9 @@
 
 Most grammars compile within milliseconds, and a few take seconds. A compilation that has had SLOW_S of a core gives its
 place to the next one. It goes on next to it, if fewer than `workers` slow ones run; otherwise it is killed, waits for
-one of these places, and begins again there. It is killed only if another worker has started, so a quick grammar waits
-for no more than SLOW_S of a core of each one before it, or for the start of one worker.
+one of these places, and begins again there. It is killed only if another worker has started. Large grammars, which are
+often slow, have places of their own. So a small grammar waits for no more than SLOW_S of a core of each small one
+before it, or for the start of one worker.
 
 Invariant: a caller waits for a free worker for at most `queue_s`, once more if its compilation is slow, and then for
 its own compilation for at most `timeout_s`: the time after other compilations and the start of a worker never count as
@@ -17,14 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from grammar_service.compile.loader import Artifact
-from grammar_service.compile.process import CompileProcess, exit_error
+from grammar_service.compile.process import COMMAND, START_TIMEOUT_S, CompileProcess, exit_error
 from grammar_service.compile.queue import NO_TENANT, CompileQueue, QueueFullError, Share
 from grammar_service.compile.worker import IDLE
 from grammar_service.config import CompileLimits
@@ -35,17 +35,13 @@ from service_runtime.exhausted import exhausted
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 120.0
-"""Bound on the start of a worker: importing torch on a busy machine takes seconds."""
-
-COMMAND = (sys.executable, "-m", "grammar_service.compile.worker")
 COMMAND_IDLE = (*COMMAND, IDLE)
 SLOW_S = 0.25
 """A compilation that needs more time of a core gives its place to the next one."""
 LONG_S = 1.0
 """So does one that is not done after this time, if it can go on: its worker gets little of a core."""
 LARGE_BYTES = 8 << 10
-"""A longer grammar is large (see queue.py): few people write one by hand."""
+"""A longer grammar is large: few people write one by hand."""
 STARVED = 0.2
 """A worker at idle priority that had less than this share of a core until its time limit was starved."""
 
@@ -59,8 +55,8 @@ class CompilePool:
     Args:
         backend: name of the backend.
         vocabulary: each worker receives it at its start.
-        workers: compilations at a time, and slow ones next to them. So many processes and one more are started ahead of
-            need, so that the compilation after a slow one does not wait for a start.
+        workers: compilations at a time, and large and slow ones next to them. So many processes and one more are
+            started ahead of need, so that the compilation after a slow one does not wait for a start.
         limits: limits of one compilation.
         queue: compilations that may wait for a worker, not counting accepted sequences. Tenants share these
             places by weight.
@@ -93,8 +89,11 @@ class CompilePool:
         """Workers of a command that has a fallback."""
         self._closed = False
         self._compile_queue = CompileQueue(workers, queue_s, max_waiting=queue)
+        self._large_queue = CompileQueue(workers, queue_s, max_waiting=queue)
+        """Places of large grammars, which delay no small one."""
         self._slow_queue = CompileQueue(workers, queue_s, max_waiting=queue)
         """Places of slow compilations, next to the others."""
+        self._queues = (self._compile_queue, self._large_queue, self._slow_queue)
         self._most_spare = workers + 1
         self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(self._most_spare)]
         self._all: set[CompileProcess] = set()
@@ -124,7 +123,8 @@ class CompilePool:
             self._idle.add(worker)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                reply = await worker.exchange(self._start_message(worker), self._vocabulary.tokenizer_json)
+                body = b"" if worker.has_vocabulary else self._vocabulary.tokenizer_json
+                reply = await worker.exchange(self._start_message(worker), body)
         except (EOFError, TimeoutError) as error:
             logger.error(
                 "a compile worker of %s did not start; its last output: %s", self._backend, worker.stderr_tail()
@@ -178,7 +178,8 @@ class CompilePool:
         Raises InvalidGrammar, NotSupported, LimitExceeded (nesting, time, memory, size, length of the queue, time in
         the queue), InternalError (crash).
         """
-        place = _Place(self._compile_queue, name, share, len(grammar.text) > LARGE_BYTES, accepted)
+        queue = self._large_queue if len(grammar.text) > LARGE_BYTES else self._compile_queue
+        place = _Place(queue, name, share, accepted)
         self._places.add(place)
         try:
             await self._enter(place)
@@ -199,11 +200,11 @@ class CompilePool:
     async def _enter(self, place: _Place) -> None:
         """Wait for a place of the queue. Raises LimitExceeded."""
         try:
-            await place.queue.acquire(place.name, accepted=place.accepted, share=place.share, large=place.large)
+            await place.queue.acquire(place.name, accepted=place.accepted, share=place.share)
         except QueueFullError:
             raise LimitExceeded(f"compile_queue: {self._max_waiting} compilations are waiting already") from None
         except TimeoutError:
-            did = "did not begin" if place.queue is self._compile_queue else f"takes longer than {SLOW_S:g} s"
+            did = f"takes longer than {SLOW_S:g} s" if place.queue is self._slow_queue else "did not begin"
             raise LimitExceeded(
                 f"no compile worker of {self._backend} was free within {self._queue_s:g} s, and the "
                 f"compilation {did}; try again"
@@ -214,8 +215,8 @@ class CompilePool:
         """Treat the compilations of this name as accepted from now on, also one that has yet to wait once more."""
         for place in self._places:
             place.accepted |= place.name == name
-        self._compile_queue.promote(name)
-        self._slow_queue.promote(name)
+        for queue in self._queues:
+            queue.promote(name)
 
     async def _until_slow(self, answer: asyncio.Task[Any], worker: CompileProcess, place: _Place) -> None:
         """Wait until the compilation is done, or has given its place to the next one. Raises _SlowError."""
@@ -252,7 +253,7 @@ class CompilePool:
         answer.add_done_callback(_retrieve_exception)  # of one that ends after its caller has left
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                if place.queue is self._compile_queue:
+                if place.queue is not self._slow_queue:
                     await self._until_slow(answer, worker, place)
                 reply, data = await answer
             if output := worker.stderr_tail():
@@ -303,6 +304,8 @@ class CompilePool:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 self._spare[i] = self._launch()
         while True:
+            if not self._spare:
+                self._spare.append(self._launch())
             task = self._spare.pop(self._last_started())
             try:
                 worker = await asyncio.shield(task)
@@ -358,7 +361,7 @@ class CompilePool:
         """Return counters since the start, and gauges."""
         return {
             "workers": len(self._all),
-            "waiting": self._compile_queue.num_waiting + self._slow_queue.num_waiting,
+            "waiting": sum(queue.num_waiting for queue in self._queues),
             "started": self.started,
             "killed": self.killed,
             "yielded": self.yielded,
@@ -376,7 +379,6 @@ class _Place:
     queue: CompileQueue
     name: str
     share: Share
-    large: bool
     accepted: bool
     is_held: bool = False
 

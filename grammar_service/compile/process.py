@@ -13,14 +13,18 @@ import contextlib
 import os
 import signal
 import struct
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from grammar_service.compile.worker import pack, unpack
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded
 
+COMMAND = (sys.executable, "-m", "grammar_service.compile.worker")
+START_TIMEOUT_S = 120.0
+"""Bound on the start of a process: importing torch on a busy machine takes seconds."""
 _LINGER_S = 1.0
 """A worker that has closed its pipe gets this long to exit."""
 
@@ -31,47 +35,84 @@ _LARGE_BYTES = 1 << 20
 """An artifact above this is read off the event loop."""
 
 _STDERR_TAIL_BYTES = 4096
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Libraries of numpy and torch start no threads, which a fork would not copy."""
 _OUT_OF_MEMORY = ("memory allocation of", "bad_alloc", "MemoryError", "Cannot allocate memory", "out of memory")
 """Messages of Rust, C++ and Python for an allocation that failed."""
+
+
+class Running(Protocol):
+    """What a worker needs of its process; `asyncio.subprocess.Process` has it."""
+
+    pid: int
+    stdin: asyncio.StreamWriter | None
+    stdout: asyncio.StreamReader | None
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, None while it runs."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+    async def wait(self) -> int:
+        """Wait for its end, and return the exit code."""
+
+
+class MemoryFiles:
+    """The memory files of a worker that is starting. What is not kept is closed at the end of the block."""
+
+    def __init__(self) -> None:
+        self.artifact_fd = self.stderr_fd = self.appending_fd = -1
+
+    def __enter__(self) -> MemoryFiles:
+        try:
+            self.artifact_fd = os.memfd_create("lockstep-artifact", 0)
+            self.stderr_fd = os.memfd_create("lockstep-worker-stderr")
+            # Opened for appending, so that truncating the file after a read does not leave a hole.
+            self.appending_fd = os.open(f"/proc/self/fd/{self.stderr_fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        except BaseException:  # it may have been the last descriptor
+            self.__exit__()
+            raise
+        return self
+
+    def keep(self) -> tuple[int, int]:
+        """Return the files of the artifact and of stderr, which the caller closes from now on."""
+        kept = self.artifact_fd, self.stderr_fd
+        self.artifact_fd = self.stderr_fd = -1
+        return kept
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in (self.artifact_fd, self.stderr_fd, self.appending_fd):
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 class CompileProcess:
     """A compile worker process, made by `start`. The caller must end it exactly once, with `kill` or `end`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, artifact_fd: int, stderr_fd: int) -> None:
+    has_vocabulary = False
+    """The first frame needs no body."""
+
+    def __init__(self, process: Running, artifact_fd: int, stderr_fd: int) -> None:
         self._process = process
         self._artifact_fd = artifact_fd
         self._stderr_fd = stderr_fd
         self.loads_torch = False
 
     @staticmethod
-    async def start(command: Sequence[str]) -> CompileProcess:
-        """Start a worker, which waits for its first frame."""
-        artifact_fd = os.memfd_create("lockstep-artifact", 0)
-        try:
-            stderr_fd = os.memfd_create("lockstep-worker-stderr")
-        except BaseException:  # it may have been the last descriptor
-            os.close(artifact_fd)
-            raise
-        try:
-            # Opened for appending, so that truncating the file after a read does not leave a hole.
-            appending = os.open(f"/proc/self/fd/{stderr_fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=appending,
-                    pass_fds=(artifact_fd,),
-                    env=_environment(),
-                )
-            finally:
-                os.close(appending)
-        except BaseException:
-            os.close(artifact_fd)
-            os.close(stderr_fd)
-            raise
-        return CompileProcess(process, artifact_fd, stderr_fd)
+    async def start(command: Sequence[str], *inherited: int) -> CompileProcess:
+        """Start a worker, which waits for its first frame. It also has the descriptors `inherited`."""
+        with MemoryFiles() as files:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=files.appending_fd,
+                pass_fds=(files.artifact_fd, *inherited),
+                env=_environment(),
+            )
+            return CompileProcess(process, *files.keep())
 
     @property
     def artifact_fd(self) -> int:
@@ -178,6 +219,7 @@ def exit_error(backend: str, code: int, output: str, memory_mb: int) -> GrammarS
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of this process, with a PYTHONPATH on which a child finds this package."""
+    """Return the environment of a child: this process's, and a PYTHONPATH on which the child finds this package."""
     root = str(Path(__file__).resolve().parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, **_ONE_THREAD}

@@ -3,9 +3,8 @@
 Within a group the next worker goes to the tenant with the smallest counter: the time for which workers have compiled
 for it while anything waited, divided by its weight. The time of a running compilation counts while it runs. A tenant
 that begins to wait is lifted to the smallest counter of the waiting tenants, so it saves nothing up, and all counters
-are forgotten when nothing waits: then no tenant went short. A tenant's own compilations keep the order of arrival, but
-a large one counts as if it had arrived LARGE_LATER_S later, so small ones overtake it. All compilations of a server
-without tenants count as one tenant's.
+are forgotten when nothing waits: then no tenant went short. A tenant's own compilations keep the order of arrival. All
+compilations of a server without tenants count as one tenant's.
 
 Once all places of the queue are taken, they also belong to the tenants by weight. A compilation that finds no place
 takes the place of the newest one of the tenant with the most waiting compilations over its weight, if its own tenant
@@ -41,9 +40,6 @@ class Share:
 
 NO_TENANT = Share()
 
-LARGE_LATER_S = 1.0
-"""A large grammar lets small ones pass that arrive within this time after it."""
-
 
 class QueueFullError(Exception):
     """The compilation has no place in the queue, or lost it to one of another tenant."""
@@ -55,8 +51,6 @@ class _Waiter:
 
     name: str
     share: Share
-    due_s: float
-    """Its place in the order of its tenant."""
     assigned: asyncio.Future[None]
     """Done when a worker is assigned; fails with TimeoutError when the wait was too long, and with QueueFullError when
     another tenant's compilation took the place."""
@@ -115,9 +109,7 @@ class CompileQueue:
         self._usage(share).running += 1
         return True
 
-    async def acquire(
-        self, name: str = "", *, accepted: bool = False, share: Share = NO_TENANT, large: bool = False
-    ) -> None:
+    async def acquire(self, name: str = "", *, accepted: bool = False, share: Share = NO_TENANT) -> None:
         """Wait for a worker; the caller must `release` it for the same share. `name` is the argument of `promote`.
 
         Unless the compilation is accepted or was promoted, raises TimeoutError after `wait_s`, and QueueFullError when
@@ -128,8 +120,7 @@ class CompileQueue:
         displaced = None if accepted else self._displaced(share)
         self._lift(share)
         loop = asyncio.get_running_loop()
-        due_s = self._counted_s + (LARGE_LATER_S if large else 0.0)
-        waiter = _Waiter(name, share, due_s, loop.create_future())
+        waiter = _Waiter(name, share, loop.create_future())
         (self._accepted if accepted else self._others).append(waiter)
         if displaced is not None:
             self._remove(displaced)
@@ -187,9 +178,8 @@ class CompileQueue:
         """Return the first compilation of the tenant with the smallest counter."""
         first: dict[str, _Waiter] = {}
         for waiter in waiting:
-            before = first.get(waiter.share.tenant)
-            if not waiter.assigned.done() and (before is None or waiter.due_s < before.due_s):
-                first[waiter.share.tenant] = waiter
+            if not waiter.assigned.done():
+                first.setdefault(waiter.share.tenant, waiter)
         return min(first.values(), key=self._order, default=None)
 
     def _order(self, waiter: _Waiter) -> tuple[float, int]:

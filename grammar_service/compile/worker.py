@@ -7,6 +7,10 @@ library reads it, and tries each artifact out (proof.py) before the grammar proc
 Frames on stdin and stdout: u32 length, a JSON head up to the first newline, then bytes. An artifact is written to the
 memory file whose descriptor the first frame names. Started as `python -m grammar_service.compile.worker`.
 
+With FORKS it compiles nothing. It reads the vocabulary once, and then forks workers that have it (see forks.py), each
+within milliseconds and with a connection in place of stdin and stdout. It has one thread, so that a fork copies no lock
+that another thread holds; the grammar process counts its threads and otherwise starts each worker by itself.
+
 Not responsible for: the time limit (see pool.py).
 """
 
@@ -14,16 +18,20 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import random
 import resource
+import selectors
+import signal
+import socket
 import struct
 import sys
 import threading
 import time
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, NoReturn
 
 from grammar_service.backends.backend import Backend
 from grammar_service.backends.registry import load_backend
@@ -42,6 +50,12 @@ filled."""
 IDLE = "--idle"
 """Flag: compile under SCHED_IDLE (sched(7)), when no other process wants the core; woken threads find it idle. A worker
 starts at the niceness, so that it also starts on a machine that is never idle; pool.py notices when it gets no core."""
+FORKS = "--forks"
+"""Flag, before the descriptor of a socket of the type SOCK_SEQPACKET: fork workers. Requests are `fork` or `fork IDLE`
+with three descriptors (the connection, the artifact's memory file, stderr), answered in order by `forked PID` or
+`refused ERRNO`, and `kill PID`. `ended PID STATUS` reports the end of a worker."""
+_MESSAGE_BYTES = 64
+_FIRST = '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}'
 _GROUP_TRIES = 20
 
 
@@ -77,29 +91,43 @@ def unpack(frame: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def main() -> None:
-    """Serve frames until stdin ends."""
+    """Serve frames until stdin ends, or fork workers until the socket is closed."""
     die_with_parent()
     lower_priority(NICENESS)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("1000")
     # Libraries print to stdout, which must not mix with the frames.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     faulthandler.enable()
+    if FORKS in sys.argv:
+        _fork_workers(sys.stdin.buffer, out, socket.socket(fileno=int(sys.argv[-1])))
+    else:
+        _work(sys.stdin.buffer, out, None)
+
+
+def _work(frames: BinaryIO, out: BinaryIO, forked: _Forked | None) -> None:
+    """Serve frames until `frames` ends."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")
     # A stack of known size, smaller than the stacks of the loaders in the grammar process.
     threading.stack_size(WORKER_STACK_BYTES)
-    serving = threading.Thread(target=_serve, args=(sys.stdin.buffer, out), name="compile")
+    serving = threading.Thread(target=_serve, args=(frames, out, forked), name="compile")
     serving.start()
     serving.join()
 
 
 def lower_priority(niceness: int) -> None:
-    """Lower the priority of this process.
+    """Lower the priority of this process and of a session of its own."""
+    os.nice(niceness)
+    _own_session(niceness)
+
+
+def _own_session(niceness: int) -> None:
+    """Give this process a session of this niceness.
 
     Where Linux groups tasks by session (sched(7), autogroup), a niceness counts only within its session, and all
-    sessions get equal shares. So this process starts a new session and gives the session the niceness.
+    sessions get equal shares. So this process starts a new session and gives the session the niceness. Workers that
+    shared one would share its part of the cores, a quick compilation with a slow one.
     """
-    os.nice(niceness)
     # Refused to the leader of a process group.
     with contextlib.suppress(PermissionError):
         os.setsid()
@@ -128,36 +156,136 @@ def _yield_to_others() -> None:
             os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 
 
-def _serve(frames: BinaryIO, out: BinaryIO) -> None:
+@dataclass(frozen=True, slots=True)
+class _Forked:
+    """What a worker has from the process that forked it."""
+
+    toolchain: Toolchain
+    artifact_fd: int
+    idle: bool
+
+
+def _serve(frames: BinaryIO, out: BinaryIO, forked: _Forked | None) -> None:
     first = _read(frames)
     if not first:
         return
     head, body = unpack(first)
-    toolchain = _start(head, body, out)
+    limits = Limits(**head["limits"])
+    if forked is None:
+        toolchain, idle = _load(head, body, out), IDLE in sys.argv[1:]
+    else:
+        toolchain, idle = forked.toolchain, forked.idle
+        limits = replace(limits, artifact_fd=forked.artifact_fd)
     if toolchain is None:
         return
-    limits = Limits(**head["limits"])
+    _limit_memory(limits.memory_mb)
+    if idle:
+        _yield_to_others()
+    _write(out, pack({"ready": os.getpid(), "modules": "torch" in sys.modules}))
     while frame := _read(frames):
         head, body = unpack(frame)
-        out.write(reply(toolchain, limits, head, body))
-        out.flush()
+        _write(out, reply(toolchain, limits, head, body))
 
 
-def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> Toolchain | None:
+def _load(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> Toolchain | None:
+    """Return the toolchain that the first frame describes; None: `out` has the error."""
     try:
         vocabulary = Vocabulary.load(tokenizer_json, head["size"], tuple(head["stop_ids"]))
-        toolchain = Toolchain(load_backend(head["backend"], vocabulary), TokenTexts.of(vocabulary))
+        return Toolchain(load_backend(head["backend"], vocabulary), TokenTexts.of(vocabulary))
     except Exception as error:
         name, message = to_wire(error)
-        out.write(pack({"error": name, "message": message}))
-        out.flush()
+        _write(out, pack({"error": name, "message": message}))
         return None
-    _limit_memory(int(head["limits"]["memory_mb"]))
-    if IDLE in sys.argv[1:]:
-        _yield_to_others()
-    out.write(pack({"ready": os.getpid(), "modules": "torch" in sys.modules}))
-    out.flush()
-    return toolchain
+
+
+def _fork_workers(frames: BinaryIO, out: BinaryIO, control: socket.socket) -> None:
+    """Read the first frame, then fork a worker for each request on `control` until that is closed."""
+    first = _read(frames)
+    toolchain = _load(*unpack(first), out) if first else None
+    if toolchain is None:
+        return
+    _warm(toolchain)
+    gc.collect()
+    gc.freeze()  # a collection in a worker would otherwise copy the pages that it shares with this process
+    _write(out, pack({"threads": len(os.listdir("/proc/self/task"))}))
+    woken, waking = socket.socketpair()
+    for each in (woken, waking):
+        each.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
+    children: set[int] = set()
+    with selectors.DefaultSelector() as selector:
+        for each in (woken, control):
+            selector.register(each, selectors.EVENT_READ)
+        while True:
+            ready = [key.fileobj for key, _ in selector.select()]
+            if woken in ready:
+                woken.recv(1 << 16)
+                _report_ended(children, control)
+            if control not in ready:
+                continue
+            message, descriptors, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 3)
+            word, _, rest = message.decode().partition(" ")
+            if word == "":
+                return
+            if word == "kill":
+                if int(rest) in children:  # else it has ended, and its id may belong to another process
+                    os.kill(int(rest), signal.SIGKILL)
+                continue
+            try:
+                child = os.fork()
+            except OSError as error:
+                control.send(f"refused {error.errno}".encode())
+            else:
+                if child == 0:
+                    for inherited in (selector, woken, waking, control, out):
+                        inherited.close()
+                    _become_worker(toolchain, descriptors, idle=rest == IDLE)
+                children.add(child)
+                control.send(f"forked {child}".encode())
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def _warm(toolchain: Toolchain) -> None:
+    """Compile a grammar, so that what the libraries build at their first one is built before a fork."""
+    grammar = Grammar(Kind.JSON_SCHEMA, _FIRST, Whitespace.COMPACT)
+    prove(toolchain.backend, grammar, toolchain.backend.compile(grammar), toolchain.texts)
+
+
+def _become_worker(toolchain: Toolchain, descriptors: list[int], *, idle: bool) -> NoReturn:
+    """Work in the child of a fork, and exit."""
+    status = 1
+    try:
+        connection, artifact_fd, stderr_fd = descriptors
+        die_with_parent()  # a parent that has died already has closed the other end of `connection`
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, standard in ((nothing, 0), (stderr_fd, 1), (stderr_fd, 2)):
+            os.dup2(source, standard)
+        os.close(nothing)
+        os.close(stderr_fd)
+        _own_session(NICENESS)
+        with os.fdopen(os.dup(connection), "rb") as frames, os.fdopen(connection, "wb") as out:
+            _work(frames, out, _Forked(toolchain, artifact_fd, idle))
+        status = 0
+    except BrokenPipeError:
+        status = 0  # nobody waits for the answer
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)  # nothing of the parent's is flushed or ended twice
+
+
+def _report_ended(children: set[int], control: socket.socket) -> None:
+    """Reap every child that has ended, and report it."""
+    while children:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child == 0:
+            return
+        children.remove(child)
+        control.send(f"ended {child} {os.waitstatus_to_exitcode(status)}".encode())
 
 
 def reply(toolchain: Toolchain, limits: Limits, head: dict[str, Any], body: bytes) -> bytes:
@@ -204,6 +332,11 @@ def _store(descriptor: int, artifact: bytes) -> None:
     rest = memoryview(artifact)
     while rest:
         rest = rest[os.pwrite(descriptor, rest, len(artifact) - len(rest)) :]
+
+
+def _write(stream: BinaryIO, frame: bytes) -> None:
+    stream.write(frame)
+    stream.flush()
 
 
 def _read(stream: BinaryIO) -> bytes:

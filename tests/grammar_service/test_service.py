@@ -355,7 +355,7 @@ def test_xgrammar_beside_llguidance(start: Start) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 def _state(pid: int) -> str:

@@ -232,19 +232,15 @@ async def test_slow_grammars_let_quick_ones_pass_and_end_all_the_same(vocabulary
         assert (stats["killed"], stats["crashed"], stats["waiting"]) == (0, 0, 0)
 
 
-async def test_a_small_grammar_overtakes_a_large_one_of_the_same_moment(vocabulary: Vocabulary) -> None:
-    async with pool(vocabulary) as workers:
-        await workers.ready()
-        ended: list[str] = []
-
-        async def compile(name: str, text: str) -> None:
-            await workers.compile(grammar(text))
-            ended.append(name)
-
-        large = "x" * (LARGE_BYTES + 1)
-        calls = (("first", "pause"), ("large", large), ("small", "y"))
-        await asyncio.gather(*(compile(name, text) for name, text in calls))
-        assert ended == ["first", "small", "large"]
+async def test_large_grammars_delay_no_small_one(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    """The first one has the place of the slow ones, the second one that of the large ones, and neither computes."""
+    async with pool(vocabulary, timeout_s=600.0) as workers:
+        begun = tmp_path / "one", tmp_path / "two"
+        large = [asyncio.create_task(workers.compile(grammar(f"{'x' * LARGE_BYTES} begin {path}"))) for path in begun]
+        await eventually(lambda: all(path.exists() for path in begun), LONG_S)
+        async with asyncio.timeout(LONG_S):
+            assert (await workers.compile(grammar("quick"))).data.endswith(b" quick")
+        assert not any(task.done() for task in large)
 
 
 async def test_the_time_until_a_place_is_free_is_no_compile_time(vocabulary: Vocabulary) -> None:

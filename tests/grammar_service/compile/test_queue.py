@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grammar_service.compile.queue import LARGE_LATER_S, NO_TENANT, CompileQueue, QueueFullError, Share
+from grammar_service.compile.queue import NO_TENANT, CompileQueue, QueueFullError, Share
 
 ACME, BETA = Share("acme"), Share("beta")
 
@@ -40,10 +40,10 @@ class Bench:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._shares: dict[str, Share] = {}
 
-    async def ask(self, name: str, share: Share, *, accepted: bool = False, large: bool = False) -> None:
+    async def ask(self, name: str, share: Share, *, accepted: bool = False) -> None:
         async def take() -> None:
             try:
-                await self.queue.acquire(name, accepted=accepted, share=share, large=large)
+                await self.queue.acquire(name, accepted=accepted, share=share)
             except QueueFullError:
                 self.refused.append(name)
             else:
@@ -75,17 +75,6 @@ class Bench:
 async def settled() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
-
-
-async def test_small_grammars_overtake_large_ones_that_came_a_moment_before() -> None:
-    bench = Bench(1)
-    for name in ("a0", "large0", "large1"):
-        await bench.ask(name, NO_TENANT, large=name.startswith("large"))
-    bench.clock.now_s += LARGE_LATER_S / 2
-    await bench.ask("small0", NO_TENANT)
-    bench.clock.now_s += LARGE_LATER_S
-    await bench.ask("small1", NO_TENANT)
-    assert await bench.end_one_by_one(4, 0.0) == ["small0", "large0", "large1", "small1"]
 
 
 async def test_the_time_of_a_compilation_counts_while_it_runs() -> None:
