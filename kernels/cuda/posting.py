@@ -89,7 +89,8 @@ def post_kernel(
     """Grid (B): see `pack_post`."""
     b = tl.program_id(0)
     s = tl.load(lanes + b).to(tl.int64)
-    is_posted = (s >= 0) & (tl.load(guided + b) != 0)
+    real = s >= 0
+    is_posted = real & (tl.load(guided + b) != 0)
     s = tl.maximum(s, 0)
     if DONE:
         is_posted = is_posted & (tl.load(done + s) == 0)
@@ -105,7 +106,8 @@ def post_kernel(
         wanted = tl.minimum(tl.minimum(tl.load(jump_forward_limit + s), room), max_drafts)
         missing = (j < wanted) & (tl.load(drafting + b) != 0)
     need = tl.where(is_posted, tl.sum(tl.where(missing, 1 << j, 0), axis=0), 0)
-    num_posted = tl.load(posted + s)
+    # An idle lane would race with the program that advances slot 0.
+    num_posted = tl.load(posted + s, mask=real, other=0)
     start = tl.load(prompt_length + s) + num_posted
     requested = need != 0
     num_new = tl.where(requested, tl.load(length + s) - start, 0)
@@ -248,9 +250,10 @@ def cache_kernel(
     s = tl.maximum(s, 0)
     needed = (tl.load(need_rows + b) >> j) & 1
     row = s * R + j
-    kind = tl.load(kind_of + row).to(tl.int32)
-    token = tl.load(forced_of + row)
-    here = tl.load(cached + row).to(tl.int32)
+    # An idle lane would race with the program that caches a row of slot 0.
+    kind = tl.load(kind_of + row, mask=busy, other=0).to(tl.int32)
+    token = tl.load(forced_of + row, mask=busy, other=0)
+    here = tl.load(cached + row, mask=busy, other=0).to(tl.int32)
     if busy & (needed != 0) & (tl.load(posted_slots + b) >= 0):
         kind = tl.load(answered_kinds + lane).to(tl.int32)
         token = tl.load(answered_jump_forward + lane)

@@ -111,3 +111,12 @@ def test_a_row_of_another_lane_is_found() -> None:
         assert pages.view(4, 16)[1, 3] == 1
         with pytest.raises(InterpreterError, match=r"store_kernel, k_pages: store of page 0, token 0, .* lane 0"):
             store_kernel[(2,)](k, pages, table, positions, 1, LANE=1, T=16)
+
+
+def test_a_page_may_be_twice_in_a_table_in_a_warm_up_only() -> None:
+    """Which runs over page 0, before a sequence owns it."""
+    k, positions, pages = torch.arange(17.0), torch.arange(17, dtype=torch.int32)[None], torch.zeros(4, 1, 16, 1)
+    with checked_interpreter():
+        store_kernel[(17,)](k, pages, torch.zeros(1, 2, dtype=torch.int32), positions, 17, LANE=0, T=16)
+        with pytest.raises(Exception, match=r"store_kernel, k_pages: programs .* write to one address"):
+            store_kernel[(17,)](k, pages, torch.ones(1, 2, dtype=torch.int32), positions, 17, LANE=0, T=16)

@@ -7,6 +7,8 @@ the attention kernel.
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,18 @@ from tests.fakes import EOS
 from tests.gpu_engine import eagle, tiny
 from tests.gpu_engine.device.device_requests import GUIDED, UNGUIDED, on_cpu
 from tests.gpu_engine.harness import config
+from tests.kernels.checked_interpreter import checked_interpreter
+
+
+@pytest.fixture(autouse=True)
+def checked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check each access of the interpreter to memory (see tests/kernels/checked_interpreter.py), but in slow tests."""
+    if importlib.util.find_spec("triton") is None or request.node.get_closest_marker("slow") is not None:
+        yield
+        return
+    with checked_interpreter() as found:
+        yield
+    assert found.faults == []
 
 
 def small_llama(folder: Path, seed: int = 0) -> Path:

@@ -23,6 +23,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from tests.kernels.checked_interpreter import is_checking, poisoned
+
 P = ParamSpec("P")
 Node = Callable[[], object]
 
@@ -40,6 +42,7 @@ _READS_BACK = {
     _aten._unique2,
     _aten.bincount,
 }
+_LEAVES_UNWRITTEN = {_aten.empty, _aten.empty_like, _aten.new_empty}
 
 
 class DeviceFailed(RuntimeError):
@@ -86,6 +89,8 @@ class _Tracer(TorchDispatchMode):
         out = func(*args, **kwargs)
         if written:
             self.nodes.append(lambda: func(*args, **kwargs))
+        elif func.overloadpacket in _LEAVES_UNWRITTEN and is_checking():
+            self.nodes.append(functools.partial(poisoned, out))
         elif any(value.alias_info is None for value in func._schema.returns):
             self.nodes.append(functools.partial(_compute, func, args, kwargs, tree_leaves(out)))
         return out

@@ -107,8 +107,8 @@ def test_a_refused_post_ends_only_its_own_requests_with_internal(
         def break_the_count(answer: Answer) -> None:
             if len(answer.tokens) >= 3 and not broken[0]:
                 broken[0] = 1
-                # More tokens that are not yet posted than a record holds.
-                stream.kernel(slot_writer.buffers.posted_S.fill_, -1000)
+                # More tokens that are not yet posted than a record holds: the prompt's as well.
+                stream.kernel(slot_writer.buffers.posted_S.fill_, -20)
 
         guided, unguided = ask(tokens(20, 1), grammar="50", max_tokens=90, on_event=break_the_count), GUIDED[1]()
         for answer in (guided, unguided):
