@@ -10,7 +10,6 @@ import jsonschema
 import pytest
 
 from grammar_service.backends.registry import NAMES, installed_version
-from tools.enforced import __main__ as command
 from tools.enforced.case import Case
 from tools.enforced.measure import ALL, KEYWORDS, Outcome, Verdict, measure
 from tools.enforced.report import section
@@ -89,9 +88,3 @@ def test_the_committed_page_agrees_with_the_libraries(verdicts: dict[str, list[V
 def test_the_section_shows_silent_acceptance() -> None:
     verdict = Verdict(KEYWORDS[0], Outcome.SILENT, ('"|"',))
     assert '**silently accepts**: `"\\|"`' in section({"toy": [verdict]}, {"toy": "1"})
-
-
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["--help"])
-    assert "examples:" in capsys.readouterr().out

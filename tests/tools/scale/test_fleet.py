@@ -239,20 +239,3 @@ def test_more_engines_hold_a_load_and_a_lost_one_costs() -> None:
     assert loss.lost > 0
     assert loss.refused == 0
     assert loss.during_ttft_s > loss.undisturbed_ttft_s
-
-
-@pytest.mark.parametrize(
-    ("build", "named"),
-    [
-        (lambda: Fleet(spec(), 0), "num_engines"),
-        (lambda: Fleet(spec(), 1, "random"), "router"),
-        (lambda: Fleet(spec(), 1, failures=[Failure(0, 1)]), "no engine 1"),
-        (lambda: Failure(1, 0, "router"), "failure"),
-        (lambda: Load(rate=0), "rate"),
-        (lambda: Load(rate=1, burstiness=-1), "burstiness"),
-        (lambda: Load(rate=1, guided_share=2), "guided_share"),
-    ],
-)
-def test_values_without_sense_are_refused_by_name(build: object, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        build()  # type: ignore[operator]

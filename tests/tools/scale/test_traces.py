@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 
 import pytest
 
-from tools.scale.traces import BadTrace, Lengths, Load, read_trace, write_trace
+from tools.scale.traces import Lengths, Load, read_trace, write_trace
 
 
 @pytest.mark.parametrize("burstiness", [0.0, 1.0, pytest.param(3.0, marks=pytest.mark.slow)])
@@ -40,19 +40,3 @@ def test_a_trace_survives_its_file(tmp_path: Path) -> None:
     trace = Load(rate=5, guided_share=0.5, groups=2, group_tokens=8).trace(5, 0)
     write_trace(tmp_path / "trace.jsonl", trace)
     assert read_trace(tmp_path / "trace.jsonl") == trace
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("", "no requests"),
-        ("{", ":1: "),
-        ('{"at_s": 1, "prompt_tokens": 4, "answer_tokens": 2, "model": "x"}', "model"),
-        ('{"at_s": 1, "prompt_tokens": 0, "answer_tokens": 2}', "at least 1"),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused_with_its_line(text: str, named: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(text)
-    with pytest.raises(BadTrace, match=named):
-        read_trace(path)

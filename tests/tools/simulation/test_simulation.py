@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 
 from gpu_engine.core.scheduler import Scheduler
-from tools.simulation.__main__ import parser
 from tools.simulation.mutants import MUTANTS, ROOT, Mutant, changed, in_effect
 from tools.simulation.run import many_runs, references, simulate
 from tools.simulation.workload import kinds
@@ -95,10 +94,6 @@ def test_a_mutant_whose_text_is_gone_is_an_error() -> None:
     gone = Mutant("gone", (("gpu_engine/core/scheduler.py", "no such text", ""),))
     with pytest.raises(ValueError, match="0 times"), in_effect(gone):
         pass
-
-
-def test_help_has_the_command_for_a_seed() -> None:
-    assert 'make simulate ARGS="--seed' in parser().format_help()
 
 
 @pytest.mark.slow
