@@ -53,7 +53,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 _ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
 """By transformers' name, where a file has another."""
 
-KINDS = ("Q4_0", "Q8_0", "Q4_1", "Q5_0")
+KINDS = ("Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1")
 """Of the matrices, in turn: the last has no product of its own, and is rounded again."""
 
 

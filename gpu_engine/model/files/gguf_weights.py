@@ -21,7 +21,7 @@ from gguf.quants import dequantize
 from gpu_engine.model.files.architectures import ARCHITECTURES
 from gpu_engine.model.files.gguf_header import GGUFHeader, GGUFTensor
 from gpu_engine.model.files.pieces import FileBytes
-from gpu_engine.model.quantised.gguf_blocks import blocks_of
+from gpu_engine.model.quantised.gguf_kinds import BLOCKS, blocks_of
 from gpu_engine.model.quantised.linear import BlockLinear, check_product
 from kernels.blocks import BLOCK, BlockKind, Field, PackedBlocks, RawBlocks
 
@@ -45,9 +45,7 @@ _LAYOUTS = {
     GGMLQuantizationType.Q4_1: _Layout(BlockKind.Q4, 4, 2),
     GGMLQuantizationType.Q8_0: _Layout(BlockKind.Q8, 2, None),
 }
-"""The kinds whose blocks are those of a product as they lie in the file."""
-_REWRITTEN = {GGMLQuantizationType.Q4_K: BlockKind.Q4}
-"""The kinds that are rewritten slab by slab."""
+"""The kinds whose blocks are those of a product as they lie in the file. The others are rewritten slab by slab."""
 
 
 class GGUFWeights:
@@ -96,9 +94,8 @@ class GGUFWeights:
 
     def blocks_kind(self, name: str) -> BlockKind | None:
         """Return the kind of the product over a matrix's own blocks; None: it has no such product."""
-        tensor = self._of(name)
-        layout = _LAYOUTS.get(tensor.kind)
-        return layout.kind if layout is not None else _REWRITTEN.get(tensor.kind)
+        form = BLOCKS.get(self._of(name).kind)
+        return None if form is None else form.kind
 
     def kind_name(self, name: str) -> str:
         """Return the name of a parameter's type in the file."""
@@ -131,10 +128,10 @@ class GGUFWeights:
     def product(self, name: str, bias: torch.Tensor | None) -> BlockLinear:
         """Return the product by the own blocks of a matrix that has a `blocks_kind`. Raises RuntimeError where it
         differs from the matrix."""
-        tensor, kind = self._of(name), self.blocks_kind(name)
-        assert kind is not None, tensor
+        tensor = self._of(name)
+        form = BLOCKS[tensor.kind]
         N, K = tensor.shape
-        packed = PackedBlocks.unfilled(kind, (N, K), offsets=kind is BlockKind.Q4, bias=bias)
+        packed = PackedBlocks.unfilled(form.kind, (N, K), offsets=form.has_offsets, bias=bias)
         order = self._order(tensor)
         for first, raw in self._slabs(tensor) if order is None else [(0, self._whole(tensor))]:
             packed.put(first, len(raw), _raw_blocks(raw, tensor.kind), order)

@@ -2,10 +2,7 @@
 
 A matrix is found by the library's own table of names. Invariant: blocks are used only where they give the weight that
 was loaded; the rows that a converter has reordered for the rotary embedding are put back. Not responsible for: loading
-the model (see loader.py), multiplying (see kernels/blocks.py).
-
-The layouts are those of ggml (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h): Q4_0, Q4_1, Q8_0 have
-blocks of 32, Q4_K has eight of them under one scale.
+the model (see loader.py), the bytes of a matrix (see gguf_kinds.py), multiplying (see kernels/blocks.py).
 """
 
 from __future__ import annotations
@@ -16,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, get_tensor_name_map
 from torch import nn
 
+from gpu_engine.model.quantised.gguf_kinds import blocks_of
 from gpu_engine.model.recording import distance
-from kernels.blocks import BLOCK, BlockKind, Blocks, quantised
+from kernels.blocks import BlockKind, Blocks, quantised
 
 log = logging.getLogger(__name__)
-
-_Bytes = npt.NDArray[np.uint8]
 
 _SAME = 1e-2
 """Largest relative distance of two roundings of one matrix; a matrix in another order is more than 1 away."""
@@ -102,49 +97,3 @@ def _rows_put_back(blocks: Blocks, heads: int) -> Blocks:
     N = blocks.shape[0]
     order = torch.arange(N).view(heads, N // heads // 2, 2).transpose(1, 2).reshape(N)
     return blocks.rows(order)
-
-
-def _halves(raw_NBk: _Bytes) -> torch.Tensor:
-    """Two bytes of every block as float16, [N, B]."""
-    return torch.from_numpy(np.ascontiguousarray(raw_NBk).view(np.float16)[..., 0].copy())
-
-
-def _nibbles(raw_NBk: _Bytes) -> torch.Tensor:
-    """Low halves, then high halves of every block's bytes, uint8."""
-    return torch.from_numpy(np.concatenate([raw_NBk & 15, raw_NBk >> 4], axis=-1))
-
-
-def blocks_of(raw: npt.NDArray[Any], kind: GGMLQuantizationType) -> Blocks | None:
-    """Return the blocks of a matrix's bytes [N, ...], or None for a type without a product here."""
-    N = raw.shape[0]
-    if kind is GGMLQuantizationType.Q8_0:
-        raw_NBk = raw.reshape(N, -1, 2 + BLOCK)
-        quants = np.ascontiguousarray(raw_NBk[..., 2:]).view(np.int8).reshape(N, -1)
-        return Blocks(BlockKind.Q8, torch.from_numpy(quants.copy()), _halves(raw_NBk[..., :2]), None)
-    if kind is GGMLQuantizationType.Q4_0:
-        raw_NBk = raw.reshape(N, -1, 2 + BLOCK // 2)
-        scales_NB = _halves(raw_NBk[..., :2])
-        return Blocks(BlockKind.Q4, _nibbles(raw_NBk[..., 2:]).reshape(N, -1), scales_NB, -8 * scales_NB)
-    if kind is GGMLQuantizationType.Q4_1:
-        raw_NBk = raw.reshape(N, -1, 4 + BLOCK // 2)
-        quants_NK = _nibbles(raw_NBk[..., 4:]).reshape(N, -1)
-        return Blocks(BlockKind.Q4, quants_NK, _halves(raw_NBk[..., :2]), _halves(raw_NBk[..., 2:4]))
-    return _blocks_of_q4_k(raw) if kind is GGMLQuantizationType.Q4_K else None
-
-
-def _blocks_of_q4_k(raw: npt.NDArray[Any]) -> Blocks:
-    """Q4_K: 256 inputs under two halves; eight blocks have a scale and a minimum of 6 bits each.
-
-    The products of scales are rounded to half precision, a relative error of at most 5e-4 of a scale.
-    """
-    N = raw.shape[0]
-    raw_NSk = raw.reshape(N, -1, 144)
-    d_NS1, least_NS1 = (_halves(raw_NSk[..., at : at + 2]).float()[..., None] for at in (0, 2))
-    packed = raw_NSk[..., 4:16].reshape(N, -1, 3, 4)
-    low, high, mixed = packed[..., 0, :], packed[..., 1, :], packed[..., 2, :]
-    scales = np.concatenate([low & 63, (mixed & 15) | ((low >> 2) & 48)], axis=-1)
-    minima = np.concatenate([high & 63, (mixed >> 4) | ((high >> 2) & 48)], axis=-1)
-    quants_NK = _nibbles(raw_NSk[..., 16:].reshape(N, -1, 4, BLOCK)).reshape(N, -1)
-    scales_NB = (d_NS1 * torch.from_numpy(scales.astype(np.float32))).half().reshape(N, -1)
-    offsets_NB = (-least_NS1 * torch.from_numpy(minima.astype(np.float32))).half().reshape(N, -1)
-    return Blocks(BlockKind.Q4, quants_NK, scales_NB, offsets_NB)

@@ -1,9 +1,8 @@
 """The kinds of quantised matrices in GGUF files, as blocks that a product reads.
 
-Most kinds have integers with one scale for every 32 inputs, so their blocks are exact but for the scale, which is
+These kinds have integers with one scale for every 32 inputs, so their blocks are exact but for the scale, which is
 rounded to half precision (a relative error of at most 5e-4). Q2_K, Q3_K, Q6_K and the IQ kinds of 3 bits and fewer have
-a scale for every 16 inputs or values that no byte holds: these are dequantised by the `gguf` package, some rows at a
-time, and rounded to 8 bits.
+a scale for every 16 inputs or values that no byte holds, and are not here: their matrices are rounded to 8 bits.
 Invariant: the blocks of a matrix are those of its rows, whatever part of them is read at once.
 Not responsible for: the names of tensors and the order of their rows (see gguf_blocks.py), the product (see
 kernels/blocks.py).
@@ -14,6 +13,7 @@ The layouts are those of ggml (https://github.com/ggml-org/ggml/blob/master/src/
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,25 +30,11 @@ _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69
 _MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 """Twice the values of e2m1, in the order of its codes."""
 
-_ROWS_BYTES = 64 << 20
-"""Bytes of fp32 that are dequantised at once."""
-
 
 def blocks_of(raw: npt.NDArray[Any], kind: Kind) -> Blocks | None:
-    """Return the blocks of a matrix's bytes, uint8 [N, bytes of a row]; None for a kind that is not quantised."""
-    if kind in _EXACT:
-        raw_Nk = raw.view(np.uint8).reshape(raw.shape[0], -1)
-        return _EXACT[kind](raw_Nk)
-    return rounded(raw, kind) if kind in ROUNDED else None
-
-
-def rounded(raw: npt.NDArray[Any], kind: Kind) -> Blocks:
-    """Return the blocks of a matrix of one of ROUNDED, of 8 bits."""
-    parts = []
-    step = max(1, _ROWS_BYTES // (4 * dequantize(raw[:1], kind).shape[-1]))
-    for at in range(0, len(raw), step):
-        parts.append(quantised(torch.from_numpy(dequantize(raw[at : at + step], kind)), BlockKind.Q8))
-    return Blocks.joined(parts)
+    """Return the blocks of a matrix's bytes, uint8 [N, bytes of a row]; None for a kind that is not in BLOCKS."""
+    raw_Nk = raw.view(np.uint8).reshape(raw.shape[0], -1)
+    return _READERS[kind](raw_Nk) if kind in BLOCKS else None
 
 
 def _halves(raw_NBk: _Bytes) -> torch.Tensor:
@@ -146,15 +132,15 @@ def _iq4_xs(raw_Nk: _Bytes) -> Blocks:
 
 
 def _mxfp4(raw_Nk: _Bytes) -> Blocks:
-    """Scales are powers of two. One below half precision's becomes 0, and one above makes the matrix a rounded one."""
+    """Scales are powers of two. One below half precision's becomes 0; with one above it these rows are rounded."""
     raw_NBk = raw_Nk.reshape(len(raw_Nk), -1, 1 + BLOCK // 2)
     scales_NB = torch.from_numpy(np.ldexp(np.float32(1), raw_NBk[..., 0].astype(np.int32) - 128)).half()
     if not bool(scales_NB.isfinite().all()):
-        return rounded(raw_Nk, Kind.MXFP4)
+        return quantised(torch.from_numpy(dequantize(raw_Nk, Kind.MXFP4)), BlockKind.Q8)
     return Blocks(BlockKind.Q8, _in_rows(_MXFP4[_nibbles(raw_NBk[..., 1:])]), scales_NB, None)
 
 
-_EXACT: dict[Kind, Callable[[_Bytes], Blocks]] = {
+_READERS: dict[Kind, Callable[[_Bytes], Blocks]] = {
     Kind.Q4_0: _q4_0,
     Kind.Q4_1: _q4_1,
     Kind.Q5_0: _q5_0,
@@ -167,8 +153,20 @@ _EXACT: dict[Kind, Callable[[_Bytes], Blocks]] = {
     Kind.MXFP4: _mxfp4,
 }
 
-ROUNDED = frozenset(
-    {Kind.Q2_K, Kind.Q3_K, Kind.Q6_K, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S, Kind.IQ1_S}
-    | {Kind.IQ1_M, Kind.TQ1_0, Kind.TQ2_0}
-)
-"""Kinds whose matrices are rounded to 8 bits."""
+
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """What the blocks of a kind of matrix are."""
+
+    kind: BlockKind
+    has_offsets: bool
+
+
+BLOCKS = {
+    **dict.fromkeys((Kind.Q4_0, Kind.Q4_1, Kind.Q4_K), BlockForm(BlockKind.Q4, has_offsets=True)),
+    **dict.fromkeys((Kind.Q5_1, Kind.Q5_K), BlockForm(BlockKind.Q8, has_offsets=True)),
+    **dict.fromkeys(
+        (Kind.Q5_0, Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4), BlockForm(BlockKind.Q8, has_offsets=False)
+    ),
+}
+"""The kinds that this module reads, and their blocks."""

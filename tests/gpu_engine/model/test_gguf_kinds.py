@@ -1,6 +1,6 @@
 """The kinds of GGUF files against the `gguf` package's own reading of the same bytes.
 
-Each bound is the rounding of the kind: none, of a scale to half precision, or of a weight to 8 bits.
+Each bound is the rounding of the kind: none, or of a scale to half precision.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from gpu_engine.model.quantised.gguf_kinds import ROUNDED, blocks_of
+from gpu_engine.model.quantised.gguf_kinds import BLOCKS, blocks_of
 from gpu_engine.model.recording import distance
 from kernels.blocks import BlockKind
 
-HALVES = {
-    **dict.fromkeys((Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K), (0, 2)),
-    **{Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q6_K: (208,), Kind.TQ1_0: (52,), Kind.TQ2_0: (64,)},
-}
-"""Where a block has its scales, if not at its start."""
-NO_SCALE, HALF, EIGHT_BITS = 0.0, 3e-4, 6e-3
+TWO_HALVES = (Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K)
+"""Kinds whose blocks begin with two halves, and not with one."""
+NO_SCALE, HALF = 0.0, 3e-4
 
 
 def random_bytes(kind: Kind, N: int = 6, blocks: int = 3) -> npt.NDArray[np.uint8]:
@@ -30,11 +27,8 @@ def random_bytes(kind: Kind, N: int = 6, blocks: int = 3) -> npt.NDArray[np.uint
     raw_NBk = rng.integers(0, 256, (N, blocks, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
     if kind is Kind.MXFP4:
         raw_NBk[..., 0] = rng.integers(110, 130, (N, blocks))
-    elif kind is Kind.IQ1_M:  # the bits of its scale are the high halves of four words
-        raw_NBk[..., 48:56] &= 15
-        raw_NBk[..., 55] |= 0x30
     else:
-        for at in HALVES.get(kind, (0,)):
+        for at in (0, 2) if kind in TWO_HALVES else (0,):
             halves = rng.uniform(-1, 1, (N, blocks, 1)).astype(np.float16)
             raw_NBk[..., at : at + 2] = halves.view(np.uint8)
     return raw_NBk.reshape(N, -1)
@@ -48,7 +42,6 @@ def random_bytes(kind: Kind, N: int = 6, blocks: int = 3) -> npt.NDArray[np.uint
             for kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.IQ4_NL, Kind.MXFP4)
         ),
         *((kind, HALF) for kind in (Kind.Q4_K, Kind.Q5_K, Kind.IQ4_XS)),
-        *((kind, EIGHT_BITS) for kind in sorted(ROUNDED)),
     ],
 )
 def test_blocks_are_the_weights_of_the_file(kind: Kind, bound: float) -> None:
@@ -57,14 +50,15 @@ def test_blocks_are_the_weights_of_the_file(kind: Kind, bound: float) -> None:
     blocks = blocks_of(raw, kind)
     assert blocks is not None
     assert blocks.shape == tuple(want_NK.shape)
+    assert (blocks.kind, blocks.offsets_NB is not None) == (BLOCKS[kind].kind, BLOCKS[kind].has_offsets)
     assert distance(blocks.dequantised(), want_NK) <= bound
     some = blocks_of(raw[2:4], kind)
     assert some is not None
     assert torch.equal(some.dequantised(), blocks.dequantised()[2:4])
 
 
-def test_kinds_that_are_not_quantised_have_no_blocks() -> None:
-    for kind in (Kind.F32, Kind.F16, Kind.BF16):
+def test_other_kinds_have_no_blocks() -> None:
+    for kind in (Kind.F32, Kind.BF16, Kind.Q6_K, Kind.IQ3_S):
         assert blocks_of(np.zeros((2, 64), np.uint8), kind) is None
 
 

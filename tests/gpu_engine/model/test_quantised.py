@@ -6,15 +6,13 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from gpu_engine.model.attention import AttentionContext, PromptRows
 from gpu_engine.model.loader import ModelNotSupported, load_model
-from gpu_engine.model.quantised import choice, gguf_blocks
+from gpu_engine.model.quantised import choice
 from gpu_engine.model.quantised.linear import BlockLinear, joined_blocks, quantise_linears
 from gpu_engine.model.quantised.native import NativeForward
 from gpu_engine.model.recording import distance
@@ -152,28 +150,6 @@ def test_the_states_that_a_drafter_wants_are_those_of_the_loop(saved: Saved) -> 
         taken.append(ctx.hidden)
     for layer, want in taken[0].items():
         assert distance(taken[1][layer], want) < 2e-2, layer
-
-
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-def test_a_files_blocks_are_those_of_the_gguf_library(kind: str) -> None:
-    weight_NK = np.random.default_rng(0).standard_normal((6, 64), dtype=np.float32)
-    raw = gguf.quants.quantize(weight_NK, gguf.GGMLQuantizationType[kind])
-    made = gguf_blocks.blocks_of(raw, gguf.GGMLQuantizationType[kind])
-    assert made is not None
-    want = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
-    torch.testing.assert_close(made.dequantised(), want, rtol=1e-6, atol=1e-6)
-
-
-def test_blocks_of_q4_k_are_those_of_the_gguf_library() -> None:
-    raw = np.random.default_rng(0).integers(0, 256, (3, 2 * 144), dtype=np.uint8)
-    for at in range(0, 2 * 144, 144):  # scales that are no NaN
-        raw[:, at : at + 4] = np.array([0.01, 0.02], dtype=np.float16).view(np.uint8)
-    made = gguf_blocks.blocks_of(raw, gguf.GGMLQuantizationType.Q4_K)
-    assert made is not None
-    want = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_K))
-    assert distance(made.dequantised(), want) < 1e-3
-    requantised = gguf_blocks.blocks_of(np.zeros((2, 210), dtype=np.uint8), gguf.GGMLQuantizationType.Q6_K)
-    assert requantised is None, "a type without a product"
 
 
 def test_products_with_inputs_that_are_no_whole_blocks_stay(caplog: pytest.LogCaptureFixture) -> None:
