@@ -293,6 +293,8 @@ class CheckedInterpreter:
     launches: int = 0
     num_accesses: int = 0
     current: Launch | None = None
+    then: Callable[[Launch], None] | None = None
+    """Gets each launch at its end."""
 
     def loaded(self, values: Array, size: int, pointers: Array, mask: Array | None) -> None:
         """Check that a load found no poison."""
@@ -360,6 +362,8 @@ def checked_interpreter() -> Iterator[CheckedInterpreter]:
         checked.launches += 1
         checked.num_accesses += len(launch.accesses)
         checked.current = None
+        if checked.then is not None:
+            checked.then(launch)
 
     def load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
         with checked.noting() as launch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,19 +18,30 @@ from gpu_engine.model.loader import LoadedModel, load_model
 from tests.fakes import EOS
 from tests.gpu_engine import eagle, tiny
 from tests.gpu_engine.device.device_requests import GUIDED, UNGUIDED, on_cpu
+from tests.gpu_engine.device.happens_before import Run, of_launch, watched_run
 from tests.gpu_engine.harness import config
 from tests.kernels.checked_interpreter import checked_interpreter
+
+ORDERED = {
+    *("test_happens_before.py", "test_device_decoupled.py", "test_device_adapters.py", "test_device_beams.py"),
+    "test_device_transfer.py",
+}
+"""Files whose tests look for accesses without an order, which takes them a third longer."""
 
 
 @pytest.fixture(autouse=True)
 def checked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Check each access of the interpreter to memory (see tests/kernels/checked_interpreter.py), but in slow tests."""
+    """Check each access of the interpreter to memory (see tests/kernels/checked_interpreter.py), and in `ORDERED` that
+    those of streams and of the host have an order (see happens_before.py), but in slow tests."""
     if importlib.util.find_spec("triton") is None or request.node.get_closest_marker("slow") is not None:
         yield
         return
-    with checked_interpreter() as found:
+    ordered = request.path.name in ORDERED
+    with checked_interpreter() as found, watched_run() if ordered else nullcontext(Run()) as run:
+        found.then = of_launch if ordered else None
         yield
     assert found.faults == []
+    assert run.races == []
 
 
 def small_llama(folder: Path, seed: int = 0) -> Path:

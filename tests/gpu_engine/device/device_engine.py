@@ -28,7 +28,8 @@ from shared_mem.channel import EngineEnd, Record
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
 from tests.gpu_engine.device.fake_flags import FakeFlags
-from tests.gpu_engine.device.recorded_stream import RecordedStream, opaque
+from tests.gpu_engine.device.happens_before import Watch
+from tests.gpu_engine.device.recorded_stream import RecordedStream, is_capturing, opaque
 from tests.gpu_engine.harness import PATIENCE_S, Answer, running
 from tests.gpu_engine.toy_sidecar import ToyGrammar
 
@@ -82,6 +83,8 @@ class RecordedDevice:
             sync=self._sync(config, channel),
             drafter_builders=self.drafter_builders,
         )
+        if self.stream.order.active:
+            executor = replace(executor, enter=Watch(self.stream.order, ignores=is_capturing).__enter__)
         return executor if self.warms_up else replace(executor, warm_up=lambda: self._capture_only(executor.warm_up))
 
     def _capture_only(self, warm_up: Callable[[], None]) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from tests.gpu_engine.device.happens_before import Clock, Order, Turns, Watch, new_order, new_turns, run_as
 from tests.kernels.checked_interpreter import is_checking, poisoned
 
 P = ParamSpec("P")
@@ -115,6 +116,11 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: list
 _tracing: list[_Tracer] = []
 
 
+def is_capturing() -> bool:
+    """Return whether a capture traces a kernel now."""
+    return bool(_tracing)
+
+
 def opaque(function: Callable[P, None]) -> Callable[P, None]:
     """Mark a stand-in for a native kernel: a replay calls it again with the arguments of the capture."""
 
@@ -145,8 +151,9 @@ class RecordedGraph:
     def replay(self) -> None:
         assert self.nodes, "the graph was reset"
         self.replays += 1
-        for node in self.nodes:
-            self.stream._enqueue(node)
+        names = [name for name, count in self.parts for _ in range(count)]
+        for node, name in zip(self.nodes, names, strict=True):
+            self.stream._enqueue(node, name)
 
     def reset(self) -> None:
         self.nodes = []
@@ -155,28 +162,38 @@ class RecordedGraph:
 @dataclass(eq=False)
 class RecordedEvent:
     stream: RecordedStream
-    _flag: threading.Event = field(default_factory=threading.Event)
+    _mark: tuple[threading.Event, Clock] = field(default_factory=lambda: (threading.Event(), {}))
 
     def mark(self) -> None:
-        self._flag = flag = threading.Event()
+        self._mark = flag, _ = threading.Event(), self.stream.order.marked(self.stream.number)
         self.stream._queue.put(flag.set)
 
-    def holding(self) -> Node:
-        """Return a node that waits for the point as it is marked now."""
-        flag = self._flag
+    def hold(self, stream: RecordedStream) -> None:
+        """Have `stream` wait for the point as it is marked now."""
+        flag, clock = self._mark
 
         def hold() -> None:
+            stream._idles()
             assert flag.wait(PATIENCE_S), "the stream beside does not come to the event"
 
-        return hold
+        stream.order.held(stream.number, clock)
+        stream._queue.put(hold)
 
     def reached(self) -> bool:
+        self.stream._asks()
         self.stream._raise()
-        return self._flag.is_set()
+        flag, clock = self._mark
+        if not flag.is_set():
+            return False
+        self.stream.order.host_waited(clock)
+        return True
 
     def wait(self) -> None:
-        assert self._flag.wait(PATIENCE_S), "the stream does not come to the event"
+        self.stream._asks()
+        flag, clock = self._mark
+        assert flag.wait(PATIENCE_S), "the stream does not come to the event"
         self.stream._raise()
+        self.stream.order.host_waited(clock)
 
 
 @dataclass(eq=False)
@@ -199,10 +216,17 @@ class RecordedStream:
     failure: BaseException | None = None
     parent: RecordedStream | None = None
     """The stream that this one is next to: one device, which fails and drops nodes as a whole."""
+    order: Order = field(default_factory=new_order)
+    """Of the device, as are the turns."""
+    turns: Turns | None = field(default_factory=new_turns)
+    """None: each stream runs its nodes as soon as it may."""
     _beside: list[RecordedStream] = field(default_factory=list)
     _graph: RecordedGraph | None = None
 
     def __post_init__(self) -> None:
+        if self.parent is not None:
+            self.order, self.turns = self.parent.order, self.parent.turns
+        self.number = self.order.add_stream()
         self._queue: queue.SimpleQueue[Node | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="device", daemon=True)
         self._thread.start()
@@ -211,10 +235,10 @@ class RecordedStream:
 
     def kernel(self, function: Callable[..., None], *args: object) -> None:
         if not self.trace:
-            self._put("kernel", lambda: function(*args))
+            self._put("kernel", lambda: function(*args), _name_of(function))
             return
         if self._graph is None:
-            self._put("kernel", functools.partial(_guarded, function, args))
+            self._put("kernel", functools.partial(_guarded, function, args), _name_of(function))
             return
         tracer, before = _Tracer(self._graph.nodes), len(self._graph.nodes)
         _tracing.append(tracer)
@@ -253,7 +277,9 @@ class RecordedStream:
             self._graph = None
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.order.pin(memory)
+        return memory
 
     def synchronize(self) -> None:
         assert self._graph is None, "cudaErrorStreamCaptureUnsupported"
@@ -262,7 +288,7 @@ class RecordedStream:
         event.wait()
 
     def beside(self, device: torch.device | None = None) -> RecordedStream:
-        stream = RecordedStream(self.before, trace=self.trace, parent=self)
+        stream = type(self)(self.before, trace=self.trace, parent=self)
         self._beside.append(stream)
         return stream
 
@@ -274,7 +300,7 @@ class RecordedStream:
 
     def after(self, event: RecordedEvent) -> None:
         assert self._graph is None, "graphs of two streams are captured apart"
-        self._queue.put(event.holding())
+        event.hold(self)
 
     # -- the device ---------------------------------------------------------------------------------------------------
 
@@ -289,22 +315,25 @@ class RecordedStream:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
-    def _put(self, kind: str, node: Node) -> None:
+    def _put(self, kind: str, node: Node, name: str = "") -> None:
         if self._graph is not None:
             self._graph.nodes.append(node)
             self._graph.kinds.append(kind)
             self._graph.parts.append((kind, 1))
         else:
             self.eager.append(kind)
-            self._enqueue(node)
+            self._enqueue(node, name or kind)
 
-    def _enqueue(self, node: Node) -> None:
+    def _enqueue(self, node: Node, name: str) -> None:
         self._raise()
         if self._device.drops:
             return
-        self._queue.put(functools.partial(self._run, node))
+        actor = self.order.enqueued(self.number, name)
+        self._queue.put(functools.partial(self._run, functools.partial(run_as, actor, node)))
 
     def _run(self, node: Node) -> None:
+        if self.turns is not None:
+            self.turns.take(self.number)
         device = self._device
         if device.failure is None and self.before is not None:
             try:
@@ -322,8 +351,22 @@ class RecordedStream:
 
     def _serve(self) -> None:
         torch.set_grad_enabled(False)
-        while (node := self._queue.get()) is not None:
-            node()
+        with Watch(self.order, ignores=lambda: False) if self.order.active else nullcontext():
+            while (node := self._next()) is not None:
+                node()
+
+    def _next(self) -> Node | None:
+        if self._queue.empty():
+            self._idles()
+        return self._queue.get()
+
+    def _idles(self) -> None:
+        if self.turns is not None:
+            self.turns.idles(self.number)
+
+    def _asks(self) -> None:
+        if self.turns is not None:
+            self.turns.asks()
 
     def _raise(self) -> None:
         failure = self._device.failure
@@ -333,6 +376,10 @@ class RecordedStream:
     @property
     def _device(self) -> RecordedStream:
         return self if self.parent is None else self.parent
+
+
+def _name_of(function: Callable[..., None]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 class _NoReadingBack(TorchDispatchMode):
