@@ -28,7 +28,7 @@ from grammar_service.grammar.value import Grammar
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "lockstep-artifact-4"
+FORMAT = "lockstep-artifact-5"
 """Version of the file format."""
 
 SUFFIX = ".artifact"

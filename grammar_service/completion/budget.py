@@ -232,7 +232,9 @@ class CompletionBudget:
         """
         at = len(tokens)
         left = limit - at
-        search = Search(matcher.copy(), self._plan.texts, FIND_WORK, single_token_cost=self._plan.single_token_cost)
+        plan = self._plan
+        cost, ends = plan.single_token_cost, plan.ends
+        search = Search(matcher.copy(), plan.texts, FIND_WORK, ends=ends, single_token_cost=cost)
         path, checked = self._path(search, tokens, before, left)
         steered = before is not None and (before.steered or before.cuts)
         if closes and path:

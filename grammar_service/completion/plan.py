@@ -9,6 +9,7 @@ Not responsible for: the answers themselves (see budget.py).
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from grammar_service.backends.backend import Matcher, MatcherFailed
 from grammar_service.completion.growth import growth_of
 from grammar_service.completion.search import Path, Search, WorkSpentError
 from grammar_service.completion.texts import TokenTexts
+from grammar_service.grammar.structural_tag import formats
 
 START_WORK = 2_000
 """Units of work for the way from the start of an answer to its end."""
@@ -26,6 +28,7 @@ MAX_START_PATH = 512
 MARGIN = range(12, 129)
 _LARGEST_ESTIMATE = 64
 """Largest margin of a grammar whose growth is only estimated from the length of its text."""
+_MAX_ENDS = 4
 _SLACK = 6
 """Tokens by which a way that is found may be longer than the shortest one."""
 _MIN_COUNT = re.compile(r'"min(?:Length|Items|Properties)"\s*:\s*(\d{1,9})|\{(\d{1,9})')
@@ -47,6 +50,8 @@ class CompletionPlan:
     """Extra work units for the most expensive single-token mask seen."""
     longest_way: int | None = None
     """No state of an answer is further from its end, in tokens; None: not known."""
+    ends: tuple[str, ...] = ()
+    """Texts with which the grammar ends its parts (`ends_of`)."""
 
     @staticmethod
     def of(matcher: Matcher, source: str, texts: TokenTexts) -> CompletionPlan:
@@ -59,12 +64,14 @@ class CompletionPlan:
         # Copies of a matcher remember what was measured.
         if certain := matcher.num_jump_forward_bytes():
             minimum += -(-certain // max(map(len, texts.texts)))
-        search = Search(matcher.copy(), texts, START_WORK, measures=True)
+        ends = ends_of(source)
+        search = Search(matcher.copy(), texts, START_WORK, ends=ends, measures=True)
         try:
             path = search.find(MAX_START_PATH)
             if path is None:
                 # A long certain text, such as the beginning of a tool call, takes the depth of the short searches.
-                path = Search(matcher.copy(), texts, START_WORK, measures=True).find(MAX_START_PATH, any_will_do=True)
+                other = Search(matcher.copy(), texts, START_WORK, ends=ends, measures=True)
+                path = other.find(MAX_START_PATH, any_will_do=True)
             minimum = max(minimum, min_tokens(matcher.copy(), texts, MIN_TOKENS_WORK))
         except MatcherFailed:
             path = None
@@ -72,7 +79,7 @@ class CompletionPlan:
         wanted = growth.by_one_token + _SLACK if growth else _estimated_margin(source, path)
         margin = min(max(wanted, MARGIN.start), MARGIN.stop - 1)
         longest = growth.longest_way if growth else None
-        return CompletionPlan(texts, path, minimum, margin, search.single_token_cost, longest)
+        return CompletionPlan(texts, path, minimum, margin, search.single_token_cost, longest, ends)
 
     def to_wire(self) -> dict[str, Any]:
         """Return the plan as plain JSON, without the vocabulary."""
@@ -82,6 +89,7 @@ class CompletionPlan:
             "margin": self.margin,
             "single_token_cost": self.single_token_cost,
             "longest_way": self.longest_way,
+            "ends": list(self.ends),
         }
 
     @staticmethod
@@ -94,10 +102,12 @@ class CompletionPlan:
                 "margin": int(margin),
                 "single_token_cost": int(cost),
                 "longest_way": int() | None as longest,
+                "ends": list() as ends,
             } if minimum > 0 and margin in MARGIN and cost >= 0 and (longest is None or longest >= 0):
-                if all(type(token) is int and 0 <= token < len(texts.texts) for token in path or ()):
+                known = all(type(token) is int and 0 <= token < len(texts.texts) for token in path or ())
+                if known and all(isinstance(end, str) for end in ends):
                     way = None if path is None else tuple(path)
-                    return CompletionPlan(texts, way, minimum, margin, cost, longest)
+                    return CompletionPlan(texts, way, minimum, margin, cost, longest, tuple(ends))
         raise ValueError("the completion plan cannot be read")
 
     def closing_at(self, max_tokens: int) -> int:
@@ -114,6 +124,26 @@ class CompletionPlan:
 
     def __repr__(self) -> str:
         return f"<CompletionPlan path={len(self.path or ())} min_tokens={self.min_tokens} margin={self.margin}>"
+
+
+def ends_of(source: str) -> tuple[str, ...]:
+    """Return the texts that end a part of an answer to a structural tag with free text inside, at most _MAX_ENDS.
+
+    The ones of free text come first. Every other grammar has none: brackets and quotation marks end its parts.
+    """
+    if not source.startswith("{") or ('"any_text"' not in source and '"style"' not in source):
+        return ()  # most grammars, without reading them
+    try:
+        document = json.loads(source)
+    except ValueError:  # a regular expression or a grammar
+        return ()
+    of_text, others = dict[str, None](), dict[str, None]()
+    for _, node in formats(document.get("format"), ""):
+        content, end = node.get("content"), node.get("end")
+        if isinstance(content, dict) and isinstance(end, str) and end:
+            is_text = content.get("type") == "any_text" or content.get("style") == "text"
+            (of_text if is_text else others)[end] = None
+    return tuple(of_text | others)[:_MAX_ENDS] if of_text else ()
 
 
 def min_tokens(matcher: Matcher, texts: TokenTexts, work: int) -> int:

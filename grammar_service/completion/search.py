@@ -7,7 +7,8 @@ MatcherFailed is unusable.
 
 How it works:
 
-    descend: take the first choice of every row (`choices_of`: tokens that close brackets come first) until a stop token
+    descend: take a text of `ends` where one ends something, else the first choice of the row (`choices_of`: tokens that
+             close brackets come first), until a stop token
     repeat while work is left: take one decision of the best path differently, then descend again
     spell the text of the path anew in the fewest tokens that the masks allow
 
@@ -68,19 +69,28 @@ class Search:
         matcher: a copy, which the search moves.
         texts: the texts of the matcher's vocabulary.
         work: units that the search may spend in all.
+        ends: texts with which the grammar ends its parts. The row of a free text does not tell them from the text.
         single_token_cost: extra units for a row with a single legal token.
         measures: ask the matcher for the cost of each row before the fill. `single_token_cost` then becomes the most
             expensive one that was met.
     """
 
     def __init__(
-        self, matcher: Matcher, texts: TokenTexts, work: int, *, single_token_cost: int = 0, measures: bool = False
+        self,
+        matcher: Matcher,
+        texts: TokenTexts,
+        work: int,
+        *,
+        ends: Sequence[str] = (),
+        single_token_cost: int = 0,
+        measures: bool = False,
     ) -> None:
         self.matcher = matcher
         self.work = work
         self.single_token_cost = single_token_cost
         self._measures = measures
         self._texts = texts
+        self._part_ends = [spelled for end in ends if (spelled := texts.spell(end.encode()))]
         self._filler = chain_filler_of(matcher)
         self._carried: Path | None = None
         """The path of the last `carry`, its text, and what is left of it by the number of bytes that were written."""
@@ -290,6 +300,9 @@ class Search:
                 stop = self._stop(words)
                 if stop is not None:
                     return True, (*taken, stop), decisions
+                if self._part_ends and (end := self._take_end(words.copy())):
+                    taken += end
+                    continue
                 choices = choices_of(words, self._texts)
                 again = again + 1 if choices == before else 0
                 before = choices
@@ -309,6 +322,28 @@ class Search:
             return False, tuple(taken), decisions
         finally:
             self._back(len(taken))
+
+    def _take_end(self, words: Words) -> Path | None:
+        """Accept a text of `ends` that ends something in the present state, whose row is `words`; return its tokens.
+
+        None: no text does.
+        """
+        for end in self._part_ends:
+            if not has_token(words, end[0]) or not self.fits(end):
+                continue
+            taken, ended = 0, False
+            try:
+                for token in end:
+                    if not has_token(self.mask() if taken else words, token) or not self._accept(token):
+                        break
+                    taken += 1
+                ended = taken == len(end) and not is_text(self.mask())
+            finally:
+                if not ended:
+                    self._back(taken)
+            if ended:
+                return end
+        return None
 
     def _better(self, trail: Path, best: Path | None, limit: int) -> Path | None:
         """Return the shorter of `best` and a trail, which is spelled in fewer tokens where that is legal."""

@@ -55,7 +55,7 @@ def main() -> None:
         if "starve" in text:
             os.kill(os.getpid(), signal.SIGKILL)
         size = os.pwrite(limits["artifact_fd"], f"{os.getpid()} {text}".encode(), 0)
-        plan = {"path": None, "min_tokens": 1, "margin": 12, "single_token_cost": 0, "longest_way": None}
+        plan = {"path": None, "min_tokens": 1, "margin": 12, "single_token_cost": 0, "longest_way": None, "ends": []}
         write(pack({"compile_ms": 1.5, "artifact_bytes": size, "plan": plan}))
 
 

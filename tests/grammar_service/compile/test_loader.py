@@ -22,7 +22,7 @@ from tests.grammar_service.toy import PADDED, STOPS, tokenizer_json
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
-PLAN = {"path": None, "min_tokens": 1, "margin": 12, "single_token_cost": 0, "longest_way": None}
+PLAN = {"path": None, "min_tokens": 1, "margin": 12, "single_token_cost": 0, "longest_way": None, "ends": []}
 
 def resident_mb():
     line = next(line for line in open("/proc/self/status") if line.startswith("VmRSS"))

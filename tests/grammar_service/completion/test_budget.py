@@ -35,6 +35,18 @@ PERSON = {
     "required": ["n", "a", "t"],
 }
 NODE = {"type": "object", "properties": {"l": {"$ref": "#/$defs/n"}, "v": {"type": "integer"}}, "required": ["l", "v"]}
+TAG = {
+    "type": "sequence",
+    "elements": [
+        {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "\n</a>\n"},
+        {
+            "type": "tag",
+            "begin": "<n>",
+            "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+            "end": "</n>",
+        },
+    ],
+}
 GRAMMARS: dict[str, tuple[Kind, Any]] = {
     "required": (Kind.JSON_SCHEMA, PERSON),
     "nested": (Kind.JSON_SCHEMA, {"type": "object", "properties": {"a": {"type": "array", "items": PERSON}}}),
@@ -46,6 +58,7 @@ GRAMMARS: dict[str, tuple[Kind, Any]] = {
     "object": (Kind.JSON_OBJECT, ""),
     "choice": (Kind.CHOICE, ["yes", "no", "a third way"]),
     "regex": (Kind.REGEX, "[a-z]+-(x|yy)!"),
+    "free text in a tag": (Kind.STRUCTURAL_TAG, {"type": "structural_tag", "format": TAG}),
     "ebnf": (Kind.EBNF, 'root ::= "<" [a-z]+ ">" [^<]* "</end>"'),
 }
 
@@ -135,7 +148,7 @@ def test_an_answer_ends_within_max_tokens_when_an_end_is_known(
             judge(spelled(plan, walk.tokens), GRAMMARS[name][1])
 
 
-@pytest.mark.parametrize("name", ["required", "nested", "recursive", "lengths", "regex", "ebnf"])
+@pytest.mark.parametrize("name", ["required", "nested", "recursive", "lengths", "regex", "ebnf", "free text in a tag"])
 def test_rows_are_the_same_with_drafts_and_after_a_rebind(library: Library, vocabulary: Vocabulary, name: str) -> None:
     compiled, source = compiled_of(library, name)
     plan = plan_of(compiled, source, vocabulary)
@@ -204,11 +217,13 @@ def test_answers_that_open_whatever_they_can_still_end(library: Library, vocabul
         {"margin": 1000},
         {"single_token_cost": -1},
         {"longest_way": -1},
+        {"ends": [1]},
     ],
 )
 def test_an_invalid_plan_is_rejected(vocabulary: Vocabulary, change: dict[str, Any]) -> None:
     texts = TokenTexts.of(vocabulary)
     plain = {"path": [5], "min_tokens": 1, "margin": 12, "single_token_cost": 0, "longest_way": None}
+    plain |= {"ends": ["</a>"]}
     assert CompletionPlan.from_wire(plain, texts).path == (5,)
     with pytest.raises(ValueError, match="cannot be read"):
         CompletionPlan.from_wire(plain | change, texts)
