@@ -212,6 +212,7 @@ def test_import_contracts_cover_every_package(root: Path) -> None:
                 "gpu_engine.model.files.gguf_header",
                 "gpu_engine.model.files.gguf_weights",
                 "gpu_engine.model.quantised.gguf_blocks",
+                "gpu_engine.model.quantised.gguf_kinds",
             ),
             ("gguf",),
             marks=pytest.mark.slow,
