@@ -31,6 +31,8 @@ _OF_STRINGS = frozenset({"pattern", "format", "minLength", "maxLength"})
 _UNWRITABLE = frozenset("<>\"'\n\r=")
 """Characters that a parameter's name may not have, because the texts around an argument have them."""
 _MAX_REFERENCES = 32
+_MAX_ALTERNATIVES = 2000
+"""Of all parameters of a function."""
 
 
 class Form(enum.Enum):
@@ -77,21 +79,31 @@ class Parameter:
                 return json.dumps(text, ensure_ascii=False)
 
 
+@dataclass(slots=True)
+class _Root:
+    """A function's schema while its parameters are read."""
+
+    schema: Any
+    left: int = _MAX_ALTERNATIVES
+    """Alternatives that may still be read. References can name the same ones again and again."""
+
+
 def parameters_of(tool: Tool, field: str, end: str) -> tuple[Parameter, ...]:
     """Return the parameters of a function in the order of its schema.
 
     `field` is the place of the schema in the request, `end` the text after an argument. Raises InvalidRequest.
     """
-    root: Any = json.loads(tool.source) if tool.source else {}
-    others = root.keys() - _OF_ROOT
+    source: Any = json.loads(tool.source) if tool.source else {}
+    root = _Root(source)
+    others = source.keys() - _OF_ROOT
     if others and tool.strict:
         raise InvalidRequest(
             field, f"has {min(others)!r} at its root, and the model's format writes arguments one by one"
         )
-    properties, required = root.get("properties", {}), root.get("required", [])
+    properties, required = source.get("properties", {}), source.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise InvalidRequest(field, "needs an object `properties` and an array `required`")
-    if missing := [name for name in required if name not in properties]:
+    if missing := [name for name in required if not isinstance(name, str) or name not in properties]:
         raise InvalidRequest(field, f"requires {missing[0]!r}, which is not one of its properties")
     return tuple(
         _parameter(root, name, name in required, f"{field}/properties/{name}", end, strict=tool.strict)
@@ -99,10 +111,10 @@ def parameters_of(tool: Tool, field: str, end: str) -> tuple[Parameter, ...]:
     )
 
 
-def _parameter(root: Any, name: str, required: bool, place: str, end: str, *, strict: bool) -> Parameter:
+def _parameter(root: _Root, name: str, required: bool, place: str, end: str, *, strict: bool) -> Parameter:
     if not name or _UNWRITABLE & set(name):
         raise InvalidRequest(place, "the model's format cannot write this name of a parameter")
-    schema = _resolved(root["properties"][name], root, place)
+    schema = _resolved(root.schema["properties"][name], root, place)
     values = _listed(schema, root, place)
     if values is not None:
         parameter = Parameter(name, Form.VALUES, required, values=tuple(values))
@@ -115,7 +127,7 @@ def _parameter(root: Any, name: str, required: bool, place: str, end: str, *, st
         return parameter
     types, plain = _types(schema, root, place)
     if "string" not in types:
-        return Parameter(name, Form.JSON, required, schema=_whole(root, name))
+        return Parameter(name, Form.JSON, required, schema=_whole(root.schema, name))
     if types == {"string"} and "string" not in plain and schema.keys() <= {"type"} | _OF_STRINGS | _ANNOTATIONS:
         return Parameter(name, Form.TEXT, required, schema=schema)
     if "string" in plain or not strict:
@@ -131,10 +143,22 @@ def _parameter(root: Any, name: str, required: bool, place: str, end: str, *, st
 
 
 def _whole(root: Any, name: str) -> Any:
-    """Return the schema of a parameter with what its references lead to."""
+    """Return the schema of a parameter with what its references lead to: some definitions, else the whole schema."""
     schema = root["properties"][name]
-    if not any(True for _ in _references(schema)):
+    wanted = list(_references(schema))
+    if not wanted:
         return schema
+    for pointer in wanted:  # grows while it is read
+        home, key = pointer.rpartition("/")[::2]
+        there = root.get(home[2:]) if home in ("#/$defs", "#/definitions") and home[2:] not in schema else None
+        if not isinstance(there, dict) or key not in there:
+            break
+        wanted += (one for one in _references(there[key]) if one not in wanted)
+    else:
+        kept: dict[str, Any] = {}
+        for home, key in (pointer[2:].split("/") for pointer in wanted):
+            kept.setdefault(home, {})[key] = root[home][key]
+        return {**schema, **kept}
     return {"$defs": {"parameters": moved(root, "#/$defs/parameters")}, **moved(schema, "#/$defs/parameters")}
 
 
@@ -162,14 +186,17 @@ def moved(schema: Any, to: str) -> Any:
     }
 
 
-def _resolved(schema: Any, root: Any, place: str) -> dict[str, Any]:
+def _resolved(schema: Any, root: _Root, place: str) -> dict[str, Any]:
     """Return a schema as an object that is no reference. Raises InvalidRequest."""
     for _ in range(_MAX_REFERENCES):
         if schema is True:
             return {}
         if not isinstance(schema, dict):
             raise InvalidRequest(place, "must be a JSON Schema that is an object")
-        pointer = schema.get("$ref")
+        pointer, parts = schema.get("$ref"), schema.get("allOf")
+        if isinstance(parts, list) and len(parts) == 1 and schema.keys() - _ANNOTATIONS == {"allOf"}:
+            schema = parts[0]
+            continue
         if pointer is None:
             return schema
         if not isinstance(pointer, str) or schema.keys() - _ANNOTATIONS != {"$ref"}:
@@ -178,17 +205,20 @@ def _resolved(schema: Any, root: Any, place: str) -> dict[str, Any]:
     raise InvalidRequest(place, "refers to itself")
 
 
-def _at(pointer: str, root: Any, place: str) -> Any:
-    found = root
+def _at(pointer: str, root: _Root, place: str) -> Any:
+    found = root.schema
     for step in pointer.removeprefix("#").split("/")[1:] if pointer.startswith("#") else [pointer]:
         key = step.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or key not in found:
+        if isinstance(found, list) and key.isascii() and key.isdigit() and int(key[:9]) < len(found):
+            found = found[int(key)]
+        elif isinstance(found, dict) and key in found:
+            found = found[key]
+        else:
             raise InvalidRequest(place, f"refers to {pointer!r}, which is not in the schema")
-        found = found[key]
     return found
 
 
-def _branches(schema: dict[str, Any], root: Any, place: str) -> list[dict[str, Any]] | None:
+def _branches(schema: dict[str, Any], root: _Root, place: str) -> list[dict[str, Any]] | None:
     """Return the branches of a schema that is nothing but a choice; None: it is something else."""
     keys = schema.keys() - _ANNOTATIONS
     if keys not in ({"anyOf"}, {"oneOf"}):
@@ -196,10 +226,13 @@ def _branches(schema: dict[str, Any], root: Any, place: str) -> list[dict[str, A
     branches = schema[min(keys)]
     if not isinstance(branches, list) or not branches:
         raise InvalidRequest(place, f"{min(keys)} must be a non-empty array")
+    root.left -= len(branches)
+    if root.left < 0:
+        raise InvalidRequest(place, f"the function has more than {_MAX_ALTERNATIVES} alternatives")
     return [_resolved(one, root, place) for one in branches]
 
 
-def _listed(schema: dict[str, Any], root: Any, place: str, depth: int = 0) -> list[Any] | None:
+def _listed(schema: dict[str, Any], root: _Root, place: str, depth: int = 0) -> list[Any] | None:
     """Return the values that a schema lists; None: it is no list of values."""
     keys = schema.keys() - _ANNOTATIONS
     if keys in ({"const"}, {"const", "type"}):
@@ -220,7 +253,7 @@ def _listed(schema: dict[str, Any], root: Any, place: str, depth: int = 0) -> li
     return list({json.dumps(value, sort_keys=True): value for value in values}.values())
 
 
-def _text_or_listed(schema: dict[str, Any], root: Any, place: str) -> tuple[dict[str, Any], list[Any]] | None:
+def _text_or_listed(schema: dict[str, Any], root: _Root, place: str) -> tuple[dict[str, Any], list[Any]] | None:
     """Return a schema of strings and listed values that are no strings, if `schema` allows just these."""
     types = schema.get("type")
     if isinstance(types, list) and schema.keys() <= {"type"} | _OF_STRINGS | _ANNOTATIONS:
@@ -238,7 +271,7 @@ def _text_or_listed(schema: dict[str, Any], root: Any, place: str) -> tuple[dict
     return None if any(isinstance(value, str) for value in values) else (texts[0], values)
 
 
-def _types(schema: dict[str, Any], root: Any, place: str, depth: int = 0) -> tuple[set[str], set[str]]:
+def _types(schema: dict[str, Any], root: _Root, place: str, depth: int = 0) -> tuple[set[str], set[str]]:
     """Return the types that a schema may allow, and those whose values it allows all."""
     branches = _branches(schema, root, place) if depth < _MAX_REFERENCES else None
     if branches is not None:
@@ -257,7 +290,7 @@ def _named(types: Any, place: str) -> set[str]:
     """Return the types that the keyword `type` names; all for None."""
     if types is None:
         return set(_TYPES)
-    named = {types} if isinstance(types, str) else set(types) if isinstance(types, list) else set()
+    named = {types} if isinstance(types, str) else {str(one) for one in types} if isinstance(types, list) else set()
     if not named or not named <= _TYPES:
         raise InvalidRequest(place, f'has "type": {json.dumps(types)}, which JSON Schema does not know')
     return named

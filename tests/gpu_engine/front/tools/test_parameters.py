@@ -53,9 +53,12 @@ def test_the_value_of_a_text(schema: Any, form: Form, texts: dict[str, Any]) -> 
 def test_references_are_followed_and_kept() -> None:
     defs = {"city": {"$ref": "#/$defs/place"}, "place": {"enum": ["Oslo"]}, "trip": {"items": {"$ref": "#/$defs/city"}}}
     assert parameter({"$ref": "#/$defs/city"}, **{"$defs": defs}).values == ("Oslo",)
-    found = parameter({"type": "array", **defs["trip"]}, **{"$defs": defs})
-    assert found.schema["items"] == {"$ref": "#/$defs/parameters/$defs/city"}
-    assert found.schema["$defs"]["parameters"]["$defs"]["place"] == {"enum": ["Oslo"]}
+    found = parameter({"type": "array", **defs["trip"]}, **{"$defs": {**defs, "other": {}}})
+    assert found.schema == {"type": "array", **defs["trip"], "$defs": {"city": defs["city"], "place": defs["place"]}}
+    found = parameter({"type": "array", "items": {"$ref": "#/properties/p"}})
+    assert found.schema["items"] == {"$ref": "#/$defs/parameters/properties/p"}
+    assert found.schema["$defs"]["parameters"]["properties"]["p"]["items"] == found.schema["items"]
+    assert parameter({"allOf": [{"$ref": "#/$defs/place"}], "title": "x"}, **{"$defs": defs}).values == ("Oslo",)
 
 
 def test_parameters_come_in_the_order_of_the_schema() -> None:
@@ -64,9 +67,18 @@ def test_parameters_come_in_the_order_of_the_schema() -> None:
     assert parameters({}) == ()
 
 
+DOUBLED = {f"d{i}": {"anyOf": 2 * [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(30)} | {"d30": {"type": "string"}}
+
+
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [
+        (
+            {"$defs": DOUBLED, "properties": {"p": {"$ref": "#/$defs/d0"}}},
+            "/properties/p: .* more than 2000 alternatives",
+        ),
+        ({"properties": {"p": {"type": [{}]}}}, '/properties/p: has "type"'),
+        ({"properties": {}, "required": [[]]}, r": requires \[\]"),
         ({"anyOf": [{"properties": {}}]}, ": has 'anyOf' at its root"),
         ({"properties": {}, "required": ["x"]}, ": requires 'x'"),
         ({"properties": {"a b=c": {}}}, "/properties/a b=c: the model's format cannot write this name"),
