@@ -223,33 +223,13 @@ def _load(
             raise ModelNotSupported(f"{setting}: {path} has no config.json, so it is no model in Hugging Face's format")
         refuse_what_runs_code(path, setting)
     header = _header(path, setting)
-    # transformers' arguments for the folder: which of its files is read, if the model is one file.
-    source: dict[str, Any] = {"gguf_file": path.name} if header is not None else {}
     folder = path.parent if path.is_file() else path
     attention.register()
     report("loading the tokenizer", 0.1)
-    tokenizer = _tokenizer(folder, source, path, setting, header)
+    tokenizer = _tokenizer(folder, _source(path, header), path, setting, header)
     report("loading the weights", 0.2)
     dtype = resolve_dtype(config.dtype, device)
-    try:
-        checkpoint = None if source else open_checkpoint(folder)
-        made: Network | None = None
-        with _LOADING:
-            if checkpoint is None and (header is not None or not has_mxfp4_experts(folder)):
-                made = _read(config, path, header, dtype, report, whole=part is None, beside=beside)
-            if made is None:
-                # transformers makes the dtype of the weights torch's default for every thread while it loads them.
-                made = Network(_network(folder, torch.float32 if beside else dtype, source, checkpoint))
-                if beside:
-                    cast_computed(made.net, dtype)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {error}") from error
-    except KeyError as error:
-        if error.args != (attention.NAME,):
-            raise
-        raise ModelNotSupported(
-            f"{setting}: {path} cannot be loaded: the attention of its family in transformers takes no other function"
-        ) from error
+    made, checkpoint = _with_weights(config, path, header, dtype, setting, report, whole=part is None, beside=beside)
     report("preparing the weights", 0.8)
     gguf_file = path if path.is_file() else None
     try:
@@ -264,6 +244,52 @@ def _load(
         model.sampling_defaults = _sampling_defaults(config, folder if path.is_dir() else None)
     report("loaded", 1.0)
     return model
+
+
+def _with_weights(
+    config: EngineConfig,
+    path: Path,
+    header: GGUFHeader | None,
+    dtype: torch.dtype,
+    setting: str,
+    report: Progress,
+    *,
+    whole: bool,
+    beside: bool,
+) -> tuple[Network, QuantisedCheckpoint | None]:
+    """Return a model with its weights, and the quantised checkpoint that it comes from or None.
+
+    Raises ModelNotSupported.
+    """
+    folder = path if header is None else path.parent
+    try:
+        checkpoint = None if header is not None else open_checkpoint(folder)
+        made: Network | None = None
+        with _LOADING:
+            if checkpoint is None and (header is not None or not has_mxfp4_experts(folder)):
+                made = _read(config, path, header, dtype, report, whole=whole, beside=beside)
+            if made is None:
+                # transformers makes the dtype of the weights torch's default for every thread while it loads them.
+                source = _source(path, header)
+                made = Network(_network(folder, torch.float32 if beside else dtype, source, checkpoint))
+                if beside:
+                    cast_computed(made.net, dtype)
+    except ModelNotSupported:  # says what it is about
+        raise
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {error}") from error
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise
+        raise ModelNotSupported(
+            f"{setting}: {path} cannot be loaded: the attention of its family in transformers takes no other function"
+        ) from error
+    return made, checkpoint
+
+
+def _source(path: Path, header: GGUFHeader | None) -> dict[str, Any]:
+    """Return transformers' arguments for the folder of a model: which of its files is read if the model is one file."""
+    return {} if header is None else {"gguf_file": path.name}
 
 
 def _sampling_defaults(config: EngineConfig, folder: Path | None) -> Defaults:
@@ -366,11 +392,21 @@ def _memory(
     """
     need, free = need_of(net, weights, products, dtype), free_bytes(torch.device("cpu"))
     refuse_too_large(need, free, rounds=products is not None)
-    shape = CachedShape.of(net.config.get_text_config())
+    shape = _cached_shape(net)
     size = _decide(config, shape, dtype, None if free is None else max(0, free - need.total))
     tokens = pool_tokens(config, size.max_model_len, size.room_tokens)
     say_need(need, tokens, tokens * shape.token_bytes(dtype), free)
     return size
+
+
+def _cached_shape(net: Any) -> CachedShape:
+    """Return the shape of a model's keys and values. Raises ModelNotSupported."""
+    try:
+        return CachedShape.of(net.config.get_text_config())
+    except AttributeError as error:
+        raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
+    except RuntimeError as error:  # of a configuration whose layers have their own
+        raise ModelNotSupported(f"model: layers of {net.config.model_type} differ in shape: {error}") from error
 
 
 def _network(folder: Path, dtype: torch.dtype, source: dict[str, Any], checkpoint: QuantisedCheckpoint | None) -> Any:
@@ -454,17 +490,10 @@ def _prepare(
     refuse_recurrent(net, net.config.model_type)
     replace_conv1d(net)
     count = made.num_parameters or num_parameters(net)
-    try:
-        shape = CachedShape.of(net.config.get_text_config())
-        weights = (
-            device_bytes(config, net, dtype, of_8_bits=checkpoint is not None) if device.type == "cuda" else 0
-        )  # not there yet
-        size = made.size or _decide(config, shape, dtype, free_bytes(device, weights))
-        model = _describe(config, net, tokenizer, dtype, device, count, shape, size)
-    except AttributeError as error:
-        raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
-    except RuntimeError as error:  # of a configuration whose layers have their own
-        raise ModelNotSupported(f"model: layers of {net.config.model_type} differ in shape: {error}") from error
+    shape = _cached_shape(net)
+    weights = device_bytes(config, net, dtype, of_8_bits=checkpoint is not None) if device.type == "cuda" else 0
+    size = made.size or _decide(config, shape, dtype, free_bytes(device, weights))  # the weights are not there yet
+    model = _describe(config, net, tokenizer, dtype, device, count, shape, size)
     if says_size:
         report(config, shape, shape.token_bytes(dtype), size)
     if part is not None:

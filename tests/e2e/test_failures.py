@@ -17,6 +17,7 @@ import pytest
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.ops.core_split import CoreSplit
+from grammar_service.compile.worker import FORKS
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.cores import usable_cores
 from tests.e2e.asking import Answer, answer, chat, idle_stats, left_idle, started_again
@@ -44,8 +45,11 @@ def test_the_grammar_process_leaves_the_core_of_a_model_with_one_thread(server: 
         pytest.skip("needs two to four cores and no quota")
     (sidecar,) = [one for one in server.process.children() if "grammar_service" in one.cmdline()]
     assert set(sidecar.cpu_affinity() or ()) == split.rest
-    workers = [one for one in sidecar.children() if "--idle" in one.cmdline()]
-    assert len(workers) == len(sidecar.children()) > 0
+    (prepared,) = sidecar.children()
+    assert FORKS in prepared.cmdline()
+    workers = prepared.children()
+    assert workers
+    assert {os.sched_getscheduler(one.pid) for one in workers} == {os.SCHED_IDLE}
     anywhere = [one for one in server.process.threads() if os.sched_getaffinity(one.id) == split.every]
     assert 0 < len(anywhere) < server.process.num_threads(), "the engine's thread only"
 
