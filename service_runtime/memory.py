@@ -32,9 +32,9 @@ def _groups(root: Path) -> Iterator[int]:
         texts = read(folder / limit), read(folder / used)
         if all(text.isdigit() for text in texts):  # "max" is no limit
             # Version 1 counts a group's children in its use, and in the fields that begin with `total_`.
-            droppable = _fields(folder / "memory.stat").get(
-                "inactive_file" if version == 2 else "total_inactive_file", 0
-            )
+            # Pages that were read twice are active, and go as well where memory is short.
+            fields, prefix = _fields(folder / "memory.stat"), "" if version == 2 else "total_"
+            droppable = sum(fields.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
             yield max(0, int(texts[0]) - int(texts[1]) + droppable)
 
 

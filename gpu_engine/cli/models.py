@@ -55,11 +55,12 @@ def run_list(_: argparse.Namespace) -> int:
 
 def run_rm(flags: argparse.Namespace) -> int:
     """Remove models from the cache."""
-    for name in flags.names:
-        if not is_hub_name(name):
-            return _not_of_the_hub(name)
     if not _installed():
         return FAILED
+    cached = {model.name for model in cached_models()}
+    for name in flags.names:
+        if not is_hub_name(name) and name not in cached:
+            return _not_of_the_hub(name)
     for name in flags.names:
         try:
             freed = remove(name)

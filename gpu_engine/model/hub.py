@@ -204,6 +204,8 @@ def _kinds(files: Sequence[str]) -> list[str]:
 def cached_snapshot(wanted: Wanted, hub: Hub) -> Path | None:
     """Return the folder of a revision in the cache, whole or in part; None: there is none."""
     repository, revision = _folder(wanted, hub), wanted.revision or "main"
+    if Path(revision).is_absolute() or ".." in Path(revision).parts:
+        raise ModelNotSupported(f"revision: {revision} is no name of a branch, a tag or a commit")
     ref = repository / "refs" / revision
     folder = repository / "snapshots" / (ref.read_text() if ref.is_file() else revision)
     return folder if folder.is_dir() else None
@@ -287,9 +289,13 @@ def _refuse_full_disk(wanted: Wanted, hub: Hub, num_bytes: int) -> None:
 
 def _folder(wanted: Wanted, hub: Hub) -> Path:
     """Return the folder of a repository in the cache."""
+    from huggingface_hub import errors
     from huggingface_hub.file_download import repo_folder_name
 
-    return Path(hub.shown_cache, repo_folder_name(repo_id=wanted.repository, repo_type="model"))
+    try:
+        return Path(hub.shown_cache, repo_folder_name(repo_id=wanted.repository, repo_type="model"))
+    except errors.HFValidationError as error:
+        raise ModelNotSupported(f"{wanted.setting}: {_one_line(error)}") from error
 
 
 def size_text(num_bytes: int) -> str:
@@ -330,7 +336,7 @@ def _why_not_fetched(error: Exception, wanted: Wanted, hub: Hub, missing: str) -
 def _has_weights(folder: Path) -> bool:
     """Return whether the weights that a snapshot names are there."""
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
+    if (folder / "model.safetensors").is_file() or not index.is_file():
         return any(folder.glob("*.safetensors"))
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())

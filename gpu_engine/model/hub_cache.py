@@ -8,6 +8,7 @@ Not responsible for: fetching a model, and finding it at a start (see hub.py).
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +32,19 @@ class NotCached(LookupError):
 
 
 def cached_models(cache: Path | None = None) -> list[CachedModel]:
-    """Return the models in a cache, by name. None: huggingface_hub's own."""
-    return [
-        CachedModel(name, sum(_blobs(files).values()), max(file.blob_last_accessed for file in files))
-        for repository in _repositories(cache)
-        for name, files in sorted(_models(repository).items())
-    ]
+    """Return the models in a cache, by name. None: huggingface_hub's own.
+
+    A download that was interrupted is listed as its repository, without a kind.
+    """
+    found = []
+    for repository in _repositories(cache):
+        for name, files in sorted(_models(repository).items()):
+            found.append(CachedModel(name, sum(_blobs(files).values()), max(file.blob_last_accessed for file in files)))
+        begun = [path.stat() for path in _begun(repository)]
+        if begun and not repository.nb_files:
+            size, used_s = sum(stat.st_size for stat in begun), max(stat.st_mtime for stat in begun)
+            found.append(CachedModel(repository.repo_id, size, used_s))
+    return found
 
 
 def remove(name: str, cache: Path | None = None) -> int:
@@ -51,20 +59,25 @@ def remove(name: str, cache: Path | None = None) -> int:
     if repository is None or (kind and name not in models):
         there = f"; there is {', '.join(sorted(models))}" if models else ""
         raise NotCached(f"{name} is not in the cache{there}")
-    if not kind or len(models) == 1:
-        revisions = [revision.commit_hash for revision in repository.revisions]
-        strategy = _scan(cache).delete_revisions(*revisions)
-        strategy.execute()
-        if repository.repo_path.exists():
-            raise OSError(f"{repository.repo_path} could not be removed")
-        return int(strategy.expected_freed_size)
+    # Not `delete_revisions`: it looks for a commit in every repository, and a renamed one shares its commits.
+    if not kind:
+        size = int(repository.size_on_disk) + sum(path.stat().st_size for path in _begun(repository))
+        shutil.rmtree(repository.repo_path)
+        return size
     kept = _blobs(file for revision in repository.revisions for file in revision.files if file not in models[name])
     freed = {blob: size for blob, size in _blobs(models[name]).items() if blob not in kept}
     for file in models[name]:
         file.file_path.unlink(missing_ok=True)
     for blob in freed:
         blob.unlink(missing_ok=True)
+    if not kept and not _begun(repository):
+        shutil.rmtree(repository.repo_path)
     return sum(freed.values())
+
+
+def _begun(repository: Any) -> list[Path]:
+    """Return the files of a repository whose download has begun and not ended."""
+    return [*Path(repository.repo_path, "blobs").glob("*.incomplete")]
 
 
 def _scan(cache: Path | None) -> Any:
@@ -79,9 +92,10 @@ def _repositories(cache: Path | None) -> list[Any]:
 
     try:
         scan = _scan(cache)
-    except CacheNotFound:  # nothing was fetched yet
+    except (CacheNotFound, ValueError):  # nothing was fetched yet, or the cache is no folder
         return []
-    found = (repository for repository in scan.repos if repository.repo_type == "model" and repository.nb_files)
+    models = (each for each in scan.repos if each.repo_type == "model")
+    found = (repository for repository in models if repository.nb_files or _begun(repository))
     return sorted(found, key=lambda repository: repository.repo_id)
 
 
@@ -95,7 +109,7 @@ def _models(repository: Any) -> dict[str, list[Any]]:
                 models.setdefault(f"{repository.repo_id}:{kind}", []).append(file)
             else:
                 others.append(file)
-    if not models or any(file.file_path.suffix == ".safetensors" for file in others):
+    if (others and not models) or any(file.file_path.suffix == ".safetensors" for file in others):
         models[repository.repo_id] = others
     return models
 

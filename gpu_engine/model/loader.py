@@ -46,7 +46,7 @@ from gpu_engine.model.cache_size import (
 )
 from gpu_engine.model.embedded import Progress, weights_file
 from gpu_engine.model.experts import refuse_grouped_products, replace_experts
-from gpu_engine.model.files.filled import Weights, fill, refuse_misfits, unfilled
+from gpu_engine.model.files.filled import Weights, fill, refuse_misfits, sources_of, unfilled
 from gpu_engine.model.files.need import need_of, refuse_too_large, say_need
 from gpu_engine.model.files.reading import (
     cast_computed,
@@ -232,6 +232,7 @@ def _load(
     made, checkpoint = _with_weights(config, path, header, dtype, setting, report, whole=part is None, beside=beside)
     report("preparing the weights", 0.8)
     gguf_file = path if path.is_file() else None
+    model: LoadedModel | None = None
     try:
         says_size = part is None and setting == "model"
         model = _prepare(config, made, tokenizer, gguf_file, checkpoint, part, says_size=says_size)
@@ -239,6 +240,8 @@ def _load(
         if part is not None:
             raise ModelNotSupported(f"{SETTING}: the fused forward of {path} differs from its own: {why}") from why
         log.warning("loading %s again, unfused: %s", config.model, why)
+    if model is None:
+        del made  # with its weights, before the others are read
         return _load(replace(config, fuse_parts=False), progress, setting, beside=beside)
     if part is None or part.rank == 0:
         model.sampling_defaults = _sampling_defaults(config, folder if path.is_dir() else None)
@@ -267,7 +270,7 @@ def _with_weights(
         made: Network | None = None
         with _LOADING:
             if checkpoint is None and (header is not None or not has_mxfp4_experts(folder)):
-                made = _read(config, path, header, dtype, report, whole=whole, beside=beside)
+                made = _read(config, path, header, dtype, setting, report, whole=whole, beside=beside)
             if made is None:
                 # transformers makes the dtype of the weights torch's default for every thread while it loads them.
                 source = _source(path, header)
@@ -335,6 +338,7 @@ def _read(
     path: Path,
     header: GGUFHeader | None,
     dtype: torch.dtype,
+    setting: str,
     report: Progress,
     *,
     whole: bool,
@@ -369,8 +373,13 @@ def _read(
             if (path / "generation_config.json").is_file():
                 net.generation_config = GenerationConfig.from_pretrained(path)
         refuse_misfits(net, weights)
+        if own is not None and (unread := own.unread(sources_of(net, own).values())):
+            log.warning(
+                "%s has tensors that the model does not read, so its answers may differ from another server's: %s",
+                *(path, ", ".join(unread)),
+            )
         count = num_parameters(net)
-        size = _memory(config, net, weights, products, dtype) if config.on_cpu and whole else None
+        size = _memory(config, net, weights, products, dtype, setting) if config.on_cpu and whole else None
         replaced = fill(
             net,
             weights,
@@ -384,18 +393,24 @@ def _read(
 
 
 def _memory(
-    config: EngineConfig, net: Any, weights: Weights, products: ReadProducts | None, dtype: torch.dtype
+    config: EngineConfig,
+    net: Any,
+    weights: Weights,
+    products: ReadProducts | None,
+    dtype: torch.dtype,
+    setting: str,
 ) -> CacheSize:
     """Return the sizes of the cache of a model that is still to be filled, and log what the start takes.
 
     Raises ModelNotSupported where the free memory has no room for it.
     """
     need, free = need_of(net, weights, products, dtype), free_bytes(torch.device("cpu"))
-    refuse_too_large(need, free, rounds=products is not None)
+    refuse_too_large(need, free, setting, rounds=products is not None)
     shape = _cached_shape(net)
     size = _decide(config, shape, dtype, None if free is None else max(0, free - need.total))
     tokens = pool_tokens(config, size.max_model_len, size.room_tokens)
-    say_need(need, tokens, tokens * shape.token_bytes(dtype), free)
+    if setting == "model":  # a draft model's cache has the target's tokens
+        say_need(need, tokens, tokens * shape.token_bytes(dtype), free)
     return size
 
 

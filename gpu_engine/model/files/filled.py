@@ -35,6 +35,8 @@ class Weights(Protocol):
         """Yield the number of a row of a matrix, a multiple of 32, and the next rows from it on, [n, K]."""
 
 
+_MAX_LOADERS = 8
+"""More threads wait for the disk and for memory, and each has slabs of its own."""
 _REPORTS = 6
 """How often `fill` says how far it is: a log has a line each time."""
 
@@ -114,11 +116,21 @@ def fill(
     replaced.clear()
     jobs.sort(key=lambda job: -job[0])  # the largest first, so that no thread is left with it at the end
     progress = _Progress(sum(size for size, _ in jobs), report)
-    with ThreadPoolExecutor(max(1, torch.get_num_threads()), "load") as pool:
-        for _ in pool.map(progress.run, jobs):
-            pass
+    threads, of_pool = torch.get_num_threads(), loaders()
+    torch.set_num_threads(1)  # of each loader; a thread that has computed before keeps its number
+    try:
+        with ThreadPoolExecutor(of_pool, "load") as pool:
+            for _ in pool.map(progress.run, jobs):
+                pass
+    finally:
+        torch.set_num_threads(threads)
     _compute_tables(net)
     return count
+
+
+def loaders() -> int:
+    """Return how many threads read a model's files."""
+    return max(1, min(_MAX_LOADERS, torch.get_num_threads()))
 
 
 _Job = tuple[int, Callable[[], None]]

@@ -94,7 +94,9 @@ class GGUFHeader:
         self._version, self._entries = version, [self._entry() for _ in range(num_entries)]
         self._values = {entry.key: entry.value for entry in self._entries}
         places = [self._place() for _ in range(count)]
-        alignment = int(self._values.get("general.alignment", 32))
+        alignment = self._values.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise GGUFError(f"general.alignment is {alignment!r}, and must be a positive integer")
         begin = -(-source.at // alignment) * alignment
         self.tensors = {place[0]: self._tensor(*place, begin) for place in places}
         self.architecture = str(self._values.get("general.architecture", ""))

@@ -8,7 +8,7 @@ quantised/choice.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +86,11 @@ class GGUFWeights:
         if suffix not in ("weight", "bias"):
             stem, dot, suffix = name, "", ""
         return self.header.tensors.get(f"{self._names.get_name(stem)}{dot}{suffix}")
+
+    def unread(self, names: Iterable[str]) -> list[str]:
+        """Return the tensors of the file that none of the parameters `names` is."""
+        read = {tensor.name for name in names if (tensor := self.find(name)) is not None}
+        return sorted(self.header.tensors.keys() - read)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a parameter; None: the file has none of that name."""

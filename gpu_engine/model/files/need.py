@@ -12,15 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gpu_engine.model.files.filled import Weights, sources_of
+from gpu_engine.model.files.filled import Weights, loaders, sources_of
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.quantised.choice import ReadProducts
 from kernels.blocks import BLOCK, packed_bytes
 
 log = logging.getLogger(__name__)
 
-_WORKING = 250_000_000
-"""For what does not grow with the weights: the probe, tables of positions, activations, slabs of the files."""
+_WORKING, _OF_LOADER = 150_000_000, 50_000_000
+"""For what does not grow with the weights: the probe, tables of positions and activations; the slabs of a thread that
+reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Need:
 
 def need_of(net: nn.Module, weights: Weights, products: ReadProducts | None, dtype: torch.dtype) -> Need:
     """Return what a model takes that has no memory yet. `products`: None, if its linear layers stay floats."""
-    sources, kept, packed, largest = sources_of(net, weights), dict[int, int](), 0, 0
+    sources, kept, packed, joined, head = sources_of(net, weights), dict[int, int](), 0, 0, 0
     for path, module in net.named_modules():
         tensors = dict(module.named_parameters(recurse=False))
         if type(module) is nn.Linear:
@@ -49,23 +50,26 @@ def need_of(net: nn.Module, weights: Weights, products: ReadProducts | None, dty
                 kind = products.kind_of(path, sources[f"{path}.weight"])
                 size = packed_bytes(kind, (module.out_features, module.in_features))
             packed += size
-            largest = max(largest, size)
+            if path != "lm_head":
+                joined = max(joined, size)
+            elif size == weight.numel() * dtype.itemsize:
+                head = size  # it is packed, and joined with nothing
             del tensors["weight"]
             assert weight.dim() == 2
         kept.update({id(tensor): tensor.numel() * dtype.itemsize for tensor in tensors.values()})
-    return Need(packed + sum(kept.values()), 2 * largest + _WORKING)
+    return Need(packed + sum(kept.values()), max(2 * joined, head) + _WORKING + loaders() * _OF_LOADER)
 
 
-def refuse_too_large(need: Need, free: int | None, *, rounds: bool) -> None:
+def refuse_too_large(need: Need, free: int | None, setting: str, *, rounds: bool) -> None:
     """Raise ModelNotSupported for a model that the free memory has no room for. `free`: None where it is not known.
 
-    `rounds`: its linear layers are quantised already.
+    `setting` names the model; `rounds`: its linear layers are quantised already.
     """
     if free is None or need.total <= free:
         return
     smaller = "take a file with fewer bits a weight" if rounds else 'set quantization to "q4" or "int8"'
     raise ModelNotSupported(
-        f"model: its weights take {_gb(need.weights)} and {_gb(need.working)} more to be prepared and run, and "
+        f"{setting}: its weights take {_gb(need.weights)} and {_gb(need.working)} more to be prepared and run, and "
         f"{_gb(free)} of memory are free; {smaller}, take a smaller model, or free memory"
     )
 

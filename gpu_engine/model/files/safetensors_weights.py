@@ -47,10 +47,15 @@ class SafetensorsWeights:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._files = folder, [FileBytes(path) for path in files_of(folder)]
+        self._folder, self._files = folder, list[FileBytes]()
         self._places: dict[str, _Place] = {}
-        for file in self._files:
-            self._places.update(_places_of(file))
+        try:
+            for path in files_of(folder):
+                self._files.append(FileBytes(path))
+                self._places.update(_places_of(self._files[-1]))
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> SafetensorsWeights:
         return self
@@ -94,8 +99,10 @@ class SafetensorsWeights:
 def files_of(folder: Path) -> list[Path]:
     """Return the safetensors files of a model; empty: it has none. Raises SafetensorsError where one is missing."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():  # before an index, as transformers has it
+        return [single]
     if not index.is_file():
-        return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+        return sorted(folder.glob("*.safetensors"))
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
         paths = [folder / name for name in sorted(set(weight_map.values()))]
