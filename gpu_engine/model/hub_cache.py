@@ -16,6 +16,8 @@ from typing import Any
 
 from gpu_engine.model.names import kind_of
 
+_WEIGHTS = (".gguf", ".safetensors")
+
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
@@ -64,20 +66,33 @@ def remove(name: str, cache: Path | None = None) -> int:
         size = int(repository.size_on_disk) + sum(path.stat().st_size for path in _begun(repository))
         shutil.rmtree(repository.repo_path)
         return size
-    kept = _blobs(file for revision in repository.revisions for file in revision.files if file not in models[name])
+    others = [file for revision in repository.revisions for file in revision.files if file not in models[name]]
+    kept = _blobs(others)
     freed = {blob: size for blob, size in _blobs(models[name]).items() if blob not in kept}
     for file in models[name]:
         file.file_path.unlink(missing_ok=True)
     for blob in freed:
         blob.unlink(missing_ok=True)
-    if not kept and not _begun(repository):
-        shutil.rmtree(repository.repo_path)
+    if not _begun(repository) and not any(file.file_path.suffix in _WEIGHTS for file in others):
+        shutil.rmtree(repository.repo_path)  # what is left describes the weights that have gone
+        freed |= kept
     return sum(freed.values())
 
 
 def _begun(repository: Any) -> list[Path]:
     """Return the files of a repository whose download has begun and not ended."""
     return [*Path(repository.repo_path, "blobs").glob("*.incomplete")]
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A repository of which nothing has arrived whole, with the members that huggingface_hub's have."""
+
+    repo_id: str
+    repo_path: Path
+    revisions: tuple[Any, ...] = ()
+    nb_files: int = 0
+    size_on_disk: int = 0
 
 
 def _scan(cache: Path | None) -> Any:
@@ -88,14 +103,17 @@ def _scan(cache: Path | None) -> Any:
 
 def _repositories(cache: Path | None) -> list[Any]:
     """Return huggingface_hub's descriptions of the models' repositories."""
-    from huggingface_hub import CacheNotFound
+    from huggingface_hub import CacheNotFound, constants
 
     try:
         scan = _scan(cache)
     except (CacheNotFound, ValueError):  # nothing was fetched yet, or the cache is no folder
         return []
-    models = (each for each in scan.repos if each.repo_type == "model")
-    found = (repository for repository in models if repository.nb_files or _begun(repository))
+    found = [repository for repository in scan.repos if repository.repo_type == "model" and repository.nb_files]
+    known = {repository.repo_path for repository in found}
+    folders = Path(cache or constants.HF_HUB_CACHE).glob("models--*")
+    begun = [_Begun(folder.name.removeprefix("models--").replace("--", "/"), folder) for folder in folders]
+    found += [each for each in begun if each.repo_path not in known and _begun(each)]
     return sorted(found, key=lambda repository: repository.repo_id)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -301,6 +302,28 @@ def test_removing_a_model_keeps_what_another_name_has(tmp_path: Path) -> None:
     assert not repository.exists()
     assert cached_models(tmp_path) == []
     assert cached_models(tmp_path / "nowhere") == []
+
+
+def test_removing_a_model_leaves_another_one_of_the_same_commit_and_files_without_a_kind(tmp_path: Path) -> None:
+    cached(tmp_path, {"a-Q4_0.gguf": b"x" * 1000, "plain.gguf": b"z" * 10, "config.json": b"{}"})
+    shutil.copytree(tmp_path / "models--tiny--llama", tmp_path / "models--tiny--renamed", symlinks=True)
+    assert remove(f"{NAME}:Q4_0", tmp_path) == 1000
+    assert {path.name for path in (tmp_path / "models--tiny--llama/snapshots" / COMMIT).iterdir()} == {
+        *("plain.gguf", "config.json")
+    }
+    assert remove(NAME, tmp_path) == 12
+    assert [model.name for model in cached_models(tmp_path)] == ["tiny/renamed:Q4_0"]
+    begun = tmp_path / "models--tiny--begun" / "blobs" / "ab.incomplete"
+    begun.parent.mkdir(parents=True)
+    begun.write_bytes(b"x" * 7)
+    assert ("tiny/begun", 7) in {(model.name, model.num_bytes) for model in cached_models(tmp_path)}
+    assert remove("tiny/begun", tmp_path) == 7
+
+
+@pytest.mark.parametrize("revision", ["../../../out", "/out"])
+def test_a_revision_that_leads_out_of_the_cache_is_refused(tmp_path: Path, revision: str) -> None:
+    with pytest.raises(ModelNotSupported, match=r"^revision: .* is no name of a branch"):
+        locate(Wanted(f"{NAME}:Q4_0", revision), Hub(endpoint=UNREACHABLE, cache=tmp_path))
 
 
 @pytest.mark.slow

@@ -176,13 +176,13 @@ def test_a_gguf_file_without_a_weight_or_with_one_of_another_shape_is_refused_by
 
 def test_a_start_that_does_not_fit_is_refused_with_its_numbers_and_what_to_lower() -> None:
     need = Need(weights=4_700_000_000, working=600_000_000)
-    refuse_too_large(need, 5_300_000_000, rounds=False)
-    refuse_too_large(need, None, rounds=False)
+    refuse_too_large(need, 5_300_000_000, "model", rounds=False)
+    refuse_too_large(need, None, "model", rounds=False)
     for rounds, hint in ((True, "fewer bits a weight"), (False, 'quantization to "q4"')):
         with pytest.raises(
-            ModelNotSupported, match=rf"^model: .* 4\.70 GB and 0\.60 GB more .* 5\.29 GB .* free; .*{hint}"
+            ModelNotSupported, match=rf"^draft_model: .* 4\.70 GB and 0\.60 GB more .* 5\.29 GB .* free; .*{hint}"
         ):
-            refuse_too_large(need, 5_290_000_000, rounds=rounds)
+            refuse_too_large(need, 5_290_000_000, "draft_model", rounds=rounds)
     with pytest.raises(
         ModelNotSupported, match=r"^kv_cache_tokens: 9000 tokens do not fit: .* 1\.00 GB of KV cache.* lower kv_cache"
     ):
