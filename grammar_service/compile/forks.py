@@ -162,7 +162,12 @@ class _Prepared:
                     self._end()
                     raise EOFError from error
                 self._asked.append(asked)
-                worker = await asked
+                try:
+                    async with asyncio.timeout(START_TIMEOUT_S):
+                        worker = await asked
+                except TimeoutError as error:  # stopped, or without a core for so long: another one is started
+                    await asyncio.shield(self._process.kill())
+                    raise EOFError from error
                 # A worker whose start is cancelled from here on finds its connection closed, and exits.
                 worker.stdout, worker.stdin = await asyncio.open_unix_connection(sock=ours)
                 return _ForkedProcess(worker, *files.keep())

@@ -300,9 +300,11 @@ class Search:
                 stop = self._stop(words)
                 if stop is not None:
                     return True, (*taken, stop), decisions
-                if self._part_ends and (end := self._take_end(words.copy())):
-                    taken += end
-                    continue
+                if self._part_ends:
+                    words = words.copy()  # the next mask is written in the same place
+                    if end := self._take_end(words):
+                        taken += end
+                        continue
                 choices = choices_of(words, self._texts)
                 again = again + 1 if choices == before else 0
                 before = choices

@@ -24,10 +24,10 @@ def listed_call(tool: Tool, form: ToolFormat, field: str, *, always_strict: bool
     """
     assert form.argument is not None
     elements = []
-    for parameter in parameters_of(tool, field, form.argument.end):
+    strict = tool.strict or always_strict
+    for parameter in parameters_of(tool, field, form.argument.end, strict=strict):
         node = _argument(parameter, form.argument, f"{field}/properties/{parameter.name}")
-        is_required = parameter.required and (tool.strict or always_strict)
-        elements.append(node if is_required else {"type": "optional", "content": node})
+        elements.append(node if parameter.required and strict else {"type": "optional", "content": node})
     begin = form.begin_of(tool.name, raw=False)
     if not elements:
         return {"type": "tag", "begin": begin, "content": {"type": "const_string", "value": form.end}, "end": ""}

@@ -63,7 +63,10 @@ def planned(valid: ValidatedRequest, tokenizer: Tokenizer) -> tuple[ValidatedReq
         raise InvalidRequest("tools", "this model has no chat template")
     phase = reasoning_phase(valid, tokenizer)
     opened = opened_tokens(tokenizer, form, phase.markers if phase else None)
-    grammar = composed(tools, form, own, phase, opened)
+    try:
+        grammar = composed(tools, form, own, phase, opened)
+    except RecursionError:
+        raise InvalidRequest("tools", "a schema of a function is nested too deeply") from None
     if grammar is not None and valid.params.sampling.ignore_eos:
         raise InvalidRequest("sampling.ignore_eos", "is not allowed together with reasoning.max_tokens")
     free = tools is not None and tools.choice is ToolChoice.AUTO and not _has_content(own)

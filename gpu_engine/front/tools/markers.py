@@ -61,3 +61,37 @@ def beginning_of(text: str, markers: Sequence[str]) -> int:
         if any(marker.startswith(text[at:]) for marker in markers):
             return at
     return len(text)
+
+
+class JsonScan:
+    """Finds the end of one JSON value in text that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = self._escaped = self._plain = False
+
+    def end_of(self, text: str) -> int | None:
+        """Return where the value ends in `text`, which continues the text of earlier calls; None: not in it."""
+        for at, char in enumerate(text):
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._quoted = False
+                    if not self._depth:
+                        return at + 1
+            elif char == '"':
+                self._quoted = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]" and self._depth:
+                self._depth -= 1
+                if not self._depth:
+                    return at + 1
+            elif not self._depth:
+                if char in "}],;<" + SPACE:
+                    return at
+                self._plain = True
+        return None

@@ -15,24 +15,32 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from gpu_engine.api.conversation import Tool
 from gpu_engine.api.errors import InvalidRequest
 
 _TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
-_ANNOTATIONS = frozenset(
-    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id"}
+_ASSERTING = frozenset(
+    {"type", "enum", "const", "multipleOf", "maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum", "maxLength"}
+    | {"minLength", "pattern", "format", "items", "prefixItems", "additionalItems", "maxItems", "minItems", "contains"}
+    | {"uniqueItems", "minContains", "maxContains", "maxProperties", "minProperties", "required", "properties", "not"}
+    | {"patternProperties", "additionalProperties", "propertyNames", "dependentRequired", "dependentSchemas", "if"}
+    | {"dependencies", "unevaluatedItems", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "then", "else", "$ref"}
+    | {"$dynamicRef", "$recursiveRef", "extends", "disallow", "divisibleBy"}
 )
-_OF_ROOT = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "strict"}
+"""Keywords that say what a value may be. All others, such as `description`, say nothing of it."""
+_OF_ROOT = frozenset({"type", "properties", "required", "additionalProperties"})
 _OF_STRINGS = frozenset({"pattern", "format", "minLength", "maxLength"})
 _UNWRITABLE = frozenset("<>\"'\n\r=")
 """Characters that a parameter's name may not have, because the texts around an argument have them."""
 _MAX_REFERENCES = 32
-_MAX_ALTERNATIVES = 2000
-"""Of all parameters of a function."""
+_MAX_WORK = 5000
+"""Of all parameters of a function: alternatives, listed values, and 64 bytes of definitions that one of them needs."""
 
 
 class Form(enum.Enum):
@@ -84,19 +92,26 @@ class _Root:
     """A function's schema while its parameters are read."""
 
     schema: Any
-    left: int = _MAX_ALTERNATIVES
-    """Alternatives that may still be read. References can name the same ones again and again."""
+    left: int = _MAX_WORK
+    """What may still be read. References can name the same definitions again and again."""
+
+    def spend(self, count: int, place: str) -> None:
+        """Raises InvalidRequest once that is too much."""
+        self.left -= count
+        if self.left < 0:
+            raise InvalidRequest(place, "the function has too many alternatives, values and definitions")
 
 
-def parameters_of(tool: Tool, field: str, end: str) -> tuple[Parameter, ...]:
+def parameters_of(tool: Tool, field: str, end: str, *, strict: bool) -> tuple[Parameter, ...]:
     """Return the parameters of a function in the order of its schema.
 
-    `field` is the place of the schema in the request, `end` the text after an argument. Raises InvalidRequest.
+    `field` is the place of the schema in the request, `end` the text after an argument. `strict`: a value must fit its
+    schema; otherwise a string may have what the text cannot hold it to. Raises InvalidRequest.
     """
     source: Any = json.loads(tool.source) if tool.source else {}
     root = _Root(source)
-    others = source.keys() - _OF_ROOT
-    if others and tool.strict:
+    others = _keys(source) - _OF_ROOT
+    if others and strict:
         raise InvalidRequest(
             field, f"has {min(others)!r} at its root, and the model's format writes arguments one by one"
         )
@@ -105,10 +120,14 @@ def parameters_of(tool: Tool, field: str, end: str) -> tuple[Parameter, ...]:
         raise InvalidRequest(field, "needs an object `properties` and an array `required`")
     if missing := [name for name in required if not isinstance(name, str) or name not in properties]:
         raise InvalidRequest(field, f"requires {missing[0]!r}, which is not one of its properties")
+    needed = set(required)
     return tuple(
-        _parameter(root, name, name in required, f"{field}/properties/{name}", end, strict=tool.strict)
-        for name in properties
+        _parameter(root, name, name in needed, f"{field}/properties/{name}", end, strict=strict) for name in properties
     )
+
+
+def _keys(schema: dict[str, Any]) -> Set[str]:
+    return schema.keys() & _ASSERTING
 
 
 def _parameter(root: _Root, name: str, required: bool, place: str, end: str, *, strict: bool) -> Parameter:
@@ -117,49 +136,54 @@ def _parameter(root: _Root, name: str, required: bool, place: str, end: str, *, 
     schema = _resolved(root.schema["properties"][name], root, place)
     values = _listed(schema, root, place)
     if values is not None:
-        parameter = Parameter(name, Form.VALUES, required, values=tuple(values))
-        if not values:
-            raise InvalidRequest(place, "allows no value")
-        if any(end.strip() in text for text in parameter.texts()):
-            raise InvalidRequest(
-                place, f"has a value with {end.strip()!r}, which ends an argument in the model's format"
-            )
-        return parameter
+        return _of_values(Parameter(name, Form.VALUES, required, values=tuple(values)), place, end)
     types, plain = _types(schema, root, place)
     if "string" not in types:
-        return Parameter(name, Form.JSON, required, schema=_whole(root.schema, name))
-    if types == {"string"} and "string" not in plain and schema.keys() <= {"type"} | _OF_STRINGS | _ANNOTATIONS:
-        return Parameter(name, Form.TEXT, required, schema=schema)
+        return Parameter(name, Form.JSON, required, schema=_whole(root, name, place))
+    if types == {"string"} and "string" not in plain and _keys(schema) <= {"type"} | _OF_STRINGS:
+        return Parameter(name, Form.TEXT, required, schema={**schema, "type": "string"})
     if "string" in plain or not strict:
         others = plain - {"string"}
         if not others:
             return Parameter(name, Form.TEXT, required, schema={"type": "string"})
         return Parameter(name, Form.EITHER, required, schema={"type": "string"}, plain=frozenset(others))
     if (mixed := _text_or_listed(schema, root, place)) is not None:
-        return Parameter(name, Form.VALUES, required, schema=mixed[0], values=tuple(mixed[1]))
+        return _of_values(Parameter(name, Form.VALUES, required, mixed[0], tuple(mixed[1])), place, end)
     raise InvalidRequest(
         place, "may be a string with a condition or another value, which the model's format cannot tell apart"
     )
 
 
-def _whole(root: Any, name: str) -> Any:
+def _of_values(parameter: Parameter, place: str, end: str) -> Parameter:
+    """Return a parameter of listed values. Raises InvalidRequest for a value that the model's format cannot write."""
+    if any(isinstance(value, float) and not math.isfinite(value) for value in parameter.values):
+        raise InvalidRequest(place, "has a number that is too large")
+    texts = parameter.texts()
+    if not any(texts) and parameter.schema is None:
+        raise InvalidRequest(place, "allows no value that has a text")
+    if any(end.strip() in text for text in texts):
+        raise InvalidRequest(place, f"has a value with {end.strip()!r}, which ends an argument in the model's format")
+    return parameter
+
+
+def _whole(root: _Root, name: str, place: str) -> Any:
     """Return the schema of a parameter with what its references lead to: some definitions, else the whole schema."""
-    schema = root["properties"][name]
-    wanted = list(_references(schema))
-    if not wanted:
-        return schema
-    for pointer in wanted:  # grows while it is read
-        home, key = pointer.rpartition("/")[::2]
-        there = root.get(home[2:]) if home in ("#/$defs", "#/definitions") and home[2:] not in schema else None
-        if not isinstance(there, dict) or key not in there:
-            break
-        wanted += (one for one in _references(there[key]) if one not in wanted)
-    else:
-        kept: dict[str, Any] = {}
-        for home, key in (pointer[2:].split("/") for pointer in wanted):
-            kept.setdefault(home, {})[key] = root[home][key]
-        return {**schema, **kept}
-    return {"$defs": {"parameters": moved(root, "#/$defs/parameters")}, **moved(schema, "#/$defs/parameters")}
+    whole = root.schema
+    schema = whole["properties"][name]
+    wanted, known = list(dict.fromkeys(_references(schema))), set[str]()
+    kept: dict[str, Any] = {}
+    while wanted:
+        pointer = wanted.pop()
+        home, key = pointer[2:].rpartition("/")[::2]
+        there = whole.get(home) if home in ("$defs", "definitions") and home not in schema else None
+        if not pointer.startswith("#/") or not isinstance(there, dict) or key not in there:
+            root.spend(len(json.dumps(whole)) // 64, place)
+            return {"$defs": {"parameters": moved(whole, "#/$defs/parameters")}, **moved(schema, "#/$defs/parameters")}
+        known.add(pointer)
+        kept.setdefault(home, {})[key] = there[key]
+        root.spend(1 + len(json.dumps(there[key])) // 64, place)
+        wanted += dict.fromkeys(one for one in _references(there[key]) if one not in known and one not in wanted)
+    return {**schema, **kept}
 
 
 def _references(schema: Any) -> Iterator[str]:
@@ -194,12 +218,12 @@ def _resolved(schema: Any, root: _Root, place: str) -> dict[str, Any]:
         if not isinstance(schema, dict):
             raise InvalidRequest(place, "must be a JSON Schema that is an object")
         pointer, parts = schema.get("$ref"), schema.get("allOf")
-        if isinstance(parts, list) and len(parts) == 1 and schema.keys() - _ANNOTATIONS == {"allOf"}:
+        if isinstance(parts, list) and len(parts) == 1 and _keys(schema) == {"allOf"}:
             schema = parts[0]
             continue
         if pointer is None:
             return schema
-        if not isinstance(pointer, str) or schema.keys() - _ANNOTATIONS != {"$ref"}:
+        if not isinstance(pointer, str) or _keys(schema) != {"$ref"}:
             raise InvalidRequest(place, "has keywords next to $ref, which the model's format cannot hold")
         schema = _at(pointer, root, place)
     raise InvalidRequest(place, "refers to itself")
@@ -207,8 +231,8 @@ def _resolved(schema: Any, root: _Root, place: str) -> dict[str, Any]:
 
 def _at(pointer: str, root: _Root, place: str) -> Any:
     found = root.schema
-    for step in pointer.removeprefix("#").split("/")[1:] if pointer.startswith("#") else [pointer]:
-        key = step.replace("~1", "/").replace("~0", "~")
+    for step in pointer[1:].split("/")[1:] if pointer == "#" or pointer.startswith("#/") else [pointer]:
+        key = unquote(step).replace("~1", "/").replace("~0", "~")
         if isinstance(found, list) and key.isascii() and key.isdigit() and int(key[:9]) < len(found):
             found = found[int(key)]
         elif isinstance(found, dict) and key in found:
@@ -220,26 +244,36 @@ def _at(pointer: str, root: _Root, place: str) -> Any:
 
 def _branches(schema: dict[str, Any], root: _Root, place: str) -> list[dict[str, Any]] | None:
     """Return the branches of a schema that is nothing but a choice; None: it is something else."""
-    keys = schema.keys() - _ANNOTATIONS
+    keys = _keys(schema)
     if keys not in ({"anyOf"}, {"oneOf"}):
         return None
     branches = schema[min(keys)]
     if not isinstance(branches, list) or not branches:
         raise InvalidRequest(place, f"{min(keys)} must be a non-empty array")
-    root.left -= len(branches)
-    if root.left < 0:
-        raise InvalidRequest(place, f"the function has more than {_MAX_ALTERNATIVES} alternatives")
+    root.spend(len(branches), place)
     return [_resolved(one, root, place) for one in branches]
 
 
 def _listed(schema: dict[str, Any], root: _Root, place: str, depth: int = 0) -> list[Any] | None:
     """Return the values that a schema lists; None: it is no list of values."""
-    keys = schema.keys() - _ANNOTATIONS
-    if keys in ({"const"}, {"const", "type"}):
-        return [schema["const"]]
-    if keys in ({"enum"}, {"enum", "type"}) and isinstance(schema["enum"], list):
-        allowed = _named(schema.get("type"), place)
-        return [value for value in schema["enum"] if _fits(value, allowed)]
+    keys = _keys(schema)
+    given = [schema["const"]] if "const" in keys else schema.get("enum")
+    if isinstance(given, list) and keys - {"const", "enum"} <= {"type", "minLength", "maxLength"}:
+        root.spend(len(given), place)
+        allowed, bounds = (
+            _named(schema.get("type"), place),
+            (schema.get("minLength", 0), schema.get("maxLength", math.inf)),
+        )
+        if not all(isinstance(bound, int | float) for bound in bounds):
+            raise InvalidRequest(place, "minLength and maxLength must be numbers")
+        also = schema.get("enum", given)
+        return [
+            value
+            for value in given
+            if _fits(value, allowed)
+            and (not isinstance(value, str) or bounds[0] <= len(value) <= bounds[1])
+            and any(type(one) is type(value) and one == value for one in (also if "const" in keys else [value]))
+        ]
     if keys == {"type"} and schema["type"] in ("null", "boolean"):
         return [None] if schema["type"] == "null" else [True, False]
     branches = _branches(schema, root, place) if depth < _MAX_REFERENCES else None
@@ -256,14 +290,12 @@ def _listed(schema: dict[str, Any], root: _Root, place: str, depth: int = 0) -> 
 def _text_or_listed(schema: dict[str, Any], root: _Root, place: str) -> tuple[dict[str, Any], list[Any]] | None:
     """Return a schema of strings and listed values that are no strings, if `schema` allows just these."""
     types = schema.get("type")
-    if isinstance(types, list) and schema.keys() <= {"type"} | _OF_STRINGS | _ANNOTATIONS:
+    if isinstance(types, list) and _keys(schema) <= {"type"} | _OF_STRINGS:
         text = {**schema, "type": "string"}
         branches = [text, *({"type": one} for one in types if one != "string")]
     else:
         branches = _branches(schema, root, place) or []
-    texts = [
-        one for one in branches if one.get("type") == "string" and one.keys() <= {"type"} | _OF_STRINGS | _ANNOTATIONS
-    ]
+    texts = [one for one in branches if one.get("type") == "string" and _keys(one) <= {"type"} | _OF_STRINGS]
     listed = [_listed(one, root, place) for one in branches if one not in texts]
     if len(texts) != 1 or any(one is None for one in listed):
         return None
@@ -278,12 +310,13 @@ def _types(schema: dict[str, Any], root: _Root, place: str, depth: int = 0) -> t
         types, plain, twice = set[str](), set[str](), set[str]()
         for one in branches:
             some, all_of = _types(one, root, place, depth + 1)
-            twice |= some & types
+            numbers = {"number", "integer"}  # an integer is both
+            twice |= (some & types) | (numbers if some & numbers and types & numbers else set())
             types |= some
             plain |= all_of
         return types, plain - twice if "oneOf" in schema else plain
     types = _named(schema.get("type"), place)
-    return types, types if schema.keys() <= {"type"} | _ANNOTATIONS else set()
+    return types, types if _keys(schema) <= {"type"} else set()
 
 
 def _named(types: Any, place: str) -> set[str]:

@@ -18,10 +18,10 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpu_engine.api.conversation import Tool, Tools
+from gpu_engine.api.conversation import Tool, ToolChoice, Tools
 from gpu_engine.front.tools.argument_reader import ArgumentReader
 from gpu_engine.front.tools.formats import CALL_ID, Markers, ToolFormat
-from gpu_engine.front.tools.markers import SPACE, beginning_of, match_exactly, match_squeezed, squeezed
+from gpu_engine.front.tools.markers import SPACE, JsonScan, beginning_of, match_exactly, match_squeezed, squeezed
 from gpu_engine.front.tools.parameters import parameters_of
 from gpu_engine.front.tools.reasoning_tokens import ReasoningTokens
 
@@ -116,6 +116,8 @@ class PartsParser:
         self._markers = layout.markers
         called = [tool for _, tool in layout.tools.callable] if layout.tools and layout.form else []
         self._triggered = layout.triggered and bool(called)
+        self._always_strict = layout.tools is not None and layout.tools.choice is not ToolChoice.AUTO
+        self._ids: set[str] = set()
         is_listed = self._form is not None and self._form.argument is not None
         self._match = match_exactly if is_listed else match_squeezed
         self._plain = str.lstrip if is_listed else squeezed
@@ -140,7 +142,7 @@ class PartsParser:
         self._tool = Tool("")
         """The function of the last call."""
         self._raw_begins = False
-        self._scan = _JsonScan()
+        self._scan = JsonScan()
         self._reader: ArgumentReader | None = None
         self._out: list[Part] = []
         self._reasoned = False
@@ -293,11 +295,12 @@ class PartsParser:
     def _begin_call(self, call_id: str) -> None:
         self._out.append(Part(PartKind.TOOL_CALL, "", self._calls, call_id, self._tool.name))
         self._calls += 1
-        self._scan, self._raw_begins = _JsonScan(), True
+        self._scan, self._raw_begins = JsonScan(), True
         if self._tool.raw:
             self._state = _State.RAW
         elif self._form is not None and self._form.argument is not None:
-            self._reader = ArgumentReader(self._form, parameters_of(self._tool, "tools", self._form.argument.end))
+            end, strict = self._form.argument.end, self._tool.strict or self._always_strict
+            self._reader = ArgumentReader(self._form, parameters_of(self._tool, "tools", end, strict=strict))
             self._state = _State.LISTED
         else:
             self._state = _State.SPACE
@@ -306,8 +309,12 @@ class PartsParser:
         assert self._form is not None
         at = self._held.find(self._form.number_end)
         if at >= 0:
-            number, self._held = self._held[:at], self._held[at + len(self._form.number_end) :]
-            self._begin_call(f"{CALL_ID}{self._tool.name}:{number.strip()}")
+            number, self._held = self._held[:at].strip(), self._held[at + len(self._form.number_end) :]
+            # A model may give two calls one number, and a result names its call by the id.
+            numbers = (f"{CALL_ID}{self._tool.name}:{one}" for one in (number, *range(10**5)))
+            call_id = next(one for one in numbers if one not in self._ids)
+            self._ids.add(call_id)
+            self._begin_call(call_id)
         return at >= 0
 
     def _listed(self) -> bool:
@@ -328,7 +335,7 @@ class PartsParser:
 
     def _raw_input(self) -> bool:
         assert self._form is not None
-        if self._raw_begins and self._form.raw_begin.endswith("\n"):
+        if self._raw_begins and self._match is match_squeezed and self._form.raw_begin.endswith("\n"):
             self._held = self._held.removeprefix("\n")
         self._raw_begins = False
         end = self._form.raw_end
@@ -372,37 +379,3 @@ class PartsParser:
             self._after_reasoning = _State.CONTENT
             return True
         return self._head(heads, _State.CONTENT)
-
-
-class _JsonScan:
-    """Finds the end of one JSON value in text that arrives in pieces."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._quoted = self._escaped = self._plain = False
-
-    def end_of(self, text: str) -> int | None:
-        """Return where the value ends in `text`, which continues the text of earlier calls; None: not in it."""
-        for at, char in enumerate(text):
-            if self._quoted:
-                if self._escaped:
-                    self._escaped = False
-                elif char == "\\":
-                    self._escaped = True
-                elif char == '"':
-                    self._quoted = False
-                    if not self._depth:
-                        return at + 1
-            elif char == '"':
-                self._quoted = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]" and self._depth:
-                self._depth -= 1
-                if not self._depth:
-                    return at + 1
-            elif not self._depth:
-                if char in "}],;" + SPACE:
-                    return at
-                self._plain = True
-        return None

@@ -47,6 +47,13 @@ TAG = {
         },
     ],
 }
+NO_END = {
+    "type": "sequence",
+    "elements": [
+        {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "END"},
+        {"type": "regex", "pattern": "END[a-z]+#|q!"},
+    ],
+}
 GRAMMARS: dict[str, tuple[Kind, Any]] = {
     "required": (Kind.JSON_SCHEMA, PERSON),
     "nested": (Kind.JSON_SCHEMA, {"type": "object", "properties": {"a": {"type": "array", "items": PERSON}}}),
@@ -59,6 +66,7 @@ GRAMMARS: dict[str, tuple[Kind, Any]] = {
     "choice": (Kind.CHOICE, ["yes", "no", "a third way"]),
     "regex": (Kind.REGEX, "[a-z]+-(x|yy)!"),
     "free text in a tag": (Kind.STRUCTURAL_TAG, {"type": "structural_tag", "format": TAG}),
+    "an end within a value": (Kind.STRUCTURAL_TAG, {"type": "structural_tag", "format": NO_END}),
     "ebnf": (Kind.EBNF, 'root ::= "<" [a-z]+ ">" [^<]* "</end>"'),
 }
 

@@ -69,5 +69,7 @@ def _length(schema: dict[str, Any], key: str, place: str) -> int | None:
 def _whole(pattern: str) -> str:
     """Return a pattern, which is searched for, as an expression of the whole text; of its texts it may lose some."""
     head = "" if pattern.startswith("^") else _ANY
-    tail = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else _ANY
+    before = pattern.removesuffix("$")
+    is_anchored = before != pattern and (len(before) - len(before.rstrip("\\"))) % 2 == 0
+    tail = "" if is_anchored else _ANY
     return f"{head}(?:{pattern}){tail}"

@@ -17,7 +17,7 @@ OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 
 
 def parameters(schema: Any, *, strict: bool = True) -> tuple[Parameter, ...]:
-    return parameters_of(Tool("f", source=json.dumps(schema), strict=strict), FIELD, "\n</parameter>\n")
+    return parameters_of(Tool("f", source=json.dumps(schema)), FIELD, "\n</parameter>\n", strict=strict)
 
 
 def parameter(schema: Any, **root: Any) -> Parameter:
@@ -34,6 +34,9 @@ def parameter(schema: Any, **root: Any) -> Parameter:
         ({"type": "array", "items": {"type": "string"}}, Form.JSON, {'["a"]': ["a"]}),
         ({"enum": ["a", 1, None, 1.5, "true"]}, Form.VALUES, {"a": "a", "1": 1, "null": None, "true": "true"}),
         ({"type": "string", "enum": ["a", 1]}, Form.VALUES, {"a": "a", "1": "1"}),
+        ({"enum": ["a", "abc"], "minLength": 2, "x-order": 1, "nullable": True}, Form.VALUES, {"abc": "abc"}),
+        ({"type": ["string"], "minLength": 2, "contentEncoding": "x"}, Form.TEXT, {"ab": "ab"}),
+        ({"oneOf": [{"type": t} for t in ("string", "number", "integer")]}, Form.TEXT, {"5": "5"}),
         ({"type": "boolean"}, Form.VALUES, {"true": True, "false": False}),
         ({"anyOf": [{"const": "a"}, {"type": "null"}]}, Form.VALUES, {"a": "a", "null": None}),
         ({"type": ["string", "null"], "minLength": 1}, Form.VALUES, {"null": None, "": "", "7": "7"}),
@@ -75,15 +78,22 @@ DOUBLED = {f"d{i}": {"anyOf": 2 * [{"$ref": f"#/$defs/d{i + 1}"}]} for i in rang
     [
         (
             {"$defs": DOUBLED, "properties": {"p": {"$ref": "#/$defs/d0"}}},
-            "/properties/p: .* more than 2000 alternatives",
+            "/properties/p: the function has too many alternatives",
         ),
+        (
+            {"$defs": {"e": {"enum": [*range(900)]}}, "properties": {"p": {"anyOf": 9 * [{"$ref": "#/$defs/e"}]}}},
+            "/properties/p: the function has too",
+        ),
+        ({"properties": {"p": {"enum": [""]}}}, "/properties/p: allows no value that has a text"),
+        ({"properties": {"p": {"enum": [1e400]}}}, "/properties/p: has a number that is too large"),
+        ({"properties": {"p": {"$ref": "#p"}}}, "/properties/p: refers to '#p'"),
         ({"properties": {"p": {"type": [{}]}}}, '/properties/p: has "type"'),
         ({"properties": {}, "required": [[]]}, r": requires \[\]"),
         ({"anyOf": [{"properties": {}}]}, ": has 'anyOf' at its root"),
         ({"properties": {}, "required": ["x"]}, ": requires 'x'"),
         ({"properties": {"a b=c": {}}}, "/properties/a b=c: the model's format cannot write this name"),
         ({"properties": {"p": {"enum": ["x </parameter> y"]}}}, "/properties/p: has a value with '</parameter>'"),
-        ({"properties": {"p": {"type": "string", "enum": [1]}}}, "/properties/p: allows no value"),
+        ({"properties": {"p": {"type": "string", "enum": [1]}}}, "/properties/p: allows no value that has a text"),
         ({"properties": {"p": {"type": "strin"}}}, '/properties/p: has "type": "strin"'),
         ({"properties": {"p": False}}, "/properties/p: must be a JSON Schema that is an object"),
         (

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_engine.api.conversation import InputKind, Tool, ToolChoice, Tools
-from gpu_engine.front.tools.formats import FORMATS, HARMONY, HERMES, JSON, MISTRAL, Markers, ToolFormat
+from gpu_engine.front.tools.formats import FORMATS, HARMONY, HERMES, JSON, KIMI_K2, MISTRAL, Markers, ToolFormat
 from gpu_engine.front.tools.markers import squeezed
 from gpu_engine.front.tools.parts import AnswerLayout, PartKind, new_call_id, short_call_id
-from tests.gpu_engine.front.tools.spelling import call_id, spelled_calls
+from tests.gpu_engine.front.tools.spelling import call_id, spelled_call, spelled_calls
 
 THINK = Markers("<think>", "</think>")
 GIVEN = json.dumps({"properties": {"a": {"type": "string"}, "b": {"type": "array"}}})
 TOOLS = Tools((Tool("get"), Tool("get_x", source=GIVEN), Tool("run", input=InputKind.TEXT)))
-ARGUMENTS = ('{"a": "}\\" </arg> <", "b": [1, {"c": null}]}', "{}")
+ARGUMENTS = ('{"a": "}\\" </arg> <", "b": [1, {"c": "</arg_value></parameter>"}]}', "{}")
 NAMED = {tool.name: tool for tool in TOOLS.tools}
 
 Joined = list[tuple[str, str]]
@@ -77,6 +77,27 @@ def test_calls_of_each_format(form: ToolFormat) -> None:
     for pieces in cuts(f"Sure {{ <tool. \n{text}"):
         found = parts_of(AnswerLayout(TOOLS, form, triggered=True), pieces)
         assert found == [("CONTENT", "Sure { <tool."), *WANTED]
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form.argument], ids=lambda form: form.name)
+@pytest.mark.parametrize("given", ["", "\nx", "\n"])
+def test_raw_input_where_arguments_are_written_one_by_one(form: ToolFormat, given: str) -> None:
+    calls = [("run", given), ("get", "{}")]
+    wanted = [
+        ("call run", ""),
+        *([("TOOL_ARGUMENTS", given)] if given else []),
+        ("call get", ""),
+        ("TOOL_ARGUMENTS", "{}"),
+    ]
+    for pieces in cuts(spelled(form, calls)):
+        assert parts_of(AnswerLayout(TOOLS, form), pieces) == wanted
+
+
+def test_calls_with_the_same_number_have_ids_of_their_own() -> None:
+    text = KIMI_K2.first + 2 * spelled_call(KIMI_K2, NAMED["get"], "{}", number=3) + KIMI_K2.last
+    parser = AnswerLayout(TOOLS, KIMI_K2).parser()
+    ids = [part.tool_call_id for part in [*parser.push(text), *parser.finish()] if part.kind is PartKind.TOOL_CALL]
+    assert ids == ["functions.get:3", "functions.get:0"]
 
 
 @pytest.mark.parametrize("form", PARALLEL, ids=lambda form: form.name)
