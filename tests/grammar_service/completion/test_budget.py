@@ -51,7 +51,7 @@ NO_END = {
     "type": "sequence",
     "elements": [
         {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "END"},
-        {"type": "regex", "pattern": "END[a-z]+#|q!"},
+        {"type": "regex", "pattern": "END[ -~]+#|q!"},
     ],
 }
 GRAMMARS: dict[str, tuple[Kind, Any]] = {
