@@ -33,15 +33,20 @@ from grammar_service.grammar.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 64
+ANSWER_S = 30.0
+"""After so long without an answer the prepared process is killed, and its workers with it."""
 _TRIES = 2
 """A prepared process may have been killed since the last worker started."""
 
 
 class Forks:
-    """Starts the workers of one backend with one vocabulary. `close` ends the prepared process and all its workers."""
+    """Starts the workers of one backend with one vocabulary. `close` ends the prepared process and all its workers.
 
-    def __init__(self, backend: str, vocabulary: Vocabulary) -> None:
-        self._backend, self._vocabulary = backend, vocabulary
+    A prepared process that takes longer than `answer_s` to fork or to kill a worker is replaced.
+    """
+
+    def __init__(self, backend: str, vocabulary: Vocabulary, answer_s: float = ANSWER_S) -> None:
+        self._backend, self._vocabulary, self._answer_s = backend, vocabulary, answer_s
         self._preparing: asyncio.Task[_Prepared] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         """Of prepared processes that have ended by themselves."""
@@ -85,7 +90,8 @@ class Forks:
                 closing.add_done_callback(self._closing.discard)
             if preparing is None or before is None or before.has_ended:
                 preparing = self._preparing = asyncio.create_task(
-                    _prepare(self._backend, self._vocabulary), name=f"prepare-{self._backend}-compile-workers"
+                    _prepare(self._backend, self._vocabulary, self._answer_s),
+                    name=f"prepare-{self._backend}-compile-workers",
                 )
         return await asyncio.shield(preparing)
 
@@ -100,7 +106,7 @@ def _result(preparing: asyncio.Task[_Prepared] | None) -> _Prepared | None:
     return preparing.result()
 
 
-async def _prepare(backend: str, vocabulary: Vocabulary) -> _Prepared:
+async def _prepare(backend: str, vocabulary: Vocabulary, answer_s: float) -> _Prepared:
     """Start a prepared process, and wait until it has read the vocabulary."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -121,7 +127,7 @@ async def _prepare(backend: str, vocabulary: Vocabulary) -> _Prepared:
                 backend,
                 reply["threads"] - 1,
             )
-        return _Prepared(process, control, reply["threads"])
+        return _Prepared(process, control, reply["threads"], answer_s)
     except BaseException as error:
         tail = process.stderr_tail()
         control.close()
@@ -135,8 +141,10 @@ async def _prepare(backend: str, vocabulary: Vocabulary) -> _Prepared:
 class _Prepared:
     """A prepared process. The caller must `close` it."""
 
-    def __init__(self, process: CompileProcess, control: socket.socket, num_threads: int) -> None:
-        self.num_threads = num_threads
+    def __init__(
+        self, process: CompileProcess, control: socket.socket, num_threads: int, answer_s: float = ANSWER_S
+    ) -> None:
+        self.num_threads, self.answer_s = num_threads, answer_s
         self.has_ended = False
         self._process, self._control = process, control
         control.setblocking(False)
@@ -163,10 +171,10 @@ class _Prepared:
                     raise EOFError from error
                 self._asked.append(asked)
                 try:
-                    async with asyncio.timeout(START_TIMEOUT_S):
+                    async with asyncio.timeout(self.answer_s):
                         worker = await asked
                 except TimeoutError as error:  # stopped, or without a core for so long: another one is started
-                    await asyncio.shield(self._process.kill())
+                    await self.end()
                     raise EOFError from error
                 # A worker whose start is cancelled from here on finds its connection closed, and exits.
                 worker.stdout, worker.stdin = await asyncio.open_unix_connection(sock=ours)
@@ -179,6 +187,11 @@ class _Prepared:
         """Let the prepared process kill a worker: only it knows that the id is still the worker's."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, and the workers with it
             self._control.send(f"kill {pid}".encode())
+
+    async def end(self) -> None:
+        """Kill the process, and its workers with it."""
+        await asyncio.shield(self._process.kill())
+        self._end()
 
     async def close(self) -> None:
         """End the process."""
@@ -242,6 +255,16 @@ class _Worker:
         if not self.ended.done():
             self._parent.kill(self.pid)
 
+    async def killed(self) -> int:
+        """Kill the process, and its parent if that does not do it. Returns the exit code."""
+        self.kill()
+        try:
+            async with asyncio.timeout(self._parent.answer_s):
+                return await self.wait()
+        except TimeoutError:
+            await self._parent.end()
+            return await self.wait()
+
     async def wait(self) -> int:
         """See `Running`."""
         return await asyncio.shield(self.ended)
@@ -249,6 +272,13 @@ class _Worker:
 
 class _ForkedProcess(CompileProcess):
     has_vocabulary = True
+
+    def __init__(self, worker: _Worker, artifact_fd: int, stderr_fd: int) -> None:
+        super().__init__(worker, artifact_fd, stderr_fd)
+        self._worker = worker
+
+    async def _end_now(self) -> int:
+        return await self._worker.killed()
 
     @property
     def has_exited(self) -> bool:

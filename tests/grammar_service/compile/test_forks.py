@@ -29,8 +29,10 @@ ANY = parse(Kind.JSON_OBJECT, "", Whitespace.COMPACT)
 
 
 @asynccontextmanager
-async def forking(vocabulary: Vocabulary, backend: str = "llguidance") -> AsyncIterator[tuple[Forks, CompilePool]]:
-    forks = Forks(backend, vocabulary)
+async def forking(
+    vocabulary: Vocabulary, backend: str = "llguidance", answer_s: float = LONG_S
+) -> AsyncIterator[tuple[Forks, CompilePool]]:
+    forks = Forks(backend, vocabulary, answer_s)
     limits = CompileLimits(timeout_s=120, memory_mb=512)
     pool = CompilePool(backend, vocabulary, workers=1, limits=limits, queue=1, queue_s=600, start=forks.start)
     try:
@@ -78,6 +80,21 @@ async def test_a_killed_parent_takes_its_workers_with_it_and_is_replaced(vocabul
         assert (await pool.compile(ANY)).data
         assert prepared_pid(forks) != killed.pid
         assert not alive(killed.pid)
+
+
+async def test_a_parent_that_answers_no_more_is_replaced(vocabulary: Vocabulary) -> None:
+    async with forking(vocabulary, answer_s=2.0) as (forks, pool):
+        await pool.ready()
+        stopped = psutil.Process(prepared_pid(forks))
+        workers = stopped.children()
+        stopped.suspend()
+        for worker in workers:
+            worker.kill()
+        await eventually(lambda: all(worker.status() == psutil.STATUS_ZOMBIE for worker in workers), LONG_S)
+        assert (await pool.compile(ANY)).data
+        assert prepared_pid(forks) != stopped.pid
+        psutil.Process(prepared_pid(forks)).suspend()
+    assert not any(alive(process.pid) for process in (stopped, *workers))
 
 
 async def test_a_compilation_under_a_killed_parent_is_one_error(vocabulary: Vocabulary) -> None:
