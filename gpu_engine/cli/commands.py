@@ -245,7 +245,7 @@ Exit status: 0 the model is there; 1 it cannot be fetched; 2 wrong usage.
 """
 
 _LIST = """\
-List the models in the cache of huggingface_hub, also those that other programs fetched, by their names for --model.
+List what is in the cache of huggingface_hub, also what other programs fetched, and what --model does not take.
 
 Examples:
   lockstep list

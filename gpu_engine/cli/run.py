@@ -45,7 +45,7 @@ def run_once(flags: argparse.Namespace, stdin: TextIO = sys.stdin) -> int:
             template = template_of(flags)
         except ValueError as error:
             return usage(error)
-        return _served(flags, model, 1, lambda access: talk(access, template, flags.system))
+        return _served(flags, model, _answers(template), lambda access: talk(access, template, flags.system))
     try:
         model, prompt = model_and_prompt(flags.words, flags.file, stdin)
         request = pb.GenerateRequest()
@@ -60,12 +60,10 @@ def run_once(flags: argparse.Namespace, stdin: TextIO = sys.stdin) -> int:
             fill_conversation(request, flags, prompt)
     except ValueError as error:
         return usage(error)
-    # The only request of this server needs no more slots.
-    answers = max(1, request.sampling.n, request.beam_search.beam_width)
     return _served(
         flags,
         model,
-        answers,
+        _answers(request),
         lambda access: ask(
             access,
             lambda client: stream_answer(
@@ -80,6 +78,11 @@ def chatting(flags: argparse.Namespace, terminal: bool) -> bool:
     """Return whether a command line asks for a chat: in a terminal, without a prompt and flags of a single answer."""
     only_model = not flags.words or (len(flags.words) == 1 and _names_model(flags.words[0]))
     return terminal and only_model and not flags.file and not flags.raw and flags.output == "text"
+
+
+def _answers(request: pb.GenerateRequest) -> int:
+    """Return how many sequences a request has: the server has no other one, and needs no more slots."""
+    return max(1, request.sampling.n, request.beam_search.beam_width)
 
 
 def _served(flags: argparse.Namespace, model: str, slots: int, use: Callable[[Access], int]) -> int:
