@@ -250,6 +250,11 @@ class _Worker:
         """See `Running`."""
         return self.ended.result() if self.ended.done() else None
 
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the prepared process has ended."""
+        return self._parent.has_ended
+
     def kill(self) -> None:
         """See `Running`."""
         if not self.ended.done():
@@ -276,6 +281,11 @@ class _ForkedProcess(CompileProcess):
     def __init__(self, worker: _Worker, artifact_fd: int, stderr_fd: int) -> None:
         super().__init__(worker, artifact_fd, stderr_fd)
         self._worker = worker
+
+    @property
+    def is_lost(self) -> bool:
+        """See `CompileProcess`."""
+        return self._worker.is_orphan
 
     async def _end_now(self) -> int:
         return await self._worker.killed()

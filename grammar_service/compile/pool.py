@@ -183,11 +183,16 @@ class CompilePool:
         self._places.add(place)
         try:
             await self._enter(place)
+            lost = False
             while True:  # each time in another place, or with one worker less that may be starved
                 try:
                     return await self._compile(grammar, allow_unenforced, place)
                 except _StarvedError:
                     continue
+                except _LostError as error:
+                    if lost:
+                        raise error.reported from None
+                    lost = True
                 except _SlowError:
                     place.leave()
                     place.queue = self._slow_queue
@@ -270,7 +275,8 @@ class CompilePool:
             self.crashed += 1
             code, output = await worker.end(), worker.stderr_tail()
             logger.error("a compile worker of %s exited with %d on %r: %s", self._backend, code, grammar, output)
-            raise exit_error(self._backend, code, output, self._limits.memory_mb) from None
+            reported = exit_error(self._backend, code, output, self._limits.memory_mb)
+            raise _LostError(reported) if worker.is_lost else reported from None
         finally:
             answer.cancel()
             if healthy:
@@ -402,6 +408,14 @@ def _retrieve_exception(answer: asyncio.Task[tuple[dict[str, Any], bytes]]) -> N
 
 class _SlowError(Exception):
     """A compilation had SLOW_S of a core, and no place of a slow one is free."""
+
+
+class _LostError(Exception):
+    """A worker ended because the process that forked it did. The compilation is tried once more."""
+
+    def __init__(self, reported: GrammarServiceError) -> None:
+        super().__init__()
+        self.reported = reported
 
 
 class _StarvedError(Exception):

@@ -100,6 +100,11 @@ class CompileProcess:
         self._stderr_fd = stderr_fd
         self.loads_torch = False
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process that this one depends on has ended."""
+        return False
+
     @staticmethod
     async def start(command: Sequence[str], *inherited: int) -> CompileProcess:
         """Start a worker, which waits for its first frame. It also has the descriptors `inherited`."""

@@ -26,7 +26,7 @@ PACKAGE = Path(kernels.__file__).parent
 NATIVE = PACKAGE / "native"
 SOURCES = sorted(path.name for path in NATIVE.glob("*.c"))
 TEAM_RACE = Path(__file__).with_name("team_race.c")
-SCALAR = ("step.c", "suffix.c", "team.c")
+SCALAR = ("pack.c", "step.c", "suffix.c", "team.c")
 """Without the kernels, which are headers that are compiled once per vector unit."""
 # As setup.py has them, except for -O3: the sanitizers see more, and gcc is done in minutes.
 OPTIONS = ("-std=gnu11", "-pthread", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
