@@ -25,7 +25,7 @@ GROUP = "sys/fs/cgroup"
             "0::/a\n",
             MACHINE
             | {f"{GROUP}/a/memory.max": "9000", f"{GROUP}/a/memory.current": "5000"}
-            | {f"{GROUP}/a/memory.stat": "anon 10\ninactive_file 3000\n"},
+            | {f"{GROUP}/a/memory.stat": "anon 10\ninactive_file 2000\nactive_file 1000\n"},
             7000,
         ),
         ("0::/\n", {f"{GROUP}/memory.max": "9000\n", f"{GROUP}/memory.current": "9500\n"}, 0),
@@ -38,7 +38,7 @@ GROUP = "sys/fs/cgroup"
         (
             "4:memory:/x\n",
             {f"{GROUP}/memory/x/memory.limit_in_bytes": "800", f"{GROUP}/memory/x/memory.usage_in_bytes": "300"}
-            | {f"{GROUP}/memory/x/memory.stat": "inactive_file 10\ntotal_inactive_file 100\n"},
+            | {f"{GROUP}/memory/x/memory.stat": "inactive_file 10\ntotal_inactive_file 60\ntotal_active_file 40\n"},
             600,
         ),
     ],

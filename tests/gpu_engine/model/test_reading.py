@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from gpu_engine.model.files.filled import unfilled
 from gpu_engine.model.files.gguf_header import GGUFHeader
 from gpu_engine.model.files.need import Need, need_of, refuse_too_large, say_need
 from gpu_engine.model.files.reading import configuration_of
-from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
+from gpu_engine.model.files.safetensors_weights import SafetensorsError, SafetensorsWeights, files_of
 from gpu_engine.model.linear import PackedLinear
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model, prepare, resolve_dtype
 from gpu_engine.model.quantised.choice import products_while_reading
@@ -172,6 +173,21 @@ def test_a_gguf_file_without_a_weight_or_with_one_of_another_shape_is_refused_by
     file.write_bytes(whole.replace(key + (128).to_bytes(4, "little"), key + (96).to_bytes(4, "little")))
     with pytest.raises(ModelNotSupported, match=r"^model: .* is \[128, 64\], and the model's is \[96, 64\]$"):
         load_model(config(model=str(file)))
+
+
+def test_a_folder_that_cannot_be_read_leaves_no_file_open(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copy(saved("llama") / "model.safetensors", tmp_path / "a.safetensors")
+    (tmp_path / "b.safetensors").write_bytes(b"no header")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(SafetensorsError, match=r"b\.safetensors is no complete safetensors file"):
+        SafetensorsWeights(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_one_file_comes_before_an_index(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copy(saved("llama") / "model.safetensors", tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "lost.safetensors"}}')
+    assert files_of(tmp_path) == [tmp_path / "model.safetensors"]
 
 
 def test_a_start_that_does_not_fit_is_refused_with_its_numbers_and_what_to_lower() -> None:
