@@ -1,0 +1,107 @@
+"""The memory in which recurrent layers keep their states, and what a forward hands to them.
+
+`RecurrentRows` says what is committed, pending and taken again (kernels/recurrent_rows.py). Invariant: every row goes
+through the same operations in the same order, so it has the same bits in a decode step, a verification of any number of
+drafts, a mixed batch and a chunk of a prompt. Not responsible for: which sequence has which place, and how many rows
+were accepted (see core/).
+
+Shapes: S places, R pending rows at most, W floats of a row that is saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from kernels.recurrent_rows import NO_PLACE, RecurrentRows
+
+__all__ = [
+    "NO_PLACE",
+    "LayerStates",
+    "RecurrentForward",
+    "RecurrentLayer",
+    "RecurrentPools",
+    "RecurrentRows",
+    "pending_bytes",
+    "recurrent_layers",
+    "state_bytes",
+]
+
+
+class RecurrentLayer(Protocol):
+    """A module with a state."""
+
+    layer_idx: int
+    """Its layer, which has at most one module of this kind."""
+    state_shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the parts of a state, such as the last inputs of a convolution and the matrix of each head."""
+    pending_width: int
+    """Floats that are saved of a row which may be taken again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStates:
+    """The memory of one layer, float32 and contiguous."""
+
+    states: tuple[torch.Tensor, ...]
+    """[S, *shape] for each shape of the layer."""
+    pending_SRW: torch.Tensor
+
+    @classmethod
+    def allocate(cls, layer: RecurrentLayer, num_places: int, max_pending: int) -> LayerStates:
+        """Return memory of zeros for `num_places` sequences."""
+        return cls(
+            tuple(torch.zeros(num_places, *shape) for shape in layer.state_shapes),
+            torch.zeros(num_places, max_pending, layer.pending_width),
+        )
+
+
+class RecurrentPools:
+    """The memory of all recurrent layers of a model, by layer.
+
+    Args:
+        layers: by their numbers in the model.
+        num_places: S.
+        max_pending: R, the most drafts that a verification has.
+    """
+
+    def __init__(self, layers: Mapping[int, RecurrentLayer], num_places: int, max_pending: int) -> None:
+        self.num_places, self.max_pending = num_places, max_pending
+        self.layers = {number: LayerStates.allocate(layer, num_places, max_pending) for number, layer in layers.items()}
+
+    def __repr__(self) -> str:
+        return f"<RecurrentPools of {len(self.layers)} layers, {self.num_places} places, {self.max_pending} pending>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentForward:
+    """What a forward of a model with recurrent layers needs next to its attention context."""
+
+    pools: RecurrentPools
+    rows: RecurrentRows
+
+
+def recurrent_layers(net: nn.Module) -> dict[int, RecurrentLayer]:
+    """Return the modules with a state by the numbers of their layers; empty for a model of attention only."""
+    found: dict[int, RecurrentLayer] = {}
+    for module in net.modules():
+        if hasattr(module, "state_shapes"):
+            layer: Any = module
+            assert layer.layer_idx not in found, layer
+            found[layer.layer_idx] = layer
+    return found
+
+
+def state_bytes(layers: Mapping[int, RecurrentLayer]) -> int:
+    """Return the bytes of one sequence's committed state, without its pending rows."""
+    return 4 * sum(math.prod(shape) for layer in layers.values() for shape in layer.state_shapes)
+
+
+def pending_bytes(layers: Mapping[int, RecurrentLayer]) -> int:
+    """Return the bytes of one pending row."""
+    return 4 * sum(layer.pending_width for layer in layers.values())
