@@ -102,7 +102,8 @@ def real_parts() -> Parts:
     from transformers.utils import logging as transformers_logging
 
     from gpu_engine.core.engine import Engine
-    from gpu_engine.model.loader import find_model, load_kernels_eagerly, load_model
+    from gpu_engine.model.hub import find_model
+    from gpu_engine.model.loader import load_kernels_eagerly, load_model
 
     def num_cuda_devices() -> int:
         load_kernels_eagerly()  # CUDA reads this when it is initialised, which counting devices may do

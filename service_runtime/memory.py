@@ -1,12 +1,14 @@
 """The memory that this process may still take: what the machine has available, and what every control group above it
-leaves.
+leaves; and how freed memory goes back to the machine.
 
 Not responsible for: the memory of a GPU, or where control groups are (control_groups.py).
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from service_runtime.control_groups import folders, read
@@ -45,3 +47,29 @@ def _fields(file: Path) -> dict[str, int]:
     """Return the numbers of a file that has a name and a number in each line."""
     words = (line.split() for line in read(file).splitlines())
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""glibc's numbers of these settings (mallopt)."""
+_LARGE, _LARGEST = 1 << 20, 32 << 20
+"""Sizes of blocks that have memory of their own: while a model is loaded, and else, where it is glibc's own bound."""
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Have glibc return each weight's memory to the system when it is freed, while the context is open.
+
+    It would keep the pieces, and others would not fit into them: a third of the weights of a model of 1B at its peak.
+    """
+    library = ctypes.CDLL(None)
+    option, trim = getattr(library, "mallopt", None), getattr(library, "malloc_trim", None)
+    if option is None or trim is None:  # another C library
+        yield
+        return
+    option(_M_MMAP_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:
+        option(_M_MMAP_THRESHOLD, _LARGEST)
+        option(_M_TRIM_THRESHOLD, 2 * _LARGEST)
+        trim(0)

@@ -40,6 +40,7 @@ LAZY_IMPORTS = {
     },
     "the terminal shows progress before torch is loaded": {
         ("gpu_engine.server", "gpu_engine.core.engine"),
+        ("gpu_engine.server", "gpu_engine.model.hub"),
         ("gpu_engine.server", "gpu_engine.model.loader"),
     },
     "Triton and CUDA's driver are loaded where a model runs on a GPU": {

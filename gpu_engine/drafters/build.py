@@ -34,9 +34,10 @@ from gpu_engine.drafters.nets import DraftNet, ModelNet
 from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
 from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.drafters.suffix_index import SuffixIndex
+from gpu_engine.model.hub import path_of
 from gpu_engine.model.linear import pack_linears, replace_linears
 from gpu_engine.model.loaded_model import ModelNotSupported
-from gpu_engine.model.loader import LoadedModel, path_of
+from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.launches import StepLaunches
 from gpu_engine.step.program import Drafter

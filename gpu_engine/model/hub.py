@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.engine_settings import EMBEDDED_MODEL
+from gpu_engine.model.embedded import weights_file
 from gpu_engine.model.names import GGUF, ModelNotSupported, check_name, files_of_kind, kind_of, parts
 
 Progress = Callable[[str, float], None]
@@ -371,6 +374,25 @@ def _without_weights(files: list[str]) -> str:
         f"has its weights only in {pickles[0]}{more}: a pickle may run any code when it is read; "
         "only safetensors are read, so convert it, or ask for a revision that has them"
     )
+
+
+def path_of(
+    config: EngineConfig, progress: Progress | None = None, *, setting: str = "model", with_tokenizer: bool = True
+) -> Path:
+    """Return the directory or the GGUF file of `config.model`, fetched if it is the name of one of the hub.
+
+    Raises ModelNotSupported, FileNotFoundError or EmbeddedModelMissing with a reason.
+    """
+    if config.model == EMBEDDED_MODEL:
+        return weights_file()
+    wanted = Wanted(config.model, config.revision, setting, with_tokenizer)
+    return locate(wanted, Hub(token=read_token(config.hf_token_file)), progress)
+
+
+def find_model(config: EngineConfig, progress: Progress | None = None) -> None:
+    """Raise ModelNotSupported or FileNotFoundError for a `config.model` that is not there; fetch one of the hub."""
+    if config.model != EMBEDDED_MODEL:  # a package of its own, which `load_model` looks for
+        path_of(config, progress)
 
 
 def refuse_what_runs_code(folder: Path, setting: str) -> None:

@@ -3,7 +3,7 @@
 A GGUF file of a hub repository is named by its kind: `owner/name:Q4_K_M`. A file that is written in several parts
 (`-00001-of-00003.gguf`) is one file of its kind.
 
-Not responsible for: fetching or reading a model (hub.py, loader.py).
+Not responsible for: fetching or reading a model (hub.py, network.py).
 """
 
 from __future__ import annotations
