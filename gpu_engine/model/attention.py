@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from gpu_engine.model.recurrent.rows import RecurrentForward
 from kernels.forward import SequenceAdapters
 from kernels.paged_attention import KVPages, paged_attention
 
@@ -95,6 +96,8 @@ class AttentionContext:
     """On a GPU, where the rows of each sequence are those of a tree of drafts; see `TreeRows.rows_BRR`."""
     defers_head: bool = False
     """The output product is left to the model's `masked_head`. Only for models that can defer it."""
+    recurrent: RecurrentForward | None = None
+    """The states of the lanes, in the order of the forward's rows; None: the model has no recurrent layers."""
     virtual_VH: torch.Tensor | None = None
     """Set by the model: the embeddings of prompt adapters, for the ids after those of its own embedding."""
     layers_seen: dict[int, LayerAttention] = field(default_factory=dict)

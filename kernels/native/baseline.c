@@ -4,3 +4,4 @@
 #include "fused.h"
 #include "low_rank.h"
 #include "paged_attention.h"
+#include "recurrent.h"

@@ -5,11 +5,15 @@ struct accept_args;
 struct block_linear_args;
 struct forward_args;
 struct gated_args;
+struct gated_norm_args;
 struct logprobs_args;
 struct low_rank_args;
+struct matrix_recurrence_args;
 struct paged_attention_args;
 struct rms_norm_args;
 struct rotary_args;
+struct selective_scan_args;
+struct short_conv_args;
 
 #define DECLARE(variant)                                                                                               \
     void lockstep_accept_##variant(const struct accept_args *);                                                        \
@@ -20,6 +24,10 @@ struct rotary_args;
     void lockstep_rms_norm_##variant(const struct rms_norm_args *);                                                    \
     void lockstep_rotary_##variant(const struct rotary_args *);                                                        \
     void lockstep_gated_##variant(const struct gated_args *);                                                          \
+    void lockstep_gated_norm_##variant(const struct gated_norm_args *);                                                \
+    void lockstep_matrix_recurrence_##variant(const struct matrix_recurrence_args *);                                  \
+    void lockstep_selective_scan_##variant(const struct selective_scan_args *);                                        \
+    void lockstep_short_conv_##variant(const struct short_conv_args *);                                                \
     void lockstep_gumbel_##variant(uint64_t, uint32_t, int64_t, float *);
 
 DECLARE(baseline)
@@ -78,6 +86,14 @@ void lockstep_rms_norm(const struct rms_norm_args *a) { CALL(lockstep_rms_norm, 
 void lockstep_rotary(const struct rotary_args *a) { CALL(lockstep_rotary, a); }
 
 void lockstep_gated(const struct gated_args *a) { CALL(lockstep_gated, a); }
+
+void lockstep_gated_norm(const struct gated_norm_args *a) { CALL(lockstep_gated_norm, a); }
+
+void lockstep_matrix_recurrence(const struct matrix_recurrence_args *a) { CALL(lockstep_matrix_recurrence, a); }
+
+void lockstep_selective_scan(const struct selective_scan_args *a) { CALL(lockstep_selective_scan, a); }
+
+void lockstep_short_conv(const struct short_conv_args *a) { CALL(lockstep_short_conv, a); }
 
 void lockstep_gumbel(uint64_t seed, uint32_t position, int64_t n, float *out) {
     CALL(lockstep_gumbel, seed, position, n, out);

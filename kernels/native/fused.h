@@ -4,6 +4,9 @@
  * differs from theirs in a rare last bit only (another order of a sum, another exponential). A row has a fixed order of
  * operations whatever else is in the call. Not responsible for: products and attention.
  */
+#ifndef LOCKSTEP_FUSED_H
+#define LOCKSTEP_FUSED_H
+
 #include "simd.h"
 
 #define SERIAL_BELOW 8192 /* elements: a parallel region costs as much time */
@@ -174,3 +177,5 @@ void VARIANT(lockstep_gated)(const struct gated_args *a) {
         }
     }
 }
+
+#endif

@@ -5,4 +5,5 @@
 #include "accept.h"
 #include "forward.h"
 #include "masked_head.h"
+#include "recurrent.h"
 #endif

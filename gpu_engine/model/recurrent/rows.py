@@ -27,6 +27,7 @@ __all__ = [
     "RecurrentLayer",
     "RecurrentPools",
     "RecurrentRows",
+    "layer_of",
     "pending_bytes",
     "recurrent_layers",
     "state_bytes",
@@ -84,6 +85,13 @@ class RecurrentForward:
 
     pools: RecurrentPools
     rows: RecurrentRows
+
+
+def layer_of(forward: RecurrentForward | None, layer_idx: int) -> tuple[LayerStates, RecurrentRows]:
+    """Return the memory of a layer and the rows of its forward. Raises RuntimeError where the forward has no states."""
+    if forward is None:
+        raise RuntimeError(f"layer {layer_idx} has a state, and the forward brings none")
+    return forward.pools.layers[layer_idx], forward.rows
 
 
 def recurrent_layers(net: nn.Module) -> dict[int, RecurrentLayer]:
