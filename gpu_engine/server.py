@@ -36,6 +36,7 @@ from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.early import check_port
 from gpu_engine.front.port.listening import Listeners, ServerError, bind
 from gpu_engine.front.servicer import EngineServicer
+from gpu_engine.front.tools.formats import with_format
 from gpu_engine.gateway_process import SOCKET_NAME, TOKEN_NAME, HttpGateway, gateway_command, write_token
 from gpu_engine.model.names import check_name
 from gpu_engine.ops.core_split import CoreSplit, fills_cores
@@ -215,7 +216,7 @@ async def _start(
 
     # 4. The model.
     model = await in_own_thread(_on_every_core(split, lambda: parts.load_model(engine_config, progress)))
-    _prepare_tokenizer(model)
+    _prepare_tokenizer(model, engine_config.tool_format)
 
     # 5. The shared segment and the grammar client, then the engine on both.
     if grammar:
@@ -478,7 +479,10 @@ async def _drain(
     await server.stop(STOP_GRACE_S)
 
 
-def _prepare_tokenizer(model: Model) -> None:
+def _prepare_tokenizer(model: Model, tool_format: str) -> None:
     # A tokenizer.json may carry these for training; here they would cut prompts without an error.
-    model.tokenizer.backend_tokenizer.no_truncation()
-    model.tokenizer.backend_tokenizer.no_padding()
+    tokenizer: Any = model.tokenizer
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    if tool_format != "auto":
+        tokenizer.chat_template = with_format(tokenizer.chat_template, tool_format)

@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 
 from gpu_engine.api.adapters import MAX_ADAPTERS, MAX_RANK, MAX_VIRTUAL_TOKENS, named_adapters
 from gpu_engine.api.capabilities import OF_ENGINE, OF_SERVER, refuse
+from gpu_engine.api.conversation import TOOL_FORMATS
 from gpu_engine.api.engine_settings import DRAFTER_GROUP, DRAFTERS, MAX_DRAFT_TOKENS, EngineSettings
 from gpu_engine.api.processors import MAX_LOADED, ProcessorEntry
 from gpu_engine.api.server_settings import SERVICES, ServerSettings
@@ -51,6 +52,8 @@ class EngineConfig(EngineSettings):
         names = [name.strip() for name in self.served_model_name.split(",")] if self.served_model_name else []
         require(all(names), "served_model_name", f"{self.served_model_name!r} has an empty name")
         require(len(set(names)) == len(names), "served_model_name", f"{self.served_model_name!r} has a name twice")
+        known = ("auto", *TOOL_FORMATS)
+        require(self.tool_format in known, "tool_format", f"{self.tool_format!r} is not one of {', '.join(known)}")
 
     def _check_device(self) -> None:
         dtypes = ("auto", "bfloat16", "float32")

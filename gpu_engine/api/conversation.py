@@ -43,6 +43,14 @@ class ToolChoice(enum.Enum):
     NAMED = 4
 
 
+TOOL_FORMATS = (
+    *("hermes", "json", "llama3", "mistral", "mistral-args", "deepseek", "deepseek-v3.1", "harmony", "deepseek-v3.2"),
+    *("qwen3-coder", "seed-oss", "glm", "glm-4.7", "minimax-m2", "kimi-k2", "granite", "phi-4"),
+    *("pythonic", "lfm2", "gemma-4", "function-gemma"),
+)
+"""The names of the formats in which models write tool calls."""
+
+
 class InputKind(enum.Enum):
     """What a tool's input is."""
 

@@ -94,6 +94,9 @@ class EngineSettings:
     served_model_name: str = ""
     """Names under which clients may ask for the model, separated by commas; the first is the preferred one. Empty: the
     setting model."""
+    tool_format: str = "auto"
+    """How the model writes tool calls: the name of a format of docs/tools.md, or "auto": the one that its chat template
+    shows."""
     dtype: str = "auto"
     """"bfloat16", "float32", or "auto": bfloat16 if the device multiplies it natively, else float32."""
     quantization: str = "auto"

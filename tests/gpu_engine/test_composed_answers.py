@@ -6,10 +6,12 @@ the content fits the request's grammar. Its tokens are those of an engine withou
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,12 +25,15 @@ from gpu_engine.front.text_output import SequenceOutput
 from gpu_engine.front.tools.composition import ReasoningPhase, composed
 from gpu_engine.front.tools.formats import (
     DEEPSEEK_V31,
+    GEMMA_4,
     GLM_47,
     HERMES,
     JSON,
+    LFM2,
     LLAMA3,
     MISTRAL,
     NAME,
+    PYTHONIC,
     QWEN3_CODER,
     ArgumentMarkers,
     Markers,
@@ -73,7 +78,20 @@ ANY: dict[str, Any] = {
     "additionalProperties": False,
 }
 LISTED_TOOLS = (TOOLS[0], Tool("any", source=json.dumps(ANY)), TOOLS[2])
-SCHEMAS = {"add": ADD, "say": SAY, "any": ANY}
+DEEP: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "b": {"type": "boolean"},
+        "at": {"type": "object", "properties": {"z": {"enum": ["x", None]}, "n": {"type": "integer"}}},
+        "any": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "list": {"type": "array", "items": {"type": ["string", "integer"]}, "minItems": 1, "maxItems": 2},
+        "map": {"type": "object", "additionalProperties": {"type": "boolean"}},
+    },
+    "required": ["b"],
+    "additionalProperties": False,
+}
+LITERAL_TOOLS = (TOOLS[0], Tool("deep", source=json.dumps(DEEP)), TOOLS[2])
+SCHEMAS = {"add": ADD, "say": SAY, "any": ANY, "deep": DEEP}
 ANSWER: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -96,6 +114,9 @@ SAYS_TYPES = replace(GLM_47, name="says types", argument=ArgumentMarkers(f"<s {N
 """DeepSeek V3.2's way, with markers of which the toy model's answers have room for several."""
 LISTED = [LISTED_SOON, QWEN3_CODER, GLM_47, SAYS_TYPES]
 """Formats that write arguments one by one."""
+LITERAL_SOON = [replace(form, name=f"{form.name} soon", trigger="<") for form in (LFM2, GEMMA_4)]
+LITERAL = [*LITERAL_SOON, PYTHONIC, LFM2, GEMMA_4]
+"""Formats whose values have a notation of their own."""
 DECODER = byte_tokenizer()
 
 
@@ -112,15 +133,14 @@ class Case:
     max_tokens: int
 
     @staticmethod
-    def drawn(seed: int, *, listed: bool = False) -> Case:
+    def drawn(seed: int, forms: Sequence[ToolFormat] = FORMS, known: tuple[Tool, ...] = TOOLS) -> Case:
         """Return the case of a seed. Cases of three seeds in a row have reasoning, tools, and both.
 
-        `listed`: every case has tools, in a format that writes arguments one by one.
+        With other formats than FORMS every case has tools.
         """
         rng = random.Random(seed)
-        thinks, calls = seed % 3 != 1, listed or seed % 3 != 0
-        form = rng.choice(LISTED if listed else FORMS)
-        known = LISTED_TOOLS if listed else TOOLS
+        thinks, calls = seed % 3 != 1, forms is not FORMS or seed % 3 != 0
+        form = rng.choice(forms)
         tools = grammar = phase = None
         if calls:
             choice = rng.choice([ToolChoice.AUTO, ToolChoice.AUTO, ToolChoice.REQUIRED, ToolChoice.NAMED])
@@ -129,7 +149,7 @@ class Case:
         if not calls or rng.random() < 0.5:
             grammar = rng.choice(GRAMMARS)
         if tools and tools.choice is ToolChoice.AUTO and grammar is None:
-            form = LISTED_SOON if listed else SOON
+            form = next((one for one in (form, *forms) if one.trigger == "<" or one.starts_answer), form)
         if thinks:
             phase = ReasoningPhase(THINK, rng.random() < 0.7, rng.choice([None, LEAST_BUDGET, 24, 40]))
         temperature = rng.choice([0.0, 0.0, 0.7, 1.3])
@@ -142,7 +162,7 @@ class Case:
         return AnswerLayout(
             self.tools,
             self.form,
-            triggered=free,
+            triggered=free and not self.form.starts_answer,
             markers=phase.markers if phase else None,
             thinks_first=phase is not None and phase.is_open,
         )
@@ -187,7 +207,7 @@ class Case:
             return found
         parts = [part for delta in deltas for part in delta.parts]
         found["thoughts"] = self._check_reasoning(out, parts)
-        names = self._check_calls(parts)
+        names = self._check_calls(parts, "".join(delta.text for delta in deltas))
         found.update(names)
         content = "".join(part.text for part in parts if part.kind is PartKind.CONTENT)
         if self.grammar is None or names:
@@ -209,7 +229,7 @@ class Case:
         assert not self.phase.is_open or out.reasoning_tokens
         return bool(thought)
 
-    def _check_calls(self, parts: list[Part]) -> list[str]:
+    def _check_calls(self, parts: list[Part], answer: str) -> list[str]:
         names = [part.tool_name for part in parts if part.kind is PartKind.TOOL_CALL]
         texts = ["" for _ in names]
         for part in parts:
@@ -220,6 +240,11 @@ class Case:
                 jsonschema.validate(json.loads(text), SCHEMAS[name])
             else:
                 assert re.fullmatch("[a-f]{1,3}", text), (self, text)
+        if names and self.form.literals is not None and self.form.literals.is_python and "\\" not in answer:
+            found = [
+                (name, text if name == "run" else json.loads(text)) for name, text in zip(names, texts, strict=True)
+            ]
+            assert python_calls(self.form, answer) == found
         tools = self.tools
         assert bool(names) <= (tools is not None)
         if tools is not None:
@@ -237,6 +262,29 @@ class Case:
                 assert content in json.loads(self.grammar.source), self
             case _:
                 assert re.fullmatch(self.grammar.source, content), (self, content)
+
+
+def python_calls(form: ToolFormat, answer: str) -> list[tuple[str, Any]]:
+    """Return the calls of an answer in Python's way, as Python itself reads them."""
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Name(name):  # within a list or an object, which are JSON
+                return {"true": True, "false": False, "null": None}[name]
+            case ast.List(items):
+                return [value(item) for item in items]
+            case ast.Dict(keys, values):
+                return {ast.literal_eval(k): value(v) for k, v in zip(keys, values, strict=True) if k is not None}
+            case _:
+                return ast.literal_eval(node)
+
+    found = []
+    after = answer.partition(THINK.end)[2] if THINK.end in answer else answer
+    for region in re.findall(re.escape(form.first) + "(.*?)" + re.escape(form.last), after, re.DOTALL):
+        for call in ast.parse(f"[{region}]", mode="eval").body.elts:  # type: ignore[attr-defined]
+            given = {keyword.arg: value(keyword.value) for keyword in call.keywords}
+            found.append((call.func.id, given["input"] if call.func.id == "run" else given))
+    return found
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -272,10 +320,21 @@ def test_answers_fit_and_do_not_depend_on_drafts(sidecars: Sidecars) -> None:
 def test_arguments_that_are_written_one_by_one_fit_their_function(sidecars: Sidecars) -> None:
     found = found_in(
         sidecars,
-        [Case.drawn(seed, listed=True) for seed in range(16)],
+        [Case.drawn(seed, LISTED, LISTED_TOOLS) for seed in range(16)],
         config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=7, overlap=True, **PATIENT),
     )
     assert {"add", "any", "run", "thoughts"} <= set(found), found
+    assert found["GRAMMAR_INCOMPLETE"] <= 2, found
+    assert found["drafts"] > found["forced"] > 50
+
+
+def test_arguments_with_a_notation_of_their_own_fit_their_function(sidecars: Sidecars) -> None:
+    found = found_in(
+        sidecars,
+        [Case.drawn(seed, LITERAL, LITERAL_TOOLS) for seed in range(16)],
+        config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=7, overlap=True, **PATIENT),
+    )
+    assert {"add", "deep", "run", "thoughts"} <= set(found), found
     assert found["GRAMMAR_INCOMPLETE"] <= 2, found
     assert found["drafts"] > found["forced"] > 50
 

@@ -19,6 +19,7 @@ from gpu_engine.api.conversation import Chat, InputKind, Reasoning, Tool, ToolCa
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.ports import Tokenizer
 from gpu_engine.front.tools.formats import ToolFormat, reasoning_markers, template_text, tool_format
+from gpu_engine.front.tools.literals import spelled_members
 
 STANDARD_ROLES = frozenset({"system", "user", "assistant"})
 
@@ -30,7 +31,13 @@ def render(chat: Chat, tokenizer: Tokenizer) -> str:
     if form is None:
         raise InvalidRequest("messages", "this model has no chat template; send text or token_ids")
     source = template_text(tokenizer.chat_template)
-    turns = chat.turns if form.native else _as_text(chat.turns, tools, form, knows_tool_role="tool" in source)
+    if not form.native:
+        turns: Sequence[Turn] = _as_text(chat.turns, tools, form, knows_tool_role="tool" in source)
+    elif form.literals is not None and "tool_calls" not in source:
+        # Some templates of LFM 2 show functions and results, and no calls.
+        turns = _as_text(chat.turns, None, form, knows_tool_role=True)
+    else:
+        turns = chat.turns
     for i, turn in enumerate(chat.turns if form.native else ()):
         _check_role(turn.role, source, i)
     for i, turn in enumerate(chat.turns):
@@ -145,7 +152,8 @@ def _as_text(turns: Sequence[Turn], tools: Tools | None, form: ToolFormat, *, kn
     out = []
     for turn in turns:
         if turn.tool_calls:
-            calls = form.separator.join(_spelled(call, tools, form) for call in turn.tool_calls)
+            spelled = (_spelled(call, i, tools, form) for i, call in enumerate(turn.tool_calls))
+            calls = form.first + form.separator.join(spelled) + form.last
             content = "\n".join(text for text in (turn.content, calls) if text)
             out.append(Turn(turn.role, content, turn.name, reasoning=turn.reasoning))
         elif turn.role == "tool" and not knows_tool_role:
@@ -161,15 +169,38 @@ def _as_text(turns: Sequence[Turn], tools: Tools | None, form: ToolFormat, *, kn
     return [Turn("system", guide), *out]
 
 
-def _spelled(call: ToolCall, tools: Tools | None, form: ToolFormat) -> str:
+def _spelled(call: ToolCall, number: int, tools: Tools | None, form: ToolFormat) -> str:
     raw = any(tool.raw and tool.name == call.name for tool in tools.tools) if tools else False
-    return form.begin_of(call.name, raw=raw) + call.arguments + form.end_of(raw=raw)
+    return _around(
+        form, call.name, call.arguments if raw else _spelled_arguments(call.arguments, form), number, raw=raw
+    )
+
+
+def _around(form: ToolFormat, name: str, arguments: str, number: int, *, raw: bool) -> str:
+    at = f"{number}{form.number_end}" if form.number_end else ""
+    return form.begin_of(name, raw=raw) + at + arguments + form.end_of(raw=raw)
+
+
+def _spelled_arguments(arguments: str, form: ToolFormat) -> str:
+    """Return the JSON of arguments as the format writes them."""
+    if form.literals is not None:
+        return spelled_members(arguments, form.literals)
+    given = _parsed(arguments)
+    if form.argument is None or not isinstance(given, dict):
+        return arguments
+    texts = []
+    for name, value in given.items():
+        is_text = isinstance(value, str)
+        begin = form.argument.begin_of(name, text=is_text)
+        texts.append(begin + (value if is_text else json.dumps(value, ensure_ascii=False)) + form.argument.end)
+    return "".join(texts)
 
 
 def _guide(tools: Tools, form: ToolFormat) -> str:
     functions = "\n".join(json.dumps(_function(tool, form)["function"], ensure_ascii=False) for tool in tools.tools)
-    example = form.begin_of("NAME", raw=False) + "ARGUMENTS" + form.end_of(raw=False)
-    return (
-        f"You may call these functions:\n{functions}\n"
-        f"To call one, answer with {example} where ARGUMENTS is a JSON object that matches its parameters."
-    )
+    if form.literals is None and form.argument is None:
+        arguments, what = "ARGUMENTS", "where ARGUMENTS is a JSON object that matches its parameters"
+    else:
+        arguments, what = _spelled_arguments('{"PARAMETER": "VALUE"}', form), "with each of its parameters"
+    example = form.first + _around(form, "NAME", arguments, 0, raw=False) + form.last
+    return f"You may call these functions:\n{functions}\nTo call one, answer with {example} {what}."

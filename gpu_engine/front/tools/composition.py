@@ -15,6 +15,7 @@ Not responsible for: compiling it (the grammar process), reading an answer (see 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ from gpu_engine.front.tools.argument_formats import listed_call
 from gpu_engine.front.tools.chat import render
 from gpu_engine.front.tools.fields import MAX_MARKER_BYTES, read_json
 from gpu_engine.front.tools.formats import Markers, ToolFormat, opened_tokens, reasoning_markers, tool_format
+from gpu_engine.front.tools.literals import literal_call
 from gpu_engine.front.tools.parameters import moved
 from gpu_engine.front.tools.parts import AnswerLayout
 
@@ -73,7 +75,7 @@ def planned(valid: ValidatedRequest, tokenizer: Tokenizer) -> tuple[ValidatedReq
     layout = AnswerLayout(
         tools,
         form,
-        triggered=free and form is not None and not form.content_begin,
+        triggered=free and form is not None and not form.content_begin and not form.starts_answer,
         markers=phase.markers if phase else None,
         thinks_first=phase is not None and phase.is_open,
         special_text=bool(opened),
@@ -152,7 +154,7 @@ def _answer(tools: Tools, form: ToolFormat, grammar: GrammarSpec | None) -> Node
     calls = [(_schema_field(i), tool) for i, tool in tools.callable]
     if tools.choice is not ToolChoice.AUTO:
         return _calls(calls, tools, form, always_strict=True)
-    if grammar is None and not form.content_begin:
+    if grammar is None and not form.content_begin and not form.starts_answer:
         return _free(calls, tools, form)
     as_schema = grammar is not None and _is_json(grammar)
     return {"type": "or", "elements": [_calls(calls, tools, form, as_schema=as_schema), _content(form, grammar)]}
@@ -161,6 +163,8 @@ def _answer(tools: Tools, form: ToolFormat, grammar: GrammarSpec | None) -> Node
 def _content(form: ToolFormat | None, grammar: GrammarSpec | None) -> Node:
     """Return the format of an answer without calls."""
     node = content(grammar) if grammar else {"type": "any_text"}
+    if grammar is None and form is not None and form.starts_answer:
+        return {"type": "regex", "pattern": rf"([^{re.escape(form.trigger)}][\s\S]*)?"}
     if form is None or not form.content_begin:
         return node
     return {"type": "sequence", "elements": [_text(form.content_begin), node]}
@@ -272,6 +276,8 @@ def _tag(field: str, tool: Tool, form: ToolFormat, *, always_strict: bool = Fals
         return {"type": "tag", "begin": begin, "content": {"type": "sequence", "elements": [_NUMBER, inner]}, "end": ""}
     if tool.raw:
         return {"type": "tag", "begin": begin, "content": _raw_input(tool), "end": end}
+    if form.literals is not None:
+        return literal_call(tool, form, field, always_strict=always_strict)
     if form.argument is not None:
         return listed_call(tool, form, field, always_strict=always_strict)
     schema = _arguments(tool) if tool.strict or always_strict else {"type": "object"}

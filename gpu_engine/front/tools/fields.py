@@ -17,7 +17,7 @@ from gpu_engine.api.errors import InvalidRequest
 from protos.engine.v1 import engine_pb2 as pb
 
 MAX_MESSAGES = 4096
-MAX_TOOLS = 128
+MAX_TOOLS = 512
 MAX_MARKER_BYTES = 64
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _RESERVED = frozenset(

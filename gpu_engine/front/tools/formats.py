@@ -2,7 +2,7 @@
 
     answer    = content_begin text | first call (separator call)* last      all but text and call may be empty
     call      = begin arguments end                                         begin holds the function's name
-    arguments = a JSON object, or an argument.begin value argument.end for each of them
+    arguments = a JSON object, or an argument.begin value argument.end for each of them, or `literals`
 
 A custom tool's input is no JSON: its call is `raw_begin input raw_end`.
 Invariant: `first + begin` and `raw_begin` both begin with `trigger`, with which a call begins in free text.
@@ -11,6 +11,7 @@ Not responsible for: the grammar of an answer (see composition.py), reading one 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -40,6 +41,24 @@ class ArgumentMarkers:
 
 
 @dataclass(frozen=True, slots=True)
+class Literals:
+    """The notation of the arguments in a format whose calls look like a call in a language (see literals.py)."""
+
+    assign: str
+    """Between a parameter's name and its value."""
+    separator: str
+    quote: str
+    """Around a string. A quotation mark: strings, lists and objects are JSON's, words are Python's."""
+    sorts: bool = False
+    """The arguments come in the order of their names, as the chat template shows them."""
+
+    @property
+    def is_python(self) -> bool:
+        """Whether values are written in Python's way."""
+        return self.quote == '"'
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """The format of a model's tool calls."""
 
@@ -62,7 +81,11 @@ class ToolFormat:
     native: bool = True
     """The chat template shows functions, calls and results itself. False: they become text of the conversation."""
     argument: ArgumentMarkers | None = None
-    """The texts around each argument. None: the arguments are a JSON object."""
+    """The texts around each argument. None: the arguments are a JSON object, or `literals`."""
+    literals: Literals | None = None
+    """The notation of the arguments, in place of a JSON object."""
+    starts_answer: bool = False
+    """An answer is calls or content from its start, and content does not begin as calls do."""
     number_end: str = ""
     """The text after a call's number, which follows `begin`. "": calls have no number."""
 
@@ -304,24 +327,82 @@ PHI_4 = ToolFormat(
 )
 """Phi 4 mini."""
 
+_PYTHON = Literals("=", ", ", '"')
+
+PYTHONIC = ToolFormat(
+    "pythonic",
+    trigger="[",
+    first="[",
+    begin=f"{NAME}(",
+    end=")",
+    raw_begin=f"{NAME}(input='''",
+    raw_end="''')",
+    separator=", ",
+    last="]",
+    literals=_PYTHON,
+    starts_answer=True,
+)
+"""Llama 4 and Llama 3.2 with a template that asks for calls in the way of Python."""
+
+LFM2 = ToolFormat(
+    "lfm2",
+    trigger="<|tool_call_start|>",
+    first="<|tool_call_start|>[",
+    begin=f"{NAME}(",
+    end=")",
+    raw_begin=f"{NAME}(input='''",
+    raw_end="''')",
+    separator=", ",
+    last="]<|tool_call_end|>",
+    literals=_PYTHON,
+)
+"""LFM 2 and 2.5."""
+
+GEMMA_4 = ToolFormat(
+    "gemma-4",
+    trigger="<|tool_call>",
+    begin=f"<|tool_call>call:{NAME}{{",
+    end="}<tool_call|>",
+    raw_begin=f'<|tool_call>call:{NAME}{{input:<|"|>',
+    raw_end='<|"|>}<tool_call|>',
+    separator="",
+    literals=Literals(":", ",", '<|"|>', sorts=True),
+)
+"""Gemma 4."""
+
+FUNCTION_GEMMA = ToolFormat(
+    "function-gemma",
+    trigger="<start_function_call>",
+    begin=f"<start_function_call>call:{NAME}{{",
+    end="}<end_function_call>",
+    raw_begin=f"<start_function_call>call:{NAME}{{input:<escape>",
+    raw_end="<escape>}<end_function_call>",
+    separator="",
+    literals=Literals(":", ",", "<escape>", sorts=True),
+)
+"""FunctionGemma."""
+
 FORMATS = (
     *(HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, DEEPSEEK, DEEPSEEK_V31, HARMONY),
     *(DEEPSEEK_V32, QWEN3_CODER, SEED_OSS, GLM, GLM_47, MINIMAX_M2, KIMI_K2, GRANITE, PHI_4),
+    *(PYTHONIC, LFM2, GEMMA_4, FUNCTION_GEMMA),
 )
 """All formats."""
 
 _MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+_GEMMA_MARKERS = Markers("<|channel>thought\n", "<channel|>")
 _HARMONY_MARKERS = Markers("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
 
 def tool_format(chat_template: Any) -> ToolFormat | None:
-    """Return the format in which a model with this chat template calls functions.
-
-    None: it has no template.
+    """Return the format in which a model with this chat template calls functions: the one that a comment at its
+    start names (`with_format`), else the one whose markers it has. None: it has no template.
     """
     text = template_text(chat_template)
     if not text:
         return None
+    if (named := _NAMED.match(text)) is not None and (form := _BY_NAME.get(named[1])) is not None:
+        return form if "tools" in text[named.end() :] else replace(form, native=False)
     if "<|channel|>" in text and "<|message|>" in text:
         return HARMONY
     for mark, form in _BY_MARK:
@@ -333,11 +414,23 @@ def tool_format(chat_template: Any) -> ToolFormat | None:
         return DEEPSEEK if "```json" in text else DEEPSEEK_V31
     if "[TOOL_CALLS]" in text:
         return _mistral(text)
-    if ("<|start_header_id|>" in text or "<|header_start|>" in text) and '"parameters": ' in text:
-        return LLAMA3
+    if "<|start_header_id|>" in text or "<|header_start|>" in text:
+        if "[func_name1(" in text:
+            return PYTHONIC
+        if '"parameters": ' in text:
+            return LLAMA3
     return JSON
 
 
+def with_format(chat_template: Any, name: str) -> Any:
+    """Return a chat template that names the format of its calls, whatever its text says otherwise."""
+    if isinstance(chat_template, Mapping):
+        return {key: with_format(one, name) for key, one in chat_template.items()}
+    return f"{{#- tool_format: {name} -#}}\n{chat_template}" if chat_template else chat_template
+
+
+_NAMED = re.compile(r"\{#-? tool_format: ([\w.-]+) -?#\}")
+_BY_NAME = {form.name: form for form in FORMATS}
 _BY_MARK = (
     (_DSML, DEEPSEEK_V32),
     ("<minimax:tool_call>", MINIMAX_M2),
@@ -345,6 +438,10 @@ _BY_MARK = (
     ("<|tool_calls_section_begin|>", KIMI_K2),
     ("<|/tool_call|>", PHI_4),
     ("<|tool_call|>", GRANITE),
+    ("<|tool_call_start|>", LFM2),
+    ("<|tool_list_start|>", LFM2),
+    ("<|tool_call>", GEMMA_4),
+    ("<start_function_call>", FUNCTION_GEMMA),
 )
 """The texts by which a template's format is recognised, and what they mean."""
 
@@ -369,6 +466,8 @@ def reasoning_markers(chat_template: Any) -> Markers | None:
     text = template_text(chat_template)
     if "<|channel|>" in text and "<|message|>" in text:
         return _HARMONY_MARKERS
+    if "<|channel>" in text and "<channel|>" in text:
+        return _GEMMA_MARKERS
     return next((Markers(begin, end) for begin, end in _MARKERS if begin in text or end in text), None)
 
 
@@ -387,6 +486,8 @@ def opened_tokens(tokenizer: Tokenizer, form: ToolFormat | None, markers: Marker
         texts += [form.first, form.last, form.content_begin, form.number_end]
         if form.argument is not None:
             texts += [form.argument.begin, form.argument.end, form.argument.json_begin]
+        if form.literals is not None:
+            texts.append(form.literals.quote)
     special = special_tokens(tokenizer.backend_tokenizer)
     return tuple(sorted(number for content, number in special.items() if content and any(content in t for t in texts)))
 

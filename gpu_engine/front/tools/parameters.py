@@ -35,7 +35,7 @@ _ASSERTING = frozenset(
 )
 """Keywords that say what a value may be. All others, such as `description`, say nothing of it."""
 _OF_ROOT = frozenset({"type", "properties", "required", "additionalProperties"})
-_OF_STRINGS = frozenset({"pattern", "format", "minLength", "maxLength"})
+OF_STRINGS = frozenset({"pattern", "format", "minLength", "maxLength"})
 _UNWRITABLE = frozenset("<>\"'\n\r=")
 """Characters that a parameter's name may not have, because the texts around an argument have them."""
 _MAX_REFERENCES = 32
@@ -88,8 +88,8 @@ class Parameter:
 
 
 @dataclass(slots=True)
-class _Root:
-    """A function's schema while its parameters are read."""
+class SchemaRoot:
+    """A function's schema while its parameters are read, with what may still be read of it."""
 
     schema: Any
     left: int = _MAX_WORK
@@ -108,9 +108,17 @@ def parameters_of(tool: Tool, field: str, end: str, *, strict: bool) -> tuple[Pa
     `field` is the place of the schema in the request, `end` the text after an argument. `strict`: a value must fit its
     schema; otherwise a string may have what the text cannot hold it to. Raises InvalidRequest.
     """
+    root, needed = properties_of(tool, field, strict=strict)
+    properties = root.schema.get("properties", {})
+    return tuple(
+        _parameter(root, name, name in needed, f"{field}/properties/{name}", end, strict=strict) for name in properties
+    )
+
+
+def properties_of(tool: Tool, field: str, *, strict: bool) -> tuple[SchemaRoot, set[str]]:
+    """Return the schema of a function, whose `properties` are an object, and the names of the required ones."""
     source: Any = json.loads(tool.source) if tool.source else {}
-    root = _Root(source)
-    others = _keys(source) - _OF_ROOT
+    others = asserting(source) - _OF_ROOT
     if others and strict:
         raise InvalidRequest(
             field, f"has {min(others)!r} at its root, and the model's format writes arguments one by one"
@@ -120,27 +128,26 @@ def parameters_of(tool: Tool, field: str, end: str, *, strict: bool) -> tuple[Pa
         raise InvalidRequest(field, "needs an object `properties` and an array `required`")
     if missing := [name for name in required if not isinstance(name, str) or name not in properties]:
         raise InvalidRequest(field, f"requires {missing[0]!r}, which is not one of its properties")
-    needed = set(required)
-    return tuple(
-        _parameter(root, name, name in needed, f"{field}/properties/{name}", end, strict=strict) for name in properties
-    )
+    return SchemaRoot(source), set(required)
 
 
-def _keys(schema: dict[str, Any]) -> Set[str]:
+def asserting(schema: dict[str, Any]) -> Set[str]:
     return schema.keys() & _ASSERTING
 
 
-def _parameter(root: _Root, name: str, required: bool, place: str, end: str, *, strict: bool) -> Parameter:
+def _parameter(root: SchemaRoot, name: str, required: bool, place: str, end: str, *, strict: bool) -> Parameter:
     if not name or _UNWRITABLE & set(name):
         raise InvalidRequest(place, "the model's format cannot write this name of a parameter")
-    schema = _resolved(root.schema["properties"][name], root, place)
-    values = _listed(schema, root, place)
+    schema = resolved(root.schema["properties"][name], root, place)
+    values = listed_values(schema, root, place)
     if values is not None:
         return _of_values(Parameter(name, Form.VALUES, required, values=tuple(values)), place, end)
-    types, plain = _types(schema, root, place)
+    types, plain = types_of(schema, root, place)
     if "string" not in types:
-        return Parameter(name, Form.JSON, required, schema=_whole(root, name, place))
-    if types == {"string"} and "string" not in plain and _keys(schema) <= {"type"} | _OF_STRINGS:
+        return Parameter(
+            name, Form.JSON, required, schema=with_definitions(root.schema["properties"][name], root, place)
+        )
+    if types == {"string"} and "string" not in plain and asserting(schema) <= {"type"} | OF_STRINGS:
         return Parameter(name, Form.TEXT, required, schema={**schema, "type": "string"})
     if "string" in plain or not strict:
         others = plain - {"string"}
@@ -166,10 +173,9 @@ def _of_values(parameter: Parameter, place: str, end: str) -> Parameter:
     return parameter
 
 
-def _whole(root: _Root, name: str, place: str) -> Any:
-    """Return the schema of a parameter with what its references lead to: some definitions, else the whole schema."""
+def with_definitions(schema: dict[str, Any], root: SchemaRoot, place: str) -> Any:
+    """Return a schema in `root` with what its references lead to: some definitions, else the whole schema."""
     whole = root.schema
-    schema = whole["properties"][name]
     wanted, known = list(dict.fromkeys(_references(schema))), set[str]()
     kept: dict[str, Any] = {}
     while wanted:
@@ -210,7 +216,7 @@ def moved(schema: Any, to: str) -> Any:
     }
 
 
-def _resolved(schema: Any, root: _Root, place: str) -> dict[str, Any]:
+def resolved(schema: Any, root: SchemaRoot, place: str) -> dict[str, Any]:
     """Return a schema as an object that is no reference. Raises InvalidRequest."""
     for _ in range(_MAX_REFERENCES):
         if schema is True:
@@ -218,18 +224,18 @@ def _resolved(schema: Any, root: _Root, place: str) -> dict[str, Any]:
         if not isinstance(schema, dict):
             raise InvalidRequest(place, "must be a JSON Schema that is an object")
         pointer, parts = schema.get("$ref"), schema.get("allOf")
-        if isinstance(parts, list) and len(parts) == 1 and _keys(schema) == {"allOf"}:
+        if isinstance(parts, list) and len(parts) == 1 and asserting(schema) == {"allOf"}:
             schema = parts[0]
             continue
         if pointer is None:
             return schema
-        if not isinstance(pointer, str) or _keys(schema) != {"$ref"}:
+        if not isinstance(pointer, str) or asserting(schema) != {"$ref"}:
             raise InvalidRequest(place, "has keywords next to $ref, which the model's format cannot hold")
         schema = _at(pointer, root, place)
     raise InvalidRequest(place, "refers to itself")
 
 
-def _at(pointer: str, root: _Root, place: str) -> Any:
+def _at(pointer: str, root: SchemaRoot, place: str) -> Any:
     found = root.schema
     for step in pointer[1:].split("/")[1:] if pointer == "#" or pointer.startswith("#/") else [pointer]:
         key = unquote(step).replace("~1", "/").replace("~0", "~")
@@ -242,26 +248,26 @@ def _at(pointer: str, root: _Root, place: str) -> Any:
     return found
 
 
-def _branches(schema: dict[str, Any], root: _Root, place: str) -> list[dict[str, Any]] | None:
+def branches_of(schema: dict[str, Any], root: SchemaRoot, place: str) -> list[dict[str, Any]] | None:
     """Return the branches of a schema that is nothing but a choice; None: it is something else."""
-    keys = _keys(schema)
+    keys = asserting(schema)
     if keys not in ({"anyOf"}, {"oneOf"}):
         return None
     branches = schema[min(keys)]
     if not isinstance(branches, list) or not branches:
         raise InvalidRequest(place, f"{min(keys)} must be a non-empty array")
     root.spend(len(branches), place)
-    return [_resolved(one, root, place) for one in branches]
+    return [resolved(one, root, place) for one in branches]
 
 
-def _listed(schema: dict[str, Any], root: _Root, place: str, depth: int = 0) -> list[Any] | None:
+def listed_values(schema: dict[str, Any], root: SchemaRoot, place: str, depth: int = 0) -> list[Any] | None:
     """Return the values that a schema lists; None: it is no list of values."""
-    keys = _keys(schema)
+    keys = asserting(schema)
     given = [schema["const"]] if "const" in keys else schema.get("enum")
     if isinstance(given, list) and keys - {"const", "enum"} <= {"type", "minLength", "maxLength"}:
         root.spend(len(given), place)
         allowed, bounds = (
-            _named(schema.get("type"), place),
+            named_types(schema.get("type"), place),
             (schema.get("minLength", 0), schema.get("maxLength", math.inf)),
         )
         if not all(isinstance(bound, int | float) for bound in bounds):
@@ -276,10 +282,10 @@ def _listed(schema: dict[str, Any], root: _Root, place: str, depth: int = 0) -> 
         ]
     if keys == {"type"} and schema["type"] in ("null", "boolean"):
         return [None] if schema["type"] == "null" else [True, False]
-    branches = _branches(schema, root, place) if depth < _MAX_REFERENCES else None
+    branches = branches_of(schema, root, place) if depth < _MAX_REFERENCES else None
     if branches is None:
         return None
-    found = [_listed(one, root, place, depth + 1) for one in branches]
+    found = [listed_values(one, root, place, depth + 1) for one in branches]
     if any(one is None for one in found):
         return None
     values = [value for one in found for value in one or ()]
@@ -287,39 +293,39 @@ def _listed(schema: dict[str, Any], root: _Root, place: str, depth: int = 0) -> 
     return list({json.dumps(value, sort_keys=True): value for value in values}.values())
 
 
-def _text_or_listed(schema: dict[str, Any], root: _Root, place: str) -> tuple[dict[str, Any], list[Any]] | None:
+def _text_or_listed(schema: dict[str, Any], root: SchemaRoot, place: str) -> tuple[dict[str, Any], list[Any]] | None:
     """Return a schema of strings and listed values that are no strings, if `schema` allows just these."""
     types = schema.get("type")
-    if isinstance(types, list) and _keys(schema) <= {"type"} | _OF_STRINGS:
+    if isinstance(types, list) and asserting(schema) <= {"type"} | OF_STRINGS:
         text = {**schema, "type": "string"}
         branches = [text, *({"type": one} for one in types if one != "string")]
     else:
-        branches = _branches(schema, root, place) or []
-    texts = [one for one in branches if one.get("type") == "string" and _keys(one) <= {"type"} | _OF_STRINGS]
-    listed = [_listed(one, root, place) for one in branches if one not in texts]
+        branches = branches_of(schema, root, place) or []
+    texts = [one for one in branches if one.get("type") == "string" and asserting(one) <= {"type"} | OF_STRINGS]
+    listed = [listed_values(one, root, place) for one in branches if one not in texts]
     if len(texts) != 1 or any(one is None for one in listed):
         return None
     values = [value for one in listed for value in one or ()]
     return None if any(isinstance(value, str) for value in values) else (texts[0], values)
 
 
-def _types(schema: dict[str, Any], root: _Root, place: str, depth: int = 0) -> tuple[set[str], set[str]]:
+def types_of(schema: dict[str, Any], root: SchemaRoot, place: str, depth: int = 0) -> tuple[set[str], set[str]]:
     """Return the types that a schema may allow, and those whose values it allows all."""
-    branches = _branches(schema, root, place) if depth < _MAX_REFERENCES else None
+    branches = branches_of(schema, root, place) if depth < _MAX_REFERENCES else None
     if branches is not None:
         types, plain, twice = set[str](), set[str](), set[str]()
         for one in branches:
-            some, all_of = _types(one, root, place, depth + 1)
+            some, all_of = types_of(one, root, place, depth + 1)
             numbers = {"number", "integer"}  # an integer is both
             twice |= (some & types) | (numbers if some & numbers and types & numbers else set())
             types |= some
             plain |= all_of
         return types, plain - twice if "oneOf" in schema else plain
-    types = _named(schema.get("type"), place)
-    return types, types if _keys(schema) <= {"type"} else set()
+    types = named_types(schema.get("type"), place)
+    return types, types if asserting(schema) <= {"type"} else set()
 
 
-def _named(types: Any, place: str) -> set[str]:
+def named_types(types: Any, place: str) -> set[str]:
     """Return the types that the keyword `type` names; all for None."""
     if types is None:
         return set(_TYPES)

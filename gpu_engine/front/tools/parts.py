@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from gpu_engine.api.conversation import Tool, ToolChoice, Tools
 from gpu_engine.front.tools.argument_reader import ArgumentReader
 from gpu_engine.front.tools.formats import CALL_ID, Markers, ToolFormat
+from gpu_engine.front.tools.literal_reader import LiteralReader
 from gpu_engine.front.tools.markers import SPACE, JsonScan, beginning_of, match_exactly, match_squeezed, squeezed
 from gpu_engine.front.tools.parameters import parameters_of
 from gpu_engine.front.tools.reasoning_tokens import ReasoningTokens
@@ -99,7 +100,7 @@ class _State(enum.Enum):
     """White space before the arguments."""
     JSON = enum.auto()
     LISTED = enum.auto()
-    """Arguments that are written one by one."""
+    """Arguments that are not one JSON object."""
     RAW = enum.auto()
     TAIL = enum.auto()
     AFTER = enum.auto()
@@ -118,7 +119,7 @@ class PartsParser:
         self._triggered = layout.triggered and bool(called)
         self._always_strict = layout.tools is not None and layout.tools.choice is not ToolChoice.AUTO
         self._ids: set[str] = set()
-        is_listed = self._form is not None and self._form.argument is not None
+        is_listed = self._form is not None and (self._form.argument or self._form.literals) is not None
         self._match = match_exactly if is_listed else match_squeezed
         self._plain = str.lstrip if is_listed else squeezed
         self._heads: dict[str, Tool] = {}
@@ -143,7 +144,7 @@ class PartsParser:
         """The function of the last call."""
         self._raw_begins = False
         self._scan = JsonScan()
-        self._reader: ArgumentReader | None = None
+        self._reader: ArgumentReader | LiteralReader | None = None
         self._out: list[Part] = []
         self._reasoned = False
 
@@ -298,6 +299,9 @@ class PartsParser:
         self._scan, self._raw_begins = JsonScan(), True
         if self._tool.raw:
             self._state = _State.RAW
+        elif self._form is not None and self._form.literals is not None:
+            self._reader = LiteralReader(self._form)
+            self._state = _State.LISTED
         elif self._form is not None and self._form.argument is not None:
             end, strict = self._form.argument.end, self._tool.strict or self._always_strict
             self._reader = ArgumentReader(self._form, parameters_of(self._tool, "tools", end, strict=strict))

@@ -14,7 +14,18 @@ import pytest
 from gpu_engine.api.conversation import InputKind, Tool, ToolChoice, Tools
 from gpu_engine.api.request import GrammarKind, GrammarSpec
 from gpu_engine.front.tools.composition import composed
-from gpu_engine.front.tools.formats import FORMATS, HARMONY, HERMES, JSON, MISTRAL, QWEN3_CODER, ToolFormat
+from gpu_engine.front.tools.formats import (
+    FORMATS,
+    GEMMA_4,
+    HARMONY,
+    HERMES,
+    JSON,
+    LFM2,
+    MISTRAL,
+    QWEN3_CODER,
+    ToolFormat,
+)
+from gpu_engine.front.tools.literals import spelled_value
 from gpu_engine.front.tools.parameters import moved
 from grammar_service.backends.backend import Compiled
 from grammar_service.backends.registry import load_backend
@@ -41,6 +52,10 @@ TOOLS = (
     Tool("run", input=InputKind.REGEX, source="[a-f]{1,3}"),
 )
 
+WITHOUT_QUOTATION_MARKS = [
+    form for form in FORMATS if form.argument or (form.literals is not None and not form.literals.is_python)
+]
+
 
 def compiled(library: Library, tools: Tools, form: ToolFormat, grammar: GrammarSpec | None) -> Compiled:
     spec = composed(tools, form, grammar)
@@ -51,7 +66,7 @@ def compiled(library: Library, tools: Tools, form: ToolFormat, grammar: GrammarS
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_each_format_takes_calls_that_fit_their_functions(library: Library, form: ToolFormat) -> None:
     # Only llguidance bounds a string without quotation marks.
-    short = SAY if form.argument is None or library.name == "llguidance" else SAY_ONE
+    short = SAY if form not in WITHOUT_QUOTATION_MARKS or library.name == "llguidance" else SAY_ONE
     known = (TOOLS[0], Tool("add.2", source=json.dumps(short)), TOOLS[2])
 
     def call(name: str, arguments: str) -> str:
@@ -123,6 +138,47 @@ def test_a_string_without_quotation_marks(library: Library, schema: Any, legal: 
     for text in (*legal, *illegal):
         call = spelled_call(QWEN3_CODER, say, json.dumps({"s": text}))
         assert library.accepts(ready, call) is (text in legal), text
+
+
+assert GEMMA_4.literals is not None
+ANYTHING = {"a": [1, -2.5, {"b": None, "c-d": "t<x"}], "s": "", "t": True}
+ANY_TEXT = spelled_value(ANYTHING, GEMMA_4.literals)
+
+
+@pytest.mark.parametrize(
+    ("form", "schema", "legal", "illegal"),
+    [
+        (LFM2, {"type": "string"}, [r"""'a "b\\'""", '"it\'s"', '""'], ["'a'b'", "'\n'", "a", "1"]),
+        (LFM2, {"type": "string", "maxLength": 1}, ['"a"'], ["'a'", '"ab"']),
+        (LFM2, {"enum": ["a", "it's", True, None, 1]}, ["'a'", '"a"', '"it\'s"', "True", "None", "1"], ["true", "'b'"]),
+        (LFM2, {"type": ["integer", "boolean"]}, ["True", "-7"], ["true", "None", "1.5"]),
+        (LFM2, {"type": "array", "items": {"type": "boolean"}}, ["[true]", "[]"], ["[True]", "[1]", "true"]),
+        (GEMMA_4, {"type": "string"}, ['<|"|><|a"{}\n<|"|>'], ["a", '"a"']),
+        (GEMMA_4, {}, [ANY_TEXT], ['{"a":1}', "a", "[1,]", "01"]),
+        (GEMMA_4, {"type": "object"}, ["{}", "{a:{b:[]}}"], ["[]", "1", "{a}"]),
+        (
+            GEMMA_4,
+            {"type": "array", "items": {"type": ["integer", "null"]}, "minItems": 1, "maxItems": 3},
+            ["[1]", "[null,2,3]"],
+            ["[]", "[1,2,3,4]", "[true]"],
+        ),
+        (
+            GEMMA_4,
+            {"type": "object", "properties": {"z": {"enum": ["x"]}, "A": {}, "b": {"$ref": "#/$defs/n"}}},
+            ['{A:1,b:2,z:<|"|>x<|"|>}', "{b:2}", "{}", '{A:[],z:<|"|>x<|"|>}'],
+            ["{b:2,A:1}", "{b:<|'|>x<|'|>}", "{b:2,}", "{,b:2}"],
+        ),
+    ],
+)
+def test_values_with_a_notation_of_their_own(
+    library: Library, form: ToolFormat, schema: Any, legal: list[str], illegal: list[str]
+) -> None:
+    source = {"properties": {"p": schema}, "required": ["p"], "$defs": {"n": {"type": "integer"}}}
+    ready = compiled(library, Tools((Tool("f", source=json.dumps(source)),), ToolChoice.REQUIRED), form, None)
+    assert form.literals is not None
+    for text in (*legal, *illegal):
+        call = f"{form.begin_of('f', raw=False)}p{form.literals.assign}{text}{form.end}"
+        assert library.accepts(ready, form.first + call + form.last) is (text in legal), text
 
 
 def test_a_lark_tool(library: Library) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from gpu_engine.api.conversation import Tool
 from gpu_engine.front.tools.formats import CALL_ID, ToolFormat
+from gpu_engine.front.tools.literals import spelled_members
 
 
 def spelled_call(form: ToolFormat, tool: Tool, given: str, *, number: int = 0) -> str:
@@ -15,6 +16,8 @@ def spelled_call(form: ToolFormat, tool: Tool, given: str, *, number: int = 0) -
     begin, end = form.begin_of(tool.name, raw=tool.raw), form.end_of(raw=tool.raw)
     if form.number_end:
         begin += f"{number}{form.number_end}"
+    if form.literals is not None and not tool.raw:
+        return begin + spelled_members(given, form.literals) + end
     if form.argument is None or tool.raw:
         return begin + given + end
     return begin + "".join(_argument(form, name, value) for name, value in json.loads(given).items()) + end

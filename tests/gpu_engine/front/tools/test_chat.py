@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpu_engine.api.conversation import Chat
+from gpu_engine.api.conversation import TOOL_FORMATS, Chat
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.front.tools.chat import render
 from gpu_engine.front.tools.composition import planned
@@ -17,6 +17,9 @@ from gpu_engine.front.tools.formats import (
     DEEPSEEK,
     DEEPSEEK_V31,
     DEEPSEEK_V32,
+    FORMATS,
+    FUNCTION_GEMMA,
+    GEMMA_4,
     GLM,
     GLM_47,
     GRANITE,
@@ -24,21 +27,25 @@ from gpu_engine.front.tools.formats import (
     HERMES,
     JSON,
     KIMI_K2,
+    LFM2,
     LLAMA3,
     MINIMAX_M2,
     MISTRAL,
     MISTRAL_ARGS,
     PHI_4,
+    PYTHONIC,
     QWEN3_CODER,
     SEED_OSS,
     opened_tokens,
     reasoning_markers,
     tool_format,
+    with_format,
 )
 from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import ByteTokenizer
 from tests.gpu_engine.front import serving
+from tests.gpu_engine.harness import config
 
 LIMITS = replace(serving.LIMITS, max_prompt_bytes=100_000)
 QWEN = (
@@ -112,7 +119,7 @@ def test_parts_names_reasoning_and_arguments_of_the_template() -> None:
 F = pb.Tool(name="f")
 BAD_TOOLS: list[tuple[str, str, pb.Tools]] = [
     ("tools.tools", "empty", pb.Tools()),
-    ("tools.tools", "at most 128", pb.Tools(tools=[pb.Tool(name=f"f{i}") for i in range(129)])),
+    ("tools.tools", "at most 512", pb.Tools(tools=[pb.Tool(name=f"f{i}") for i in range(513)])),
     ("tools.tools[0].name", "1 to 64", pb.Tools(tools=[pb.Tool(name="a b")])),
     ("tools.tools[0].name", "1 to 64", pb.Tools(tools=[pb.Tool(name="a" * 65)])),
     ("tools.tools[1].name", "function 0", pb.Tools(tools=[F, F])),
@@ -202,6 +209,12 @@ def test_an_error_of_the_template_is_the_requests(conversation: Chat, template: 
         ("<\uff5ctool\u2581calls\u2581begin\uff5c>```json", DEEPSEEK, None),
         ("<\uff5ctool\u2581calls\u2581begin\uff5c></think>", DEEPSEEK_V31, "</think>"),
         ("<|start|><|channel|>analysis<|message|>", HARMONY, "<|end|><|start|>assistant"),
+        ("<|start_header_id|> [func_name1(a=1)]", PYTHONIC, None),
+        ("<|tool_call_start|>[f()]<|tool_call_end|><think>", LFM2, "</think>"),
+        ("<|tool_list_start|>", LFM2, None),
+        ("<|tool_call>call:<|channel>thought\n<channel|>", GEMMA_4, "<channel|>"),
+        ("<start_function_call>call:", FUNCTION_GEMMA, None),
+        (with_format("<tool_call> tools", "pythonic"), PYTHONIC, None),
         ("", None, None),
         (None, None, None),
     ],
@@ -213,6 +226,35 @@ def test_formats_are_read_from_the_template(template: Any, form: Any, marker: st
     with_space = tool_format("[TOOL_CALLS] [{")  # of older Mistral templates
     assert with_space is not None
     assert (with_space.name, with_space.first) == ("mistral", "[TOOL_CALLS] [")
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{# tool #}"
+
+
+@pytest.mark.parametrize(
+    ("template", "call", "example"),
+    [
+        (with_format(PLAIN, "lfm2"), "<|tool_call_start|>[f(x=7)]<|tool_call_end|>", '[NAME(PARAMETER="VALUE")]'),
+        (with_format(PLAIN, "glm-4.7"), "<tool_call>f<arg_key>x</arg_key>", "<arg_key>PARAMETER</arg_key>"),
+        (with_format(PLAIN, "kimi-k2"), '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 7}', ":0<|"),
+        (PLAIN + "{# tools <|tool_list_start|> #}", "<|tool_call_start|>[f(x=7)]<|tool_call_end|>", None),
+    ],
+)
+def test_a_template_without_calls_gets_them_in_the_format_that_is_named(
+    template: str, call: str, example: str | None
+) -> None:
+    text = render(chat(*CALLED, tools=TOOLS), ByteTokenizer(template))
+    assert f"assistant: {call}" in text.replace("<|tool_calls_section_begin|>", "")
+    assert "tool: seven" in text
+    assert (example is None) == ("You may call these functions" not in text)
+    assert not example or example in text
+
+
+def test_each_format_can_be_named_by_the_setting() -> None:
+    assert tuple(form.name for form in FORMATS) == TOOL_FORMATS
+    assert {config(tool_format=name).tool_format for name in TOOL_FORMATS} == set(TOOL_FORMATS)
+    with pytest.raises(ValueError, match=r"^tool_format: 'gemma' is not one of auto, hermes"):
+        config(tool_format="gemma")
 
 
 def test_special_tokens_of_a_format_are_opened() -> None:
