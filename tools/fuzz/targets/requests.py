@@ -117,6 +117,7 @@ _PARTS = (
         for markers in (form.argument for form in FORMATS if form.argument)
         for text in (*(markers.begin_of(name, text=name < "c") for name in "abcd"), markers.end)
     ),
+    *(text for form in FORMATS if form.literals for text in (form.literals.quote, f"a{form.literals.assign}", "'")),
     *(form.end_of(raw=False) for form in FORMATS),
     *(form.begin_of("run", raw=True) for form in FORMATS),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpu_engine.api.conversation import Tool
@@ -38,3 +38,11 @@ def spelled_calls(form: ToolFormat, calls: Sequence[tuple[Tool, str]]) -> str:
 def call_id(form: ToolFormat, name: str, number: int, made: str) -> str:
     """Return the id that a call has: its own in a format with numbers, else the one that was made for it."""
     return f"{CALL_ID}{name}:{number}" if form.number_end else made
+
+
+def cuts(text: str) -> Iterator[list[str]]:
+    """Yield `text` as one piece, and in pieces of several sizes that begin at each offset."""
+    yield [text]
+    for size in (1, 2, 3, 5, 8, 13):
+        for first in range(size):
+            yield [text[:first], *(text[at : at + size] for at in range(first, len(text), size))]

@@ -12,7 +12,7 @@ from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.front.tools.composition import composed
 from gpu_engine.front.tools.formats import FUNCTION_GEMMA, GEMMA_4, LFM2, PYTHONIC, ToolFormat
 from gpu_engine.front.tools.parts import AnswerLayout, PartKind
-from tests.gpu_engine.front.tools.test_parts import cuts
+from tests.gpu_engine.front.tools.spelling import cuts
 
 F = Tools((Tool("f"),))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from gpu_engine.api.conversation import InputKind, Tool, ToolChoice, Tools
 from gpu_engine.front.tools.formats import FORMATS, HARMONY, HERMES, JSON, KIMI_K2, MISTRAL, Markers, ToolFormat
 from gpu_engine.front.tools.markers import squeezed
 from gpu_engine.front.tools.parts import AnswerLayout, PartKind, new_call_id, short_call_id
-from tests.gpu_engine.front.tools.spelling import call_id, spelled_call, spelled_calls
+from tests.gpu_engine.front.tools.spelling import call_id, cuts, spelled_call, spelled_calls
 
 THINK = Markers("<think>", "</think>")
 GIVEN = json.dumps({"properties": {"a": {"type": "string"}, "b": {"type": "array"}}})
@@ -42,14 +42,6 @@ def parts_of(layout: AnswerLayout, pieces: Sequence[str]) -> Joined:
         else:
             out.append((part.kind.name, part.text))
     return out
-
-
-def cuts(text: str) -> Iterator[list[str]]:
-    """Yield `text` as one piece, and in pieces of several sizes that begin at each offset."""
-    yield [text]
-    for size in (1, 2, 3, 5, 8, 13):
-        for first in range(size):
-            yield [text[:first], *(text[at : at + size] for at in range(first, len(text), size))]
 
 
 def spelled(form: ToolFormat, calls: Sequence[tuple[str, str]]) -> str:
