@@ -132,6 +132,7 @@ def properties_of(tool: Tool, field: str, *, strict: bool) -> tuple[SchemaRoot, 
 
 
 def asserting(schema: dict[str, Any]) -> Set[str]:
+    """Return the keywords of a schema that say what a value may be."""
     return schema.keys() & _ASSERTING
 
 
