@@ -12,12 +12,22 @@ from typing import Any
 from torch import nn
 
 from gpu_engine.model.loaded_model import ModelNotSupported
+from gpu_engine.model.recurrent.delta_nets import DeltaNet, GroupedDeltaNet
+from gpu_engine.model.recurrent.mixers import MatrixMixer, ScanMixer
 from gpu_engine.model.recurrent.rows import RecurrentLayer, recurrent_layers
 from gpu_engine.model.recurrent.short_convolutions import GatedShortConv
 
 REPLACEMENTS: dict[str, Callable[[Any], nn.Module]] = {
+    "BambaMixer": MatrixMixer,
+    "FalconH1Mixer": MatrixMixer,
+    "GraniteMoeHybridMambaLayer": MatrixMixer,
+    "JambaMambaMixer": ScanMixer,
     "Lfm2MoeShortConv": GatedShortConv,
     "Lfm2ShortConv": GatedShortConv,
+    "NemotronHMamba2Mixer": MatrixMixer,
+    "Qwen3NextGatedDeltaNet": GroupedDeltaNet,
+    "Qwen3_5GatedDeltaNet": DeltaNet,
+    "Qwen3_5MoeGatedDeltaNet": DeltaNet,
 }
 """By the name of the class in transformers."""
 

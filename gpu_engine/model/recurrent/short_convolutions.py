@@ -39,9 +39,21 @@ class GatedShortConv(nn.Module):
         return out
 
 
+def floats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a parameter in float32, contiguous."""
+    return tensor.detach().float().contiguous()
+
+
+def activation_of(name: str) -> ConvActivation:
+    """Return what follows a convolution, by transformers' name. Raises ValueError."""
+    if name not in ("silu", "swish"):
+        raise ValueError(f"a convolution with the activation {name}, and only silu is supported")
+    return ConvActivation.SILU
+
+
 def conv_of(inner: nn.Conv1d, act: ConvActivation = ConvActivation.NONE) -> ShortConv:
-    """Return the convolution of each channel by its own weights, in float32."""
-    assert inner.groups == inner.in_channels == inner.out_channels, inner
+    """Return the convolution of each channel by its own weights, in float32. Raises ValueError."""
+    if not inner.groups == inner.in_channels == inner.out_channels:
+        raise ValueError(f"a convolution across channels: {inner}")
     bias: torch.Tensor | None = inner.bias
-    weight_TC = inner.weight.detach().float()[:, 0].T.contiguous()
-    return ShortConv(weight_TC, None if bias is None else bias.detach().float().contiguous(), act)
+    return ShortConv(floats(inner.weight[:, 0].T), None if bias is None else floats(bias), act)

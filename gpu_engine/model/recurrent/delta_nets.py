@@ -1,0 +1,84 @@
+"""The gated delta nets of Qwen 3 Next and Qwen 3.5: a convolution, a matrix of each head, and a gated norm.
+
+Invariant: as in short_convolutions.py. Not responsible for: the recurrence (see kernels/recurrent.py).
+
+Shapes: B sequences, P positions of each, N = B * P rows, H value heads, V values of a head, C channels of the
+convolution, J numbers that control a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_engine.model.attention import context_of_forward
+from gpu_engine.model.recurrent.rows import layer_of
+from gpu_engine.model.recurrent.short_convolutions import activation_of, conv_of, floats
+from kernels.recurrent import Gate, MatrixRecurrence, gated_norm, matrix_recurrence, short_conv
+
+
+class DeltaNet(nn.Module):
+    """Replaces `Qwen3_5GatedDeltaNet` and the one of its mixtures, which have a product each for what a row brings."""
+
+    products: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        for name in (*self.products, "out_proj"):
+            self.add_module(name, getattr(inner, name))
+        self.layer_idx = int(inner.layer_idx)
+        self.conv = conv_of(inner.conv1d, activation_of(inner.activation))
+        self.heads = MatrixRecurrence(
+            a_H=-floats(inner.A_log).exp(),
+            bias_H=floats(inner.dt_bias),
+            keys=inner.head_k_dim,
+            values=inner.head_v_dim,
+            key_heads=inner.num_k_heads,
+            q_at=0,
+            k_at=inner.key_dim,
+            v_at=2 * inner.key_dim,
+            delta=True,
+        )
+        self.norm_weight_V, self.eps = floats(inner.norm.weight), float(inner.norm.variance_epsilon)
+        self.state_shapes = (self.conv.state_shape, self.heads.state_shape)
+        self.pending_width = self.conv.state_shape[1] + self.heads.control_width
+
+    def project(self, x_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what rows bring: queries, keys and values [N, C], gates [N, H * V], and a and b of each head
+        [N, J]."""
+        own: Any = self
+        control_NJ = torch.cat([own.in_proj_a(x_NW), own.in_proj_b(x_NW)], dim=1).float()
+        return own.in_proj_qkv(x_NW), own.in_proj_z(x_NW), control_NJ
+
+    def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
+        """Return the layer's output, in the shape of its input."""
+        states, rows = layer_of(context_of_forward().recurrent, self.layer_idx)
+        qkv_NC, gate_NG, control_NJ = self.project(hidden_states.flatten(0, 1))
+        (tail, matrix), pending = states.states, states.pending_SRW
+        mixed = short_conv(self.conv, qkv_NC, rows, tail, pending, out_dtype=torch.float32, emits_redo=True)
+        read_NG = matrix_recurrence(
+            self.heads, mixed, control_NJ, rows, matrix, pending, saved_at=self.conv.state_shape[1]
+        )
+        of_heads = read_NG.view(-1, self.heads.values)
+        normed = gated_norm(of_heads, gate_NG, self.norm_weight_V, Gate.AFTER_NORM, eps=self.eps)
+        out: torch.Tensor = self.out_proj(normed.view(*hidden_states.shape[:2], -1))  # type: ignore[operator]
+        return out
+
+
+class GroupedDeltaNet(DeltaNet):
+    """Replaces `Qwen3NextGatedDeltaNet`, whose products bring everything of a key head side by side."""
+
+    products = ("in_proj_qkvz", "in_proj_ba")
+
+    def project(self, x_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the same, in the order of the heads."""
+        own: Any = self
+        heads, keys, values = self.heads.state_shape
+        groups, N = self.heads.key_heads, len(x_NW)
+        each = heads // groups
+        parts = own.in_proj_qkvz(x_NW).view(N, groups, -1).split([keys, keys, each * values, each * values], dim=2)
+        q, k, v, gate_NG = (part.reshape(N, -1) for part in parts)
+        b, a = (part.reshape(N, -1) for part in own.in_proj_ba(x_NW).view(N, groups, -1).split([each, each], dim=2))
+        return torch.cat([q, k, v], dim=1), gate_NG, torch.cat([a, b], dim=1).float()
