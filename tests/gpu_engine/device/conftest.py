@@ -44,11 +44,11 @@ def checked(request: pytest.FixtureRequest) -> Iterator[None]:
     assert run.races == []
 
 
-def small_llama(folder: Path, seed: int = 0) -> Path:
+def small_llama(folder: Path, seed: int = 0, *, rounds: bool = True) -> Path:
     family = tiny.FAMILIES["llama"]()
     family.num_hidden_layers, family.num_attention_heads, family.num_key_value_heads = 1, 2, 1
     family.head_dim = family.hidden_size // family.num_attention_heads
-    return tiny.save(family, folder, rounds=True, seed=seed)
+    return tiny.save(family, folder, rounds=rounds, seed=seed)
 
 
 @pytest.fixture(scope="session")
