@@ -42,14 +42,17 @@ class Experts(nn.Module):
         super().__init__()
         own: Any = inner
         transposed, biased = getattr(own, "is_transposed", True), getattr(own, "has_bias", False)
-        self.gate_up = _linears(own.gate_up_proj, own.gate_up_proj_bias if biased else None, transposed)
+        name = _first_of(inner) or ""
+        self.gate_up = _linears(getattr(own, name), getattr(own, f"{name}_bias") if biased else None, transposed)
         self.down = _linears(own.down_proj, own.down_proj_bias if biased else None, transposed)
         self.inner = inner
-        self._gate: Callable[[torch.Tensor], torch.Tensor] = getattr(own, "_apply_gate", self._halves)
+        gate = getattr(own, "_apply_gate", self._halves) if own.__dict__.get("has_gate", True) else own.act_fn
+        self._gate: Callable[[torch.Tensor], torch.Tensor] = gate
 
     def take_weights(self) -> None:
         """Remove the weights of the replaced module."""
-        for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
+        first = _first_of(self.inner) or ""
+        for name in (first, "down_proj", f"{first}_bias", "down_proj_bias"):
             if name in self.inner._parameters:
                 delattr(self.inner, name)
 
@@ -85,6 +88,23 @@ class Experts(nn.Module):
         return out_NH
 
 
+class WideGate(nn.Module):
+    """Replaces the product of one output that gates a shared expert: its output once for each channel of that.
+
+    torch computes what is left after the last whole vectors of a tensor by another function, so the bits of a sigmoid
+    over one number a row would depend on the number of rows.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., H]."""
+        out: torch.Tensor = self.inner(hidden_states).expand(hidden_states.shape).contiguous()
+        return out
+
+
 class WeightedExperts(Experts):
     """Llama 4's experts: every row once for each expert, weighted already, [E * N, H] -> [E * N, H]."""
 
@@ -107,7 +127,10 @@ def replace_experts(net: nn.Module) -> int:
     count = 0
     for parent in list(net.modules()):
         for name, child in list(parent.named_children()):
-            if not isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):
+            gate = getattr(child, "shared_expert_gate", None)
+            if isinstance(gate, nn.Module) and getattr(gate, "out_features", 0) == 1:
+                child.shared_expert_gate = WideGate(gate)
+            if _first_of(child) is None:
                 continue
             if (experts := _replaced(child)) is not None:
                 setattr(parent, name, experts)
@@ -124,8 +147,8 @@ def replace_experts(net: nn.Module) -> int:
 def _replaced(module: nn.Module) -> Experts | None:
     """Return the replacement, if it gives the outputs of the module for a few rows."""
     kind, own = type(module).__name__, module.__dict__
-    weights: Any = module.gate_up_proj
-    if weights.dim() != 3 or not own.get("has_gate", True) or own.get("has_post_expert_norm", False):
+    weights: Any = getattr(module, _first_of(module) or "")
+    if weights.dim() != 3 or own.get("has_post_expert_norm", False):
         log.info("the experts %s stay as they are: an unknown form", kind)
         return None
     made = Experts(module) if "has_gate" in own else WeightedExperts(module)
@@ -147,6 +170,13 @@ def _replaced(module: nn.Module) -> Experts | None:
         return None
     made.take_weights()
     return made
+
+
+def _first_of(module: nn.Module) -> str | None:
+    """Return the name of the experts' first weights; None: the module is no experts. Those without a gate have only
+    `up_proj`."""
+    held = {name for name, weight in module._parameters.items() if weight is not None}
+    return next((name for name in ("gate_up_proj", "up_proj") if {name, "down_proj"} <= held), None)
 
 
 def _linears(weight_ENK: torch.Tensor, bias_EN: torch.Tensor | None, transposed: bool) -> nn.ModuleList:

@@ -27,6 +27,11 @@ class FusedNorm(nn.Module):
         super().__init__()
         self.norm = norm
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The norm's weight, whose dtype some decoders read."""
+        return self.norm.weight_H
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Norm the last dimension of [..., H]."""
         rows_NH = hidden_states.reshape(-1, hidden_states.shape[-1])

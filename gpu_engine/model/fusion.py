@@ -67,19 +67,20 @@ def norm_of(module: nn.Module, record: Recording, bound: float) -> FusedNorm:
     return _closest((FusedNorm(RMSNorm(weight_H, eps, kind)) for kind in NormKind), call, bound)
 
 
+_GATED_BLOCKS = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""The names of a gated block's products: gate, up and down, or both and down."""
+
+
 def gated_of(module: nn.Module, record: Recording, bound: float) -> FusedGated:
     """Return the fused form of a gated block: gate, up and down products around an activation. Raise NotRecognised."""
     linears = _linears(module)
     call = _only(record, module)
-    if set(linears) == {"gate_proj", "up_proj", "down_proj"}:
-        parts = ["gate_proj", "up_proj"]
-    elif set(linears) == {"gate_up_proj", "down_proj"}:
-        parts = ["gate_up_proj"]
-    else:
+    *parts, last = next((names for names in _GATED_BLOCKS if set(names) == set(linears)), ("",))
+    if not parts:
         raise NotRecognised(f"has the products {sorted(linears)}")
-    gate_up, down = _joined([linears[name] for name in parts]), _joined([linears["down_proj"]])
+    gate_up, down = _joined([linears[name] for name in parts]), _joined([linears[last]])
     fused = _closest((FusedGated(gate_up, down, act) for act in Activation), call, bound)
-    fused.sources = {"gate_up": _sources(linears, parts), "down": _sources(linears, ["down_proj"])}
+    fused.sources = {"gate_up": _sources(linears, parts), "down": _sources(linears, [last])}
     return fused
 
 
@@ -206,7 +207,7 @@ def fuse_parts(net: Any, record: Recording, layer_attention: Mapping[int, LayerA
         if "o_proj" in parts and isinstance(layer_idx, int) and layer_idx in layer_attention:
             make = functools.partial(attention_of, child, record, layer_attention[layer_idx], layer_idx, bounds)
             attempt("attentions", parent, name, child, make)
-        elif "down_proj" in parts:
+        elif any(names[-1] in parts for names in _GATED_BLOCKS):
             attempt("blocks", parent, name, child, functools.partial(gated_of, child, record, bounds.block))
     for parent, name, child in _children(net):
         if hasattr(child, "weight") and (hasattr(child, "eps") or hasattr(child, "variance_epsilon")):

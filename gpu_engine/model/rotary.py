@@ -42,6 +42,8 @@ _Table = tuple[torch.Tensor, torch.Tensor]
 class RotaryTable(nn.Module):
     """Replaces a decoder's rotary embedding: (x, positions [B, P], ...) -> cosines and sines [B, P, R].
 
+    A decoder that also takes images passes positions in time, height and width, [3, B, P]; those of text are equal.
+
     Args:
         inner: the model's module. It is called once for each set of further arguments, at the first such call.
         num_positions: positions that a sequence may have.
@@ -54,6 +56,8 @@ class RotaryTable(nn.Module):
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *rest: Any, **options: Any) -> _Table:
         """Look the positions up; `x` gives device and dtype."""
+        if position_ids.dim() == 3:
+            position_ids = position_ids[0]
         cos_LR, sin_LR = self.table(x, rest, options)
         return nn.functional.embedding(position_ids, cos_LR), nn.functional.embedding(position_ids, sin_LR)
 

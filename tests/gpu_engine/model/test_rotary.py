@@ -56,6 +56,8 @@ def test_a_table_has_the_bits_of_the_module(kind: str, dtype: torch.dtype) -> No
         for ours, theirs in zip(got, expected, strict=True):
             assert ours.dtype == theirs.dtype == dtype
             assert torch.equal(ours, theirs)
+    in_three = table(x, places.expand(3, B, P))
+    assert torch.equal(in_three[0], got[0]), "positions in time, height and width"
     assert table(x, torch.tensor([[LENGTH + 63]]))[0].shape == (1, 1, 16), "a rejected draft's position"
 
 
