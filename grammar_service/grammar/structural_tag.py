@@ -76,14 +76,16 @@ def _with_endless_text(form: dict[str, Any]) -> dict[str, Any]:
 
 def formats(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, object) for every format object at and below `node`, but not inside schemas."""
-    if isinstance(node, list):
-        for i, child in enumerate(node):
-            yield from formats(child, f"{path}/{i}")
-    elif isinstance(node, dict):
-        yield path, node
-        for name, child in node.items():
-            if name != "json_schema":
-                yield from formats(child, f"{path}/{name}")
+    waiting = [(path, node)]
+    while waiting:
+        where, one = waiting.pop()
+        if isinstance(one, dict):
+            yield where, one
+            names = [name for name, child in one.items() if name != "json_schema" and isinstance(child, dict | list)]
+            waiting += [(f"{where}/{name}", one[name]) for name in reversed(names)]
+        elif isinstance(one, list):
+            last = len(one) - 1
+            waiting += [(f"{where}/{last - i}", child) for i, child in enumerate(reversed(one))]
 
 
 def schema_place(node: dict[str, Any], path: str) -> str:

@@ -262,7 +262,22 @@ def _text(value: str) -> Node:
 
 
 def _sequence(nodes: list[Node]) -> Node:
-    return nodes[0] if len(nodes) == 1 else {"type": "sequence", "elements": nodes}
+    """Return the nodes after each other, with few nodes: a compilation walks over each of them several times."""
+    flat: list[Node] = []
+    for node in nodes:
+        for one in node["elements"] if node["type"] == "sequence" else [node]:
+            before = flat[-1] if flat else {}
+            if before.get("type") == "const_string" and one["type"] in ("const_string", "tag"):
+                flat[-1] = _after(before["value"], one)
+            else:
+                flat.append(one)
+    return flat[0] if len(flat) == 1 else {"type": "sequence", "elements": flat}
+
+
+def _after(text: str, node: Node) -> Node:
+    """Return a constant or a tag after a text."""
+    key = "value" if node["type"] == "const_string" else "begin"
+    return {**node, key: text + node[key]}
 
 
 def _optional(node: Node) -> Node:

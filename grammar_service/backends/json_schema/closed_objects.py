@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from grammar_service.backends.json_schema.plain import close_plain, is_plain
 from grammar_service.backends.json_schema.walk import Schema, child_schemas, resolve
 from grammar_service.grammar.structural_tag import formats
 from grammar_service.grammar.text_grammar import with_schemas
@@ -64,6 +65,9 @@ def with_closed_objects(grammar: Grammar, asked: bool | None, default: bool) -> 
 
 def close(schema: Any) -> None:
     """Close the objects of a schema, in place."""
+    if is_plain(schema):
+        close_plain(schema)
+        return
     shared, names = _shared(schema), _Names(schema)
     for node, is_shared in shared.values():
         properties = node.get("properties")

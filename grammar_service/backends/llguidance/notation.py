@@ -23,6 +23,7 @@ from grammar_service.backends.json_schema.alternatives import expand
 from grammar_service.backends.json_schema.bounds import refuse_minima, write_bounds
 from grammar_service.backends.json_schema.draft_3 import write_draft_3
 from grammar_service.backends.json_schema.misspelled import misspelled_keywords, refuse_unknown_types
+from grammar_service.backends.json_schema.plain import is_plain
 from grammar_service.backends.json_schema.references import take_out_dialects, write_pointers
 from grammar_service.backends.json_schema.rewrite import rewrite, take_out_unwritable_values
 from grammar_service.backends.json_schema.shapes import check_shapes, refuse_no_schema
@@ -121,10 +122,12 @@ def notation(
 
     def schema_text(schema: Any, path: str) -> str:
         schema = {} if schema is True else schema
-        schema, gone = rounds.rewritten(next(numbers), schema, path, grammar.reading, loosening)
-        found.extend(gone)
-        found.extend(loosening.apply(schema, path))
-        _write_tuples(schema)
+        number = next(numbers)
+        if loosening != _TIGHT or not is_plain(schema):
+            schema, gone = rounds.rewritten(number, schema, path, grammar.reading, loosening)
+            found.extend(gone)
+            found.extend(loosening.apply(schema, path))
+            _write_tuples(schema)
         found.extend(write_bounds(schema, grammar.reading, with_names=with_names))
         _refuse_long_patterns(schema, path, grammar.reading.max_string_length)
         options = {**_whitespace(grammar), "json_allowed_escapes": _ESCAPES, "lenient": lenient}
@@ -201,7 +204,8 @@ def _is_longer(pattern: str, longest: int) -> bool:
 
 def misspelled(grammar: Grammar) -> tuple[str, ...]:
     """Return a warning for each keyword in the grammar's schemas that is probably misspelled."""
-    return tuple(line for path, schema in _schemas(grammar) for line in misspelled_keywords(schema, path))
+    written = ((path, schema) for path, schema in _schemas(grammar) if not is_plain(schema))
+    return tuple(line for path, schema in written for line in misspelled_keywords(schema, path))
 
 
 def check_types(grammar: Grammar) -> None:

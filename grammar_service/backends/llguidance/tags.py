@@ -56,12 +56,14 @@ def lark_of_tag(document: Node, parts: Parts) -> str:
 
 
 class _Writer:
-    """Collects the rules of one tag. Each rule has a number, so no names collide."""
+    """Collects the rules of one tag. Each rule has a number, so no names collide, and equal rules are one: functions
+    have many parameters of the same schema, and the library takes as long for a second equal rule as for the first."""
 
     def __init__(self, parts: Parts) -> None:
         self.rules: list[str] = []
         self._parts = parts
-        self._numbers = 0
+        self._names: dict[str, str] = {}
+        """By attributes and body."""
 
     def expression(self, node: Any, path: str, *, last: bool) -> str:
         """Return a Lark expression for `node`, "" for the empty text. `last`: nothing follows it in the answer."""
@@ -193,11 +195,9 @@ class _Writer:
         if not found:
             return self._until({}, ends, path)
         last = " | ".join(map(lark_literal, ends))
-        name = f"TEXT_{self._numbers}"
-        text = self._rule(name, "[lazy]")
         # Without the second part, an expression could run over an end that comes too early for it.
-        self.rules.append(f"{name}: (({' & '.join(found)}) ({last})) & ~(/(.|\\n)*/ ({last}) /(.|\\n)+/)")
-        return text
+        name = self._rule(f"(({' & '.join(found)}) ({last})) & ~(/(.|\\n)*/ ({last}) /(.|\\n)+/)", kind="TEXT")
+        return self._rule(name, "[lazy]")
 
     def _schema(self, node: Node, path: str) -> str:
         if node.get("style", "json") != "json":
@@ -216,10 +216,12 @@ class _Writer:
     def _nested(self, lark: str) -> str:
         return self._rule("%lark {\n" + lark + "\n}")
 
-    def _rule(self, body: str, attributes: str = "") -> str:
-        name = f"part_{self._numbers}"
-        self._numbers += 1
-        self.rules.append(f"{name}{attributes}: {body}")
+    def _rule(self, body: str, attributes: str = "", *, kind: str = "part") -> str:
+        """Return the name of the rule, or of the terminal, which has a name of capitals."""
+        key = f"{attributes}: {body}"
+        if (name := self._names.get(key)) is None:
+            name = self._names[key] = f"{kind}_{len(self._names)}"
+            self.rules.append(name + key)
         return name
 
 
