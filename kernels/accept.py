@@ -80,12 +80,24 @@ class AcceptArgs(ctypes.Structure):
 def accept_arguments(step: StepTensors, logits_NV: torch.Tensor, num_rows: int) -> AcceptArgs:
     """Return the native arguments for logits [N, V], bf16 or fp32; asserts every shape and dtype."""
     B, R = step.slots_B.shape[0], step.kinds_BR.shape[1]
-    V, stride = logits_NV.shape[1], step.result.scratch_BV.shape[1]
     assert logits_NV.dtype in (torch.bfloat16, torch.float32), logits_NV.dtype
     assert step.first_row_B is not None or logits_NV.shape[0] >= B * num_rows
     assert logits_NV.stride(1) == 1
-    assert 1 <= num_rows <= R == step.drafts_BR.shape[1] == step.result.emitted_BR.shape[1]
-    assert stride >= V
+    assert 1 <= num_rows <= R
+    assert step.result.scratch_BV.shape[1] >= logits_NV.shape[1]
+    args = AcceptArgs.from_buffer_copy(_without_logits(step))
+    args.logits, args.logits_stride, args.num_rows = address(logits_NV), logits_NV.stride(0), num_rows
+    args.vocab_size, args.bf16 = logits_NV.shape[1], logits_NV.dtype == torch.bfloat16
+    return args
+
+
+def _without_logits(step: StepTensors) -> AcceptArgs:
+    """Return the arguments that are the same at every call with these tensors."""
+    if step.arguments:
+        known: AcceptArgs = step.arguments[0]
+        return known
+    B, R = step.slots_B.shape[0], step.kinds_BR.shape[1]
+    assert R == step.drafts_BR.shape[1] == step.result.emitted_BR.shape[1]
     assert step.kinds_BR.dtype == torch.uint8
     ints = (step.slots_B, step.drafts_BR, step.num_drafts_B, step.forced_BR, step.history_SL, step.length_S)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in ints)
@@ -97,22 +109,13 @@ def accept_arguments(step: StepTensors, logits_NV: torch.Tensor, num_rows: int) 
         *(r.logprob_BR, r.top_ids_BRN, r.top_logprobs_BRN, r.scratch_BV, r.counts_BV),
     )
     first_row = None if step.first_row_B is None else address(step.first_row_B)
-    batch = (logits_NV, step.slots_B, step.drafts_BR, step.num_drafts_B, step.kinds_BR, step.forced_BR)
-    return AcceptArgs(
-        *[address(t) for t in batch],
-        step.mask_address,
-        *[address(t) for t in tensors],
-        first_row,
-        logits_NV.stride(0),
-        R,
-        step.history_SL.stride(0),
-        *step.mask_strides,
-        stride,
-        B,
-        num_rows,
-        V,
-        int(logits_NV.dtype == torch.bfloat16),
+    batch = (step.slots_B, step.drafts_BR, step.num_drafts_B, step.kinds_BR, step.forced_BR)
+    strides = (0, R, step.history_SL.stride(0), *step.mask_strides, r.scratch_BV.shape[1])
+    args = AcceptArgs(
+        None, *map(address, batch), step.mask_address, *map(address, tensors), first_row, *strides, B, 0, 0, 0
     )
+    step.arguments.append(args)
+    return args
 
 
 def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None:

@@ -149,5 +149,9 @@ class NativeStep:
             *self._where, ctypes.c_int64(num_lanes), ctypes.byref(post), ctypes.c_int32(vocab_size)
         )
 
+    def drop_drafts(self, num_lanes: int) -> None:
+        """Leave no drafts to the lanes that emitted a token."""
+        self._lib.lockstep_step_drop_drafts(*self._where, ctypes.c_int64(num_lanes))
+
     def __repr__(self) -> str:
         return f"<NativeStep of {self._slots.num_slots - 1} slots>"

@@ -8,7 +8,8 @@ Shapes: B batch entries, S slots, R rows a slot, P rows of this step (P <= R), V
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -229,3 +230,5 @@ class StepTensors:
     """On a GPU: logits whose log-probabilities `accept` returns, where its own are changed ones. None: its own."""
     tree: TreeRows | None = None
     """On a GPU: the drafts of a lane are a tree. None: they are a chain."""
+    arguments: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    """For `accept`: the native arguments, once they are made."""

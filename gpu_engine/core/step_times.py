@@ -119,7 +119,7 @@ class StepTimes:
         measured = sorted(self._shape.items())
         rising = _rising([(math.exp(value), self._weight[knot] + 0.1) for knot, value in measured])
         points = [(knot, value) for (knot, _), value in zip(measured, rising, strict=True)]
-        curve = [_along(points, knot) for knot in _KNOTS]
+        curve = _lines(points)
         for at in range(1, len(curve)):
             curve[at] = min(curve[at], curve[at - 1] * _KNOTS[at] / _KNOTS[at - 1])
         return curve
@@ -141,19 +141,22 @@ def _between(rows: int) -> tuple[int, float]:
     return at, (rows - _KNOTS[at]) / (_KNOTS[at + 1] - _KNOTS[at])
 
 
-def _along(points: list[tuple[int, float]], rows: int) -> float:
-    """Return the value at `rows` of the lines through the points; outside, the slope of the upper half goes on."""
+def _lines(points: list[tuple[int, float]]) -> list[float]:
+    """Return the value at each knot of the lines through the points; outside, the slope of the upper half goes on."""
     if len(points) == 1:
-        return points[0][1]
-    at = min(max(1, bisect_right([x for x, _ in points], rows)), len(points) - 1)
-    (x0, y0), (x1, y1) = points[at - 1], points[at]
-    if rows > x1:
-        # The slope of two neighbours would be mostly noise.
-        x0, y0 = points[(len(points) - 1) // 2]
-        return y1 + max(0.0, (y1 - y0) / (x1 - x0)) * (rows - x1)
-    if rows < x0:
-        return y0
-    return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
+        return [points[0][1]] * len(_KNOTS)
+    values, at = list[float](), 1
+    for rows in _KNOTS:
+        while at < len(points) - 1 and points[at][0] <= rows:
+            at += 1
+        (x0, y0), (x1, y1) = points[at - 1], points[at]
+        if rows > x1:
+            # The slope of two neighbours would be mostly noise.
+            x0, y0 = points[(len(points) - 1) // 2]
+            values.append(y1 + max(0.0, (y1 - y0) / (x1 - x0)) * (rows - x1))
+        else:
+            values.append(y0 if rows < x0 else y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
+    return values
 
 
 def _rising(values: list[tuple[float, float]]) -> list[float]:

@@ -59,6 +59,8 @@ class DirectLauncher:
         self._slots: tuple[int, ...] = ()
         self._place_B = torch.zeros(0, dtype=torch.int64)
         """`_slots` as a tensor: a batch has the slots of the last one in most steps."""
+        self._lanes: tuple[tuple[Any, ...], ...] = ()
+        """Slots, their generations and whether they are guided, as the lane buffers have them."""
         self._limits: tuple[int, ...] = ()
         """The limits in the lane buffers."""
 
@@ -87,9 +89,11 @@ class DirectLauncher:
         """Run the step."""
         lane, B, R = self._lane, len(handle.slots), self.max_drafts + 1
         place_B, limits = self._place_of(handle.slots), handle.draft_limits or (R - 1,) * B
-        lane.slots_B[:B] = place_B
-        lane.slot_gens_B[:B] = torch.tensor(handle.slot_gens, dtype=torch.int32)
-        lane.guided_B[:B] = torch.tensor(handle.guided)
+        if (lanes := (handle.slots, handle.slot_gens, handle.guided)) != self._lanes:
+            lane.slots_B[:B] = place_B
+            lane.slot_gens_B[:B] = torch.tensor(handle.slot_gens, dtype=torch.int32)
+            lane.guided_B[:B] = torch.tensor(handle.guided)
+            self._lanes = lanes
         if limits != self._limits:
             lane.draft_limit_B[:B] = torch.tensor(limits, dtype=torch.int32)
             self._limits = limits

@@ -73,6 +73,10 @@ class StepLaunches(Protocol):
         a lane's tokens, and is not one of them.
         """
 
+    def drop_drafts(self, batch: StepBatch) -> None:
+        """Leave no drafts, and no jump-forward tokens, to the lanes that emitted a token. Only for a stream that runs
+        at once."""
+
     def row_logprobs(self, logits_NV: torch.Tensor, rows: RowLogprobs) -> None:
         """Fill the results of `rows`: log-probabilities of its tokens, one for each row of the logits."""
 

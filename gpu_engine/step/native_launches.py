@@ -80,6 +80,10 @@ class NativeLaunches:
         """See `StepLaunches.take_jump_forward`."""
         self._step.take_jump_forward(batch.num_lanes, self._post_args(post), vocab_size)
 
+    def drop_drafts(self, batch: StepBatch) -> None:
+        """See `StepLaunches.drop_drafts`."""
+        self._step.drop_drafts(batch.num_lanes)
+
     def row_logprobs(self, logits_NV: torch.Tensor, rows: RowLogprobs) -> None:
         """See `StepLaunches.row_logprobs`."""
         row_logprobs(logits_NV, rows)

@@ -8,31 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import NamedTuple
 
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.request import FinishReason, Logprobs
-from kernels.accept import STOP_LENGTH, STOP_STEERED, STOP_TOKEN, AcceptResult
+from gpu_engine.step.output_ring import StepOutputs
+from kernels.accept import STOP_LENGTH, STOP_STEERED, STOP_TOKEN
 from kernels.logprobs import CLOSES, ROW_IN_ERROR, ROW_MISSING
 from shared_mem.layout import RowKind
-
-
-class StepResults(Protocol):
-    """The results of a step in host memory; `StepOutputs` of the output ring is one."""
-
-    @property
-    def result(self) -> AcceptResult:
-        """The outcome of every lane."""
-
-    @property
-    def num_drafts_B(self) -> torch.Tensor:
-        """int32, drafts that were verified."""
-
-    @property
-    def num_jump_forward_B(self) -> torch.Tensor:
-        """int32, jump-forward tokens among the drafts of the next step; see `LaneBuffers`."""
 
 
 class Candidates(NamedTuple):
@@ -66,38 +49,34 @@ class LaneOutcome:
 
 
 def outcomes(
-    lane: StepResults, num_lanes: int, *, guided: Sequence[bool], logprobs: Sequence[int | None]
+    step: StepOutputs, num_lanes: int, *, guided: Sequence[bool], logprobs: Sequence[int | None]
 ) -> list[LaneOutcome]:
     """Return the outcomes of the first `num_lanes` lanes. `guided` and `logprobs` are those of the step's handle."""
-    r = lane.result
-    counts, accepted = r.num_emitted_B[:num_lanes].tolist(), r.num_accepted_B[:num_lanes].tolist()
-    finish, blocked = r.finish_B[:num_lanes].tolist(), r.blocked_B[:num_lanes].tolist()
-    jump_forward = lane.num_jump_forward_B[:num_lanes].tolist()
-    drafts, tokens = lane.num_drafts_B[:num_lanes].tolist(), r.emitted_BR[:num_lanes].tolist()
     return [
         LaneOutcome(
-            token_ids=tuple(tokens[b][: counts[b]]),
-            logprobs=_logprobs(lane, b, counts[b], logprobs[b]),
-            num_drafts=drafts[b],
-            num_accepted=accepted[b],
-            finish=_finish(finish[b], blocked[b], guided[b]),
-            deferred=blocked[b] == RowKind.DEFER,
-            blocked=blocked[b],
-            num_jump_forward=jump_forward[b] if guided[b] else 0,
+            token_ids=tuple(step.emitted[b][: step.num_emitted[b]]),
+            logprobs=() if logprobs[b] is None else _logprobs(step, b, step.num_emitted[b], logprobs[b]),
+            num_drafts=step.num_drafts[b],
+            num_accepted=step.num_accepted[b],
+            finish=_finish(step.finish[b], step.blocked[b], guided[b]),
+            deferred=step.blocked[b] == RowKind.DEFER,
+            blocked=step.blocked[b],
+            num_jump_forward=step.num_jump_forward[b] if guided[b] else 0,
         )
         for b in range(num_lanes)
     ]
 
 
-def beam_outcomes(results: list[LaneOutcome], lane: StepResults, lanes: Sequence[int]) -> list[LaneOutcome]:
+def beam_outcomes(results: list[LaneOutcome], step: StepOutputs, lanes: Sequence[int]) -> list[LaneOutcome]:
     """Return `results` with the candidates of the lanes that are beams, in place of tokens."""
-    r, changed = lane.result, list(results)
+    logprob_BR, top_ids_BRN, top_logprobs_BRN = step.logprobs
+    changed = list(results)
     for b in lanes:
-        code = int(r.logprob_BR[b, 0])
+        code = int(logprob_BR[b, 0])
         if code in (ROW_MISSING, ROW_IN_ERROR):
             continue
         count = code % CLOSES
-        ids, values = r.top_ids_BRN[b, 0, :count].tolist(), r.top_logprobs_BRN[b, 0, :count].tolist()
+        ids, values = top_ids_BRN[b, 0, :count].tolist(), top_logprobs_BRN[b, 0, :count].tolist()
         candidates = Candidates(tuple(zip(ids, values, strict=True)), code >= CLOSES)
         changed[b] = replace(results[b], finish=None, deferred=False, blocked=RowKind.ALL, candidates=candidates)
     return changed
@@ -117,12 +96,10 @@ def _finish(finish: int, blocked: int, guided: bool) -> FinishReason | None:
     return None
 
 
-def _logprobs(lane: StepResults, b: int, count: int, wanted: int | None) -> tuple[Logprobs, ...]:
-    if wanted is None:
-        return ()
-    r = lane.result
-    chosen = r.logprob_BR[b, :count].tolist()
-    ids, values = r.top_ids_BRN[b, :count, :wanted].tolist(), r.top_logprobs_BRN[b, :count, :wanted].tolist()
+def _logprobs(step: StepOutputs, b: int, count: int, wanted: int | None) -> tuple[Logprobs, ...]:
+    logprob_BR, top_ids_BRN, top_logprobs_BRN = step.logprobs
+    chosen = logprob_BR[b, :count].tolist()
+    ids, values = top_ids_BRN[b, :count, :wanted].tolist(), top_logprobs_BRN[b, :count, :wanted].tolist()
     # Fewer tokens than were asked for may be legal where log-probabilities are among legal tokens.
     return tuple(
         Logprobs(chosen[j], tuple(pair for pair in zip(ids[j], values[j], strict=True) if pair[1] > -math.inf))

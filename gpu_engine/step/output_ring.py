@@ -14,7 +14,7 @@ import torch
 
 from gpu_engine.step.buffers import LaneBuffers, StepBatch
 from gpu_engine.step.stream import Event, Stream
-from kernels.accept import MAX_LOGPROBS, AcceptResult
+from kernels.accept import MAX_LOGPROBS
 
 _PER_LANE = ("num_emitted", "num_accepted", "finish", "blocked", "num_drafts", "num_jump_forward", "slots", "slot_gens")
 _HEAD = 4
@@ -23,17 +23,25 @@ _HEAD = 4
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """A step's results in host memory, a copy that belongs to the reader."""
+    """A step's results in host memory, a copy that belongs to the reader. Lists have B numbers."""
 
-    result: AcceptResult
-    num_drafts_B: torch.Tensor
-    """int32 [B], drafts that were verified."""
-    num_jump_forward_B: torch.Tensor
-    """int32 [B]; see `LaneBuffers`."""
-    slots_B: torch.Tensor
-    """int32 [B] as launched; -1: padding."""
-    slot_gens_B: torch.Tensor
-    """int32 [B] as launched."""
+    num_emitted: list[int]
+    num_accepted: list[int]
+    finish: list[int]
+    blocked: list[int]
+    """The four as `AcceptResult` has them."""
+    num_drafts: list[int]
+    """Drafts that were verified."""
+    num_jump_forward: list[int]
+    """See `LaneBuffers`."""
+    slots: list[int]
+    """As launched; -1: padding."""
+    slot_gens: list[int]
+    """As launched."""
+    emitted: list[list[int]]
+    """R numbers a lane, of which the first `num_emitted` count."""
+    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """`logprob_BR`, `top_ids_BRN` and `top_logprobs_BRN` of `AcceptResult`; without lanes if no request wants any."""
     seq: int
     """Sequence number of the step's verify post; 0: it requested no row."""
     waited_ns: int
@@ -81,7 +89,6 @@ class OutputRing:
         self._parts: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
         first = self._entries[0]
         self._no_logprobs = (first.logprob_BR[:0], first.top_ids_BRN[:0], first.top_logprobs_BRN[:0])
-        self._no_scratch = (torch.empty(0), torch.empty(0, dtype=torch.int32))
 
     def pack(self, batch: StepBatch) -> None:
         """Gather the results of the first B lanes into one piece of device memory: the last launch of the step."""
@@ -116,25 +123,16 @@ class OutputRing:
         entry.event.wait()
         entry.full = False
         B, R = entry.num_lanes, self._rows
-        numbers = entry.numbers[: self._size(B)].clone()
-        seq, waited_ns = numbers[:_HEAD].view(torch.int64).tolist()
-        lanes = dict(zip(_PER_LANE, numbers[_HEAD : _HEAD + len(_PER_LANE) * B].view(-1, B), strict=True))
-        emitted_BR = numbers[_HEAD + len(_PER_LANE) * B :].view(B, R)
+        seq, waited_ns = entry.numbers[:_HEAD].view(torch.int64).tolist()
+        numbers = entry.numbers[_HEAD : self._size(B)].tolist()
+        first = len(_PER_LANE) * B
         logprobs = self._no_logprobs
         if entry.logprobs:
             copied = (entry.logprob_BR, entry.top_ids_BRN, entry.top_logprobs_BRN)
             logprobs = (copied[0][:B].clone(), copied[1][:B].clone(), copied[2][:B].clone())
-        result = AcceptResult(
-            emitted_BR,
-            lanes["num_emitted"],
-            lanes["num_accepted"],
-            lanes["finish"],
-            lanes["blocked"],
-            *logprobs,
-            *self._no_scratch,
-        )
-        per_lane = (lanes["num_drafts"], lanes["num_jump_forward"], lanes["slots"], lanes["slot_gens"])
-        return StepOutputs(result, *per_lane, seq, waited_ns)
+        emitted = [numbers[at : at + R] for at in range(first, len(numbers), R)]
+        lanes = dict(zip(_PER_LANE, [numbers[at : at + B] for at in range(0, first, B)], strict=True))
+        return StepOutputs(**lanes, emitted=emitted, logprobs=logprobs, seq=seq, waited_ns=waited_ns)
 
     def _size(self, num_lanes: int) -> int:
         return _HEAD + num_lanes * (len(_PER_LANE) + self._rows)

@@ -113,6 +113,8 @@ class StepProgram:
         self._table_BN = torch.zeros(lanes, N, dtype=torch.int32, device=stream.device)
         self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         """By (B, P): the views of the three buffers that such a step uses."""
+        self._steps: dict[int, StepTensors] = {}
+        """By B."""
         self._logits_NV: torch.Tensor | None = None
         self._first_row_B: torch.Tensor | None = None
         """Of a packed forward: where the rows of each lane begin in the logits."""
@@ -151,7 +153,7 @@ class StepProgram:
         kernel(self._advance, batch)
         begun_s = time.perf_counter()
         if self.stream.runs_at_once and batch.max_rows == 1:
-            kernel(self._drop_drafts, batch)
+            kernel(self._launches.drop_drafts, batch)
         if self.stream.runs_at_once or batch.max_rows > 1:
             self.drafter.propose(batch, step, table_BN, self._hidden)
         self.propose_s = time.perf_counter() - begun_s
@@ -270,13 +272,6 @@ class StepProgram:
     def _advance(self, batch: StepBatch) -> None:
         self._launches.advance(batch, self.sync.store)
 
-    def _drop_drafts(self, batch: StepBatch) -> None:
-        """Leave no drafts, and no jump-forward tokens, to the lanes that emitted a token."""
-        slot, lane, B, place_B = batch.slot, batch.lane, batch.num_lanes, place_of(batch)
-        emitted_B = lane.result.num_emitted_B[:B] > 0
-        slot.num_drafts_S[place_B] = torch.where(emitted_B, 0, slot.num_drafts_S[place_B])
-        lane.num_jump_forward_B[:B] = torch.where(emitted_B, 0, -1)
-
     def _inputs(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return ids [B, P], positions [B, P] and page table [B, N] of this batch."""
         B, P = batch.num_lanes, batch.num_rows
@@ -286,8 +281,12 @@ class StepProgram:
         return self._views[B, P]
 
     def _tensors(self, batch: StepBatch) -> StepTensors:
+        """Return the tensors of such a batch: the same object for a number of lanes, except with a tree."""
         slot, lane = batch.slot, batch.lane
-        return StepTensors(
+        known = self._steps.get(batch.num_lanes)
+        if known is not None and batch.tree is None:
+            return known
+        made = StepTensors(
             batch.slots_B,
             lane.drafts_BR,
             lane.num_drafts_B,
@@ -301,3 +300,6 @@ class StepProgram:
             self._rows,
             tree=batch.tree,
         )
+        if batch.tree is None:
+            self._steps[batch.num_lanes] = made
+        return made

@@ -174,3 +174,11 @@ void lockstep_step_take_jump_forward(const struct step_slots *s, const struct st
         l->num_jump_forward[b] = s->num_drafts[at] = count;
     }
 }
+
+/* Leave no drafts, and no jump-forward tokens, to the lanes that emitted a token. */
+void lockstep_step_drop_drafts(const struct step_slots *s, const struct step_lanes *l, int64_t num_lanes) {
+    for (int64_t b = 0; b < num_lanes; b++) {
+        l->num_jump_forward[b] = l->num_emitted[b] > 0 ? 0 : -1;
+        if (l->num_emitted[b] > 0) s->num_drafts[place(s, l, b)] = 0;
+    }
+}

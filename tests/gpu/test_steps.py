@@ -97,7 +97,7 @@ def test_abort_word_ends_a_wait_at_once(mode: str) -> None:
         assert not t.graphs.ready(launched)
         t.channel.set_abort()
         begin_s = time.monotonic()
-        assert t.graphs.read(launched).result.blocked_B[0] == RowKind.DEFER
+        assert t.graphs.read(launched).blocked[0] == RowKind.DEFER
         assert time.monotonic() - begin_s < 15, "the deadline is 20 s"
         t.channel.clear_abort()
 

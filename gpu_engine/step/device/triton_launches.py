@@ -135,6 +135,10 @@ class TritonLaunches:
             vocab_size=vocab_size,
         )
 
+    def drop_drafts(self, batch: StepBatch) -> None:
+        """Raise NotImplementedError: a captured step that proposes nothing follows no step with drafts."""
+        raise NotImplementedError("only steps that run at once drop drafts")
+
     def row_logprobs(self, logits_NV: torch.Tensor, rows: RowLogprobs) -> None:
         """See `StepLaunches.row_logprobs`."""
         row_logprobs(logits_NV, rows)

@@ -110,11 +110,11 @@ def start(graphs: StepGraphs, lanes: list[Lane]) -> StepHandle[Lane]:
 def tokens_of(outputs: StepOutputs) -> dict[int, list[int]]:
     """Return slot -> tokens; padded lanes must have emitted nothing."""
     emitted = {}
-    for lane, slot in enumerate(outputs.slots_B.tolist()):
-        count = int(outputs.result.num_emitted_B[lane])
+    for lane, slot in enumerate(outputs.slots):
+        count = outputs.num_emitted[lane]
         assert slot >= 0 or count == 0
         if slot >= 0:
-            emitted[slot] = outputs.result.emitted_BR[lane, :count].tolist()
+            emitted[slot] = outputs.emitted[lane][:count]
     return emitted
 
 

@@ -77,7 +77,7 @@ def test_late_rows_are_deferred_and_used_when_they_arrive(mode: str) -> None:
             outputs = t.launch([1])
             assert tokens_of(outputs) == {1: []}, "never unmasked"
             assert outputs.waited_ns + t.sync.waited_ns >= SHORT_MS * 1e6
-            assert outputs.result.blocked_B[0] == RowKind.DEFER
+            assert outputs.blocked[0] == RowKind.DEFER
             assert t.sync.late(outputs.seq, 1, 1) is None
             gate.set()
             deadline_s = time.monotonic() + PATIENCE_S
@@ -108,8 +108,8 @@ def test_abort_word_ends_a_wait_at_once(mode: str) -> None:
         t.channel.set_abort()
         outputs = t.graphs.read(launched)
         assert time.monotonic() - begin_s < 15, "the deadline is 20 s"
-        assert outputs.result.blocked_B[0] == RowKind.DEFER
-        assert t.launch([0]).result.blocked_B[0] == RowKind.DEFER, "the next step drains too"
+        assert outputs.blocked[0] == RowKind.DEFER
+        assert t.launch([0]).blocked[0] == RowKind.DEFER, "the next step drains too"
         t.channel.clear_abort()
         with sidecar_of(t) as sidecar:
             open_slot(t, sidecar, 0)
@@ -180,7 +180,7 @@ def test_an_answer_to_an_earlier_slot_generation_is_ignored() -> None:
         with sidecar_of(t) as sidecar:
             sidecar.gen_shift = -1
             open_slot(t, sidecar, 0)
-            assert t.launch([0]).result.blocked_B[0] == RowKind.DEFER
+            assert t.launch([0]).blocked[0] == RowKind.DEFER
 
 
 def test_a_stopped_slot_posts_no_record() -> None:

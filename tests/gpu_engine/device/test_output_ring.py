@@ -53,7 +53,7 @@ def test_outputs_belong_to_their_step_and_become_outcomes(stream: RecordedStream
         entries.append(ring.push(batch, logprobs=first == 100))
     early, late = (ring.read(entry) for entry in entries)
     assert (early.seq, early.waited_ns) == ((1 << 40) + 7, 123_456_789_012)
-    assert (early.slots_B.tolist(), early.slot_gens_B.tolist()) == ([5, 6, 7, 8], [100] * 4)
+    assert (early.slots, early.slot_gens) == ([5, 6, 7, 8], [100] * 4)
     results = outcomes(early, 4, guided=[True] * 4, logprobs=[None, 1, None, None])
     assert [outcome.token_ids for outcome in results] == [(), (110,), (120, 121), ()]
     assert [outcome.finish for outcome in results] == [None, None, FinishReason.STOP, None]
@@ -61,11 +61,11 @@ def test_outputs_belong_to_their_step_and_become_outcomes(stream: RecordedStream
     assert [outcome.num_drafts for outcome in results] == [2] * 4
     assert results[1].logprobs[0].logprob == -110
     assert [token for token, _ in results[1].logprobs[0].top] == [110]
-    assert late.result.emitted_BR[1, 0] == 1010
-    assert late.result.logprob_BR.numel() == 0, "no request asked for log-probabilities"
+    assert late.emitted[1][0] == 1010
+    assert late.logprobs[0].numel() == 0, "no request asked for log-probabilities"
     half = StepBatch(slot, lane, 2, R, any_guided=False)
     ring = OutputRing(stream, lane)
     ring.pack(half)
     outputs = ring.read(ring.push(half))
-    assert outputs.result.emitted_BR.tolist() == [[1000, 1001, 1002], [1010, 1011, 1012]], "of the lanes of a bucket"
+    assert outputs.emitted == [[1000, 1001, 1002], [1010, 1011, 1012]], "of the lanes of a bucket"
     assert (outputs.seq, outputs.waited_ns) == (0, 0)

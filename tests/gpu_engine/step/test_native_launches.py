@@ -143,6 +143,13 @@ def test_advance(both: list[tuple[State, Any]]) -> None:
     assert both[0][0].differences(both[1][0]) == []
 
 
+@pytest.mark.parametrize("both", [case for case in CASES if case[0] == "native"], indirect=True)
+def test_drafts_are_dropped_of_the_lanes_that_emitted(both: list[tuple[State, Any]]) -> None:
+    for state, launches in both:
+        launches.drop_drafts(state.batch())
+    assert both[0][0].differences(both[1][0]) == []
+
+
 @pytest.mark.parametrize("k", [VERIFY, PROPOSE, 0, 2])
 @pytest.mark.parametrize("max_rows", [1, 3, R])
 def test_a_post_and_its_cached_rows(both: list[tuple[State, Any]], k: int, max_rows: int) -> None:

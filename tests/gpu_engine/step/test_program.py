@@ -112,6 +112,9 @@ class Recorder:
         self.calls.append("advance")
         assert store is self.store
 
+    def drop_drafts(self, batch: StepBatch) -> None:
+        self.calls.append("drop_drafts")
+
     def propose(
         self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: dict[int, torch.Tensor | None]
     ) -> None:
@@ -244,7 +247,7 @@ BEAMS = BeamRows(torch.tensor([2, 0]), None, None)
         ({"trees": True, "device_like": True}, {"num_rows": 1}, "forward await accept advance propose"),
         ({"device_like": True}, {"max_rows": 1}, "forward await accept advance"),
         ({"device_like": True}, {"max_rows": 2}, "forward await accept advance propose"),
-        ({}, {"max_rows": 1}, "forward await accept advance propose"),
+        ({}, {"max_rows": 1}, "forward await accept advance drop_drafts propose"),
     ],
 )
 def test_a_step_is_one_order_of_launches(bench: dict[str, Any], step: dict[str, Any], between: str) -> None:
@@ -305,6 +308,7 @@ def test_every_launch_gets_the_buffers_of_the_slots_and_lanes() -> None:
     values = {f.name: getattr(step, f.name) for f in fields(step)}
     assert torch.equal(values.pop("slots_B"), batch.slots_B)
     assert (values.pop("mask_address"), values.pop("mask_strides")) == (4096, (12, 3))
+    assert values.pop("arguments") == [], "made at the first native call"
     assert values.keys() == expected.keys()
     assert all(values[name] is expected[name] for name in expected)
     assert num_rows == 3
@@ -460,24 +464,6 @@ def test_a_program_holds_no_logits_after_its_step(captured: bool) -> None:
         logits.append(weakref.ref(bench.captured.given_NV))
     bench.captured.given_NV = bench.captured.changed_NV = None
     assert [logit() for logit in logits] == [None] * len(logits)
-
-
-def test_a_step_without_room_for_drafts_drops_those_of_the_lanes_that_emitted() -> None:
-    bench = Bench()
-    bench.slot.num_drafts_S.copy_(torch.arange(S, dtype=torch.int32) + 1)
-    bench.lane.num_jump_forward_B.fill_(9)
-    bench.lane.result.num_emitted_B.copy_(torch.tensor([1, 0, 2], dtype=torch.int32))
-    bench.step(1, max_rows=1)
-    assert bench.slot.num_drafts_S.tolist() == [1, 2, 0, 4, 0, 6]  # slots 4 and 2 emitted
-    assert bench.lane.num_jump_forward_B.tolist() == [0, -1, 0]
-
-    bench.lane.slots_B[0] = -1  # padding: only the spare slot may change
-    bench.slot.num_drafts_S.fill_(3)
-    bench.step(1, num_lanes=1, max_rows=1)
-    assert bench.slot.num_drafts_S.tolist() == [3, 3, 3, 3, 3, 0]
-    bench.slot.num_drafts_S.fill_(3)
-    bench.step(1, max_rows=2)
-    assert bench.slot.num_drafts_S.tolist() == [3] * S
 
 
 def test_the_warm_up_runs_the_target_over_page_0() -> None:

@@ -152,6 +152,12 @@ class TorchLaunches:
         legal = itertools.takewhile(lambda row: row[0] == int(kind) and 0 <= row[1] < vocab_size, rows)
         return len(list(legal))
 
+    def drop_drafts(self, batch: StepBatch) -> None:
+        slot, lane, B, place_B = batch.slot, batch.lane, batch.num_lanes, place_of(batch)
+        emitted_B = lane.result.num_emitted_B[:B] > 0
+        slot.num_drafts_S[place_B] = torch.where(emitted_B, 0, slot.num_drafts_S[place_B])
+        lane.num_jump_forward_B[:B] = torch.where(emitted_B, 0, -1)
+
     def row_logprobs(self, logits_NV: torch.Tensor, rows: RowLogprobs) -> None:
         """See `StepLaunches.row_logprobs`. Looks at values."""
         n, wanted = len(logits_NV), int(rows.wanted_1)
