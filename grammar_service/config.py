@@ -104,9 +104,10 @@ class GrammarConfig(LogSettings, ProbeSettings):
     compile_timeout_s: float = 5.0
     """Time limit of one compilation in its worker, in seconds; the worker is killed when the limit is reached."""
     compile_workers: int = 0
-    """Compilations at a time per backend, in processes that are started ahead of need. As many grammars of more than 8
-    KiB are compiled next to them, and as many slow ones: a compilation that needs more than 0.25 s of a core gives its
-    place to the next one. 0: one fewer than the usable cores, at most 4."""
+    """Compilations of grammars of at most 1 KiB at a time, per backend, in processes that are started ahead of need. As
+    many grammars of up to 8 KiB are compiled next to them, as many larger ones, and as many slow ones, large or not: a
+    compilation that needs more than 0.25 s of a core, and twice what an ordinary schema needs, gives its place to the
+    next one. 0: one fewer than the usable cores, at most 4."""
     compile_priority: str = "low"
     """Priority of the compile workers: "low" (a higher nice value), or "idle" (SCHED_IDLE: they run when no other
     process needs their core; once a compilation reached its time limit and had hardly run, they are "low")."""

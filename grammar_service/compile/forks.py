@@ -59,12 +59,13 @@ class Forks:
         """
         for _ in range(_TRIES):
             prepared = await self._prepared()
-            if prepared.num_threads > 1:
-                return await CompileProcess.start(command)
             try:
-                return await prepared.fork(idle=IDLE in command)
+                alone = prepared.num_threads > 1
+                worker = await (CompileProcess.start(command) if alone else prepared.fork(idle=IDLE in command))
             except EOFError:
                 continue
+            worker.ordinary_s = prepared.ordinary_s
+            return worker
         raise InternalError(f"a compile worker of {self._backend} did not start: the process that forks it ended")
 
     async def close(self) -> None:
@@ -127,7 +128,7 @@ async def _prepare(backend: str, vocabulary: Vocabulary, answer_s: float) -> _Pr
                 backend,
                 reply["threads"] - 1,
             )
-        return _Prepared(process, control, reply["threads"], answer_s)
+        return _Prepared(process, control, reply["threads"], reply["ordinary_s"], answer_s)
     except BaseException as error:
         tail = process.stderr_tail()
         control.close()
@@ -142,9 +143,14 @@ class _Prepared:
     """A prepared process. The caller must `close` it."""
 
     def __init__(
-        self, process: CompileProcess, control: socket.socket, num_threads: int, answer_s: float = ANSWER_S
+        self,
+        process: CompileProcess,
+        control: socket.socket,
+        num_threads: int,
+        ordinary_s: float,
+        answer_s: float = ANSWER_S,
     ) -> None:
-        self.num_threads, self.answer_s = num_threads, answer_s
+        self.num_threads, self.ordinary_s, self.answer_s = num_threads, ordinary_s, answer_s
         self.has_ended = False
         self._process, self._control = process, control
         control.setblocking(False)

@@ -1,10 +1,11 @@
 """Started processes that compile one grammar at a time each, and are killed when their time is over.
 
-Most grammars compile within milliseconds, and a few take seconds. A compilation that has had SLOW_S of a core gives its
-place to the next one. It goes on next to it, if fewer than `workers` slow ones run; otherwise it is killed, waits for
-one of these places, and begins again there. It is killed only if another worker has started. Large grammars, which are
-often slow, have places of their own. So a small grammar waits for no more than SLOW_S of a core of each small one
-before it, or for the start of one worker.
+Most grammars compile within milliseconds, and a few take seconds. A slow compilation gives its place to the next one:
+one that has had SLOW_S of a core, and SLOW_TIMES the time of an ordinary schema with this library and vocabulary. It
+goes on next to it, if fewer than `workers` slow ones run; otherwise it is killed, waits for one of these places, and
+begins again there. It is killed only if another worker has started. Small and large grammars have places of their own,
+and large ones, which are often slow, also while they are slow. So a small grammar waits for no more than that time of
+each small one before it, or for the start of one worker.
 
 Invariant: a caller waits for a free worker for at most `queue_s`, once more if its compilation is slow, and then for
 its own compilation for at most `timeout_s`: the time after other compilations and the start of a worker never count as
@@ -37,9 +38,14 @@ logger = logging.getLogger(__name__)
 
 COMMAND_IDLE = (*COMMAND, IDLE)
 SLOW_S = 0.25
-"""A compilation that needs more time of a core gives its place to the next one."""
+"""A compilation that needs more time of a core gives its place to the next one, unless ordinary ones take as long."""
+SLOW_TIMES = 2.0
+"""One that needs less than these times of a core of an ordinary schema is not slow: with xgrammar, five properties of
+an open object take 0.26 s and more, by the size of the vocabulary."""
 LONG_S = 1.0
 """So does one that is not done after this time, if it can go on: its worker gets little of a core."""
+SMALL_BYTES = 1 << 10
+"""A grammar of at most this size is small: it takes much less work than most that are longer."""
 LARGE_BYTES = 8 << 10
 """A longer grammar is large: few people write one by hand."""
 STARVED = 0.2
@@ -55,8 +61,9 @@ class CompilePool:
     Args:
         backend: name of the backend.
         vocabulary: each worker receives it at its start.
-        workers: compilations at a time, and large and slow ones next to them. So many processes and one more are
-            started ahead of need, so that the compilation after a slow one does not wait for a start.
+        workers: compilations of small grammars at a time, as many of middle size, as many large ones, and next to
+            them as many slow ones, large or not. So many processes and one more are started ahead of need, so that the
+            compilation after a slow one does not wait for a start.
         limits: limits of one compilation.
         queue: compilations that may wait for a worker, not counting accepted sequences. Tenants share these
             places by weight.
@@ -88,12 +95,10 @@ class CompilePool:
         self._idle: set[CompileProcess] = set()
         """Workers of a command that has a fallback."""
         self._closed = False
-        self._compile_queue = CompileQueue(workers, queue_s, max_waiting=queue)
-        self._large_queue = CompileQueue(workers, queue_s, max_waiting=queue)
-        """Places of large grammars, which delay no small one."""
-        self._slow_queue = CompileQueue(workers, queue_s, max_waiting=queue)
-        """Places of slow compilations, next to the others."""
-        self._queues = (self._compile_queue, self._large_queue, self._slow_queue)
+        small, middle, large, slow, slow_large = (CompileQueue(workers, queue_s, max_waiting=queue) for _ in range(5))
+        self._small, self._middle, self._large = _Queues(small, slow), _Queues(middle, slow), _Queues(large, slow_large)
+        """Large grammars delay no other one, and those of middle size no small one that is not slow."""
+        self._queues = (small, middle, large, slow, slow_large)
         self._most_spare = workers + 1
         self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(self._most_spare)]
         self._all: set[CompileProcess] = set()
@@ -178,8 +183,9 @@ class CompilePool:
         Raises InvalidGrammar, NotSupported, LimitExceeded (nesting, time, memory, size, length of the queue, time in
         the queue), InternalError (crash).
         """
-        queue = self._large_queue if len(grammar.text) > LARGE_BYTES else self._compile_queue
-        place = _Place(queue, name, share, accepted)
+        size = len(grammar.text)
+        queues = self._small if size <= SMALL_BYTES else self._middle if size <= LARGE_BYTES else self._large
+        place = _Place(queues, queues.first, name, share, accepted)
         self._places.add(place)
         try:
             await self._enter(place)
@@ -195,7 +201,7 @@ class CompilePool:
                     lost = True
                 except _SlowError:
                     place.leave()
-                    place.queue = self._slow_queue
+                    place.queue = place.queues.slow
                     await self._enter(place)
                     self._spare.append(self._launch())
         finally:
@@ -209,7 +215,7 @@ class CompilePool:
         except QueueFullError:
             raise LimitExceeded(f"compile_queue: {self._max_waiting} compilations are waiting already") from None
         except TimeoutError:
-            did = f"takes longer than {SLOW_S:g} s" if place.queue is self._slow_queue else "did not begin"
+            did = "is slow" if place.is_slow else "did not begin"
             raise LimitExceeded(
                 f"no compile worker of {self._backend} was free within {self._queue_s:g} s, and the "
                 f"compilation {did}; try again"
@@ -225,10 +231,10 @@ class CompilePool:
 
     async def _until_slow(self, answer: asyncio.Task[Any], worker: CompileProcess, place: _Place) -> None:
         """Wait until the compilation is done, or has given its place to the next one. Raises _SlowError."""
-        waited_s, cpu_s = 0.0, worker.cpu_s()
+        waited_s, cpu_s, slow_s = 0.0, worker.cpu_s(), max(SLOW_S, SLOW_TIMES * worker.ordinary_s)
         while not (await asyncio.wait({answer}, timeout=SLOW_S))[0]:
             waited_s += SLOW_S
-            heavy = worker.cpu_s() - cpu_s >= SLOW_S
+            heavy = worker.cpu_s() - cpu_s >= slow_s
             if (heavy or waited_s >= LONG_S) and self._give_place(place):
                 return
             if heavy and any(spare.done() for spare in self._spare):
@@ -237,10 +243,10 @@ class CompilePool:
 
     def _give_place(self, place: _Place) -> bool:
         """Give the place of a slow compilation to the next one; False: it may not go on next to it."""
-        if not self._slow_queue.try_acquire(place.share):
+        if not place.queues.slow.try_acquire(place.share):
             return False
         place.leave()
-        place.queue, place.is_held = self._slow_queue, True
+        place.queue, place.is_held = place.queues.slow, True
         self._spare.append(self._launch())
         return True
 
@@ -258,7 +264,7 @@ class CompilePool:
         answer.add_done_callback(_retrieve_exception)  # of one that ends after its caller has left
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                if place.queue is not self._slow_queue:
+                if not place.is_slow:
                     await self._until_slow(answer, worker, place)
                 reply, data = await answer
             if output := worker.stderr_tail():
@@ -378,15 +384,31 @@ class CompilePool:
         return f"<CompilePool {self._backend} {self.stats()}>"
 
 
+@dataclass(frozen=True, slots=True)
+class _Queues:
+    """The places of grammars of one size."""
+
+    first: CompileQueue
+    slow: CompileQueue
+    """Of slow compilations, which go on next to the others."""
+
+
 @dataclass(slots=True, eq=False)
 class _Place:
     """The place of one compilation in a queue."""
 
+    queues: _Queues
     queue: CompileQueue
+    """One of `queues`."""
     name: str
     share: Share
     accepted: bool
     is_held: bool = False
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is a place of slow compilations."""
+        return self.queue is self.queues.slow
 
     def leave(self) -> None:
         """Give the place to the next compilation."""
@@ -407,7 +429,7 @@ def _retrieve_exception(answer: asyncio.Task[tuple[dict[str, Any], bytes]]) -> N
 
 
 class _SlowError(Exception):
-    """A compilation had SLOW_S of a core, and no place of a slow one is free."""
+    """A compilation is slow, and no place of a slow one is free."""
 
 
 class _LostError(Exception):

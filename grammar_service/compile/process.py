@@ -99,6 +99,8 @@ class CompileProcess:
         self._artifact_fd = artifact_fd
         self._stderr_fd = stderr_fd
         self.loads_torch = False
+        self.ordinary_s = 0.0
+        """CPU time of an ordinary schema; 0.0: not measured."""
 
     @property
     def is_lost(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from grammar_service.compile.forks import Forks, _Prepared
 from grammar_service.compile.pool import COMMAND_IDLE, CompilePool
@@ -66,8 +67,16 @@ async def test_workers_have_the_vocabulary_of_the_process_that_forks_them(vocabu
         assert first.data
         assert second.data
         assert {worker.loads_torch for worker in pool._all} == {backend == "xgrammar"}
+        assert min(worker.ordinary_s for worker in pool._all) > 0.0
     assert not any(alive(process.pid) for process in (prepared, *workers))
     await eventually(lambda: descriptors() == before)
+
+
+async def test_a_vocabulary_that_spells_no_json_compiles_other_grammars() -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    words.decoder = decoders.ByteLevel()
+    async with forking(Vocabulary.load(words.to_str().encode(), 3, (2,))) as (_, pool):
+        assert (await pool.compile(Grammar(Kind.REGEX, "[ab]+", Whitespace.COMPACT))).data
 
 
 async def test_a_killed_parent_takes_its_workers_with_it_and_is_replaced(vocabulary: Vocabulary) -> None:
@@ -150,10 +159,11 @@ async def test_a_library_with_threads_is_not_forked(vocabulary: Vocabulary) -> N
     forks = Forks("llguidance", vocabulary)
 
     async def threaded() -> Any:
-        return SimpleNamespace(num_threads=2, has_ended=False)
+        return SimpleNamespace(num_threads=2, ordinary_s=0.5, has_ended=False)
 
     forks._preparing = asyncio.create_task(threaded())
     worker = await forks.start(PRETEND)
+    assert worker.ordinary_s == 0.5
     assert psutil.Process(worker._process.pid).ppid() == os.getpid()
     await worker.kill()
 
@@ -165,7 +175,7 @@ async def test_a_fork_that_the_system_refuses_is_an_error_of_the_system() -> Non
         return 0
 
     before = descriptors()
-    prepared = _Prepared(SimpleNamespace(kill=kill), ours, 1)  # type: ignore[arg-type]  # it has what is used
+    prepared = _Prepared(SimpleNamespace(kill=kill), ours, 1, 0.0)  # type: ignore[arg-type]  # it has what is used
     asked = asyncio.create_task(prepared.fork(idle=False))
     await eventually(lambda: prepared._asked)
     theirs.send(b"refused 11")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from grammar_service.compile.pool import LARGE_BYTES, CompilePool, StartWorker
+from grammar_service.compile.pool import LARGE_BYTES, SLOW_S, SMALL_BYTES, CompilePool, StartWorker
 from grammar_service.compile.process import CompileProcess
 from grammar_service.config import CompileLimits
 from grammar_service.errors import GrammarServiceError, InternalError, InvalidGrammar, LimitExceeded, NotSupported
@@ -232,15 +232,47 @@ async def test_slow_grammars_let_quick_ones_pass_and_end_all_the_same(vocabulary
         assert (stats["killed"], stats["crashed"], stats["waiting"]) == (0, 0, 0)
 
 
-async def test_large_grammars_delay_no_small_one(vocabulary: Vocabulary, tmp_path: Path) -> None:
-    """The first one has the place of the slow ones, the second one that of the large ones, and neither computes."""
+@pytest.mark.parametrize("size", [SMALL_BYTES, LARGE_BYTES])
+async def test_longer_grammars_delay_no_small_one(vocabulary: Vocabulary, tmp_path: Path, size: int) -> None:
+    """The first one has the place of the slow ones, the second one that of its size, and neither computes."""
     async with pool(vocabulary, timeout_s=600.0) as workers:
         begun = tmp_path / "one", tmp_path / "two"
-        large = [asyncio.create_task(workers.compile(grammar(f"{'x' * LARGE_BYTES} begin {path}"))) for path in begun]
+        longer = [asyncio.create_task(workers.compile(grammar(f"{'x' * size} begin {path}"))) for path in begun]
         await eventually(lambda: all(path.exists() for path in begun), LONG_S)
         async with asyncio.timeout(LONG_S):
             assert (await workers.compile(grammar("quick"))).data.endswith(b" quick")
+        assert not any(task.done() for task in longer)
+
+
+async def test_a_small_slow_grammar_does_not_wait_for_large_slow_ones(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    async with pool(vocabulary, timeout_s=600.0) as workers:
+        shut, gate = tmp_path / "shut", tmp_path / "open"
+        filler = "x" * LARGE_BYTES
+        large = [asyncio.create_task(workers.compile(grammar(f"{filler} hold{i} {shut}"))) for i in range(2)]
+        await eventually(lambda: "free=0" in repr(workers._large.slow), LONG_S)
+        assert "free=1" in repr(workers._small.slow)
+        small = asyncio.create_task(workers.compile(grammar(f"hold2 {gate}")))
+        await eventually(lambda: "free=0" in repr(workers._small.slow), LONG_S)
+        gate.touch()
+        assert (await small).data.split()[1] == b"hold2"
         assert not any(task.done() for task in large)
+
+
+async def test_a_grammar_is_not_slow_while_ordinary_ones_take_as_long(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    """The first one has the place of the slow ones, so the second one would be killed, and begin again."""
+
+    async def start(command: Sequence[str]) -> CompileProcess:
+        worker = await CompileProcess.start(command)
+        worker.ordinary_s = 1000.0
+        return worker
+
+    async with pool(vocabulary, timeout_s=600.0, start=start) as workers:
+        gate = tmp_path / "open"
+        tasks = [asyncio.create_task(workers.compile(grammar(f"hold{i} {gate}"))) for i in range(2)]
+        await eventually(lambda: sum(worker.cpu_s() > 4 * SLOW_S for worker in workers._all) == 2, LONG_S)
+        assert workers.stats()["yielded"] == 0
+        gate.touch()
+        assert [each.data.split()[1] for each in await asyncio.gather(*tasks)] == [b"hold0", b"hold1"]
 
 
 async def test_the_time_until_a_place_is_free_is_no_compile_time(vocabulary: Vocabulary) -> None:
@@ -261,9 +293,9 @@ async def test_a_slow_grammar_that_is_promoted_keeps_its_place_before_the_others
     async with pool(vocabulary) as workers:
         gate = tmp_path / "open"
         slow = [asyncio.create_task(workers.compile(grammar(f"hold{i} {gate}"), name=f"hold{i}")) for i in range(3)]
-        await eventually(lambda: workers._slow_queue.num_waiting == 2, LONG_S)
+        await eventually(lambda: workers._small.slow.num_waiting == 2, LONG_S)
         workers.promote("hold2")
-        assert repr(workers._slow_queue) == "<CompileQueue free=0 accepted=1 others=1>"
+        assert repr(workers._small.slow) == "<CompileQueue free=0 accepted=1 others=1>"
         gate.touch()
         assert [artifact.data.split()[1] for artifact in await asyncio.gather(*slow)] == [b"hold0", b"hold1", b"hold2"]
 
@@ -274,12 +306,12 @@ async def test_a_grammar_that_is_promoted_while_it_runs_waits_for_as_long_as_it_
     async with pool(vocabulary) as workers:
         gates = tmp_path / "one", tmp_path / "two"
         first = asyncio.create_task(workers.compile(grammar(f"hold0 {gates[0]}")))
-        await eventually(lambda: "free=0" in repr(workers._slow_queue), LONG_S)
+        await eventually(lambda: "free=0" in repr(workers._small.slow), LONG_S)
         second = asyncio.create_task(workers.compile(grammar(f"hold1 {gates[1]}"), name="second"))
-        await eventually(lambda: "free=0" in repr(workers._compile_queue), LONG_S)
+        await eventually(lambda: "free=0" in repr(workers._small.first), LONG_S)
         workers.promote("second")
         await eventually(lambda: workers.stats()["yielded"] == 1, LONG_S)
-        assert repr(workers._slow_queue) == "<CompileQueue free=0 accepted=1 others=0>"
+        assert repr(workers._small.slow) == "<CompileQueue free=0 accepted=1 others=0>"
         for gate in gates:
             gate.touch()
         assert [each.data.split()[1] for each in (await first, await second)] == [b"hold0", b"hold1"]
@@ -288,7 +320,7 @@ async def test_a_grammar_that_is_promoted_while_it_runs_waits_for_as_long_as_it_
 async def test_a_long_wait_for_a_worker_ends_with_a_limit_of_its_own(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary, queue_s=0.2) as workers:
         sleeper = asyncio.create_task(workers.compile(grammar("sleep")))
-        await eventually(lambda: "free=0" in repr(workers._compile_queue))
+        await eventually(lambda: "free=0" in repr(workers._small.first))
         accepted = asyncio.create_task(workers.compile(grammar("accepted"), accepted=True))
         with pytest.raises(LimitExceeded, match=r"^no compile worker .* free within 0.2 s"):
             await workers.compile(grammar("a"))
