@@ -290,13 +290,13 @@ async def test_an_accepted_caller_promotes_the_compilation_that_it_joins(
             return made._pool("llguidance").stats()["waiting"]
 
         calls = [asyncio.create_task(ask("pause 1"))]
-        await eventually(lambda: made._flights and "free=0" in repr(made._pool("llguidance")._compile_queue))
+        await eventually(lambda: made._flights and "free=0" in repr(made._pool("llguidance")._small.first))
         calls += [asyncio.create_task(ask(f"pause {number}")) for number in (2, 3)]
         await eventually(lambda: waiting() == 2)
         with pytest.raises(LimitExceeded, match="compile_queue"):
             await made.compile(Kind.REGEX, "pause 4", ANY, "llguidance")
         calls += [asyncio.create_task(ask(f"pause {number}", accepted=True)) for number in (3, 4, 1)]
-        await eventually(lambda: "accepted=2 others=1" in repr(made._pool("llguidance")._compile_queue))
+        await eventually(lambda: "accepted=2 others=1" in repr(made._pool("llguidance")._small.first))
         assert "running=4 " in repr(made), "equal ones share one compilation, accepted or not"
         (tmp_path / "go_on").touch()
         await asyncio.gather(*calls)
