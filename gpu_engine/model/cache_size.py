@@ -19,6 +19,7 @@ from torch import nn
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.engine_settings import SLOT_TOKENS
 from gpu_engine.model.loaded_model import ModelNotSupported
+from gpu_engine.model.names import part_names
 from service_runtime.memory import available_memory
 
 log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def free_bytes(device: torch.device, weight_bytes: int = 0) -> int | None:
 
 def file_bytes(path: Path, dtype: torch.dtype) -> int:
     """Return about what the weights in a model's files take as `dtype`; most files have 16 bits a weight."""
-    files = [path] if path.is_file() else path.glob("*.safetensors")
+    files = map(path.with_name, part_names(path.name)) if path.is_file() else path.glob("*.safetensors")
     return sum(file.stat().st_size for file in files) * max(1, dtype.itemsize // 2)
 
 

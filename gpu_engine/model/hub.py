@@ -25,7 +25,7 @@ from typing import Any
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.model.embedded import weights_file
-from gpu_engine.model.names import GGUF, ModelNotSupported, check_name, files_of_kind, kind_of, parts
+from gpu_engine.model.names import GGUF, ModelNotSupported, check_name, files_of_kind, kind_of, part_names
 
 Progress = Callable[[str, float], None]
 """Called with (the present stage, the finished share in [0, 1])."""
@@ -137,9 +137,7 @@ def locate(wanted: Wanted, hub: Hub, progress: Progress | None = None) -> Path:
     if path.exists():
         if wanted.revision:
             raise ModelNotSupported(f"revision: {wanted.revision!r} is for a model of the hub; {path} is a path")
-        if path.suffix == GGUF:
-            _refuse_parts(wanted, path.name)
-        return path
+        return _first_part(wanted, path) if path.suffix == GGUF else path
     check_name(wanted.name, wanted.setting)
     return (_gguf_file if wanted.kind else _snapshot)(wanted, hub, progress or _show_nothing)
 
@@ -148,20 +146,28 @@ def _show_nothing(stage: str, done: float) -> None:
     """See `Progress`."""
 
 
-def _refuse_parts(wanted: Wanted, file: str) -> None:
-    if parts(file) > 1:
+def _first_part(wanted: Wanted, path: Path) -> Path:
+    """Return the first part of the GGUF file that has `path` as one. Raises ModelNotSupported for parts that are
+    missing."""
+    names = part_names(path.name)
+    if missing := [name for name in names if not path.with_name(name).is_file()]:
         raise ModelNotSupported(
-            f"{wanted.setting}: {wanted} is written in {parts(file)} parts, and only a GGUF file of one part is read; "
-            "join them with llama.cpp's `llama-gguf-split --merge`, or choose another kind"
+            f"{wanted.setting}: {path} is one of {len(names)} parts, and its folder has no {', '.join(missing[:3])}"
+            f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}"
         )
+    return path.with_name(names[0])
 
 
 def _gguf_file(wanted: Wanted, hub: Hub, progress: Progress) -> Path:
-    """Return the GGUF file of a kind if the cache has it, else fetch it."""
+    """Return the GGUF file of a kind, its first part if it has several, if the cache has it whole, else fetch it."""
     folder = cached_snapshot(wanted, hub)
     cached = [str(path.relative_to(folder)) for path in folder.rglob(f"*{GGUF}") if path.is_file()] if folder else []
-    if folder is not None and (file := _of_kind(wanted, cached)):
-        return folder / file
+    try:
+        files = files_of_kind(cached, wanted.kind)
+    except ValueError:  # some of its parts, or several files; the hub's list says more
+        files = []
+    if folder is not None and files:
+        return folder / files[0]
     missing = f"{wanted} is no path, and is not in the cache {hub.shown_cache}"
     if hub.is_offline:
         has = f" (which has {', '.join(_kinds(cached))})" if _kinds(cached) else ""
@@ -169,23 +175,21 @@ def _gguf_file(wanted: Wanted, hub: Hub, progress: Progress) -> Path:
             f"{wanted.setting}: {missing}{has}, and HF_HUB_OFFLINE forbids to ask the hub; {_todo(wanted)}"
         )
     listed = _files(wanted, hub, wanted.revision, missing)
-    file = _of_kind(wanted, listed)
-    if not file:
+    files = _of_kind(wanted, listed)
+    if not files:
         kinds = _kinds(listed) or [name for name in listed if name.endswith(GGUF)]
         has = f"it has {', '.join(kinds)}" if kinds else "it has no GGUF file"
         raise ModelNotSupported(f"{wanted.setting}: {wanted.repository} has no GGUF file {wanted.kind}; {has}")
-    return _fetch(wanted, hub, progress, [glob.escape(file)], [], missing) / file
+    return _fetch(wanted, hub, progress, [glob.escape(file) for file in files], [], missing) / files[0]
 
 
-def _of_kind(wanted: Wanted, files: Sequence[str]) -> str:
-    """Return the file of the wanted kind, "" if there is none. Raises ModelNotSupported for several files or parts."""
+def _of_kind(wanted: Wanted, files: Sequence[str]) -> list[str]:
+    """Return the parts of the file of the wanted kind, [] if there is none. Raises ModelNotSupported for several files,
+    and for parts that are missing."""
     try:
-        found = files_of_kind(files, wanted.kind)
+        return files_of_kind(files, wanted.kind)
     except ValueError as error:
         raise ModelNotSupported(f"{wanted.setting}: {wanted.repository}: {error}") from error
-    if found:
-        _refuse_parts(wanted, found[0])
-    return found[0] if found else ""
 
 
 def _files(wanted: Wanted, hub: Hub, revision: str, missing: str) -> list[str]:

@@ -51,7 +51,9 @@ def kind_of(file: str) -> str:
 
 
 def files_of_kind(files: Iterable[str], kind: str) -> list[str]:
-    """Return the GGUF file of a kind in its parts, in order; [] if there is none. `kind` may also be a file's name.
+    """Return the GGUF file of a kind in its parts, in order; [] if there is none.
+
+    `kind` may also be the name of a file, of any part if it has several.
 
     A kind without `UD-` means the file with it if there is no other. Raises ValueError for several files of the kind,
     and for parts that are missing.
@@ -70,16 +72,19 @@ def files_of_kind(files: Iterable[str], kind: str) -> list[str]:
     wholes = {_PART.sub("", file.removesuffix(GGUF)) for file in found}
     if len(wholes) > 1:
         raise ValueError(f"several files are of the kind {kind}; name one of them in its place: {', '.join(found)}")
-    number = parts(found[0])
+    number = len(part_names(found[0]))
     if number > 1 and PurePosixPath(found[0]).name == kind:
         (whole,) = wholes
         found = sorted(file for file in listed if _PART.sub("", file.removesuffix(GGUF)) == whole)
-    if number != len(found):
-        raise ValueError(f"{len(found)} of the {number} parts of {found[0]} are there")
+    if missing := [name for name in part_names(found[0]) if name not in found]:
+        raise ValueError(f"{len(found)} of the {number} parts of {found[0]} are there, and not {', '.join(missing)}")
     return found
 
 
-def parts(file: str) -> int:
-    """Return in how many parts a GGUF file is written, by the name of one."""
+def part_names(file: str) -> list[str]:
+    """Return the names of all parts of a GGUF file, in order, by the name of one; of a whole file its own."""
     found = _PART.search(PurePosixPath(file).stem)
-    return int(found[2]) if found else 1
+    if found is None:
+        return [file]
+    before = file.removesuffix(f"{found[0]}{GGUF}")
+    return [f"{before}-{number:05}-of-{found[2]}{GGUF}" for number in range(1, int(found[2]) + 1)]

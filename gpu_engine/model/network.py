@@ -32,6 +32,7 @@ from gpu_engine.model.files.reading import (
     tokenizer_class,
     why_not_read,
 )
+from gpu_engine.model.files.rope_factors import rope_tensors
 from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
 from gpu_engine.model.hub import Progress, path_of, refuse_what_runs_code
 from gpu_engine.model.loaded_model import ModelNotSupported
@@ -174,7 +175,8 @@ def _read(config: EngineConfig, files: ModelFiles, progress: Progress) -> Networ
             if (path / "generation_config.json").is_file():
                 net.generation_config = GenerationConfig.from_pretrained(path)
         refuse_misfits(net, weights)
-        if own is not None and (unread := own.unread(sources_of(net, own).values())):
+        unread = own.unread(sources_of(net, own).values()) if own is not None else []
+        if unread := [name for name in unread if name not in rope_tensors(net.config)]:
             log.warning(
                 "%s has tensors that the model does not read, so its answers may differ from another server's: %s",
                 *(path, ", ".join(unread)),

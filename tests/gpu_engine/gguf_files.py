@@ -5,7 +5,7 @@ Not responsible for: files of real models, whose kinds of blocks the gguf packag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,23 @@ KINDS = ("Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1")
 """Of the matrices, in turn: the last has no product of its own, and is rounded again."""
 
 
-def write(config: PreTrainedConfig, file: Path, kinds: Iterable[str] = KINDS, seed: int = 0) -> Path:
-    """Write a model with random weights, whose matrices have the kinds in turn; return the file."""
+def write(
+    config: PreTrainedConfig,
+    file: Path,
+    kinds: Iterable[str] = KINDS,
+    seed: int = 0,
+    *,
+    in_part: int = 0,
+    also: Mapping[str, npt.NDArray[np.float32]] = {},
+) -> Path:
+    """Write a model with random weights, whose matrices have the kinds in turn; return the file.
+
+    `in_part`: tensors of a part, 0 for a file without parts, whose first one is returned. `also`: further tensors.
+    """
     arch = _ARCHITECTURES.get(config.model_type, config.model_type)
     known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(known[arch], config.num_hidden_layers)
-    writer = gguf.GGUFWriter(file, arch)
+    writer = gguf.GGUFWriter(file, arch, split_max_tensors=in_part)
     _write_keys(writer, config, arch)
     torch.manual_seed(seed)
     net = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -74,11 +85,13 @@ def write(config: PreTrainedConfig, file: Path, kinds: Iterable[str] = KINDS, se
         kind = gguf.GGMLQuantizationType[in_turn[at % len(in_turn)] if values.ndim > 1 else "F32"]
         raw = gguf.quants.quantize(values, kind)
         writer.add_tensor(f"{names.get_name(stem)}.{suffix}", raw, raw_dtype=kind)
+    for name, values in also.items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
+    return next(file.parent.glob(f"{file.stem}-00001-of-*.gguf")) if in_part else file
 
 
 def _converted(
@@ -105,6 +118,8 @@ def _write_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig, arch: str) ->
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(10_000.0)
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
     if getattr(config, "sliding_window", None) and arch.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)
     letters = [text for text, _ in sorted(_bytes(), key=lambda pair: pair[1])]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,10 @@ class GGUFTensor:
     shape: tuple[int, ...]
     """In torch's order: outputs, then inputs."""
     kind: GGMLQuantizationType
+    file: Path
+    """The file that has it: a part, if the model has several."""
     start: int
-    """In the file, in bytes."""
+    """In that file, in bytes."""
     num_bytes: int
 
     @property
@@ -67,13 +70,15 @@ class _Entry:
 
 
 class GGUFHeader:
-    """The header of one file.
+    """The header of one file, or of a model's parts.
 
     Args:
         path: the file. It may change afterwards: what is read later is then another model's.
+        parts: the further parts of a model whose first part is `path`. Only their tensors are read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, parts: Sequence[Path] = ()) -> None:
+        self.num_parts = 1 + len(parts)
         self.path, self.size = path, path.stat().st_size
         with path.open("rb") as file:
             self._bytes = _Bytes(np.memmap(file, np.uint8, "r") if self.size else np.empty(0, np.uint8))
@@ -82,6 +87,23 @@ class GGUFHeader:
         except (struct.error, UnicodeDecodeError) as error:
             raise GGUFError(f"its header is damaged, or ends too early: {error}") from error
         del self._bytes
+        expected = self._values.get("split.count", 1)
+        if parts and expected != self.num_parts:
+            raise GGUFError(f"it says that it has {expected} parts, and its name that it has {self.num_parts}")
+        for part in parts:
+            self._add(part)
+        count = self._values.get("split.tensors.count", len(self.tensors))
+        if parts and count != len(self.tensors):
+            raise GGUFError(f"its parts have {len(self.tensors)} tensors of {count}")
+
+    def _add(self, part: Path) -> None:
+        try:
+            tensors = GGUFHeader(part).tensors
+        except GGUFError as error:
+            raise GGUFError(f"{part.name}: {error}") from error
+        if twice := sorted(tensors.keys() & self.tensors.keys()):
+            raise GGUFError(f"{part.name} has {twice[0]}, which an earlier part has")
+        self.tensors |= tensors
 
     def _read(self) -> None:
         source = self._bytes
@@ -146,7 +168,7 @@ class GGUFHeader:
         size = math.prod(shape) // in_block * block_bytes
         if begin + offset + size > self.size:
             raise GGUFError(f"{name} ends at byte {begin + offset + size}, and the file has {self.size}")
-        return GGUFTensor(name, shape, kind, begin + offset, size)
+        return GGUFTensor(name, shape, kind, self.path, begin + offset, size)
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         """Return a value of the metadata; for a long array its length. "{arch}" stands for the architecture."""

@@ -49,7 +49,7 @@ _LAYOUTS = {
 
 
 class GGUFWeights:
-    """The weights of one file.
+    """The weights of one file, or of its parts.
 
     Args:
         header: of a file whose architecture is one of `ARCHITECTURES`.
@@ -59,7 +59,7 @@ class GGUFWeights:
         self.header, self._family = header, ARCHITECTURES[header.architecture]
         known = {name: key for key, name in MODEL_ARCH_NAMES.items()}
         self._names = get_tensor_name_map(known[header.architecture], int(header.get("{arch}.block_count", 0)))
-        self._bytes = FileBytes(header.path)
+        self._bytes = {path: FileBytes(path) for path in dict.fromkeys(t.file for t in header.tensors.values())}
         heads = header.get("{arch}.attention.head_count", 0)
         self._heads = {"attn_q": heads, "attn_k": header.get("{arch}.attention.head_count_kv", heads)}
 
@@ -67,7 +67,8 @@ class GGUFWeights:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bytes.close()
+        for file in self._bytes.values():
+            file.close()
 
     @property
     def quantised(self) -> bool:
@@ -144,7 +145,10 @@ class GGUFWeights:
         rows_n = torch.linspace(0, N - 1, min(_CHECKED, N)).long()
         from_n = rows_n if order is None else order[rows_n]
         raw = np.concatenate(
-            [self._bytes.read(tensor.start + at * tensor.row_bytes, tensor.row_bytes)[None] for at in from_n.tolist()]
+            [
+                self._bytes[tensor.file].read(tensor.start + at * tensor.row_bytes, tensor.row_bytes)[None]
+                for at in from_n.tolist()
+            ]
         )
         check_product(name, product, rows_n, torch.from_numpy(dequantize(raw, tensor.kind)))
         return product
@@ -155,10 +159,10 @@ class GGUFWeights:
         return tensor
 
     def _whole(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
-        return self._bytes.read(tensor.start, tensor.num_bytes).reshape(-1, tensor.row_bytes)
+        return self._bytes[tensor.file].read(tensor.start, tensor.num_bytes).reshape(-1, tensor.row_bytes)
 
     def _slabs(self, tensor: GGUFTensor) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-        return self._bytes.slabs(tensor.start, math.prod(tensor.shape[:-1]), tensor.num_bytes)
+        return self._bytes[tensor.file].slabs(tensor.start, math.prod(tensor.shape[:-1]), tensor.num_bytes)
 
     def _order(self, tensor: GGUFTensor) -> torch.Tensor | None:
         """Return the file's row of each row of the model's weight; None: the same."""

@@ -20,7 +20,9 @@ from transformers.pytorch_utils import Conv1D
 
 from gpu_engine.model.files.architectures import ARCHITECTURES
 from gpu_engine.model.files.filled import tied_names
+from gpu_engine.model.files.rope_factors import apply_rope_factors
 from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
+from gpu_engine.model.names import part_names
 
 if TYPE_CHECKING:  # the library of GGUF files is loaded for one
     from gpu_engine.model.files.gguf_header import GGUFHeader
@@ -28,12 +30,13 @@ if TYPE_CHECKING:  # the library of GGUF files is loaded for one
 
 
 def header_of(path: Path) -> GGUFHeader | None:
-    """Return the header of a GGUF file; None: `path` is a folder. Raises OSError or GGUFError."""
+    """Return the header of a GGUF file, the first part if it has several; None: `path` is a folder. Raises OSError or
+    GGUFError."""
     if not path.is_file():
         return None
     from gpu_engine.model.files.gguf_header import GGUFHeader
 
-    return GGUFHeader(path)
+    return GGUFHeader(path, [path.with_name(name) for name in part_names(path.name)[1:]])
 
 
 def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
@@ -51,6 +54,7 @@ def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
         Path(folder, "header.gguf").write_bytes(header.without_vocabulary())
         config = AutoConfig.from_pretrained(folder, gguf_file="header.gguf", trust_remote_code=False)
     config.name_or_path = str(path.parent)
+    apply_rope_factors(config, header)
     return config
 
 
@@ -75,6 +79,9 @@ def open_gguf(header: GGUFHeader) -> tuple[GGUFWeights | None, str]:
         from gpu_engine.model.files.gguf_weights import GGUFWeights
 
         return GGUFWeights(header), ""
+    if header.num_parts > 1:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"of the architecture {header.architecture} only whole files are read, and parts of {known}")
     return None, f"files of the architecture {header.architecture} are not read tensor by tensor"
 
 

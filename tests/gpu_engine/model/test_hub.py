@@ -250,6 +250,12 @@ def test_a_gguf_file_of_a_repository_is_fetched_by_its_kind_and_then_needs_no_hu
         assert [path.name for path in four.parent.iterdir()] == ["llama-Q4_K_M.gguf"]
         assert locate(Wanted(f"{NAME}:Q8_K_XL"), hub).read_bytes() == b"eight bits"
         assert locate(Wanted(f"{NAME}:mmproj-F16.gguf"), hub).read_bytes() == b"images"
+        first = locate(Wanted(f"{NAME}:BF16"), hub)
+        assert [path.read_bytes() for path in sorted(first.parent.iterdir())] == [b"one", b"two"]
+        first.unlink()
+        assert locate(Wanted(f"{NAME}:llama-BF16-00002-of-00002.gguf"), hub) == first
+        assert first.read_bytes() == b"one", "the part that was lost is fetched again"
+    assert locate(Wanted(f"{NAME}:bf16"), Hub(endpoint=UNREACHABLE, cache=tmp_path)) == first
     for kind in ("Q4_K_M", "llama-Q4_K_M.gguf"):
         assert locate(Wanted(f"{NAME}:{kind}"), Hub(endpoint=UNREACHABLE, cache=tmp_path)) == four
 
@@ -261,19 +267,23 @@ def test_a_gguf_file_that_cannot_be_had_is_refused_in_one_line(tmp_path: Path) -
         assert "\n" not in str(raised.value)
         return str(raised.value)
 
-    with FakeHub(GGUFS | {"other-Q4_0.gguf": b"", "llama-Q4_0.gguf": b""}).running() as fake:
+    third = {"llama-Q2_K-00001-of-00003.gguf": b"", "llama-Q2_K-00003-of-00003.gguf": b""}
+    with FakeHub(GGUFS | third | {"other-Q4_0.gguf": b"", "llama-Q4_0.gguf": b""}).running() as fake:
         hub = Hub(endpoint=fake.address, cache=tmp_path)
-        there = "BF16, Q4_0, Q4_K_M, UD-Q8_K_XL"
+        there = "BF16, Q2_K, Q4_0, Q4_K_M, UD-Q8_K_XL"
         assert message(f"{NAME}:Q9_K", hub) == f"model: tiny/llama has no GGUF file Q9_K; it has {there}"
         assert message(f"{NAME}:Q4_0", hub) == (
             "model: tiny/llama: several files are of the kind Q4_0; name one of them in its place: llama-Q4_0.gguf, "
             "other-Q4_0.gguf"
         )
-        assert message(f"{NAME}:BF16", hub).startswith("model: tiny/llama:BF16 is written in 2 parts, and only")
         assert message(NAME, hub) == (
             f"model: tiny/llama has GGUF files and no safetensors; name a kind, such as tiny/llama:BF16: {there}"
         )
         assert message(f"{NAME}:Q4_K_M", hub, "v9") == "revision: tiny/llama has no branch, tag or commit 'v9'"
+        assert message(f"{NAME}:Q2_K", hub) == (
+            "model: tiny/llama: 2 of the 3 parts of llama-Q2_K-00001-of-00003.gguf are there, and not "
+            "llama-Q2_K-00002-of-00003.gguf"
+        )
         full = Hub(endpoint=fake.address, cache=tmp_path, free_bytes=lambda folder: 5)
         assert message(f"{NAME}:Q4_K_M", full).startswith(
             f"model: tiny/llama:Q4_K_M needs 0.0 MB in {tmp_path}, whose disk has 0.0 MB; remove others (`lockstep"
@@ -285,7 +295,9 @@ def test_a_gguf_file_that_cannot_be_had_is_refused_in_one_line(tmp_path: Path) -
     lost = message(f"{NAME}:Q8_0", Hub(endpoint=UNREACHABLE, cache=tmp_path))
     assert f"{UNREACHABLE} cannot be reached" in lost
     (tmp_path / "x-00001-of-00003.gguf").touch()
-    assert "is written in 3 parts" in message(str(tmp_path / "x-00001-of-00003.gguf"), hub)
+    assert message(str(tmp_path / "x-00001-of-00003.gguf"), hub).endswith(
+        "is one of 3 parts, and its folder has no x-00002-of-00003.gguf, x-00003-of-00003.gguf"
+    )
 
 
 def test_removing_a_model_keeps_what_another_name_has(tmp_path: Path) -> None:

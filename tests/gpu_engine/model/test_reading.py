@@ -9,11 +9,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.model import attention
@@ -79,6 +88,60 @@ def test_a_gguf_file_gives_the_bits_of_transformers_loader(
         got = load_model(settings)
     assert not [line for line in caplog.messages if "through transformers" in line]
     assert_same(got, by_transformers(settings))
+
+
+def test_the_parts_of_a_file_are_one_model(tmp_path: Path) -> None:
+    made = gguf_files.FAMILIES["llama"]()
+    whole = gguf_files.write(made, tmp_path / "whole.gguf")
+    first = gguf_files.write(made, tmp_path / "model.gguf", in_part=6)
+    parts = sorted(tmp_path.glob("model-*.gguf"))
+    assert (first, len(parts)) == (parts[0], 4)
+    assert_same(load_model(config(model=str(parts[2]))), load_model(config(model=str(whole))))
+    twice = parts[1].read_bytes()
+    parts[1].unlink()
+    for name in (parts[0], parts[3]):
+        with pytest.raises(ModelNotSupported, match=rf"^model: {name} is one of 4 parts, .* no {parts[1].name}$"):
+            load_model(config(model=str(name)))
+    parts[1].write_bytes(twice[:-200])
+    with pytest.raises(ModelNotSupported, match=rf"is the file complete\? {parts[1].name}: .* ends at byte"):
+        load_model(config(model=str(first)))
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(ModelNotSupported, match=rf"{parts[2].name} has \S+, which an earlier part has"):
+        load_model(config(model=str(first)))
+
+
+def rotary(kind: str, **parameters: Any) -> PreTrainedConfig:
+    made = gguf_files.FAMILIES[kind]()
+    given = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32, **parameters}
+    own = {"original_max_position_embeddings": 32} if kind == "phi3" else {}
+    return type(made)(**{**made.to_diff_dict(), **own, "rope_parameters": given})
+
+
+LLAMA_3 = rotary("llama", rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0)
+LONG, SHORT = [1.0 + at for at in range(8)], [1.0 + at / 8 for at in range(8)]
+PHI_3 = rotary("phi3", rope_type="longrope", factor=16.0, long_factor=LONG, short_factor=SHORT)
+
+
+@pytest.mark.parametrize(("wanted", "length"), [(LLAMA_3, 60), (PHI_3, 60), (PHI_3, 30)])
+def test_rotary_factors_of_a_file_are_the_models(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wanted: Any, length: int
+) -> None:
+    turned_R = ROPE_INIT_FUNCTIONS["llama3"](LLAMA_3, device=torch.device("cpu"))[0]
+    also = {"rope_freqs.weight": (10_000 ** -(torch.arange(8) / 8) / turned_R).numpy()}
+    if wanted is PHI_3:
+        factors = {"long": LONG, "short": SHORT}
+        also = {f"rope_factors_{name}.weight": np.array(given, np.float32) for name, given in factors.items()}
+    file = gguf_files.write(wanted, tmp_path / "model.gguf", ["F32"], also=also)
+    made = config(model=str(file), dtype="float32", quantization="none", max_model_len=length)
+    got = load_model(made)
+    assert not [line for line in caplog.messages if "does not read" in line]
+    net = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    net.model.rotary_emb = type(net.model.rotary_emb)(wanted)
+    ids_1P = some_ids(1, length)
+    want_PV = net(ids_1P).logits[0]
+    assert torch.allclose(logits(got, ids_1P)[0], want_PV, atol=1e-4)
+    net.model.rotary_emb = type(net.model.rotary_emb)(gguf_files.FAMILIES[wanted.model_type]())
+    assert not torch.allclose(net(ids_1P).logits[0], want_PV, atol=1e-2)
 
 
 def test_every_architecture_that_is_read_is_compared() -> None:
