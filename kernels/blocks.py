@@ -66,6 +66,13 @@ class Blocks:
         offsets = None if self.offsets_NB is None else self.offsets_NB[rows]
         return Blocks(self.kind, self.quants_NK[rows], self.scales_NB[rows], offsets)
 
+    def columns(self, blocks: torch.Tensor) -> Blocks:
+        """Return the matrix with its blocks of inputs in the order of `blocks`."""
+        N, K = self.shape
+        offsets = None if self.offsets_NB is None else self.offsets_NB[:, blocks]
+        quants_NK = self.quants_NK.view(N, K // BLOCK, BLOCK)[:, blocks].view(N, K)
+        return Blocks(self.kind, quants_NK, self.scales_NB[:, blocks], offsets)
+
     @classmethod
     def joined(cls, parts: Sequence[Blocks]) -> Blocks:
         """Return the matrix with the outputs of all parts, which have the same inputs. Parts of different kinds give 8

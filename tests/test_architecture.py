@@ -60,6 +60,7 @@ LAZY_IMPORTS = {
         ("gpu_engine.extensions.transfer.extension", "gpu_engine.extensions.transfer.pages"),
     },
     "the GGUF library is loaded for GGUF files": {
+        ("gpu_engine.model.files.reading", "gpu_engine.model.files.gguf_configs"),
         ("gpu_engine.model.files.reading", "gpu_engine.model.files.gguf_header"),
         ("gpu_engine.model.files.reading", "gpu_engine.model.files.gguf_weights"),
         ("gpu_engine.model.quantised.choice", "gpu_engine.model.quantised.gguf_blocks"),
@@ -210,6 +211,7 @@ def test_import_contracts_cover_every_package(root: Path) -> None:
         pytest.param(
             "gpu_engine",
             (
+                "gpu_engine.model.files.gguf_configs",
                 "gpu_engine.model.files.gguf_header",
                 "gpu_engine.model.files.gguf_weights",
                 "gpu_engine.model.quantised.gguf_blocks",

@@ -43,6 +43,18 @@ INLINE void clear_rows(void *out, int64_t begin, int64_t end, int64_t row_bytes)
     if (end > begin) memset((char *)out + begin * row_bytes, 0, (size_t)((end - begin) * row_bytes));
 }
 
+/* Copy `n` floats, of which a whole block has `block`: a call of memcpy for each row of a state takes longer than the row. */
+INLINE void copy_floats(float *to, const float *from, int64_t n, int64_t block) {
+    if (n < block) {
+        memcpy(to, from, (size_t)n * sizeof(float));
+        return;
+    }
+    for (int64_t i = 0; i < block; i += 16) {
+        v16f x = load_f32(from + i);
+        memcpy(to + i, &x, sizeof x);
+    }
+}
+
 /* Save `width` inputs of each pending row. The caller's loop over the rows has ended: it read those of the last call. */
 INLINE void save_pending(const struct recurrent_rows *r, const struct lane *l, const float *from, int64_t from_stride,
                          float *pending, int64_t stride, int64_t width) {
@@ -246,10 +258,10 @@ INLINE void matrix_block(const struct matrix_recurrence_args *a, int64_t i, int6
     struct head_state h;
     memset(h.s, 0, (size_t)((a->keys + 3) & ~(int64_t)3) * sizeof h.s[0]);
     for (int64_t k = a->keys; k < a->keys + 3 && k < MAX_KEYS; k++) h.q[k] = h.k[k] = 0.0f;
-    for (int64_t k = 0; k < a->keys && !l.fresh; k++) memcpy(h.s[k], state + k * a->values, (size_t)n * sizeof(float));
+    for (int64_t k = 0; k < a->keys && !l.fresh; k++) copy_floats(h.s[k], state + k * a->values, n, HEAD_COLS);
     for (int64_t row = 0; row <= rows; row++) {
         if (row == l.redo + l.commit)
-            for (int64_t k = 0; k < a->keys; k++) memcpy(state + k * a->values, h.s[k], (size_t)n * sizeof(float));
+            for (int64_t k = 0; k < a->keys; k++) copy_floats(state + k * a->values, h.s[k], n, HEAD_COLS);
         if (row == rows) break;
         const int64_t own = l.first + row - l.redo;
         const float *mixed = a->mixed + with_redo(r, i, &l, row) * a->mixed_stride;
@@ -326,11 +338,10 @@ INLINE void scan_block(const struct selective_scan_args *a, int64_t i, int64_t a
     float *state = a->state + l.place * a->states * a->channels + at;
     _Alignas(64) float s[MAX_SCANNED][SCAN_COLS];
     memset(s, 0, (size_t)a->states * sizeof s[0]);
-    for (int64_t k = 0; k < a->states && !l.fresh; k++)
-        memcpy(s[k], state + k * a->channels, (size_t)n * sizeof(float));
+    for (int64_t k = 0; k < a->states && !l.fresh; k++) copy_floats(s[k], state + k * a->channels, n, SCAN_COLS);
     for (int64_t row = 0; row <= rows; row++) {
         if (row == l.redo + l.commit)
-            for (int64_t k = 0; k < a->states; k++) memcpy(state + k * a->channels, s[k], (size_t)n * sizeof(float));
+            for (int64_t k = 0; k < a->states; k++) copy_floats(state + k * a->channels, s[k], n, SCAN_COLS);
         if (row == rows) break;
         const int64_t own = l.first + row - l.redo;
         const float *x = a->x + with_redo(r, i, &l, row) * a->channels + at;

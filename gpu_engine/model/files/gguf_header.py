@@ -174,13 +174,18 @@ class GGUFHeader:
         """Return a value of the metadata; for a long array its length. "{arch}" stands for the architecture."""
         return self._values.get(key.format(arch=self.architecture), otherwise)
 
-    def without_vocabulary(self) -> bytes:
+    def without_vocabulary(self, *, counted: bool = False) -> bytes:
         """Return a file of this metadata without its long arrays, and of tensors with these names and no elements.
 
-        It has what a configuration is made from. The size of the vocabulary is a key of its own there.
+        It has what a configuration is made from. The size of the vocabulary is a key of its own there; if it is
+        `counted`, the vocabulary is an array of as many empty strings.
         """
         entries = [raw for _, raw in self._fixed]
         size = self.get("tokenizer.ggml.tokens")
+        if counted and isinstance(size, int):
+            entries.append(
+                _string("tokenizer.ggml.tokens") + struct.pack("<IIQ", _ARRAY, _STRING, size) + bytes(8 * size)
+            )
         if size is not None and self.get("{arch}.vocab_size") is None:
             count = size if isinstance(size, int) else len(size)
             entries.append(_string(f"{self.architecture}.vocab_size") + struct.pack("<II", 4, count))

@@ -61,7 +61,8 @@ class GGUFWeights:
         self._names = get_tensor_name_map(known[header.architecture], int(header.get("{arch}.block_count", 0)))
         self._bytes = {path: FileBytes(path) for path in dict.fromkeys(t.file for t in header.tensors.values())}
         heads = header.get("{arch}.attention.head_count", 0)
-        self._heads = {"attn_q": heads, "attn_k": header.get("{arch}.attention.head_count_kv", heads)}
+        self._heads = {"attn_q": _most(heads), "attn_k": _most(header.get("{arch}.attention.head_count_kv", heads))}
+        self._values_of = _TiledValues.of(header) if self._family.tiled_values else None
 
     def __enter__(self) -> GGUFWeights:
         return self
@@ -81,82 +82,128 @@ class GGUFWeights:
         """The file."""
         return self.header.path
 
-    def find(self, name: str) -> GGUFTensor | None:
-        """Return the tensor of a parameter; None: the file has none."""
-        stem, dot, suffix = name.rpartition(".")
+    def find(self, name: str) -> tuple[GGUFTensor, ...]:
+        """Return the tensors of a parameter: none if the file lacks one, and two whose rows it has one after the
+        other."""
+        for part, others in self._family.joined.items():
+            if part in name:
+                found = tuple(self._find(name.replace(part, other)) for other in others)
+                return tuple(tensor for tensor in found if tensor is not None) if None not in found else ()
+        tensor = self._find(name)
+        return () if tensor is None else (tensor,)
+
+    def _find(self, name: str) -> GGUFTensor | None:
+        for part, other in self._family.renamed.items():
+            name = name.replace(part, other)
+        stem, dot, suffix = name.replace(".dt_bias", ".dt_proj.bias").rpartition(".")
+        whole = self._names.get_name(name)  # the table has some names of parameters, and their tensors have no suffix
         if suffix not in ("weight", "bias"):
             stem, dot, suffix = name, "", ""
-        return self.header.tensors.get(f"{self._names.get_name(stem)}{dot}{suffix}")
+        found = self.header.tensors.get(f"{self._names.get_name(stem)}{dot}{suffix}")
+        return self.header.tensors.get(str(whole)) if found is None else found
 
     def unread(self, names: Iterable[str]) -> list[str]:
-        """Return the tensors of the file that none of the parameters `names` is."""
-        read = {tensor.name for name in names if (tensor := self.find(name)) is not None}
-        return sorted(self.header.tensors.keys() - read)
+        """Return the tensors of the file that none of the parameters `names` is.
+
+        Without the ones of layers after the model's own, which draft several tokens.
+        """
+        read = {tensor.name for name in names for tensor in self.find(name)}
+        layers, drafting = (
+            int(self.header.get(f"{{arch}}.{key}", 0)) for key in ("block_count", "nextn_predict_layers")
+        )
+        others = tuple(f"blk.{layer}." for layer in range(layers - drafting, layers))
+        return sorted(name for name in self.header.tensors.keys() - read if not name.startswith(others))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a parameter; None: the file has none of that name."""
-        tensor = self.find(name)
-        return None if tensor is None else tensor.shape
+        tensors = self.find(name)
+        if not tensors:
+            return None
+        shape = tensors[0].shape
+        if len(tensors) > 1:
+            return (sum(tensor.shape[0] for tensor in tensors), *shape[1:])
+        if tensors[0].name.endswith(_CONVOLUTIONS):
+            return shape[0], 1, shape[1]
+        is_flat = any(f".{part}" in tensors[0].name for part in self._family.flat)
+        return (math.prod(shape),) if is_flat else shape
 
     def blocks_kind(self, name: str) -> BlockKind | None:
         """Return the kind of the product over a matrix's own blocks; None: it has no such product."""
-        form = BLOCKS.get(self._of(name).kind)
+        tensors = self.find(name)
+        forms = {BLOCKS.get(tensor.kind) for tensor in tensors}
+        order = self._column_order(tensors[0])
+        apart = order is not None and _blocks_of(order) is None
+        if apart or len(forms) > 1 or (len(tensors) > 1 and tensors[0].shape[0] % BLOCK):
+            return None
+        form = BLOCKS.get(tensors[0].kind)
         return None if form is None else form.kind
 
     def kind_name(self, name: str) -> str:
         """Return the name of a parameter's type in the file."""
-        return str(self._of(name).kind.name)
+        return str(self.find(name)[0].kind.name)
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a parameter."""
-        tensor = self._of(name)
-        made = torch.empty(tensor.shape, dtype=dtype)
-        rows = made.view(-1, tensor.shape[-1])
+        shape = self.shape(name)
+        assert shape is not None, name
+        made = torch.empty(shape, dtype=dtype)
+        rows = made.view(-1, self.find(name)[0].shape[-1])
         for first, part in self.rows(name, dtype):
             rows[first : first + len(part)] = part
         return made
 
     def rows(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the number of a row of a parameter, a multiple of 32, and the next rows from it on, [n, K]."""
-        tensor = self._of(name)
-        order, num_rows = self._order(tensor), math.prod(tensor.shape[:-1])
-        if order is not None:
-            yield 0, self._values(tensor, self._whole(tensor)).to(dtype).view(num_rows, -1)[order]
+        tensors, begin = self.find(name), 0
+        if len(tensors) > 1 and tensors[0].shape[0] % BLOCK:
+            yield 0, torch.cat([self._values(tensor, self._whole(tensor)).to(dtype) for tensor in tensors])
             return
-        for first, raw in self._slabs(tensor):
-            yield first, self._values(tensor, raw).to(dtype)
+        for tensor in tensors:
+            order, columns = self._order(tensor), self._column_order(tensor)
+            num_rows = math.prod(tensor.shape[:-1])
+            if order is not None:
+                values = self._values(tensor, self._whole(tensor)).to(dtype)
+                yield begin, values.view(len(order), -1)[order].view(num_rows, -1)
+            else:
+                for first, raw in self._slabs(tensor):
+                    values = self._values(tensor, raw).to(dtype)
+                    yield begin + first, values if columns is None else values[:, columns]
+            begin += num_rows
 
     def _values(self, tensor: GGUFTensor, raw: npt.NDArray[np.uint8]) -> torch.Tensor:
         values = torch.from_numpy(dequantize(raw, tensor.kind))
-        shifted = self._family.norm_offset and "norm.weight" in tensor.name
+        if tensor.name.endswith(".ssm_a"):  # the file has -exp(A_log)
+            return torch.log(-values)
+        shifted = self._family.norm_offset and "norm.weight" in tensor.name and "ssm_norm" not in tensor.name
         return values - self._family.norm_offset if shifted else values
 
     def product(self, name: str, bias: torch.Tensor | None) -> BlockLinear:
         """Return the product by the own blocks of a matrix that has a `blocks_kind`. Raises RuntimeError where it
         differs from the matrix."""
-        tensor = self._of(name)
-        form = BLOCKS[tensor.kind]
-        N, K = tensor.shape
+        tensors, shape = self.find(name), self.shape(name)
+        assert shape is not None, name
+        (N, K), form = shape, BLOCKS[tensors[0].kind]
         packed = PackedBlocks.unfilled(form.kind, (N, K), offsets=form.has_offsets, bias=bias)
-        order = self._order(tensor)
-        for first, raw in self._slabs(tensor) if order is None else [(0, self._whole(tensor))]:
-            packed.put(first, len(raw), _raw_blocks(raw, tensor.kind), order)
+        begin, checked, wanted = 0, list[torch.Tensor](), list[torch.Tensor]()
+        for tensor in tensors:
+            order, columns = self._order(tensor), self._column_order(tensor)
+            blocks = None if columns is None else _blocks_of(columns)
+            for first, raw in self._slabs(tensor) if order is None else [(0, self._whole(tensor))]:
+                packed.put(begin + first, len(raw), _raw_blocks(raw, tensor.kind, blocks), order)
+            count = tensor.shape[0]
+            rows_n = torch.linspace(0, count - 1, min(_CHECKED, count)).long()
+            values = self._dequantised_rows(tensor, rows_n if order is None else order[rows_n])
+            checked.append(begin + rows_n)
+            wanted.append(values if columns is None else values[:, columns])
+            begin += count
         product = BlockLinear(packed, bias)
-        rows_n = torch.linspace(0, N - 1, min(_CHECKED, N)).long()
-        from_n = rows_n if order is None else order[rows_n]
-        raw = np.concatenate(
-            [
-                self._bytes[tensor.file].read(tensor.start + at * tensor.row_bytes, tensor.row_bytes)[None]
-                for at in from_n.tolist()
-            ]
-        )
-        check_product(name, product, rows_n, torch.from_numpy(dequantize(raw, tensor.kind)))
+        check_product(name, product, torch.cat(checked), torch.cat(wanted))
         return product
 
-    def _of(self, name: str) -> GGUFTensor:
-        tensor = self.find(name)
-        assert tensor is not None, name
-        return tensor
+    def _dequantised_rows(self, tensor: GGUFTensor, rows_n: torch.Tensor) -> torch.Tensor:
+        file = self._bytes[tensor.file]
+        read = [file.read(tensor.start + at * tensor.row_bytes, tensor.row_bytes) for at in rows_n.tolist()]
+        return torch.from_numpy(dequantize(np.stack(read), tensor.kind))
 
     def _whole(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
         return self._bytes[tensor.file].read(tensor.start, tensor.num_bytes).reshape(-1, tensor.row_bytes)
@@ -166,6 +213,8 @@ class GGUFWeights:
 
     def _order(self, tensor: GGUFTensor) -> torch.Tensor | None:
         """Return the file's row of each row of the model's weight; None: the same."""
+        if self._values_of is not None:
+            return self._values_of.rows(tensor)
         if not self._family.interleaved:
             return None
         heads = next((count for part, count in self._heads.items() if f".{part}." in tensor.name), 0)
@@ -174,17 +223,81 @@ class GGUFWeights:
         N = math.prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else tensor.shape[0]
         return torch.arange(N).view(heads, N // heads // 2, 2).transpose(1, 2).reshape(N)
 
+    def _column_order(self, tensor: GGUFTensor) -> torch.Tensor | None:
+        """Return the file's column of each column of the model's weight; None: the same."""
+        return None if self._values_of is None else self._values_of.columns(tensor)
+
     def __repr__(self) -> str:
         return f"<GGUFWeights {self.header!r}>"
 
 
-def _raw_blocks(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> RawBlocks:
-    """Return the blocks of some rows, where they lie if a product takes them as they are."""
+_CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
+"""Tensors without the dimension of 1 that their parameters have in the middle."""
+
+
+def _most(count: int | list[int]) -> int:
+    """Return a number that the header may have for each layer: 0 for layers without attention."""
+    return max(count) if isinstance(count, list) else count
+
+
+def _blocks_of(columns: torch.Tensor) -> torch.Tensor | None:
+    """Return an order of columns as one of whole blocks; None: it takes blocks apart."""
+    if len(columns) % BLOCK:
+        return None
+    by_block = columns.view(-1, BLOCK)
+    whole = torch.equal(by_block, by_block[:, :1] + torch.arange(BLOCK)) and not bool((by_block[:, 0] % BLOCK).any())
+    return by_block[:, 0] // BLOCK if whole else None
+
+
+@dataclass(frozen=True, slots=True)
+class _TiledValues:
+    """The value heads of a delta net, which a file has in the order (value of a key head, key head)."""
+
+    key_heads: int
+    each: int
+    """Value heads of a key head."""
+    width: int
+    """Values of a head."""
+    first: int
+    """Rows of queries and keys, which come first in their product and in the convolution."""
+
+    @classmethod
+    def of(cls, header: GGUFHeader) -> _TiledValues:
+        """Return the heads that a header describes."""
+        keys, key_heads, heads, inner = (
+            int(header.get(f"{{arch}}.ssm.{key}", 1))
+            for key in ("state_size", "group_count", "time_step_rank", "inner_size")
+        )
+        return cls(key_heads, heads // key_heads, inner // heads, 2 * key_heads * keys)
+
+    def _order(self, width: int, first: int = 0) -> torch.Tensor:
+        count = self.key_heads * self.each * width
+        tiled = torch.arange(count).view(self.each, self.key_heads, width).transpose(0, 1).reshape(count)
+        return torch.cat([torch.arange(first), first + tiled])
+
+    def rows(self, tensor: GGUFTensor) -> torch.Tensor | None:
+        """Return the file's row of each row of the model's weight; None: the same."""
+        part = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
+        if self.each == 1:
+            return None
+        if part in ("attn_qkv", "ssm_conv1d"):
+            return self._order(self.width, self.first)
+        if part == "attn_gate":
+            return self._order(self.width)
+        return self._order(1) if part in ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt") else None
+
+    def columns(self, tensor: GGUFTensor) -> torch.Tensor | None:
+        """Return the same of the columns."""
+        return self._order(self.width) if self.each > 1 and tensor.name.endswith(".ssm_out.weight") else None
+
+
+def _raw_blocks(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, order: torch.Tensor | None = None) -> RawBlocks:
+    """Return the blocks of some rows, where they lie if a product takes them as they are; with `order`, in that."""
     layout = _LAYOUTS.get(kind)
-    if layout is None:
+    if layout is None or order is not None:
         blocks = blocks_of(raw, kind)
         assert blocks is not None, kind
-        return RawBlocks.of(blocks)
+        return RawBlocks.of(blocks if order is None else blocks.columns(order))
     memory, row_bytes = torch.from_numpy(raw), raw.shape[1]
     size = layout.quants + (BLOCK if layout.kind is BlockKind.Q8 else BLOCK // 2)
     scales = Field(memory, 0, row_bytes, size)

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
+from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from transformers.pytorch_utils import Conv1D
 
@@ -49,9 +50,15 @@ def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
         source: dict[str, Any] = {} if header is None else {"gguf_file": path.name}
         config = AutoConfig.from_pretrained(path.parent if source else path, trust_remote_code=False, **source)
         return config
+    from gpu_engine.model.files.gguf_configs import configuration_of_hybrid  # the gguf library is not there always
+
+    if (of_hybrid := configuration_of_hybrid(header)) is not None:
+        of_hybrid.name_or_path = str(path.parent)
+        return of_hybrid
     # The library turns every string of a vocabulary into an array of its own before it looks at anything else.
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        Path(folder, "header.gguf").write_bytes(header.without_vocabulary())
+        counted = header.architecture in GGUF_CONFIG_ARCHS
+        Path(folder, "header.gguf").write_bytes(header.without_vocabulary(counted=counted))
         config = AutoConfig.from_pretrained(folder, gguf_file="header.gguf", trust_remote_code=False)
     config.name_or_path = str(path.parent)
     apply_rope_factors(config, header)

@@ -33,7 +33,7 @@ DELTA_NET: dict[str, Any] = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "head_dim": 16,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
+    "linear_value_head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
@@ -46,6 +46,18 @@ MAMBA: dict[str, Any] = {
     "mamba_chunk_size": 16,
 }
 
+HYBRIDS = (
+    "bamba",
+    "falcon_h1",
+    "falcon_h1 with norms",
+    "granite",
+    "jamba",
+    "lfm2",
+    "nemotron_h",
+    "qwen3_5",
+    "qwen3_next",
+)
+"""One of each kind of layer; the others are without experts and multipliers, as files have them."""
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "bamba": lambda: BambaConfig(**SIZES, **MAMBA, attn_layer_indices=[1]),
     "falcon_h1": lambda: FalconH1Config(
@@ -58,6 +70,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         key_multiplier=0.5,
         mlp_multipliers=[0.75, 1.5],
     ),
+    "falcon_h1 plain": lambda: FalconH1Config(**SIZES, **MAMBA, mamba_d_ssm=128, head_dim=16),
     "falcon_h1 with norms": lambda: FalconH1Config(
         **SIZES, **MAMBA, mamba_d_ssm=128, head_dim=16, mamba_rms_norm=True, mamba_norm_before_gate=False
     ),
@@ -72,6 +85,18 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_local_experts=4,
         shared_intermediate_size=32,
     ),
+    "granite dense": lambda: GraniteMoeHybridConfig(
+        **SIZES,
+        **MAMBA,
+        layer_types=["mamba", "attention", "mamba"],
+        embedding_multiplier=2.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.2,
+        logits_scaling=3.0,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=96,
+    ),
     "jamba": lambda: JambaConfig(
         **SIZES,
         num_hidden_layers=4,
@@ -82,6 +107,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts=4,
         mamba_d_state=8,
         mamba_dt_rank=8,
+    ),
+    "jamba dense": lambda: JambaConfig(
+        **SIZES, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, num_experts=1, mamba_dt_rank=8
     ),
     "lfm2": lambda: Lfm2Config(
         **SIZES, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False
@@ -98,6 +126,15 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         moe_intermediate_size=32,
         moe_shared_expert_intermediate_size=32,
         n_routed_experts=4,
+    ),
+    "nemotron_h dense": lambda: NemotronHConfig(
+        **SIZES,
+        layers_block_type=["mamba", "mlp", "attention", "mamba"],
+        head_dim=16,
+        ssm_state_size=24,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
     ),
     "qwen3_5": lambda: Qwen3_5TextConfig(**SIZES, **DELTA_NET),
     "qwen3_next": lambda: Qwen3NextConfig(

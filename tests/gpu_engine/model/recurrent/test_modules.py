@@ -13,7 +13,7 @@ from gpu_engine.model.linear import pack_linears
 from gpu_engine.model.recording import distance
 from gpu_engine.model.recurrent.replacement import is_replaced, replace_recurrent
 from gpu_engine.model.recurrent.rows import LayerStates, RecurrentForward, RecurrentPools, RecurrentRows
-from tests.gpu_engine.model.recurrent.families import CONFIGS, tiny
+from tests.gpu_engine.model.recurrent.families import HYBRIDS, tiny
 from tests.kernels.recurrent_reference import MAX_PENDING, ROWS, Layer, Memory, Sequence, step, whole
 
 
@@ -40,7 +40,7 @@ def layer_of(made: Any, width: int, dtype: torch.dtype = torch.float32) -> Layer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", HYBRIDS)
 def test_outputs_are_those_of_transformers(family: str, dtype: torch.dtype) -> None:
     net, own = tiny(family, dtype), tiny(family, dtype)
     made = replace_recurrent(net)
@@ -57,7 +57,7 @@ def test_outputs_are_those_of_transformers(family: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", HYBRIDS)
 def test_a_row_has_the_same_bits_however_its_sequence_is_cut(family: str, num_threads: int) -> None:
     net = tiny(family, torch.bfloat16)
     made: Any = next(iter(replace_recurrent(net).values()))

@@ -1,0 +1,168 @@
+"""Configurations of the hybrid families whose GGUF files transformers does not describe.
+
+Invariant: what a file does not say, such as the multipliers of Falcon-H1, its converter has put into the weights, or
+every model of the family has it. Not responsible for: families that transformers reads (see reading.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import FalconH1Config, GraniteMoeHybridConfig, JambaConfig, NemotronHConfig, PreTrainedConfig
+
+from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
+
+
+def configuration_of_hybrid(header: GGUFHeader) -> PreTrainedConfig | None:
+    """Return the configuration of a hybrid's file; None: transformers makes it. Raises GGUFError."""
+    make = _FAMILIES.get(header.architecture)
+    if make is None:
+        return None
+    if header.get("{arch}.expert_count"):
+        raise GGUFError(f"it is a mixture of experts of the architecture {header.architecture}, which is not read")
+    try:
+        return make(header, _common(header))
+    except (KeyError, TypeError, IndexError, ZeroDivisionError) as error:
+        raise GGUFError(f"its header does not describe a model of {header.architecture}: {error!r}") from error
+
+
+def _number(header: GGUFHeader, key: str) -> Any:
+    value = header.get(f"{{arch}}.{key}")
+    if value is None:
+        raise KeyError(f"{header.architecture}.{key}")
+    return value
+
+
+def _common(header: GGUFHeader) -> dict[str, Any]:
+    """Return what all families have, by transformers' names."""
+    vocabulary = header.get("tokenizer.ggml.tokens")
+    return {
+        "vocab_size": header.get("{arch}.vocab_size")
+        or (vocabulary if isinstance(vocabulary, int) else len(vocabulary)),
+        "hidden_size": _number(header, "embedding_length"),
+        "num_attention_heads": _number(header, "attention.head_count"),
+        "num_key_value_heads": max(_kv_heads(header)),
+        "max_position_embeddings": _number(header, "context_length"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        **{
+            f"{name}_token_id": header.get(f"tokenizer.ggml.{key}_token_id")
+            for name, key in (("eos", "eos"), ("bos", "bos"), ("pad", "padding"))
+        },
+    }
+
+
+def _kv_heads(header: GGUFHeader) -> list[int]:
+    """Return the key heads of each layer: none, if it has no attention."""
+    heads = _number(header, "attention.head_count_kv")
+    return list(heads) if isinstance(heads, list) else [heads] * _number(header, "block_count")
+
+
+def _has(header: GGUFHeader, end: str) -> bool:
+    return any(name.endswith(end) for name in header.tensors)
+
+
+def _mamba(header: GGUFHeader) -> dict[str, Any]:
+    """Return the mixers of Bamba's kind."""
+    inner, heads = _number(header, "ssm.inner_size"), _number(header, "ssm.time_step_rank")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": _number(header, "ssm.group_count"),
+        "mamba_d_state": _number(header, "ssm.state_size"),
+        "mamba_d_conv": _number(header, "ssm.conv_kernel"),
+        "mamba_conv_bias": _has(header, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(header, "ssm_in.bias"),
+    }
+
+
+def _falcon_h1(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
+    own: dict[str, Any] = {"head_dim": _number(header, "attention.key_length")}  # the class does not name it
+    return FalconH1Config(
+        **common,
+        **_mamba(header),
+        **own,
+        num_hidden_layers=_number(header, "block_count"),
+        intermediate_size=_number(header, "feed_forward_length"),
+        mamba_d_ssm=_number(header, "ssm.inner_size"),
+        mamba_rms_norm=_has(header, "ssm_norm.weight"),
+        mamba_norm_before_gate=False,
+        rms_norm_eps=_number(header, "attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": _number(header, "rope.freq_base")},
+    )
+
+
+def _granite(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
+    if header.get("{arch}.rope.scaling.finetuned"):
+        raise GGUFError("it is a hybrid of Bamba's family, whose rotation of a part of each head is not described")
+    width = _number(header, "feed_forward_length")
+    return GraniteMoeHybridConfig(
+        **common,
+        **_mamba(header),
+        num_hidden_layers=_number(header, "block_count"),
+        intermediate_size=width,
+        shared_intermediate_size=width,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        mamba_expand=_number(header, "ssm.inner_size") // common["hidden_size"],
+        layer_types=["full_attention" if heads else "linear_attention" for heads in _kv_heads(header)],
+        rms_norm_eps=_number(header, "attention.layer_norm_rms_epsilon"),
+        embedding_multiplier=_number(header, "embedding_scale"),
+        residual_multiplier=_number(header, "residual_scale"),
+        attention_multiplier=_number(header, "attention.scale"),
+        logits_scaling=_number(header, "logit_scale"),
+        position_embedding_type="nope",
+    )
+
+
+def _jamba(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
+    kv_heads = _kv_heads(header)
+    attention = [layer for layer, heads in enumerate(kv_heads) if heads]
+    period = attention[1] - attention[0] if len(attention) > 1 else len(kv_heads)
+    if attention != list(range(attention[0], len(kv_heads), period)):
+        raise GGUFError(f"its layers with attention, {attention}, are not at equal distances")
+    return JambaConfig(
+        **common,
+        num_hidden_layers=_number(header, "block_count"),
+        intermediate_size=_number(header, "feed_forward_length"),
+        attn_layer_period=period,
+        attn_layer_offset=attention[0],
+        num_experts=1,
+        rms_norm_eps=_number(header, "attention.layer_norm_rms_epsilon"),
+        mamba_d_state=_number(header, "ssm.state_size"),
+        mamba_d_conv=_number(header, "ssm.conv_kernel"),
+        mamba_expand=_number(header, "ssm.inner_size") // common["hidden_size"],
+        mamba_dt_rank=_number(header, "ssm.time_step_rank"),
+        mamba_conv_bias=_has(header, "ssm_conv1d.bias"),
+        mamba_proj_bias=_has(header, "ssm_in.bias"),
+    )
+
+
+def _nemotron_h(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
+    kinds = {(True, False): "full_attention", (False, True): "mlp", (False, False): "linear_attention"}
+    widths, heads = _number(header, "feed_forward_length"), _number(header, "ssm.time_step_rank")
+    layers = zip(_kv_heads(header), widths, strict=True)
+    return NemotronHConfig(
+        **common,
+        layers_block_type=[kinds[kv_heads > 0, width > 0] for kv_heads, width in layers],
+        intermediate_size=max(widths),
+        head_dim=_number(header, "attention.key_length"),
+        layer_norm_epsilon=_number(header, "attention.layer_norm_rms_epsilon"),
+        ssm_state_size=_number(header, "ssm.state_size"),
+        mamba_num_heads=heads,
+        mamba_head_dim=_number(header, "ssm.inner_size") // heads,
+        n_groups=_number(header, "ssm.group_count"),
+        conv_kernel=_number(header, "ssm.conv_kernel"),
+        use_conv_bias=_has(header, "ssm_conv1d.bias"),
+        use_bias=_has(header, "ssm_in.bias"),
+        attention_bias=_has(header, "attn_q.bias"),
+        mlp_bias=_has(header, "ffn_up.bias"),
+    )
+
+
+_FAMILIES: dict[str, Callable[[GGUFHeader, dict[str, Any]], PreTrainedConfig]] = {
+    "falcon-h1": _falcon_h1,
+    "granitehybrid": _granite,
+    "jamba": _jamba,
+    "nemotron_h": _nemotron_h,
+}

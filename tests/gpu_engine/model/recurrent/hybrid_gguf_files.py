@@ -1,0 +1,238 @@
+"""Tiny hybrid models as GGUF files, with what llama.cpp's converter does to their weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+_Array = npt.NDArray[np.float32]
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.embeddings": "token_embd",
+    "model.embedding_norm": "token_embd_norm",
+    "model.norm": "output_norm",
+    "model.norm_f": "output_norm",
+    "model.final_layernorm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "operator_norm": "attn_norm",
+    "norm": "attn_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "self_attn.out_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "q_layernorm": "attn_q_norm",
+    "k_layernorm": "attn_k_norm",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "shared_mlp.output_linear": "ffn_down",
+    "w1": "ffn_gate",
+    "w3": "ffn_up",
+    "w2": "ffn_down",
+    "ffn_norm": "ffn_norm",
+    "pre_ff_layernorm": "ffn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "conv1d": "ssm_conv1d",
+    "in_proj": "ssm_in",
+    "in_proj_qkv": "attn_qkv",
+    "in_proj_z": "attn_gate",
+    "in_proj_a": "ssm_alpha",
+    "in_proj_b": "ssm_beta",
+    "x_proj": "ssm_x",
+    "dt_proj": "ssm_dt",
+    "dt_layernorm": "ssm_dt_norm",
+    "b_layernorm": "ssm_b_norm",
+    "c_layernorm": "ssm_c_norm",
+    "mamba.norm": "ssm_norm",
+    "linear_attn.norm": "ssm_norm",
+    "out_proj": "ssm_out",
+    "A_log": "ssm_a",
+    "D": "ssm_d",
+    "dt_bias": "ssm_dt.bias",
+}
+"""Ends of transformers' names, the longer one first where two fit, and the names in a file."""
+FAMILIES: dict[str, str] = {
+    "falcon-h1": "falcon_h1 plain",
+    "granitehybrid": "granite dense",
+    "jamba": "jamba dense",
+    "lfm2": "lfm2",
+    "nemotron_h": "nemotron_h dense",
+    "qwen35": "qwen3_5",
+}
+KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "falcon-h1": lambda c: {
+        "attention.key_length": c.head_dim,
+        "feed_forward_length": c.intermediate_size,
+        "attention.head_count_kv": c.num_key_value_heads,
+        **_mamba_2(c.mamba_d_conv, c.mamba_d_state, c.mamba_n_groups, c.mamba_n_heads, c.mamba_d_head),
+    },
+    "granitehybrid": lambda c: {
+        "feed_forward_length": c.shared_intermediate_size,
+        "attention.head_count_kv": _kv_heads(c),
+        "embedding_scale": c.embedding_multiplier,
+        "residual_scale": c.residual_multiplier,
+        "attention.scale": c.attention_multiplier,
+        "logit_scale": c.logits_scaling,
+        "rope.scaling.finetuned": False,
+        **_mamba_2(c.mamba_d_conv, c.mamba_d_state, c.mamba_n_groups, c.mamba_n_heads, c.mamba_d_head),
+    },
+    "jamba": lambda c: {
+        "feed_forward_length": c.intermediate_size,
+        "attention.head_count_kv": _kv_heads(c),
+        "ssm.conv_kernel": c.mamba_d_conv,
+        "ssm.inner_size": c.mamba_expand * c.hidden_size,
+        "ssm.state_size": c.mamba_d_state,
+        "ssm.time_step_rank": c.mamba_dt_rank,
+    },
+    "lfm2": lambda c: {
+        "feed_forward_length": c.intermediate_size,
+        "attention.head_count_kv": _kv_heads(c),
+        "shortconv.l_cache": c.conv_L_cache,
+    },
+    "nemotron_h": lambda c: {
+        "attention.key_length": c.head_dim,
+        "feed_forward_length": [c.intermediate_size if kind == "mlp" else 0 for kind in c.layers_block_type],
+        "attention.head_count_kv": _kv_heads(c),
+        **_mamba_2(c.conv_kernel, c.ssm_state_size, c.n_groups, c.mamba_num_heads, c.mamba_head_dim),
+    },
+    "qwen35": lambda c: {
+        "block_count": c.num_hidden_layers + 1,
+        "nextn_predict_layers": 1,
+        "attention.key_length": c.head_dim,
+        "feed_forward_length": c.intermediate_size,
+        "attention.head_count_kv": c.num_key_value_heads,
+        "full_attention_interval": 3,
+        "rope.dimension_count": c.head_dim // 4,
+        "rope.dimension_sections": [11, 11, 10, 0],
+        **_mamba_2(
+            c.linear_conv_kernel_dim,
+            c.linear_key_head_dim,
+            c.linear_num_key_heads,
+            c.linear_num_value_heads,
+            c.linear_value_head_dim,
+        ),
+    },
+}
+"""What a file says besides the sizes that all have."""
+
+
+def _mamba_2(taps: int, keys: int, groups: int, heads: int, values: int) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": taps,
+        "ssm.state_size": keys,
+        "ssm.group_count": groups,
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": heads * values,
+    }
+
+
+def _kv_heads(config: Any) -> list[int]:
+    return [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+
+
+def _tiled(values: _Array, config: Any, width: int, axis: int = 0) -> _Array:
+    """Return the value heads in the order of a file."""
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    shape = values.shape
+    split = values.reshape(*shape[:axis], keys, heads // keys, width, *shape[axis + 1 :])
+    return np.ascontiguousarray(np.swapaxes(split, axis, axis + 1)).reshape(shape)
+
+
+def _converted(name: str, values: _Array, config: Any, arch: str) -> list[tuple[str, _Array]]:
+    """Return the tensors of a parameter, as the converter writes them."""
+    stem, _, suffix = name.rpartition(".")
+    if suffix not in ("weight", "bias"):
+        stem, suffix = name, ""
+    found = re.match(r"model\.layers\.(\d+)\.(.*)", stem)
+    part = found[2] if found else stem
+    file_name = _file_name(part, arch)
+    values = _changed(values[:, 0] if values.ndim == 3 else values, file_name, config, arch)
+    where = f"blk.{found[1]}." if found else ""
+    ending = f".{suffix}" if suffix and (arch, file_name) != ("falcon-h1", "ffn_norm") else ""
+    if part == "shared_mlp.input_linear":
+        gate, up = np.split(values, 2)
+        return [(f"{where}ffn_gate{ending}", gate), (f"{where}ffn_up{ending}", up)]
+    return [(f"{where}{file_name}{ending}", values)]
+
+
+def _file_name(part: str, arch: str) -> str:
+    if part == "mixer.norm":
+        return "ssm_norm"
+    if (arch, part) == ("qwen35", "post_attention_layernorm"):
+        return "post_attention_norm"
+    ends = [end for end in NAMES if part == end or part.endswith(f".{end}")]
+    return NAMES[max(ends, key=len)] if ends else part
+
+
+def _changed(values: _Array, file_name: str, config: Any, arch: str) -> _Array:
+    if file_name == "ssm_a":
+        values = -np.exp(values)
+    if arch == "qwen35":
+        return _of_qwen(values, file_name, config)
+    if arch in ("falcon-h1", "granitehybrid", "nemotron_h"):
+        if file_name in ("ssm_a", "ssm_d"):
+            return values[:, None]
+        if file_name == "ssm_norm":
+            return values.reshape(2, -1)
+    if arch == "granitehybrid" and file_name in ("attn_q", "attn_k"):
+        heads = config.num_attention_heads if file_name == "attn_q" else config.num_key_value_heads
+        halves = values.reshape(heads, 2, len(values) // heads // 2, -1)
+        return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+    return values
+
+
+def _of_qwen(values: _Array, file_name: str, config: Any) -> _Array:
+    width, first = config.linear_value_head_dim, 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    if file_name in ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt.bias"):
+        return _tiled(values, config, 1)
+    if file_name == "attn_gate":
+        return _tiled(values, config, width)
+    if file_name in ("attn_qkv", "ssm_conv1d"):
+        return np.concatenate([values[:first], _tiled(values[first:], config, width)])
+    if file_name == "ssm_out":
+        return _tiled(values, config, width, axis=1)
+    return values + 1 if file_name.endswith("norm") and file_name != "ssm_norm" else values
+
+
+def write(net: Any, arch: str, file: Path, kind: str = "F32") -> Path:
+    """Write a model as a GGUF file whose matrices are of a kind."""
+    config, writer = net.config, gguf.GGUFWriter(file, arch)
+    common = {
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "context_length": config.max_position_embeddings,
+        "attention.head_count": config.num_attention_heads,
+        "attention.layer_norm_rms_epsilon": float(
+            getattr(config, "rms_norm_eps", None) or getattr(config, "norm_eps", None) or config.layer_norm_epsilon
+        ),
+        "rope.freq_base": float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)),
+    }
+    for key, value in {**common, **KEYS[arch](config)}.items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        add[type(value)](f"{arch}.{key}", value)  # type: ignore[operator]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{at}" for at in range(config.vocab_size)])
+    for name, parameter in net.named_parameters():
+        for file_name, values in _converted(name, parameter.detach().float().numpy(), config, arch):
+            plain = values.ndim != 2 or "conv" in file_name.split(".")[-2] or values.shape[1] % 32
+            of_kind = gguf.GGMLQuantizationType["F32" if plain else kind]
+            writer.add_tensor(file_name, gguf.quants.quantize(np.ascontiguousarray(values), of_kind), raw_dtype=of_kind)
+    writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

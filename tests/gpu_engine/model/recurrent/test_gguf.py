@@ -1,0 +1,85 @@
+"""GGUF files of the hybrid families: what llama.cpp's converter does to a model's weights is undone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gpu_engine.model.files.filled import fill, refuse_misfits, sources_of, unfilled
+from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
+from gpu_engine.model.files.gguf_weights import GGUFWeights
+from gpu_engine.model.files.reading import configuration_of
+from gpu_engine.model.recording import distance
+from kernels.blocks import can_multiply_blocks
+from tests.gpu_engine.model.recurrent.families import CONFIGS, tiny
+from tests.gpu_engine.model.recurrent.hybrid_gguf_files import FAMILIES, write
+
+needs_avx2 = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_weights_come_back(tmp_path: Path, arch: str) -> None:
+    own = tiny(FAMILIES[arch])
+    header = GGUFHeader(write(own, arch, tmp_path / "model.gguf"))
+    net = unfilled(configuration_of(header.path, header), torch.float32, "eager")
+    with GGUFWeights(header) as weights:
+        refuse_misfits(net, weights)
+        unread = weights.unread(sources_of(net, weights).values())
+        assert unread == ([] if arch == "qwen35" else [f"blk.{own.config.num_hidden_layers}.nextn.eh_proj.weight"])
+        fill(net, weights, torch.float32, lambda name, linear: None, lambda share: None)
+    got, want = dict(net.named_parameters()), dict(own.named_parameters())
+    assert got.keys() == want.keys()
+    for name, parameter in want.items():
+        torch.testing.assert_close(got[name], parameter, rtol=1e-6, atol=1e-6)
+    ids = torch.arange(40)[None] % own.config.vocab_size
+    with torch.inference_mode():
+        assert distance(net(ids, use_cache=False).logits, own(ids, use_cache=False).logits) < 1e-5
+
+
+@pytest.mark.parametrize("arch", ["lfm2", "nemotron_h"])
+def test_a_long_vocabulary_is_counted(tmp_path: Path, arch: str) -> None:
+    shape = CONFIGS[FAMILIES[arch]]()
+    shape.vocab_size = 5000  # more than is read of the arrays in a header
+    header = GGUFHeader(write(AutoModelForCausalLM.from_config(shape), arch, tmp_path / "model.gguf"))
+    assert configuration_of(header.path, header).vocab_size == 5000
+
+
+@needs_avx2
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [
+        ("qwen35", "model.layers.0.linear_attn.out_proj.weight"),
+        ("qwen35", "model.layers.0.linear_attn.in_proj_qkv.weight"),
+        ("granitehybrid", "model.layers.0.shared_mlp.input_linear.weight"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1"])
+def test_products_have_the_order_of_the_model(tmp_path: Path, arch: str, name: str, kind: str) -> None:
+    """Columns that are moved in whole blocks, rows that are moved, and rows of two tensors."""
+    own = tiny(FAMILIES[arch])
+    header = GGUFHeader(write(own, arch, tmp_path / "model.gguf", kind))
+    with GGUFWeights(header) as weights:
+        assert weights.blocks_kind(name) is not None
+        product, matrix_NK = weights.product(name, None), weights.tensor(name, torch.float32)
+    want_NK = dict(own.named_parameters())[name]
+    assert distance(matrix_NK, want_NK) < 0.15
+    x_MK = torch.randn(3, want_NK.shape[1], generator=torch.Generator().manual_seed(0))
+    assert distance(product(x_MK), x_MK @ matrix_NK.T) < 2e-2
+
+
+def test_mixtures_are_refused_by_name(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "granitehybrid")
+    writer.add_expert_count(4)
+    writer.add_tensor("token_embd.weight", np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    header = GGUFHeader(tmp_path / "model.gguf")
+    with pytest.raises(GGUFError, match="a mixture of experts of the architecture granitehybrid, which is not read"):
+        configuration_of(header.path, header)
