@@ -55,10 +55,13 @@ class MemoryUse(NamedTuple):
     """Buffers of slots and lanes; on a GPU the buffers of sampling as well."""
     draft_bytes: int = 0
     """Weights and pages of the draft model of drafter=decoupled."""
+    state_bytes: int = 0
+    """States of the target's recurrent layers, with their snapshots."""
 
     def __str__(self) -> str:
-        weights, cache, buffers, drafts = (f"{count / 1e6:,.1f} MB" for count in self)
+        weights, cache, buffers, drafts, states = (f"{count / 1e6:,.1f} MB" for count in self)
         line = f"{weights} of weights, {cache} of KV pages, {buffers} of buffers"
+        line += f", {states} of recurrent states" if self.state_bytes else ""
         return f"{line}, {drafts} of a draft model" if self.draft_bytes else line
 
 
@@ -75,6 +78,10 @@ class EngineStats:
     pages_used: int = 0
     pages_cached: int = 0
     """Pages without an owner, reusable by prefix match."""
+    snapshots: int = 0
+    """Recurrent states that the prefix cache resumes from."""
+    max_snapshots: int = 0
+    """Places for them; 0: the model has no recurrent layers, or there is no prefix cache."""
     steps: int = 0
     step_rows: int = 0
     """Rows that decode steps verified, padding included."""

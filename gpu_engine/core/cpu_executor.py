@@ -100,6 +100,7 @@ def _prefill_each(parts: StepParts, slot_writer: SlotWriter) -> Callable[[tuple[
         slot_writer=slot_writer,
         shape_of=lambda _, longest: (1, padded(longest)),
         max_lanes=1,
+        states=parts.cache.states,
     )
 
     def prefill(chunks: tuple[Chunk[RunningSequence], ...]) -> None:

@@ -347,6 +347,8 @@ class Engine:
         stats.waiting = max(self._loop.live - stats.running, 0)
         stats.cached_tokens = self._loop.scheduler.num_cached_tokens
         stats.pages_used, stats.pages_cached = self._loop.allocator.num_used, self._loop.allocator.num_cached
+        if (snapshots := self._loop.allocator.snapshots) is not None:
+            stats.snapshots, stats.max_snapshots = len(snapshots), snapshots.num_places
         stats.index_draft_tokens, stats.accepted_index_draft_tokens = self._loop.num_index_drafts
         return stats
 

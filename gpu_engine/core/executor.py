@@ -27,7 +27,9 @@ from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, exch
 from gpu_engine.drafters.decoupled import ExchangingDrafter
 from gpu_engine.drafters.head_tree import TreeLaunches
 from gpu_engine.drafters.suffix import SuffixDrafter
+from gpu_engine.model.cache_size import num_snapshots
 from gpu_engine.model.loaded_model import LoadedModel
+from gpu_engine.model.states import SequenceStates
 from gpu_engine.ops.memory import memory_use
 from gpu_engine.processors.loading import load_processors
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
@@ -72,6 +74,8 @@ class Executor:
     """Orders the steps and every copy."""
     pages: list[KVPages]
     """The target's KV cache, layer by layer."""
+    states: SequenceStates | None = None
+    """Of the target's recurrent layers; None: it has none."""
     mixes: bool = False
     """Chunks may share the forward of a step: `runner.launch` takes them. Then `prefill` puts any number of chunks into
     one forward."""
@@ -123,13 +127,22 @@ class TargetCache:
     """Raise for a lost rank."""
     close: Callable[[], None]
     copy_page: Callable[[int, int], None]
+    states: SequenceStates | None = None
+    """Of the model's recurrent layers; None: it has none."""
 
     @staticmethod
-    def allocate(model: LoadedModel, num_pages: int, page_size: int, *, token_major: bool) -> TargetCache:
+    def allocate(
+        model: LoadedModel,
+        num_pages: int,
+        page_size: int,
+        *,
+        token_major: bool,
+        states: SequenceStates | None = None,
+    ) -> TargetCache:
         """Allocate the cache, on each rank of the model. `token_major`: the layout that a device's kernels read."""
         pages = model.allocate_pages(num_pages, page_size, token_major=token_major or None)
         if model.ranks is None:
-            return TargetCache(pages, _nothing, _nothing, partial(copy_page, pages))
+            return TargetCache(pages, _nothing, _nothing, partial(copy_page, pages), states)
         model.ranks.allocate_pages(num_pages, page_size)
         return TargetCache(pages, model.ranks.check, model.ranks.close, partial(model.ranks.copy_page, pages))
 
@@ -187,7 +200,11 @@ class StepParts:
         )
         drafter = build_drafter(drafter_parts, drafter_builders)
         num_cached = num_pages + scratch_pages(config.page_size)
-        cache = TargetCache.allocate(model, num_cached, config.page_size, token_major=token_major)
+        states = None
+        if model.recurrent:
+            counts = len(slot.length_S), slot.drafts_SR.shape[1], num_snapshots(config, model, num_pages)
+            states = SequenceStates(model.recurrent, *counts)
+        cache = TargetCache.allocate(model, num_cached, config.page_size, token_major=token_major, states=states)
         processors = load_processors(config.logits_processors, model, torch.device(stream.device))
         return StepParts(
             config=config,
@@ -211,6 +228,7 @@ class StepParts:
             launches=self.launches,
             model=self.model,
             pages=self.cache.pages,
+            states=self.cache.states,
             sync=self.sync,
             drafter=self.drafter,
             slot=self.slot,
@@ -254,7 +272,13 @@ def assemble(
     config, model, stream, pages = parts.config, parts.model, parts.stream, parts.cache.pages
     budget = _draft_budget(config)
     scorer = PromptScorer(
-        stream=stream, launches=parts.launches, model=model, pages=pages, drafter=parts.drafter, slot=parts.slot
+        stream=stream,
+        launches=parts.launches,
+        model=model,
+        pages=pages,
+        drafter=parts.drafter,
+        slot=parts.slot,
+        states=parts.cache.states,
     )
     tensors = TensorOutputs(stream=stream, model=model, pages=pages, slot=parts.slot, page_size=config.page_size)
     return Executor(
@@ -275,6 +299,7 @@ def assemble(
         decoupled=exchanging_drafter(parts.drafter),
         adapter_copies=adapter_copies,
         pages=pages,
+        states=parts.cache.states,
         stream=stream,
-        memory=memory_use(model, pages, parts.slot, parts.lane, *sampling_buffers),
+        memory=memory_use(model, pages, parts.slot, parts.lane, *sampling_buffers, states=parts.cache.states),
     )

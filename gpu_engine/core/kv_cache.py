@@ -15,10 +15,11 @@ Not responsible for: the choice of sequences (see scheduler.py), the tensors of 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 
 from gpu_engine.api.ports import PageEvents
 from gpu_engine.api.request import Salt
+from gpu_engine.core.state_snapshots import StateSnapshots
 
 _Key = tuple[int | Salt, tuple[int, ...]]
 """(the page before this one, or for the first one the salt; the tokens of this page)."""
@@ -27,8 +28,14 @@ _Key = tuple[int | Salt, tuple[int, ...]]
 class PageAllocator:
     """Hands out pages of `page_size` tokens. Used only by the engine thread; other threads may read the counts."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages, self.page_size = num_pages, page_size
+    def __init__(self, num_pages: int, page_size: int, snapshots: StateSnapshots | None = None) -> None:
+        """Args: see below.
+
+        num_pages: numbered from 0.
+        page_size: tokens of a page.
+        snapshots: of a model with recurrent layers, whose prefixes are found up to a snapshot; None: up to any page.
+        """
+        self.num_pages, self.page_size, self.snapshots = num_pages, page_size, snapshots
         self._free = list(range(num_pages - 1, -1, -1))
         self._owners = [0] * num_pages
         self._index = PrefixIndex(page_size)
@@ -67,11 +74,13 @@ class PageAllocator:
     def match_prefix(self, tokens: Sequence[int], salt: Salt = "") -> list[int]:
         """Return the full pages that already hold the first of `tokens`; the caller becomes an owner of each.
 
-        Pages are found only with the salt with which they were indexed.
+        Pages are found only with the salt with which they were indexed, and with `snapshots` only up to one of these.
 
         The caller reads these pages, never writes them, and releases them with `free`.
         """
         pages = self._index.find(tokens, salt)
+        if self.snapshots is not None:
+            del pages[self.snapshots.cut(pages) :]
         for page in pages:
             if not self._owners[page]:
                 del self._cached[page]
@@ -84,6 +93,38 @@ class PageAllocator:
         The first `num_indexed` pages are in the index already. Returns how many are in it afterwards.
         """
         return self._index.add(tokens, pages, num_indexed, salt)
+
+    def num_indexed(self, tokens: Sequence[int], salt: Salt = "") -> int:
+        """Return how many full pages of `tokens` are indexed, with a snapshot or without."""
+        return len(self._index.find(tokens, salt))
+
+    def adopt(self, tokens: Sequence[int], pages: list[int], salt: Salt = "") -> int:
+        """Replace each of the caller's full `pages`, which hold `tokens`, for which another page with the same tokens
+        is indexed, by that page; return how many are indexed.
+
+        The caller has filled its pages itself, because the prefix had no snapshot. It must not have steps in flight.
+        """
+        indexed = self._index.find(tokens, salt)
+        for at, page in enumerate(indexed):
+            if pages[at] != page:
+                if not self._owners[page]:
+                    del self._cached[page]
+                self._owners[page] += 1
+                pages[at], replaced = page, pages[at]
+                self.free([replaced])
+        return len(indexed)
+
+    def add_snapshot(self, tokens: Sequence[int], salt: Salt = "") -> int | None:
+        """Return a place for the state after `tokens`, which end with a page; None if it has one already, if no such
+        page is indexed, or if there are no places.
+
+        The page need not be the caller's: another one with the same tokens may be the indexed one.
+        """
+        assert len(tokens) % self.page_size == 0, len(tokens)
+        pages = self._index.find(tokens, salt)
+        if self.snapshots is None or not pages or len(pages) * self.page_size < len(tokens):
+            return None
+        return self.snapshots.add(pages[-1])
 
     def free(self, pages: list[int]) -> None:
         """Give up the caller's ownership of `pages` and empty the list. Indexed pages without an owner stay cached."""
@@ -101,6 +142,8 @@ class PageAllocator:
     def clear_index(self) -> None:
         """Drop the index of every page, after a failed step for example. Not while two sequences own the same page."""
         self._index.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
         # Cleared before the pages become free: another thread that reads `num_used` meanwhile never sees less than 0.
         cached = list(self._cached)
         self._cached.clear()
@@ -113,6 +156,8 @@ class PageAllocator:
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         self._index.remove(page)
+        if self.snapshots is not None:
+            self.snapshots.drop(page)
         return page
 
     @property
@@ -147,6 +192,8 @@ class PageAllocator:
         assert pages == list(range(self.num_pages)), "a page is lost or has two owners"
         assert all(page in self._index for page in self._cached), "a cached page is not indexed"
         self._index.check_integrity()
+        if self.snapshots is not None:
+            self.snapshots.check_integrity(self._index.pages)
 
     def __repr__(self) -> str:
         counts = f"{self.num_used}/{self.num_pages} pages of {self.page_size} used, {self.num_cached} cached"
@@ -220,6 +267,11 @@ class PrefixIndex:
         self._events = events
         if events is not None:
             events.reset(tuple(self._keys.items()))
+
+    @property
+    def pages(self) -> KeysView[int]:
+        """The indexed pages."""
+        return self._keys.keys()
 
     def __contains__(self, page: int) -> bool:
         return page in self._keys

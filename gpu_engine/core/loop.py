@@ -32,8 +32,9 @@ from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.core.running import RunningSequence
 from gpu_engine.core.scheduler import Chunk, Plan, Scheduler
+from gpu_engine.core.state_snapshots import StateSnapshots
 from gpu_engine.drafters.decoupled import DraftModel
-from gpu_engine.model.cache_size import pool_tokens
+from gpu_engine.model.cache_size import num_snapshots, pool_tokens, snapshot_interval
 from gpu_engine.model.loaded_model import LoadedModel
 from gpu_engine.ops.iterations import IterationRecorder
 from gpu_engine.ops.memory import with_draft_model
@@ -64,9 +65,11 @@ class EngineLoop:
         num_lookahead = lookahead(config, max_inflight_steps)
         num_tokens = pool_tokens(config, model.max_model_len, model.room_tokens)
         num_pages = -(-num_tokens // page_size) + S * -(-num_lookahead // page_size)
-        self.allocator = PageAllocator(num_pages, page_size)
+        places, shapes = num_snapshots(config, model, num_pages), config.prefill_shapes
+        snapshots = StateSnapshots(places) if model.recurrent else None
+        self.allocator = PageAllocator(num_pages, page_size, snapshots)
         self.executor = build_executor(config, model, channel, num_pages, max_inflight_steps)
-        shapes = config.prefill_shapes
+        self._states = self.executor.states
         self.scheduler: Scheduler[RunningSequence] = Scheduler(
             S,
             self.allocator,
@@ -78,6 +81,7 @@ class EngineLoop:
             scored_chunk=SCORED_ROWS,
             max_starvation_s=config.max_starvation_s or math.inf,
             slot_order=hooks.slot_order() if hooks.slot_order is not None else None,
+            snapshot_interval=snapshot_interval(model.max_model_len, places, shapes.budget),
         )
         self._slot_writer, self._sync = self.executor.slot_writer, self.executor.sync
         self._runner, self._suffix = self.executor.runner, self.executor.suffix
@@ -112,6 +116,7 @@ class EngineLoop:
             sync=self._sync,
             grammar_slots=self.grammar_slots,
             copy_page=self.executor.copy_page,
+            copy_state=self._states.copy if self._states is not None else None,
             eos_token_ids=model.eos_token_ids,
             slot_lost=self._slot_lost,
         )
@@ -160,6 +165,11 @@ class EngineLoop:
             self._slot_lost(sequence)
         for sequence in plan.assigned:
             self._slot_assigned(sequence)
+        if self._states is not None:
+            for sequence in self.scheduler.running:
+                if sequence.restores >= 0:
+                    self._states.restore(sequence.restores, sequence.slot, sequence.prefilled)
+                    sequence.restores = -1
 
     def _launch(self, plan: Plan[RunningSequence]) -> None:
         """Launch the plan's forwards: prompts, and a step."""
@@ -235,6 +245,11 @@ class EngineLoop:
         now_s = self._clock()
         for chunk in chunks:
             chunk.sequence.prefilled = chunk.end
+            if self._states is not None:
+                place = self.scheduler.place_of_snapshot(chunk.sequence)
+                if place is not None:
+                    self._states.store(chunk.sequence.slot, place, chunk.end)
+                chunk.sequence.pages_written = 0
             if chunk.end == chunk.sequence.prefill_end:
                 self.scheduler.index_pages(chunk.sequence)
             telemetry = chunk.sequence.telemetry

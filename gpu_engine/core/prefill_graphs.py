@@ -22,6 +22,7 @@ import torch
 from gpu_engine.core.running import RunningSequence, SlotWriter
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.model.states import SequenceStates
 from gpu_engine.step.program import Drafter
 from gpu_engine.step.prompt_rows import Chunks, Hidden, prefill
 from gpu_engine.step.stream import Event, Graph, Stream
@@ -66,6 +67,7 @@ class Prefill:
         slot_writer: writes the slots, the last of which is spare, for padded lanes.
         shape_of: returns (B, P) for a number of chunks and the longest of them; None: they fit no shape.
         max_lanes: the largest B.
+        states: of the model's recurrent layers; None: it has none.
     """
 
     def __init__(
@@ -77,10 +79,11 @@ class Prefill:
         slot_writer: SlotWriter,
         shape_of: Callable[[int, int], tuple[int, int] | None],
         max_lanes: int,
+        states: SequenceStates | None = None,
     ) -> None:
         self._stream, self._model, self._pages, self._drafter = stream, model, pages, drafter
         self._slot_writer, self._shape_of, self._spare = slot_writer, shape_of, len(slot_writer.buffers.length_S) - 1
-        max_numbers = 3 * max_lanes
+        self._states, max_numbers = states, 3 * max_lanes
         self._chunks = torch.zeros(max_numbers, dtype=torch.int32, device=stream.device)
         """Slots, starts and ends of the launch that runs, B of each."""
         self._numbers = [
@@ -178,7 +181,7 @@ class Prefill:
         place_B, start_B, end_B = self._chunks[: 3 * lanes].view(3, lanes)
         chunks = Chunks.cut(self._slot_writer.buffers, place_B.long(), start_B, end_B, length)
         hidden: Hidden = dict.fromkeys(self._drafter.layers)
-        prefill(self._model, self._pages, chunks, hidden, adapted=adapted)
+        prefill(self._model, self._pages, chunks, hidden, adapted=adapted, states=self._states)
         self._drafter.prefill(chunks, hidden)
 
     def __repr__(self) -> str:

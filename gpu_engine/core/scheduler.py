@@ -59,6 +59,11 @@ class Sequence:
     """Tokens of `prefilled` that the prefix cache had when the sequence got its slot."""
     num_indexed_pages: int = 0
     """Full pages, from the first on, that other sequences can find in the prefix cache."""
+    restores: int = -1
+    """The place of the snapshot that the recurrent layers resume from at `prefilled`; -1: none, or it is resumed. The
+    engine clears it."""
+    snapshot_ends: tuple[int, ...] = ()
+    """Positions at the end of a page, at which the prefill stops once more so that a snapshot can be kept there."""
     searched_version: int = -1
     """`PageAllocator.index_version` at the last search of the prefix cache; -1: never searched."""
     deferred: bool = False
@@ -192,6 +197,7 @@ class Scheduler(Generic[S]):
         scored_chunk: int = 1,
         max_starvation_s: float = math.inf,
         slot_order: SlotOrder[S] | None = None,
+        snapshot_interval: int = 0,
     ) -> None:
         """Args: see below.
 
@@ -204,11 +210,13 @@ class Scheduler(Generic[S]):
         scored_chunk: chunks of scored sequences end at multiples of this number of tokens.
         max_starvation_s: the wait after which a sequence goes ahead of every one that came later.
         slot_order: chooses who gets the next slot; None: the first of the waiting queue.
+        snapshot_interval: a multiple of `prefill_chunk`; where the allocator has snapshots, one is kept whenever a
+            prompt is prefilled up to a multiple of this number of tokens.
         """
         self.allocator, self._shapes, self._tokens_of = allocator, shapes, tokens_of
         self._chunk, self.lookahead, self._max_batched_tokens = prefill_chunk, lookahead, max_batched_tokens
         self._scored_chunk_tokens = scored_chunk
-        self._max_starvation_s = max_starvation_s
+        self._max_starvation_s, self._snapshot_interval = max_starvation_s, snapshot_interval
         self._slots: list[S | None] = [None] * num_slots
         self._gens = [0] * num_slots
         self._waiting: deque[S] = deque()
@@ -266,6 +274,23 @@ class Scheduler(Generic[S]):
                 num_indexed=sequence.num_indexed_pages,
                 salt=sequence.salt,
             )
+
+    def place_of_snapshot(self, sequence: S) -> int | None:
+        """Return the place where the state after the prefilled tokens is to be kept; None: nowhere.
+
+        One is kept at the end of the last full page of a prompt, where the prompt leaves an earlier one that has no
+        snapshot there, and at multiples of `snapshot_interval`. Indexes the pages, and replaces them where others with
+        the same tokens are indexed: the caller writes the page table again.
+        """
+        at, snapshots = sequence.prefilled, self.allocator.snapshots
+        if snapshots is None or self._tokens_of is None or at % self.allocator.page_size:
+            return None
+        if at not in sequence.snapshot_ends and at % self._snapshot_interval:
+            return None
+        tokens = self._tokens_of(sequence)[:at]
+        sequence.num_indexed_pages = self.allocator.adopt(tokens, sequence.pages, sequence.salt)
+        self.index_pages(sequence)
+        return self.allocator.add_snapshot(tokens, sequence.salt)
 
     def preempt(self, sequence: S, now_s: float = 0.0) -> None:
         """Take slot and pages of a sequence and put it into the waiting queue, ahead of the others of its priority.
@@ -346,8 +371,7 @@ class Scheduler(Generic[S]):
         oldest = min(prompts, key=lambda s: s.order, default=None)
         if oldest is None:
             return None
-        size = self._scored_chunk_tokens
-        return Chunk(oldest, oldest.prefilled, min(oldest.prefill_end, (oldest.prefilled // size + 1) * size))
+        return Chunk(oldest, oldest.prefilled, _chunk_end(oldest, self._scored_chunk_tokens))
 
     def _prompts(self) -> list[S]:
         """Return the running sequences whose prompts share forwards, the oldest first."""
@@ -367,7 +391,7 @@ class Scheduler(Generic[S]):
                 break
             if self._search_again(s):
                 continue
-            end = min(s.prefill_end, (s.prefilled // self._chunk + 1) * self._chunk)
+            end = _chunk_end(s, self._chunk)
             length = max(longest, end - s.prefilled)
             if not chosen or self._shapes.of(len(chosen) + 1, length) is not None:
                 chosen.append(Chunk(s, s.prefilled, end))
@@ -478,6 +502,11 @@ class Scheduler(Generic[S]):
         pages = self.allocator.match_prefix(tokens, sequence.salt)
         sequence.searched_version, sequence.num_indexed_pages = self.allocator.index_version, len(pages)
         sequence.prefilled = sequence.num_cached_tokens = len(pages) * self.allocator.page_size
+        if self.allocator.snapshots is not None:
+            sequence.restores = self.allocator.snapshots.place_of(pages[-1]) if pages else -1
+            num_full = sequence.prefill_end // self.allocator.page_size
+            ends = (self.allocator.num_indexed(tokens, sequence.salt), num_full)
+            sequence.snapshot_ends = tuple(count * self.allocator.page_size for count in ends)
         return pages
 
     def _search_again(self, sequence: S) -> bool:
@@ -491,6 +520,11 @@ class Scheduler(Generic[S]):
             return False
         before = sequence.num_cached_tokens
         matched = self._match_prefix(sequence)
+        if sequence.num_cached_tokens < before:  # the snapshot that it resumed from has gone since
+            self.allocator.free(matched)
+            sequence.prefilled = sequence.num_cached_tokens = before
+            sequence.num_indexed_pages, sequence.restores = before // self.allocator.page_size, -1
+            return False
         exchanged = sequence.pages[: len(matched)]
         sequence.pages[: len(matched)] = matched
         self.allocator.free(exchanged)
@@ -542,3 +576,9 @@ class Scheduler(Generic[S]):
     def __repr__(self) -> str:
         slots = f"running={len(self.running)}/{len(self._slots)}"
         return f"<Scheduler {slots} waiting={len(self._waiting)} {self.allocator}>"
+
+
+def _chunk_end(sequence: Sequence, size: int) -> int:
+    """Return the end of a sequence's next chunk: a multiple of `size`, or a snapshot's position before it."""
+    end = min(sequence.prefill_end, (sequence.prefilled // size + 1) * size)
+    return min((at for at in sequence.snapshot_ends if sequence.prefilled < at < end), default=end)

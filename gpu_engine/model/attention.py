@@ -9,7 +9,7 @@ Not responsible for: the assignment of pages to sequences (see core/kv_cache.py)
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -208,6 +208,18 @@ def take_temperatures(net: nn.Module, *, back: bool = False) -> None:
         elif back and hasattr(module, _TEMPERATURE):
             delattr(module, _TEMPERATURE)
             module.attn_temperature_tuning = True  # type: ignore[assignment]
+
+
+def number_layers(net: nn.Module, layers: Sequence[int]) -> None:
+    """Give the attention of each of `layers`, the ones with keys and values, its place in the cache as its number.
+
+    transformers reads an attention's number for its own caches only, which no forward here has.
+    """
+    places = {layer: place for place, layer in enumerate(layers)}
+    for module in net.modules():
+        own: Any = module
+        if hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups"):
+            own.layer_idx = places[own.layer_idx]
 
 
 def _widened(heads_BPHD: torch.Tensor, width: int) -> torch.Tensor:

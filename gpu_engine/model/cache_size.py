@@ -1,6 +1,7 @@
 """How long sequences may be, and how many tokens the KV cache holds: decided once, before a model's tables are made.
 
 Both are in tokens and do not depend on each other, except that the cache holds at least one sequence of full length.
+A model with recurrent layers also has a state for each slot, and snapshots of states for the prefix cache.
 Invariant: the same settings, model and free memory give the same numbers; several ranks get those of the first.
 Not responsible for: allocating the pages (core/executor.py), or what happens when they run out (core/scheduler.py).
 """
@@ -8,18 +9,19 @@ Not responsible for: allocating the pages (core/executor.py), or what happens wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.engine_settings import SLOT_TOKENS
-from gpu_engine.model.loaded_model import ModelNotSupported
+from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.names import part_names
+from gpu_engine.model.recurrent.rows import RecurrentLayer, pending_bytes, state_bytes
 from service_runtime.memory import available_memory
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,9 @@ _LONGEST_ON_GPU = 16_384
 """The longest sequence on a GPU where no length is set. Up to it, attention sums a sequence in parts of one size
 (kernels/cuda/attention/paged.py), so a logit's bits do not follow from the length; buffers of captured graphs grow with
 the length."""
+
+_SNAPSHOT_SHARE, _LEAST_SNAPSHOTS, _MOST_SNAPSHOTS = 0.25, 4, 1024
+"""Bytes of the snapshots of recurrent states, as a share of the KV cache's, and the bounds of their number."""
 
 _LEAST = 16
 """The shortest sequence that a server is started for."""
@@ -47,22 +52,50 @@ class CacheSize:
     """Tokens that the KV cache may have in the memory that was free; 0: unknown."""
 
 
+class StateSize(NamedTuple):
+    """Bytes of the recurrent layers' memory."""
+
+    state: int = 0
+    """A sequence's committed state, and so a snapshot of it."""
+    pending: int = 0
+    """A row of a step that may still be rejected."""
+
+    def of_slots(self, config: EngineConfig) -> int:
+        """Return the bytes of every slot's state, the spare slot's included."""
+        return (config.max_batch_size + 1) * (self.state + config.num_rows * self.pending)
+
+
+NO_STATE = StateSize()
+"""Of a model without recurrent layers."""
+
+_WITHOUT_ATTENTION = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe"})
+"""Kinds of layers in transformers' configurations that have no keys and values."""
+
+
+def attention_layers(text: Any) -> list[int]:
+    """Return the numbers of the layers that have keys and values, in a model's text configuration."""
+    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    return [layer for layer, kind in enumerate(kinds) if kind not in _WITHOUT_ATTENTION]
+
+
 @dataclass(frozen=True, slots=True)
 class CachedShape:
-    """The shape of a model's keys and values."""
+    """The shape of a model's keys and values, and the size of its recurrent states."""
 
     num_layers: int
+    """Those with attention."""
     num_kv_heads: int
     head_dim: int
     """Channels of a head in the cache: those of keys and values, filled up to a multiple of 16."""
     positions: int
     """The longest sequence that the model's positions allow; 0: they bound nothing."""
+    states: StateSize = NO_STATE
 
     @classmethod
     def of(cls, text: Any) -> CachedShape:
         """Return the shape that a model's text configuration describes."""
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        return cls(text.num_hidden_layers, heads, _head_dim(text), min(_position_limits(text), default=0))
+        return cls(len(attention_layers(text)), heads, _head_dim(text), min(_position_limits(text), default=0))
 
     def bounded_by(self, other: CachedShape) -> CachedShape:
         """Return this shape with the positions of the shorter of both."""
@@ -82,6 +115,26 @@ def pool_tokens(config: EngineConfig, max_model_len: int, room_tokens: int) -> i
     return max(max_model_len, min(wanted, room_tokens or wanted))
 
 
+def num_snapshots(config: EngineConfig, model: LoadedModel, num_pages: int) -> int:
+    """Return the number of snapshots of recurrent states that are kept next to a KV cache of `num_pages` pages."""
+    if not model.recurrent or not config.caches_prefixes:
+        return 0
+    page_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize * config.page_size
+    places = int(num_pages * page_bytes * _SNAPSHOT_SHARE) // state_bytes(model.recurrent)
+    return min(max(places, _LEAST_SNAPSHOTS), _MOST_SNAPSHOTS)
+
+
+def snapshot_interval(max_model_len: int, num_snapshots: int, chunk: int) -> int:
+    """Return the tokens between two snapshots of a long prompt: a multiple of the chunks in which it is prefilled, such
+    that the longest prompt has at most a quarter of the snapshots."""
+    return chunk * max(1, -(-4 * max_model_len // (max(1, num_snapshots) * chunk)))
+
+
+def states_of(recurrent: Mapping[int, RecurrentLayer]) -> StateSize:
+    """Return the size of the states of some recurrent layers."""
+    return StateSize(state_bytes(recurrent), pending_bytes(recurrent))
+
+
 def decide(config: EngineConfig, shape: CachedShape, token_bytes: int, free_bytes: int | None) -> CacheSize:
     """Return the sizes. Raises ModelNotSupported for a length that the KV cache has no room for.
 
@@ -92,7 +145,11 @@ def decide(config: EngineConfig, shape: CachedShape, token_bytes: int, free_byte
         free_bytes: the memory that is free for everything that is allocated from now on; None: unknown.
     """
     share = _CPU_SHARE if config.on_cpu else _GPU_SHARE
-    room = 0 if free_bytes is None else max(1, int(free_bytes * share) // token_bytes)
+    room = 0
+    if free_bytes is not None:
+        free_bytes = max(0, free_bytes - shape.states.of_slots(config))
+        snapshots = _SNAPSHOT_SHARE if shape.states.state and config.caches_prefixes else 0.0
+        room = max(1, int(free_bytes * share / (1 + snapshots)) // token_bytes)
     held = config.kv_cache_tokens or room
     wanted = (config.max_model_len,) if config.max_model_len else (held, _longest(config))
     bounds = [size for size in (*wanted, shape.positions) if size]
@@ -127,6 +184,9 @@ def report(config: EngineConfig, shape: CachedShape, token_bytes: int, size: Cac
         why = f"by default, or as the memory allows; the model has {own or 'no limit'}"
     text = "sequences of up to %d tokens (%s); KV cache of %d tokens, %.0f MB"
     log.info(text, served, why, pool, pool * token_bytes / 1e6)
+    if shape.states.state:
+        sizes = shape.states.state / 1e6, shape.states.of_slots(config) / 1e6
+        log.info("recurrent states of %.1f MB a sequence: %.0f MB for every slot", *sizes)
 
 
 def free_bytes(device: torch.device, weight_bytes: int = 0) -> int | None:

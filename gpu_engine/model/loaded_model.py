@@ -20,6 +20,7 @@ from gpu_engine.model.fused_forward import DeferringForward, FusedForward
 from gpu_engine.model.fusion import Fused
 from gpu_engine.model.names import ModelNotSupported as ModelNotSupported
 from gpu_engine.model.parallel.ranks import RankSet
+from gpu_engine.model.recurrent.rows import RecurrentLayer
 from kernels.kv_pages import KVPages
 from kernels.step_tensors import StepTensors
 
@@ -42,6 +43,7 @@ class LoadedModel:
     max_model_len: int
     """The smaller of the configured length and the length that the model was made for."""
     num_layers: int
+    """Layers that have keys and values: those with attention."""
     num_kv_heads: int
     head_dim: int
     room_tokens: int = 0
@@ -60,6 +62,8 @@ class LoadedModel:
     """None: the model takes none, and no forward looks for one."""
     ranks: RankSet | None = None
     """The other ranks; None: the model is whole in this process."""
+    recurrent: dict[int, RecurrentLayer] = field(default_factory=dict)
+    """The layers with a state from token to token, by number; empty: the model has attention only."""
 
     @property
     def dtype_name(self) -> str:

@@ -17,12 +17,15 @@ from transformers import PreTrainedModel
 
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.cache_size import attention_layers
 from gpu_engine.model.fused_forward import WholeForward
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.recording import Recording, distance, recording
+from gpu_engine.model.states import SequenceStates
 
 _TOKENS = 24
 _PREFILLED = 15
+_DRAFTS = 4
 _PAGE_SIZE = 32
 _EXACT_ERROR = 1e-3
 """The same in float32."""
@@ -38,7 +41,7 @@ class Probe:
 
     ids_BP: torch.Tensor
     logits_NV: torch.Tensor
-    """Logits of the unfused model, over our attention."""
+    """Logits of the unfused model, over our attention and our recurrent layers."""
     ctx: AttentionContext
     """Of the recorded forward, with the parameters of each layer's attention."""
     record: Recording
@@ -58,22 +61,41 @@ class Probe:
 
 
 def _context(model: LoadedModel) -> AttentionContext:
-    return AttentionContext(
+    ctx = AttentionContext(
         model.allocate_pages(1, _PAGE_SIZE),
         torch.zeros(1, 1, dtype=torch.int32, device=model.device),
         torch.arange(_TOKENS, dtype=torch.int32, device=model.device)[None],
     )
+    if model.recurrent:
+        states = SequenceStates(model.recurrent, num_slots=1, max_rows=0)
+        ctx.recurrent = states.forward([0], [0], [_TOKENS], [_TOKENS])
+    return ctx
 
 
 def _continued(model: LoadedModel, ids_BP: torch.Tensor) -> torch.Tensor:
-    """Return the logits of the tokens from `_PREFILLED` on, in a forward after the one of the tokens in front."""
+    """Return the logits of the tokens from `_PREFILLED` on, in a forward after the one of the tokens in front.
+
+    A model with recurrent layers first verifies some of them, and a wrong one after these, in a forward in between.
+    """
     whole = _context(model)
-    first, second = (
-        AttentionContext(whole.pages, whole.page_table_BN, part.contiguous())
-        for part in whole.positions_BP.split((_PREFILLED, _TOKENS - _PREFILLED), dim=1)
-    )
-    model.prefill(ids_BP[:, :_PREFILLED], first)
-    return model.logits(ids_BP[:, _PREFILLED:], second)
+    states = SequenceStates(model.recurrent, num_slots=1, max_rows=_DRAFTS + 1) if model.recurrent else None
+
+    def part(start: int, end: int, num_committed: int) -> AttentionContext:
+        positions_BP = whole.positions_BP[:, start:end].contiguous()
+        ctx = AttentionContext(whole.pages, whole.page_table_BN, positions_BP)
+        if states is not None:
+            ctx.recurrent = states.forward([0], [start], [end - start], [num_committed])
+        return ctx
+
+    model.prefill(ids_BP[:, :_PREFILLED], part(0, _PREFILLED, _PREFILLED))
+    if states is None:
+        return model.logits(ids_BP[:, _PREFILLED:], part(_PREFILLED, _TOKENS, 0))
+    accepted, end = _PREFILLED + _DRAFTS, _PREFILLED + _DRAFTS + 1
+    drafts_BP = ids_BP[:, _PREFILLED:end].clone()
+    drafts_BP[:, -1] = (drafts_BP[:, -1] + 1) % model.vocab_size
+    verified_NV = model.logits(drafts_BP, part(_PREFILLED, end, 1))[:-1].clone()
+    rest = part(accepted, _TOKENS, _TOKENS - accepted)
+    return torch.cat((verified_NV, model.logits(ids_BP[:, accepted:], rest)))
 
 
 _RECURRENT = re.compile(r"Mamba|Recurrent|DeltaNet|DeltaAttention|LightningAttention|ShortConv|Rwkv|LSTM|Mixer$")
@@ -92,17 +114,34 @@ def refuse_recurrent(net: nn.Module, model_type: str) -> None:
 
 
 @torch.inference_mode()
-def probe(model: LoadedModel, *, rough: bool = False) -> Probe:
+def own_logits(model: LoadedModel) -> torch.Tensor:
+    """Return the logits of the probe's tokens by the model's own forward, with its own attention."""
+    net: Any = model.net
+    net.set_attn_implementation("eager")
+    attention.take_temperatures(net, back=True)
+    logits: torch.Tensor = net(input_ids=_ids(model), use_cache=False).logits[0].float()
+    attention.take_temperatures(net)
+    net.set_attn_implementation(attention.NAME)
+    return logits
+
+
+def _ids(model: LoadedModel) -> torch.Tensor:
+    return torch.arange(_TOKENS, device=model.device)[None] * 37 % model.vocab_size
+
+
+@torch.inference_mode()
+def probe(model: LoadedModel, *, rough: bool = False, own: torch.Tensor | None = None) -> Probe:
     """Run a few tokens and check that every layer uses our attention and that no part of the model's own attention is
     lost.
 
-    `rough`: inputs of products are rounded to 8 bits by row. Raises ModelNotSupported.
+    `rough`: inputs of products are rounded to 8 bits by row. `own`: the model's `own_logits`, if its recurrent layers
+    were replaced since. Raises ModelNotSupported.
     """
     if model.head_dim > 256:
         raise ModelNotSupported(f"model: head size {model.head_dim} is more than 256")
     attention.take_temperatures(model.net)
     ctx = _context(model)
-    ids = torch.arange(_TOKENS, device=model.device)[None] * 37 % model.vocab_size
+    ids = _ids(model)
     try:
         model.prefill(ids, ctx)
         with recording(model.net) as record:
@@ -116,21 +155,17 @@ def probe(model: LoadedModel, *, rough: bool = False) -> Probe:
         raise ModelNotSupported(
             f"model: {model.model_type} sends {len(ctx.layers_seen)} of {model.num_layers} layers through our attention"
         )
-    kinds = getattr(model.net.config.get_text_config(), "layer_types", None) or ["full_attention"] * model.num_layers
-    for layer, kind in enumerate(kinds):
-        seen = ctx.layers_seen[layer]
-        held = {"full_attention": True, "sliding_attention": seen.window > 0, "chunked_attention": seen.chunk > 0}
-        if not held.get(kind, False):
+    text = model.net.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * model.num_layers
+    for place, layer in enumerate(attention_layers(text)):
+        seen, kind = ctx.layers_seen[place], kinds[layer]
+        held = {"sliding_attention": seen.window > 0, "chunked_attention": seen.chunk > 0}
+        if not held.get(kind, kind in ("full_attention", "hybrid")):
             raise ModelNotSupported(f"model: layer {layer} of {model.model_type} is {kind}, which is not supported")
     if not bool(torch.isfinite(logits).all()):
         raise ModelNotSupported(f"model: {model.model_type} gives logits that are not finite in {model.dtype_name}")
     # Sinks and biases are passed in arguments of the model's own attention: without them the logits differ.
-    net: Any = model.net
-    net.set_attn_implementation("eager")
-    attention.take_temperatures(net, back=True)
-    own = net(input_ids=ids, use_cache=False).logits[0].float()
-    attention.take_temperatures(net)
-    net.set_attn_implementation(attention.NAME)
+    own = own_logits(model) if own is None else own
     noise = distance(logits, own)
     exact = model.dtype == torch.float32 and not model.quantised
     bound = _EXACT_ERROR if exact else _ROUGH_ERROR if rough else _ERROR

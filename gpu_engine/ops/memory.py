@@ -16,6 +16,7 @@ import torch
 
 from gpu_engine.api.stats import MemoryUse
 from gpu_engine.model.loaded_model import LoadedModel
+from gpu_engine.model.states import SequenceStates
 from kernels.forward import Forward
 from kernels.kv_pages import KVPages
 
@@ -23,18 +24,23 @@ _HOLDERS = ("torch.nn.", "transformers.models.", "gpu_engine.model.", "kernels."
 """Packages whose objects hold weights."""
 
 
-def memory_use(model: LoadedModel, pages: Sequence[KVPages], *buffers: object) -> MemoryUse:
+def memory_use(
+    model: LoadedModel, pages: Sequence[KVPages], *buffers: object, states: SequenceStates | None = None
+) -> MemoryUse:
     """Return the memory of an engine on this rank.
 
     Args:
         model: the target.
-        pages: its KV cache, one entry a layer.
+        pages: its KV cache, one entry a layer with attention.
         buffers: tensors, and dataclasses of tensors.
+        states: of the recurrent layers; None: it has none.
 
     """
     cache = _page_bytes(pages)
     fields = (tensor for each in buffers for tensor in _fields(each))
-    return MemoryUse(weight_bytes(model), cache, _distinct(fields))
+    return MemoryUse(
+        weight_bytes(model), cache, _distinct(fields), state_bytes=states.num_bytes if states is not None else 0
+    )
 
 
 def with_draft_model(

@@ -21,6 +21,8 @@ import torch
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.model.recurrent.rows import RecurrentForward
+from gpu_engine.model.states import SequenceStates
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.step.launches import StepLaunches, place_of
 from gpu_engine.step.output_ring import OutputRing
@@ -83,6 +85,7 @@ class StepProgram:
         rows: tensors that sampling on a GPU needs; None on a CPU.
         processing: the logits processors; None: the server has none.
         compaction: moves the keys of the accepted path of a tree of drafts; None: drafts are chains.
+        states: of the target's recurrent layers, on a stream that runs at once; None: it has none.
     """
 
     def __init__(
@@ -99,10 +102,11 @@ class StepProgram:
         rows: DeviceRows | None = None,
         processing: Processing | None = None,
         compaction: Compaction | None = None,
+        states: SequenceStates | None = None,
     ) -> None:
         self.stream, self.model, self.sync, self.drafter, self.ring = stream, model, sync, drafter, ring
         self._launches, self._pages, self._slot, self._lane, self._rows = launches, pages, slot, lane, rows
-        self.processing, self._compaction = processing, compaction
+        self.processing, self._compaction, self._states = processing, compaction, states
         assert (compaction is None) == (lane.tree is None)
         self._model_logits_NV: torch.Tensor | None = None
         """The model's own, where captured processors changed those in `_logits_NV`."""
@@ -169,6 +173,9 @@ class StepProgram:
         ids_N1 = torch.zeros(num_rows, 1, dtype=torch.int64)
         table_NN = self._table_BN[:1].expand(num_rows, -1).contiguous()
         context = AttentionContext(self._pages, table_NN, ids_N1.int(), hidden=self._hidden)
+        if self._states is not None:
+            spare = len(self._slot.length_S) - 1
+            context.recurrent = self._states.forward([spare], [0], [num_rows], [num_rows])
         begun_s = time.perf_counter()
         self.model.logits(ids_N1, context)
         return time.perf_counter() - begun_s
@@ -179,10 +186,11 @@ class StepProgram:
     @torch.no_grad()
     def _forward(self, batch: StepBatch) -> None:
         ids_BP, positions_BP, table_BN = self._inputs(batch)
-        B, P = batch.num_lanes, batch.num_rows
+        B = batch.num_lanes
         adapts = batch.adapted and self.model.adapters is not None
         adapters_B = self._slot.adapter_S[place_of(batch)] if adapts else None
-        if self.packs and B > 1 and P > 1 and not self.model.skips_padding:
+        recurrent = None if self._states is None else self._recurrent(batch, positions_BP, self._states)
+        if self._packs_rows(batch):
             ids_BP, positions_BP, table_BN, adapters_B = self._packed(
                 batch, (ids_BP, positions_BP, table_BN), adapters_B
             )
@@ -191,9 +199,28 @@ class StepProgram:
             self.forward_rows = B + int(batch.lane.num_drafts_B[:B].sum())
         context = AttentionContext(self._pages, table_BN, positions_BP, hidden=self._hidden, prompts=batch.prompts)
         context.adapters_B, context.defers_head = adapters_B, self._defers_head(batch)
+        context.recurrent = recurrent
         if batch.tree is not None:
             context.tree_rows_BRR = batch.tree.rows_BRR
         self._logits_NV = self.model.logits(ids_BP, context)
+
+    def _recurrent(self, batch: StepBatch, positions_BP: torch.Tensor, states: SequenceStates) -> RecurrentForward:
+        """Return the states of the step's forward. The last token of a lane is committed, and its drafts are pending.
+
+        In a guided lane the last token is pending as well: if its mask row is late, the next step has it again.
+        """
+        lane, B, P = batch.lane, batch.num_lanes, batch.num_rows
+        starts, counts = positions_BP[:, 0].tolist(), (lane.num_drafts_B[:B] + 1).tolist()
+        commits = [
+            0 if start < 0 or guided else 1 for start, guided in zip(starts, lane.guided_B.tolist(), strict=False)
+        ]
+        widths = counts if self._packs_rows(batch) else [P] * B
+        live = [0 if start < 0 else count for start, count in zip(starts, counts, strict=True)]
+        return states.forward(place_of(batch).tolist(), starts, live, commits, widths)
+
+    def _packs_rows(self, batch: StepBatch) -> bool:
+        """Return whether the forward has each row as a sequence, without padding."""
+        return self.packs and batch.num_lanes > 1 and batch.num_rows > 1 and not self.model.skips_padding
 
     def _defers_head(self, batch: StepBatch) -> bool:
         """Return whether the logits are computed after the rows of the grammar process, which most of them need not

@@ -16,6 +16,8 @@ import torch
 
 from gpu_engine.model.attention import AttentionContext, PromptRows
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.model.recurrent.rows import RecurrentForward
+from gpu_engine.model.states import SequenceStates
 from gpu_engine.step.buffers import SlotBuffers
 from kernels.paged_attention import KVPages
 
@@ -60,6 +62,12 @@ class Chunks:
         """int32, contiguous; -1 is padding."""
         return torch.where(self.at_BP < self.end_B1, self.at_BP, -1)
 
+    def recurrent(self, states: SequenceStates) -> RecurrentForward:
+        """Return the states of a forward over the chunks, all of whose tokens are committed. Reads the numbers."""
+        slots, starts = self.place_B1[:, 0].tolist(), self.at_BP[:, 0].tolist()
+        counts = (self.end_B1[:, 0] - self.at_BP[:, 0]).tolist()
+        return states.forward(slots, starts, counts, counts, [self.at_BP.shape[1]] * len(slots))
+
     def ids_BP(self, offset: int = 0) -> torch.Tensor:
         """Return the tokens `offset` places after the positions, int32; padding repeats the last one."""
         at_BP = torch.minimum(self.at_BP, self.end_B1 - 1) + offset
@@ -91,9 +99,16 @@ def fill_prompts(model: LoadedModel, pages: list[KVPages], prompts: PromptRows) 
 
 
 def prefill(
-    model: LoadedModel, pages: list[KVPages], chunks: Chunks, hidden: Hidden | None = None, *, adapted: bool = True
+    model: LoadedModel,
+    pages: list[KVPages],
+    chunks: Chunks,
+    hidden: Hidden | None = None,
+    *,
+    adapted: bool = True,
+    states: SequenceStates | None = None,
 ) -> None:
-    """Fill `pages` with the chunks. `adapted` False: no chunk has an adapter.
+    """Fill `pages`, and the `states` of a model with recurrent layers, with the chunks. `adapted` False: no chunk has
+    an adapter.
 
     `hidden` names the layers whose input is wanted and receives it, [B * P, H]: one row for each token and each
     padding.
@@ -102,4 +117,6 @@ def prefill(
     ids_BP = torch.where(positions_BP < 0, 0, chunks.ids_BP())
     adapters_B = chunks.adapters_B if adapted and model.adapters is not None else None
     ctx = AttentionContext(pages, chunks.page_table_BN, positions_BP, hidden=hidden, adapters_B=adapters_B)
+    if states is not None:
+        ctx.recurrent = chunks.recurrent(states)
     model.prefill(ids_BP.long(), ctx)

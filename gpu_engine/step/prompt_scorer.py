@@ -20,6 +20,7 @@ from gpu_engine.api.prefill_shapes import padded
 from gpu_engine.api.request import PromptLogprobs
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.model.states import SequenceStates
 from gpu_engine.step.buffers import SlotBuffers
 from gpu_engine.step.launches import StepLaunches
 from gpu_engine.step.program import Drafter
@@ -58,6 +59,7 @@ class PromptScorer:
         pages: its cache, which the steps own.
         drafter: sees the same tokens.
         slot: buffers on the device; the last slot is spare, for the warm-up.
+        states: of the model's recurrent layers; None: it has none.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class PromptScorer:
         pages: list[KVPages],
         drafter: Drafter,
         slot: SlotBuffers,
+        states: SequenceStates | None = None,
     ) -> None:
         self._stream, self._launches, self._model, self._pages = stream, launches, model, pages
-        self._drafter, self._slot = drafter, slot
+        self._drafter, self._slot, self._states = drafter, slot, states
         self._numbers = torch.zeros(4, dtype=torch.int32, device=stream.device)
         self._rows = RowLogprobs.allocate(SCORED_ROWS, model.vocab_size, stream.device)
         self._entries = [self._entry() for _ in range(_ENTRIES)]
@@ -141,6 +144,8 @@ class PromptScorer:
         context = AttentionContext(self._pages, chunks.page_table_BN, positions_BP, hidden=hidden)
         if self._model.adapters is not None:
             context.adapters_B = chunks.adapters_B
+        if self._states is not None:
+            context.recurrent = chunks.recurrent(self._states)
         logits_PV = self._model.logits(ids_BP, context)
         rows = self._rows
         tokens_P = chunks.ids_BP(1)[0]

@@ -102,6 +102,7 @@ class BeamGroups:
         copy_page: copies one page of the target's cache, after the steps in flight.
         eos_token_ids: the model's end-of-sequence tokens.
         slot_lost: called with each sequence that is preempted because a fork needs its pages.
+        copy_state: copies the state of one slot to another; None: the target has no recurrent layers.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class BeamGroups:
         copy_page: Callable[[int, int], None],
         eos_token_ids: Collection[int],
         slot_lost: Callable[[RunningSequence], None],
+        copy_state: Callable[[int, int], None] | None = None,
     ) -> None:
         self._scheduler, self._slot_writer, self._sync, self._grammar_slots = (
             scheduler,
@@ -120,6 +122,7 @@ class BeamGroups:
             sync,
             grammar_slots,
         )
+        self._copy_state = copy_state
         self._copy_page, self._eos, self._report_lost = copy_page, tuple(eos_token_ids), slot_lost
         self._groups: dict[RunningSequence, BeamGroup] = {}
         """The groups by their first member."""
@@ -226,6 +229,8 @@ class BeamGroups:
                 self._slot_writer.fork(source, target)
             for pages in copies:
                 self._copy_page(*pages)
+            if self._copy_state is not None:
+                self._copy_state(source.slot, target.slot)
         return True
 
     def _clear(self, beam: RunningSequence) -> None:

@@ -10,6 +10,7 @@ from gpu_engine.api.prefill_shapes import PrefillShapes
 from gpu_engine.api.request import Scheduling, TenantShare
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.scheduler import Plan, Scheduler, Sequence
+from gpu_engine.core.state_snapshots import StateSnapshots
 
 PAGE, CHUNK, ROWS, SCORED = 16, 32, 4, 24
 
@@ -26,14 +27,21 @@ Names = Scheduler[Named]
 
 
 def scheduler(
-    num_slots: int = 2, num_pages: int = 40, *, chunk: int = CHUNK, lanes: int = 1, texts: Any = None, **options: Any
+    num_slots: int = 2,
+    num_pages: int = 40,
+    *,
+    chunk: int = CHUNK,
+    lanes: int = 1,
+    texts: Any = None,
+    snapshots: StateSnapshots | None = None,
+    **options: Any,
 ) -> Names:
     """Return a scheduler; `texts` are the tokens of each sequence by its name, for the prefix cache."""
     if texts is not None:
         options["tokens_of"] = lambda one: texts[one.name][: one.length]
     return Scheduler(
         num_slots,
-        PageAllocator(num_pages, PAGE),
+        PageAllocator(num_pages, PAGE, snapshots),
         prefill_chunk=chunk,
         lookahead=ROWS,
         shapes=PrefillShapes(chunk, lanes, chunk),

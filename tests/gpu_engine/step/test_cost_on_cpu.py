@@ -36,7 +36,7 @@ class StubModel:
     device, dtype, name = torch.device("cpu"), torch.float32, "stub"
 
     skips_padding = can_defer_head = False
-    adapters = ranks = net = fused = None
+    adapters = ranks = net = fused = recurrent = None
 
     def allocate_pages(self, num_pages: int, page_size: int, **_: Any) -> list[KVPages]:
         return KVPages.allocate_layers(1, num_pages, 1, 8, page_size, self.dtype, self.device)
