@@ -327,6 +327,32 @@ OF_FILES: Sequence[Refusal[LoadedFiles]] = (
 )  # fmt: skip
 """Checked when the files are loaded."""
 
+OF_RECURRENT: Sequence[Refusal[LoadedFiles]] = (
+    Refusal(
+        "device", "{c.model_type} has recurrent layers, which run on a CPU only so far; device is {c.engine.device}",
+        lambda c: _cuda(c.engine), {"device": "cuda"},
+    ),
+    Refusal(
+        "tensor_parallel_size", "cannot be combined with the recurrent layers of {c.model_type}, which are not divided",
+        lambda c: _ranks(c.engine), _RANKS,
+    ),
+    Refusal(
+        "data_parallel_attention", "cannot be combined with the recurrent layers of {c.model_type}",
+        lambda c: _shares(c.engine), _SHARES,
+    ),
+    Refusal(
+        "role", "{c.engine.transfer.role} cannot be combined with the recurrent layers of {c.model_type}, whose states "
+        "are not transferred",
+        lambda c: c.engine.transfer.moves_pages, {"role": "decode", "prefill_from": ("h:1",)},
+    ),
+    Refusal(
+        "drafter", "{c.engine.drafter} cannot be combined with the recurrent layers of {c.model_type}",
+        lambda c: c.engine.drafter in ("eagle3", "dflash", "mtp") and c.engine.num_drafts > 0,
+        {"drafter": "mtp"},
+    ),
+)  # fmt: skip
+"""Checked when a model with recurrent layers is loaded."""
+
 
 def refuse(table: Sequence[Refusal[T]], given: T, error: Callable[[str], Exception] = ValueError) -> None:
     """Raise `error` with the message of the first refusal that applies."""

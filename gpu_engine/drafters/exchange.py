@@ -61,6 +61,11 @@ def load_draft_model(
     # Loading makes the model's device the thread's current one.
     with torch.cuda.device(target.device) if target.device.type == "cuda" else nullcontext():
         loaded = load_model(dataclasses.replace(config, **own), setting=setting, beside=beside)  # type: ignore[arg-type]
+    if loaded.recurrent:
+        raise ModelNotSupported(
+            f"{setting}: {loaded.model_type} has recurrent layers, whose state goes past the drafts that are rejected; "
+            "take a draft model with attention only"
+        )
     vocabulary = loaded.tokenizer.get_vocab()
     if vocabulary != target.tokenizer.get_vocab():
         raise ModelNotSupported(

@@ -29,6 +29,7 @@ from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.cache_size import (
     CachedShape,
     CacheSize,
+    attention_layers,
     device_bytes,
     file_bytes,
     free_bytes,
@@ -57,10 +58,11 @@ from gpu_engine.model.network import (
 from gpu_engine.model.outputs import find_outputs
 from gpu_engine.model.parallel.division import join_engines, load_divided
 from gpu_engine.model.parallel.shards import SETTING, Shard, heads_of, name_heads, shard
-from gpu_engine.model.probe import probe, refuse_recurrent
+from gpu_engine.model.probe import own_logits, probe, refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint
 from gpu_engine.model.quantised.choice import forms_of, quantise
 from gpu_engine.model.quantised.native import NativeForward, with_native
+from gpu_engine.model.recurrent.replacement import is_replaced, replace_recurrent
 from gpu_engine.model.rotary import install_tables
 from kernels.blocks import BLOCK
 from kernels.forward import LAYER_PRODUCTS
@@ -233,7 +235,7 @@ def _prepare(
     device = torch.device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     net.eval().requires_grad_(False)
-    refuse_recurrent(net, net.config.model_type)
+    refuse_recurrent(config, net)
     replace_conv1d(net)
     count = made.num_parameters or num_parameters(net)
     shape = cached_shape(net)
@@ -293,7 +295,12 @@ def _prepare_net(
         replace_experts(net)
     install_tables(net.get_decoder(), model.max_model_len, captured=device.type == "cuda")
     by_row = model.quantised and device.type == "cuda"
-    seen = probe(model, rough=by_row)
+    own = None
+    if any(map(is_replaced, net.modules())):
+        own = own_logits(model)
+        attention.number_layers(net, attention_layers(net.config.get_text_config()))
+        model.recurrent = replace_recurrent(net)
+    seen = probe(model, rough=by_row, own=own)
     # Activations of 8 bits hide a float32's rounding: another order of a sum may give another integer.
     bounds = Bounds.of(torch.bfloat16 if model.quantised else dtype, rough=by_row)
     if config.fuse_parts:
@@ -315,7 +322,8 @@ def _prepare_net(
         if isinstance(model.adapters, AdapterPool) and isinstance(model.fused.forward, NativeForward):
             in_order = [name for _, _, name in model.adapters.places.owners]
             assert in_order == list(LAYER_PRODUCTS) * model.num_layers, in_order
-    model.outputs = find_outputs(model)
+    if not model.recurrent:  # else it has no states at the tokens whose outputs are wanted
+        model.outputs = find_outputs(model)
     return model
 
 

@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.model import attention
-from gpu_engine.model.cache_size import CachedShape, CacheSize, decide, free_bytes, pool_tokens
+from gpu_engine.model.cache_size import CachedShape, CacheSize, decide, free_bytes, pool_tokens, states_of
 from gpu_engine.model.files.filled import Weights, fill, refuse_misfits, sources_of, unfilled
 from gpu_engine.model.files.need import need_of, refuse_too_large, say_need
 from gpu_engine.model.files.reading import (
@@ -39,6 +39,7 @@ from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.probe import refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, has_mxfp4_experts, open_checkpoint
 from gpu_engine.model.quantised.choice import ReadProducts, products_while_reading
+from gpu_engine.model.recurrent.replacement import planned_layers
 
 if TYPE_CHECKING:
     from gpu_engine.model.files.gguf_header import GGUFHeader
@@ -166,7 +167,7 @@ def _read(config: EngineConfig, files: ModelFiles, progress: Progress) -> Networ
         net = unfilled(configuration_of(path, files.header), torch.float32 if files.beside else dtype, attention.NAME)
         if files.beside:
             cast_computed(net, dtype)
-        refuse_recurrent(net, net.config.model_type)
+        refuse_recurrent(config, net)
         if isinstance(weights, SafetensorsWeights):
             reason = why_not_read(net, weights, rounds=products is not None)
             if reason is not None:
@@ -249,9 +250,9 @@ def shape_of(path: Path, setting: str) -> CachedShape:
 
 
 def cached_shape(net: Any) -> CachedShape:
-    """Return the shape of a model's keys and values. Raises ModelNotSupported."""
+    """Return the shape of a model's keys and values, and the size of its states. Raises ModelNotSupported."""
     try:
-        return CachedShape.of(net.config.get_text_config())
+        return replace(CachedShape.of(net.config.get_text_config()), states=states_of(planned_layers(net)))
     except AttributeError as error:
         raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
     except RuntimeError as error:  # of a configuration whose layers have their own
@@ -282,5 +283,5 @@ def _memory(
     size = decide_size(config, shape, files.dtype, None if free is None else max(0, free - need.total))
     tokens = pool_tokens(config, size.max_model_len, size.room_tokens)
     if files.setting == "model":  # a draft model's cache has the target's tokens
-        say_need(need, tokens, tokens * shape.token_bytes(files.dtype), free)
+        say_need(need, tokens, tokens * shape.token_bytes(files.dtype), free, shape.states.of_slots(config))
     return size

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
+from gpu_engine.api.capabilities import OF_RECURRENT, LoadedFiles, refuse
+from gpu_engine.api.config import EngineConfig
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.cache_size import attention_layers
 from gpu_engine.model.fused_forward import WholeForward
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.recording import Recording, distance, recording
+from gpu_engine.model.recurrent.replacement import is_replaced
 from gpu_engine.model.states import SequenceStates
 
 _TOKENS = 24
@@ -102,15 +104,23 @@ _RECURRENT = re.compile(r"Mamba|Recurrent|DeltaNet|DeltaAttention|LightningAtten
 """In the names of transformers' modules that carry a state from token to token."""
 
 
-def refuse_recurrent(net: nn.Module, model_type: str) -> None:
-    """Raise ModelNotSupported if a layer of the model is recurrent, alone or next to attention."""
+def refuse_recurrent(config: EngineConfig, net: Any) -> None:
+    """Raise ModelNotSupported if a layer of the model is recurrent, and has no replacement that takes back a rejected
+    draft (recurrent/replacement.py), or if a setting does not go together with such a layer."""
+    model_type, found = net.config.get_text_config().model_type, False
     for module in net.modules():
         kind = type(module).__name__
-        if _RECURRENT.search(kind) and not isinstance(module, PreTrainedModel):
+        if is_replaced(module):
+            found = True
+        elif _RECURRENT.search(kind) and not isinstance(module, PreTrainedModel):
             raise ModelNotSupported(
                 f"model: {model_type} has recurrent layers ({kind}), whose state cannot take back a rejected draft "
-                "or be shared by page; only models of attention layers are served"
+                "or be shared by page"
             )
+    if found and not attention_layers(net.config.get_text_config()):
+        raise ModelNotSupported(f"model: {model_type} has no layer with attention")
+    if found:
+        refuse(OF_RECURRENT, LoadedFiles(config, model_type=model_type), ModelNotSupported)
 
 
 @torch.inference_mode()

@@ -37,6 +37,19 @@ def is_replaced(module: nn.Module) -> bool:
     return type(module).__name__ in REPLACEMENTS
 
 
+def planned_layers(net: nn.Module) -> dict[int, RecurrentLayer]:
+    """Return what `replace_recurrent` would, for the sizes of states; the model is not changed, and may have no memory
+    yet."""
+    found: dict[int, RecurrentLayer] = {}
+    for module in net.modules():
+        if (make := REPLACEMENTS.get(type(module).__name__)) is not None:
+            try:
+                found |= recurrent_layers(make(module))
+            except ValueError as error:
+                raise ModelNotSupported(f"model: {type(module).__name__} has {error}") from error
+    return found
+
+
 def replace_recurrent(net: nn.Module) -> dict[int, RecurrentLayer]:
     """Replace the recurrent modules of a model on a CPU; return them by the numbers of their layers.
 

@@ -1,0 +1,204 @@
+"""Models with recurrent layers: the tokens are transformers' own, whatever drafts are accepted and whatever happens.
+
+The workload and the events are those of test_lossless.py. Not responsible for: the layers (see model/recurrent/), the
+choice of snapshots (see core/test_state_snapshots.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gpu_engine.core.engine import Engine
+from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
+from tests.gpu_engine import hybrids, tiny
+from tests.gpu_engine.adapters.files import save_lora
+from tests.gpu_engine.beams import of_transformers, search, search_all
+from tests.gpu_engine.harness import (
+    Answer,
+    answer_all,
+    answer_each,
+    ask,
+    config,
+    running,
+    tokens,
+    unguided_engine,
+    with_drafts,
+)
+from tests.gpu_engine.model.recurrent.families import CONFIGS
+from tests.gpu_engine.processor_cases import SETTING, processed
+from tests.gpu_engine.test_lossless import EVENTS, LENGTH, UNHURRIED, WORKLOAD
+from tests.gpu_engine.toy_sidecar import guided_engine
+
+PROMPTS = [tokens(count, seed, repeat=count // 3) for seed, count in enumerate((3, 20, 33, 17, 50, 40))]
+LENGTHS = (30, 12, 24, 30, 9, 18)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from a family's name to the folder of its tiny model."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = hybrids.save(family, tmp_path_factory.mktemp("hybrid"))
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def hybrid(family: str, folders: Callable[[str], Path]) -> LoadedModel:
+    """A tiny model of the family in float32."""
+    return load_model(config(model=str(folders(family))))
+
+
+@pytest.fixture(scope="module")
+def expected(hybrid: LoadedModel) -> list[list[int]]:
+    """Transformers' own greedy answers to `PROMPTS`."""
+    return [tiny.generate(Path(hybrid.name), prompt, length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
+
+
+def asked() -> list[Answer]:
+    return [ask(p, max_tokens=length, ignore_eos=True) for p, length in zip(PROMPTS, LENGTHS, strict=True)]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3, 7])
+def test_any_pattern_of_accepted_drafts_gives_the_tokens_of_transformers(
+    hybrid: LoadedModel, expected: list[list[int]], num_drafts: int
+) -> None:
+    """One by one, which fills the prefix cache, then at once with some sequences that are cancelled."""
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    with running(hybrids.engine_of_oracle(hybrid, texts, num_drafts, num_drafts)) as engine:
+        assert answer_each(engine, asked()) == expected
+        ends = random.Random(num_drafts)
+        kept, cancelled = asked(), asked()
+        for answer in cancelled:
+            at = ends.randrange(1, 12)
+            answer.on_event = lambda each, at=at: cancel(engine, each, at)
+        assert (
+            answer_all(engine, [each for pair in zip(kept, cancelled, strict=True) for each in pair])[::2] == expected
+        )
+        for answer, whole in zip(cancelled, expected, strict=True):
+            assert answer.tokens == whole[: len(answer.tokens)]
+        stats = engine.stats()
+        assert stats.cached_tokens > 60
+        assert (stats.accepted_draft_tokens > 60) == (num_drafts > 0)
+        assert (stats.draft_tokens > stats.accepted_draft_tokens + 20) == (num_drafts > 0)
+
+
+def cancel(engine: Engine, answer: Answer, at: int) -> None:
+    if len(answer.tokens) >= at and not answer.over:
+        engine.abort(answer.request.request_id)
+
+
+# -- everything that a request may have, and what may happen ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapted(
+    family: str, folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[LoadedModel, dict[str, Any]]:
+    """A model that takes adapters, and the settings of its engines."""
+    folder = folders(family)
+    lora = save_lora(folder, tmp_path_factory.mktemp("l"), seed=1, gain=2.0)
+    fields = {"model": str(folder), "adapters": (f"l={lora}",)}
+    return load_model(config(**fields)), {**fields, "logits_processors": SETTING, "max_model_len": LENGTH}
+
+
+def made(engine: Engine) -> list[Answer]:
+    """Return the answers of the workload, without prompt adapters and tensors of the model."""
+    (lora,) = (use.adapter for use in engine.adapters.listed())
+    answers = []
+    for case in WORKLOAD:
+        if not case.prompt:
+            answers.append(processed(engine.processors, case.make(), *case.processors))
+            answers[-1].change(lora=lora if case.lora else None)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answered(adapted: tuple[LoadedModel, dict[str, Any]]) -> list[Any]:
+    """The workload, one request at a time and one token a step."""
+    model, settings = adapted
+    with guided_engine(model, config(drafter="none", **settings, **UNHURRIED)) as (engine, _):
+        answers = made(engine)
+        answer_each(engine, answers)
+    return [(answer.tokens, answer.finish, answer.logprobs) for answer in answers]
+
+
+def rows() -> list[Any]:
+    """Return two events of each family; the events of the first family, and no others, are not slow."""
+    return [
+        pytest.param(family, event, id=f"{family}, {event}", marks=[] if not i and j % 3 == 0 else [pytest.mark.slow])
+        for i, family in enumerate(CONFIGS)
+        for j, event in enumerate(EVENTS)
+        if not i or (i + j) % 4 == 0
+    ]
+
+
+@pytest.mark.parametrize(("family", "event"), rows(), indirect=["family"])
+def test_tokens_depend_on_no_event(
+    adapted: tuple[LoadedModel, dict[str, Any]], answered: list[Any], event: str
+) -> None:
+    model, settings = adapted
+    happens, fields = EVENTS[event]
+    drafts = {"drafter": "ngram", "num_draft_tokens": 3, "jump_forward_tokens": 7}
+    with guided_engine(model, config(**{**settings, **fields, **drafts})) as (engine, grammar):
+        answers = made(engine)
+        happens(engine, grammar, answers)
+    assert [(answer.tokens, answer.finish, answer.logprobs) for answer in answers] == answered
+
+
+def test_beams_are_those_of_transformers(folders: Callable[[str], Path]) -> None:
+    folder = folders("lfm2")
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_model(config(model=str(folder)))
+    searches = [search(PROMPTS[i], 2 + i % 2, max_tokens=9 + i) for i in range(1, 4)]
+    with unguided_engine(model, with_drafts(0, kv_cache_tokens=256)) as engine:
+        search_all(engine, searches)
+    for answer in searches:
+        ids, scores = of_transformers(net, answer.request)
+        assert answer.tokens == ids
+        assert answer.scores == pytest.approx(scores, abs=1e-4)
+
+
+def test_questions_after_one_system_prompt_resume_from_its_state(folders: Callable[[str], Path]) -> None:
+    model, system = load_model(config(model=str(folders("lfm2")))), tokens(70, 9)
+    prompts = [system + tokens(20, seed) for seed in (1, 2, 3, 3)]
+
+    def ask_each(**fields: Any) -> tuple[list[list[int]], list[int]]:
+        answers = [ask(prompt, max_tokens=12, ignore_eos=True) for prompt in prompts]
+        with unguided_engine(model, config(max_batched_tokens=128, **fields)) as engine:
+            found = answer_each(engine, answers)
+        return found, [answer.telemetry.cached_tokens for answer in answers]
+
+    without, cached = ask_each(prefix_cache=False)
+    assert cached == [0, 0, 0, 0]
+    # The second question keeps the state where it leaves the first one, after 64 tokens. The last is the third again.
+    assert ask_each() == (without, [0, 0, 64, 80])
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: cannot be combined with the recurrent layers of lfm2"),
+        ({"role": "prefill"}, "role: prefill cannot be combined with the recurrent layers of lfm2"),
+        ({"drafter": "mtp"}, "drafter: mtp cannot be combined with the recurrent layers of lfm2"),
+    ],
+)
+def test_what_recurrent_layers_refuse(folders: Callable[[str], Path], settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelNotSupported, match=f"^{reason}"):
+        load_model(config(model=str(folders("lfm2")), **settings))
