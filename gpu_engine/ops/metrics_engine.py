@@ -24,6 +24,8 @@ _GAUGES = (
     ("kv_pages_used", "KV pages in use", "pages_used"),
     ("kv_pages_cached", "KV pages without an owner, reusable by prefix match", "pages_cached"),
     ("kv_pages", "Number of KV pages", "num_pages"),
+    ("state_snapshots", "Recurrent states that the prefix cache resumes from", "snapshots"),
+    ("state_snapshots_max", "Places for these states; 0: the model has no recurrent layers", "max_snapshots"),
 )
 _OF_VLLM: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("vllm:num_requests_running", "lockstep_sequences_running under vLLM's name", lambda stats: stats.running),
