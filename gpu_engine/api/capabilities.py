@@ -346,9 +346,8 @@ OF_RECURRENT: Sequence[Refusal[LoadedFiles]] = (
         lambda c: c.engine.transfer.moves_pages, {"role": "decode", "prefill_from": ("h:1",)},
     ),
     Refusal(
-        "drafter", "{c.engine.drafter} cannot be combined with the recurrent layers of {c.model_type}",
-        lambda c: c.engine.drafter in ("eagle3", "dflash", "mtp") and c.engine.num_drafts > 0,
-        {"drafter": "mtp"},
+        "drafter", "mtp cannot be combined with the recurrent layers of {c.model_type}",
+        lambda c: c.engine.drafter == "mtp" and c.engine.num_drafts > 0, {"drafter": "mtp"},
     ),
 )  # fmt: skip
 """Checked when a model with recurrent layers is loaded."""
