@@ -110,7 +110,7 @@ def refuse_recurrent(config: EngineConfig, net: Any) -> None:
     model_type, found = net.config.get_text_config().model_type, False
     for module in net.modules():
         kind = type(module).__name__
-        if is_replaced(module):
+        if is_replaced(module) or any(map(is_replaced, module.children())):  # a layer around it
             found = True
         elif _RECURRENT.search(kind) and not isinstance(module, PreTrainedModel):
             raise ModelNotSupported(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gpu_engine.core.engine import Engine
-from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
+from gpu_engine.model.loader import ModelNotSupported, load_model
 from tests.gpu_engine import hybrids, tiny
 from tests.gpu_engine.adapters.files import save_lora
 from tests.gpu_engine.beams import of_transformers, search, search_all
@@ -38,48 +39,42 @@ from tests.gpu_engine.toy_sidecar import guided_engine
 
 PROMPTS = [tokens(count, seed, repeat=count // 3) for seed, count in enumerate((3, 20, 33, 17, 50, 40))]
 LENGTHS = (30, 12, 24, 30, 9, 18)
+FAST = ("lfm2", "qwen3_5", "bamba", "jamba")
+"""Short convolutions, delta nets, and the mixers of Mamba 2 and 1."""
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function from a family's name to the folder of its tiny model."""
-    made: dict[str, Path] = {}
 
+    @cache
     def folder(family: str) -> Path:
-        if family not in made:
-            made[family] = hybrids.save(family, tmp_path_factory.mktemp("hybrid"))
-        return made[family]
+        return hybrids.save(family, tmp_path_factory.mktemp("hybrid"))
 
     return folder
-
-
-@pytest.fixture(scope="module", params=CONFIGS)
-def family(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-@pytest.fixture(scope="module")
-def hybrid(family: str, folders: Callable[[str], Path]) -> LoadedModel:
-    """A tiny model of the family in float32."""
-    return load_model(config(model=str(folders(family))))
-
-
-@pytest.fixture(scope="module")
-def expected(hybrid: LoadedModel) -> list[list[int]]:
-    """Transformers' own greedy answers to `PROMPTS`."""
-    return [tiny.generate(Path(hybrid.name), prompt, length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
 
 
 def asked() -> list[Answer]:
     return [ask(p, max_tokens=length, ignore_eos=True) for p, length in zip(PROMPTS, LENGTHS, strict=True)]
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3, 7])
+def every(numbers: tuple[int, ...]) -> list[Any]:
+    """Return each family with each number of drafts; slow but for the most drafts of one family of each layer kind."""
+    return [
+        pytest.param(family, n, marks=[] if family in FAST and n == max(numbers) else [pytest.mark.slow])
+        for family in CONFIGS
+        for n in numbers
+    ]
+
+
+@pytest.mark.parametrize(("family", "num_drafts"), every((0, 3, 7)))
 def test_any_pattern_of_accepted_drafts_gives_the_tokens_of_transformers(
-    hybrid: LoadedModel, expected: list[list[int]], num_drafts: int
+    folders: Callable[[str], Path], family: str, num_drafts: int
 ) -> None:
     """One by one, which fills the prefix cache, then at once with some sequences that are cancelled."""
+    folder = folders(family)
+    hybrid = load_model(config(model=str(folder)))
+    expected = [tiny.generate(folder, prompt, length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
     with running(hybrids.engine_of_oracle(hybrid, texts, num_drafts, num_drafts)) as engine:
         assert answer_each(engine, asked()) == expected
@@ -107,17 +102,6 @@ def cancel(engine: Engine, answer: Answer, at: int) -> None:
 # -- everything that a request may have, and what may happen ----------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def adapted(
-    family: str, folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[LoadedModel, dict[str, Any]]:
-    """A model that takes adapters, and the settings of its engines."""
-    folder = folders(family)
-    lora = save_lora(folder, tmp_path_factory.mktemp("l"), seed=1, gain=2.0)
-    fields = {"model": str(folder), "adapters": (f"l={lora}",)}
-    return load_model(config(**fields)), {**fields, "logits_processors": SETTING, "max_model_len": LENGTH}
-
-
 def made(engine: Engine) -> list[Answer]:
     """Return the answers of the workload, without prompt adapters and tensors of the model."""
     (lora,) = (use.adapter for use in engine.adapters.listed())
@@ -129,37 +113,33 @@ def made(engine: Engine) -> list[Answer]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def answered(adapted: tuple[LoadedModel, dict[str, Any]]) -> list[Any]:
-    """The workload, one request at a time and one token a step."""
-    model, settings = adapted
-    with guided_engine(model, config(drafter="none", **settings, **UNHURRIED)) as (engine, _):
-        answers = made(engine)
-        answer_each(engine, answers)
-    return [(answer.tokens, answer.finish, answer.logprobs) for answer in answers]
-
-
 def rows() -> list[Any]:
-    """Return two events of each family; the events of the first family, and no others, are not slow."""
-    return [
-        pytest.param(family, event, id=f"{family}, {event}", marks=[] if not i and j % 3 == 0 else [pytest.mark.slow])
-        for i, family in enumerate(CONFIGS)
-        for j, event in enumerate(EVENTS)
-        if not i or (i + j) % 4 == 0
+    """Return an event of each family, and some more of the first one; the others' are slow."""
+    others = [family for family in CONFIGS if family != "lfm2"]
+    found = [pytest.param("lfm2", event, id=f"lfm2, {event}") for event in ("preempted", "late")]
+    return found + [
+        pytest.param(family, event, id=f"{family}, {event}", marks=pytest.mark.slow)
+        for family, event in zip(others, (*EVENTS, *EVENTS), strict=False)
     ]
 
 
-@pytest.mark.parametrize(("family", "event"), rows(), indirect=["family"])
-def test_tokens_depend_on_no_event(
-    adapted: tuple[LoadedModel, dict[str, Any]], answered: list[Any], event: str
-) -> None:
-    model, settings = adapted
-    happens, fields = EVENTS[event]
+@pytest.mark.parametrize(("family", "event"), rows())
+def test_tokens_depend_on_no_event(folders: Callable[[str], Path], tmp_path: Path, family: str, event: str) -> None:
+    folder = folders(family)
+    fields = {"model": str(folder), "adapters": (f"l={save_lora(folder, tmp_path, seed=1, gain=2.0)}",)}
+    model, settings = load_model(config(**fields)), {**fields, "logits_processors": SETTING, "max_model_len": LENGTH}
+    happens, options = EVENTS[event]
     drafts = {"drafter": "ngram", "num_draft_tokens": 3, "jump_forward_tokens": 7}
-    with guided_engine(model, config(**{**settings, **fields, **drafts})) as (engine, grammar):
+    with guided_engine(model, config(drafter="none", **settings, **UNHURRIED)) as (engine, _):
+        expected = made(engine)
+        answer_each(engine, expected)
+    with guided_engine(model, config(**{**settings, **options, **drafts})) as (engine, grammar):
         answers = made(engine)
         happens(engine, grammar, answers)
-    assert [(answer.tokens, answer.finish, answer.logprobs) for answer in answers] == answered
+    found, wanted = (
+        [(answer.tokens, answer.finish, answer.logprobs) for answer in each] for each in (answers, expected)
+    )
+    assert found == wanted
 
 
 def test_beams_are_those_of_transformers(folders: Callable[[str], Path]) -> None:

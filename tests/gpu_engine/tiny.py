@@ -19,7 +19,6 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     DiffLlamaConfig,
-    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -45,7 +44,6 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
-    Qwen3NextConfig,
     StableLmConfig,
     Starcoder2Config,
 )
@@ -156,22 +154,6 @@ def qwen3_moe() -> PreTrainedConfig:
 def mamba() -> PreTrainedConfig:
     """Return a family without attention."""
     return MambaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2)
-
-
-def qwen3_next() -> PreTrainedConfig:
-    """Return a hybrid: a layer of linear attention, and one of attention."""
-    experts: dict[str, Any] = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    }
-    return Qwen3NextConfig(**_SHAPE, **experts, head_dim=32, layer_types=["linear_attention", "full_attention"])
-
-
-def falcon_h1() -> PreTrainedConfig:
-    """Return a hybrid whose layers have attention and a state-space block side by side."""
-    return FalconH1Config(**_SHAPE, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16)
 
 
 def gemma4() -> PreTrainedConfig:
