@@ -1,6 +1,6 @@
 """Models with recurrent layers: the tokens are transformers' own, whatever drafts are accepted and whatever happens.
 
-The workload and the events are those of test_lossless.py. Not responsible for: the layers (see model/recurrent/), the
+The workload and the events are those of workload.py. Not responsible for: the layers (see model/recurrent/), the
 choice of snapshots (see core/test_state_snapshots.py).
 """
 
@@ -34,8 +34,8 @@ from tests.gpu_engine.harness import (
 )
 from tests.gpu_engine.model.recurrent.families import CONFIGS
 from tests.gpu_engine.processor_cases import SETTING, processed
-from tests.gpu_engine.test_lossless import EVENTS, LENGTH, UNHURRIED, WORKLOAD
 from tests.gpu_engine.toy_sidecar import guided_engine
+from tests.gpu_engine.workload import EVENTS, LENGTH, UNHURRIED, WORKLOAD
 
 PROMPTS = [tokens(count, seed, repeat=count // 3) for seed, count in enumerate((3, 20, 33, 17, 50, 40))]
 LENGTHS = (30, 12, 24, 30, 9, 18)
