@@ -100,7 +100,8 @@ def packed_bytes(kind: BlockKind, shape: tuple[int, int]) -> int:
 
 
 def can_multiply_blocks() -> bool:
-    """Return whether this CPU multiplies bytes fast enough for blocks to pay: x86-64 with AVX2."""
+    """Return whether this CPU multiplies bytes fast enough for blocks to pay: x86-64 with AVX2, or aarch64 with dot
+    products of bytes (Armv8.2)."""
     return int(native().lockstep_cpu_level()) >= 3
 
 
@@ -235,7 +236,7 @@ class PackedBlocks:
     def _allocate(self, kind: BlockKind, shape: tuple[int, int], offsets: bool, bias: torch.Tensor | None) -> None:
         self.kind, (self.num_outputs, self.num_inputs) = kind, shape
         assert self.num_inputs % BLOCK == 0, self.num_inputs
-        assert can_multiply_blocks(), "this CPU has no AVX2"
+        assert can_multiply_blocks(), "this CPU has neither AVX2 nor aarch64's dot products"
         groups, blocks = -(-self.num_outputs // _GROUP), self.num_inputs // BLOCK
         self.quants = torch.empty(groups, blocks, 2, self._words, _LANES, 4, dtype=torch.uint8)
         self.scales = torch.empty(groups, blocks, _GROUP, dtype=torch.float16)

@@ -6,9 +6,9 @@
  * the inputs. Invariant: an output depends only on its own row, bit for bit, for any number of rows and threads.
  *
  * Packed weights: 16 outputs are the lanes of a vector, and four neighbouring inputs of an output are the bytes of a lane, as
- * the dot product of bytes wants them (VNNI's vpdpbusd; pairs of vpmaddubsw elsewhere). The bytes are unsigned: 0 to 15, or
- * the 8-bit integer plus 128. Needs AVX2, FMA and F16C. Not
- * responsible for: the choice of a format (see gpu_engine/model/quantised).
+ * the dot product of bytes wants them (VNNI's vpdpbusd; pairs of vpmaddubsw with AVX2; sdot on aarch64). The bytes are
+ * unsigned: 0 to 15, or the 8-bit integer plus 128. Needs AVX2, FMA and F16C, or aarch64's dot products. Not responsible
+ * for: the choice of a format (see gpu_engine/model/quantised).
  */
 #ifndef LOCKSTEP_BLOCKS_H
 #define LOCKSTEP_BLOCKS_H
@@ -16,7 +16,11 @@
 #include "simd.h"
 #include "team.h"
 
+#if defined(__x86_64__)
 #include <immintrin.h>
+#else
+#include <arm_neon.h>
+#endif
 
 #define QBLOCK 32 /* inputs of a block */
 #define LANES 16  /* outputs of a vector */
@@ -77,6 +81,10 @@ INLINE struct block_rows block_rows_at(uint8_t *memory, int64_t rows, int64_t in
 INLINE v16f half16(const uint16_t *p) {
 #if defined(__AVX512F__)
     return (v16f)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__aarch64__)
+    float32x4_t four[4];
+    for (int i = 0; i < 4; i++) four[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
+    return load_f32(four);
 #else
     __m256 half[2] = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
                       _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
@@ -84,11 +92,24 @@ INLINE v16f half16(const uint16_t *p) {
 #endif
 }
 
+/* a * b + c, rounded once: a product has the same bits on every unit. */
 INLINE v16f fused_add(v16f a, v16f b, v16f c) {
 #if defined(__AVX512F__)
     return (v16f)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__aarch64__)
+    float32x4_t x[4], y[4], z[4];
+    memcpy(x, &a, sizeof a);
+    memcpy(y, &b, sizeof b);
+    memcpy(z, &c, sizeof c);
+    for (int i = 0; i < 4; i++) z[i] = vfmaq_f32(z[i], x[i], y[i]);
+    return load_f32(z);
 #else
-    return a * b + c;
+    __m256 x[2], y[2], z[2];
+    memcpy(x, &a, sizeof a);
+    memcpy(y, &b, sizeof b);
+    memcpy(z, &c, sizeof c);
+    for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+    return load_f32(z);
 #endif
 }
 
@@ -103,7 +124,15 @@ INLINE v16i splat_int(int32_t x) { return (v16i){x, x, x, x, x, x, x, x, x, x, x
 #define UNROLL_DOTS _Pragma("GCC unroll 1")
 #endif
 
-#if !defined(__AVX512VNNI__)
+/* What a block of 8-bit weights begins with, of which `count` is the sum of the activations' integers. The dot products of
+ * x86-64 take weights without a sign, 128 too large; those of aarch64 take them with one. */
+#if defined(__x86_64__)
+#define WIDE_START(count) (-128 * (count))
+#else
+#define WIDE_START(count) (0 * (count))
+#endif
+
+#if defined(__x86_64__) && !defined(__AVX512VNNI__)
 /* Pairs of bytes into 16 bits saturate from 2 * 127 * 129 on, so 8-bit weights go in halves of 4 bits. */
 INLINE __m256i dot_half(__m256i sum, __m256i w, __m256i x, int wide) {
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
@@ -115,11 +144,24 @@ INLINE __m256i dot_half(__m256i sum, __m256i w, __m256i x, int wide) {
 }
 #endif
 
-/* sum + the products of four unsigned bytes of every lane with the four signed bytes of x. */
+/* sum + the products of four bytes of every lane with the four signed bytes of x; the lanes' bytes have no sign, except
+ * where WIDE_START says so. */
 INLINE v16i dot4(v16i sum, v16u w, int32_t x, int wide) {
 #if defined(__AVX512VNNI__)
     (void)wide;
     return (v16i)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__aarch64__)
+    int32x4_t s[4];
+    uint8x16_t v[4];
+    const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(x));
+    memcpy(s, &sum, sizeof sum);
+    memcpy(v, &w, sizeof w);
+    for (int i = 0; i < 4; i++) {
+        const uint8x16_t bytes = wide ? veorq_u8(v[i], vdupq_n_u8(128)) : v[i];
+        s[i] = vdotq_s32(s[i], vreinterpretq_s8_u8(bytes), four);
+    }
+    memcpy(&sum, s, sizeof sum);
+    return sum;
 #else
     __m256i s[2], v[2], four = _mm256_set1_epi32(x);
     memcpy(s, &sum, sizeof sum);
@@ -149,8 +191,8 @@ INLINE void quantise_blocks(const float *x, int64_t stride, int64_t count, const
     memcpy(inverse, &ratio, sizeof ratio);
     for (int64_t i = 0; i < count; i++) {
         v16f a = load_f32(x + i * stride), b = load_f32(x + i * stride + 16);
-        a = (a * splat(inverse[i]) + magic) - magic;
-        b = (b * splat(inverse[i]) + magic) - magic;
+        a = fused_add(a, splat(inverse[i]), magic) - magic;
+        b = fused_add(b, splat(inverse[i]), magic) - magic;
         each[i] = a + b;
         v16c qa = __builtin_convertvector(__builtin_convertvector(a, v16i), v16c);
         v16c qb = __builtin_convertvector(__builtin_convertvector(b, v16i), v16c);
@@ -201,7 +243,7 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
         /* The hardware's own prefetch begins anew at every page. */
         for (int64_t line = 0; line < 2 * bytes; line += 64) __builtin_prefetch(q + 2 * k * bytes + FETCH_AHEAD + line);
         UNROLL_8 for (int t = 0; t < rows; t++) sum[t][0] = sum[t][1] =
-            splat_int(form == OF_4_BITS ? 0 : -128 * xc[t * blocks + k]);
+            splat_int(form == OF_4_BITS ? 0 : WIDE_START(xc[t * blocks + k]));
         UNROLL_DOTS for (int i = 0; i < 8; i++) {
             const int j = form == OF_4_BITS ? i / 2 + i % 2 * 4 : i; /* both halves of a byte, one after the other */
             v16u a = part_of(q, 2 * k, j, form), b = part_of(q, 2 * k + 1, j, form);

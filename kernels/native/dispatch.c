@@ -32,7 +32,6 @@ struct short_conv_args;
 
 DECLARE(baseline)
 
-#if defined(__x86_64__)
 #define DECLARE_BLOCKS(variant)                                                                                        \
     DECLARE(variant)                                                                                                   \
     void lockstep_block_linear_##variant(const struct block_linear_args *);                                            \
@@ -40,6 +39,7 @@ DECLARE(baseline)
     void lockstep_forward_##variant(const struct forward_args *);                                                      \
     void lockstep_forward_head_##variant(const struct forward_args *, const struct accept_args *);
 
+#if defined(__x86_64__)
 DECLARE_BLOCKS(x86_64_v3)
 DECLARE_BLOCKS(x86_64_v4)
 DECLARE_BLOCKS(x86_64_vnni)
@@ -67,7 +67,18 @@ static int level(void) {
     (level() == 5   ? name##_x86_64_vnni(__VA_ARGS__)                                                                  \
      : level() == 4 ? name##_x86_64_v4(__VA_ARGS__)                                                                    \
                     : name##_x86_64_v3(__VA_ARGS__))
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+
+DECLARE_BLOCKS(aarch64_dot)
+
+static int level(void) { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? 8 : 0; }
+
+#define CALL(name, ...) (level() == 8 ? name##_aarch64_dot(__VA_ARGS__) : name##_baseline(__VA_ARGS__))
+#define CALL_BLOCKS(name, ...) name##_aarch64_dot(__VA_ARGS__)
 #else
+static int level(void) { return 0; }
+
 #define CALL(name, ...) name##_baseline(__VA_ARGS__)
 #endif
 
@@ -99,16 +110,10 @@ void lockstep_gumbel(uint64_t seed, uint32_t position, int64_t n, float *out) {
     CALL(lockstep_gumbel, seed, position, n, out);
 }
 
-/* 1: no AVX2; 3: AVX2 and FMA; 4: AVX-512; 5: AVX-512 with VNNI. Other architectures: 0. */
-int32_t lockstep_cpu_level(void) {
-#if defined(__x86_64__)
-    return level();
-#else
-    return 0;
-#endif
-}
+/* 1: no AVX2; 3: AVX2 and FMA; 4: AVX-512; 5: AVX-512 with VNNI; 8: aarch64 with dot products of bytes; 0: others. */
+int32_t lockstep_cpu_level(void) { return level(); }
 
-#if defined(__x86_64__)
+#if defined(CALL_BLOCKS)
 /* Products over blocks: the caller has seen that lockstep_cpu_level is at least 3. */
 void lockstep_block_linear(const struct block_linear_args *a) { CALL_BLOCKS(lockstep_block_linear, a); }
 

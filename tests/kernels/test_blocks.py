@@ -19,19 +19,9 @@ from kernels.blocks import (
     quantised,
 )
 from kernels.library import native
+from tests.kernels.block_cases import rand, with_offsets
 
 pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
-
-
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def with_offsets(N: int, K: int) -> Blocks:
-    """8 bits with offsets, and integers of the whole range."""
-    made = quantised(rand(N, K), BlockKind.Q8)
-    quants_NK = torch.randint(-128, 128, (N, K), generator=torch.Generator().manual_seed(1)).to(torch.int8)
-    return Blocks(BlockKind.Q8, quants_NK, made.scales_NB, rand(N, K // BLOCK).half())
 
 
 def rounded(x_MK: torch.Tensor) -> torch.Tensor:
@@ -94,19 +84,19 @@ def test_joined_matrices_of_different_kinds_lose_nothing() -> None:
     torch.testing.assert_close(PackedBlocks(whole)(x_MK)[:, :16], PackedBlocks(parts[0])(x_MK), rtol=1e-5, atol=1e-5)
 
 
-def test_every_variant_that_this_cpu_runs_gives_the_same_numbers() -> None:
+def test_every_variant_that_this_cpu_runs_gives_the_same_bits() -> None:
     """The slower variants are compiled for CPUs without the instruction, which no test machine may be."""
     names = {3: ["x86_64_v3"], 4: ["x86_64_v3", "x86_64_v4"], 5: ["x86_64_v3", "x86_64_v4", "x86_64_vnni"]}
     library, x_MK = native(), rand(5, 96)
     for case in CASES.values():
-        product = PackedBlocks(case(40, 96))
+        product = PackedBlocks(case(40, 96), rand(40, seed=2))
         want_MN = product(x_MK)
-        for name in names[int(library.lockstep_cpu_level())]:
+        for name in names.get(int(library.lockstep_cpu_level()), []):
             out_MN = torch.empty_like(want_MN)
             scratch = torch.empty(5 * (96 + 3 * 12) + 256, dtype=torch.uint8)
             args = blocks._LinearArgs(product.args, x_MK.data_ptr(), out_MN.data_ptr(), scratch.data_ptr(), 5, 0)
             library[f"lockstep_block_linear_{name}"](ctypes.byref(args))
-            torch.testing.assert_close(out_MN, want_MN, rtol=1e-6, atol=1e-6)
+            assert torch.equal(out_MN, want_MN), name
 
 
 def test_rows_of_another_width_are_rejected() -> None:

@@ -36,8 +36,6 @@ TESTS = (
     *("test_accept.py", "test_blocks.py", "test_fused.py", "test_fused_attention.py", "test_low_rank.py"),
     *("test_paged_attention.py", "test_recurrent.py", "test_suffix.py", "test_team.py"),
 )
-ROUNDED = "tests/kernels/test_blocks.py::test_every_variant_that_this_cpu_runs_gives_the_same_numbers"
-"""Variants round alike at -O3; at -O1 they differ by 2.5e-6, above the bound of the test."""
 LEVELS = {"baseline": 1, "x86_64_v3": 3, "x86_64_v4": 4, "x86_64_vnni": 5}
 """Vector unit -> the level at which dispatch.c calls its kernels."""
 pytestmark = [pytest.mark.slow, pytest.mark.sanitizers]
@@ -85,14 +83,12 @@ def test_kernels_of_a_vector_unit_have_no_undefined_behaviour(
     tests = [f"tests/kernels/{name}" for name in TESTS]
     # Products over blocks, which no CPU at the first level calls, are linked all the same.
     with_variant = [f"{variant}.c", *(["x86_64_v3.c"] if level == 1 else []), "dispatch.c", *SCALAR]
-    run_over_copy(
-        root, tmp_path, with_variant, ("-O0", "-g1", *UNDEFINED), [*tests, "--deselect", ROUNDED], level=level
-    )
+    run_over_copy(root, tmp_path, with_variant, ("-O0", "-g1", *UNDEFINED), tests, level=level)
 
 
 def test_kernels_have_no_bad_access(root: Path, tmp_path: Path) -> None:
     tests = [f"tests/kernels/{name}" for name in TESTS]
-    run_over_copy(root, tmp_path, SOURCES, ("-O1", *ADDRESS), [*tests, "--deselect", ROUNDED])
+    run_over_copy(root, tmp_path, SOURCES, ("-O1", *ADDRESS), tests)
 
 
 def run_over_copy(
@@ -134,8 +130,9 @@ def run_over_copy(
 def set_level(dispatch: Path, level: int) -> None:
     """Have a copy of dispatch.c call the kernels of one level; what it no longer calls needs not to be there."""
     text, begin = dispatch.read_text(), "static int level(void) {"
-    assert text.count(begin) == 1
-    dispatch.write_text(text.replace(begin, f"#define level() {level}\nstatic int(detected)(void) {{"))
+    # The first is that of x86-64.
+    dispatch.write_text(text.replace(begin, f"#define level() {level}\nstatic int(detected)(void) {{", 1))
+    assert dispatch.read_text() != text
 
 
 def build(package: Path, sources: Sequence[str], options: Sequence[str]) -> None:

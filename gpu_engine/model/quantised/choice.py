@@ -63,7 +63,7 @@ def quantise(
         return scale(config, net, checkpoint, torch.device(config.device), why_not)
     wanted, possible = config.quantization, can_multiply()
     if wanted not in ("none", "auto") and not possible:
-        raise ModelNotSupported(f"quantization: {wanted} needs a CPU with AVX2, and this one has none")
+        raise ModelNotSupported(f"quantization: {wanted} needs a CPU with AVX2, or an aarch64 one with dot products")
     if checkpoint is not None:
         why = _why_dequantised(config, possible, net, checkpoint)
         if why is not None:
@@ -165,7 +165,7 @@ def products_while_reading(
     """
     wanted, possible = config.quantization, can_multiply()
     if wanted not in ("none", "auto") and not possible:
-        raise ModelNotSupported(f"quantization: {wanted} needs a CPU with AVX2, and this one has none")
+        raise ModelNotSupported(f"quantization: {wanted} needs a CPU with AVX2, or an aarch64 one with dot products")
     if wanted == "none":
         return None
     if wanted == "auto":
@@ -256,7 +256,7 @@ def _why_dequantised(
     if config.quantization == "none":
         return "quantization is none"
     if not possible:
-        return "its integers are multiplied only on CPUs with AVX2"
+        return "its integers are multiplied only on CPUs with AVX2, or of aarch64 with dot products"
     if config.quantization == "auto" and config.dtype != "auto":
         return f"dtype is {config.dtype}"
     return checkpoint.why_no_blocks(net)

@@ -172,7 +172,10 @@ def test_settings_choose_between_the_integers_and_the_weights(
 
 @pytest.mark.parametrize(
     ("device", "words"),
-    [("cuda", "it states no inputs of 8 bits"), ("cpu", "its integers are multiplied only on CPUs with AVX2")],
+    [
+        ("cuda", "it states no inputs of 8 bits"),
+        ("cpu", "its integers are multiplied only on CPUs with AVX2"),
+    ],
 )
 def test_other_processors_get_the_dequantised_weights(
     write: Write, device: str, words: str, caplog: pytest.LogCaptureFixture
