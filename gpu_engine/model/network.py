@@ -29,6 +29,7 @@ from gpu_engine.model.files.reading import (
     header_of,
     num_parameters,
     open_gguf,
+    text_part_of,
     tokenizer_class,
     why_not_read,
 )
@@ -158,13 +159,18 @@ def _read(config: EngineConfig, files: ModelFiles, progress: Progress) -> Networ
             log.info("loading %s through transformers, in full: %s", path, why)
             return None
         weights = own
-    else:
-        weights = SafetensorsWeights(path)
+    whole = configuration_of(path, files.header)
+    configuration = whole if own is not None else text_part_of(whole)
+    if own is None:
+        weights = SafetensorsWeights(path, of_text=configuration is not whole)
     decided = config.on_cpu and files.whole
     with weights:
+        if configuration is not whole:
+            log.info("reading the language model of %s, which takes no images or audio here", path)
+            configuration.tie_word_embeddings = weights.shape("lm_head.weight") is None
         products = products_while_reading(config, weights, own, dtype) if decided else None
         # The dtype of a new model is torch's default for every thread while it is made.
-        net = unfilled(configuration_of(path, files.header), torch.float32 if files.beside else dtype, attention.NAME)
+        net = unfilled(configuration, torch.float32 if files.beside else dtype, attention.NAME)
         if files.beside:
             cast_computed(net, dtype)
         refuse_recurrent(config, net)

@@ -6,6 +6,7 @@ rejected. Not responsible for: using the records (see fusion.py).
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,7 +130,11 @@ def own_logits(model: LoadedModel) -> torch.Tensor:
     net: Any = model.net
     net.set_attn_implementation("eager")
     attention.take_temperatures(net, back=True)
+    kernels = logging.getLogger("transformers.integrations.hub_kernels")
+    level = kernels.level
+    kernels.setLevel(logging.ERROR)  # that its own recurrent layers are slow concerns no user: these are replaced
     logits: torch.Tensor = net(input_ids=_ids(model), use_cache=False).logits[0].float()
+    kernels.setLevel(level)
     attention.take_temperatures(net)
     net.set_attn_implementation(attention.NAME)
     return logits

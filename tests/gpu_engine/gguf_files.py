@@ -122,9 +122,14 @@ def _write_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig, arch: str) ->
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
     if getattr(config, "sliding_window", None) and arch.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)
+    write_vocabulary(writer, tiny.VOCAB)
+
+
+def write_vocabulary(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    """Write a vocabulary of bytes, filled up with padding."""
     letters = [text for text, _ in sorted(_bytes(), key=lambda pair: pair[1])]
     special = ["<|end|>", "<|start|>"]
-    padding = [f"[PAD{at}]" for at in range(tiny.VOCAB - len(letters) - len(special) - 1)]
+    padding = [f"[PAD{at}]" for at in range(vocab_size - len(letters) - len(special) - 1)]
     tokens = [*letters, *special, "ab", *padding]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)

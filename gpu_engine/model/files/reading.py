@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from transformers.pytorch_utils import Conv1D
 
@@ -63,6 +64,19 @@ def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
     config.name_or_path = str(path.parent)
     apply_rope_factors(config, header)
     return config
+
+
+def text_part_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of a checkpoint's language model: the same, if there is no other model or no class."""
+    text: Any = config.get_text_config()
+    if text is config or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return cast(PreTrainedConfig, text)
+    if text.model_type != "qwen3_vl_text":
+        return config
+    # Without images it is Qwen 3: the positions of text are equal in time, height and width.
+    own = {name: value for name, value in text.to_dict().items() if name in vars(Qwen3Config())}
+    rope = {"rope_type": "default", "rope_theta": text.rope_parameters["rope_theta"]}
+    return Qwen3Config(**{**own, "model_type": "qwen3", "rope_parameters": rope})
 
 
 def tokenizer_class(path: Path, header: GGUFHeader) -> Any:

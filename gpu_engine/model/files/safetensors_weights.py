@@ -44,10 +44,11 @@ class SafetensorsWeights:
 
     Args:
         folder: with `model.safetensors`, or with an index of several files.
+        of_text: the model is the language model in a checkpoint that has others next to it, for images or audio.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._files = folder, list[FileBytes]()
+    def __init__(self, folder: Path, *, of_text: bool = False) -> None:
+        self._folder, self._files, self._of_text = folder, list[FileBytes](), of_text
         self._places: dict[str, _Place] = {}
         try:
             for path in files_of(folder):
@@ -71,12 +72,23 @@ class SafetensorsWeights:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a parameter; None: the files have none of that name."""
-        place = self._places.get(name)
+        place = self._place(name)
         return None if place is None else place.shape
+
+    def _place(self, name: str) -> _Place | None:
+        names = [name]
+        if self._of_text:
+            names += [f"model.language_model.{name.removeprefix('model.')}", f"language_model.{name}"]
+        return next((self._places[each] for each in names if each in self._places), None)
+
+    def _of(self, name: str) -> _Place:
+        place = self._place(name)
+        assert place is not None, name
+        return place
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a parameter in memory of its own."""
-        place = self._places[name]
+        place = self._of(name)
         if place.dtype is dtype:
             return torch.from_numpy(place.file.read(place.start, place.num_bytes)).view(dtype).view(place.shape)
         made = torch.empty(place.shape, dtype=dtype)
@@ -87,7 +99,7 @@ class SafetensorsWeights:
 
     def rows(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the number of a row of a parameter, a multiple of 32, and the next rows from it on, [n, K]."""
-        place = self._places[name]
+        place = self._of(name)
         assert place.dtype is not None, name
         for first, raw in place.file.slabs(place.start, math.prod(place.shape[:-1]), place.num_bytes):
             yield first, torch.from_numpy(raw).view(place.dtype).to(dtype)

@@ -6,6 +6,7 @@ import torch
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.model.states import SequenceStates
 
 
 def some_ids(B: int, P: int) -> torch.Tensor:
@@ -27,6 +28,11 @@ def logits(model: LoadedModel, ids_BP: torch.Tensor, *, start: int = 0) -> torch
         AttentionContext(ctx.pages, ctx.page_table_BN, ctx.positions_BP[:, part].contiguous())
         for part in (slice(0, start), slice(start, P))
     ]
+    if model.recurrent:
+        states = SequenceStates(model.recurrent, num_slots=B, max_rows=0)
+        for part, first, count in zip(parts, (0, start), (start, P - start), strict=True):
+            if count:
+                part.recurrent = states.forward(range(B), [first] * B, [count] * B, [count] * B)
     if start:
         model.prefill(ids_BP[:, :start], parts[0])
     return model.logits(ids_BP[:, start:], parts[1]).view(B, P - start, -1).clone()

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 131,
+    "vocab_size": 300,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 4,

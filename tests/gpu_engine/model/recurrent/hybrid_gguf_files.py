@@ -11,6 +11,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from tests.gpu_engine.gguf_files import write_vocabulary
+
 _Array = npt.NDArray[np.float32]
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -223,8 +225,7 @@ def write(net: Any, arch: str, file: Path, kind: str = "F32") -> Path:
     for key, value in {**common, **KEYS[arch](config)}.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
         add[type(value)](f"{arch}.{key}", value)  # type: ignore[operator]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{at}" for at in range(config.vocab_size)])
+    write_vocabulary(writer, config.vocab_size)
     for name, parameter in net.named_parameters():
         for file_name, values in _converted(name, parameter.detach().float().numpy(), config, arch):
             plain = values.ndim != 2 or "conv" in file_name.split(".")[-2] or values.shape[1] % 32

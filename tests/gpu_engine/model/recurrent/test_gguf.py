@@ -14,8 +14,11 @@ from gpu_engine.model.files.filled import fill, refuse_misfits, sources_of, unfi
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
 from gpu_engine.model.files.gguf_weights import GGUFWeights
 from gpu_engine.model.files.reading import configuration_of
+from gpu_engine.model.loader import load_model
 from gpu_engine.model.recording import distance
 from kernels.blocks import can_multiply_blocks
+from tests.gpu_engine.harness import config
+from tests.gpu_engine.model.model_logits import logits, some_ids
 from tests.gpu_engine.model.recurrent.families import CONFIGS, tiny
 from tests.gpu_engine.model.recurrent.hybrid_gguf_files import FAMILIES, write
 
@@ -36,9 +39,19 @@ def test_weights_come_back(tmp_path: Path, arch: str) -> None:
     assert got.keys() == want.keys()
     for name, parameter in want.items():
         torch.testing.assert_close(got[name], parameter, rtol=1e-6, atol=1e-6)
-    ids = torch.arange(40)[None] % own.config.vocab_size
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_a_file_has_the_logits_of_its_model(tmp_path: Path, caplog: pytest.LogCaptureFixture, arch: str) -> None:
+    own = tiny(FAMILIES[arch])
+    file = write(own, arch, tmp_path / "model.gguf")
+    with caplog.at_level("INFO"):
+        model = load_model(config(model=str(file), dtype="float32"))
+    assert not [line for line in caplog.messages if "through transformers" in line]
+    assert model.tokenizer("ab").input_ids[-1] == model.tokenizer.convert_tokens_to_ids("ab")
+    ids_BP = some_ids(1, 40)
     with torch.inference_mode():
-        assert distance(net(ids, use_cache=False).logits, own(ids, use_cache=False).logits) < 1e-5
+        assert distance(logits(model, ids_BP)[0], own(ids_BP, use_cache=False).logits[0]) < 1e-4
 
 
 @pytest.mark.parametrize("arch", ["lfm2", "nemotron_h"])

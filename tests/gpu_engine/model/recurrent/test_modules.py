@@ -53,7 +53,7 @@ def test_outputs_are_those_of_transformers(family: str, dtype: torch.dtype) -> N
             want = original(x_NW[None].to(dtype))[0]
         got = whole(layer_of(made[number], own.config.hidden_size, dtype), x_NW)
         assert got.dtype == dtype
-        assert distance(got, want) < (1e-5 if dtype == torch.float32 else 2e-2)
+        assert distance(got, want) < (1e-5 if dtype == torch.float32 else 6e-2)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
