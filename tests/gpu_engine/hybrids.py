@@ -35,9 +35,9 @@ def configuration(family: str) -> PreTrainedConfig:
     return shape
 
 
-def save(family: str, folder: Path) -> Path:
+def save(family: str, folder: Path, seed: int = 0) -> Path:
     """Write a tiny model of a family to `folder`."""
-    return tiny.save(configuration(family), folder)
+    return tiny.save(configuration(family), folder, seed=seed)
 
 
 class Oracle:
