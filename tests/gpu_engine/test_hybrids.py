@@ -179,16 +179,19 @@ def test_questions_after_one_system_prompt_resume_from_its_state(folders: Callab
     model, system = load_model(config(model=str(folders("lfm2")))), tokens(70, 9)
     prompts = [system + tokens(20, seed) for seed in (1, 2, 3, 3)]
 
-    def ask_each(**fields: Any) -> tuple[list[list[int]], list[int]]:
-        answers = [ask(prompt, max_tokens=12, ignore_eos=True) for prompt in prompts]
+    def ask_each(*, at_once: bool = False, **fields: Any) -> tuple[list[list[int]], list[int]]:
+        answers = [ask(prompt, max_tokens=40, ignore_eos=True) for prompt in prompts]
         with unguided_engine(model, config(max_batched_tokens=128, **fields)) as engine:
-            found = answer_each(engine, answers)
+            found = answer_each(engine, answers[:1])
+            found += (answer_all if at_once else answer_each)(engine, answers[1:])
         return found, [answer.telemetry.cached_tokens for answer in answers]
 
     without, cached = ask_each(prefix_cache=False)
     assert cached == [0, 0, 0, 0]
     # The second question keeps the state where it leaves the first one, after 64 tokens. The last is the third again.
     assert ask_each() == (without, [0, 0, 64, 80])
+    # Each question computes the pages again that the first one has, and gives up its own while the others grow.
+    assert ask_each(at_once=True)[0] == without
 
 
 @pytest.mark.parametrize(
