@@ -19,7 +19,7 @@ from kernels.blocks import BLOCK, packed_bytes
 
 log = logging.getLogger(__name__)
 
-_WORKING, _OF_LOADER = 150_000_000, 50_000_000
+WORKING, OF_LOADER = 150_000_000, 50_000_000
 """For what does not grow with the weights: the probe, tables of positions and activations; the slabs of a thread that
 reads."""
 
@@ -57,7 +57,7 @@ def need_of(net: nn.Module, weights: Weights, products: ReadProducts | None, dty
             del tensors["weight"]
             assert weight.dim() == 2
         kept.update({id(tensor): tensor.numel() * dtype.itemsize for tensor in tensors.values()})
-    return Need(packed + sum(kept.values()), max(2 * joined, head) + _WORKING + loaders() * _OF_LOADER)
+    return Need(packed + sum(kept.values()), max(2 * joined, head) + WORKING + loaders() * OF_LOADER)
 
 
 def refuse_too_large(need: Need, free: int | None, setting: str, *, rounds: bool) -> None:

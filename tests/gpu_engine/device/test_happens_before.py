@@ -48,7 +48,7 @@ def test_streams_without_an_event_between_them_race_where_one_writes(stream: Rec
     stream.kernel(add, x, y)
     stream.synchronize()
     beside.kernel(add, z, y)
-    assert stream.order.races == [], "two reads"
+    assert (stream.order.compared, stream.order.races) == (0, []), "two reads"
     stream.kernel(add, x[::2], y[::2])
     beside.kernel(add, x[1::2], y[1::2])
     for each in (stream, beside):
@@ -73,6 +73,7 @@ def test_streams_without_an_event_between_them_race_where_one_writes(stream: Rec
     stream.synchronize()
     (race,) = {race.split(" in ")[0].split()[0] for race in stream.order.races}
     assert race == "stream"
+    assert stream.order.compared > 4
 
 
 def test_the_host_rewrites_pinned_memory_after_it_has_waited(stream: RecordedStream) -> None:
@@ -172,4 +173,6 @@ def test_tokens_are_the_same_in_each_order_that_events_permit(
         with device_engine(llama, decoupled(other, fields), device) as (engine, _):
             assert answer_each(engine, [make()]) == expected
     assert sum(turns.drawn for turns in run.turns) > 10
+
+    assert sum(order.compared for order in run.orders) > 0
     assert run.races == []

@@ -27,9 +27,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.model import attention
 from gpu_engine.model.files.architectures import ARCHITECTURES
-from gpu_engine.model.files.filled import unfilled
+from gpu_engine.model.files.filled import loaders, unfilled
 from gpu_engine.model.files.gguf_header import GGUFHeader
-from gpu_engine.model.files.need import Need, need_of, refuse_too_large, say_need
+from gpu_engine.model.files.need import OF_LOADER, WORKING, Need, need_of, refuse_too_large, say_need
 from gpu_engine.model.files.reading import configuration_of
 from gpu_engine.model.files.safetensors_weights import SafetensorsError, SafetensorsWeights, files_of
 from gpu_engine.model.linear import PackedLinear
@@ -239,6 +239,30 @@ def test_a_gguf_file_without_a_weight_or_with_one_of_another_shape_is_refused_by
         load_model(config(model=str(file)))
 
 
+def test_tensors_that_the_model_does_not_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shape = gguf_files.FAMILIES["llama"]()
+    shape.num_hidden_layers = 3
+    file = gguf_files.write(shape, tmp_path / "model.gguf")
+    key = b"llama.block_count" + (4).to_bytes(4, "little")
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(key + (3).to_bytes(4, "little"), key + (2).to_bytes(4, "little")))
+    assert load_model(config(model=str(file))).net.config.num_hidden_layers == 2
+    (warned,) = (record.getMessage() for record in caplog.records if "does not read" in record.getMessage())
+    assert warned.startswith(f"{file} has tensors")
+    assert warned.count("blk.2.") == warned.count("blk.") == 9
+
+
+def test_few_threads_read_a_model() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(64)
+        assert loaders() == 8
+        torch.set_num_threads(1)
+        assert loaders() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_folder_that_cannot_be_read_leaves_no_file_open(saved: Callable[[str], Path], tmp_path: Path) -> None:
     shutil.copy(saved("llama") / "model.safetensors", tmp_path / "a.safetensors")
     (tmp_path / "b.safetensors").write_bytes(b"no header")
@@ -273,10 +297,13 @@ def test_a_start_that_does_not_fit_is_refused_with_its_numbers_and_what_to_lower
 @pytest.mark.parametrize("quantization", ["none", "q4", "int8"])
 def test_the_need_of_the_weights_is_what_they_take(saved: Callable[[str], Path], quantization: str) -> None:
     settings = config(model=str(saved("qwen2")), quantization=quantization)  # with tied weights
+    attention.register()
     with SafetensorsWeights(Path(settings.model)) as weights:
         net = unfilled(configuration_of(Path(settings.model), None), torch.float32, attention.NAME)
         products = products_while_reading(settings, weights, None, torch.float32)
         need = need_of(net, weights, products, torch.float32)
+    if products is None:  # the output head is larger than two joined layers, and is joined with nothing
+        assert need.working == net.lm_head.weight.numel() * 4 + WORKING + loaders() * OF_LOADER
     model = load_model(settings)
     taken = sum(parameter.nbytes for parameter in model.net.parameters())
     for module in model.net.modules():
