@@ -20,6 +20,7 @@ from transformers import (
     DeepseekV3Config,
     DiffLlamaConfig,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GemmaConfig,
@@ -119,6 +120,7 @@ OWN_FORWARD: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe": lambda: qwen3_moe(),
     "llama with heads of 20": lambda: LlamaConfig(**_SHAPE, head_dim=20),
     "gpt_oss": lambda: gpt_oss(),
+    "gemma3n": lambda: gemma3n(),
     "llama4": lambda: llama4(),
     "deepseek_v2": lambda: deepseek_v2(),
     "deepseek_v3": lambda: deepseek_v3(),
@@ -154,6 +156,20 @@ def qwen3_moe() -> PreTrainedConfig:
 def mamba() -> PreTrainedConfig:
     """Return a family without attention."""
     return MambaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2)
+
+
+def gemma3n() -> PreTrainedConfig:
+    """Return a family whose last layers have the keys and values of earlier ones."""
+    layers: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+    return Gemma3nTextConfig(
+        **{**_SHAPE, **layers, "num_hidden_layers": 4},
+        head_dim=32,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.5, 0.0, 0.5, 0.0],
+    )
 
 
 def gemma4() -> PreTrainedConfig:
