@@ -51,7 +51,7 @@ class KVPages:
     ) -> list[KVPages]:
         """Return the zeroed pages of some layers, as `allocate` does for one.
 
-        All layers are one allocation: on a CPU a large one is not resident until it is written (`_zeros`).
+        All layers are one allocation: on a CPU a large one is not resident until it is written (`untouched_zeros`).
         """
         shape = (num_layers * num_pages, num_kv_heads, head_dim, page_size)
         whole = cls.allocate(*shape, dtype, device, token_major)
@@ -74,10 +74,10 @@ class KVPages:
             (num_pages, num_kv_heads, page_size, head_dim),
             (num_pages, num_kv_heads, head_dim, page_size),
         )
-        v = _zeros(by_token, dtype, device)
+        v = untouched_zeros(by_token, dtype, device)
         if device.type != "cpu" if token_major is None else token_major:
-            return cls(_zeros(by_token, dtype, device), v, token_major=True)
-        return cls(_zeros(by_channel, dtype, device), v)
+            return cls(untouched_zeros(by_token, dtype, device), v, token_major=True)
+        return cls(untouched_zeros(by_channel, dtype, device), v)
 
 
 def copy_page(layers: list[KVPages], source: int, target: int) -> None:
@@ -101,7 +101,7 @@ _ALIGNMENT = 64
 """Bytes: a vector never crosses two cache lines."""
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros. On a CPU the system's own zero pages: `torch.zeros` writes them, and so makes them resident."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

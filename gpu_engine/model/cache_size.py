@@ -147,7 +147,13 @@ def decide(config: EngineConfig, shape: CachedShape, token_bytes: int, free_byte
     share = _CPU_SHARE if config.on_cpu else _GPU_SHARE
     room = 0
     if free_bytes is not None:
-        free_bytes = max(0, free_bytes - shape.states.of_slots(config))
+        states = shape.states.of_slots(config)
+        if states > free_bytes * share:
+            raise ModelNotSupported(
+                f"max_batch_size: the recurrent states of {config.max_batch_size} slots take {states / 1e9:.2f} GB, "
+                f"and {free_bytes / 1e9:.2f} GB of memory are free; lower it"
+            )
+        free_bytes -= states
         snapshots = _SNAPSHOT_SHARE if shape.states.state and config.caches_prefixes else 0.0
         room = max(1, int(free_bytes * share / (1 + snapshots)) // token_bytes)
     held = config.kv_cache_tokens or room

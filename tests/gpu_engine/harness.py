@@ -139,7 +139,7 @@ def with_drafts(num_drafts: int, **fields: object) -> EngineConfig:
     heads = (name for name in ("eagle3", "dflash") if folder.endswith(name))
     by_folder = next(heads, "model" if folder else "ngram")
     drafter = by_folder if num_drafts else "none"
-    return config(drafter=drafter, num_draft_tokens=num_drafts, **fields)
+    return config(**{"drafter": drafter, "num_draft_tokens": num_drafts, **fields})
 
 
 def executor_of(engine: Engine) -> Executor:

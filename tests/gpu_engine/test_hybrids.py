@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gpu_engine.core.engine import Engine
-from gpu_engine.model.loader import ModelNotSupported, load_model
+from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from tests.gpu_engine import hybrids, tiny
 from tests.gpu_engine.adapters.files import save_lora
 from tests.gpu_engine.beams import of_transformers, search, search_all
@@ -192,6 +192,12 @@ def test_questions_after_one_system_prompt_resume_from_its_state(folders: Callab
     assert ask_each() == (without, [0, 0, 64, 80])
     # Each question computes the pages again that the first one has, and gives up its own while the others grow.
     assert ask_each(at_once=True, kv_cache_tokens=256)[0] == without
+
+
+def test_a_hybrid_drafts_for_no_model(folders: Callable[[str], Path], llama: LoadedModel) -> None:
+    settings = with_drafts(3, draft_model=str(folders("lfm2")), drafter="model")
+    with pytest.raises(ModelNotSupported, match=r"^draft_model: lfm2 has recurrent layers"):
+        Engine(settings, llama)
 
 
 @pytest.mark.parametrize(

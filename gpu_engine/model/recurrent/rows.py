@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from kernels.kv_pages import untouched_zeros
 from kernels.recurrent_rows import NO_PLACE, RecurrentRows
 
 __all__ = [
@@ -47,7 +48,7 @@ class RecurrentLayer(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStates:
-    """The memory of one layer, float32 and contiguous."""
+    """The memory of one layer, float32 and contiguous. It is not resident until a sequence has the place."""
 
     states: tuple[torch.Tensor, ...]
     """[S, *shape] for each shape of the layer."""
@@ -57,9 +58,13 @@ class LayerStates:
     def allocate(cls, layer: RecurrentLayer, num_places: int, max_pending: int) -> LayerStates:
         """Return memory of zeros for `num_places` sequences."""
         return cls(
-            tuple(torch.zeros(num_places, *shape) for shape in layer.state_shapes),
-            torch.zeros(num_places, max_pending, layer.pending_width),
+            tuple(_zeros(num_places, *shape) for shape in layer.state_shapes),
+            _zeros(num_places, max_pending, layer.pending_width),
         )
+
+
+def _zeros(*shape: int) -> torch.Tensor:
+    return untouched_zeros(shape, torch.float32, torch.device("cpu"))
 
 
 class RecurrentPools:

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from gpu_engine.api.capabilities import OF_ENGINE, OF_FILES, OF_SERVER, LoadedFiles, Refusal, Start, refuse
+from gpu_engine.api.capabilities import (
+    OF_ENGINE,
+    OF_FILES,
+    OF_RECURRENT,
+    OF_SERVER,
+    LoadedFiles,
+    Refusal,
+    Start,
+    refuse,
+)
 from gpu_engine.api.config import EngineConfig
 from tools.capabilities import PAGE, message, refusals, start_with, with_table
 
@@ -25,6 +34,14 @@ def test_a_row_refuses_its_example_and_no_start_without_settings(refusal: Refusa
 def test_the_page_has_the_table() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert with_table(text) == text, "run python -m tools.capabilities --write"
+
+
+@pytest.mark.parametrize("refusal", OF_RECURRENT, ids=lambda refusal: refusal.setting)
+def test_recurrent_layers_refuse_each_setting_of_their_table(refusal: Refusal[LoadedFiles]) -> None:
+    given = LoadedFiles(start_with(refusal.example).engine, model_type="lfm2")
+    assert [row for row in OF_RECURRENT if row.when(given)] == [refusal]
+    assert "lfm2" in refusal.message(given)
+    assert not refusal.when(LoadedFiles(start_with({}).engine))
 
 
 @pytest.mark.parametrize(

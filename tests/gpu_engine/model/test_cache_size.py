@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 from torch import nn
 
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.model.cache_size import CachedShape, decide, device_bytes, file_bytes, pool_tokens
+from gpu_engine.model.cache_size import (
+    CachedShape,
+    StateSize,
+    decide,
+    device_bytes,
+    file_bytes,
+    pool_tokens,
+    snapshot_interval,
+)
 from gpu_engine.model.loaded_model import ModelNotSupported
 
 TOKEN_BYTES = 1000
@@ -52,6 +61,25 @@ def test_the_length_and_the_cache(
     positions: int, free_tokens: int | None, settings: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     assert sizes(positions, free_tokens, **settings) == expected
+
+
+def test_recurrent_states_take_their_part_of_the_memory() -> None:
+    config = EngineConfig(device="cpu", max_batch_size=3, num_draft_tokens=7, jump_forward_tokens=0)
+    # Four places, one of them spare, with a state and eight rows each; snapshots take a quarter of the cache's size.
+    shape = CachedShape(1, 1, 16, 0, StateSize(state=1000, pending=50))
+    free = 4 * (1000 + 8 * 50) + 2 * TOKEN_BYTES * 1000
+    assert decide(config, shape, TOKEN_BYTES, free).room_tokens == 1000 / 1.25
+    assert decide(replace(config, prefix_cache=False), shape, TOKEN_BYTES, free).room_tokens == 1000
+    with pytest.raises(ModelNotSupported, match=r"^max_batch_size: the recurrent states of 3 slots take 0\.00 GB"):
+        decide(config, shape, TOKEN_BYTES, 8000)
+
+
+@pytest.mark.parametrize(
+    ("length", "snapshots", "interval"), [(4096, 1024, 256), (32_768, 64, 2048), (32_768, 4, 32_768), (300, 0, 1280)]
+)
+def test_the_longest_prompt_has_a_quarter_of_the_snapshots(length: int, snapshots: int, interval: int) -> None:
+    assert snapshot_interval(length, snapshots, 256) == interval
+    assert not snapshots or length / interval <= max(1, snapshots / 4)
 
 
 def test_a_length_without_room_is_refused_with_both_numbers() -> None:
