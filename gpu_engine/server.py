@@ -40,7 +40,7 @@ from gpu_engine.front.tools.formats import with_format
 from gpu_engine.gateway_process import SOCKET_NAME, TOKEN_NAME, HttpGateway, gateway_command, write_token
 from gpu_engine.model.names import check_name
 from gpu_engine.ops.core_split import CoreSplit, fills_cores
-from gpu_engine.ops.installation import installed_version, overwritten_kernels
+from gpu_engine.ops.installation import installed_version, overwritten_kernels, torch_has_cuda
 from gpu_engine.ops.metrics_engine import EngineCollector
 from gpu_engine.ops.metrics_http import BothProcesses, MetricsServer
 from gpu_engine.ops.metrics_requests import RequestWatch
@@ -93,26 +93,46 @@ class Parts:
 
 
 def real_parts() -> Parts:
-    """Return the parts that need torch; imported here, so that clients and tests start without it.
+    """Return the parts that need torch. Each imports it when it is called, so that a mistake in a setting is reported
+    before, and the grammar process starts meanwhile.
 
     Raises ServerError if another distribution has overwritten a package of ours.
     """
     if (problem := overwritten_kernels()) is not None:
         raise ServerError(problem)
-    import torch
-    from transformers.utils import logging as transformers_logging
 
-    from gpu_engine.core.engine import Engine
-    from gpu_engine.model.hub import find_model
-    from gpu_engine.model.loader import load_kernels_eagerly, load_model
+    def find(config: EngineConfig, progress: Progress | None) -> None:
+        from gpu_engine.model.hub import find_model
+
+        find_model(config, progress)
+
+    def load(config: EngineConfig, progress: Progress | None) -> Model:
+        if progress:
+            progress("loading the libraries", 0.0)
+        from transformers.utils import logging as transformers_logging
+
+        from gpu_engine.model.loader import load_model
+
+        transformers_logging.disable_progress_bar()  # `progress` shows the loading instead
+        transformers_logging.set_verbosity_error()  # its advice is for its own users
+        return load_model(config, progress)
+
+    def build(*arguments: Any, **options: Any) -> ServedEngine:
+        from gpu_engine.core.engine import Engine
+
+        return Engine(*arguments, **options)
 
     def num_cuda_devices() -> int:
+        if not torch_has_cuda():
+            return 0
+        import torch
+
+        from gpu_engine.model.loader import load_kernels_eagerly
+
         load_kernels_eagerly()  # CUDA reads this when it is initialised, which counting devices may do
         return torch.cuda.device_count()
 
-    transformers_logging.disable_progress_bar()  # `progress` shows the loading instead
-    transformers_logging.set_verbosity_error()  # its advice is for its own users
-    return Parts(load_model, Engine, num_cuda_devices, find_model)
+    return Parts(load, build, num_cuda_devices, find)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -205,7 +225,7 @@ async def _start(
     metrics = BothProcesses()
     scrapes = _serve_metrics(stack, server_config, metrics)
 
-    # 3. The grammar process starts while the model is loaded, once there is a model.
+    # 3. The grammar process starts while the libraries and the model are loaded, once there is a model.
     await in_own_thread(lambda: parts.find_model(engine_config, progress))
     background = await stack.enter_async_context(asyncio.TaskGroup())
     grammar: GrammarProcess | None = None

@@ -61,6 +61,7 @@ LAZY_IMPORTS = {
     },
     "the GGUF library is loaded for GGUF files": {
         ("gpu_engine.model.files.reading", "gpu_engine.model.files.gguf_configs"),
+        ("gpu_engine.model.files.early", "gpu_engine.model.files.gguf_header"),
         ("gpu_engine.model.files.reading", "gpu_engine.model.files.gguf_header"),
         ("gpu_engine.model.files.reading", "gpu_engine.model.files.gguf_weights"),
         ("gpu_engine.model.quantised.choice", "gpu_engine.model.quantised.gguf_blocks"),

@@ -25,6 +25,7 @@ from typing import Any
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.model.embedded import weights_file
+from gpu_engine.model.files.early import check_files
 from gpu_engine.model.names import GGUF, ModelNotSupported, check_name, files_of_kind, kind_of, part_names
 
 Progress = Callable[[str, float], None]
@@ -394,9 +395,11 @@ def path_of(
 
 
 def find_model(config: EngineConfig, progress: Progress | None = None) -> None:
-    """Raise ModelNotSupported or FileNotFoundError for a `config.model` that is not there; fetch one of the hub."""
-    if config.model != EMBEDDED_MODEL:  # a package of its own, which `load_model` looks for
-        path_of(config, progress)
+    """Raise ModelNotSupported or FileNotFoundError for a `config.model` that is not there, or is damaged; fetch one of
+    the hub. Loads no torch, so that a mistake is told at once."""
+    if config.model == EMBEDDED_MODEL:  # a package of its own, which `load_model` looks for
+        return
+    check_files(path_of(config, progress), "model")
 
 
 def refuse_what_runs_code(folder: Path, setting: str) -> None:

@@ -1,4 +1,5 @@
-"""What this installation is: its version, and whether another distribution has overwritten a part of it.
+"""What this installation is: its version, whether another distribution has overwritten a part of it, and whether its
+torch may use a GPU.
 
 Not responsible for: whether the optional dependencies are there (each importer says what is missing).
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -42,3 +44,16 @@ def overwritten_kernels(find: Callable[[str], ModuleSpec | None] = importlib.uti
         f"Give the server its own environment: pipx install {DISTRIBUTION}, uv tool install {DISTRIBUTION}, "
         "or the container image"
     )
+
+
+def torch_has_cuda(find: Callable[[str], ModuleSpec | None] = importlib.util.find_spec) -> bool:
+    """Return whether the installed torch may use a GPU, without importing it, which takes seconds.
+
+    `find` looks a package up without importing it.
+    """
+    spec = find("torch")
+    version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    if version is None or not version.is_file():
+        return True
+    text = version.read_text(encoding="utf-8", errors="replace")
+    return not all(re.search(rf"^{name}\b.*= None$", text, re.MULTILINE) for name in ("cuda", "hip"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -169,6 +169,11 @@ class GGUFHeader:
         if begin + offset + size > self.size:
             raise GGUFError(f"{name} ends at byte {begin + offset + size}, and the file has {self.size}")
         return GGUFTensor(name, shape, kind, self.path, begin + offset, size)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the architecture is one that llama.cpp has; few of them are served."""
+        return self.architecture in MODEL_ARCH_NAMES.values()
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         """Return a value of the metadata; for a long array its length. "{arch}" stands for the architecture."""

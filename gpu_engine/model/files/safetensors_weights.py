@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gpu_engine.model.files.early import SafetensorsError, files_of
 from gpu_engine.model.files.pieces import FileBytes
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -24,10 +25,6 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _LENGTH = 8
 _LONGEST_HEADER = 100_000_000
 """The format's own bound."""
-
-
-class SafetensorsError(ValueError):
-    """A file is missing, or is no complete safetensors file; the message names it."""
 
 
 class _Place(NamedTuple):
@@ -106,24 +103,6 @@ class SafetensorsWeights:
 
     def __repr__(self) -> str:
         return f"<SafetensorsWeights {len(self._places)} tensors in {len(self._files)} files>"
-
-
-def files_of(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model; empty: it has none. Raises SafetensorsError where one is missing."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if single.is_file():  # before an index, as transformers has it
-        return [single]
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        paths = [folder / name for name in sorted(set(weight_map.values()))]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SafetensorsError(f"{index.name} is no index: {error!r}") from error
-    for path in paths:
-        if not path.is_file():
-            raise SafetensorsError(f"{path.name}, which {index.name} names, is missing")
-    return paths
 
 
 def _places_of(file: FileBytes) -> Iterator[tuple[str, _Place]]:

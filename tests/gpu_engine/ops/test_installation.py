@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_engine.ops.installation import DISTRIBUTION, overwritten_kernels
+from gpu_engine.ops.installation import DISTRIBUTION, overwritten_kernels, torch_has_cuda
 
 
 @pytest.mark.parametrize("files", [["__init__.py", "accept.py"], []])
@@ -30,6 +30,24 @@ def test_the_error_of_a_foreign_kernels_package_names_the_remedy(tmp_path: Path,
     assert "\n" not in problem
     assert f"pipx install {DISTRIBUTION}" in problem
     assert (str(package / "__init__.py") if files else "no file") in problem
+
+
+@pytest.mark.parametrize(
+    ("version", "has"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", False),
+        ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", True),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4'\n", True),
+        ("", True),
+        (None, True),
+    ],
+)
+def test_a_torch_without_cuda_is_known_without_importing_it(tmp_path: Path, version: str | None, has: bool) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    if version is not None:
+        (tmp_path / "torch" / "version.py").write_text(version)
+    assert torch_has_cuda(lambda name: PathFinder.find_spec(name, [str(tmp_path)])) is has
 
 
 def test_looking_for_the_package_does_not_import_it(tmp_path: Path) -> None:
