@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from gpu_engine.model.files.architectures import ARCHITECTURES
 from gpu_engine.model.names import ModelNotSupported, part_names
 
 _BLOCK = "blk."
+_ALIKE = frozenset({"gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen3"})
+"""Architectures whose layers all have the same tensors. Those of hybrids differ."""
 _LENGTH = 8
 _LONGEST_HEADER = 100_000_000
 """The format's own bound."""
@@ -40,9 +41,8 @@ def _check_gguf(path: Path) -> None:
     header = GGUFHeader(path, [path.with_name(name) for name in part_names(path.name)[1:]])
     if not header.is_known:
         raise ValueError(f"its architecture is {header.architecture!r}, which is not known here")
-    if header.architecture not in ARCHITECTURES:
+    if header.architecture not in _ALIKE:
         return
-    # The layers of these families are alike.
     blocks: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, tensor in header.tensors.items():
         if name.startswith(_BLOCK):
