@@ -84,27 +84,32 @@ def gated_of(module: nn.Module, record: Recording, bound: float) -> FusedGated:
     return fused
 
 
+_ATTENTIONS = (
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("qkv_proj", "o_proj"),
+    ("q_proj", "k_proj", "v_proj", "out_proj"),
+)
+"""The names of an attention's products: the ones that are joined, and the output's."""
+
+
 def attention_of(
     module: nn.Module, record: Recording, shape: LayerAttention, layer_idx: int, bounds: Bounds
 ) -> FusedAttention:
     """Return the fused form of an attention: q, k, v and output products, head norms, rotary. Raise NotRecognised."""
     if not shape.plain:
         raise NotRecognised("has sinks, chunks or heads of other sizes")
-    norms = {name: getattr(module, name, None) for name in ("q_norm", "k_norm")}
+    norms = {f"{of}_norm": getattr(module, f"{of}_norm", getattr(module, f"{of}_layernorm", None)) for of in "qk"}
     linears = _linears(module, but=[norm for norm in norms.values() if isinstance(norm, nn.Module)])
     call = _only(record, module)
-    if set(linears) == {"q_proj", "k_proj", "v_proj", "o_proj"}:
-        parts = ["q_proj", "k_proj", "v_proj"]
-    elif set(linears) == {"qkv_proj", "o_proj"}:
-        parts = ["qkv_proj"]
-    else:
+    *parts, last = next((names for names in _ATTENTIONS if set(names) == set(linears)), ("",))
+    if not parts:
         raise NotRecognised(f"has the products {sorted(linears)}")
     found = {
         name: norm_of(norm, record, bounds.norm).norm for name, norm in norms.items() if isinstance(norm, nn.Module)
     }
-    qkv, output = _joined([linears[name] for name in parts]), _joined([linears["o_proj"]])
+    qkv, output = _joined([linears[name] for name in parts]), _joined([linears[last]])
     fused = FusedAttention(qkv, output, shape, layer_idx, **found)
-    fused.sources = {"qkv": _sources(linears, parts), "output": _sources(linears, ["o_proj"])}
+    fused.sources = {"qkv": _sources(linears, parts), "output": _sources(linears, [last])}
     return _closest([fused], call, bounds.block)
 
 
@@ -204,7 +209,8 @@ def fuse_parts(net: Any, record: Recording, layer_attention: Mapping[int, LayerA
     for parent, name, child in _children(net):
         parts = {part for part, _ in child.named_children()}
         layer_idx = getattr(child, "layer_idx", None)
-        if "o_proj" in parts and isinstance(layer_idx, int) and layer_idx in layer_attention:
+        is_attention = "o_proj" in parts or {"q_proj", "out_proj"} <= parts
+        if is_attention and isinstance(layer_idx, int) and layer_idx in layer_attention:
             make = functools.partial(attention_of, child, record, layer_attention[layer_idx], layer_idx, bounds)
             attempt("attentions", parent, name, child, make)
         elif any(names[-1] in parts for names in _GATED_BLOCKS):
