@@ -92,10 +92,11 @@ def _offsets(part: Blocks) -> torch.Tensor:
     return torch.zeros_like(part.scales_NB) if part.offsets_NB is None else part.offsets_NB
 
 
-def packed_bytes(kind: BlockKind, shape: tuple[int, int]) -> int:
-    """Return about what a matrix [N, K] takes in the layout of the product."""
+def packed_bytes(kind: BlockKind, shape: tuple[int, int], *, offsets: bool = False) -> int:
+    """Return about what a matrix [N, K] takes in the layout of the product. `offsets`: blocks of 8 bits have them, as
+    those of 4 bits always do."""
     N, K = shape
-    in_block = BLOCK // 2 + 4 if kind is BlockKind.Q4 else BLOCK + 2
+    in_block = BLOCK // 2 + 4 if kind is BlockKind.Q4 else BLOCK + 2 + 2 * offsets
     return -(-N // _GROUP) * _GROUP * (K // BLOCK) * in_block
 
 

@@ -138,6 +138,10 @@ class GGUFWeights:
         form = BLOCKS.get(tensors[0].kind)
         return None if form is None else form.kind
 
+    def has_offsets(self, name: str) -> bool:
+        """Return whether a matrix's own blocks have offsets next to their scales."""
+        return self.blocks_kind(name) is not None and BLOCKS[self.find(name)[0].kind].has_offsets
+
     def kind_name(self, name: str) -> str:
         """Return the name of a parameter's type in the file."""
         return str(self.find(name)[0].kind.name)

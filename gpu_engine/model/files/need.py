@@ -47,8 +47,9 @@ def need_of(net: nn.Module, weights: Weights, products: ReadProducts | None, dty
         if type(module) is nn.Linear:
             weight, size = module.weight, module.weight.numel() * dtype.itemsize
             if products is not None and module.in_features % BLOCK == 0:
-                kind = products.kind_of(path, sources[f"{path}.weight"])
-                size = packed_bytes(kind, (module.out_features, module.in_features))
+                source = sources[f"{path}.weight"]
+                kind, offsets = products.kind_of(path, source), products.has_offsets(source)
+                size = packed_bytes(kind, (module.out_features, module.in_features), offsets=offsets)
             packed += size
             if path != "lm_head":
                 joined = max(joined, size)

@@ -97,6 +97,9 @@ class OwnBlocks(Protocol):
     def blocks_kind(self, name: str) -> BlockKind | None:
         """Return the kind of the product over a matrix's own blocks; None: it has no such product."""
 
+    def has_offsets(self, name: str) -> bool:
+        """Return whether a matrix's own blocks have offsets next to their scales."""
+
     def kind_name(self, name: str) -> str:
         """Return the name of a parameter's type."""
 
@@ -132,6 +135,10 @@ class ReadProducts:
         """Return the kind of the product in the place of the layer `path`, whose weight the files call `source`."""
         own = None if self._own is None else self._own.blocks_kind(source)
         return own if own is not None else BlockKind.Q8 if path == "lm_head" else self._rounded
+
+    def has_offsets(self, source: str) -> bool:
+        """Return whether the blocks of a weight, which the files call `source`, have offsets in the file."""
+        return self._own is not None and self._own.has_offsets(source)
 
     def _make(self, path: str, source: str, bias: torch.Tensor | None) -> BlockLinear:
         own = self._own if self._own is not None and self._own.blocks_kind(source) is not None else None

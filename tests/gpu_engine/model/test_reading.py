@@ -31,6 +31,7 @@ from gpu_engine.model.files.architectures import ARCHITECTURES
 from gpu_engine.model.files.early import SafetensorsError, files_of
 from gpu_engine.model.files.filled import loaders, unfilled
 from gpu_engine.model.files.gguf_header import GGUFHeader
+from gpu_engine.model.files.gguf_weights import GGUFWeights
 from gpu_engine.model.files.need import OF_LOADER, WORKING, Need, need_of, refuse_too_large, say_need
 from gpu_engine.model.files.reading import configuration_of
 from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
@@ -341,6 +342,29 @@ def test_a_start_that_does_not_fit_is_refused_with_its_numbers_and_what_to_lower
         say_need(need, 9000, 1_000_000_000, 6_200_000_000)
 
 
+def bytes_of(model: LoadedModel) -> int:
+    """Return what the weights of a model take."""
+    taken = sum(parameter.nbytes for parameter in model.net.parameters())
+    for module in model.net.modules():
+        if isinstance(module, BlockLinear):
+            taken += module.packed.num_bytes + (0 if module.bias is None else module.bias.nbytes)
+        elif isinstance(module, PackedLinear):
+            taken += module.packed.nbytes + (0 if module.bias is None else module.bias.nbytes)
+    return taken
+
+
+@needs_avx2
+def test_the_need_of_a_file_counts_the_offsets_of_its_blocks(tmp_path: Path) -> None:
+    file = gguf_files.write(gguf_files.FAMILIES["llama"](), tmp_path / "model.gguf", ["Q5_1"])
+    settings = config(model=str(file), dtype="auto", quantization="auto")
+    header = GGUFHeader(file)
+    attention.register()
+    with GGUFWeights(header) as weights:
+        net = unfilled(configuration_of(file, header), torch.bfloat16, attention.NAME)
+        need = need_of(net, weights, products_while_reading(settings, weights, weights, torch.bfloat16), torch.bfloat16)
+    assert need.weights == pytest.approx(bytes_of(load_model(settings)), rel=0.02)
+
+
 @needs_avx2
 @pytest.mark.parametrize("quantization", ["none", "q4", "int8"])
 def test_the_need_of_the_weights_is_what_they_take(saved: Callable[[str], Path], quantization: str) -> None:
@@ -352,14 +376,7 @@ def test_the_need_of_the_weights_is_what_they_take(saved: Callable[[str], Path],
         need = need_of(net, weights, products, torch.float32)
     if products is None:  # the output head is larger than two joined layers, and is joined with nothing
         assert need.working == net.lm_head.weight.numel() * 4 + WORKING + loaders() * OF_LOADER
-    model = load_model(settings)
-    taken = sum(parameter.nbytes for parameter in model.net.parameters())
-    for module in model.net.modules():
-        if isinstance(module, BlockLinear):
-            taken += module.packed.num_bytes + (0 if module.bias is None else module.bias.nbytes)
-        elif isinstance(module, PackedLinear):
-            taken += module.packed.nbytes + (0 if module.bias is None else module.bias.nbytes)
-    assert need.weights == pytest.approx(taken, rel=0.05)
+    assert need.weights == pytest.approx(bytes_of(load_model(settings)), rel=0.05)
 
 
 _LOADS = """
