@@ -115,64 +115,6 @@ INLINE v16f fused_add(v16f a, v16f b, v16f c) {
 
 INLINE v16i splat_int(int32_t x) { return (v16i){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-/* Without the instruction for it a dot product is a long program, and the sums do not fit into registers: one row, in a loop. */
-#if defined(__AVX512VNNI__)
-#define ROW_TILE 6 /* rows at once: 12 sums hide the latency of a dot product, and stay in registers */
-#define UNROLL_DOTS _Pragma("GCC unroll 8")
-#else
-#define ROW_TILE 1
-#define UNROLL_DOTS _Pragma("GCC unroll 1")
-#endif
-
-/* What a block of 8-bit weights begins with, of which `count` is the sum of the activations' integers. The dot products of
- * x86-64 take weights without a sign, 128 too large; those of aarch64 take them with one. */
-#if defined(__x86_64__)
-#define WIDE_START(count) (-128 * (count))
-#else
-#define WIDE_START(count) (0 * (count))
-#endif
-
-#if defined(__x86_64__) && !defined(__AVX512VNNI__)
-/* Pairs of bytes into 16 bits saturate from 2 * 127 * 129 on, so 8-bit weights go in halves of 4 bits. */
-INLINE __m256i dot_half(__m256i sum, __m256i w, __m256i x, int wide) {
-    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
-    if (!wide) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones));
-    __m256i lo = _mm256_maddubs_epi16(_mm256_and_si256(w, low), x);
-    __m256i hi = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(w, 4), low), x);
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(lo, ones));
-    return _mm256_add_epi32(sum, _mm256_slli_epi32(_mm256_madd_epi16(hi, ones), 4));
-}
-#endif
-
-/* sum + the products of four bytes of every lane with the four signed bytes of x; the lanes' bytes have no sign, except
- * where WIDE_START says so. */
-INLINE v16i dot4(v16i sum, v16u w, int32_t x, int wide) {
-#if defined(__AVX512VNNI__)
-    (void)wide;
-    return (v16i)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
-#elif defined(__aarch64__)
-    int32x4_t s[4];
-    uint8x16_t v[4];
-    const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(x));
-    memcpy(s, &sum, sizeof sum);
-    memcpy(v, &w, sizeof w);
-    for (int i = 0; i < 4; i++) {
-        const uint8x16_t bytes = wide ? veorq_u8(v[i], vdupq_n_u8(128)) : v[i];
-        s[i] = vdotq_s32(s[i], vreinterpretq_s8_u8(bytes), four);
-    }
-    memcpy(&sum, s, sizeof sum);
-    return sum;
-#else
-    __m256i s[2], v[2], four = _mm256_set1_epi32(x);
-    memcpy(s, &sum, sizeof sum);
-    memcpy(v, &w, sizeof w);
-    s[0] = dot_half(s[0], v[0], four, wide);
-    s[1] = dot_half(s[1], v[1], four, wide);
-    memcpy(&sum, s, sizeof sum);
-    return sum;
-#endif
-}
-
 /* Quantise `count` blocks of 32, up to 16, of which block i is at x + i * stride: integers to nearest even of
  * x * 127 / largest magnitude. Block 0 is `block` of `row`; the others follow in the same row, or are those of the next rows. */
 INLINE void quantise_blocks(const float *x, int64_t stride, int64_t count, const struct block_rows *to, int64_t row,
@@ -215,15 +157,125 @@ INLINE void quantise_row(const float *x, const struct block_rows *to, int64_t ro
         quantise_blocks(x + block * QBLOCK, QBLOCK, blocks - block < 16 ? blocks - block : 16, to, row, block, 0);
 }
 
-/* Decode part j of a block, the bytes of four inputs of 16 outputs. */
-INLINE v16u part_of(const uint8_t *q, int64_t block, int j, int form) {
-    v16u x;
-    if (form != OF_4_BITS) {
-        memcpy(&x, q + (block * 8 + j) * 64, sizeof x);
-        return x;
-    }
-    memcpy(&x, q + (block * 4 + j % 4) * 64, sizeof x);
-    return (j < 4 ? x : x >> 4) & 0x0f0f0f0fu;
+#if defined(__AVX512VNNI__)
+#define ROW_TILE 6 /* rows at once: 12 sums hide the latency of a dot product, and stay in registers */
+#else
+#define ROW_TILE 2 /* half as many registers, of half the width or less */
+#endif
+
+#if defined(__AVX512F__)
+typedef v16i ints;
+typedef v16f floats;
+#define WIDTH 16 /* outputs of a register */
+
+INLINE ints load_ints(const void *p) {
+    ints x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+INLINE ints spread_ints(int32_t x) { return (ints)_mm512_set1_epi32(x); }
+INLINE floats spread_floats(float x) { return splat(x); }
+INLINE ints low_halves(ints w) { return w & spread_ints(0x0f0f0f0f); }
+INLINE ints high_halves(ints w) { return (ints)((v16u)w >> 4) & spread_ints(0x0f0f0f0f); }
+INLINE floats half_floats(const uint16_t *p) { return half16(p); }
+INLINE floats fused(floats a, floats b, floats c) { return fused_add(a, b, c); }
+INLINE floats times(floats a, floats b) { return a * b; }
+INLINE floats sum_floats(floats a, floats b) { return a + b; }
+INLINE floats floats_of(ints x) { return __builtin_convertvector(x, v16f); }
+INLINE floats load_floats(const float *p) { return load_f32(p); }
+INLINE void store_floats(float *p, floats x) { memcpy(p, &x, sizeof x); }
+#elif defined(__AVX2__)
+typedef __m256i ints;
+typedef __m256 floats;
+#define WIDTH 8
+
+INLINE ints load_ints(const void *p) { return _mm256_loadu_si256(p); }
+INLINE ints spread_ints(int32_t x) { return _mm256_set1_epi32(x); }
+INLINE floats spread_floats(float x) { return _mm256_set1_ps(x); }
+INLINE ints low_halves(ints w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
+INLINE ints high_halves(ints w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15)); }
+INLINE floats half_floats(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE floats fused(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE floats times(floats a, floats b) { return _mm256_mul_ps(a, b); }
+INLINE floats sum_floats(floats a, floats b) { return _mm256_add_ps(a, b); }
+INLINE floats floats_of(ints x) { return _mm256_cvtepi32_ps(x); }
+INLINE floats load_floats(const float *p) { return _mm256_loadu_ps(p); }
+INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
+#else
+typedef int32x4_t ints;
+typedef float32x4_t floats;
+#define WIDTH 4
+
+INLINE ints load_ints(const void *p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
+INLINE ints spread_ints(int32_t x) { return vdupq_n_s32(x); }
+INLINE floats spread_floats(float x) { return vdupq_n_f32(x); }
+INLINE ints low_halves(ints w) {
+    return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(w), vdupq_n_u8(15)));
+}
+INLINE ints high_halves(ints w) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(w), 4)); }
+INLINE floats half_floats(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+INLINE floats fused(floats a, floats b, floats c) { return vfmaq_f32(c, a, b); }
+INLINE floats times(floats a, floats b) { return vmulq_f32(a, b); }
+INLINE floats sum_floats(floats a, floats b) { return vaddq_f32(a, b); }
+INLINE floats floats_of(ints x) { return vcvtq_f32_s32(x); }
+INLINE floats load_floats(const float *p) { return vld1q_f32(p); }
+INLINE void store_floats(float *p, floats x) { vst1q_f32(p, x); }
+#endif
+
+#define PARTS (GROUP / WIDTH)
+
+/* Dot products of four bytes: `sum` + the products of the bytes of every lane with those of x, whose lanes are equal.
+ *
+ * dot_half takes weights of 4 bits, and sum_of_halves makes integers of 32 bits of eight such sums: pairs of bytes in 16
+ * bits stay below 8 * 2 * 15 * 127. dot_wide takes 8 bits: as they lie, 128 too large, which WIDE_START takes off with the
+ * sum of the activations' integers; or with their sign, where the instruction wants one. */
+#if defined(__AVX512VNNI__)
+INLINE ints dot_half(ints sum, ints w, ints x) { return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
+INLINE ints sum_of_halves(ints x) { return x; }
+INLINE ints dot_wide(ints sum, ints w, ints x) { return dot_half(sum, w, x); }
+#define WIDE_START(count) (-128 * (count))
+#elif defined(__AVX512F__)
+INLINE ints dot_half(ints sum, ints w, ints x) {
+    return (ints)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)w, (__m512i)x));
+}
+INLINE ints sum_of_halves(ints x) { return (ints)_mm512_madd_epi16((__m512i)x, _mm512_set1_epi16(1)); }
+/* There is no instruction for the sign. */
+INLINE ints dot_wide(ints sum, ints w, ints x) {
+    const __m512i ones = _mm512_set1_epi16(1);
+    __m512i low = _mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)low_halves(w), (__m512i)x), ones);
+    __m512i high = _mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)high_halves(w), (__m512i)x), ones);
+    return (ints)_mm512_add_epi32(_mm512_add_epi32((__m512i)sum, low), _mm512_slli_epi32(high, 4));
+}
+#define WIDE_START(count) (-128 * (count))
+#elif defined(__AVXVNNI__)
+INLINE ints dot_half(ints sum, ints w, ints x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
+INLINE ints sum_of_halves(ints x) { return x; }
+INLINE ints dot_wide(ints sum, ints w, ints x) { return dot_half(sum, w, x); }
+#define WIDE_START(count) (-128 * (count))
+#elif defined(__AVX2__)
+INLINE ints dot_half(ints sum, ints w, ints x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)); }
+INLINE ints sum_of_halves(ints x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
+/* A pair of products with the sign moved to x is at most 2 * 128 * 127, so 16 bits hold it. */
+INLINE ints dot_wide(ints sum, ints w, ints x) {
+    const __m256i with_sign = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(with_sign), _mm256_sign_epi8(x, with_sign));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#define WIDE_START(count) (0 * (count))
+#else
+INLINE ints dot_half(ints sum, ints w, ints x) { return vdotq_s32(sum, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x)); }
+INLINE ints sum_of_halves(ints x) { return x; }
+INLINE ints dot_wide(ints sum, ints w, ints x) {
+    return dot_half(sum, vreinterpretq_s32_u8(veorq_u8(vreinterpretq_u8_s32(w), vdupq_n_u8(128))), x);
+}
+#define WIDE_START(count) (0 * (count))
+#endif
+
+INLINE ints four_of(const int8_t *p) {
+    int32_t four;
+    memcpy(&four, p, sizeof four);
+    return spread_ints(four);
 }
 
 /* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on, into rows of `out`; rows and form are compile-time
@@ -236,46 +288,49 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
     const int8_t *xq = x->quants + first * x->inputs;
     const float *xs = x->scales + first * blocks, *xo = x->sums + first * blocks;
     const int32_t *xc = x->counts + first * blocks;
-    v16f acc[ROW_TILE][2];
-    UNROLL_8 for (int t = 0; t < rows; t++) acc[t][0] = acc[t][1] = splat(0.0f);
+    floats acc[ROW_TILE][PARTS];
+    UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < PARTS; v++) acc[t][v] = spread_floats(0.0f);
     for (int64_t k = 0; k < blocks; k++) {
-        v16i sum[ROW_TILE][2];
+        ints sum[ROW_TILE][PARTS];
         /* The hardware's own prefetch begins anew at every page. */
         for (int64_t line = 0; line < 2 * bytes; line += 64) __builtin_prefetch(q + 2 * k * bytes + FETCH_AHEAD + line);
-        UNROLL_8 for (int t = 0; t < rows; t++) sum[t][0] = sum[t][1] =
-            splat_int(form == OF_4_BITS ? 0 : WIDE_START(xc[t * blocks + k]));
-        UNROLL_DOTS for (int i = 0; i < 8; i++) {
-            const int j = form == OF_4_BITS ? i / 2 + i % 2 * 4 : i; /* both halves of a byte, one after the other */
-            v16u a = part_of(q, 2 * k, j, form), b = part_of(q, 2 * k + 1, j, form);
+        UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < PARTS; v++) sum[t][v] =
+            spread_ints(form == OF_4_BITS ? 0 : WIDE_START(xc[t * blocks + k]));
+        UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
+            ints four[ROW_TILE], later[ROW_TILE];
             UNROLL_8 for (int t = 0; t < rows; t++) {
-                int32_t four;
-                memcpy(&four, xq + t * x->inputs + k * QBLOCK + 4 * j, sizeof four);
-                sum[t][0] = dot4(sum[t][0], a, four, form != OF_4_BITS);
-                sum[t][1] = dot4(sum[t][1], b, four, form != OF_4_BITS);
+                const int8_t *at = xq + t * x->inputs + k * QBLOCK + 4 * i;
+                four[t] = four_of(at);
+                if (form == OF_4_BITS) later[t] = four_of(at + 16);
+            }
+            UNROLL_8 for (int v = 0; v < PARTS; v++) {
+                const ints b = load_ints(q + (2 * k + v * WIDTH / LANES) * bytes + 64 * i + v * WIDTH % LANES * 4);
+                UNROLL_8 for (int t = 0; t < rows; t++) {
+                    if (form == OF_4_BITS) {
+                        sum[t][v] = dot_half(sum[t][v], low_halves(b), four[t]);
+                        sum[t][v] = dot_half(sum[t][v], high_halves(b), later[t]);
+                    } else {
+                        sum[t][v] = dot_wide(sum[t][v], b, four[t]);
+                    }
+                }
             }
         }
-        v16f sa = half16(s + k * GROUP), sb = half16(s + k * GROUP + LANES);
-        UNROLL_8 for (int t = 0; t < rows; t++) {
-            v16f scale = splat(xs[t * blocks + k]);
-            acc[t][0] = fused_add(__builtin_convertvector(sum[t][0], v16f) * sa, scale, acc[t][0]);
-            acc[t][1] = fused_add(__builtin_convertvector(sum[t][1], v16f) * sb, scale, acc[t][1]);
-        }
-        if (form != OF_8_BITS) {
-            v16f oa = half16(o + k * GROUP), ob = half16(o + k * GROUP + LANES);
+        UNROLL_8 for (int v = 0; v < PARTS; v++) {
+            const floats scale = half_floats(s + k * GROUP + v * WIDTH);
             UNROLL_8 for (int t = 0; t < rows; t++) {
-                v16f whole = splat(xo[t * blocks + k]);
-                acc[t][0] = fused_add(oa, whole, acc[t][0]);
-                acc[t][1] = fused_add(ob, whole, acc[t][1]);
+                const ints whole = form == OF_4_BITS ? sum_of_halves(sum[t][v]) : sum[t][v];
+                acc[t][v] = fused(times(floats_of(whole), scale), spread_floats(xs[t * blocks + k]), acc[t][v]);
+            }
+            if (form != OF_8_BITS) {
+                const floats offset = half_floats(o + k * GROUP + v * WIDTH);
+                UNROLL_8 for (int t = 0; t < rows; t++) acc[t][v] =
+                    fused(offset, spread_floats(xo[t * blocks + k]), acc[t][v]);
             }
         }
     }
-    if (w->bias) UNROLL_8 for (int t = 0; t < rows; t++) {
-            acc[t][0] += load_f32(w->bias + g * GROUP);
-            acc[t][1] += load_f32(w->bias + g * GROUP + LANES);
-        }
-    UNROLL_8 for (int t = 0; t < rows; t++) {
-        memcpy(out + t * stride, &acc[t][0], sizeof acc[t][0]);
-        memcpy(out + t * stride + LANES, &acc[t][1], sizeof acc[t][1]);
+    UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < PARTS; v++) {
+        if (w->bias) acc[t][v] = sum_floats(acc[t][v], load_floats(w->bias + g * GROUP + v * WIDTH));
+        store_floats(out + t * stride + v * WIDTH, acc[t][v]);
     }
 }
 
@@ -289,8 +344,10 @@ INLINE void rows_tile(const struct block_weights *w, int64_t g, const struct blo
                       int form, float *out, int64_t stride) {
     switch (rows) {
         OF_ROWS(1)
-#if ROW_TILE == 6
+#if ROW_TILE >= 2
         OF_ROWS(2)
+#endif
+#if ROW_TILE == 6
         OF_ROWS(3)
         OF_ROWS(4)
         OF_ROWS(5)

@@ -41,6 +41,7 @@ DECLARE(baseline)
 
 #if defined(__x86_64__)
 DECLARE_BLOCKS(x86_64_v3)
+DECLARE_BLOCKS(x86_64_avxvnni)
 DECLARE_BLOCKS(x86_64_v4)
 DECLARE_BLOCKS(x86_64_vnni)
 
@@ -53,7 +54,8 @@ static int level(void) {
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                  __builtin_cpu_supports("avx512cd");
         int vnni = v4 && __builtin_cpu_supports("avx512vnni");
-        known = vnni ? 5 : v4 ? 4 : v3 ? 3 : 1;
+        int avxvnni = v3 && __builtin_cpu_supports("avxvnni");
+        known = vnni ? 5 : v4 ? 4 : avxvnni ? 6 : v3 ? 3 : 1;
     }
     return known;
 }
@@ -61,11 +63,13 @@ static int level(void) {
 #define CALL(name, ...)                                                                                                \
     (level() == 5   ? name##_x86_64_vnni(__VA_ARGS__)                                                                  \
      : level() == 4 ? name##_x86_64_v4(__VA_ARGS__)                                                                    \
+     : level() == 6 ? name##_x86_64_avxvnni(__VA_ARGS__)                                                               \
      : level() == 3 ? name##_x86_64_v3(__VA_ARGS__)                                                                    \
                     : name##_baseline(__VA_ARGS__))
 #define CALL_BLOCKS(name, ...)                                                                                         \
     (level() == 5   ? name##_x86_64_vnni(__VA_ARGS__)                                                                  \
      : level() == 4 ? name##_x86_64_v4(__VA_ARGS__)                                                                    \
+     : level() == 6 ? name##_x86_64_avxvnni(__VA_ARGS__)                                                               \
                     : name##_x86_64_v3(__VA_ARGS__))
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
@@ -110,7 +114,7 @@ void lockstep_gumbel(uint64_t seed, uint32_t position, int64_t n, float *out) {
     CALL(lockstep_gumbel, seed, position, n, out);
 }
 
-/* 1: no AVX2; 3: AVX2 and FMA; 4: AVX-512; 5: AVX-512 with VNNI; 8: aarch64 with dot products of bytes; 0: others. */
+/* 1: no AVX2; 3: AVX2 and FMA; 4: AVX-512; 5: AVX-512 with VNNI; 6: AVX2 with VNNI; 8: aarch64 with dot products of bytes; 0: others. */
 int32_t lockstep_cpu_level(void) { return level(); }
 
 #if defined(CALL_BLOCKS)

@@ -36,7 +36,7 @@ TESTS = (
     *("test_accept.py", "test_blocks.py", "test_fused.py", "test_fused_attention.py", "test_low_rank.py"),
     *("test_paged_attention.py", "test_recurrent.py", "test_suffix.py", "test_team.py"),
 )
-LEVELS = {"baseline": 1, "x86_64_v3": 3, "x86_64_v4": 4, "x86_64_vnni": 5}
+LEVELS = {"baseline": 1, "x86_64_v3": 3, "x86_64_v4": 4, "x86_64_vnni": 5, "x86_64_avxvnni": 6}
 """Vector unit -> the level at which dispatch.c calls its kernels."""
 pytestmark = [pytest.mark.slow, pytest.mark.sanitizers]
 
@@ -78,7 +78,8 @@ def test_launches_drafts_and_the_team_have_no_report(root: Path, tmp_path: Path)
 def test_kernels_of_a_vector_unit_have_no_undefined_behaviour(
     root: Path, tmp_path: Path, variant: str, level: int
 ) -> None:
-    if int(native().lockstep_cpu_level()) < level:
+    flag = "avx_vnni" if variant == "x86_64_avxvnni" else ""
+    if int(native().lockstep_cpu_level()) < min(level, 5) or flag not in Path("/proc/cpuinfo").read_text():
         pytest.skip(f"this processor does not run {variant}")
     tests = [f"tests/kernels/{name}" for name in TESTS]
     # Products over blocks, which no CPU at the first level calls, are linked all the same.
