@@ -78,20 +78,6 @@ INLINE struct block_rows block_rows_at(uint8_t *memory, int64_t rows, int64_t in
     return r;
 }
 
-INLINE v16f half16(const uint16_t *p) {
-#if defined(__AVX512F__)
-    return (v16f)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-#elif defined(__aarch64__)
-    float32x4_t four[4];
-    for (int i = 0; i < 4; i++) four[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
-    return load_f32(four);
-#else
-    __m256 half[2] = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
-                      _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
-    return load_f32(half);
-#endif
-}
-
 /* a * b + c, rounded once: a product has the same bits on every unit. */
 INLINE v16f fused_add(v16f a, v16f b, v16f c) {
 #if defined(__AVX512F__)
@@ -178,7 +164,7 @@ INLINE ints spread_ints(int32_t x) { return (ints)_mm512_set1_epi32(x); }
 INLINE floats spread_floats(float x) { return splat(x); }
 INLINE ints low_halves(ints w) { return w & spread_ints(0x0f0f0f0f); }
 INLINE ints high_halves(ints w) { return (ints)((v16u)w >> 4) & spread_ints(0x0f0f0f0f); }
-INLINE floats half_floats(const uint16_t *p) { return half16(p); }
+INLINE floats half_floats(const uint16_t *p) { return (v16f)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE floats fused(floats a, floats b, floats c) { return fused_add(a, b, c); }
 INLINE floats times(floats a, floats b) { return a * b; }
 INLINE floats sum_floats(floats a, floats b) { return a + b; }
@@ -210,9 +196,7 @@ typedef float32x4_t floats;
 INLINE ints load_ints(const void *p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
 INLINE ints spread_ints(int32_t x) { return vdupq_n_s32(x); }
 INLINE floats spread_floats(float x) { return vdupq_n_f32(x); }
-INLINE ints low_halves(ints w) {
-    return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(w), vdupq_n_u8(15)));
-}
+INLINE ints low_halves(ints w) { return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(w), vdupq_n_u8(15))); }
 INLINE ints high_halves(ints w) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(w), 4)); }
 INLINE floats half_floats(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 INLINE floats fused(floats a, floats b, floats c) { return vfmaq_f32(c, a, b); }
@@ -231,7 +215,9 @@ INLINE void store_floats(float *p, floats x) { vst1q_f32(p, x); }
  * bits stay below 8 * 2 * 15 * 127. dot_wide takes 8 bits: as they lie, 128 too large, which WIDE_START takes off with the
  * sum of the activations' integers; or with their sign, where the instruction wants one. */
 #if defined(__AVX512VNNI__)
-INLINE ints dot_half(ints sum, ints w, ints x) { return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
+INLINE ints dot_half(ints sum, ints w, ints x) {
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+}
 INLINE ints sum_of_halves(ints x) { return x; }
 INLINE ints dot_wide(ints sum, ints w, ints x) { return dot_half(sum, w, x); }
 #define WIDE_START(count) (-128 * (count))
@@ -264,7 +250,9 @@ INLINE ints dot_wide(ints sum, ints w, ints x) {
 }
 #define WIDE_START(count) (0 * (count))
 #else
-INLINE ints dot_half(ints sum, ints w, ints x) { return vdotq_s32(sum, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x)); }
+INLINE ints dot_half(ints sum, ints w, ints x) {
+    return vdotq_s32(sum, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x));
+}
 INLINE ints sum_of_halves(ints x) { return x; }
 INLINE ints dot_wide(ints sum, ints w, ints x) {
     return dot_half(sum, vreinterpretq_s32_u8(veorq_u8(vreinterpretq_u8_s32(w), vdupq_n_u8(128))), x);
