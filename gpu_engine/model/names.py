@@ -82,9 +82,10 @@ def files_of_kind(files: Iterable[str], kind: str) -> list[str]:
 
 
 def part_names(file: str) -> list[str]:
-    """Return the names of all parts of a GGUF file, in order, by the name of one; of a whole file its own."""
+    """Return the names of all parts of a GGUF file, in order, by the name of one; of a whole file its own, and of one
+    whose number is not among its parts."""
     found = _PART.search(PurePosixPath(file).stem)
-    if found is None:
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
         return [file]
     before = file.removesuffix(f"{found[0]}{GGUF}")
     return [f"{before}-{number:05}-of-{found[2]}{GGUF}" for number in range(1, int(found[2]) + 1)]

@@ -164,7 +164,8 @@ def _content(form: ToolFormat | None, grammar: GrammarSpec | None) -> Node:
     """Return the format of an answer without calls."""
     node = content(grammar) if grammar else {"type": "any_text"}
     if grammar is None and form is not None and form.starts_answer:
-        return {"type": "regex", "pattern": rf"([^{re.escape(form.trigger)}][\s\S]*)?"}
+        # White space before a call is not a part of the content when the answer is read.
+        return {"type": "regex", "pattern": rf"[ \t\n\r]*([^ \t\n\r{re.escape(form.trigger)}][\s\S]*)?"}
     if form is None or not form.content_begin:
         return node
     return {"type": "sequence", "elements": [_text(form.content_begin), node]}

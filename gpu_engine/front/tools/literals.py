@@ -15,6 +15,7 @@ Not responsible for: what surrounds a call (see composition.py), reading one (se
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -48,9 +49,9 @@ _ANY_RULES = r"""value ::= object | array | string | number | "true" | "false" |
 object ::= "{" (pair ("," pair)*)? "}"
 pair ::= [A-Za-z_] [A-Za-z0-9_-]* ":" value
 array ::= "[" (value ("," value)*)? "]"
-string ::= QUOTE ([^<] | "<" [^<|])* QUOTE
+string ::= QUOTE ([^<] | "<" [^<SECOND])* QUOTE
 """
-"""Any value in Gemma's way; QUOTE stands for the text around a string, which begins with `<`."""
+"""Any value in Gemma's way; QUOTE stands for the text around a string, which begins with `<` and SECOND."""
 
 
 def literal_call(tool: Tool, form: ToolFormat, field: str, *, always_strict: bool) -> Node:
@@ -181,9 +182,11 @@ class _Values:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, dict) or not isinstance(required, list):
             raise InvalidRequest(place, "needs an object `properties` and an array `required`")
-        if missing := [name for name in required if name not in properties]:
+        if missing := [name for name in required if not isinstance(name, str) or name not in properties]:
             raise InvalidRequest(place, f"requires {missing[0]!r}, which is not one of its properties")
         others = schema.get("additionalProperties", not properties)
+        if not isinstance(others, dict | bool):
+            raise InvalidRequest(place, "additionalProperties must be a boolean or a JSON Schema")
         if not properties and others is not False:
             if others is True or not asserting(others):
                 return self._anything("object")
@@ -223,10 +226,7 @@ class _Values:
     def _listed(self, values: list[Any], place: str) -> Node:
         texts = []
         for value in values:
-            if isinstance(value, str) and not self._literals.is_python and self._literals.quote in value:
-                raise InvalidRequest(place, f"has a value with {self._literals.quote!r}, which ends a string")
-            if json.dumps(value) in ("Infinity", "-Infinity", "NaN"):
-                raise InvalidRequest(place, "has a number that is too large")
+            self._refuse_unwritable(value, place)
             texts.append(spelled_value(value, self._literals))
             if isinstance(value, str) and self._literals.is_python and not set(value) & set("'\\\n\r\t\""):
                 texts.append(f"'{value}'")
@@ -234,9 +234,27 @@ class _Values:
             raise InvalidRequest(place, "allows no value")
         return _either([_text(text) for text in dict.fromkeys(texts)])
 
+    def _refuse_unwritable(self, value: Any, place: str) -> None:
+        """Refuse a value that would be read back as another one, or as none."""
+        match value:
+            case float() if not math.isfinite(value):
+                raise InvalidRequest(place, "has a number that is too large")
+            case str() if not self._literals.is_python and self._literals.quote in value:
+                raise InvalidRequest(place, f"has a value with {self._literals.quote!r}, which ends a string")
+            case list():
+                for one in value:
+                    self._refuse_unwritable(one, place)
+            case dict():
+                for name, one in value.items():
+                    if not self._literals.is_python and not _NAME.fullmatch(name):
+                        raise InvalidRequest(
+                            place, f"has a value with the name {name!r}, which the format cannot write"
+                        )
+                    self._refuse_unwritable(one, place)
+
     def _anything(self, what: str) -> Node:
-        quote = json.dumps(self._literals.quote)
-        rules = _ANY_RULES.replace("QUOTE", quote)
+        quote = self._literals.quote
+        rules = _ANY_RULES.replace("QUOTE", json.dumps(quote)).replace("SECOND", quote[1])
         return {"type": "grammar", "grammar": f"root ::= {what}\n{rules}{_NUMBER}\n"}
 
     def _json(self, schema: dict[str, Any], place: str) -> Node:

@@ -38,16 +38,18 @@ def apply_rope_factors(config: PreTrainedConfig, header: GGUFHeader) -> None:
     if {len(long), len(short)} != {rotated}:
         raise ValueError(f"{names[0]} has {len(long)} factors, and {rotated} frequencies rotate")
     original = header.get("{arch}.rope.scaling.original_context_length", text.max_position_embeddings)
+    if not isinstance(original, int) or original < 1:
+        raise ValueError(f"rope.scaling.original_context_length is {original!r}, and must be a positive integer")
     scale = header.get("{arch}.rope.scaling.attn_factor", 1.0 if _ALL in factors else None)
     if hasattr(text, "original_max_position_embeddings"):  # Phi 3's, which comes before the parameters' own
-        text.original_max_position_embeddings = int(original)
+        text.original_max_position_embeddings = original
     config.rope_parameters = {
         **parameters,
         "rope_type": _TYPE,
         "long_factor": long,
         "short_factor": short,
-        "original_max_position_embeddings": int(original),
-        "factor": text.max_position_embeddings / int(original),
+        "original_max_position_embeddings": original,
+        "factor": text.max_position_embeddings / original,
         "attention_factor": None if scale is None else float(scale),
     }
 

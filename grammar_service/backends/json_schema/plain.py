@@ -32,12 +32,11 @@ def is_plain(schema: Any) -> bool:
             return False
         if node.keys() <= _SIMPLE:
             continue
-        properties = node.get("properties")
-        if properties is not None:
-            if not isinstance(properties, dict):
-                return False
-            waiting += properties.values()
-        if "required" in node and not _are_names(node["required"], properties or ()):
+        properties = node.get("properties", {})
+        if not isinstance(properties, dict):
+            return False
+        waiting += properties.values()
+        if "required" in node and not _are_names(node["required"], properties):
             return False
         if not isinstance(node.get("additionalProperties", False), bool):
             return False

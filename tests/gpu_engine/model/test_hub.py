@@ -298,6 +298,8 @@ def test_a_gguf_file_that_cannot_be_had_is_refused_in_one_line(tmp_path: Path) -
     assert message(str(tmp_path / "x-00001-of-00003.gguf"), hub).endswith(
         "is one of 3 parts, and its folder has no x-00002-of-00003.gguf, x-00003-of-00003.gguf"
     )
+    (unnumbered := tmp_path / "x-00001-of-00000.gguf").touch()
+    assert locate(Wanted(str(unnumbered)), hub) == unnumbered
 
 
 def test_removing_a_model_keeps_what_another_name_has(tmp_path: Path) -> None:

@@ -148,6 +148,16 @@ def test_rotary_factors_of_a_file_are_the_models(
     assert not torch.allclose(net(ids_1P).logits[0], want_PV, atol=1e-2)
 
 
+def test_rotary_factors_without_an_original_length_are_refused(tmp_path: Path) -> None:
+    also = {f"rope_factors_{name}.weight": np.ones(8, np.float32) for name in ("long", "short")}
+    file = gguf_files.write(PHI_3, tmp_path / "model.gguf", also=also)
+    raw, key = file.read_bytes(), b"original_context_length\x04\x00\x00\x00"
+    before, _, after = raw.partition(key)
+    file.write_bytes(before + key + bytes(4) + after[4:])
+    with pytest.raises(ModelNotSupported, match=r"original_context_length is 0, and must be a positive integer$"):
+        load_model(config(model=str(file)))
+
+
 def test_every_architecture_that_is_read_is_compared() -> None:
     written = {
         gguf_files._ARCHITECTURES.get(c.model_type, c.model_type) for c in (f() for f in gguf_files.FAMILIES.values())

@@ -16,12 +16,14 @@ from gpu_engine.api.request import GrammarKind, GrammarSpec
 from gpu_engine.front.tools.composition import composed
 from gpu_engine.front.tools.formats import (
     FORMATS,
+    FUNCTION_GEMMA,
     GEMMA_4,
     HARMONY,
     HERMES,
     JSON,
     LFM2,
     MISTRAL,
+    PYTHONIC,
     QWEN3_CODER,
     ToolFormat,
 )
@@ -156,6 +158,7 @@ ANY_TEXT = spelled_value(ANYTHING, GEMMA_4.literals)
         (GEMMA_4, {"type": "string"}, ['<|"|><|a"{}\n<|"|>'], ["a", '"a"']),
         (GEMMA_4, {}, [ANY_TEXT], ['{"a":1}', "a", "[1,]", "01"]),
         (GEMMA_4, {"type": "object"}, ["{}", "{a:{b:[]}}"], ["[]", "1", "{a}"]),
+        (FUNCTION_GEMMA, {}, ["<escape>a<b<escape>"], ["<escape>a<escape>b<escape>"]),
         (
             GEMMA_4,
             {"type": "array", "items": {"type": ["integer", "null"]}, "minItems": 1, "maxItems": 3},
@@ -179,6 +182,12 @@ def test_values_with_a_notation_of_their_own(
     for text in (*legal, *illegal):
         call = f"{form.begin_of('f', raw=False)}p{form.literals.assign}{text}{form.end}"
         assert library.accepts(ready, form.first + call + form.last) is (text in legal), text
+
+
+def test_content_does_not_hide_a_call_that_is_read_as_one(library: Library) -> None:
+    ready = compiled(library, Tools(TOOLS), PYTHONIC, None)
+    texts = ["", "\n", " no [1]", '[add(x=1, to="a")]', "[1]", "\n [add(x=1)]"]
+    assert [text for text in texts if library.accepts(ready, text)] == texts[:4]
 
 
 def test_a_lark_tool(library: Library) -> None:

@@ -66,6 +66,7 @@ def test_what_a_walk_may_change_is_not_plain() -> None:
             {"properties": {"a": {"if": {}}}},
         ),
         {"properties": {"a": {}}, "required": ["a", "a"]},
+        {"properties": None},
     ):
         assert not is_plain(schema), schema
 

@@ -65,6 +65,15 @@ SELF = {"properties": {"p": {"type": "object", "properties": {"q": {"$ref": "#/p
         (LFM2, {"properties": {"p": {"enum": []}}}, "/properties/p: allows no value"),
         (GEMMA_4, SELF, r"(/properties/[pq])+: is nested too deeply, or refers to itself"),
         (GEMMA_4, {"properties": {"p": {"enum": ['<|"|>']}}}, "/properties/p: has a value with '<"),
+        (FUNCTION_GEMMA, {"properties": {"p": {"enum": [["<escape>"]]}}}, "/properties/p: has a value with '<escape>'"),
+        (GEMMA_4, {"properties": {"p": {"enum": [{"a:b": 1}]}}}, "/properties/p: has a value with the name 'a:b'"),
+        (LFM2, {"properties": {"p": {"enum": [[1e999]]}}}, "/properties/p: has a number that is too large"),
+        (GEMMA_4, {"properties": {"p": {"type": "object", "required": [[]]}}}, r"/properties/p: requires \[\], which"),
+        (
+            GEMMA_4,
+            {"properties": {"p": {"type": "object", "additionalProperties": 1}}},
+            "/properties/p: additionalProperties must be",
+        ),
         (GEMMA_4, {"properties": {"p": {"type": "array", "uniqueItems": True}}}, "/properties/p: has 'uniqueItems'"),
         (GEMMA_4, {"properties": {"p": {"type": "array", "minItems": 2, "maxItems": 1}}}, "/properties/p: minItems"),
         (
