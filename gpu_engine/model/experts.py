@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from gpu_engine.model.linear import PackedLinear, can_pack
-from gpu_engine.model.loaded_model import ModelNotSupported
+from gpu_engine.model.names import ModelNotSupported
 from gpu_engine.model.recording import distance
 
 log = logging.getLogger(__name__)

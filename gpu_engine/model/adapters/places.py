@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gpu_engine.model.adapters.peft_files import AdapterNotSupported, LoraFiles, stored_dtype
+from gpu_engine.model.experts import WideGate
 from gpu_engine.model.fused_layers import FusedAttention, FusedGated
 from gpu_engine.model.linear import InvariantLinear, PackedLinear
 from gpu_engine.model.quantised.linear import BlockLinear
@@ -62,7 +63,9 @@ class Places:
                     )
             elif isinstance(module, PRODUCTS) and module is not head and not self._inside(path):
                 parent, _, name = path.rpartition(".")
-                self._number(net.get_submodule(parent), name, module, [(path, int(module.out_features))])
+                owner = net.get_submodule(parent)
+                named = parent if isinstance(owner, WideGate) else path
+                self._number(owner, name, module, [(named, int(module.out_features))])
 
     def _inside(self, path: str) -> bool:
         """Return whether a module belongs to a fused part, or to experts, which see other rows than the forward's."""

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from gpu_engine.api.adapters import AdapterKind
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.adapters.peft_files import LoraFiles, read_adapter
+from gpu_engine.model.adapters.places import Place, Places
 from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.experts import replace_experts
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine import tiny
@@ -134,6 +136,15 @@ def test_logits_are_those_of_the_merged_model(family: str, saved: Callable[[str]
             net = AutoModelForCausalLM.from_pretrained(saved(family), dtype=torch.float32).eval()
             want = (merge(net, adapter) if merged else net)(input_ids=ids[rows]).logits
             torch.testing.assert_close(got[rows], want, rtol=1e-4, atol=2e-4)
+
+
+def test_the_gate_of_a_shared_expert_has_the_name_that_files_have() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "num_experts": 4}
+    net = AutoModelForCausalLM.from_config(Qwen2MoeConfig(num_hidden_layers=1, vocab_size=32, **sizes))
+    replace_experts(net)
+    places = Places(net)
+    place = places.by_path["model.layers.0.mlp.shared_expert_gate"]
+    assert place == Place(place.product, begin=0, outputs=1, inputs=64)
 
 
 @needs_blocks
