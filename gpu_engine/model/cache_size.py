@@ -117,11 +117,17 @@ def pool_tokens(config: EngineConfig, max_model_len: int, room_tokens: int) -> i
 
 def num_snapshots(config: EngineConfig, model: LoadedModel, num_pages: int) -> int:
     """Return the number of snapshots of recurrent states that are kept next to a KV cache of `num_pages` pages."""
-    if not model.recurrent or not config.caches_prefixes:
+    if not model.recurrent:
         return 0
     page_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize * config.page_size
-    places = int(num_pages * page_bytes * _SNAPSHOT_SHARE) // state_bytes(model.recurrent)
-    return min(max(places, _LEAST_SNAPSHOTS), _MOST_SNAPSHOTS)
+    return snapshots_beside(config, state_bytes(model.recurrent), num_pages * page_bytes)
+
+
+def snapshots_beside(config: EngineConfig, state: int, cache_bytes: int) -> int:
+    """Return the same next to a KV cache of some bytes, for states of `state` bytes; 0: there are none."""
+    if not state or not config.caches_prefixes:
+        return 0
+    return min(max(int(cache_bytes * _SNAPSHOT_SHARE) // state, _LEAST_SNAPSHOTS), _MOST_SNAPSHOTS)
 
 
 def snapshot_interval(max_model_len: int, num_snapshots: int, chunk: int) -> int:

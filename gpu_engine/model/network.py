@@ -20,7 +20,15 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.model import attention
-from gpu_engine.model.cache_size import CachedShape, CacheSize, decide, free_bytes, pool_tokens, states_of
+from gpu_engine.model.cache_size import (
+    CachedShape,
+    CacheSize,
+    decide,
+    free_bytes,
+    pool_tokens,
+    snapshots_beside,
+    states_of,
+)
 from gpu_engine.model.files.filled import Weights, fill, refuse_misfits, sources_of, unfilled
 from gpu_engine.model.files.need import need_of, refuse_too_large, say_need
 from gpu_engine.model.files.reading import (
@@ -289,5 +297,7 @@ def _memory(
     size = decide_size(config, shape, files.dtype, None if free is None else max(0, free - need.total))
     tokens = pool_tokens(config, size.max_model_len, size.room_tokens)
     if files.setting == "model":  # a draft model's cache has the target's tokens
-        say_need(need, tokens, tokens * shape.token_bytes(files.dtype), free, shape.states.of_slots(config))
+        cache, states = tokens * shape.token_bytes(files.dtype), shape.states
+        snapshots = snapshots_beside(config, states.state, cache) * states.state
+        say_need(need, tokens, cache, free, states.of_slots(config) + snapshots)
     return size

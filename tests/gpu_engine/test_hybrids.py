@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gpu_engine.core.engine import Engine
+from gpu_engine.model.cache_size import num_snapshots, states_of
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from tests.gpu_engine import hybrids, tiny
 from tests.gpu_engine.adapters.files import save_lora
@@ -193,6 +194,18 @@ def test_questions_after_one_system_prompt_resume_from_its_state(folders: Callab
     assert ask_each() == (without, [0, 0, 64, 80])
     # Each question computes the pages again that the first one has, and gives up its own while the others grow.
     assert ask_each(at_once=True, kv_cache_tokens=256)[0] == without
+
+
+def test_the_start_says_what_slots_and_snapshots_take(
+    folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(model=str(folders("bamba")), kv_cache_tokens=1_000_000)
+    with caplog.at_level("INFO"):
+        model = load_model(settings)
+    sizes, snapshots = states_of(model.recurrent), num_snapshots(settings, model, 1_000_000 // settings.page_size)
+    states, whole = sizes.of_slots(settings), sizes.of_slots(settings) + snapshots * sizes.state
+    assert whole - states > 20_000_000
+    assert f", {whole / 1e9:.2f} GB of recurrent states, " in caplog.text
 
 
 def test_a_hybrid_drafts_for_no_model(folders: Callable[[str], Path], llama: LoadedModel) -> None:

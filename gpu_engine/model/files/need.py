@@ -78,7 +78,7 @@ def refuse_too_large(need: Need, free: int | None, setting: str, *, rounds: bool
 def say_need(need: Need, cache_tokens: int, cache_bytes: int, free: int | None, state_bytes: int = 0) -> None:
     """Log what the start takes in one line. Raises ModelNotSupported for a cache that was set too large.
 
-    `state_bytes`: of the recurrent layers, for every slot."""
+    `state_bytes`: of the recurrent layers, for every slot and every snapshot."""
     total = need.total + cache_bytes + state_bytes
     states = f"{_gb(state_bytes)} of recurrent states, " if state_bytes else ""
     parts = f"{_gb(need.weights)} of weights, {_gb(cache_bytes)} of KV cache, {states}{_gb(need.working)} to work"
