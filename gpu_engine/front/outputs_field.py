@@ -59,6 +59,8 @@ def _spec(field: str, name: str, limits: Limits) -> OutputSpec:
     """Return the form of an output. Raises InvalidRequest, with the nearest names, for an unknown one."""
     if (spec := limits.outputs.get(name)) is not None:
         return spec
+    if not limits.outputs:
+        raise InvalidRequest(field, f"{name[:200]!r}: a model with recurrent layers gives no tensors")
     near = difflib.get_close_matches(name[:200], limits.outputs, _NEAR, cutoff=0.4) or list(limits.outputs)[:_NEAR]
     names = f"near: {', '.join(near)} (GetModelInfo has all output_names)"
     raise InvalidRequest(field, f"{name[:200]!r} is no output of the model; {names}")

@@ -45,6 +45,11 @@ def test_the_fields_say_which_rows_are_wanted() -> None:
         check_outputs(beams, LIMITS)
 
 
+def test_a_model_without_outputs_says_so() -> None:
+    with pytest.raises(InvalidRequest, match=r"'logits': a model with recurrent layers gives no tensors$"):
+        check_outputs(asked("logits"), replace(LIMITS, outputs={}))
+
+
 @pytest.mark.parametrize(
     ("names", "field", "problem"),
     [
