@@ -60,7 +60,7 @@ def _spec(field: str, name: str, limits: Limits) -> OutputSpec:
     if (spec := limits.outputs.get(name)) is not None:
         return spec
     if not limits.outputs:
-        raise InvalidRequest(field, f"{name[:200]!r}: a model with recurrent layers gives no tensors")
+        raise InvalidRequest(field, f"{name[:200]!r}: a model with recurrent layers has no output_names")
     near = difflib.get_close_matches(name[:200], limits.outputs, _NEAR, cutoff=0.4) or list(limits.outputs)[:_NEAR]
     names = f"near: {', '.join(near)} (GetModelInfo has all output_names)"
     raise InvalidRequest(field, f"{name[:200]!r} is no output of the model; {names}")

@@ -46,7 +46,7 @@ def test_the_fields_say_which_rows_are_wanted() -> None:
 
 
 def test_a_model_without_outputs_says_so() -> None:
-    with pytest.raises(InvalidRequest, match=r"'logits': a model with recurrent layers gives no tensors$"):
+    with pytest.raises(InvalidRequest, match=r"'logits': a model with recurrent layers has no output_names$"):
         check_outputs(asked("logits"), replace(LIMITS, outputs={}))
 
 
