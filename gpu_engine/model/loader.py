@@ -12,7 +12,7 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,9 +68,6 @@ from kernels.blocks import BLOCK
 from kernels.forward import LAYER_PRODUCTS
 from service_runtime.cores import usable_cores
 from service_runtime.memory import freed_at_once
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["LoadedModel", "ModelNotSupported", "load_model", "prepare", "resolve_dtype"]
 

@@ -32,6 +32,7 @@ from gpu_engine.model.cache_size import (
 from gpu_engine.model.files.filled import Weights, fill, refuse_misfits, sources_of, unfilled
 from gpu_engine.model.files.need import need_of, refuse_too_large, say_need
 from gpu_engine.model.files.reading import (
+    WRONG_VALUES,
     cast_computed,
     configuration_of,
     header_of,
@@ -40,6 +41,7 @@ from gpu_engine.model.files.reading import (
     text_part_of,
     tokenizer_class,
     why_not_read,
+    wrong_value,
 )
 from gpu_engine.model.files.rope_factors import rope_tensors
 from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
@@ -242,6 +244,8 @@ def read_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
         if source:  # the first that is read of a GGUF file, with the places of all its tensors
             raise ModelNotSupported(f"{setting}: {path} cannot be read; is the file complete? {error}") from error
         raise ModelNotSupported(f"{setting}: the tokenizer of {path} cannot be loaded: {error}") from error
+    except WRONG_VALUES as error:  # of the model's configuration, which names the class
+        raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {wrong_value(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelNotSupported(
             f"{setting}: {type(tokenizer).__name__} has no tokenizer.json, which the grammar process needs"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -31,6 +32,15 @@ if TYPE_CHECKING:  # the library of GGUF files is loaded for one
     from gpu_engine.model.files.gguf_weights import GGUFWeights
 
 
+WRONG_VALUES = (StrictDataclassError, ZeroDivisionError)
+"""What transformers raises, next to ValueError, for values of a configuration that no model has."""
+
+
+def wrong_value(error: Exception) -> str:
+    """Return the message of one of WRONG_VALUES in one line."""
+    return f"its configuration has a wrong value: {' '.join(str(error).split())}"
+
+
 def header_of(path: Path) -> GGUFHeader | None:
     """Return the header of a GGUF file, the first part if it has several; None: `path` is a folder. Raises OSError or
     GGUFError."""
@@ -49,8 +59,7 @@ def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
     config: PreTrainedConfig
     if header is None or header.architecture not in ARCHITECTURES:
         source: dict[str, Any] = {} if header is None else {"gguf_file": path.name}
-        config = AutoConfig.from_pretrained(path.parent if source else path, trust_remote_code=False, **source)
-        return config
+        return _automatic(path.parent if source else path, **source)
     from gpu_engine.model.files.gguf_configs import configuration_of_hybrid  # the gguf library is not there always
 
     if (of_hybrid := configuration_of_hybrid(header)) is not None:
@@ -60,9 +69,18 @@ def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         counted = header.architecture in GGUF_CONFIG_ARCHS
         Path(folder, "header.gguf").write_bytes(header.without_vocabulary(counted=counted))
-        config = AutoConfig.from_pretrained(folder, gguf_file="header.gguf", trust_remote_code=False)
+        config = _automatic(Path(folder), gguf_file="header.gguf")
     config.name_or_path = str(path.parent)
     apply_rope_factors(config, header)
+    return config
+
+
+def _automatic(folder: Path, **source: Any) -> PreTrainedConfig:
+    """Return the configuration that transformers reads. Raises OSError, and ValueError with one line."""
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, **source)
+    except WRONG_VALUES as error:
+        raise ValueError(wrong_value(error)) from error
     return config
 
 

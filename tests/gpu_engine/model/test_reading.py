@@ -224,6 +224,20 @@ def test_files_of_a_folder_that_are_cut_or_missing_are_refused_in_one_line(shard
         load_model(config(model=str(sharded)))
 
 
+def test_a_wrong_value_in_a_configuration_is_refused_in_one_line(sharded: Path, tmp_path: Path) -> None:
+    file = sharded / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_attention_heads": 3}))
+    wrong = r"its configuration has a wrong value: [^\n]+ not a multiple of the number of attention heads \(\d+\)\.$"
+    with pytest.raises(ModelNotSupported, match=rf"^model: {sharded} cannot be loaded: {wrong}"):
+        load_model(config(model=str(sharded)))
+    made = gguf_files.write(gguf_files.FAMILIES["llama"](), tmp_path / "model.gguf")
+    key = b"attention.head_count\x04\x00\x00\x00"
+    before, _, after = made.read_bytes().partition(key)
+    made.write_bytes(before + key + b"\x03" + after[1:])
+    with pytest.raises(ModelNotSupported, match=rf"^model: {made} cannot be read; is the file complete\? {wrong}"):
+        load_model(config(model=str(made)))
+
+
 def test_a_gguf_file_that_is_cut_is_refused_in_one_line_that_names_a_tensor(tmp_path: Path) -> None:
     file = gguf_files.write(gguf_files.FAMILIES["llama"](), tmp_path / "model.gguf")
     cut(file)
