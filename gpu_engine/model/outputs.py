@@ -20,6 +20,7 @@ from torch import nn
 
 from gpu_engine.api.output_tensors import HIDDEN_STATES, LOGITS, OutputSpec
 from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.experts import WideGate
 from gpu_engine.model.loaded_model import LoadedModel
 from gpu_engine.model.recording import recording
 
@@ -37,8 +38,9 @@ def find_outputs(model: LoadedModel) -> dict[str, OutputSpec]:
     rows = compute(model, names, ids_1P, _context(model))
     with recording(model.net) as record:
         model.own_forward(ids_1P, _context(model))
+    inner = {module.inner for module in model.net.modules() if isinstance(module, WideGate)}
     for name, module in model.net.named_modules():
-        calls = record.calls.get(module, ())
+        calls = record.calls.get(_own(module), ()) if module not in inner else ()
         result = _rows(calls[0].output, _TOKENS) if name and len(calls) == 1 else None
         if result is not None and _TOKENS not in result.shape[1:]:
             rows[name] = result
@@ -85,13 +87,21 @@ def _of_modules(
         assert rows is not None, name
         found[name] = rows
 
-    handles = [model.net.get_submodule(name).register_forward_hook(functools.partial(keep, name)) for name in names]
+    modules = [_own(model.net.get_submodule(name)) for name in names]
+    handles = [
+        module.register_forward_hook(functools.partial(keep, name)) for name, module in zip(names, modules, strict=True)
+    ]
     try:
         model.own_forward(ids_1P, ctx)
     finally:
         for handle in handles:
             handle.remove()
     return found
+
+
+def _own(module: nn.Module) -> nn.Module:
+    """Return what has the result of transformers' module."""
+    return module.inner if isinstance(module, WideGate) else module
 
 
 def _rows(output: Any, num_tokens: int) -> torch.Tensor | None:

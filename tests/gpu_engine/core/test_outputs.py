@@ -13,15 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from gpu_engine.api.output_tensors import LOGITS, WantedOutput
 from gpu_engine.api.request import FinishReason
 from gpu_engine.core.build_executor import build_executor
 from gpu_engine.core.engine import Engine
 from gpu_engine.core.executor import Executor
+from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.outputs import compute
 from gpu_engine.step.outputs.tensors import TensorOutputs
+from tests.gpu_engine import tiny
 from tests.gpu_engine.harness import (
     Answer,
     Hold,
@@ -116,6 +119,21 @@ def test_they_are_those_of_transformers_at_every_token(llama: LoadedModel, draft
         torch.testing.assert_close(torch.from_numpy(rows[name].copy()), expected[name], atol=2e-4, rtol=1e-4)
     greedy = rows["logits"][len(answer.request.prompt_ids) - 1 :].argmax(-1)
     assert greedy.tolist() == answer.tokens
+
+
+def test_the_gate_of_a_shared_expert_has_the_result_of_transformers(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    folder = tiny.save(Qwen2MoeConfig(vocab_size=tiny.VOCAB, hidden_size=64, num_hidden_layers=1, **experts), tmp_path)
+    model, name = load_model(config(model=str(folder))), "model.layers.0.mlp.shared_expert_gate"
+    assert [each for each in model.outputs if each.startswith(name)] == [name]
+    net, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), list[torch.Tensor]()
+    net.get_submodule(name).register_forward_hook(lambda _, args, output: found.append(output))
+    ids = torch.tensor([tokens(12, 1)])
+    positions = torch.arange(12, dtype=torch.int32)[None]
+    ctx = AttentionContext(model.allocate_pages(1, 16), torch.zeros(1, 1, dtype=torch.int32), positions)
+    with torch.no_grad():
+        net(ids)
+        torch.testing.assert_close(compute(model, [name], ids, ctx)[name], found[0], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.8, "seed": 7, "logprobs": 2}])
