@@ -25,6 +25,7 @@ from grammar_service.backends.registry import NAMES, installed, installed_versio
 from grammar_service.backends.verified import avoiding, find_way_back, is_verified
 from grammar_service.compile.compiler import AUTO, Compiler, Entry, attempt_limit_s
 from grammar_service.compile.owned_cache import Owner
+from grammar_service.compile.pool import NUM_QUEUES
 from grammar_service.compile.queue import Share
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.config import GrammarConfig
@@ -117,8 +118,8 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             backends=[_BACKENDS[name] for name in names],
             versions=[installed_version(name) for name in names],
             pid=os.getpid(),
-            # Quick ones and slow ones have as many places each; what one queue cannot take is refused here.
-            max_compilations=2 * (self._config.workers + self._config.compile_queue),
+            # Each of the queues has as many places; what one of them cannot take is refused here.
+            max_compilations=NUM_QUEUES * (self._config.workers + self._config.compile_queue),
             attempt_limit_s=attempt_limit_s(self._config),
             compile_timeout_s=self._config.compile_timeout_s,
         )

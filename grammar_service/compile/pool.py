@@ -48,6 +48,8 @@ SMALL_BYTES = 1 << 10
 """A grammar of at most this size is small: it takes much less work than most that are longer."""
 LARGE_BYTES = 8 << 10
 """A longer grammar is large: few people write one by hand."""
+NUM_QUEUES = 5
+"""Of small, middle and large grammars, and of slow ones: large, and others."""
 STARVED = 0.2
 """A worker at idle priority that had less than this share of a core until its time limit was starved."""
 
@@ -95,7 +97,9 @@ class CompilePool:
         self._idle: set[CompileProcess] = set()
         """Workers of a command that has a fallback."""
         self._closed = False
-        small, middle, large, slow, slow_large = (CompileQueue(workers, queue_s, max_waiting=queue) for _ in range(5))
+        small, middle, large, slow, slow_large = (
+            CompileQueue(workers, queue_s, max_waiting=queue) for _ in range(NUM_QUEUES)
+        )
         self._small, self._middle, self._large = _Queues(small, slow), _Queues(middle, slow), _Queues(large, slow_large)
         """Large grammars delay no other one, and those of middle size no small one that is not slow."""
         self._queues = (small, middle, large, slow, slow_large)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from grammar_service.compile.pool import NUM_QUEUES
 from grammar_service.config import GrammarConfig
 from grammar_service.server import _start_grpc
 from grammar_service.servicer import GrammarServicer
@@ -147,7 +148,7 @@ def test_a_guided_answer_from_configure_to_release(sidecar: Sidecar) -> None:
     assert configured.backends[0] == pb.BACKEND_LLGUIDANCE
     assert configured.versions[0]
     assert configured.pid == sidecar.process.pid
-    assert configured.max_compilations == 2 * (1 + 256)
+    assert configured.max_compilations == NUM_QUEUES * (1 + 256)
     assert (configured.attempt_limit_s, configured.compile_timeout_s) == (2 * 120 + 120 + 5, 5)
     grammar = sidecar.compile()
     assert (grammar.backend, grammar.cache_hit) == (pb.BACKEND_LLGUIDANCE, False)
