@@ -171,6 +171,15 @@ def endless(asked: threading.Event) -> Script:
     return script
 
 
+HEEDING_CONTROL_C = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("gpu_engine", run_name="__main__", alter_sys=True)
+"""
+"""A shell starts what it puts into the background with SIGINT ignored, and children inherit that. (A preexec_fn would
+run between fork and exec, where locks of other threads may be held.)"""
+
+
 async def test_control_c_ends_the_answer_and_not_the_chat(tmp_path: Path, root: Path) -> None:
     asked = threading.Event()
     async with talking(tmp_path, script=endless(asked)) as (address, engine):
@@ -178,15 +187,13 @@ async def test_control_c_ends_the_answer_and_not_the_chat(tmp_path: Path, root: 
         history = tmp_path / "lockstep/chat_history"
         history.parent.mkdir()
         history.touch(0o644)
-        command = [sys.executable, "-m", "gpu_engine", "chat", "--server", address]
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *(sys.executable, "-c", HEEDING_CONTROL_C, "chat", "--server", address),
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,
             cwd=root,
             env=os.environ | {"XDG_STATE_HOME": str(tmp_path)},
-            preexec_fn=_heed_control_c,
         )
         os.close(terminal)
         shown = bytearray()
@@ -217,11 +224,6 @@ def test_a_line_editor_that_appends_to_no_file_keeps_no_history(tmp_path: Path) 
     with pytest.raises(OSError, match="libedit"):
         LineHistory(tmp_path / "history", ModuleType("readline"))
     assert not [*tmp_path.iterdir()]
-
-
-def _heed_control_c() -> None:
-    # A shell starts what it puts into the background with SIGINT ignored, and children inherit that.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _read_all(descriptor: int, take: Callable[[bytes], object]) -> None:
