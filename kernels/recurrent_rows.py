@@ -3,8 +3,9 @@
 An accepted token is committed, and a draft is pending. A recurrent layer has one committed state a sequence, and the
 inputs of the pending rows of the sequence's last forward. A forward begins with the state that is committed and takes
 these rows again, as many as were accepted since (`redo`). Then it goes through its own rows. After the first `commit`
-of them the state is written back, and the inputs of the rows that follow are saved. So a verification commits one row,
-a chunk of a prompt commits all of its rows, and a rejected draft leaves no trace.
+of them the state is written back, and the inputs of the rows that follow are saved. So a verification commits
+the row of its last token, or no row where that token may come again; a chunk of a prompt commits all of its rows, and a
+rejected draft leaves no trace.
 
 Not responsible for: the layers (see recurrent.py), the memory of states (see gpu_engine/model/recurrent/rows.py).
 

@@ -200,9 +200,11 @@ def _files(wanted: Wanted, hub: Hub, revision: str, missing: str) -> list[str]:
     _quieten()
     api = HfApi(endpoint=hub.endpoint, token=hub.token)
     try:
-        return [*api.list_repo_files(wanted.repository, revision=revision or None)]
+        # One request. A listing of the tree would be tried again for half a minute where the hub cannot be reached.
+        info = api.model_info(wanted.repository, revision=revision or None)
     except (errors.HTTPError, errors.HFValidationError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
         raise ModelNotSupported(_why_not_fetched(error, wanted, hub, missing)) from error
+    return [file.rfilename for file in info.siblings or ()]
 
 
 def _kinds(files: Sequence[str]) -> list[str]:

@@ -51,7 +51,7 @@ pair ::= [A-Za-z_] [A-Za-z0-9_-]* ":" value
 array ::= "[" (value ("," value)*)? "]"
 string ::= QUOTE ([^<] | "<" [^<SECOND])* QUOTE
 """
-"""Any value in Gemma's way; QUOTE stands for the text around a string, which begins with `<` and SECOND."""
+"""Any value in Gemma's way. QUOTE is the text around a string; its first two characters are `<` and SECOND."""
 
 
 def literal_call(tool: Tool, form: ToolFormat, field: str, *, always_strict: bool) -> Node:

@@ -73,7 +73,7 @@ class RecurrentPools:
     Args:
         layers: by their numbers in the model.
         num_places: S.
-        max_pending: R, the most drafts that a verification has.
+        max_pending: R, the most rows that a verification has: all of them may be pending.
     """
 
     def __init__(self, layers: Mapping[int, RecurrentLayer], num_places: int, max_pending: int) -> None:

@@ -260,7 +260,9 @@ def test_a_gguf_file_of_a_repository_is_fetched_by_its_kind_and_then_needs_no_hu
         assert locate(Wanted(f"{NAME}:{kind}"), Hub(endpoint=UNREACHABLE, cache=tmp_path)) == four
 
 
-def test_a_gguf_file_that_cannot_be_had_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_gguf_file_that_cannot_be_had_is_refused_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def message(name: str, hub: Hub, revision: str = "") -> str:
         with pytest.raises(ModelNotSupported) as raised:
             locate(Wanted(name, revision), hub)
@@ -294,6 +296,7 @@ def test_a_gguf_file_that_cannot_be_had_is_refused_in_one_line(tmp_path: Path) -
     assert f"is not in the cache {tmp_path} (which has Q4_K_M), and HF_HUB" in message(f"{NAME}:Q8_0", offline)
     lost = message(f"{NAME}:Q8_0", Hub(endpoint=UNREACHABLE, cache=tmp_path))
     assert f"{UNREACHABLE} cannot be reached" in lost
+    assert "Retrying" not in caplog.text, "a hub that cannot be reached is asked once"
     (tmp_path / "x-00001-of-00003.gguf").touch()
     assert message(str(tmp_path / "x-00001-of-00003.gguf"), hub).endswith(
         "is one of 3 parts, and its folder has no x-00002-of-00003.gguf, x-00003-of-00003.gguf"
