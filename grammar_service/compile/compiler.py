@@ -382,9 +382,9 @@ def attempt_limit_s(config: GrammarConfig) -> float:
     """Return the longest time that the limits allow for one grammar on one backend, in seconds.
 
     It waits for a worker, and once more if it is slow; a compilation for an accepted sequence may wait longer. A worker
-    at idle priority may be starved, and a second one is started then.
+    at idle priority may be starved: with the share of a slow compilation, and once more with the whole share.
     """
-    tries = 2 if config.compile_priority == "idle" else 1
+    tries = 3 if config.compile_priority == "idle" else 1
     return 2 * QUEUE_S + tries * (START_TIMEOUT_S + config.compile_timeout_s)
 
 

@@ -7,6 +7,10 @@ begins again there. It is killed only if another worker has started. Small and l
 and large ones, which are often slow, also while they are slow. So a small grammar waits for no more than that time of
 each small one before it, or for the start of one worker.
 
+Idle priority counts only within a session where Linux divides the cores by session (sched(7), autogroup). So a slow
+compilation at idle priority also has a smaller share; if it reaches its time limit with that, it is tried once more
+with the share that it began with.
+
 Invariant: a caller waits for a free worker for at most `queue_s`, once more if its compilation is slow, and then for
 its own compilation for at most `timeout_s`: the time after other compilations and the start of a worker never count as
 compile time. A worker that exceeds `timeout_s` is killed and replaced. A crash is an error of one request. Not
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -50,8 +55,13 @@ LARGE_BYTES = 8 << 10
 """A longer grammar is large: few people write one by hand."""
 NUM_QUEUES = 5
 """Of small, middle and large grammars, and of slow ones: large, and others."""
+SLOW_NICENESS = 15
+"""The niceness of the session of a slow compilation at idle priority: a ninth of the share that a worker starts with.
+Five compilations at a time, with that share each, would take more of the cores than the engine gets."""
 STARVED = 0.2
 """A worker at idle priority that had less than this share of a core until its time limit was starved."""
+_REFUSED_S = 0.05, 0.15
+"""Where the kernel refused a niceness for the moment, another try is made after a time between these."""
 
 StartWorker = Callable[[Sequence[str]], Awaitable[CompileProcess]]
 """Starts a command as a compile worker, which waits for its first frame."""
@@ -263,20 +273,23 @@ class CompilePool:
             "allow_unenforced": allow_unenforced,
         }
         begun, cpu_s = time.monotonic(), worker.cpu_s()
-        healthy = False
+        healthy = lowered = False
         answer = asyncio.create_task(_answer(worker, head, grammar.text.encode()), name="compilation")
         answer.add_done_callback(_retrieve_exception)  # of one that ends after its caller has left
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 if not place.is_slow:
                     await self._until_slow(answer, worker, place)
+                if place.is_slow and worker in self._idle and not (place.accepted or place.was_starved):
+                    lowered = True
+                    await _lower(answer, worker)
                 reply, data = await answer
             if output := worker.stderr_tail():
                 logger.debug("a compile worker of %s wrote: %s", self._backend, output)
-            healthy = True
+            healthy = not lowered
         except TimeoutError:
             self.killed += 1
-            self._check_starved(worker, worker.cpu_s() - cpu_s)
+            self._check_starved(worker, worker.cpu_s() - cpu_s, place if lowered else None)
             logger.warning("killed a compilation after %.1f s: %r", time.monotonic() - begun, grammar)
             raise LimitExceeded(
                 f"compile_timeout_s: {self._backend} did not compile the grammar within {self._limits.timeout_s:g} s"
@@ -299,10 +312,15 @@ class CompilePool:
             raise from_wire(reply["error"], reply["message"])
         return Artifact(data, reply["plan"], reply["compile_ms"])
 
-    def _check_starved(self, worker: CompileProcess, cpu_s: float) -> None:
-        """Raise _StarvedError if a worker at idle priority, in its whole time, had too little of a core to judge by."""
+    def _check_starved(self, worker: CompileProcess, cpu_s: float, lowered: _Place | None) -> None:
+        """Raise _StarvedError if a worker at idle priority, in its whole time, had too little of a core to judge by.
+
+        A compilation with the smaller share of a slow one, in the place `lowered`, has the whole share the next time.
+        """
         if worker in self._idle and cpu_s < STARVED * self._limits.timeout_s:
-            if self._fallback:
+            if lowered is not None:
+                lowered.was_starved = True
+            elif self._fallback:
                 logger.warning(
                     "compile_priority: in %g s a compilation had %.2f s of a core, since no core was idle; from now on "
                     "compile workers of %s have a low priority",
@@ -408,6 +426,8 @@ class _Place:
     share: Share
     accepted: bool
     is_held: bool = False
+    was_starved: bool = False
+    """It reached its time limit with the share of a slow compilation."""
 
     @property
     def is_slow(self) -> bool:
@@ -425,6 +445,13 @@ async def _answer(worker: CompileProcess, head: dict[str, Any], text: bytes) -> 
     """Return a worker's reply to a grammar, and the artifact."""
     reply = await worker.exchange(head, text)
     return reply, await worker.take_artifact(reply.get("artifact_bytes", 0))
+
+
+async def _lower(answer: asyncio.Task[Any], worker: CompileProcess) -> None:
+    """Give a slow compilation its share of the cores, unless it ends before."""
+    while not worker.weigh(SLOW_NICENESS):
+        if (await asyncio.wait({answer}, timeout=random.uniform(*_REFUSED_S)))[0]:
+            return
 
 
 def _retrieve_exception(answer: asyncio.Task[tuple[dict[str, Any], bytes]]) -> None:

@@ -163,6 +163,22 @@ class CompileProcess:
         except OSError:
             return 0.0
 
+    def weigh(self, niceness: int) -> bool:
+        """Set the niceness of the process's session, where Linux groups tasks by session (sched(7), autogroup).
+
+        Returns False if the kernel refuses it for the moment: without privileges, a niceness of this kind can be set
+        once per 0.1 s on the whole machine. Does nothing if the process shares its session or has ended.
+        """
+        pid = self._process.pid
+        try:
+            if os.getsid(pid) == pid:
+                Path(f"/proc/{pid}/autogroup").write_text(str(niceness), encoding="ascii")
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # it has ended, or this kernel has no autogroups
+        return True
+
     async def take_artifact(self, size: int) -> bytes:
         """Return the `size` bytes of the last result and free their memory."""
         if size > _LARGE_BYTES:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from grammar_service.compile.pool import LARGE_BYTES, SLOW_S, SMALL_BYTES, CompilePool, StartWorker
+from grammar_service.compile.pool import LARGE_BYTES, SLOW_NICENESS, SLOW_S, SMALL_BYTES, CompilePool, StartWorker
 from grammar_service.compile.process import CompileProcess
 from grammar_service.compile.queue import NO_TENANT
 from grammar_service.config import CompileLimits
@@ -129,6 +129,61 @@ async def test_a_starved_worker_is_replaced_by_one_of_the_fallback(vocabulary: V
         assert commands[-1] == ("fallback",)
         await workers.ready()
         assert await pid(workers)
+
+
+async def test_a_slow_grammar_at_idle_priority_leaves_the_cores_to_others(vocabulary: Vocabulary) -> None:
+    """Refused once, its worker gets the smaller share; starved with that, the next one keeps its own."""
+    weighed: list[tuple[CompileProcess, int]] = []
+
+    async def start(command: Sequence[str]) -> CompileProcess:
+        worker = await CompileProcess.start(PRETEND)
+
+        def weigh(niceness: int) -> bool:
+            weighed.append((worker, niceness))
+            return len(weighed) > 1
+
+        worker.weigh = weigh  # type: ignore[method-assign]
+        return worker
+
+    async with pool(vocabulary, timeout_s=1.5, start=start, fallback=("fallback",)) as workers:
+        await workers.ready()
+        with pytest.raises(LimitExceeded, match="compile_timeout_s"):
+            await workers.compile(grammar("sleep"))
+        assert workers.stats()["killed"] >= 3  # by any spare worker at idle priority, and by one of the fallback
+        assert weighed == [(weighed[0][0], SLOW_NICENESS)] * 2
+
+
+async def test_a_slow_grammar_of_low_priority_keeps_its_share(vocabulary: Vocabulary) -> None:
+    weighed: list[int] = []
+    async with pool(vocabulary, timeout_s=1.5) as workers:
+        await workers.ready()
+        for worker in workers._all:
+            worker.weigh = weighed.append  # type: ignore[method-assign,assignment]
+        with pytest.raises(LimitExceeded, match="compile_timeout_s"):
+            await workers.compile(grammar("sleep"))
+        assert not weighed
+
+
+@pytest.mark.parametrize("command", [("setsid",), ()])
+async def test_only_a_session_of_its_own_is_weighed(command: tuple[str, ...]) -> None:
+    """A process that shares the session of another one would change the other one's share."""
+    worker = await CompileProcess.start((*command, sys.executable, "-c", "input()"))
+    try:
+        process = worker._process.pid
+        await eventually(lambda: not command or os.getsid(process) == process)
+        before = session_share(os.getpid())
+        await eventually(lambda: worker.weigh(SLOW_NICENESS))
+        assert session_share(os.getpid()) == before
+        assert not command or before is None or session_share(process) == f"nice {SLOW_NICENESS}"
+    finally:
+        await worker.kill()
+    assert worker.weigh(SLOW_NICENESS)  # it has ended
+
+
+def session_share(process: int) -> str | None:
+    """Return the niceness of a process's session; None where Linux does not group tasks by session."""
+    group = Path(f"/proc/{process}/autogroup")
+    return group.read_text(encoding="ascii").strip().partition(" ")[2] if group.exists() else None
 
 
 async def test_a_worker_that_computes_is_not_starved(vocabulary: Vocabulary) -> None:
