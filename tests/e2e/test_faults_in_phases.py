@@ -134,8 +134,11 @@ async def disturbed(server: RunningServer, case: Case, backend: pb.Backend, draf
     return plain
 
 
-@LIBRARIES
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "backend", "drafts"),
+    [(name, pb.BACKEND_LLGUIDANCE, 7) for name in CASES]
+    + [(name, pb.BACKEND_XGRAMMAR, 3) for name in ("arguments", "content after reasoning", "verified")],
+)
 async def test_a_kill_in_a_phase_changes_no_token(
     server: RunningServer, name: str, backend: pb.Backend, drafts: int
 ) -> None:

@@ -145,7 +145,7 @@ async def test_a_slow_grammar_at_idle_priority_leaves_the_cores_to_others(vocabu
         worker.weigh = weigh  # type: ignore[method-assign]
         return worker
 
-    async with pool(vocabulary, timeout_s=1.5, start=start, fallback=("fallback",)) as workers:
+    async with pool(vocabulary, timeout_s=1.2, start=start, fallback=("fallback",)) as workers:
         await workers.ready()
         with pytest.raises(LimitExceeded, match="compile_timeout_s"):
             await workers.compile(grammar("sleep"))
@@ -155,7 +155,7 @@ async def test_a_slow_grammar_at_idle_priority_leaves_the_cores_to_others(vocabu
 
 async def test_a_slow_grammar_of_low_priority_keeps_its_share(vocabulary: Vocabulary) -> None:
     weighed: list[int] = []
-    async with pool(vocabulary, timeout_s=1.5) as workers:
+    async with pool(vocabulary, timeout_s=1.2) as workers:
         await workers.ready()
         for worker in workers._all:
             worker.weigh = weighed.append  # type: ignore[method-assign,assignment]

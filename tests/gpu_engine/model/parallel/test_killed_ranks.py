@@ -19,7 +19,7 @@ from tests.gpu_engine.model.parallel.loads import LIMIT_S, Load, answer
 
 pytestmark = pytest.mark.slow
 
-ROUNDS = 8
+ROUNDS = 4
 """For each rank; runs of twenty have passed (docs/log/)."""
 LANES = 2
 """Rounds next to each other: most of a round is the start of the processes."""
