@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -135,7 +136,7 @@ class BlockWeightsArgs(ctypes.Structure):
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("quants", "scales", "offsets", "bias")],
-        *[(name, ctypes.c_int64) for name in ("outputs", "inputs", "kind")],
+        *[(name, ctypes.c_int64) for name in ("outputs", "inputs", "kind", "tile_rows")],
     ]
 
 
@@ -213,6 +214,11 @@ class RawBlocks:
         return cls(Field.of(bytes_NBk), Field.of(blocks.scales_NB), offsets)
 
 
+def no_rows(kind: BlockKind, offsets: bool, num_inputs: int) -> int:
+    """Return 0: no product runs on a matrix unit."""
+    return 0
+
+
 class PackedBlocks:
     """A quantised matrix in the layout of the product. Owns its memory.
 
@@ -220,6 +226,10 @@ class PackedBlocks:
         blocks: the matrix; not kept.
         bias: [N] in any float dtype, or None.
     """
+
+    tile_rows: ClassVar[Callable[[BlockKind, bool, int], int]] = staticmethod(no_rows)
+    """(kind, whether it has offsets, inputs) -> the rows at once from which on the matrix unit multiplies by a matrix
+    that is made from now on; 0: never. `use_units` of matrix_unit.py sets it."""
 
     def __init__(self, blocks: Blocks, bias: torch.Tensor | None = None) -> None:
         self._allocate(blocks.kind, blocks.shape, blocks.offsets_NB is not None, bias)
@@ -251,6 +261,7 @@ class PackedBlocks:
             self.num_outputs,
             self.num_inputs,
             self.kind,
+            type(self).tile_rows(self.kind, offsets, self.num_inputs),
         )
 
     @property
@@ -327,22 +338,36 @@ class PackedBlocks:
         assert x_MK.is_contiguous()
         M, K = x_MK.shape
         assert self.num_inputs == K, (K, self.num_inputs)
-        out_MN = torch.empty(M, self.num_outputs, dtype=x_MK.dtype)
-        scratch = torch.empty(M * (K + K // BLOCK * 12) + 256, dtype=torch.uint8)
-        args = _LinearArgs(
-            self.args,
-            x_MK.data_ptr(),
-            out_MN.data_ptr(),
-            scratch.data_ptr(),
-            M,
-            x_MK.dtype == torch.bfloat16,
-        )
+        call = LinearCall(self, x_MK)
         if M:
-            native().lockstep_block_linear(ctypes.byref(args))
-        return out_MN
+            native().lockstep_block_linear(ctypes.byref(call.args))
+        return call.out_MN
 
     def __repr__(self) -> str:
         return f"<PackedBlocks {self.num_inputs} -> {self.num_outputs} {self.kind.name}>"
+
+
+class LinearCall:
+    """The arguments of one product by itself, and the memory that they point to.
+
+    `tile_rows`: in place of the matrix's own; with a number other than 0 the process may use tiles.
+    """
+
+    def __init__(self, weights: PackedBlocks, x_MK: torch.Tensor, tile_rows: int | None = None) -> None:
+        M, K = x_MK.shape
+        self._owned = weights, x_MK
+        self.out_MN = torch.empty(M, weights.num_outputs, dtype=x_MK.dtype)
+        self._scratch = torch.empty(M * (K + K // BLOCK * 12) + 256, dtype=torch.uint8)
+        self.args = _LinearArgs(
+            weights.args,
+            x_MK.data_ptr(),
+            self.out_MN.data_ptr(),
+            self._scratch.data_ptr(),
+            M,
+            x_MK.dtype == torch.bfloat16,
+        )
+        if tile_rows is not None:
+            self.args.weights.tile_rows = tile_rows
 
 
 def _padded(rows_N: torch.Tensor) -> torch.Tensor:

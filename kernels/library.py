@@ -22,18 +22,19 @@ class KernelLibraryMissing(ImportError):
 @functools.cache
 def native() -> ctypes.CDLL:
     """Return the native kernels; raise KernelLibraryMissing when they were not built."""
-    return ctypes.CDLL(_path())
+    return ctypes.CDLL(native_path())
 
 
 @functools.cache
 def native_short() -> ctypes.PyDLL:
     """Return the same kernels, called with the GIL held: for calls of a microsecond, which would wait longer to get it
     back."""
-    return ctypes.PyDLL(_path())
+    return ctypes.PyDLL(native_path())
 
 
 @functools.cache
-def _path() -> str:
+def native_path() -> str:
+    """Return the library's file, with what it needs made visible; raise KernelLibraryMissing where there is none."""
     built = sorted(Path(__file__).parent.glob("_native*.so"))
     if not built:
         raise KernelLibraryMissing("kernels/_native*.so is missing: install the package with gcc available")

@@ -77,7 +77,7 @@ class EngineSettings:
         "iteration_history": f"the server keeps {ITERATION_HISTORY} iterations",
         "batching": "a sequence gets a slot as soon as one is free",
     }
-    HIDDEN: ClassVar = frozenset({"enforce_eager"})
+    HIDDEN: ClassVar = frozenset({"enforce_eager", "matrix_unit"})
     INTERNAL: ClassVar = frozenset(
         {"transfer", "fuse_parts", "draft_timeout_ms", "verifies_every_draft", "step_rows", "iteration_history"}
     )
@@ -197,6 +197,9 @@ class EngineSettings:
     enforce_eager: bool = False
     """On a GPU: launch every kernel of every step and of every prefill instead of replaying captured graphs. Slow; for
     debugging."""
+    matrix_unit: bool = True
+    """On a CPU with AMX: use it for quantised products of as many rows as make it faster. The tokens are the same with
+    it and without it; off is for comparing their speed."""
     row_timeout_ms: float = 50.0
     """Longest wait of a step for the mask rows of a guided slot, in milliseconds; the slot is then deferred to the next
     step."""

@@ -35,7 +35,7 @@ from gpu_engine.model.cache_size import (
     free_bytes,
     report,
 )
-from gpu_engine.model.embedded import Progress
+from gpu_engine.model.embedded import Progress, cache_dir
 from gpu_engine.model.experts import refuse_grouped_products, replace_experts
 from gpu_engine.model.files.reading import (
     num_parameters,
@@ -66,6 +66,7 @@ from gpu_engine.model.recurrent.replacement import is_replaced, replace_recurren
 from gpu_engine.model.rotary import install_tables
 from kernels.blocks import BLOCK
 from kernels.forward import LAYER_PRODUCTS
+from kernels.matrix_unit import use_units
 from service_runtime.cores import usable_cores
 from service_runtime.memory import freed_at_once
 
@@ -169,6 +170,7 @@ def _load(
     report("loading the tokenizer", 0.1)
     tokenizer = read_tokenizer(files)
     report("loading the weights", 0.2)
+    units = use_units(_choices_file, matrix=config.matrix_unit) if device.type == "cpu" else None
     made = read_network(config, files, report)
     report("preparing the weights", 0.8)
     model: LoadedModel | None = None
@@ -184,8 +186,14 @@ def _load(
         return _load(replace(config, fuse_parts=False), progress, setting, beside=beside)
     if part is None or part.rank == 0:
         model.sampling_defaults = _sampling_defaults(config, path if files.header is None else None)
+    if units is not None and model.quantised:
+        log.info("quantised products run on %s", units)
     report("loaded", 1.0)
     return model
+
+
+def _choices_file() -> Path:
+    return cache_dir() / "units.json"
 
 
 def _sampling_defaults(config: EngineConfig, folder: Path | None) -> Defaults:

@@ -45,6 +45,7 @@ struct block_weights {
     const float *bias;       /* [16 G]; null: none */
     int64_t outputs, inputs;
     int64_t kind;
+    int64_t tile_rows; /* rows at once from which on a matrix unit multiplies (see amx.h); 0: never */
 };
 
 /* Rows of activations in blocks; K = inputs / 32. */
@@ -322,6 +323,31 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
     }
 }
 
+#if defined(__AVX512VNNI__)
+/* The CPUs with a matrix unit have this one. */
+#define HAS_TILES 1
+#define STEP_ROWS 48 /* the most rows at once */
+#include "amx.h"
+
+#if !defined(TILES_FROM) /* a test may have tiles in every product */
+#define TILES_FROM(w) ((w)->tile_rows)
+#endif
+
+INLINE int by_tiles(const struct block_weights *w, int64_t rows) {
+    return __builtin_expect(TILES_FROM(w) != 0, 0) && rows >= TILES_FROM(w) && rows >= LEAST_TILE_ROWS;
+}
+#else
+#define HAS_TILES 0
+#define STEP_ROWS ROW_TILE
+#endif
+
+/* At the end of a call, on each of its threads. */
+INLINE void leave_products(void) {
+#if HAS_TILES
+    release_tiles();
+#endif
+}
+
 #define OF_ROWS(n)                                                                                                     \
     case n:                                                                                                            \
         group_tile(w, g, x, first, n, form, out, stride);                                                              \
@@ -344,8 +370,15 @@ INLINE void rows_tile(const struct block_weights *w, int64_t g, const struct blo
     }
 }
 
+/* Outputs [GROUP g, GROUP (g + 1)) of as many rows as `tile_of` says, or of fewer. */
 static void group_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
                        int64_t rows, float *out, int64_t stride) {
+#if HAS_TILES
+    if (by_tiles(w, rows)) {
+        group_of_tiles(w, g, x, first, rows, out, stride);
+        return;
+    }
+#endif
     if (w->kind == BLOCKS_4_BIT)
         rows_tile(w, g, x, first, rows, OF_4_BITS, out, stride);
     else if (w->offsets)
@@ -357,7 +390,12 @@ static void group_rows(const struct block_weights *w, int64_t g, const struct bl
 INLINE int64_t groups_of(const struct block_weights *w) { return (w->outputs + GROUP - 1) / GROUP; }
 
 /* Rows of the next tile: a tile of few rows waits for its dot products, so the last two are about equal. */
-INLINE int64_t tile_of(int64_t left) {
+INLINE int64_t tile_of(const struct block_weights *w, int64_t left) {
+#if HAS_TILES
+    if (by_tiles(w, left)) return left < STEP_ROWS ? left : STEP_ROWS;
+#else
+    (void)w;
+#endif
     if (left <= ROW_TILE) return left;
     return left < 2 * ROW_TILE ? (left + 1) / 2 : ROW_TILE;
 }
@@ -366,7 +404,7 @@ INLINE int64_t tile_of(int64_t left) {
 INLINE void group_of_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
                           int64_t rows, float *out, int64_t stride) {
     for (int64_t r = 0, n; r < rows; r += n) {
-        n = tile_of(rows - r);
+        n = tile_of(w, rows - r);
         group_rows(w, g, x, first + r, n, out + r * stride, stride);
     }
 }
@@ -375,13 +413,13 @@ INLINE void group_of_rows(const struct block_weights *w, int64_t g, const struct
 INLINE void group_into(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t rows, float *out,
                        int64_t stride, const int32_t *place) {
     const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
-    float y[ROW_TILE][GROUP];
+    float y[STEP_ROWS][GROUP];
     if (count == GROUP && !place) {
         group_of_rows(w, g, x, 0, rows, out + g * GROUP, stride);
         return;
     }
     for (int64_t r = 0, n; r < rows; r += n) {
-        n = tile_of(rows - r);
+        n = tile_of(w, rows - r);
         group_rows(w, g, x, r, n, y[0], GROUP);
         for (int64_t t = 0; t < n; t++)
             memcpy(out + (place ? place[r + t] : r + t) * stride + g * GROUP, y[t], (size_t)count * sizeof(float));
@@ -389,7 +427,7 @@ INLINE void group_into(const struct block_weights *w, int64_t g, const struct bl
 }
 
 /* A product on its own: all rows are quantised before any member multiplies. */
-static void block_linear_body(struct member *m, void *context) {
+static __attribute__((noinline)) void block_linear_body(struct member *m, void *context) {
     const struct block_linear_args *a = context;
     const struct block_weights *w = &a->weights;
     struct block_rows x = block_rows_at(a->scratch, a->rows, w->inputs);
@@ -404,19 +442,26 @@ static void block_linear_body(struct member *m, void *context) {
     }
     TEAM_FOR(m, g, groups_of(w)) {
         const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
-        float y[ROW_TILE][GROUP];
+        float y[STEP_ROWS][GROUP];
         for (int64_t r = 0, n; r < a->rows; r += n) {
-            n = tile_of(a->rows - r);
+            n = tile_of(w, a->rows - r);
             group_rows(w, g, &x, r, n, y[0], GROUP);
             for (int64_t t = 0; t < n; t++)
                 for (int64_t i = 0; i < count; i++)
                     store1(a->out, (r + t) * w->outputs + g * GROUP + i, y[t][i], (int)a->bf16);
         }
     }
+    leave_products();
 }
 
 void VARIANT(lockstep_block_linear)(const struct block_linear_args *a) {
     team_run(block_linear_body, (void *)(intptr_t)a);
+}
+
+/* The same on the calling thread only, which starts no other. */
+void VARIANT(lockstep_block_linear_alone)(const struct block_linear_args *a) {
+    struct member alone = {.alone = 1, .chunks = 1, .threads = 1};
+    block_linear_body(&alone, (void *)(intptr_t)a);
 }
 
 #endif

@@ -35,6 +35,7 @@ DECLARE(baseline)
 #define DECLARE_BLOCKS(variant)                                                                                        \
     DECLARE(variant)                                                                                                   \
     void lockstep_block_linear_##variant(const struct block_linear_args *);                                            \
+    void lockstep_block_linear_alone_##variant(const struct block_linear_args *);                                      \
     int64_t lockstep_forward_scratch_##variant(const struct forward_args *);                                           \
     void lockstep_forward_##variant(const struct forward_args *);                                                      \
     void lockstep_forward_head_##variant(const struct forward_args *, const struct accept_args *);
@@ -120,6 +121,8 @@ int32_t lockstep_cpu_level(void) { return level(); }
 #if defined(CALL_BLOCKS)
 /* Products over blocks: the caller has seen that lockstep_cpu_level is at least 3. */
 void lockstep_block_linear(const struct block_linear_args *a) { CALL_BLOCKS(lockstep_block_linear, a); }
+
+void lockstep_block_linear_alone(const struct block_linear_args *a) { CALL_BLOCKS(lockstep_block_linear_alone, a); }
 
 int64_t lockstep_forward_scratch(const struct forward_args *a) { return CALL_BLOCKS(lockstep_forward_scratch, a); }
 

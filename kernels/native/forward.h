@@ -490,10 +490,7 @@ static void layers_by_rows(struct member *m, const struct forward_args *a, const
     }
 }
 
-static void forward_body(struct member *m, void *context) {
-    const struct forward_call *call = context;
-    const struct forward_args *a = call->args;
-    const struct forward_work *w = call->work;
+static void forward_of_member(struct member *m, const struct forward_args *a, const struct forward_work *w) {
     const struct forward_work ends = work_of_ends(a, w);
     const struct forward_layer *last = a->layers + a->num_layers - 1;
     embed(m, a, w);
@@ -508,6 +505,12 @@ static void forward_body(struct member *m, void *context) {
         tap_row(a, w, a->tap, r, w->delta + r * a->hidden);
     }
     if (!a->defers_head) head(m, a, w);
+}
+
+static void forward_body(struct member *m, void *context) {
+    const struct forward_call *call = context;
+    forward_of_member(m, call->args, call->work);
+    leave_products();
 }
 
 void VARIANT(lockstep_forward)(const struct forward_args *a) {

@@ -57,7 +57,7 @@ static void copy_block_row(const struct block_rows *from, int64_t i, const struc
 static void head_tile(const struct head_call *c, int64_t g, int64_t first, int64_t count) {
     const struct forward_args *a = c->args;
     const int64_t left = a->head.outputs - g * GROUP, width = left < GROUP ? left : GROUP;
-    float y[ROW_TILE][GROUP];
+    float y[STEP_ROWS][GROUP];
     group_rows(&a->head, g, &c->inputs, first, count, y[0], GROUP);
     for (int64_t t = 0; t < count; t++) {
         for (int64_t i = 0; i < width && a->logits_softcap > 0.0f; i++)
@@ -71,7 +71,7 @@ static void masked_head_body(struct member *m, void *context) {
     const struct head_call *c = context;
     TEAM_FOR_CHUNKS(m, g, groups_of(&c->args->head), HEAD_CHUNK) {
         for (int64_t r = 0, n; r < c->num_whole; r += n) {
-            n = tile_of(c->num_whole - r);
+            n = tile_of(&c->args->head, c->num_whole - r);
             head_tile(c, g, r, n);
         }
         for (int64_t r = c->parts, n; r < c->num_rows; r += n ? n : 1) {
@@ -79,6 +79,7 @@ static void masked_head_body(struct member *m, void *context) {
             if (n) head_tile(c, g, r, n);
         }
     }
+    leave_products();
 }
 
 /* Finish the forward of `a`, which had `defers_head`; its arguments and scratch are as that call left them. */

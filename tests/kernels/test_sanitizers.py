@@ -10,26 +10,18 @@ No report is suppressed. Leaks are not looked for: the interpreter and torch end
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-import kernels
 from kernels.library import native
+from tests.kernels.library_copy import NATIVE, SCALAR, build, package_copy, set_level
 
-PACKAGE = Path(kernels.__file__).parent
-NATIVE = PACKAGE / "native"
 SOURCES = sorted(path.name for path in NATIVE.glob("*.c"))
 TEAM_RACE = Path(__file__).with_name("team_race.c")
-SCALAR = ("pack.c", "step.c", "suffix.c", "team.c")
-"""Without the kernels, which are headers that are compiled once per vector unit."""
-# As setup.py has them, except for -O3: the sanitizers see more, and gcc is done in minutes.
-OPTIONS = ("-std=gnu11", "-pthread", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
 ADDRESS = ("-g1", "-fsanitize=address", "-fno-omit-frame-pointer")
 UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize-recover=all")
 TESTS = (
@@ -102,7 +94,7 @@ def run_over_copy(
 
     `level`: that of lockstep_cpu_level, whose kernels the library calls, and has alone; 0: the processor's.
     """
-    package = shutil.copytree(PACKAGE, folder / "kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    package = package_copy(folder)
     if level:
         set_level(package / "native" / "dispatch.c", level)
     build(package, sources, options)
@@ -129,30 +121,6 @@ def run_over_copy(
     command += ["-o", f"pythonpath={folder} . client", *tests]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-
-
-def set_level(dispatch: Path, level: int) -> None:
-    """Have a copy of dispatch.c call the kernels of one level; what it no longer calls needs not to be there."""
-    text, begin = dispatch.read_text(), "static int level(void) {"
-    # The first is that of x86-64.
-    dispatch.write_text(text.replace(begin, f"#define level() {level}\nstatic int(detected)(void) {{", 1))
-    assert dispatch.read_text() != text
-
-
-def build(package: Path, sources: Sequence[str], options: Sequence[str]) -> None:
-    """Compile the library of a copy of the package."""
-
-    def compile_one(name: str) -> str:
-        made = package / f"{name}.o"
-        command = ["gcc", "-fPIC", *OPTIONS, *options, "-c", str(package / "native" / name), "-o", str(made)]
-        subprocess.run(command, check=True)
-        return str(made)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, sources))
-    # As in setup.py, torch's OpenMP is the one.
-    command = ["gcc", "-shared", "-pthread", *options, *objects, "-lm", "-o", str(package / "_native.abi3.so")]
-    subprocess.run(command, check=True)
 
 
 def runtime(name: str) -> str:

@@ -1,0 +1,134 @@
+"""Products on x86-64's matrix unit, over emulated tiles: the vector units' bits, for any rows, widths and threads.
+
+The library's own source runs; only the six operations on tiles are emulated, after Intel's pseudo code. Not responsible
+for: speed, and what the unit itself does, which no machine of the tests has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.blocks import BLOCK, BlockKind, LinearCall, PackedBlocks, quantised
+from kernels.library import native
+from kernels.matrix_unit import trial
+from tests.kernels.block_cases import rand, with_offsets
+from tests.kernels.library_copy import NATIVE, OPTIONS, SCALAR, build, package_copy, set_level
+from tools.shapes import SHAPES
+
+HERE = Path(__file__).parent
+WIDTHS = sorted({576, 1536, *(n for s in SHAPES.values() for n in (s.hidden, s.inner, s.heads * s.head_dim))})
+"""Inputs of every product of the embedded model and of the shapes of docs/models.md."""
+CASES = {
+    "4 bits": lambda N, K: quantised(rand(N, K), BlockKind.Q4),
+    "8 bits": lambda N, K: quantised(rand(N, K), BlockKind.Q8),
+    "8 bits with offsets": with_offsets,
+}
+FORWARDS = (
+    "a_row_has_the_same_bits_whatever_else_is_in_the_call",
+    "rows_of_a_forward_that_threads_share_by_rows_are_those_of_one_thread",
+)
+UNITS = ("x86_64_v3", "x86_64_avxvnni", "x86_64_v4", "x86_64_vnni")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        int(native().lockstep_cpu_level()) != 5,
+        reason="the emulated unit is the one with AVX-512 and VNNI",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    native()  # makes the OpenMP runtime visible
+    made = tmp_path_factory.mktemp("tiles") / "tiles.so"
+    sources = [HERE / "tile_products.c", NATIVE / "team.c"]
+    command = ["gcc", "-O2", "-fPIC", "-shared", *OPTIONS, f"-I{NATIVE}", *map(str, sources), "-lm", "-o", str(made)]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(made))
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def result(function: Any, product: PackedBlocks, x_MK: torch.Tensor, tile_rows: int = 0) -> str:
+    """The hash of a product's bits."""
+    call = LinearCall(product, x_MK, tile_rows)
+    function(ctypes.byref(call.args))
+    return hashlib.sha256(call.out_MN.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_unit_and_plain_c_have_the_bits_of_tiles(emulated: ctypes.CDLL, case: str) -> None:
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    units = [native()[f"lockstep_block_linear_{u}"] for u in UNITS if u != "x86_64_avxvnni" or "avx_vnni" in flags]
+    for K in WIDTHS:
+        product = PackedBlocks(CASES[case](33, K), rand(33, seed=2))
+        for rows in (1, 5, 33):
+            x_MK = rand(rows, K, seed=rows)
+            want = result(emulated.reference_block_linear, product, x_MK)
+            assert result(emulated.lockstep_block_linear_emulated, product, x_MK, 1) == want, (K, rows)
+            for unit in units:
+                assert result(unit, product, x_MK) == want, (unit, K, rows)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_number_of_rows_on_any_number_of_threads_has_the_same_bits(emulated: ctypes.CDLL, case: str) -> None:
+    for N, K in ((33, BLOCK), (70, 33 * BLOCK)):  # one block; a panel and a block more
+        product = PackedBlocks(CASES[case](N, K))
+        x_MK = rand(128, K).to(torch.bfloat16 if case == "4 bits" else torch.float32)
+        for rows in range(1, 129):
+            torch.set_num_threads(1 + rows % 3)
+            part_MK = x_MK[128 - rows :].contiguous()
+            want = result(native().lockstep_block_linear, product, part_MK)
+            assert result(emulated.lockstep_block_linear_emulated, product, part_MK, 1) == want, (K, rows)
+            assert emulated.tiles_in_use() == 0
+
+
+def test_a_first_product_runs_in_a_child(emulated: ctypes.CDLL) -> None:
+    assert trial(emulated.lockstep_block_linear_alone_emulated) == ""
+
+
+def test_operations_on_tiles_are_those_of_the_compiler(tmp_path: Path) -> None:
+    """Operands in another order would be other products; the emulation has the order by name."""
+    code = []
+    for options in ((f"-I{NATIVE}",), ("-DINTRINSICS", "-mamx-tile", "-mamx-int8")):
+        made = tmp_path / f"{len(code)}.o"
+        source = str(HERE / "tile_instructions.c")
+        subprocess.run(["gcc", "-O2", "-w", "-pthread", *options, "-c", source, "-o", str(made)], check=True)
+        listed = ["objdump", "-d", "--no-show-raw-insn", "-j", ".text.tiles", str(made)]
+        listing = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
+        code.append(
+            [line.split(":", 1)[1].split() for line in listing.splitlines() if "tmm" in line or "tiler" in line]
+        )
+    assert len(code[0]) == 6
+    assert code[0] == code[1]
+
+
+def test_whole_forwards_over_tiles_have_the_bits_of_few_rows(root: Path, tmp_path: Path) -> None:
+    """Forwards and masked heads compare calls of many rows, which run on tiles here, with calls of one to three."""
+    package = package_copy(tmp_path)
+    set_level(package / "native" / "dispatch.c", 5)
+    tiles = ("-include", str(HERE / "emulated_tiles.h"), "-DTILES_FROM(w)=4")
+    build(package, ["x86_64_vnni.c", "dispatch.c", *SCALAR], ("-O1", *tiles))
+    tests = ["tests/gpu_engine/model/test_masked_head.py"]
+    tests += [f"tests/gpu_engine/model/test_quantised.py::test_{name}" for name in FORWARDS]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
+    command += ["-o", f"pythonpath={tmp_path} . client", "-k", "llama or head", *tests]
+    done = subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert " passed" in done.stdout
