@@ -6,8 +6,8 @@ accesses of a launch are kept until its end. `MemoryFault` names the kernel, the
 
 - an access outside of the elements of its argument;
 - a key or value outside of the positions of the program's lane (`LANE_OF`);
-- two programs that write to one address, unless `EQUAL_WRITES` names the kernel and the bytes are equal, or a warm-up
-  writes to page 0, which no sequence owns yet;
+- two programs that write to one address, unless `EQUAL_WRITES` names the kernel and the bytes are equal, or the launch
+  is in a warm-up and the address in page 0, which no sequence owns yet (`warm_up`);
 - a program that reads what another program of the launch writes;
 - a program that reads what it wrote before, without a barrier: another thread of it may have written;
 - a read of memory that nothing wrote: what `torch.empty` and its like return holds `POISON`.
@@ -177,23 +177,24 @@ class Launch:
     def check_races(self) -> None:
         """Check the order of the accesses to the memory that the launch writes."""
         written = {access.storage for access in self.accesses if access.kind != "load"}
-        if self._is_warm_up:
-            written -= {region.storage for region in self.regions if region.name in ("k_pages", "v_pages")}
+        shared = self._shared_pages
         for storage in written:
             accesses = [access for access in self.accesses if access.storage == storage]
             unit = min(access.size for access in accesses)
-            _Races(self, [_in_units(access, unit) for access in accesses]).check()
+            found = [_in_units(access, unit) for access in accesses]
+            if storage in shared:
+                found = [access for access in (_outside(access, *shared[storage]) for access in found) if access]
+            if any(access.kind != "load" for access in found):
+                _Races(self, found).check()
 
     @property
-    def _is_warm_up(self) -> bool:
-        """True: all positions of a lane are in page 0, as in a warm-up over the page that no sequence owns yet."""
-        if self.kernel not in LANE_OF:
-            return False
-        table, last = self.given["table"], self.given["positions"].view(-1, self.given["P"]).amax(1)
-        return any(
-            at >= self.given["T"] and not row[: at // self.given["T"] + 1].any()
-            for row, at in zip(table, last.tolist(), strict=False)
-        )
+    def _shared_pages(self) -> dict[int, tuple[int, int]]:
+        """The first and last address of page 0 of keys and of values, by storage, if this is a warm-up."""
+        if not _warming or self.kernel not in LANE_OF:
+            return {}
+        pages = {name: self.given[name] for name in ("k_pages", "v_pages") if name in self.given}
+        regions = [region for region in self.regions if region.name in pages]
+        return {region.storage: (region.first, region.first + pages[region.name][0].nbytes) for region in regions}
 
     def name_at(self, address: int) -> str:
         return next((region.name for region in self.regions if region.first <= address < region.end), "addresses")
@@ -214,6 +215,13 @@ def _in_units(access: Access, unit: int) -> Access:
     values = None if access.values is None else access.values.view(f"u{unit}")
     addresses = (access.addresses[:, None] + offsets[None, :]).ravel()
     return access._replace(addresses=addresses, size=unit, values=values)
+
+
+def _outside(access: Access, first: int, end: int) -> Access | None:
+    """Return the part of an access that is outside of the addresses, or None."""
+    kept = (access.addresses < first) | (access.addresses >= end)
+    values = None if access.values is None else access.values[kept]
+    return access._replace(addresses=access.addresses[kept], values=values) if kept.any() else None
 
 
 class _Races:
@@ -321,6 +329,17 @@ class CheckedInterpreter:
 
 
 _checking: list[CheckedInterpreter] = []
+_warming: list[bool] = []
+
+
+@contextmanager
+def warm_up() -> Iterator[None]:
+    """Let the lanes of each launch inside the `with` block share page 0."""
+    _warming.append(True)
+    try:
+        yield
+    finally:
+        _warming.pop()
 
 
 def is_checking() -> bool:
@@ -339,6 +358,7 @@ def poisoned(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def checked_interpreter() -> Iterator[CheckedInterpreter]:
     """Check every launch of Triton's interpreter in this process, and poison what torch allocates without a value."""
+    assert not _checking, "one check at a time: a second one would read the addresses of the first"
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     checked = CheckedInterpreter()

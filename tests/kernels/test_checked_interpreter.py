@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
-from tests.kernels.checked_interpreter import checked_interpreter
+from tests.kernels.checked_interpreter import checked_interpreter, warm_up
 
 
 @pytest.fixture(autouse=True)
@@ -113,10 +113,18 @@ def test_a_row_of_another_lane_is_found() -> None:
             store_kernel[(2,)](k, pages, table, positions, 1, LANE=1, T=16)
 
 
-def test_a_page_may_be_twice_in_a_table_in_a_warm_up_only() -> None:
-    """Which runs over page 0, before a sequence owns it."""
+def test_page_0_may_be_shared_in_a_warm_up_only() -> None:
+    """No sequence owns it yet. A lane with an empty table is a fault at any other time."""
     k, positions, pages = torch.arange(17.0), torch.arange(17, dtype=torch.int32)[None], torch.zeros(4, 1, 16, 1)
+
+    def store(page: int) -> None:
+        table = torch.full((1, 2), page, dtype=torch.int32)
+        store_kernel[(17,)](k, pages, table, positions, 17, LANE=0, T=16)
+
     with checked_interpreter():
-        store_kernel[(17,)](k, pages, torch.zeros(1, 2, dtype=torch.int32), positions, 17, LANE=0, T=16)
+        with warm_up():
+            store(0)
+            with pytest.raises(Exception, match=r"store_kernel, k_pages: programs .* write to one address"):
+                store(1)
         with pytest.raises(Exception, match=r"store_kernel, k_pages: programs .* write to one address"):
-            store_kernel[(17,)](k, pages, torch.ones(1, 2, dtype=torch.int32), positions, 17, LANE=0, T=16)
+            store(0)

@@ -8,6 +8,9 @@ the attention kernel.
 from __future__ import annotations
 
 import importlib.util
+import os
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,26 +25,45 @@ from tests.gpu_engine.device.happens_before import Run, of_launch, watched_run
 from tests.gpu_engine.harness import config
 from tests.kernels.checked_interpreter import checked_interpreter
 
+SEED = os.environ.get("LOCKSTEP_TEST_ORDERS")
+"""Set: all tests of the folder are watched, in orders that this seed draws, and the figures are printed at the end."""
+FIGURES: Counter[str] = Counter()
+
 ORDERED = {
     *("test_happens_before.py", "test_device_decoupled.py", "test_device_adapters.py", "test_device_beams.py"),
     "test_device_transfer.py",
 }
-"""Files whose tests look for accesses without an order, which takes them a third longer."""
+"""Files whose tests look for accesses without an order, which takes them a third longer. Their slow tests run in an
+order that events permit, drawn with a seed."""
 
 
 @pytest.fixture(autouse=True)
 def checked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check each access of the interpreter to memory (see tests/kernels/checked_interpreter.py), and in `ORDERED` that
-    those of streams and of the host have an order (see happens_before.py), but in slow tests."""
-    if importlib.util.find_spec("triton") is None or request.node.get_closest_marker("slow") is not None:
+    those of streams and of the host have an order (see happens_before.py)."""
+    if importlib.util.find_spec("triton") is None:
         yield
         return
-    ordered = request.path.name in ORDERED
-    with checked_interpreter() as found, watched_run() if ordered else nullcontext(Run()) as run:
+    ordered = request.path.name in ORDERED or SEED is not None
+    draws = SEED is not None or (ordered and request.node.get_closest_marker("slow") is not None)
+    seed = zlib.crc32(f"{request.node.nodeid} {SEED or 0}".encode()) if draws else None
+    with checked_interpreter() as found, watched_run(seed) if ordered else nullcontext(Run()) as run:
         found.then = of_launch if ordered else None
         yield
+    if SEED is not None:
+        FIGURES["launches"] += found.launches
+        FIGURES["accesses"] += found.num_accesses
+        FIGURES["nodes"] += sum(order.nodes for order in run.orders)
+        FIGURES["pairs"] += sum(order.compared for order in run.orders)
+        FIGURES["orders drawn"] += len(run.turns)
+        FIGURES["turns drawn"] += sum(turns.drawn for turns in run.turns)
     assert found.faults == []
     assert run.races == []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name, count in FIGURES.items():
+        terminalreporter.write_line(f"{name}: {count:,}")
 
 
 def small_llama(folder: Path, seed: int = 0, *, rounds: bool = True) -> Path:

@@ -32,6 +32,7 @@ from tests.gpu_engine.device.happens_before import Watch
 from tests.gpu_engine.device.recorded_stream import RecordedStream, is_capturing, opaque
 from tests.gpu_engine.harness import PATIENCE_S, Answer, running
 from tests.gpu_engine.toy_sidecar import ToyGrammar
+from tests.kernels.checked_interpreter import warm_up
 
 
 @contextmanager
@@ -85,12 +86,17 @@ class RecordedDevice:
         )
         if self.stream.order.active:
             executor = replace(executor, enter=Watch(self.stream.order, ignores=is_capturing).__enter__)
-        return executor if self.warms_up else replace(executor, warm_up=lambda: self._capture_only(executor.warm_up))
+        run = self._warm_up if self.warms_up else self._capture_only
+        return replace(executor, warm_up=lambda: run(executor.warm_up))
 
-    def _capture_only(self, warm_up: Callable[[], None]) -> None:
+    def _warm_up(self, run: Callable[[], None]) -> None:
+        with warm_up():
+            run()  # ends when the device is idle
+
+    def _capture_only(self, run: Callable[[], None]) -> None:
         self.stream.drops = True
         try:
-            warm_up()
+            run()
         finally:
             self.stream.drops = False
 

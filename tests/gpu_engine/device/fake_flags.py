@@ -11,6 +11,7 @@ from kernels.cuda.flags import COUNTER_WORDS
 from shared_mem.channel import EngineEnd
 from shared_mem.errors import InvalidField
 from shared_mem.layout import RowKind, Stage
+from tests.gpu_engine.device.happens_before import hint
 from tests.gpu_engine.device.recorded_stream import opaque
 
 
@@ -22,6 +23,7 @@ class FakeFlags:
         self.mask_SRW = torch.zeros(layout.num_slots, layout.num_rows, layout.row_stride // 4, dtype=torch.int32)
         self.counter = torch.zeros(COUNTER_WORDS, dtype=torch.int64)
         self.refused = torch.zeros(1, dtype=torch.int64)
+        hint(self.refused)
         self.waits: list[tuple[int, bool]] = []
         """`rows_wanted` and `fetches` of every wait."""
 

@@ -39,6 +39,14 @@ NUMBER_BYTES = 4
 """Pinned memory of one number is a hint: `most_lacking` of a decoupled drafter may be a step old, and decides only
 speed."""
 
+_hints: dict[int, StorageWeakRef] = {}
+
+
+def hint(tensor: torch.Tensor) -> None:
+    """Watch no access to a word that the host reads while a step may be writing it: a step earlier or later does."""
+    _hints[tensor.untyped_storage().data_ptr()] = StorageWeakRef(tensor.untyped_storage())
+
+
 TOLERATED = {"read"}
 """Nodes that may read what another stream writes: the reading graph of a decoupled drafter, by its page, reads texts
 next to anything else, and the next draft graph forgets what it read of another sequence."""
@@ -85,7 +93,6 @@ class Order:
         self._clocks: list[Clock] = [{HOST: 1}]
         self._memory: dict[int, _Memory] = {}
         self._pinned: list[torch.UntypedStorage] = []
-        self._hints: set[int] = set()
 
     def add_stream(self) -> int:
         """Return the number of another stream."""
@@ -99,7 +106,7 @@ class Order:
         with self._lock:
             self._pinned.append(storage)
             if storage.nbytes() == NUMBER_BYTES:
-                self._hints.add(storage.data_ptr())
+                hint(tensor)
             else:
                 self._memory[storage.data_ptr()] = _Memory(StorageWeakRef(storage), pinned=True)
 
@@ -143,7 +150,7 @@ class Order:
         """Return whether an access to a storage may have to be ordered with another actor's."""
         memory = self._memory.get(storage)
         if len(self._clocks) > 2:
-            return storage not in self._hints
+            return storage not in _hints or _hints[storage].expired()
         return memory is not None and memory.pinned
 
     def fresh(self, storage: torch.UntypedStorage) -> None:

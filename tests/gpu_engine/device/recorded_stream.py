@@ -15,11 +15,12 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -46,6 +47,16 @@ _READS_BACK = {
 _LEAVES_UNWRITTEN = {_aten.empty, _aten.empty_like, _aten.new_empty}
 
 
+class _Currents(threading.local):
+    """The current streams of a thread by device, as `RecordedStream.place` names it; the current device comes last.
+
+    The stream of the steps is current on its device from the start, as after `CudaStream.activate`.
+    """
+
+    def __init__(self) -> None:
+        self.streams: dict[torch.device | None, RecordedStream] = {}
+
+
 class DeviceFailed(RuntimeError):
     """Every call after a device error raises this, as CUDA's sticky errors do."""
 
@@ -60,8 +71,8 @@ class _Tracer(TorchDispatchMode):
 
     nodes: list[Node]
     saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
-    touched: set[int] = field(default_factory=set)
-    """Addresses of the memory of every argument."""
+    touched: dict[int, StorageWeakRef] = field(default_factory=dict)
+    """The memory of every argument, by its address."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -74,7 +85,7 @@ class _Tracer(TorchDispatchMode):
             func.overloadpacket is _aten.index and any(t is not None and t.dtype == torch.bool for t in args[1])
         ):
             raise ReadsBack(f"{func} in a captured kernel")
-        self.touched |= _addresses(args, kwargs)
+        self.touched |= _memory(args, kwargs)
         named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
         written = [
             leaf
@@ -101,9 +112,10 @@ class _Tracer(TorchDispatchMode):
             storage.copy_(before)
 
 
-def _addresses(*values: object) -> set[int]:
+def _memory(*values: object) -> dict[int, StorageWeakRef]:
     leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and not leaf.is_mkldnn)
-    return {leaf.untyped_storage().data_ptr() for leaf in leaves}
+    storages = (leaf.untyped_storage() for leaf in leaves)
+    return {storage.data_ptr(): StorageWeakRef(storage) for storage in storages}
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: list[Any]) -> None:
@@ -113,12 +125,16 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: list
             old.copy_(new)
 
 
-_tracing: list[_Tracer] = []
+class _Tracing(threading.local):
+    tracer: _Tracer | None = None
+
+
+_tracing = _Tracing()
 
 
 def is_capturing() -> bool:
-    """Return whether a capture traces a kernel now."""
-    return bool(_tracing)
+    """Return whether a capture of this thread traces a kernel now."""
+    return _tracing.tracer is not None
 
 
 def opaque(function: Callable[P, None]) -> Callable[P, None]:
@@ -126,9 +142,9 @@ def opaque(function: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(function)
     def launch(*args: P.args, **kwargs: P.kwargs) -> None:
-        if _tracing:
-            _tracing[-1].nodes.append(lambda: function(*args, **kwargs))
-            _tracing[-1].touched |= _addresses(args, kwargs)
+        if (tracer := _tracing.tracer) is not None:
+            tracer.nodes.append(lambda: function(*args, **kwargs))
+            tracer.touched |= _memory(args, kwargs)
         else:
             with _disable_current_modes():
                 function(*args, **kwargs)
@@ -150,6 +166,7 @@ class RecordedGraph:
 
     def replay(self) -> None:
         assert self.nodes, "the graph was reset"
+        self.stream._check_current()
         self.replays += 1
         names = [name for name, count in self.parts for _ in range(count)]
         for node, name in zip(self.nodes, names, strict=True):
@@ -165,6 +182,10 @@ class RecordedEvent:
     _mark: tuple[threading.Event, Clock] = field(default_factory=lambda: (threading.Event(), {}))
 
     def mark(self) -> None:
+        self.stream._check_current()
+        self.mark_here()
+
+    def mark_here(self) -> None:
         self._mark = flag, _ = threading.Event(), self.stream.order.marked(self.stream.number)
         self.stream._queue.put(flag.set)
 
@@ -216,16 +237,24 @@ class RecordedStream:
     failure: BaseException | None = None
     parent: RecordedStream | None = None
     """The stream that this one is next to: one device, which fails and drops nodes as a whole."""
+    place: torch.device | None = None
+    """The device; None: that of the steps."""
+    crossings: int = 0
+    """Copies from another device, or to one, that were enqueued here."""
     order: Order = field(default_factory=new_order)
     """Of the device, as are the turns."""
     turns: Turns | None = field(default_factory=new_turns)
     """None: each stream runs its nodes as soon as it may."""
     _beside: list[RecordedStream] = field(default_factory=list)
     _graph: RecordedGraph | None = None
+    _currents: _Currents = field(default_factory=_Currents)
+    _places: dict[int, tuple[StorageWeakRef, torch.device | None]] = field(default_factory=dict)
+    """The devices of memory by its address."""
 
     def __post_init__(self) -> None:
         if self.parent is not None:
             self.order, self.turns = self.parent.order, self.parent.turns
+            self._currents, self._places = self.parent._currents, self.parent._places
         self.number = self.order.add_stream()
         self._queue: queue.SimpleQueue[Node | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="device", daemon=True)
@@ -241,14 +270,15 @@ class RecordedStream:
             self._put("kernel", functools.partial(_guarded, function, args), _name_of(function))
             return
         tracer, before = _Tracer(self._graph.nodes), len(self._graph.nodes)
-        _tracing.append(tracer)
+        _tracing.tracer = tracer
         try:
             with torch.inference_mode(False), torch.no_grad(), tracer:
                 function(*args)
         finally:
-            _tracing.pop()
+            _tracing.tracer = None
             tracer.restore()
-        self._graph.touched |= tracer.touched
+        self._graph.touched |= set(tracer.touched)
+        self._places |= {at: (ref, self.place) for at, ref in tracer.touched.items()}
         self._graph.kinds.append("kernel")
         self._graph.parts.append((function.__name__, len(self._graph.nodes) - before))
 
@@ -257,7 +287,25 @@ class RecordedStream:
         assert target.dtype == source.dtype
         assert target.is_contiguous()
         assert source.is_contiguous()
-        self._put("copy", lambda: target.copy_(source))
+        node, source_at, target_at = (
+            functools.partial(target.copy_, source),
+            self._place_of(source),
+            self._place_of(target),
+        )
+        if source_at == target_at:
+            self._put("copy", node)
+            return
+        assert self._graph is None, "no graph has a copy between devices"
+        copies, receives = self._current_of(source_at), self._current_of(target_at)
+        self._check_current()
+        ready, copied = RecordedEvent(receives), RecordedEvent(copies)
+        ready.mark_here()
+        ready.hold(copies)
+        copies.eager.append("copy")
+        copies._enqueue(node, "copy")
+        copied.mark_here()
+        copied.hold(receives)
+        copies.crossings += 1
 
     def host(self, function: int, user_data: int) -> None:
         call = _HOST_FUNCTION(function)
@@ -284,19 +332,28 @@ class RecordedStream:
     def synchronize(self) -> None:
         assert self._graph is None, "cudaErrorStreamCaptureUnsupported"
         event = self.event()
-        event.mark()
+        event.mark_here()
         event.wait()
 
     def beside(self, device: torch.device | None = None) -> RecordedStream:
-        stream = type(self)(self.before, trace=self.trace, parent=self)
+        stream = type(self)(self.before, trace=self.trace, parent=self, place=device)
         self._beside.append(stream)
         return stream
 
     def anew(self) -> RecordedStream:
         return self
 
-    def current(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        streams = self._currents.streams
+        before = dict(streams)
+        streams.pop(self.place, None)
+        streams[self.place] = self
+        try:
+            yield
+        finally:
+            streams.clear()
+            streams.update(before)
 
     def after(self, event: RecordedEvent) -> None:
         assert self._graph is None, "graphs of two streams are captured apart"
@@ -315,7 +372,23 @@ class RecordedStream:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
+    def _check_current(self) -> None:
+        """Check that what is enqueued now comes to this stream."""
+        current = next(reversed(self._currents.streams.values()), self._device)
+        assert current is self, f"stream {self.number} is not the current one, which is stream {current.number}"
+
+    def _current_of(self, place: torch.device | None) -> RecordedStream:
+        found = self._currents.streams.get(place, None if place is not None else self._device)
+        assert found is not None, f"a copy waits for the default stream of {place}"
+        return found
+
+    def _place_of(self, tensor: torch.Tensor) -> torch.device | None:
+        """Return the device of memory; this stream's where no kernel had it yet, as pinned memory."""
+        ref, place = self._places.get(tensor.untyped_storage().data_ptr(), (None, None))
+        return self.place if ref is None or ref.expired() else place
+
     def _put(self, kind: str, node: Node, name: str = "") -> None:
+        self._check_current()
         if self._graph is not None:
             self._graph.nodes.append(node)
             self._graph.kinds.append(kind)

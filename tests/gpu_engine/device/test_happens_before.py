@@ -14,13 +14,13 @@ from gpu_engine.core.prefill_graphs import Prefill
 from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine
 from tests.gpu_engine.device.device_requests import INTERPRETED, on_cpu, on_device
-from tests.gpu_engine.device.happens_before import Watch, of_launch, watched_run
+from tests.gpu_engine.device.happens_before import Watch, watched_run
 from tests.gpu_engine.device.recorded_stream import RecordedEvent, RecordedStream, is_capturing
 from tests.gpu_engine.harness import answer_each, ask, executor_of, tokens
-from tests.kernels.checked_interpreter import checked_interpreter
 
 pytestmark = INTERPRETED
 
+FAR = torch.device("cuda:1")
 OWN = {"draft_device": "cuda:1"}
 
 
@@ -38,6 +38,11 @@ def stream() -> Iterator[RecordedStream]:
     made.close()
 
 
+def settle(*streams: RecordedStream) -> None:
+    for each in streams:
+        each.synchronize()
+
+
 def add(target: torch.Tensor, source: torch.Tensor) -> None:
     target.add_(source)
 
@@ -45,35 +50,68 @@ def add(target: torch.Tensor, source: torch.Tensor) -> None:
 def test_streams_without_an_event_between_them_race_where_one_writes(stream: RecordedStream) -> None:
     x, y, z = torch.zeros(8), torch.ones(8), torch.zeros(8)
     beside = stream.beside()
+
+    def next_to(target: torch.Tensor, source: torch.Tensor) -> None:
+        with beside.current():
+            beside.kernel(add, target, source)
+
     stream.kernel(add, x, y)
     stream.synchronize()
-    beside.kernel(add, z, y)
+    next_to(z, y)
     assert (stream.order.compared, stream.order.races) == (0, []), "two reads"
     stream.kernel(add, x[::2], y[::2])
-    beside.kernel(add, x[1::2], y[1::2])
-    for each in (stream, beside):
-        each.synchronize()
+    next_to(x[1::2], y[1::2])
+    settle(stream, beside)
     assert stream.order.races == [], "other bytes of the same memory"
     stepped = stream.event()
     stream.kernel(add, x, y)
     stepped.mark()
     beside.after(stepped)
-    beside.kernel(add, z, x)
-    beside.synchronize()
+    next_to(z, x)
+    settle(beside)
     assert stream.order.races == []
     stream.kernel(add, x, y)
-    stream.synchronize()
+    settle(stream)
     assert stream.order.races == [], "the host has waited for the other one"
-    beside.kernel(add, z, x)
-    beside.synchronize()
+    next_to(z, x)
+    settle(beside)
     assert stream.order.races == [], "and for this one"
     stream.kernel(add, x, y)
-    beside.kernel(add, z, x)
-    beside.synchronize()
-    stream.synchronize()
+    next_to(z, x)
+    settle(beside, stream)
     (race,) = {race.split(" in ")[0].split()[0] for race in stream.order.races}
     assert race == "stream"
     assert stream.order.compared > 4
+
+
+def test_a_copy_between_devices_is_ordered_by_the_current_streams_of_both(stream: RecordedStream) -> None:
+    near, packed, received = torch.zeros(8), torch.ones(8), torch.zeros(8)
+    far, other = stream.beside(FAR), stream.beside(FAR)
+    with stream.capture() as here:
+        stream.kernel(add, packed, near)
+    with far.current():
+        with far.capture() as there:
+            far.kernel(add, received, received)
+        with pytest.raises(AssertionError, match="stream 1 is not the current one, which is stream 2"):
+            here.replay()
+    here.replay()
+    with pytest.raises(AssertionError, match="a copy waits for the default stream of cuda:1"):
+        stream.copy(received, packed)
+    with far.current(), stream.current():
+        stream.copy(received, packed)
+        stream.copy(packed, received)
+    assert (stream.crossings, far.crossings) == (1, 1), "each runs on the current stream of its source"
+    here.replay()
+    with far.current():
+        there.replay()
+    settle(stream, far)
+    assert stream.order.races == [], "the streams wait for each other"
+    with far.current(), stream.current():
+        stream.copy(received, packed)
+    with other.current():
+        other.kernel(add, received, received)
+    settle(other, far, stream)
+    assert stream.order.races, "another stream of the device does not wait"
 
 
 def test_the_host_rewrites_pinned_memory_after_it_has_waited(stream: RecordedStream) -> None:
@@ -119,7 +157,8 @@ class CopiesOnStep(RecordedStream):
         if self.parent is None:
             super().copy(target, source)
         else:
-            self.parent.copy(target, source)
+            with self.parent.current():
+                self.parent.copy(target, source)
 
 
 class NoWait(RecordedEvent):
@@ -150,12 +189,11 @@ def test_a_fault_in_an_engine_is_found(llama: LoadedModel, other: str, name: str
         settings = decoupled(other, OWN)
     else:
         settings = on_device(0, max_batch_size=1, max_model_len=128, max_batched_tokens=16)
-    request = partial(ask, tokens(90 if not drafts else 9, 1), max_tokens=6, ignore_eos=True)
-    with checked_interpreter() as checked, device_engine(llama, settings, RecordedDevice(stream)) as (engine, _):
-        checked.then = of_launch
+    request = ask(tokens(90 if not drafts else 9, 1), max_tokens=6, ignore_eos=True)
+    with device_engine(llama, settings, RecordedDevice(stream)) as (engine, _):
         if not drafts:
             reuse_numbers_of_prefill(executor_of(engine).prefill, stream)
-        answer_each(engine, [request()])
+        assert len(answer_each(engine, [request])[0]) == 6
     races = list(stream.order.races)
     stream.order.races.clear()
     assert (races == []) if not found else [race for race in races if found in race]
