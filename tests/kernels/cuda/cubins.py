@@ -322,6 +322,14 @@ def in_table() -> tuple[str, list[Row]]:
     return version.split()[-1], parsed("".join(lines))
 
 
+def difference(was: list[Row], now: list[Row]) -> str | None:
+    """Return the lines that only one of two tables has; None: they are equal."""
+    old, new = ({row.line for row in rows} for rows in (was, now))
+    return (
+        "\n".join([*(f"- {line}" for line in sorted(old - new)), *(f"+ {line}" for line in sorted(new - old))]) or None
+    )
+
+
 def main() -> None:
     """Compare the table with what the compilers make, print the rows of the named capabilities, or write the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.cuda.cubins")
@@ -334,12 +342,7 @@ def main() -> None:
         head = f"# Triton {triton.__version__}\n" + "\t".join(Row._fields) + "\n"
         TABLE.write_text(head + "".join(f"{row.line}\n" for row in rows), encoding="ascii")
     elif not options.capabilities:
-        was, now = (
-            {row.line for row in rows} for rows in (in_table()[1], compile_everything(Path(__file__).parents[3]))
-        )
-        sys.exit(
-            "\n".join([*(f"- {line}" for line in sorted(was - now)), *(f"+ {line}" for line in sorted(now - was))])
-        )
+        sys.exit(difference(in_table()[1], compile_everything(Path(__file__).parents[3])))
     elif len(options.capabilities) == 1:
         for row in compiled(options.capabilities[0], set(options.parts)):
             print(row.line, flush=True)

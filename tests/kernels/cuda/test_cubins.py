@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.cuda.ahead_of_time import MAX_SHARED, NAMES
-from tests.kernels.cuda.cubins import CASES, FLAGS, PARTS, PRODUCTS, TABLE, compile_everything, in_table, part_of
+from tests.kernels.cuda.cubins import (
+    CASES,
+    FLAGS,
+    PARTS,
+    PRODUCTS,
+    TABLE,
+    compile_everything,
+    difference,
+    in_table,
+    part_of,
+)
 
 SPILLS = {
     ("decode_kernel", 80): 552,
@@ -64,6 +74,12 @@ def test_kernels_with_equal_bits_have_the_instructions_that_were_compared(kernel
         # Whatever the tile, 16 products are summed at once, in fp32 (UTCHMMA's operands are in a descriptor).
         sums = {name for row in rows for name in row.matrix.split("+") if name not in ("-", "UTCHMMA")}
         assert {(name.split(".")[1][-2:], name.split(".", 2)[2]) for name in sums} == {("16", "F32.BF16")}, capability
+
+
+def test_equal_tables_are_no_error() -> None:
+    rows = in_table()[1]
+    assert difference(rows, rows) is None
+    assert difference(rows, rows[1:]) == f"- {rows[0].line}"
 
 
 @pytest.mark.slow
