@@ -13,11 +13,13 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import triton
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.core.device_slot_writer import DeviceSlotWriter
 from gpu_engine.core.draft_budget import DraftBudget
 from gpu_engine.core.executor import Executor, StepParts, WarmsUp, assemble, history_tokens
+from gpu_engine.core.never_ran import say_what_never_ran
 from gpu_engine.core.prefill_graphs import Prefill
 from gpu_engine.drafters.build import Builder, captured_drafter
 from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
@@ -29,6 +31,7 @@ from gpu_engine.step.device.cuda_stream import CudaStream
 from gpu_engine.step.device.cuda_sync import cuda_sync
 from gpu_engine.step.device.graphs import StepGraphs, StepRows, lane_buckets
 from gpu_engine.step.device.pinned import PinnedSegment
+from gpu_engine.step.device.rank_graphs import AnnouncingStream
 from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
 from gpu_engine.step.device.triton_launches import TritonLaunches
 from gpu_engine.step.output_ring import OutputRing
@@ -92,6 +95,10 @@ def device_executor(
 ) -> Executor:
     """Build over `stream`, on whose device the model is. A channel needs a `sync` over the same stream."""
     assert (channel is None) == (sync is None)
+    say_what_never_ran(config, stream.device, triton.__version__)
+    if model.ranks is not None:
+        assert model.ranks.plans is not None, f"{model.ranks} have no devices"
+        stream = AnnouncingStream(stream, model.ranks.plans)
     S, R, V, device = config.max_batch_size, config.num_rows, model.vocab_size, stream.device
     # Every slot's rows begin at 16 bytes: Triton would compile a kernel anew for the first slot whose row does not.
     whole = 4 * config.page_size

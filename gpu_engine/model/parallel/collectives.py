@@ -101,8 +101,7 @@ class Collectives:
         16-bit parts are added in fp32 and rounded once.
         """
         begun_s = time.perf_counter()
-        parts_RNH = part_NH.new_empty(self.size, *part_NH.shape)
-        self._wait(lambda: self.group.allgather([_bytes(list(parts_RNH.unbind()))], _bytes([part_NH.contiguous()])))
+        parts_RNH = self._of_all(part_NH)
         total_NH = parts_RNH[0].float()
         for part in parts_RNH[1:]:
             total_NH = total_NH.add_(part)
@@ -185,6 +184,12 @@ class Collectives:
             payload = message.new_empty(length)
             self._broadcast(payload)
         return Message(Call(call), tuple(numbers), payload)
+
+    def _of_all(self, part: torch.Tensor) -> torch.Tensor:
+        """Return every rank's part, in their order."""
+        parts_R = part.new_empty(self.size, *part.shape)
+        self._wait(lambda: self.group.allgather([_bytes(list(parts_R.unbind()))], _bytes([part.contiguous()])))
+        return parts_R
 
     def _broadcast(self, tensor: torch.Tensor, timeout: datetime.timedelta | None = None) -> None:
         options = dist.BroadcastOptions()

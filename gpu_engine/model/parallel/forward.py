@@ -10,8 +10,9 @@ Shapes: B sequences, P positions, N pages of a sequence, V columns of the logits
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,6 +21,20 @@ from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.parallel.collectives import Call, Collectives, Message
 from kernels.kv_pages import KVPages, copy_page
+
+
+class PartForward(Protocol):
+    """The forward of one rank's part, with the sums in it."""
+
+    @property
+    def layers(self) -> Sequence[object]:
+        """Its layers."""
+
+    def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
+        """Return this rank's columns, [B * P, S]."""
+
+    def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
+        """Write keys and values, and the states that `ctx.hidden` wants."""
 
 
 class SummedProduct(nn.Module):
@@ -45,8 +60,7 @@ def add_over_ranks(forward: FusedForward, collectives: Collectives) -> None:
 class LeadingForward:
     """The forward of rank 0, which has the other ranks run theirs."""
 
-    own: FusedForward
-    """The forward of this rank's part, with the sums in it."""
+    own: PartForward
     collectives: Collectives
     vocab_size: int
 
@@ -81,9 +95,9 @@ Allocate = Callable[[int, int], list[KVPages]]
 
 
 class Follower:
-    """Runs what rank 0 announces, on another rank. `forward` has the sums in it."""
+    """Runs what rank 0 announces, on another rank on a CPU."""
 
-    def __init__(self, forward: FusedForward, collectives: Collectives, allocate: Allocate) -> None:
+    def __init__(self, forward: PartForward, collectives: Collectives, allocate: Allocate) -> None:
         self._forward, self._collectives, self._allocate = forward, collectives, allocate
         self._pages: list[KVPages] = []
 
@@ -99,16 +113,21 @@ class Follower:
         elif message.call is Call.COPY:
             copy_page(self._pages, *message.numbers[:2])
         else:
-            self._run_forward(message)
+            B, P = message.numbers[:2]
+            run_part(self._forward, self._collectives, self._pages, message.call, (B, P), message.payload)
 
-    def _run_forward(self, message: Message) -> None:
-        B, P = message.numbers[:2]
-        ids_BP, positions_BP = (part.view(B, P) for part in message.payload[: 2 * B * P].split(B * P))
-        ctx = AttentionContext(self._pages, message.payload[2 * B * P :].view(B, -1), positions_BP)
-        if message.call is Call.LOGITS:
-            own_NS = self._forward.logits(ids_BP.long(), ctx)
-            self._collectives.gather(own_NS, 0)
-            return
-        if message.call is Call.FILL_THROUGH:
-            ctx.hidden = {len(self._forward.layers): None}
-        self._forward.fill(ids_BP.long(), ctx)
+
+def run_part(
+    forward: PartForward, collectives: Collectives, pages: list[KVPages], call: Call, shape: tuple[int, int],
+    payload: torch.Tensor,
+) -> None:  # fmt: skip
+    """Run this rank's part of a forward that rank 0 announced. `payload`: the tensors of `LeadingForward`, int32."""
+    B, P = shape
+    ids_BP, positions_BP = (part.view(B, P) for part in payload[: 2 * B * P].split(B * P))
+    ctx = AttentionContext(pages, payload[2 * B * P :].view(B, -1), positions_BP)
+    if call is Call.LOGITS:
+        collectives.gather(forward.logits(ids_BP.long(), ctx), 0)
+        return
+    if call is Call.FILL_THROUGH:
+        ctx.hidden = {len(forward.layers): None}
+    forward.fill(ids_BP.long(), ctx)

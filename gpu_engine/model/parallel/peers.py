@@ -56,6 +56,9 @@ class Peers:
     """A `RankSet` of engines. Any thread may call it, except for `enter`, `step_along` and `close`, which belong to the
     thread of the forwards."""
 
+    plans = None
+    """Engines share experts on CPUs only."""
+
     def __init__(self, place: Place, about: str, device: torch.device, wait_s: float = WAIT_S) -> None:
         """Wait for the other engines (see `meet`). Raises as that, and RankLost."""
         self.place = place

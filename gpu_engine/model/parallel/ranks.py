@@ -32,6 +32,7 @@ import torch
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import RankLost
 from gpu_engine.model.parallel.collectives import Call, Collectives, open_group
+from gpu_engine.model.parallel.device_collectives import Plans
 from gpu_engine.model.parallel.heartbeat import FAILED, GO, READY
 from kernels.kv_pages import KVPages, copy_page
 from service_runtime.logs import JsonFormatter
@@ -50,6 +51,10 @@ _REASON_S = 3.0
 class RankSet(Protocol):
     """The other ranks of a model, as the engine sees them: processes of this engine (`Ranks`), or engines that share
     their experts with it (see peers.py)."""
+
+    @property
+    def plans(self) -> Plans | None:
+        """What announces forwards to the hosts of ranks on devices; None: the ranks are on CPUs."""
 
     def allocate_pages(self, num_pages: int, page_size: int) -> None:
         """Have every other rank allocate the cache of its heads. Raises RankLost."""
@@ -106,6 +111,8 @@ class Ranks:
     config: EngineConfig
     collectives: Collectives | None = None
     """Set by `connect`."""
+    plans: Plans | None = None
+    """None: the ranks of this version are on CPUs."""
     _directory: str = field(default_factory=lambda: tempfile.mkdtemp(prefix="lockstep-ranks-"))
     _ranks: list[_Rank] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)

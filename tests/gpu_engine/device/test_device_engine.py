@@ -77,7 +77,10 @@ def test_log_probabilities_and_tensors_equal_those_of_a_cpu(llama: LoadedModel, 
             np.testing.assert_allclose(found, rows(theirs, name), atol=1e-4)
 
 
-def test_the_slot_of_an_aborted_request_is_reused(llama: LoadedModel, unguided_tokens: list[list[int]]) -> None:
+def test_the_slot_of_an_aborted_request_is_reused(
+    llama: LoadedModel, unguided_tokens: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The start says once what of it no GPU has run."""
     with device_engine(llama, on_device(3, max_batch_size=1)) as (engine, _):
         endless = ask(tokens(5, 9), max_tokens=1000, ignore_eos=True)
         hold = Hold(engine, lambda: len(endless.tokens) >= 4)
@@ -88,6 +91,7 @@ def test_the_slot_of_an_aborted_request_is_reused(llama: LoadedModel, unguided_t
             assert engine.abort(endless.request.request_id)
         assert endless.wait().finish is FinishReason.ABORTED
         assert following.wait().tokens == unguided_tokens[0]
+    assert caplog.text.count("no GPU has run these parts of this start so far: kernels that Triton") == 1
 
 
 def test_more_bad_tokens_than_a_slot_holds_are_rejected_with_the_limit(llama: LoadedModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from gpu_engine.step.device.graphs import lane_buckets
 from gpu_engine.step.outputs.tensors import scratch_pages
 from kernels.cuda.row_state import RowScratch, SlotRows
 from kernels.kv_pages import KVPages
+from tools.scale.__main__ import main
 from tools.scale.memory import FORMATS, Serving
 from tools.scale.shape import PRESETS, ModelShape, UnknownShape, load_shape
 
@@ -181,3 +183,20 @@ def test_tokens_that_fit_fill_the_memory() -> None:
     spare = one.num_pages - one.config.max_batch_size * one.max_model_len // one.config.page_size
     assert 40e9 - one.page_bytes <= filled - spare * one.page_bytes <= 40e9
     assert one.tokens_within(1e9) == 0
+
+
+def test_the_plan_of_engines_over_several_gpus_is_what_the_tool_computes(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (root / "docs/gpu.md").read_text()
+    rows = re.findall(r"^\| (\d) x (H\d+) .* \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|$", page, re.M)
+    assert len(rows) == 3
+    for ranks, device, slots, *planned, tokens in rows:
+        shape = ["--tp", ranks, "--device", device.lower(), "--max-batch", slots, "--max-model-len", "8192"]
+        assert main(["memory", "--model", "llama-70b", "--drafts", "7", *shape]) == 0
+        said = capsys.readouterr().out
+        found = [
+            re.search(rf"^\| {part} +\| ([\d,.]+)", said, re.M) for part in ("weights", "KV cache", "device in all")
+        ]
+        assert [f"{float(each[1].replace(',', '')) / 1e3:.1f}" for each in found if each is not None] == planned
+        assert f"; {tokens} tokens fit into" in said

@@ -27,6 +27,8 @@ CPU = torch.device("cpu")
 class ThreadRanks:
     """A `RankSet` of threads. `model` is rank 0's; engines of one size of cache may run on it one after another."""
 
+    plans = None
+
     def __init__(self, config: EngineConfig, store: Path) -> None:
         self._size = config.tensor_parallel_size
         self._store = store
