@@ -66,7 +66,8 @@ INLINE void unpack_panel(const uint8_t *q, int64_t count, int form, uint8_t *pan
     for (int64_t b = 0; b < count; b++, q += 2 * bytes, panel += TILE_BYTES)
         UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
             const ints w = load_ints(q + 64 * i);
-            const ints low = form == OF_4_BITS ? low_halves(w) : w ^ spread_ints((int32_t)0x80808080), high = high_halves(w);
+            const ints low = form == OF_4_BITS ? low_halves(w) : w ^ spread_ints((int32_t)0x80808080),
+                       high = high_halves(w);
             memcpy(panel + 64 * i, &low, sizeof low);
             if (form == OF_4_BITS) memcpy(panel + TILE_BYTES / 2 + 64 * i, &high, sizeof high);
         }
@@ -85,8 +86,7 @@ INLINE void multiply_blocks(const int8_t *x, int64_t inputs, const uint8_t *pane
     }
 #define KEEP(t)                                                                                                        \
     if (t < count) TILE_STORE(t, sums[t], 64);
-    MULTIPLY(0, 4, 6) MULTIPLY(1, 5, 7) MULTIPLY(2, 4, 6) MULTIPLY(3, 5, 7)
-    KEEP(0) KEEP(1) KEEP(2) KEEP(3)
+    MULTIPLY(0, 4, 6) MULTIPLY(1, 5, 7) MULTIPLY(2, 4, 6) MULTIPLY(3, 5, 7) KEEP(0) KEEP(1) KEEP(2) KEEP(3)
 #undef MULTIPLY
 #undef KEEP
 }
