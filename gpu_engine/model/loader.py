@@ -187,7 +187,7 @@ def _load(
     if part is None or part.rank == 0:
         model.sampling_defaults = _sampling_defaults(config, path if files.header is None else None)
     if units is not None and model.quantised:
-        log.info("quantised products run on %s", units)
+        log.info("products over blocks run on %s", units)
     report("loaded", 1.0)
     return model
 
