@@ -38,7 +38,6 @@ UNITS = {
     5: "AVX-512 with VNNI",
     6: "AVX2 with VNNI",
     8: "dot products of bytes",
-    9: "dot products of bytes and i8mm",
 }
 """Names of the vector units, by level of dispatch.c."""
 _WITH_TILES = 5

@@ -12,9 +12,9 @@ compilation at idle priority also has a smaller share; if it reaches its time li
 with the share that it began with.
 
 Invariant: a caller waits for a free worker for at most `queue_s`, once more if its compilation is slow, and then for
-its own compilation for at most `timeout_s`: the time after other compilations and the start of a worker never count as
-compile time. A worker that exceeds `timeout_s` is killed and replaced. A crash is an error of one request. Not
-thread-safe: one event loop owns a pool.
+its own compilation for at most `timeout_s`, once more for each worker at idle priority that was starved: the time after
+other compilations and the start of a worker never count as compile time. A worker that exceeds `timeout_s` is killed
+and replaced. A crash is an error of one request. Not thread-safe: one event loop owns a pool.
 
 Not responsible for: the order of the compilations (see queue.py), a process and its pipes (see process.py).
 """
@@ -32,7 +32,7 @@ from typing import Any
 from grammar_service.compile.loader import Artifact
 from grammar_service.compile.process import COMMAND, START_TIMEOUT_S, CompileProcess, exit_error
 from grammar_service.compile.queue import NO_TENANT, CompileQueue, QueueFullError, Share
-from grammar_service.compile.worker import IDLE
+from grammar_service.compile.worker import IDLE, REFUSED_S
 from grammar_service.config import CompileLimits
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded, from_wire
 from grammar_service.grammar.value import Grammar
@@ -60,8 +60,6 @@ SLOW_NICENESS = 15
 Five compilations at a time, with that share each, would take more of the cores than the engine gets."""
 STARVED = 0.2
 """A worker at idle priority that had less than this share of a core until its time limit was starved."""
-_REFUSED_S = 0.05, 0.15
-"""Where the kernel refused a niceness for the moment, another try is made after a time between these."""
 
 StartWorker = Callable[[Sequence[str]], Awaitable[CompileProcess]]
 """Starts a command as a compile worker, which waits for its first frame."""
@@ -281,8 +279,7 @@ class CompilePool:
                 if not place.is_slow:
                     await self._until_slow(answer, worker, place)
                 if place.is_slow and worker in self._idle and not (place.accepted or place.was_starved):
-                    lowered = True
-                    await _lower(answer, worker)
+                    lowered = await _lower(answer, worker)
                 reply, data = await answer
             if output := worker.stderr_tail():
                 logger.debug("a compile worker of %s wrote: %s", self._backend, output)
@@ -447,11 +444,12 @@ async def _answer(worker: CompileProcess, head: dict[str, Any], text: bytes) -> 
     return reply, await worker.take_artifact(reply.get("artifact_bytes", 0))
 
 
-async def _lower(answer: asyncio.Task[Any], worker: CompileProcess) -> None:
-    """Give a slow compilation its share of the cores, unless it ends before."""
+async def _lower(answer: asyncio.Task[Any], worker: CompileProcess) -> bool:
+    """Give a slow compilation its share of the cores; False: it ended before."""
     while not worker.weigh(SLOW_NICENESS):
-        if (await asyncio.wait({answer}, timeout=random.uniform(*_REFUSED_S)))[0]:
-            return
+        if (await asyncio.wait({answer}, timeout=random.uniform(*REFUSED_S)))[0]:
+            return False
+    return True
 
 
 def _retrieve_exception(answer: asyncio.Task[tuple[dict[str, Any], bytes]]) -> None:

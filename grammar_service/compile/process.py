@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from grammar_service.compile.worker import pack, unpack
+from grammar_service.compile.worker import pack, unpack, weigh_session
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded
 
 COMMAND = (sys.executable, "-m", "grammar_service.compile.worker")
@@ -164,20 +164,8 @@ class CompileProcess:
             return 0.0
 
     def weigh(self, niceness: int) -> bool:
-        """Set the niceness of the process's session, where Linux groups tasks by session (sched(7), autogroup).
-
-        Returns False if the kernel refuses it for the moment: without privileges, a niceness of this kind can be set
-        once per 0.1 s on the whole machine. Does nothing if the process shares its session or has ended.
-        """
-        pid = self._process.pid
-        try:
-            if os.getsid(pid) == pid:
-                Path(f"/proc/{pid}/autogroup").write_text(str(niceness), encoding="ascii")
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True  # it has ended, or this kernel has no autogroups
-        return True
+        """Set the niceness of the session that the process leads; False: not now. See `weigh_session`."""
+        return weigh_session(self._process.pid, niceness)
 
     async def take_artifact(self, size: int) -> bytes:
         """Return the `size` bytes of the last result and free their memory."""

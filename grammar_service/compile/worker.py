@@ -60,6 +60,8 @@ _ORDINARY = """{"type": "object", "properties": {"name": {"type": "string"}, "ag
 "tags": {"type": "array", "items": {"type": "string"}}, "city": {"type": "string"}, "price": {"type": "number"}}}"""
 """An open object with a few properties: xgrammar looks at the whole vocabulary for every letter of their names."""
 _GROUP_TRIES = 20
+REFUSED_S = 0.05, 0.15
+"""Where the kernel refused a niceness for the moment, another try is made after a time between these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +136,27 @@ def _own_session(niceness: int) -> None:
     # Refused to the leader of a process group.
     with contextlib.suppress(PermissionError):
         os.setsid()
-    if os.getsid(0) != os.getpid():
-        return  # other processes share the session
     for _ in range(_GROUP_TRIES):
-        try:
-            with open("/proc/self/autogroup", "w", encoding="ascii") as file:
-                file.write(str(niceness))
-        except BlockingIOError:
-            # Without privileges, this file may be written once per 0.1 s on the whole machine.
-            time.sleep(random.uniform(0.05, 0.15))
-        except OSError:
-            return  # this kernel has no autogroups, so the niceness is enough
-        else:
+        if weigh_session(os.getpid(), niceness):
             return
+        time.sleep(random.uniform(*REFUSED_S))
+
+
+def weigh_session(process: int, niceness: int) -> bool:
+    """Set the niceness of a session, where Linux groups tasks by session (sched(7), autogroup).
+
+    Returns False if the kernel refuses it for the moment: without privileges, such a niceness may be set once per 0.1 s
+    on the whole machine. Does nothing if `process` leads no session or has ended, and on a kernel without autogroups.
+    """
+    try:
+        if os.getsid(process) == process:
+            with open(f"/proc/{process}/autogroup", "w", encoding="ascii") as file:
+                file.write(str(niceness))
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _yield_to_others() -> None:

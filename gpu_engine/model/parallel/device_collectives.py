@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_engine.model.parallel.collectives import Call, Collectives, Message
+from gpu_engine.model.parallel.collectives import Call, Collectives
 
 
 class Plan(NamedTuple):
@@ -66,12 +66,9 @@ class Plans:
 
     def receive(self) -> Plan:
         """Wait for the next plan, on another rank than 0. Raises RankLost."""
-        call, (*numbers, captured), _ = _of(self._hosts.receive())
-        return Plan(call, tuple(numbers), bool(captured))
-
-
-def _of(message: Message) -> tuple[Call, tuple[int, ...], torch.Tensor]:
-    return message.call, message.numbers, message.payload
+        message = self._hosts.receive()
+        *numbers, captured = message.numbers
+        return Plan(message.call, tuple(numbers), bool(captured))
 
 
 @dataclass(slots=True, eq=False)

@@ -21,14 +21,15 @@ from gpu_engine.api.errors import RankLost
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fusion import Fused
 from gpu_engine.model.loader import LoadedModel, _load
-from gpu_engine.model.parallel.collectives import Call, Collectives, open_group
+from gpu_engine.model.parallel.collectives import Collectives, open_group
 from gpu_engine.model.parallel.device_collectives import DeviceCollectives, Plans
 from gpu_engine.model.parallel.forward import LeadingForward, SummedProduct
 from gpu_engine.model.parallel.shards import Shard
 from gpu_engine.step.device.rank_graphs import DeviceFollower
-from kernels.kv_pages import KVPages, copy_page
+from kernels.kv_pages import KVPages
 from tests.gpu_engine.device.recorded_stream import RecordedStream, is_capturing, opaque
 from tests.gpu_engine.harness import PATIENCE_S, config
+from tests.gpu_engine.model.parallel.threads import FollowedRanks
 
 CPU = torch.device("cpu")
 SIZE = 2
@@ -115,7 +116,7 @@ def part_of(model: str, rank: int, collectives: Collectives) -> Unfused:
     return Unfused(replace(part, fused=Fused()))
 
 
-class DeviceRanks:
+class DeviceRanks(FollowedRanks):
     """A `RankSet` of a thread with a recorded device of its own. `model` is rank 0's."""
 
     def __init__(self, model: str, store: Path) -> None:
@@ -125,9 +126,9 @@ class DeviceRanks:
         self._store, self._model = store, model
         self._thread = threading.Thread(target=self._follow, name="rank 1", daemon=True)
         self._thread.start()
-        self._collectives, self.plans = self._open(0)
-        own = part_of(model, 0, self._collectives)
-        leading = LeadingForward(own, self._collectives, own.part.vocab_size)
+        self.collectives, self.plans = self._open(0)
+        own = part_of(model, 0, self.collectives)
+        leading = LeadingForward(own, self.collectives, own.part.vocab_size)
         self.model = replace(own.part, fused=Fused(forward=leading), ranks=self)
 
     def _open(self, rank: int) -> tuple[DeviceCollectives, Plans]:
@@ -149,28 +150,6 @@ class DeviceRanks:
             self.failed.append(error)
             self.link.barrier.abort()
             raise
-
-    def allocate_pages(self, num_pages: int, page_size: int) -> None:
-        self._collectives.send(Call.ALLOCATE, num_pages, page_size)
-
-    def copy_page(self, pages: list[KVPages], source: int, target: int) -> None:
-        self._collectives.send(Call.COPY, source, target)
-        copy_page(pages, source, target)
-
-    def watch(self, lost: Callable[[], None]) -> None:
-        pass
-
-    def wake(self, engine: Callable[[], None]) -> None:
-        pass
-
-    def step_along(self) -> bool:
-        return False
-
-    def check(self) -> None:
-        pass
-
-    def close(self) -> None:
-        """An engine has ended; the thread follows the next one."""
 
     def end(self) -> None:
         self._hosts[0].group = None  # the thread's wait for a plan ends with an error
