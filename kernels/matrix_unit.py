@@ -38,6 +38,7 @@ UNITS = {
     5: "AVX-512 with VNNI",
     6: "AVX2 with VNNI",
     8: "dot products of bytes",
+    9: "products of byte matrices (i8mm)",
 }
 """Names of the vector units, by level of dispatch.c."""
 _WITH_TILES = 5

@@ -6,7 +6,7 @@
  * the inputs. Invariant: an output depends only on its own row, bit for bit, for any number of rows and threads.
  *
  * Packed weights: 16 outputs are the lanes of a vector, and four neighbouring inputs of an output are the bytes of a lane, as
- * the dot product of bytes wants them (VNNI's vpdpbusd; pairs of vpmaddubsw with AVX2; sdot on aarch64). The bytes are
+ * the dot product of bytes wants them (VNNI's vpdpbusd; pairs of vpmaddubsw with AVX2; sdot and usdot on aarch64). The bytes are
  * unsigned: 0 to 15, or the 8-bit integer plus 128. Needs AVX2, FMA and F16C, or aarch64's dot products. Not responsible
  * for: the choice of a format (see gpu_engine/model/quantised).
  */
@@ -146,10 +146,15 @@ INLINE void quantise_row(const float *x, const struct block_rows *to, int64_t ro
 
 #if defined(__AVX512VNNI__)
 #define ROW_TILE 6 /* rows at once: 12 sums hide the latency of a dot product, and stay in registers */
+#elif defined(__aarch64__)
+#define ROW_TILE 4
 #else
 #define ROW_TILE 2 /* half as many registers, of half the width or less */
 #endif
 
+#if defined(__aarch64__)
+#include "aarch64_tiles.h"
+#else
 #if defined(__AVX512F__)
 typedef v16i ints;
 typedef v16f floats;
@@ -172,7 +177,7 @@ INLINE floats sum_floats(floats a, floats b) { return a + b; }
 INLINE floats floats_of(ints x) { return __builtin_convertvector(x, v16f); }
 INLINE floats load_floats(const float *p) { return load_f32(p); }
 INLINE void store_floats(float *p, floats x) { memcpy(p, &x, sizeof x); }
-#elif defined(__AVX2__)
+#else
 typedef __m256i ints;
 typedef __m256 floats;
 #define WIDTH 8
@@ -189,23 +194,6 @@ INLINE floats sum_floats(floats a, floats b) { return _mm256_add_ps(a, b); }
 INLINE floats floats_of(ints x) { return _mm256_cvtepi32_ps(x); }
 INLINE floats load_floats(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
-#else
-typedef int32x4_t ints;
-typedef float32x4_t floats;
-#define WIDTH 4
-
-INLINE ints load_ints(const void *p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
-INLINE ints spread_ints(int32_t x) { return vdupq_n_s32(x); }
-INLINE floats spread_floats(float x) { return vdupq_n_f32(x); }
-INLINE ints low_halves(ints w) { return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(w), vdupq_n_u8(15))); }
-INLINE ints high_halves(ints w) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(w), 4)); }
-INLINE floats half_floats(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-INLINE floats fused(floats a, floats b, floats c) { return vfmaq_f32(c, a, b); }
-INLINE floats times(floats a, floats b) { return vmulq_f32(a, b); }
-INLINE floats sum_floats(floats a, floats b) { return vaddq_f32(a, b); }
-INLINE floats floats_of(ints x) { return vcvtq_f32_s32(x); }
-INLINE floats load_floats(const float *p) { return vld1q_f32(p); }
-INLINE void store_floats(float *p, floats x) { vst1q_f32(p, x); }
 #endif
 
 #define PARTS (GROUP / WIDTH)
@@ -240,7 +228,7 @@ INLINE ints dot_half(ints sum, ints w, ints x) { return _mm256_dpbusd_avx_epi32(
 INLINE ints sum_of_halves(ints x) { return x; }
 INLINE ints dot_wide(ints sum, ints w, ints x) { return dot_half(sum, w, x); }
 #define WIDE_START(count) (-128 * (count))
-#elif defined(__AVX2__)
+#else
 INLINE ints dot_half(ints sum, ints w, ints x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)); }
 INLINE ints sum_of_halves(ints x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
 /* A pair of products with the sign moved to x is at most 2 * 128 * 127, so 16 bits hold it. */
@@ -248,15 +236,6 @@ INLINE ints dot_wide(ints sum, ints w, ints x) {
     const __m256i with_sign = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(with_sign), _mm256_sign_epi8(x, with_sign));
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
-#define WIDE_START(count) (0 * (count))
-#else
-INLINE ints dot_half(ints sum, ints w, ints x) {
-    return vdotq_s32(sum, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x));
-}
-INLINE ints sum_of_halves(ints x) { return x; }
-INLINE ints dot_wide(ints sum, ints w, ints x) {
-    return dot_half(sum, vreinterpretq_s32_u8(veorq_u8(vreinterpretq_u8_s32(w), vdupq_n_u8(128))), x);
 }
 #define WIDE_START(count) (0 * (count))
 #endif
@@ -322,6 +301,7 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
         store_floats(out + t * stride + v * WIDTH, acc[t][v]);
     }
 }
+#endif
 
 #if defined(__AVX512VNNI__)
 /* The CPUs with a matrix unit have this one. */
@@ -361,9 +341,11 @@ INLINE void rows_tile(const struct block_weights *w, int64_t g, const struct blo
 #if ROW_TILE >= 2
         OF_ROWS(2)
 #endif
-#if ROW_TILE == 6
+#if ROW_TILE >= 4
         OF_ROWS(3)
         OF_ROWS(4)
+#endif
+#if ROW_TILE == 6
         OF_ROWS(5)
         OF_ROWS(6)
 #endif

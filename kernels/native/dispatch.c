@@ -75,12 +75,23 @@ static int level(void) {
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
 
+#if !defined(HWCAP2_I8MM) /* older headers */
+#define HWCAP2_I8MM (1 << 13)
+#endif
+
 DECLARE_BLOCKS(aarch64_dot)
+DECLARE_BLOCKS(aarch64_i8mm)
 
-static int level(void) { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? 8 : 0; }
+static int level(void) {
+    if (!(getauxval(AT_HWCAP) & HWCAP_ASIMDDP)) return 0;
+    return getauxval(AT_HWCAP2) & HWCAP2_I8MM ? 9 : 8;
+}
 
-#define CALL(name, ...) (level() == 8 ? name##_aarch64_dot(__VA_ARGS__) : name##_baseline(__VA_ARGS__))
-#define CALL_BLOCKS(name, ...) name##_aarch64_dot(__VA_ARGS__)
+#define CALL(name, ...)                                                                                                \
+    (level() == 9   ? name##_aarch64_i8mm(__VA_ARGS__)                                                                 \
+     : level() == 8 ? name##_aarch64_dot(__VA_ARGS__)                                                                  \
+                    : name##_baseline(__VA_ARGS__))
+#define CALL_BLOCKS(name, ...) (level() == 9 ? name##_aarch64_i8mm(__VA_ARGS__) : name##_aarch64_dot(__VA_ARGS__))
 #else
 static int level(void) { return 0; }
 
@@ -115,7 +126,8 @@ void lockstep_gumbel(uint64_t seed, uint32_t position, int64_t n, float *out) {
     CALL(lockstep_gumbel, seed, position, n, out);
 }
 
-/* 1: no AVX2; 3: AVX2 and FMA; 4: AVX-512; 5: AVX-512 with VNNI; 6: AVX2 with VNNI; 8: aarch64 with dot products of bytes; 0: others. */
+/* 1: no AVX2; 3: AVX2 and FMA; 4: AVX-512; 5: AVX-512 with VNNI; 6: AVX2 with VNNI; 8: aarch64 with dot products of bytes;
+ * 9: aarch64 with those and products of byte matrices (i8mm); 0: others. */
 int32_t lockstep_cpu_level(void) { return level(); }
 
 #if defined(CALL_BLOCKS)

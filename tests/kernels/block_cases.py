@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kernels.blocks import BLOCK, BlockKind, Blocks, quantised
+from tools.shapes import SHAPES
+
+WIDTHS = sorted({576, 1536, *(n for s in SHAPES.values() for n in (s.hidden, s.inner, s.heads * s.head_dim))})
+"""Inputs of every product of the embedded model and of the shapes of docs/models.md."""
 
 
 def rand(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -16,3 +22,11 @@ def with_offsets(N: int, K: int) -> Blocks:
     made = quantised(rand(N, K), BlockKind.Q8)
     quants_NK = torch.randint(-128, 128, (N, K), generator=torch.Generator().manual_seed(1)).to(torch.int8)
     return Blocks(BlockKind.Q8, quants_NK, made.scales_NB, rand(N, K // BLOCK).half())
+
+
+CASES: dict[str, Callable[[int, int], Blocks]] = {
+    "4 bits": lambda N, K: quantised(rand(N, K), BlockKind.Q4),
+    "8 bits": lambda N, K: quantised(rand(N, K), BlockKind.Q8),
+    "8 bits with offsets": with_offsets,
+}
+"""Matrices [N, K] of each compiled form of a product."""

@@ -1,7 +1,8 @@
 /* Reads products over blocks from stdin, computes each through the library's own choice of a unit, and writes the results.
  *
  * A product is eight int64 (kind, outputs, inputs, rows, then bytes of quants, scales, offsets and bias), those bytes, and the
- * rows in fp32; its result is fp32 [rows][outputs]. Exits with 2 for a CPU without products over blocks.
+ * rows in fp32; its result is fp32 [rows][outputs]. Exits with 2 for a CPU without products over blocks. With an argument, it
+ * writes only the level of the CPU (see dispatch.c).
  */
 #if defined(__aarch64__)
 #pragma GCC target("arch=armv8.2-a+dotprod")
@@ -22,8 +23,10 @@ static void *bytes(int64_t count) {
     return memory;
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     int64_t head[8];
+    (void)argv;
+    if (argc > 1) return printf("%d\n", lockstep_cpu_level()) < 0;
     if (lockstep_cpu_level() < 3) return 2;
     while (fread(head, sizeof head, 1, stdin) == 1) {
         const int64_t rows = head[3];

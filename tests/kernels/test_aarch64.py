@@ -6,22 +6,25 @@ does not show; the order of memory, which an emulator on x86-64 makes stricter t
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 import subprocess
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import kernels
-from kernels.blocks import BlockKind, PackedBlocks, can_multiply_blocks, quantised
-from tests.kernels.block_cases import rand, with_offsets
+from kernels.blocks import BLOCK, PackedBlocks, can_multiply_blocks
+from tests.kernels.block_cases import CASES, WIDTHS, rand
 
 NATIVE = Path(kernels.__file__).parent / "native"
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64-static")
-OPTIONS = ("-std=gnu11", "-static", "-pthread", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
+UNITS = {"max": 9, "neoverse-n1": 8}
+"""An emulated CPU -> the level of dispatch.c: with products of byte matrices, and with dot products only."""
+OPTIONS = ("-std=gnu11", "-pthread", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,12 +38,20 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("aarch64") / "block_products"
-    baseline = made.with_name("baseline.o")  # linked, and not called by any test
-    compile_ = [str(COMPILER), *OPTIONS, f"-I{NATIVE}"]
-    subprocess.run([*compile_, "-O0", "-c", str(NATIVE / "baseline.c"), "-o", str(baseline)], check=True)
-    sources = [*(NATIVE / name for name in ("aarch64_dot.c", "dispatch.c", "team.c")), baseline]
-    program = [Path(__file__).with_name("block_products.c"), *sources]
-    subprocess.run([*compile_, "-O2", *map(str, program), "-lm", "-o", str(made)], check=True)
+    compile_ = [str(COMPILER), *OPTIONS, f"-I{NATIVE}", "-c"]
+
+    def compile_one(name: str) -> Path:
+        source = NATIVE / name if (NATIVE / name).exists() else Path(__file__).with_name(name)
+        # baseline.c is linked, and not called by any test.
+        options = ["-O0" if name == "baseline.c" else "-O2", str(source), "-o", f"{made}-{name}.o"]
+        subprocess.run([*compile_, *options], check=True)
+        return Path(f"{made}-{name}.o")
+
+    sources = ("aarch64_dot.c", "aarch64_i8mm.c", "baseline.c", "dispatch.c", "team.c", "block_products.c")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sources))
+    link = [str(COMPILER), "-static", "-pthread", *map(str, objects), "-lgomp", "-lm", "-o", str(made)]
+    subprocess.run(link, check=True)
     return made
 
 
@@ -54,27 +65,37 @@ def message(product: PackedBlocks, x_MK: torch.Tensor) -> bytes:
     return struct.pack("<8q", *head) + b"".join(parts) + x_MK.numpy().tobytes()
 
 
-def on(cpu: str, program: Path, sent: bytes) -> subprocess.CompletedProcess[bytes]:
-    command = [str(EMULATOR), "-cpu", cpu, str(program)]
+def on(cpu: str, program: Path, sent: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    command = [str(EMULATOR), "-cpu", cpu, str(program), *arguments]
     return subprocess.run(command, input=sent, capture_output=True, check=False)
 
 
-def test_products_over_blocks_have_the_bits_of_this_machine(program: Path) -> None:
-    matrices = [
-        partial(quantised, kind=BlockKind.Q4),
-        partial(quantised, kind=BlockKind.Q8),
-        lambda weight_NK: with_offsets(*weight_NK.shape),
-    ]
-    products = [
-        (PackedBlocks(matrix(rand(N, K)), bias_N), rand(rows, K, seed=rows))
-        for matrix in matrices
-        for N, K, bias_N in ((576, 576, None), (70, 1536, rand(70, seed=2)))
-        for rows in (1, 2, 7, 33, 128)
-    ]
-    done = on("max", program, b"".join(message(product, x_MK) for product, x_MK in products))
+def product_of(kind: str, N: int, K: int, bias_N: torch.Tensor | None = None) -> PackedBlocks:
+    return PackedBlocks(CASES[kind](N, K), bias_N)
+
+
+@pytest.fixture(scope="module")
+def products() -> list[tuple[PackedBlocks, torch.Tensor]]:
+    """Every width of a model, 1 to 128 rows, and outputs that fill a group or do not."""
+    made = []
+    for kind in CASES:
+        for K in WIDTHS:
+            product = product_of(kind, 33, K)
+            made += [(product, rand(rows, K, seed=rows)) for rows in (1, 2, 3, 4, 7)]
+        product, x_MK = product_of(kind, 70, 33 * BLOCK, rand(70, seed=2)), rand(128, 33 * BLOCK)
+        made += [(product, x_MK[128 - rows :].contiguous()) for rows in range(1, 129)]
+    return made
+
+
+@pytest.mark.parametrize(("cpu", "level"), UNITS.items())
+def test_products_over_blocks_have_the_bits_of_this_machine(
+    program: Path, products: list[tuple[PackedBlocks, torch.Tensor]], cpu: str, level: int
+) -> None:
+    assert on(cpu, program, b"", "level").stdout == b"%d\n" % level
+    done = on(cpu, program, b"".join(message(product, x_MK) for product, x_MK in products))
     assert (done.returncode, done.stderr) == (0, b"")
-    found = torch.frombuffer(bytearray(done.stdout), dtype=torch.float32)
-    wanted = [product(x_MK) for product, x_MK in products]
+    found = torch.frombuffer(bytearray(done.stdout), dtype=torch.int32)
+    wanted = [product(x_MK).view(torch.int32) for product, x_MK in products]
     for want_MN, got_n in zip(wanted, found.split([want.numel() for want in wanted]), strict=True):
         assert torch.equal(got_n.view_as(want_MN), want_MN)
 

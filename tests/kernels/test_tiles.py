@@ -18,21 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.blocks import BLOCK, BlockKind, LinearCall, PackedBlocks, quantised
+from kernels.blocks import BLOCK, LinearCall, PackedBlocks
 from kernels.library import native
 from kernels.matrix_unit import trial
-from tests.kernels.block_cases import rand, with_offsets
+from tests.kernels.block_cases import CASES, WIDTHS, rand
 from tests.kernels.library_copy import NATIVE, OPTIONS, SCALAR, build, package_copy, set_level
-from tools.shapes import SHAPES
 
 HERE = Path(__file__).parent
-WIDTHS = sorted({576, 1536, *(n for s in SHAPES.values() for n in (s.hidden, s.inner, s.heads * s.head_dim))})
-"""Inputs of every product of the embedded model and of the shapes of docs/models.md."""
-CASES = {
-    "4 bits": lambda N, K: quantised(rand(N, K), BlockKind.Q4),
-    "8 bits": lambda N, K: quantised(rand(N, K), BlockKind.Q8),
-    "8 bits with offsets": with_offsets,
-}
 FORWARDS = (
     "a_row_has_the_same_bits_whatever_else_is_in_the_call",
     "rows_of_a_forward_that_threads_share_by_rows_are_those_of_one_thread",
