@@ -17,28 +17,24 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.model.embedded import weights_file
-from gpu_engine.model.files.early import check_files
+from gpu_engine.model.files.early import check_files, without_weights
 from gpu_engine.model.names import GGUF, ModelNotSupported, check_name, files_of_kind, kind_of, part_names
 
 Progress = Callable[[str, float], None]
 """Called with (the present stage, the finished share in [0, 1])."""
 
-_NO_GENERATION = re.compile(
-    r"For(MaskedLM|PreTraining|NextSentencePrediction|MultipleChoice|QuestionAnswering|\w*Classification)$"
-)
-"""Architectures without a next token."""
 _FETCHED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _LEFT = ["*/*", "consolidated*.safetensors"]
 """Folders hold other formats; `consolidated` are the same weights under other names."""
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TOKEN = "give your token in HF_TOKEN or hf_token_file"
 _ROOM = (
     "remove others (`lockstep list`, `lockstep rm NAME`), or name another directory in HF_HUB_CACHE; what was fetched "
@@ -175,13 +171,13 @@ def _gguf_file(wanted: Wanted, hub: Hub, progress: Progress) -> Path:
         raise ModelNotSupported(
             f"{wanted.setting}: {missing}{has}, and HF_HUB_OFFLINE forbids to ask the hub; {_todo(wanted)}"
         )
-    listed = _files(wanted, hub, wanted.revision, missing)
-    files = _of_kind(wanted, listed)
+    listed = _listing(wanted, hub, missing)
+    files = _of_kind(wanted, [*listed.sizes])
     if not files:
-        kinds = _kinds(listed) or [name for name in listed if name.endswith(GGUF)]
+        kinds = _kinds(listed.sizes) or [name for name in listed.sizes if name.endswith(GGUF)]
         has = f"it has {', '.join(kinds)}" if kinds else "it has no GGUF file"
         raise ModelNotSupported(f"{wanted.setting}: {wanted.repository} has no GGUF file {wanted.kind}; {has}")
-    return _fetch(wanted, hub, progress, [glob.escape(file) for file in files], [], missing) / files[0]
+    return _fetch(wanted, hub, progress, listed, files, missing) / files[0]
 
 
 def _of_kind(wanted: Wanted, files: Sequence[str]) -> list[str]:
@@ -193,21 +189,34 @@ def _of_kind(wanted: Wanted, files: Sequence[str]) -> list[str]:
         raise ModelNotSupported(f"{wanted.setting}: {wanted.repository}: {error}") from error
 
 
-def _files(wanted: Wanted, hub: Hub, revision: str, missing: str) -> list[str]:
-    """Return the files that the hub has."""
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """The files that the hub has of a revision."""
+
+    commit: str
+    sizes: dict[str, int]
+    """By name, in bytes; 0: the hub does not say."""
+
+
+def _listing(wanted: Wanted, hub: Hub, missing: str) -> _Listing:
+    """Ask the hub for the files of a model. Nothing is written, so a refusal leaves nothing in the cache."""
     from huggingface_hub import HfApi, errors
 
     _quieten()
     api = HfApi(endpoint=hub.endpoint, token=hub.token)
     try:
         # One request. A listing of the tree would be tried again for half a minute where the hub cannot be reached.
-        info = api.model_info(wanted.repository, revision=revision or None)
+        info = api.model_info(wanted.repository, revision=wanted.revision or None, files_metadata=True)
     except (errors.HTTPError, errors.HFValidationError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
         raise ModelNotSupported(_why_not_fetched(error, wanted, hub, missing)) from error
-    return [file.rfilename for file in info.siblings or ()]
+    return _Listing(str(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()})
 
 
-def _kinds(files: Sequence[str]) -> list[str]:
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _kinds(files: Iterable[str]) -> list[str]:
     return sorted({kind_of(file) for file in files} - {""})
 
 
@@ -254,36 +263,36 @@ def _snapshot(wanted: Wanted, hub: Hub, progress: Progress) -> Path:
         raise ModelNotSupported(
             f"{wanted.setting}: {missing}, and HF_HUB_OFFLINE forbids to ask the hub; {_todo(wanted)}"
         )
-    folder = _fetch(wanted, hub, progress, _FETCHED, _LEFT, missing)
-    if not (folder / "config.json").is_file() or not _has_weights(folder):
-        listed = _files(wanted, hub, folder.name, missing)
-        raise ModelNotSupported(f"{wanted.setting}: {wanted} {_not_whole(wanted, folder, listed)}")
+    listed = _listing(wanted, hub, missing)
+    fetched = [name for name in listed.sizes if _matches(name, _FETCHED) and not _matches(name, _LEFT)]
+    if "config.json" not in fetched or not any(name.endswith(".safetensors") for name in fetched):
+        raise ModelNotSupported(f"{wanted.setting}: {wanted} {_not_whole(wanted, listed)}")
+    folder = _fetch(wanted, hub, progress, listed, fetched, missing)
+    if not _has_weights(folder):
+        raise ModelNotSupported(f"{wanted.setting}: {wanted} lacks safetensors files that its index names")
     return folder
 
 
-def _fetch(
-    wanted: Wanted, hub: Hub, progress: Progress, patterns: Sequence[str], left: Sequence[str], missing: str
-) -> Path:
-    """Fetch the files of a repository that match `patterns` and not `left`; return the snapshot's folder."""
+def _fetch(wanted: Wanted, hub: Hub, progress: Progress, listed: _Listing, names: Sequence[str], missing: str) -> Path:
+    """Fetch files of a repository; return the snapshot's folder."""
     from huggingface_hub import errors, snapshot_download
 
-    _quieten()
+    snapshot = _folder(wanted, hub) / "snapshots" / listed.commit
+    _refuse_full_disk(wanted, hub, sum(listed.sizes[name] for name in names if not (snapshot / name).exists()))
     progress(f"fetching {wanted} from {hub.shown_endpoint}", 0.0)
-    files: dict[str, Any] = {
-        "repo_id": wanted.repository,
-        "revision": wanted.revision or None,
-        "cache_dir": hub.cache,
-        "endpoint": hub.endpoint,
-        "allow_patterns": [*patterns],
-        "ignore_patterns": [*left],
-        "token": hub.token,
-    }
     try:
-        planned = snapshot_download(**files, dry_run=True)
-        _refuse_full_disk(wanted, hub, sum(file.file_size or 0 for file in planned if file.will_download))
-        return Path(snapshot_download(**files, tqdm_class=_bar(str(wanted), progress)))
+        folder = snapshot_download(
+            wanted.repository,
+            revision=wanted.revision or None,
+            cache_dir=hub.cache,
+            endpoint=hub.endpoint,
+            allow_patterns=[glob.escape(name) for name in names],
+            token=hub.token,
+            tqdm_class=_bar(str(wanted), progress),
+        )
     except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
         raise ModelNotSupported(_why_not_fetched(error, wanted, hub, missing)) from error
+    return Path(folder)
 
 
 def _refuse_full_disk(wanted: Wanted, hub: Hub, num_bytes: int) -> None:
@@ -322,8 +331,6 @@ def _why_not_fetched(error: Exception, wanted: Wanted, hub: Hub, missing: str) -
     from huggingface_hub import errors
 
     endpoint = hub.shown_endpoint
-    if isinstance(error, errors.DryRunError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__
     if isinstance(error, errors.GatedRepoError):
         page = f"{endpoint}/{wanted.repository}"
         return f"{wanted.setting}: {wanted.repository} is gated: accept its terms at {page}, and {_TOKEN}"
@@ -363,24 +370,13 @@ def _is_whole(folder: Path, with_tokenizer: bool) -> bool:
     return (folder / "config.json").is_file() and tokenizer and _has_weights(folder)
 
 
-def _not_whole(wanted: Wanted, folder: Path, files: list[str]) -> str:
+def _not_whole(wanted: Wanted, listed: _Listing) -> str:
     """Return what a repository lacks for a checkpoint of safetensors."""
-    if kinds := _kinds(files):
+    if kinds := _kinds(listed.sizes):
         return f"has GGUF files and no safetensors; name a kind, such as {wanted.name}:{kinds[0]}: {', '.join(kinds)}"
-    if not (folder / "config.json").is_file():
+    if "config.json" not in listed.sizes:
         return "has no config.json: no model in Hugging Face's format"
-    return _without_weights(files)
-
-
-def _without_weights(files: list[str]) -> str:
-    pickles = sorted(name for name in files if name.endswith(_PICKLES) and "/" not in name)
-    if not pickles:
-        return "has no safetensors file"
-    more = f" and {len(pickles) - 1} more" if len(pickles) > 1 else ""
-    return (
-        f"has its weights only in {pickles[0]}{more}: a pickle may run any code when it is read; "
-        "only safetensors are read, so convert it, or ask for a revision that has them"
-    )
+    return without_weights(listed.sizes)
 
 
 def path_of(
@@ -402,29 +398,6 @@ def find_model(config: EngineConfig, progress: Progress | None = None) -> None:
     if config.model == EMBEDDED_MODEL:  # a package of its own, which `load_model` looks for
         return
     check_files(path_of(config, progress), "model")
-
-
-def refuse_what_runs_code(folder: Path, setting: str) -> None:
-    """Raise ModelNotSupported for a directory with nothing but pickles, or with a model that needs code of its own."""
-    from transformers import CONFIG_MAPPING
-
-    if not any(folder.glob("*.safetensors")) and any(path.suffix in _PICKLES for path in folder.iterdir()):
-        raise ModelNotSupported(f"{setting}: {folder} {_without_weights([path.name for path in folder.iterdir()])}")
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise ModelNotSupported(f"{setting}: {folder}/config.json is no JSON: {error}") from error
-    kind = config.get("model_type")
-    names = [name for name in config.get("architectures") or () if _NO_GENERATION.search(name)]
-    if names:
-        raise ModelNotSupported(
-            f"{setting}: {folder} is a {names[0]}, which generates no text: a model for that is needed"
-        )
-    if "auto_map" in config and kind not in CONFIG_MAPPING:
-        raise ModelNotSupported(
-            f"{setting}: {folder} needs code of its own for its family {kind!r} (auto_map in config.json); code of a "
-            "model's repository is never run, and there is no setting for it"
-        )
 
 
 def _one_line(error: BaseException) -> str:

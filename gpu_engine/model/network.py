@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.quantization_config import Mxfp4Config
 
 from gpu_engine.api.config import EngineConfig
@@ -29,6 +36,7 @@ from gpu_engine.model.cache_size import (
     snapshots_beside,
     states_of,
 )
+from gpu_engine.model.files.early import checked_config
 from gpu_engine.model.files.filled import Weights, fill, refuse_misfits, sources_of, unfilled
 from gpu_engine.model.files.need import need_of, refuse_too_large, say_need
 from gpu_engine.model.files.reading import (
@@ -45,7 +53,7 @@ from gpu_engine.model.files.reading import (
 )
 from gpu_engine.model.files.rope_factors import rope_tensors
 from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
-from gpu_engine.model.hub import Progress, path_of, refuse_what_runs_code
+from gpu_engine.model.hub import Progress, path_of
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.probe import refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, has_mxfp4_experts, open_checkpoint
@@ -89,11 +97,7 @@ class ModelFiles:
     ) -> ModelFiles:
         """Read the header of a GGUF file, or look for a folder's configuration. Raises ModelNotSupported."""
         if path.is_dir():
-            if not (path / "config.json").is_file():
-                raise ModelNotSupported(
-                    f"{setting}: {path} has no config.json, so it is no model in Hugging Face's format"
-                )
-            refuse_what_runs_code(path, setting)
+            checked_config(path, setting)
         try:
             header = header_of(path)
         except (OSError, ValueError) as error:
@@ -147,7 +151,7 @@ def read_network(config: EngineConfig, files: ModelFiles, progress: Progress) ->
     except ModelNotSupported:  # says what it is about
         raise
     except (OSError, ValueError, SafetensorError) as error:
-        raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {error}") from error
+        raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {_in_one_line(error)}") from error
     except KeyError as error:
         if error.args != (attention.NAME,):
             raise
@@ -180,7 +184,7 @@ def _read(config: EngineConfig, files: ModelFiles, progress: Progress) -> Networ
             configuration.tie_word_embeddings = weights.shape("lm_head.weight") is None
         products = products_while_reading(config, weights, own, dtype) if decided else None
         # The dtype of a new model is torch's default for every thread while it is made.
-        net = unfilled(configuration, torch.float32 if files.beside else dtype, attention.NAME)
+        net = _unfilled(configuration, torch.float32 if files.beside else dtype)
         if files.beside:
             cast_computed(net, dtype)
         refuse_recurrent(config, net)
@@ -212,6 +216,22 @@ def _read(config: EngineConfig, files: ModelFiles, progress: Progress) -> Networ
     return Network(net, count, products is not None if decided else None, size)
 
 
+def _unfilled(configuration: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """Return `unfilled` with our attention. Raises ValueError for a configuration that describes no model."""
+    if type(configuration) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"transformers has no model that continues a text in the family {configuration.model_type}")
+    try:
+        return unfilled(configuration, dtype, attention.NAME)
+    except (KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if error.args == (attention.NAME,):
+            raise
+        raise ValueError(f"its configuration describes no model: {type(error).__name__}: {error}") from error
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
 def _through_transformers(files: ModelFiles, checkpoint: QuantisedCheckpoint | None) -> Any:
     """Return the model as transformers loads it, with our attention. Raises OSError, ValueError or SafetensorError."""
     # transformers makes the dtype of the weights torch's default for every thread while it loads them.
@@ -240,12 +260,13 @@ def read_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
             tokenizer = kind.from_pretrained(files.folder, **source)
         else:
             tokenizer = AutoTokenizer.from_pretrained(files.folder, trust_remote_code=False, **source)
-    except (OSError, ValueError, IndexError, struct.error) as error:
-        if source:  # the first that is read of a GGUF file, with the places of all its tensors
-            raise ModelNotSupported(f"{setting}: {path} cannot be read; is the file complete? {error}") from error
-        raise ModelNotSupported(f"{setting}: the tokenizer of {path} cannot be loaded: {error}") from error
     except WRONG_VALUES as error:  # of the model's configuration, which names the class
         raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {wrong_value(error)}") from error
+    except Exception as error:  # the libraries raise all kinds for a damaged vocabulary
+        why = _in_one_line(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        if source:  # the first that is read of a GGUF file, with the places of all its tensors
+            raise ModelNotSupported(f"{setting}: {path} cannot be read; is the file complete? {why}") from error
+        raise ModelNotSupported(f"{setting}: the tokenizer of {path} cannot be loaded: {why}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelNotSupported(
             f"{setting}: {type(tokenizer).__name__} has no tokenizer.json, which the grammar process needs"
@@ -270,11 +291,14 @@ def shape_of(path: Path, setting: str) -> CachedShape:
 def cached_shape(net: Any) -> CachedShape:
     """Return the shape of a model's keys and values, and the size of its states. Raises ModelNotSupported."""
     try:
-        return replace(CachedShape.of(net.config.get_text_config()), states=states_of(planned_layers(net)))
+        shape = replace(CachedShape.of(net.config.get_text_config()), states=states_of(planned_layers(net)))
     except AttributeError as error:
         raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
     except RuntimeError as error:  # of a configuration whose layers have their own
         raise ModelNotSupported(f"model: layers of {net.config.model_type} differ in shape: {error}") from error
+    if shape.num_layers < 1:
+        raise ModelNotSupported("model: it has no layer with attention by its configuration")
+    return shape
 
 
 def decide_size(config: EngineConfig, shape: CachedShape, dtype: torch.dtype, free: int | None) -> CacheSize:

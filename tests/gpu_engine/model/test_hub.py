@@ -83,7 +83,7 @@ class FakeHub:
             self._send(request, json.dumps([self._entry(name) for name in self.files]).encode())
         elif path.startswith(f"/api/models/{NAME}"):
             if path.endswith(("/revision/main", "/revision/v1", f"/revision/{COMMIT}", NAME)):
-                names = [{"rfilename": name} for name in self.files]
+                names = [{"rfilename": name, "size": len(content)} for name, content in self.files.items()]
                 self._send(request, json.dumps({"id": NAME, "sha": COMMIT, "siblings": names}).encode())
             else:
                 self._refuse(request, 404, "RevisionNotFound")

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -288,52 +287,6 @@ def test_few_threads_read_a_model() -> None:
         assert loaders() == 1
     finally:
         torch.set_num_threads(before)
-
-
-def test_damaged_files_are_told_without_torch(sharded: Path, tmp_path: Path) -> None:
-    """Each line as a server says it, seconds before it has imported torch."""
-    file = gguf_files.write(gguf_files.FAMILIES["llama"](), tmp_path / "model.gguf")
-    whole = file.read_bytes()
-    cut(sharded / "part-1.safetensors")
-    made = {
-        "less.gguf": (whole[:900], "its header is damaged, or ends too early"),
-        "half.gguf": (whole[: len(whole) // 2], "ends at byte"),
-        "magic.gguf": (b"XXXX" + whole[4:], "it does not begin with the four bytes GGUF"),
-        "family.gguf": (whole.replace(b"llama", b"lxama"), "its architecture is 'lxama', which is not known"),
-        "lost.gguf": (whole.replace(b"blk.1.ffn_up", b"blk.1.ffn_xx"), "it has no blk.1.ffn_up.weight, which other"),
-        "none.gguf": (whole.replace(b"blk.0.ffn_up", b"blk.0.ffn_xx"), "it has no blk.1.ffn_xx.weight, which other"),
-        model_shape(tmp_path): (None, "blk.1.attn_k.weight is [48, 64], and in the first layer [32, 64]"),
-        str(sharded): (None, "part-1.safetensors is no complete safetensors file: it ends at byte"),
-    }
-    for name, (content, _) in made.items():
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-    code = (
-        "import sys; from gpu_engine.model.files.early import check_files; from pathlib import Path\n"
-        "for name in sys.argv[1:]:\n"
-        "    try: check_files(Path(name), 'model'); print('nothing')\n"
-        "    except ValueError as error: print(error)\n"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    )
-    command = [sys.executable, "-c", code, *(str(tmp_path / name) for name in made), str(file)]
-    *lines, last = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()
-    assert last == "nothing"
-    for (name, (_, wanted)), line in zip(made.items(), lines, strict=True):
-        assert line.startswith(f"model: {tmp_path / name} cannot be read; is it complete? "), line
-        assert wanted in line
-
-
-def model_shape(folder: Path) -> str:
-    """Write a file in which a matrix of the second layer has another shape; return its name."""
-    writer = gguf.GGUFWriter(folder / "shape.gguf", "llama")
-    writer.add_block_count(2)
-    for layer, rows in enumerate((32, 48)):
-        writer.add_tensor(f"blk.{layer}.attn_k.weight", np.zeros((rows, 64), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return "shape.gguf"
 
 
 def test_a_folder_that_cannot_be_read_leaves_no_file_open(saved: Callable[[str], Path], tmp_path: Path) -> None:
