@@ -27,6 +27,7 @@ HARNESSES = {
     "bench_channel": ("speed", "round trip of a step between two processes over shared memory"),
     "bench_sidecar": ("speed", "time in which the grammar process answers a step"),
     "safeguards": ("cost", "tokens per second with verification, the way back, the repetition guard, bounds"),
+    "starts": ("cost", "time and memory of a start by shape and kind of file, next to llama.cpp and OpenVINO"),
     "tensors": ("cost", "time of answers with logits, hidden states and results of modules, and without"),
     "beams": ("cost", "time of a step of a beam search and of as many sampled sequences, in turn"),
     "processors": ("cost", "time of answers with logits processors of each kind, and without"),

@@ -18,14 +18,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
-from gguf.quants import quantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
+from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 
 from gpu_engine.model.embedded import ensure_embedded, weights_file
 
 KINDS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "bf16", "f16")
-"""Kinds that the gguf package can write, but for those of research models."""
+"""Kinds that the gguf package can quantise: their rows are drawn as numbers."""
+SCALED = {
+    "q2_k": (80, 82),
+    "q3_k": (108,),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q6_k": (208,),
+    "iq4_nl": (0,),
+    "iq4_xs": (0,),
+    "iq2_xxs": (0,),
+    "iq2_xs": (0,),
+    "iq2_s": (0,),
+    "iq3_xxs": (0,),
+    "iq3_s": (0,),
+}
+"""Other kinds: where the halves of a block are that scale it, the offset's last. Their rows are drawn as bytes."""
+MIXED = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
+"""Files of two kinds: of most matrices, and of the output head and of values and outputs of the MLP in some layers."""
 SAFETENSORS = "safetensors"
 """bfloat16 in Hugging Face's format, in several files."""
 _POOL_ROWS = 512
@@ -75,34 +92,75 @@ def tensors_of(shape: Shape) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 class Pool:
-    """Rows of random weights."""
+    """Rows of random weights, whose standard deviation is the one of a layer that keeps its input's size."""
 
-    def __init__(self, kind: str, seed: int) -> None:
-        self._kind = GGMLQuantizationType["BF16" if kind == SAFETENSORS else kind.upper()]
+    def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
-        self._rows: dict[int, npt.NDArray[np.uint8]] = {}
+        self._rows: dict[tuple[str, int], npt.NDArray[np.uint8]] = {}
 
-    def matrix(self, shape: tuple[int, int]) -> npt.NDArray[np.uint8]:
-        """Return the bytes of a matrix, [N, bytes of a row]."""
+    def matrix(self, kind: str, shape: tuple[int, int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a matrix of a kind, [N, bytes of a row]."""
         N, K = shape
-        if K not in self._rows:
-            drawn = self._rng.standard_normal((_POOL_ROWS, K), dtype=np.float32) * K**-0.5
-            self._rows[K] = np.ascontiguousarray(quantize(drawn, self._kind)).view(np.uint8)
-        rows: npt.NDArray[np.uint8] = self._rows[K][self._rng.integers(0, _POOL_ROWS, N)]
+        if (kind, K) not in self._rows:
+            self._rows[kind, K] = self._drawn(kind, K)
+        rows: npt.NDArray[np.uint8] = self._rows[kind, K][self._rng.integers(0, _POOL_ROWS, N)]
         return rows
 
-    @property
-    def kind(self) -> GGMLQuantizationType:
-        """The type of the matrices."""
-        return self._kind
+    def _drawn(self, kind: str, K: int) -> npt.NDArray[np.uint8]:
+        of = GGMLQuantizationType[kind.upper()]
+        if kind in SCALED:
+            return _scaled(self._rng, of, SCALED[kind], K)
+        drawn = self._rng.standard_normal((_POOL_ROWS, K), dtype=np.float32) * K**-0.5
+        return np.ascontiguousarray(quantize(drawn, of)).view(np.uint8)
+
+
+def _scaled(
+    rng: np.random.Generator, kind: GGMLQuantizationType, places: tuple[int, ...], K: int
+) -> npt.NDArray[np.uint8]:
+    """Return rows of random bytes, scaled to a mean near 0 and a standard deviation of K ** -0.5."""
+    in_block, size = GGML_QUANT_SIZES[kind]
+    blocks_NBk = rng.integers(0, 256, (_POOL_ROWS, K // in_block, size), dtype=np.uint8)
+
+    def scaled(*scales: float) -> npt.NDArray[np.uint8]:
+        for place, scale in zip(places, scales, strict=True):
+            blocks_NBk[..., place : place + 2] = np.array([scale], np.float16).view(np.uint8)
+        return blocks_NBk.reshape(_POOL_ROWS, -1)
+
+    def weights(*scales: float) -> npt.NDArray[np.float32]:
+        return dequantize(scaled(*scales), kind)
+
+    scales = [1.0]
+    if len(places) == 2:  # as much offset as the integers have on average
+        scales.append(float(weights(1.0, 0.0).mean() / -weights(0.0, 1.0).mean()))
+    ratio = K**-0.5 / float(weights(*scales).std())
+    return scaled(*(scale * ratio for scale in scales))
+
+
+_FILE_TYPES = {name.removeprefix("MOSTLY_").lower(): number for name, number in LlamaFileType.__members__.items()}
+_FILE_TYPES |= {"q5_k": _FILE_TYPES["q5_k_m"], "q4_k": _FILE_TYPES["q4_k_m"], "q3_k": _FILE_TYPES["q3_k_m"]}
+"""What other programs take a file of a kind for."""
+
+
+def kind_of(kind: str, name: str, shape: Shape) -> str:
+    """Return the kind of a matrix in a file of a kind, by its name there."""
+    if kind not in MIXED:
+        return kind
+    few, many = MIXED[kind]
+    if name == "output.weight":
+        return many
+    at, eighth = int(name.split(".")[1]) if name.startswith("blk.") else 0, shape.layers // 8
+    # llama.cpp's rule: the first and the last eighth of the layers, and every third one between.
+    more = at < eighth or at >= 7 * shape.layers // 8 or (at - eighth) % 3 == 2
+    return many if more and ("attn_v" in name or "ffn_down" in name) else few
 
 
 def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) -> None:
     """Write a GGUF file."""
-    pool, writer = Pool(kind, seed), GGUFWriter(file, "llama")
+    pool, writer = Pool(seed), GGUFWriter(file, "llama")
     for key, value in {"context_length": 8192, "vocab_size": shape.vocabulary}.items():
         writer.add_uint32(f"llama.{key}", value)
     writer.add_name(f"random {name}")
+    writer.add_file_type(_FILE_TYPES[kind])
     writer.add_block_count(shape.layers)
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.inner)
@@ -117,14 +175,16 @@ def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) ->
         if len(dims) == 1:
             writer.add_tensor_info(tensor, dims, np.dtype(np.float32), 4 * dims[0])
         else:
-            row = pool.matrix((1, dims[1]))
-            packed = (dims[0], row.shape[1])
-            writer.add_tensor_info(tensor, packed, row.dtype, packed[0] * packed[1], pool.kind)
+            own = kind_of(kind, tensor, shape)
+            row = pool.matrix(own, (1, dims[1]))
+            packed, of = (dims[0], row.shape[1]), GGMLQuantizationType[own.upper()]
+            writer.add_tensor_info(tensor, packed, row.dtype, packed[0] * packed[1], of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, dims in places:
-        writer.write_tensor_data(np.ones(dims, np.float32) if len(dims) == 1 else pool.matrix((dims[0], dims[1])))
+    for tensor, dims in places:
+        own = kind_of(kind, tensor, shape)
+        writer.write_tensor_data(np.ones(dims, np.float32) if len(dims) == 1 else pool.matrix(own, (dims[0], dims[1])))
     writer.close()
 
 
@@ -138,7 +198,7 @@ def _copy_tokenizer(writer: GGUFWriter) -> None:
 def write_folder(shape: Shape, folder: Path, seed: int = 0) -> None:
     """Write a folder in Hugging Face's format."""
     folder.mkdir(parents=True)
-    source, pool = ensure_embedded(), Pool(SAFETENSORS, seed)
+    source, pool = ensure_embedded(), Pool(seed)
     for path in source.glob("*token*"):
         shutil.copy(path, folder)
     for path in source.glob("*.jinja"):
@@ -172,7 +232,7 @@ def write_folder(shape: Shape, folder: Path, seed: int = 0) -> None:
             held = 0
         tensor = torch.ones(dims, dtype=torch.bfloat16)
         if len(dims) == 2:
-            tensor = torch.from_numpy(pool.matrix((dims[0], dims[1]))).view(torch.bfloat16)
+            tensor = torch.from_numpy(pool.matrix("bf16", (dims[0], dims[1]))).view(torch.bfloat16)
         shards[-1][f"{own}.weight"] = tensor
         weight_map[f"{own}.weight"] = f"model-{len(shards):05}.safetensors"
         held += tensor.nbytes
@@ -181,21 +241,25 @@ def write_folder(shape: Shape, folder: Path, seed: int = 0) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def write(name: str, kind: str, path: Path, seed: int = 0) -> None:
+    """Write a model of a shape and a kind to a file or a folder that does not exist."""
+    if kind == SAFETENSORS:
+        write_folder(SHAPES[name], path, seed)
+    else:
+        write_gguf(SHAPES[name], name, kind, path, seed)
+
+
 def main() -> None:
     """Write one model."""
     parser = argparse.ArgumentParser(prog="python -m tools.shapes", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--kind", choices=(*KINDS, SAFETENSORS), required=True)
+    parser.add_argument("--kind", choices=(*KINDS, *SCALED, *MIXED, SAFETENSORS), required=True)
     parser.add_argument("--out", type=Path, required=True, help="a file that does not exist; a folder for safetensors")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.out.exists():
         parser.error(f"--out: {options.out} exists")
-    shape = SHAPES[options.shape]
-    if options.kind == SAFETENSORS:
-        write_folder(shape, options.out, options.seed)
-    else:
-        write_gguf(shape, options.shape, options.kind, options.out, options.seed)
+    write(options.shape, options.kind, options.out, options.seed)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,48 @@
+"""Files of random weights: every kind is read back by the gguf package, with the size of a layer's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf.quants import dequantize
+
+from benchmarks.cost.starts import fits, row_of, size_of
+from tools.shapes import KINDS, MIXED, SCALED, Pool, Shape, kind_of, write_gguf
+
+TINY = Shape(hidden=256, layers=8, heads=4, kv_heads=2, head_dim=64, inner=512)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *SCALED])
+def test_rows_of_each_kind_have_the_deviation_of_a_layer(kind: str) -> None:
+    raw = Pool(0).matrix(kind, (300, 512))
+    values = dequantize(raw, gguf.GGMLQuantizationType[kind.upper()])
+    assert values.shape == (300, 512)
+    assert values.std() == pytest.approx(512**-0.5, rel=0.05)
+    assert abs(values.mean()) < 0.1 * 512**-0.5
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("kind", MIXED)
+def test_a_mixed_file_has_its_two_kinds_where_llama_cpp_has_them(tmp_path: Path, kind: str) -> None:
+    write_gguf(TINY, "tiny", kind, tmp_path / "m.gguf")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    kinds = {tensor.name: tensor.tensor_type.name.lower() for tensor in reader.tensors if len(tensor.shape) == 2}
+    few, many = MIXED[kind]
+    more = {layer for layer in range(TINY.layers) if kinds[f"blk.{layer}.ffn_down.weight"] == many}
+    assert more == {0, 3, 6, 7}
+    assert {layer for layer in range(TINY.layers) if kinds[f"blk.{layer}.attn_v.weight"] == many} == more
+    assert kinds["output.weight"] == many
+    assert {kinds[name] for name in kinds if "ffn_up" in name or "attn_q" in name or "token" in name} == {few}
+    assert all(np.isfinite(dequantize(tensor.data, tensor.tensor_type)).all() for tensor in reader.tensors[:4])
+    assert kind_of("q8_0", "output.weight", TINY) == "q8_0"
+
+
+def test_a_row_of_the_table_of_starts(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(2_000_000_000 // 1000))
+    assert size_of(tmp_path) == size_of(tmp_path / "a") == 2_000_000
+    assert fits('{"name": "Ada", "age": 36}')
+    assert not any(map(fits, ('{"name": "Ada"', "[]", '{"name": "Ada"}', '{"name": "Ada", "age": "36"}')))
+    assert row_of(["1b q4_0"], [(1.25, 1_500_000_000), None]) == ["1b q4_0", "1.2 s", "1.50 GB", "-", "-"]
