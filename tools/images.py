@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 READY_S = 600.0
-"""The first start converts the embedded model."""
+"""A start takes some seconds, and minutes on a busy machine."""
 CONFINED = (
     *("--user", "10001:10001", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
     *("--tmpfs", "/tmp:size=64m,mode=1777"),
