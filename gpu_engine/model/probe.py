@@ -171,7 +171,6 @@ def probe(model: LoadedModel, *, rough: bool = False, own: torch.Tensor | None =
     ctx = _context(model)
     ids = _ids(model)
     try:
-        model.prefill(ids, ctx)
         with recording(model.net) as record:
             logits = model.logits(ids, ctx)
         later = _continued(model, ids)
