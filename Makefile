@@ -19,7 +19,7 @@ SOURCES := benchmarks client gpu_engine grammar_service http_gateway kernels pro
 INSTALLED_FROM := pyproject.toml setup.py client/pyproject.toml $(wildcard locks/*.txt shared_mem/native/*.[ch] kernels/native/*.[ch])
 BUF_VERSION := 1.75.0
 C_SOURCES := $(wildcard shared_mem/native/*.[ch] kernels/native/*.[ch] kernels/cuda/*.cu tests/shared_mem/*.[ch] \
-	tests/kernels/*.[ch] tools/fuzz/native/*.[ch])
+	tests/kernels/*.[ch] benchmarks/speed/*.c tools/fuzz/native/*.[ch])
 # The kernels of one vector unit use gcc's builtins, which clang does not know.
 TIDY_SOURCES := $(wildcard shared_mem/native/*.c) $(addprefix kernels/native/,dispatch.c step.c suffix.c team.c)
 

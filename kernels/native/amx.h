@@ -17,7 +17,6 @@
 #if !defined(TILE_DOT)
 #define TILE_CONFIGURE(config) __asm__ volatile("ldtilecfg %0" ::"m"(*(config)) : "memory")
 #define TILE_RELEASE() __asm__ volatile("tilerelease" ::: "memory")
-#define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::: "memory")
 #define TILE_LOAD(t, from, stride)                                                                                     \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void *)(from)), "r"((int64_t)(stride)) : "memory")
 #define TILE_STORE(t, to, stride)                                                                                      \
@@ -29,8 +28,7 @@
 #define TILE_ROWS 16      /* the most rows of a tile */
 #define LEAST_TILE_ROWS 4 /* a tile of fewer rows takes as long as one of 16 */
 #define TILE_BYTES 512    /* of a block of 16 outputs, a byte for each weight */
-#define TILES_AT_ONCE 4   /* blocks whose sums are under way while those before them are added up */
-#define PANEL_BLOCKS 32   /* unpacked at once: 16 KB */
+#define PANEL_BLOCKS 32   /* the most that are unpacked at once: 16 KB, and 4 KB of the rows' numbers */
 
 #define UNROLL_16 _Pragma("GCC unroll 16")
 
@@ -42,13 +40,13 @@ struct tile_config {
 
 static __thread int64_t configured_rows; /* of this thread's tiles; 0: it has none */
 
-/* Tiles 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights. */
+/* Tiles 0 and 1 are sums, 2 and 3 activations, 4 and 5 weights. */
 static void configure_tiles(int64_t rows) {
     if (configured_rows == rows) return;
     struct tile_config config = {.palette = 1};
-    for (int t = 0; t < 8; t++) {
-        config.rows[t] = t < 6 ? (uint8_t)rows : QBLOCK / 4;
-        config.bytes[t] = t < 4 || t > 5 ? 64 : QBLOCK;
+    for (int t = 0; t < 6; t++) {
+        config.rows[t] = t < 4 ? (uint8_t)rows : QBLOCK / 4;
+        config.bytes[t] = t < 2 || t > 3 ? 64 : QBLOCK;
     }
     TILE_CONFIGURE(&config);
     configured_rows = rows;
@@ -60,72 +58,92 @@ static void release_tiles(void) {
     configured_rows = 0;
 }
 
-/* Blocks of 16 outputs as signed bytes, 8 rows of 64 each: row j has inputs 4 j to 4 j + 3. `q`: every second block. */
-INLINE void unpack_panel(const uint8_t *q, int64_t count, int form, uint8_t *panel) {
+/* A block of 16 outputs as signed bytes, 8 rows of 64: row j has inputs 4 j to 4 j + 3. */
+INLINE void unpack_block(const uint8_t *q, int form, uint8_t *unpacked) {
     const int64_t bytes = form == OF_4_BITS ? TILE_BYTES / 2 : TILE_BYTES;
-    for (int64_t b = 0; b < count; b++, q += 2 * bytes, panel += TILE_BYTES)
-        UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
-            const ints w = load_ints(q + 64 * i);
-            const ints low = form == OF_4_BITS ? low_halves(w) : w ^ spread_ints((int32_t)0x80808080),
-                       high = high_halves(w);
-            memcpy(panel + 64 * i, &low, sizeof low);
-            if (form == OF_4_BITS) memcpy(panel + TILE_BYTES / 2 + 64 * i, &high, sizeof high);
-        }
-}
-
-typedef int32_t tile_sums[TILE_ROWS][LANES];
-
-/* The sums of up to TILES_AT_ONCE blocks; x: the first row's integers of the first block. */
-INLINE void multiply_blocks(const int8_t *x, int64_t inputs, const uint8_t *panel, int64_t count, tile_sums *sums) {
-#define MULTIPLY(t, a, b)                                                                                              \
-    if (t < count) {                                                                                                   \
-        TILE_ZERO(t);                                                                                                  \
-        TILE_LOAD(a, x + t * QBLOCK, inputs);                                                                          \
-        TILE_LOAD(b, panel + t * TILE_BYTES, 64);                                                                      \
-        TILE_DOT(t, a, b);                                                                                             \
+    for (int64_t line = 0; line < 2 * bytes; line += 64) __builtin_prefetch(q + FETCH_AHEAD + line);
+    UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
+        const ints w = load_ints(q + 64 * i);
+        const ints low = form == OF_4_BITS ? low_halves(w) : w ^ spread_ints((int32_t)0x80808080),
+                   high = high_halves(w);
+        memcpy(unpacked + 64 * i, &low, sizeof low);
+        if (form == OF_4_BITS) memcpy(unpacked + TILE_BYTES / 2 + 64 * i, &high, sizeof high);
     }
-#define KEEP(t)                                                                                                        \
-    if (t < count) TILE_STORE(t, sums[t], 64);
-    MULTIPLY(0, 4, 6) MULTIPLY(1, 5, 7) MULTIPLY(2, 4, 6) MULTIPLY(3, 5, 7) KEEP(0) KEEP(1) KEEP(2) KEEP(3)
-#undef MULTIPLY
-#undef KEEP
 }
 
-/* Where the numbers of a panel's blocks begin: of 16 outputs, and of the tile's first row. */
+typedef ints tile_sums[TILE_ROWS];
+
+/* One half of a group over some blocks: where the numbers begin of its 16 outputs, and of the tile's first row. */
 struct panel_place {
-    const uint8_t *panel;
+    uint8_t (*panel)[TILE_BYTES];
+    const uint8_t *weights;           /* every second block; null: the panel is unpacked */
     const uint16_t *scales, *offsets; /* [block][GROUP] */
     const int8_t *quants;             /* [row][block][32] */
+    /* [row][PANEL_BLOCKS] */
     const float *row_scales, *row_sums;
     int64_t inputs, count; /* blocks */
 };
 
-/* Add the products of a panel to `acc` [rows][16]; rows and form are compile-time constants. */
-INLINE void panel_tile(const struct panel_place *p, int rows, int form, float *acc_memory) {
-    const int64_t blocks = p->inputs / QBLOCK;
-    tile_sums sums[2][TILES_AT_ONCE] __attribute__((aligned(64)));
-    v16f acc[TILE_ROWS];
-    UNROLL_16 for (int t = 0; t < rows; t++) acc[t] = load_f32(acc_memory + t * LANES);
-    multiply_blocks(p->quants, p->inputs, p->panel, p->count, sums[0]);
-    for (int64_t first = 0, now = 0; first < p->count; first += TILES_AT_ONCE, now = !now) {
-        const int64_t next = first + TILES_AT_ONCE, left = p->count - first;
-        if (next < p->count)
-            multiply_blocks(p->quants + next * QBLOCK, p->inputs, p->panel + next * TILE_BYTES, p->count - next,
-                            sums[!now]);
-        for (int64_t b = 0; b < TILES_AT_ONCE && b < left; b++) {
-            const int64_t k = first + b;
-            const v16f scale = half_floats(p->scales + k * GROUP);
-            UNROLL_16 for (int t = 0; t < rows; t++) {
-                const v16f whole = floats_of(load_ints(sums[now][b][t]));
-                acc[t] = fused(times(whole, scale), spread_floats(p->row_scales[t * blocks + k]), acc[t]);
-            }
-            if (form != OF_8_BITS) {
-                const v16f offset = half_floats(p->offsets + k * GROUP);
-                UNROLL_16 for (int t = 0; t < rows; t++) acc[t] =
-                    fused(offset, spread_floats(p->row_sums[t * blocks + k]), acc[t]);
-            }
-        }
+/* Add the products of block k, whose sums are in memory. While tiles are in use, port 5 takes no fused operation and no
+ * conversion, and these are what a product waits for; so the sums begin with WHOLE_BITS. */
+INLINE void add_block(const struct panel_place *p, int64_t k, tile_sums sums, int rows, int form, v16f *acc) {
+    const v16f scale = half_floats(p->scales + k * GROUP), whole = times(scale, spread_floats(-WHOLE));
+    const float *row_scales = p->row_scales + k, *row_sums = p->row_sums + k;
+    /* One register and a constant each: with a second register, a fused operation and its load are not one. */
+    __asm__("" : "+r"(row_scales), "+r"(row_sums));
+    UNROLL_16 for (int t = 0; t < rows; t++) {
+        const v16f scaled = scaled_sum(sums[t], scale, whole);
+        acc[t] = fused(scaled, spread_floats(row_scales[t * PANEL_BLOCKS]), acc[t]);
     }
+    if (form != OF_8_BITS) {
+        const v16f offset = half_floats(p->offsets + k * GROUP);
+        UNROLL_16 for (int t = 0; t < rows; t++) acc[t] =
+            fused(offset, spread_floats(row_sums[t * PANEL_BLOCKS]), acc[t]);
+    }
+}
+
+/* Add the products of a panel to `acc` [rows][16]; rows and form are compile-time constants. While two blocks are added up, the
+ * tiles of the next two are under way, and the two after them are unpacked by the first tile. */
+INLINE void panel_tile(const struct panel_place *p, int rows, int form, float *acc_memory) {
+    static const int32_t begin[LANES] __attribute__((aligned(64))) = {[0 ... LANES - 1] = WHOLE_BITS};
+    const int64_t bytes = form == OF_4_BITS ? TILE_BYTES : 2 * TILE_BYTES, count = p->count;
+    tile_sums sums[2] __attribute__((aligned(64)));
+    v16f acc[TILE_ROWS];
+#define UNPACK(k)                                                                                                      \
+    do {                                                                                                               \
+        if (p->weights && (k) < count) unpack_block(p->weights + (k) * bytes, form, p->panel[k]);                      \
+    } while (0)
+#define MULTIPLY(t, a, b, k)                                                                                           \
+    do {                                                                                                               \
+        if ((k) >= count) break;                                                                                       \
+        TILE_LOAD(t, begin, 0);                                                                                        \
+        TILE_LOAD(a, p->quants + (k) * QBLOCK, p->inputs);                                                             \
+        TILE_LOAD(b, p->panel[k], 64);                                                                                 \
+        TILE_DOT(t, a, b);                                                                                             \
+    } while (0)
+#define KEEP(t, k)                                                                                                     \
+    do {                                                                                                               \
+        if ((k) < count) TILE_STORE(t, sums[t], 64);                                                                   \
+    } while (0)
+    for (int64_t k = 0; k < 4; k++) UNPACK(k);
+    MULTIPLY(0, 2, 4, 0);
+    MULTIPLY(1, 3, 5, 1);
+    KEEP(0, 0);
+    KEEP(1, 1);
+    UNROLL_16 for (int t = 0; t < rows; t++) acc[t] = load_f32(acc_memory + t * LANES);
+    for (int64_t k = 0; k < count; k += 2) {
+        MULTIPLY(0, 2, 4, k + 2);
+        MULTIPLY(1, 3, 5, k + 3);
+        UNPACK(k + 4);
+        add_block(p, k, sums[0], rows, form, acc);
+        KEEP(0, k + 2);
+        UNPACK(k + 5);
+        if (k + 1 < count) add_block(p, k + 1, sums[1], rows, form, acc);
+        KEEP(1, k + 3);
+    }
+#undef UNPACK
+#undef MULTIPLY
+#undef KEEP
     UNROLL_16 for (int t = 0; t < rows; t++) store_floats(acc_memory + t * LANES, acc[t]);
 }
 
@@ -172,31 +190,34 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
     const int form = w->kind == BLOCKS_4_BIT ? OF_4_BITS : w->offsets ? OF_8_BITS_OFFSET : OF_8_BITS;
     const int64_t blocks = w->inputs / QBLOCK, bytes = form == OF_4_BITS ? TILE_BYTES / 2 : TILE_BYTES;
     const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, height = (rows + tiles - 1) / tiles;
-    uint8_t panel[PANEL_BLOCKS * TILE_BYTES] __attribute__((aligned(64)));
+    /* About equal panels: the first sums of a panel are waited for. */
+    const int64_t panels = (blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS, most = (blocks + panels - 1) / panels;
+    uint8_t panel[PANEL_BLOCKS][TILE_BYTES] __attribute__((aligned(64)));
     float acc[STEP_ROWS / TILE_ROWS][TILE_ROWS][LANES] __attribute__((aligned(64)));
+    float row_scales[TILE_ROWS][PANEL_BLOCKS], row_sums[TILE_ROWS][PANEL_BLOCKS];
     int64_t begin[STEP_ROWS / TILE_ROWS]; /* of each tile, from `first` on */
     for (int64_t i = 0; i < tiles; i++) begin[i] = i * height < rows - height ? i * height : rows - height;
     configure_tiles(height);
     for (int64_t half = 0; half < GROUP / LANES; half++) {
-        memset(acc, 0, sizeof acc);
-        for (int64_t k = 0; k < blocks; k += PANEL_BLOCKS) {
-            const int64_t count = blocks - k < PANEL_BLOCKS ? blocks - k : PANEL_BLOCKS;
-            const int64_t numbers = (g * blocks + k) * GROUP + half * LANES;
-            const uint8_t *q = w->quants + (2 * (g * blocks + k) + half) * bytes;
-            if (form == OF_4_BITS)
-                unpack_panel(q, count, OF_4_BITS, panel);
-            else
-                unpack_panel(q, count, OF_8_BITS, panel);
+        memset(acc, 0, (size_t)tiles * sizeof acc[0]);
+        for (int64_t k = 0; k < blocks; k += most)
             for (int64_t i = 0; i < tiles; i++) {
-                const int64_t row = first + begin[i];
+                const int64_t row = first + begin[i], numbers = (g * blocks + k) * GROUP + half * LANES;
+                /* At one distance for every matrix, so that a place in them is a constant. What is copied after a row's last
+                 * block is not used; it is still within the rows' memory (see block_rows_at). */
+                for (int64_t t = 0; t < height; t++) {
+                    memcpy(row_scales[t], x->scales + (row + t) * blocks + k, sizeof row_scales[t]);
+                    memcpy(row_sums[t], x->sums + (row + t) * blocks + k, sizeof row_sums[t]);
+                }
                 const struct panel_place place = {.panel = panel,
+                                                  .weights = i ? 0 : w->quants + (2 * (g * blocks + k) + half) * bytes,
                                                   .scales = w->scales + numbers,
                                                   .offsets = form == OF_8_BITS ? 0 : w->offsets + numbers,
                                                   .quants = x->quants + row * x->inputs + k * QBLOCK,
-                                                  .row_scales = x->scales + row * blocks + k,
-                                                  .row_sums = x->sums + row * blocks + k,
+                                                  .row_scales = row_scales[0],
+                                                  .row_sums = row_sums[0],
                                                   .inputs = w->inputs,
-                                                  .count = count};
+                                                  .count = blocks - k < most ? blocks - k : most};
                 if (form == OF_4_BITS)
                     panel_of_4_bits(&place, height, acc[i][0]);
                 else if (form == OF_8_BITS)
@@ -204,7 +225,6 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
                 else
                     panel_of_8_bits_offset(&place, height, acc[i][0]);
             }
-        }
         for (int64_t i = 0; i < tiles; i++)
             for (int64_t t = 0; t < height; t++) {
                 v16f y = load_f32(acc[i][t]);

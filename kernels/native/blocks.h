@@ -210,6 +210,7 @@ INLINE ints dot_half(ints sum, ints w, ints x) {
 INLINE ints sum_of_halves(ints x) { return x; }
 INLINE ints dot_wide(ints sum, ints w, ints x) { return dot_half(sum, w, x); }
 #define WIDE_START(count) (-128 * (count))
+#define SUMS_BEGIN WHOLE_BITS
 #elif defined(__AVX512F__)
 INLINE ints dot_half(ints sum, ints w, ints x) {
     return (ints)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)w, (__m512i)x));
@@ -240,6 +241,26 @@ INLINE ints dot_wide(ints sum, ints w, ints x) {
 #define WIDE_START(count) (0 * (count))
 #endif
 
+#if !defined(SUMS_BEGIN)
+#define SUMS_BEGIN 0
+#endif
+
+/* The sums of a block, below 2^22, may begin with the bits of the float 1.5 * 2^23, whose last bit has the value 1: their bits,
+ * read as a float, are then that number plus the sum, and need no conversion. */
+#define WHOLE 12582912.0f
+#define WHOLE_BITS 0x4b400000
+
+/* A sum times its block's scale, rounded once; `whole` is scale * -WHOLE, which is exact for a scale of half precision. Only
+ * the sign of a zero sum differs from a conversion's, and adding that zero to another number takes it away. */
+INLINE floats scaled_sum(ints sum, floats scale, floats whole) {
+#if SUMS_BEGIN
+    return fused((floats)sum, scale, whole);
+#else
+    (void)whole;
+    return times(floats_of(sum), scale);
+#endif
+}
+
 INLINE ints four_of(const int8_t *p) {
     int32_t four;
     memcpy(&four, p, sizeof four);
@@ -263,7 +284,7 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
         /* The hardware's own prefetch begins anew at every page. */
         for (int64_t line = 0; line < 2 * bytes; line += 64) __builtin_prefetch(q + 2 * k * bytes + FETCH_AHEAD + line);
         UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < PARTS; v++) sum[t][v] =
-            spread_ints(form == OF_4_BITS ? 0 : WIDE_START(xc[t * blocks + k]));
+            spread_ints(SUMS_BEGIN + (form == OF_4_BITS ? 0 : WIDE_START(xc[t * blocks + k])));
         UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
             ints four[ROW_TILE], later[ROW_TILE];
             UNROLL_8 for (int t = 0; t < rows; t++) {
@@ -284,10 +305,10 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
             }
         }
         UNROLL_8 for (int v = 0; v < PARTS; v++) {
-            const floats scale = half_floats(s + k * GROUP + v * WIDTH);
+            const floats scale = half_floats(s + k * GROUP + v * WIDTH), whole = times(scale, spread_floats(-WHOLE));
             UNROLL_8 for (int t = 0; t < rows; t++) {
-                const ints whole = form == OF_4_BITS ? sum_of_halves(sum[t][v]) : sum[t][v];
-                acc[t][v] = fused(times(floats_of(whole), scale), spread_floats(xs[t * blocks + k]), acc[t][v]);
+                const ints integer = form == OF_4_BITS ? sum_of_halves(sum[t][v]) : sum[t][v];
+                acc[t][v] = fused(scaled_sum(integer, scale, whole), spread_floats(xs[t * blocks + k]), acc[t][v]);
             }
             if (form != OF_8_BITS) {
                 const floats offset = half_floats(o + k * GROUP + v * WIDTH);
@@ -425,12 +446,15 @@ static __attribute__((noinline)) void block_linear_body(struct member *m, void *
     TEAM_FOR(m, g, groups_of(w)) {
         const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
         float y[STEP_ROWS][GROUP];
+        if (!a->bf16) {
+            group_into(w, g, &x, a->rows, a->out, w->outputs, 0);
+            continue;
+        }
         for (int64_t r = 0, n; r < a->rows; r += n) {
             n = tile_of(w, a->rows - r);
             group_rows(w, g, &x, r, n, y[0], GROUP);
             for (int64_t t = 0; t < n; t++)
-                for (int64_t i = 0; i < count; i++)
-                    store1(a->out, (r + t) * w->outputs + g * GROUP + i, y[t][i], (int)a->bf16);
+                for (int64_t i = 0; i < count; i++) store1(a->out, (r + t) * w->outputs + g * GROUP + i, y[t][i], 1);
         }
     }
     leave_products();

@@ -1,6 +1,6 @@
 /* The tile registers of x86-64 in plain C, for CPUs without them: the operations that kernels/native/amx.h names.
  *
- * After the pseudo code of Intel's manual (LDTILECFG, TILELOADD, TILEZERO, TDPBSSD, TILESTORED, TILERELEASE), with palette 1:
+ * After the pseudo code of Intel's manual (LDTILECFG, TILELOADD, TDPBSSD, TILESTORED, TILERELEASE), with palette 1:
  * eight tiles of 16 rows of 64 bytes. Whatever faults there ends the program here. Each thread has its own registers. Not
  * responsible for: start_row, which only an interrupted load or store sets.
  */
@@ -15,7 +15,6 @@
 
 #define TILE_CONFIGURE(config) tile_configure(config)
 #define TILE_RELEASE() tile_release()
-#define TILE_ZERO(t) tile_zero(t)
 #define TILE_LOAD(t, from, stride) tile_load(t, from, stride)
 #define TILE_STORE(t, to, stride) tile_store(t, to, stride)
 #define TILE_DOT(sums, a, b) tile_dot(sums, a, b)
@@ -58,11 +57,6 @@ static inline void tile_release(void) {
 static inline void tile_check(int t) {
     tile_fault_if(!tiles.configured, "a tile without a configuration");
     tile_fault_if(!tiles.rows[t], "a tile that the configuration has not");
-}
-
-static inline void tile_zero(int t) {
-    tile_check(t);
-    memset(tiles.data[t], 0, sizeof tiles.data[t]);
 }
 
 static inline void tile_load(int t, const void *from, int64_t stride) {

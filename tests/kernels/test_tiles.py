@@ -107,7 +107,7 @@ def test_operations_on_tiles_are_those_of_the_compiler(tmp_path: Path) -> None:
         code.append(
             [line.split(":", 1)[1].split() for line in listing.splitlines() if "tmm" in line or "tiler" in line]
         )
-    assert len(code[0]) == 6
+    assert len(code[0]) == 5
     assert code[0] == code[1]
 
 

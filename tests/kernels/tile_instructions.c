@@ -2,7 +2,6 @@
 #if defined(INTRINSICS)
 #include <immintrin.h>
 #define TILE_RELEASE() _tile_release()
-#define TILE_ZERO(t) _tile_zero(t)
 #define TILE_LOAD(t, from, stride) _tile_loadd(t, from, stride)
 #define TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
 #define TILE_DOT(sums, a, b) _tile_dpbssd(sums, a, b)
@@ -13,7 +12,6 @@
 #endif
 
 __attribute__((section(".text.tiles"))) void tiles(const char *from, char *to, long stride) {
-    TILE_ZERO(1);
     TILE_LOAD(4, from, stride);
     TILE_LOAD(7, to, stride);
     TILE_DOT(1, 4, 7);
