@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 import torch
 
@@ -213,15 +214,11 @@ def short_conv(
 
     `x_NC` bfloat16 or float32; its rows may be strided. Of a pending row, the first C floats are saved.
     """
-    T, C = conv.weight_TC.shape
-    N, S, R, W = len(x_NC), *pending_SRW.shape
+    check_conv(conv, x_NC, tail_STC, pending_SRW)
     assert x_NC.dtype in _DTYPES, x_NC.dtype
     assert out_dtype in _DTYPES, out_dtype
-    assert x_NC.shape == (N, C), x_NC.shape
-    assert x_NC.stride(1) == 1, x_NC.stride()
-    _check_floats(tail_STC, (S, T - 1, C))
-    _check_floats(pending_SRW, (S, R, W))
-    assert C <= W, (C, W)
+    T, C = conv.weight_TC.shape
+    N, (_, R, W) = len(x_NC), pending_SRW.shape
     out = torch.empty(N + (len(rows.state_L) * R if emits_redo else 0), C, dtype=out_dtype)
     args = _ConvArgs(
         _Rows.of(rows, N, R),
@@ -254,15 +251,9 @@ def matrix_recurrence(
     before its bias, then b of each for the delta rule; it is saved at the column `saved_at` of a pending row. float32,
     contiguous.
     """
+    check_matrix(heads, mixed_MC, control_NJ, rows, state_SHDV, pending_SRW, saved_at)
     H, D, V = heads.state_shape
-    N, S, R, W = len(control_NJ), *pending_SRW.shape
-    _check_floats(mixed_MC, (len(rows.state_L) * R + N, mixed_MC.shape[1]))
-    _check_floats(control_NJ, (N, heads.control_width))
-    _check_floats(state_SHDV, (S, H, D, V))
-    _check_floats(pending_SRW, (S, R, W))
-    assert saved_at + heads.control_width <= W, (saved_at, W)
-    assert max(heads.q_at, heads.k_at) + heads.key_heads * D <= mixed_MC.shape[1], mixed_MC.shape
-    assert heads.v_at + H * V <= mixed_MC.shape[1], mixed_MC.shape
+    N, (_, R, W) = len(control_NJ), pending_SRW.shape
     out = torch.empty(N, H * V)
     low, high = heads.dt_limits
     args = _MatrixArgs(
@@ -297,12 +288,8 @@ def selective_scan(
     contiguous.
     """
     E, I = scan.state_shape  # noqa: E741
-    N, S, R, W = len(control_NJ), *pending_SRW.shape
-    _check_floats(x_MI, (len(rows.state_L) * R + N, I))
-    _check_floats(control_NJ, (N, scan.control_width))
-    _check_floats(state_SEI, (S, E, I))
-    _check_floats(pending_SRW, (S, R, W))
-    assert saved_at + scan.pending_width <= W, (saved_at, W)
+    check_scan(scan, x_MI, control_NJ, rows, state_SEI, pending_SRW, saved_at)
+    N, (_, R, W) = len(control_NJ), pending_SRW.shape
     out = torch.empty(N, I)
     args = _ScanArgs(
         _Rows.of(rows, N, R),
@@ -329,15 +316,9 @@ def gated_norm(
     `x_NV` float32, contiguous. A row of the gate has the gates of N / P rows one after the other, and may be strided.
     Each of the `groups` of a row has a norm of its own. `weight_V` float32; None: `kind` is Gate.ONLY.
     """
-    (N, V), P = x_NV.shape, len(gate_PG)
-    _check_floats(x_NV, (N, V))
+    check_gated_norm(x_NV, gate_PG, weight_V, kind, groups)
     assert gate_PG.dtype in _DTYPES, gate_PG.dtype
-    assert gate_PG.stride(1) == 1, gate_PG.stride()
-    assert P * gate_PG.shape[1] == N * V, (gate_PG.shape, x_NV.shape)
-    assert V % groups == 0, (V, groups)
-    assert (weight_V is None) == (kind is Gate.ONLY), kind
-    if weight_V is not None:
-        _check_floats(weight_V, (V,))
+    (N, V), P = x_NV.shape, len(gate_PG)
     out_NV = torch.empty(N, V, dtype=gate_PG.dtype)
     args = _GatedNormArgs(
         address(x_NV),
@@ -353,7 +334,127 @@ def gated_norm(
     return out_NV
 
 
+def check_conv(conv: ShortConv, x_NC: torch.Tensor, tail_STC: torch.Tensor, pending_SRW: torch.Tensor) -> None:
+    """Assert what `short_conv` takes on every device."""
+    T, C = conv.weight_TC.shape
+    S, R, W = pending_SRW.shape
+    assert x_NC.shape[1] == C, x_NC.shape
+    assert x_NC.stride(1) == 1, x_NC.stride()
+    _check_floats(tail_STC, (S, T - 1, C))
+    _check_floats(pending_SRW, (S, R, W))
+    assert C <= W, (C, W)
+
+
+def check_matrix(
+    heads: MatrixRecurrence,
+    mixed_MC: torch.Tensor,
+    control_NJ: torch.Tensor,
+    rows: RecurrentRows,
+    state_SHDV: torch.Tensor,
+    pending_SRW: torch.Tensor,
+    saved_at: int,
+) -> None:
+    """Assert what `matrix_recurrence` takes on every device."""
+    H, D, V = heads.state_shape
+    N, S, R, W = len(control_NJ), *pending_SRW.shape
+    _check_floats(mixed_MC, (len(rows.state_L) * R + N, mixed_MC.shape[1]))
+    _check_floats(control_NJ, (N, heads.control_width))
+    _check_floats(state_SHDV, (S, H, D, V))
+    _check_floats(pending_SRW, (S, R, W))
+    assert saved_at + heads.control_width <= W, (saved_at, W)
+    assert max(heads.q_at, heads.k_at) + heads.key_heads * D <= mixed_MC.shape[1], mixed_MC.shape
+    assert heads.v_at + H * V <= mixed_MC.shape[1], mixed_MC.shape
+
+
+def check_scan(
+    scan: SelectiveScan,
+    x_MI: torch.Tensor,
+    control_NJ: torch.Tensor,
+    rows: RecurrentRows,
+    state_SEI: torch.Tensor,
+    pending_SRW: torch.Tensor,
+    saved_at: int,
+) -> None:
+    """Assert what `selective_scan` takes on every device."""
+    E, I = scan.state_shape  # noqa: E741
+    N, S, R, W = len(control_NJ), *pending_SRW.shape
+    _check_floats(x_MI, (len(rows.state_L) * R + N, I))
+    _check_floats(control_NJ, (N, scan.control_width))
+    _check_floats(state_SEI, (S, E, I))
+    _check_floats(pending_SRW, (S, R, W))
+    assert saved_at + scan.pending_width <= W, (saved_at, W)
+
+
+def check_gated_norm(
+    x_NV: torch.Tensor, gate_PG: torch.Tensor, weight_V: torch.Tensor | None, kind: Gate, groups: int
+) -> None:
+    """Assert what `gated_norm` takes on every device."""
+    (N, V), P = x_NV.shape, len(gate_PG)
+    _check_floats(x_NV, (N, V))
+    assert gate_PG.stride(1) == 1, gate_PG.stride()
+    assert P * gate_PG.shape[1] == N * V, (gate_PG.shape, x_NV.shape)
+    assert V % groups == 0, (V, groups)
+    assert (weight_V is None) == (kind is Gate.ONLY), kind
+    if weight_V is not None:
+        _check_floats(weight_V, (V,))
+
+
 def _check_floats(tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     assert tensor.dtype == torch.float32, tensor.dtype
     assert tensor.is_contiguous()
     assert tensor.shape == shape, (tensor.shape, shape)
+
+
+class RecurrentKernels(Protocol):
+    """The functions of this module, which kernels/cuda/recurrent.py has for a GPU."""
+
+    def short_conv(
+        self,
+        conv: ShortConv,
+        x_NC: torch.Tensor,
+        rows: RecurrentRows,
+        tail_STC: torch.Tensor,
+        pending_SRW: torch.Tensor,
+        *,
+        out_dtype: torch.dtype,
+        emits_redo: bool = False,
+    ) -> torch.Tensor:
+        """See `short_conv`."""
+
+    def matrix_recurrence(
+        self,
+        heads: MatrixRecurrence,
+        mixed_MC: torch.Tensor,
+        control_NJ: torch.Tensor,
+        rows: RecurrentRows,
+        state_SHDV: torch.Tensor,
+        pending_SRW: torch.Tensor,
+        *,
+        saved_at: int,
+    ) -> torch.Tensor:
+        """See `matrix_recurrence`."""
+
+    def selective_scan(
+        self,
+        scan: SelectiveScan,
+        x_MI: torch.Tensor,
+        control_NJ: torch.Tensor,
+        rows: RecurrentRows,
+        state_SEI: torch.Tensor,
+        pending_SRW: torch.Tensor,
+        *,
+        saved_at: int,
+    ) -> torch.Tensor:
+        """See `selective_scan`."""
+
+    def gated_norm(
+        self,
+        x_NV: torch.Tensor,
+        gate_PG: torch.Tensor,
+        weight_V: torch.Tensor | None,
+        kind: Gate,
+        *,
+        eps: float = 0.0,
+        groups: int = 1,
+    ) -> torch.Tensor:
+        """See `gated_norm`."""

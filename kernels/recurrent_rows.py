@@ -24,7 +24,8 @@ NO_PLACE = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentRows:
-    """The lanes of a forward: int32 on the CPU, contiguous. All layers of the forward read the same tensors."""
+    """The lanes of a forward: int32 on the device of the states, contiguous. All layers of the forward read the same
+    tensors."""
 
     first_L1: torch.Tensor
     """[L + 1]: lane i has the rows from first_L1[i] up to first_L1[i + 1]. Rows after the last lane's are padding."""
@@ -36,7 +37,7 @@ class RecurrentRows:
     """Pending rows at the place that are taken again first: those that were accepted, at most R."""
     commit_L: torch.Tensor
     """Rows of the lane after which the state is written back. Those after them become pending, at most R; further ones
-    are computed and forgotten, as padding within a lane is."""
+    are padding, whose results are not defined."""
 
     def __post_init__(self) -> None:
         lanes = len(self.state_L)
@@ -55,5 +56,11 @@ class RecurrentRows:
         commit_L: torch.Tensor,
     ) -> RecurrentRows:
         """Return the lanes of a forward whose sequences have `num_rows` rows each, padding included."""
-        first_L1 = torch.arange(0, (len(state_L) + 1) * num_rows, num_rows, dtype=torch.int32)
-        return cls(first_L1, state_L, fresh_L, redo_L, commit_L)
+        return cls(bounds_of(num_rows, state_L), state_L, fresh_L, redo_L, commit_L)
+
+
+def bounds_of(width: int | torch.Tensor, lanes_L: torch.Tensor) -> torch.Tensor:
+    """Return `first_L1` of lanes of `width` rows each; a tensor int32 [L]: of different numbers of rows."""
+    if isinstance(width, int):
+        return torch.arange(len(lanes_L) + 1, dtype=torch.int32, device=lanes_L.device) * width
+    return torch.nn.functional.pad(width.cumsum(0, dtype=torch.int32), (1, 0))

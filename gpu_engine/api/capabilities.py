@@ -329,8 +329,9 @@ OF_FILES: Sequence[Refusal[LoadedFiles]] = (
 
 OF_RECURRENT: Sequence[Refusal[LoadedFiles]] = (
     Refusal(
-        "device", "{c.model_type} has recurrent layers, which run on a CPU only so far; device is {c.engine.device}",
-        lambda c: _cuda(c.engine), {"device": "cuda"},
+        "draft_tree", "cannot be combined with the recurrent layers of {c.model_type}, whose states follow a chain of "
+        "drafts",
+        lambda c: c.engine.verifies_trees, {"device": "cuda", "draft_tree": "on"},
     ),
     Refusal(
         "tensor_parallel_size", "cannot be combined with the recurrent layers of {c.model_type}, which are not divided",

@@ -95,7 +95,7 @@ def device_executor(
 ) -> Executor:
     """Build over `stream`, on whose device the model is. A channel needs a `sync` over the same stream."""
     assert (channel is None) == (sync is None)
-    say_what_never_ran(config, stream.device, triton.__version__)
+    say_what_never_ran(config, stream.device, triton.__version__, recurrent=bool(model.recurrent))
     if model.ranks is not None:
         assert model.ranks.plans is not None, f"{model.ranks} have no devices"
         stream = AnnouncingStream(stream, model.ranks.plans)
@@ -152,6 +152,7 @@ def device_executor(
         slot_writer=slot_writer,
         shape_of=shapes.of,
         max_lanes=max(lanes for lanes, _ in shapes.every),
+        states=parts.cache.states,
     )
     copies = _adapter_copies(stream, model.adapters)
 

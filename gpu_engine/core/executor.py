@@ -202,8 +202,15 @@ class StepParts:
         num_cached = num_pages + scratch_pages(config.page_size)
         states = None
         if model.recurrent:
-            counts = len(slot.length_S), slot.drafts_SR.shape[1], num_snapshots(config, model, num_pages)
-            states = SequenceStates(model.recurrent, *counts)
+            states = SequenceStates(
+                model.recurrent,
+                num_slots=config.max_batch_size,
+                max_rows=config.num_rows,
+                num_snapshots=num_snapshots(config, model, num_pages),
+                device=torch.device(stream.device),
+                on_device=token_major,
+                enqueue=stream.kernel,
+            )
         cache = TargetCache.allocate(model, num_cached, config.page_size, token_major=token_major, states=states)
         processors = load_processors(config.logits_processors, model, torch.device(stream.device))
         return StepParts(

@@ -26,22 +26,27 @@ class Part:
 
     name: str
     """As the table of docs/gpu.md has it."""
-    uses: Callable[[EngineConfig], bool]
+    uses: Callable[[EngineConfig, bool], bool]
+    """Gets the settings, and whether the model has recurrent layers."""
 
 
 NEVER_RAN = (
-    Part("EAGLE3 heads", lambda c: c.num_drafts > 0 and c.drafter == "eagle3"),
-    Part("drafts by multi-token prediction", lambda c: c.num_drafts > 0 and c.drafter == "mtp"),
-    Part("trees of drafts under a grammar", lambda c: c.verifies_trees),
-    Part("`draft_device`", lambda c: bool(c.draft_device)),
-    Part("logits processors", lambda c: bool(c.logits_processors)),
-    Part("KV pages moved between engines", lambda c: c.transfer.moves_pages),
+    Part("EAGLE3 heads", lambda c, recurrent: c.num_drafts > 0 and c.drafter == "eagle3"),
+    Part("drafts by multi-token prediction", lambda c, recurrent: c.num_drafts > 0 and c.drafter == "mtp"),
+    Part("trees of drafts under a grammar", lambda c, recurrent: c.verifies_trees),
+    Part("`draft_device`", lambda c, recurrent: bool(c.draft_device)),
+    Part("logits processors", lambda c, recurrent: bool(c.logits_processors)),
+    Part("hybrids", lambda c, recurrent: recurrent),
+    Part("KV pages moved between engines", lambda c, recurrent: c.transfer.moves_pages),
 )
 
 
-def say_what_never_ran(config: EngineConfig, device: torch.device, triton: str) -> None:
-    """Log in one line what of this start no GPU has run; nothing where all of it ran. `triton`: its version."""
-    parts = [part.name.strip("`") for part in NEVER_RAN if part.uses(config)]
+def say_what_never_ran(config: EngineConfig, device: torch.device, triton: str, *, recurrent: bool) -> None:
+    """Log in one line what of this start no GPU has run; nothing where all of it ran.
+
+    `triton`: its version; `recurrent`: the model has recurrent layers.
+    """
+    parts = [part.name.strip("`") for part in NEVER_RAN if part.uses(config, recurrent)]
     if not triton.startswith(f"{RAN_TRITON}."):
         parts.append(f"kernels that Triton {triton} compiled")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) != RAN_CAPABILITY:

@@ -61,8 +61,8 @@ class StateSize(NamedTuple):
     """A row of a step that may still be rejected."""
 
     def of_slots(self, config: EngineConfig) -> int:
-        """Return the bytes of every slot's state, the spare slot's included."""
-        return (config.max_batch_size + 1) * (self.state + config.num_rows * self.pending)
+        """Return the bytes of every slot's state."""
+        return config.max_batch_size * (self.state + config.num_rows * self.pending)
 
 
 NO_STATE = StateSize()

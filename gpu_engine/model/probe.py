@@ -70,8 +70,8 @@ def _context(model: LoadedModel) -> AttentionContext:
         torch.arange(_TOKENS, dtype=torch.int32, device=model.device)[None],
     )
     if model.recurrent:
-        states = SequenceStates(model.recurrent, num_slots=1, max_rows=0)
-        ctx.recurrent = states.forward([0], [0], [_TOKENS], [_TOKENS])
+        states = SequenceStates(model.recurrent, num_slots=1, max_rows=0, device=model.device)
+        ctx.recurrent = states.forward_of([0], [0], [_TOKENS], [_TOKENS])
     return ctx
 
 
@@ -81,13 +81,15 @@ def _continued(model: LoadedModel, ids_BP: torch.Tensor) -> torch.Tensor:
     A model with recurrent layers first verifies some of them, and a wrong one after these, in a forward in between.
     """
     whole = _context(model)
-    states = SequenceStates(model.recurrent, num_slots=1, max_rows=_DRAFTS + 1) if model.recurrent else None
+    states = None
+    if model.recurrent:
+        states = SequenceStates(model.recurrent, num_slots=1, max_rows=_DRAFTS + 1, device=model.device)
 
     def part(start: int, end: int, num_committed: int) -> AttentionContext:
         positions_BP = whole.positions_BP[:, start:end].contiguous()
         ctx = AttentionContext(whole.pages, whole.page_table_BN, positions_BP)
         if states is not None:
-            ctx.recurrent = states.forward([0], [start], [end - start], [num_committed])
+            ctx.recurrent = states.forward_of([0], [start], [end - start], [num_committed])
         return ctx
 
     model.prefill(ids_BP[:, :_PREFILLED], part(0, _PREFILLED, _PREFILLED))

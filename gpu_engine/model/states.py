@@ -6,20 +6,21 @@ end of the grammar process takes no slot, and leaves the states.
 
 What a forward adds to a state is committed, or pending where the tokens may still be rejected. The next forward of the
 slot begins at a later position, and takes those pending rows again that are before it. So no step reports how many of
-its drafts were accepted: the position says it. Invariant: a state is committed up to a position of its sequence, and
-the rows of the next forward begin there, or among the pending ones. Used only by the thread of the steps.
+its drafts were accepted: the position says it, and a captured step computes it on the device. Invariant: a state is
+committed up to a position of its sequence, and the rows of the next forward begin there, or among the pending ones.
+Used only by the thread of the steps.
 
 Not responsible for: the layers (see recurrent/), the choice of snapshots (see core/state_snapshots.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from gpu_engine.model.recurrent.rows import (
+    CPU,
     NO_PLACE,
     RecurrentForward,
     RecurrentLayer,
@@ -28,6 +29,22 @@ from gpu_engine.model.recurrent.rows import (
     pending_bytes,
     state_bytes,
 )
+from kernels import recurrent
+from kernels.recurrent import RecurrentKernels
+from kernels.recurrent_rows import bounds_of
+
+
+def _run(function: Callable[..., None], *args: object) -> None:
+    function(*args)
+
+
+def kernels_of(*, on_device: bool) -> RecurrentKernels:
+    """Return the kernels of a GPU, or of a CPU."""
+    if not on_device:
+        return recurrent
+    from kernels.cuda import recurrent as of_device  # a CPU install has no Triton
+
+    return of_device
 
 
 class SequenceStates:
@@ -35,75 +52,95 @@ class SequenceStates:
 
     Args:
         layers: the model's recurrent layers by number.
-        num_slots: slots, with the spare one.
+        num_slots: slots of sequences. A lane of a further slot is padding.
         max_rows: the most rows of a slot in a step, all of which may be pending.
         num_snapshots: places for snapshots.
+        device: the model's.
+        on_device: the kernels are a GPU's; None: where the device is one.
+        enqueue: runs a copy in the order of the forwards; `Stream.kernel`.
     """
 
     def __init__(
-        self, layers: Mapping[int, RecurrentLayer], num_slots: int, max_rows: int, num_snapshots: int = 0
+        self,
+        layers: Mapping[int, RecurrentLayer],
+        num_slots: int,
+        max_rows: int,
+        num_snapshots: int = 0,
+        *,
+        device: torch.device = CPU,
+        on_device: bool | None = None,
+        enqueue: Callable[..., None] = _run,
     ) -> None:
-        self._layers = layers
-        self.pools = RecurrentPools(layers, num_slots, max_rows)
-        self.snapshots = RecurrentPools(layers, num_snapshots, 0)
-        self._ends = [0] * num_slots
-        """The position up to which each slot's state is committed."""
-        self._pending = [0] * num_slots
-        """Rows after it whose inputs are saved."""
+        self._layers, self._num_slots, self._enqueue = layers, num_slots, enqueue
+        self._on_device = device.type != "cpu" if on_device is None else on_device
+        self._kernels = kernels_of(on_device=self._on_device)
+        self.pools = RecurrentPools(layers, num_slots, max_rows, device)
+        self.snapshots = RecurrentPools(layers, num_snapshots, 0, device)
+        self._end_S, self._known_S = torch.zeros(2, num_slots + 1, dtype=torch.int32, device=device)
+        """The position up to which each slot's state is committed, and the one up to which its rows are known: those in
+        between are pending."""
 
     def forward(
+        self,
+        slots_L: torch.Tensor,
+        start_L: torch.Tensor,
+        count_L: torch.Tensor,
+        commit_L: torch.Tensor,
+        width: int | torch.Tensor,
+    ) -> RecurrentForward:
+        """Return what a forward needs whose lane i has `count_L[i]` rows of a slot from the position `start_L[i]` on.
+
+        The forward must run: the slots are then committed up to `commit_L[i]` rows further. A lane of no rows is
+        padding. `width`: the rows of each lane in the forward, with padding; int32 where lanes differ. `slots_L` is
+        int64, the others int32, on the states' device. Reads no value of them on the host, but on a CPU.
+        """
+        live_L = (count_L > 0) & (slots_L < self._num_slots)
+        end_L = self._end_S[slots_L]
+        redo_L = torch.where(live_L & (start_L > 0), start_L - end_L, 0)
+        if not self._on_device:
+            pending_L = self._known_S[slots_L] - end_L
+            assert bool(((redo_L >= 0) & (redo_L <= pending_L.clamp(min=0))).all()), (slots_L, start_L, end_L)
+            self._known_S[slots_L] = torch.where(live_L, start_L + count_L, self._known_S[slots_L])
+        self._end_S[slots_L] = torch.where(live_L, start_L + commit_L, end_L)
+        places_L = torch.where(live_L, slots_L, NO_PLACE).int()
+        parts = (bounds_of(width, slots_L), places_L, (start_L == 0).int(), redo_L, commit_L.contiguous())
+        return RecurrentForward(self.pools, RecurrentRows(*parts), self._kernels)
+
+    def forward_of(
         self,
         slots: Sequence[int],
         starts: Sequence[int],
         counts: Sequence[int],
         commits: Sequence[int],
-        widths: Sequence[int] | None = None,
+        width: int | None = None,
     ) -> RecurrentForward:
-        """Return what a forward needs whose lane i has `counts[i]` rows of a slot from the position `starts[i]` on.
-
-        The forward must run: the slots are then committed up to `commits[i]` rows further. A lane of no rows is
-        padding. `widths`: the rows of each lane in the forward, with padding; None: no lane has padding.
-        """
-        redo: list[int] = []
-        for slot, start, count, commit in zip(slots, starts, counts, commits, strict=True):
-            again = start - self._ends[slot] if start and count else 0
-            assert 0 <= again <= self._pending[slot], (slot, start, self._ends[slot], self._pending[slot])
-            redo.append(again)
-            if count:
-                self._ends[slot], self._pending[slot] = start + commit, count - commit
-        places = [slot if count else NO_PLACE for slot, count in zip(slots, counts, strict=True)]
-        first = accumulate(counts if widths is None else widths, initial=0)
-        return RecurrentForward(
-            self.pools,
-            RecurrentRows(
-                first_L1=_ints(list(first)),
-                state_L=_ints(places),
-                fresh_L=_ints([int(start == 0) for start in starts]),
-                redo_L=_ints(redo),
-                commit_L=_ints(list(commits)),
-            ),
-        )
+        """Return the same for numbers of the host. `width` None: no lane has padding."""
+        lanes_4L = torch.tensor([slots, starts, counts, commits], dtype=torch.int32, device=self._end_S.device)
+        slots_L, start_L, count_L, commit_L = lanes_4L
+        return self.forward(slots_L.long(), start_L, count_L, commit_L, count_L if width is None else width)
 
     def copy(self, source: int, target: int) -> None:
         """Give a slot the state of another one, with its pending rows."""
-        for layer in self.pools.layers.values():
-            for part in (*layer.states, layer.pending_SRW):
-                part[target].copy_(part[source])
-        self._ends[target], self._pending[target] = self._ends[source], self._pending[source]
+        self._enqueue(self._copy, source, target)
+
+    def _copy(self, source: int, target: int) -> None:
+        copy_parts(self.pools.of(target, pending=True), self.pools.of(source, pending=True))
+        for positions_S in (self._end_S, self._known_S):
+            positions_S[target].copy_(positions_S[source])
 
     def store(self, slot: int, snapshot: int, position: int) -> None:
         """Keep the state of a slot, which is committed up to `position` and no further, at the place `snapshot`."""
-        assert self._ends[slot] == position, (slot, self._ends[slot], position)
-        for number, layer in self.pools.layers.items():
-            for kept, part in zip(self.snapshots.layers[number].states, layer.states, strict=True):
-                kept[snapshot].copy_(part[slot])
+        assert self._on_device or self._end_S[slot] == position, (slot, self._end_S[slot], position)
+        self._enqueue(copy_parts, self.snapshots.of(snapshot), self.pools.of(slot))
 
     def restore(self, snapshot: int, slot: int, position: int) -> None:
         """Begin a slot's state with the one at the place `snapshot`, which is committed up to `position`."""
-        for number, layer in self.pools.layers.items():
-            for kept, part in zip(self.snapshots.layers[number].states, layer.states, strict=True):
-                part[slot].copy_(kept[snapshot])
-        self._ends[slot], self._pending[slot] = position, 0
+        self._enqueue(self._restore, snapshot, slot, position)
+
+    def _restore(self, snapshot: int, slot: int, position: int) -> None:
+        copy_parts(self.pools.of(slot), self.snapshots.of(snapshot))
+        self._end_S[slot].fill_(position)
+        self._known_S[slot].fill_(position)
 
     @property
     def num_bytes(self) -> int:
@@ -116,5 +153,6 @@ class SequenceStates:
         return f"<SequenceStates of {len(self._layers)} layers, {counts}, {self.num_bytes / 1e6:.1f} MB>"
 
 
-def _ints(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+def copy_parts(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy the parts of a state, in a few launches on a device."""
+    torch._foreach_copy_(targets, sources)

@@ -85,7 +85,7 @@ class StepProgram:
         rows: tensors that sampling on a GPU needs; None on a CPU.
         processing: the logits processors; None: the server has none.
         compaction: moves the keys of the accepted path of a tree of drafts; None: drafts are chains.
-        states: of the target's recurrent layers, on a stream that runs at once; None: it has none.
+        states: of the target's recurrent layers; None: it has none.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class StepProgram:
         context = AttentionContext(self._pages, table_NN, ids_N1.int(), hidden=self._hidden)
         if self._states is not None:
             spare = len(self._slot.length_S) - 1
-            context.recurrent = self._states.forward([spare], [0], [num_rows], [num_rows])
+            context.recurrent = self._states.forward_of([spare], [0], [num_rows], [num_rows])
         begun_s = time.perf_counter()
         self.model.logits(ids_N1, context)
         return time.perf_counter() - begun_s
@@ -209,14 +209,11 @@ class StepProgram:
 
         In a guided lane the last token is pending as well: if its mask row is late, the next step has it again.
         """
-        lane, B, P = batch.lane, batch.num_lanes, batch.num_rows
-        starts, counts = positions_BP[:, 0].tolist(), (lane.num_drafts_B[:B] + 1).tolist()
-        commits = [
-            0 if start < 0 or guided else 1 for start, guided in zip(starts, lane.guided_B.tolist(), strict=False)
-        ]
-        widths = counts if self._packs_rows(batch) else [P] * B
-        live = [0 if start < 0 else count for start, count in zip(starts, counts, strict=True)]
-        return states.forward(place_of(batch).tolist(), starts, live, commits, widths)
+        lane, B = batch.lane, batch.num_lanes
+        start_B, rows_B = positions_BP[:, 0], lane.num_drafts_B[:B] + 1
+        count_B = torch.where(start_B < 0, 0, rows_B)
+        width = rows_B if self._packs_rows(batch) else batch.num_rows
+        return states.forward(place_of(batch), start_B, count_B, (~lane.guided_B[:B]).int(), width)
 
     def _packs_rows(self, batch: StepBatch) -> bool:
         """Return whether the forward has each row as a sequence, without padding."""

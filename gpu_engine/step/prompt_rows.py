@@ -63,10 +63,9 @@ class Chunks:
         return torch.where(self.at_BP < self.end_B1, self.at_BP, -1)
 
     def recurrent(self, states: SequenceStates) -> RecurrentForward:
-        """Return the states of a forward over the chunks, all of whose tokens are committed. Reads the numbers."""
-        slots, starts = self.place_B1[:, 0].tolist(), self.at_BP[:, 0].tolist()
-        counts = (self.end_B1[:, 0] - self.at_BP[:, 0]).tolist()
-        return states.forward(slots, starts, counts, counts, [self.at_BP.shape[1]] * len(slots))
+        """Return the states of a forward over the chunks, all of whose tokens are committed."""
+        start_B, count_B = self.at_BP[:, 0], (self.end_B1 - self.at_BP[:, :1])[:, 0]
+        return states.forward(self.place_B1[:, 0], start_B, count_B, count_B, self.at_BP.shape[1])
 
     def ids_BP(self, offset: int = 0) -> torch.Tensor:
         """Return the tokens `offset` places after the positions, int32; padding repeats the last one."""

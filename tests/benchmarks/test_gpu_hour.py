@@ -49,6 +49,10 @@ test_features.py::test_captured_processors_are_a_part_of_the_graph_and_others_le
     device/test_device_processors.py::test_captured_processors_are_a_part_of_the_graph
 test_features.py::test_log_probabilities_of_prompts_and_tensors_are_those_of_a_cpu
     device/test_device_engine.py::test_log_probabilities_and_tensors_equal_those_of_a_cpu
+test_hybrids.py::test_hybrids_have_the_tokens_of_a_cpu
+    device/test_device_hybrids.py::test_tokens_equal_those_of_a_cpu
+test_hybrids.py::test_guided_hybrids_have_the_tokens_of_a_cpu
+    device/test_device_hybrids.py::test_guided_tokens_equal_those_of_a_cpu
 test_hostfunc.py::test_example_prints_twenties
     {HOST}test_captured_calls_run_at_every_replay_and_the_end_of_their_graph_frees_the_arguments
 test_hostfunc.py::test_replays_count_and_arguments_are_freed_with_the_graph

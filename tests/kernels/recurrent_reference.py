@@ -9,20 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import silu, softplus
 
-from kernels.recurrent import (
-    ConvActivation,
-    MatrixRecurrence,
-    SelectiveScan,
-    ShortConv,
-    matrix_recurrence,
-    selective_scan,
-    short_conv,
-)
+from kernels.recurrent import ConvActivation, MatrixRecurrence, RecurrentKernels, SelectiveScan, ShortConv
 from kernels.recurrent_rows import NO_PLACE, RecurrentRows
 
 MAX_PENDING = 4
 ROWS = 60
 """Rows of a sequence."""
+FEW_ROWS = 14
+"""The same in Triton's interpreter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,8 +60,9 @@ def whole(layer: Layer, x_NW: torch.Tensor) -> torch.Tensor:
 class Sequence:
     """A sequence that is taken a few rows at a time; some of them are drafts, of which some are wrong."""
 
-    def __init__(self, layer: Layer, place: int, seed: int) -> None:
-        self.x_NW = torch.randn(ROWS, layer.width, generator=torch.Generator().manual_seed(seed))
+    def __init__(self, layer: Layer, place: int, seed: int, num_rows: int = ROWS) -> None:
+        random_numbers = torch.Generator(torch.get_default_device()).manual_seed(seed)
+        self.x_NW = torch.randn(num_rows, layer.width, generator=random_numbers)
         self.want = whole(layer, self.x_NW)
         self.place, self.done, self.redo = place, 0, 0
         self._random = random.Random(seed)
@@ -123,14 +118,14 @@ def convolved(conv: ShortConv, x_NC: torch.Tensor) -> torch.Tensor:
     return silu(out) if conv.act is ConvActivation.SILU else out
 
 
-def conv_layer(channels: int, taps: int, dtype: torch.dtype, *, biased: bool) -> Layer:
+def conv_layer(kernels: RecurrentKernels, channels: int, taps: int, dtype: torch.dtype, *, biased: bool) -> Layer:
     """Return a convolution without more, over inputs in `dtype`."""
     bias = torch.randn(channels) if biased else None
     conv = ShortConv(torch.randn(taps, channels), bias, ConvActivation.SILU if biased else ConvActivation.NONE)
 
     def run(x_NW: torch.Tensor, rows: RecurrentRows, memory: Memory) -> torch.Tensor:
         x_NC = torch.cat([x_NW, x_NW], dim=1).to(dtype)[:, channels:]  # rows that are strided
-        return short_conv(conv, x_NC, rows, memory.states[0], memory.pending_SRW, out_dtype=torch.float32)
+        return kernels.short_conv(conv, x_NC, rows, memory.states[0], memory.pending_SRW, out_dtype=torch.float32)
 
     def reference(x_NW: torch.Tensor) -> torch.Tensor:
         return convolved(conv, x_NW.to(dtype).double())
@@ -138,7 +133,9 @@ def conv_layer(channels: int, taps: int, dtype: torch.dtype, *, biased: bool) ->
     return Layer(channels, (conv.state_shape,), channels, run, reference)
 
 
-def matrix_layer(heads: int, key_heads: int, keys: int, values: int, *, delta: bool) -> Layer:
+def matrix_layer(
+    kernels: RecurrentKernels, heads: int, key_heads: int, keys: int, values: int, *, delta: bool
+) -> Layer:
     """Return a convolution and the recurrence over a matrix of each head."""
     of_keys, channels = key_heads * keys, 2 * key_heads * keys + heads * values
     conv = ShortConv(torch.randn(4, channels), torch.randn(channels), ConvActivation.SILU)
@@ -159,11 +156,11 @@ def matrix_layer(heads: int, key_heads: int, keys: int, values: int, *, delta: b
 
     def run(x_NW: torch.Tensor, rows: RecurrentRows, memory: Memory) -> torch.Tensor:
         tail, state = memory.states
-        mixed = short_conv(
+        mixed = kernels.short_conv(
             conv, x_NW[:, :channels], rows, tail, memory.pending_SRW, out_dtype=torch.float32, emits_redo=True
         )
         control = x_NW[:, channels:].contiguous()
-        return matrix_recurrence(recurrence, mixed, control, rows, state, memory.pending_SRW, saved_at=channels)
+        return kernels.matrix_recurrence(recurrence, mixed, control, rows, state, memory.pending_SRW, saved_at=channels)
 
     def reference(x_NW: torch.Tensor) -> torch.Tensor:
         x = x_NW.double()
@@ -194,18 +191,18 @@ def matrix_layer(heads: int, key_heads: int, keys: int, values: int, *, delta: b
     return Layer(width, (conv.state_shape, recurrence.state_shape), width, run, reference)
 
 
-def scan_layer(channels: int, states: int) -> Layer:
+def scan_layer(kernels: RecurrentKernels, channels: int, states: int) -> Layer:
     """Return a convolution and the selective scan."""
     conv = ShortConv(torch.randn(4, channels), None, ConvActivation.SILU)
     scan = SelectiveScan(-torch.rand(states, channels) - 0.1, torch.randn(channels))
 
     def run(x_NW: torch.Tensor, rows: RecurrentRows, memory: Memory) -> torch.Tensor:
         tail, state = memory.states
-        x_MI = short_conv(
+        x_MI = kernels.short_conv(
             conv, x_NW[:, :channels], rows, tail, memory.pending_SRW, out_dtype=torch.float32, emits_redo=True
         )
         control = x_NW[:, channels:].contiguous()
-        return selective_scan(scan, x_MI, control, rows, state, memory.pending_SRW, saved_at=channels)
+        return kernels.selective_scan(scan, x_MI, control, rows, state, memory.pending_SRW, saved_at=channels)
 
     def reference(x_NW: torch.Tensor) -> torch.Tensor:
         x = x_NW.double()
@@ -226,11 +223,11 @@ def scan_layer(channels: int, states: int) -> Layer:
     )
 
 
-LAYERS: dict[str, Callable[[], Layer]] = {
-    "convolution": lambda: conv_layer(70, 3, torch.float32, biased=False),
-    "convolution in bfloat16": lambda: conv_layer(96, 4, torch.bfloat16, biased=True),
-    "delta rule": lambda: matrix_layer(4, 2, 18, 40, delta=True),
-    "matrix": lambda: matrix_layer(6, 2, 16, 24, delta=False),
-    "scan": lambda: scan_layer(72, 5),
+LAYERS: dict[str, Callable[[RecurrentKernels], Layer]] = {
+    "convolution": lambda kernels: conv_layer(kernels, 70, 3, torch.float32, biased=False),
+    "convolution in bfloat16": lambda kernels: conv_layer(kernels, 96, 4, torch.bfloat16, biased=True),
+    "delta rule": lambda kernels: matrix_layer(kernels, 4, 2, 18, 40, delta=True),
+    "matrix": lambda kernels: matrix_layer(kernels, 6, 2, 16, 24, delta=False),
+    "scan": lambda kernels: scan_layer(kernels, 72, 5),
 }
 """Sizes that are no multiples of a vector."""

@@ -16,7 +16,7 @@ from torch import nn
 from gpu_engine.model.attention import context_of_forward
 from gpu_engine.model.recurrent.rows import layer_of
 from gpu_engine.model.recurrent.short_convolutions import activation_of, conv_of, floats
-from kernels.recurrent import Gate, MatrixRecurrence, gated_norm, matrix_recurrence, short_conv
+from kernels.recurrent import Gate, MatrixRecurrence
 
 
 class DeltaNet(nn.Module):
@@ -54,15 +54,15 @@ class DeltaNet(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
         """Return the layer's output, in the shape of its input."""
-        states, rows = layer_of(context_of_forward().recurrent, self.layer_idx)
+        kernels, states, rows = layer_of(context_of_forward().recurrent, self.layer_idx)
         qkv_NC, gate_NG, control_NJ = self.project(hidden_states.flatten(0, 1))
         (tail, matrix), pending = states.states, states.pending_SRW
-        mixed = short_conv(self.conv, qkv_NC, rows, tail, pending, out_dtype=torch.float32, emits_redo=True)
-        read_NG = matrix_recurrence(
+        mixed = kernels.short_conv(self.conv, qkv_NC, rows, tail, pending, out_dtype=torch.float32, emits_redo=True)
+        read_NG = kernels.matrix_recurrence(
             self.heads, mixed, control_NJ, rows, matrix, pending, saved_at=self.conv.state_shape[1]
         )
         of_heads = read_NG.view(-1, self.heads.values)
-        normed = gated_norm(of_heads, gate_NG, self.norm_weight_V, Gate.AFTER_NORM, eps=self.eps)
+        normed = kernels.gated_norm(of_heads, gate_NG, self.norm_weight_V, Gate.AFTER_NORM, eps=self.eps)
         out: torch.Tensor = self.out_proj(normed.view(*hidden_states.shape[:2], -1))  # type: ignore[operator]
         return out
 

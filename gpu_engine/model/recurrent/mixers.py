@@ -16,15 +16,7 @@ from torch import nn
 from gpu_engine.model.attention import context_of_forward
 from gpu_engine.model.recurrent.rows import layer_of
 from gpu_engine.model.recurrent.short_convolutions import activation_of, conv_of, floats
-from kernels.recurrent import (
-    Gate,
-    MatrixRecurrence,
-    SelectiveScan,
-    gated_norm,
-    matrix_recurrence,
-    selective_scan,
-    short_conv,
-)
+from kernels.recurrent import Gate, MatrixRecurrence, SelectiveScan
 
 
 class MatrixMixer(nn.Module):
@@ -60,18 +52,20 @@ class MatrixMixer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
         """Return the layer's output, in the shape of its input."""
-        states, rows = layer_of(context_of_forward().recurrent, self.layer_idx)
+        kernels, states, rows = layer_of(context_of_forward().recurrent, self.layer_idx)
         x_NW = hidden_states.flatten(0, 1)
         projected_NJ = self.in_proj(x_NW if self.input_scale == 1.0 else x_NW * self.input_scale)
         if self.scales_J is not None:
             projected_NJ = projected_NJ * self.scales_J
         gate_NI, x_NC, dt_NH = projected_NJ.split(self.parts, dim=1)
         (tail, matrix), pending = states.states, states.pending_SRW
-        mixed = short_conv(self.conv, x_NC, rows, tail, pending, out_dtype=torch.float32, emits_redo=True)
-        read_NI = matrix_recurrence(
+        mixed = kernels.short_conv(self.conv, x_NC, rows, tail, pending, out_dtype=torch.float32, emits_redo=True)
+        read_NI = kernels.matrix_recurrence(
             self.heads, mixed, dt_NH.float().contiguous(), rows, matrix, pending, saved_at=self.conv.state_shape[1]
         )
-        normed_NI = gated_norm(read_NI, gate_NI, self.norm_weight_I, self.kind, eps=self.eps, groups=self.groups)
+        normed_NI = kernels.gated_norm(
+            read_NI, gate_NI, self.norm_weight_I, self.kind, eps=self.eps, groups=self.groups
+        )
         out: torch.Tensor = self.out_proj(normed_NI.view(*hidden_states.shape[:2], -1))
         return out
 
@@ -102,15 +96,17 @@ class ScanMixer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
         """Return the layer's output, in the shape of its input."""
-        states, rows = layer_of(context_of_forward().recurrent, self.layer_idx)
+        kernels, states, rows = layer_of(context_of_forward().recurrent, self.layer_idx)
         x_NI, gate_NI = self.in_proj(hidden_states.flatten(0, 1)).chunk(2, dim=1)
         (tail, scanned), pending = states.states, states.pending_SRW
-        x_MI = short_conv(self.conv, x_NI, rows, tail, pending, out_dtype=torch.float32, emits_redo=True)
+        x_MI = kernels.short_conv(self.conv, x_NI, rows, tail, pending, out_dtype=torch.float32, emits_redo=True)
         own_NI = x_MI[len(x_MI) - len(x_NI) :].to(x_NI.dtype)
         dt, b, c = self.x_proj(own_NI).split(self.parts, dim=1)
         dt_NI = self.dt_proj(self.dt_layernorm(dt))
         control_NJ = torch.cat([dt_NI, self.b_layernorm(b), self.c_layernorm(c)], dim=1).float()
-        read_NI = selective_scan(self.scan, x_MI, control_NJ, rows, scanned, pending, saved_at=self.conv.state_shape[1])
-        gated_NI = gated_norm(read_NI, gate_NI, None, Gate.ONLY)
+        read_NI = kernels.selective_scan(
+            self.scan, x_MI, control_NJ, rows, scanned, pending, saved_at=self.conv.state_shape[1]
+        )
+        gated_NI = kernels.gated_norm(read_NI, gate_NI, None, Gate.ONLY)
         out: torch.Tensor = self.out_proj(gated_NI.view(*hidden_states.shape[:2], -1))
         return out

@@ -51,7 +51,7 @@ def planned_layers(net: nn.Module) -> dict[int, RecurrentLayer]:
 
 
 def replace_recurrent(net: nn.Module) -> dict[int, RecurrentLayer]:
-    """Replace the recurrent modules of a model on a CPU; return them by the numbers of their layers.
+    """Replace the recurrent modules of a model on its device; return them by the numbers of their layers.
 
     Raises ModelNotSupported for sizes that the kernels do not take.
     """

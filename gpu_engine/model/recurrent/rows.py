@@ -18,10 +18,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from kernels import recurrent
 from kernels.kv_pages import untouched_zeros
+from kernels.recurrent import RecurrentKernels
 from kernels.recurrent_rows import NO_PLACE, RecurrentRows
 
 __all__ = [
+    "CPU",
     "NO_PLACE",
     "LayerStates",
     "RecurrentForward",
@@ -33,6 +36,8 @@ __all__ = [
     "recurrent_layers",
     "state_bytes",
 ]
+
+CPU = torch.device("cpu")
 
 
 class RecurrentLayer(Protocol):
@@ -48,23 +53,20 @@ class RecurrentLayer(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStates:
-    """The memory of one layer, float32 and contiguous. It is not resident until a sequence has the place."""
+    """The memory of one layer, float32 and contiguous. On a CPU it is not resident until a sequence has the place."""
 
     states: tuple[torch.Tensor, ...]
     """[S, *shape] for each shape of the layer."""
     pending_SRW: torch.Tensor
 
     @classmethod
-    def allocate(cls, layer: RecurrentLayer, num_places: int, max_pending: int) -> LayerStates:
+    def allocate(
+        cls, layer: RecurrentLayer, num_places: int, max_pending: int, device: torch.device = CPU
+    ) -> LayerStates:
         """Return memory of zeros for `num_places` sequences."""
-        return cls(
-            tuple(_zeros(num_places, *shape) for shape in layer.state_shapes),
-            _zeros(num_places, max_pending, layer.pending_width),
-        )
-
-
-def _zeros(*shape: int) -> torch.Tensor:
-    return untouched_zeros(shape, torch.float32, torch.device("cpu"))
+        shapes = *layer.state_shapes, (max_pending, layer.pending_width)
+        *states, pending = (untouched_zeros((num_places, *shape), torch.float32, device) for shape in shapes)
+        return cls(tuple(states), pending)
 
 
 class RecurrentPools:
@@ -74,11 +76,23 @@ class RecurrentPools:
         layers: by their numbers in the model.
         num_places: S.
         max_pending: R, the most rows that a verification has: all of them may be pending.
+        device: the model's.
     """
 
-    def __init__(self, layers: Mapping[int, RecurrentLayer], num_places: int, max_pending: int) -> None:
+    def __init__(
+        self, layers: Mapping[int, RecurrentLayer], num_places: int, max_pending: int, device: torch.device = CPU
+    ) -> None:
         self.num_places, self.max_pending = num_places, max_pending
-        self.layers = {number: LayerStates.allocate(layer, num_places, max_pending) for number, layer in layers.items()}
+        sizes = num_places, max_pending, device
+        self.layers = {number: LayerStates.allocate(layer, *sizes) for number, layer in layers.items()}
+
+    def of(self, place: int, *, pending: bool = False) -> list[torch.Tensor]:
+        """Return the parts of the state at a place, of every layer; with its pending rows if `pending`."""
+        return [
+            part[place]
+            for layer in self.layers.values()
+            for part in (*layer.states, *([layer.pending_SRW] if pending else []))
+        ]
 
     def __repr__(self) -> str:
         return f"<RecurrentPools of {len(self.layers)} layers, {self.num_places} places, {self.max_pending} pending>"
@@ -90,13 +104,16 @@ class RecurrentForward:
 
     pools: RecurrentPools
     rows: RecurrentRows
+    kernels: RecurrentKernels = recurrent
+    """Of the device."""
 
 
-def layer_of(forward: RecurrentForward | None, layer_idx: int) -> tuple[LayerStates, RecurrentRows]:
-    """Return the memory of a layer and the rows of its forward. Raises RuntimeError where the forward has no states."""
+def layer_of(forward: RecurrentForward | None, layer_idx: int) -> tuple[RecurrentKernels, LayerStates, RecurrentRows]:
+    """Return the kernels, the memory of a layer and the rows of its forward. Raises RuntimeError where the forward has
+    no states."""
     if forward is None:
         raise RuntimeError(f"layer {layer_idx} has a state, and the forward brings none")
-    return forward.pools.layers[layer_idx], forward.rows
+    return forward.kernels, forward.pools.layers[layer_idx], forward.rows
 
 
 def recurrent_layers(net: nn.Module) -> dict[int, RecurrentLayer]:

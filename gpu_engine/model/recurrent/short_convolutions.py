@@ -15,7 +15,7 @@ from torch import nn
 
 from gpu_engine.model.attention import context_of_forward
 from gpu_engine.model.recurrent.rows import layer_of
-from kernels.recurrent import ConvActivation, ShortConv, short_conv
+from kernels.recurrent import ConvActivation, ShortConv
 
 
 class GatedShortConv(nn.Module):
@@ -31,10 +31,10 @@ class GatedShortConv(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
         """Return the layer's output, [B, P, H] like its input."""
-        states, rows = layer_of(context_of_forward().recurrent, self.layer_idx)
+        kernels, states, rows = layer_of(context_of_forward().recurrent, self.layer_idx)
         before, after, x = self.in_proj(hidden_states).flatten(0, 1).chunk(3, dim=-1)
         (tail_STC,) = states.states
-        out_NC = short_conv(self.conv, before * x, rows, tail_STC, states.pending_SRW, out_dtype=x.dtype)
+        out_NC = kernels.short_conv(self.conv, before * x, rows, tail_STC, states.pending_SRW, out_dtype=x.dtype)
         out: torch.Tensor = self.out_proj((after * out_NC).view(*hidden_states.shape[:2], -1))
         return out
 

@@ -148,6 +148,8 @@ class TensorOutputs:
     def warm_up(self) -> None:
         """Allocate, and run the shape of a device once over scratch pages, through both of the model's forwards."""
         outputs, room = self._model.outputs, self._slot.history_SL.shape[1]
+        if not outputs:
+            return  # a model with recurrent layers
         parts = {name: outputs[name].row_bytes for name in (LOGITS, list(outputs)[-1])}  # the last one is a module
         piece = self.launch(len(self._slot.length_S) - 1, 0, min(self._rows, room), parts)
         assert piece is not None

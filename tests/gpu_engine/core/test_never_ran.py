@@ -17,9 +17,10 @@ SETTINGS = (
     {"drafter": "ngram", "draft_tree": "on"},
     {"drafter": "decoupled", "draft_model": "m", "draft_device": "cuda:1"},
     {"logits_processors": ("a=b:c",)},
+    {},
     {"role": "decode"},
 )
-"""Each uses the part of the same place."""
+"""Each uses the part of the same place; none for hybrids, which the model decides."""
 
 
 def test_each_part_is_a_row_that_says_never_and_a_setting_uses_it(root: Path) -> None:
@@ -29,18 +30,20 @@ def test_each_part_is_a_row_that_says_never_and_a_setting_uses_it(root: Path) ->
     assert [part.name for part in NEVER_RAN if not any(name.startswith(part.name) for name in never)] == []
     for part, fields in zip(NEVER_RAN, SETTINGS, strict=True):
         made = config(device="cuda", num_draft_tokens=3, **fields)
-        assert [other.name for other in NEVER_RAN if other.uses(made)] == [part.name]
-    assert not any(part.uses(config(device="cuda", drafter="ngram", num_draft_tokens=7)) for part in NEVER_RAN)
+        recurrent = part.name == "hybrids"
+        assert [other.name for other in NEVER_RAN if other.uses(made, recurrent)] == [part.name]
+    plain = config(device="cuda", drafter="ngram", num_draft_tokens=7)
+    assert not any(part.uses(plain, False) for part in NEVER_RAN)
 
 
 @pytest.mark.parametrize(("triton", "logged"), [("3.6.0", 0), ("3.7.1", 1)])
 def test_one_line_names_the_parts(triton: str, logged: int, caplog: pytest.LogCaptureFixture) -> None:
     cpu = torch.device("cpu")  # whose capability nothing asks for
     with caplog.at_level(logging.WARNING):
-        say_what_never_ran(config(), cpu, triton)
+        say_what_never_ran(config(), cpu, triton, recurrent=False)
         assert len(caplog.records) == logged
         caplog.clear()
-        say_what_never_ran(config(device="cuda", **SETTINGS[3], num_draft_tokens=3), cpu, triton)
+        say_what_never_ran(config(device="cuda", **SETTINGS[3], num_draft_tokens=3), cpu, triton, recurrent=True)
     (record,) = caplog.records
-    assert "draft_device" in record.getMessage()
+    assert "draft_device, hybrids" in record.getMessage()
     assert ("Triton 3.7.1" in record.getMessage()) == bool(logged)

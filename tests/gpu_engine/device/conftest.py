@@ -31,7 +31,7 @@ FIGURES: Counter[str] = Counter()
 
 ORDERED = {
     *("test_happens_before.py", "test_device_decoupled.py", "test_device_adapters.py", "test_device_beams.py"),
-    "test_device_transfer.py",
+    *("test_device_transfer.py", "test_device_hybrids.py"),
 }
 """Files whose tests look for accesses without an order, which takes them a third longer. Their slow tests run in an
 order that events permit, drawn with a seed."""

@@ -32,7 +32,7 @@ def logits(model: LoadedModel, ids_BP: torch.Tensor, *, start: int = 0) -> torch
         states = SequenceStates(model.recurrent, num_slots=B, max_rows=0)
         for part, first, count in zip(parts, (0, start), (start, P - start), strict=True):
             if count:
-                part.recurrent = states.forward(range(B), [first] * B, [count] * B, [count] * B)
+                part.recurrent = states.forward_of(list(range(B)), [first] * B, [count] * B, [count] * B)
     if start:
         model.prefill(ids_BP[:, :start], parts[0])
     return model.logits(ids_BP[:, start:], parts[1]).view(B, P - start, -1).clone()

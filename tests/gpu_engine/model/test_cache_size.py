@@ -65,9 +65,9 @@ def test_the_length_and_the_cache(
 
 def test_recurrent_states_take_their_part_of_the_memory() -> None:
     config = EngineConfig(device="cpu", max_batch_size=3, num_draft_tokens=7, jump_forward_tokens=0)
-    # Four places, one of them spare, with a state and eight rows each; snapshots take a quarter of the cache's size.
+    # Three places with a state and eight rows each; snapshots take a quarter of the cache's size.
     shape = CachedShape(1, 1, 16, 0, StateSize(state=1000, pending=50))
-    free = 4 * (1000 + 8 * 50) + 2 * TOKEN_BYTES * 1000
+    free = 3 * (1000 + 8 * 50) + 2 * TOKEN_BYTES * 1000
     assert decide(config, shape, TOKEN_BYTES, free).room_tokens == 1000 / 1.25
     assert decide(replace(config, prefix_cache=False), shape, TOKEN_BYTES, free).room_tokens == 1000
     with pytest.raises(ModelNotSupported, match=r"^max_batch_size: the recurrent states of 3 slots take 0\.00 GB"):

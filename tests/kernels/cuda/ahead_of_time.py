@@ -26,6 +26,7 @@ from kernels.cuda import (
     noise,
     posting,
     products,
+    recurrent,
     scaled,
     step_inputs,
 )
@@ -36,6 +37,8 @@ from kernels.cuda.tree_acceptance import PathCompaction
 from kernels.fused import Activation, NormKind, RMSNorm
 from kernels.low_rank_stacks import LowRankStacks, ProductShape
 from kernels.paged_attention import KVPages
+from kernels.recurrent import ConvActivation, Gate, MatrixRecurrence, SelectiveScan, ShortConv
+from kernels.recurrent_rows import RecurrentRows
 from kernels.step_tensors import DraftTree, TreeRows, tree_shape
 
 NAMES = {
@@ -47,6 +50,7 @@ NAMES = {
     *("shrink_kernel", "expand_kernel"),
     *("tree_decode_kernel", "tree_acceptance_kernel", "compact_kernel", "branch_kernel"),
     *("grow_kernel", "take_kernel"),
+    *("conv_kernel", "matrix_kernel", "scan_kernel", "keep_kernel", "gated_norm_kernel"),
 }
 """The kernels of kernels/cuda."""
 MAX_SHARED = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -250,6 +254,45 @@ def compile_low_rank(B: int, each: int, shape: ProductShape, rank: int, dtype: t
     low_rank.add_low_rank(x, y, stack, ints(B), each)
 
 
+def compile_conv(B: int, P: int, C: int, T: int, R: int, *, width: int = 0) -> tuple[RecurrentRows, torch.Tensor]:
+    """Launch a convolution of bfloat16 inputs, with `width` further floats of a pending row; return the rows and what
+    is pending. Without them it is a layer of its own, else the one before a recurrence."""
+    rows = RecurrentRows.rectangle(P, ints(B), fresh_L=ints(B), redo_L=ints(B), commit_L=ints(B))
+    conv = ShortConv(torch.zeros(T, C), torch.zeros(C) if width else None, ConvActivation(int(width > 0)))
+    pending, x = torch.zeros(B, R, C + width), torch.zeros(B * P, C, dtype=torch.bfloat16)
+    out_dtype = torch.float32 if width else torch.bfloat16
+    tail = torch.zeros(B, T - 1, C)
+    recurrent.short_conv(conv, x, rows, tail, pending, out_dtype=out_dtype, emits_redo=width > 0)
+    return rows, pending
+
+
+def compile_matrix(B: int, P: int, R: int, shape: tuple[int, int, int], key_heads: int, *, delta: bool) -> None:
+    """Launch a layer with a matrix of each head, of (heads, keys, values)."""
+    (H, D, V), N = shape, B * P
+    of_keys = key_heads * D
+    C, skip = 2 * of_keys + H * V, None if delta else torch.zeros(H)
+    places = {"q_at": 0, "k_at": of_keys, "v_at": 2 * of_keys}
+    heads = MatrixRecurrence(torch.zeros(H), torch.zeros(H), D, V, key_heads, **places, delta=delta, skip_H=skip)
+    control = torch.zeros(N, heads.control_width)
+    rows, pending = compile_conv(B, P, C, 4, R, width=heads.control_width)
+    mixed, state = torch.zeros(B * R + N, C), torch.zeros(B, *shape)
+    read = recurrent.matrix_recurrence(heads, mixed, control, rows, state, pending, saved_at=C)
+    gate = torch.zeros(N, H * V, dtype=torch.bfloat16)
+    if delta:
+        recurrent.gated_norm(read.view(-1, V), gate, torch.zeros(V), Gate.AFTER_NORM, eps=1e-6)
+    else:
+        recurrent.gated_norm(read, gate, torch.zeros(H * V), Gate.BEFORE_NORM, eps=1e-6)
+
+
+def compile_scan(B: int, P: int, R: int, I: int, E: int) -> None:  # noqa: E741
+    """Launch a layer of Mamba 1."""
+    scan, N = SelectiveScan(torch.zeros(E, I), torch.zeros(I)), B * P
+    rows, pending = compile_conv(B, P, I, 4, R, width=scan.pending_width)
+    control, state = torch.zeros(N, scan.control_width), torch.zeros(B, E, I)
+    read = recurrent.selective_scan(scan, torch.zeros(B * R + N, I), control, rows, state, pending, saved_at=I)
+    recurrent.gated_norm(read, torch.zeros(N, I, dtype=torch.bfloat16), None, Gate.ONLY)
+
+
 def main() -> None:
     """Compile all and print the kernels' names."""
     driver = install()
@@ -278,6 +321,10 @@ def main() -> None:
         compile_products(rows, 4096, 4096)
     compile_scaled(1, 4096, 14_336, torch.bfloat16)
     compile_scaled(16, 960, 576, torch.float16)
+    compile_conv(2, 4, 256, 3, 4)
+    compile_matrix(2, 4, 4, (2, 16, 32), 1, delta=True)
+    compile_matrix(2, 4, 4, (2, 24, 16), 1, delta=False)
+    compile_scan(2, 4, 4, 128, 8)
     compile_low_rank(1, 1, ProductShape(576, (576, 192, 192)), 16, torch.bfloat16)
     compile_low_rank(4, 8, ProductShape(4096, (14_336, 14_336)), 64, torch.bfloat16)
     compile_low_rank(2, 512, ProductShape(14_336, (4096,)), 16, torch.bfloat16)

@@ -180,7 +180,7 @@ FP8 = "option: FP8"
 """The case that needs compute capability 8.9."""
 FLAGS = "step, flags.cu"
 """The case that NVRTC compiles."""
-CASES: dict[str, Callable[[], None]] = {
+CASES: dict[str, Callable[[], object]] = {
     "step, 8B, 16 x 8": lambda: step(16, 8),
     "step, 8B, 16 x 1": lambda: step(16, 1),
     "step, 8B, 1 x 8": lambda: step(1, 8),
@@ -195,6 +195,10 @@ CASES: dict[str, Callable[[], None]] = {
     "prefill, 135M, 1 x 512": lambda: attention(1, 512, 9, 3, 64),
     "layer, 8B": lambda: layer(128, 4096, 14_336, (32, 8), 128),
     "layer, 135M, 1 row": lambda: layer(1, 576, 1536, (9, 3), 64),
+    "hybrid, convolution": lambda: ahead_of_time.compile_conv(16, 8, 2048, 3, 8),
+    "hybrid, delta net": lambda: ahead_of_time.compile_matrix(16, 8, 8, (32, 128, 128), 16, delta=True),
+    "hybrid, Mamba 2": lambda: ahead_of_time.compile_matrix(16, 8, 8, (128, 128, 64), 1, delta=False),
+    "hybrid, Mamba 1": lambda: ahead_of_time.compile_scan(16, 8, 8, 8192, 16),
     "option: tree, 8B": tree_step,
     "option: tree decode, 8B, 16 x 8": lambda: attention(16, 8, 32, 8, 128, tree=True),
     "option: tree decode, 135M, 16 x 8": lambda: attention(16, 8, 9, 3, 64, tree=True),
@@ -211,7 +215,7 @@ CASES: dict[str, Callable[[], None]] = {
     "option: noise": lambda: noise.noise_kernel[(1,)](torch.zeros(512), 1 << 40, 1, 512, ROWS=16),
 }
 """By name; those whose name begins with "option" are not of the default path. 8B: Llama 3.1 8B's shapes, 135M:
-SmolLM2's."""
+SmolLM2's. The hybrids have the layers of LFM 2, Qwen 3 Next, Bamba and Jamba."""
 ROWS = (1, 8, 32, 64, 128, 512)
 """Rows of a product. There is a tile for up to 16, 32, 64 and 128 rows; Triton compiles one row apart, and multiples of
 16."""

@@ -27,7 +27,7 @@ def logits_in_parts(model: LoadedModel, ids_1N: torch.Tensor, parts: list[int]) 
     states, start, found = SequenceStates(model.recurrent, num_slots=1, max_rows=ROWS), 0, []
     for count in parts:
         ctx = AttentionContext(pages, table, torch.arange(start, start + count, dtype=torch.int32)[None])
-        ctx.recurrent = states.forward([0], [start], [count], [1 if count <= ROWS else count])
+        ctx.recurrent = states.forward_of([0], [start], [count], [1 if count <= ROWS else count])
         found.append(model.logits(ids_1N[:, start : start + count], ctx).clone())
         start += count
     return torch.cat(found)
