@@ -48,6 +48,7 @@ LAZY_IMPORTS = {
         ("gpu_engine.model.linear", "kernels.cuda"),
         ("gpu_engine.model.loader", "kernels.cuda.low_rank"),
         ("gpu_engine.model.quantised.scaled", "kernels.cuda.scaled"),
+        ("gpu_engine.model.states", "kernels.cuda.recurrent"),
         ("gpu_engine.step", "kernels.cuda"),
         ("kernels.accept", "kernels.cuda.accept"),
         ("kernels.fused", "kernels.cuda.fused"),

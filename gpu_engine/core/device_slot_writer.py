@@ -78,12 +78,15 @@ class DeviceSlotWriter(SlotWriter):
         self._captured: set[int] = set()
         """Slots of which captured logits processors change rows."""
         self._copied = [_Copied(stream.event()) for _ in range(S)]
+        self._pages_copied: set[int] = set()
+        """Slots of which a row of the page table was copied since they were assigned."""
 
     def assign(self, sequence: RunningSequence) -> None:
         """Enqueue the history and parameters of a sequence that just got its slot."""
         s = sequence.slot
         if self._copied[s].used:
             self._copied[s].event.wait()
+        self._pages_copied.discard(s)
         super().assign(sequence)
         request, count = sequence.request, sequence.length
         self._copy(self.buffers.history_SL[s, :count], self.slot.history_SL[s, :count])
@@ -150,9 +153,12 @@ class DeviceSlotWriter(SlotWriter):
             )
 
     def write_pages(self, sequence: RunningSequence) -> None:
-        """Enqueue the entries of the page table that are new."""
+        """Enqueue the entries of the page table that are new. Waits for earlier copies where all entries are."""
+        if not sequence.pages_written and sequence.slot in self._pages_copied:
+            self._copied[sequence.slot].event.wait()
         end = self._write_pages(sequence) and sequence.pages_written
         if end:
+            self._pages_copied.add(sequence.slot)
             # The whole row up to here: earlier entries do not change.
             self._copy(self.buffers.page_table_SN[sequence.slot, :end], self.slot.page_table_SN[sequence.slot, :end])
             self._mark(sequence.slot)

@@ -246,10 +246,12 @@ class EngineLoop:
         for chunk in chunks:
             chunk.sequence.prefilled = chunk.end
             if self._states is not None:
+                pages = list(chunk.sequence.pages)
                 place = self.scheduler.place_of_snapshot(chunk.sequence)
                 if place is not None:
                     self._states.store(chunk.sequence.slot, place, chunk.end)
-                chunk.sequence.pages_written = 0
+                if pages != chunk.sequence.pages:
+                    chunk.sequence.pages_written = 0
             if chunk.end == chunk.sequence.prefill_end:
                 self.scheduler.index_pages(chunk.sequence)
             telemetry = chunk.sequence.telemetry

@@ -76,7 +76,7 @@ class SequenceStates:
         self._kernels = kernels_of(on_device=self._on_device)
         self.pools = RecurrentPools(layers, num_slots, max_rows, device)
         self.snapshots = RecurrentPools(layers, num_snapshots, 0, device)
-        self._end_S, self._known_S = torch.zeros(2, num_slots + 1, dtype=torch.int32, device=device)
+        self._positions_2S = torch.zeros(2, num_slots + 1, dtype=torch.int32, device=device)
         """The position up to which each slot's state is committed, and the one up to which its rows are known: those in
         between are pending."""
 
@@ -95,13 +95,13 @@ class SequenceStates:
         int64, the others int32, on the states' device. Reads no value of them on the host, but on a CPU.
         """
         live_L = (count_L > 0) & (slots_L < self._num_slots)
-        end_L = self._end_S[slots_L]
-        redo_L = torch.where(live_L & (start_L > 0), start_L - end_L, 0)
+        before_2L = self._positions_2S[:, slots_L]
+        redo_L = torch.where(live_L & (start_L > 0), start_L - before_2L[0], 0)
         if not self._on_device:
-            pending_L = self._known_S[slots_L] - end_L
-            assert bool(((redo_L >= 0) & (redo_L <= pending_L.clamp(min=0))).all()), (slots_L, start_L, end_L)
-            self._known_S[slots_L] = torch.where(live_L, start_L + count_L, self._known_S[slots_L])
-        self._end_S[slots_L] = torch.where(live_L, start_L + commit_L, end_L)
+            wrong_L = (redo_L < 0) | ((start_L > before_2L[1]) & (redo_L > 0))
+            assert not wrong_L.any(), (slots_L, start_L, before_2L)
+        after_2L = torch.stack((start_L + commit_L, start_L + count_L))
+        self._positions_2S[:, slots_L] = torch.where(live_L, after_2L, before_2L)
         places_L = torch.where(live_L, slots_L, NO_PLACE).int()
         parts = (bounds_of(width, slots_L), places_L, (start_L == 0).int(), redo_L, commit_L.contiguous())
         return RecurrentForward(self.pools, RecurrentRows(*parts), self._kernels)
@@ -115,7 +115,7 @@ class SequenceStates:
         width: int | None = None,
     ) -> RecurrentForward:
         """Return the same for numbers of the host. `width` None: no lane has padding."""
-        lanes_4L = torch.tensor([slots, starts, counts, commits], dtype=torch.int32, device=self._end_S.device)
+        lanes_4L = torch.tensor([slots, starts, counts, commits], dtype=torch.int32, device=self._positions_2S.device)
         slots_L, start_L, count_L, commit_L = lanes_4L
         return self.forward(slots_L.long(), start_L, count_L, commit_L, count_L if width is None else width)
 
@@ -125,12 +125,11 @@ class SequenceStates:
 
     def _copy(self, source: int, target: int) -> None:
         copy_parts(self.pools.of(target, pending=True), self.pools.of(source, pending=True))
-        for positions_S in (self._end_S, self._known_S):
-            positions_S[target].copy_(positions_S[source])
+        self._positions_2S[:, target].copy_(self._positions_2S[:, source])
 
     def store(self, slot: int, snapshot: int, position: int) -> None:
         """Keep the state of a slot, which is committed up to `position` and no further, at the place `snapshot`."""
-        assert self._on_device or self._end_S[slot] == position, (slot, self._end_S[slot], position)
+        assert self._on_device or self._positions_2S[0, slot] == position, (slot, self._positions_2S[:, slot], position)
         self._enqueue(copy_parts, self.snapshots.of(snapshot), self.pools.of(slot))
 
     def restore(self, snapshot: int, slot: int, position: int) -> None:
@@ -139,8 +138,7 @@ class SequenceStates:
 
     def _restore(self, snapshot: int, slot: int, position: int) -> None:
         copy_parts(self.pools.of(slot), self.snapshots.of(snapshot))
-        self._end_S[slot].fill_(position)
-        self._known_S[slot].fill_(position)
+        self._positions_2S[:, slot].fill_(position)
 
     @property
     def num_bytes(self) -> int:
