@@ -15,7 +15,7 @@ from kernels.recurrent_rows import NO_PLACE, RecurrentRows
 MAX_PENDING = 4
 ROWS = 60
 """Rows of a sequence."""
-FEW_ROWS = 14
+FEW_ROWS = 11
 """The same in Triton's interpreter."""
 
 
@@ -227,7 +227,7 @@ LAYERS: dict[str, Callable[[RecurrentKernels], Layer]] = {
     "convolution": lambda kernels: conv_layer(kernels, 70, 3, torch.float32, biased=False),
     "convolution in bfloat16": lambda kernels: conv_layer(kernels, 96, 4, torch.bfloat16, biased=True),
     "delta rule": lambda kernels: matrix_layer(kernels, 4, 2, 18, 40, delta=True),
-    "matrix": lambda kernels: matrix_layer(kernels, 6, 2, 16, 24, delta=False),
+    "matrix": lambda kernels: matrix_layer(kernels, 4, 2, 16, 24, delta=False),
     "scan": lambda kernels: scan_layer(kernels, 72, 5),
 }
 """Sizes that are no multiples of a vector."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from gpu_engine.core.never_ran import NEVER_RAN, say_what_never_ran
 from tests.gpu_engine.harness import config
 
-SETTINGS = (
+SETTINGS: tuple[dict[str, Any], ...] = (
     {"drafter": "eagle3", "draft_model": "m"},
     {"drafter": "mtp"},
     {"drafter": "ngram", "draft_tree": "on"},
