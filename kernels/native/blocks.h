@@ -146,10 +146,10 @@ INLINE void quantise_row(const float *x, const struct block_rows *to, int64_t ro
 
 #if defined(__AVX512VNNI__)
 #define ROW_TILE 6 /* rows at once: 12 sums hide the latency of a dot product, and stay in registers */
-#elif defined(__aarch64__)
-#define ROW_TILE 4
+#elif defined(__AVXVNNI__)
+#define ROW_TILE 2 /* four are not faster: sums of as many outputs no longer stay in 16 registers */
 #else
-#define ROW_TILE 2 /* half as many registers, of half the width or less */
+#define ROW_TILE 4
 #endif
 
 #if defined(__aarch64__)
@@ -197,6 +197,16 @@ INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
 #endif
 
 #define PARTS (GROUP / WIDTH)
+
+/* Vectors of a group whose sums are under way at once: all, or a half of it, where more than two rows would not stay in
+ * registers. */
+#if defined(__AVX512VNNI__)
+#define PASS(rows, form) PARTS
+#elif defined(__AVX512F__)
+#define PASS(rows, form) ((rows) > ((form) == OF_4_BITS ? 2 : 1) ? PARTS / 2 : PARTS)
+#else
+#define PASS(rows, form) ((rows) > 2 && (form) != OF_4_BITS ? PARTS / 2 : PARTS)
+#endif
 
 /* Dot products of four bytes: `sum` + the products of the bytes of every lane with those of x, whose lanes are equal.
  *
@@ -267,23 +277,26 @@ INLINE ints four_of(const int8_t *p) {
     return spread_ints(four);
 }
 
-/* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on, into rows of `out`; rows and form are compile-time
- * constants. The sums go from registers to their place: a copy would wait for them, and hold up the next tile. */
-INLINE void group_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
-                       int form, float *out, int64_t stride) {
+/* A half of group g or all of it: `parts` vectors from output `from` of the group on, of `rows` rows from `first` on, into rows
+ * of `out`; rows, form and parts are compile-time constants. The sums go from registers to their place: a copy would wait for
+ * them, and hold up the next tile. */
+INLINE void group_pass(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
+                       int form, int from, int parts, float *out, int64_t stride) {
     const int64_t blocks = w->inputs / QBLOCK, bytes = form == OF_4_BITS ? 256 : 512;
-    const uint8_t *q = w->quants + 2 * g * blocks * bytes;
-    const uint16_t *s = w->scales + g * blocks * GROUP, *o = form == OF_8_BITS ? 0 : w->offsets + g * blocks * GROUP;
+    const uint8_t *q = w->quants + (2 * g * blocks + from / LANES) * bytes;
+    const int64_t numbers = g * blocks * GROUP + from;
+    const uint16_t *s = w->scales + numbers, *o = form == OF_8_BITS ? 0 : w->offsets + numbers;
     const int8_t *xq = x->quants + first * x->inputs;
     const float *xs = x->scales + first * blocks, *xo = x->sums + first * blocks;
     const int32_t *xc = x->counts + first * blocks;
     floats acc[ROW_TILE][PARTS];
-    UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < PARTS; v++) acc[t][v] = spread_floats(0.0f);
+    UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < parts; v++) acc[t][v] = spread_floats(0.0f);
     for (int64_t k = 0; k < blocks; k++) {
         ints sum[ROW_TILE][PARTS];
         /* The hardware's own prefetch begins anew at every page. */
-        for (int64_t line = 0; line < 2 * bytes; line += 64) __builtin_prefetch(q + 2 * k * bytes + FETCH_AHEAD + line);
-        UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < PARTS; v++) sum[t][v] =
+        for (int64_t line = 0; line < 2 * bytes * parts / PARTS; line += 64)
+            __builtin_prefetch(q + 2 * k * bytes + FETCH_AHEAD + line);
+        UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < parts; v++) sum[t][v] =
             spread_ints(SUMS_BEGIN + (form == OF_4_BITS ? 0 : WIDE_START(xc[t * blocks + k])));
         UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
             ints four[ROW_TILE], later[ROW_TILE];
@@ -292,7 +305,7 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
                 four[t] = four_of(at);
                 if (form == OF_4_BITS) later[t] = four_of(at + 16);
             }
-            UNROLL_8 for (int v = 0; v < PARTS; v++) {
+            UNROLL_8 for (int v = 0; v < parts; v++) {
                 const ints b = load_ints(q + (2 * k + v * WIDTH / LANES) * bytes + 64 * i + v * WIDTH % LANES * 4);
                 UNROLL_8 for (int t = 0; t < rows; t++) {
                     if (form == OF_4_BITS) {
@@ -304,7 +317,7 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
                 }
             }
         }
-        UNROLL_8 for (int v = 0; v < PARTS; v++) {
+        UNROLL_8 for (int v = 0; v < parts; v++) {
             const floats scale = half_floats(s + k * GROUP + v * WIDTH), whole = times(scale, spread_floats(-WHOLE));
             UNROLL_8 for (int t = 0; t < rows; t++) {
                 const ints integer = form == OF_4_BITS ? sum_of_halves(sum[t][v]) : sum[t][v];
@@ -317,10 +330,21 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
             }
         }
     }
-    UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < PARTS; v++) {
-        if (w->bias) acc[t][v] = sum_floats(acc[t][v], load_floats(w->bias + g * GROUP + v * WIDTH));
-        store_floats(out + t * stride + v * WIDTH, acc[t][v]);
+    UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < parts; v++) {
+        if (w->bias) acc[t][v] = sum_floats(acc[t][v], load_floats(w->bias + g * GROUP + from + v * WIDTH));
+        store_floats(out + t * stride + from + v * WIDTH, acc[t][v]);
     }
+}
+
+/* Outputs [GROUP g, GROUP (g + 1)). */
+INLINE void group_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
+                       int form, float *out, int64_t stride) {
+    if (PASS(rows, form) == PARTS) {
+        group_pass(w, g, x, first, rows, form, 0, PARTS, out, stride);
+        return;
+    }
+    for (int from = 0; from < GROUP; from += LANES)
+        group_pass(w, g, x, first, rows, form, from, PARTS / 2, out, stride);
 }
 #endif
 
@@ -359,9 +383,7 @@ INLINE void rows_tile(const struct block_weights *w, int64_t g, const struct blo
                       int form, float *out, int64_t stride) {
     switch (rows) {
         OF_ROWS(1)
-#if ROW_TILE >= 2
         OF_ROWS(2)
-#endif
 #if ROW_TILE >= 4
         OF_ROWS(3)
         OF_ROWS(4)
@@ -396,9 +418,8 @@ INLINE int64_t groups_of(const struct block_weights *w) { return (w->outputs + G
 INLINE int64_t tile_of(const struct block_weights *w, int64_t left) {
 #if HAS_TILES
     if (by_tiles(w, left)) return left < STEP_ROWS ? left : STEP_ROWS;
-#else
-    (void)w;
 #endif
+    (void)w;
     if (left <= ROW_TILE) return left;
     return left < 2 * ROW_TILE ? (left + 1) / 2 : ROW_TILE;
 }

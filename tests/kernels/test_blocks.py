@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import blocks
 from kernels.blocks import (
     BLOCK,
     BlockKind,
     Blocks,
+    LinearCall,
     PackedBlocks,
     RawBlocks,
     can_multiply_blocks,
@@ -97,7 +97,7 @@ def test_joined_matrices_of_different_kinds_lose_nothing() -> None:
 
 def test_every_variant_that_this_cpu_runs_gives_the_same_bits() -> None:
     """The slower variants are compiled for CPUs without the instruction, which no test machine may be."""
-    library, x_MK = native(), rand(5, 96)
+    library = native()
     if platform.machine() == "aarch64":
         level = int(library.lockstep_cpu_level())
         names = [name for name, needed in VARIANTS_OF_AARCH64.items() if needed <= level]
@@ -107,13 +107,13 @@ def test_every_variant_that_this_cpu_runs_gives_the_same_bits() -> None:
     assert names != []
     for case in CASES.values():
         product = PackedBlocks(case(40, 96), rand(40, seed=2))
-        want_MN = product(x_MK)
-        for name in names:
-            out_MN = torch.empty_like(want_MN)
-            scratch = torch.empty(5 * (96 + 3 * 12) + 256, dtype=torch.uint8)
-            args = blocks._LinearArgs(product.args, x_MK.data_ptr(), out_MN.data_ptr(), scratch.data_ptr(), 5, 0)
-            library[f"lockstep_block_linear_{name}"](ctypes.byref(args))
-            assert torch.equal(out_MN, want_MN), name
+        for rows in range(1, 9):  # every tile of rows, of every variant
+            x_MK = rand(rows, 96)
+            want_MN = product(x_MK)
+            for name in names:
+                call = LinearCall(product, x_MK, 0)
+                library[f"lockstep_block_linear_{name}"](ctypes.byref(call.args))
+                assert torch.equal(call.out_MN, want_MN), (name, rows)
 
 
 def test_rows_of_another_width_are_rejected() -> None:
