@@ -261,7 +261,7 @@ INLINE ints dot_wide(ints sum, ints w, ints x) {
 #define WHOLE_BITS 0x4b400000
 
 /* A sum times its block's scale, rounded once; `whole` is scale * -WHOLE, which is exact for a scale of half precision. Only
- * the sign of a zero sum differs from a conversion's, and adding that zero to another number takes it away. */
+ * the sign of a zero sum differs from a conversion's, and adding that zero to another number takes it away. A scale is finite. */
 INLINE floats scaled_sum(ints sum, floats scale, floats whole) {
 #if SUMS_BEGIN
     return fused((floats)sum, scale, whole);
