@@ -40,11 +40,13 @@ SCALED = {
     "iq3_xxs": (0,),
     "iq3_s": (0,),
 }
-"""Other kinds: where the halves of a block are that scale it, the offset's last. Their rows are drawn as bytes."""
+"""Other kinds -> offsets in a block of the half-precision numbers that scale it; an offset of the weights is the last.
+Their rows are drawn as bytes."""
 MIXED = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
-"""Files of two kinds: of most matrices, and of the output head and of values and outputs of the MLP in some layers."""
+"""File -> the kind of most matrices, and the kind of the head and of some layers' values and outputs of the MLP."""
 SAFETENSORS = "safetensors"
 """bfloat16 in Hugging Face's format, in several files."""
+ALL_KINDS = (*KINDS, *SCALED, *MIXED, SAFETENSORS)
 _POOL_ROWS = 512
 _SHARD = 1 << 30
 
@@ -138,7 +140,7 @@ def _scaled(
 
 _FILE_TYPES = {name.removeprefix("MOSTLY_").lower(): number for name, number in LlamaFileType.__members__.items()}
 _FILE_TYPES |= {"q5_k": _FILE_TYPES["q5_k_m"], "q4_k": _FILE_TYPES["q4_k_m"], "q3_k": _FILE_TYPES["q3_k_m"]}
-"""What other programs take a file of a kind for."""
+"""Kind -> the number in a file's header that tells other programs its kind."""
 
 
 def kind_of(kind: str, name: str, shape: Shape) -> str:
@@ -255,7 +257,7 @@ def main() -> None:
     """Write one model."""
     parser = argparse.ArgumentParser(prog="python -m tools.shapes", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--kind", choices=(*KINDS, *SCALED, *MIXED, SAFETENSORS), required=True)
+    parser.add_argument("--kind", choices=ALL_KINDS, required=True)
     parser.add_argument("--out", type=Path, required=True, help="a file that does not exist; a folder for safetensors")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -25,7 +25,7 @@ from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import Progress, number, table
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
-from tools.shapes import SAFETENSORS, SHAPES, write
+from tools.shapes import ALL_KINDS, SAFETENSORS, SHAPES, write
 
 PROMPT = "The history of the sea, told by a fisherman. " * 50
 SCHEMA = {
@@ -34,6 +34,7 @@ SCHEMA = {
     "required": ["name", "age"],
 }
 GB = 1e9
+PEER_TIMEOUT_S = 900
 
 _PEAK = """
 def peak():
@@ -99,11 +100,12 @@ def start(model: Path, threads: int) -> Start:
         ready_s, stub = time.perf_counter() - begun_s, engine_pb2_grpc.EngineStub(channel)
         prompt = pb.GenerateRequest(text=PROMPT, sampling=pb.SamplingParams(max_tokens=32, ignore_eos=True))
         prompt.speculation.num_draft_tokens = 0
-        begun_s, arrived = time.perf_counter(), list[float]()
+        begun_s, arrived, tokens = time.perf_counter(), list[float](), list[int]()
         usage = pb.Usage()
         for response in stub.Generate(prompt, timeout=600):
             if response.token_ids:
                 arrived.append(time.perf_counter())
+                tokens.append(len(response.token_ids))
             usage = response.usage if response.finish_reason else usage
         guided = pb.GenerateRequest(text=PROMPT[:44], sampling=pb.SamplingParams(max_tokens=64))
         guided.grammar.json_schema = json.dumps(SCHEMA)
@@ -113,7 +115,7 @@ def start(model: Path, threads: int) -> Start:
             ready_s,
             peak_of(server.pid),
             usage.prompt_tokens / (arrived[0] - begun_s),
-            (len(arrived) - 1) / (arrived[-1] - arrived[0]),
+            sum(tokens[1:]) / (arrived[-1] - arrived[0]),
             fits(text),
         )
 
@@ -128,12 +130,19 @@ def fits(text: str) -> bool:
 
 
 def peer(python: str, code: str, model: Path, threads: int) -> tuple[float, int] | None:
-    """Return the seconds and the peak memory of another system's start; None: it takes no such file."""
+    """Return the seconds and the peak memory of another system's start; None: it failed, and stderr says why."""
     begun_s = time.perf_counter()
     command = [python, "-P", "-c", code, str(model), str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PEER_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        print(error, file=sys.stderr)
+        return None
     took_s = time.perf_counter() - begun_s
-    return (took_s, int(done.stdout.split()[-1])) if done.returncode == 0 else None
+    if done.returncode == 0:
+        return took_s, int(done.stdout.split()[-1])
+    print(f"{python} exited with {done.returncode}:", *done.stderr.splitlines()[-1:], file=sys.stderr)
+    return None
 
 
 def size_of(model: Path) -> int:
@@ -175,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6b", "1b"])
-    parser.add_argument("--kinds", nargs="+", default=["q4_k_m", "q4_0", "q8_0", SAFETENSORS], metavar="KIND")
+    parser.add_argument("--kinds", nargs="+", choices=ALL_KINDS, default=["q4_k_m", "q4_0", "q8_0", SAFETENSORS])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", help="where models are written; default: a temporary folder")
     parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python")
@@ -184,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     header = ["model", "size", "ready", "peak", "prefill tok/s", "decode tok/s", "guided"]
     header += ["llama.cpp", "peak"] if options.llama_python else []
     header += ["OpenVINO", "peak"] if options.openvino_python else []
-    rows, fits, progress = list[list[str]](), True, Progress(2 * len(options.shapes) * len(options.kinds))
+    rows, all_fit, progress = list[list[str]](), True, Progress(2 * len(options.shapes) * len(options.kinds))
     with tempfile.TemporaryDirectory(prefix="lockstep-starts-", dir=options.folder) as folder:
         for name in options.shapes:
             for kind in options.kinds:
@@ -193,16 +202,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 progress.step(f"{model.name} is written")
                 try:
                     cells_of, guided = row(name, kind, model, options)
-                except ServerFailed as error:
+                except (ServerFailed, grpc.RpcError) as error:
                     cells_of, guided = [f"{name} {kind}", "failed"], False
                     print(error, file=sys.stderr)
                 rows.append(cells_of)
-                fits &= guided
+                all_fit &= guided
                 progress.step(" ".join(cells_of))
                 shutil.rmtree(model) if model.is_dir() else model.unlink()
     progress.close()
     print(table(header, rows))
-    return 0 if fits else 1
+    return 0 if all_fit else 1
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.model.embedded import weights_file
 from gpu_engine.model.files.early import check_files, without_weights
-from gpu_engine.model.names import GGUF, ModelNotSupported, check_name, files_of_kind, kind_of, part_names
+from gpu_engine.model.names import GGUF, ModelNotSupported, check_name, files_of_kind, kind_of, one_line, part_names
 
 Progress = Callable[[str, float], None]
 """Called with (the present stage, the finished share in [0, 1])."""
@@ -196,6 +196,8 @@ class _Listing:
     commit: str
     sizes: dict[str, int]
     """By name, in bytes; 0: the hub does not say."""
+    blobs: dict[str, str]
+    """The name of each file's content in the cache, whatever revisions have it; "": the hub does not say."""
 
 
 def _listing(wanted: Wanted, hub: Hub, missing: str) -> _Listing:
@@ -209,7 +211,12 @@ def _listing(wanted: Wanted, hub: Hub, missing: str) -> _Listing:
         info = api.model_info(wanted.repository, revision=wanted.revision or None, files_metadata=True)
     except (errors.HTTPError, errors.HFValidationError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
         raise ModelNotSupported(_why_not_fetched(error, wanted, hub, missing)) from error
-    return _Listing(str(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()})
+    files = info.siblings or ()
+    return _Listing(
+        str(info.sha),
+        {file.rfilename: file.size or 0 for file in files},
+        {file.rfilename: (file.lfs.sha256 if file.lfs else file.blob_id) or "" for file in files},
+    )
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -277,11 +284,18 @@ def _fetch(wanted: Wanted, hub: Hub, progress: Progress, listed: _Listing, names
     """Fetch files of a repository; return the snapshot's folder."""
     from huggingface_hub import errors, snapshot_download
 
-    snapshot = _folder(wanted, hub) / "snapshots" / listed.commit
-    _refuse_full_disk(wanted, hub, sum(listed.sizes[name] for name in names if not (snapshot / name).exists()))
+    folder = _folder(wanted, hub)
+
+    def is_there(name: str) -> bool:
+        blob = listed.blobs[name]
+        return (folder / "snapshots" / listed.commit / name).exists() or bool(
+            blob and (folder / "blobs" / blob).exists()
+        )
+
+    _refuse_full_disk(wanted, hub, sum(listed.sizes[name] for name in names if not is_there(name)))
     progress(f"fetching {wanted} from {hub.shown_endpoint}", 0.0)
     try:
-        folder = snapshot_download(
+        fetched = snapshot_download(
             wanted.repository,
             revision=wanted.revision or None,
             cache_dir=hub.cache,
@@ -292,7 +306,7 @@ def _fetch(wanted: Wanted, hub: Hub, progress: Progress, listed: _Listing, names
         )
     except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
         raise ModelNotSupported(_why_not_fetched(error, wanted, hub, missing)) from error
-    return Path(folder)
+    return Path(fetched)
 
 
 def _refuse_full_disk(wanted: Wanted, hub: Hub, num_bytes: int) -> None:
@@ -372,7 +386,7 @@ def _is_whole(folder: Path, with_tokenizer: bool) -> bool:
 
 def _not_whole(wanted: Wanted, listed: _Listing) -> str:
     """Return what a repository lacks for a checkpoint of safetensors."""
-    if kinds := _kinds(listed.sizes):
+    if (kinds := _kinds(listed.sizes)) and not any(name.endswith(".safetensors") for name in listed.sizes):
         return f"has GGUF files and no safetensors; name a kind, such as {wanted.name}:{kinds[0]}: {', '.join(kinds)}"
     if "config.json" not in listed.sizes:
         return "has no config.json: no model in Hugging Face's format"
@@ -393,15 +407,18 @@ def path_of(
 
 
 def find_model(config: EngineConfig, progress: Progress | None = None) -> None:
-    """Raise ModelNotSupported or FileNotFoundError for a `config.model` that is not there, or is damaged; fetch one of
-    the hub. Loads no torch, so that a mistake is told at once."""
-    if config.model == EMBEDDED_MODEL:  # a package of its own, which `load_model` looks for
-        return
-    check_files(path_of(config, progress), "model")
+    """Raise ModelNotSupported or FileNotFoundError for a model or a draft model that is not there, or is damaged; fetch
+    those of the hub. Loads no torch, so that a mistake is told at once."""
+    wanted = {"model": config}
+    if config.drafter in ("model", "decoupled"):
+        wanted["draft_model"] = replace(config, model=config.draft_model, revision="")
+    for setting, each in wanted.items():
+        if each.model != EMBEDDED_MODEL:  # a package of its own, which `load_model` looks for
+            check_files(path_of(each, progress, setting=setting), setting)
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = one_line(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

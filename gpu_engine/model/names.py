@@ -27,6 +27,11 @@ class ModelNotSupported(ValueError):
     """The model cannot be served: wrong kind of attention, no fast tokenizer, or a shape the kernels do not take."""
 
 
+def one_line(text: object) -> str:
+    """Return a text, or what an error says, with its line breaks and indents as single spaces."""
+    return " ".join(str(text).split())
+
+
 def check_name(name: str, setting: str) -> None:
     """Raise FileNotFoundError, with one line, for a name that is no path that exists and cannot be an id of the hub."""
     if name and name != EMBEDDED_MODEL and not Path(name).exists() and not is_hub_name(name):

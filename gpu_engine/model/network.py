@@ -36,7 +36,7 @@ from gpu_engine.model.cache_size import (
     snapshots_beside,
     states_of,
 )
-from gpu_engine.model.files.early import checked_config
+from gpu_engine.model.files.early import check_files, checked_config
 from gpu_engine.model.files.filled import Weights, fill, refuse_misfits, sources_of, unfilled
 from gpu_engine.model.files.need import need_of, refuse_too_large, say_need
 from gpu_engine.model.files.reading import (
@@ -55,6 +55,7 @@ from gpu_engine.model.files.rope_factors import rope_tensors
 from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
 from gpu_engine.model.hub import Progress, path_of
 from gpu_engine.model.loaded_model import ModelNotSupported
+from gpu_engine.model.names import one_line
 from gpu_engine.model.probe import refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, has_mxfp4_experts, open_checkpoint
 from gpu_engine.model.quantised.choice import ReadProducts, products_while_reading
@@ -96,7 +97,9 @@ class ModelFiles:
         cls, path: Path, setting: str, dtype: torch.dtype, *, whole: bool = True, beside: bool = False
     ) -> ModelFiles:
         """Read the header of a GGUF file, or look for a folder's configuration. Raises ModelNotSupported."""
-        if path.is_dir():
+        if beside:  # at a start, `find_model` has looked at all files
+            check_files(path, setting)
+        elif path.is_dir():
             checked_config(path, setting)
         try:
             header = header_of(path)
@@ -151,7 +154,7 @@ def read_network(config: EngineConfig, files: ModelFiles, progress: Progress) ->
     except ModelNotSupported:  # says what it is about
         raise
     except (OSError, ValueError, SafetensorError) as error:
-        raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {_in_one_line(error)}") from error
+        raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {one_line(error)}") from error
     except KeyError as error:
         if error.args != (attention.NAME,):
             raise
@@ -167,13 +170,13 @@ def _read(config: EngineConfig, files: ModelFiles, progress: Progress) -> Networ
     path, dtype = files.path, files.dtype
     own: GGUFWeights | None = None
     weights: GGUFWeights | SafetensorsWeights
+    whole = configuration_of(path, files.header)  # before any file is open, since it may raise
     if files.header is not None:
         own, why = open_gguf(files.header)
         if own is None:
             log.info("loading %s through transformers, in full: %s", path, why)
             return None
         weights = own
-    whole = configuration_of(path, files.header)
     configuration = whole if own is not None else text_part_of(whole)
     if own is None:
         weights = SafetensorsWeights(path, of_text=configuration is not whole)
@@ -228,10 +231,6 @@ def _unfilled(configuration: PreTrainedConfig, dtype: torch.dtype) -> Any:
         raise ValueError(f"its configuration describes no model: {type(error).__name__}: {error}") from error
 
 
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
 def _through_transformers(files: ModelFiles, checkpoint: QuantisedCheckpoint | None) -> Any:
     """Return the model as transformers loads it, with our attention. Raises OSError, ValueError or SafetensorError."""
     # transformers makes the dtype of the weights torch's default for every thread while it loads them.
@@ -263,7 +262,7 @@ def read_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
     except WRONG_VALUES as error:  # of the model's configuration, which names the class
         raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {wrong_value(error)}") from error
     except Exception as error:  # the libraries raise all kinds for a damaged vocabulary
-        why = _in_one_line(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        why = one_line(error if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}")
         if source:  # the first that is read of a GGUF file, with the places of all its tensors
             raise ModelNotSupported(f"{setting}: {path} cannot be read; is the file complete? {why}") from error
         raise ModelNotSupported(f"{setting}: the tokenizer of {path} cannot be loaded: {why}") from error
@@ -288,16 +287,18 @@ def shape_of(path: Path, setting: str) -> CachedShape:
         raise ModelNotSupported(f"{setting}: the configuration of {path} cannot be read: {error}") from error
 
 
-def cached_shape(net: Any) -> CachedShape:
-    """Return the shape of a model's keys and values, and the size of its states. Raises ModelNotSupported."""
+def cached_shape(net: Any, setting: str = "model") -> CachedShape:
+    """Return the shape of a model's keys and values, and the size of its states. Raises ModelNotSupported, with the
+    setting that names the model."""
     try:
         shape = replace(CachedShape.of(net.config.get_text_config()), states=states_of(planned_layers(net)))
     except AttributeError as error:
-        raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
+        kind = net.config.model_type
+        raise ModelNotSupported(f"{setting}: {kind} is no transformer with attention: {error}") from error
     except RuntimeError as error:  # of a configuration whose layers have their own
-        raise ModelNotSupported(f"model: layers of {net.config.model_type} differ in shape: {error}") from error
+        raise ModelNotSupported(f"{setting}: layers of {net.config.model_type} differ in shape: {error}") from error
     if shape.num_layers < 1:
-        raise ModelNotSupported("model: it has no layer with attention by its configuration")
+        raise ModelNotSupported(f"{setting}: it has no layer with attention by its configuration")
     return shape
 
 
@@ -321,7 +322,7 @@ def _memory(
     """
     need, free = need_of(net, weights, products, files.dtype), free_bytes(torch.device("cpu"))
     refuse_too_large(need, free, files.setting, rounds=products is not None)
-    shape = cached_shape(net)
+    shape = cached_shape(net, files.setting)
     size = decide_size(config, shape, files.dtype, None if free is None else max(0, free - need.total))
     tokens = pool_tokens(config, size.max_model_len, size.room_tokens)
     if files.setting == "model":  # a draft model's cache has the target's tokens

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize
 
-from benchmarks.cost.starts import fits, row_of, size_of
 from tools.shapes import KINDS, MIXED, SCALED, Pool, Shape, kind_of, write_gguf
 
 TINY = Shape(hidden=256, layers=8, heads=4, kv_heads=2, head_dim=64, inner=512)
@@ -38,11 +37,3 @@ def test_a_mixed_file_has_its_two_kinds_where_llama_cpp_has_them(tmp_path: Path,
     assert {kinds[name] for name in kinds if "ffn_up" in name or "attn_q" in name or "token" in name} == {few}
     assert all(np.isfinite(dequantize(tensor.data, tensor.tensor_type)).all() for tensor in reader.tensors[:4])
     assert kind_of("q8_0", "output.weight", TINY) == "q8_0"
-
-
-def test_a_row_of_the_table_of_starts(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(bytes(2_000_000_000 // 1000))
-    assert size_of(tmp_path) == size_of(tmp_path / "a") == 2_000_000
-    assert fits('{"name": "Ada", "age": 36}')
-    assert not any(map(fits, ('{"name": "Ada"', "[]", '{"name": "Ada"}', '{"name": "Ada", "age": "36"}')))
-    assert row_of(["1b q4_0"], [(1.25, 1_500_000_000), None]) == ["1b q4_0", "1.2 s", "1.50 GB", "-", "-"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_engine.model.files.architectures import ARCHITECTURES
 from gpu_engine.model.files.expected import of_config, of_header
-from gpu_engine.model.names import ModelNotSupported, part_names
+from gpu_engine.model.names import ModelNotSupported, one_line, part_names
 
 if TYPE_CHECKING:  # the library of GGUF files is loaded for one
     from gpu_engine.model.files.gguf_header import GGUFHeader
@@ -27,10 +27,18 @@ _NO_GENERATION = re.compile(
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _BLOCK = "blk."
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
-"""Types of tensors whose shapes are those of the model's."""
+"""Type -> bits of a value. A tensor of one of these types has the shape that the model has."""
 _LENGTH = 8
 _LONGEST_HEADER = 100_000_000
 """The format's own bound."""
+
+
+_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
+"""Keys of a configuration that say how many layers a model has."""
+
+
+class _NotServed(ValueError):
+    """A file is whole, and of a model that is not served."""
 
 
 class SafetensorsError(ValueError):
@@ -48,8 +56,10 @@ def check_files(path: Path, setting: str) -> None:
             _check_folder(path, config)
     except ModelNotSupported:  # says what it is about
         raise
-    except (OSError, ValueError) as error:
-        raise ModelNotSupported(f"{setting}: {path} cannot be read; is it complete? {error}") from error
+    except _NotServed as error:
+        raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {error}") from error
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ModelNotSupported(f"{setting}: {path} cannot be read; is it complete? {one_line(error)}") from error
 
 
 def checked_config(folder: Path, setting: str) -> dict[str, Any]:
@@ -105,10 +115,13 @@ def _check_gguf(path: Path) -> None:
 
     header = GGUFHeader(path, [path.with_name(name) for name in part_names(path.name)[1:]])
     if not header.is_known:
-        raise ValueError(f"its architecture is {header.architecture!r}, which is not known here")
+        raise _NotServed(f"its architecture is {header.architecture!r}, which is not known here")
+    _bound_layers(header.get("{arch}.block_count"), len(header.tensors))
     if header.architecture not in ARCHITECTURES:
         if not _is_converted(header.architecture):
-            raise ValueError(f"its architecture is {header.architecture!r}, which is not served")
+            raise _NotServed(f"its architecture is {header.architecture!r}, which is not served")
+        return
+    if header.get("{arch}.expert_count"):  # the loader says what it makes of a mixture of experts
         return
     if header.get("tokenizer.ggml.tokens") is None:
         raise ValueError("it has no tokenizer.ggml.tokens, the vocabulary")
@@ -116,6 +129,12 @@ def _check_gguf(path: Path) -> None:
         expected.check_gguf({name: tensor.shape for name, tensor in header.tensors.items()})
     else:
         _compare_layers(header)
+
+
+def _bound_layers(count: object, num_tensors: int) -> None:
+    """Raise ValueError for more layers than tensors. A library that makes each layer first would not come to an end."""
+    if isinstance(count, int) and count > num_tensors:
+        raise ValueError(f"it has {count} layers by its configuration, and {num_tensors} tensors")
 
 
 def _is_converted(architecture: str) -> bool:
@@ -175,6 +194,10 @@ def _check_folder(folder: Path, config: dict[str, Any]) -> None:
             is_plain &= kind in _BITS
     if not shapes:
         raise ValueError(f"the folder {without_weights(())}")
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        for key in _COUNTS:
+            _bound_layers(part.get(key), len(shapes))
     expected = of_config(config)
     # The library finds tensors under names that do not begin with the model's.
     if expected is not None and is_plain and any(name.startswith("model.layers.") for name in shapes):

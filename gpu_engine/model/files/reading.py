@@ -25,7 +25,7 @@ from gpu_engine.model.files.architectures import ARCHITECTURES
 from gpu_engine.model.files.filled import tied_names
 from gpu_engine.model.files.rope_factors import apply_rope_factors
 from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
-from gpu_engine.model.names import part_names
+from gpu_engine.model.names import one_line, part_names
 
 if TYPE_CHECKING:  # the library of GGUF files is loaded for one
     from gpu_engine.model.files.gguf_header import GGUFHeader
@@ -38,7 +38,7 @@ WRONG_VALUES = (StrictDataclassError, ZeroDivisionError)
 
 def wrong_value(error: Exception) -> str:
     """Return the message of one of WRONG_VALUES in one line."""
-    return f"its configuration has a wrong value: {' '.join(str(error).split())}"
+    return f"its configuration has a wrong value: {one_line(error)}"
 
 
 def header_of(path: Path) -> GGUFHeader | None:

@@ -21,8 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_engine.model.files.early import check_files
+from gpu_engine.model.hub import find_model
 from gpu_engine.model.loader import load_model
 from gpu_engine.model.names import ModelNotSupported
+from gpu_engine.model.network import ModelFiles
 from tests.gpu_engine import gguf_files, tiny
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.model.recurrent import families, hybrid_gguf_files
@@ -143,8 +145,13 @@ def test_no_valid_file_of_a_hybrid_is_refused(tmp_path: Path, family: str) -> No
     file = hybrid_gguf_files.write(net, family, tmp_path / "model.gguf")
     assert not refusal(file)
     endless = refusal(rewritten(file, tmp_path / "endless.gguf", nothing, block_count=2**32 - 1))
-    by_lists = family == "nemotron_h"  # the number of its layers is the length of lists
-    assert ("it has no tensor of the layer blk." in endless) is not by_lists
+    assert "it has 4294967295 layers by its configuration, and " in endless
+    fields = gguf.GGUFReader(file).fields
+    if family != "nemotron_h":  # the number of its layers is the length of lists
+        (key,) = [key for key in fields if key.endswith(".block_count")]
+        layers = int(fields[key].contents()) + 1
+        more = refusal(rewritten(file, tmp_path / "more.gguf", nothing, block_count=layers))
+        assert "it has no tensor of the layer blk." in more
     lost = refusal(rewritten(file, tmp_path / "lost.gguf", without("token_embd.weight")))
     assert lost.endswith("it has no token_embd.weight")
 
@@ -185,7 +192,9 @@ def test_the_loader_refuses_what_is_refused_at_once(tmp_path: Path, family: str)
     told = 0
     for at in range(8):
         some, keys, change = draw.choice(names), dict[str, int](), nothing
-        if at % 4 == 0:
+        if at == 1:  # which is told of every family
+            change = without("token_embd.weight")
+        elif at % 4 == 0:
             key = draw.choice(["block_count", "embedding_length", "feed_forward_length", "attention__head_count"])
             keys = {key: draw.choice([1, 2, 3, 8])}
         elif at % 4 == 1:
@@ -196,7 +205,7 @@ def test_the_loader_refuses_what_is_refused_at_once(tmp_path: Path, family: str)
         if refusal(path):
             told += 1
             assert is_refused_by_the_loader(path), (some, at, refusal(path))
-    assert told >= (2 if family in gguf_files.FAMILIES else 0)
+    assert told >= (2 if family in gguf_files.FAMILIES else 1)
 
 
 @pytest.mark.parametrize("family", ALIKE)
@@ -234,17 +243,29 @@ def test_damaged_files_are_told_without_torch(tmp_path: Path, saved: Saved) -> N
     }
     for name, (content, _) in made.items():
         (tmp_path / name).write_bytes(content)
-    lines = {name: f"cannot be read; is it complete? {wanted}" for name, (_, wanted) in made.items()}
+    whole_ones = ("family.gguf", "other.gguf")
+    lines = {
+        name: ("cannot be loaded: " if name in whole_ones else "cannot be read; is it complete? ") + wanted
+        for name, (_, wanted) in made.items()
+    }
     cut = resaved(saved("llama"), tmp_path / "cut", nothing) / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-10])
     resaved(saved("llama"), tmp_path / "kind", nothing, model_type="zzz")
     resaved(saved("llama"), tmp_path / "layers", nothing, num_hidden_layers=-1)
+    resaved(saved("llama"), tmp_path / "many", nothing, num_hidden_layers=2**31)
+    resaved(saved("llama"), tmp_path / "nested", nothing, text_config={"n_layer": 10**6})
+    resaved(saved("llama"), tmp_path / "number", nothing, architectures=5)
+    resaved(saved("llama"), tmp_path / "list", nothing, model_type=["llama"])
     resaved(saved("llama"), tmp_path / "empty", nothing)
     (tmp_path / "empty" / "model.safetensors").unlink()
     lines |= {
         "cut": "cannot be read; is it complete? model.safetensors is no complete safetensors file: it ends at byte",
         "kind": "is of the family 'zzz', which is not known here",
         "layers": "cannot be read; is it complete? it has -1 layers by its configuration",
+        "many": "cannot be read; is it complete? it has 2147483648 layers by its configuration, and 2",
+        "nested": "cannot be read; is it complete? it has 1000000 layers by its configuration, and 2",
+        "number": "cannot be read; is it complete? 'int' object is not iterable",
+        "list": "cannot be read; is it complete? ",
         "empty": "cannot be read; is it complete? the folder has no safetensors file",
     }
     code = (
@@ -259,6 +280,18 @@ def test_damaged_files_are_told_without_torch(tmp_path: Path, saved: Saved) -> N
     assert last == "nothing"
     for (name, wanted), line in zip(lines.items(), told, strict=True):
         assert line.startswith(f"model: {tmp_path / name} {wanted}"), line
+
+
+def test_a_draft_model_is_looked_at_as_well(tmp_path: Path) -> None:
+    file = gguf_files.write(gguf_files.FAMILIES["llama"](), tmp_path / "model.gguf")
+    endless = rewritten(file, tmp_path / "endless.gguf", nothing, block_count=2**32 - 1)
+    find_model(config(model=str(file), drafter="model", draft_model=str(file)))
+    with pytest.raises(ModelNotSupported, match=rf"^draft_model: {endless} cannot be read; .* 4294967295 layers"):
+        find_model(config(model=str(file), drafter="model", draft_model=str(endless)))
+    # One that a request names, while an engine serves.
+    assert ModelFiles.open(file, "path", torch.float32, beside=True).header is not None
+    with pytest.raises(ModelNotSupported, match=rf"^path: {endless} cannot be read; .* 4294967295 layers"):
+        ModelFiles.open(endless, "path", torch.float32, beside=True)
 
 
 @pytest.mark.parametrize(

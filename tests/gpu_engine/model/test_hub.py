@@ -83,7 +83,10 @@ class FakeHub:
             self._send(request, json.dumps([self._entry(name) for name in self.files]).encode())
         elif path.startswith(f"/api/models/{NAME}"):
             if path.endswith(("/revision/main", "/revision/v1", f"/revision/{COMMIT}", NAME)):
-                names = [{"rfilename": name, "size": len(content)} for name, content in self.files.items()]
+                names = [
+                    {"rfilename": name, "size": len(content), "blobId": self._entry(name)["oid"]}
+                    for name, content in self.files.items()
+                ]
                 self._send(request, json.dumps({"id": NAME, "sha": COMMIT, "siblings": names}).encode())
             else:
                 self._refuse(request, 404, "RevisionNotFound")
@@ -290,8 +293,11 @@ def test_a_gguf_file_that_cannot_be_had_is_refused_in_one_line(
         assert message(f"{NAME}:Q4_K_M", full).startswith(
             f"model: tiny/llama:Q4_K_M needs 0.0 MB in {tmp_path}, whose disk has 0.0 MB; remove others (`lockstep"
         )
-        assert not [*tmp_path.rglob("*.gguf")]
+        assert not [*tmp_path.iterdir()], "a refusal leaves nothing in the cache"
         assert locate(Wanted(f"{NAME}:Q4_K_M"), hub).is_file()
+        (snapshots,) = tmp_path.glob("models--*/snapshots")
+        shutil.rmtree(snapshots)  # as before a commit that changes other files only
+        assert locate(Wanted(f"{NAME}:Q4_K_M"), full).is_file(), "what is in the cache needs no room"
     offline = Hub(endpoint=UNREACHABLE, cache=tmp_path, offline=True)
     assert f"is not in the cache {tmp_path} (which has Q4_K_M), and HF_HUB" in message(f"{NAME}:Q8_0", offline)
     lost = message(f"{NAME}:Q8_0", Hub(endpoint=UNREACHABLE, cache=tmp_path))
