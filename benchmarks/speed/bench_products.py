@@ -1,6 +1,6 @@
 """`python -m benchmarks bench_products`: products over blocks on the vector unit and on the matrix unit, on one thread.
 
-Invariant: both compute the same product in turn, and their results are equal bit for bit before a figure is printed.
+Invariant: where both units compute a product, in turn, their results are equal bit for bit before a figure is printed.
 Not responsible for: the choice between the units (see kernels/matrix_unit.py), a whole forward (see bench_forward.py).
 """
 
@@ -33,25 +33,31 @@ examples:
 reading the table:
   rows      rows of activations in the call
   vector    multiplications per nanosecond of the vector unit, the best of the rounds; in brackets the share of what
-            the unit's instruction reaches without memory (needs a C compiler)
-  matrix    the same of the matrix unit, where this CPU has one that the system permits
+            the unit's instruction reaches without memory (needs a C compiler, and x86-64)
+  matrix    the same of the matrix unit, from 4 rows on, where this CPU has one that the system permits
   ratio     matrix over vector
 """
 PEAKS = Path(__file__).with_name("unit_peaks.c")
 KINDS = {"q4": (BlockKind.Q4, True), "q8": (BlockKind.Q8, False)}
 EMBEDDED_SHAPES = "960x576,576x576,3072x576,576x1536"
 LEAST_TILE_ROWS = 4
+"""As kernels/native/amx.h has it."""
 
 
 def peaks() -> dict[str, float]:
-    """Return MAC/ns of one core's instructions by unit; nothing without a C compiler."""
+    """Return MAC/ns of one core's instructions by unit; nothing without a C compiler, or where it fails."""
     compiler = shutil.which("cc")
     if compiler is None:
         return {}
     with tempfile.TemporaryDirectory() as folder:
         made = f"{folder}/peaks"
-        subprocess.run([compiler, "-O2", "-march=native", "-std=gnu11", str(PEAKS), "-o", made], check=True)
-        printed = subprocess.run([made], check=True, capture_output=True, text=True).stdout
+        command = [compiler, "-O2", "-march=native", "-std=gnu11", str(PEAKS), "-o", made]
+        try:
+            subprocess.run(command, check=True)
+            printed = subprocess.run([made], check=True, capture_output=True, text=True).stdout
+        except subprocess.CalledProcessError as error:
+            print(f"no peaks: {error}", file=sys.stderr)
+            return {}
     return {name: float(value) for name, value in (line.split() for line in printed.splitlines())}
 
 
@@ -85,7 +91,8 @@ def measure(weights: PackedBlocks, rows: int, rounds: int, *, tiles: bool) -> tu
         calls.append(LinearCall(weights, x_MK, 1))
     times = best_ns(calls, rounds)
     for call in calls[1:]:
-        assert torch.equal(call.out_MN.view(torch.int32), calls[0].out_MN.view(torch.int32)), "the units differ"
+        if not torch.equal(call.out_MN.view(torch.int32), calls[0].out_MN.view(torch.int32)):
+            raise RuntimeError(f"the units differ: {weights.num_outputs} x {weights.num_inputs}, {rows} rows")
     macs = rows * weights.num_inputs * weights.num_outputs
     return macs / times[0], macs / times[1] if len(times) > 1 else math.nan
 
@@ -150,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     ratio = number(matrix / vector, 2)
                     lines.append([name, f"{shape[0]} x {shape[1]}", str(count), *tops_of, ratio])
                     bar.step(f"{name} {shape[0]} x {shape[1]}, {count} rows")
-    print(f"{cpu_name()}: {units}; peaks in MAC/ns: {tops or 'not measured, there is no C compiler'}\n")
+    print(f"{cpu_name()}: {units}; peaks in MAC/ns: {tops or 'not measured'}\n")
     print(table(["kind", "matrix", "rows", "vector, MAC/ns", "matrix, MAC/ns", "ratio"], lines))
     return 0
 

@@ -153,7 +153,7 @@ class DeviceSlotWriter(SlotWriter):
             )
 
     def write_pages(self, sequence: RunningSequence) -> None:
-        """Enqueue the entries of the page table that are new. Waits for earlier copies where all entries are."""
+        """Enqueue the entries of the page table that are new. If all are, first wait for earlier copies of the row."""
         if not sequence.pages_written and sequence.slot in self._pages_copied:
             self._copied[sequence.slot].event.wait()
         end = self._write_pages(sequence) and sequence.pages_written

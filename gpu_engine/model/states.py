@@ -77,8 +77,8 @@ class SequenceStates:
         self.pools = RecurrentPools(layers, num_slots, max_rows, device)
         self.snapshots = RecurrentPools(layers, num_snapshots, 0, device)
         self._positions_2S = torch.zeros(2, num_slots + 1, dtype=torch.int32, device=device)
-        """The position up to which each slot's state is committed, and the one up to which its rows are known: those in
-        between are pending."""
+        """By slot. Row 0: the position up to which its state is committed. Row 1: the one up to which its rows are
+        known; rows in between are pending."""
 
     def forward(
         self,
@@ -92,7 +92,7 @@ class SequenceStates:
 
         The forward must run: the slots are then committed up to `commit_L[i]` rows further. A lane of no rows is
         padding. `width`: the rows of each lane in the forward, with padding; int32 where lanes differ. `slots_L` is
-        int64, the others int32, on the states' device. Reads no value of them on the host, but on a CPU.
+        int64, the others int32, on the states' device. On a GPU, the host reads none of their values.
         """
         live_L = (count_L > 0) & (slots_L < self._num_slots)
         before_2L = self._positions_2S[:, slots_L]

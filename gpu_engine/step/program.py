@@ -167,15 +167,15 @@ class StepProgram:
     def warm_up(self, num_rows: int) -> float:
         """Run the target over so many rows of a made-up token in page 0, so that libraries plan and allocate early.
 
-        Returns the time in seconds. For a stream that runs at once; a device runs the whole step over padding before
-        it captures.
+        Returns the time in seconds. For a stream that runs at once, before the first sequence; a device runs the whole
+        step over padding before it captures.
         """
         ids_N1 = torch.zeros(num_rows, 1, dtype=torch.int64)
         table_NN = self._table_BN[:1].expand(num_rows, -1).contiguous()
         context = AttentionContext(self._pages, table_NN, ids_N1.int(), hidden=self._hidden)
         if self._states is not None:
-            spare = len(self._slot.length_S) - 1
-            context.recurrent = self._states.forward_of([spare], [0], [num_rows], [num_rows])
+            # A slot that a sequence may have: the spare one is padding, which no recurrent layer computes.
+            context.recurrent = self._states.forward_of([0], [0], [num_rows], [num_rows])
         begun_s = time.perf_counter()
         self.model.logits(ids_N1, context)
         return time.perf_counter() - begun_s

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
-from benchmarks.speed.bench_products import best_ns, cell, main, measure, peaks, random_blocks, shape_of
+import kernels
+from benchmarks.speed.bench_products import (
+    LEAST_TILE_ROWS,
+    best_ns,
+    cell,
+    main,
+    measure,
+    peaks,
+    random_blocks,
+    shape_of,
+)
 from kernels.blocks import BlockKind, LinearCall, can_multiply_blocks
 
 pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
@@ -62,3 +73,8 @@ def test_wrong_flags_are_named(flags: list[str], named: str, capsys: pytest.Capt
     assert ended.value.code == 2
     assert named in capsys.readouterr().err
     assert shape_of("64x96") == (64, 96)
+
+
+def test_the_fewest_rows_of_a_tile_are_those_of_the_kernel() -> None:
+    header = (Path(kernels.__file__).parent / "native" / "amx.h").read_text()
+    assert f"#define LEAST_TILE_ROWS {LEAST_TILE_ROWS} " in header

@@ -39,7 +39,9 @@ def test_hybrids_have_the_tokens_of_a_cpu(models: Models, num_drafts: int) -> No
     with unguided_engine(models.gpu, on_gpu(num_drafts)) as engine:
         assert answer_all(engine, [make() for make in UNGUIDED]) == expected
         assert answer_each(engine, [make() for make in UNGUIDED]) == expected
-        assert engine.stats().cached_tokens > 0
+        stats = engine.stats()
+    assert stats.cached_tokens > 0
+    assert (stats.draft_tokens > stats.accepted_draft_tokens > 0) == (num_drafts > 0)
 
 
 @pytest.mark.parametrize("sync", SYNCS)

@@ -21,7 +21,7 @@ from kernels.blocks import (
     quantised,
 )
 from kernels.library import native
-from tests.kernels.block_cases import rand, with_offsets
+from tests.kernels.block_cases import CASES, rand
 
 pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
@@ -43,11 +43,6 @@ VARIANTS = {
 """By the flags of /proc/cpuinfo that it needs."""
 VARIANTS_OF_AARCH64 = {"aarch64_dot": 8, "aarch64_i8mm": 9}
 """By the least level of dispatch.c that runs it: under an emulator, /proc/cpuinfo has the flags of the host."""
-CASES = {
-    "4 bits": lambda N, K: quantised(rand(N, K), BlockKind.Q4),
-    "8 bits": lambda N, K: quantised(rand(N, K), BlockKind.Q8),
-    "8 bits with offsets": with_offsets,
-}
 
 
 @pytest.mark.parametrize("case", CASES)

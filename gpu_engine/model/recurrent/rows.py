@@ -105,7 +105,7 @@ class RecurrentForward:
     pools: RecurrentPools
     rows: RecurrentRows
     kernels: RecurrentKernels = recurrent
-    """Of the device."""
+    """The kernels of the device that has the states."""
 
 
 def layer_of(forward: RecurrentForward | None, layer_idx: int) -> tuple[RecurrentKernels, LayerStates, RecurrentRows]:

@@ -18,6 +18,7 @@ import torch
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.model.states import SequenceStates
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.step.mask_rows import RowStore
 from gpu_engine.step.output_ring import OutputRing
@@ -128,6 +129,10 @@ class Recorder:
     def synchronize(self) -> None:
         self.calls.append("synchronize")
 
+    def forward_of(self, *lanes: list[int]) -> object:
+        self.calls.append(f"states {lanes}")
+        return lanes
+
     # The logits processors, which the host calls.
 
     def run(self, batch: StepBatch, logits_NV: torch.Tensor, first_row_B: torch.Tensor | None) -> torch.Tensor:
@@ -176,7 +181,13 @@ class Bench:
     """A program over fakes, with three lanes in the slots 4, 0 and 2."""
 
     def __init__(
-        self, *, device_like: bool = False, trees: bool = False, processing: bool = False, **recorder: Any
+        self,
+        *,
+        device_like: bool = False,
+        trees: bool = False,
+        processing: bool = False,
+        recurrent: bool = False,
+        **recorder: Any,
     ) -> None:
         self.fake = fake = Recorder(**recorder)
         self.captured = Captured(fake.calls)
@@ -200,6 +211,7 @@ class Bench:
             if processing
             else None,
             compaction=fake if trees else None,
+            states=cast(SequenceStates, fake) if recurrent else None,
         )
 
     def step(self, num_rows: int = 3, num_lanes: int = B, **changes: Any) -> StepBatch:
@@ -479,6 +491,14 @@ def test_the_warm_up_runs_the_target_over_page_0() -> None:
     assert context.pages is bench.pages
     assert context.hidden == {LAYER: None}
     assert bench.fake.calls == ["forward"]
+    assert context.recurrent is None
+
+
+def test_the_warm_up_runs_recurrent_layers_in_a_slot_of_sequences() -> None:
+    bench = Bench(recurrent=True)
+    bench.program.warm_up(5)
+    assert bench.fake.calls == ["states ([0], [0], [5], [5])", "forward"]
+    assert cast(Any, bench.context.recurrent) == ([0], [0], [5], [5])
 
 
 @pytest.mark.parametrize("trees", [False, True])
