@@ -150,7 +150,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 @pytest.fixture(scope="module", autouse=True)
 def _in_one_worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Fail where tests of one group run in two workers: each would start the group's server, or save its models."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    # A worker's own pytest run inherits its environment, but is no worker and has other folders.
+    worker = getattr(request.config, "workerinput", {}).get("workerid")
     if worker is not None:
         group = worker_group(request.node.nodeid)
         owner = tmp_path_factory.getbasetemp().parent / f"worker-of-{group.replace('/', '-')}"
