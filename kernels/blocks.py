@@ -114,15 +114,25 @@ def quantised(weight_NK: torch.Tensor, kind: BlockKind) -> Blocks:
     """
     N, K = weight_NK.shape
     assert K % BLOCK == 0, K
-    x_NBk = weight_NK.float().view(N, K // BLOCK, BLOCK)
     if kind is BlockKind.Q8:
-        scales_NB = (x_NBk.abs().amax(dim=2) / 127).half()
-        q_NBk = _ratio(x_NBk, scales_NB).round().clamp(-127, 127).to(torch.int8)
-        return Blocks(kind, q_NBk.view(N, K), scales_NB, None)
+        return _rounded(weight_NK)
+    x_NBk = weight_NK.float().view(N, K // BLOCK, BLOCK)
     offsets_NB = x_NBk.amin(dim=2).half()
     scales_NB = ((x_NBk.amax(dim=2) - offsets_NB.float()) / 15).half()
     q_NBk = _ratio(x_NBk - offsets_NB.float()[..., None], scales_NB).round().clamp(0, 15).to(torch.uint8)
     return Blocks(kind, q_NBk.view(N, K), scales_NB, offsets_NB)
+
+
+def _rounded(weight_NK: torch.Tensor) -> Blocks:
+    """Quantise to 8 bits."""
+    (N, K), is_bf16 = weight_NK.shape, weight_NK.dtype is torch.bfloat16
+    x_NK = weight_NK.detach().contiguous() if is_bf16 else weight_NK.detach().float().contiguous()
+    assert x_NK.device.type == "cpu", x_NK.device
+    quants_NK = torch.empty(N, K, dtype=torch.int8)
+    scales_NB = torch.empty(N, K // BLOCK, dtype=torch.float16)
+    args = _RoundArgs(x_NK.data_ptr(), scales_NB.numel(), is_bf16, quants_NK.data_ptr(), scales_NB.data_ptr())
+    native().lockstep_round_blocks(ctypes.byref(args))
+    return Blocks(BlockKind.Q8, quants_NK, scales_NB, None)
 
 
 def _ratio(x_NBk: torch.Tensor, scales_NB: torch.Tensor) -> torch.Tensor:
@@ -164,6 +174,16 @@ class _PackArgs(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in ("order", "out_quants", "out_scales", "out_offsets")],
         *[(name, ctypes.c_int64) for name in ("rows", "blocks", "words")],
         ("flip", ctypes.c_uint32),
+    ]
+
+
+class _RoundArgs(ctypes.Structure):
+    """Mirror of `struct round_args`."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        *[(name, ctypes.c_int64) for name in ("blocks", "bf16")],
+        *[(name, ctypes.c_void_p) for name in ("quants", "scales")],
     ]
 
 

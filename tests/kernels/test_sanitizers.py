@@ -27,6 +27,7 @@ UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize-recover=all")
 TESTS = (
     *("test_accept.py", "test_blocks.py", "test_fused.py", "test_fused_attention.py", "test_low_rank.py"),
     *("test_paged_attention.py", "test_recurrent.py", "test_suffix.py", "test_team.py"),
+    "test_unpack.py",
 )
 OF_EVERY_UNIT = "tests/kernels/test_blocks.py::test_every_variant_that_this_cpu_runs_gives_the_same_bits"
 """Calls the kernels of units that a library of one unit has not."""
@@ -64,7 +65,11 @@ def test_thread_sanitizer_reports_loops_that_nothing_orders(tmp_path: Path) -> N
 
 def test_launches_drafts_and_the_team_have_no_report(root: Path, tmp_path: Path) -> None:
     """A library of these alone: no test here calls a kernel of another source."""
-    tests = ("tests/kernels/test_suffix.py", "tests/gpu_engine/step/test_native_launches.py")
+    tests = (
+        "tests/kernels/test_suffix.py",
+        "tests/kernels/test_unpack.py",
+        "tests/gpu_engine/step/test_native_launches.py",
+    )
     run_over_copy(root, tmp_path, SCALAR, ("-O1", *ADDRESS, *UNDEFINED), tests)
 
 

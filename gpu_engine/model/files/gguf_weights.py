@@ -21,31 +21,13 @@ from gguf.quants import dequantize
 from gpu_engine.model.files.architectures import ARCHITECTURES
 from gpu_engine.model.files.gguf_header import GGUFHeader, GGUFTensor
 from gpu_engine.model.files.pieces import FileBytes
-from gpu_engine.model.quantised.gguf_kinds import BLOCKS, blocks_of
+from gpu_engine.model.quantised.gguf_kinds import BLOCKS, numbers_of, raw_blocks
 from gpu_engine.model.quantised.linear import BlockLinear, check_product
-from kernels.blocks import BLOCK, BlockKind, Field, PackedBlocks, RawBlocks
+from kernels.blocks import BLOCK, BlockKind, PackedBlocks
 
 _CHECKED = 128
 """Rows of a product that are compared with the library's numbers."""
 _FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where the numbers of a block lie in a file, in bytes from its begin; its scale comes first."""
-
-    kind: BlockKind
-    quants: int
-    offset: int | None
-    """None: the kind has none."""
-
-
-_LAYOUTS = {
-    GGMLQuantizationType.Q4_0: _Layout(BlockKind.Q4, 2, None),
-    GGMLQuantizationType.Q4_1: _Layout(BlockKind.Q4, 4, 2),
-    GGMLQuantizationType.Q8_0: _Layout(BlockKind.Q8, 2, None),
-}
-"""The kinds whose blocks are those of a product as they lie in the file. The others are rewritten slab by slab."""
 
 
 class GGUFWeights:
@@ -160,26 +142,26 @@ class GGUFWeights:
         """Yield the number of a row of a parameter, a multiple of 32, and the next rows from it on, [n, K]."""
         tensors, begin = self.find(name), 0
         if len(tensors) > 1 and tensors[0].shape[0] % BLOCK:
-            yield 0, torch.cat([self._values(tensor, self._whole(tensor)).to(dtype) for tensor in tensors])
+            yield 0, torch.cat([self._values(tensor, self._whole(tensor), dtype) for tensor in tensors])
             return
         for tensor in tensors:
             order, columns = self._order(tensor), self._column_order(tensor)
             num_rows = math.prod(tensor.shape[:-1])
             if order is not None:
-                values = self._values(tensor, self._whole(tensor)).to(dtype)
+                values = self._values(tensor, self._whole(tensor), dtype)
                 yield begin, values.view(len(order), -1)[order].view(num_rows, -1)
             else:
                 for first, raw in self._slabs(tensor):
-                    values = self._values(tensor, raw).to(dtype)
+                    values = self._values(tensor, raw, dtype)
                     yield begin + first, values if columns is None else values[:, columns]
             begin += num_rows
 
-    def _values(self, tensor: GGUFTensor, raw: npt.NDArray[np.uint8]) -> torch.Tensor:
-        values = torch.from_numpy(dequantize(raw, tensor.kind))
+    def _values(self, tensor: GGUFTensor, raw: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
         if tensor.name.endswith(".ssm_a"):  # the file has -exp(A_log)
-            return torch.log(-values)
-        shifted = self._family.norm_offset and "norm.weight" in tensor.name and "ssm_norm" not in tensor.name
-        return values - self._family.norm_offset if shifted else values
+            return torch.log(-numbers_of(raw, tensor.kind, torch.float32)).to(dtype)
+        if self._family.norm_offset and "norm.weight" in tensor.name and "ssm_norm" not in tensor.name:
+            return (numbers_of(raw, tensor.kind, torch.float32) - self._family.norm_offset).to(dtype)
+        return numbers_of(raw, tensor.kind, dtype)
 
     def product(self, name: str, bias: torch.Tensor | None) -> BlockLinear:
         """Return the product by the own blocks of a matrix that has a `blocks_kind`. Raises RuntimeError where it
@@ -193,7 +175,7 @@ class GGUFWeights:
             order, columns = self._order(tensor), self._column_order(tensor)
             blocks = None if columns is None else _blocks_of(columns)
             for first, raw in self._slabs(tensor) if order is None else [(0, self._whole(tensor))]:
-                packed.put(begin + first, len(raw), _raw_blocks(raw, tensor.kind, blocks), order)
+                packed.put(begin + first, len(raw), raw_blocks(raw, tensor.kind, blocks), order)
             count = tensor.shape[0]
             rows_n = torch.linspace(0, count - 1, min(_CHECKED, count)).long()
             values = self._dequantised_rows(tensor, rows_n if order is None else order[rows_n])
@@ -293,19 +275,3 @@ class _TiledValues:
     def columns(self, tensor: GGUFTensor) -> torch.Tensor | None:
         """Return the same of the columns."""
         return self._order(self.width) if self.each > 1 and tensor.name.endswith(".ssm_out.weight") else None
-
-
-def _raw_blocks(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, order: torch.Tensor | None = None) -> RawBlocks:
-    """Return the blocks of some rows, where they lie if a product takes them as they are; with `order`, in that."""
-    layout = _LAYOUTS.get(kind)
-    if layout is None or order is not None:
-        blocks = blocks_of(raw, kind)
-        assert blocks is not None, kind
-        return RawBlocks.of(blocks if order is None else blocks.columns(order))
-    memory, row_bytes = torch.from_numpy(raw), raw.shape[1]
-    size = layout.quants + (BLOCK if layout.kind is BlockKind.Q8 else BLOCK // 2)
-    scales = Field(memory, 0, row_bytes, size)
-    offsets = None if layout.offset is None else Field(memory, layout.offset, row_bytes, size)
-    if kind is GGMLQuantizationType.Q4_0:  # its integers stand for -8 to 7
-        offsets = Field.of(-8 * memory.view(torch.float16).view(len(raw), -1, size // 2)[..., 0])
-    return RawBlocks(Field(memory, layout.quants, row_bytes, size), scales, offsets)

@@ -1,157 +1,27 @@
-"""The kinds of quantised matrices in GGUF files, as blocks that a product reads.
+"""The kinds of quantised matrices in GGUF files, as blocks that a product reads and as numbers.
 
-These kinds have integers with one scale for every 32 inputs, so their blocks are exact but for the scale, which is
-rounded to half precision (a relative error of at most 5e-4). Q2_K, Q3_K, Q6_K and the IQ kinds of 3 bits and fewer have
-a scale for every 16 inputs or values that no byte holds, and are not here: their matrices are rounded to 8 bits.
+The kinds of BLOCKS have integers with one scale for every 32 inputs, so their blocks are exact but for the scale, which
+is rounded to half precision (a relative error of at most 5e-4). Q2_K, Q3_K, Q6_K and the IQ kinds of 3 bits and fewer
+have a scale for every 16 inputs or values that no byte holds, and are not there: their matrices are rounded to 8 bits.
 Invariant: the blocks of a matrix are those of its rows, whatever part of them is read at once.
-Not responsible for: the names of tensors and the order of their rows (see gguf_blocks.py), the product (see
-kernels/blocks.py).
-
-The layouts are those of ggml (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h).
+Not responsible for: the names of tensors and the order of their rows (see gguf_blocks.py), the bytes of a block (see
+kernels/unpack.py), the product (see kernels/blocks.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from kernels.blocks import BLOCK, BlockKind, Blocks, quantised
-
-_Bytes = npt.NDArray[np.uint8]
-
-_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
-_MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Twice the values of e2m1, in the order of its codes."""
-
-
-def blocks_of(raw: npt.NDArray[Any], kind: Kind) -> Blocks | None:
-    """Return the blocks of a matrix's bytes, uint8 [N, bytes of a row]; None for a kind that is not in BLOCKS."""
-    raw_Nk = raw.view(np.uint8).reshape(raw.shape[0], -1)
-    return _READERS[kind](raw_Nk) if kind in BLOCKS else None
-
-
-def _halves(raw_NBk: _Bytes) -> torch.Tensor:
-    """Two bytes of every block as float16, [N, B]."""
-    return torch.from_numpy(np.ascontiguousarray(raw_NBk).view(np.float16)[..., 0].copy())
-
-
-def _nibbles(raw_NBk: _Bytes) -> _Bytes:
-    """Low halves, then high halves of every block's bytes."""
-    return np.concatenate([raw_NBk & 15, raw_NBk >> 4], axis=-1)
-
-
-def _fifth_bits(raw_NB4: _Bytes) -> _Bytes:
-    """32 bits of every block, each as 0 or 16, [N, B, 32]."""
-    return np.unpackbits(raw_NB4, axis=-1, bitorder="little") * np.uint8(16)
-
-
-def _in_rows(quants_NBk: npt.NDArray[Any]) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(quants_NBk.reshape(len(quants_NBk), -1)))
-
-
-def _q8_0(raw_Nk: _Bytes) -> Blocks:
-    raw_NBk = raw_Nk.reshape(len(raw_Nk), -1, 2 + BLOCK)
-    quants_NBk = np.ascontiguousarray(raw_NBk[..., 2:]).view(np.int8)
-    return Blocks(BlockKind.Q8, _in_rows(quants_NBk).clone(), _halves(raw_NBk[..., :2]), None)
-
-
-def _q4_0(raw_Nk: _Bytes) -> Blocks:
-    raw_NBk = raw_Nk.reshape(len(raw_Nk), -1, 2 + BLOCK // 2)
-    scales_NB = _halves(raw_NBk[..., :2])
-    return Blocks(BlockKind.Q4, _in_rows(_nibbles(raw_NBk[..., 2:])), scales_NB, -8 * scales_NB)
-
-
-def _q4_1(raw_Nk: _Bytes) -> Blocks:
-    raw_NBk = raw_Nk.reshape(len(raw_Nk), -1, 4 + BLOCK // 2)
-    quants_NK = _in_rows(_nibbles(raw_NBk[..., 4:]))
-    return Blocks(BlockKind.Q4, quants_NK, _halves(raw_NBk[..., :2]), _halves(raw_NBk[..., 2:4]))
-
-
-def _q5_0(raw_Nk: _Bytes) -> Blocks:
-    raw_NBk = raw_Nk.reshape(len(raw_Nk), -1, 6 + BLOCK // 2)
-    quants_NBk = (_nibbles(raw_NBk[..., 6:]) | _fifth_bits(raw_NBk[..., 2:6])).astype(np.int8) - 16
-    return Blocks(BlockKind.Q8, _in_rows(quants_NBk), _halves(raw_NBk[..., :2]), None)
-
-
-def _q5_1(raw_Nk: _Bytes) -> Blocks:
-    raw_NBk = raw_Nk.reshape(len(raw_Nk), -1, 8 + BLOCK // 2)
-    quants_NBk = (_nibbles(raw_NBk[..., 8:]) | _fifth_bits(raw_NBk[..., 4:8])).astype(np.int8)
-    return Blocks(BlockKind.Q8, _in_rows(quants_NBk), _halves(raw_NBk[..., :2]), _halves(raw_NBk[..., 2:4]))
-
-
-def _scales_and_minima(raw_NSk: _Bytes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales and offsets of Q4_K and Q5_K, [N, B]: two halves for 256 inputs, and 6 bits for each block."""
-    N = len(raw_NSk)
-    d_NS1, least_NS1 = (_halves(raw_NSk[..., at : at + 2]).float()[..., None] for at in (0, 2))
-    packed = raw_NSk[..., 4:16].reshape(N, -1, 3, 4)
-    low, high, mixed = packed[..., 0, :], packed[..., 1, :], packed[..., 2, :]
-    scales = np.concatenate([low & 63, (mixed & 15) | ((low >> 2) & 48)], axis=-1)
-    minima = np.concatenate([high & 63, (mixed >> 4) | ((high >> 2) & 48)], axis=-1)
-    scales_NB = (d_NS1 * torch.from_numpy(scales.astype(np.float32))).half().reshape(N, -1)
-    return scales_NB, (-least_NS1 * torch.from_numpy(minima.astype(np.float32))).half().reshape(N, -1)
-
-
-def _q4_k(raw_Nk: _Bytes) -> Blocks:
-    raw_NSk = raw_Nk.reshape(len(raw_Nk), -1, 144)
-    quants_NSk = _nibbles(raw_NSk[..., 16:].reshape(len(raw_Nk), -1, 4, BLOCK))
-    return Blocks(BlockKind.Q4, _in_rows(quants_NSk), *_scales_and_minima(raw_NSk))
-
-
-def _q5_k(raw_Nk: _Bytes) -> Blocks:
-    N = len(raw_Nk)
-    raw_NSk = raw_Nk.reshape(N, -1, 176)
-    low_NS8k = _nibbles(raw_NSk[..., 48:].reshape(N, -1, 4, BLOCK)).reshape(N, -1, 8, BLOCK)
-    # Bit b of byte i is the fifth bit of input i of block b.
-    fifth_NS8k = raw_NSk[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return Blocks(BlockKind.Q8, _in_rows((low_NS8k | fifth_NS8k << 4).astype(np.int8)), *_scales_and_minima(raw_NSk))
-
-
-def _iq4_nl(raw_Nk: _Bytes) -> Blocks:
-    raw_NBk = raw_Nk.reshape(len(raw_Nk), -1, 2 + BLOCK // 2)
-    return Blocks(BlockKind.Q8, _in_rows(_IQ4[_nibbles(raw_NBk[..., 2:])]), _halves(raw_NBk[..., :2]), None)
-
-
-def _iq4_xs(raw_Nk: _Bytes) -> Blocks:
-    N = len(raw_Nk)
-    raw_NSk = raw_Nk.reshape(N, -1, 136)
-    d_NS1 = _halves(raw_NSk[..., :2]).float()[..., None]
-    high_NS1 = np.ascontiguousarray(raw_NSk[..., 2:4]).view(np.uint16)
-    block = np.arange(8, dtype=np.uint8)
-    low_NS8 = raw_NSk[..., 4:8][..., block // 2] >> (4 * (block % 2)) & 15
-    scales_NS8 = (low_NS8 | ((high_NS1 >> (2 * block).astype(np.uint16)) & 3) << 4).astype(np.float32) - 32
-    quants_NS8k = _IQ4[_nibbles(raw_NSk[..., 8:].reshape(N, -1, 8, BLOCK // 2))]
-    scales_NB = (d_NS1 * torch.from_numpy(scales_NS8)).half().reshape(N, -1)
-    return Blocks(BlockKind.Q8, _in_rows(quants_NS8k), scales_NB, None)
-
-
-def _mxfp4(raw_Nk: _Bytes) -> Blocks:
-    """Scales are powers of two. One below half precision's becomes 0; with one above it these rows are rounded."""
-    raw_NBk = raw_Nk.reshape(len(raw_Nk), -1, 1 + BLOCK // 2)
-    scales_NB = torch.from_numpy(np.ldexp(np.float32(1), raw_NBk[..., 0].astype(np.int32) - 128)).half()
-    if not bool(scales_NB.isfinite().all()):
-        return quantised(torch.from_numpy(dequantize(raw_Nk, Kind.MXFP4)), BlockKind.Q8)
-    return Blocks(BlockKind.Q8, _in_rows(_MXFP4[_nibbles(raw_NBk[..., 1:])]), scales_NB, None)
-
-
-_READERS: dict[Kind, Callable[[_Bytes], Blocks]] = {
-    Kind.Q4_0: _q4_0,
-    Kind.Q4_1: _q4_1,
-    Kind.Q5_0: _q5_0,
-    Kind.Q5_1: _q5_1,
-    Kind.Q8_0: _q8_0,
-    Kind.Q4_K: _q4_k,
-    Kind.Q5_K: _q5_k,
-    Kind.IQ4_NL: _iq4_nl,
-    Kind.IQ4_XS: _iq4_xs,
-    Kind.MXFP4: _mxfp4,
-}
+from kernels import unpack
+from kernels.blocks import BLOCK, BlockKind, Blocks, Field, RawBlocks, quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,4 +39,75 @@ BLOCKS = {
         (Kind.Q5_0, Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4), BlockForm(BlockKind.Q8, has_offsets=False)
     ),
 }
-"""The kinds that this module reads, and their blocks."""
+"""The kinds that have blocks, and what these are."""
+_UNPACKED = frozenset((*BLOCKS, Kind.Q2_K, Kind.Q3_K, Kind.Q6_K))
+"""The kinds whose numbers kernels/unpack.py reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the numbers of a block lie in a file, in bytes from its begin; its scale comes first."""
+
+    quants: int
+    offset: int | None
+    """None: the kind has none."""
+
+
+_LAYOUTS = {Kind.Q4_0: _Layout(2, None), Kind.Q4_1: _Layout(4, 2), Kind.Q8_0: _Layout(2, None)}
+"""The kinds whose blocks are those of a product as they lie in the file. The others are rewritten."""
+
+
+def raw_blocks(raw: npt.NDArray[np.uint8], kind: Kind, order: torch.Tensor | None = None) -> RawBlocks:
+    """Return the blocks of some rows of a kind in BLOCKS: where they lie, if a product takes them as they are.
+
+    Args:
+        raw: [N, bytes of a row].
+        kind: one of BLOCKS.
+        order: int64 [B], the block in the file of each block; None: the same order.
+    """
+    memory, form, layout = torch.from_numpy(np.ascontiguousarray(raw)), BLOCKS[kind], _LAYOUTS.get(kind)
+    if layout is None or order is not None:
+        inputs, offsets = _inputs(raw, kind), form.has_offsets
+        made = unpack.unpacked(memory, kind.value, inputs, form.kind, offsets=offsets, order=order)
+        # Scales of MXFP4 are powers of two. One below half precision's is 0; with one above it these rows are rounded.
+        if kind is Kind.MXFP4 and not bool(made.scales.memory.isfinite().all()):
+            rounded = quantised(unpack.dequantised(memory, kind.value, inputs, torch.float32), BlockKind.Q8)
+            return RawBlocks.of(rounded if order is None else rounded.columns(order))
+        return made
+    row_bytes = raw.shape[1]
+    size = layout.quants + (BLOCK if form.kind is BlockKind.Q8 else BLOCK // 2)
+    scales = Field(memory, 0, row_bytes, size)
+    offsets_field = None if layout.offset is None else Field(memory, layout.offset, row_bytes, size)
+    if kind is Kind.Q4_0:  # its integers stand for -8 to 7
+        offsets_field = Field.of(-8 * memory.view(torch.float16).view(len(raw), -1, size // 2)[..., 0])
+    return RawBlocks(Field(memory, layout.quants, row_bytes, size), scales, offsets_field)
+
+
+def blocks_of(raw: npt.NDArray[Any], kind: Kind) -> Blocks | None:
+    """Return the blocks of a matrix's bytes, uint8 [N, bytes of a row]; None for a kind that is not in BLOCKS."""
+    if kind not in BLOCKS:
+        return None
+    raw_Nk = np.require(raw.view(np.uint8).reshape(raw.shape[0], -1), requirements="CW")  # torch takes no mapped file
+    # With an order, so that no block is left where it lies.
+    made = raw_blocks(raw_Nk, kind, torch.arange(_inputs(raw_Nk, kind) // BLOCK))
+    quants_NBk = made.quants.memory
+    if BLOCKS[kind].kind is BlockKind.Q4:
+        quants_NBk = torch.cat([quants_NBk & 15, quants_NBk >> 4], dim=2)
+    else:
+        quants_NBk = quants_NBk.view(torch.int8)
+    offsets_NB = None if made.offsets is None else made.offsets.memory
+    return Blocks(BLOCKS[kind].kind, quants_NBk.view(len(raw_Nk), -1), made.scales.memory, offsets_NB)
+
+
+def numbers_of(raw: npt.NDArray[np.uint8], kind: Kind, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of some rows, [N, K]: the gguf package's, in `dtype`. `raw`: [N, bytes of a row]."""
+    if kind in _UNPACKED and dtype in (torch.float32, torch.bfloat16):
+        memory = torch.from_numpy(np.ascontiguousarray(raw))
+        return unpack.dequantised(memory, kind.value, _inputs(raw, kind), dtype)
+    return torch.from_numpy(dequantize(raw, kind)).to(dtype)
+
+
+def _inputs(raw: npt.NDArray[np.uint8], kind: Kind) -> int:
+    """Return K of rows, [N, bytes of a row]."""
+    in_block, num_bytes = GGML_QUANT_SIZES[kind]
+    return int(raw.shape[1] // num_bytes * in_block)

@@ -13,9 +13,9 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from gpu_engine.model.quantised.gguf_kinds import BLOCKS, blocks_of
+from gpu_engine.model.quantised.gguf_kinds import BLOCKS, blocks_of, numbers_of, raw_blocks
 from gpu_engine.model.recording import distance
-from kernels.blocks import BlockKind
+from kernels.blocks import BLOCK, BlockKind, PackedBlocks
 
 TWO_HALVES = (Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K)
 """Kinds whose blocks begin with two halves, and not with one."""
@@ -55,6 +55,28 @@ def test_blocks_are_the_weights_of_the_file(kind: Kind, bound: float) -> None:
     some = blocks_of(raw[2:4], kind)
     assert some is not None
     assert torch.equal(some.dequantised(), blocks.dequantised()[2:4])
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_packed_blocks_are_the_weights_of_the_file_in_any_order_of_blocks(kind: Kind) -> None:
+    raw = random_bytes(kind, N=40, blocks=2)
+    blocks = blocks_of(raw, kind)
+    assert blocks is not None
+    (N, K), form = blocks.shape, BLOCKS[kind]
+    for order in (None, torch.randperm(K // BLOCK, generator=torch.Generator().manual_seed(1))):
+        packed = PackedBlocks.unfilled(form.kind, (N, K), offsets=form.has_offsets)
+        packed.put(0, N, raw_blocks(raw, kind, order))
+        want = blocks if order is None else blocks.columns(order)
+        assert torch.equal(packed.unpacked().dequantised(), want.dequantised())
+
+
+def test_numbers_of_kinds_without_blocks_are_the_librarys() -> None:
+    for kind in (Kind.Q6_K, Kind.IQ3_S, Kind.TQ1_0):
+        raw = np.zeros((2, 2 * GGML_QUANT_SIZES[kind][1]), np.uint8)
+        raw[:, ::3] = 60  # no half of these is infinite
+        want = torch.from_numpy(dequantize(raw, kind))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert torch.equal(numbers_of(raw, kind, dtype), want.to(dtype)), (kind, dtype)
 
 
 def test_other_kinds_have_no_blocks() -> None:

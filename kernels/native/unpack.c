@@ -1,0 +1,384 @@
+/* Reads the blocks of the quantised matrices of GGUF files, and rounds floats to blocks of 8 bits.
+ *
+ * A kind has the number that ggml gives it; its layout is ggml's
+ * (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). One function for each kind reads 32 inputs as integers
+ * and the scales and offsets of either 16; from these come the blocks of a product (`lockstep_unpack_blocks`) or the numbers
+ * (`lockstep_dequantise`). Invariant: the numbers have the bits of the gguf package's dequantisation: every product of a
+ * scale and an integer is exact, so no order or contraction changes a bit. Not responsible for: the layout of a product (see
+ * pack.c), the order of rows and columns.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum { INPUTS = 32, PART = 16 };
+
+enum kind {
+    Q4_0 = 2,
+    Q4_1 = 3,
+    Q5_0 = 6,
+    Q5_1 = 7,
+    Q8_0 = 8,
+    Q2_K = 10,
+    Q3_K = 11,
+    Q4_K = 12,
+    Q5_K = 13,
+    Q6_K = 14,
+    IQ4_NL = 20,
+    IQ4_XS = 23,
+    MXFP4 = 39,
+};
+
+/* 32 inputs: weight = scale * quant + offset. */
+struct block {
+    int8_t quants[INPUTS];
+    float scales[2], offsets[2]; /* of 16 inputs each */
+};
+
+struct unpack_args {
+    const uint8_t *raw; /* [rows][row_bytes] */
+    int64_t rows, row_bytes, blocks, kind;
+    uint8_t *quants;  /* [rows][blocks][16 with 4 bits, 32 with 8 bits], as in Q4_0 and Q8_0 */
+    uint16_t *scales; /* [rows][blocks], half precision */
+    uint16_t *offsets;
+};
+
+struct dequantise_args {
+    const uint8_t *raw; /* [rows][row_bytes] */
+    int64_t rows, row_bytes, blocks, kind, bf16;
+    void *out; /* [rows][blocks][32], float or bfloat16 */
+};
+
+struct round_args {
+    const void *x; /* [blocks][32] */
+    int64_t blocks, bf16;
+    int8_t *quants;   /* [blocks][32] */
+    uint16_t *scales; /* [blocks], half precision */
+};
+
+INLINE uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+INLINE float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE float from_half(uint16_t half) {
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+    if (rest < 0x400) return float_of(sign | bits_of((float)rest * 0x1p-24f));
+    return float_of(sign | (rest >= 0x7c00 ? 0x7f800000 | (rest & 0x3ff) << 13 : (rest << 13) + 0x38000000));
+}
+
+/* To the nearest, ties to even. */
+INLINE uint16_t to_half(float x) {
+    const uint32_t sign = bits_of(x) >> 16 & 0x8000, rest = bits_of(x) & 0x7fffffff;
+    if (rest >= 0x47800000) return (uint16_t)(sign | (rest > 0x7f800000 ? 0x7e00 : 0x7c00));
+    /* Next to a half, a float is a multiple of the least half-precision number. */
+    if (rest < 0x38800000) return (uint16_t)(sign | (bits_of(float_of(rest) + 0.5f) - 0x3f000000));
+    return (uint16_t)(sign | (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13);
+}
+
+INLINE uint16_t to_bf16(float x) {
+    const uint32_t bits = bits_of(x);
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE float half_at(const uint8_t *at) {
+    uint16_t half;
+    memcpy(&half, at, sizeof half);
+    return from_half(half);
+}
+
+INLINE void scaled(struct block *to, float scale, float offset) {
+    to->scales[0] = to->scales[1] = scale;
+    to->offsets[0] = to->offsets[1] = offset;
+}
+
+/* The low halves of 16 bytes, then the high ones. */
+INLINE void nibbles(struct block *to, const uint8_t *at) {
+    for (int i = 0; i < PART; i++) {
+        to->quants[i] = (int8_t)(at[i] & 15);
+        to->quants[PART + i] = (int8_t)(at[i] >> 4);
+    }
+}
+
+INLINE void looked_up(struct block *to, const int8_t *values, const uint8_t *at) {
+    for (int i = 0; i < PART; i++) {
+        to->quants[i] = values[at[i] & 15];
+        to->quants[PART + i] = values[at[i] >> 4];
+    }
+}
+
+INLINE void minus(struct block *to, int8_t less) {
+    for (int i = 0; i < INPUTS; i++) to->quants[i] = (int8_t)(to->quants[i] - less);
+}
+
+INLINE void fifth_bits(struct block *to, const uint8_t *at) {
+    static const uint8_t bit[8] = {1, 2, 4, 8, 16, 32, 64, 128};
+    for (int byte = 0; byte < 4; byte++)
+        for (int i = 0; i < 8; i++) to->quants[8 * byte + i] |= (int8_t)(at[byte] & bit[i] ? 16 : 0);
+}
+
+INLINE void read_q4_0(struct block *to, const uint8_t *row, int64_t b) {
+    nibbles(to, row + 18 * b + 2);
+    minus(to, 8);
+    scaled(to, half_at(row + 18 * b), 0);
+}
+
+INLINE void read_q4_1(struct block *to, const uint8_t *row, int64_t b) {
+    nibbles(to, row + 20 * b + 4);
+    scaled(to, half_at(row + 20 * b), half_at(row + 20 * b + 2));
+}
+
+INLINE void read_q5_0(struct block *to, const uint8_t *row, int64_t b) {
+    nibbles(to, row + 22 * b + 6);
+    fifth_bits(to, row + 22 * b + 2);
+    minus(to, 16);
+    scaled(to, half_at(row + 22 * b), 0);
+}
+
+INLINE void read_q5_1(struct block *to, const uint8_t *row, int64_t b) {
+    nibbles(to, row + 24 * b + 8);
+    fifth_bits(to, row + 24 * b + 4);
+    scaled(to, half_at(row + 24 * b), half_at(row + 24 * b + 2));
+}
+
+INLINE void read_q8_0(struct block *to, const uint8_t *row, int64_t b) {
+    memcpy(to->quants, row + 34 * b + 2, INPUTS);
+    scaled(to, half_at(row + 34 * b), 0);
+}
+
+static const int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+INLINE void read_iq4_nl(struct block *to, const uint8_t *row, int64_t b) {
+    looked_up(to, IQ4_VALUES, row + 18 * b + 2);
+    scaled(to, half_at(row + 18 * b), 0);
+}
+
+INLINE void read_mxfp4(struct block *to, const uint8_t *row, int64_t b) {
+    /* Twice the values of e2m1, in the order of its codes. */
+    static const int8_t values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    const uint8_t *at = row + 17 * b;
+    looked_up(to, values, at + 1);
+    /* 2 ** (at[0] - 128); the two least are denormals. */
+    scaled(to, float_of(at[0] < 2 ? 0x200000u << at[0] : (uint32_t)(at[0] - 1) << 23), 0);
+}
+
+/* The kinds with 256 inputs in eight blocks follow. */
+
+INLINE void read_iq4_xs(struct block *to, const uint8_t *row, int64_t b) {
+    const uint8_t *at = row + 136 * (b / 8);
+    const int j = (int)(b % 8), high = (at[2] | at[3] << 8) >> 2 * j & 3, low = at[4 + j / 2] >> 4 * (j % 2) & 15;
+    looked_up(to, IQ4_VALUES, at + 8 + PART * j);
+    scaled(to, half_at(at) * (float)((low | high << 4) - 32), 0);
+}
+
+INLINE void scale_and_minimum(struct block *to, const uint8_t *at, int j) {
+    const uint8_t *s = at + 4;
+    const int scale = j < 4 ? s[j] & 63 : (s[j + 4] & 15) | s[j - 4] >> 6 << 4;
+    const int least = j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | s[j] >> 6 << 4;
+    scaled(to, half_at(at) * (float)scale, -half_at(at + 2) * (float)least);
+}
+
+INLINE void read_q4_k(struct block *to, const uint8_t *row, int64_t b) {
+    const uint8_t *at = row + 144 * (b / 8);
+    const int j = (int)(b % 8), shift = 4 * (j % 2);
+    for (int i = 0; i < INPUTS; i++) to->quants[i] = (int8_t)(at[16 + INPUTS * (j / 2) + i] >> shift & 15);
+    scale_and_minimum(to, at, j);
+}
+
+INLINE void read_q5_k(struct block *to, const uint8_t *row, int64_t b) {
+    const uint8_t *at = row + 176 * (b / 8);
+    const int j = (int)(b % 8), shift = 4 * (j % 2);
+    for (int i = 0; i < INPUTS; i++)
+        to->quants[i] = (int8_t)((at[48 + INPUTS * (j / 2) + i] >> shift & 15) | (at[16 + i] >> j & 1) << 4);
+    scale_and_minimum(to, at, j);
+}
+
+INLINE void read_q2_k(struct block *to, const uint8_t *row, int64_t b) {
+    const uint8_t *at = row + 84 * (b / 8);
+    const int j = (int)(b % 8), shift = 2 * (j % 4);
+    for (int i = 0; i < INPUTS; i++) to->quants[i] = (int8_t)(at[16 + INPUTS * (j / 4) + i] >> shift & 3);
+    for (int p = 0; p < 2; p++) {
+        to->scales[p] = half_at(at + 80) * (float)(at[2 * j + p] & 15);
+        to->offsets[p] = -half_at(at + 82) * (float)(at[2 * j + p] >> 4);
+    }
+}
+
+INLINE void read_q3_k(struct block *to, const uint8_t *row, int64_t b) {
+    const uint8_t *at = row + 110 * (b / 8), *s = at + 96;
+    const int j = (int)(b % 8), shift = 2 * (j % 4);
+    for (int i = 0; i < INPUTS; i++)
+        to->quants[i] = (int8_t)((at[32 + INPUTS * (j / 4) + i] >> shift & 3) + (at[i] >> j & 1) * 4 - 4);
+    for (int p = 0; p < 2; p++) {
+        const int n = 2 * j + p, low = n < 8 ? s[n] & 15 : s[n - 8] >> 4, high = s[8 + n % 4] >> 2 * (n / 4) & 3;
+        to->scales[p] = half_at(at + 108) * (float)((low | high << 4) - 32);
+        to->offsets[p] = 0;
+    }
+}
+
+INLINE void read_q6_k(struct block *to, const uint8_t *row, int64_t b) {
+    const uint8_t *at = row + 210 * (b / 8);
+    const int j = (int)(b % 8), shift = 2 * (j % 4), half = j % 4 / 2 * 4;
+    const uint8_t *low = at + 64 * (j / 4) + INPUTS * (j % 2), *high = at + 128 + INPUTS * (j / 4);
+    for (int i = 0; i < INPUTS; i++)
+        to->quants[i] = (int8_t)(((low[i] >> half & 15) | (high[i] >> shift & 3) << 4) - 32);
+    for (int p = 0; p < 2; p++) {
+        to->scales[p] = half_at(at + 208) * (float)(int8_t)at[192 + 2 * j + p];
+        to->offsets[p] = 0;
+    }
+}
+
+typedef void read_block(struct block *to, const uint8_t *row, int64_t b);
+
+/* `zero`: what the integers of 4 bits are less than in the block; its offset is so many scales. */
+INLINE void unpack(const struct unpack_args *a, read_block *read, int bits, int zero) {
+    const int64_t bytes = bits == 4 ? PART : INPUTS;
+    for (int64_t r = 0; r < a->rows; r++)
+        for (int64_t b = 0; b < a->blocks; b++) {
+            const int64_t n = r * a->blocks + b;
+            uint8_t *out = a->quants + n * bytes;
+            struct block block;
+            read(&block, a->raw + r * a->row_bytes, b);
+            if (bits == 4)
+                for (int i = 0; i < PART; i++)
+                    out[i] = (uint8_t)((block.quants[i] + zero) | (block.quants[PART + i] + zero) << 4);
+            else
+                memcpy(out, block.quants, INPUTS);
+            a->scales[n] = to_half(block.scales[0]);
+            if (a->offsets) a->offsets[n] = to_half(zero ? (float)-zero * block.scales[0] : block.offsets[0]);
+        }
+}
+
+INLINE void dequantise(const struct dequantise_args *a, read_block *read, int has_offset) {
+    for (int64_t r = 0; r < a->rows; r++)
+        for (int64_t b = 0; b < a->blocks; b++) {
+            const int64_t first = (r * a->blocks + b) * INPUTS;
+            struct block block;
+            float x[INPUTS];
+            read(&block, a->raw + r * a->row_bytes, b);
+            for (int p = 0; p < 2; p++)
+                for (int i = 0; i < PART; i++) {
+                    x[p * PART + i] = block.scales[p] * (float)block.quants[p * PART + i];
+                    if (has_offset) x[p * PART + i] += block.offsets[p];
+                }
+            if (a->bf16)
+                for (int i = 0; i < INPUTS; i++) ((uint16_t *)a->out)[first + i] = to_bf16(x[i]);
+            else
+                memcpy((float *)a->out + first, x, sizeof x);
+        }
+}
+
+/* Kinds without blocks of a product: Q2_K, Q3_K and Q6_K, whose scales are for 16 inputs. */
+void lockstep_unpack_blocks(const struct unpack_args *a) {
+    switch (a->kind) {
+    case Q4_0:
+        unpack(a, read_q4_0, 4, 8);
+        break;
+    case Q4_1:
+        unpack(a, read_q4_1, 4, 0);
+        break;
+    case Q5_0:
+        unpack(a, read_q5_0, 8, 0);
+        break;
+    case Q5_1:
+        unpack(a, read_q5_1, 8, 0);
+        break;
+    case Q8_0:
+        unpack(a, read_q8_0, 8, 0);
+        break;
+    case Q4_K:
+        unpack(a, read_q4_k, 4, 0);
+        break;
+    case Q5_K:
+        unpack(a, read_q5_k, 8, 0);
+        break;
+    case IQ4_NL:
+        unpack(a, read_iq4_nl, 8, 0);
+        break;
+    case IQ4_XS:
+        unpack(a, read_iq4_xs, 8, 0);
+        break;
+    case MXFP4:
+        unpack(a, read_mxfp4, 8, 0);
+        break;
+    }
+}
+
+void lockstep_dequantise(const struct dequantise_args *a) {
+    switch (a->kind) {
+    case Q4_0:
+        dequantise(a, read_q4_0, 0);
+        break;
+    case Q4_1:
+        dequantise(a, read_q4_1, 1);
+        break;
+    case Q5_0:
+        dequantise(a, read_q5_0, 0);
+        break;
+    case Q5_1:
+        dequantise(a, read_q5_1, 1);
+        break;
+    case Q8_0:
+        dequantise(a, read_q8_0, 0);
+        break;
+    case Q2_K:
+        dequantise(a, read_q2_k, 1);
+        break;
+    case Q3_K:
+        dequantise(a, read_q3_k, 0);
+        break;
+    case Q4_K:
+        dequantise(a, read_q4_k, 1);
+        break;
+    case Q5_K:
+        dequantise(a, read_q5_k, 1);
+        break;
+    case Q6_K:
+        dequantise(a, read_q6_k, 0);
+        break;
+    case IQ4_NL:
+        dequantise(a, read_iq4_nl, 0);
+        break;
+    case IQ4_XS:
+        dequantise(a, read_iq4_xs, 0);
+        break;
+    case MXFP4:
+        dequantise(a, read_mxfp4, 0);
+        break;
+    }
+}
+
+/* To the nearest multiple of the largest magnitude's 127th part, which is rounded to half precision first. */
+void lockstep_round_blocks(const struct round_args *a) {
+    const float to_even = 0x1.8p23f; /* a float of that size has no fraction */
+    for (int64_t b = 0; b < a->blocks; b++) {
+        float x[INPUTS];
+        if (a->bf16)
+            for (int i = 0; i < INPUTS; i++) x[i] = float_of((uint32_t)((const uint16_t *)a->x)[b * INPUTS + i] << 16);
+        else
+            memcpy(x, (const float *)a->x + b * INPUTS, sizeof x);
+        int32_t most = 0; /* bits of magnitudes are in the order of these */
+        for (int i = 0; i < INPUTS; i++) {
+            const int32_t bits = (int32_t)(bits_of(x[i]) & 0x7fffffff);
+            most = bits > most ? bits : most;
+        }
+        a->scales[b] = to_half(float_of((uint32_t)most) / 127);
+        const float scale = from_half(a->scales[b]);
+        int8_t *out = a->quants + b * INPUTS;
+        if (!(scale > 0)) {
+            memset(out, 0, INPUTS);
+            continue;
+        }
+        for (int i = 0; i < INPUTS; i++) {
+            const float ratio = x[i] / scale, high = ratio > -127 ? ratio : -127, least = high < 127 ? high : 127;
+            out[i] = (int8_t)(int32_t)((least + to_even) - to_even);
+        }
+    }
+}

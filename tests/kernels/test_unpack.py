@@ -1,0 +1,94 @@
+"""The blocks and numbers of GGUF's kinds against the `gguf` package's own reading of the same bytes, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
+
+from kernels.blocks import BLOCK, BlockKind, PackedBlocks, quantised
+from kernels.unpack import dequantised, unpacked
+
+SCALES = {
+    **dict.fromkeys((Kind.Q4_0, Kind.Q5_0, Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS), (0,)),
+    **dict.fromkeys((Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K), (0, 2)),
+    Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,),
+    Kind.Q6_K: (208,),
+    Kind.MXFP4: (),
+}
+"""Kind -> where the numbers in half precision of a block are."""
+FOUR, WITH_OFFSETS = (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K), (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q5_1, Kind.Q5_K)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def drawn(kind: Kind, scales: npt.NDArray[np.float16], N: int = 9, blocks: int = 3) -> npt.NDArray[np.uint8]:
+    """Return random rows whose numbers in half precision are drawn from `scales`."""
+    rng = np.random.default_rng(kind.value)
+    raw_NBk = rng.integers(0, 256, (N, blocks, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    for at in SCALES[kind]:
+        raw_NBk[..., at : at + 2] = rng.choice(scales, (N, blocks, 1)).view(np.uint8)
+    if kind is Kind.MXFP4:
+        raw_NBk[..., 0] = rng.integers(112, 142, (N, blocks))
+    return raw_NBk.reshape(N, -1)
+
+
+ANY = np.random.default_rng(0).standard_normal(64).astype(np.float16)
+ROUND = (2.0 ** np.arange(-9, 3)).astype(np.float16)
+"""Scales whose product with a block's own scale of 6 bits is a number of half precision."""
+TINY = np.array([0, -0.0, 6e-8, -1.8e-7, 6e-5, 65504, -0.33], np.float16)
+
+
+@pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("scales", [ANY, ROUND, TINY], ids=["any", "round", "tiny"])
+def test_numbers_have_the_bits_of_the_librarys(kind: Kind, scales: npt.NDArray[np.float16]) -> None:
+    raw = drawn(kind, scales)
+    want_NK = torch.from_numpy(dequantize(raw, kind))
+    for dtype in (torch.float32, torch.bfloat16):
+        got_NK = dequantised(torch.from_numpy(raw), kind.value, want_NK.shape[1], dtype)
+        assert torch.equal(bits(got_NK), bits(want_NK.to(dtype))), dtype
+        row = dequantised(torch.from_numpy(raw[4:5].copy()), kind.value, want_NK.shape[1], dtype)
+        assert torch.equal(row, got_NK[4:5])
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in SCALES if kind not in (Kind.Q2_K, Kind.Q3_K, Kind.Q6_K)], ids=lambda kind: kind.name
+)
+def test_blocks_are_exact_but_for_a_scale_in_half_precision(kind: Kind) -> None:
+    for scales, bound in ((ROUND, 0.0), (ANY, 2.0**-11)):
+        raw = drawn(kind, scales)
+        want_NK = torch.from_numpy(dequantize(raw, kind))
+        (N, K), bits_of = want_NK.shape, BlockKind.Q4 if kind in FOUR else BlockKind.Q8
+        offsets = kind in WITH_OFFSETS
+        packed = PackedBlocks.unfilled(bits_of, (N, K), offsets=offsets)
+        packed.put(0, N, unpacked(torch.from_numpy(raw), kind.value, K, bits_of, offsets=offsets, order=None))
+        blocks = packed.unpacked()
+        scaled_NBk = blocks.quants_NK.float().view(N, -1, BLOCK).abs() * blocks.scales_NB.float().abs()[..., None]
+        if blocks.offsets_NB is not None:
+            scaled_NBk += blocks.offsets_NB.float().abs()[..., None]
+        far_NK = (blocks.dequantised() - want_NK).abs()
+        assert bool((far_NK <= bound * scaled_NBk.view(N, K) + 1e-7 * bound).all()), scales
+
+
+def test_rounding_is_to_the_nearest_of_127_steps() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x_NK = torch.randn(64, 256, generator=generator) * 10.0 ** torch.randint(-9, 4, (64, 1), generator=generator)
+    x_NK[3, :64], x_NK[5] = 0, 1e30  # blocks of zeros, and with a scale above half precision
+    x_NK[7, :32] = torch.arange(32) - 15.5
+    x_NK[7, 0] = 127  # so the scale is 1, and the others are ties
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x_NBk = x_NK.clamp(-6e4, 6e4).to(dtype).float().view(64, -1, BLOCK)
+        scales_NB = (x_NBk.abs().amax(dim=2) / 127).half()
+        wide_NB1 = scales_NB.float()[..., None]
+        want_NBk = torch.where(wide_NB1 > 0, x_NBk / wide_NB1, 0).round().clamp(-127, 127).to(torch.int8)
+        got = quantised(x_NBk.view(64, 256).to(dtype), BlockKind.Q8)
+        assert torch.equal(bits(got.scales_NB), bits(scales_NB)), dtype
+        assert torch.equal(got.quants_NK, want_NBk.view(64, 256)), dtype
+    assert torch.isinf(quantised(x_NK, BlockKind.Q8).scales_NB[5]).all()
