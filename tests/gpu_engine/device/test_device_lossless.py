@@ -179,24 +179,19 @@ ROWS = {
     "decoupled, eager": Row(3, APART | EAGER, free=True, accepted=3),
     "decoupled": Row(7, APART, free=True, accepted=3),
     "decoupled, measured choice": Row(3, APART, free=True, budget=lambda: DraftBudget(by_length=False, computes=True)),
-    **{
-        f"decoupled under a grammar, {sync['sync']}, {'own' if own else 'shared'} device": Row(
-            num_drafts,
-            APART | PADDED | sync | own | {"jump_forward_tokens": num_drafts},
-            proposes=one_right,
-            jumps=3,
-        )
-        for sync, num_drafts in ((HOST, 3), (FLAG, 7))
-        for own in ({}, OWN)
-    },
+    "decoupled under a grammar": Row(
+        7, APART | PADDED | FLAG | {"jump_forward_tokens": 7}, proposes=one_right, jumps=3
+    ),
+    "decoupled under a grammar on its device": Row(
+        3, APART | PADDED | HOST | OWN | {"jump_forward_tokens": 3}, proposes=one_right, jumps=3
+    ),
     "decoupled by chance": Row(3, APART | {"draft_model": "same"}, budget=ByChance),
     "decoupled by chance on its device": Row(3, APART | OWN | {"draft_model": "same"}, budget=ByChance),
     "decoupled, lost": Row(3, APART | PADDED | SHORT, lost=True),
     "tree of the lookup, host functions": Row(3, TREE | PADDED | HOST, jumps=3),
     "tree of the lookup, flags": Row(3, TREE | PADDED | FLAG, fast=True, jumps=3),
     # A random head shares the noise alone, which is enough for some drafts of sampled answers.
-    "tree of a head, 5": Row(5, TREE | {"draft_model": "head"}, free=True, count=2),
-    "tree of a head, 15": Row(15, TREE | {"draft_model": "head"}, free=True, count=2),
+    "tree of a head": Row(15, TREE | {"draft_model": "head"}, free=True, count=2),
     "tree of a head, eager": Row(2, TREE | EAGER | {"draft_model": "head"}, free=True, count=2),
     # Jump-forward tokens are the trunk of the tree. A lane without its row verifies the same tree again.
     "tree of a head under a grammar, refused": Row(
