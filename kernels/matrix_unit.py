@@ -1,4 +1,5 @@
 """When a CPU's matrix unit (AMX) computes products over blocks: with the vector unit's bits, and where it is faster.
+Products of bfloat16 always run on it, where it has them (see float_tiles.py).
 
 A process opens the unit before it makes its matrices. A first product runs in a child process; then each kind and width
 of a matrix is compared with the vector unit's product, bit for bit, and both are timed at some numbers of rows. The
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 
 from kernels.blocks import BLOCK, BlockKind, LinearCall, PackedBlocks, no_rows
+from kernels.float_tiles import FloatTiles
 from kernels.library import native, native_path
 
 log = logging.getLogger(__name__)
@@ -156,6 +158,8 @@ class Units:
     matrix: MatrixUnit | None
     refusal: str = ""
     """Why a matrix unit that is there is not used."""
+    floats: bool = False
+    """The matrix unit also multiplies bfloat16."""
 
     def __str__(self) -> str:
         if self.matrix is None:
@@ -176,6 +180,7 @@ def use_units(file: Callable[[], Path], *, matrix: bool) -> Units:
     """
     units = _opened(file) if matrix else Units(_vector(), None)
     PackedBlocks.tile_rows = staticmethod(no_rows if units.matrix is None else units.matrix.rows_from)
+    FloatTiles.usable = units.floats
     return units
 
 
@@ -201,7 +206,8 @@ def _opened(file: Callable[[], Path]) -> Units:
     except RuntimeError as error:  # there is no home directory
         log.info("the choice between units is not kept: %s", error)
         kept = None
-    return Units(vector, MatrixUnit(native().lockstep_block_linear_alone, kept, f"{cpu_name()} {_build()}"))
+    unit = MatrixUnit(native().lockstep_block_linear_alone, kept, f"{cpu_name()} {_build()}")
+    return Units(vector, unit, floats=bool(native().lockstep_has_float_tiles()))
 
 
 def trial(linear: Any) -> str:

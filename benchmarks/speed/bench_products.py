@@ -1,4 +1,4 @@
-"""`python -m benchmarks bench_products`: products over blocks on the vector unit and on the matrix unit, on one thread.
+"""`python -m benchmarks bench_products`: products over blocks and of bfloat16 on the units of this CPU, on one thread.
 
 Invariant: where both units compute a product, in turn, their results are equal bit for bit before a figure is printed.
 Not responsible for: the choice between the units (see kernels/matrix_unit.py), a whole forward (see bench_forward.py).
@@ -14,13 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.harness.tables import Progress, number, share, table
+from gpu_engine.model.linear import PackedByLibrary
 from kernels.blocks import BLOCK, BlockKind, LinearCall, PackedBlocks, can_multiply_blocks
+from kernels.float_tiles import FloatTiles
 from kernels.library import native
 from kernels.matrix_unit import cpu_name, use_units
 
@@ -36,9 +39,12 @@ reading the table:
             the unit's instruction reaches without memory (needs a C compiler, and x86-64)
   matrix    the same of the matrix unit, from 4 rows on, where this CPU has one that the system permits
   ratio     matrix over vector
+
+Of bf16, "vector" is oneDNN's product, which uses the matrix unit too, in pieces of as many rows as have the same bits.
 """
 PEAKS = Path(__file__).with_name("unit_peaks.c")
-KINDS = {"q4": (BlockKind.Q4, True), "q8": (BlockKind.Q8, False)}
+KINDS = {"q4": (BlockKind.Q4, True), "q8": (BlockKind.Q8, False), "bf16": None}
+"""Kind and whether it has offsets; None: not in blocks."""
 EMBEDDED_SHAPES = "960x576,576x576,3072x576,576x1536"
 LEAST_TILE_ROWS = 4
 """As kernels/native/amx.h has it."""
@@ -72,28 +78,47 @@ def random_blocks(kind: BlockKind, offsets: bool, shape: tuple[int, int]) -> Pac
     return made
 
 
-def best_ns(calls: Sequence[LinearCall], rounds: int) -> list[float]:
+def best_ns(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
     """Return the shortest time of each call; they run in turn."""
-    linear, best = native().lockstep_block_linear_alone, [math.inf] * len(calls)
+    best = [math.inf] * len(calls)
     for _ in range(rounds):
         for at, call in enumerate(calls):
             begin = time.perf_counter_ns()
-            linear(ctypes.byref(call.args))
+            call()
             best[at] = min(best[at], time.perf_counter_ns() - begin)
     return best
 
 
+def block_calls(weights: PackedBlocks, rows: int, *, tiles: bool) -> list[LinearCall]:
+    """Return the product on the vector unit and, where there is one, on the matrix unit."""
+    x_MK = torch.randn(rows, weights.num_inputs, generator=torch.Generator().manual_seed(rows))
+    return [LinearCall(weights, x_MK, least) for least in ((0, 1) if tiles and rows >= LEAST_TILE_ROWS else (0,))]
+
+
 def measure(weights: PackedBlocks, rows: int, rounds: int, *, tiles: bool) -> tuple[float, float]:
     """Return MAC/ns of the vector unit and of the matrix unit, NaN without one."""
-    x_MK = torch.randn(rows, weights.num_inputs, generator=torch.Generator().manual_seed(rows))
-    calls = [LinearCall(weights, x_MK, 0)]
-    if tiles and rows >= LEAST_TILE_ROWS:
-        calls.append(LinearCall(weights, x_MK, 1))
-    times = best_ns(calls, rounds)
-    for call in calls[1:]:
-        if not torch.equal(call.out_MN.view(torch.int32), calls[0].out_MN.view(torch.int32)):
-            raise RuntimeError(f"the units differ: {weights.num_outputs} x {weights.num_inputs}, {rows} rows")
+    linear, calls = native().lockstep_block_linear_alone, block_calls(weights, rows, tiles=tiles)
+    times = best_ns([partial(linear, ctypes.byref(call.args)) for call in calls], rounds)
     macs = rows * weights.num_inputs * weights.num_outputs
+    return rates([call.out_MN.view(torch.int32) for call in calls], times, macs)
+
+
+def measure_floats(shape: tuple[int, int], rows: int, rounds: int, *, tiles: bool) -> tuple[float, float]:
+    """Return MAC/ns of oneDNN and of the matrix unit, NaN without one, in bfloat16."""
+    generator = torch.Generator().manual_seed(rows)
+    weight_NK, x_MK = (torch.randn(size, generator=generator).bfloat16() for size in (shape, (rows, shape[1])))
+    packed: list[PackedByLibrary | FloatTiles] = [PackedByLibrary(weight_NK, None)]
+    if tiles:
+        packed.append(FloatTiles(weight_NK))
+    times = best_ns([partial(each, x_MK) for each in packed], rounds)
+    return rates([each(x_MK).view(torch.int16) for each in packed], times, rows * shape[0] * shape[1])
+
+
+def rates(results: Sequence[torch.Tensor], times: Sequence[float], macs: int) -> tuple[float, float]:
+    """Return MAC/ns of one way and of the other, NaN where there is none. Raises RuntimeError for results that
+    differ."""
+    if not all(torch.equal(result, results[0]) for result in results):
+        raise RuntimeError(f"the units differ: {macs} multiplications, {len(results[0])} rows")
     return macs / times[0], macs / times[1] if len(times) > 1 else math.nan
 
 
@@ -121,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks bench_products",
-        description="Time products over blocks of 4 and 8 bits on the units of this CPU, on one thread.",
+        description="Time products over blocks and of bfloat16 on the units of this CPU, on one thread.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -129,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--shapes", default=EMBEDDED_SHAPES, help=f"outputs x inputs of matrices (default: {EMBEDDED_SHAPES})"
     )
     parser.add_argument("--rows", default="1,8,16,64,256", help="rows of a call (default: 1,8,16,64,256)")
-    parser.add_argument("--kinds", default="q4,q8", help="of q4, q8 (default: q4,q8)")
+    parser.add_argument("--kinds", default="q4,q8", help="of q4, q8, bf16 (default: q4,q8)")
     parser.add_argument("--rounds", type=int, default=30, help="measurements of each, of which the best counts")
     args = parser.parse_args(argv)
     try:
@@ -146,16 +171,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         units = use_units(lambda: Path(folder) / "units.json", matrix=True)
+        torch.set_num_threads(1)
         tops = peaks()
         bar, lines = Progress(len(kinds) * len(shapes) * len(rows)), []
-        for name, (kind, offsets) in kinds.items():
+        for name, form in kinds.items():
             for shape in shapes:
-                weights = random_blocks(kind, offsets, shape)
+                blocks = None if form is None else random_blocks(*form, shape)
                 for count in rows:
-                    vector, matrix = measure(weights, count, args.rounds, tiles=units.matrix is not None)
-                    tops_of = [cell(v, tops.get(u, math.nan)) for u, v in (("vector", vector), ("matrix", matrix))]
-                    ratio = number(matrix / vector, 2)
-                    lines.append([name, f"{shape[0]} x {shape[1]}", str(count), *tops_of, ratio])
+                    if blocks is None:
+                        found = measure_floats(shape, count, args.rounds, tiles=units.floats)
+                    else:
+                        found = measure(blocks, count, args.rounds, tiles=units.matrix is not None)
+                    unit_peaks = [tops.get(unit, math.nan) if blocks else math.nan for unit in ("vector", "matrix")]
+                    shown = [cell(value, peak) for value, peak in zip(found, unit_peaks, strict=True)]
+                    ratio = number(found[1] / found[0], 2)
+                    lines.append([name, f"{shape[0]} x {shape[1]}", str(count), *shown, ratio])
                     bar.step(f"{name} {shape[0]} x {shape[1]}, {count} rows")
     print(f"{cpu_name()}: {units}; peaks in MAC/ns: {tops or 'not measured'}\n")
     print(table(["kind", "matrix", "rows", "vector, MAC/ns", "matrix, MAC/ns", "ratio"], lines))

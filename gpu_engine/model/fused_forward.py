@@ -191,7 +191,9 @@ def fused_forward_of(net: Any, record: Recording) -> FusedForward:
     rotary: list[RotaryCall] = []
     layers = tuple(_layer_of(layer, record, rotary, decoder) for layer in stacks[0])
     softcap = getattr(net.config.get_text_config(), "final_logit_softcapping", None) or 0.0
-    return FusedForward(embedding, tuple(rotary), layers, norms[0].norm, head, softcap, isinstance(head, PackedLinear))
+    return FusedForward(
+        embedding, tuple(rotary), layers, norms[0].norm, head, softcap, isinstance(head, PackedLinear) and head.pairs
+    )
 
 
 def _layer_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> Layer:

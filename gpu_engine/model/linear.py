@@ -1,10 +1,11 @@
-"""Linear layers with the interface of `nn.Linear`: oneDNN's prepacked products on a CPU, our kernel on a GPU, and
-cuBLAS where its bits are the kernel's.
+"""Linear layers with the interface of `nn.Linear`: tiles or oneDNN's prepacked products on a CPU, our kernel on a GPU,
+and cuBLAS where its bits are the kernel's.
 
 Packing once saves the reorder that a plain product does at every call (2x per step, measured in docs/log/).
-Invariant: a row's result has the same bits for any number of rows; oneDNN guarantees that from two rows on, so one row
-is doubled; on a GPU it holds in the 16-bit types. Not responsible for: weights in blocks (see quantised/linear.py),
-weights of 8 bits on a GPU (see quantised/scaled.py).
+Invariant: a row's result has the same bits for any number of rows. oneDNN's products have that from two rows on, so one
+row is doubled, and up to a number of rows that is tried out; on a GPU it holds in the 16-bit types.
+
+Not responsible for: weights in blocks (see quantised/linear.py), weights of 8 bits on a GPU (see quantised/scaled.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from gpu_engine.model.quantised.linear import BlockLinear, joined_blocks
 from gpu_engine.model.quantised.scaled import ScaledLinear, joined_scaled
 from gpu_engine.model.recording import distance
+from kernels.float_tiles import FloatTiles
 from kernels.fused_arguments import Activation
 
 if TYPE_CHECKING:
@@ -34,29 +36,89 @@ _ROWS_HINT = 8
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` with its weight in oneDNN's own layout. Holds no reference to the original weight."""
+    """`nn.Linear` on a CPU, with its weight in tiles of the matrix unit or in oneDNN's own layout. Holds no reference
+    to the original weight."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         weight = linear.weight.detach().contiguous()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
         self.bias = None if linear.bias is None else linear.bias.detach()
-        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self.packed = (
+            FloatTiles(weight, self.bias)
+            if FloatTiles.usable and FloatTiles.fits(weight)
+            else PackedByLibrary(weight, self.bias)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ weight.T + bias; [..., in_features] -> [..., out_features]."""
-        if x.numel() == self.in_features:
-            pair = torch.cat([x.reshape(1, -1)] * 2)
-            y = self._product(pair, self.packed, self.bias, "none", [], "")
-            single: torch.Tensor = y[:1].reshape(*x.shape[:-1], self.out_features)
-            return single
-        out: torch.Tensor = self._product(x, self.packed, self.bias, "none", [], "")
-        return out
+        return self.packed(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+    @property
+    def pairs(self) -> bool:
+        """A single row is computed as two equal rows."""
+        return isinstance(self.packed, PackedByLibrary)
 
     def extra_repr(self) -> str:
         """Name the shape."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, packed"
+        return f"in_features={self.in_features}, out_features={self.out_features}, packed={self.packed!r}"
+
+
+class PackedByLibrary:
+    """A matrix in oneDNN's own layout. With AMX, oneDNN sums the products of many rows of 16 bits in other orders, so
+    calls are cut into pieces of as many rows as have the bits of two."""
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
+        self.num_outputs, self.num_inputs = weight_NK.shape
+        self._layout: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK, _ROWS_HINT)
+        self._bias, self._dtype = bias_N, weight_NK.dtype
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self.most_rows = self._equal_rows() if weight_NK.dtype.itemsize == 2 else 0
+        """Rows of a piece; 0: all of a call."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights."""
+        return self._layout.nbytes
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T + bias, [M, K] -> [M, N]."""
+        if len(x_MK) == 1:
+            return self._whole(torch.cat([x_MK, x_MK]))[:1]
+        if not self.most_rows or len(x_MK) <= self.most_rows:
+            return self._whole(x_MK)
+        pieces = list(x_MK.split(self.most_rows))
+        if len(pieces[-1]) == 1:
+            pieces[-1] = torch.cat([pieces[-1], pieces[-1]])
+        return torch.cat([self._whole(piece) for piece in pieces])[: len(x_MK)]
+
+    def _whole(self, x_MK: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._product(x_MK, self._layout, self._bias, "none", [], "")
+        return out
+
+    def _equal_rows(self) -> int:
+        """Return the rows up to which a row has the bits that it has in a call of two; 0: for any number that was
+        tried."""
+        kind = (self.num_outputs, self.num_inputs, self._dtype, torch.get_num_threads())
+        if kind not in _EQUAL_ROWS:
+            x_MK = torch.randn(_MANY_ROWS[-1], self.num_inputs, generator=torch.Generator().manual_seed(0))
+            x_MK = x_MK.to(self._dtype)
+            pairs = torch.cat([self._whole(pair) for pair in x_MK[:_PIECE].split(2)])
+            want = torch.cat([pairs, *(self._whole(piece) for piece in x_MK[_PIECE:].split(_PIECE))])
+            first = next((rows for rows in _MANY_ROWS if not torch.equal(self._whole(x_MK[:rows]), want[:rows])), None)
+            _EQUAL_ROWS[kind] = 0 if first is None else max(rows for rows in (2, *_MANY_ROWS) if rows < first)
+        return _EQUAL_ROWS[kind]
+
+    def __repr__(self) -> str:
+        return f"<PackedByLibrary {self.num_outputs} x {self.num_inputs}>"
+
+
+_MANY_ROWS = (4, 8, 16, 24, 32, 33, 48, 64, 65, 128, 256)
+"""Numbers of rows that are compared."""
+_PIECE = 16
+"""Rows of a call whose bits the others must have; it has those of two."""
+_EQUAL_ROWS: dict[tuple[int, int, torch.dtype, int], int] = {}
+"""By shape, type and threads. Matrices of one kind are compared once a process."""
 
 
 class InvariantLinear(nn.Module):

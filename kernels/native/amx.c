@@ -2,7 +2,7 @@
  *
  * Linux gives the registers of tiles only to a process that asks: its threads, and the processes that it forks, have the
  * permission as well. A first product runs in a child, so a machine that says it has the unit and faults there costs the
- * child. Not responsible for: products (see amx.h), and what follows from an answer (see kernels/matrix_unit.py).
+ * child. Not responsible for: products (see amx.h and float_tiles.c), and what follows from an answer (see kernels/matrix_unit.py).
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -38,8 +38,17 @@ int32_t lockstep_tiles_permission(void) {
     if (!has_tiles()) return TILES_ABSENT;
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) ? errno : TILES_GRANTED;
 }
+
+/* 1: tiles also multiply bf16 numbers, and vectors round to them. */
+int32_t lockstep_has_float_tiles(void) {
+    unsigned a, b, c, d, most;
+    if (!has_tiles() || !__get_cpuid_count(7, 0, &most, &b, &c, &d) || !(d & 1u << 22) || most < 1) return 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1u << 5;
+}
 #else
 int32_t lockstep_tiles_permission(void) { return TILES_ABSENT; }
+
+int32_t lockstep_has_float_tiles(void) { return 0; }
 #endif
 
 struct block_linear_args;

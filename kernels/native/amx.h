@@ -12,18 +12,7 @@
 #ifndef LOCKSTEP_AMX_H
 #define LOCKSTEP_AMX_H
 
-/* gcc 12's own intrinsics say neither that a load reads memory nor that a configuration has 64 bytes, so stores before them
- * may be dropped. tests/kernels/emulated_tiles.h has the same names without the unit. */
-#if !defined(TILE_DOT)
-#define TILE_CONFIGURE(config) __asm__ volatile("ldtilecfg %0" ::"m"(*(config)) : "memory")
-#define TILE_RELEASE() __asm__ volatile("tilerelease" ::: "memory")
-#define TILE_LOAD(t, from, stride)                                                                                     \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void *)(from)), "r"((int64_t)(stride)) : "memory")
-#define TILE_STORE(t, to, stride)                                                                                      \
-    __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void *)(to)), "r"((int64_t)(stride)) : "memory")
-/* sums += rows of a, signed bytes, times columns of b, signed bytes */
-#define TILE_DOT(sums, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sums ::: "memory")
-#endif
+#include "tiles.h"
 
 #define TILE_ROWS 16      /* the most rows of a tile */
 #define LEAST_TILE_ROWS 4 /* a tile of fewer rows takes as long as one of 16 */
@@ -31,12 +20,6 @@
 #define PANEL_BLOCKS 32   /* the most that are unpacked at once: 16 KB, and 4 KB of the rows' numbers */
 
 #define UNROLL_16 _Pragma("GCC unroll 16")
-
-struct tile_config {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes[16]; /* of a row, by tile */
-    uint8_t rows[16];
-} __attribute__((aligned(64)));
 
 static __thread int64_t configured_rows; /* of this thread's tiles; 0: it has none */
 

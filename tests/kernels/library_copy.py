@@ -13,7 +13,7 @@ import kernels
 
 PACKAGE = Path(kernels.__file__).parent
 NATIVE = PACKAGE / "native"
-SCALAR = ("amx.c", "pack.c", "step.c", "suffix.c", "team.c", "unpack.c")
+SCALAR = ("amx.c", "float_tiles.c", "pack.c", "step.c", "suffix.c", "team.c", "unpack.c")
 """Without the kernels, which are headers that are compiled once per vector unit."""
 # As setup.py has them, except for -O3: the sanitizers see more, and gcc is done in minutes.
 OPTIONS = ("-std=gnu11", "-pthread", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")

@@ -323,10 +323,8 @@ def bytes_of(model: LoadedModel) -> int:
     """Return what the weights of a model take."""
     taken = sum(parameter.nbytes for parameter in model.net.parameters())
     for module in model.net.modules():
-        if isinstance(module, BlockLinear):
+        if isinstance(module, BlockLinear | PackedLinear):
             taken += module.packed.num_bytes + (0 if module.bias is None else module.bias.nbytes)
-        elif isinstance(module, PackedLinear):
-            taken += module.packed.nbytes + (0 if module.bias is None else module.bias.nbytes)
     return taken
 
 
