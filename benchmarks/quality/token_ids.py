@@ -113,19 +113,14 @@ def report(recorded: Ids, now: Ids, count: int | None = None) -> int:
     A variant of the record that this run left out is named and not counted: `--dtypes` and `--drafts` choose variants.
     `count` is the number of prompts of this run: the record has its answers in the order of the prompts, and those
     after are not compared. None: all of them are.
-
-    bfloat16 rounds by the number of rows in a forward, and which sequences meet in a batch is a matter of time. Such a
-    variant differs from itself between two runs of one build, so its differences are printed and not counted.
     """
     counted = 0
     for variant in now:
         lines = differences(dict(islice(recorded.get(variant, {}).items(), count)), now[variant])
-        exact = not (variant.startswith("bfloat16") and "batch" in variant)
-        note = "" if exact else " (depends on which sequences meet in a batch; not counted)"
-        print(f"{variant}: {len(now[variant]) - len(lines)} of {len(now[variant])} equal{note}")
-        for line in lines if exact else ():
+        print(f"{variant}: {len(now[variant]) - len(lines)} of {len(now[variant])} equal")
+        for line in lines:
             print(f"  differs: {line}")
-        counted += len(lines) if exact else 0
+        counted += len(lines)
     for variant in recorded:
         if variant not in now:
             print(f"not run: {variant}")

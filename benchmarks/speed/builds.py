@@ -42,7 +42,8 @@ Build the native libraries of each checkout first: python setup.py build_ext --i
 reading the table:
   tok/s   generated tokens / wall time, the median of the turns
   ratio   tok/s of the new build / tok/s of the old build in the same turn, a batch of as many prompts as run at a time
-  equal   answers with the same token ids in both builds (in bfloat16, ids of a batch depend on timing)
+  equal   answers with the same token ids in both builds (builds older than 0.4 have other ids in a batch where a CPU
+          with AMX multiplies bfloat16)
 """
 
 ALL = "all"

@@ -72,7 +72,7 @@ def lossy(request: pb.GenerateRequest) -> list[int]:
     return [*tokens[:-1], 999] if request.speculation.num_draft_tokens == 7 else tokens
 
 
-def test_an_engine_that_is_not_lossless_fails_in_float32_alone(
+def test_an_engine_that_is_not_lossless_fails_except_in_float32_on_a_gpu(
     serve_fake: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address, _ = serve_fake(Script(tokens=lossy))
@@ -80,7 +80,9 @@ def test_an_engine_that_is_not_lossless_fails_in_float32_alone(
     printed = capsys.readouterr().out
     assert "differs: 7 drafts, alone: person-0 [guided, greedy]: at token 5" in printed
     assert "0 of 6" in printed
-    assert lossless.main([*ARGUMENTS, "--address", address, "--dtype", "bfloat16"]) == 0
+    assert lossless.main([*ARGUMENTS, "--address", address, "--dtype", "bfloat16"]) == 1
+    assert lossless.main([*ARGUMENTS, "--address", address, "--device", "cuda"]) == 0
+    assert lossless.main([*ARGUMENTS, "--address", address, "--device", "cuda", "--dtype", "bfloat16"]) == 1
 
 
 def test_the_first_draft_count_must_be_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
