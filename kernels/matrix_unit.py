@@ -167,6 +167,8 @@ class Units:
         if self.matrix.differs:
             return f"{self.vector} (AMX gave other bits)"
         rows = sorted({rows for rows in self.matrix.chosen.values() if rows})
+        if not self.matrix.chosen:
+            return self.vector
         if not rows:
             return f"{self.vector} (AMX is not faster)"
         span = f"{rows[0]} to {rows[-1]}" if rows[0] < rows[-1] else str(rows[0])
