@@ -9,9 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import pytest
@@ -52,16 +50,6 @@ def server() -> Iterator[RunningServer]:
     options = ServerOptions(
         dtype="auto", num_threads=1, max_batch_size=8, extra=extra, internal={"grammar_silence_s": 4.0}
     )
-    with EngineServer(options) as engine:
-        assert engine.pid is not None
-        yield RunningServer(engine.address, psutil.Process(engine.pid))
-
-
-@contextmanager
-def small_server(folder: Path, *extra: str) -> Iterator[RunningServer]:
-    """A server of a tiny model with too few pages for its slots."""
-    extra = ("--max-model-len", "256", "--row-timeout-ms", "2000", *extra)
-    options = ServerOptions(model=str(folder), dtype="float32", num_threads=1, max_batch_size=8, extra=extra)
     with EngineServer(options) as engine:
         assert engine.pid is not None
         yield RunningServer(engine.address, psutil.Process(engine.pid))
