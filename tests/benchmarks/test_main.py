@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import kernels
 from benchmarks.__main__ import HARNESSES
+from benchmarks.speed.bench_products import LEAST_TILE_ROWS
 
 PROGRAMS = (
     "benchmarks.faults.attacker",
@@ -47,6 +49,11 @@ def python(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_harness_is_a_module_of_its_room(root: Path) -> None:
     assert all((root / "benchmarks" / room / f"{name}.py").is_file() for name, (room, _) in HARNESSES.items())
+
+
+def test_the_fewest_rows_of_a_tile_are_those_of_the_kernel() -> None:
+    header = (Path(kernels.__file__).parent / "native" / "amx.h").read_text()
+    assert f"#define LEAST_TILE_ROWS {LEAST_TILE_ROWS} " in header
 
 
 @pytest.mark.slow
