@@ -90,6 +90,5 @@ def test_random_schemas_mean_what_another_validator_reads() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_many_random_schemas(seed: int) -> None:
-    assert check_random_schemas(100 + seed, 500) > 150
+def test_many_random_schemas() -> None:
+    assert check_random_schemas(100, 700) > 200

@@ -125,7 +125,7 @@ def test_an_edited_text_that_the_judge_rejects_is_rejected(name: str) -> None:
 def test_many_texts_of_a_pattern_have_the_format(name: str) -> None:
     check_matching(name, 40)
     if name in VALID and name not in LENIENT:
-        check_edited(name, 400)
+        check_edited(name, 150)
 
 
 def test_only_formats_that_are_not_known_are_taken_out_unless_the_server_is_strict() -> None:

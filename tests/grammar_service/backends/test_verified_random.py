@@ -92,20 +92,17 @@ def test_complete_answers_are_valid(library: Library, dialect: Dialect) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dialect", DIALECTS, ids=["2020-12", "draft-07", "draft-04"])
-def test_complete_answers_to_many_schemas_are_valid(library: Library, dialect: Dialect) -> None:
-    seen = check(library, dialect, 6, 150).counts
-    assert seen["stop"] >= 80, seen
-    assert seen["verified"] >= 50, seen
-    if library.name == "xgrammar":  # it enforces less, so that more is left to verification
-        assert seen["valid after going back"] >= 3, seen
-
-
-@pytest.mark.slow
-def test_every_keyword_has_complete_answers(library: Library) -> None:
+def test_complete_answers_to_many_schemas_are_valid_and_have_every_keyword(library: Library) -> None:
     """The keywords are those of the page that says what is enforced; test_draft_3.py has those of draft 3 alone."""
-    seen = set[str]().union(*(check(library, dialect, 6, 100).keywords for dialect in DIALECTS))
-    assert {case.keyword for case in KEYWORDS} - seen == {
+    keywords = set[str]()
+    for dialect in DIALECTS:
+        seen = check(library, dialect, 6, 100)
+        keywords |= seen.keywords
+        assert seen.counts["stop"] >= 50, seen.counts
+        assert seen.counts["verified"] >= 30, seen.counts
+        if library.name == "xgrammar":  # it enforces less, so that more is left to verification
+            assert seen.counts["valid after going back"] >= 2, seen.counts
+    assert {case.keyword for case in KEYWORDS} - keywords == {
         "title, description, default, examples",
         "a keyword that does not exist",
         "extends",

@@ -22,7 +22,7 @@ from tests.gpu_engine.extensions.transfer.processes import server_process
 from tests.gpu_engine.harness import config, tokens
 from tests.rpc_client import Client
 
-ROUNDS = 12
+ROUNDS = 8
 PROMPTS = [tokens(440 + 16 * seed, seed) for seed in range(4)]
 """Dozens of chunks each, so that a transfer takes some tenths of a second."""
 BOUND_S = 120.0
