@@ -23,6 +23,8 @@ from lockstep_client.answers import (
     TokenOrigin,
     Tokens,
     Usage,
+    ValueEvent,
+    ValueEventKind,
 )
 from lockstep_client.async_client import AsyncClient, AsyncStatsStream, AsyncStream
 from lockstep_client.client import Client, StatsStream, Stream
@@ -139,4 +141,6 @@ __all__ = [
     "Unavailable",
     "UnknownGrammar",
     "Usage",
+    "ValueEvent",
+    "ValueEventKind",
 ]

@@ -110,6 +110,32 @@ class FieldLogprob:
     tokens: int
 
 
+class ValueEventKind(enum.StrEnum):
+    """What an event says of a value."""
+
+    STARTED = "started"
+    FINISHED = "finished"
+    ITEM = "item"
+    """The value has ended, and is an item of the array that `items_of` names."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueEvent:
+    """An event of a value of a JSON answer, as the server sends it. No later one takes it back."""
+
+    kind: ValueEventKind
+    pointer: str
+    """The value's place, as a JSON Pointer (RFC 6901)."""
+    type: str
+    """"object", "array", "string", "number", "boolean" or "null"."""
+    value_json: str | None
+    """The value's JSON text; None for a value that began, and for a container whose parts had events."""
+    logprob: float | None
+    """The sum over the value's tokens; None unless log-probabilities were asked for and the value has ended."""
+    tokens: int
+    """The number of those tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
     """Some rows of a tensor that the request asked for. Row i belongs to position `start + i` of prompt and answer."""
@@ -215,6 +241,8 @@ class Delta:
     """One entry per token, when asked for."""
     held_tokens: int
     """Tokens of a verified answer that were chosen and are held back."""
+    value_events: tuple[ValueEvent, ...]
+    """With `value_events` or `items_of`, in the order of the answer."""
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
@@ -441,6 +469,7 @@ def delta_of(response: pb.GenerateResponse) -> Delta:
         beam_score=response.beam_score if response.HasField("beam_score") else None,
         token_origins=tuple(_origin(each) for each in response.token_origins),
         held_tokens=response.held_tokens,
+        value_events=tuple(_value_event(each) for each in response.value_events),
     )
 
 
@@ -464,6 +493,17 @@ def joined_outputs(parts: Iterable[OutputTensor]) -> dict[str, OutputTensor]:
 def _origin(origin: int) -> TokenOrigin:
     name = pb.TokenOrigin.DESCRIPTOR.values_by_number[origin].name
     return TokenOrigin(name.removeprefix("TOKEN_ORIGIN_").lower())
+
+
+def _value_event(event: pb.ValueEvent) -> ValueEvent:
+    return ValueEvent(
+        kind=ValueEventKind(pb.ValueEvent.Kind.Name(event.kind).removeprefix("KIND_").lower()),
+        pointer=event.pointer,
+        type=pb.ValueEvent.Type.Name(event.type).removeprefix("TYPE_").lower(),
+        value_json=event.value_json if event.HasField("value_json") else None,
+        logprob=event.logprob if event.HasField("logprob") else None,
+        tokens=event.tokens,
+    )
 
 
 def _finish_reason(reason: int) -> FinishReason | None:

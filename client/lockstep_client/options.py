@@ -136,6 +136,8 @@ class Options(TypedDict, total=False):
     generation_logits: bool
     additional_outputs: Sequence[str | AdditionalOutput]
     token_origins: bool
+    value_events: bool
+    items_of: str
     # The request.
     request_id: str
     client_id: str
@@ -179,7 +181,7 @@ _SCALARS = {
     "speculation": ("num_draft_tokens", "draft_index"),
     "response": (
         "omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs", "whole", "cumulative",
-        "token_origins", "context_logits", "generation_logits",
+        "token_origins", "value_events", "items_of", "context_logits", "generation_logits",
     ),
 }  # fmt: skip
 """Options by the message that holds them."""

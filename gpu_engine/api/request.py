@@ -214,6 +214,10 @@ class Outputs:
     """The last response has the log-probability of each leaf of the JSON answer."""
     token_origins: bool = False
     """The events say how the step chose each token."""
+    value_events: bool = False
+    """The responses say when each value of the JSON answer begins and ends."""
+    items_of: str | None = None
+    """JSON Pointer of the array whose items the responses have, each when it has ended; None: no items."""
     tensors: tuple[WantedOutput, ...] = ()
     """Tensors of the model."""
 

@@ -154,6 +154,8 @@ _RESPONSE: list[_Value | _Switch] = [
         True,
         "say of each token whether it was sampled, an accepted draft, or forced by the grammar",
     ),
+    _Switch("response", "value_events", "--value-events", True, "with --output json: when each value begins and ends"),
+    _Value("response", "items_of", "--items-of", text, "with --output json: each item of the array at a JSON Pointer"),
     _Switch("response", "context_logits", "--context-logits", True, "return the logits at the prompt's tokens"),
     _Switch(
         "response", "generation_logits", "--generation-logits", True, "return the logits of each token of the answer"

@@ -65,6 +65,8 @@ def _refuse_sampling(request: pb.GenerateRequest) -> None:
         "sampling.stop": bool(sampling.stop),
         "sampling.logprobs": sampling.HasField("logprobs"),
         "response.per_field_logprobs": response.per_field_logprobs,
+        "response.value_events": response.value_events,
+        "response.items_of": response.HasField("items_of"),
         "response.context_logits": response.context_logits,
         "response.generation_logits": response.generation_logits,
         "response.additional_outputs": bool(response.additional_outputs),

@@ -41,6 +41,7 @@ from gpu_engine.api.ports import EngineCore, GrammarAccess, Model
 from gpu_engine.api.request import (
     FinishReason,
     GrammarSpec,
+    Outputs,
     Request,
     SuffixScope,
     Telemetry,
@@ -54,6 +55,7 @@ from gpu_engine.front.prompt import build_requests, is_large
 from gpu_engine.front.suffix_scopes import SuffixScopes, client_identity, client_key
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.tokens.field_logprobs import FieldScorer
+from gpu_engine.front.tokens.value_events import ValueEvents
 from gpu_engine.front.tools.composition import planned
 from gpu_engine.front.tools.parts import AnswerLayout
 from gpu_engine.front.validation import given_id
@@ -354,6 +356,7 @@ class Calls:
             telemetry=telemetry,
             parser=layout.parser() if layout else None,
             fields=FieldScorer() if request.outputs.field_logprobs else None,
+            values=_value_events(request.outputs),
             decode_special=decode_special if layout and layout.special_text else None,
             reasoning=layout.reasoning_tokens() if layout else None,
         )
@@ -426,6 +429,13 @@ async def _responses(respond: Respond, output: SequenceOutput, delta: Delta) -> 
     if numbers > MANY_NUMBERS or sum(rows.data.size for rows in delta.outputs) > MANY_BYTES:
         return await asyncio.to_thread(lambda: list(respond(output, delta)))
     return respond(output, delta)
+
+
+def _value_events(outputs: Outputs) -> ValueEvents | None:
+    if not outputs.value_events and outputs.items_of is None:
+        return None
+    scored = outputs.num_logprobs is not None
+    return ValueEvents(values=outputs.value_events, items_of=outputs.items_of, scored=scored)
 
 
 def _numbers_of(output: SequenceOutput) -> int:

@@ -20,6 +20,7 @@ from gpu_engine.api.ports import Model
 from gpu_engine.api.request import PromptLogprobs
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.front.text_output import Delta, SequenceOutput
+from gpu_engine.front.tokens.value_events import ScoredEvent
 from gpu_engine.front.tools.formats import reasoning_markers, tool_format
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -45,7 +46,9 @@ class Responses:
             return delta_responses(output, delta, self._options)
         index = output.request.index
         so_far = self._so_far.setdefault(index, delta)
-        has_news = so_far is delta or bool(delta.text or delta.token_ids or delta.outputs or delta.ended)
+        has_news = so_far is delta or bool(
+            delta.text or delta.token_ids or delta.outputs or delta.values or delta.ended
+        )
         if so_far is not delta:
             so_far.add(delta)
         if whole and delta.finish is None:  # rows of tensors are too large to be kept
@@ -59,6 +62,7 @@ class Responses:
             if so_far.echo is not None and not self._options.omit_text:
                 so_far.text = so_far.echo + so_far.text
             so_far.echo = so_far.prompt_logprobs = None
+            so_far.values = []
         return responses
 
 
@@ -70,9 +74,8 @@ def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOp
     request, echo = output.request, delta.echo is not None
     text = delta.text if options.omit_text else (delta.echo or "") + delta.text
     has_ids = (delta.token_ids or echo) and not options.omit_token_ids
-    if not (
-        text or delta.finish or delta.logprobs or delta.prompt_logprobs or delta.outputs or delta.origins or has_ids
-    ):
+    has_numbers = delta.logprobs or delta.prompt_logprobs or delta.outputs or delta.origins
+    if not (text or delta.finish or has_numbers or delta.values or has_ids):
         return []
     first = pb.GenerateResponse(
         request_id=request.client_request_id, index=request.index, text=text, held_tokens=delta.num_held
@@ -91,6 +94,8 @@ def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOp
             tool_call_id=part.tool_call_id,
             tool_name=part.tool_name,
         )
+    for scored in delta.values:
+        _add_value(first, scored)
     if delta.prompt_logprobs is not None:
         first.prompt_logprobs.extend(_prompt_entries(delta.prompt_logprobs, request.num_virtual_tokens))
     for entry in delta.logprobs:
@@ -100,6 +105,18 @@ def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOp
     if delta.finish:
         _add_end(responses[-1], output, delta)
     return responses
+
+
+def _add_value(response: pb.GenerateResponse, scored: ScoredEvent) -> None:
+    event = scored.event
+    response.value_events.add(
+        kind=cast("pb.ValueEvent.Kind", event.kind.value),
+        pointer=event.pointer,
+        type=cast("pb.ValueEvent.Type", event.type.value),
+        value_json=event.text,
+        logprob=scored.logprob,
+        tokens=scored.tokens,
+    )
 
 
 def _add_end(response: pb.GenerateResponse, output: SequenceOutput, delta: Delta) -> None:

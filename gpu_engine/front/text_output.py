@@ -19,6 +19,7 @@ from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.output_tensors import OutputRows
 from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, Telemetry, TokenEvent, TokenOrigin
 from gpu_engine.front.tokens.field_logprobs import FieldLogprob, FieldScorer
+from gpu_engine.front.tokens.value_events import ScoredEvent, ValueEvents
 from gpu_engine.front.tools.parts import Part, PartKind, PartsParser
 from gpu_engine.front.tools.reasoning_tokens import ReasoningTokens
 
@@ -56,6 +57,8 @@ class Delta:
     """The text by part, where the answer has parts."""
     fields: list[FieldLogprob] = field(default_factory=list)
     """The leaves of the answer's content; in the last delta, if the request asked for them."""
+    values: list[ScoredEvent] = field(default_factory=list)
+    """Events of the answer's values, if the request asked for them."""
     beam_score: float | None = None
     """The score of a sequence of a beam search, in its last delta."""
     origins: list[TokenOrigin] = field(default_factory=list)
@@ -73,7 +76,7 @@ class Delta:
     def add(self, later: Delta) -> None:
         """Append the next delta of the sequence: this one is then what is new since the delta before it.
 
-        Rows of tensors are not added up: the rows of `later` replace the earlier ones.
+        Rows of tensors are not added up: the rows of `later` replace the earlier ones. Events are, until they are sent.
         """
         self.text += later.text
         self.token_ids += later.token_ids
@@ -87,6 +90,7 @@ class Delta:
             else:
                 self.parts.append(part)
         self.outputs = later.outputs
+        self.values += later.values
         self.beam_score, self.num_held = later.beam_score, later.num_held
         self.finish, self.error, self.fields = later.finish, later.error, later.fields
         self.matched_token_id, self.matched_stop = later.matched_token_id, later.matched_stop
@@ -103,6 +107,7 @@ class SequenceOutput:
         telemetry: Telemetry | None = None,
         parser: PartsParser | None = None,
         fields: FieldScorer | None = None,
+        values: ValueEvents | None = None,
         decode_special: Decode | None = None,
         reasoning: ReasoningTokens | None = None,
     ) -> None:
@@ -111,6 +116,7 @@ class SequenceOutput:
         telemetry: times and counts of the sequence, which the engine's thread writes; None: all of them are 0.
         parser: reads the parts of this sequence; None: the deltas have no parts.
         fields: collects the log-probabilities of the answer's leaves, which its events have; None: not asked for.
+        values: makes the events of the answer's values; None: not asked for.
         decode_special: keeps special tokens, for a parser that reads them; None: it reads the text.
         reasoning: counts the tokens of the reasoning; None: the answer has none.
         """
@@ -123,10 +129,10 @@ class SequenceOutput:
         """`time.monotonic()` of the end; 0.0 before it."""
         self._with_text = with_text = not response.omit_text
         self._echo = request.echo_text
-        self._with_logprobs, self._fields = request.outputs.logprobs is not None, fields
+        self._with_logprobs, self._fields, self._values = request.outputs.logprobs is not None, fields, values
         self._content: list[str] = []
         """The text that was sent, without reasoning and tool calls; empty without `fields`."""
-        needs_text = with_text or fields is not None or reasoning is not None
+        needs_text = with_text or fields is not None or values is not None or reasoning is not None
         self._reasoning = reasoning
         self._parser = parser if with_text or fields is not None else None
         self._min_tokens = sampling.min_tokens
@@ -160,12 +166,14 @@ class SequenceOutput:
         parts = self._parts(joined, ended=delta.ended)
         if self._with_text:
             delta.text, delta.parts = joined, parts
+        whole = delta.finish in _STOPPED and delta.matched_stop is None
         if self._fields is not None:
             content = [part.text for part in parts if part.kind is PartKind.CONTENT]
             self._content += [joined] if self._parser is None else content
             if delta.finish is not None:
-                whole = delta.finish in _STOPPED and delta.matched_stop is None
                 delta.fields = self._fields.fields("".join(self._content), complete=whole)
+        if self._values is not None:
+            delta.values = self._values.take(joined, complete=whole)
         return delta
 
     def _parts(self, text: str, *, ended: bool) -> list[Part]:
@@ -199,6 +207,8 @@ class SequenceOutput:
                 self._reasoning.push(special if self._special else piece)
             if self._fields is not None:
                 self._fields.push(piece, event.logprobs[i].logprob, holds=self._detokenizer.holds)
+            if self._values is not None and event.logprobs:
+                self._values.push(piece, event.logprobs[i].logprob, holds=self._detokenizer.holds)
             if self._scan(piece, delta, text):
                 return  # tokens after a stop string do not count, though the same step brought them
         if event.finish is None and event.error is None:

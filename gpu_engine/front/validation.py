@@ -10,6 +10,7 @@ Not responsible for: tokenisation and the limits that need it (see prompt.py).
 from __future__ import annotations
 
 import math
+import re
 import secrets
 import uuid
 from collections.abc import Callable, Collection, Iterable
@@ -57,6 +58,9 @@ MAX_BIAS = 100.0
 MAX_PRIORITY = 1000
 MAX_SALT_BYTES = 256
 MAX_CLIENT_ID_BYTES = 128
+MAX_POINTER = 1024
+"""The most bytes of `response.items_of`."""
+_POINTER = re.compile(r"(?:/(?:[^~/]|~[01])*)*", re.DOTALL)
 MAX_ARGUMENTS_BYTES = 64 << 10
 """The most bytes of one logits processor's arguments."""
 
@@ -157,6 +161,8 @@ def _outputs(request: pb.GenerateRequest, grammar: GrammarSpec | None, limits: L
         masked_logprobs=_masked_logprobs(request),
         field_logprobs=_field_logprobs(response, grammar),
         token_origins=response.token_origins,
+        value_events=_value_events(request, grammar),
+        items_of=_items_of(request, grammar),
         tensors=check_outputs(request, limits),
     )
 
@@ -238,10 +244,41 @@ def _prompt(request: pb.GenerateRequest, limits: Limits) -> Prompt:
 
 
 def _field_logprobs(options: pb.ResponseOptions, grammar: GrammarSpec | None) -> bool:
-    kinds = (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
-    if options.per_field_logprobs and (grammar is None or grammar.kind not in kinds):
-        raise InvalidRequest("response.per_field_logprobs", "needs a grammar of the kind json_object or json_schema")
+    if options.per_field_logprobs:
+        _needs_json("response.per_field_logprobs", grammar)
     return options.per_field_logprobs
+
+
+def _needs_json(field: str, grammar: GrammarSpec | None) -> None:
+    if grammar is None or grammar.kind not in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA):
+        raise InvalidRequest(field, "needs a grammar of the kind json_object or json_schema")
+
+
+def _value_events(request: pb.GenerateRequest, grammar: GrammarSpec | None) -> bool:
+    if request.response.value_events:
+        _needs_json_only("response.value_events", request, grammar)
+    return request.response.value_events
+
+
+def _items_of(request: pb.GenerateRequest, grammar: GrammarSpec | None) -> str | None:
+    field, response = "response.items_of", request.response
+    if not response.HasField("items_of"):
+        return None
+    _needs_json_only(field, request, grammar)
+    pointer = response.items_of
+    if (size := len(pointer.encode())) > MAX_POINTER:
+        raise InvalidRequest(field, f"has {size} bytes, at most {MAX_POINTER} are allowed")
+    if not _POINTER.fullmatch(pointer):
+        raise InvalidRequest(field, f"{pointer!r} is no JSON Pointer: it is empty, or each of its parts begins with /")
+    return pointer
+
+
+def _needs_json_only(field: str, request: pb.GenerateRequest, grammar: GrammarSpec | None) -> None:
+    """Raise InvalidRequest unless the whole answer is one JSON value."""
+    for other in ("tools", "reasoning"):
+        if request.HasField(other):
+            raise InvalidRequest(field, f"is not allowed together with {other}")
+    _needs_json(field, grammar)
 
 
 def _masked_logprobs(request: pb.GenerateRequest) -> bool:

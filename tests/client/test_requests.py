@@ -30,6 +30,7 @@ from lockstep_client.answers import (
     Stats,
     Tokens,
     Usage,
+    ValueEvent,
     joined_outputs,
 )
 from lockstep_client.calls import chat_request, text_request, tokenize_request
@@ -49,6 +50,7 @@ ALL_OPTIONS: dict[str, Any] = {
     "include_stop_str_in_output": True, "skip_special_tokens": False, "logit_bias": {8: -1.0},
     "num_draft_tokens": 0, "draft_index": False, "omit_text": True, "omit_token_ids": True, "echo": True,
     "prompt_logprobs": 1, "per_field_logprobs": True, "token_origins": True, "request_id": "r",
+    "value_events": True, "items_of": "/a",
     "cache_salt": "s", "priority": -2,
     "context_logits": True, "generation_logits": True, "additional_outputs": ["logits", AdditionalOutput("m", True)],
     "repetition_max_pattern_size": 6, "repetition_min_pattern_size": 2, "repetition_min_count": 5,
@@ -114,7 +116,8 @@ def test_every_field_of_a_request_has_its_option() -> None:
 
 OF_MESSAGES: dict[Any, type[Any]] = {
     own.GetModelInfoResponse: ModelInfo, own.GetStatsResponse: Stats, own.Telemetry: Telemetry, own.Usage: Usage,
-    own.FieldLogprob: FieldLogprob, own.OutputTensor: OutputTensor, own.AdditionalOutput: AdditionalOutput,
+    own.FieldLogprob: FieldLogprob, own.ValueEvent: ValueEvent,
+    own.OutputTensor: OutputTensor, own.AdditionalOutput: AdditionalOutput,
     own.AnswerPart: Part, own.TokenizeResponse: Tokens, own.GenerateResponse: ClientDelta,
     own.IterationStats: IterationStats, own.RequestStats: RequestStats, own.WatchStatsResponse: StatsUpdate,
     own.ClearGrammarCacheResponse: ClearedGrammars, own.GetTokenizerInfoResponse: TokenizerInfo,

@@ -219,6 +219,24 @@ def fields(answer: Answer, index: int) -> bool:
     return leaves == items + ["/b"] * ("b" in value)
 
 
+def events(answer: Answer, index: int) -> bool:
+    """Return whether the finished leaves and the items have the values of the answer, in its order."""
+    if not answer.is_whole(index):
+        return any(response.value_events for response in answer.of(index))
+    value = json.loads(answer.content(index))
+    sent = [event for response in answer.of(index) for event in response.value_events]
+    ended = {e.pointer: e for e in sent if e.kind == pb.ValueEvent.KIND_FINISHED}
+    items = [json.loads(e.value_json) for e in sent if e.kind == pb.ValueEvent.KIND_ITEM]
+    scored = answer.request.outputs.num_logprobs is not None
+    return (
+        items == value["a"]
+        and list(ended)[-1:] == [""]
+        and [json.loads(ended[f"/a/{i}"].value_json) for i in range(len(items))] == items
+        and ("b" not in value or json.loads(ended["/b"].value_json) == value["b"])
+        and all(e.HasField("logprob") is scored for e in ended.values())
+    )
+
+
 def _num_rows(answer: Answer, name: str, index: int) -> int:
     return sum(output.shape[0] for response in answer.of(index) for output in response.outputs if output.name == name)
 
@@ -328,6 +346,7 @@ EFFECTS: dict[str, Effect] = {
         every(lambda a, i: a.last(i).HasField("beam_score")),
     ),
     "origins": one_a_token("token_origins"),
+    "events": every(events),
     "lora": lambda answer: answer.request.lora is not None and answer.request.lora.name == "low-rank",
     "prompt_adapter": lambda answer: answer.request.num_virtual_tokens == VIRTUAL_TOKENS,
     "no_text": both(

@@ -26,9 +26,14 @@ from tests.docs.recorded_server import recorded_server
 Send = Callable[[Collection[str]], Answer | grpc.RpcError]
 
 PAGE = ROOT / "docs/features.md"
-NEEDS = {"bounds": "grammar", "fields": "bounds"}
+NEEDS = {"bounds": "grammar", "fields": "bounds", "events": "bounds"}
 """Features that have no effect without another one; within bounds an answer reaches its end."""
-COMPANY = {"bounds": ("grammar",), "fields": ("grammar", "bounds"), "min_tokens": ("stop",)}
+COMPANY = {
+    "bounds": ("grammar",),
+    "fields": ("grammar", "bounds"),
+    "events": ("grammar", "bounds"),
+    "min_tokens": ("stop",),
+}
 """The least features with which a feature shows its effect."""
 FEATURES_IN_A_ROW = 8
 BASE = {"text": "abcabcabc"}

@@ -350,7 +350,7 @@ class Speculation(_message.Message):
     def __init__(self, num_draft_tokens: _Optional[int] = ..., draft_index: _Optional[bool] = ...) -> None: ...
 
 class ResponseOptions(_message.Message):
-    __slots__ = ("omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs", "whole", "cumulative", "context_logits", "generation_logits", "additional_outputs", "token_origins")
+    __slots__ = ("omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs", "whole", "cumulative", "context_logits", "generation_logits", "additional_outputs", "token_origins", "value_events", "items_of")
     OMIT_TEXT_FIELD_NUMBER: _ClassVar[int]
     OMIT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
@@ -362,6 +362,8 @@ class ResponseOptions(_message.Message):
     GENERATION_LOGITS_FIELD_NUMBER: _ClassVar[int]
     ADDITIONAL_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ORIGINS_FIELD_NUMBER: _ClassVar[int]
+    VALUE_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_OF_FIELD_NUMBER: _ClassVar[int]
     omit_text: bool
     omit_token_ids: bool
     echo: bool
@@ -373,7 +375,9 @@ class ResponseOptions(_message.Message):
     generation_logits: bool
     additional_outputs: _containers.RepeatedCompositeFieldContainer[AdditionalOutput]
     token_origins: bool
-    def __init__(self, omit_text: _Optional[bool] = ..., omit_token_ids: _Optional[bool] = ..., echo: _Optional[bool] = ..., prompt_logprobs: _Optional[int] = ..., per_field_logprobs: _Optional[bool] = ..., whole: _Optional[bool] = ..., cumulative: _Optional[bool] = ..., context_logits: _Optional[bool] = ..., generation_logits: _Optional[bool] = ..., additional_outputs: _Optional[_Iterable[_Union[AdditionalOutput, _Mapping]]] = ..., token_origins: _Optional[bool] = ...) -> None: ...
+    value_events: bool
+    items_of: str
+    def __init__(self, omit_text: _Optional[bool] = ..., omit_token_ids: _Optional[bool] = ..., echo: _Optional[bool] = ..., prompt_logprobs: _Optional[int] = ..., per_field_logprobs: _Optional[bool] = ..., whole: _Optional[bool] = ..., cumulative: _Optional[bool] = ..., context_logits: _Optional[bool] = ..., generation_logits: _Optional[bool] = ..., additional_outputs: _Optional[_Iterable[_Union[AdditionalOutput, _Mapping]]] = ..., token_origins: _Optional[bool] = ..., value_events: _Optional[bool] = ..., items_of: _Optional[str] = ...) -> None: ...
 
 class LogitsProcessor(_message.Message):
     __slots__ = ("name", "arguments")
@@ -402,7 +406,7 @@ class AdditionalOutput(_message.Message):
     def __init__(self, name: _Optional[str] = ..., context: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "matched_token_id", "matched_stop_str", "usage", "telemetry", "parts", "prompt_token_ids", "prompt_logprobs", "field_logprobs", "outputs", "beam_score", "token_origins", "held_tokens")
+    __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "matched_token_id", "matched_stop_str", "usage", "telemetry", "parts", "prompt_token_ids", "prompt_logprobs", "field_logprobs", "outputs", "beam_score", "token_origins", "held_tokens", "value_events")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -421,6 +425,7 @@ class GenerateResponse(_message.Message):
     BEAM_SCORE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ORIGINS_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VALUE_EVENTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
     text: str
@@ -439,7 +444,50 @@ class GenerateResponse(_message.Message):
     beam_score: float
     token_origins: _containers.RepeatedScalarFieldContainer[TokenOrigin]
     held_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[AnswerPart, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., field_logprobs: _Optional[_Iterable[_Union[FieldLogprob, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[OutputTensor, _Mapping]]] = ..., beam_score: _Optional[float] = ..., token_origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
+    value_events: _containers.RepeatedCompositeFieldContainer[ValueEvent]
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[AnswerPart, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., field_logprobs: _Optional[_Iterable[_Union[FieldLogprob, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[OutputTensor, _Mapping]]] = ..., beam_score: _Optional[float] = ..., token_origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., held_tokens: _Optional[int] = ..., value_events: _Optional[_Iterable[_Union[ValueEvent, _Mapping]]] = ...) -> None: ...
+
+class ValueEvent(_message.Message):
+    __slots__ = ("kind", "pointer", "type", "value_json", "logprob", "tokens")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[ValueEvent.Kind]
+        KIND_STARTED: _ClassVar[ValueEvent.Kind]
+        KIND_FINISHED: _ClassVar[ValueEvent.Kind]
+        KIND_ITEM: _ClassVar[ValueEvent.Kind]
+    KIND_UNSPECIFIED: ValueEvent.Kind
+    KIND_STARTED: ValueEvent.Kind
+    KIND_FINISHED: ValueEvent.Kind
+    KIND_ITEM: ValueEvent.Kind
+    class Type(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        TYPE_UNSPECIFIED: _ClassVar[ValueEvent.Type]
+        TYPE_OBJECT: _ClassVar[ValueEvent.Type]
+        TYPE_ARRAY: _ClassVar[ValueEvent.Type]
+        TYPE_STRING: _ClassVar[ValueEvent.Type]
+        TYPE_NUMBER: _ClassVar[ValueEvent.Type]
+        TYPE_BOOLEAN: _ClassVar[ValueEvent.Type]
+        TYPE_NULL: _ClassVar[ValueEvent.Type]
+    TYPE_UNSPECIFIED: ValueEvent.Type
+    TYPE_OBJECT: ValueEvent.Type
+    TYPE_ARRAY: ValueEvent.Type
+    TYPE_STRING: ValueEvent.Type
+    TYPE_NUMBER: ValueEvent.Type
+    TYPE_BOOLEAN: ValueEvent.Type
+    TYPE_NULL: ValueEvent.Type
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    POINTER_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    VALUE_JSON_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    kind: ValueEvent.Kind
+    pointer: str
+    type: ValueEvent.Type
+    value_json: str
+    logprob: float
+    tokens: int
+    def __init__(self, kind: _Optional[_Union[ValueEvent.Kind, str]] = ..., pointer: _Optional[str] = ..., type: _Optional[_Union[ValueEvent.Type, str]] = ..., value_json: _Optional[str] = ..., logprob: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class OutputTensor(_message.Message):
     __slots__ = ("name", "dtype", "shape", "data", "start")

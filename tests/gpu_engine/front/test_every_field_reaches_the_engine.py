@@ -321,6 +321,16 @@ ROWS: dict[str, Row] = {
         (True, True),
         token_origins=True,
     ),
+    "response.value_events": response(
+        lambda s: [event.pointer for each in s.responses for event in each.value_events],
+        ["", "/a", "/a", ""],
+        value_events=True,
+    ),
+    "response.items_of": response(
+        lambda s: s.request.outputs.items_of,
+        "/a",
+        items_of="/a",
+    ),
     "cache_salt": Row(
         {"text": "hi", "cache_salt": "s"}, lambda s: (s.request.scheduling.cache_salt, s.request.salt), ("s", "s")
     ),
