@@ -55,7 +55,7 @@ REWRITTEN: dict[str, Any] = {
     "not any": {"not": {"anyOf": [STR, A, {"type": "array", "minItems": 1}]}},
     "not all": {"not": {"allOf": [A, B]}},
     "not not": {"not": {"not": {"type": "object", "required": ["a"]}}},
-    "not a bound": {"not": {"minimum": 3}},
+    **{f"not {key}": {"not": {key: 3}} for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")},
     "not lengths": {"not": {"minLength": 1, "maxLength": 2}},
     "not counts": {"type": "array", "not": {"minItems": 2, "maxItems": 3}},
     "not a reference": {"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"type": "string", "maxLength": 1}}},
