@@ -106,7 +106,7 @@ def test_a_trace_is_the_same_in_another_process_with_other_hashes() -> None:
 
 @pytest.mark.slow
 def test_many_seeds_keep_every_promise() -> None:
-    run(11, 310)
+    run(11, 160)
 
 
 @pytest.mark.slow
