@@ -26,8 +26,8 @@ from lockstep_client.answers import (
     ValueEvent,
     ValueEventKind,
 )
-from lockstep_client.async_client import AsyncClient, AsyncStatsStream, AsyncStream
-from lockstep_client.client import Client, StatsStream, Stream
+from lockstep_client.async_client import AsyncClient, AsyncItemStream, AsyncStatsStream, AsyncStream, AsyncValueStream
+from lockstep_client.client import Client, ItemStream, StatsStream, Stream, ValueStream
 from lockstep_client.errors import (
     CallError,
     Cancelled,
@@ -70,6 +70,7 @@ from lockstep_client.retrying import NO_RETRIES, Retries
 from lockstep_client.schemas import Keywords
 from lockstep_client.statistics import IterationStats, RequestStats, Stage, StatsUpdate
 from lockstep_client.tokenizer import TokenizerInfo
+from lockstep_client.values import Value
 
 __all__ = [
     "NO_END",
@@ -80,8 +81,10 @@ __all__ = [
     "Answer",
     "AsyncClient",
     "AsyncExecutor",
+    "AsyncItemStream",
     "AsyncStatsStream",
     "AsyncStream",
+    "AsyncValueStream",
     "BeamSearch",
     "CallError",
     "Cancelled",
@@ -100,6 +103,7 @@ __all__ = [
     "GuideType",
     "GuidedDecodingParams",
     "InvalidRequest",
+    "ItemStream",
     "IterationStats",
     "Keywords",
     "LimitExceeded",
@@ -141,6 +145,8 @@ __all__ = [
     "Unavailable",
     "UnknownGrammar",
     "Usage",
+    "Value",
     "ValueEvent",
     "ValueEventKind",
+    "ValueStream",
 ]

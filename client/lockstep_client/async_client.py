@@ -10,6 +10,7 @@ Not responsible for: arguments (see calls.py), answers (see joining.py).
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar, Unpack, overload
@@ -26,6 +27,7 @@ from lockstep_client.answers import (
     ModelInfo,
     Stats,
     Tokens,
+    ValueEventKind,
     adapter_of,
     delta_of,
     from_message,
@@ -41,6 +43,7 @@ from lockstep_client.options import ChatOptions, Options
 from lockstep_client.retrying import Attempts, Retries
 from lockstep_client.statistics import StatsUpdate, update_of
 from lockstep_client.tokenizer import TokenizerInfo, tokenizer_of
+from lockstep_client.values import Value, Values, item_of
 from lockstep_client.wire import engine_pb2 as pb
 
 T = TypeVar("T")
@@ -98,6 +101,80 @@ class AsyncStream(Generic[T]):
 
     def __repr__(self) -> str:
         return f"<AsyncStream attempt {self._attempts.made}>"
+
+
+class AsyncValueStream:
+    """Values of an answer, as they begin and end. An asynchronous iterator and context manager. Leaving it
+    cancels the call."""
+
+    def __init__(self, stream: AsyncStream[Any]) -> None:
+        self._stream, self._values = stream, Values()
+        self._ready: deque[Value] = deque()
+
+    def __aiter__(self) -> AsyncIterator[Value]:
+        return self
+
+    async def __anext__(self) -> Value:
+        if not self._ready:
+            async for delta in self._stream:
+                self._ready += self._values.take(delta)
+                if self._ready:
+                    break
+            else:
+                raise StopAsyncIteration
+        return self._ready.popleft()
+
+    async def answer(self) -> Answer[Any]:
+        """Read what is left of the stream and return the whole answer."""
+        return await self._stream.answer()
+
+    async def aclose(self) -> None:
+        """Cancel the call, if it is not done."""
+        await self._stream.aclose()
+
+    async def __aenter__(self) -> AsyncValueStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class AsyncItemStream(Generic[T]):
+    """Complete items of an array. An asynchronous iterator and context manager. Leaving it
+    cancels the call."""
+
+    def __init__(self, stream: AsyncStream[Any], parse: Callable[[str], T]) -> None:
+        self._stream, self._parse = stream, parse
+        self._ready: deque[str] = deque()
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        if not self._ready:
+            async for delta in self._stream:
+                items = (each for each in delta.value_events if each.kind is ValueEventKind.ITEM)
+                self._ready += (each.value_json or "" for each in items)
+                if self._ready:
+                    break
+            else:
+                (await self._stream.answer()).parse()
+                raise StopAsyncIteration
+        return item_of(self._parse, self._ready.popleft())
+
+    async def aclose(self) -> None:
+        """Cancel the call, if it is not done."""
+        await self._stream.aclose()
+
+    async def __aenter__(self) -> AsyncItemStream[T]:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
 
 
 class AsyncStatsStream:
@@ -281,6 +358,88 @@ class AsyncClient:
     ) -> AsyncStream[Any]:
         """As `chat`, but return the deltas as they arrive."""
         return self._stream(calls.chat_request(messages, schema, grammar, options, self._timeout_s))
+
+    def stream_values(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Conversation | None = None,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncValueStream:
+        """Answer with JSON, and return its values as they begin and end; none is taken back.
+
+        Args:
+            prompt: a text, or the ids of its tokens.
+            messages: a conversation, in place of a prompt.
+            schema: of the answer: a type, a model, or a JSON Schema.
+            grammar: a JSON grammar, in place of a schema.
+            options: as for `chat`; with `items_of` the items of that array also come whole.
+
+        Raises TypeError or ValueError for a wrong argument; the iterator raises CallError.
+
+        """
+        return AsyncValueStream(
+            self._stream(calls.values_request(prompt, messages, schema, grammar, options, self._timeout_s))
+        )
+
+    @overload
+    def stream_items(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Conversation | None = None,
+        schema: type[list[T]],
+        **options: Unpack[ChatOptions],
+    ) -> AsyncItemStream[T]: ...
+    @overload
+    def stream_items(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Conversation | None = None,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        item: type[T],
+        **options: Unpack[ChatOptions],
+    ) -> AsyncItemStream[T]: ...
+    @overload
+    def stream_items(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Conversation | None = None,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncItemStream[Any]: ...
+    def stream_items(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Conversation | None = None,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        item: Any = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncItemStream[Any]:
+        """Answer with JSON, and return the items of an array, each when it is complete.
+
+        Args:
+            prompt: a text, or the ids of its tokens.
+            messages: a conversation, in place of a prompt.
+            schema: of the whole answer: `list[Invoice]`, another type, a model, or a JSON Schema.
+            grammar: a JSON grammar, in place of a schema.
+            item: the type of the items, where `schema` is not `list[...]`. Default: JSON values, for a JSON Schema.
+            options: as for `chat`; `items_of` is the JSON Pointer of the array, "" for the answer itself.
+
+        Raises TypeError or ValueError for a wrong argument. The iterator raises CallError, and NotParsed after the last
+        item where the answer was cut off.
+
+        """
+        prepared, parse = calls.items_request(prompt, messages, schema, grammar, item, options, self._timeout_s)
+        return AsyncItemStream(self._stream(prepared), parse)
 
     async def choice_probs(
         self,

@@ -7,9 +7,10 @@ Not responsible for: sending (see client.py and async_client.py).
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message as Wire
@@ -19,6 +20,7 @@ from lockstep_client.grammars import CompiledGrammar, Grammar, grammar_of
 from lockstep_client.joining import Joined, Parse
 from lockstep_client.messages import AnyTool, Conversation, conversation, tools_message
 from lockstep_client.options import request_of
+from lockstep_client.values import parser_of_items
 from lockstep_client.wire import engine_pb2 as pb
 
 Prompt = str | Sequence[int]
@@ -108,6 +110,44 @@ def chat_request(
     arguments, continues = options.get("template_arguments"), options.get("continue_final_message", False)
     request.messages.CopyFrom(conversation(messages, arguments, continue_final=continues))
     return _prepared(request, grammar, options, timeout_s)
+
+
+def values_request(
+    prompt: Prompt | None,
+    messages: Conversation | None,
+    schema: object,
+    grammar: AnyGrammar | None,
+    options: Mapping[str, Any],
+    timeout_s: float | None,
+) -> Prepared:
+    """Return the request of `stream_values`. Raises TypeError or ValueError that names the argument."""
+    options = {"value_events": True, **options}
+    if (prompt is None) == (messages is None):
+        raise ValueError("prompt, messages: exactly one of them is required")
+    if prompt is not None:
+        return text_request(prompt, schema, grammar, options, timeout_s)
+    assert messages is not None
+    return chat_request(messages, schema, grammar, options, timeout_s)
+
+
+def items_request(
+    prompt: Prompt | None,
+    messages: Conversation | None,
+    schema: object,
+    grammar: AnyGrammar | None,
+    item: object,
+    options: Mapping[str, Any],
+    timeout_s: float | None,
+) -> tuple[Prepared, Callable[[str], Any]]:
+    """Return the request of `stream_items`, and what makes an item of its JSON text. Raises TypeError or ValueError
+    that names the argument."""
+    for name, is_wrong in (("n", options.get("n", 1) != 1), ("omit_text", options.get("omit_text", False))):
+        if is_wrong:
+            raise ValueError(f"{name}: is not for items; read the events with stream_values")
+    options = {"items_of": "", "value_events": False, **options}
+    parse = parser_of_items(schema, item, options["items_of"])
+    prepared = values_request(prompt, messages, schema, grammar, options, timeout_s)
+    return replace(prepared, parse=json.loads), parse
 
 
 def _prepared(

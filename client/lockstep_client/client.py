@@ -10,6 +10,7 @@ Not responsible for: arguments (see calls.py), answers (see joining.py).
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar, Unpack, overload
@@ -26,6 +27,7 @@ from lockstep_client.answers import (
     ModelInfo,
     Stats,
     Tokens,
+    ValueEventKind,
     adapter_of,
     delta_of,
     from_message,
@@ -41,6 +43,7 @@ from lockstep_client.retrying import Attempts, Retries
 from lockstep_client.rpc import Rpc
 from lockstep_client.statistics import StatsUpdate, update_of
 from lockstep_client.tokenizer import TokenizerInfo, tokenizer_of
+from lockstep_client.values import Value, Values, item_of
 from lockstep_client.wire import engine_pb2 as pb
 
 T = TypeVar("T")
@@ -97,6 +100,78 @@ class Stream(Generic[T]):
 
     def __repr__(self) -> str:
         return f"<Stream attempt {self._attempts.made}>"
+
+
+class ValueStream:
+    """Values of an answer, as they begin and end. An iterator and a context manager; leaving it cancels the call."""
+
+    def __init__(self, stream: Stream[Any]) -> None:
+        self._stream, self._values = stream, Values()
+        self._ready: deque[Value] = deque()
+
+    def __iter__(self) -> Iterator[Value]:
+        return self
+
+    def __next__(self) -> Value:
+        if not self._ready:
+            for delta in self._stream:
+                self._ready += self._values.take(delta)
+                if self._ready:
+                    break
+            else:
+                raise StopIteration
+        return self._ready.popleft()
+
+    def answer(self) -> Answer[Any]:
+        """Read what is left of the stream and return the whole answer."""
+        return self._stream.answer()
+
+    def close(self) -> None:
+        """Cancel the call, if it is not done."""
+        self._stream.close()
+
+    def __enter__(self) -> ValueStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ItemStream(Generic[T]):
+    """Complete items of an array. An iterator and a context manager; leaving it cancels the call."""
+
+    def __init__(self, stream: Stream[Any], parse: Callable[[str], T]) -> None:
+        self._stream, self._parse = stream, parse
+        self._ready: deque[str] = deque()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if not self._ready:
+            for delta in self._stream:
+                items = (each for each in delta.value_events if each.kind is ValueEventKind.ITEM)
+                self._ready += (each.value_json or "" for each in items)
+                if self._ready:
+                    break
+            else:
+                self._stream.answer().parse()
+                raise StopIteration
+        return item_of(self._parse, self._ready.popleft())
+
+    def close(self) -> None:
+        """Cancel the call, if it is not done."""
+        self._stream.close()
+
+    def __enter__(self) -> ItemStream[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class StatsStream:
@@ -269,6 +344,88 @@ class Client:
     ) -> Stream[Any]:
         """As `chat`, but return the deltas as they arrive."""
         return self._stream(calls.chat_request(messages, schema, grammar, options, self._timeout_s))
+
+    def stream_values(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Conversation | None = None,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ValueStream:
+        """Answer with JSON, and return its values as they begin and end; none is taken back.
+
+        Args:
+            prompt: a text, or the ids of its tokens.
+            messages: a conversation, in place of a prompt.
+            schema: of the answer: a type, a model, or a JSON Schema.
+            grammar: a JSON grammar, in place of a schema.
+            options: as for `chat`; with `items_of` the items of that array also come whole.
+
+        Raises TypeError or ValueError for a wrong argument; the iterator raises CallError.
+
+        """
+        return ValueStream(
+            self._stream(calls.values_request(prompt, messages, schema, grammar, options, self._timeout_s))
+        )
+
+    @overload
+    def stream_items(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Conversation | None = None,
+        schema: type[list[T]],
+        **options: Unpack[ChatOptions],
+    ) -> ItemStream[T]: ...
+    @overload
+    def stream_items(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Conversation | None = None,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        item: type[T],
+        **options: Unpack[ChatOptions],
+    ) -> ItemStream[T]: ...
+    @overload
+    def stream_items(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Conversation | None = None,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ItemStream[Any]: ...
+    def stream_items(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Conversation | None = None,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        item: Any = None,
+        **options: Unpack[ChatOptions],
+    ) -> ItemStream[Any]:
+        """Answer with JSON, and return the items of an array, each when it is complete.
+
+        Args:
+            prompt: a text, or the ids of its tokens.
+            messages: a conversation, in place of a prompt.
+            schema: of the whole answer: `list[Invoice]`, another type, a model, or a JSON Schema.
+            grammar: a JSON grammar, in place of a schema.
+            item: the type of the items, where `schema` is not `list[...]`. Default: JSON values, for a JSON Schema.
+            options: as for `chat`; `items_of` is the JSON Pointer of the array, "" for the answer itself.
+
+        Raises TypeError or ValueError for a wrong argument. The iterator raises CallError, and NotParsed after the last
+        item where the answer was cut off.
+
+        """
+        prepared, parse = calls.items_request(prompt, messages, schema, grammar, item, options, self._timeout_s)
+        return ItemStream(self._stream(prepared), parse)
 
     def choice_probs(
         self,

@@ -3,11 +3,11 @@
 The invariant: `Schema.parse` returns what the schema's text describes, or raises ValueError. A type that has no JSON
 Schema here is a TypeError that names the place; nothing becomes "anything" silently.
 
-A model of pydantic (or a `TypeAdapter`) is known by its methods, so that pydantic is no dependency. Everything else is
-converted here: str, int, float, bool, None, `Literal`, `Enum`, `datetime`, `date`, `time`, `UUID`, `X | Y`, `list`,
-`set`, `frozenset`, `tuple`, `Sequence`, `dict[str, X]`, `Mapping[str, X]`, dataclasses, TypedDicts, `Any`, and
-`Annotated[X, Keywords(maxLength=40)]`, which adds keywords. A dataclass or TypedDict inside another type goes to
-`$defs`, so types may be recursive.
+A model of pydantic (or a `TypeAdapter`) is known by its methods, so that pydantic is no dependency. A model may be
+within another type: `list[Model]`. Everything else is converted here: str, int, float, bool, None, `Literal`, `Enum`,
+`datetime`, `date`, `time`, `UUID`, `X | Y`, `list`, `set`, `frozenset`, `tuple`, `Sequence`, `dict[str, X]`,
+`Mapping[str, X]`, dataclasses, TypedDicts, `Any`, and `Annotated[X, Keywords(maxLength=40)]`, which adds keywords. A
+dataclass or TypedDict inside another type goes to `$defs`, so types may be recursive.
 
 Not responsible for: what the server enforces of a schema (docs/grammars.md of the project).
 """
@@ -185,6 +185,8 @@ class _Converter:
             if arguments[0] is not str:
                 raise TypeError(f"{where}: the keys of a JSON object are str, not {_name(arguments[0])}")
             return {"type": "object", "additionalProperties": self.schema(arguments[1], where)}
+        if _is_model(source):
+            return self._model(source, where)
         if inspect.isclass(source) and (dataclasses.is_dataclass(source) or is_typeddict(source)):
             return self._named(source)
         raise TypeError(f"{where}: {_name(source)} has no JSON Schema")
@@ -196,10 +198,17 @@ class _Converter:
         unique = {"uniqueItems": True} if _ARRAYS.get(origin) in (set, frozenset) else {}
         return {"type": "array", "items": self.schema(arguments[0], f"{where}[]")} | unique
 
+    def _model(self, source: Any, where: str) -> Json:
+        schema = dict(source.model_json_schema())
+        for name, definition in schema.pop("$defs", {}).items():
+            if self._definitions.setdefault(name, definition) != definition:
+                raise TypeError(f"{where}: another type of the schema is named {name} as well")
+        return schema
+
     def _named(self, source: type[Any]) -> Json:
         if source not in self._names:
             name = source.__name__
-            while name in self._names.values():
+            while name in self._definitions:
                 name += "_"
             self._names[source] = name
             self._definitions[name] = {}  # keeps the order of first use, and ends a recursion
@@ -228,11 +237,19 @@ def value_of(value: Any, source: Any, where: str) -> Any:
         return _array_of(value, origin, arguments, where)
     if origin in _OBJECTS and isinstance(value, dict):
         return {key: value_of(each, arguments[1], f"{where}.{key}") for key, each in value.items()}
+    if _is_model(source):
+        return source.model_validate_json(json.dumps(value))
     if inspect.isclass(source) and (dataclasses.is_dataclass(source) or is_typeddict(source)):
         return _named_of(value, source, where)
     if not _fits(value, source):
         raise ValueError(f"{where}: {json.dumps(value)} is no {_name(source)}")
     return float(value) if source is float else value
+
+
+def _is_model(source: Any) -> bool:
+    """Return whether a type is a model of pydantic."""
+    methods = ("model_json_schema", "model_validate_json")
+    return inspect.isclass(source) and all(callable(getattr(source, name, None)) for name in methods)
 
 
 def _fits(value: Any, source: Any) -> bool:

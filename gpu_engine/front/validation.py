@@ -275,8 +275,9 @@ def _items_of(request: pb.GenerateRequest, grammar: GrammarSpec | None) -> str |
 
 def _needs_json_only(field: str, request: pb.GenerateRequest, grammar: GrammarSpec | None) -> None:
     """Raise InvalidRequest unless the whole answer is one JSON value."""
-    for other in ("tools", "reasoning"):
-        if request.HasField(other):
+    thinks = request.HasField("reasoning") and (request.reasoning.enabled or not request.reasoning.HasField("enabled"))
+    for other, is_given in (("tools", request.HasField("tools")), ("reasoning", thinks)):
+        if is_given:
             raise InvalidRequest(field, f"is not allowed together with {other}")
     _needs_json(field, grammar)
 

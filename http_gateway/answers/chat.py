@@ -15,7 +15,7 @@ from typing import Any
 from http_gateway.answers.beams import is_missing
 from http_gateway.answers.logprobs import Texts, chat_logprobs, prompt_logprobs
 from http_gateway.answers.pieces import Parts, Piece, finish_reason, stop_reason
-from http_gateway.answers.usage import Counts, field_logprobs, telemetry, token_origins
+from http_gateway.answers.usage import Counts, field_logprobs, telemetry, token_origins, value_events
 from http_gateway.wire.chat import ChatRequest
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -136,12 +136,14 @@ class ChatStream:
         return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
 
     def _tokens(self, response: pb.GenerateResponse) -> dict[str, Any]:
-        """Return what the client wants to see of the new tokens."""
+        """Return what the client wants to see of the new tokens and values."""
         fields, shown = self._shape.fields, dict[str, Any]()
         if fields.return_token_ids and response.token_ids:
             shown["token_ids"] = list(response.token_ids)
         if response.token_origins:
             shown["token_origins"] = token_origins(response, self._shape.texts)
+        if response.value_events:
+            shown["value_events"] = value_events(response)
         return shown
 
     def _logprobs(self, response: pb.GenerateResponse) -> dict[str, Any] | None:
@@ -160,6 +162,7 @@ class _Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     origins: list[dict[str, Any]] = field(default_factory=list)
+    values: list[dict[str, Any]] = field(default_factory=list)
     last: pb.GenerateResponse | None = None
 
 
@@ -193,6 +196,7 @@ class ChatWhole:
                     sequence.arguments[piece.call].append(piece.text)
         sequence.token_ids.extend(response.token_ids)
         sequence.origins += token_origins(response, self._shape.texts) if response.token_origins else []
+        sequence.values += value_events(response)
         if response.logprobs:
             sequence.logprobs += chat_logprobs(response.token_ids, response.logprobs, self._shape.texts)
         if response.prompt_logprobs:
@@ -234,4 +238,6 @@ class ChatWhole:
             choice["token_ids"] = sequence.token_ids
         if self._shape.fields.token_origins:
             choice["token_origins"] = sequence.origins
+        if self._shape.fields.wants_events:
+            choice["value_events"] = sequence.values
         return choice | self._shape.extras(last)

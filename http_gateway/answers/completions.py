@@ -15,9 +15,12 @@ from typing import Any
 from http_gateway.answers.beams import is_missing
 from http_gateway.answers.logprobs import Texts, completion_logprobs, prompt_logprobs
 from http_gateway.answers.pieces import finish_reason, stop_reason
-from http_gateway.answers.usage import Counts, field_logprobs, telemetry, token_origins
+from http_gateway.answers.usage import Counts, field_logprobs, telemetry, token_origins, value_events
 from http_gateway.wire.completions import CompletionRequest
 from protos.engine.v1 import engine_pb2 as pb
+
+_LISTS = ("token_ids", "token_origins", "value_events")
+"""Fields of a choice that grow with the answer."""
 
 
 @dataclass(slots=True)
@@ -69,7 +72,7 @@ class Completions:
         """Return the chunk of a response; None where it has nothing to show. Raises ApiError for a failed sequence."""
         choice = self._choice(prompt, response)
         shown = (choice["text"], choice["logprobs"], choice["finish_reason"])
-        if not (any(shown) or choice.get("token_ids") or choice.get("token_origins")):
+        if not (any(shown) or any(choice.get(name) for name in _LISTS)):
             return None
         chunk = self._shape.head() | {"choices": [choice]}
         if self._always:
@@ -96,10 +99,10 @@ class Completions:
             for name, values in new["logprobs"].items():
                 joined["logprobs"] = joined["logprobs"] or {}
                 joined["logprobs"].setdefault(name, []).extend(values)
-        for name in ("token_ids", "token_origins"):
+        for name in _LISTS:
             if name in new:
                 joined[name] += new[name]
-        added = ("text", "logprobs", "token_ids", "token_origins")
+        added = ("text", "logprobs", *_LISTS)
         joined |= {name: new[name] for name in new if name not in added}
 
     def result(self) -> dict[str, Any]:
@@ -131,6 +134,8 @@ class Completions:
             choice["token_origins"] = (
                 token_origins(response, self._shape.texts[prompt]) if response.token_origins else []
             )
+        if fields.wants_events:
+            choice["value_events"] = value_events(response)
         if first and fields.prompt_logprobs is not None and prompt in self._prompts:
             rows = self._prompts[prompt].prompt_logprobs
             choice["prompt_logprobs"] = prompt_logprobs(self._shape.prompt_ids[prompt], rows, self._shape.texts[prompt])
@@ -153,6 +158,7 @@ class Completions:
         kept.ClearField("token_ids")
         kept.ClearField("logprobs")
         kept.ClearField("token_origins")
+        kept.ClearField("value_events")
         if kept.HasField("usage"):
             kept.usage.completion_tokens = 0
         return kept

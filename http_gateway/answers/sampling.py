@@ -84,6 +84,9 @@ def begin(
     response.omit_token_ids = not (shows or fields.usage_events()[1])
     response.token_origins = bool(fields.token_origins)
     response.per_field_logprobs = bool(fields.field_logprobs)
+    response.value_events = bool(fields.value_events)
+    if fields.items_of is not None:
+        response.items_of = fields.items_of
     request.sampling.masked_logprobs = bool(fields.masked_logprobs)
     if fields.prompt_logprobs is not None:
         if fields.stream:

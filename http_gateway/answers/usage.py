@@ -68,6 +68,20 @@ def token_origins(response: pb.GenerateResponse, texts: Mapping[int, str]) -> li
     ]
 
 
+def value_events(response: pb.GenerateResponse) -> list[dict[str, Any]]:
+    """Return the events of values; each has its text and log-probability where the engine sent them."""
+    return [
+        {
+            "kind": pb.ValueEvent.Kind.Name(event.kind).removeprefix("KIND_").lower(),
+            "pointer": event.pointer,
+            "type": pb.ValueEvent.Type.Name(event.type).removeprefix("TYPE_").lower(),
+        }
+        | ({"value_json": event.value_json} if event.HasField("value_json") else {})
+        | ({"logprob": event.logprob, "tokens": event.tokens} if event.HasField("logprob") else {})
+        for event in response.value_events
+    ]
+
+
 def field_logprobs(response: pb.GenerateResponse) -> list[dict[str, Any]]:
     """Return the log-probability of each leaf of the answer."""
     return [{"pointer": f.pointer, "logprob": f.logprob, "tokens": f.tokens} for f in response.field_logprobs]

@@ -150,12 +150,21 @@ class SamplingFields(Fields):
     token_origins: bool | None = None
     """The text of each token, and whether it was `sampled`, an accepted `draft`, or `forced` by the grammar, in the
     choice's `token_origins`."""
+    value_events: bool | None = None
+    """Events of the values of a guided JSON answer, each when it is final, in the choice's `value_events`."""
+    items_of: str | None = None
+    """JSON Pointer of an array whose items have events, each when it has ended, in the choice's `value_events`."""
     telemetry: bool | None = None
     """Times, drafts and seed of each sequence, in the choice's `telemetry`."""
 
     def stops(self) -> list[str]:
         """Return the stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def wants_events(self) -> bool:
+        """Choices have `value_events`."""
+        return bool(self.value_events) or self.items_of is not None
 
     def usage_events(self) -> tuple[bool, bool]:
         """Return whether a stream ends with its usage, and whether each event has one."""

@@ -129,6 +129,39 @@ def test_a_type_may_be_recursive_and_a_typed_dict_is_a_dict() -> None:
     assert schema_of(Point).parse('{"x": 1}') == {"x": 1.0}
 
 
+class Tree(pydantic.BaseModel):
+    model: Model
+    children: list[Tree]
+
+
+@dataclasses.dataclass
+class Holder:
+    models: list[Model]
+    tree: Tree | None
+
+
+def test_models_of_pydantic_may_be_within_other_types() -> None:
+    made = schema_of(list[Model])
+    assert json.loads(made.text)["items"]["properties"]["name"]["maxLength"] == 5
+    assert made.parse('[{"name": "a"}]') == [Model(name="a")]
+    with pytest.raises(ValueError, match="at most 5"):
+        made.parse('[{"name": "too long"}]')
+    leaf = {"model": {"name": "b"}, "children": []}
+    value = {"models": [{"name": "a"}], "tree": {"model": {"name": "c"}, "children": [leaf]}}
+    schema = schema_of(Holder)
+    jsonschema.Draft202012Validator(json.loads(schema.text)).validate(value)
+    inner = Tree(model=Model(name="b"), children=[])
+    assert schema.parse(json.dumps(value)) == Holder([Model(name="a")], Tree(model=Model(name="c"), children=[inner]))
+    assert not jsonschema.Draft202012Validator(json.loads(schema.text)).is_valid({"models": [{}], "tree": None})
+
+
+def test_two_types_with_one_name_are_refused() -> None:
+    other = pydantic.create_model("Model", size=(int, ...))
+    holder = pydantic.create_model("Outer", part=(other, ...))
+    with pytest.raises(TypeError, match="another type of the schema is named Model"):
+        schema_of(tuple[Tree, holder])  # type: ignore[valid-type]
+
+
 def test_pydantic_describes_and_checks_its_own_models() -> None:
     assert json.loads(schema_of(Model).text) == Model.model_json_schema()
     assert schema_of(Model).parse('{"name": "Oslo"}') == Model(name="Oslo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -270,6 +271,44 @@ def test_each_token_says_how_it_came(responses: list[pb.GenerateResponse]) -> No
     for response in responses:
         completions.take(0, response)
     assert completions.result()["choices"][0]["token_origins"] == streamed
+
+
+def test_values_have_events_next_to_the_text_and_in_the_whole_answer() -> None:
+    kinds = pb.ValueEvent
+    responses = [pb.GenerateResponse(text='{"a":'), pb.GenerateResponse(text="1}"), end()]
+    responses[0].value_events.add(kind=kinds.KIND_STARTED, pointer="", type=kinds.TYPE_OBJECT)
+    responses[1].value_events.add(
+        kind=kinds.KIND_FINISHED, pointer="/a", type=kinds.TYPE_NUMBER, value_json="1", logprob=-0.5, tokens=1
+    )
+    responses[1].value_events.add(kind=kinds.KIND_FINISHED, pointer="", type=kinds.TYPE_OBJECT)
+    first = [{"kind": "started", "pointer": "", "type": "object"}]
+    second = [
+        {"kind": "finished", "pointer": "/a", "type": "number", "value_json": "1", "logprob": -0.5, "tokens": 1},
+        {"kind": "finished", "pointer": "", "type": "object"},
+    ]
+    for asked in ({"value_events": True}, {"items_of": "/a"}):
+        made = replace(shape(**asked), apart=False)
+        stream, whole = ChatStream(made), ChatWhole(made)
+        for response in responses:
+            whole.take(response)
+        chunks = [chunk["choices"][0] for response in responses for chunk in stream.chunks(response)]
+        sent = [
+            (choice["delta"].get("content"), choice["value_events"]) for choice in chunks if "value_events" in choice
+        ]
+        assert sent == [('{"a":', first), ("1}", second)]
+        assert whole.result()["choices"][0]["value_events"] == first + second
+        fields = CompletionRequest.model_validate({"prompt": "x"} | asked)
+        completions = Completions(CompletionShape(id="i", model="m", fields=fields, texts=[{}]))
+        for response in responses:
+            completions.take(0, response)
+        assert completions.result()["choices"][0]["value_events"] == first + second
+
+
+def test_the_fields_of_values_reach_the_engine() -> None:
+    asked = chat_request(ChatRequest.model_validate(ASK | {"value_events": True, "items_of": ""}), thinks=False)
+    assert (asked.response.value_events, asked.response.HasField("items_of")) == (True, True)
+    asked = chat_request(ChatRequest.model_validate(ASK), thinks=False)
+    assert (asked.response.value_events, asked.response.HasField("items_of")) == (False, False)
 
 
 def test_reasoning_is_hidden_where_the_client_says_so() -> None:

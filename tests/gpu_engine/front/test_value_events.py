@@ -262,6 +262,12 @@ def test_what_is_not_one_json_value_is_refused(more: dict[str, Any], problem: st
         check(request, LIMITS, ())
 
 
+def test_reasoning_that_is_turned_off_is_no_obstacle() -> None:
+    response = pb.ResponseOptions(value_events=True)
+    request = pb.GenerateRequest(text="x", response=response, grammar=JSON, reasoning=pb.Reasoning(enabled=False))
+    assert check(request, LIMITS, ()).params.outputs.value_events
+
+
 @pytest.mark.parametrize("pointer", ["a", "/a~2", "/" * 1025, "/~"])
 def test_items_need_a_json_pointer(pointer: str) -> None:
     request = pb.GenerateRequest(text="x", response=pb.ResponseOptions(items_of=pointer), grammar=JSON)
