@@ -82,7 +82,7 @@ async def test_events_have_the_values_of_the_answer_also_after_a_kill(
 
 
 async def test_leaving_after_the_third_item_frees_the_slot(server: RunningServer) -> None:
-    array = {"type": "array", "items": Row.model_json_schema(), "minItems": 40}
+    array = {"type": "array", "items": Row.model_json_schema() | {"additionalProperties": False}, "minItems": 40}
     with Client(server.address, timeout_s=240) as client:
         aborted = client.stats().generated_tokens
         rows = []
