@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from lockstep_client.answers import Delta, ValueEvent, ValueEventKind
 from lockstep_client.errors import NotParsed
@@ -85,9 +85,9 @@ def parser_of_items(schema: object, item: object, items_of: str) -> Callable[[st
     """
     if item is not None:
         return schema_of(item).parse
-    arguments = get_args(schema)
-    if not items_of and get_origin(schema) is list:
-        return schema_of(arguments[0]).parse
+    array = get_args(schema)[0] if get_origin(schema) is Annotated else schema
+    if not items_of and get_origin(array) is list:
+        return schema_of(get_args(array)[0]).parse
     if schema is not None and schema_of(schema).closed:
         raise TypeError(
             "item: is required, the type of the items, unless the schema is list[...] and items_of is empty"

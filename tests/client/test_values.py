@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_engine.front.tokens.json_reader import JsonReader
-from lockstep_client import AsyncClient, NotParsed, Value, ValueEventKind
+from lockstep_client import AsyncClient, Keywords, NotParsed, Value, ValueEventKind
 from lockstep_client.answers import delta_of
 from lockstep_client.values import Values
 from protos.engine.v1 import engine_pb2 as pb
@@ -101,6 +101,8 @@ async def test_items_are_objects_of_their_type(twin: Twin, server: Scripted) -> 
     sent = server.requests[0]
     assert (sent.response.HasField("items_of"), sent.response.items_of, sent.response.value_events) == (True, "", False)
     assert json.loads(sent.grammar.json_schema)["items"]["properties"]["payer"]["maxLength"] == 20
+    at_least = Annotated[list[Invoice], Keywords(minItems=2)]
+    assert await read(twin, "stream_items", "x", schema=at_least) == INVOICES
     inside = f'{{"invoices": {TEXT}}}'
     server.script = lambda request, context: [*responses(inside, "/invoices", values=False), end()]
     within: dict[str, Any] = {"messages": "Hello", "items_of": "/invoices"}
