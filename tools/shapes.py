@@ -173,7 +173,7 @@ def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) ->
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(10_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    _copy_tokenizer(writer)
+    copy_tokenizer(writer)
     places = [(f"{gguf}.weight", dims) for gguf, _, dims in tensors_of(shape)]
     for tensor, dims in places:
         if len(dims) == 1:
@@ -192,7 +192,8 @@ def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) ->
     writer.close()
 
 
-def _copy_tokenizer(writer: GGUFWriter) -> None:
+def copy_tokenizer(writer: GGUFWriter) -> None:
+    """Give a file the tokenizer of the embedded model."""
     for key, field in GGUFReader(weights_file()).fields.items():
         if key.startswith("tokenizer."):
             of = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
