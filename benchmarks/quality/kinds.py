@@ -28,6 +28,7 @@ from benchmarks.quality.divergence import WindowLogits, windows
 from benchmarks.quality.lossless import Variant, make_cases, run_variants
 from benchmarks.quality.quantisation import TEXT
 from gpu_engine.api.config import EngineConfig
+from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import load_model
 from tools.requantise import KINDS, write
 
@@ -48,7 +49,7 @@ reading the table:
   lossless        answers that have equal tokens without drafts one at a time, and with seven drafts in a batch of
                   eight; in float32 for f16 and bf16, and in the kind's own products otherwise
 
-exit code: 0, 1 an answer differs, 2 a server failed
+exit code: 0, 1 an answer differs or a model is refused, 2 a server failed
 """
 
 
@@ -125,22 +126,29 @@ def lossless(kind: str, file: Path, args: argparse.Namespace) -> tuple[str, bool
 
 
 def rows_of(kinds: Sequence[str], args: argparse.Namespace, progress: Progress, rows: list[list[str]]) -> bool:
-    """Add a row for each kind; return whether all answers are equal."""
+    """Add a row for each kind; return whether all are served with equal answers."""
     all_equal = True
-    with tempfile.TemporaryDirectory(prefix="lockstep-kinds-", dir=args.folder) as folder:
-        for kind in kinds:
+    for kind in kinds:
+        with tempfile.TemporaryDirectory(prefix="lockstep-kinds-", dir=args.folder) as folder:
             step = partial(progress.step, kind)
             file, plain = Path(folder, f"{kind}.gguf"), Path(folder, f"{kind}-float32.gguf")
             write(kind, file, plain)
             step()
-            cells = [kind.upper(), *distance_of(file, plain, args).cells()]
-            plain.unlink()
+            try:
+                cells = [kind.upper(), *distance_of(file, plain, args).cells()]
+            except ModelNotSupported as refusal:
+                print(f"{kind}: {refusal}", file=sys.stderr)
+                rows.append([kind.upper(), "refused"])
+                all_equal = False
+                progress.total -= 2
+                continue
+            finally:
+                plain.unlink()
             step()
             if args.count:
                 answers, equal = lossless(kind, file, args)
                 cells.append(answers)
                 all_equal &= equal
-            file.unlink()
             rows.append(cells)
             progress.step(" ".join(cells))
     return all_equal
