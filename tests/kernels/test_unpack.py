@@ -10,7 +10,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from kernels.blocks import BLOCK, BlockKind, PackedBlocks, quantised
+from kernels.blocks import BLOCK, BlockKind, Blocks, quantised
 from kernels.unpack import dequantised, unpacked
 
 SCALES = {
@@ -67,12 +67,15 @@ def test_blocks_are_exact_but_for_a_scale_in_half_precision(kind: Kind) -> None:
         want_NK = torch.from_numpy(dequantize(raw, kind))
         (N, K), bits_of = want_NK.shape, BlockKind.Q4 if kind in FOUR else BlockKind.Q8
         offsets = kind in WITH_OFFSETS
-        packed = PackedBlocks.unfilled(bits_of, (N, K), offsets=offsets)
-        packed.put(0, N, unpacked(torch.from_numpy(raw), kind.value, K, bits_of, offsets=offsets, order=None))
-        blocks = packed.unpacked()
-        scaled_NBk = blocks.quants_NK.float().view(N, -1, BLOCK).abs() * blocks.scales_NB.float().abs()[..., None]
-        if blocks.offsets_NB is not None:
-            scaled_NBk += blocks.offsets_NB.float().abs()[..., None]
+        made = unpacked(torch.from_numpy(raw), kind.value, K, bits_of, offsets=offsets, order=None)
+        quants_NBk = made.quants.memory.view(torch.int8)
+        if bits_of is BlockKind.Q4:
+            quants_NBk = torch.cat([made.quants.memory & 15, made.quants.memory >> 4], dim=2)
+        offsets_NB = None if made.offsets is None else made.offsets.memory
+        blocks = Blocks(bits_of, quants_NBk.view(N, K), made.scales.memory, offsets_NB)
+        scaled_NBk = quants_NBk.float().abs() * blocks.scales_NB.float().abs()[..., None]
+        if offsets_NB is not None:
+            scaled_NBk += offsets_NB.float().abs()[..., None]
         far_NK = (blocks.dequantised() - want_NK).abs()
         assert bool((far_NK <= bound * scaled_NBk.view(N, K) + 1e-7 * bound).all()), scales
 
