@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, TypeVar, Unpack, overload
 
@@ -90,6 +91,11 @@ class AsyncStream(Generic[T]):
     async def aclose(self) -> None:
         """Cancel the call, if it is not done."""
         self._call.cancel()
+
+    def __del__(self) -> None:
+        # An asynchronous call of gRPC's outlives its last reference, and the server would go on.
+        with suppress(AttributeError, RuntimeError):  # there is no call yet, or no event loop any more
+            self._call.cancel()
 
     async def __aenter__(self) -> AsyncStream[T]:
         return self
@@ -199,6 +205,11 @@ class AsyncStatsStream:
     async def aclose(self) -> None:
         """Cancel the call, if it is not done."""
         self._call.cancel()
+
+    def __del__(self) -> None:
+        # An asynchronous call of gRPC's outlives its last reference, and the server would go on.
+        with suppress(AttributeError, RuntimeError):  # there is no call yet, or no event loop any more
+            self._call.cancel()
 
     async def __aenter__(self) -> AsyncStatsStream:
         return self

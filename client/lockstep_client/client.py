@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, TypeVar, Unpack, overload
 
@@ -89,6 +90,11 @@ class Stream(Generic[T]):
     def close(self) -> None:
         """Cancel the call, if it is not done."""
         self._call.cancel()
+
+    def __del__(self) -> None:
+        # An asynchronous call of gRPC's outlives its last reference, and the server would go on.
+        with suppress(AttributeError, RuntimeError):  # there is no call yet, or no event loop any more
+            self._call.cancel()
 
     def __enter__(self) -> Stream[T]:
         return self
@@ -195,6 +201,11 @@ class StatsStream:
     def close(self) -> None:
         """Cancel the call, if it is not done."""
         self._call.cancel()
+
+    def __del__(self) -> None:
+        # An asynchronous call of gRPC's outlives its last reference, and the server would go on.
+        with suppress(AttributeError, RuntimeError):  # there is no call yet, or no event loop any more
+            self._call.cancel()
 
     def __enter__(self) -> StatsStream:
         return self

@@ -87,7 +87,9 @@ def blocks_of(raw: npt.NDArray[Any], kind: Kind) -> Blocks | None:
     """Return the blocks of a matrix's bytes, uint8 [N, bytes of a row]; None for a kind that is not in BLOCKS."""
     if kind not in BLOCKS:
         return None
-    raw_Nk = np.require(raw.view(np.uint8).reshape(raw.shape[0], -1), requirements="CW")  # torch takes no mapped file
+    raw_Nk = np.require(
+        raw.view(np.uint8).reshape(raw.shape[0], -1), requirements=["C", "W"]
+    )  # torch takes no mapped file
     # With an order, so that no block is left where it lies.
     made = raw_blocks(raw_Nk, kind, torch.arange(_inputs(raw_Nk, kind) // BLOCK))
     quants_NBk = made.quants.memory
