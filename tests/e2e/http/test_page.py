@@ -40,10 +40,11 @@ def page(gateway: str) -> Iterator[Any]:
 def test_a_chat_streams_and_shows_its_figures(page: Any, model: str) -> None:
     assert page.input_value("#model") == model
     page.fill("#max_tokens", "12")
-    page.fill("#prompt", "Say hello.")
+    page.fill("#temperature", "0")
+    page.fill("#prompt", "Tell me a long story.")
     page.press("#prompt", "Enter")
     page.wait_for_selector(".figures[data-done]", timeout=60_000)
-    assert page.inner_text(".turn.user") == "Say hello."
+    assert page.inner_text(".turn.user") == "Tell me a long story."
     assert page.inner_text(".turn.assistant").strip()
     assert "12 tokens" in page.inner_text(".figures[data-done]")
 
@@ -55,6 +56,36 @@ def test_an_answer_fits_the_schema_beside_it(page: Any) -> None:
     page.click("#send")
     page.wait_for_selector(".figures[data-done]", timeout=60_000)
     assert json.loads(page.inner_text(".turn.assistant"))["n"] in (1, 2)
+
+
+def test_a_form_is_filled_with_the_values_of_the_answer(page: Any) -> None:
+    page.select_option("#kind", "json")
+    page.select_option("#shown", "form")
+    schema = {"type": "object", "properties": {"a/b": {"enum": [["x", 1]]}, "c": {"enum": ['\u00e9"<']}}}
+    page.fill("#schema", json.dumps(schema | {"required": ["a/b", "c"], "additionalProperties": False}))
+    page.fill("#prompt", "Fill it.")
+    page.click("#send")
+    page.wait_for_selector(".figures[data-done]", timeout=60_000)
+    fields = page.eval_on_selector_all(
+        ".turn.filled label", "all => all.map(one => [one.firstChild.textContent, one.lastChild.value])"
+    )
+    assert fields == [["a/b \u203a 0", "x"], ["a/b \u203a 1", "1"], ["c", '\u00e9"<']]
+
+
+def test_a_value_of_a_form_is_there_when_it_begins_and_filled_when_it_is_final(page: Any) -> None:
+    values = page.evaluate("""() => {
+      const form = new Form(document.createElement("div")), seen = [];
+      const now = () => seen.push([...form.fields].map(([pointer, field]) => [pointer, field.value]));
+      form.take([{kind: "started", pointer: "", type: "object"}, {kind: "started", pointer: "/a", type: "number"}]);
+      now();
+      form.take([{kind: "finished", pointer: "/a", type: "number", value_json: "1.50"},
+                 {kind: "started", pointer: "/b", type: "array"},
+                 {kind: "finished", pointer: "/b", type: "array", value_json: "[]"},
+                 {kind: "finished", pointer: "", type: "object"}]);
+      now();
+      return seen;
+    }""")
+    assert values == [[["/a", ""]], [["/a", "1.50"], ["/b", "[]"]]]
 
 
 def test_accepted_drafts_and_forced_tokens_are_coloured(page: Any) -> None:
