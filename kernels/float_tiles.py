@@ -1,8 +1,10 @@
 """Matrices of bfloat16 and their products on a CPU's matrix unit (AMX).
 
-Invariant: a row's result has the same bits for any number of rows and threads. oneDNN's products of up to 32 rows have
-these bits, too; above that it sums in other orders, by the number of rows. Not responsible for: the permission to use
-tiles (see matrix_unit.py), the products of other CPUs (see gpu_engine/model/linear.py).
+Invariant: a row's result has the same bits for any number of rows and threads. oneDNN's products of up to 32 rows also
+have these bits; above that it sums in other orders, by the number of rows.
+
+Not responsible for: the permission to use tiles (see matrix_unit.py), products of other CPUs (see
+gpu_engine/model/linear.py).
 
 Shapes: N outputs, K inputs, G = N / 32 rounded up, M rows.
 """

@@ -1,5 +1,5 @@
 """When a CPU's matrix unit (AMX) computes products over blocks: with the vector unit's bits, and where it is faster.
-Products of bfloat16 always run on it, where it has them (see float_tiles.py).
+Products of bfloat16 run on it if a first one in a child process was right (see float_tiles.py).
 
 A process opens the unit before it makes its matrices. A first product runs in a child process; then each kind and width
 of a matrix is compared with the vector unit's product, bit for bit, and both are timed at some numbers of rows. The
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from kernels.blocks import BLOCK, BlockKind, LinearCall, PackedBlocks, no_rows
-from kernels.float_tiles import FloatTiles
+from kernels.float_tiles import STEP, FloatTiles
 from kernels.library import native, native_path
 
 log = logging.getLogger(__name__)
@@ -209,7 +209,39 @@ def _opened(file: Callable[[], Path]) -> Units:
         log.info("the choice between units is not kept: %s", error)
         kept = None
     unit = MatrixUnit(native().lockstep_block_linear_alone, kept, f"{cpu_name()} {_build()}")
-    return Units(vector, unit, floats=bool(native().lockstep_has_float_tiles()))
+    return Units(vector, unit, floats=_float_tiles())
+
+
+def _float_tiles() -> bool:
+    if not native().lockstep_has_float_tiles():
+        return False
+    if why := float_trial(native().lockstep_float_tiles_alone):
+        log.warning("AMX multiplies no bfloat16: its first product %s", why)
+    return not why
+
+
+def float_trial(product: Any) -> str:
+    """Return why the first product of bfloat16 on tiles must be the last, or nothing. It runs in a child process.
+
+    The numbers are small integers, so every sum is exact and has one result.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight_NK, x_MK = (torch.randint(-1, 2, (rows, 2 * STEP), generator=generator).bfloat16() for rows in (40, 20))
+    matrix, want_MN = FloatTiles(weight_NK), (x_MK.float() @ weight_NK.float().T).bfloat16()
+    outs = [torch.zeros_like(want_MN) for _ in range(2)]
+    scratch = torch.empty(2 * 16 * x_MK.shape[1], dtype=torch.bfloat16)
+    both = [ctypes.byref(matrix.arguments(x_MK, out_MN, scratch)) for out_MN in outs]
+    memory = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (outs[0], want_MN)]
+    address = ctypes.cast(product, ctypes.c_void_p)
+    ended = int(native().lockstep_tiles_trial(address, *both, *memory, ctypes.c_int64(want_MN.nbytes)))
+    return "is wrong" if ended == 1 else _end(ended)
+
+
+def _end(ended: int) -> str:
+    """Return how the child of a trial ended, if it did not compare."""
+    if not ended:
+        return ""
+    return f"ended by {signal.Signals(ended).name}" if ended > 0 else "had no process to run in"
 
 
 def trial(linear: Any) -> str:
@@ -223,8 +255,8 @@ def trial(linear: Any) -> str:
         ended = int(native().lockstep_tiles_trial(address, *both, *memory, size))
         if ended == 1:
             return f"differs from the vector unit's ({kind.name}{' with offsets' if offsets else ''})"
-        if ended:
-            return f"ended by {signal.Signals(ended).name}" if ended > 0 else "had no process to run in"
+        if why := _end(ended):
+            return why
     return ""
 
 

@@ -32,10 +32,6 @@ from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import load_model
 from tools.requantise import KINDS, write
 
-FLOATS = ("f16", "bf16")
-"""Kinds without products over blocks. Their answers are compared in float32: rounding in bfloat16 depends on the number
-of rows."""
-
 EXAMPLES = """
 examples:
   python -m benchmarks kinds                               every kind, about a minute each on two cores
@@ -47,7 +43,7 @@ reading the table:
   relative        norm of the differences over the norm of the logits, less their mean
   same best       positions of the text with the same most likely token
   lossless        answers that have equal tokens without drafts one at a time, and with seven drafts in a batch of
-                  eight; in float32 for f16 and bf16, and in the kind's own products otherwise
+                  eight
 
 exit code: 0, 1 an answer differs or a model is refused, 2 a server failed
 """
@@ -112,7 +108,7 @@ def lossless(kind: str, file: Path, args: argparse.Namespace) -> tuple[str, bool
     variants = [Variant(0, 1), Variant(7, 8)]
     options = ServerOptions(
         model=str(file),
-        dtype="float32" if kind in FLOATS else "auto",
+        dtype="auto",
         num_threads=args.threads,
         prefix_cache=False,
     )

@@ -76,7 +76,7 @@ reading the table:
 none is the reference: its own row compares it with itself. With --dtype bfloat16 (the default) it rounds logits to 8
 bits of precision, so KL and the shares of the other rows contain that rounding as well; --dtype float32 does not.
 auto runs with dtype=auto, which it needs; none, int8 and q4 run with --dtype. Answers are made one at a time without
-drafts, because the rounding of bfloat16 depends on the number of rows in a forward.
+drafts.
 """
 
 

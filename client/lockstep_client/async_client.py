@@ -388,7 +388,8 @@ class AsyncClient:
             grammar: a JSON grammar, in place of a schema.
             options: as for `chat`; with `items_of` the items of that array also come whole.
 
-        Raises TypeError or ValueError for a wrong argument; the iterator raises CallError.
+        Raises TypeError or ValueError for a wrong argument; the iterator raises CallError, or NotParsed for a number
+        with more digits than Python reads.
 
         """
         return AsyncValueStream(

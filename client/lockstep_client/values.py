@@ -47,7 +47,7 @@ class Values:
         """By sequence: the pointers and values of the containers that have begun and not ended."""
 
     def take(self, delta: Delta) -> list[Value]:
-        """Return the values of a delta's events."""
+        """Return the values of a delta's events. Raises NotParsed, for a number with more digits than Python reads."""
         return [
             Value(each.kind, each.pointer, each.type, self._value(each, delta.index), delta.index, each.logprob,
                   each.tokens)
@@ -62,9 +62,9 @@ class Values:
                 containers.append((event.pointer, {} if event.type == "object" else []))
             return None
         if event.kind is ValueEventKind.ITEM:
-            return json.loads(event.value_json or "")
+            return item_of(json.loads, event.value_json or "")
         built = containers.pop()[1] if is_container else None
-        value = built if event.value_json is None else json.loads(event.value_json)
+        value = built if event.value_json is None else item_of(json.loads, event.value_json)
         if containers:
             pointer, parent = containers[-1]
             if isinstance(parent, dict):
@@ -96,8 +96,8 @@ def parser_of_items(schema: object, item: object, items_of: str) -> Callable[[st
 
 
 def item_of(parse: Callable[[str], T], text: str) -> T:
-    """Return an item. Raises NotParsed."""
+    """Return a value or an item. Raises NotParsed."""
     try:
         return parse(text)
     except ValueError as error:
-        raise NotParsed(f"an item is no value of its type: {error}") from error
+        raise NotParsed(f"a value of the answer is none of its type: {error}") from error

@@ -2,8 +2,9 @@
 and cuBLAS where its bits are the kernel's.
 
 Packing once saves the reorder that a plain product does at every call (2x per step, measured in docs/log/).
-Invariant: a row's result has the same bits for any number of rows. oneDNN's products have that from two rows on, so one
-row is doubled, and up to a number of rows that is tried out; on a GPU it holds in the 16-bit types.
+Invariant: a row's result has the same bits for any number of rows; on a GPU that holds in the 16-bit types. oneDNN
+guarantees it only between two rows and a limit that is found at load: a single row is doubled, and larger calls are
+cut.
 
 Not responsible for: weights in blocks (see quantised/linear.py), weights of 8 bits on a GPU (see quantised/scaled.py).
 """
@@ -23,6 +24,7 @@ from gpu_engine.model.quantised.scaled import ScaledLinear, joined_scaled
 from gpu_engine.model.recording import distance
 from kernels.float_tiles import FloatTiles
 from kernels.fused_arguments import Activation
+from kernels.library import native
 
 if TYPE_CHECKING:
     from kernels.cuda.products import Tile
@@ -73,7 +75,9 @@ class PackedByLibrary:
         self._layout: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK, _ROWS_HINT)
         self._bias, self._dtype = bias_N, weight_NK.dtype
         self._product = torch.ops.mkldnn._linear_pointwise.default
-        self.most_rows = self._equal_rows() if weight_NK.dtype.itemsize == 2 else 0
+        # Only on tiles does oneDNN sum in other orders: always, if the CPU has them, whatever our own setting is.
+        may_differ = weight_NK.dtype.itemsize == 2 and bool(native().lockstep_has_float_tiles())
+        self.most_rows = self._equal_rows() if may_differ else 0
         """Rows of a piece; 0: all of a call."""
 
     @property
@@ -97,8 +101,7 @@ class PackedByLibrary:
         return out
 
     def _equal_rows(self) -> int:
-        """Return the rows up to which a row has the bits that it has in a call of two; 0: for any number that was
-        tried."""
+        """Return the rows up to which a row has the bits that it has in a call of two; 0: no limit was found."""
         kind = (self.num_outputs, self.num_inputs, self._dtype, torch.get_num_threads())
         if kind not in _EQUAL_ROWS:
             x_MK = torch.randn(_MANY_ROWS[-1], self.num_inputs, generator=torch.Generator().manual_seed(0))

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from gpu_engine.model.recording import Recording, distance, recording
 from gpu_engine.model.recurrent.replacement import is_replaced
 from gpu_engine.model.states import SequenceStates
 
+log = logging.getLogger(__name__)
+
 _TOKENS = 24
 _PREFILLED = 15
 _DRAFTS = 4
@@ -39,7 +42,7 @@ _ROUGH_ERROR = 0.25
 """The same where inputs of products are rounded to 8 bits by row."""
 
 _MOST_ERROR = 0.5
-"""The same for a model whose own logits are nearly as far from each other when its input changes by a rounding."""
+"""The same for a model whose own logits move nearly as far when its input changes by one rounding."""
 _NUDGE = 2**-8
 
 
@@ -177,13 +180,25 @@ def _ids(model: LoadedModel) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def probe(model: LoadedModel, *, rough: bool = False, own: torch.Tensor | None = None) -> Probe:
+def probe(
+    model: LoadedModel,
+    *,
+    rough: bool = False,
+    own: torch.Tensor | None = None,
+    nudged: Callable[[], torch.Tensor] | None = None,
+) -> Probe:
     """Run a few tokens and check that every layer uses our attention and that no part of the model's own attention is
     lost.
 
-    `rough`: inputs of products are rounded to 8 bits by row. `own`: the model's `own_logits`, if its recurrent layers
-    were replaced since. Raises ModelNotSupported.
+    Args:
+        rough: inputs of products are rounded to 8 bits by row.
+        own: the model's `own_logits`, if its recurrent layers were replaced since.
+        nudged: returns the same after a rounding of the input; None: as `own_logits` makes them, unless `own` is given.
+
+    Raises ModelNotSupported.
     """
+    if own is None:
+        nudged = nudged or partial(own_logits, model, nudged=True)
     if model.head_dim > 256:
         raise ModelNotSupported(f"model: head size {model.head_dim} is more than 256")
     attention.take_temperatures(model.net)
@@ -211,14 +226,18 @@ def probe(model: LoadedModel, *, rough: bool = False, own: torch.Tensor | None =
     if not bool(torch.isfinite(logits).all()):
         raise ModelNotSupported(f"model: {model.model_type} gives logits that are not finite in {model.dtype_name}")
     # Sinks and biases are passed in arguments of the model's own attention: without them the logits differ.
-    replaced, own = own is not None, own_logits(model) if own is None else own
+    own = own_logits(model) if own is None else own
     exact = model.dtype == torch.float32 and not model.quantised
     compare = _typical_distance if model.recurrent and not exact else distance
     noise, later_noise = compare(logits, own), compare(later, own[_PREFILLED:])
     bound = _EXACT_ERROR if exact else _ROUGH_ERROR if rough else _ERROR
-    if max(noise, later_noise) > bound and not exact and not replaced:
-        # In few bits a small model may answer to a rounding as others do to another input.
-        bound = max(bound, min(2 * compare(own_logits(model, nudged=True), own), _MOST_ERROR))
+    if (far := max(noise, later_noise)) > bound and not exact and nudged is not None:
+        # A small model in few bits may follow a rounding as others follow another input.
+        bound = max(bound, min(2 * compare(nudged(), own), _MOST_ERROR))
+        if far <= bound:
+            log.warning(
+                "the logits of %s follow each rounding: two ways to compute them are %.2f apart", model.name, far
+            )
     if noise > bound:
         raise ModelNotSupported(f"model: the attention of {model.model_type} does more than ours; it cannot be served")
     if later_noise > bound:

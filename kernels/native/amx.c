@@ -51,13 +51,10 @@ int32_t lockstep_tiles_permission(void) { return TILES_ABSENT; }
 int32_t lockstep_has_float_tiles(void) { return 0; }
 #endif
 
-struct block_linear_args;
-
 /* Run `product` with both arguments in a child, and compare `bytes` bytes of their results there. 0: they are equal. 1: they
  * are not. Else the signal that ended the child, SIGALRM after ten seconds, or -1 where there was none to run. */
-int32_t lockstep_tiles_trial(void (*product)(const struct block_linear_args *), const struct block_linear_args *tiles,
-                             const struct block_linear_args *plain, const void *tiled, const void *wanted,
-                             int64_t bytes) {
+int32_t lockstep_tiles_trial(void (*product)(const void *), const void *tiles, const void *plain, const void *tiled,
+                             const void *wanted, int64_t bytes) {
     const pid_t child = fork();
     if (child < 0) return -1;
     if (child == 0) {

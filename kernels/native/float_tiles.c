@@ -156,12 +156,11 @@ static void rows_into_tiles(const struct float_tiles_args *a, int64_t i, int64_t
     }
 }
 
-/* On the threads of the OpenMP runtime that torch uses. */
-void lockstep_float_tiles(const struct float_tiles_args *a) {
+static void multiply(const struct float_tiles_args *a, int alone) {
     const int64_t height = a->rows < ROWS ? a->rows : ROWS, tiles = (a->rows + ROWS - 1) / ROWS;
     const int64_t groups = (a->outputs + GROUP - 1) / GROUP, in_block = ROW_BLOCK / ROWS;
     const int64_t blocks = (tiles + in_block - 1) / in_block;
-#pragma omp parallel
+#pragma omp parallel if (!alone)
     {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < tiles; i++) rows_into_tiles(a, i, height);
@@ -174,4 +173,10 @@ void lockstep_float_tiles(const struct float_tiles_args *a) {
         TILE_RELEASE();
     }
 }
+
+/* On the threads of the OpenMP runtime that torch uses. */
+void lockstep_float_tiles(const struct float_tiles_args *a) { multiply(a, 0); }
+
+/* On the calling thread only, which may be the only one of a child process. */
+void lockstep_float_tiles_alone(const struct float_tiles_args *a) { multiply(a, 1); }
 #endif

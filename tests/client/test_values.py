@@ -82,6 +82,13 @@ def test_the_last_of_equal_keys_is_the_value_of_the_object() -> None:
     assert found[-1].value == {"a": {"b": 2}}
 
 
+@pytest.mark.parametrize(("text", "items_of"), [("9" * 5000, None), ("[" + "9" * 5000 + "]", "")])
+def test_a_number_that_python_does_not_read_is_not_parsed(text: str, items_of: str | None) -> None:
+    deltas = [delta_of(response) for response in responses(text, items_of, values=items_of is None)]
+    with pytest.raises(NotParsed, match="a value of the answer is none of its type"):
+        [Values().take(delta) for delta in deltas]
+
+
 async def read(twin: Twin, method: str, *arguments: Any, **options: Any) -> list[Any]:
     function = getattr(twin.client, method)
     if isinstance(twin.client, AsyncClient):
@@ -143,7 +150,7 @@ async def test_an_answer_that_was_cut_off_says_so_after_its_items(twin: Twin, se
     assert got == INVOICES[: len(got)]
     assert got
     server.script = lambda request, context: [*responses('[{"number": "no"}]', "", values=False), end()]
-    with pytest.raises(NotParsed, match="an item is no value of its type"):
+    with pytest.raises(NotParsed, match="a value of the answer is none of its type"):
         await read(twin, "stream_items", "x", schema=list[Invoice])
 
 

@@ -177,6 +177,16 @@ async def check(row: str, server: RunningServer) -> None:
             assert after.grammar_starts == before.grammar_starts + 1
             assert after.accepted_draft_tokens > before.accepted_draft_tokens
             assert after.cached_tokens > before.cached_tokens or row != "hybrid"
+        if row == "decoupled":
+            folder = Path((await client.info()).draft_model).parent
+            for path, status in ((str(folder / "none"), "NOT_FOUND"), ("/etc", "INVALID_ARGUMENT")):
+                with pytest.raises(grpc.aio.AioRpcError, match=f"StatusCode.{status}") as caught:
+                    await client.exchange_drafter(path)
+                assert str(caught.value.details()).startswith("path: ")
+        if row == "processors and tensors":
+            plain = request(row, 3, 0)
+            del plain.logits_processors[:]
+            assert (await answer(client, plain)).token_ids != wanted[3].token_ids, "the processors change the answer"
         assert not any(adapter.in_use for adapter in (await client.adapters()).adapters)
         tensors = {"generation_logits", STATES} if row == "processors and tensors" else set()
         assert all(each.rows.keys() - {"context_logits"} == tensors for each in wanted)

@@ -280,11 +280,11 @@ def test_values_have_events_next_to_the_text_and_in_the_whole_answer() -> None:
     responses[1].value_events.add(
         kind=kinds.KIND_FINISHED, pointer="/a", type=kinds.TYPE_NUMBER, value_json="1", logprob=-0.5, tokens=1
     )
-    responses[1].value_events.add(kind=kinds.KIND_FINISHED, pointer="", type=kinds.TYPE_OBJECT)
+    responses[1].value_events.add(kind=kinds.KIND_FINISHED, pointer="", type=kinds.TYPE_OBJECT, logprob=-2.25, tokens=4)
     first = [{"kind": "started", "pointer": "", "type": "object"}]
     second = [
         {"kind": "finished", "pointer": "/a", "type": "number", "value_json": "1", "logprob": -0.5, "tokens": 1},
-        {"kind": "finished", "pointer": "", "type": "object"},
+        {"kind": "finished", "pointer": "", "type": "object", "logprob": -2.25, "tokens": 4},
     ]
     for asked in ({"value_events": True}, {"items_of": "/a"}):
         made = replace(shape(**asked), apart=False)

@@ -16,6 +16,7 @@ import torch
 from gpu_engine.model.linear import PackedByLibrary
 from kernels.float_tiles import STEP, FloatTiles
 from kernels.library import native
+from kernels.matrix_unit import float_trial
 from tests.kernels.block_cases import rand
 from tests.kernels.library_copy import NATIVE, OPTIONS
 
@@ -106,6 +107,17 @@ def test_calls_from_python_have_the_bits_of_the_native_product() -> None:
     assert torch.equal(matrix(x_MK), product(native(), matrix, x_MK))
     assert torch.equal(matrix(x_MK[::2]), product(native(), matrix, x_MK[::2]))
     assert matrix(x_MK[:0]).shape == (0, 70)
+
+
+def test_a_first_product_runs_in_a_child(emulated: ctypes.CDLL) -> None:
+    assert float_trial(emulated.lockstep_float_tiles_alone) == ""
+
+
+def test_wrong_sums_are_seen_in_the_child(tmp_path: Path) -> None:
+    source, made = tmp_path / "wrong.c", tmp_path / "wrong.so"
+    source.write_text("void wrong(const void *a) { (void)a; }")
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
+    assert float_trial(ctypes.CDLL(str(made)).wrong) == "is wrong"
 
 
 def test_matrices_that_do_not_fit_tiles_are_left_to_the_library() -> None:

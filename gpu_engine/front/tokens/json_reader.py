@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 MAX_POINTER = 1024
-"""Characters of a JSON Pointer. A container with a longer one is reported whole, without events of its parts, so that
-pointers have a size that is linear in the text."""
+"""Characters of a JSON Pointer. A container with a longer one is reported whole, without events of its parts, which
+bounds the size of an event next to its value."""
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _IN_STRING = re.compile(r'[^"\\]*')

@@ -48,3 +48,13 @@ def test_logits_of_another_attention_are_refused() -> None:
     probe(model, own=own)
     with pytest.raises(ModelNotSupported, match="the attention of llama does more than ours"):
         probe(model, own=own.flip(0))
+
+
+def test_another_attention_is_refused_in_a_model_that_follows_each_rounding_too() -> None:
+    model = wild(12, quantization="q4", fuse_parts=False)
+    own, nudged = own_logits(model), own_logits(model, nudged=True)
+    assert probe(model, own=own, nudged=lambda: nudged).noise > 0.1
+    with pytest.raises(ModelNotSupported, match="does more than ours"):
+        probe(model, own=own.flip(0), nudged=lambda: nudged.flip(0))
+    with pytest.raises(ModelNotSupported, match="does more than ours"):
+        probe(model, own=own, nudged=lambda: own)
