@@ -139,6 +139,7 @@ def test_the_analyzer_is_clean(source: str) -> None:
         "gcc",
         "-O1",
         "-std=gnu11",
+        "-fopenmp",
         "-fanalyzer",
         "-Wall",
         "-Wextra",
