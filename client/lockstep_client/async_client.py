@@ -93,7 +93,7 @@ class AsyncStream(Generic[T]):
         self._call.cancel()
 
     def __del__(self) -> None:
-        # An asynchronous call of gRPC's outlives its last reference, and the server would go on.
+        # A call may outlive its last reference, and then the server would go on.
         with suppress(AttributeError, RuntimeError):  # there is no call yet, or no event loop any more
             self._call.cancel()
 
@@ -207,7 +207,7 @@ class AsyncStatsStream:
         self._call.cancel()
 
     def __del__(self) -> None:
-        # An asynchronous call of gRPC's outlives its last reference, and the server would go on.
+        # A call may outlive its last reference, and then the server would go on.
         with suppress(AttributeError, RuntimeError):  # there is no call yet, or no event loop any more
             self._call.cancel()
 

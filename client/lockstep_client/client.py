@@ -92,7 +92,7 @@ class Stream(Generic[T]):
         self._call.cancel()
 
     def __del__(self) -> None:
-        # An asynchronous call of gRPC's outlives its last reference, and the server would go on.
+        # A call may outlive its last reference, and then the server would go on.
         with suppress(AttributeError, RuntimeError):  # there is no call yet, or no event loop any more
             self._call.cancel()
 
@@ -203,7 +203,7 @@ class StatsStream:
         self._call.cancel()
 
     def __del__(self) -> None:
-        # An asynchronous call of gRPC's outlives its last reference, and the server would go on.
+        # A call may outlive its last reference, and then the server would go on.
         with suppress(AttributeError, RuntimeError):  # there is no call yet, or no event loop any more
             self._call.cancel()
 

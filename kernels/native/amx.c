@@ -2,7 +2,8 @@
  *
  * Linux gives the registers of tiles only to a process that asks: its threads, and the processes that it forks, have the
  * permission as well. A first product runs in a child, so a machine that says it has the unit and faults there costs the
- * child. Not responsible for: products (see amx.h and float_tiles.c), and what follows from an answer (see kernels/matrix_unit.py).
+ * child. Not responsible for: products (see amx.h and float_tiles.c), and what follows from an answer (see
+ * kernels/matrix_unit.py).
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -1,9 +1,10 @@
 /* Products of bf16 matrices on x86-64's matrix unit (AMX): out = x * weights^T + bias, summed in fp32 and rounded once.
  *
- * A tile multiplies up to 16 rows by 16 outputs over a step of 32 inputs. Every sum takes the steps of its row and output in
- * their order, whatever else is in the call. Invariant: a row's result has the same bits for any number of rows and threads.
- * Weights are packed once: the 32 inputs of 16 outputs are a tile, and the two tiles of 32 outputs lie side by side, so a
- * thread reads the weights of its outputs in one stream. Not responsible for: the permission to use tiles (see amx.c).
+ * A tile multiplies up to 16 rows by 16 outputs over a step of 32 inputs. Every sum takes the steps of its row and
+ * output in their order, whatever else is in the call. Invariant: a row's result has the same bits for any number of rows
+ * and threads. Weights are packed once: the 32 inputs of 16 outputs are a tile, and the two tiles of 32 outputs lie side by
+ * side, so a thread reads the weights of its outputs in one stream. Not responsible for: the permission to use tiles (see
+ * amx.c).
  */
 #include <stdint.h>
 

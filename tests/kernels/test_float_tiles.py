@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_engine.model.linear import PackedByLibrary
+from gpu_engine.model.linear import PackedByLibrary, PackedLinear
 from kernels.float_tiles import STEP, FloatTiles
 from kernels.library import native
-from kernels.matrix_unit import float_trial
+from kernels.matrix_unit import float_trial, use_units
 from tests.kernels.block_cases import rand
 from tests.kernels.library_copy import NATIVE, OPTIONS
 
@@ -107,6 +107,18 @@ def test_calls_from_python_have_the_bits_of_the_native_product() -> None:
     assert torch.equal(matrix(x_MK), product(native(), matrix, x_MK))
     assert torch.equal(matrix(x_MK[::2]), product(native(), matrix, x_MK[::2]))
     assert matrix(x_MK[:0]).shape == (0, 70)
+
+
+@pytest.mark.skipif(not has_unit(), reason="needs AMX with bfloat16")
+def test_layers_multiply_on_tiles_where_the_process_may_and_have_the_library_s_bits(tmp_path: Path) -> None:
+    layer, x_BMK = torch.nn.Linear(2 * STEP, 70).bfloat16(), rand(3, 30, 2 * STEP).to(torch.bfloat16)
+    use_units(lambda: tmp_path / "units.json", matrix=True)
+    tiled = PackedLinear(layer)
+    use_units(lambda: tmp_path / "units.json", matrix=False)
+    plain = PackedLinear(layer)
+    assert (type(tiled.packed), type(plain.packed)) == (FloatTiles, PackedByLibrary)
+    assert (tiled.pairs, plain.pairs) == (False, True)
+    assert torch.equal(tiled(x_BMK), plain(x_BMK))
 
 
 def test_a_first_product_runs_in_a_child(emulated: ctypes.CDLL) -> None:
