@@ -11,10 +11,29 @@ Shapes: Hkv KV heads, D head size, T tokens per page.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+
+MAX_WIDTH = {"cpu": 512, "cuda": 256}
+"""The most channels of a head that attention takes, by type of device. On a GPU the sums of a tile of queries are in
+registers, and those of 64 queries with 512 channels would fill them."""
+
+
+class KVHeads(NamedTuple):
+    """The heads of one layer's keys and values."""
+
+    number: int
+    width: int
+    """Channels of a head."""
+
+
+def bytes_of_token(layers: Iterable[KVHeads], dtype: torch.dtype) -> int:
+    """Return the bytes of a token's keys and values in some layers."""
+    return 2 * sum(heads.number * heads.width for heads in layers) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +59,8 @@ class KVPages:
     @classmethod
     def allocate_layers(
         cls,
-        num_layers: int,
+        layers: Sequence[KVHeads],
         num_pages: int,
-        num_kv_heads: int,
-        head_dim: int,
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -51,12 +68,15 @@ class KVPages:
     ) -> list[KVPages]:
         """Return the zeroed pages of some layers, as `allocate` does for one.
 
-        All layers are one allocation: on a CPU a large one is not resident until it is written (`untouched_zeros`).
+        Layers with equal heads are one allocation: on a CPU a large one is not resident until it is written
+        (`untouched_zeros`).
         """
-        shape = (num_layers * num_pages, num_kv_heads, head_dim, page_size)
-        whole = cls.allocate(*shape, dtype, device, token_major)
-        parts = zip(whole.k.split(num_pages), whole.v.split(num_pages), strict=True)
-        return [cls(k, v, whole.token_major) for k, v in parts]
+        parts: dict[KVHeads, Iterator[KVPages]] = {}
+        for heads in dict.fromkeys(layers):
+            whole = cls.allocate(layers.count(heads) * num_pages, *heads, page_size, dtype, device, token_major)
+            pairs = zip(whole.k.split(num_pages), whole.v.split(num_pages), strict=True)
+            parts[heads] = iter([cls(k, v, whole.token_major) for k, v in pairs])
+        return [next(parts[heads]) for heads in layers]
 
     @classmethod
     def allocate(

@@ -11,7 +11,7 @@ import ctypes
 
 import torch
 
-from kernels.kv_pages import KVPages, check_limits
+from kernels.kv_pages import MAX_WIDTH, KVPages, check_limits
 from kernels.library import address, native
 
 __all__ = ["AttentionArgs", "KVPages", "paged_attention"]
@@ -68,7 +68,7 @@ def paged_attention(
     part of the weights and has no value (gpt-oss). `tree_rows_BRR` int32 (`TreeRows.rows_BRR`), on a GPU: the queries
     of a sequence are the rows of a tree, which see the positions before the first row, and the rows on the way
     to themselves; the key of row j is stored j after that of the first row. q, k, v may be strided; D must be
-    contiguous and a multiple of 16, at most 256; T a multiple of 16.
+    contiguous and a multiple of 16, at most 512; T a multiple of 16.
     """
     if pages.token_major:
         from kernels.cuda.attention import paged as device  # a CPU install has no Triton
@@ -96,7 +96,7 @@ def paged_attention(
     assert all(t.is_contiguous() for t in (pages.k, pages.v))
     assert all(t.stride(3) == 1 for t in (q_BPHD, k_BPHD, v_BPHD))
     assert D % 16 == T % 16 == 0, (D, T)
-    assert D <= 256, D
+    assert MAX_WIDTH["cpu"] >= D, D
     assert Hq % Hkv == 0, (Hq, Hkv)
     assert page_table_BN.dtype == positions_BP.dtype == torch.int32
     assert positions_BP.shape == (B, P)

@@ -34,6 +34,7 @@ from gpu_engine.server import Parts, Progress, Server, serve
 from gpu_engine.step.device.cuda_stream import CudaGraph, CudaStream
 from gpu_engine.step.device.graphs import StepGraphs
 from kernels.cuda.nvrtc import check
+from kernels.kv_pages import bytes_of_token
 from service_runtime.parent_death import die_with_parent
 from service_runtime.settings import Sources, add_flags
 from shared_mem.channel import EngineEnd
@@ -81,7 +82,7 @@ def facts_of(model: LoadedModel, executor: Executor) -> dict[str, Any]:
         for (lanes, rows, guided), graph in runner.launcher.captured.items():
             if isinstance(graph, CountedGraph):
                 nodes[f"{lanes} lanes, {rows} rows, {'guided' if guided else 'free'}"] = graph.num_nodes
-    kept = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize
+    kept = bytes_of_token(model.kv_heads, model.dtype)
     return {"streamed_bytes": streamed_bytes(model), "token_bytes": kept, "dtype": model.dtype_name, "nodes": nodes}
 
 

@@ -65,6 +65,8 @@ class LoadedFiles:
     """Directory of a head that drafts whole blocks."""
     block_size: int = 0
     """Tokens of its block, the last true token included."""
+    like_layers: bool = True
+    """Each layer has its own keys and values, in heads of one size and number."""
     embeds_rows: bool = True
     """The target's embedding is a matrix of the head's shape."""
     model_type: str = ""
@@ -314,6 +316,11 @@ OF_FILES: Sequence[Refusal[LoadedFiles]] = (
         "round them again; quantization is {c.engine.quantization}",
         lambda c: bool(c.file) and c.engine.quantization != "none"
         and (c.exact_file or c.engine.quantization != "int8"),
+    ),
+    Refusal(
+        "tensor_parallel_size", "cannot be combined with a model whose layers differ in their heads, or share keys and "
+        "values: they are not divided",
+        lambda c: _ranks(c.engine) and not c.like_layers,
     ),
     Refusal(
         "num_draft_tokens", "{c.engine.num_drafts} drafts do not fit into a block of {c.head}, whose block_size is "

@@ -11,6 +11,7 @@ Not responsible for: the pages themselves, and which requests use a transfer (ex
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
@@ -41,13 +42,17 @@ class PageFormat:
     layout: str
     num_layers: int
     num_kv_heads: int
+    """0 where layers differ, as `head_dim`."""
     head_dim: int
+    layers: tuple[tuple[int, int], ...] = ()
+    """`num_kv_heads` and `head_dim` of each layer, where layers differ."""
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page, keys and values of every layer."""
         width = {"float32": 4, "bfloat16": 2}[self.dtype]
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.page_size * width
+        numbers = self.num_layers * self.num_kv_heads * self.head_dim + sum(map(math.prod, self.layers))
+        return 2 * numbers * self.page_size * width
 
     @property
     def piece_pages(self) -> int:

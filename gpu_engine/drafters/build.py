@@ -44,7 +44,7 @@ from gpu_engine.step.program import Drafter
 from gpu_engine.step.stream import Stream
 from gpu_engine.step.sync import Sync
 from kernels.cuda.row_state import SlotRows
-from kernels.paged_attention import KVPages
+from kernels.kv_pages import KVHeads, KVPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def _eagle3(parts: DrafterParts) -> Drafter:
     target = parts.target
     head = load_head(_head_directory(parts), target.net.config.get_text_config(), target.dtype).to(target.device)
     head.requires_grad_(False)
-    pages = _one_layer(parts, head.config.num_key_value_heads, head.config.head_dim)
+    pages = _one_layer(parts, KVHeads(head.config.num_key_value_heads, head.config.head_dim))
     _prepare(parts, head)
     net, config = Eagle3Net(head, target.net.get_input_embeddings(), pages), parts.config
     if not config.verifies_trees:
@@ -181,7 +181,7 @@ def _dflash(parts: DrafterParts) -> Drafter:
     refuse(OF_FILES, given, ModelNotSupported)
     assert embedding is not None
     _prepare(parts, head)
-    pages = [_one_layer(parts, config.num_key_value_heads, config.head_dim) for _ in config.kinds]
+    pages = [_one_layer(parts, KVHeads(config.num_key_value_heads, config.head_dim)) for _ in config.kinds]
     return _chain(parts, DFlashNet(head, embedding.detach(), target.net.get_output_embeddings(), pages))
 
 
@@ -189,7 +189,7 @@ def _mtp(parts: DrafterParts) -> Drafter:
     target = parts.target
     mtp = load_mtp(str(path_of(parts.config)), target.net, target.dtype)
     _prepare(parts, mtp)
-    return _chain(parts, MtpNet(mtp, target.num_layers, _one_layer(parts, target.num_kv_heads, target.head_dim)))
+    return _chain(parts, MtpNet(mtp, target.num_layers, _one_layer(parts, target.kv_heads[-1])))
 
 
 def _model(parts: DrafterParts) -> Drafter:
@@ -250,10 +250,11 @@ def _head_directory(parts: DrafterParts) -> Path:
     return path_of(of_head, setting="draft_model", with_tokenizer=False)
 
 
-def _one_layer(parts: DrafterParts, num_heads: int, head_dim: int) -> KVPages:
+def _one_layer(parts: DrafterParts, heads: KVHeads) -> KVPages:
     """Return a cache of one layer, in the target's dtype."""
-    shape = (parts.num_pages, num_heads, head_dim, parts.config.page_size)
-    return KVPages.allocate(*shape, parts.target.dtype, parts.target.device, parts.token_major)
+    target = parts.target
+    sizes = (parts.num_pages, *heads, parts.config.page_size)
+    return KVPages.allocate(*sizes, target.dtype, target.device, parts.token_major)
 
 
 def _prepare(parts: DrafterParts, net: Any) -> None:

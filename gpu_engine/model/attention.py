@@ -9,7 +9,7 @@ Not responsible for: the assignment of pages to sequences (see core/kv_cache.py)
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -210,13 +210,13 @@ def take_temperatures(net: nn.Module, *, back: bool = False) -> None:
             module.attn_temperature_tuning = True  # type: ignore[assignment]
 
 
-def number_layers(net: nn.Module, layers: Sequence[int]) -> None:
-    """Give the attention of each of `layers`, the ones with keys and values, its place in the cache as its number.
+def number_layers(decoder: nn.Module, places: Mapping[int, int]) -> None:
+    """Give the attention of each layer its place in the cache as its number. `places`: by the numbers of the layers.
 
-    transformers reads an attention's number for its own caches only, which no forward here has.
+    A layer with the keys and values of another one stores them there once more, and attends there. transformers reads
+    an attention's number for its own caches only, which no forward here has.
     """
-    places = {layer: place for place, layer in enumerate(layers)}
-    for module in net.modules():
+    for module in decoder.modules():
         own: Any = module
         if hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups"):
             own.layer_idx = places[own.layer_idx]

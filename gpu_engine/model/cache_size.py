@@ -22,6 +22,7 @@ from gpu_engine.api.engine_settings import SLOT_TOKENS
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.names import part_names
 from gpu_engine.model.recurrent.rows import RecurrentLayer, pending_bytes, state_bytes
+from kernels.kv_pages import MAX_WIDTH, KVHeads, bytes_of_token
 from service_runtime.memory import available_memory
 
 log = logging.getLogger(__name__)
@@ -72,10 +73,23 @@ _WITHOUT_ATTENTION = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe
 """Kinds of layers in transformers' configurations that have no keys and values."""
 
 
-def attention_layers(text: Any) -> list[int]:
-    """Return the numbers of the layers that have keys and values, in a model's text configuration."""
+def cache_places(text: Any) -> dict[int, int]:
+    """Return the place in the cache of each layer with attention, in a model's text configuration, by its number.
+
+    The last `num_kv_shared_layers` have the keys and values of the last layer before them that is of their kind, and so
+    its place.
+    """
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
-    return [layer for layer, kind in enumerate(kinds) if kind not in _WITHOUT_ATTENTION]
+    layers = [layer for layer, kind in enumerate(kinds) if kind not in _WITHOUT_ATTENTION]
+    own = layers[: len(layers) - (getattr(text, "num_kv_shared_layers", None) or 0)]
+    places = {layer: place for place, layer in enumerate(own)}
+    of_kind = {kinds[layer]: place for layer, place in places.items()}
+    return places | {layer: of_kind[kinds[layer]] for layer in layers[len(own) :]}
+
+
+def attention_layers(text: Any) -> list[int]:
+    """Return the numbers of the layers with attention, in a model's text configuration."""
+    return list(cache_places(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +98,8 @@ class CachedShape:
 
     num_layers: int
     """Those with attention."""
-    num_kv_heads: int
-    head_dim: int
-    """Channels of a head in the cache: those of keys and values, filled up to a multiple of 16."""
+    heads: tuple[KVHeads, ...]
+    """Of each layer in the cache. Keys and values are filled up to a multiple of 16 channels."""
     positions: int
     """The longest sequence that the model's positions allow; 0: they bound nothing."""
     states: StateSize = NO_STATE
@@ -94,8 +107,16 @@ class CachedShape:
     @classmethod
     def of(cls, text: Any) -> CachedShape:
         """Return the shape that a model's text configuration describes."""
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        return cls(len(attention_layers(text)), heads, _head_dim(text), min(_position_limits(text), default=0))
+        places = cache_places(text)
+        own = {place: layer for layer, place in reversed(places.items())}
+        layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
+        heads = tuple(_heads_of(layers[own[place]]) for place in sorted(own))
+        return cls(len(places), heads, min(_position_limits(text), default=0))
+
+    @property
+    def like_layers(self) -> bool:
+        """True: each layer has its own keys and values, in heads of one size and number."""
+        return len(self.heads) == self.num_layers and len(set(self.heads)) <= 1
 
     def bounded_by(self, other: CachedShape) -> CachedShape:
         """Return this shape with the positions of the shorter of both."""
@@ -103,7 +124,17 @@ class CachedShape:
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a token's keys and values."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return bytes_of_token(self.heads, dtype)
+
+
+def refuse_wide_heads(layers: Sequence[KVHeads], device: str) -> None:
+    """Raise ModelNotSupported for heads that attention does not take on a type of device, "cpu" or "cuda"."""
+    widest = max((heads.width for heads in layers), default=0)
+    if widest > MAX_WIDTH[device]:
+        elsewhere = " on a GPU; serve it on a CPU" if widest <= MAX_WIDTH["cpu"] else ""
+        raise ModelNotSupported(
+            f"model: it has heads of {widest} channels, and attention takes at most {MAX_WIDTH[device]}{elsewhere}"
+        )
 
 
 def pool_tokens(config: EngineConfig, max_model_len: int, room_tokens: int) -> int:
@@ -119,8 +150,8 @@ def num_snapshots(config: EngineConfig, model: LoadedModel, num_pages: int) -> i
     """Return the number of snapshots of recurrent states that are kept next to a KV cache of `num_pages` pages."""
     if not model.recurrent:
         return 0
-    page_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize * config.page_size
-    return snapshots_beside(config, state_bytes(model.recurrent), num_pages * page_bytes)
+    cache_bytes = num_pages * config.page_size * bytes_of_token(model.kv_heads, model.dtype)
+    return snapshots_beside(config, state_bytes(model.recurrent), cache_bytes)
 
 
 def snapshots_beside(config: EngineConfig, state: int, cache_bytes: int) -> int:
@@ -228,12 +259,14 @@ def device_bytes(config: EngineConfig, net: nn.Module, dtype: torch.dtype, *, of
     return total - sum(linear.weight.numel() for linear in linears) * (dtype.itemsize - 1)
 
 
-def _head_dim(text: Any) -> int:
-    if getattr(text, "kv_lora_rank", None):  # latent attention, whose keys and values are cached expanded
-        wide: int = max(text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim)
+def _heads_of(layer: Any) -> KVHeads:
+    """Return the heads in the cache of a layer's configuration."""
+    if getattr(layer, "kv_lora_rank", None):  # latent attention, whose keys and values are cached expanded
+        wide: int = max(layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim)
     else:
-        wide = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return -(-wide // 16) * 16
+        wide = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    count = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    return KVHeads(count, -(-wide // 16) * 16)
 
 
 def _position_limits(text: Any) -> Sequence[int]:

@@ -21,7 +21,7 @@ from gpu_engine.model.fusion import Fused
 from gpu_engine.model.names import ModelNotSupported as ModelNotSupported
 from gpu_engine.model.parallel.ranks import RankSet
 from gpu_engine.model.recurrent.rows import RecurrentLayer
-from kernels.kv_pages import KVPages
+from kernels.kv_pages import KVHeads, KVPages
 from kernels.step_tensors import StepTensors
 
 
@@ -43,9 +43,9 @@ class LoadedModel:
     max_model_len: int
     """The smaller of the configured length and the length that the model was made for."""
     num_layers: int
-    """Layers that have keys and values: those with attention."""
-    num_kv_heads: int
-    head_dim: int
+    """Layers with attention."""
+    kv_heads: tuple[KVHeads, ...]
+    """The heads of the keys and values in the cache, one entry a layer; layers that share theirs have one entry."""
     room_tokens: int = 0
     """Tokens that the KV cache may have in the memory that was free at load; 0: unknown."""
     quantised: bool = False
@@ -91,10 +91,8 @@ class LoadedModel:
         self.fused.forward.masked_head(step, num_rows)
 
     def allocate_pages(self, num_pages: int, page_size: int, *, token_major: bool | None = None) -> list[KVPages]:
-        """Return the KV cache, one entry a layer; in the layout of the device unless it is named."""
-        shape = (num_pages, self.num_kv_heads, self.head_dim, page_size)
-        kind = (self.dtype, self.device, token_major)
-        return KVPages.allocate_layers(self.num_layers, *shape, *kind)
+        """Return the KV cache, one entry for each of `kv_heads`; in the layout of the device unless it is named."""
+        return KVPages.allocate_layers(self.kv_heads, num_pages, page_size, self.dtype, self.device, token_major)
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Run the target over B sequences of P positions; return logits [B * P, V]. Padding rows are garbage."""

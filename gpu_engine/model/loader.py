@@ -29,10 +29,11 @@ from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.cache_size import (
     CachedShape,
     CacheSize,
-    attention_layers,
+    cache_places,
     device_bytes,
     file_bytes,
     free_bytes,
+    refuse_wide_heads,
     report,
 )
 from gpu_engine.model.embedded import Progress, cache_dir
@@ -125,6 +126,7 @@ def _load_over_ranks(config: EngineConfig, progress: Progress | None) -> LoadedM
     """Start the other ranks, and load. All have the length that is decided here, from the memory of the whole cache."""
     path = path_of(config, progress)  # fetched once, before each rank reads it
     shape, dtype = shape_of(path, "model"), resolve_dtype(config.dtype, torch.device(config.device))
+    refuse(OF_FILES, LoadedFiles(config, like_layers=shape.like_layers), ModelNotSupported)
     size = decide_size(config, shape, dtype, free_bytes(torch.device("cpu"), file_bytes(path, dtype)))
     report(config, shape, shape.token_bytes(dtype), size)
     # A length for which the cache is set needs no memory that is looked at again.
@@ -244,6 +246,7 @@ def _prepare(
     replace_conv1d(net)
     count = made.num_parameters or num_parameters(net)
     shape = cached_shape(net)
+    refuse_wide_heads(shape.heads, device.type)
     weights = device_bytes(config, net, dtype, of_8_bits=made.checkpoint is not None) if device.type == "cuda" else 0
     size = made.size or decide_size(config, shape, dtype, free_bytes(device, weights))  # the weights are not there yet
     model = _describe(config, net, tokenizer, dtype, device, count, shape, size)
@@ -267,7 +270,8 @@ def _refuse_blocks_of_files(
 def _prepare_part(config: EngineConfig, model: LoadedModel, part: Shard) -> LoadedModel:
     """Prepare a part as the smaller model that it is; the result has the vocabulary and the outputs of the whole."""
     vocab_size, heads = model.vocab_size, heads_of(model.net)
-    model.num_kv_heads = shard(model.net, part, 1 if config.quantization == "none" else BLOCK).keys
+    keys = shard(model.net, part, 1 if config.quantization == "none" else BLOCK).keys
+    model.kv_heads = tuple(each._replace(number=keys) for each in model.kv_heads)
     model.vocab_size = part.of_vocabulary(vocab_size)
     _prepare_net(config, model, None, None, None, whole=False)
     name_heads(model.net, heads)
@@ -303,8 +307,8 @@ def _prepare_net(
     own = None
     if any(map(is_replaced, net.modules())):
         own = own_logits(model)
-        attention.number_layers(net, attention_layers(net.config.get_text_config()))
         model.recurrent = replace_recurrent(net)
+    attention.number_layers(net.get_decoder(), cache_places(net.config.get_text_config()))
     seen = probe(model, rough=by_row, own=own)
     # Activations of 8 bits hide a float32's rounding: another order of a sum may give another integer.
     bounds = Bounds.of(torch.bfloat16 if model.quantised else dtype, rough=by_row)
@@ -334,14 +338,16 @@ def _prepare_net(
 
 def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | DeviceAdapterPool:
     """Return the place of the adapters' weights on the model's device. Raises ModelNotSupported."""
-    by_net = f"drafter={config.drafter} reads the tokens of the prompt" if config.drafts_by_net else ""
+    why = f"drafter={config.drafter} reads the tokens of the prompt" if config.drafts_by_net else ""
+    if model.model_type == "gemma4_text" and model.net.config.get_text_config().hidden_size_per_layer_input:
+        why = f"{model.model_type} also embeds tokens by layer, and virtual tokens have no such embeddings"
     if model.device.type == "cpu":
-        return AdapterPool(model.net, model.vocab_size, no_prompts=by_net)
+        return AdapterPool(model.net, model.vocab_size, no_prompts=why)
     from kernels.cuda.low_rank import add_low_rank  # a CPU install has no Triton
 
     try:
         limits = config.adapter_limits
-        return DeviceAdapterPool(model.net, model.vocab_size, limits, add_low_rank, no_prompts=by_net)
+        return DeviceAdapterPool(model.net, model.vocab_size, limits, add_low_rank, no_prompts=why)
     except AdapterNotSupported as error:
         raise ModelNotSupported(str(error)) from error
 
@@ -372,7 +378,6 @@ def _describe(
         num_parameters=num_parameters,
         max_model_len=size.max_model_len,
         num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        kv_heads=shape.heads,
         room_tokens=size.room_tokens,
     )

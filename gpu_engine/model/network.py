@@ -33,6 +33,7 @@ from gpu_engine.model.cache_size import (
     decide,
     free_bytes,
     pool_tokens,
+    refuse_wide_heads,
     snapshots_beside,
     states_of,
 )
@@ -167,7 +168,7 @@ def read_network(config: EngineConfig, files: ModelFiles, progress: Progress) ->
 def _read(config: EngineConfig, files: ModelFiles, progress: Progress) -> Network | None:
     """Return a model that is read tensor by tensor; None: transformers' loader has to read it. Raises as
     `_through_transformers`."""
-    path, dtype = files.path, files.dtype
+    path, dtype, setting = files.path, files.dtype, files.setting
     own: GGUFWeights | None = None
     weights: GGUFWeights | SafetensorsWeights
     whole = configuration_of(path, files.header)  # before any file is open, since it may raise
@@ -191,6 +192,7 @@ def _read(config: EngineConfig, files: ModelFiles, progress: Progress) -> Networ
         if files.beside:
             cast_computed(net, dtype)
         refuse_recurrent(config, net)
+        refuse_wide_heads(cached_shape(net, setting).heads, "cpu" if config.on_cpu else "cuda")
         if isinstance(weights, SafetensorsWeights):
             reason = why_not_read(net, weights, rounds=products is not None)
             if reason is not None:
@@ -295,8 +297,6 @@ def cached_shape(net: Any, setting: str = "model") -> CachedShape:
     except AttributeError as error:
         kind = net.config.model_type
         raise ModelNotSupported(f"{setting}: {kind} is no transformer with attention: {error}") from error
-    except RuntimeError as error:  # of a configuration whose layers have their own
-        raise ModelNotSupported(f"{setting}: layers of {net.config.model_type} differ in shape: {error}") from error
     if shape.num_layers < 1:
         raise ModelNotSupported(f"{setting}: it has no layer with attention by its configuration")
     return shape

@@ -21,7 +21,7 @@ from gpu_engine.api.capabilities import OF_RECURRENT, LoadedFiles, refuse
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
-from gpu_engine.model.cache_size import attention_layers
+from gpu_engine.model.cache_size import attention_layers, cache_places
 from gpu_engine.model.fused_forward import WholeForward
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.recording import Recording, distance, recording
@@ -199,8 +199,6 @@ def probe(
     """
     if own is None:
         nudged = nudged or partial(own_logits, model, nudged=True)
-    if model.head_dim > 256:
-        raise ModelNotSupported(f"model: head size {model.head_dim} is more than 256")
     attention.take_temperatures(model.net)
     ctx = _context(model)
     ids = _ids(model)
@@ -212,13 +210,14 @@ def probe(
         raise
     except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise ModelNotSupported(f"model: {model.model_type} does not fit our attention: {error}") from error
-    if set(ctx.layers_seen) != set(range(model.num_layers)):
+    if set(ctx.layers_seen) != set(range(len(model.kv_heads))):
         raise ModelNotSupported(
-            f"model: {model.model_type} sends {len(ctx.layers_seen)} of {model.num_layers} layers through our attention"
+            f"model: {model.model_type} sends {len(ctx.layers_seen)} of {len(model.kv_heads)} layers through our "
+            "attention"
         )
     text = model.net.config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * model.num_layers
-    for place, layer in enumerate(attention_layers(text)):
+    for layer, place in cache_places(text).items():
         seen, kind = ctx.layers_seen[place], kinds[layer]
         held = {"sliding_attention": seen.window > 0, "chunked_attention": seen.chunk > 0}
         if not held.get(kind, kind in ("full_attention", "hybrid")):

@@ -14,7 +14,7 @@
 #define TILE 6 /* queries at once: TILE * SUBS score vectors stay in registers */
 #define SUBS 4 /* sub-blocks of 16 tokens, each within one page */
 #define BLOCK (16 * SUBS)
-#define MAX_D 256
+#define MAX_D 512
 #define UNROLL _Pragma("GCC unroll 8")
 #if defined(__AVX512F__)
 #define GATHER 6 /* queries whose sums of values fit into registers */

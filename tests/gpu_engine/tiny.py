@@ -121,6 +121,9 @@ OWN_FORWARD: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama with heads of 20": lambda: LlamaConfig(**_SHAPE, head_dim=20),
     "gpt_oss": lambda: gpt_oss(),
     "gemma3n": lambda: gemma3n(),
+    "gemma4 small": lambda: gemma4_small(),
+    "gemma4": lambda: gemma4(head_dim=256, global_head_dim=512),
+    "gemma4 moe": lambda: gemma4_moe(),
     "llama4": lambda: llama4(),
     "deepseek_v2": lambda: deepseek_v2(),
     "deepseek_v3": lambda: deepseek_v3(),
@@ -172,9 +175,45 @@ def gemma3n() -> PreTrainedConfig:
     )
 
 
-def gemma4() -> PreTrainedConfig:
-    """Return a family whose layers have heads of different sizes."""
-    return Gemma4TextConfig(**_SHAPE)
+_TWO_SIZES: dict[str, Any] = {
+    **_SHAPE,
+    "sliding_window": WINDOW,
+    "vocab_size_per_layer_input": VOCAB,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": False,
+}
+
+
+def gemma4_small() -> PreTrainedConfig:
+    """Return a family whose layers have heads of two sizes, in the form of Gemma 4's E2B and E4B: the last layers have
+    the keys and values of earlier ones and wider blocks, and embeddings come by layer."""
+    return Gemma4TextConfig(
+        **{**_TWO_SIZES, "num_hidden_layers": 6},
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        head_dim=32,
+        global_head_dim=64,
+        hidden_size_per_layer_input=32,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+    )
+
+
+def gemma4(**options: Any) -> PreTrainedConfig:
+    """Return the same in the form of Gemma 4's 31B: layers with full attention have fewer and wider key heads, whose
+    values are the keys."""
+    return Gemma4TextConfig(
+        **{**_TWO_SIZES, "num_hidden_layers": 3},
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        **{"head_dim": 32, "global_head_dim": 64, **options},
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+    )
+
+
+def gemma4_moe() -> PreTrainedConfig:
+    """Return the same in the form of Gemma 4's 26B-A4B: experts next to the block of each layer."""
+    return gemma4(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)
 
 
 def diffllama() -> PreTrainedConfig:
@@ -230,9 +269,14 @@ def save(config: PreTrainedConfig, folder: Path, *, rounds: bool = False, seed: 
                     if "embed" in name or name.endswith(("wte.weight", "wpe.weight"))
                     else gain / weight.shape[-1] ** 0.5,
                 )
+            elif name.endswith(("router.scale", "per_expert_scale")):
+                weight.uniform_(0.5, 1.5)
             elif "bias" in name or "sinks" in name:
                 # Biases after every norm and product: larger ones would be the same for every input.
                 weight.normal_(0.0, 0.1 if config.model_type in _BIASED else 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         if rounds:
             ids = torch.arange(VOCAB)
             after = torch.where(ids % ROUND == ROUND - 1, ids - ROUND + 1, ids + 1).clamp(max=VOCAB - 1)

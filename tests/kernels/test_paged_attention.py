@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.kv_pages import KVHeads, bytes_of_token
 from kernels.paged_attention import KVPages, paged_attention
 from tests.kernels.attention_reference import inputs, paged_attention_reference, pages_of, table_of
 
@@ -36,6 +37,7 @@ def slow(*values: Any) -> Any:
                 (5, 4, 1, 128, 32, {}),
                 (3, 4, 4, 80, 16, {"softcap": 30.0}),
                 (8, 8, 2, 256, 16, {"window": 21}),
+                (3, 8, 1, 512, 16, {}),
                 (1, 6, 2, 64, 16, {"sinks": True}),
                 (8, 6, 2, 64, 16, {"window": 24, "sinks": True}),
                 (7, 6, 2, 80, 16, {"chunk": 32}),
@@ -203,9 +205,14 @@ def test_splits_are_whole_blocks_and_their_number_is_bounded(target: Target) -> 
         assert all(split % DecodeTuning.of(D, size).block_n == 0 for D in (64, 128, 256) for size in (2, 4))
 
 
-def test_the_pages_of_all_layers_are_zero_contiguous_and_apart() -> None:
-    layers = KVPages.allocate_layers(3, 4, 2, 32, 16, torch.float32, torch.device("cpu"))
-    assert [tuple(pages.k.shape) for pages in layers] == [(4, 2, 32, 16)] * 3
+@pytest.mark.parametrize("heads", [[KVHeads(2, 32)] * 3, [KVHeads(2, 32), KVHeads(1, 64), KVHeads(2, 32)]])
+def test_the_pages_of_all_layers_are_zero_contiguous_and_apart(heads: list[KVHeads]) -> None:
+    layers = KVPages.allocate_layers(heads, 4, 16, torch.float32, torch.device("cpu"))
+    assert [tuple(pages.k.shape) for pages in layers] == [(4, *each, 16) for each in heads]
+    assert [tuple(pages.v.shape) for pages in layers] == [(4, each.number, 16, each.width) for each in heads]
+    assert sum(part.nbytes for pages in layers for part in (pages.k, pages.v)) == 64 * bytes_of_token(
+        heads, torch.float32
+    )
     assert all(pages.k.is_contiguous() and pages.v.is_contiguous() for pages in layers)
     layers[1].k.fill_(1)
     layers[1].v.fill_(2)
@@ -219,7 +226,7 @@ def test_pages_that_nobody_has_written_are_not_resident() -> None:
 
     before = resident_mb()
     # More than any earlier test may have given back to the allocator, which would hand out that memory again.
-    layers = KVPages.allocate_layers(4, 32768, 2, 64, 16, torch.bfloat16, torch.device("cpu"))
+    layers = KVPages.allocate_layers([KVHeads(2, 64)] * 4, 32768, 16, torch.bfloat16, torch.device("cpu"))
     assert sum(part.numel() * part.itemsize for page in layers for part in (page.k, page.v)) == 1 << 30
     assert resident_mb() - before < 16
     assert all(part.data_ptr() % 64 == 0 for page in layers for part in (page.k, page.v))

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loaded_model import LoadedModel
+from kernels.kv_pages import KVHeads
 
 EOS = 256
 VOCAB = 290
@@ -115,6 +116,5 @@ def toy_model(max_model_len: int) -> ToyModel:
         num_parameters=0,
         max_model_len=max_model_len,
         num_layers=1,
-        num_kv_heads=1,
-        head_dim=1,
+        kv_heads=(KVHeads(1, 1),),
     )

@@ -136,4 +136,5 @@ def _message(form: PageFormat) -> pb.PageFormat:
         num_layers=form.num_layers,
         num_kv_heads=form.num_kv_heads,
         head_dim=form.head_dim,
+        layers=[pb.LayerHeads(num_kv_heads=heads, head_dim=width) for heads, width in form.layers],
     )

@@ -105,6 +105,7 @@ def _format(message: pb.PageFormat) -> PageFormat:
         message.num_layers,
         message.num_kv_heads,
         message.head_dim,
+        tuple((layer.num_kv_heads, layer.head_dim) for layer in message.layers),
     )
 
 

@@ -127,14 +127,17 @@ class PageMover:
 
 def page_format(config: EngineConfig, model: LoadedModel, pages: list[KVPages]) -> PageFormat:
     """Return the format of an engine's pages, with only the digest of the weights as its fingerprint."""
+    alike = len(set(model.kv_heads)) == 1
+    number, width = model.kv_heads[0] if alike else (0, 0)
     return PageFormat(
         fingerprint=weights_digest(model),
         dtype=model.dtype_name,
         page_size=config.page_size,
         layout="token-major" if pages[0].token_major else "channel-major",
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        num_layers=len(model.kv_heads),
+        num_kv_heads=number,
+        head_dim=width,
+        layers=() if alike else tuple((heads.number, heads.width) for heads in model.kv_heads),
     )
 
 

@@ -17,7 +17,7 @@ import triton
 from kernels.cuda.attention.decode import combine_kernel, decode_kernel
 from kernels.cuda.attention.prompt import prefill_kernel, store_kernel
 from kernels.cuda.attention.tree_decode import tree_decode_kernel
-from kernels.kv_pages import KVPages, check_limits
+from kernels.kv_pages import MAX_WIDTH, KVPages, check_limits
 
 MAX_DECODE_QUERIES = 16
 _LOG2_E = 1.4426950408889634
@@ -189,7 +189,7 @@ def _assert_arguments(
     assert pages.v.is_contiguous()
     assert all(t.stride(3) == 1 for t in (q_BPHD, k_BPHD, v_BPHD))
     assert D % 16 == 0, D
-    assert D <= 256, D
+    assert MAX_WIDTH["cuda"] >= D, D
     assert T % 16 == 0, T
     assert Hq % Hkv == 0, (Hq, Hkv)
     assert page_table_BN.dtype == positions_BP.dtype == torch.int32

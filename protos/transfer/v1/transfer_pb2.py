@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!protos/transfer/v1/transfer.proto\x12\x14lockstep.transfer.v1\"\x8f\x01\n\nPageFormat\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\"\x8f\x01\n\x0c\x46\x65tchRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x30\n\x06\x66ormat\x18\x04 \x01(\x0b\x32 .lockstep.transfer.v1.PageFormat\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"0\n\rFetchResponse\x12\x11\n\tnum_pages\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x32`\n\nKvTransfer\x12R\n\x05\x46\x65tch\x12\".lockstep.transfer.v1.FetchRequest\x1a#.lockstep.transfer.v1.FetchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!protos/transfer/v1/transfer.proto\x12\x14lockstep.transfer.v1\"\xc1\x01\n\nPageFormat\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\x12\x30\n\x06layers\x18\x08 \x03(\x0b\x32 .lockstep.transfer.v1.LayerHeads\"4\n\nLayerHeads\x12\x14\n\x0cnum_kv_heads\x18\x01 \x01(\r\x12\x10\n\x08head_dim\x18\x02 \x01(\r\"\x8f\x01\n\x0c\x46\x65tchRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x30\n\x06\x66ormat\x18\x04 \x01(\x0b\x32 .lockstep.transfer.v1.PageFormat\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"0\n\rFetchResponse\x12\x11\n\tnum_pages\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x32`\n\nKvTransfer\x12R\n\x05\x46\x65tch\x12\".lockstep.transfer.v1.FetchRequest\x1a#.lockstep.transfer.v1.FetchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,11 +32,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.transfer.v1.transfer
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PAGEFORMAT']._serialized_start=60
-  _globals['_PAGEFORMAT']._serialized_end=203
-  _globals['_FETCHREQUEST']._serialized_start=206
-  _globals['_FETCHREQUEST']._serialized_end=349
-  _globals['_FETCHRESPONSE']._serialized_start=351
-  _globals['_FETCHRESPONSE']._serialized_end=399
-  _globals['_KVTRANSFER']._serialized_start=401
-  _globals['_KVTRANSFER']._serialized_end=497
+  _globals['_PAGEFORMAT']._serialized_end=253
+  _globals['_LAYERHEADS']._serialized_start=255
+  _globals['_LAYERHEADS']._serialized_end=307
+  _globals['_FETCHREQUEST']._serialized_start=310
+  _globals['_FETCHREQUEST']._serialized_end=453
+  _globals['_FETCHRESPONSE']._serialized_start=455
+  _globals['_FETCHRESPONSE']._serialized_end=503
+  _globals['_KVTRANSFER']._serialized_start=505
+  _globals['_KVTRANSFER']._serialized_end=601
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PageFormat(_message.Message):
-    __slots__ = ("fingerprint", "dtype", "page_size", "layout", "num_layers", "num_kv_heads", "head_dim")
+    __slots__ = ("fingerprint", "dtype", "page_size", "layout", "num_layers", "num_kv_heads", "head_dim", "layers")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,7 @@ class PageFormat(_message.Message):
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     dtype: str
     page_size: int
@@ -22,7 +23,16 @@ class PageFormat(_message.Message):
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    def __init__(self, fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., layout: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ...) -> None: ...
+    layers: _containers.RepeatedCompositeFieldContainer[LayerHeads]
+    def __init__(self, fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., layout: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerHeads, _Mapping]]] = ...) -> None: ...
+
+class LayerHeads(_message.Message):
+    __slots__ = ("num_kv_heads", "head_dim")
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    num_kv_heads: int
+    head_dim: int
+    def __init__(self, num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("token_ids", "first_page", "cache_salt", "format", "request_id")

@@ -51,6 +51,8 @@ def test_recurrent_layers_refuse_each_setting_of_their_table(refusal: Refusal[Lo
         ({"file": "m.gguf", "exact_file": False}, {"quantization": "int8"}, ""),
         ({"file": "gptq", "exact_file": True}, {"quantization": "int8"}, "tensor_parallel_size: .*gptq"),
         ({"file": "gptq", "exact_file": True}, {"quantization": "none"}, ""),
+        ({"like_layers": False}, {"tensor_parallel_size": 2}, "tensor_parallel_size: .* whose layers differ"),
+        ({"like_layers": False}, {}, ""),
         ({"head": "h", "block_size": 8}, {"num_draft_tokens": 7}, ""),
         ({"head": "h", "block_size": 8}, {"num_draft_tokens": 8}, "num_draft_tokens: 8 drafts .* of h"),
         ({"head": "h", "block_size": 8, "embeds_rows": False, "model_type": "x"}, {}, "drafter: .* embedding of x"),

@@ -9,18 +9,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.model.cache_size import (
     CachedShape,
     StateSize,
+    cache_places,
     decide,
     device_bytes,
     file_bytes,
     pool_tokens,
+    refuse_wide_heads,
     snapshot_interval,
 )
 from gpu_engine.model.loaded_model import ModelNotSupported
+from kernels.kv_pages import KVHeads
+from tests.gpu_engine import tiny
 
 TOKEN_BYTES = 1000
 
@@ -29,7 +34,7 @@ def sizes(positions: int, free_tokens: int | None, **settings: Any) -> tuple[int
     """Return (length, tokens of the cache) where its share of the free memory has room for `free_tokens`."""
     config = EngineConfig(**{"device": "cpu", **settings})
     free = None if free_tokens is None else int((2 if config.on_cpu else 1.25) * TOKEN_BYTES * free_tokens)
-    size = decide(config, CachedShape(1, 1, 16, positions), TOKEN_BYTES, free)
+    size = decide(config, CachedShape(1, (KVHeads(1, 16),), positions), TOKEN_BYTES, free)
     return size.max_model_len, pool_tokens(config, size.max_model_len, size.room_tokens)
 
 
@@ -63,10 +68,42 @@ def test_the_length_and_the_cache(
     assert sizes(positions, free_tokens, **settings) == expected
 
 
+@pytest.mark.parametrize(
+    ("shape", "places", "heads"),
+    [
+        (tiny.FAMILIES["gemma3"](), [0, 1], [(2, 32)] * 2),
+        (tiny.deepseek_v3(), [0, 1], [(4, 32)] * 2),
+        (tiny.gemma3n(), [0, 1, 0, 1], [(2, 32)] * 2),
+        (tiny.gemma4(), [0, 1, 2], [(2, 32), (2, 32), (1, 64)]),
+        (tiny.gemma4_small(), [0, 1, 2, 1, 2, 1], [(2, 32), (2, 64), (2, 32)]),
+    ],
+)
+def test_layers_have_their_own_heads_in_the_cache_or_the_place_of_another_layer(
+    shape: PreTrainedConfig, places: list[int], heads: list[tuple[int, int]]
+) -> None:
+    cached = CachedShape.of(shape)
+    assert cache_places(shape) == dict(enumerate(places))
+    assert (cached.num_layers, list(cached.heads)) == (len(places), heads)
+    assert cached.like_layers == (len(set(heads)) == 1 and len(heads) == len(places))
+    assert cached.token_bytes(torch.bfloat16) == 4 * sum(count * width for count, width in heads)
+
+
+def test_heads_that_attention_does_not_take_are_refused_by_their_size() -> None:
+    layers = [KVHeads(2, 256), KVHeads(1, 512)]
+    refuse_wide_heads(layers, "cpu")
+    refuse_wide_heads(layers[:1], "cuda")
+    with pytest.raises(
+        ModelNotSupported, match=r"^model: .* 512 channels, .* at most 256 on a GPU; serve it on a CPU$"
+    ):
+        refuse_wide_heads(layers, "cuda")
+    with pytest.raises(ModelNotSupported, match=r"^model: it has heads of 528 channels, and .* at most 512$"):
+        refuse_wide_heads([KVHeads(1, 528)], "cpu")
+
+
 def test_recurrent_states_take_their_part_of_the_memory() -> None:
     config = EngineConfig(device="cpu", max_batch_size=3, num_draft_tokens=7, jump_forward_tokens=0)
     # Three places with a state and eight rows each; snapshots take a quarter of the cache's size.
-    shape = CachedShape(1, 1, 16, 0, StateSize(state=1000, pending=50))
+    shape = CachedShape(1, (KVHeads(1, 16),), 0, StateSize(state=1000, pending=50))
     free = 3 * (1000 + 8 * 50) + 2 * TOKEN_BYTES * 1000
     assert decide(config, shape, TOKEN_BYTES, free).room_tokens == 1000 / 1.25
     assert decide(replace(config, prefix_cache=False), shape, TOKEN_BYTES, free).room_tokens == 1000

@@ -139,7 +139,7 @@ def prompts(embedded: LoadedModel) -> list[list[int]]:
 @pytest.mark.model
 def test_the_real_model_has_the_values_of_its_card(embedded: LoadedModel) -> None:
     assert (embedded.model_type, embedded.vocab_size) == ("llama", 49152)
-    assert (embedded.num_layers, embedded.num_kv_heads, embedded.head_dim) == (30, 3, 64)
+    assert embedded.kv_heads == ((3, 64),) * embedded.num_layers == ((3, 64),) * 30
     assert embedded.num_parameters == 134_515_008
     assert embedded.tokenizer.convert_ids_to_tokens(list(embedded.eos_token_ids)) == ["<|im_end|>"]
     text = "naive cafe, 12 345 \u00e9\u4e2d\U0001f600\n"

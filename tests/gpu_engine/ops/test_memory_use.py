@@ -13,6 +13,7 @@ from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ops.memory import memory_use, weight_bytes
 from gpu_engine.step.outputs.tensors import scratch_pages
+from kernels.kv_pages import bytes_of_token
 from tests.gpu_engine.harness import config, running
 
 
@@ -22,7 +23,7 @@ def test_an_engine_reports_its_memory_when_it_starts(llama: LoadedModel, caplog:
     with caplog.at_level(logging.INFO), running(Engine(settings, model)) as engine:
         stats = engine.stats()
     num_pages = stats.num_pages + scratch_pages(settings.page_size)
-    page_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * settings.page_size * 4
+    page_bytes = bytes_of_token(model.kv_heads, model.dtype) * settings.page_size
     assert stats.memory.kv_cache_bytes == num_pages * page_bytes
     assert stats.memory.weight_bytes == weight_bytes(llama) >= 4 * llama.num_parameters
     assert stats.memory.buffer_bytes > settings.max_batch_size * settings.max_model_len * 4

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_engine.core.cpu_executor import cpu_executor
 from gpu_engine.core.running import RunningSequence
-from kernels.kv_pages import KVPages
+from kernels.kv_pages import KVHeads, KVPages
 from kernels.library import native
 from tests.gpu_engine.harness import ask, config, tokens
 
@@ -39,7 +39,7 @@ class StubModel:
     adapters = ranks = net = fused = recurrent = None
 
     def allocate_pages(self, num_pages: int, page_size: int, **_: Any) -> list[KVPages]:
-        return KVPages.allocate_layers(1, num_pages, 1, 8, page_size, self.dtype, self.device)
+        return KVPages.allocate_layers([KVHeads(1, 8)], num_pages, page_size, self.dtype, self.device)
 
     def logits(self, ids_BP: torch.Tensor, context: Any) -> torch.Tensor:
         return torch.zeros(ids_BP.numel(), self.vocab_size)

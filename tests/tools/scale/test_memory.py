@@ -23,7 +23,7 @@ from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.device.graphs import lane_buckets
 from gpu_engine.step.outputs.tensors import scratch_pages
 from kernels.cuda.row_state import RowScratch, SlotRows
-from kernels.kv_pages import KVPages
+from kernels.kv_pages import KVHeads, KVPages
 from tools.scale.__main__ import main
 from tools.scale.memory import FORMATS, Serving
 from tools.scale.shape import PRESETS, ModelShape, UnknownShape, load_shape
@@ -101,7 +101,12 @@ def test_pages_and_sampling_on_a_device_are_those_that_the_engine_allocates() ->
     )
     one = Serving(shape, FORMATS["bfloat16"], EngineConfig(device="cuda", max_batch_size=8, max_model_len=128))
     pages = KVPages.allocate_layers(
-        2, one.num_pages + one.scratch_pages, 2, 16, 16, torch.bfloat16, torch.device("cpu"), token_major=True
+        [KVHeads(2, 16)] * 2,
+        one.num_pages + one.scratch_pages,
+        16,
+        torch.bfloat16,
+        torch.device("cpu"),
+        token_major=True,
     )
     assert one.kv_cache() == sum(layer.k.nbytes + layer.v.nbytes for layer in pages)
     done = torch.zeros(9, dtype=torch.bool)

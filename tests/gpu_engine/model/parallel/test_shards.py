@@ -62,7 +62,7 @@ def test_heads_columns_and_tokens_may_be_divided_unevenly_and_a_row_keeps_its_bi
     odd: Path, ranks_of: Callable[[Path, int], ThreadRanks], size: int
 ) -> None:
     ranks, whole = ranks_of(odd, size), load_model(config(model=str(odd)))
-    assert ranks.model.num_kv_heads == {2: 2, 3: 1}[size]
+    assert {heads.number for heads in ranks.model.kv_heads} == {{2: 2, 3: 1}[size]}
     ids_BP = torch.arange(16 * 5).view(16, 5) * 29 % 250
     together = logits(ranks.model, ids_BP, ranks)
     torch.testing.assert_close(together, logits(whole, ids_BP), rtol=1e-4, atol=1e-4)
