@@ -1,4 +1,6 @@
-"""Tiny models with attention and recurrent layers, and a drafter whose drafts are right as often as a seed says.
+"""Tiny models whose layers differ, and a drafter whose drafts are right as often as a seed says.
+
+Layers differ where some are recurrent, and where the heads of attention have several sizes.
 
 Not responsible for: requests and engines (see harness.py).
 """
@@ -30,6 +32,8 @@ from tests.gpu_engine.model.recurrent.families import CONFIGS
 
 def configuration(family: str) -> PreTrainedConfig:
     """Return the configuration of a tiny model of a family, with the tokens of `tiny`'s tokenizer."""
+    if family in tiny.OWN_FORWARD:
+        return tiny.OWN_FORWARD[family]()
     shape = CONFIGS[family]()
     shape.vocab_size, shape.bos_token_id, shape.eos_token_id, shape.pad_token_id = tiny.VOCAB, 257, EOS, None
     return shape

@@ -1,4 +1,6 @@
-"""Models with recurrent layers: the tokens are transformers' own, whatever drafts are accepted and whatever happens.
+"""Models whose layers differ: the tokens are transformers' own, whatever drafts are accepted and whatever happens.
+
+Some have recurrent layers, and some attention with heads of two sizes.
 
 The workload and the events are those of workload.py. Not responsible for: the layers (see model/recurrent/), the
 choice of snapshots (see core/test_state_snapshots.py).
@@ -42,8 +44,10 @@ PROMPTS = [tokens(count, seed, repeat=count // 3) for seed, count in enumerate((
 LENGTHS = (30, 12, 24, 30, 9, 18)
 FAST = ("lfm2", "qwen3_5", "bamba", "jamba")
 """Short convolutions, delta nets, and the mixers of Mamba 2 and 1."""
-FAMILIES = [family for family in CONFIGS if " " not in family]
-"""Without variants of a family, which the tests of its modules have."""
+UNLIKE = ("gemma4 small", "gemma4", "gemma4 moe")
+"""Attention with heads of two sizes."""
+FAMILIES = [*(family for family in CONFIGS if " " not in family), *UNLIKE]
+"""Without variants of a hybrid family, which the tests of its modules have."""
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +68,7 @@ def asked() -> list[Answer]:
 def every(numbers: tuple[int, ...]) -> list[Any]:
     """Return each family with each number of drafts; slow but for the most drafts of one family of each layer kind."""
     return [
-        pytest.param(family, n, marks=[] if family in FAST and n == max(numbers) else [pytest.mark.slow])
+        pytest.param(family, n, marks=[] if family in (*FAST, *UNLIKE) and n == max(numbers) else [pytest.mark.slow])
         for family in FAMILIES
         for n in numbers
     ]
@@ -103,6 +107,10 @@ def test_any_pattern_of_accepted_drafts_gives_the_tokens_of_transformers(
         ("qwen3_5", "none"),
         pytest.param("bamba", "q4", marks=pytest.mark.slow),
         pytest.param("jamba", "int8", marks=pytest.mark.slow),
+        ("gemma4 small", "none"),
+        pytest.param("gemma4 small", "int8", marks=pytest.mark.slow),
+        pytest.param("gemma4", "q4", marks=pytest.mark.slow),
+        pytest.param("gemma4 moe", "none", marks=pytest.mark.slow),
     ],
 )
 def test_drafts_change_no_token_of_a_rounded_model(tmp_path: Path, family: str, quantization: str) -> None:
@@ -137,11 +145,15 @@ def made(engine: Engine) -> list[Answer]:
 
 
 def rows() -> list[Any]:
-    """Return two events of the first family, and a slow one of each other kind of layers."""
-    found = [pytest.param("lfm2", event, id=f"lfm2, {event}") for event in ("preempted", "late")]
-    return found + [
-        pytest.param(family, event, id=f"{family}, {event}", marks=pytest.mark.slow)
-        for family, event in zip(FAST[1:], ("row by row", "dying", "killed in a step"), strict=True)
+    """Return events of one family of each kind of layers; of further families they are slow."""
+    fast = [("lfm2", "preempted"), ("lfm2", "late"), ("gemma4 small", "killed in a step")]
+    slow = [
+        *zip(FAST[1:], ("row by row", "dying", "killed in a step"), strict=True),
+        *((family, event) for family in UNLIKE for event in ("preempted", "killed in a step", "staggered")),
+    ]
+    return [
+        pytest.param(*row, id=", ".join(row), marks=[] if row in fast else [pytest.mark.slow])
+        for row in dict.fromkeys([*fast, *slow])
     ]
 
 

@@ -5,7 +5,7 @@ Not responsible for: drafts and events that change no token (see tests/gpu_engin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,15 @@ def test_places_of_unloaded_adapters_are_used_again(folder: Path) -> None:
     problem = r"prompt_embeddings: has the shape \[2, 32\], and the model needs \[2, 64\]"
     with pytest.raises(AdapterNotSupported, match=problem):
         pool.check(PromptFiles(torch.zeros(2, 32)))
+
+
+def test_embeddings_by_layer_take_no_prompt_adapter(saved: Callable[[str], Path]) -> None:
+    model = load_model(config(model=str(saved("gemma4 small")), max_adapter_bytes=1 << 20))
+    assert model.adapters is not None
+    with pytest.raises(
+        AdapterNotSupported, match="PROMPT_TUNING is not taken: gemma4_text also embeds tokens by layer"
+    ):
+        model.adapters.check(PromptFiles(torch.zeros(2, 64)))
 
 
 def test_a_drafting_network_takes_no_prompt_adapter(folder: Path, draft_models: dict[str, str]) -> None:

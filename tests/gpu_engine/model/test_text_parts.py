@@ -11,6 +11,10 @@ import torch
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PreTrainedConfig,
@@ -37,6 +41,7 @@ TEXT: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 512,
 }
+GEMMA_4: dict[str, Any] = {**TEXT, "global_head_dim": 32, "sliding_window": 24, "final_logit_softcapping": 30.0}
 SEEN: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 QWEN_SEEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 ROPE = {"rope_type": "default", "rope_theta": 5e6}
@@ -47,6 +52,46 @@ WHOLE: dict[str, Callable[[], tuple[Any, PreTrainedConfig]]] = {
             text_config={**TEXT, "sliding_window": 24},
             vision_config={**SEEN, "image_size": 28, "patch_size": 14},
             mm_tokens_per_image=4,
+        ),
+    ),
+    "gemma4": lambda: (
+        Gemma4ForConditionalGeneration,
+        Gemma4Config(
+            text_config={
+                **GEMMA_4,
+                "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "num_kv_shared_layers": 2,
+                "hidden_size_per_layer_input": 32,
+                "vocab_size_per_layer_input": 300,
+            },
+            vision_config={**SEEN, "num_key_value_heads": 2, "head_dim": 16},
+            audio_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32},
+        ),
+    ),
+    "gemma4 moe": lambda: (
+        Gemma4ForConditionalGeneration,
+        Gemma4Config(
+            text_config={
+                **GEMMA_4,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+                "hidden_size_per_layer_input": 0,
+                "enable_moe_block": True,
+                "num_experts": 4,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 32,
+            },
+            vision_config={**SEEN, "num_key_value_heads": 2, "head_dim": 16},
+            audio_config=None,
+        ),
+    ),
+    "gemma4_unified": lambda: (
+        Gemma4UnifiedForConditionalGeneration,
+        Gemma4UnifiedConfig(
+            text_config=GEMMA_4,
+            vision_config={"mm_embed_dim": 32, "mm_posemb_size": 32, "output_proj_dims": 32},
+            audio_config={"audio_embed_dim": 32},
         ),
     ),
     "mistral3": lambda: (
@@ -92,6 +137,9 @@ def test_the_language_model_is_read_from_the_files_of_the_whole(
         for weight in net.parameters():
             if weight.dim() > 1:
                 weight.normal_(0.0, 2.0 / weight.shape[-1] ** 0.5)
+        for name, buffer in net.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     net.save_pretrained(tmp_path)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), eos_token="<|end|>", bos_token="<|start|>")
     tokenizer.save_pretrained(tmp_path)

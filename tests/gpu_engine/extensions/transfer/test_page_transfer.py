@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,25 @@ def test_a_sequence_goes_on_from_pages_of_another_engine(llama: LoadedModel, oth
         assert answer.telemetry.cached_tokens == fetched * PAGE
         assert decode.stats().prefill_tokens == len(PROMPT) - 1 - fetched * PAGE
         assert prefill.stats().prefill_tokens == 6 * PAGE
+
+
+@pytest.mark.parametrize("family", ["gemma4 small", "gemma4"])
+def test_layers_with_heads_of_several_sizes_go_on_from_pages_of_another_engine(
+    saved: Callable[[str], Path], family: str
+) -> None:
+    two = [load_model(config(model=str(saved(family)))) for _ in range(2)]
+    expected = alone(two[0])
+    with pair(*two) as (prefill, decode):
+        pieces, wanted, answer = prefilled(prefill), want(), waiting()
+        form = prefill.pages.form
+        assert (form.num_kv_heads, form.head_dim, len(form.layers)) == (0, 0, form.num_layers)
+        assert [len(piece.data) for piece in pieces] == [form.page_bytes] * 6
+        decode.pages.open(wanted).result(SOON_S)
+        answer.submit(decode, awaits_pages=True)
+        write(decode, wanted, pieces)
+        decode.pages.close(wanted, [answer.request])
+        assert answer.wait().tokens == expected
+        assert answer.telemetry.cached_tokens == 6 * PAGE
 
 
 def test_the_pages_have_the_bits_of_an_own_prefill(llama: LoadedModel, other: LoadedModel) -> None:

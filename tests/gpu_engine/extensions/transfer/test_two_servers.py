@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,6 +132,17 @@ async def test_a_prompt_is_prefilled_there_and_decoded_here(
             pass
         assert metric(two.decode, "seconds_count") == 2, "the sequences of a request share one fetch"
         await eventually(lambda: idle(two.prefill, two.decode))
+
+
+async def test_pages_of_layers_with_heads_of_two_sizes_are_fetched(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = load_model(config(model=str(saved("gemma4 small"))))
+    async with serving(model, tmp_path, "both") as server, Client(server.address) as client:
+        expected, _ = await answer(client, ask())
+    async with pair(model, tmp_path) as two:
+        assert await answer(two.client, ask()) == (expected, PAGES * 16)
+        assert metric(two.decode, "received_pages_total") == PAGES
 
 
 @pytest.mark.slow

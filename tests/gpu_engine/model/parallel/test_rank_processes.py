@@ -131,6 +131,13 @@ def test_a_rank_that_cannot_load_its_part_is_named(llama: LoadedModel) -> None:
         ranks.close()
 
 
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_a_model_whose_layers_differ_starts_no_ranks(saved: Callable[[str], Path], family: str) -> None:
+    problem = r"^tensor_parallel_size: cannot be combined with a model whose layers differ in their heads, or share"
+    with pytest.raises(ModelNotSupported, match=problem):
+        load_model(config(model=str(saved(family)), tensor_parallel_size=2))
+
+
 @pytest.mark.slow
 def test_a_model_that_cannot_be_divided_ends_its_ranks(saved: Callable[[str], Path]) -> None:
     with pytest.raises(ModelNotSupported, match=r"^tensor_parallel_size"):

@@ -259,7 +259,9 @@ def test_adapters_and_rounded_products_are_those_of_the_whole_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "minimax_m2", "deepseek_v2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen3_moe", "minimax_m2", "deepseek_v2", "deepseek_v3", "gpt_oss", "gemma4 moe"]
+)
 def test_logits_of_every_family_have_the_bits_of_the_whole_model(
     saved: Callable[[str], Path], tmp_path: Path, family: str
 ) -> None:
