@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, TokenType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 
@@ -173,7 +173,7 @@ def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) ->
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(10_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    copy_tokenizer(writer)
+    copy_tokenizer(writer, shape.vocabulary)
     places = [(f"{gguf}.weight", dims) for gguf, _, dims in tensors_of(shape)]
     for tensor, dims in places:
         if len(dims) == 1:
@@ -192,12 +192,20 @@ def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) ->
     writer.close()
 
 
-def copy_tokenizer(writer: GGUFWriter) -> None:
-    """Give a file the tokenizer of the embedded model."""
+def copy_tokenizer(writer: GGUFWriter, size: int = 0) -> None:
+    """Give a file the tokenizer of the embedded model.
+
+    A model of `size` rows has unused tokens up to it, which llama.cpp demands and its converter writes.
+    """
     for key, field in GGUFReader(weights_file()).fields.items():
         if key.startswith("tokenizer."):
             of = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
-            writer.add_key_value(key, field.contents(), field.types[0], of)
+            value = field.contents()
+            if key == "tokenizer.ggml.tokens":
+                value = [*value, *(f"[PAD{token}]" for token in range(len(value), size))]
+            elif key == "tokenizer.ggml.token_type":
+                value = [*value, *[TokenType.UNUSED] * (size - len(value))]
+            writer.add_key_value(key, value, field.types[0], of)
 
 
 def write_folder(shape: Shape, folder: Path, seed: int = 0) -> None:

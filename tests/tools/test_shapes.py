@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import gguf
@@ -37,3 +38,13 @@ def test_a_mixed_file_has_its_two_kinds_where_llama_cpp_has_them(tmp_path: Path,
     assert {kinds[name] for name in kinds if "ffn_up" in name or "attn_q" in name or "token" in name} == {few}
     assert all(np.isfinite(dequantize(tensor.data, tensor.tensor_type)).all() for tensor in reader.tensors[:4])
     assert kind_of("q8_0", "output.weight", TINY) == "q8_0"
+
+
+@pytest.mark.model
+def test_a_file_has_a_token_for_each_row(tmp_path: Path) -> None:
+    write_gguf(dataclasses.replace(TINY, layers=1, vocabulary=49_200), "tiny", "q4_0", tmp_path / "m.gguf")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    tokens, types = (reader.fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
+    assert len(tokens) == len(set(tokens)) == len(types) == 49_200
+    assert tokens[-1] == "[PAD49199]"
+    assert types[-1] == gguf.TokenType.UNUSED
