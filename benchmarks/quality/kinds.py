@@ -159,7 +159,15 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)} (default all)")
+    add(
+        "--kinds",
+        nargs="+",
+        type=str.lower,
+        choices=KINDS,
+        default=KINDS,
+        metavar="KIND",
+        help=f"of {', '.join(KINDS)} (default all)",
+    )
     add("--positions", type=int, default=512, help="tokens of the text (default 512)")
     add("--window", type=int, default=128, help="tokens of a window; each starts without a context (default 128)")
     add("--count", type=int, default=40, help="answers to compare (default 40); 0: none")

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from grammar_service.backends.backend import Compiled, Matcher, MatcherFailed, Rows
 from grammar_service.backends.json_schema.places import SPACE, Place, compacted, goes_on, string_start
+from grammar_service.backends.json_schema.unenforced import UNVERIFIED
 from grammar_service.backends.json_schema.validator import Validator
 from grammar_service.backends.last_string import LastString
 from grammar_service.backends.reasoning import ReasoningCompiled, ReasoningMatcher
@@ -70,7 +71,8 @@ class VerifiedCompiled:
     def __init__(self, inner: Compiled, verification: Verification, dead: tuple[bytes, ...] = ()) -> None:
         self._inner, self.verification, self._dead = inner, verification, dead
         self.warnings = tuple(
-            f"verified: {line}" if line.startswith("not enforced by ") else line for line in inner.warnings
+            f"verified: {line.removeprefix(UNVERIFIED)}" if line.startswith(("not enforced by ", UNVERIFIED)) else line
+            for line in inner.warnings
         )
         self.memory_bytes = inner.memory_bytes + (256 << 10)
         """With an estimate of the validator."""

@@ -21,6 +21,7 @@ from typing import Any
 from grammar_service.backends.backend import Backend, Compiled
 from grammar_service.backends.composed import verified_schema
 from grammar_service.backends.json_schema.closed_objects import with_closed_objects
+from grammar_service.backends.json_schema.unenforced import UNVERIFIED
 from grammar_service.backends.registry import NAMES, installed, load_backend
 from grammar_service.compile.disk_cache import DiskCache, artifact_key
 from grammar_service.compile.forks import Forks
@@ -199,12 +200,16 @@ class Compiler:
             if before is not None and not allow_unenforced:
                 self.hits += 1
                 return before, True
+            # A fully enforced grammar needs no verification, and is shared with other requests.
             try:
-                return await self._from(backend, grammar, _Order(allow_unenforced, accepted, owner, share))
+                found = await self._from(backend, grammar, _Order(allow_unenforced, accepted, owner, share))
             except NotEnforced:
-                # A fully enforced grammar needs no verification, and is shared with other requests.
                 if verified_schema(checked) is None:
                     raise
+            else:
+                unverified = any(line.startswith(UNVERIFIED) for line in found[0].warnings)
+                if allow_unenforced or not unverified or verified_schema(checked) is None:
+                    return found
             return await self._from(backend, checked, _Order(False, accepted, owner, share))
         except InvalidGrammar:
             self.rejected += 1

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from grammar_service.errors import NotEnforced
 
+UNVERIFIED = "not verified: "
+"""How the warning of a part begins that has an effect only where answers are verified."""
 MAX_NAMED = 16
 """Parts that an error or the warnings name. For the rest they give the number."""
 
@@ -27,6 +29,8 @@ class Unenforced:
     why: str
     is_annotation: bool = False
     """JSON Schema gives the part no effect, so it is a warning and never an error."""
+    can_be_verified: bool = False
+    """The part is an annotation that has an effect where answers are verified."""
 
     def __str__(self) -> str:
         return f"{self.path}/{self.keyword}: {self.why}" if self.keyword else self.why
@@ -40,7 +44,7 @@ def settle(backend: str, found: Sequence[Unenforced], allow_unenforced: bool) ->
     named = _named([str(part) for part in found if not part.is_annotation])
     if named and not allow_unenforced:
         raise NotEnforced(f"{backend} would not enforce all of it: {'; '.join(named)}")
-    notes = _named([str(part) for part in found if part.is_annotation])
+    notes = _named([f"{UNVERIFIED * part.can_be_verified}{part}" for part in found if part.is_annotation])
     return (*(f"not enforced by {backend}: {part}" for part in named), *notes)
 
 

@@ -136,7 +136,7 @@ def test_a_document_without_names_stays_as_it_is() -> None:
             '{"a":["x"]}',
             ["/properties/a/uniqueItems: is not enforced"],
         ),
-        ({**STR, "pattern": "^(?!a)b*$", "maxLength": 2}, '"a"', '"abc"', ["/pattern: .*look-around"]),
+        ({**STR, "pattern": "^(?!a+)b*$", "maxLength": 2}, '"a"', '"abc"', ["/pattern: .*look-around"]),
         (
             {**ARR, "contains": {**OBJ, "requried": ["a"]}},
             "[]",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +49,14 @@ STRINGS += ["ab", "aa", "aaa", "abab", "a]", "a-b", "\U0001f600", "a{", "a\nb"]
         (r"^\cJ$", r"^\n\Z"),
         ("^[/]$", r"^/\Z"),
         ("(?i)^A$", r"(?i)^a\Z"),
+        ("^(?!ab$).*$", r"^(?!ab\Z)[^\n\r\u2028\u2029\x00-\x07\x0b\x0e-\x1f]*\Z"),
+        ("^(?!a)", "^(?!a)"),
+        ("^(?!a|b$).*", r"^(?!a|b\Z)"),
+        (r"^(?!a)(?!\])[^-]+$", r"^(?![a\]])[^-]+\Z"),
+        (r"^(?!(?:a|ab)$)\w*$", r"^(?!(?:a|ab)\Z)[A-Za-z0-9_]*\Z"),
+        ("^(?!(a|b)b)[ab]+$", r"^(?![ab]b)[ab]+\Z"),
+        ("^(?!$).*$", r"^[^\n\r\u2028\u2029\x00-\x07\x0b\x0e-\x1f]+\Z"),
+        ("^(?!a$)[a]+$", r"^a{2,}\Z"),
     ],
 )
 def test_the_portable_pattern_matches_the_same_strings(pattern: str, same: str | None) -> None:
@@ -62,6 +73,15 @@ def test_the_portable_pattern_matches_the_same_strings(pattern: str, same: str |
     [
         ("(?=a)", "look-around"),
         ("a(?<!b)", "look-around"),
+        ("(?!a)", "look-around"),
+        ("^(?!a+$).*$", "look-around"),
+        ("^(?!.*b).*$", "look-around"),
+        ("^(?!a)b*$c", "look-around"),
+        ("^(?!a)(b|c)$", "look-around"),
+        ("^(?!a", "look-around"),
+        (r"^(?!a)[\p{L}]+$", "look-around"),
+        ("^(?!).*$", "nothing matches"),
+        ("^(?!a)[a]+$", "nothing matches"),
         (r"\ba", "word boundary"),
         (r"(a)\1", r"\\1"),
         (r"(?<n>a)\k<n>", r"\\k"),
@@ -100,3 +120,24 @@ def test_classes_lose_the_characters_that_cannot_be_written() -> None:
     assert portable("[!-#]", Dialect(unwritable=((34, 34),))) == r"[\u0021\u0023]"
     with pytest.raises(NotPortable, match=r"U\+0022"):
         portable('a"', Dialect(unwritable=((34, 34),)))
+
+
+_WORDS = ["", "a", "b", "ab", "ba", "aab", "c", "b]"]
+_TAILS = ["", ".*", ".*$", "[a-c]*$", "[^b]+$", r"\w+$", r"\D*$"]
+_TEXTS = ["".join(chars) for length in range(5) for chars in itertools.product("abc]", repeat=length)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_look_aheads_over_words_are_written_out(seed: int) -> None:
+    draw = random.Random(seed)
+    words = [re.escape(word) + draw.choice(["", "$"]) for word in draw.sample(_WORDS[1:], draw.randint(1, 4))]
+    ahead = draw.choice([f"(?!{'|'.join(words)})", "".join(f"(?!{word})" for word in words)])
+    pattern = f"^{ahead}{draw.choice(_TAILS)}"
+    written = portable(pattern, STRINGS_OF_JSON)
+    assert "(?!" not in written
+    ours = re.compile(written.replace("$", r"\Z"))
+    theirs = re.compile(pattern.replace("$", r"\Z"))
+    assert [text for text in _TEXTS if ours.search(text)] == [text for text in _TEXTS if theirs.search(text)]
+    whole = re.compile(portable(pattern.removesuffix("$"), replace(STRINGS_OF_JSON, whole=True)))
+    if pattern.endswith("$"):
+        assert [text for text in _TEXTS if whole.fullmatch(text)] == [text for text in _TEXTS if theirs.search(text)]

@@ -118,6 +118,31 @@ def test_a_copy_goes_elsewhere(library: Library) -> None:
     assert spell("]")[0] in library.legal(twin)
 
 
+@pytest.mark.parametrize(
+    ("text", "takes"),
+    [
+        ("a+", True),
+        ("([abc])+[^x]+$", True),
+        ("(?=a)b", True),
+        ("(?<n>a)", True),
+        ("^(abc]", False),
+        ("(?P<n>a)", False),
+        ("a**", False),
+        ("[b", False),
+        ("a{2,1}", False),
+    ],
+)
+def test_a_string_with_the_format_regex_is_a_regular_expression(library: Library, text: str, takes: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "regex"}}, "required": ["a"]}
+    verified = library.read(schema, verify=True)
+    assert verified.warnings[0].startswith("verified: /properties/a/format: no grammar enforces 'regex'")
+    assert legal(library, verified, f'{{"a":"{text}', '"') is takes
+    assert library.accepts(verified, f'{{"a":"{text}"}}') is takes
+    plain = library.read(schema)
+    assert plain.warnings[0].startswith("not verified: /properties/a/format: ")
+    assert library.accepts(plain, f'{{"a":"{text}"}}')
+
+
 def test_other_kinds_are_refused_as_without_it(library: Library) -> None:
     form = {
         "type": "sequence",

@@ -252,6 +252,12 @@ async def test_unenforced_parts_are_refused_warned_of_or_verified(vocabulary: Vo
         assert not isinstance(warned.compiled, VerifiedCompiled)
         plain, _ = await made.compile(kind, '{"type":"integer"}', ANY, "llguidance")
         assert await made.compile(kind, '{"type":"integer"}', ANY, "llguidance", verify=True) == (plain, True)
+        regex = '{"type":"string","format":"regex"}'
+        first, _ = await made.compile(kind, regex, ANY, name)
+        assert [line.startswith("not verified: /format: ") for line in first.warnings] == [True]
+        second, _ = await made.compile(kind, regex, ANY, name, verify=True)
+        assert isinstance(second.compiled, VerifiedCompiled)
+        assert not isinstance(first.compiled, VerifiedCompiled)
         with pytest.raises(NotEnforced, match="uniqueItems"):
             await made.compile(kind, UNENFORCED, ANY, "llguidance")
         with pytest.raises(NotEnforced, match="uniqueItems"):

@@ -2,7 +2,8 @@ r"""Regular expressions of ECMA-262, rewritten in the part of the notation that 
 
 The libraries differ: to one of them `\d` contains every Unicode digit and `.` a carriage return, another takes
 `[\x2db]` for U+02DB, and `[]a]` or `[a&&b]` have several meanings. So the reader computes each class as ranges of code
-points and writes every character that could have a meaning as `\uXXXX`.
+points and writes every character that could have a meaning as `\uXXXX`. A negative look-ahead at the start of a
+pattern, over a finite list of words, is written out: see `_Reader._without_words`.
 Invariant: the result of `portable` matches a subset of what the pattern matches in ECMA-262 with the flag `u`, in every
 library. What the dialect of a library cannot express raises NotPortable, which names the construct and its place.
 Not responsible for: anchors of a pattern that is searched for inside a string (each backend reads those).
@@ -38,6 +39,9 @@ _GROUP = re.compile(r"\(\?<[A-Za-z_$][\w$]*>")
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_ ")
 
 _MAX_COUNT_DIGITS = 9
+_MAX_WORDS = 256
+"""Words of one look-ahead that is written out."""
+_ALL: Ranges = [(0, _LAST)]
 
 
 class NotPortable(ValueError):
@@ -86,6 +90,25 @@ class _Group:
     """Places of `$` at the end of an alternative inside, which must also end what surrounds the group."""
 
 
+@dataclass(slots=True)
+class _Words:
+    """The words that begin with one text; the texts of one look-ahead are a tree."""
+
+    after: dict[int, _Words] = field(default_factory=dict)
+    """By the next character."""
+    is_word: bool = False
+    """No text is this one."""
+    is_start: bool = False
+    """No text begins with this one."""
+
+    def add(self, word: Iterable[int], *, whole: bool) -> None:
+        """Add a word: a whole text, or the start of one."""
+        node = self
+        for char in word:
+            node = node.after.setdefault(char, _Words())
+        node.is_word, node.is_start = node.is_word or whole, node.is_start or not whole
+
+
 class _Reader:
     def __init__(self, pattern: str, dialect: Dialect) -> None:
         self._text = pattern
@@ -99,6 +122,8 @@ class _Reader:
             if not self._dialect.ignore_case:
                 raise self._error("the flag (?i) is not ECMA-262")
             out.append(self._take(4))
+        elif (written := self._without_words()) is not None:
+            return written
         while self._at < len(self._text):
             out.append(self._term())
         if len(self._groups) > 1:
@@ -141,6 +166,113 @@ class _Reader:
         if isinstance(found, str):
             return self._written_category(found)
         return self._literal(found, at) if isinstance(found, int) else self._written(found, at)
+
+    def _without_words(self) -> str | None:
+        """Return `^(?!WORDS)C*$` without its look-ahead. None, and nothing is read: the pattern has another form.
+
+        WORDS are literals, groups of literals and alternatives, each with or without `$`. C is a class, `.` or an
+        escape; `C+$`, `.*` and nothing at all may also follow. The result branches where a word does, by the next
+        character: `^(?!ab$).*$` is `^(?:[^a].*|a(?:[^b].*|b.+)?)?$`, with the line ends left out.
+        """
+        whole, tree = self._dialect.whole, _Words()
+        self._at = int(self._text.startswith("^"))
+        if not (self._at or whole) or not self._text.startswith("(?!", self._at):
+            self._at = 0
+            return None
+        try:
+            while self._text.startswith("(?!", self._at):
+                self._at += 3
+                for word, at_end in self._words(within=False):
+                    tree.add(word, whole=at_end)
+            chars, least = self._repeated()
+        except NotPortable:
+            self._at = 0
+            return None
+        written = self._branches(tree, chars, least)
+        if written is None:
+            raise self._error("nothing matches the look-ahead", 0)
+        return written if whole else f"^{written}$"
+
+    def _words(self, *, within: bool) -> list[tuple[tuple[int, ...], bool]]:
+        """Read alternatives up to the end of their group. Return (word, whether it is a whole text) for each.
+
+        Raises NotPortable for anything but literals, groups, and a `$` at the end of an alternative; a group `within`
+        another has no `$`.
+        """
+        found: list[tuple[tuple[int, ...], bool]] = []
+        words: list[tuple[int, ...]] = [()]
+        while True:
+            char = self._text[self._at : self._at + 1]
+            if len(words) + len(found) > _MAX_WORDS or not char or char in "[]{}*+?.^":
+                raise self._error("no list of words")
+            if char == "(":
+                self._at += 3 if self._text.startswith("(?:", self._at) else 1
+                inner = self._words(within=True)
+                words = [first + last for first in words for last, _ in inner]
+                continue
+            at_end = char == "$" and not within
+            if at_end:
+                self._at += 1
+                char = self._text[self._at : self._at + 1]
+            if char in ("|", ")"):
+                self._at += 1
+                found += [(word, at_end) for word in words]
+                words = [()]
+                if char == ")":
+                    return found
+                continue
+            code = self._escape() if char == "\\" else ord(self._take(1))
+            if at_end or char == "$" or not isinstance(code, int):
+                raise self._error("no list of words")
+            words = [(*word, code) for word in words]
+
+    def _repeated(self) -> tuple[Ranges, int]:
+        """Read what follows a look-ahead. Return the characters of the text, and how many it has at least."""
+        if self._at == len(self._text):
+            return _ALL, 0
+        begin = self._at
+        if self._text[begin] == ".":
+            self._at += 1
+            chars = _without(_LINE_ENDS)
+        elif self._text[begin] == "[":
+            members, categories, negated = self._members()
+            if categories:
+                raise self._error("no repeated class")
+            chars = _without(members) if negated else members
+        else:
+            escape = self._escape() if self._text[begin] == "\\" else None
+            if not isinstance(escape, list):
+                raise self._error("no repeated class")
+            chars = escape
+        quantifier, end = self._text[self._at : self._at + 1], self._text[self._at + 1 :]
+        if quantifier not in ("*", "+") or (end != "$" and not (self._dialect.whole and not end)):
+            if quantifier == "*" and not end:
+                return _ALL, 0
+            raise self._error("no repeated class up to the end")
+        return _merged(chars), int(quantifier == "+")
+
+    def _branches(self, tree: _Words, chars: Ranges, least: int) -> str | None:
+        """Return an expression of the texts of at least `least` of `chars` that no word of `tree` excludes.
+
+        None: there is none.
+        """
+        if tree.is_start:
+            return None
+        any_more = f"{self._written(chars, 0)}*"
+        parts = []
+        others = _without([*_without(chars), *((char, char) for char in tree.after), *self._dialect.unwritable])
+        if _of_characters(others):
+            parts.append(f"{self._written(others, 0)}{any_more}")
+        for char, below in tree.after.items():
+            is_written = not any(first <= char <= last for first, last in (*self._dialect.unwritable, _SURROGATES))
+            if is_written and any(first <= char <= last for first, last in chars):
+                rest = self._branches(below, chars, 0)
+                if rest is not None:
+                    parts.append(f"{_char(char)}{rest}")
+        may_end = not tree.is_word and not least
+        if not parts:
+            return "" if may_end else None
+        return f"(?:{'|'.join(parts)})" + "?" * may_end
 
     def _open_group(self) -> str:
         rest, parent = self._text[self._at :], self._groups[-1]
@@ -208,6 +340,14 @@ class _Reader:
 
     def _class(self) -> str:
         begin = self._at
+        ranges, categories, negated = self._members()
+        if categories:
+            return self._written_category("".join(("^" * negated, *categories, *_pairs(_merged(ranges)))))
+        return self._written(_without(ranges) if negated else _merged(ranges), begin)
+
+    def _members(self) -> tuple[Ranges, list[str], bool]:
+        """Read a class. Return the ranges and the categories that it lists, and whether it is negated."""
+        begin = self._at
         self._at += 1
         negated = self._text.startswith("^", self._at)
         self._at += negated
@@ -228,9 +368,7 @@ class _Reader:
             else:
                 ranges += first
         self._at += 1
-        if categories:
-            return self._written_category("".join(("^" * negated, *categories, *_pairs(_merged(ranges)))))
-        return self._written(_without(ranges) if negated else _merged(ranges), begin)
+        return ranges, categories, negated
 
     def _is_range(self) -> bool:
         return self._text.startswith("-", self._at) and not self._text.startswith("]", self._at + 1)

@@ -112,6 +112,9 @@ _PATTERNS = {
 
 KNOWN = (*date_patterns.FORMATS, *_PATTERNS)
 """The formats that are enforced. Any other one is an annotation."""
+VERIFIED = ("regex",)
+"""Formats that no grammar can say and that the validator checks: an annotation has an effect where answers are
+verified."""
 
 
 @lru_cache(maxsize=64)
@@ -141,7 +144,9 @@ def take_out_annotations(schema: Any, path: str, *, strict: bool) -> list[Unenfo
         elif name not in KNOWN and not strict:
             del node["format"]
             why = f"{name!r} is not a format that is enforced; it has no effect"
-            found.append(Unenforced(where, "format", why, is_annotation=True))
+            if name in VERIFIED:
+                why = f"no grammar enforces {name!r}; it has an effect only on verified answers"
+            found.append(Unenforced(where, "format", why, is_annotation=True, can_be_verified=name in VERIFIED))
     return found
 
 
