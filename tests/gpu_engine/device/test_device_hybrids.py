@@ -1,4 +1,6 @@
-"""Models with recurrent layers over a recorded device have the tokens of a CPU, whatever is accepted and happens.
+"""Models whose layers differ over a recorded device have the tokens of a CPU, whatever is accepted and happens.
+
+Some have recurrent layers, and some attention with heads of two sizes.
 
 Not responsible for: the kernels (see tests/kernels/test_recurrent.py), hybrids on a CPU (see
 tests/gpu_engine/test_hybrids.py).
@@ -51,8 +53,10 @@ pytestmark = INTERPRETED
 
 
 def small(family: str, folder: Path) -> Path:
-    """Write a model of one recurrent layer and one with attention, for the interpreter."""
+    """Write a model of one recurrent layer and one with attention, for the interpreter, or one of `tiny` as it is."""
     shape = hybrids.configuration(family)
+    if family in tiny.OWN_FORWARD:
+        return tiny.save(shape, folder)
     shape.num_hidden_layers, shape.num_attention_heads, shape.num_key_value_heads = 2, 2, 1
     if family == "lfm2":
         shape.layer_types = ["conv", "full_attention"]
@@ -131,7 +135,7 @@ def every(fast: dict[str, int], others: list[tuple[str, int]]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("family", "num_drafts"),
-    every({"lfm2": 3}, [("lfm2", 0), ("qwen3_5", 7), ("bamba", 3), ("jamba dense", 7)]),
+    every({"lfm2": 3}, [("lfm2", 0), ("qwen3_5", 7), ("bamba", 3), ("jamba dense", 7), ("gemma4 small", 3)]),
 )
 def test_tokens_equal_those_of_a_cpu(hybrid: Callable[[str], LoadedModel], family: str, num_drafts: int) -> None:
     """At once, where a further request is cancelled, and then again from the prefix cache."""
@@ -174,6 +178,7 @@ def test_a_preempted_sequence_goes_on_with_its_tokens(hybrid: Callable[[str], Lo
         pytest.param("lfm2", "host_callback", True, marks=pytest.mark.slow),
         pytest.param("bamba", "device_flag", True, marks=pytest.mark.slow),
         pytest.param("jamba dense", "host_callback", False, marks=pytest.mark.slow),
+        pytest.param("gemma4 small", "device_flag", True, marks=pytest.mark.slow),
     ],
 )
 def test_guided_tokens_equal_those_of_a_cpu(
