@@ -352,6 +352,16 @@ def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | Dev
         raise ModelNotSupported(str(error)) from error
 
 
+_TURN_ENDS = {"gemma4_text": ("<turn|>", "<|tool_response>")}
+"""Tokens that end a model's turn next to the end of a text: a GGUF file names only one of them."""
+
+
+def _id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int | None:
+    """Return the id of a token; None: the vocabulary has none of this text."""
+    found = tokenizer.convert_tokens_to_ids(text)
+    return found if isinstance(found, int) and tokenizer.convert_ids_to_tokens(found) == text else None
+
+
 def _describe(
     config: EngineConfig,
     net: Any,
@@ -365,6 +375,8 @@ def _describe(
     eos = net.generation_config.eos_token_id if net.generation_config else None
     ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     ids += [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    model_type = net.config.get_text_config().model_type
+    ids += [found for text in _TURN_ENDS.get(model_type, ()) if (found := _id_of(tokenizer, text)) is not None]
     vocab_size = net.get_output_embeddings().out_features
     return LoadedModel(
         name=config.model,
@@ -372,7 +384,7 @@ def _describe(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys(i for i in ids if i < vocab_size)),
-        model_type=net.config.get_text_config().model_type,
+        model_type=model_type,
         dtype=dtype,
         device=device,
         num_parameters=num_parameters,

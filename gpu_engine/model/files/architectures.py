@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "falcon-h1": Architecture(flat=_MAMBA_2),
     "gemma2": Architecture(norm_offset=1.0),
     "gemma3": Architecture(norm_offset=1.0),
+    "gemma4": Architecture(renamed={".layer_scalar": ".layer_scalar.weight"}),
     "granitehybrid": Architecture(
         interleaved=True,
         flat=_MAMBA_2,

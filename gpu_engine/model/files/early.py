@@ -127,7 +127,7 @@ def _check_gguf(path: Path) -> None:
         raise ValueError("it has no tokenizer.ggml.tokens, the vocabulary")
     if (expected := of_header(header)) is not None:
         expected.check_gguf({name: tensor.shape for name, tensor in header.tensors.items()})
-    else:
+    elif header.architecture != "gemma4":  # whose layers differ in shape; the loader has the shapes
         _compare_layers(header)
 
 

@@ -1,4 +1,4 @@
-"""Configurations of the hybrid families whose GGUF files transformers does not describe.
+"""Configurations of the families whose GGUF files transformers does not describe: hybrids, and Gemma 4.
 
 Invariant: what a file does not say, such as the multipliers of Falcon-H1, its converter has put into the weights, or
 every model of the family has it. Not responsible for: families that transformers reads (see reading.py).
@@ -9,13 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import FalconH1Config, GraniteMoeHybridConfig, JambaConfig, NemotronHConfig, PreTrainedConfig
+from transformers import (
+    FalconH1Config,
+    Gemma4TextConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    NemotronHConfig,
+    PreTrainedConfig,
+)
 
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
+from gpu_engine.model.files.rope_factors import PROPORTIONAL, rotated_share
 
 
-def configuration_of_hybrid(header: GGUFHeader) -> PreTrainedConfig | None:
-    """Return the configuration of a hybrid's file; None: transformers makes it. Raises GGUFError."""
+def own_configuration(header: GGUFHeader) -> PreTrainedConfig | None:
+    """Return the configuration of one of these files; None: transformers makes it. Raises OSError or GGUFError."""
     make = _FAMILIES.get(header.architecture)
     if make is None:
         return None
@@ -23,7 +31,9 @@ def configuration_of_hybrid(header: GGUFHeader) -> PreTrainedConfig | None:
         raise GGUFError(f"it is a mixture of experts of the architecture {header.architecture}, which is not read")
     try:
         return make(header, _common(header))
-    except (KeyError, TypeError, IndexError, ZeroDivisionError) as error:
+    except GGUFError:  # says what it is about
+        raise
+    except (KeyError, TypeError, IndexError, ZeroDivisionError, ValueError) as error:
         raise GGUFError(f"its header does not describe a model of {header.architecture}: {error!r}") from error
 
 
@@ -89,6 +99,43 @@ def _falcon_h1(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
         mamba_norm_before_gate=False,
         rms_norm_eps=_number(header, "attention.layer_norm_rms_epsilon"),
         rope_parameters={"rope_type": "default", "rope_theta": _number(header, "rope.freq_base")},
+    )
+
+
+def _gemma4(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
+    """A file has no list of its kinds of layers, but which of them have a sliding window."""
+    slides = [bool(each) for each in _number(header, "attention.sliding_window_pattern")]
+    kv_heads, width, full = _kv_heads(header), _number(header, "feed_forward_length"), slides.index(False)
+    widths = width if isinstance(width, list) else [width]
+    by_layer = header.tensors.get("per_layer_token_embd.weight")
+    sliding = {"rope_type": "default", "rope_theta": _number(header, "rope.freq_base_swa")}
+    own: dict[str, Any] = {  # the class takes these without naming them
+        "global_head_dim": _number(header, "attention.key_length"),
+        "num_global_key_value_heads": kv_heads[full],
+    }
+    return Gemma4TextConfig(
+        **{**common, "num_key_value_heads": kv_heads[slides.index(True) if any(slides) else full]},
+        **own,
+        num_hidden_layers=_number(header, "block_count"),
+        intermediate_size=min(widths),
+        use_double_wide_mlp=max(widths) == 2 * min(widths),
+        layer_types=["sliding_attention" if each else "full_attention" for each in slides],
+        head_dim=_number(header, "attention.key_length_swa"),
+        attention_k_eq_v=f"blk.{full}.attn_v.weight" not in header.tensors,
+        num_kv_shared_layers=header.get("{arch}.attention.shared_kv_layers") or 0,
+        hidden_size_per_layer_input=header.get("{arch}.embedding_length_per_layer_input") or 0,
+        vocab_size_per_layer_input=common["vocab_size"] if by_layer is None else by_layer.shape[0],
+        sliding_window=_number(header, "attention.sliding_window"),
+        final_logit_softcapping=header.get("{arch}.final_logit_softcapping"),
+        rms_norm_eps=_number(header, "attention.layer_norm_rms_epsilon"),
+        rope_parameters={
+            "sliding_attention": sliding,
+            "full_attention": {
+                "rope_type": PROPORTIONAL,
+                "rope_theta": _number(header, "rope.freq_base"),
+                "partial_rotary_factor": rotated_share(header),
+            },
+        },
     )
 
 
@@ -162,6 +209,7 @@ def _nemotron_h(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
 
 _FAMILIES: dict[str, Callable[[GGUFHeader, dict[str, Any]], PreTrainedConfig]] = {
     "falcon-h1": _falcon_h1,
+    "gemma4": _gemma4,
     "granitehybrid": _granite,
     "jamba": _jamba,
     "nemotron_h": _nemotron_h,

@@ -87,13 +87,16 @@ class GGUFWeights:
     def unread(self, names: Iterable[str]) -> list[str]:
         """Return the tensors of the file that none of the parameters `names` is.
 
-        Without the ones of layers after the model's own, which draft several tokens.
+        Without the ones of layers after the model's own, which draft several tokens, and without the keys and values of
+        layers that have another one's.
         """
         read = {tensor.name for name in names for tensor in self.find(name)}
-        layers, drafting = (
-            int(self.header.get(f"{{arch}}.{key}", 0)) for key in ("block_count", "nextn_predict_layers")
+        layers, drafting, sharing = (
+            int(self.header.get(f"{{arch}}.{key}", 0))
+            for key in ("block_count", "nextn_predict_layers", "attention.shared_kv_layers")
         )
         others = tuple(f"blk.{layer}." for layer in range(layers - drafting, layers))
+        others += tuple(f"blk.{layer}.attn_{part}" for layer in range(layers - sharing, layers) for part in "kv")
         return sorted(name for name in self.header.tensors.keys() - read if not name.startswith(others))
 
     def shape(self, name: str) -> tuple[int, ...] | None:

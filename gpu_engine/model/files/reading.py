@@ -60,11 +60,15 @@ def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
     if header is None or header.architecture not in ARCHITECTURES:
         source: dict[str, Any] = {} if header is None else {"gguf_file": path.name}
         return _automatic(path.parent if source else path, **source)
-    from gpu_engine.model.files.gguf_configs import configuration_of_hybrid  # the gguf library is not there always
+    from gpu_engine.model.files.gguf_configs import own_configuration  # the gguf library is not there always
 
-    if (of_hybrid := configuration_of_hybrid(header)) is not None:
-        of_hybrid.name_or_path = str(path.parent)
-        return of_hybrid
+    try:
+        own = own_configuration(header)
+    except WRONG_VALUES as error:
+        raise ValueError(wrong_value(error)) from error
+    if own is not None:
+        own.name_or_path = str(path.parent)
+        return own
     # The library turns every string of a vocabulary into an array of its own before it looks at anything else.
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         counted = header.architecture in GGUF_CONFIG_ARCHS

@@ -1,7 +1,8 @@
-"""The factors of rotary frequencies that some GGUF files have as tensors: Llama 3.1's and later, and Phi 3's.
+"""The factors of rotary frequencies that some GGUF files have as tensors: Llama 3.1's and later, Phi 3's and Gemma 4's.
 
-transformers reads them from no such file. They become rotary parameters of the type `longrope`, which divides the
-frequencies by given factors: one list for long sequences and one for short ones, or twice the same.
+transformers reads them from no such file. Gemma 4's say which channels of a head rotate. The others become rotary
+parameters of the type `longrope`, which divides the frequencies by given factors: one list for long sequences and one
+for short ones, or twice the same.
 Invariant: a configuration with another type of rotation than the default stays as it is.
 Not responsible for: the tables that are made from the parameters (see rotary.py).
 """
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 _ALL, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _TYPE = "longrope"
+PROPORTIONAL = "proportional"
+"""A type that rotates only the channels with the highest frequencies."""
+_STILL = 1e20
+"""A factor so large that no position turns the channels."""
 
 
 def apply_rope_factors(config: PreTrainedConfig, header: GGUFHeader) -> None:
@@ -28,7 +33,7 @@ def apply_rope_factors(config: PreTrainedConfig, header: GGUFHeader) -> None:
     names = [name for name in (_ALL, _LONG, _SHORT) if name in header.tensors]
     if not names or not isinstance(parameters, dict) or parameters.get("rope_type") != "default":
         return
-    factors = {name: _factors(header, name) for name in names}
+    factors = {name: factors_of(header, name) for name in names}
     long, short = (factors.get(name) or factors.get(_ALL) for name in (_LONG, _SHORT))
     if long is None or short is None:
         raise ValueError(f"it has {names[0]} without the factors of other lengths")
@@ -56,12 +61,26 @@ def apply_rope_factors(config: PreTrainedConfig, header: GGUFHeader) -> None:
 
 def rope_tensors(config: Any) -> frozenset[str]:
     """Return the tensors of a file that its configuration was made from."""
-    parameters = getattr(config, "rope_parameters", None)
-    is_read = isinstance(parameters, dict) and parameters.get("rope_type") == _TYPE
-    return frozenset({_ALL, _LONG, _SHORT} if is_read else ())
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = {each.get("rope_type") for each in (parameters, parameters.get("full_attention")) if isinstance(each, dict)}
+    if _TYPE in kinds:
+        return frozenset({_ALL, _LONG, _SHORT})
+    return frozenset({_ALL} if PROPORTIONAL in kinds else ())
 
 
-def _factors(header: GGUFHeader, name: str) -> list[float]:
+def rotated_share(header: GGUFHeader) -> float:
+    """Return the share of a head's channels that rotate: a file has the factor 1 for their frequencies, and a huge one
+    for the others. Raises OSError, and ValueError for other factors."""
+    if _ALL not in header.tensors:
+        return 1.0
+    factors = factors_of(header, _ALL)
+    if any(factor != 1.0 and factor < _STILL for factor in factors):
+        raise ValueError(f"{_ALL} has a factor that is neither 1 nor at least {_STILL:g}")
+    return factors.count(1.0) / len(factors)
+
+
+def factors_of(header: GGUFHeader, name: str) -> list[float]:
+    """Return the factors of a file's tensor. Raises OSError."""
     from gguf.quants import dequantize
 
     tensor = header.tensors[name]

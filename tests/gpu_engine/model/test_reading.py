@@ -161,7 +161,7 @@ def test_every_architecture_that_is_read_is_compared() -> None:
     written = {
         gguf_files._ARCHITECTURES.get(c.model_type, c.model_type) for c in (f() for f in gguf_files.FAMILIES.values())
     }
-    assert written | set(hybrid_gguf_files.FAMILIES) == set(ARCHITECTURES)
+    assert written | set(hybrid_gguf_files.FAMILIES) | {"gemma4"} == set(ARCHITECTURES)  # test_gemma4_gguf.py has it
 
 
 @pytest.mark.parametrize("family", gguf_files.FAMILIES)
