@@ -259,6 +259,7 @@ async def _start(
         watch=watch,
         prefills=extensions.prefills,
         accounts=extensions.accounts,
+        receipts=extensions.receipts,
     )
     services = _add_services(listeners.server, calls, server_config, doors, extensions)
 

@@ -203,6 +203,12 @@ class GrammarConfig(LogSettings, ProbeSettings):
         return WHITESPACE[self.whitespace]
 
     @property
+    def answer_defaults(self) -> str:
+        """The settings that say which answers a grammar has where a request leaves it open, as one line."""
+        names = ("whitespace", "closed_objects", "strict_formats", "json_bounds")
+        return " ".join(f"{name}={getattr(self, name)}" for name in names).lower()
+
+    @property
     def reading(self) -> Reading:
         """How schemas are read where the request says nothing."""
         bounds: dict[str, Any] = _bounds(self.json_bounds)

@@ -122,6 +122,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             max_compilations=NUM_QUEUES * (self._config.workers + self._config.compile_queue),
             attempt_limit_s=attempt_limit_s(self._config),
             compile_timeout_s=self._config.compile_timeout_s,
+            defaults=self._config.answer_defaults,
         )
 
     async def _replace(self, vocabulary: Vocabulary) -> None:

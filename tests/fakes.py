@@ -22,7 +22,7 @@ from gpu_engine.api.adapters import Adapter, AdapterKind, AdapterUse
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, InvalidRequest, LockstepError, UnknownAdapter
 from gpu_engine.api.output_tensors import OutputSpec
-from gpu_engine.api.ports import ClearedGrammars, Compiled, DraftModelInfo, GrammarStats, PageEvents
+from gpu_engine.api.ports import ClearedGrammars, Compiled, DraftModelInfo, GrammarLibrary, GrammarStats, PageEvents
 from gpu_engine.api.processors import Processors
 from gpu_engine.api.request import FinishReason, GrammarSpec, Request, Telemetry, TokenEvent
 from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stage
@@ -88,6 +88,8 @@ class FakeModel:
     model_type: str = "fake"
     dtype_name: str = "float32"
     weights: str = "float32"
+    numerics: str = "fake"
+    path: Path | None = None
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     num_parameters: int = 7
     name: str = "fake-model"
@@ -327,6 +329,9 @@ class FakeGrammar:
         self.prepared: list[tuple[str, GrammarSpec]] = []
         self.forgotten: list[str] = []
         self.compiled: list[GrammarSpec] = []
+
+    def library_of(self, backend: int) -> GrammarLibrary:
+        return GrammarLibrary(f"{backend}.0", "whitespace=spaced")
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
         if self.full:

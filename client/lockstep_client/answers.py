@@ -243,6 +243,8 @@ class Delta:
     """Tokens of a verified answer that were chosen and are held back."""
     value_events: tuple[ValueEvent, ...]
     """With `value_events` or `items_of`, in the order of the answer."""
+    receipt: str
+    """With `receipt_nonce`, in the last delta of the sequence; else empty."""
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
@@ -272,6 +274,8 @@ class Answer(Generic[T]):
     """By name, all rows of each tensor that the request asked for."""
     beam_score: float | None = None
     token_origins: tuple[TokenOrigin, ...] = ()
+    receipt: str = ""
+    """The signed receipt, if the request had a `receipt_nonce`."""
     others: tuple[Answer[T], ...] = ()
     _parse: Any = None
     _value: list[T] = field(default_factory=list)
@@ -360,6 +364,8 @@ class ModelInfo:
     draft_model: str
     weights: str = ""
     """What the products multiply: the dtype, or the forms of quantised weights with their number."""
+    receipt_key: str = ""
+    """The public key that checks the server's receipts, as the text of a JSON Web Key; empty: it signs none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,6 +476,7 @@ def delta_of(response: pb.GenerateResponse) -> Delta:
         token_origins=tuple(_origin(each) for each in response.token_origins),
         held_tokens=response.held_tokens,
         value_events=tuple(_value_event(each) for each in response.value_events),
+        receipt=response.receipt,
     )
 
 

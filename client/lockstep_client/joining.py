@@ -82,6 +82,7 @@ class _Sequence:
             outputs=joined_outputs(each for delta in self.deltas for each in delta.outputs),
             beam_score=last.beam_score,
             token_origins=tuple(each for delta in self.deltas for each in delta.token_origins),
+            receipt=last.receipt,
             _parse=parse,
         )
 

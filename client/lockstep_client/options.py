@@ -138,6 +138,9 @@ class Options(TypedDict, total=False):
     token_origins: bool
     value_events: bool
     items_of: str
+    receipt_nonce: bytes
+    """16 to 64 secret bytes, such as `secrets.token_bytes(16)`. The answer then has a signed `receipt`, whose digests can
+    be checked with them."""
     # The request.
     request_id: str
     client_id: str
@@ -181,7 +184,7 @@ _SCALARS = {
     "speculation": ("num_draft_tokens", "draft_index"),
     "response": (
         "omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs", "whole", "cumulative",
-        "token_origins", "value_events", "items_of", "context_logits", "generation_logits",
+        "token_origins", "value_events", "items_of", "receipt_nonce", "context_logits", "generation_logits",
     ),
 }  # fmt: skip
 """Options by the message that holds them."""

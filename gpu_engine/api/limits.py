@@ -44,6 +44,7 @@ class Limits:
     backtracking: Backtracking = field(default_factory=partial(Backtracking, 8, 32))
     """How an answer goes back for a request that sets no numbers; each may be 0."""
     allow_never_preempt: bool = False
+    signs_receipts: bool = False
     max_output_bytes: int = 0
     """The most bytes of the tensors that one request asks for."""
     output_memory_bytes: int = 0
@@ -82,6 +83,7 @@ class Limits:
             checks_tokens=bool(server.auth_token_file),
             max_queue_ms=server.max_queue_ms,
             allow_never_preempt=server.allow_never_preempt,
+            signs_receipts=bool(server.receipt_key),
             max_output_bytes=server.max_output_bytes,
             output_memory_bytes=server.output_memory_bytes,
             outputs=outputs or {},

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from concurrent.futures import Future
+    from pathlib import Path
 
     from gpu_engine.api.adapters import Adapter, AdapterKind, AdapterUse
     from gpu_engine.api.config import EngineConfig
@@ -80,6 +81,14 @@ class Model(Protocol):
     @property
     def weights(self) -> str:
         """What the products multiply: the dtype, or the forms of quantised weights with their number."""
+
+    @property
+    def path(self) -> Path | None:
+        """The directory or file that it was loaded from; None: it was made in memory."""
+
+    @property
+    def numerics(self) -> str:
+        """What decides the bits of its logits: servers with equal weights and equal `numerics` sample equal tokens."""
 
     @property
     def num_parameters(self) -> int:
@@ -361,12 +370,25 @@ class ClearedGrammars:
     """Bytes of memory, estimated, and of files."""
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarLibrary:
+    """What decides the answers of a grammar, next to its text."""
+
+    version: str
+    """Of the matcher library; empty: not known."""
+    defaults: str
+    """The grammar process's settings that hold where a request leaves them open."""
+
+
 class GrammarAccess(Protocol):
     """The grammar client, as far as the servicer uses it. Called on the event loop."""
 
     @property
     def backends(self) -> tuple[int, ...]:
         """Values of the Backend enum of the installed libraries, the default first."""
+
+    def library_of(self, backend: int) -> GrammarLibrary:
+        """Return what masks the answers of a value of the Backend enum."""
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
         """Start compiling for this request; `failed` is called with the client's error. Raises LimitExceeded."""

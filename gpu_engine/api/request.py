@@ -201,6 +201,16 @@ class Scheduling:
 
 
 @dataclass(frozen=True, slots=True)
+class WantedReceipt:
+    """A receipt that a request asks for."""
+
+    nonce: bytes = field(repr=False)
+    """The key of its digests, which only the client knows."""
+    request_digest: str
+    """Of the message, see `api/receipts.py`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Outputs:
     """What the engine computes for a request in addition to its tokens."""
 
@@ -218,6 +228,8 @@ class Outputs:
     """The responses say when each value of the JSON answer begins and ends."""
     items_of: str | None = None
     """JSON Pointer of the array whose items the responses have, each when it has ended; None: no items."""
+    receipt: WantedReceipt | None = None
+    """The last response of each sequence has a receipt; None: it has none."""
     tensors: tuple[WantedOutput, ...] = ()
     """Tensors of the model."""
 

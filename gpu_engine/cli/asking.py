@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import secrets
 import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -20,9 +21,11 @@ import grpc
 from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gpu_engine.api.receipts import MIN_NONCE_BYTES
 from gpu_engine.cli.access_flags import access_of
 from gpu_engine.cli.grammar_flags import GRAMMAR_FLAGS, build_grammar
 from gpu_engine.cli.inputs import json_of, read_stdin, read_text
+from gpu_engine.cli.receipted import Receipted
 from gpu_engine.cli.request_flags import build_request, conversation
 from gpu_engine.cli.terminal import field_table, grammar_cost, logprob_table, origin_counts, summary
 from lockstep_client import calls
@@ -53,8 +56,25 @@ def run_generate(flags: argparse.Namespace) -> int:
             raise ValueError("--cumulative needs --output json")
     except ValueError as error:
         return usage(error)
-    as_json = flags.output == "json"
-    return ask(access, lambda client: stream_answer(client, request, as_json=as_json, timeout_s=flags.timeout))
+    as_json, kept = flags.output == "json", list[str]()
+    if flags.receipt is not None and not request.response.receipt_nonce:
+        request.response.receipt_nonce = secrets.token_bytes(MIN_NONCE_BYTES)
+
+    def keep(response: pb.GenerateResponse) -> None:
+        if response.receipt:
+            kept.append(response.receipt)
+
+    status = ask(
+        access, lambda client: stream_answer(client, request, as_json=as_json, timeout_s=flags.timeout, seen=keep)
+    )
+    if flags.receipt is None or not kept:
+        return status
+    try:
+        Receipted(kept, request).write(flags.receipt)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    return status
 
 
 async def stream_answer(
@@ -65,6 +85,7 @@ async def stream_answer(
     timeout_s: float | None,
     quiet: bool = False,
     not_complete: frozenset[int] = INCOMPLETE,
+    seen: Callable[[pb.GenerateResponse], None] = lambda response: None,
 ) -> int:
     """Send a request, stream its answer to stdout, and return the exit status. Raises grpc.aio.AioRpcError.
 
@@ -75,12 +96,14 @@ async def stream_answer(
         timeout_s: end of the call; None: never.
         quiet: print no line about a complete answer.
         not_complete: ends of an answer that are NOT_COMPLETE.
+        seen: called with each response.
     """
     output = _JsonLines() if as_json else _Text(request)
     status = FAILED
     async with contextlib.aclosing(responses_of(client, request, timeout_s)) as responses:
         async for response in responses:
             output.take(response)
+            seen(response)
             if response.finish_reason:
                 complete = response.finish_reason not in not_complete
                 if not (quiet and complete):

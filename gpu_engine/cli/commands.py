@@ -47,6 +47,7 @@ from gpu_engine.cli.grammar_flags import add_grammar_flags
 from gpu_engine.cli.inputs import text
 from gpu_engine.cli.models import run_list, run_pull, run_rm
 from gpu_engine.cli.parser import Commands, Parser
+from gpu_engine.cli.receipts import run_receipts, run_replay
 from gpu_engine.cli.request_flags import add_chat_flags, add_request_flags, add_sampling_flags, seconds
 from gpu_engine.cli.run import run_once
 from gpu_engine.cli.terminal import loading_progress
@@ -210,6 +211,30 @@ Examples:
 Exit status: 0 the server answered; 1 it did not, or refused; 2 wrong usage.
 """
 
+_RECEIPTS = """\
+Show the public key that checks receipts, or verify receipts without a server. `key` prints it as a JSON Web Key: of a
+PEM file, or without FILE of the running server. `verify` checks the signature, and with the request its digests too.
+
+Examples:
+  lockstep generate --prompt "1, 2, " --max-tokens 8 --receipt answer.json
+  lockstep receipts key >server.jwk
+  lockstep receipts verify answer.json --key server.jwk
+
+Exit status: 0 the receipts are valid; 1 one is not; 2 wrong usage, or no server answered.
+"""
+
+_REPLAY = """\
+Send the request of a receipt to a running server again, with the same nonce and seed, and compare the two receipts: say
+that they are equal, or which fields differ, why they may, and at which token the answers differ.
+
+Examples:
+  lockstep replay answer.json                                       a file of `lockstep generate --receipt`
+  lockstep replay receipt.txt --request request.json --key server.jwk --server other:50051
+  lockstep replay receipt.txt --request body.json --http http://127.0.0.1:8000 --key server.jwk
+
+Exit status: 0 equal; 1 different, or a receipt is not valid; 2 wrong usage, or no server answered.
+"""
+
 _HEALTH = """\
 Ask a server whether it serves; for health checks and scripts.
 
@@ -350,6 +375,7 @@ def _parser() -> Parser:
     drafter = commands.add("drafter", help="show and exchange the draft model", description=_DRAFTER)
     drafter.add_argument("--exchange", type=text, metavar="PATH", help="load a draft model from a path of the server")
     drafter.set_defaults(run=run_drafter)
+    receipts = _add_receipts(commands)
     health = commands.add("health", help="ask a server whether it serves", description=_HEALTH)
     health.add_argument(
         "--timeout", type=seconds, metavar="SECONDS", default=5.0, help="longest wait for an answer (default: 5)"
@@ -358,7 +384,7 @@ def _parser() -> Parser:
     completion = commands.add("completion", help="completion for bash, zsh or fish", description=_COMPLETION)
     completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
     completion.set_defaults(run=partial(run_completion, parser))
-    for command in (chat, ahead, *tokenizing, info, adapters, drafter, health):
+    for command in (chat, ahead, *tokenizing, info, adapters, drafter, *receipts, health):
         add_access_flags(command)
     return parser
 
@@ -421,8 +447,40 @@ def _add_generate(commands: Commands) -> None:
     generate = commands.add("generate", help="send a request", usage="%(prog)s [flags]", description=_GENERATE)
     add_request_flags(generate)
     _add_output_flags(generate)
+    generate.add_argument(
+        "--receipt", metavar="FILE", help="ask for a signed receipt, and write it with the request to FILE, for replay"
+    )
     generate.set_defaults(run=run_generate)
     add_access_flags(generate)
+
+
+def _add_receipts(commands: Commands) -> list[Parser]:
+    replay = commands.add("replay", help="generate the answer of a receipt again", description=_REPLAY)
+    replay.add_argument("receipt", metavar="RECEIPT", help="a file of `lockstep generate --receipt`, or with receipts")
+    replay.add_argument("--timeout", type=seconds, metavar="SECONDS", help=_TIMEOUT)
+    replay.add_argument(
+        "--http",
+        type=text,
+        metavar="URL",
+        help="with a body of the HTTP API as --request: send it there, not over gRPC",
+    )
+    replay.set_defaults(run=run_replay)
+    receipts = commands.add("receipts", help="show the key of receipts, or verify one", description=_RECEIPTS)
+    receipts.add_argument("action", choices=("key", "verify"), metavar="ACTION", help="key or verify")
+    receipts.add_argument("file", nargs="?", metavar="FILE", help="a file with a key, or with receipts")
+    receipts.set_defaults(run=run_receipts)
+    for command in (replay, receipts):
+        command.add_argument(
+            "--request",
+            metavar="FILE",
+            help="the request as JSON, with its nonce: a GenerateRequest, or for replay a body of the HTTP API",
+        )
+        command.add_argument(
+            "--key",
+            metavar="FILE",
+            help="the public key of the receipt, as a JSON Web Key or in PEM (replay: the server's)",
+        )
+    return [replay, receipts]
 
 
 def _add_adapters(commands: Commands) -> Parser:

@@ -50,6 +50,14 @@ def stopping(value: str) -> int:
     return names[value]
 
 
+def nonce(value: str) -> bytes:
+    """Return the bytes of --receipt-nonce. Raises ArgumentTypeError."""
+    try:
+        return bytes.fromhex(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value!r} is not an even number of hexadecimal digits") from None
+
+
 _SAMPLING: list[_Value | _Switch] = [
     _Value("sampling", "max_tokens", "--max-tokens", int, "most tokens of the answer (default: what fits)"),
     _Value("sampling", "min_tokens", "--min-tokens", int, "fewest tokens of the answer (default: 0)"),
@@ -156,6 +164,13 @@ _RESPONSE: list[_Value | _Switch] = [
     ),
     _Switch("response", "value_events", "--value-events", True, "with --output json: when each value begins and ends"),
     _Value("response", "items_of", "--items-of", text, "with --output json: each item of the array at a JSON Pointer"),
+    _Value(
+        "response",
+        "receipt_nonce",
+        "--receipt-nonce",
+        nonce,
+        "ask for a signed receipt; 16 to 64 secret bytes in hexadecimal digits, with which its digests can be checked",
+    ),
     _Switch("response", "context_logits", "--context-logits", True, "return the logits at the prompt's tokens"),
     _Switch(
         "response", "generation_logits", "--generation-logits", True, "return the logits of each token of the answer"

@@ -25,6 +25,7 @@ from gpu_engine.doors.found import Door
 from gpu_engine.front.caller import Accounts
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.listening import ServerError
+from gpu_engine.front.receipts import Receipts
 from gpu_engine.ops.access import CallRecord
 
 GROUP = "lockstep.extensions"
@@ -47,6 +48,8 @@ class Extension:
     """The accounts of callers, after `attach`; None: all callers are alike."""
     prefills: PrefillElsewhere | None = None
     """Other engines that prefill prompts, after `attach`; None: this engine does."""
+    receipts: Receipts | None = None
+    """Makes the receipts of answers, after `attach`; None: there are none."""
 
     def hook(self, hooks: EngineHooks) -> EngineHooks:
         """Return the hooks of the engine with the extension's own. On the thread that builds the engine."""
@@ -97,6 +100,7 @@ class Extensions(Extension):
             each.attach(engine, model, registry)
         self.accounts = next((each.accounts for each in self.opened if each.accounts is not None), None)
         self.prefills = next((each.prefills for each in self.opened if each.prefills is not None), None)
+        self.receipts = next((each.receipts for each in self.opened if each.receipts is not None), None)
 
     def ended(self, record: CallRecord) -> None:
         """See `Extension`."""
@@ -149,7 +153,11 @@ def wanted_extensions(
     `installed`: the extensions to choose from; None: every one that is found.
     """
     modules = found_extensions() if installed is None else installed
-    asked = {"tenant_file": bool(server.tenant_file), "role": engine.transfer.moves_pages}
+    asked = {
+        "tenant_file": bool(server.tenant_file),
+        "receipt_key": bool(server.receipt_key),
+        "role": engine.transfer.moves_pages,
+    }
     for setting, is_set in asked.items():
         if is_set and not any(setting == module.SETTING for module in modules):
             raise ServerError(f"{setting}: its extension is not installed")

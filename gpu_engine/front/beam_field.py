@@ -67,6 +67,7 @@ def _refuse_sampling(request: pb.GenerateRequest) -> None:
         "response.per_field_logprobs": response.per_field_logprobs,
         "response.value_events": response.value_events,
         "response.items_of": response.HasField("items_of"),
+        "response.receipt_nonce": response.HasField("receipt_nonce"),
         "response.context_logits": response.context_logits,
         "response.generation_logits": response.generation_logits,
         "response.additional_outputs": bool(response.additional_outputs),

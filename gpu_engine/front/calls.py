@@ -52,6 +52,7 @@ from gpu_engine.front.caller import Accounts, Caller, CallerAccount, TenantView,
 from gpu_engine.front.mailbox import Inbox, Mailbox
 from gpu_engine.front.pacing import StreamPacer
 from gpu_engine.front.prompt import build_requests, is_large
+from gpu_engine.front.receipts import Receipts
 from gpu_engine.front.suffix_scopes import SuffixScopes, client_identity, client_key
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.tokens.field_logprobs import FieldScorer
@@ -122,6 +123,7 @@ class Calls:
         pacer: StreamPacer | None = None,
         prefills: PrefillElsewhere | None = None,
         accounts: Accounts | None = None,
+        receipts: Receipts | None = None,
     ) -> None:
         """Args: see below.
 
@@ -130,6 +132,7 @@ class Calls:
         pacer: spaces the responses of a stream; None: bounded by `limits.stream_pace_s`.
         prefills: other engines that prefill the prompts; None: this engine does.
         accounts: of callers; None: all callers are alike.
+        receipts: makes the receipts of answers; None: the server has none.
         """
         self.engine, self.model, self.limits, self.grammar = engine, model, limits, grammar
         self.admission = EngineAdmission.of(engine.config)
@@ -141,6 +144,7 @@ class Calls:
         self.watch = watch or RequestWatch(CollectorRegistry())
         self._prefills = prefills
         self._accounts = accounts
+        self.receipts = receipts
         self._scopes = SuffixScopes(model.tokenizer, limits)
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self._pacer = pacer or StreamPacer(limits.stream_pace_s)
@@ -287,6 +291,8 @@ class Calls:
                 self._start_compile(valid.request_id, replace(grammar, client=client), call.inbox)
             scope = self._scopes.of(asked.params, caller.identity)
             requests = await self._build(valid, call.inbox, arrived_s, scope)
+            if self.receipts is not None and valid.params.outputs.receipt is not None:
+                await self.receipts.ready()
             if call.account is not None:
                 call.account.charge_prompt(len(requests[0].prompt_ids))
             self._reserve_outputs(call, requests)
@@ -357,6 +363,7 @@ class Calls:
             parser=layout.parser() if layout else None,
             fields=FieldScorer() if request.outputs.field_logprobs else None,
             values=_value_events(request.outputs),
+            receipt=self.receipts.begin(request) if self.receipts is not None else None,
             decode_special=decode_special if layout and layout.special_text else None,
             reasoning=layout.reasoning_tokens() if layout else None,
         )

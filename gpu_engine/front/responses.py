@@ -131,6 +131,7 @@ def _add_end(response: pb.GenerateResponse, output: SequenceOutput, delta: Delta
         response.matched_token_id = delta.matched_token_id
     if delta.beam_score is not None:
         response.beam_score = delta.beam_score
+    response.receipt = delta.receipt
     response.usage.prompt_tokens = len(request.prompt_ids)
     response.usage.completion_tokens = output.completion_tokens
     response.usage.cached_tokens = output.telemetry.cached_tokens

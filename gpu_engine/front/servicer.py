@@ -114,6 +114,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         backends = calls.grammar.backends if calls.grammar else ()
         response = model_info(calls.model, calls.engine.config, calls.limits, backends, self._version)
         response.draft_model = calls.engine.draft_models.name
+        response.receipt_key = calls.receipts.public_key if calls.receipts is not None else ""
         return response
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.output_tensors import OutputRows
 from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, Telemetry, TokenEvent, TokenOrigin
+from gpu_engine.front.receipts import Receipt
 from gpu_engine.front.tokens.field_logprobs import FieldLogprob, FieldScorer
 from gpu_engine.front.tokens.value_events import ScoredEvent, ValueEvents
 from gpu_engine.front.tools.parts import Part, PartKind, PartsParser
@@ -65,6 +66,8 @@ class Delta:
     """How the step chose each token, if the request asked for it."""
     num_held: int = 0
     """Tokens of a verified answer that are held back."""
+    receipt: str = ""
+    """The receipt of the sequence; in the last delta, if the request asked for it."""
     error: LockstepError | None = None
     """The engine failed the sequence; the tokens before the failure are valid."""
 
@@ -91,7 +94,7 @@ class Delta:
                 self.parts.append(part)
         self.outputs = later.outputs
         self.values += later.values
-        self.beam_score, self.num_held = later.beam_score, later.num_held
+        self.beam_score, self.num_held, self.receipt = later.beam_score, later.num_held, later.receipt
         self.finish, self.error, self.fields = later.finish, later.error, later.fields
         self.matched_token_id, self.matched_stop = later.matched_token_id, later.matched_stop
 
@@ -108,6 +111,7 @@ class SequenceOutput:
         parser: PartsParser | None = None,
         fields: FieldScorer | None = None,
         values: ValueEvents | None = None,
+        receipt: Receipt | None = None,
         decode_special: Decode | None = None,
         reasoning: ReasoningTokens | None = None,
     ) -> None:
@@ -117,6 +121,7 @@ class SequenceOutput:
         parser: reads the parts of this sequence; None: the deltas have no parts.
         fields: collects the log-probabilities of the answer's leaves, which its events have; None: not asked for.
         values: makes the events of the answer's values; None: not asked for.
+        receipt: names the tokens of the sequence; None: not asked for.
         decode_special: keeps special tokens, for a parser that reads them; None: it reads the text.
         reasoning: counts the tokens of the reasoning; None: the answer has none.
         """
@@ -130,6 +135,7 @@ class SequenceOutput:
         self._with_text = with_text = not response.omit_text
         self._echo = request.echo_text
         self._with_logprobs, self._fields, self._values = request.outputs.logprobs is not None, fields, values
+        self._receipt = receipt
         self._content: list[str] = []
         """The text that was sent, without reasoning and tool calls; empty without `fields`."""
         needs_text = with_text or fields is not None or values is not None or reasoning is not None
@@ -174,6 +180,10 @@ class SequenceOutput:
                 delta.fields = self._fields.fields("".join(self._content), complete=whole)
         if self._values is not None:
             delta.values = self._values.take(joined, complete=whole)
+        if self._receipt is not None:
+            self._receipt.push(delta.token_ids)
+            if delta.finish is not None and delta.finish is not FinishReason.ABORTED:
+                delta.receipt = self._receipt.write(delta.finish, self.telemetry)
         return delta
 
     def _parts(self, text: str, *, ended: bool) -> list[Part]:

@@ -22,6 +22,7 @@ from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.limits import Limits
 from gpu_engine.api.output_tensors import WantedOutput
 from gpu_engine.api.processors import MAX_PER_REQUEST, Processors, ProcessorUse
+from gpu_engine.api.receipts import MAX_NONCE_BYTES, MIN_NONCE_BYTES, request_digest
 from gpu_engine.api.request import (
     MAX_BACKTRACKS,
     MAX_HOLD_TOKENS,
@@ -35,6 +36,7 @@ from gpu_engine.api.request import (
     Scheduling,
     Speculation,
     ValidatedRequest,
+    WantedReceipt,
 )
 from gpu_engine.api.sampling_defaults import MAX_REPETITION, MAX_TEMPERATURE
 from gpu_engine.front.beam_field import check_beams
@@ -163,6 +165,7 @@ def _outputs(request: pb.GenerateRequest, grammar: GrammarSpec | None, limits: L
         token_origins=response.token_origins,
         value_events=_value_events(request, grammar),
         items_of=_items_of(request, grammar),
+        receipt=_receipt(request, limits),
         tensors=check_outputs(request, limits),
     )
 
@@ -280,6 +283,20 @@ def _needs_json_only(field: str, request: pb.GenerateRequest, grammar: GrammarSp
         if is_given:
             raise InvalidRequest(field, f"is not allowed together with {other}")
     _needs_json(field, grammar)
+
+
+def _receipt(request: pb.GenerateRequest, limits: Limits) -> WantedReceipt | None:
+    field, response = "response.receipt_nonce", request.response
+    if not response.HasField("receipt_nonce"):
+        return None
+    nonce = response.receipt_nonce
+    if not MIN_NONCE_BYTES <= len(nonce) <= MAX_NONCE_BYTES:
+        raise InvalidRequest(field, f"has {len(nonce)} bytes, must have {MIN_NONCE_BYTES} to {MAX_NONCE_BYTES}")
+    if request.logits_processors:
+        raise InvalidRequest(field, "is not allowed together with logits_processors, whose code no receipt can name")
+    if not limits.signs_receipts:
+        raise InvalidRequest(field, "this server signs no receipts (its setting receipt_key)")
+    return WantedReceipt(nonce, request_digest(nonce, request))
 
 
 def _masked_logprobs(request: pb.GenerateRequest) -> bool:

@@ -188,6 +188,7 @@ def _load(
         return _load(replace(config, fuse_parts=False), progress, setting, beside=beside)
     if part is None or part.rank == 0:
         model.sampling_defaults = _sampling_defaults(config, path if files.header is None else None)
+        model.path = path
     if units is not None and model.quantised:
         log.info("products over blocks run on %s", units)
     report("loaded", 1.0)

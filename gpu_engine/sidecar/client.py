@@ -19,7 +19,7 @@ import grpc
 
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.api.errors import GrammarUnavailable, InternalError, InvalidRequest, LockstepError
-from gpu_engine.api.ports import ClearedGrammars, Compiled, GrammarEvents, GrammarStats
+from gpu_engine.api.ports import ClearedGrammars, Compiled, GrammarEvents, GrammarLibrary, GrammarStats
 from gpu_engine.api.request import GrammarSpec, Request
 from gpu_engine.sidecar.compilations import GrammarCompiler, grammar_error
 from gpu_engine.sidecar.compile_admission import CompileAdmission
@@ -112,6 +112,12 @@ class GrammarClient:
     def backends(self) -> tuple[int, ...]:
         """Installed backends, the default first; empty before the first connection."""
         return self._link.backends
+
+    def library_of(self, backend: int) -> GrammarLibrary:
+        """Return what masks the answers of a backend in the last attached process."""
+        return GrammarLibrary(
+            dict(zip(self._link.backends, self._link.versions, strict=False)).get(backend, ""), self._link.defaults
+        )
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
         """Start to compile a request's grammar; `failed` is called if that fails. Raises LimitExceeded."""

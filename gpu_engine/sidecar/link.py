@@ -187,6 +187,10 @@ class GrammarLink:
         self._channel: grpc.aio.Channel | None = None
         self.stub: grammar_pb2_grpc.GrammarAsyncStub
         self.backends: tuple[int, ...] = ()
+        self.versions: tuple[str, ...] = ()
+        """The version of each of `backends`."""
+        self.defaults = ""
+        """The settings that say which answers a grammar has where a request leaves it open."""
         self.max_compilations = 0
         """Compilations that one backend of the last attached process takes at once; 0: the process gave no limit."""
         self.attempt_limit_s = 0.0
@@ -354,6 +358,7 @@ class GrammarLink:
         )
         response = await call(request, timeout=CONFIGURE_TIMEOUT_S, wait_for_ready=True)
         self.backends = tuple(int(backend) for backend in response.backends)
+        self.versions, self.defaults = tuple(response.versions), response.defaults
         self.max_compilations = response.max_compilations
         self.attempt_limit_s = response.attempt_limit_s
         self.compile_timeout_s = response.compile_timeout_s

@@ -58,6 +58,8 @@ class ChatShape:
         extra: dict[str, Any] = {"stop_reason": stop_reason(response, self.fields.stop_token_ids or ())}
         if self.fields.field_logprobs:
             extra["field_logprobs"] = field_logprobs(response)
+        if response.receipt:
+            extra["receipt"] = response.receipt
         if response.HasField("beam_score"):
             extra["beam_score"] = response.beam_score
         if self.fields.telemetry:

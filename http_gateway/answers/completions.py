@@ -144,6 +144,8 @@ class Completions:
             choice["stop_reason"] = stop_reason(response, fields.stop_token_ids or ())
             if fields.field_logprobs:
                 choice["field_logprobs"] = field_logprobs(response)
+            if response.receipt:
+                choice["receipt"] = response.receipt
             if response.HasField("beam_score"):
                 choice["beam_score"] = response.beam_score
             if fields.telemetry:
@@ -159,6 +161,7 @@ class Completions:
         kept.ClearField("logprobs")
         kept.ClearField("token_origins")
         kept.ClearField("value_events")
+        kept.ClearField("receipt")
         if kept.HasField("usage"):
             kept.usage.completion_tokens = 0
         return kept

@@ -78,7 +78,12 @@ def begin(
             request.speculation.num_draft_tokens = speculation.num_draft_tokens
         if speculation.draft_index is not None:
             request.speculation.draft_index = speculation.draft_index
-    response = request.response
+    _set_response(request.response, fields, logprobs)
+    request.sampling.masked_logprobs = bool(fields.masked_logprobs)
+    return request
+
+
+def _set_response(response: pb.ResponseOptions, fields: SamplingFields, logprobs: int | None) -> None:
     # Token ids are left out unless the answer shows or counts them.
     shows = fields.return_token_ids or fields.token_origins or logprobs is not None
     response.omit_token_ids = not (shows or fields.usage_events()[1])
@@ -87,12 +92,12 @@ def begin(
     response.value_events = bool(fields.value_events)
     if fields.items_of is not None:
         response.items_of = fields.items_of
-    request.sampling.masked_logprobs = bool(fields.masked_logprobs)
+    if fields.receipt_nonce is not None:
+        response.receipt_nonce = bytes.fromhex(fields.receipt_nonce)
     if fields.prompt_logprobs is not None:
         if fields.stream:
             raise ApiError("prompt_logprobs: is not for streams", param="prompt_logprobs", code="invalid_value")
         response.prompt_logprobs = fields.prompt_logprobs
-    return request
 
 
 def check_stream_options(fields: SamplingFields) -> None:

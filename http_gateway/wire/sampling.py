@@ -154,6 +154,9 @@ class SamplingFields(Fields):
     """Events of the values of a guided JSON answer, each when it is final, in the choice's `value_events`."""
     items_of: str | None = None
     """JSON Pointer of an array whose items have events, each when it has ended, in the choice's `value_events`."""
+    receipt_nonce: Annotated[str, Field(pattern=r"^([0-9a-fA-F]{2}){16,64}$")] | None = None
+    """16 to 64 secret bytes in hexadecimal digits. The choice's `receipt` is then a signed statement of what ran, whose
+    digests can be checked with these bytes."""
     telemetry: bool | None = None
     """Times, drafts and seed of each sequence, in the choice's `telemetry`."""
 

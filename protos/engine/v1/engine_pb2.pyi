@@ -350,7 +350,7 @@ class Speculation(_message.Message):
     def __init__(self, num_draft_tokens: _Optional[int] = ..., draft_index: _Optional[bool] = ...) -> None: ...
 
 class ResponseOptions(_message.Message):
-    __slots__ = ("omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs", "whole", "cumulative", "context_logits", "generation_logits", "additional_outputs", "token_origins", "value_events", "items_of")
+    __slots__ = ("omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs", "whole", "cumulative", "context_logits", "generation_logits", "additional_outputs", "token_origins", "value_events", "items_of", "receipt_nonce")
     OMIT_TEXT_FIELD_NUMBER: _ClassVar[int]
     OMIT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
@@ -364,6 +364,7 @@ class ResponseOptions(_message.Message):
     TOKEN_ORIGINS_FIELD_NUMBER: _ClassVar[int]
     VALUE_EVENTS_FIELD_NUMBER: _ClassVar[int]
     ITEMS_OF_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_NONCE_FIELD_NUMBER: _ClassVar[int]
     omit_text: bool
     omit_token_ids: bool
     echo: bool
@@ -377,7 +378,8 @@ class ResponseOptions(_message.Message):
     token_origins: bool
     value_events: bool
     items_of: str
-    def __init__(self, omit_text: _Optional[bool] = ..., omit_token_ids: _Optional[bool] = ..., echo: _Optional[bool] = ..., prompt_logprobs: _Optional[int] = ..., per_field_logprobs: _Optional[bool] = ..., whole: _Optional[bool] = ..., cumulative: _Optional[bool] = ..., context_logits: _Optional[bool] = ..., generation_logits: _Optional[bool] = ..., additional_outputs: _Optional[_Iterable[_Union[AdditionalOutput, _Mapping]]] = ..., token_origins: _Optional[bool] = ..., value_events: _Optional[bool] = ..., items_of: _Optional[str] = ...) -> None: ...
+    receipt_nonce: bytes
+    def __init__(self, omit_text: _Optional[bool] = ..., omit_token_ids: _Optional[bool] = ..., echo: _Optional[bool] = ..., prompt_logprobs: _Optional[int] = ..., per_field_logprobs: _Optional[bool] = ..., whole: _Optional[bool] = ..., cumulative: _Optional[bool] = ..., context_logits: _Optional[bool] = ..., generation_logits: _Optional[bool] = ..., additional_outputs: _Optional[_Iterable[_Union[AdditionalOutput, _Mapping]]] = ..., token_origins: _Optional[bool] = ..., value_events: _Optional[bool] = ..., items_of: _Optional[str] = ..., receipt_nonce: _Optional[bytes] = ...) -> None: ...
 
 class LogitsProcessor(_message.Message):
     __slots__ = ("name", "arguments")
@@ -406,7 +408,7 @@ class AdditionalOutput(_message.Message):
     def __init__(self, name: _Optional[str] = ..., context: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "matched_token_id", "matched_stop_str", "usage", "telemetry", "parts", "prompt_token_ids", "prompt_logprobs", "field_logprobs", "outputs", "beam_score", "token_origins", "held_tokens", "value_events")
+    __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "matched_token_id", "matched_stop_str", "usage", "telemetry", "parts", "prompt_token_ids", "prompt_logprobs", "field_logprobs", "outputs", "beam_score", "token_origins", "held_tokens", "value_events", "receipt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -426,6 +428,7 @@ class GenerateResponse(_message.Message):
     TOKEN_ORIGINS_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VALUE_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
     text: str
@@ -445,7 +448,8 @@ class GenerateResponse(_message.Message):
     token_origins: _containers.RepeatedScalarFieldContainer[TokenOrigin]
     held_tokens: int
     value_events: _containers.RepeatedCompositeFieldContainer[ValueEvent]
-    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[AnswerPart, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., field_logprobs: _Optional[_Iterable[_Union[FieldLogprob, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[OutputTensor, _Mapping]]] = ..., beam_score: _Optional[float] = ..., token_origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., held_tokens: _Optional[int] = ..., value_events: _Optional[_Iterable[_Union[ValueEvent, _Mapping]]] = ...) -> None: ...
+    receipt: str
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[AnswerPart, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., field_logprobs: _Optional[_Iterable[_Union[FieldLogprob, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[OutputTensor, _Mapping]]] = ..., beam_score: _Optional[float] = ..., token_origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., held_tokens: _Optional[int] = ..., value_events: _Optional[_Iterable[_Union[ValueEvent, _Mapping]]] = ..., receipt: _Optional[str] = ...) -> None: ...
 
 class ValueEvent(_message.Message):
     __slots__ = ("kind", "pointer", "type", "value_json", "logprob", "tokens")
@@ -644,7 +648,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "model_type", "dtype", "vocab_size", "max_model_len", "max_batch_size", "max_queue_size", "num_draft_tokens", "drafter", "eos_token_ids", "backends", "num_parameters", "version", "device", "served_names", "tool_format", "reasoning_begin", "reasoning_end", "logits_processors", "max_beam_width", "output_names", "max_adapter_bytes", "page_size", "role", "draft_model", "weights")
+    __slots__ = ("model", "model_type", "dtype", "vocab_size", "max_model_len", "max_batch_size", "max_queue_size", "num_draft_tokens", "drafter", "eos_token_ids", "backends", "num_parameters", "version", "device", "served_names", "tool_format", "reasoning_begin", "reasoning_end", "logits_processors", "max_beam_width", "output_names", "max_adapter_bytes", "page_size", "role", "draft_model", "weights", "receipt_key")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -671,6 +675,7 @@ class GetModelInfoResponse(_message.Message):
     ROLE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_KEY_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_type: str
     dtype: str
@@ -697,7 +702,8 @@ class GetModelInfoResponse(_message.Message):
     role: str
     draft_model: str
     weights: str
-    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_queue_size: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., num_parameters: _Optional[int] = ..., version: _Optional[str] = ..., device: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tool_format: _Optional[str] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., max_beam_width: _Optional[int] = ..., output_names: _Optional[_Iterable[str]] = ..., max_adapter_bytes: _Optional[int] = ..., page_size: _Optional[int] = ..., role: _Optional[str] = ..., draft_model: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
+    receipt_key: str
+    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_queue_size: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., num_parameters: _Optional[int] = ..., version: _Optional[str] = ..., device: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tool_format: _Optional[str] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., max_beam_width: _Optional[int] = ..., output_names: _Optional[_Iterable[str]] = ..., max_adapter_bytes: _Optional[int] = ..., page_size: _Optional[int] = ..., role: _Optional[str] = ..., draft_model: _Optional[str] = ..., weights: _Optional[str] = ..., receipt_key: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "messages", "tools", "add_special_tokens", "with_texts")

@@ -65,20 +65,22 @@ class ConfigureRequest(_message.Message):
     def __init__(self, tokenizer_json: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ConfigureResponse(_message.Message):
-    __slots__ = ("backends", "versions", "pid", "max_compilations", "attempt_limit_s", "compile_timeout_s")
+    __slots__ = ("backends", "versions", "pid", "max_compilations", "attempt_limit_s", "compile_timeout_s", "defaults")
     BACKENDS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     MAX_COMPILATIONS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_LIMIT_S_FIELD_NUMBER: _ClassVar[int]
     COMPILE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     backends: _containers.RepeatedScalarFieldContainer[Backend]
     versions: _containers.RepeatedScalarFieldContainer[str]
     pid: int
     max_compilations: int
     attempt_limit_s: float
     compile_timeout_s: float
-    def __init__(self, backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., versions: _Optional[_Iterable[str]] = ..., pid: _Optional[int] = ..., max_compilations: _Optional[int] = ..., attempt_limit_s: _Optional[float] = ..., compile_timeout_s: _Optional[float] = ...) -> None: ...
+    defaults: str
+    def __init__(self, backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., versions: _Optional[_Iterable[str]] = ..., pid: _Optional[int] = ..., max_compilations: _Optional[int] = ..., attempt_limit_s: _Optional[float] = ..., compile_timeout_s: _Optional[float] = ..., defaults: _Optional[str] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
     __slots__ = ("kind", "source", "whitespace", "backend", "allow_unenforced", "accepted", "verify", "owner", "owner_bytes", "max_string_length", "max_array_items", "max_number_digits", "max_whitespace", "tenant", "tenant_weight", "closed_objects")

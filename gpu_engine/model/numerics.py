@@ -1,0 +1,41 @@
+"""The name of a model's numerics: what decides the bits of its logits, apart from its weights.
+
+Invariant: two servers with equal weights and equal names have logits with equal bits, so equal seeds give equal tokens.
+Where one native call runs the whole forward over blocks, every unit of every CPU has the same bits, and the name has no
+unit. Elsewhere the name has all that is known to matter.
+
+Not responsible for: the proof (tests/kernels/test_blocks.py, tests/kernels/test_tiles.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpu_engine.model.quantised.native import NativeForward
+from kernels.float_tiles import FloatTiles
+from kernels.library import native
+from kernels.matrix_unit import UNITS
+
+if TYPE_CHECKING:
+    from gpu_engine.model.loaded_model import LoadedModel
+
+BLOCKS = "blocks-1"
+"""The contract of forwards over blocks. Its number changes when a release changes their bits."""
+
+
+def numerics_of(model: LoadedModel) -> str:
+    """Return the name of a loaded model's numerics. Any thread."""
+    if model.device.type == "cuda":
+        device, (major, minor) = (
+            torch.cuda.get_device_name(model.device),
+            torch.cuda.get_device_capability(model.device),
+        )
+        return f"cuda {device} {major}.{minor}, {model.weights}, {model.dtype_name}, torch {torch.__version__}"
+    if isinstance(model.fused.forward, NativeForward):
+        return f"cpu {BLOCKS}, {model.weights}, {model.dtype_name}"
+    unit = UNITS.get(int(native().lockstep_cpu_level()), "no vectors")
+    unit += " and AMX" if FloatTiles.usable else ""
+    library = f"torch {torch.__version__} with {torch.backends.cpu.get_cpu_capability()}"
+    return f"cpu {unit}, {model.weights}, {model.dtype_name}, {library}"
