@@ -45,6 +45,7 @@ HARNESSES = {
     "isolation": ("faults", "latency of steady streams under hostile grammars and kills of the grammar process"),
     "overtaking": ("faults", "wait of small grammars while other clients compile hostile ones"),
     "soak": ("faults", "memory, descriptors, slots and latency under random traffic and faults"),
+    "receipts": ("faults", "receipts of random traffic under kills and restarts: each replays equal"),
     "fuzz_grammars": ("faults", "outcomes of mutated and random grammars of every kind"),
     "bench_gpu": ("gpu", "every figure that needs a GPU, in sections"),
     "bench_sync": ("gpu", "cost of a post and an await in each synchronisation mode"),

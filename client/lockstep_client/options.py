@@ -139,8 +139,8 @@ class Options(TypedDict, total=False):
     value_events: bool
     items_of: str
     receipt_nonce: bytes
-    """16 to 64 secret bytes, such as `secrets.token_bytes(16)`. The answer then has a signed `receipt`, whose digests can
-    be checked with them."""
+    """16 to 64 secret bytes, such as `secrets.token_bytes(16)`. The answer then has a signed `receipt`, whose digests
+    can be checked with them."""
     # The request.
     request_id: str
     client_id: str

@@ -24,7 +24,7 @@ LINK_BYTES = 4
 
 CHANGE_NO_TOKEN = frozenset(
     {
-        *("request_id", "cache_salt", "priority", "client_id", "max_queue_ms", "speculation"),
+        *("request_id", "cache_salt", "priority", "client_id", "speculation"),
         *("sampling.seed", "sampling.n", "sampling.logprobs", "sampling.masked_logprobs"),
         *("sampling.include_stop_str_in_output", "sampling.skip_special_tokens"),
         *(f"response.{name}" for name in ("omit_text", "omit_token_ids", "echo", "prompt_logprobs", "whole")),
@@ -32,7 +32,8 @@ CHANGE_NO_TOKEN = frozenset(
         *("response.items_of", "response.receipt_nonce"),
     }
 )
-"""Fields of a request that its digest leaves out: they change no token, or have a claim of their own (the seed)."""
+"""Fields of a request that its digest leaves out: they change no token, or have a claim of their own (the seed). A
+field that is not named here is in the digest."""
 
 
 def keyed(nonce: bytes, label: str, value: Any) -> str:

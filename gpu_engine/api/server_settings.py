@@ -60,7 +60,7 @@ class ServerSettings(LogSettings, ProbeSettings, PortSettings):
     """With tenant_file: file to which a line of JSON is appended for each call: who, when, which method, how many
     tokens, and how it ended. Empty: none."""
     receipt_key: str = ""
-    """PEM file with an Ed25519 private key, which signs the receipts that requests ask for; see docs/receipts.md. Needs
+    """PEM file with an Ed25519 private key, which signs the receipts that requests ask for; see docs/requests.md. Needs
     the extra `receipts`. Empty: no receipts."""
     http: str = ""
     """"host:port" on which a gateway process, which the engine starts, serves OpenAI's HTTP API; see docs/http.md. It

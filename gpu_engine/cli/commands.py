@@ -212,13 +212,15 @@ Exit status: 0 the server answered; 1 it did not, or refused; 2 wrong usage.
 """
 
 _RECEIPTS = """\
-Show the public key that checks receipts, or verify receipts without a server. `key` prints it as a JSON Web Key: of a
-PEM file, or without FILE of the running server. `verify` checks the signature, and with the request its digests too.
+Show the public key that checks receipts, or verify receipts. `key` prints it as a JSON Web Key: of a PEM file, or
+without FILE of the running server. `verify` checks the signature, with --key without any server, and with the request
+its digests as well.
 
 Examples:
   lockstep generate --prompt "1, 2, " --max-tokens 8 --receipt answer.json
   lockstep receipts key >server.jwk
-  lockstep receipts verify answer.json --key server.jwk
+  lockstep receipts verify answer.json --key server.jwk      without a server
+  lockstep receipts verify answer.json                       with the key of the running server
 
 Exit status: 0 the receipts are valid; 1 one is not; 2 wrong usage, or no server answered.
 """
@@ -478,7 +480,7 @@ def _add_receipts(commands: Commands) -> list[Parser]:
         command.add_argument(
             "--key",
             metavar="FILE",
-            help="the public key of the receipt, as a JSON Web Key or in PEM (replay: the server's)",
+            help="the public key of the receipt, as a JSON Web Key or in PEM (default: the server's)",
         )
     return [replay, receipts]
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import json
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -30,6 +30,8 @@ from lockstep_client.access import Access
 from lockstep_client.async_rpc import AsyncRpc
 from lockstep_client.wire import engine_pb2 as pb
 
+AnyRequest = TypeVar("AnyRequest")
+"""A GenerateRequest of any generated code."""
 DIFFERENT = 1
 HTTP_TIMEOUT_S = 600.0
 
@@ -37,7 +39,14 @@ HTTP_TIMEOUT_S = 600.0
 def run_receipts(flags: argparse.Namespace) -> int:
     """Show a key, or verify receipts."""
     try:
-        return _key(flags) if flags.action == "key" else _verify(flags)
+        if flags.action == "key":
+            return _key(flags)
+        if flags.file is None:
+            raise ValueError("FILE: verify needs a file with receipts")
+        given = Receipted.read(flags.file, flags.request)
+        if flags.key is not None:
+            return _verify(given, read_text("--key", flags.key))
+        return _asked(flags, lambda client: _verify_with_key_of(client, given))
     except (ValueError, MissingExtra) as error:
         return usage(error)
 
@@ -48,22 +57,25 @@ def _key(flags: argparse.Namespace) -> int:
         return OK
 
     async def question(client: AsyncRpc) -> int:
-        key = (await model_info(client)).receipt_key
-        if not key:
-            print("the server signs no receipts (its setting receipt_key)", file=sys.stderr)
-            return USAGE
-        print(key)
+        print(await _key_of(client))
         return OK
 
     return _asked(flags, question)
 
 
-def _verify(flags: argparse.Namespace) -> int:
-    if flags.file is None or flags.key is None:
-        raise ValueError("verify needs RECEIPT and --key")
-    key = read_key(read_text("--key", flags.key))
-    given = Receipted.read(flags.file, flags.request)
-    status = OK
+async def _key_of(client: AsyncRpc) -> str:
+    """Return the public key of a server. Raises ValueError if it has none."""
+    if key := (await model_info(client)).receipt_key:
+        return key
+    raise ValueError("the server signs no receipts (its setting receipt_key)")
+
+
+async def _verify_with_key_of(client: AsyncRpc, given: Receipted) -> int:
+    return _verify(given, await _key_of(client))
+
+
+def _verify(given: Receipted, key_text: str) -> int:
+    key, status = read_key(key_text), OK
     for receipt in given.receipts:
         try:
             claims = checked_claims(receipt, key)
@@ -123,9 +135,7 @@ def run_replay(flags: argparse.Namespace) -> int:
 
     async def question(client: AsyncRpc) -> int:
         assert given.request is not None
-        own = (await model_info(client)).receipt_key
-        if not own:
-            raise ValueError("the server signs no receipts (its setting receipt_key)")
+        own = await _key_of(client)
         status = OK
         for receipt in given.receipts:
             claims = checked_claims(receipt, read_key(key or own))
@@ -140,16 +150,16 @@ def run_replay(flags: argparse.Namespace) -> int:
     return _asked(flags, question)
 
 
-def replayed(request: pb.GenerateRequest, claims: dict[str, Any]) -> pb.GenerateRequest:
+def replayed(request: AnyRequest, claims: dict[str, Any]) -> AnyRequest:
     """Return the request that generates the answer of a receipt again: one sequence, with the receipt's seed."""
-    again = pb.GenerateRequest()
-    again.CopyFrom(request)
+    again: Any = copy.deepcopy(request)
     again.ClearField("request_id")
     again.sampling.ClearField("n")
     again.sampling.seed = int(claims["sampling"]["seed"])
     again.response.whole = True
     again.response.cumulative = False
-    return again
+    result: AnyRequest = again
+    return result
 
 
 def report(found: list[Difference], claims: dict[str, Any]) -> int:

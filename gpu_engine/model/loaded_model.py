@@ -20,7 +20,6 @@ from gpu_engine.model.attention import AttentionContext, attending
 from gpu_engine.model.fused_forward import DeferringForward, FusedForward
 from gpu_engine.model.fusion import Fused
 from gpu_engine.model.names import ModelNotSupported as ModelNotSupported
-from gpu_engine.model.numerics import numerics_of
 from gpu_engine.model.parallel.ranks import RankSet
 from gpu_engine.model.recurrent.rows import RecurrentLayer
 from kernels.kv_pages import KVHeads, KVPages
@@ -54,6 +53,8 @@ class LoadedModel:
     """The products are over blocks of 4 or 8 bits, or on a GPU over rows of 8 bits."""
     path: Path | None = None
     """The directory or GGUF file that it was loaded from; None: it was made in memory."""
+    numerics: str = ""
+    """What decides the bits of its logits (see numerics.py); empty: it was made in memory."""
     forms: str = ""
     """The forms of its quantised products with their number, "4-bit blocks: 210"; empty: it has none."""
     sampling_defaults: Defaults = field(default_factory=dict)
@@ -78,11 +79,6 @@ class LoadedModel:
     def weights(self) -> str:
         """What the products multiply: the dtype, or the forms of quantised weights with their number."""
         return self.forms or self.dtype_name
-
-    @property
-    def numerics(self) -> str:
-        """What decides the bits of its logits."""
-        return numerics_of(self)
 
     @property
     def skips_padding(self) -> bool:

@@ -56,6 +56,7 @@ from gpu_engine.model.network import (
     read_tokenizer,
     shape_of,
 )
+from gpu_engine.model.numerics import numerics_of
 from gpu_engine.model.outputs import find_outputs
 from gpu_engine.model.parallel.division import join_engines, load_divided
 from gpu_engine.model.parallel.shards import SETTING, Shard, heads_of, name_heads, shard
@@ -188,7 +189,7 @@ def _load(
         return _load(replace(config, fuse_parts=False), progress, setting, beside=beside)
     if part is None or part.rank == 0:
         model.sampling_defaults = _sampling_defaults(config, path if files.header is None else None)
-        model.path = path
+        model.path, model.numerics = path, numerics_of(model)
     if units is not None and model.quantised:
         log.info("products over blocks run on %s", units)
     report("loaded", 1.0)

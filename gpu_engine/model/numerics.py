@@ -9,24 +9,20 @@ Not responsible for: the proof (tests/kernels/test_blocks.py, tests/kernels/test
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from gpu_engine.model.loaded_model import LoadedModel
 from gpu_engine.model.quantised.native import NativeForward
 from kernels.float_tiles import FloatTiles
 from kernels.library import native
 from kernels.matrix_unit import UNITS
-
-if TYPE_CHECKING:
-    from gpu_engine.model.loaded_model import LoadedModel
 
 BLOCKS = "blocks-1"
 """The contract of forwards over blocks. Its number changes when a release changes their bits."""
 
 
 def numerics_of(model: LoadedModel) -> str:
-    """Return the name of a loaded model's numerics. Any thread."""
+    """Return the name of a loaded model's numerics."""
     if model.device.type == "cuda":
         device, (major, minor) = (
             torch.cuda.get_device_name(model.device),

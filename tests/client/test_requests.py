@@ -50,7 +50,7 @@ ALL_OPTIONS: dict[str, Any] = {
     "include_stop_str_in_output": True, "skip_special_tokens": False, "logit_bias": {8: -1.0},
     "num_draft_tokens": 0, "draft_index": False, "omit_text": True, "omit_token_ids": True, "echo": True,
     "prompt_logprobs": 1, "per_field_logprobs": True, "token_origins": True, "request_id": "r",
-    "value_events": True, "items_of": "/a",
+    "value_events": True, "items_of": "/a", "receipt_nonce": b"0123456789abcdef",
     "cache_salt": "s", "priority": -2,
     "context_logits": True, "generation_logits": True, "additional_outputs": ["logits", AdditionalOutput("m", True)],
     "repetition_max_pattern_size": 6, "repetition_min_pattern_size": 2, "repetition_min_count": 5,

@@ -12,6 +12,7 @@ from benchmarks.harness.gateway import start_gateway
 from benchmarks.harness.server import EngineServer, ServerOptions
 from tests.gpu_engine import tiny
 from tests.gpu_engine.adapters.files import save_lora, save_prompt
+from tests.receipt_keys import new_key
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -47,7 +48,7 @@ def adapters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 @pytest.fixture(scope="session")
-def server(model_folder: Path, adapters: tuple[str, ...]) -> Iterator[str]:
+def server(model_folder: Path, adapters: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Return the address of a server with the default drafter and both grammar libraries where they are installed."""
     options = ServerOptions(
         model=str(model_folder),
@@ -59,6 +60,7 @@ def server(model_folder: Path, adapters: tuple[str, ...]) -> Iterator[str]:
             # A compile process has a low priority: next to other programs, a second of its work takes many.
             *("--compile-timeout-s", "120", "--grammar-wait-s", "120"),
             *("--allow-never-preempt", "--output-memory-bytes", "36000000"),
+            *("--receipt-key", str(new_key(tmp_path_factory.mktemp("keys") / "key.pem"))),
             *(word for adapter in adapters for word in ("--adapter", adapter)),
             *(word for processor in PROCESSORS for word in ("--logits-processor", processor)),
         ),

@@ -16,7 +16,9 @@ from typing import Any
 
 import jsonschema
 
+from gpu_engine.api.receipts import TokenChain
 from gpu_engine.api.request import Backtracking, GrammarKind, Request
+from gpu_engine.api.signed_statements import unchecked_claims
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.repetition import RepetitionLimit
 from tests.docs.recorded_server import Noted
@@ -81,6 +83,9 @@ class Answer:
     def prompt_text(self) -> str:
         return bytes(token for token in self.request.text_prompt_ids if token < 256).decode()
 
+
+RECEIPT_NONCE = b"0123456789abcdef"
+"""Of the feature `receipt`."""
 
 Effect = Callable[[Answer], bool]
 
@@ -237,6 +242,18 @@ def events(answer: Answer, index: int) -> bool:
     )
 
 
+def receipt(answer: Answer, index: int) -> bool:
+    """Return whether the last response of a sequence has a receipt of exactly its tokens."""
+    chain = TokenChain(RECEIPT_NONCE)
+    chain.push(answer.tokens(index))
+    if not answer.last(index).receipt:
+        return False
+    claims = unchecked_claims(answer.last(index).receipt)
+    finish = pb.FinishReason.Name(answer.last(index).finish_reason).removeprefix("FINISH_REASON_")
+    ended = {"finish": finish, "tokens": len(chain), "links": chain.links, "end": chain.end}
+    return claims["answer"] == ended and not any(each.receipt for each in answer.of(index)[:-1])
+
+
 def _num_rows(answer: Answer, name: str, index: int) -> int:
     return sum(output.shape[0] for response in answer.of(index) for output in response.outputs if output.name == name)
 
@@ -347,6 +364,7 @@ EFFECTS: dict[str, Effect] = {
     ),
     "origins": one_a_token("token_origins"),
     "events": every(events),
+    "receipt": every(receipt),
     "lora": lambda answer: answer.request.lora is not None and answer.request.lora.name == "low-rank",
     "prompt_adapter": lambda answer: answer.request.num_virtual_tokens == VIRTUAL_TOKENS,
     "no_text": both(

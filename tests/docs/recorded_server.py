@@ -64,8 +64,8 @@ def recorded_server(engine: EngineConfig, server: ServerConfig) -> Iterator[tupl
     ready, addresses, stop = threading.Event(), list[str](), asyncio.Event()
     loop = asyncio.new_event_loop()
 
-    def build(*arguments: Any) -> Engine:
-        made = NotingEngine(*arguments)
+    def build(*arguments: Any, **hooks: Any) -> Engine:
+        made = NotingEngine(*arguments, **hooks)
         made.notes, made.queued = notes, {}
         return made
 

@@ -22,6 +22,7 @@ from tests.docs.covering import covering_rows, pairs_of
 from tests.docs.feature_effects import EFFECTS, Answer
 from tests.docs.pages import ROOT, rows
 from tests.docs.recorded_server import recorded_server
+from tests.receipt_keys import new_key
 
 Send = Callable[[Collection[str]], Answer | grpc.RpcError]
 
@@ -156,6 +157,7 @@ def send(model_folder: Path, adapters: tuple[str, ...], tmp_path_factory: pytest
         stream_pace_ms=0.0,
         allow_never_preempt=True,
         output_memory_bytes=36_000_000,
+        receipt_key=str(new_key(folder / "key.pem")),
     )
     with recorded_server(engine, server) as (address, notes), grpc.insecure_channel(address) as channel:
         stub = engine_pb2_grpc.EngineStub(channel)

@@ -96,25 +96,9 @@ class ReceiptWriter:
 
 
 def sampling_claims(nonce: bytes, sampling: SamplingParams) -> dict[str, Any]:
-    """Return the parameters of sampling and stopping with every default applied. The seed is a text, because a number
-    of 64 bits is more than many readers of JSON keep; lists of tokens and texts are one digest."""
-    limit = sampling.repetition
-    lists = [
-        *(sampling.stop, sampling.stop_token_ids, sampling.bad_token_ids, sampling.bad_words),
-        [(token, bias.hex()) for token, bias in sampling.logit_bias],
-    ]
-    return {
-        "seed": str(sampling.seed),
-        "max_tokens": sampling.max_tokens,
-        "min_tokens": sampling.min_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "ignore_eos": sampling.ignore_eos,
-        "repetition": None if limit is None else asdict(limit),
-        "lists": keyed(nonce, "lists", lists),
-    }
+    """Return the parameters of sampling and stopping with every default applied: numbers are plain, and lists of tokens
+    or texts are digests. The seed is a text, because many readers of JSON keep no number of 64 bits."""
+    claims: dict[str, Any] = {}
+    for name, value in asdict(sampling).items():
+        claims[name] = keyed(nonce, name, value) if isinstance(value, tuple) else value
+    return claims | {"seed": str(sampling.seed)}

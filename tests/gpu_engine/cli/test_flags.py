@@ -21,7 +21,7 @@ ALL = shlex.split("""
 --max-tokens 5 --min-tokens 1 --temperature 0.5 --top-p 0.75 --top-k 7 --min-p 0.25 --seed 9 --n 2
 --repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty 0.25 --ignore-eos --include-stop
 --keep-special-tokens --stop a --stop-token-id 4 --bad-word b --bad-token-id 5 --logit-bias 8=-1.5 --logprobs 2
---prompt-logprobs 1 --per-field-logprobs --token-origins --value-events --items-of /a
+--prompt-logprobs 1 --per-field-logprobs --token-origins --value-events --items-of /a --receipt-nonce 000102
 --echo --omit-token-ids --omit-text --request-id r
 --priority -2
 --context-logits --generation-logits --tensor logits --context-tensor hidden_states.1

@@ -19,6 +19,7 @@ from tests.gpu_engine.distributions import install
 PLAIN = ServerConfig(grammar="none")
 ASKING = {
     "tenant_file": (EngineConfig(), ServerConfig(tenant_file="/tenants.toml")),
+    "receipt_key": (EngineConfig(), ServerConfig(receipt_key="/key.pem")),
     "role": (EngineConfig(transfer=TransferConfig(role="prefill")), PLAIN),
 }
 

@@ -331,6 +331,11 @@ ROWS: dict[str, Row] = {
         "/a",
         items_of="/a",
     ),
+    "response.receipt_nonce": response(
+        lambda s: s.request.outputs.receipt and s.request.outputs.receipt.nonce,
+        b"0123456789abcdef",
+        receipt_nonce="MDEyMzQ1Njc4OWFiY2RlZg==",
+    ),
     "cache_salt": Row(
         {"text": "hi", "cache_salt": "s"}, lambda s: (s.request.scheduling.cache_salt, s.request.salt), ("s", "s")
     ),
@@ -429,7 +434,9 @@ async def test_each_field_reaches_the_engine(tmp_path: Path) -> None:
     setup = serving(
         tmp_path,
         model=FakeModel(ByteTokenizer(TEMPLATE)),
-        server_config=ServerConfig(max_n=4, max_prompt_bytes=10_000, allow_never_preempt=True, stream_pace_ms=0),
+        server_config=ServerConfig(
+            max_n=4, max_prompt_bytes=10_000, allow_never_preempt=True, stream_pace_ms=0, receipt_key="k"
+        ),
         processors=Processors((noted,)),
         device="cpu",
         max_model_len=2048,
