@@ -30,7 +30,7 @@ from gpu_engine.api.errors import (
 from gpu_engine.api.limits import Limits
 from gpu_engine.api.output_tensors import LOGITS, OutputSpec
 from gpu_engine.api.page_transfer import PageAccess
-from gpu_engine.api.ports import ClearedGrammars, Compiled, DraftModelInfo, GrammarStats, PageEvents
+from gpu_engine.api.ports import ClearedGrammars, Compiled, DraftModelInfo, GrammarLibrary, GrammarStats, PageEvents
 from gpu_engine.api.request import FinishReason, GrammarSpec, Logprobs, Request, Telemetry, TokenEvent, TokenOrigin
 from gpu_engine.api.stats import EngineStats, Iteration, IterationRing, SequenceStats
 from gpu_engine.front.calls import Calls
@@ -165,6 +165,10 @@ class InstantGrammar:
     """A `ports.GrammarAccess` that takes every grammar."""
 
     backends = (2, 1)
+
+    def library_of(self, backend: int) -> GrammarLibrary:
+        """Return some version."""
+        return GrammarLibrary("1", "")
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
         """Take the grammar."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,8 +36,6 @@ from service_runtime.own_thread import in_own_thread
 log = logging.getLogger(__name__)
 
 SETTING = "receipt_key"
-_NICENESS = 10
-"""Of the thread that reads the model's files."""
 
 
 def is_wanted(engine: EngineConfig, server: ServerConfig) -> bool:
@@ -110,9 +106,8 @@ class SignedReceipts(Extension):
         return GrammarLibrary("", "") if grammar is None else grammar.library_of(backend)
 
     def _identify(self) -> ServerClaims:
-        """Return what every receipt says. On its own thread, with a low priority."""
-        with suppress(OSError, AttributeError):  # a priority of one thread is Linux's
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        """Return what every receipt says. On its own thread, of the usual priority: with a lower one it could keep the
+        GIL from the engine's thread."""
         model, ranks = self._model, self._config.tensor_parallel_size
         try:
             kept: Path | None = cache_dir() / KEPT
