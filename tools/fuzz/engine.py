@@ -61,6 +61,8 @@ class FuzzModel:
     model_type: str = "fuzzed"
     dtype_name: str = "float32"
     weights: str = "float32"
+    numerics: str = "none"
+    path: Path | None = None
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     num_parameters: int = 1
     name: str = "fuzzed"
