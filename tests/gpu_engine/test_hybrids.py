@@ -125,6 +125,22 @@ def test_drafts_change_no_token_of_a_rounded_model(tmp_path: Path, family: str, 
         assert engine.stats().accepted_draft_tokens > 30
 
 
+@pytest.mark.parametrize(
+    ("family", "drafter"), [("gemma4 small", "model"), pytest.param("gemma4", "decoupled", marks=pytest.mark.slow)]
+)
+def test_a_model_with_heads_of_two_sizes_drafts_for_one(
+    folders: Callable[[str], Path], family: str, drafter: str
+) -> None:
+    model = load_model(config(model=str(folders(family))))
+    with unguided_engine(model, with_drafts(0)) as engine:
+        expected = answer_each(engine, asked())
+    settings = with_drafts(3, drafter=drafter, draft_model=str(folders("gemma4 small")))
+    with unguided_engine(model, settings) as engine:
+        assert answer_all(engine, asked()) == expected
+        assert (engine.stats().accepted_draft_tokens > 30) == (family == "gemma4 small")
+        assert engine.stats().draft_tokens > 30
+
+
 def cancel(engine: Engine, answer: Answer, at: int) -> None:
     if len(answer.tokens) >= at and not answer.over:
         engine.abort(answer.request.request_id)
@@ -176,8 +192,9 @@ def test_tokens_depend_on_no_event(folders: Callable[[str], Path], tmp_path: Pat
     assert found == wanted
 
 
-def test_beams_are_those_of_transformers(folders: Callable[[str], Path]) -> None:
-    folder = folders("lfm2")
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("gemma4 small", marks=pytest.mark.slow)])
+def test_beams_are_those_of_transformers(folders: Callable[[str], Path], family: str) -> None:
+    folder = folders(family)
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = load_model(config(model=str(folder)))
     searches = [search(PROMPTS[i], 2 + i % 2, max_tokens=9 + i) for i in range(1, 4)]

@@ -226,7 +226,7 @@ def test_a_forward_that_holds_few_rows_computes_fewer_at_a_time(llama: LoadedMod
     np.testing.assert_allclose(rows_of(answers[1])[LOGITS], rows_of(answers[0])[LOGITS], atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "gemma2", "gemma4 small"])
 def test_every_name_that_is_offered_gives_its_rows(saved: Callable[[str], Path], family: str) -> None:
     loaded = load_model(config(model=str(saved(family))))
     assert {LOGITS, "hidden_states.0", f"hidden_states.{loaded.num_layers}"} <= set(loaded.outputs)
