@@ -31,7 +31,8 @@ class Need:
     weights: int
     """As they are used."""
     working: int
-    """Beyond them, while they are prepared and run: most of all the largest layer's products, which are joined."""
+    """Beyond them, while they are prepared and run: most of all the largest layer's products, which are joined, or its
+    experts, which are packed one by one while all of them are still held."""
 
     @property
     def total(self) -> int:
@@ -41,7 +42,7 @@ class Need:
 
 def need_of(net: nn.Module, weights: Weights, products: ReadProducts | None, dtype: torch.dtype) -> Need:
     """Return what a model takes that has no memory yet. `products`: None, if its linear layers stay floats."""
-    sources, kept, packed, joined, head = sources_of(net, weights), dict[int, int](), 0, 0, 0
+    sources, kept, packed, joined, head, experts = sources_of(net, weights), dict[int, int](), 0, 0, 0, 0
     for path, module in net.named_modules():
         tensors = dict(module.named_parameters(recurse=False))
         if type(module) is nn.Linear:
@@ -57,8 +58,10 @@ def need_of(net: nn.Module, weights: Weights, products: ReadProducts | None, dty
                 head = size  # it is packed, and joined with nothing
             del tensors["weight"]
             assert weight.dim() == 2
+        stacked = (tensor.numel() * dtype.itemsize for tensor in tensors.values() if tensor.dim() == 3)
+        experts = max(experts, sum(stacked))
         kept.update({id(tensor): tensor.numel() * dtype.itemsize for tensor in tensors.values()})
-    return Need(packed + sum(kept.values()), max(2 * joined, head) + WORKING + loaders() * OF_LOADER)
+    return Need(packed + sum(kept.values()), max(2 * joined, head, experts) + WORKING + loaders() * OF_LOADER)
 
 
 def refuse_too_large(need: Need, free: int | None, setting: str, *, rounds: bool) -> None:

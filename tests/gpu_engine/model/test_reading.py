@@ -354,6 +354,17 @@ def test_the_need_of_the_weights_is_what_they_take(saved: Callable[[str], Path],
     assert need.weights == pytest.approx(bytes_of(load_model(settings)), rel=0.05)
 
 
+def test_a_layer_of_experts_is_held_while_they_are_packed(tmp_path: Path) -> None:
+    experts = {"enable_moe_block": True, "num_experts": 16, "top_k_experts": 2, "moe_intermediate_size": 32}
+    folder = tiny.save(tiny.gemma4(**experts), tmp_path)
+    with SafetensorsWeights(folder) as weights:
+        attention.register()
+        net = unfilled(configuration_of(folder, None), torch.float32, attention.NAME)
+        need = need_of(net, weights, None, torch.float32)
+    stacked = sum(weight.numel() * 4 for weight in net.model.layers[0].experts.parameters())
+    assert need.working == stacked + WORKING + loaders() * OF_LOADER
+
+
 _LOADS = """
 import sys
 from pathlib import Path
