@@ -27,8 +27,9 @@ class Receipted:
     """The request as a body of the HTTP API, in place of `request`."""
 
     @classmethod
-    def read(cls, receipt: str, request: str | None) -> Receipted:
-        """Return what the arguments RECEIPT and --request name. Raises ValueError that names the argument."""
+    def read(cls, receipt: str, request: str | None, *, is_body: bool = False) -> Receipted:
+        """Return what the arguments RECEIPT and --request name; `is_body`: that is a body of the HTTP API. Raises
+        ValueError that names the argument."""
         found = cls()
         content = read_text("RECEIPT", receipt).strip()
         if content.startswith("{"):
@@ -41,7 +42,8 @@ class Receipted:
             raise ValueError(f"RECEIPT: {receipt} has no receipt")
         if request is not None:
             value = json_of("--request", read_text("--request", request))
-            is_body = isinstance(value, dict) and ("model" in value or isinstance(value.get("messages"), list))
+            if is_body and not isinstance(value, dict):
+                raise ValueError(f"--request: {request} is no JSON object")
             found.body = value if is_body else None
             found.request = None if is_body else _request_of("--request", value)
         return found

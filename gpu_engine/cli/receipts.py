@@ -125,7 +125,7 @@ def described(claims: dict[str, Any]) -> str:
 def run_replay(flags: argparse.Namespace) -> int:
     """Send the request of each receipt again, and say whether the receipts are equal."""
     try:
-        given = Receipted.read(flags.receipt, flags.request)
+        given = Receipted.read(flags.receipt, flags.request, is_body=flags.http is not None)
         assert given.nonce
         key = None if flags.key is None else read_text("--key", flags.key)
         if given.body is not None:
@@ -194,8 +194,8 @@ def _asked(flags: argparse.Namespace, question: Callable[[AsyncRpc], Awaitable[i
 
 
 def _replay_http(flags: argparse.Namespace, given: Receipted, key: str | None) -> int:
-    if flags.http is None or key is None:
-        raise ValueError("--request: a body of the HTTP API needs --http URL and --key")
+    if key is None:
+        raise ValueError("--key: is required with --http")
     public, status = read_key(key), OK
     for receipt in given.receipts:
         try:
