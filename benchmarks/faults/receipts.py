@@ -46,6 +46,7 @@ ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_."
 TIMEOUT_S = 300.0
 LEAST_GUIDED = 30
 """The fewest max_tokens of a guided request: the shortest answer in bytes, for a model whose tokens are bytes."""
+MAX_TRIES = 5
 CHANGES = 4
 """Changed characters that are tried on each receipt."""
 WORDS = (
@@ -101,6 +102,8 @@ class Seen:
     accepted: int = 0
     tokens: int = 0
     kills: int = 0
+    retried: int = 0
+    """Calls that ended with UNAVAILABLE and were made again."""
     preempted: int = 0
     servers: int = 0
     finished: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -184,9 +187,17 @@ class Server:
         return read_key((await self._stub.GetModelInfo(pb.GetModelInfoRequest())).receipt_key)
 
     async def receipts_of(self, request: pb.GenerateRequest) -> list[str]:
-        """Return the receipts of a request's sequences."""
-        call = self._stub.Generate(request, timeout=TIMEOUT_S)
-        return [response.receipt async for response in call if response.finish_reason]
+        """Return the receipts of a request's sequences. A call that the faults have ended is made again."""
+        for tries in range(1, MAX_TRIES + 1):
+            call = self._stub.Generate(request, timeout=TIMEOUT_S)
+            try:
+                return [response.receipt async for response in call if response.finish_reason]
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or tries == MAX_TRIES:
+                    raise
+                self._seen.retried += 1
+                await asyncio.sleep(tries)
+        raise AssertionError("the last try returns or raises")
 
     async def each(self, jobs: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """Run jobs, `--concurrency` at a time, while the grammar process is killed now and then."""
@@ -224,10 +235,10 @@ class Server:
         await self._channel.close(None)
 
 
-async def run(args: argparse.Namespace, start: Callable[[int], EngineServer]) -> Seen:
+async def run(args: argparse.Namespace, start: Callable[[int], EngineServer], seen: Seen) -> None:
     """Make `--count` receipts on `--rounds` servers, and replay those of each on the next one. `start` returns the
     server of a round."""
-    seen, generator, made = Seen(), random.Random(args.seed), list[Made]()
+    generator, made = random.Random(args.seed), list[Made]()
     shares = [args.count // args.rounds + (at < args.count % args.rounds) for at in range(args.rounds)]
     progress = Progress(2 * args.count)
     numbers = iter(range(args.count))
@@ -244,7 +255,6 @@ async def run(args: argparse.Namespace, start: Callable[[int], EngineServer]) ->
                     await server.aclose()
     finally:
         progress.close()
-    return seen
 
 
 async def _round(
@@ -304,6 +314,7 @@ def report(seen: Seen) -> str:
         ["changed receipts refused", f"{seen.refused} of {seen.refused + seen.accepted}"],
         ["servers", str(seen.servers)],
         ["kills of the grammar process", str(seen.kills)],
+        ["calls made again", str(seen.retried)],
         ["preemptions", str(seen.preempted)],
         ["finish reasons", ", ".join(f"{name} {count}" for name, count in sorted(seen.finished.items()))],
     ]
@@ -344,12 +355,15 @@ def main() -> int:
         key = Path(folder) / "key.pem"
         private = Ed25519PrivateKey.generate()
         key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        seen, whole = Seen(), False
         try:
-            seen = asyncio.run(run(args, servers(args, key)))
+            asyncio.run(run(args, servers(args, key), seen))
+            whole = True
         except ServerFailed as error:
             print(error, file=sys.stderr)
             return 1
-    print(report(seen))
+        finally:
+            print(report(seen) if whole else f"{report(seen)}\nended before its end")
     return int(bool(seen.different or seen.accepted) or seen.equal == 0)
 
 

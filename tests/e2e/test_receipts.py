@@ -35,7 +35,8 @@ def test_receipts_of_random_requests_replay_equal_on_servers_of_other_shapes(mod
     key = new_key(tmp_path / "key.pem")
     words = ["--count", "40", "--model", model, "--dtype", "float32", "--kill-every", "6", "--concurrency", "8"]
     args = receipts.parser().parse_args(words)
-    seen = asyncio.run(receipts.run(args, receipts.servers(args, key)))
+    seen = receipts.Seen()
+    asyncio.run(receipts.run(args, receipts.servers(args, key), seen))
     assert (seen.equal, seen.different, seen.accepted) == (40, [], 0)
     assert seen.refused == 40 * receipts.CHANGES
     assert seen.servers == 3
