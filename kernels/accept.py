@@ -60,8 +60,8 @@ _POINTERS = (
         "top_k",
         "seed",
     ),
-    *("num_logprobs", "rules", "emitted", "num_emitted", "num_accepted", "finish", "blocked", "logprob", "top_ids"),
-    *("top_logprobs", "scratch", "counts", "first_row"),
+    *("num_logprobs", "rules", "prefixes", "emitted", "num_emitted", "num_accepted", "finish", "blocked", "logprob"),
+    *("top_ids", "top_logprobs", "masses", "scratch", "counts", "first_row"),
 )
 _LONGS = ("logits_stride", "row_stride", "history_stride", "mask_slot_stride", "mask_row_stride", "scratch_stride")
 _INTS = ("num_batch", "num_rows", "vocab_size", "bf16")
@@ -105,8 +105,9 @@ def _without_logits(step: StepTensors) -> AcceptArgs:
     tensors = (
         *(step.history_SL, step.length_S, p.prompt_length_S, p.max_length_S, p.min_tokens_S, p.temperature_S),
         *(p.top_p_S, p.min_p_S, p.repetition_S, p.presence_S, p.frequency_S, p.top_k_S, p.seed_S),
-        *(p.num_logprobs_S, p.rules_S, r.emitted_BR, r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B),
-        *(r.logprob_BR, r.top_ids_BRN, r.top_logprobs_BRN, r.scratch_BV, r.counts_BV),
+        *(p.num_logprobs_S, p.rules_S, p.prefixes_S),
+        *(r.emitted_BR, r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B),
+        *(r.logprob_BR, r.top_ids_BRN, r.top_logprobs_BRN, r.masses_BR2, r.scratch_BV, r.counts_BV),
     )
     first_row = None if step.first_row_B is None else address(step.first_row_B)
     batch = (step.slots_B, step.drafts_BR, step.num_drafts_B, step.kinds_BR, step.forced_BR)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 
 from kernels.cuda.row_state import DeviceRows
@@ -22,6 +23,11 @@ MASKED_LOGPROBS = 32
 """Added to a slot's number of alternatives: its log-probabilities are over the legal tokens of each row."""
 RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED = 0, 1, 2, 3
 """Values of `AcceptResult.finish_B`; STOP_STEERED is a stop token at a row whose `forced` is STEERED."""
+PREFIX = np.dtype([("token", np.int32), ("next", np.int32), ("child", np.int32), ("log_mass", np.float32)])
+"""A known prefix of the answers of an exact slot, as `struct prefix` in kernels/native/accept.h.
+
+Prefix 0 is the empty one, `child` is the first prefix with one more token, and `next` the next one with the same prefix
+before its token; -1: none. A draw adds `log_mass` to the logit of `token`."""
 PARENT_SHIFT = 24
 """Of a node in a record: the bits from here on are the parent's row, those below the token."""
 TREE_ROWS, TREE_WIDTH = 16, 4
@@ -47,12 +53,13 @@ class SlotParams:
     seed_S: torch.Tensor  # int64, the bits of an unsigned 64-bit seed
     num_logprobs_S: torch.Tensor  # int32, -1: none; see MASKED_LOGPROBS
     rules_S: torch.Tensor  # int64, address of the slot's rules (see `pack_rules`), 0: none
+    prefixes_S: torch.Tensor  # int64, on a CPU the address of known prefixes (see `PREFIX`), 0: the slot is not exact
 
     @classmethod
     def allocate(cls, num_slots: int, device: torch.device | str = "cpu") -> SlotParams:
         """Return zeroed parameters. On a GPU `rules_S` is not read: kernels/cuda/row_state.py has the rules."""
         floats = {"temperature_S", "top_p_S", "min_p_S", "repetition_S", "presence_S", "frequency_S"}
-        longs = {"seed_S", "rules_S"}
+        longs = {"seed_S", "rules_S", "prefixes_S"}
         return cls(
             **{
                 f.name: torch.zeros(
@@ -77,6 +84,9 @@ class AcceptResult:
     logprob_BR: torch.Tensor  # float32
     top_ids_BRN: torch.Tensor  # int32
     top_logprobs_BRN: torch.Tensor  # float32
+    masses_BR2: (
+        torch.Tensor
+    )  # float32, of exact slots: log p of the token, and of the other tokens that are legal and new
     scratch_BV: torch.Tensor  # float32
     counts_BV: torch.Tensor  # int32, zero between calls
 
@@ -103,6 +113,7 @@ class AcceptResult:
             floats(B, R),
             ints(B, R, MAX_LOGPROBS),
             floats(B, R, MAX_LOGPROBS),
+            floats(B, R, 2),
             floats(B, V),
             ints(B, V),
         )

@@ -115,7 +115,7 @@ class DirectLauncher:
         if handle.processed and self._program.processing is not None:
             handle.failures = self._program.processing.host.failures
         handle.num_lanes, handle.num_rows, handle.forward_rows = B, P, self._program.forward_rows
-        handle.entry = self._ring.push(batch, logprobs=handle.wants_logprobs)
+        handle.entry = self._ring.push(batch, logprobs=handle.wants_logprobs, masses=handle.wants_masses)
         handle.propose_ms, handle.ended_s = self._program.propose_s * 1e3, time.perf_counter()
 
     def _place_of(self, slots: tuple[int, ...]) -> torch.Tensor:

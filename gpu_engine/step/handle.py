@@ -48,6 +48,8 @@ class StepHandle(Generic[Holder]):
     """The lane waits for mask rows."""
     logprobs: tuple[int | None, ...] = ()
     """Log-probabilities that each lane wants; empty: none wants any."""
+    exact: tuple[bool, ...] = ()
+    """The lane returns masses with its tokens; empty: none does."""
     draft_limits: tuple[int, ...] = ()
     """The most drafts that the step verifies, for each lane; empty: as many as the lanes have."""
     propose_rows: int = 0
@@ -112,3 +114,8 @@ class StepHandle(Generic[Holder]):
     def wants_logprobs(self) -> bool:
         """Some lane wants log-probabilities, or is a beam, whose candidates have their place."""
         return self.beams is not None or any(count is not None for count in self.logprobs)
+
+    @property
+    def wants_masses(self) -> bool:
+        """Some lane returns masses."""
+        return any(self.exact)

@@ -44,14 +44,22 @@ class LaneOutcome:
     """Jump-forward tokens among the drafts of its next step; -1: the drafts of this step are unchanged."""
     error: LockstepError | None = None
     """Ends the sequence after `token_ids`: the step itself, or a logits processor, failed for this lane."""
+    masses: tuple[tuple[float, float], ...] = ()
+    """Of an exact lane, for each token: log of its probability, and of the probability of all other tokens that are
+    legal and make no known prefix (see core/exact_sampling.py)."""
     candidates: Candidates | None = None
     """Candidates of a lane that is a beam; None if its row was missing or in error."""
 
 
 def outcomes(
-    step: StepOutputs, num_lanes: int, *, guided: Sequence[bool], logprobs: Sequence[int | None]
+    step: StepOutputs,
+    num_lanes: int,
+    *,
+    guided: Sequence[bool],
+    logprobs: Sequence[int | None],
+    exact: Sequence[bool] = (),
 ) -> list[LaneOutcome]:
-    """Return the outcomes of the first `num_lanes` lanes. `guided` and `logprobs` are those of the step's handle."""
+    """Return the outcomes of the first `num_lanes` lanes. `guided`, `logprobs` and `exact` are the handle's."""
     return [
         LaneOutcome(
             token_ids=tuple(step.emitted[b][: step.num_emitted[b]]),
@@ -62,6 +70,7 @@ def outcomes(
             deferred=step.blocked[b] == RowKind.DEFER,
             blocked=step.blocked[b],
             num_jump_forward=step.num_jump_forward[b] if guided[b] else 0,
+            masses=_masses(step, b) if exact and exact[b] else (),
         )
         for b in range(num_lanes)
     ]
@@ -94,6 +103,10 @@ def _finish(finish: int, blocked: int, guided: bool) -> FinishReason | None:
     if finish == STOP_LENGTH:
         return FinishReason.GRAMMAR_INCOMPLETE if guided else FinishReason.LENGTH
     return None
+
+
+def _masses(step: StepOutputs, b: int) -> tuple[tuple[float, float], ...]:
+    return tuple((log_p, rest) for log_p, rest in step.masses[b, : step.num_emitted[b]].tolist())
 
 
 def _logprobs(step: StepOutputs, b: int, count: int, wanted: int | None) -> tuple[Logprobs, ...]:

@@ -42,6 +42,8 @@ class StepOutputs:
     """R numbers a lane, of which the first `num_emitted` count."""
     logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """`logprob_BR`, `top_ids_BRN` and `top_logprobs_BRN` of `AcceptResult`; without lanes if no request wants any."""
+    masses: torch.Tensor
+    """`masses_BR2` of `AcceptResult`; without lanes if no request is exact."""
     seq: int
     """Sequence number of the step's verify post; 0: it requested no row."""
     waited_ns: int
@@ -54,9 +56,11 @@ class _Entry:
     logprob_BR: torch.Tensor
     top_ids_BRN: torch.Tensor
     top_logprobs_BRN: torch.Tensor
+    masses_BR2: torch.Tensor
     event: Event
     num_lanes: int = 0
     logprobs: bool = False
+    masses: bool = False
     full: bool = False
 
 
@@ -89,12 +93,13 @@ class OutputRing:
         self._parts: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
         first = self._entries[0]
         self._no_logprobs = (first.logprob_BR[:0], first.top_ids_BRN[:0], first.top_logprobs_BRN[:0])
+        self._no_masses = first.masses_BR2[:0]
 
     def pack(self, batch: StepBatch) -> None:
         """Gather the results of the first B lanes into one piece of device memory: the last launch of the step."""
         self._stream.kernel(self._pack, batch)
 
-    def push(self, batch: StepBatch, *, logprobs: bool = False) -> int:
+    def push(self, batch: StepBatch, *, logprobs: bool = False, masses: bool = False) -> int:
         """Enqueue the copy of the last step; return its entry. Raises RuntimeError when that entry was not read yet."""
         index, B = self._next, batch.num_lanes
         entry = self._entries[index]
@@ -107,8 +112,10 @@ class OutputRing:
             self._stream.copy(entry.logprob_BR[:B], result.logprob_BR[:B])
             self._stream.copy(entry.top_ids_BRN[:B], result.top_ids_BRN[:B])
             self._stream.copy(entry.top_logprobs_BRN[:B], result.top_logprobs_BRN[:B])
+        if masses:
+            self._stream.copy(entry.masses_BR2[:B], self._lane.result.masses_BR2[:B])
         entry.event.mark()
-        entry.num_lanes, entry.logprobs, entry.full = B, logprobs, True
+        entry.num_lanes, entry.logprobs, entry.masses, entry.full = B, logprobs, masses, True
         self._next = (index + 1) % len(self._entries)
         return index
 
@@ -130,9 +137,10 @@ class OutputRing:
         if entry.logprobs:
             copied = (entry.logprob_BR, entry.top_ids_BRN, entry.top_logprobs_BRN)
             logprobs = (copied[0][:B].clone(), copied[1][:B].clone(), copied[2][:B].clone())
+        masses = entry.masses_BR2[:B].clone() if entry.masses else self._no_masses
         emitted = [numbers[at : at + R] for at in range(first, len(numbers), R)]
         lanes = dict(zip(_PER_LANE, [numbers[at : at + B] for at in range(0, first, B)], strict=True))
-        return StepOutputs(**lanes, emitted=emitted, logprobs=logprobs, seq=seq, waited_ns=waited_ns)
+        return StepOutputs(**lanes, emitted=emitted, logprobs=logprobs, masses=masses, seq=seq, waited_ns=waited_ns)
 
     def _size(self, num_lanes: int) -> int:
         return _HEAD + num_lanes * (len(_PER_LANE) + self._rows)
@@ -160,6 +168,7 @@ class OutputRing:
             pinned(torch.float32, lanes, rows),
             pinned(torch.int32, lanes, rows, MAX_LOGPROBS),
             pinned(torch.float32, lanes, rows, MAX_LOGPROBS),
+            pinned(torch.float32, lanes, rows, 2),
             self._stream.event(),
         )
 

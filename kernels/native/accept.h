@@ -46,6 +46,8 @@ struct accept_args {
     const int32_t *num_logprobs; /* [S], -1: none; see MASKED_LOGPROBS */
     const int64_t *rules; /* [S], address of int32: n, stop ids.., n, bad ids.., n, (length, ids..).., n, (id, bits of
                                 * a float).. ; 0: none */
+    const int64_t
+        *prefixes; /* [S], address of the known prefixes of an exact request, see struct prefix; 0: not exact */
     /* Results, B entries. */
     int32_t *emitted;      /* [B][row_stride] */
     int32_t *num_emitted;  /* [B] */
@@ -55,6 +57,7 @@ struct accept_args {
     float *logprob;        /* [B][row_stride] */
     int32_t *top_ids;      /* [B][row_stride][MAX_LOGPROBS] */
     float *top_logprobs;   /* [B][row_stride][MAX_LOGPROBS] */
+    float *masses;         /* [B][row_stride][2], of exact requests: see choose_exact */
     /* Scratch, B entries of padded V. */
     float *scratch;           /* [B][scratch_stride] */
     int32_t *counts;          /* [B][scratch_stride], all zero between calls */
@@ -108,16 +111,27 @@ INLINE float float_of(uint32_t k) {
     return x;
 }
 
-/* x[] := the row's logits in fp32 with everything illegal at -inf. Entries from V to the padded end are -inf. */
-INLINE void load_masked(const struct accept_args *a, int64_t row, int kind, int32_t forced, const uint32_t *mask,
-                        float *x, int bf16) {
-    const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+/* A prefix of answers whose mass is known. Of the tokens that may come after a prefix, `child` and the `next` ones after it
+ * are known: `log_mass` is added to the logit of `token` before the draw. Prefix 0 is the empty answer. */
+struct prefix {
+    int32_t token, next, child; /* numbers of prefixes; -1: none */
+    float log_mass;             /* at most 0 */
+};
+
+/* x[] := the row's logits in fp32. Entries from V to the padded end are -inf. */
+INLINE void load_row(const struct accept_args *a, int64_t row, float *x, int bf16) {
     int64_t v = a->vocab_size, base = row * a->logits_stride;
     for (int64_t i = v & ~15ll; i < a->scratch_stride; i++) x[i] = i < v ? load1(a->logits, base + i, bf16) : -INFINITY;
     for (int64_t i = 0; i + 16 <= v; i += 16) {
         v16f y = load(a->logits, base + i, bf16);
         memcpy(x + i, &y, sizeof y);
     }
+}
+
+/* x[] := -inf at everything illegal. */
+INLINE void mask_row(const struct accept_args *a, int kind, int32_t forced, const uint32_t *mask, float *x) {
+    const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    int64_t v = a->vocab_size;
     if (kind == KIND_APPLY)
         for (int64_t i = 0; i < a->scratch_stride; i += 16) {
             uint32_t bits = i < v ? mask[i / 32] >> (i % 32) & 0xffffu : 0;
@@ -134,6 +148,13 @@ INLINE void load_masked(const struct accept_args *a, int64_t row, int kind, int3
         for (int64_t i = 0; i < a->scratch_stride; i++) x[i] = -INFINITY;
         if (forced >= 0 && forced < v) x[forced] = keep;
     }
+}
+
+/* x[] := the row's logits in fp32 with everything illegal at -inf. */
+INLINE void load_masked(const struct accept_args *a, int64_t row, int kind, int32_t forced, const uint32_t *mask,
+                        float *x, int bf16) {
+    load_row(a, row, x, bf16);
+    mask_row(a, kind, forced, mask, x);
 }
 
 /* Bans from the slot's rules (stop ids before min_tokens, bad ids, and the last id of a bad word whose other ids are in
@@ -224,6 +245,23 @@ INLINE float peak_of(const float *x, int64_t n) {
     return max16(m);
 }
 
+/* The largest of x + noise among the entries that reach `cut`, or -1. Ties go to the lowest id. */
+INLINE int32_t draw(uint64_t seed, uint32_t position, const float *x, int64_t n, float cut) {
+    int32_t best = -1;
+    float top = -INFINITY, noise[64];
+    for (int64_t i = 0; i < n; i += 64) {
+        float reach = peak_of(x + i, 64);
+        if (!(reach >= cut) || reach == -INFINITY || reach + GUMBEL_MAX < top) continue;
+        gumbel64(seed, position, (uint32_t)i, noise);
+        for (int j = 0; j < 64; j++)
+            if (x[i + j] >= cut && x[i + j] > -INFINITY && x[i + j] + noise[j] > top) {
+                top = x[i + j] + noise[j];
+                best = (int32_t)(i + j);
+            }
+    }
+    return best;
+}
+
 /* The token of this position, or -1 when nothing is legal. Ties go to the lowest id. */
 INLINE int32_t choose(const struct accept_args *a, int32_t s, uint32_t position, float *x) {
     int64_t n = a->scratch_stride;
@@ -247,19 +285,42 @@ INLINE int32_t choose(const struct accept_args *a, int32_t s, uint32_t position,
         cut = by_peak > cut ? by_peak : cut;
     }
     if (cut > peak) cut = peak;
-    int32_t best = -1;
-    float top = -INFINITY, noise[64];
-    for (int64_t i = 0; i < n; i += 64) {
-        float reach = peak_of(x + i, 64);
-        if (!(reach >= cut) || reach == -INFINITY || reach + GUMBEL_MAX < top) continue;
-        gumbel64(a->seed[s], position, (uint32_t)i, noise);
-        for (int j = 0; j < 64; j++)
-            if (x[i + j] >= cut && x[i + j] > -INFINITY && x[i + j] + noise[j] > top) {
-                top = x[i + j] + noise[j];
-                best = (int32_t)(i + j);
-            }
+    return draw(a->seed[s], position, x, n, cut);
+}
+
+/* The number of the prefix that is the answer so far, or -1 where it is not known. */
+static int32_t prefix_of(const struct prefix *known, const int32_t *answer, int32_t count) {
+    int32_t at = 0;
+    for (int32_t i = 0; i < count && at >= 0; i++)
+        for (at = known[at].child; at >= 0 && known[at].token != answer[i];) at = known[at].next;
+    return at;
+}
+
+/* The token of a row of an exact request, or -1. `x` has the logits after rules and penalties, and without the mask: they
+ * define the distribution p that is conditioned. The draw is from p times the mask times the masses of known prefixes.
+ * out[0] := log p(token); out[1] := log of p's mass on all other legal tokens that make no known prefix. */
+INLINE int32_t choose_exact(const struct accept_args *a, int32_t s, uint32_t position, int kind, int32_t forced,
+                            const uint32_t *mask, int32_t answer_length, const int32_t *answer, float *x, float *out) {
+    int64_t n = a->scratch_stride;
+    const struct prefix *known = (const struct prefix *)(intptr_t)a->prefixes[s];
+    float peak = peak_of(x, n), t = a->temperature[s];
+    if (!(peak > -INFINITY)) return -1;
+    for (int64_t i = 0; i < n; i++) x[i] = (x[i] - peak) / t;
+    float all = logf(total_mass(x, n, 0.0f, -INFINITY));
+    mask_row(a, kind, forced, mask, x);
+    int32_t here = prefix_of(known, answer, answer_length), first = here < 0 ? -1 : known[here].child;
+    for (int32_t e = first; e >= 0; e = known[e].next) x[known[e].token] += known[e].log_mass;
+    int32_t token = draw(a->seed[s], position, x, n, -INFINITY);
+    if (token < 0) return -1;
+    out[0] = x[token] - all;
+    for (int32_t e = first; e >= 0; e = known[e].next) {
+        if (known[e].token == token) out[0] -= known[e].log_mass;
+        x[known[e].token] = -INFINITY;
     }
-    return best;
+    x[token] = -INFINITY;
+    float rest = peak_of(x, n);
+    out[1] = rest > -INFINITY ? rest + logf(total_mass(x, n, rest, -INFINITY)) - all : -INFINITY;
+    return token;
 }
 
 /* Log-probabilities under the model's own distribution, or among the legal tokens of a row: no penalty, no temperature.
@@ -332,10 +393,16 @@ INLINE void accept_slot(const struct accept_args *a, int64_t b, int bf16) {
             break;
         }
         const uint32_t *mask = a->masks + s * a->mask_slot_stride + j * a->mask_row_stride;
-        load_masked(a, row, kind, a->forced[out], mask, x, bf16);
-        if (rule) apply_rules(rule, n - a->prompt_length[s] < a->min_tokens[s], history, n, x);
+        int32_t answered = n - a->prompt_length[s];
+        if (a->prefixes[s])
+            load_row(a, row, x, bf16);
+        else
+            load_masked(a, row, kind, a->forced[out], mask, x, bf16);
+        if (rule) apply_rules(rule, answered < a->min_tokens[s], history, n, x);
         apply_penalties(a, s, history, n, a->counts + b * a->scratch_stride, x);
-        int32_t token = choose(a, s, (uint32_t)n, x);
+        int32_t token = a->prefixes[s] ? choose_exact(a, s, (uint32_t)n, kind, a->forced[out], mask, answered,
+                                                      history + n - answered, x, a->masses + 2 * out)
+                                       : choose(a, s, (uint32_t)n, x);
         if (token < 0) {
             blocked = KIND_DEAD_END;
             break;

@@ -22,8 +22,9 @@ static struct head_row head_row_of(const struct forward_args *a, const struct ac
     const int64_t b = w->place[r] / rows->num_rows, j = w->place[r] % rows->num_rows, at = b * rows->row_stride + j;
     const int32_t slot = rows->slots[b], forced = rows->forced[at];
     struct head_row row = {.mask = 0, .only = NO_GROUP, .place = w->place[r]};
-    if (rows->kinds[at] == KIND_ALL || (rows->num_logprobs[slot] >= 0 && rows->kinds[at] < KIND_DEFER)) {
-        row.only = EVERY_GROUP; /* log-probabilities are those without a mask */
+    const int is_unmasked = rows->num_logprobs[slot] >= 0 || rows->prefixes[slot];
+    if (rows->kinds[at] == KIND_ALL || (is_unmasked && rows->kinds[at] < KIND_DEFER)) {
+        row.only = EVERY_GROUP; /* log-probabilities and the masses of exact requests are those without a mask */
     } else if (rows->kinds[at] == KIND_FORCED) {
         row.only = forced >= 0 && forced < a->head.outputs ? forced / GROUP : NO_GROUP;
     } else if (rows->kinds[at] == KIND_APPLY) {
