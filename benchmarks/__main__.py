@@ -38,6 +38,7 @@ HARNESSES = {
     "pareto": ("quality", "tokens/s of a user over tokens/s of all, by drafter, K and number of users"),
     "quantisation": ("quality", "perplexity, divergence, greedy answers and extraction, by quantisation"),
     "kinds": ("quality", "logits of each kind of GGUF file next to float32, and equal tokens with drafts"),
+    "exact": ("quality", "distributions of exact and of masked answers next to the model's given the grammar"),
     "schemas": ("quality", "validity of complete answers, judged by jsonschema"),
     "function_calls": ("quality", "calls of bfcl-eval's functions over HTTP: they fit, with equal tokens with drafts"),
     "closing": ("quality", "answers that end within max_tokens, and whether they are valid"),

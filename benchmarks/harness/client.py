@@ -153,4 +153,6 @@ def _times(telemetry: pb.Telemetry) -> EngineTimes:
         accepted_draft_tokens=telemetry.accepted_draft_tokens,
         deferred_rows=telemetry.deferred_rows,
         backtracks=telemetry.backtracks,
+        exact_tries=telemetry.exact_tries,
+        exact_tokens=telemetry.exact_tokens,
     )

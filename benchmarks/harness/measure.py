@@ -27,6 +27,9 @@ class EngineTimes:
     deferred_rows: int
     backtracks: int = 0
     """Times that a verified answer went back."""
+    exact_tries: int = 0
+    exact_tokens: int = 0
+    """Of an exact answer: its tries, and the tokens of all of them."""
 
     @property
     def step_ms(self) -> float:

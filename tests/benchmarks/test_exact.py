@@ -1,0 +1,56 @@
+"""The figures of `python -m benchmarks exact`: distances, their noise, and the verdict."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks.harness.measure import Answer, EngineTimes
+from benchmarks.quality.exact import SUBJECTS, Outcome, Wanted, distance, main, noise
+
+WANTED = Wanted({" yes": 0.75, " no": 0.25}, math.log(0.5))
+
+
+def answer(text: str, tokens: tuple[int, ...] = (1, 2), finish: str = "stop") -> Answer:
+    times = EngineTimes(1.0, 2.0, 0.0, 6, 0, 0, 0, exact_tries=3, exact_tokens=6)
+    return Answer("a", text, tokens if finish == "stop" else (), finish, 0.0, 0.0, 0.0, 6, times)
+
+
+def outcome(yes: int, no: int, *, repeated: tuple[Answer, ...] = (), given_up: int = 0) -> Outcome:
+    exact = (*[answer(" yes")] * yes, *[answer(" no")] * no, *[answer("", finish="grammar_inexact")] * given_up)
+    return Outcome(SUBJECTS[0], WANTED, exact, (answer(" no"),) * 4, repeated)
+
+
+def test_a_distance_is_half_of_the_sum_of_differences() -> None:
+    assert distance([" yes"] * 3 + [" no"], WANTED) == 0.0
+    assert distance([" no"], WANTED) == 0.75
+    assert distance(["other"], WANTED) == 1.0
+    assert math.isnan(distance([], WANTED))
+
+
+def test_noise_falls_with_the_number_of_answers() -> None:
+    assert 0.0 < noise(WANTED, 10_000) < noise(WANTED, 100) < 0.3
+
+
+def test_answers_outside_the_noise_or_changed_by_drafts_fail() -> None:
+    assert outcome(300, 100).is_exact
+    assert not outcome(100, 300).is_exact
+    assert outcome(300, 100, repeated=(answer(" yes"),)).is_exact
+    assert not outcome(300, 100, repeated=(answer(" yes", tokens=(1, 3)),)).is_exact
+
+
+def test_a_row_has_the_cost_of_an_answer() -> None:
+    row = outcome(3, 1, given_up=1).row()
+    assert row[1:6] == ["3", "5.0e-01", "0.0000", pytest.approx(row[4]), "0.7500"]
+    assert row[6:10] == ["3.00", "3.75", "6.0 / 6.0", "20.0%"]
+
+
+def test_each_grammar_has_a_name_and_distinct_texts() -> None:
+    assert len({each.name for each in SUBJECTS}) == len(SUBJECTS) >= 12
+    assert all(len(set(each.texts)) == len(each.texts) > 1 for each in SUBJECTS)
+
+
+def test_an_unknown_grammar_is_refused() -> None:
+    with pytest.raises(SystemExit):
+        main(["--grammars", "none of them"])
