@@ -43,6 +43,8 @@ class FinishReason(enum.StrEnum):
     """With `unenforced="verify"`: the answer could not become valid any more."""
     REPETITION = "repetition"
     """The answer repeated itself: it was led to its end by its grammar, or cut."""
+    GRAMMAR_INEXACT = "grammar_inexact"
+    """With `grammar_exact`: no answer was accepted within the bound."""
 
 
 COMPLETE = frozenset({FinishReason.STOP, FinishReason.GRAMMAR_CLOSED, FinishReason.REPETITION})
@@ -209,6 +211,9 @@ class Telemetry:
     backend: str
     warnings: tuple[str, ...]
     backtracks: int = 0
+    exact_tries: int = 0
+    exact_tokens: int = 0
+    exact_log_mass: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

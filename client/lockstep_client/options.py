@@ -120,6 +120,11 @@ class Options(TypedDict, total=False):
     repetition_max_pattern_size: int
     repetition_min_pattern_size: int
     repetition_min_count: int
+    grammar_exact: bool
+    """Sample from the model's own distribution, given that the whole answer matches the grammar."""
+    grammar_exact_tries: int
+    grammar_exact_ms: int
+    grammar_exact_error: bool
     logit_bias: Mapping[int, float]
     # Speculation.
     num_draft_tokens: int
@@ -180,6 +185,7 @@ _SCALARS = {
         "presence_penalty", "frequency_penalty", "ignore_eos", "logprobs", "masked_logprobs", "n",
         "include_stop_str_in_output", "skip_special_tokens",
         "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count",
+        "grammar_exact", "grammar_exact_tries", "grammar_exact_ms", "grammar_exact_error",
     ),
     "speculation": ("num_draft_tokens", "draft_index"),
     "response": (

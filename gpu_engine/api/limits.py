@@ -45,6 +45,8 @@ class Limits:
     """How an answer goes back for a request that sets no numbers; each may be 0."""
     allow_never_preempt: bool = False
     signs_receipts: bool = False
+    exact_answers: bool = True
+    """Answers may be exact: the engine runs on a CPU."""
     max_output_bytes: int = 0
     """The most bytes of the tensors that one request asks for."""
     output_memory_bytes: int = 0
@@ -82,6 +84,7 @@ class Limits:
             logits_processors=processors or Processors(),
             checks_tokens=bool(server.auth_token_file),
             max_queue_ms=server.max_queue_ms,
+            exact_answers=not engine.device.startswith("cuda"),
             allow_never_preempt=server.allow_never_preempt,
             signs_receipts=bool(server.receipt_key),
             max_output_bytes=server.max_output_bytes,

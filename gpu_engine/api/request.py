@@ -45,6 +45,7 @@ class FinishReason(enum.Enum):
     GRAMMAR_CLOSED = 6
     GRAMMAR_INVALID = 7
     REPETITION = 8
+    GRAMMAR_INEXACT = 9
 
 
 class TokenOrigin(enum.Enum):
@@ -120,6 +121,18 @@ class GrammarSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarExact:
+    """The bound of an answer that is sampled from the model's distribution given the grammar."""
+
+    tries: int
+    """The most tries, at least 1."""
+    max_s: float
+    """No try begins later than this many seconds after the first token."""
+    fails: bool = False
+    """At the bound the request fails; else the sequence ends with GRAMMAR_INEXACT."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when an answer stops, with every default applied. `temperature == 0` is greedy."""
 
@@ -146,6 +159,14 @@ class SamplingParams:
     ignore_eos: bool = False
     repetition: RepetitionLimit | None = None
     """None: the answer may repeat itself."""
+    grammar_exact: GrammarExact | None = None
+    """The answer has the model's distribution given the grammar; None: the grammar masks each token."""
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        """Names of the parameters that keep tokens from being drawn because others are more likely."""
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return tuple(name for name, value in neutral.items() if getattr(self, name) != value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +339,11 @@ class Telemetry:
     backend: int = 0
     warnings: tuple[str, ...] = ()
     backtracks: int = 0
+    exact_tries: int = 0
+    exact_tokens: int = 0
+    """Tokens of all tries."""
+    exact_log_mass: float = 0.0
+    """Logarithm of the best known upper bound of the probability that the model's answer is in the grammar."""
 
 
 @dataclass(frozen=True, slots=True)

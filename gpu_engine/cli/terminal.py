@@ -43,6 +43,7 @@ _ENDS = {
     ),
     pb.FINISH_REASON_GRAMMAR_INVALID: "no answer was found that passes the checks",
     pb.FINISH_REASON_REPETITION: "ended because it repeated itself",
+    pb.FINISH_REASON_GRAMMAR_INEXACT: "no answer was accepted within --grammar-exact-tries and --grammar-exact-ms",
 }
 """Why an answer ended, in words, where the model did not end it."""
 

@@ -29,6 +29,7 @@ from gpu_engine.api.processors import Processors
 from gpu_engine.api.request import BeamParams, FinishReason, Request, Telemetry
 from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stage
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
+from gpu_engine.core.exact_sampling import ExactSampler
 from gpu_engine.core.hooks import NO_HOOKS, EngineHooks
 from gpu_engine.core.loop import EngineLoop
 from gpu_engine.core.running import RunningSequence
@@ -240,6 +241,7 @@ class Engine:
     def _sequence_of(self, request: Request) -> RunningSequence:
         length = len(request.prompt_ids)
         longest = min(length + request.sampling.max_tokens, self.model.max_model_len)
+        exact = request.sampling.grammar_exact
         return RunningSequence(
             length,
             request.grammar is not None,
@@ -250,6 +252,7 @@ class Engine:
             reserved=longest if request.scheduling.never_preempt else 0,
             held=request.prefill_only,
             request=request,
+            exact=None if exact is None else ExactSampler(request.sampling.seed, exact, self._clock),
         )
 
     def _check_beams(self, request: Request, params: BeamParams) -> None:

@@ -22,7 +22,7 @@ from gpu_engine.api.request import FinishReason, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats, IterationRing
 from gpu_engine.core.beams.groups import BeamGroups
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
-from gpu_engine.core.events.held_tokens import go_back
+from gpu_engine.core.events.held_tokens import go_back, take_all_back
 from gpu_engine.core.events.output_processor import OutputProcessor, ended
 from gpu_engine.core.events.tensor_streams import OutputStreams
 from gpu_engine.core.executor import lookahead
@@ -121,7 +121,7 @@ class EngineLoop:
             slot_lost=self._slot_lost,
         )
         self._output_processor = OutputProcessor(
-            self.stats, self.executor.scorer, self.outputs, self.grammar_slots, self.beams, self.end
+            self.stats, self.executor.scorer, self.outputs, self.grammar_slots, self.beams, self.end, self._begin_anew
         )
         self.transfers: Transfers | None = None
         if hooks.transfers is not None:
@@ -233,6 +233,13 @@ class EngineLoop:
         if sequence.scored:
             self.executor.scorer.drop(sequence)
         self.grammar_slots.close(sequence)
+
+    def _begin_anew(self, sequence: RunningSequence) -> None:
+        """Let an exact answer begin anew. The sequence loses its slot, and comes back like a preempted one."""
+        self.scheduler.preempt(sequence, self._clock())
+        self.grammar_slots.close(sequence)
+        take_all_back(sequence)
+        sequence.length = len(sequence.request.prompt_ids)
 
     def _score(self, chunk: Chunk[RunningSequence]) -> None:
         sequence, wanted = chunk.sequence, chunk.sequence.request.outputs.prompt_logprobs

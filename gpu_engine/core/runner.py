@@ -100,7 +100,8 @@ class LauncherRunner:
             self._slot_writer.write_pages(sequence)
         guided = tuple(sequence.guided for sequence in sequences)
         logprobs = tuple(sequence.request.outputs.num_logprobs for sequence in sequences)
-        handle = StepHandle(sequences, guided, logprobs)
+        exact = tuple(sequence.exact is not None for sequence in sequences)
+        handle = StepHandle(sequences, guided, logprobs, exact if any(exact) else ())
         if processed := self._slot_writer.processed:
             lanes = tuple(processed.get(slot) for slot in handle.slots)
             handle.processed = lanes if any(lanes) else ()
@@ -140,7 +141,9 @@ class LauncherRunner:
         if handle.any_guided:
             waited_ns += self._sync.waited_ns
         handle.waited_ms, handle.seq = waited_ns / 1e6, outputs.seq
-        results = outcomes(outputs, len(handle.slots), guided=handle.guided, logprobs=handle.logprobs)
+        results = outcomes(
+            outputs, len(handle.slots), guided=handle.guided, logprobs=handle.logprobs, exact=handle.exact
+        )
         if handle.beams is not None:
             results = beam_outcomes(results, outputs, handle.beams.lanes)
         self.budget.observe(

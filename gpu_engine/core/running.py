@@ -12,6 +12,7 @@ import torch
 
 from gpu_engine.api.request import Request, Telemetry, TokenEvent
 from gpu_engine.core.draft_budget import DraftRecord
+from gpu_engine.core.exact_sampling import ExactSampler
 from gpu_engine.core.scheduler import Sequence
 from gpu_engine.step.buffers import SlotBuffers
 from kernels.accept import pack_rules
@@ -57,6 +58,8 @@ class RunningSequence(Sequence):
     """No token is legal after the answer: the grammar process looks for a way back."""
     dead_texts: tuple[bytes, ...] = ()
     """Texts that the answer avoids since it went back; only the grammar process reads them."""
+    exact: ExactSampler | None = None
+    """The tries of an exact answer; None: each token is masked, and kept."""
     pages_written: int = 0
     """Entries of the page table that are written."""
 
@@ -133,7 +136,9 @@ class SlotWriter:
         p.top_p_S[s], p.top_k_S[s], p.min_p_S[s] = sampling.top_p, sampling.top_k, sampling.min_p
         p.repetition_S[s] = sampling.repetition_penalty
         p.presence_S[s], p.frequency_S[s] = sampling.presence_penalty, sampling.frequency_penalty
-        p.seed_S[s] = sampling.seed - (1 << 64) if sampling.seed >= 1 << 63 else sampling.seed
+        seed = sampling.seed if sequence.exact is None else sequence.exact.seed
+        p.seed_S[s] = seed - (1 << 64) if seed >= 1 << 63 else seed
+        p.prefixes_S[s] = 0 if sequence.exact is None else sequence.exact.masses.address
         among_legal = MASKED_LOGPROBS if request.outputs.masked_logprobs else 0
         p.num_logprobs_S[s] = -1 if logprobs is None else logprobs + among_legal
         p.rules_S[s] = rules.data_ptr()

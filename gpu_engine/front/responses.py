@@ -190,6 +190,9 @@ def _telemetry(output: SequenceOutput) -> pb.Telemetry:
         backend=cast("pb.Backend", t.backend),
         warnings=t.warnings,
         backtracks=t.backtracks,
+        exact_tries=t.exact_tries,
+        exact_tokens=t.exact_tokens,
+        exact_log_mass=t.exact_log_mass,
     )
 
 

@@ -40,6 +40,7 @@ from gpu_engine.api.request import (
 )
 from gpu_engine.api.sampling_defaults import MAX_REPETITION, MAX_TEMPERATURE
 from gpu_engine.front.beam_field import check_beams
+from gpu_engine.front.exact_field import check_exact
 from gpu_engine.front.grammar_field import check_grammar
 from gpu_engine.front.outputs_field import check_outputs
 from gpu_engine.front.tools.fields import chat_bytes, check_chat, check_reasoning, check_tools
@@ -90,6 +91,9 @@ def check(
     sampling = _sampling(request, max_tokens, limits)
     bad_words = _strings(request.sampling.bad_words, "sampling.bad_words", MAX_BAD_WORDS)
     outputs = _outputs(request, grammar, limits)
+    if (exact := check_exact(request, grammar, sampling, outputs, limits)) is not None:
+        # Only the server may have set a limit of repetition, which would end the tries.
+        sampling = replace(sampling, grammar_exact=exact, repetition=None)
     params = Params(
         sampling=sampling,
         grammar=grammar,

@@ -54,6 +54,8 @@ class _Slot:
     spec: GrammarSpec
     max_tokens: int
     repetition: RepetitionLimit | None = None
+    is_steered: bool = True
+    """Rows near `max_tokens` are narrowed so that the answer ends in time."""
     task: asyncio.Task[None] | None = None
     binding: bool = False
     """A Bind is under way: the matcher may exist when a Release is sent, so the Release waits for it."""
@@ -264,7 +266,8 @@ class GrammarClient:
         if (old := self._slots.get(key)) and old.task:
             old.task.cancel()
         sampling = request.sampling
-        state = _Slot(request.request_id, request.grammar, sampling.max_tokens, sampling.repetition)
+        is_steered = sampling.grammar_exact is None
+        state = _Slot(request.request_id, request.grammar, sampling.max_tokens, sampling.repetition, is_steered)
         self._slots[key] = state
         state.task = self._tasks.spawn(self._open_slot(key, state, answer), f"open slot {key[0]}.{key[1]}")
 
@@ -389,7 +392,7 @@ def _bind_request(key: tuple[int, int], state: _Slot, compiled: Compiled, answer
         slot_gen=key[1],
         grammar_id=compiled.grammar_id,
         committed_tokens=answer.committed,
-        max_tokens=state.max_tokens,
+        max_tokens=state.max_tokens if state.is_steered else 0,
         request_id=REQUEST_ID.get(),
         dead_texts=answer.dead_texts,
     )

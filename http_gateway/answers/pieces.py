@@ -87,6 +87,12 @@ def finish_reason(response: pb.GenerateResponse, calls: int) -> str:
             status=422,
             code="grammar_invalid",
         )
+    if response.finish_reason == pb.FINISH_REASON_GRAMMAR_INEXACT:
+        raise ApiError(
+            f"grammar_exact: no answer was accepted in {response.telemetry.exact_tries} tries",
+            status=422,
+            code="grammar_inexact",
+        )
     raise ApiError(
         "the grammar left no legal token: together with the banned tokens and the stops it allows no answer",
         status=422,

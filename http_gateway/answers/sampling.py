@@ -80,6 +80,7 @@ def begin(
             request.speculation.draft_index = speculation.draft_index
     _set_response(request.response, fields, logprobs)
     request.sampling.masked_logprobs = bool(fields.masked_logprobs)
+    _set_exact(request.sampling, fields)
     return request
 
 
@@ -98,6 +99,15 @@ def _set_response(response: pb.ResponseOptions, fields: SamplingFields, logprobs
         if fields.stream:
             raise ApiError("prompt_logprobs: is not for streams", param="prompt_logprobs", code="invalid_value")
         response.prompt_logprobs = fields.prompt_logprobs
+
+
+def _set_exact(sampling: pb.SamplingParams, fields: SamplingFields) -> None:
+    """Set whether the answer is exact, and the bound of its tries."""
+    sampling.grammar_exact = bool(fields.grammar_exact)
+    if fields.grammar_exact_tries is not None:
+        sampling.grammar_exact_tries = fields.grammar_exact_tries
+    if fields.grammar_exact_ms is not None:
+        sampling.grammar_exact_ms = fields.grammar_exact_ms
 
 
 def check_stream_options(fields: SamplingFields) -> None:

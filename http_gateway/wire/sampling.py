@@ -157,6 +157,10 @@ class SamplingFields(Fields):
     receipt_nonce: Annotated[str, Field(pattern=r"^([0-9a-fA-F]{2}){16,64}$")] | None = None
     """16 to 64 secret bytes in hexadecimal digits. The choice's `receipt` is then a signed statement of what ran, whose
     digests can be checked with these bytes."""
+    grammar_exact: bool | None = None
+    """The answer has the model's own distribution, given that the whole answer matches the grammar."""
+    grammar_exact_tries: int | None = Field(default=None, ge=1, le=65536)
+    grammar_exact_ms: int | None = Field(default=None, ge=1, le=86_400_000)
     telemetry: bool | None = None
     """Times, drafts and seed of each sequence, in the choice's `telemetry`."""
 

@@ -17,7 +17,7 @@ from typing import Any
 import jsonschema
 
 from gpu_engine.api.receipts import TokenChain
-from gpu_engine.api.request import Backtracking, GrammarKind, Request
+from gpu_engine.api.request import Backtracking, GrammarExact, GrammarKind, Request
 from gpu_engine.api.signed_statements import unchecked_claims
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.repetition import RepetitionLimit
@@ -365,6 +365,9 @@ EFFECTS: dict[str, Effect] = {
     "origins": one_a_token("token_origins"),
     "events": every(events),
     "receipt": every(receipt),
+    "exact": both(
+        sampled(grammar_exact=GrammarExact(5000, 600.0)), every(lambda a, i: a.last(i).telemetry.exact_tries > 0)
+    ),
     "lora": lambda answer: answer.request.lora is not None and answer.request.lora.name == "low-rank",
     "prompt_adapter": lambda answer: answer.request.num_virtual_tokens == VIRTUAL_TOKENS,
     "no_text": both(

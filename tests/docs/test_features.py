@@ -27,12 +27,13 @@ from tests.receipt_keys import new_key
 Send = Callable[[Collection[str]], Answer | grpc.RpcError]
 
 PAGE = ROOT / "docs/features.md"
-NEEDS = {"bounds": "grammar", "fields": "bounds", "events": "bounds"}
+NEEDS = {"bounds": "grammar", "fields": "bounds", "events": "bounds", "exact": "bounds"}
 """Features that have no effect without another one; within bounds an answer reaches its end."""
 COMPANY = {
     "bounds": ("grammar",),
     "fields": ("grammar", "bounds"),
     "events": ("grammar", "bounds"),
+    "exact": ("grammar", "bounds"),
     "min_tokens": ("stop",),
 }
 """The least features with which a feature shows its effect."""
@@ -95,6 +96,7 @@ VALUES = {
         "beam_search.early_stopping",
         "text",
         "sampling.masked_logprobs",
+        "sampling.grammar_exact_error",
     ),
 }
 """Fields of a request that are no features of their own: other forms of a prompt or a grammar, and what a feature's

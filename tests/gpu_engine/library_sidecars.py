@@ -87,9 +87,9 @@ class LibraryGrammar:
     ) -> None:
         start, plan, verified = self.start(request, dead_texts)
         limit, repetition = request.sampling.max_tokens, request.sampling.repetition
-        bound = SlotMatcher.bind(
-            slot_gen, start, committed, partial(CompletionBudget, plan, limit, repetition=repetition)
-        )
+        budget = partial(CompletionBudget, plan, limit, repetition=repetition)
+        is_steered = request.sampling.grammar_exact is None
+        bound = SlotMatcher.bind(slot_gen, start, committed, budget if is_steered else None)
         self.worker.bind(slot, LoggedSlot.of(bound, self.filled[slot]) if self.logs else bound)
         self.engine.grammar_opened(
             slot, slot_gen, compile_ms=1.0, cache_hit=True, backend=1, warnings=(), verified=verified

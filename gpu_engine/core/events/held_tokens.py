@@ -1,6 +1,7 @@
-"""Tokens of verified answers that are held back, so that an answer without a legal token can go back over them.
+"""Tokens that are held back, so that an answer can go back over them.
 
-The last `Backtracking.hold_tokens` tokens of an answer are held; the tokens before them were sent and stay.
+Of a verified answer the last `Backtracking.hold_tokens` tokens are held; the tokens before them were sent and stay. An
+answer without a legal token goes back over held ones. Of an exact answer all tokens are held until it is accepted.
 Invariant: how many tokens were sent when no token is legal depends only on the answer's tokens, not on the steps that
 brought them. So an answer goes back to the same place with any number of drafts.
 Not responsible for: how far back (the grammar process decides), the slot and the pages (see loop.py).
@@ -17,6 +18,9 @@ from gpu_engine.core.running import RunningSequence
 def hold(sequence: RunningSequence, event: TokenEvent) -> None:
     """Send the tokens of `event`, except the tokens of a verified answer that must be held."""
     backtracking = sequence.request.backtracking
+    if sequence.exact is not None:
+        sequence.unsent = all_unsent(sequence, event)
+        return
     if backtracking is None or not sequence.verified:
         sequence.request.sink(event)
         return
@@ -42,6 +46,12 @@ def all_unsent(sequence: RunningSequence, event: TokenEvent) -> TokenEvent:
         origins=held.origins + event.origins,
         prompt_logprobs=held.prompt_logprobs or event.prompt_logprobs,
     )
+
+
+def take_all_back(sequence: RunningSequence) -> None:
+    """Take back the whole answer, of which no client has a token. The log-probabilities of the prompt stay."""
+    sequence.answer.clear()
+    sequence.unsent = None if sequence.unsent is None else _part(sequence.unsent, 0, 0)
 
 
 def may_backtrack(sequence: RunningSequence) -> bool:

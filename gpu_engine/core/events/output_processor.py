@@ -8,6 +8,7 @@ Each lane goes one way, in one order:
                   grammar: rows were missing, or have arrived                 (core/grammar_slots.py)
                   tensors: the tokens wait for their rows                     (tensor_streams.py)
                   a verified answer without a legal token may go back     (held_tokens.py)
+                  an exact answer may begin anew                          (core/exact_sampling.py)
                   else the tokens are sent or held, or the sequence ends with them
 
 After the last lane, each search whose beams all have candidates goes on, or ends.
@@ -18,16 +19,19 @@ by the engine thread. Not responsible for: what a sequence holds and its release
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from gpu_engine.api.errors import LockstepError
+from gpu_engine.api.errors import LimitExceeded, LockstepError
 from gpu_engine.api.request import FinishReason, PromptLogprobs, Request, TokenEvent, TokenOrigin
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.core.beams.groups import BeamGroups
-from gpu_engine.core.events.held_tokens import all_unsent, hold, may_backtrack
+from gpu_engine.core.events.held_tokens import all_unsent, hold, may_backtrack, take_all_back
 from gpu_engine.core.events.tensor_streams import OutputStreams
+from gpu_engine.core.exact_sampling import ExactSampler, Verdict
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.core.running import RunningSequence
@@ -61,6 +65,7 @@ class OutputProcessor:
         grammar_slots: learns which rows have arrived.
         beams: the searches.
         end: ends a sequence.
+        begin_anew: lets an exact answer begin anew.
     """
 
     def __init__(
@@ -71,7 +76,9 @@ class OutputProcessor:
         grammar_slots: GrammarSlots,
         beams: BeamGroups,
         end: EndSequence,
+        begin_anew: Callable[[RunningSequence], None],
     ) -> None:
+        self._begin_anew = begin_anew
         self._stats, self._scorer, self._outputs = stats, scorer, outputs
         self._grammar_slots, self._beams, self._end = grammar_slots, beams, end
 
@@ -96,6 +103,9 @@ class OutputProcessor:
         """Return the tokens that the client does not have yet; the sequence ends with the tokens of `event`."""
         if sequence in self._outputs:
             return self._outputs.close(sequence)
+        if sequence.exact is not None and not sequence.exact.accepted:
+            take_all_back(sequence)
+            event = None
         return all_unsent(sequence, event or TokenEvent(sequence.request.index))
 
     def _take(self, sequence: RunningSequence, outcome: LaneOutcome, step: LaunchedStep) -> None:
@@ -112,6 +122,8 @@ class OutputProcessor:
         finish = None if outcome.finish is None else _reason(sequence, outcome)
         if sequence in self._outputs:
             self._hold(sequence, event, finish)
+        elif sequence.exact is not None and outcome.blocked != RowKind.ERROR:
+            self._take_exact(sequence, event, outcome, sequence.exact, finish)
         elif finish is FinishReason.GRAMMAR_INVALID and may_backtrack(sequence):
             hold(sequence, event)
             self._grammar_slots.backtrack(sequence)
@@ -120,12 +132,36 @@ class OutputProcessor:
         elif outcome.token_ids:
             hold(sequence, event)
 
+    def _take_exact(
+        self,
+        sequence: RunningSequence,
+        event: TokenEvent,
+        outcome: LaneOutcome,
+        sampler: ExactSampler,
+        finish: FinishReason | None,
+    ) -> None:
+        """Hold the tokens of an exact answer until it is accepted, or let it begin anew."""
+        hold(sequence, event)
+        verdict, telemetry = sampler.take(outcome.token_ids, outcome.masses, finish), sequence.telemetry
+        telemetry.exact_tries, telemetry.exact_tokens = sampler.tries, sampler.tokens
+        telemetry.exact_log_mass = sampler.masses.log_mass
+        if verdict is Verdict.AGAIN:
+            self._begin_anew(sequence)
+        elif verdict is Verdict.ACCEPTED:
+            self._end(sequence, finish=finish)
+        elif verdict is Verdict.GIVEN_UP and sampler.bound.fails:
+            mass = f"the grammar has at most {math.exp(sampler.masses.log_mass):.3g} of the model's answers"
+            self._end(sequence, error=LimitExceeded(f"sampling.grammar_exact: {sampler.tries} tries, {mass}"))
+        elif verdict is Verdict.GIVEN_UP:
+            self._end(sequence, finish=FinishReason.GRAMMAR_INEXACT)
+
     def _fail(self, sequence: RunningSequence, outcome: LaneOutcome, error: LockstepError, step: LaunchedStep) -> None:
         """End a lane for which the step failed. Without drafts its tokens were sent before the row that failed."""
         if outcome.token_ids:
             event = self._event(sequence, outcome)
             self._count(sequence, outcome, step.waited_ms)
-            if sequence not in self._outputs:  # their tokens wait for their rows, which an error drops
+            # The tokens of a sequence with tensors wait for their rows, which an error drops.
+            if sequence not in self._outputs and sequence.exact is None:
                 sequence.request.sink(all_unsent(sequence, event))
         self._end(sequence, error=error)
 

@@ -25,6 +25,7 @@ FINISH_REASONS = {
     FinishReason.ABORTED: "abort",
     FinishReason.GRAMMAR_ERROR: "error",
     FinishReason.GRAMMAR_INVALID: "error",
+    FinishReason.GRAMMAR_INEXACT: "error",
 }
 
 

@@ -62,6 +62,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_GRAMMAR_CLOSED: _ClassVar[FinishReason]
     FINISH_REASON_GRAMMAR_INVALID: _ClassVar[FinishReason]
     FINISH_REASON_REPETITION: _ClassVar[FinishReason]
+    FINISH_REASON_GRAMMAR_INEXACT: _ClassVar[FinishReason]
 TOOL_CHOICE_UNSPECIFIED: ToolChoice
 TOOL_CHOICE_AUTO: ToolChoice
 TOOL_CHOICE_NONE: ToolChoice
@@ -97,6 +98,7 @@ FINISH_REASON_GRAMMAR_ERROR: FinishReason
 FINISH_REASON_GRAMMAR_CLOSED: FinishReason
 FINISH_REASON_GRAMMAR_INVALID: FinishReason
 FINISH_REASON_REPETITION: FinishReason
+FINISH_REASON_GRAMMAR_INEXACT: FinishReason
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "messages", "sampling", "grammar", "speculation", "response", "tools", "reasoning", "cache_salt", "priority", "client_id", "logits_processors", "lora", "prompt_adapter", "beam_search", "max_queue_ms", "never_preempt")
@@ -235,7 +237,7 @@ class Reasoning(_message.Message):
     def __init__(self, enabled: _Optional[bool] = ..., max_tokens: _Optional[int] = ..., effort: _Optional[str] = ..., begin: _Optional[str] = ..., end: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "bad_token_ids", "bad_words", "ignore_eos", "logprobs", "n", "include_stop_str_in_output", "skip_special_tokens", "logit_bias", "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count", "masked_logprobs")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "bad_token_ids", "bad_words", "ignore_eos", "logprobs", "n", "include_stop_str_in_output", "skip_special_tokens", "logit_bias", "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count", "masked_logprobs", "grammar_exact", "grammar_exact_tries", "grammar_exact_ms", "grammar_exact_error")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +269,10 @@ class SamplingParams(_message.Message):
     REPETITION_MIN_PATTERN_SIZE_FIELD_NUMBER: _ClassVar[int]
     REPETITION_MIN_COUNT_FIELD_NUMBER: _ClassVar[int]
     MASKED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_EXACT_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_EXACT_TRIES_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_EXACT_MS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_EXACT_ERROR_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -291,7 +297,11 @@ class SamplingParams(_message.Message):
     repetition_min_pattern_size: int
     repetition_min_count: int
     masked_logprobs: bool
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., repetition_max_pattern_size: _Optional[int] = ..., repetition_min_pattern_size: _Optional[int] = ..., repetition_min_count: _Optional[int] = ..., masked_logprobs: _Optional[bool] = ...) -> None: ...
+    grammar_exact: bool
+    grammar_exact_tries: int
+    grammar_exact_ms: int
+    grammar_exact_error: bool
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., repetition_max_pattern_size: _Optional[int] = ..., repetition_min_pattern_size: _Optional[int] = ..., repetition_min_count: _Optional[int] = ..., masked_logprobs: _Optional[bool] = ..., grammar_exact: _Optional[bool] = ..., grammar_exact_tries: _Optional[int] = ..., grammar_exact_ms: _Optional[int] = ..., grammar_exact_error: _Optional[bool] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("json_object", "json_schema", "regex", "ebnf", "lark", "choice", "structural_tag", "grammar_id", "whitespace", "backend", "allow_unenforced", "unenforced", "max_string_length", "max_array_items", "max_number_digits", "max_whitespace", "max_backtracks", "hold_tokens", "closed_objects")
@@ -572,7 +582,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class Telemetry(_message.Message):
-    __slots__ = ("queue_ms", "compile_ms", "compile_cache_hit", "ttft_ms", "total_ms", "mask_wait_ms", "steps", "draft_tokens", "accepted_draft_tokens", "acceptance_length", "deferred_rows", "seed", "backend", "warnings", "backtracks")
+    __slots__ = ("queue_ms", "compile_ms", "compile_cache_hit", "ttft_ms", "total_ms", "mask_wait_ms", "steps", "draft_tokens", "accepted_draft_tokens", "acceptance_length", "deferred_rows", "seed", "backend", "warnings", "backtracks", "exact_tries", "exact_tokens", "exact_log_mass")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     COMPILE_MS_FIELD_NUMBER: _ClassVar[int]
     COMPILE_CACHE_HIT_FIELD_NUMBER: _ClassVar[int]
@@ -588,6 +598,9 @@ class Telemetry(_message.Message):
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     BACKTRACKS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_TRIES_FIELD_NUMBER: _ClassVar[int]
+    EXACT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_LOG_MASS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     compile_ms: float
     compile_cache_hit: bool
@@ -603,7 +616,10 @@ class Telemetry(_message.Message):
     backend: Backend
     warnings: _containers.RepeatedScalarFieldContainer[str]
     backtracks: int
-    def __init__(self, queue_ms: _Optional[float] = ..., compile_ms: _Optional[float] = ..., compile_cache_hit: _Optional[bool] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., mask_wait_ms: _Optional[float] = ..., steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., deferred_rows: _Optional[int] = ..., seed: _Optional[int] = ..., backend: _Optional[_Union[Backend, str]] = ..., warnings: _Optional[_Iterable[str]] = ..., backtracks: _Optional[int] = ...) -> None: ...
+    exact_tries: int
+    exact_tokens: int
+    exact_log_mass: float
+    def __init__(self, queue_ms: _Optional[float] = ..., compile_ms: _Optional[float] = ..., compile_cache_hit: _Optional[bool] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., mask_wait_ms: _Optional[float] = ..., steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., deferred_rows: _Optional[int] = ..., seed: _Optional[int] = ..., backend: _Optional[_Union[Backend, str]] = ..., warnings: _Optional[_Iterable[str]] = ..., backtracks: _Optional[int] = ..., exact_tries: _Optional[int] = ..., exact_tokens: _Optional[int] = ..., exact_log_mass: _Optional[float] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
     __slots__ = ("grammar",)

@@ -23,6 +23,7 @@ from gpu_engine.api.request import (
     Backtracking,
     EarlyStopping,
     FinishReason,
+    GrammarExact,
     GrammarKind,
     Logprobs,
     Request,
@@ -86,8 +87,9 @@ class Row(NamedTuple):
     expected: Any
 
 
-def sampling(field: str, value: Any, effect: Effect, expected: Any, **others: Any) -> Row:
-    return Row({"text": "hi", "sampling": {field: value, **others}}, effect, expected)
+def sampling(field: str, value: Any, effect: Effect, expected: Any, *, by_grammar: bool = False, **others: Any) -> Row:
+    fields = {"grammar": {"regex": "a+"}} if by_grammar else {}
+    return Row({"text": "hi", "sampling": {field: value, **others}, **fields}, effect, expected)
 
 
 def grammar(effect: Effect, expected: Any, **fields: Any) -> Row:
@@ -239,6 +241,33 @@ ROWS: dict[str, Row] = {
         lambda s: s.request.sampling.repetition,
         RepetitionLimit(6, 1, 5, 0),
         repetition_max_pattern_size=6,
+    ),
+    "sampling.grammar_exact": sampling(
+        "grammar_exact", True, lambda s: s.request.sampling.grammar_exact, GrammarExact(1000, 60.0), by_grammar=True
+    ),
+    "sampling.grammar_exact_tries": sampling(
+        "grammar_exact_tries",
+        7,
+        lambda s: s.request.sampling.grammar_exact,
+        GrammarExact(7, 60.0),
+        grammar_exact=True,
+        by_grammar=True,
+    ),
+    "sampling.grammar_exact_ms": sampling(
+        "grammar_exact_ms",
+        500,
+        lambda s: s.request.sampling.grammar_exact,
+        GrammarExact(1000, 0.5),
+        grammar_exact=True,
+        by_grammar=True,
+    ),
+    "sampling.grammar_exact_error": sampling(
+        "grammar_exact_error",
+        True,
+        lambda s: s.request.sampling.grammar_exact,
+        GrammarExact(1000, 60.0, fails=True),
+        grammar_exact=True,
+        by_grammar=True,
     ),
     "grammar.json_object": grammar(source, (GrammarKind.JSON_OBJECT, ""), json_object=True),
     "grammar.json_schema": grammar(source, (GrammarKind.JSON_SCHEMA, "{}"), json_schema="{}"),

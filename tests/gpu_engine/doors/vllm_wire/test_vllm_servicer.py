@@ -219,6 +219,7 @@ FINISH_REASONS = {
     FinishReason.REPETITION: "repetition",
     FinishReason.GRAMMAR_ERROR: "error",
     FinishReason.GRAMMAR_INVALID: "error",
+    FinishReason.GRAMMAR_INEXACT: "error",
     FinishReason.ABORTED: "abort",
 }
 

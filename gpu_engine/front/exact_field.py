@@ -1,0 +1,82 @@
+"""The fields `sampling.grammar_exact*` of a request: the bound of the tries, and the fields that exact answers refuse.
+
+Invariant: a field that would change the distribution, or whose results could not be taken back, is an error that names
+`sampling.grammar_exact` and the field. Not responsible for: the tries (see core/exact_sampling.py).
+"""
+
+from __future__ import annotations
+
+from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.limits import Limits
+from gpu_engine.api.request import GrammarExact, GrammarSpec, Outputs, SamplingParams
+from protos.engine.v1 import engine_pb2 as pb
+
+FIELD = "sampling.grammar_exact"
+MAX_TRIES, DEFAULT_TRIES = 65536, 1000
+MAX_MS, DEFAULT_MS = 24 * 60 * 60 * 1000, 60 * 1000
+
+
+def check_exact(
+    request: pb.GenerateRequest,
+    grammar: GrammarSpec | None,
+    sampling: SamplingParams,
+    outputs: Outputs,
+    limits: Limits,
+) -> GrammarExact | None:
+    """Return the bound of an exact answer; None: the request asks for none. Raises InvalidRequest.
+
+    `sampling` has the request's values, or the model's where the request has none.
+    """
+    given = request.sampling
+    if not given.grammar_exact:
+        names = ("grammar_exact_tries", "grammar_exact_ms")
+        named = [name for name in names if given.HasField(name)] + ["grammar_exact_error"] * given.grammar_exact_error
+        if named:
+            raise InvalidRequest(f"sampling.{named[0]}", "needs grammar_exact")
+        return None
+    if not limits.exact_answers:
+        raise InvalidRequest(FIELD, "needs an engine on a CPU; this one runs on a GPU")
+    if grammar is None:
+        raise InvalidRequest(FIELD, "needs a grammar")
+    _refuse(request, grammar, outputs)
+    _refuse_filters(sampling)
+    tries = _bounded("grammar_exact_tries", given.grammar_exact_tries, DEFAULT_TRIES, MAX_TRIES, request)
+    ms = _bounded("grammar_exact_ms", given.grammar_exact_ms, DEFAULT_MS, MAX_MS, request)
+    return GrammarExact(tries, ms / 1e3, given.grammar_exact_error)
+
+
+def _refuse(request: pb.GenerateRequest, grammar: GrammarSpec, outputs: Outputs) -> None:
+    """Raise InvalidRequest for a field that ends, changes or returns what a rejected try has."""
+    sampling, reasoning = request.sampling, request.reasoning
+    thinks = request.HasField("reasoning") and (reasoning.enabled or not reasoning.HasField("enabled"))
+    others = {
+        "beam_search": request.HasField("beam_search"),
+        "tools": request.HasField("tools"),
+        "reasoning": thinks,
+        "grammar.unenforced = UNENFORCED_VERIFY": grammar.verify,
+        "stop": bool(sampling.stop),
+        "stop_token_ids": bool(sampling.stop_token_ids),
+        "repetition_max_pattern_size": sampling.repetition_max_pattern_size > 0,
+        "logits_processors": bool(request.logits_processors),
+        "logits and other tensors": bool(outputs.tensors),
+        "never_preempt": request.never_preempt,
+    }
+    for other, is_given in others.items():
+        if is_given:
+            raise InvalidRequest(FIELD, f"is not allowed together with {other}")
+
+
+def _refuse_filters(sampling: SamplingParams) -> None:
+    """Raise InvalidRequest unless every token may be drawn with its own probability."""
+    if sampling.temperature == 0.0:
+        raise InvalidRequest(FIELD, "needs a temperature above 0")
+    if sampling.filters:
+        raise InvalidRequest(FIELD, f"needs no {sampling.filters[0]}; the request, or the model's default, has one")
+
+
+def _bounded(name: str, value: int, default: int, most: int, request: pb.GenerateRequest) -> int:
+    if not request.sampling.HasField(name):
+        return default
+    if not 1 <= value <= most:
+        raise InvalidRequest(f"sampling.{name}", f"is {value}, must be in [1, {most}]")
+    return value
