@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,8 +30,8 @@ from gpu_engine.model.states import SequenceStates
 
 log = logging.getLogger(__name__)
 
-_TOKENS = 24
-_PREFILLED = 15
+_TOKENS = 16
+_PREFILLED = 10
 _DRAFTS = 4
 _PAGE_SIZE = 32
 _EXACT_ERROR = 1e-3
@@ -83,31 +83,32 @@ def _context(model: LoadedModel) -> AttentionContext:
     return ctx
 
 
-def _continued(model: LoadedModel, ids_BP: torch.Tensor) -> torch.Tensor:
-    """Return the logits of the tokens from `_PREFILLED` on, in a forward after the one of the tokens in front.
+def _continued(model: LoadedModel, ids_BP: torch.Tensor, whole: AttentionContext) -> torch.Tensor:
+    """Return the logits of the tokens from `_PREFILLED` on, in a forward after the one of the tokens before them.
 
-    A model with recurrent layers first verifies some of them, and a wrong one after these, in a forward in between.
+    `whole`: of a forward of all tokens, whose pages have the keys and values of the first ones. A model with recurrent
+    layers computes these again, then verifies some of the others, and a wrong one after these, in a forward in between.
     """
-    whole = _context(model)
-    states = None
-    if model.recurrent:
-        states = SequenceStates(model.recurrent, num_slots=1, max_rows=_DRAFTS + 1, device=model.device)
 
-    def part(start: int, end: int, num_committed: int) -> AttentionContext:
-        positions_BP = whole.positions_BP[:, start:end].contiguous()
-        ctx = AttentionContext(whole.pages, whole.page_table_BN, positions_BP)
-        if states is not None:
-            ctx.recurrent = states.forward_of([0], [start], [end - start], [num_committed])
-        return ctx
+    def part(start: int, end: int) -> AttentionContext:
+        return AttentionContext(pages, whole.page_table_BN, whole.positions_BP[:, start:end].contiguous())
 
-    model.prefill(ids_BP[:, :_PREFILLED], part(0, _PREFILLED, _PREFILLED))
-    if states is None:
-        return model.logits(ids_BP[:, _PREFILLED:], part(_PREFILLED, _TOKENS, 0))
+    if not model.recurrent:
+        pages = whole.pages
+        return model.logits(ids_BP[:, _PREFILLED:], part(_PREFILLED, _TOKENS))
+    pages = _context(model).pages
+    states = SequenceStates(model.recurrent, num_slots=1, max_rows=_DRAFTS + 1, device=model.device)
+
+    def with_states(start: int, end: int, num_committed: int) -> AttentionContext:
+        recurrent = states.forward_of([0], [start], [end - start], [num_committed])
+        return replace(part(start, end), recurrent=recurrent)
+
+    model.prefill(ids_BP[:, :_PREFILLED], with_states(0, _PREFILLED, _PREFILLED))
     accepted, end = _PREFILLED + _DRAFTS, _PREFILLED + _DRAFTS + 1
     drafts_BP = ids_BP[:, _PREFILLED:end].clone()
     drafts_BP[:, -1] = (drafts_BP[:, -1] + 1) % model.vocab_size
-    verified_NV = model.logits(drafts_BP, part(_PREFILLED, end, 1))[:-1].clone()
-    rest = part(accepted, _TOKENS, _TOKENS - accepted)
+    verified_NV = model.logits(drafts_BP, with_states(_PREFILLED, end, 1))[:-1].clone()
+    rest = with_states(accepted, _TOKENS, _TOKENS - accepted)
     return torch.cat((verified_NV, model.logits(ids_BP[:, accepted:], rest)))
 
 
@@ -205,7 +206,7 @@ def probe(
     try:
         with recording(model.net) as record:
             logits = model.logits(ids, ctx)
-        later = _continued(model, ids)
+        later = _continued(model, ids, ctx)
     except torch.OutOfMemoryError:
         raise
     except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:

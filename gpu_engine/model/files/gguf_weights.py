@@ -22,11 +22,9 @@ from gpu_engine.model.files.architectures import ARCHITECTURES
 from gpu_engine.model.files.gguf_header import GGUFHeader, GGUFTensor
 from gpu_engine.model.files.pieces import FileBytes
 from gpu_engine.model.quantised.gguf_kinds import BLOCKS, numbers_of, raw_blocks
-from gpu_engine.model.quantised.linear import BlockLinear, check_product
+from gpu_engine.model.quantised.linear import BlockLinear, check_product, some_rows
 from kernels.blocks import BLOCK, BlockKind, PackedBlocks
 
-_CHECKED = 128
-"""Rows of a product that are compared with the library's numbers."""
 _FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 
 
@@ -177,22 +175,19 @@ class GGUFWeights:
         for tensor in tensors:
             order, columns = self._order(tensor), self._column_order(tensor)
             blocks = None if columns is None else _blocks_of(columns)
+            rows_n = some_rows(tensor.shape[0])
+            from_n = rows_n if order is None else order[rows_n]  # of the file
+            some = list[npt.NDArray[np.uint8]]()
             for first, raw in self._slabs(tensor) if order is None else [(0, self._whole(tensor))]:
                 packed.put(begin + first, len(raw), raw_blocks(raw, tensor.kind, blocks), order)
-            count = tensor.shape[0]
-            rows_n = torch.linspace(0, count - 1, min(_CHECKED, count)).long()
-            values = self._dequantised_rows(tensor, rows_n if order is None else order[rows_n])
+                some.append(raw[from_n[(from_n >= first) & (from_n < first + len(raw))].numpy() - first])
             checked.append(begin + rows_n)
+            values = torch.from_numpy(dequantize(np.concatenate(some), tensor.kind))
             wanted.append(values if columns is None else values[:, columns])
-            begin += count
+            begin += tensor.shape[0]
         product = BlockLinear(packed, bias)
         check_product(name, product, torch.cat(checked), torch.cat(wanted))
         return product
-
-    def _dequantised_rows(self, tensor: GGUFTensor, rows_n: torch.Tensor) -> torch.Tensor:
-        file = self._bytes[tensor.file]
-        read = [file.read(tensor.start + at * tensor.row_bytes, tensor.row_bytes) for at in rows_n.tolist()]
-        return torch.from_numpy(dequantize(np.stack(read), tensor.kind))
 
     def _whole(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
         return self._bytes[tensor.file].read(tensor.start, tensor.num_bytes).reshape(-1, tensor.row_bytes)

@@ -21,6 +21,11 @@ _GROUP = 32
 """Rows are read in groups, as products pack them."""
 
 
+def _memory(count: int) -> npt.NDArray[np.uint8]:
+    memory: npt.NDArray[np.uint8] = torch.empty(count, dtype=torch.uint8).numpy()  # aligned as kernels like it
+    return memory
+
+
 class FileBytes:
     """An open file. For any thread.
 
@@ -34,8 +39,11 @@ class FileBytes:
 
     def read(self, start: int, count: int) -> npt.NDArray[np.uint8]:
         """Return bytes of the file. Raises ValueError where it has become shorter."""
-        into: npt.NDArray[np.uint8] = torch.empty(count, dtype=torch.uint8).numpy()  # aligned as kernels like it
+        return self._into(_memory(count), start)
+
+    def _into(self, into: npt.NDArray[np.uint8], start: int) -> npt.NDArray[np.uint8]:
         view: Any = into
+        count = len(into)
         done = 0
         while done < count:
             got = os.preadv(self._file, [memoryview(view)[done:]], start + done)
@@ -47,15 +55,17 @@ class FileBytes:
     def slabs(self, start: int, rows: int, num_bytes: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
         """Yield the number of a row, a multiple of 32, and the bytes of the next rows from it on, [n, bytes of a row].
 
-        The rows begin at `start`, and take `num_bytes` together.
+        The rows begin at `start`, and take `num_bytes` together. The bytes are valid until the next ones are asked for.
         """
         if not rows:
             return
         row_bytes = num_bytes // rows
         step = max(1, _SLAB // max(1, row_bytes) // _GROUP) * _GROUP
+        into = _memory(min(step, rows) * row_bytes)
         for first in range(0, rows, step):
             count = min(step, rows - first)
-            yield first, self.read(start + first * row_bytes, count * row_bytes).reshape(count, row_bytes)
+            raw = self._into(into[: count * row_bytes], start + first * row_bytes)
+            yield first, raw.reshape(count, row_bytes)
 
     def close(self) -> None:
         """Close the file."""

@@ -21,7 +21,7 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.model.files.filled import MakeProduct, Weights
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint
-from gpu_engine.model.quantised.linear import BlockLinear, BlocksOf, check_product, quantise_linears
+from gpu_engine.model.quantised.linear import BlockLinear, BlocksOf, check_product, quantise_linears, some_rows
 from gpu_engine.model.quantised.matrices import ScaledRows
 from gpu_engine.model.quantised.scaled import ScaledKind, ScaledLinear, rounded_rows, scale_linears, why_not_scaled
 from kernels.blocks import BLOCK, BlockKind, Blocks, PackedBlocks, RawBlocks, can_multiply_blocks, quantised
@@ -29,8 +29,6 @@ from kernels.blocks import BLOCK, BlockKind, Blocks, PackedBlocks, RawBlocks, ca
 log = logging.getLogger(__name__)
 
 WhyNot = Callable[[ScaledKind, torch.device], str | None]
-_CHECKED = 128
-"""Rows of a product that are compared with those of its matrix."""
 _BLOCKS = {BlockKind.Q4: "4-bit blocks", BlockKind.Q8: "8-bit blocks"}
 
 
@@ -194,7 +192,7 @@ def rounded_product(
     assert shape is not None, source
     N, K = shape
     packed = PackedBlocks.unfilled(kind, (N, K), offsets=kind is BlockKind.Q4, bias=bias)
-    rows_n, wanted = torch.linspace(0, N - 1, min(_CHECKED, N)).long(), []
+    rows_n, wanted = some_rows(N), []
     for first, part_nK in weights.rows(source, dtype):
         blocks = quantised(part_nK, kind)
         packed.put(first, len(part_nK), RawBlocks.of(blocks))

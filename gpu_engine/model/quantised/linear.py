@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 _KERNEL = 2e-2
 """Largest relative distance of a product that 8-bit activations explain."""
+_ROWS = 128
+"""The most rows of a matrix that a product is compared by."""
 _COMPARED = 256
 """The fewest sums that a product is compared by."""
 
@@ -93,6 +95,12 @@ def quantise_linears(model: nn.Module, blocks_of: BlocksOf) -> int:
     return count
 
 
+def some_rows(num_rows: int) -> torch.Tensor:
+    """Return the numbers of the rows of a matrix that `check_product` compares: at most 128, the last among them."""
+    # Exact in torch's default dtype as well, which is bfloat16 for every thread while a model is made.
+    return torch.linspace(0, num_rows - 1, min(_ROWS, num_rows), dtype=torch.float64).long()
+
+
 def check_product(path: str, product: BlockLinear, rows_n: torch.Tensor, want_nK: torch.Tensor) -> None:
     """Raise RuntimeError where a product differs from its matrix by more than the activations' rounding.
 
@@ -100,7 +108,8 @@ def check_product(path: str, product: BlockLinear, rows_n: torch.Tensor, want_nK
     """
     # The few sums of a gate with one output may all be near zero, where rounding is a large share of them.
     num_rows = max(3, -(-_COMPARED // len(rows_n)))
-    x_MK = torch.randn(num_rows, product.in_features, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    x_MK = torch.randn(num_rows, product.in_features, generator=generator, dtype=torch.float32)
     bias = None if product.bias is None else product.bias.float()[rows_n]
     far = distance(product(x_MK)[:, rows_n], nn.functional.linear(x_MK, want_nK, bias))
     if far > _KERNEL:
