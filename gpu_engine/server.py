@@ -9,13 +9,14 @@ Not responsible for: the command line (cli/), or what any part does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from gpu_engine.api.capabilities import OF_START, Start, refuse
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import RankLost
 from gpu_engine.api.limits import Limits
-from gpu_engine.api.ports import Model, ServedEngine
+from gpu_engine.api.ports import Model, ServedEngine, Vocabulary
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.doors.found import Door, wanted_doors
 from gpu_engine.extensions.found import Extension, ExtensionModule, Extensions, wanted_extensions
@@ -38,6 +39,7 @@ from gpu_engine.front.port.listening import Listeners, ServerError, bind
 from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.front.tools.formats import with_format
 from gpu_engine.gateway_process import SOCKET_NAME, TOKEN_NAME, HttpGateway, gateway_command, write_token
+from gpu_engine.model.embedded import cache_dir
 from gpu_engine.model.names import check_name
 from gpu_engine.ops.core_split import CoreSplit, fills_cores
 from gpu_engine.ops.installation import installed_version, overwritten_kernels, torch_has_cuda
@@ -48,9 +50,11 @@ from gpu_engine.ops.placement import resolve_placement
 from gpu_engine.ops.tracing import open_tracing
 from gpu_engine.sidecar.client import GrammarClient
 from gpu_engine.sidecar.directory import grammar_directory, private_directory
+from gpu_engine.sidecar.early import KeptSetup
 from gpu_engine.sidecar.process import GrammarProcess, end_task, resolved_sync
 from gpu_engine.sidecar.supervisor import Sidecar
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
+from service_runtime.collector import importing
 from service_runtime.cores import usable_cores
 from service_runtime.health import HealthServicer
 from service_runtime.own_thread import in_own_thread
@@ -84,12 +88,23 @@ class Parts:
     build_engine: Callable[..., ServedEngine]
     """Called with EngineConfig, Model, EngineEnd | None and GrammarPort | None, and with `hooks` of extensions."""
     num_cuda_devices: Callable[[], int] = lambda: 0
-    find_model: Callable[[EngineConfig, Progress | None], object] = lambda config, progress: None
-    """Raises the errors of `load_model` for a model that is not there; fetches one of the hub."""
+    find_model: Callable[[EngineConfig, Progress | None], Path | None] = lambda config, progress: None
+    """Returns where the model lies, or None. Raises the errors of `load_model` for a model that is not there; fetches
+    one of the hub."""
+    early: EarlyVocabulary = field(default_factory=lambda: EarlyVocabulary())
+    """What `load_model` says of the tokens before it has read the weights."""
     doors: Sequence[Door] | None = None
     """The doors that may be served; None: the installed ones."""
     extensions: Sequence[ExtensionModule] | None = None
     """The extensions that may be opened; None: the installed ones."""
+
+
+@dataclass(slots=True)
+class EarlyVocabulary:
+    """Hands the tokens of a model over while its weights are read."""
+
+    known: Callable[[Vocabulary], None] = lambda vocabulary: None
+    """Called on the loading thread."""
 
 
 def real_parts() -> Parts:
@@ -100,22 +115,29 @@ def real_parts() -> Parts:
     """
     if (problem := overwritten_kernels()) is not None:
         raise ServerError(problem)
+    early = EarlyVocabulary()
 
-    def find(config: EngineConfig, progress: Progress | None) -> None:
+    def find(config: EngineConfig, progress: Progress | None) -> Path:
         from gpu_engine.model.hub import find_model
 
-        find_model(config, progress)
+        return find_model(config, progress)
 
     def load(config: EngineConfig, progress: Progress | None) -> Model:
         if progress:
             progress("loading the libraries", 0.0)
-        from transformers.utils import logging as transformers_logging
+        with importing():
+            from gpu_engine.model.without_compiler import without_compiler
 
-        from gpu_engine.model.loader import load_model
+        with without_compiler():  # for a model without memory torch asks for it once more
+            with importing():
+                from transformers.utils import logging as transformers_logging
 
-        transformers_logging.disable_progress_bar()  # `progress` shows the loading instead
-        transformers_logging.set_verbosity_error()  # its advice is for its own users
-        return load_model(config, progress)
+                from gpu_engine.core.engine import Engine  # noqa: F401  # for `build`
+                from gpu_engine.model.loader import load_model
+
+            transformers_logging.disable_progress_bar()  # `progress` shows the loading instead
+            transformers_logging.set_verbosity_error()  # its advice is for its own users
+            return load_model(config, progress, known=lambda vocabulary: early.known(vocabulary))
 
     def build(*arguments: Any, **options: Any) -> ServedEngine:
         from gpu_engine.core.engine import Engine
@@ -132,7 +154,7 @@ def real_parts() -> Parts:
         load_kernels_eagerly()  # CUDA reads this when it is initialised, which counting devices may do
         return torch.cuda.device_count()
 
-    return Parts(load, build, num_cuda_devices, find)
+    return Parts(load, build, num_cuda_devices, find, early)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -226,17 +248,21 @@ async def _start(
     scrapes = _serve_metrics(stack, server_config, metrics)
 
     # 3. The grammar process starts while the libraries and the model are loaded, once there is a model.
-    await in_own_thread(lambda: parts.find_model(engine_config, progress))
+    path = await in_own_thread(lambda: parts.find_model(engine_config, progress))
     background = await stack.enter_async_context(asyncio.TaskGroup())
     grammar: GrammarProcess | None = None
     if directory is not None:
         # A device that sets flags cannot wake a process that sleeps.
         idle, spin = _compiles_idle(split, engine_config), engine_config.sync == "device_flag"
         grammar = GrammarProcess(server_config, directory, background, stack, must_spin=spin, compile_idle=idle)
+        parts.early.known = _preparing(grammar, path)
 
     # 4. The model.
     model = await in_own_thread(_on_every_core(split, lambda: parts.load_model(engine_config, progress)))
-    _prepare_tokenizer(model, engine_config.tool_format)
+    _keep_whole(model)
+    if engine_config.tool_format != "auto":
+        tokenizer: Any = model.tokenizer
+        tokenizer.chat_template = with_format(tokenizer.chat_template, engine_config.tool_format)
 
     # 5. The shared segment and the grammar client, then the engine on both.
     if grammar:
@@ -500,10 +526,27 @@ async def _drain(
     await server.stop(STOP_GRACE_S)
 
 
-def _prepare_tokenizer(model: Model, tool_format: str) -> None:
-    # A tokenizer.json may carry these for training; here they would cut prompts without an error.
-    tokenizer: Any = model.tokenizer
+def _preparing(grammar: GrammarProcess, model: Path | None) -> Callable[[Vocabulary], None]:
+    """Have the grammar process prepare for the vocabulary that the model had at its last start, if that is kept. Return
+    a function for the loading thread, which does the same for the vocabulary that the model has, and keeps that."""
+    loop, kept, expected = asyncio.get_running_loop(), None, None
+    with contextlib.suppress(OSError, RuntimeError):  # the model's files are gone; there is no home directory
+        kept = None if model is None else KeptSetup.of(cache_dir() / "vocabularies", model)
+    if kept is not None and (expected := kept.read()) is not None:
+        grammar.prepare(expected)
+
+    def prepare(vocabulary: Vocabulary) -> None:
+        _keep_whole(vocabulary)
+        setup = grammar.setup_of(vocabulary)
+        loop.call_soon_threadsafe(grammar.prepare, setup)
+        if kept is not None and setup != expected:
+            kept.write(setup)
+
+    return prepare
+
+
+def _keep_whole(vocabulary: Vocabulary) -> None:
+    """Have the tokenizer cut and pad no prompt: a tokenizer.json may say so for training."""
+    tokenizer: Any = vocabulary.tokenizer
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    if tool_format != "auto":
-        tokenizer.chat_template = with_format(tokenizer.chat_template, tool_format)

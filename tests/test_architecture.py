@@ -42,6 +42,7 @@ LAZY_IMPORTS = {
         ("gpu_engine.server", "gpu_engine.core.engine"),
         ("gpu_engine.server", "gpu_engine.model.hub"),
         ("gpu_engine.server", "gpu_engine.model.loader"),
+        ("gpu_engine.server", "gpu_engine.model.without_compiler"),
     },
     "Triton and CUDA's driver are loaded where a model runs on a GPU": {
         ("gpu_engine.core.build_executor", "gpu_engine.core.device_executor"),

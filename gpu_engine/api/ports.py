@@ -55,8 +55,8 @@ class Tokenizer(Protocol):
         """Render a conversation to text with `tokenize=False`. `options` are tools and variables of the template."""
 
 
-class Model(Protocol):
-    """A loaded model, as far as the front uses it."""
+class Vocabulary(Protocol):
+    """The tokens of a model: all that the grammar process takes from it."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -69,6 +69,10 @@ class Model(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a sequence."""
+
+
+class Model(Vocabulary, Protocol):
+    """A loaded model, as far as the front uses it."""
 
     @property
     def model_type(self) -> str:

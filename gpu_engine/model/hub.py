@@ -406,15 +406,19 @@ def path_of(
     return locate(wanted, Hub(token=read_token(config.hf_token_file)), progress)
 
 
-def find_model(config: EngineConfig, progress: Progress | None = None) -> None:
-    """Raise ModelNotSupported or FileNotFoundError for a model or a draft model that is not there, or is damaged; fetch
-    those of the hub. Loads no torch, so that a mistake is told at once."""
+def find_model(config: EngineConfig, progress: Progress | None = None) -> Path:
+    """Return where the model lies. Raise ModelNotSupported, FileNotFoundError or EmbeddedModelMissing for a model or a
+    draft model that is not there, or is damaged; fetch those of the hub. Loads no torch, so that a mistake is told at
+    once."""
     wanted = {"model": config}
     if config.drafter in ("model", "decoupled"):
         wanted["draft_model"] = replace(config, model=config.draft_model, revision="")
+    found = {}
     for setting, each in wanted.items():
-        if each.model != EMBEDDED_MODEL:  # a package of its own, which `load_model` looks for
-            check_files(path_of(each, progress, setting=setting), setting)
+        found[setting] = path_of(each, progress, setting=setting)
+        if each.model != EMBEDDED_MODEL:  # a package of its own
+            check_files(found[setting], setting)
+    return found["model"]
 
 
 def _one_line(error: BaseException) -> str:

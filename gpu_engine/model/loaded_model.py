@@ -26,6 +26,37 @@ from kernels.kv_pages import KVHeads, KVPages
 from kernels.step_tensors import StepTensors
 
 
+_TURN_ENDS = {"gemma4_text": ("<turn|>", "<|tool_response>")}
+"""Tokens that end a model's turn next to the end of a text: a GGUF file names only one of them."""
+
+
+def _id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int | None:
+    """Return the id of a token; None: the vocabulary has none of this text."""
+    found = tokenizer.convert_tokens_to_ids(text)
+    return found if isinstance(found, int) and tokenizer.convert_ids_to_tokens(found) == text else None
+
+
+@dataclass(frozen=True, slots=True)
+class KnownVocabulary:
+    """The tokens of a model that has no weights yet; `ports.Vocabulary`."""
+
+    tokenizer: PreTrainedTokenizerFast
+    vocab_size: int
+    """Columns of the logits."""
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, net: Any, tokenizer: PreTrainedTokenizerFast) -> KnownVocabulary:
+        """Return the tokens of a transformers model, with or without its weights."""
+        eos = net.generation_config.eos_token_id if net.generation_config else None
+        ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        ids += [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        ends = _TURN_ENDS.get(net.config.get_text_config().model_type, ())
+        ids += [found for text in ends if (found := _id_of(tokenizer, text)) is not None]
+        vocab_size = net.get_output_embeddings().out_features
+        return cls(tokenizer, vocab_size, tuple(dict.fromkeys(i for i in ids if i < vocab_size)))
+
+
 @dataclass(slots=True, eq=False)
 class LoadedModel:
     """A model ready to run. Owned by the engine thread once that runs; any thread may read the tokenizer."""

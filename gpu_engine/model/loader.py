@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ from gpu_engine.model.fused_layers import join_activations
 from gpu_engine.model.fusion import Bounds, FusedModelDiffers, fuse_parts, verified
 from gpu_engine.model.hub import path_of
 from gpu_engine.model.linear import pack_linears, replace_conv1d, replace_linears, sum_in_fp32
-from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
+from gpu_engine.model.loaded_model import KnownVocabulary, LoadedModel, ModelNotSupported
 from gpu_engine.model.network import (
     ModelFiles,
     Network,
@@ -105,19 +106,25 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(
-    config: EngineConfig, progress: Progress | None = None, *, setting: str = "model", beside: bool = False
+    config: EngineConfig,
+    progress: Progress | None = None,
+    *,
+    setting: str = "model",
+    beside: bool = False,
+    known: Callable[[KnownVocabulary], None] = lambda vocabulary: None,
 ) -> LoadedModel:
     """Load `config.model`; raise ModelNotSupported, FileNotFoundError or EmbeddedModelMissing with a reason.
 
     `setting` is the setting that names the model: messages about its files begin with it. With `tensor_parallel_size`
     above 1 this starts the other ranks as well, and with `data_parallel_attention` it waits for the other engines;
     either may raise RankLost. `beside`: an engine of this process runs meanwhile, so nothing that its threads share may
-    change; the weights then take memory in float32 first.
+    change; the weights then take memory in float32 first. `known`: called on this thread with the model's tokens before
+    its weights are read, where they are read tensor by tensor.
     """
     if config.tensor_parallel_size > 1:
         return _load_over_ranks(config, progress)
     with freed_at_once():
-        model = _load(config, progress, setting, beside=beside)
+        model = _load(config, progress, setting, beside=beside, known=known)
         if config.data_parallel_attention > 1:
             join_engines(config, model)
     return model
@@ -153,7 +160,13 @@ def load_shard(config: EngineConfig, part: Shard, progress: Progress | None = No
 
 
 def _load(
-    config: EngineConfig, progress: Progress | None, setting: str, part: Shard | None = None, *, beside: bool = False
+    config: EngineConfig,
+    progress: Progress | None,
+    setting: str,
+    part: Shard | None = None,
+    *,
+    beside: bool = False,
+    known: Callable[[KnownVocabulary], None] = lambda vocabulary: None,
 ) -> LoadedModel:
     report: Progress = progress or (lambda stage, done: None)
     device = torch.device(config.device)
@@ -174,7 +187,7 @@ def _load(
     tokenizer = read_tokenizer(files)
     report("loading the weights", 0.2)
     units = use_units(_choices_file, matrix=config.matrix_unit) if device.type == "cpu" else None
-    made = read_network(config, files, report)
+    made = read_network(config, files, report, lambda net: known(KnownVocabulary.of(net, tokenizer)))
     report("preparing the weights", 0.8)
     model: LoadedModel | None = None
     try:
@@ -354,16 +367,6 @@ def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | Dev
         raise ModelNotSupported(str(error)) from error
 
 
-_TURN_ENDS = {"gemma4_text": ("<turn|>", "<|tool_response>")}
-"""Tokens that end a model's turn next to the end of a text: a GGUF file names only one of them."""
-
-
-def _id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int | None:
-    """Return the id of a token; None: the vocabulary has none of this text."""
-    found = tokenizer.convert_tokens_to_ids(text)
-    return found if isinstance(found, int) and tokenizer.convert_ids_to_tokens(found) == text else None
-
-
 def _describe(
     config: EngineConfig,
     net: Any,
@@ -374,19 +377,14 @@ def _describe(
     shape: CachedShape,
     size: CacheSize,
 ) -> LoadedModel:
-    eos = net.generation_config.eos_token_id if net.generation_config else None
-    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    ids += [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    model_type = net.config.get_text_config().model_type
-    ids += [found for text in _TURN_ENDS.get(model_type, ()) if (found := _id_of(tokenizer, text)) is not None]
-    vocab_size = net.get_output_embeddings().out_features
+    vocabulary = KnownVocabulary.of(net, tokenizer)
     return LoadedModel(
         name=config.model,
         net=net,
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        eos_token_ids=tuple(dict.fromkeys(i for i in ids if i < vocab_size)),
-        model_type=model_type,
+        vocab_size=vocabulary.vocab_size,
+        eos_token_ids=vocabulary.eos_token_ids,
+        model_type=net.config.get_text_config().model_type,
         dtype=dtype,
         device=device,
         num_parameters=num_parameters,

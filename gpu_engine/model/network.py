@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,15 +140,23 @@ class Network:
     """The quantised checkpoint that it comes from, or None."""
 
 
-def read_network(config: EngineConfig, files: ModelFiles, progress: Progress) -> Network:
-    """Return a model with its weights. Raises ModelNotSupported."""
+def read_network(
+    config: EngineConfig,
+    files: ModelFiles,
+    progress: Progress,
+    no_weights_yet: Callable[[Any], None] = lambda net: None,
+) -> Network:
+    """Return a model with its weights. Raises ModelNotSupported.
+
+    `no_weights_yet`: called with the transformers model before it has weights, where they are read tensor by tensor.
+    """
     setting, path = files.setting, files.path
     try:
         checkpoint = open_checkpoint(path) if files.header is None else None
         made: Network | None = None
         with _LOADING:
             if checkpoint is None and (files.header is not None or not has_mxfp4_experts(path)):
-                made = _read(config, files, progress)
+                made = _read(config, files, progress, no_weights_yet)
             if made is None:
                 made = Network(_through_transformers(files, checkpoint), checkpoint=checkpoint)
                 if files.beside:
@@ -165,7 +174,12 @@ def read_network(config: EngineConfig, files: ModelFiles, progress: Progress) ->
     return made
 
 
-def _read(config: EngineConfig, files: ModelFiles, progress: Progress) -> Network | None:
+def _read(
+    config: EngineConfig,
+    files: ModelFiles,
+    progress: Progress,
+    no_weights_yet: Callable[[Any], None],
+) -> Network | None:
     """Return a model that is read tensor by tensor; None: transformers' loader has to read it. Raises as
     `_through_transformers`."""
     path, dtype, setting = files.path, files.dtype, files.setting
@@ -209,6 +223,7 @@ def _read(config: EngineConfig, files: ModelFiles, progress: Progress) -> Networ
             )
         count = num_parameters(net)
         size = _memory(config, files, net, weights, products) if decided else None
+        no_weights_yet(net)
         replaced = fill(
             net,
             weights,

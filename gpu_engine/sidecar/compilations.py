@@ -164,7 +164,7 @@ class GrammarCompiler:
         return flight, joined
 
     async def _compile_in(self, place: Place, spec: GrammarSpec, *, accepted: bool) -> Compiled:
-        message, attached = _message(spec, accepted=accepted), self._link.attached
+        message, attached = compile_message(spec, accepted=accepted), self._link.attached
         limit = asyncio.timeout(None if accepted else self._limit_s(spec))
         try:
             async with limit, place.turn():
@@ -228,7 +228,8 @@ class GrammarCompiler:
         return f"<GrammarCompiler tickets={len(self._tickets)} {self._flights!r} {self._admission!r}>"
 
 
-def _message(spec: GrammarSpec, *, accepted: bool) -> gpb.CompileRequest:
+def compile_message(spec: GrammarSpec, *, accepted: bool) -> gpb.CompileRequest:
+    """Return the message of a grammar. `accepted`: of a sequence that is accepted already."""
     message = gpb.CompileRequest(
         kind=cast("gpb.Kind", spec.kind.value),
         source=spec.source,

@@ -122,6 +122,16 @@ def unix_channel(path: Path) -> grpc.aio.Channel:
     )
 
 
+def configure_request(setup: GrammarSetup) -> gpb.ConfigureRequest:
+    """Return the message of a setup."""
+    return gpb.ConfigureRequest(
+        tokenizer_json=setup.tokenizer_json,
+        vocab_size=setup.vocab_size,
+        stop_token_ids=setup.stop_token_ids,
+        generation=setup.generation,
+    )
+
+
 class Patience:
     """How long a grammar process may show no life before it counts as silent.
 
@@ -349,14 +359,7 @@ class GrammarLink:
             raise
 
     async def _configure(self, call: Callable[..., Awaitable[gpb.ConfigureResponse]]) -> None:
-        setup = self._setup
-        request = gpb.ConfigureRequest(
-            tokenizer_json=setup.tokenizer_json,
-            vocab_size=setup.vocab_size,
-            stop_token_ids=setup.stop_token_ids,
-            generation=setup.generation,
-        )
-        response = await call(request, timeout=CONFIGURE_TIMEOUT_S, wait_for_ready=True)
+        response = await call(configure_request(self._setup), timeout=CONFIGURE_TIMEOUT_S, wait_for_ready=True)
         self.backends = tuple(int(backend) for backend in response.backends)
         self.versions, self.defaults = tuple(response.versions), response.defaults
         self.max_compilations = response.max_compilations

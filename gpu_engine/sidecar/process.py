@@ -1,7 +1,8 @@
 """Assembles the engine's side of the grammar process: supervisor, segment, client and link.
 
 Invariant: the parts are built in three calls around the model and the engine, and the exit stack closes them in the
-opposite order: client, link, process, segment.
+opposite order: client, link, process, segment. A spawned process may be given the vocabulary before; that only saves
+time, since an equal vocabulary changes nothing later.
 
 Not responsible for: the behaviour of the parts (see supervisor.py, client.py, link.py).
 """
@@ -18,9 +19,10 @@ from typing import Protocol
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import LockstepError
-from gpu_engine.api.ports import Model, ServedEngine
+from gpu_engine.api.ports import Model, ServedEngine, Tokenizer, Vocabulary
 from gpu_engine.api.request import GrammarKind, GrammarSpec
 from gpu_engine.sidecar.client import GrammarClient
+from gpu_engine.sidecar.early import prepare
 from gpu_engine.sidecar.link import GrammarLink, GrammarSetup, segment_hand_over
 from gpu_engine.sidecar.supervisor import SPIN_ALWAYS_US, Sidecar, grammar_command
 from shared_mem.channel import EngineEnd
@@ -66,6 +68,9 @@ class GrammarProcess:
         self._link: GrammarLink
         self._attached = False
         self._sidecar_task: asyncio.Task[None] | None = None
+        self._encoded: tuple[Tokenizer, bytes] | None = None
+        self._prepared: GrammarSetup | None = None
+        self._preparing: list[asyncio.Task[None]] = []
         if config.grammar == "spawn":
             command = grammar_command(config, self.directory, must_spin=must_spin, compile_idle=compile_idle)
             self.sidecar = Sidecar(
@@ -79,6 +84,21 @@ class GrammarProcess:
             # Ends the process before its directory is removed, also when the start fails before `share`: a running
             # process would make the directory again.
             stack.push_async_callback(self._end_sidecar)
+            stack.push_async_callback(self._end_preparing)
+
+    def setup_of(self, vocabulary: Vocabulary, generation: int = 0) -> GrammarSetup:
+        """Return what the process is configured with. The tokenizer becomes JSON once. One thread at a time."""
+        if self._encoded is None or self._encoded[0] is not vocabulary.tokenizer:
+            self._encoded = vocabulary.tokenizer, vocabulary.tokenizer.backend_tokenizer.to_str().encode()
+        return GrammarSetup(self._encoded[1], vocabulary.vocab_size, vocabulary.eos_token_ids, generation)
+
+    def prepare(self, setup: GrammarSetup) -> None:
+        """Have a spawned process read a vocabulary and compile a first grammar, before the engine is there. An equal
+        setup changes nothing."""
+        if self.sidecar is not None and setup.stop_token_ids and setup != self._prepared:
+            self._prepared = setup
+            preparing = prepare(self.directory, setup, WARM_UP)
+            self._preparing.append(self._background.create_task(preparing, name="prepare the grammar process"))
 
     def share(self, stack: AsyncExitStack, engine_config: EngineConfig, model: Model) -> None:
         """Make the segment and the client; the engine is built with both."""
@@ -93,16 +113,10 @@ class GrammarProcess:
         stack.push_async_callback(self._end_sidecar)  # before the segment is closed; the first of the two calls ends it
         self.channel = EngineEnd(segment)
         self.client = GrammarClient(self.config, self.channel)
-        setup = GrammarSetup(
-            tokenizer_json=model.tokenizer.backend_tokenizer.to_str().encode(),
-            vocab_size=model.vocab_size,
-            stop_token_ids=model.eos_token_ids,
-            generation=layout.generation,
-        )
         sidecar = self.sidecar
         self._link = GrammarLink(
             self.directory,
-            setup,
+            self.setup_of(model, layout.generation),
             segment_hand_over(segment),
             self.client,
             self.channel,
@@ -173,6 +187,10 @@ class GrammarProcess:
     async def metrics(self, timeout_s: float) -> bytes | None:
         """Return the grammar process's metrics in Prometheus' text format; None while it does not answer."""
         return await self.client.metrics(timeout_s)
+
+    async def _end_preparing(self) -> None:
+        for task in self._preparing:
+            await end_task(task)
 
     async def _end_sidecar(self) -> None:
         task = self._sidecar_task

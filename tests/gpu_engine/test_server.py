@@ -22,11 +22,13 @@ from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import GrammarKind, GrammarSpec
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.ops.core_split import CoreSplit
-from gpu_engine.server import GUIDED, SERVICE, Parts, open_server
+from gpu_engine.server import GUIDED, SERVICE, EarlyVocabulary, Parts, open_server
+from gpu_engine.sidecar.early import KeptSetup
+from gpu_engine.sidecar.link import GrammarSetup
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.cores import usable_cores
 from shared_mem.handover import SOCKET_NAME, listen
-from tests.fakes import FakeEngine, FakeModel, answers_with
+from tests.fakes import ByteTokenizer, FakeEngine, FakeModel, answers_with
 from tests.gpu_engine.fake_servers import ENGINE, config, parts
 from tests.gpu_engine.made_requests import made
 from tests.rpc_client import Client
@@ -131,6 +133,35 @@ async def test_the_model_has_cores_of_its_own_while_it_serves(tmp_path: Path) ->
         ("another thread", every[-1:]),
         ("after", every),
     ]
+
+
+async def test_the_grammar_process_is_prepared_while_the_weights_are_read_and_at_once_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    model, early = tmp_path / "model.gguf", EarlyVocabulary()
+    model.write_bytes(b"weights")
+    stops, prepared = [(2,)], list[bool]()
+
+    def preparing() -> bool:
+        return any(task.get_name() == "prepare the grammar process" for task in asyncio.all_tasks(loop))
+
+    def load(config: EngineConfig, progress: object) -> FakeModel:
+        loaded = FakeModel(eos_token_ids=stops[0])
+        prepared.append(preparing())
+        early.known(loaded)
+        return loaded
+
+    loop = asyncio.get_running_loop()
+    build = parts().build_engine
+    ours = Parts(load, build, find_model=lambda config, progress: model, early=early)
+    for stop, at_once in (((2,), False), ((2,), True), ((5,), True), ((5,), True)):
+        stops[0] = stop
+        async with open_server(ENGINE, config(tmp_path, grammar="spawn"), parts=ours):
+            pass
+        assert prepared[-1] is at_once
+    (kept,) = (tmp_path / "cache" / "vocabularies").iterdir()
+    assert KeptSetup(kept).read() == GrammarSetup(ByteTokenizer().backend_tokenizer.to_str().encode(), 320, (5,), 0)
 
 
 async def test_health_is_not_serving_during_the_warm_up(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from gpu_engine.model.files.need import OF_LOADER, WORKING, Need, need_of, refus
 from gpu_engine.model.files.reading import configuration_of
 from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
 from gpu_engine.model.linear import PackedLinear
+from gpu_engine.model.loaded_model import KnownVocabulary
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model, prepare, resolve_dtype
 from gpu_engine.model.quantised.choice import products_while_reading
 from gpu_engine.model.quantised.linear import BlockLinear
@@ -363,6 +364,40 @@ def test_a_layer_of_experts_is_held_while_they_are_packed(tmp_path: Path) -> Non
         need = need_of(net, weights, None, torch.float32)
     stacked = sum(weight.numel() * 4 for weight in net.model.layers[0].experts.parameters())
     assert need.working == stacked + WORKING + loaders() * OF_LOADER
+
+
+@needs_avx2
+def test_products_are_read_while_another_thread_makes_a_model_in_bfloat16(tmp_path: Path) -> None:
+    """transformers sets torch's default dtype meanwhile, in which not every number of a row exists."""
+    family = gguf_files.FAMILIES["llama"]()
+    family.intermediate_size = 1056
+    file = gguf_files.write(family, tmp_path / "model.gguf", ["Q4_0"])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with GGUFWeights(GGUFHeader(file)) as weights:
+            assert weights.product("model.layers.0.mlp.up_proj.weight", None).out_features == 1056
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_the_vocabulary_is_known_before_the_weights_are_read(
+    tmp_path: Path, as_file: bool, saved: Callable[[str], Path]
+) -> None:
+    known, stages = list[KnownVocabulary](), list[str]()
+
+    def hear(vocabulary: KnownVocabulary) -> None:
+        known.append(vocabulary)
+        stages.append("known")
+
+    file = gguf_files.write(gguf_files.FAMILIES["llama"](), tmp_path / "model.gguf")
+    settings = config(model=str(file if as_file else saved("llama")))
+    model = load_model(settings, lambda stage, done: stages.append(stage), known=hear)
+    (vocabulary,) = known
+    assert vocabulary.tokenizer is model.tokenizer
+    assert (vocabulary.vocab_size, vocabulary.eos_token_ids) == (model.vocab_size, model.eos_token_ids)
+    assert stages.index("known") < stages.index("preparing the weights")
 
 
 _LOADS = """
