@@ -89,7 +89,7 @@ _TAIL = """\
 
 | variable | read by | meaning |
 |---|---|---|
-| `LOCKSTEP_CACHE` | engine, tools | the embedded model, converted, and timed CPU units; default `~/.cache/lockstep` |
+| `LOCKSTEP_CACHE` | engine, tools | converted models, timed CPU units, vocabularies; default `~/.cache/lockstep` |
 | `LOCKSTEP_SERVER` | `generate`, `compile`, `info`, `health` | the server's address; default `127.0.0.1:50051` |
 | `OTEL_*` | engine | OpenTelemetry's own variables; see [operations](operations.md#traces) |
 
