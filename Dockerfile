@@ -45,7 +45,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     else pip install $(python tools/torch_index.py) -r "locks/${TORCH}.txt"; fi \
     && pip ${LOCKED_INSTALL} -r locks/embedded.txt
 COPY --from=wheels /dist /dist
-RUN if [ "${LOCKED}" = off ]; then pip install /dist/lockstep_client*.whl "$(echo /dist/lockstep_engine*.whl)[engine,embedded,http,vllm-wire]"; \
+RUN if [ "${LOCKED}" = off ]; then pip install /dist/lockstep_client*.whl "$(echo /dist/lockstep_engine*.whl)[engine,embedded,http,receipts,vllm-wire]"; \
     else pip install --no-deps --no-index /dist/*.whl; fi \
     && /opt/supply/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
         --output-file /opt/lockstep/sbom.cdx.json /opt/lockstep/bin/python

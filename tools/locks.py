@@ -28,7 +28,7 @@ FIRST = "dev"
 LOCKS = {
     FIRST: ("engine", "llguidance", "embedded", "xgrammar", "vllm-wire", "dev"),
     "runtime": ("engine", "llguidance", "embedded", "http"),
-    "engine": ("engine", "embedded", "http", "vllm-wire"),
+    "engine": ("engine", "embedded", "http", "receipts", "vllm-wire"),
     "grammar-llguidance": ("llguidance",),
     "grammar-xgrammar": ("xgrammar",),
     "gateway": ("http",),

@@ -123,7 +123,7 @@ def test_images_install_what_is_locked_and_list_it(root: Path) -> None:
     builds = text.count("AS build-")
     assert builds == text.count("--output-file /opt/lockstep/sbom.cdx.json") == 3
     # LOCKED=off takes the extras of pyproject.toml.
-    for name, extras in (("engine", "engine,embedded,http,vllm-wire"), ("gateway", "http")):
+    for name, extras in (("engine", "engine,embedded,http,receipts,vllm-wire"), ("gateway", "http")):
         assert tuple(extras.split(",")) == locks.LOCKS[name]
         assert f"[{extras}]" in text
         assert f"locks/{name}.txt" in text
