@@ -20,7 +20,7 @@ _MAX_LOGPROBS = 20
 _TILE = 2048
 _TABLE_SPARE = 64
 """Positions of the rotary tables beyond `max_model_len`."""
-_SLOT_PARAMS_BYTES = 4 * 11 + 8 * 2
+_SLOT_PARAMS_BYTES = 4 * 11 + 8 * 3
 _RULES_BYTES = 4 * 512
 """Rules of a slot on a device (`MAX_RULES` of core/device_executor.py)."""
 _BIASES_BYTES = 8 * 1024 + 4
@@ -206,7 +206,7 @@ class Serving:
         """Return the bytes of `LaneBuffers`; on a CPU acceptance's scratch of the vocabulary is among them."""
         S, R = self.config.max_batch_size, self.config.num_rows
         scratch = 8 * (-(-self.shape.vocab // 64) * 64) if self.config.on_cpu else 0
-        result = 4 * (R + 4) + 4 * R + 8 * R * _MAX_LOGPROBS + scratch
+        result = 4 * (R + 4) + 4 * R + 8 * R + 8 * R * _MAX_LOGPROBS + scratch
         tree = self._trees * 4 * (3 * R + 2 * R * R)
         return S * (13 + 1 + 4 * R + 4 + R + 4 * R + 4 + result + tree)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import tempfile
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -63,9 +65,16 @@ async def test_it_reads_the_vocabulary_and_compiles_and_a_refusal_is_no_error(
     assert not caplog.records
 
 
-async def test_a_spawned_process_compiles_before_an_engine_is_there(tmp_path: Path) -> None:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory whose sockets have at most the 107 characters of a Unix socket's path."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+async def test_a_spawned_process_compiles_before_an_engine_is_there(short_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        directory = private_directory(stack, tmp_path)
+        directory = private_directory(stack, short_path)
         background = await stack.enter_async_context(asyncio.TaskGroup())
         grammar = GrammarProcess(ServerConfig(grammar="spawn"), directory, background, stack)
         setup = grammar.setup_of(FakeModel())
@@ -80,12 +89,12 @@ async def test_a_spawned_process_compiles_before_an_engine_is_there(tmp_path: Pa
         assert stats.cached_grammars == 1
 
 
-async def test_a_start_that_fails_meanwhile_waits_for_nothing(tmp_path: Path) -> None:
+async def test_a_start_that_fails_meanwhile_waits_for_nothing(short_path: Path) -> None:
     """The process has not answered by then."""
 
     async def start() -> None:
         async with AsyncExitStack() as stack:
-            directory = private_directory(stack, tmp_path)
+            directory = private_directory(stack, short_path)
             background = await stack.enter_async_context(asyncio.TaskGroup())
             grammar = GrammarProcess(ServerConfig(grammar="spawn"), directory, background, stack)
             grammar.prepare(grammar.setup_of(FakeModel()))
