@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -219,8 +220,9 @@ class Server:
                     await task
 
     async def _kill(self) -> None:
-        while True:
-            await asyncio.sleep(self._args.kill_every)
+        # The first one comes soon, so that a short round has one as well.
+        for waits_s in itertools.chain((self._args.kill_every / 8,), itertools.repeat(self._args.kill_every)):
+            await asyncio.sleep(waits_s)
             if pid := self._target.sidecar_pid():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
