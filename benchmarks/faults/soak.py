@@ -150,17 +150,21 @@ class Soak:
         async with asyncio.TaskGroup() as group:
             for job in jobs:
                 group.create_task(job)
-        return first, await self.rest()
+        return first, await self.rest(first)
 
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close(None)
 
-    async def rest(self) -> Sample:
-        """Wait until no request is held, for at most `REST_S`, and return what is held then."""
+    async def rest(self, before: Sample | None = None) -> Sample:
+        """Wait until no request is held, for at most `REST_S`, and return what is held then.
+
+        Connections end a moment after their requests, so it also waits for descriptors that an earlier rest, `before`,
+        did not have.
+        """
         ends_s = time.monotonic() + REST_S
         sample = await self._sample()
-        while time.monotonic() < ends_s and not _idle(sample):
+        while time.monotonic() < ends_s and not (_idle(sample) and not _has_more_descriptors(sample, before)):
             await asyncio.sleep(0.5)
             sample = await self._sample()
         return sample
@@ -246,6 +250,11 @@ class Soak:
                 )
         finally:
             progress.close()
+
+
+def _has_more_descriptors(sample: Sample, before: Sample | None) -> bool:
+    pairs = ((sample.of(role), before.of(role)) for role in ROLES) if before else ()
+    return any(now and then and now.descriptors > then.descriptors for now, then in pairs)
 
 
 def _idle(sample: Sample) -> bool:

@@ -142,7 +142,7 @@ SAMPLING = {"temperature": 1.3, "logit_bias": ((97, 2.0), (98, 1.0), (EOS, 3.0))
 
 @pytest.mark.parametrize(
     ("grammar", "count"),
-    [(FEW[0], 100), (FEW[2], 100), *(pytest.param(name, 400, marks=pytest.mark.slow) for name in GRAMMARS)],
+    [(FEW[0], 100), (FEW[2], 100), *(pytest.param(name, 200, marks=pytest.mark.slow) for name in GRAMMARS)],
 )
 def test_exact_answers_have_the_models_distribution_given_the_grammar(
     random_llama: LoadedModel, grammar: str, count: int
