@@ -1,8 +1,8 @@
 """The name of a model's numerics: what decides the bits of its logits, apart from its weights.
 
 Invariant: two servers with equal weights and equal names have logits with equal bits, so equal seeds give equal tokens.
-Where one native call runs the whole forward over blocks, every unit of every CPU has the same bits, and the name has no
-unit. Elsewhere the name has all that is known to matter.
+Where one native call runs the whole forward over blocks, the units of x86-64 have the same bits, and the name has no
+unit; on aarch64 that is shown of the products only. Elsewhere the name has all that is known to matter.
 
 Not responsible for: the proof (tests/kernels/test_blocks.py, tests/kernels/test_tiles.py).
 """
