@@ -1,4 +1,4 @@
-"""The digests of receipts: computed in one way, over everything that changes a token, readable for nobody else."""
+"""The digests of receipts are computed in one way, cover all that changes a token, and say nothing without the nonce."""
 
 from __future__ import annotations
 
