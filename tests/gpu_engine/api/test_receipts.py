@@ -1,4 +1,4 @@
-"""The digests of receipts are computed in one way, cover all that changes a token, and say nothing without the nonce."""
+"""The digests of receipts are computed in one way, cover what changes a token, and say nothing without the nonce."""
 
 from __future__ import annotations
 
