@@ -3,13 +3,16 @@ and a grammar process that is killed; and a stream that is left frees its slot."
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 from typing import Any
 
 import pydantic
 import pytest
 
-from lockstep_client import Client, Grammar, Value, ValueEventKind
+from benchmarks.quality.random_schemas import random_schema
+from lockstep_client import AsyncClient, Client, Grammar, Value, ValueEventKind
 from tests.e2e.conftest import RunningServer
 from tests.waiting import eventually
 
@@ -82,6 +85,55 @@ async def test_events_have_the_values_of_the_answer_also_after_a_kill(
             assert values[-1].logprob == pytest.approx(total - rest, abs=1e-3)
             await eventually(lambda: client.stats().grammar_ready)
     assert seen[0] == seen[1]
+
+
+@pytest.mark.slow
+async def test_the_values_of_random_schemas_are_those_of_the_whole_answers(server: RunningServer) -> None:
+    """Each answer twice, with other drafts; some hold tokens back, and the grammar process is killed in between."""
+    draw = random.Random(1)
+    asked = [(random_schema(seed), draw.choice((0, 2, 7)), draw.choice((None, 3))) for seed in range(16)]
+
+    async def check(seed: int, schema: dict[str, Any], drafts: int, hold: int | None) -> list[Value]:
+        grammar = Grammar.schema(schema).with_options(max_string_length=30, max_array_items=3, max_number_digits=4)
+        if hold is not None:
+            grammar = grammar.with_options(unenforced="verify", hold_tokens=hold)
+        values: list[Value] = []
+        async with client.stream_values(
+            "Data: ",
+            grammar=grammar,
+            max_tokens=250,
+            temperature=1.0,
+            seed=seed,
+            num_draft_tokens=drafts,
+        ) as stream:
+            async for value in stream:
+                values.append(value)
+                if seed % 13 == 5 and len(values) == 2:
+                    server.kill_grammar_process()
+            answer = await stream.answer()
+        whole = answer.parse(closed=True)
+        ended = [value for value in values if value.kind is ValueEventKind.FINISHED]
+        assert ended[-1].pointer == ""
+        assert ended[-1].value == whole
+        for value in ended:
+            assert value.value == at(whole, value.pointer)
+        assert len(ended) == len(values) - len(ended) == _values_in(whole)
+        return values
+
+    async with AsyncClient(server.address, timeout_s=240) as client:
+        first = await asyncio.gather(*(check(seed, *each) for seed, each in enumerate(asked)))
+        again = await asyncio.gather(
+            *(check(seed, schema, 7 - drafts, hold) for seed, (schema, drafts, hold) in enumerate(asked))
+        )
+    with Client(server.address) as other:
+        await eventually(lambda: other.stats().grammar_ready)
+    assert first == again
+    assert sum(map(len, first)) > 150
+
+
+def _values_in(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(_values_in, inner))
 
 
 async def test_leaving_after_the_third_item_frees_the_slot(server: RunningServer) -> None:
