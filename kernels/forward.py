@@ -163,6 +163,10 @@ class Forward:
         args.vocabulary = len(embedding_VH)
         self._logits_NV = torch.empty(0, head.num_outputs)
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._reserved = (0, 0, 0, 0)
+        """Rows, sequences, logits and `defers_head` of the last call, which has its memory."""
+        self._tapped = False
+        """The last call had taps."""
         self._pages: list[KVPages] | None = None
         self._deferred: tuple[torch.Tensor, torch.Tensor] | None = None
         """Positions and row starts of the last call, which `masked_head` reads again; None: it has no head to fill."""
@@ -236,7 +240,8 @@ class Forward:
         self._reserve()
         args.ids, args.positions, args.row_starts = ids_N.data_ptr(), positions_N.data_ptr(), row_starts.data_ptr()
         args.page_table, args.table_stride = page_table_SN.data_ptr(), page_table_SN.stride(0)
-        self._use_taps(taps or {}, N)
+        if taps or self._tapped:
+            self._use_taps(taps or {}, N)
         native().lockstep_forward(ctypes.byref(args))
         return self._logits_NV[:num_logits]
 
@@ -286,6 +291,9 @@ class Forward:
     def _reserve(self) -> None:
         """Have memory for the call. It only grows."""
         args, library = self._args, native()
+        shape = (args.num_rows, args.num_sequences, args.num_logits, args.defers_head)
+        if shape == self._reserved and not args.adapters:
+            return
         library.lockstep_forward_scratch.restype = ctypes.c_int64
         size = library.lockstep_forward_scratch(ctypes.byref(args)) + 64
         if self._scratch.numel() < size:
@@ -294,6 +302,7 @@ class Forward:
         if len(self._logits_NV) < args.num_logits:
             self._logits_NV = torch.empty(args.num_logits, self._logits_NV.shape[1])
         args.logits, args.logits_stride = self._logits_NV.data_ptr(), self._logits_NV.shape[1]
+        self._reserved = shape
 
     def _use_taps(self, taps: Mapping[int, torch.Tensor], num_rows: int) -> None:
         for tap in taps.values():
@@ -302,7 +311,7 @@ class Forward:
             assert tap.is_contiguous()
         for at, args in enumerate(self._layers):
             args.tap = taps[at].data_ptr() if at in taps else None
-        last = taps.get(len(self._layers))
+        last, self._tapped = taps.get(len(self._layers)), bool(taps)
         self._args.tap = None if last is None else last.data_ptr()
 
     def __repr__(self) -> str:

@@ -86,6 +86,7 @@ class Plan:
     """The choice for one step, and the proposals that it was made from."""
 
     proposals: tuple[Proposal, ...]
+    """One a lane; empty: no lane of the engine ever has drafts."""
     limits: tuple[int, ...]
     """Drafts to verify, for each lane."""
     guided: bool
@@ -374,6 +375,8 @@ class DraftBudget:
         if plan.is_probe and 0 < verify_ms < _SURPRISE * times.ms(rows):
             self._probe.surprised()
         times.observe(rows, verify_ms)
+        if not plan.proposals:
+            return
         for proposal, limit, (token_ids, num_accepted) in zip(plan.proposals, plan.limits, results, strict=True):
             self.acceptance.observe(proposal, limit, token_ids, num_accepted)
             num_tokens += len(token_ids)

@@ -14,7 +14,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from gpu_engine.api.errors import InternalError, ProcessorFailed
@@ -97,7 +96,8 @@ class LauncherRunner:
         """Start a step."""
         begun_s = time.perf_counter()
         for sequence in (*sequences, *(chunk.sequence for chunk in chunks)):
-            self._slot_writer.write_pages(sequence)
+            if sequence.pages_written < len(sequence.pages):
+                self._slot_writer.write_pages(sequence)
         guided = tuple(sequence.guided for sequence in sequences)
         logprobs = tuple(sequence.request.outputs.num_logprobs for sequence in sequences)
         exact = tuple(sequence.exact is not None for sequence in sequences)
@@ -117,6 +117,9 @@ class LauncherRunner:
     def _plan(self, handle: LaunchedStep) -> Plan:
         """Choose the drafts of the step."""
         guided, launcher = handle.any_guided, self.launcher
+        if launcher.max_drafts == 0:
+            handle.draft_limits, handle.propose_rows = (0,) * len(handle.slots), 1
+            return Plan((), handle.draft_limits, guided, proposes=False)
         drafts: Sequence[tuple[int, ...] | None] = launcher.drafts(handle.slots) or [None] * len(handle.slots)
         proposals = [
             Proposal(each.drafts, each.num_jump_forward if tokens else 0, tokens, launcher.max_drafts)
@@ -177,7 +180,7 @@ class LauncherRunner:
         log.error("a step's post was refused: %s", problem or "by an earlier callback")
         failed = InternalError("the engine's step posted an invalid record; see the server's log")
         lost = hit if any(hit) else list(handle.guided)
-        return [replace(out, error=failed) if gone else out for out, gone in zip(results, lost, strict=True)]
+        return [out._replace(error=failed) if gone else out for out, gone in zip(results, lost, strict=True)]
 
     def __repr__(self) -> str:
         return f"<LauncherRunner in flight={len(self._in_flight)} of {self._max_inflight_steps} {self.launcher}>"
@@ -194,4 +197,4 @@ def _failed(handle: LaunchedStep, b: int, outcome: LaneOutcome) -> LaneOutcome:
         )
         what = f"{name} {NOT_FINITE}"
         log.error("logits processor %s", what)
-    return replace(outcome, error=ProcessorFailed(f"logits_processors: {what}; see the server's log"))
+    return outcome._replace(error=ProcessorFailed(f"logits_processors: {what}; see the server's log"))

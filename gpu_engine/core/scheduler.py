@@ -112,13 +112,14 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """The sequence may be in a decode batch."""
-        return self.may_decode_at(self.prefilled)
+        return self.prefilled >= self.length - 1 and self.may_decode_at(self.prefilled)
 
     def may_decode_at(self, prefilled: int) -> bool:
         """Return whether the sequence may be in a decode batch once `prefilled` of its tokens are prefilled."""
-        ready = self.grammar_state in (GrammarState.UNCONSTRAINED, GrammarState.OPEN)
+        state = self.grammar_state
+        ready = state is GrammarState.UNCONSTRAINED or state is GrammarState.OPEN
         waits = self.deferred or self.ended or self.held
-        return self.slot >= 0 and ready and not waits and prefilled >= self.prefill_end
+        return ready and not waits and self.slot >= 0 and prefilled >= self.length - 1
 
     @property
     def members(self) -> tuple[Self, ...]:
@@ -262,7 +263,10 @@ class Scheduler(Generic[S]):
         # Before the decode batch: the search of the prefix cache may leave nothing of a prompt to prefill.
         chunks = self._mixed_chunks(scored) if self._max_batched_tokens else self._chunks()
         ends = {c.sequence: c.end for c in chunks} if self._max_batched_tokens else {}
-        decode = tuple(s for s in self.running if s.may_decode_at(ends.get(s, s.prefilled)))
+        if ends:
+            decode = tuple(s for s in self.running if s.may_decode_at(ends.get(s, s.prefilled)))
+        else:
+            decode = tuple(s for s in self.running if s.decoding)
         return Plan(tuple(preempted), tuple(assigned), chunks, decode, scored, expired)
 
     def index_pages(self, sequence: S) -> None:
@@ -367,7 +371,7 @@ class Scheduler(Generic[S]):
 
     def _scored_chunk(self) -> Chunk[S] | None:
         """Return the next chunk of the oldest scored sequence."""
-        prompts = (s for s in self.running if s.scored and s.prefilled < s.prefill_end)
+        prompts = [s for s in self.running if s.scored and s.prefilled < s.prefill_end]
         oldest = min(prompts, key=lambda s: s.order, default=None)
         if oldest is None:
             return None
@@ -375,8 +379,8 @@ class Scheduler(Generic[S]):
 
     def _prompts(self) -> list[S]:
         """Return the running sequences whose prompts share forwards, the oldest first."""
-        prompts = (s for s in self.running if s.prefilled < s.prefill_end and not s.scored)
-        return sorted(prompts, key=lambda s: s.order)
+        prompts = [s for s in self.running if s.prefilled < s.length - 1 and not s.scored]
+        return sorted(prompts, key=lambda s: s.order) if prompts else prompts
 
     def _chunks(self) -> tuple[Chunk[S], ...]:
         """Return the next chunk of the oldest sequence, and of every younger one that still fits.
@@ -405,11 +409,14 @@ class Scheduler(Generic[S]):
         runs in a separate forward, takes part of it as well. A prompt that begins like an older one in the same forward
         waits, because it finds these pages in the prefix cache afterwards.
         """
+        prompts = self._prompts()
+        if not prompts:
+            return ()
         room = self._max_batched_tokens - sum(s.decoding for s in self.running)
         if scored is not None:
             room -= scored.end - scored.start
         chosen: list[Chunk[S]] = []
-        for s in self._prompts():
+        for s in prompts:
             if room <= 0:
                 break
             if self._search_again(s) or any(self._shares_next_page(s, chunk) for chunk in chosen):
@@ -437,7 +444,9 @@ class Scheduler(Generic[S]):
         preempted itself.
         """
         preempted: list[S] = []
-        for sequence in sorted((s for s in self.running if s.decoding), key=lambda s: s.order):
+        held, page_size = self.lookahead, self.allocator.page_size
+        short = [s for s in self.running if len(s.pages) * page_size < s.length + held and s.decoding]
+        for sequence in sorted(short, key=lambda s: s.order):
             while sequence.slot >= 0 and not self.allocator.grow(sequence.pages, sequence.length + self.lookahead):
                 preempted += self.preempt_youngest(now_s)
         return preempted

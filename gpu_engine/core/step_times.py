@@ -48,6 +48,8 @@ _MOST_DEVIATION = 0.3
 """A step that took longer than e^0.3 times the expected time counts as one that took just that."""
 _MOST_WEIGHT = 50.0
 """Steps that a value of the shape is worth at most where two disagree; a seed is worth one."""
+_MOST_STALE = 0.01
+"""The curve is computed again when the shape has moved this far, in logarithms, since the last time."""
 _UNMEASURED_SLOPE = 1 / 16
 """Before anything is measured, 16 more rows double the time of one row."""
 _UNMEASURED = (1, 16, 256)
@@ -65,6 +67,8 @@ class StepTimes:
         self._level = 0.0
         """Logarithm."""
         self._num_steps = 0
+        self._moved = 0.0
+        """How far the shape has moved since the curve was computed."""
         self._curve: list[float] | None = None
         """The shape at every knot, made monotone; None: to be computed again."""
 
@@ -91,6 +95,7 @@ class StepTimes:
         for knot, _ in near:
             if knot not in self._shape:
                 self._shape[knot], self._weight[knot] = math.log(self.ms(knot)) - self._level, 0.0
+                self._moved = math.inf
         self._num_steps += 1
         if self._num_steps <= 3:
             self._level += deviation / self._num_steps
@@ -100,9 +105,11 @@ class StepTimes:
             self._level += _LEVEL_STEP * (1 - step) * deviation
             for knot, weight in near:
                 self._shape[knot] += step * weight * deviation
+            self._moved += step * abs(deviation)
         for knot, weight in near:
             self._weight[knot] = min(_MOST_WEIGHT, self._weight[knot] + weight)
-        self._curve = None
+        if self._moved > _MOST_STALE:
+            self._curve, self._moved = None, 0.0
 
     def ms(self, rows: int) -> float:
         """Return the expected time of a step with `rows` rows; relative to one row before anything is known."""

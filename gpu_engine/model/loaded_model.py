@@ -122,8 +122,8 @@ class LoadedModel:
 
     def masked_head(self, step: StepTensors, num_rows: int) -> None:
         """Fill those of the last logits that `accept` may read with these arguments, and leave the others."""
-        assert isinstance(self.fused.forward, DeferringForward), "this forward defers no head"
-        self.fused.forward.masked_head(step, num_rows)
+        # `can_defer_head` said so at the start: a check of the protocol takes as long as twenty other calls.
+        cast(DeferringForward, self.fused.forward).masked_head(step, num_rows)
 
     def allocate_pages(self, num_pages: int, page_size: int, *, token_major: bool | None = None) -> list[KVPages]:
         """Return the KV cache, one entry for each of `kv_heads`; in the layout of the device unless it is named."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
@@ -56,6 +57,9 @@ class DirectLauncher:
     def __init__(self, program: StepProgram, slot: SlotBuffers, lane: LaneBuffers, ring: OutputRing) -> None:
         assert program.stream.runs_at_once
         self._program, self._slot, self._lane, self._ring = program, slot, lane, ring
+        self._max_drafts = lane.drafts_BR.shape[1] - 1
+        # Read as arrays: an operation of torch takes some microseconds, of which a step has few.
+        self._num_drafts_S, self._drafts_SR = slot.num_drafts_S.numpy(), slot.drafts_SR.numpy()
         self._slots: tuple[int, ...] = ()
         self._place_B = torch.zeros(0, dtype=torch.int64)
         """`_slots` as a tensor: a batch has the slots of the last one in most steps."""
@@ -67,16 +71,14 @@ class DirectLauncher:
     @property
     def max_drafts(self) -> int:
         """K, or F where that is more."""
-        return self._lane.drafts_BR.shape[1] - 1
+        return self._max_drafts
 
     def drafts(self, slots: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the drafts: every step so far has run."""
-        place_B = self._place_of(slots)
-        counts = self._slot.num_drafts_S[place_B].tolist()
-        if not any(counts):
+        if self.max_drafts == 0 or not (counts := self._num_drafts_S[np.array(slots)]).any():
             return [()] * len(slots)
-        rows = self._slot.drafts_SR[place_B].tolist()
-        return [tuple(row[:count]) for row, count in zip(rows, counts, strict=True)]
+        rows = self._drafts_SR[np.array(slots)].tolist()
+        return [tuple(row[:count]) for row, count in zip(rows, counts.tolist(), strict=True)]
 
     def shapes(self, num_lanes: int, *, guided: bool) -> list[tuple[int, int]] | None:
         """Return None where the program packs rows; else any number of rows, for all lanes alike."""
@@ -97,7 +99,7 @@ class DirectLauncher:
         if limits != self._limits:
             lane.draft_limit_B[:B] = torch.tensor(limits, dtype=torch.int32)
             self._limits = limits
-        num_drafts = self._slot.num_drafts_S[place_B].tolist() if any(limits) else ()
+        num_drafts = self._num_drafts_S[np.array(handle.slots)].tolist() if any(limits) else ()
         P = 1 + max(map(min, num_drafts, limits), default=0)
         max_rows, max_links = 1 if handle.propose_rows == 1 else R, (handle.propose_rows or R) - 1
         prompts = None

@@ -36,7 +36,8 @@ class NativeLaunches:
         self._step = NativeStep(_slot_args(slot), _lane_args(lane))
         self._stores: dict[int, tuple[RowStore, StoreArgs]] = {}
         self._posts: dict[int, tuple[PostBuffers, PostArgs]] = {}
-        """By identity, with the object, so that no other one gets the same identity."""
+        self._rows: dict[int, tuple[np.ndarray[Any, np.dtype[np.int32]], int]] = {}
+        """The three by identity, with the object, so that no other one gets the same identity."""
 
     def load(
         self, batch: StepBatch, ids_BP: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor
@@ -65,15 +66,12 @@ class NativeLaunches:
         self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int, post_seq: torch.Tensor | None
     ) -> None:
         """See `StepLaunches.cache_rows`. Copies the requested mask rows into the store."""
-        if post_seq is not None:
-            post_seq.copy_(post.awaited)
         seq, masks = int(post.awaited), 0
+        if post_seq is not None:
+            post_seq.fill_(seq)
         if seq:
             assert self._mask_rows is not None, "a guided lane without a grammar process"
-            rows = self._mask_rows(seq)
-            assert rows.shape == store.mask_SRW.shape, rows.shape
-            assert rows.flags.c_contiguous
-            masks = rows.ctypes.data
+            masks = self._address_of(self._mask_rows(seq), store)
         self._step.cache_rows(batch.num_lanes, self._store_args(store), self._post_args(post), k, masks)
 
     def take_jump_forward(self, batch: StepBatch, post: PostBuffers, vocab_size: int) -> None:
@@ -91,6 +89,14 @@ class NativeLaunches:
     def propose_ngram(self, batch: StepBatch, ngram_max: int, *, jump_forward: bool) -> None:
         """Raise NotImplementedError: on a CPU the drafter `ngram` is drafters/suffix.py."""
         raise NotImplementedError("on a CPU drafts come from the suffix votes")
+
+    def _address_of(self, rows: np.ndarray[Any, np.dtype[np.int32]], store: RowStore) -> int:
+        """Return the address of mask rows; the channel has two arrays of them, and gives each every other time."""
+        if id(rows) not in self._rows:
+            assert rows.shape == store.mask_SRW.shape, rows.shape
+            assert rows.flags.c_contiguous
+            self._rows[id(rows)] = rows, rows.ctypes.data
+        return self._rows[id(rows)][1]
 
     def _store_args(self, store: RowStore) -> StoreArgs:
         if id(store) not in self._stores:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpu_engine.api.errors import LockstepError
@@ -16,6 +15,8 @@ from gpu_engine.step.output_ring import StepOutputs
 from kernels.accept import STOP_LENGTH, STOP_STEERED, STOP_TOKEN
 from kernels.logprobs import CLOSES, ROW_IN_ERROR, ROW_MISSING
 from shared_mem.layout import RowKind
+
+_DEFER = int(RowKind.DEFER)
 
 
 class Candidates(NamedTuple):
@@ -27,8 +28,7 @@ class Candidates(NamedTuple):
     """The grammar process narrowed the row, so that the answer ends within `max_tokens`."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaneOutcome:
+class LaneOutcome(NamedTuple):
     """The effect of one step on one lane."""
 
     token_ids: tuple[int, ...]
@@ -60,20 +60,25 @@ def outcomes(
     exact: Sequence[bool] = (),
 ) -> list[LaneOutcome]:
     """Return the outcomes of the first `num_lanes` lanes. `guided`, `logprobs` and `exact` are the handle's."""
-    return [
-        LaneOutcome(
-            token_ids=tuple(step.emitted[b][: step.num_emitted[b]]),
-            logprobs=() if logprobs[b] is None else _logprobs(step, b, step.num_emitted[b], logprobs[b]),
-            num_drafts=step.num_drafts[b],
-            num_accepted=step.num_accepted[b],
-            finish=_finish(step.finish[b], step.blocked[b], guided[b]),
-            deferred=step.blocked[b] == RowKind.DEFER,
-            blocked=step.blocked[b],
-            num_jump_forward=step.num_jump_forward[b] if guided[b] else 0,
-            masses=_masses(step, b) if exact and exact[b] else (),
+    # One loop without a call for the lanes whose results are plain numbers: a step of a CPU has them on every lane.
+    made = []
+    for b, (emitted, count, blocked, finish) in enumerate(
+        zip(step.emitted[:num_lanes], step.num_emitted, step.blocked, step.finish, strict=False)
+    ):
+        made.append(
+            LaneOutcome(
+                tuple(emitted[:count]),
+                () if logprobs[b] is None else _logprobs(step, b, count, logprobs[b]),
+                step.num_drafts[b],
+                step.num_accepted[b],
+                _finish(finish, blocked, guided[b]) if finish or blocked else None,
+                blocked == _DEFER,
+                blocked,
+                step.num_jump_forward[b] if guided[b] else 0,
+                masses=_masses(step, b) if exact and exact[b] else (),
+            )
         )
-        for b in range(num_lanes)
-    ]
+    return made
 
 
 def beam_outcomes(results: list[LaneOutcome], step: StepOutputs, lanes: Sequence[int]) -> list[LaneOutcome]:
@@ -87,7 +92,7 @@ def beam_outcomes(results: list[LaneOutcome], step: StepOutputs, lanes: Sequence
         count = code % CLOSES
         ids, values = top_ids_BRN[b, 0, :count].tolist(), top_logprobs_BRN[b, 0, :count].tolist()
         candidates = Candidates(tuple(zip(ids, values, strict=True)), code >= CLOSES)
-        changed[b] = replace(results[b], finish=None, deferred=False, blocked=RowKind.ALL, candidates=candidates)
+        changed[b] = results[b]._replace(finish=None, deferred=False, blocked=RowKind.ALL, candidates=candidates)
     return changed
 
 

@@ -8,7 +8,7 @@ Shapes: B lanes of the entry, R rows a slot.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,7 +21,12 @@ _HEAD = 4
 """int32 numbers before the lanes: sequence and waited time, two each."""
 
 
-@dataclass(frozen=True, slots=True)
+def _long(low: int, high: int) -> int:
+    """Return the int64 whose halves are these int32 numbers."""
+    return (low & 0xFFFFFFFF) | high << 32
+
+
+@dataclass(slots=True)
 class StepOutputs:
     """A step's results in host memory, a copy that belongs to the reader. Lists have B numbers."""
 
@@ -58,6 +63,8 @@ class _Entry:
     top_logprobs_BRN: torch.Tensor
     masses_BR2: torch.Tensor
     event: Event
+    parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By number of lanes: `numbers`, and where the step packs them; on a CPU a slice costs as much as a small copy."""
     num_lanes: int = 0
     logprobs: bool = False
     masses: bool = False
@@ -105,8 +112,9 @@ class OutputRing:
         entry = self._entries[index]
         if entry.full:
             raise RuntimeError(f"step outputs {index} were not read: more than {len(self._entries)} steps in flight")
-        size = self._size(B)
-        self._stream.copy(entry.numbers[:size], self._packed[:size])
+        if B not in entry.parts:
+            entry.parts[B] = (entry.numbers[: self._size(B)], self._packed[: self._size(B)])
+        self._stream.copy(*entry.parts[B])
         if logprobs:
             result = self._lane.result
             self._stream.copy(entry.logprob_BR[:B], result.logprob_BR[:B])
@@ -130,16 +138,16 @@ class OutputRing:
         entry.event.wait()
         entry.full = False
         B, R = entry.num_lanes, self._rows
-        seq, waited_ns = entry.numbers[:_HEAD].view(torch.int64).tolist()
-        numbers = entry.numbers[_HEAD : self._size(B)].tolist()
-        first = len(_PER_LANE) * B
+        numbers = entry.parts[B][0].tolist()
+        seq, waited_ns = _long(numbers[0], numbers[1]), _long(numbers[2], numbers[3])
+        first = _HEAD + len(_PER_LANE) * B
         logprobs = self._no_logprobs
         if entry.logprobs:
             copied = (entry.logprob_BR, entry.top_ids_BRN, entry.top_logprobs_BRN)
             logprobs = (copied[0][:B].clone(), copied[1][:B].clone(), copied[2][:B].clone())
         masses = entry.masses_BR2[:B].clone() if entry.masses else self._no_masses
         emitted = [numbers[at : at + R] for at in range(first, len(numbers), R)]
-        lanes = dict(zip(_PER_LANE, [numbers[at : at + B] for at in range(0, first, B)], strict=True))
+        lanes = dict(zip(_PER_LANE, [numbers[at : at + B] for at in range(_HEAD, first, B)], strict=True))
         return StepOutputs(**lanes, emitted=emitted, logprobs=logprobs, masses=masses, seq=seq, waited_ns=waited_ns)
 
     def _size(self, num_lanes: int) -> int:

@@ -196,7 +196,7 @@ class StepProgram:
             )
         self.forward_rows = ids_BP.numel()
         if self.model.skips_padding:
-            self.forward_rows = B + int(batch.lane.num_drafts_B[:B].sum())
+            self.forward_rows = B if batch.num_rows == 1 else B + int(batch.lane.num_drafts_B[:B].sum())
         context = AttentionContext(self._pages, table_BN, positions_BP, hidden=self._hidden, prompts=batch.prompts)
         context.adapters_B, context.defers_head = adapters_B, self._defers_head(batch)
         context.recurrent = recurrent

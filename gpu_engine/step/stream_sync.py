@@ -231,6 +231,7 @@ class InlineSync(StreamSync):
         mask_SRW = torch.zeros(layout.num_slots, layout.num_rows, layout.row_stride // 4, dtype=torch.int32)
         timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
         super().__init__(stream, channel, mask_SRW, launches, **timeouts)
+        self._waited = self._device_waited.numpy()
         self._posts: dict[int, InlinePostBuffers] = {}
 
     def check(self, num_lanes: int) -> None:
@@ -245,9 +246,9 @@ class InlineSync(StreamSync):
         assert isinstance(post, InlinePostBuffers)
         # Without a lane that requests a row no record is written, and the sequence number is 0.
         arrays = post.arrays
-        arrays.awaited[0] = self.channel.post_batch(arrays, stage=stage) if (arrays.slots >= 0).any() else 0
+        arrays.awaited[0] = self.channel.post_batch(arrays, stage=stage) if arrays.slots.max() >= 0 else 0
 
     def _receive(self, post: PostBuffers, stage: int, rows_wanted: int, timeout_ns: int) -> None:
         assert isinstance(post, InlinePostBuffers)
         if seq := int(post.arrays.awaited[0]):
-            self._device_waited += self.channel.await_batch(post.arrays, seq, timeout_s=timeout_ns / 1e9).waited_ns
+            self._waited[0] += self.channel.await_batch(post.arrays, seq, timeout_s=timeout_ns / 1e9).waited_ns

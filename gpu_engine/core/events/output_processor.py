@@ -87,17 +87,21 @@ class OutputProcessor:
         self._stats.count_step(
             step.forward_rows + step.prompt_tokens, step.step_ms, step.waited_ms, guided=step.any_guided
         )
-        for b, (sequence, outcome) in enumerate(zip(step.sequences, step.outcomes, strict=True)):
-            if not step.holds(b) or sequence.ended or sequence.backtracking:
+        now_s = time.monotonic()
+        for sequence, outcome, slot, slot_gen in zip(
+            step.sequences, step.outcomes, step.slots, step.slot_gens, strict=True
+        ):
+            lost = sequence.slot != slot or sequence.slot_gen != slot_gen
+            if lost or sequence.ended or sequence.backtracking:
                 continue
             if outcome.error is not None:
-                self._fail(sequence, outcome, outcome.error, step)
+                self._fail(sequence, outcome, outcome.error, step, now_s)
             elif outcome.candidates is not None:
                 self._beams.take(sequence, outcome.candidates, step.waited_ms)
             else:
-                self._take(sequence, outcome, step)
+                self._take(sequence, outcome, step, now_s)
         if step.beams is not None:
-            self._advance_searches()
+            self._advance_searches(now_s)
 
     def last_event(self, sequence: RunningSequence, event: TokenEvent | None) -> TokenEvent:
         """Return the tokens that the client does not have yet; the sequence ends with the tokens of `event`."""
@@ -108,19 +112,20 @@ class OutputProcessor:
             event = None
         return all_unsent(sequence, event or TokenEvent(sequence.request.index))
 
-    def _take(self, sequence: RunningSequence, outcome: LaneOutcome, step: LaunchedStep) -> None:
+    def _take(self, sequence: RunningSequence, outcome: LaneOutcome, step: LaunchedStep, now_s: float) -> None:
         """Deliver a lane that is not a beam, or a beam whose row is missing or in error."""
-        if sequence.request.sampling.repetition is not None and outcome.token_ids:
+        request = sequence.request
+        if request.sampling.repetition is not None and outcome.token_ids:
             outcome = _until_repeated(sequence, outcome)
         event = self._event(sequence, outcome)
-        self._count(sequence, outcome, step.waited_ms)
+        self._count(sequence, outcome, step.waited_ms, now_s)
         if outcome.deferred:
             sequence.held = False  # a beam whose row is missing asks for it again
             self._grammar_slots.defer(sequence, step.seq, advanced=bool(outcome.token_ids))
         elif sequence.guided:
             self._grammar_slots.rows_arrived(sequence)
         finish = None if outcome.finish is None else _reason(sequence, outcome)
-        if sequence in self._outputs:
+        if request.outputs.tensors and sequence in self._outputs:
             self._hold(sequence, event, finish)
         elif sequence.exact is not None and outcome.blocked != RowKind.ERROR:
             self._take_exact(sequence, event, outcome, sequence.exact, finish)
@@ -155,11 +160,18 @@ class OutputProcessor:
         elif verdict is Verdict.GIVEN_UP:
             self._end(sequence, finish=FinishReason.GRAMMAR_INEXACT)
 
-    def _fail(self, sequence: RunningSequence, outcome: LaneOutcome, error: LockstepError, step: LaunchedStep) -> None:
+    def _fail(
+        self,
+        sequence: RunningSequence,
+        outcome: LaneOutcome,
+        error: LockstepError,
+        step: LaunchedStep,
+        now_s: float,
+    ) -> None:
         """End a lane for which the step failed. Without drafts its tokens were sent before the row that failed."""
         if outcome.token_ids:
             event = self._event(sequence, outcome)
-            self._count(sequence, outcome, step.waited_ms)
+            self._count(sequence, outcome, step.waited_ms, now_s)
             # The tokens of a sequence with tensors wait for their rows, which an error drops.
             if sequence not in self._outputs and sequence.exact is None:
                 sequence.request.sink(all_unsent(sequence, event))
@@ -173,7 +185,7 @@ class OutputProcessor:
             sequence.guided, sequence.grammar_state = False, GrammarState.UNCONSTRAINED
             self._grammar_slots.close(sequence)
 
-    def _advance_searches(self) -> None:
+    def _advance_searches(self, now_s: float) -> None:
         """Advance or end every search whose beams all have candidates."""
         for group in self._beams.complete():
             first = group.members[0]
@@ -181,7 +193,7 @@ class OutputProcessor:
             first.telemetry.steps += 1
             for _ in group.beams:
                 self._stats.count_tokens(1, 0, 0)
-            self._count_time(first)
+            self._count_time(first, now_s)
             self._beams.choose(group)
             if group.search.done:
                 self._end(first)
@@ -192,7 +204,7 @@ class OutputProcessor:
         """Return the event of a step's tokens. Must come before they are counted, which changes what was drafted."""
         request, ids = sequence.request, outcome.token_ids
         origins = _origins(sequence, outcome) if request.outputs.token_origins else ()
-        scores = self._prompt_logprobs(sequence) if ids else None
+        scores = self._prompt_logprobs(sequence) if ids and sequence.scored else None
         return TokenEvent(request.index, ids, outcome.logprobs, prompt_logprobs=scores, origins=origins)
 
     def _prompt_logprobs(self, sequence: RunningSequence) -> PromptLogprobs | None:
@@ -204,7 +216,7 @@ class OutputProcessor:
 
     # -- counters ----------------------------------------------------------------------------------------------------
 
-    def _count(self, sequence: RunningSequence, outcome: LaneOutcome, waited_ms: float) -> None:
+    def _count(self, sequence: RunningSequence, outcome: LaneOutcome, waited_ms: float, now_s: float) -> None:
         telemetry, stats, count = sequence.telemetry, self._stats, len(outcome.token_ids)
         sequence.answer.extend(outcome.token_ids)
         sequence.length += count
@@ -218,14 +230,14 @@ class OutputProcessor:
         if count:
             telemetry.draft_tokens += outcome.num_drafts
             telemetry.accepted_draft_tokens += outcome.num_accepted
-            self._count_time(sequence)
+            self._count_time(sequence, now_s)
         if outcome.finish is FinishReason.GRAMMAR_ERROR:
             stats.dead_ends += outcome.blocked == RowKind.DEAD_END
             stats.matcher_errors += outcome.blocked == RowKind.ERROR
 
-    def _count_time(self, sequence: RunningSequence) -> None:
-        """Note that the sequence got tokens now."""
-        telemetry, now_s = sequence.telemetry, time.monotonic()
+    def _count_time(self, sequence: RunningSequence, now_s: float) -> None:
+        """Note that the sequence got tokens at `now_s`, a time of `time.monotonic`."""
+        telemetry = sequence.telemetry
         if telemetry.first_token_s:
             self._stats.token_gap_seconds.observe(now_s - telemetry.last_token_s)
         else:
@@ -275,8 +287,7 @@ def _until_repeated(sequence: RunningSequence, outcome: LaneOutcome) -> LaneOutc
     count = end - (len(recent) - len(ids))
     if sequence.request.grammar is not None or (count == len(ids) and outcome.finish is FinishReason.STOP):
         return outcome
-    return replace(
-        outcome,
+    return outcome._replace(
         token_ids=ids[:count],
         logprobs=outcome.logprobs[:count],
         num_accepted=min(outcome.num_accepted, count),
