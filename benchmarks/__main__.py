@@ -24,6 +24,7 @@ HARNESSES = {
     "distributed": ("speed", "a model over several processes and in one: equal tokens, and time by part"),
     "bench_adapters": ("speed", "time of a step's forward with LoRA adapters"),
     "bench_forward": ("speed", "time of a forward with fused and with separate layers"),
+    "bench_step": ("speed", "time of a step on a CPU, guided and free in turn, and its part outside of the forward"),
     "bench_products": ("speed", "time of products over blocks on the vector unit and on the matrix unit of this CPU"),
     "bench_channel": ("speed", "round trip of a step between two processes over shared memory"),
     "bench_sidecar": ("speed", "time in which the grammar process answers a step"),

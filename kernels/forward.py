@@ -11,6 +11,7 @@ L positions of a rotary table, R rotated channels.
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -165,6 +166,8 @@ class Forward:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._reserved = (0, 0, 0, 0)
         """Rows, sequences, logits and `defers_head` of the last call, which has its memory."""
+        self._inputs: tuple[torch.Tensor, ...] = ()
+        """The last call's, held so that a tensor that is the same object has the same address."""
         self._tapped = False
         """The last call had taps."""
         self._pages: list[KVPages] | None = None
@@ -223,25 +226,18 @@ class Forward:
         [N, H] in the model's dtype, which gets that layer's input; the number of layers stands for the head's input.
         `adapters`: None where no row has one. `virtual_VH`: float32, the embeddings of the ids from V on.
         """
-        args, N = self._args, len(ids_N)
-        assert ids_N.dtype == torch.int64, ids_N.dtype
-        assert positions_N.dtype == row_starts.dtype == page_table_SN.dtype == torch.int32
-        assert ids_N.is_contiguous()
-        assert positions_N.is_contiguous()
-        assert row_starts.is_contiguous()
-        assert page_table_SN.stride(1) == 1
-        assert num_logits <= N == len(positions_N), (num_logits, N, len(positions_N))
-        assert len(row_starts) <= len(page_table_SN) + 1
+        args, inputs = self._args, (ids_N, positions_N, row_starts, page_table_SN)
+        if not self._inputs or not all(map(operator.is_, inputs, self._inputs)):
+            self._use_inputs(*inputs)
+        assert num_logits <= args.num_rows, (num_logits, args.num_rows)
         self._use_pages(pages)
-        args.num_rows, args.num_sequences, args.num_logits = N, len(row_starts) - 1, num_logits
+        args.num_logits = num_logits
         args.defers_head, self._deferred = defers_head, (positions_N, row_starts) if defers_head else None
         if adapters is not None or virtual_VH is not None or self._adapted:
             self._use_adapters(adapters, virtual_VH)
         self._reserve()
-        args.ids, args.positions, args.row_starts = ids_N.data_ptr(), positions_N.data_ptr(), row_starts.data_ptr()
-        args.page_table, args.table_stride = page_table_SN.data_ptr(), page_table_SN.stride(0)
         if taps or self._tapped:
-            self._use_taps(taps or {}, N)
+            self._use_taps(taps or {}, args.num_rows)
         native().lockstep_forward(ctypes.byref(args))
         return self._logits_NV[:num_logits]
 
@@ -260,6 +256,24 @@ class Forward:
     def new_tap(self, num_rows: int) -> torch.Tensor:
         """Return memory for a tap, [num_rows, H]; rows of padding stay zero."""
         return torch.zeros(num_rows, self._args.hidden, dtype=self._dtype)
+
+    def _use_inputs(
+        self, ids_N: torch.Tensor, positions_N: torch.Tensor, row_starts: torch.Tensor, page_table_SN: torch.Tensor
+    ) -> None:
+        """Point the arguments at these tensors, which are not those of the last call."""
+        args, N = self._args, len(ids_N)
+        assert ids_N.dtype == torch.int64, ids_N.dtype
+        assert positions_N.dtype == row_starts.dtype == page_table_SN.dtype == torch.int32
+        assert ids_N.is_contiguous()
+        assert positions_N.is_contiguous()
+        assert row_starts.is_contiguous()
+        assert page_table_SN.stride(1) == 1
+        assert len(positions_N) == N, (N, len(positions_N))
+        assert len(row_starts) <= len(page_table_SN) + 1
+        args.num_rows, args.num_sequences = N, len(row_starts) - 1
+        args.ids, args.positions, args.row_starts = ids_N.data_ptr(), positions_N.data_ptr(), row_starts.data_ptr()
+        args.page_table, args.table_stride = page_table_SN.data_ptr(), page_table_SN.stride(0)
+        self._inputs = ids_N, positions_N, row_starts, page_table_SN
 
     def _use_pages(self, pages: list[KVPages]) -> None:
         """Point the layers at the pages, unless they are those of the last call."""

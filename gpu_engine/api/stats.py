@@ -40,6 +40,12 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def count(self, number: int) -> None:
+        """Count `number`, where the bounds are 0, 1, 2 and so on."""
+        counts = self.counts
+        counts[number if number < len(counts) else -1] += 1
+        self.total += number
+
     def __repr__(self) -> str:
         return f"<Histogram count={sum(self.counts)} total={self.total:g}>"
 
@@ -134,8 +140,8 @@ class EngineStats:
 
     def count_tokens(self, num_tokens: int, num_drafts: int, num_accepted: int, num_jump_forward: int = 0) -> None:
         """Count one step of one sequence; its first `num_jump_forward` drafts were jump-forward tokens."""
-        self.tokens_per_step.observe(num_tokens)
-        self.drafts_per_step.observe(num_drafts)
+        self.tokens_per_step.count(num_tokens)
+        self.drafts_per_step.count(num_drafts)
         self.generated_tokens += num_tokens
         if num_tokens:
             self.draft_tokens += num_drafts

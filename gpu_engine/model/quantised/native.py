@@ -42,6 +42,11 @@ class NativeForward:
         self._forward, self._num_layers = forward, num_layers
         self._starts: dict[tuple[int, int], torch.Tensor] = {}
         """By (B, P)."""
+        self._nothing = nothing = torch.zeros(0)
+        self._given = (nothing, nothing)
+        """Tokens and positions of the last call: most steps of an engine have the same two tensors."""
+        self._rows = (nothing, nothing, nothing)
+        """The same as rows, and where each sequence's begin."""
 
     @property
     def skips_padding(self) -> bool:
@@ -60,15 +65,24 @@ class NativeForward:
         """Write keys and values, and what `ctx.hidden` wants."""
         self._run(ids_BP, ctx, 0)
 
-    def _run(self, ids_BP: torch.Tensor, ctx: AttentionContext, num_logits: int) -> torch.Tensor:
+    def _rows_of(
+        self, ids_BP: torch.Tensor, positions_BP: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         B, P = ids_BP.shape
         if (B, P) not in self._starts:
             self._starts[B, P] = torch.arange(0, B * P + 1, max(P, 1), dtype=torch.int32)
-        ids_N, positions_N = ids_BP.reshape(-1).contiguous(), ctx.positions_BP.reshape(-1).contiguous()
-        starts, table_SN = self._starts[B, P], ctx.page_table_BN
+        return ids_BP.reshape(-1).contiguous(), positions_BP.reshape(-1).contiguous(), self._starts[B, P]
+
+    def _run(self, ids_BP: torch.Tensor, ctx: AttentionContext, num_logits: int) -> torch.Tensor:
+        if self._given[0] is not ids_BP or self._given[1] is not ctx.positions_BP:
+            self._rows = self._rows_of(ids_BP, ctx.positions_BP)
+            # Rows of tensors that are not contiguous are copies, which the next call must make anew.
+            views = ids_BP.is_contiguous() and ctx.positions_BP.is_contiguous()
+            self._given = (ids_BP, ctx.positions_BP) if views else (self._nothing, self._nothing)
+        (ids_N, positions_N, starts), table_SN = self._rows, ctx.page_table_BN
         if (prompts := ctx.prompts) is not None:
             ids_N, positions_N = torch.cat([ids_N, prompts.ids_N]), torch.cat([positions_N, prompts.positions_N])
-            ends = itertools.accumulate(prompts.counts, initial=B * P)
+            ends = itertools.accumulate(prompts.counts, initial=ids_BP.numel())
             starts = torch.cat([starts[:-1], torch.tensor(list(ends), dtype=torch.int32)])
             table_SN = torch.cat([table_SN, prompts.page_table_CN])
         taps = {layer: self._forward.new_tap(len(ids_N)) for layer in ctx.hidden or {}}

@@ -59,6 +59,21 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_call(saved: Saved, fami
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_forward_reads_what_its_tensors_hold_now(saved: Saved, strided: bool) -> None:
+    model = load_model(config(model=str(saved("llama")), dtype="bfloat16", quantization="q4"))
+    tokens_BP, ids_BP = some_ids(3, 24), torch.zeros(24, 3, dtype=torch.int64).T
+    ctx = context(model, 3, 24)
+    if not strided:
+        ids_BP = ids_BP.contiguous()
+    want_NV = model.logits(tokens_BP, ctx).clone()
+    ids_BP.copy_(tokens_BP.flip(0))
+    model.logits(ids_BP, ctx)
+    ids_BP.copy_(tokens_BP)
+    assert torch.equal(model.logits(ids_BP, ctx), want_NV)
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_rows_of_a_forward_that_threads_share_by_rows_are_those_of_one_thread(saved: Saved, family: str) -> None:
     model = load_model(config(model=str(saved(family)), dtype="bfloat16", quantization="q4"))
