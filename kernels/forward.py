@@ -162,7 +162,8 @@ class Forward:
         args.num_layers, args.hidden, args.inner, args.head_dim = len(layers), H, inner, head_dim
         (args.num_heads, args.num_kv_heads), args.bf16 = heads, self._dtype == torch.bfloat16
         args.vocabulary = len(embedding_VH)
-        self._logits_NV = torch.empty(0, head.num_outputs)
+        self._logits_NV = self._result_NV = torch.empty(0, head.num_outputs)
+        """The memory of all logits so far, and the rows of the last call: one tensor while their number is the same."""
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._reserved = (0, 0, 0, 0)
         """Rows, sequences, logits and `defers_head` of the last call, which has its memory."""
@@ -239,7 +240,9 @@ class Forward:
         if taps or self._tapped:
             self._use_taps(taps or {}, args.num_rows)
         native().lockstep_forward(ctypes.byref(args))
-        return self._logits_NV[:num_logits]
+        if len(self._result_NV) != num_logits:
+            self._result_NV = self._logits_NV[:num_logits]
+        return self._result_NV
 
     def masked_head(self, step: StepTensors, *, num_rows: int) -> None:
         """Fill those logits of the last call, which had `defers_head`, that `accept` may read with the same arguments.
@@ -249,7 +252,7 @@ class Forward:
         """
         assert self._deferred is not None, "the last call had no defers_head"
         assert step.first_row_B is None
-        rows = accept_arguments(step, self._logits_NV[: self._args.num_logits], num_rows)
+        rows = accept_arguments(step, self._result_NV, num_rows)
         native().lockstep_forward_head(ctypes.byref(self._args), ctypes.byref(rows))
         self._deferred = None
 
@@ -315,6 +318,7 @@ class Forward:
             args.scratch = (self._scratch.data_ptr() + 63) // 64 * 64
         if len(self._logits_NV) < args.num_logits:
             self._logits_NV = torch.empty(args.num_logits, self._logits_NV.shape[1])
+            self._result_NV = self._logits_NV[:0]
         args.logits, args.logits_stride = self._logits_NV.data_ptr(), self._logits_NV.shape[1]
         self._reserved = shape
 

@@ -11,6 +11,7 @@ W' words of a mask row.
 from __future__ import annotations
 
 import ctypes
+import operator
 from typing import Any, Self
 
 import torch
@@ -105,19 +106,22 @@ class NativeStep:
         self._slots, self._lanes = slots, lanes
         self._lib = native_short()
         self._where = ctypes.byref(slots), ctypes.byref(lanes)
+        self._inputs: tuple[torch.Tensor, ...] = ()
+        """Of the last `load`, held so that a tensor that is the same object has the same address."""
+        self._input_args: tuple[Any, ...] = ()
 
     def load(
         self, num_lanes: int, ids_BP: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor
     ) -> None:
         """Cut the step's inputs from the slots. `ids_BP` int64, the others int32; all contiguous."""
-        for tensor in (ids_BP, positions_BP, page_table_BN):
-            assert tensor.is_contiguous()
-        assert ids_BP.dtype == torch.int64
-        assert page_table_BN.shape[1] == self._slots.table_stride, page_table_BN.shape
-        out = [ctypes.c_void_p(address(tensor)) for tensor in (ids_BP, positions_BP, page_table_BN)]
-        self._lib.lockstep_step_load(
-            *self._where, ctypes.c_int64(num_lanes), ctypes.c_int64(positions_BP.shape[1]), *out
-        )
+        inputs = ids_BP, positions_BP, page_table_BN
+        if not self._inputs or not all(map(operator.is_, inputs, self._inputs)):
+            assert all(tensor.is_contiguous() for tensor in inputs)
+            assert ids_BP.dtype == torch.int64
+            assert page_table_BN.shape[1] == self._slots.table_stride, page_table_BN.shape
+            places = [ctypes.c_void_p(address(tensor)) for tensor in inputs]
+            self._inputs, self._input_args = inputs, (ctypes.c_int64(positions_BP.shape[1]), *places)
+        self._lib.lockstep_step_load(*self._where, ctypes.c_int64(num_lanes), *self._input_args)
 
     def block_ended(self, num_lanes: int) -> None:
         """Before sampling: make every row of a slot that has ended DEFER."""

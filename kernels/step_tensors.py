@@ -242,4 +242,4 @@ class StepTensors:
     tree: TreeRows | None = None
     """On a GPU: the drafts of a lane are a tree. None: they are a chain."""
     arguments: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
-    """For `accept`: the native arguments, once they are made."""
+    """Of `accept`: the last call's logits and its native arguments, which the next call with them needs again."""

@@ -37,7 +37,8 @@ class NativeLaunches:
         self._stores: dict[int, tuple[RowStore, StoreArgs]] = {}
         self._posts: dict[int, tuple[PostBuffers, PostArgs]] = {}
         self._rows: dict[int, tuple[np.ndarray[Any, np.dtype[np.int32]], int]] = {}
-        """The three by identity, with the object, so that no other one gets the same identity."""
+        self._arrays: dict[int, tuple[torch.Tensor, np.ndarray[Any, np.dtype[Any]]]] = {}
+        """The four by identity, with the object, so that no other one gets the same identity."""
 
     def load(
         self, batch: StepBatch, ids_BP: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor
@@ -66,9 +67,9 @@ class NativeLaunches:
         self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int, post_seq: torch.Tensor | None
     ) -> None:
         """See `StepLaunches.cache_rows`. Copies the requested mask rows into the store."""
-        seq, masks = int(post.awaited), 0
+        seq, masks = self._array_of(post.awaited).item(), 0
         if post_seq is not None:
-            post_seq.fill_(seq)
+            self._array_of(post_seq)[0] = seq
         if seq:
             assert self._mask_rows is not None, "a guided lane without a grammar process"
             masks = self._address_of(self._mask_rows(seq), store)
@@ -89,6 +90,12 @@ class NativeLaunches:
     def propose_ngram(self, batch: StepBatch, ngram_max: int, *, jump_forward: bool) -> None:
         """Raise NotImplementedError: on a CPU the drafter `ngram` is drafters/suffix.py."""
         raise NotImplementedError("on a CPU drafts come from the suffix votes")
+
+    def _array_of(self, tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
+        """Return the tensor as an array, for its one number."""
+        if id(tensor) not in self._arrays:
+            self._arrays[id(tensor)] = tensor, tensor.numpy()
+        return self._arrays[id(tensor)][1]
 
     def _address_of(self, rows: np.ndarray[Any, np.dtype[np.int32]], store: RowStore) -> int:
         """Return the address of mask rows; the channel has two arrays of them, and gives each every other time."""

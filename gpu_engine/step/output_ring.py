@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from gpu_engine.step.buffers import LaneBuffers, StepBatch
 from gpu_engine.step.stream import Event, Stream
 from kernels.accept import MAX_LOGPROBS
+from shared_mem.batch import Int32Array
 
 _PER_LANE = ("num_emitted", "num_accepted", "finish", "blocked", "num_drafts", "num_jump_forward", "slots", "slot_gens")
 _HEAD = 4
@@ -65,6 +67,8 @@ class _Entry:
     event: Event
     parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """By number of lanes: `numbers`, and where the step packs them; on a CPU a slice costs as much as a small copy."""
+    arrays: dict[int, tuple[Int32Array, Int32Array]] = field(default_factory=dict)
+    """The same memory; empty unless the stream runs at once."""
     num_lanes: int = 0
     logprobs: bool = False
     masses: bool = False
@@ -89,6 +93,8 @@ class OutputRing:
         max_inflight_steps: int = 3,
     ) -> None:
         self._stream, self._lane = stream, lane
+        # With the caches full of weights, an operation of torch takes some 50 us, and one of numpy a few.
+        self._arrays = stream.runs_at_once
         max_lanes, R = lane.drafts_BR.shape
         self._rows = R
         nothing = torch.zeros(1, dtype=torch.int64, device=stream.device)
@@ -98,6 +104,7 @@ class OutputRing:
         self._next = 0
         # Slices that every step of B lanes needs; on a CPU a slice costs as much as a small copy.
         self._parts: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
+        self._part_arrays: dict[int, tuple[list[Int32Array], Int32Array]] = {}
         first = self._entries[0]
         self._no_logprobs = (first.logprob_BR[:0], first.top_ids_BRN[:0], first.top_logprobs_BRN[:0])
         self._no_masses = first.masses_BR2[:0]
@@ -114,7 +121,12 @@ class OutputRing:
             raise RuntimeError(f"step outputs {index} were not read: more than {len(self._entries)} steps in flight")
         if B not in entry.parts:
             entry.parts[B] = (entry.numbers[: self._size(B)], self._packed[: self._size(B)])
-        self._stream.copy(*entry.parts[B])
+            if self._arrays:
+                entry.arrays[B] = (entry.parts[B][0].numpy(), entry.parts[B][1].numpy())
+        if self._arrays:
+            entry.arrays[B][0][:] = entry.arrays[B][1]
+        else:
+            self._stream.copy(*entry.parts[B])
         if logprobs:
             result = self._lane.result
             self._stream.copy(entry.logprob_BR[:B], result.logprob_BR[:B])
@@ -138,7 +150,7 @@ class OutputRing:
         entry.event.wait()
         entry.full = False
         B, R = entry.num_lanes, self._rows
-        numbers = entry.parts[B][0].tolist()
+        numbers = (entry.arrays[B] if self._arrays else entry.parts[B])[0].tolist()
         seq, waited_ns = _long(numbers[0], numbers[1]), _long(numbers[2], numbers[3])
         first = _HEAD + len(_PER_LANE) * B
         logprobs = self._no_logprobs
@@ -155,9 +167,14 @@ class OutputRing:
 
     def _pack(self, batch: StepBatch) -> None:
         if batch.num_lanes not in self._parts:
-            self._parts[batch.num_lanes] = self._parts_of(batch.num_lanes)
+            parts, packed = self._parts[batch.num_lanes] = self._parts_of(batch.num_lanes)
+            if self._arrays:
+                self._part_arrays[batch.num_lanes] = [part.numpy() for part in parts], packed.numpy()
         parts, packed = self._parts[batch.num_lanes]
-        torch.cat(parts, out=packed)
+        if self._arrays:
+            np.concatenate(self._part_arrays[batch.num_lanes][0], out=self._part_arrays[batch.num_lanes][1])
+        else:
+            torch.cat(parts, out=packed)
 
     def _parts_of(self, num_lanes: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the results of the first lanes, and where they are packed."""

@@ -231,11 +231,15 @@ class InlineSync(StreamSync):
         mask_SRW = torch.zeros(layout.num_slots, layout.num_rows, layout.row_stride // 4, dtype=torch.int32)
         timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
         super().__init__(stream, channel, mask_SRW, launches, **timeouts)
-        self._waited = self._device_waited.numpy()
+        # Written as arrays: an operation of torch takes much longer than the number that it writes.
+        self._waited, self._seq = self._device_waited.numpy(), self.post_seq.numpy()
         self._posts: dict[int, InlinePostBuffers] = {}
 
     def check(self, num_lanes: int) -> None:
         """Return: a refused post raises at once."""
+
+    def _no_seq(self) -> None:
+        self._seq[0] = 0
 
     def _buffers(self, num_lanes: int) -> InlinePostBuffers:
         if num_lanes not in self._posts:

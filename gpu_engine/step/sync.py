@@ -17,6 +17,8 @@ from gpu_engine.step.mask_rows import RowStore
 from gpu_engine.step.stream import Stream
 from shared_mem.layout import RowKind
 
+_ALL = int(RowKind.ALL)
+
 
 class Fork(NamedTuple):
     """A matcher that becomes a copy of another one."""
@@ -152,7 +154,11 @@ class NoSync:
 
 def free_rows(batch: StepBatch) -> None:
     """Make every row of the batch ALL. Runs inside a launch."""
-    batch.lane.kinds_BR[: batch.num_lanes].fill_(int(RowKind.ALL))
+    kinds_BR = batch.lane.kinds_BR
+    if kinds_BR.is_cpu:
+        kinds_BR.numpy()[: batch.num_lanes] = _ALL  # in a tenth of the time of torch's fill
+    else:
+        kinds_BR[: batch.num_lanes].fill_(_ALL)
 
 
 def free_row(batch: StepBatch, k: int) -> None:
