@@ -1,10 +1,10 @@
 """Errors of the grammar client, one small tree. Each ends one answer; the host engine goes on.
 
-    GrammarError
-    |- InvalidGrammar      the grammar is wrong, or a keyword cannot be enforced; the message names the place
-    |- LimitExceeded       a stated limit of the compilation; the message names its setting
-    |- Unavailable         no grammar process answers within `wait_s`
-    `- MatcherFailed       the answer cannot go on: no legal token, a row that takes too long, a library that crashes
+GrammarError
+|- InvalidGrammar      the grammar is wrong, or a keyword cannot be enforced; the message names the place
+|- LimitExceeded       a stated limit of the compilation; the message names its setting
+|- Unavailable         no grammar process answers within `wait_s`
+`- MatcherFailed       the answer cannot go on: no legal token, a row that takes too long, a library that crashes
 """
 
 from __future__ import annotations

@@ -54,12 +54,25 @@ class GrammarProcess:
         end: the engine's end of the segment.
         setup: the vocabulary.
         flags: further flags of `python -m grammar_service`.
+        python: the interpreter of the process, which must have the same release of this package; "": this one.
     """
 
-    def __init__(self, segment: Segment, end: EngineEnd, setup: pb.ConfigureRequest, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        end: EngineEnd,
+        setup: pb.ConfigureRequest,
+        flags: Sequence[str] = (),
+        python: str = "",
+    ) -> None:
         self._segment, self._end, self._setup = segment, end, setup
         self.directory = Path(tempfile.mkdtemp(prefix="lockstep-grammar-"))
-        self._command = [sys.executable, "-m", "grammar_service", "--dir", str(self.directory), *flags]
+        self._environment = dict(os.environ)
+        if not python:
+            # The child finds its package next to this one, whatever its working directory is.
+            self._environment["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+        program = [python or sys.executable, "-m", "grammar_service"]
+        self._command = [*program, "--dir", str(self.directory), *flags]
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
@@ -117,12 +130,11 @@ class GrammarProcess:
 
     def _run_once(self) -> float:
         """Run one child to its end; return for how long it was attached, in seconds. Raises OSError."""
-        path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
         child = self._child = subprocess.Popen(
             dying_with_us(self._command),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env=os.environ | {"PYTHONPATH": path},
+            env=self._environment,
         )
         attached_s = 0.0
         try:
