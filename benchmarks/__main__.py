@@ -46,6 +46,10 @@ HARNESSES = {
     "maskbench": ("quality", "masks of the backends on MaskBench's instances: time and correctness"),
     "isolation": ("faults", "latency of steady streams under hostile grammars and kills of the grammar process"),
     "overtaking": ("faults", "wait of small grammars while other clients compile hostile ones"),
+    "under_vllm": (
+        "faults",
+        "the grammar process under vLLM, next to vLLM's own backends: schemas, hostile ones, kills",
+    ),
     "soak": ("faults", "memory, descriptors, slots and latency under random traffic and faults"),
     "receipts": ("faults", "receipts of random traffic under kills and restarts: each replays equal"),
     "fuzz_grammars": ("faults", "outcomes of mutated and random grammars of every kind"),

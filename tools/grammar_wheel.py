@@ -1,8 +1,8 @@
 """Builds the wheel of `lockstep-grammar`: `python -m tools.grammar_wheel dist`.
 
 The distribution has the same sources as `lockstep-engine`, without the engine. They are copied to a folder with
-grammar_wheel.toml as its pyproject.toml, and built there. An environment with lockstep-engine has these packages, so the
-two are not installed together. Not responsible for: the other wheels (see wheels.py).
+grammar_wheel.toml as its pyproject.toml, and built there. An environment with lockstep-engine has these packages, so
+the two are not installed together. Not responsible for: the other wheels (see wheels.py).
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def hostile(per_second: float, *, guided: bool = True) -> Attack:
                     text="Answer:", sampling=pb.SamplingParams(max_tokens=4, temperature=0.0, seed=number)
                 )
                 if guided:
-                    request.grammar.CopyFrom(_salted(grammars[number % len(grammars)], number))
+                    request.grammar.CopyFrom(salted(grammars[number % len(grammars)], number))
                 await launch(_generate(stub, request, outcomes))
                 number += 1
 
@@ -230,7 +230,8 @@ def hostile_grammars() -> dict[str, pb.Grammar]:
     }
 
 
-def _salted(grammar: pb.Grammar, number: int) -> pb.Grammar:
+def salted(grammar: pb.Grammar, number: int) -> pb.Grammar:
+    """Return a grammar with the same cost and another text."""
     # Unequal to every other, so that no cache and no joined compilation helps.
     salted = pb.Grammar()
     salted.CopyFrom(grammar)

@@ -52,7 +52,7 @@ class ServerPeer(ABC):
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
-        self._settings, self._port = settings, port
+        self._settings, self.port = settings, port
         self._program = Path(argv[0]).name
         if shutil.which(argv[0]) is None:
             raise SystemFailed(f"{argv[0]} is no program")
@@ -76,6 +76,16 @@ class ServerPeer(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} pid={self._process.pid} log={self.log}>"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """The server's process has not ended."""
+        return self._process.poll() is None
 
     @abstractmethod
     def build(self) -> str:
@@ -117,7 +127,7 @@ class ServerPeer(ABC):
 
     def _complete(self, prompt: Prompt) -> Answer:
         started_s = time.perf_counter()
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_TIMEOUT_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_TIMEOUT_S)
         try:
             connection.request("POST", self.path, json.dumps(self.body(prompt)), {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -129,7 +139,7 @@ class ServerPeer(ABC):
 
     def get(self, path: str) -> tuple[int, bytes]:
         """Return status and body of a GET."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
             connection.request("GET", path)
             response = connection.getresponse()

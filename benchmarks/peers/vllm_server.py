@@ -34,7 +34,7 @@ class VllmServer(ServerPeer):
             str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory.absolute()),
             "--served-model-name", _MODEL, "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype,
             "--max-model-len", str(CONTEXT), "--max-num-seqs", str(batch), "--no-enable-prefix-caching",
-            "--disable-log-stats", "--disable-uvicorn-access-log",
+            "--disable-log-stats", "--disable-uvicorn-access-log", *self.arguments(),
         ]
         # fmt: on
         super().__init__(
@@ -43,8 +43,16 @@ class VllmServer(ServerPeer):
             port,
             settings=f"{dtype}, {num_threads} threads, structured outputs as installed, without prefix cache, HTTP",
             start_s=300.0,
-            environment=vllm_environment(python, num_threads),
+            environment=vllm_environment(python, num_threads) | self.variables(),
         )
+
+    def arguments(self) -> list[str]:
+        """Return further arguments of the server."""
+        return []
+
+    def variables(self) -> dict[str, str]:
+        """Return further environment variables of the server."""
+        return {}
 
     def build(self) -> str:
         """See `ServerPeer.build`."""
