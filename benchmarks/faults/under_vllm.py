@@ -56,6 +56,7 @@ class Server(VllmServer):
     def __init__(self, args: argparse.Namespace, backend: str) -> None:
         self.backend = backend
         self._adapter: Path = args.adapter
+        self._eager: bool = args.eager
         super().__init__(
             args.vllm_python, args.model or ensure_embedded(), dtype=args.dtype, num_threads=args.threads, batch=8
         )
@@ -63,7 +64,8 @@ class Server(VllmServer):
     def arguments(self) -> list[str]:
         """Return further arguments of the server."""
         name = "guidance" if self.backend == "lockstep" else self.backend
-        return ["--structured-outputs-config", json.dumps({"backend": name})]
+        eager = ["--enforce-eager"] if self._eager else []
+        return [*eager, "--structured-outputs-config", json.dumps({"backend": name})]
 
     def variables(self) -> dict[str, str]:
         """Return further environment variables of the server."""
@@ -267,6 +269,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="schemas in MaskBench's form")
     parser.add_argument("--model", type=Path, help="a model folder (default: the embedded model)")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--eager", action="store_true", help="start vLLM without its compilation, which takes minutes")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--count", type=int, default=200, help="schemas (default: 200)")
