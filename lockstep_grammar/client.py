@@ -105,6 +105,9 @@ class Compiled:
     compile_ms: float
     min_tokens: int
     """A proven lower bound on the tokens of an answer, the stop token included; 0: not known."""
+    grammar_id: str
+    attached: int
+    """Number of the process that has it under `grammar_id`."""
 
     def open(self, max_tokens: int = 0) -> Matcher:
         """Return a matcher at the start of an answer of at most `max_tokens` tokens, the stop token included.
@@ -200,19 +203,25 @@ class Grammars:
             allow_unenforced=allow_unenforced,
             tenant=tenant,
         )
-        response = self.compile_message(request)
+        attached, response = self.compile_message(request)
         return Compiled(
-            self, request, tuple(response.warnings), response.verified, response.compile_ms, response.min_tokens
+            self,
+            request,
+            tuple(response.warnings),
+            response.verified,
+            response.compile_ms,
+            response.min_tokens,
+            response.grammar_id,
+            attached,
         )
 
-    def compile_message(self, request: pb.CompileRequest) -> pb.CompileResponse:
-        """Send a compilation, again to the next process if this one ends; see `compile`."""
+    def compile_message(self, request: pb.CompileRequest) -> tuple[int, pb.CompileResponse]:
+        """Send a compilation, again to the next process if this one ends; return its number too. See `compile`."""
         timeout_s = self.limits.compile_timeout_s + COMPILE_MARGIN_S
         for _ in range(MAX_DEATHS):
-            _, stub = self.attachment(time.monotonic() + self.wait_s)
+            attached, stub = self.attachment(time.monotonic() + self.wait_s)
             try:
-                response: pb.CompileResponse = stub.Compile(request, timeout=timeout_s)
-                return response
+                return attached, stub.Compile(request, timeout=timeout_s)
             except grpc.RpcError as error:
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                     raise _error_of(error) from error
@@ -279,6 +288,7 @@ class Matcher:
         self._place: tuple[int, int] | None = None
         self._bound_in = 0
         """Number of the process that has the matcher; 0: none."""
+        self._grammar_id, self._compiled_in = compiled.grammar_id, compiled.attached
         self._known = 0
         """The first so many of `tokens` are committed in the process. A post takes back what it has after them."""
         self._rows: dict[int, Row] = {}
@@ -429,23 +439,27 @@ class Matcher:
             self._grammars.leave(*self._place)  # a new owner number: late answers to the old one do not count
         place = self._place = self._grammars.place(self)
         try:
-            # In a new process this compiles the grammar again; in the same one it is found in the cache.
-            compiled = stub.Compile(self._accepted(), timeout=self._grammars.limits.compile_timeout_s + BIND_TIMEOUT_S)
+            if self._compiled_in != attached:
+                # In a new process the grammar is found in the cache of the last one, or is compiled again.
+                limit_s = self._grammars.limits.compile_timeout_s + BIND_TIMEOUT_S
+                self._grammar_id = stub.Compile(self._accepted(), timeout=limit_s).grammar_id
+                self._compiled_in = attached
             stub.Bind(
                 pb.BindRequest(
                     slot=place[0],
                     slot_gen=place[1],
-                    grammar_id=compiled.grammar_id,
+                    grammar_id=self._grammar_id,
                     committed_tokens=self.tokens,
                     max_tokens=self._max_tokens,
                 ),
-                timeout=BIND_TIMEOUT_S,
+                timeout=self._grammars.row_timeout_s,
             )
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                 time.sleep(_SLICE_S)
                 return False
             if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION):
+                self._compiled_in = 0
                 return False
             raise MatcherFailed(f"the matcher cannot be built: {error.details()}") from error
         self._bound_in, self._known, self._posted = attached, len(self.tokens), None

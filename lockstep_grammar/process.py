@@ -43,6 +43,7 @@ CONFIGURE_TIMEOUT_S = 60.0
 FIRST_RETRY_S, LONGEST_RETRY_S, HEALTHY_S = 0.05, 5.0, 1.0
 """After the end of a process that was attached for HEALTHY_S the next one starts after FIRST_RETRY_S; otherwise each
 pause is twice the last one."""
+CACHE_BYTES = 64 << 20
 _ROOT = str(Path(__file__).resolve().parents[1])
 
 
@@ -72,7 +73,9 @@ class GrammarProcess:
             # The child finds its package next to this one, whatever its working directory is.
             self._environment["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
         program = [python or sys.executable, "-m", "grammar_service"]
-        self._command = [*program, "--dir", str(self.directory), *flags]
+        # The process after a killed one finds its grammars in the cache.
+        cache = ["--cache-dir", str(self.directory / "cache"), "--cache-dir-bytes", str(CACHE_BYTES)]
+        self._command = [*program, "--dir", str(self.directory), *cache, *flags]
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None

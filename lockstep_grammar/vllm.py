@@ -174,7 +174,10 @@ class LockstepBackend:
             log.warning("request %s: %s", _request.id, warning)
         stops = self._grammars.stop_token_ids
         extra = sorted((stop_token_ids or set()).difference(stops))
-        return LockstepGrammar(compiled.open(_request.max_tokens), stops, extra, _request.id)
+        matcher = compiled.open(_request.max_tokens)
+        # Built here, and not in the scheduler's thread: the first row of a hostile grammar delays no other request.
+        matcher.row()
+        return LockstepGrammar(matcher, stops, extra, _request.id)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> Any:
         """Return an int32 tensor [positions, W]."""

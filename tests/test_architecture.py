@@ -23,7 +23,15 @@ from transformers.utils import import_utils
 
 from tools import client_twins, client_wire
 
-SOURCE_FOLDERS = ("gpu_engine", "grammar_service", "http_gateway", "service_runtime", "shared_mem", "kernels")
+SOURCE_FOLDERS = (
+    "gpu_engine",
+    "grammar_service",
+    "http_gateway",
+    "kernels",
+    "lockstep_grammar",
+    "service_runtime",
+    "shared_mem",
+)
 CLIENT = "client/lockstep_client"
 """A distribution of its own, with import contracts of its own."""
 SERVICES = ("gpu_engine", "grammar_service", "http_gateway")

@@ -25,7 +25,7 @@ def stage(folder: Path) -> None:
         shutil.copytree(ROOT / package, folder / package, ignore=ignored)
     for name in ("LICENSE", "setup.py"):
         shutil.copy(ROOT / name, folder / name)
-    shutil.copy(ROOT / "docs" / "other-engines.md", folder / "README.md")
+    shutil.copy(ROOT / "lockstep_grammar" / "README.md", folder / "README.md")
     shutil.copy(ROOT / "tools" / "grammar_wheel.toml", folder / "pyproject.toml")
 
 

@@ -4,7 +4,7 @@ For each backend a server answers the same schemas, then serves steady guided st
 requests. With the grammar process it also serves them while that process is killed. Invariant: an answer that ended
 with "stop" is judged by jsonschema; a request that the server refuses or ends with an error is counted by its status.
 
-Not responsible for: installing vLLM and the adapter (see docs/other-engines.md).
+Not responsible for: installing vLLM and the adapter (see lockstep_grammar/README.md).
 """
 
 from __future__ import annotations
@@ -108,11 +108,18 @@ class Outcome:
     """A finish reason, or the HTTP status of an error."""
     text: str = ""
     num_tokens: int = 0
-    gaps_ms: list[float] = field(default_factory=list)
 
 
-def ask(port: int, prompt: str, constraint: dict[str, Any], max_tokens: int, timeout_s: float = 120.0) -> Outcome:
-    """Send one streamed completion, and wait for its end."""
+def ask(
+    port: int,
+    prompt: str,
+    constraint: dict[str, Any],
+    max_tokens: int,
+    *,
+    timeout_s: float = 120.0,
+    gaps_ms: list[float] | None = None,
+) -> Outcome:
+    """Send one streamed completion, and wait for its end. `gaps_ms` grows with each piece of the answer."""
     body = {
         "model": "model", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.8, "seed": 1, "stream": True,
         "return_token_ids": True, "structured_outputs": constraint,
@@ -126,7 +133,7 @@ def ask(port: int, prompt: str, constraint: dict[str, Any], max_tokens: int, tim
             outcome.status = f"HTTP {response.status}"
             outcome.text = response.read().decode("utf-8", "replace")[:300]
             return outcome
-        _read(events(response), outcome)
+        _read(events(response), outcome, [] if gaps_ms is None else gaps_ms)
     except SystemFailed as error:
         outcome.status, outcome.text = "error", str(error)
     except (OSError, http.client.HTTPException) as error:
@@ -136,7 +143,7 @@ def ask(port: int, prompt: str, constraint: dict[str, Any], max_tokens: int, tim
     return outcome
 
 
-def _read(pieces: Iterable[dict[str, Any]], outcome: Outcome) -> None:
+def _read(pieces: Iterable[dict[str, Any]], outcome: Outcome, gaps_ms: list[float]) -> None:
     last_s = 0.0
     for event in pieces:
         for choice in event["choices"]:
@@ -145,7 +152,7 @@ def _read(pieces: Iterable[dict[str, Any]], outcome: Outcome) -> None:
             outcome.status = choice["finish_reason"] or outcome.status
             now_s = time.perf_counter()
             if last_s:
-                outcome.gaps_ms.append(1e3 * (now_s - last_s))
+                gaps_ms.append(1e3 * (now_s - last_s))
             last_s = now_s
 
 
@@ -186,17 +193,19 @@ class Streams:
     def run(self, judge: Judge) -> None:
         """Send one request after the other."""
         while not self.stop.is_set():
-            outcome = ask(self.port, "Describe a person as JSON.\n", {"json": json.loads(STEADY)}, 64)
-            self.gaps_ms += outcome.gaps_ms
+            constraint = {"json": json.loads(STEADY)}
+            outcome = ask(self.port, "Describe a person as JSON.\n", constraint, 64, gaps_ms=self.gaps_ms)
             valid = outcome.status == "stop" and judge.judge(STEADY, outcome.text).verdict is Verdict.VALID
             self.outcomes["valid" if valid else f"not valid: {outcome.status}"] += 1
             if outcome.status not in ("stop", "length"):
                 time.sleep(0.2)
 
 
-def watched(server: Server, seconds: float, during: Callable[[], Any] = lambda: None) -> Streams:
+def watched(
+    server: Server, seconds: float, during: Callable[[], Any] = lambda: None, streams: Streams | None = None
+) -> Streams:
     """Run two streams for `seconds`, and at least for as long as `during` takes."""
-    streams, judge = Streams(server.port), Judge()
+    streams, judge = streams or Streams(server.port), Judge()
     threads = [threading.Thread(target=streams.run, args=(judge,)) for _ in range(2)]
     started_s = time.monotonic()
     for thread in threads:
@@ -241,13 +250,15 @@ def kills(server: Server, args: argparse.Namespace) -> str:
     def attack() -> None:
         nonlocal killed
         while killed < args.kills:
+            # The streams go on first: a kill of a process that is starting shows nothing.
+            pid, seen = server.grammar_process(), len(streams.gaps_ms)
             time.sleep(KILL_EVERY_S)
-            pid = server.grammar_process()
-            if pid is not None:
+            if pid is not None and len(streams.gaps_ms) > seen:
                 os.kill(pid, signal.SIGKILL)
                 killed += 1
 
-    streams = watched(server, 1.0, attack)
+    streams = Streams(server.port)
+    watched(server, 1.0, attack, streams)
     p99, most = percentile(streams.gaps_ms, 99), max(streams.gaps_ms, default=0.0)
     return f"{killed} kills: answers {_counts(streams)}; gaps p99 {number(p99)} ms, longest {number(most)} ms"
 

@@ -22,6 +22,7 @@ PAGES = [
             "benchmarks/README.md",
             "client/README.md",
             "deploy/triton/README.md",
+            "lockstep_grammar/README.md",
         )
     ),
     *sorted((ROOT / "docs").glob("*.md")),

@@ -24,7 +24,7 @@ def test_the_example_of_the_page_runs_from_the_wheel_without_torch(tmp_path: Pat
     subprocess.run([python, "-m", "pip", "install", "-q", f"{wheel}[process]"], check=True)
     installed = subprocess.run([python, "-m", "pip", "list"], check=True, capture_output=True, text=True).stdout
     assert not re.search("^(torch|lockstep-engine|transformers) ", installed, re.MULTILINE)
-    page = (ROOT / "docs" / "other-engines.md").read_text()
+    page = (ROOT / "lockstep_grammar" / "README.md").read_text()
     example = re.search("## In your own decoding loop\n\n```python example\n(.*?)```", page, re.DOTALL)
     assert example is not None
     program = example[1].replace("49152", "258").replace("[2]", f"[{EOS}]")

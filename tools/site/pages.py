@@ -19,6 +19,7 @@ ELSEWHERE = {
     "SECURITY.md": "security.md",
     "SUPPORT.md": "support.md",
     "client/README.md": "client.md",
+    "lockstep_grammar/README.md": "other_engines.md",
 }
 """Sources outside of `docs/`, and the page of each."""
 _FENCE = re.compile(r"^(```+)([^\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
