@@ -23,12 +23,8 @@ FOUND = {
 """Seeds that have found a defect, and what it was."""
 
 QUICKLY_CAUGHT = ("an ended request keeps its compilation", "rejected drafts stay in the matcher")
-CAUGHT = (
-    "slots are not opened again after a loss",
-    "a matcher is opened without the committed tokens",
-    "a preempted sequence keeps its matcher",
-)
-"""Mutants that take longer; `make mutants` tries all."""
+CAUGHT = ("slots are not opened again after a loss", "a preempted sequence keeps its matcher")
+"""Mutants that take longer. `make mutants` tries all; some of the others run on for a minute before they are caught."""
 MOST_SEEDS = 30
 
 
