@@ -14,7 +14,7 @@ WORKERS ?= 2
 PY := $(VENV)/bin/python
 PROTO_FILES := protos/engine/v1/engine.proto protos/grammar/v1/grammar.proto protos/kserve/v2/inference.proto \
 	protos/transfer/v1/transfer.proto
-SOURCES := benchmarks client gpu_engine grammar_service http_gateway kernels protos service_runtime shared_mem tests tools
+SOURCES := benchmarks client gpu_engine grammar_service http_gateway kernels protos service_runtime shared_mem specgrammarbench tests tools
 # What an installation is made from; a change installs again.
 INSTALLED_FROM := pyproject.toml setup.py client/pyproject.toml $(wildcard locks/*.txt shared_mem/native/*.[ch] kernels/native/*.[ch])
 BUF_VERSION := 1.75.0
@@ -127,6 +127,7 @@ types: $(VENV)/.dev
 imports: $(VENV)/.dev
 	$(VENV)/bin/lint-imports
 	cd client && $(abspath $(VENV))/bin/lint-imports --config pyproject.toml
+	cd specgrammarbench && $(abspath $(VENV))/bin/lint-imports --config pyproject.toml
 
 check-cubins: $(VENV)/.dev ## Compile every GPU kernel for five kinds of GPU, and compare what it takes with the table
 	$(PY) -m tests.kernels.cuda.cubins

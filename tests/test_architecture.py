@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers.utils import import_utils
 
+import lockstep_bench
 from tools import client_twins, client_wire
 
 SOURCE_FOLDERS = (
@@ -143,7 +144,7 @@ def _contracts(root: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", [".", "client"])
+@pytest.mark.parametrize("folder", [".", "client", "specgrammarbench"])
 def test_import_contracts_hold(root: Path, folder: str) -> None:
     """`make test` checks the same contracts before the tests (`make imports`)."""
     # In its own process: it sets logging up, which silences every logger that is there.
@@ -287,12 +288,12 @@ def test_the_extra_all_has_every_extra_of_a_server(root: Path) -> None:
     assert Requirement(requirement).extras == set(extras) - {"all", *EXTRAS_OF_DEVELOPERS}
 
 
-def test_the_client_has_the_version_of_the_engine(root: Path) -> None:
-    of_engine, of_client = (
+def test_every_distribution_has_the_version_of_the_engine(root: Path) -> None:
+    versions = {
         tomllib.loads((root / folder / "pyproject.toml").read_text())["project"]["version"]
-        for folder in (".", "client")
-    )
-    assert of_engine == of_client
+        for folder in (".", "client", "specgrammarbench")
+    }
+    assert versions == {lockstep_bench.VERSION}
 
 
 def _pinned_generators(root: Path) -> dict[str, str]:

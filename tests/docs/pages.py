@@ -23,6 +23,8 @@ PAGES = [
             "client/README.md",
             "deploy/triton/README.md",
             "lockstep_grammar/README.md",
+            "docs/bench/README.md",
+            "specgrammarbench/README.md",
         )
     ),
     *sorted((ROOT / "docs").glob("*.md")),

@@ -29,6 +29,7 @@ from gpu_engine.cli import commands as cli
 from gpu_engine.ops.installation import DISTRIBUTION
 from grammar_service import config as grammar_config
 from http_gateway import config as gateway_config
+from lockstep_bench import cli as specgrammarbench
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.settings import settings_of
 from service_runtime.tenants import parse_tenants
@@ -205,6 +206,8 @@ def check_command(words: list[str]) -> None:
             gateway_config.read(arguments, {})
         case ["lockstep" | "lockstep.exe", *arguments]:
             cli._parser().parse_args(arguments)
+        case ["lockstep-bench", *arguments]:
+            specgrammarbench.parser().parse_args(arguments)
         case ["python", "-m", "grammar_service", *arguments]:
             grammar_config.read([a for a in arguments if a != "health"], {})
         case ["python", "-m", "pytest", *arguments]:

@@ -20,6 +20,7 @@ ELSEWHERE = {
     "SUPPORT.md": "support.md",
     "client/README.md": "client.md",
     "lockstep_grammar/README.md": "other_engines.md",
+    "specgrammarbench/README.md": "bench/how.md",
 }
 """Sources outside of `docs/`, and the page of each."""
 _FENCE = re.compile(r"^(```+)([^\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
