@@ -46,7 +46,10 @@ MAX_DEATHS = 3
 BIND_TIMEOUT_S = 10.0
 COMPILE_MARGIN_S = 130.0
 """Added to a compilation's time limit for its wait in the queue, which has a limit of its own."""
-_SLICE_S = 0.1
+_PAUSE_S = 0.1
+"""Before the next look at a process whose RPC broke."""
+_AWAIT_S = 0.002
+"""The longest wait for rows under the lock: the other matchers' threads wait for it."""
 _POLL_S = 0.0002
 """Interval at which an answer that came with rows missing is looked at again."""
 _RECORDS = 256
@@ -225,7 +228,7 @@ class Grammars:
             except grpc.RpcError as error:
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                     raise _error_of(error) from error
-                time.sleep(_SLICE_S)  # the RPC may break a moment before the socket that shows the end
+                time.sleep(_PAUSE_S)  # the RPC may break a moment before the socket that shows the end
         raise MatcherFailed(f"the grammar process ended {MAX_DEATHS} times while it compiled this grammar")
 
     def attachment(self, deadline_s: float) -> tuple[int, GrammarStub]:
@@ -456,7 +459,7 @@ class Matcher:
             )
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-                time.sleep(_SLICE_S)
+                time.sleep(_PAUSE_S)
                 return False
             if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION):
                 self._compiled_in = 0
@@ -508,7 +511,7 @@ class Matcher:
                     posted = None if drafts else self._posted
                     known = posted is not None and posted[:2] == (length, attached)
                     seq = posted[2] if posted and known else self._post(place, attached, drafts)
-                got = grammars.end.await_rows(seq, [place[0]], [place[1]], timeout_s=_SLICE_S)
+                got = grammars.end.await_rows(seq, [place[0]], [place[1]], timeout_s=_AWAIT_S)
                 kinds = [RowKind(kind) for kind in got.kinds[0, : len(drafts) + 1].tolist()]
                 if not got.num_missing and not got.num_late:
                     if kinds[0] is RowKind.DEFER:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -165,6 +167,23 @@ def test_a_row_that_takes_too_long_ends_its_answer(grammars: Grammars, stop: Sto
     with pytest.raises(MatcherFailed):
         matcher.row()
     wrote(other, ANSWER)
+
+
+def test_a_row_that_takes_long_does_not_keep_the_lock(grammars: Grammars, stop: Stop) -> None:
+    matcher = grammars.compile(SCHEMA).open()
+    assert matcher.row() is not None
+    assert matcher.accept(ord("{"))
+    waits = []
+    with stop(grammars), ThreadPoolExecutor(1) as pool:
+        failed = pool.submit(matcher.row)
+        while not failed.done():
+            started = time.monotonic()
+            with grammars.lock:
+                waits.append(time.monotonic() - started)
+            time.sleep(0.001)
+    with pytest.raises(MatcherFailed, match="row_timeout_s"):
+        failed.result()
+    assert len(waits) > 20  # a lock that is held for 100 ms at a time lets ten in
 
 
 def test_a_process_that_ends_three_times_over_a_row_ends_its_answer() -> None:
