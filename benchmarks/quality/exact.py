@@ -295,8 +295,8 @@ def _calls(subject: Subject, count: int, tries: int, *, exact: bool, drafts: int
 async def measure(address: str, subjects: Sequence[Subject], args: argparse.Namespace) -> list[Outcome]:
     """Compute the wanted distribution of each subject, and ask for its answers."""
     client, rpc = EngineClient(address), AsyncRpc(access_to(address, False, None, ()))
-    repeats = min(args.repeats, args.count)
-    progress = Progress(len(subjects) * (2 * args.count + repeats))
+    repeats, masked = min(args.repeats, args.count), args.masked or args.count
+    progress = Progress(len(subjects) * (args.count + masked + repeats))
     outcomes = []
     try:
         scorer = await Scorer.of(rpc)
@@ -306,7 +306,7 @@ async def measure(address: str, subjects: Sequence[Subject], args: argparse.Name
             answers = []
             for calls in (
                 _calls(subject, args.count, args.tries, exact=True),
-                _calls(subject, args.count, args.tries, exact=False),
+                _calls(subject, masked, args.tries, exact=False),
                 _calls(subject, repeats, args.tries, exact=True, drafts=0),
             ):
                 answers.append((await client.run(calls, args.batch, step)).answers)
@@ -334,6 +334,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
     add("--address", metavar="HOST:PORT", help="use a running server instead of starting one")
     add("--count", type=int, default=1000, help="answers of each grammar (default 1000)")
+    add("--masked", type=int, help="answers of masked sampling (default: as --count)")
     add("--repeats", type=int, default=50, help="answers that are asked for again without drafts (default 50)")
     add("--tries", type=int, default=1000, help="most tries of an answer (default 1000)")
     add("--batch", type=int, default=16, help="requests at once (default 16)")

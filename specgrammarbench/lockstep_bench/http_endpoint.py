@@ -133,8 +133,7 @@ class HttpEndpoint:
             async with self._http.stream("POST", "/v1/chat/completions", json=body) as answer:
                 if answer.status_code != httpx.codes.OK:
                     text = (await answer.aread()).decode(errors="replace")
-                    refused = httpx.codes.is_client_error(answer.status_code) and answer.status_code != 429
-                    reply.outcome = Outcome.REFUSED if refused else Outcome.FAILED
+                    reply.outcome = Outcome.REFUSED if _refuses(answer.status_code) else Outcome.FAILED
                     reply.detail = f"{answer.status_code}: {text[:300]}"
                     return reply
                 async for line in answer.aiter_lines():
@@ -154,10 +153,19 @@ class HttpEndpoint:
         await self._http.aclose()
 
 
+def _refuses(code: object) -> bool:
+    """Return whether a status says that the request itself cannot be served."""
+    return isinstance(code, int) and httpx.codes.is_client_error(code) and code != httpx.codes.TOO_MANY_REQUESTS
+
+
 def _take(event: Mapping[str, Any], reply: Reply) -> None:
     """Add one event of a stream to the reply."""
     if "error" in event:
-        reply.detail = f"in the stream: {json.dumps(event['error'])[:300]}"
+        error = event["error"]
+        reply.detail = f"in the stream: {json.dumps(error)[:300]}"
+        # A server that compiles grammars after it has begun to answer can refuse one only here.
+        if not reply.text and isinstance(error, Mapping) and _refuses(error.get("code")):
+            reply.outcome = Outcome.REFUSED
         return
     if usage := event.get("usage"):
         reply.tokens = int(usage.get("completion_tokens", 0))

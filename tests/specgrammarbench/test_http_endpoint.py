@@ -114,6 +114,7 @@ async def test_only_lockstep_is_told_about_drafts() -> None:
 
 USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 9}}\n\n'
 ERROR = b'data: {"error": {"message": "no legal token"}}\n\n'
+REFUSAL = b'data: {"error": {"message": "no uniqueItems", "code": 400}}\n\n'
 
 
 @pytest.mark.parametrize(
@@ -123,6 +124,9 @@ ERROR = b'data: {"error": {"message": "no legal token"}}\n\n'
         ((event("a"), event("b", "length"), b": comment\n\n"), 200, "done", "ab", "length", 2),
         ((event("a"),), 200, "failed", "a", "", 0),
         ((event("a"), ERROR), 200, "failed", "a", "", 0),
+        ((event(""), REFUSAL), 200, "refused", "", "", 0),
+        ((event("a"), REFUSAL), 200, "failed", "a", "", 0),
+        ((REFUSAL.replace(b"400", b"500"),), 200, "failed", "", "", 0),
         ((b"data: {no json\n\n",), 200, "failed", "", "", 0),
         ((b'{"error": "maximum"}',), 400, "refused", "", "", 0),
         ((b"",), 422, "refused", "", "", 0),
