@@ -10,6 +10,7 @@ Not responsible for: installing vLLM and the adapter (see lockstep_grammar/READM
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -210,11 +211,13 @@ def watched(
     started_s = time.monotonic()
     for thread in threads:
         thread.start()
-    during()
-    time.sleep(max(0.0, seconds - (time.monotonic() - started_s)))
-    streams.stop.set()
-    for thread in threads:
-        thread.join()
+    try:
+        during()
+        time.sleep(max(0.0, seconds - (time.monotonic() - started_s)))
+    finally:
+        streams.stop.set()
+        for thread in threads:
+            thread.join()
     return streams
 
 
@@ -254,8 +257,9 @@ def kills(server: Server, args: argparse.Namespace) -> str:
             pid, seen = server.grammar_process(), len(streams.gaps_ms)
             time.sleep(KILL_EVERY_S)
             if pid is not None and len(streams.gaps_ms) > seen:
-                os.kill(pid, signal.SIGKILL)
-                killed += 1
+                with contextlib.suppress(ProcessLookupError):  # it was found at its end, after the last kill
+                    os.kill(pid, signal.SIGKILL)
+                    killed += 1
 
     streams = Streams(server.port)
     watched(server, 1.0, attack, streams)
@@ -297,13 +301,15 @@ def main() -> None:
         try:
             if cases:
                 answered.append(answers(server, cases, args))
+                print(answered[-1], file=sys.stderr)
             if backend == "lockstep" and args.kills:
                 killed.append(kills(server, args))
+                print(killed[-1], file=sys.stderr)
             if args.seconds:
                 flooded.append(flood(server, args))
+                print(flooded[-1], file=sys.stderr)
         finally:
             server.close()
-        print(answered[-1:], killed, flooded[-1:], file=sys.stderr)
     if answered:
         print(table(("backend", "valid", "invalid", "unjudged", "length", "refused", "tokens/s"), answered))
     if flooded:

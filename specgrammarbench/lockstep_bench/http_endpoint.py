@@ -70,8 +70,9 @@ class HttpEndpoint:
     ) -> None:
         base = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        # No limit on connections: a flood must reach the server.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
+        # No limit on connections: a flood must reach the server. None is used twice: a server may close an idle one at
+        # the moment of the next request, which would count as its failure.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(
             base_url=base, timeout=timeout_s, headers=headers, limits=limits, transport=transport
         )

@@ -216,6 +216,7 @@ async def bystanders(run: Run) -> Finding:
             seen = [gap for each in which for reply in each for gap in gaps(reply.arrivals)]
             figures[f"{kind} {side} p50 gap ms"] = 1e3 * quantile(seen, 0.5)
             figures[f"{kind} {side} p99 gap ms"] = 1e3 * quantile(seen, 0.99)
+            figures[f"{kind} {side} tokens"] = sum(reply.tokens for each in which for reply in each)
         failed = [reply for each in replies for reply in each if not reply.done]
         figures[f"{side} failed streams"] = len(failed)
         notes += [f"{side}: {reply.outcome.value}: {reply.detail}" for reply in failed]
@@ -224,6 +225,9 @@ async def bystanders(run: Run) -> Finding:
         figures[f"{kind} p99 attacked / quiet"] = (
             figures[f"{kind} attacked p99 gap ms"] / figures[f"{kind} quiet p99 gap ms"]
         )
+        # A stream that gets no token at all has no gap.
+        quiet = figures[f"{kind} quiet tokens"]
+        figures[f"{kind} tokens attacked / quiet"] = figures[f"{kind} attacked tokens"] / quiet if quiet else math.nan
     case = run.data.guided[0]
     after = await run.endpoint.ask(_ask(case))
     figures["answers afterwards"] = verdict(case.grammar, after)

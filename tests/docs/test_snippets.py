@@ -46,6 +46,8 @@ SHELL = ("bash", "sh")
 NOT_OURS = {
     "pip",
     "vllm/bin/pip",
+    "vllm/bin/python",
+    "llama-server",
     "pipx",
     "smg",
     "aiperf",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,12 @@ def test_a_file_that_is_no_result_is_named(text: str, tmp_path: Path, capsys: py
     path.write_text(text)
     assert main(["table", str(path)]) == 1
     assert str(path) in capsys.readouterr().err
+
+
+def test_the_published_results_make_the_published_table(capsys: pytest.CaptureFixture[str]) -> None:
+    files = sorted(Path("docs/bench").glob("*.json"))
+    assert len(files) >= 4
+    for path in files:
+        assert json.loads(path.read_text())["command"].startswith("lockstep-bench run ")
+    assert main(["table", *map(str, files)]) == 0
+    assert capsys.readouterr().out.strip() in Path("docs/bench/README.md").read_text()

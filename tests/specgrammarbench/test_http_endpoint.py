@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -141,6 +142,28 @@ async def test_how_an_answer_ends(
     assert (reply.outcome.value, reply.text, reply.finish, reply.tokens) == (outcome, text, finish, tokens)
     assert bool(reply.detail) == (outcome != "done")
     assert len(reply.arrivals) == len(text)
+
+
+async def test_no_connection_is_used_twice() -> None:
+    body = event("a") + event(finish="stop")
+    writers: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        await reader.read()  # until the client closes; a second request would get no answer
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        endpoint = HttpEndpoint(f"http://127.0.0.1:{port}", dialect="openai", model="m", timeout_s=5.0)
+        replies = [await endpoint.ask(Ask("p", 5)) for _ in range(3)]
+        await endpoint.aclose()
+        for writer in writers:
+            await writer.wait_closed()
+    assert [reply.done for reply in replies] == [True] * 3
+    assert len(writers) == 3
 
 
 async def test_a_server_that_is_not_there_is_a_failure_and_no_exception() -> None:
