@@ -1,10 +1,11 @@
 """`python -m benchmarks under_vllm`: vLLM's CPU build with its own grammar libraries, and with the grammar process.
 
-For each backend a server answers the same schemas, then serves steady guided streams without and with hostile
-requests. With the grammar process it also serves them while that process is killed. Invariant: an answer that ended
-with "stop" is judged by jsonschema; a request that the server refuses or ends with an error is counted by its status.
+For each backend a server answers the same schemas. With the grammar process it then serves steady guided streams while
+that process is killed. Invariant: an answer that ended with "stop" is judged by jsonschema; a request that the server
+refuses or ends with an error is counted by its status.
 
-Not responsible for: installing vLLM and the adapter (see lockstep_grammar/README.md).
+Not responsible for: installing vLLM and the adapter (see lockstep_grammar/README.md); what bystanders feel under
+hostile schemas (`lockstep-bench`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.attacks import hostile_grammars, salted
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.systems import SystemFailed
 from benchmarks.harness.tables import number, table
@@ -117,7 +117,6 @@ def ask(
     constraint: dict[str, Any],
     max_tokens: int,
     *,
-    timeout_s: float = 120.0,
     gaps_ms: list[float] | None = None,
 ) -> Outcome:
     """Send one streamed completion, and wait for its end. `gaps_ms` grows with each piece of the answer."""
@@ -125,7 +124,7 @@ def ask(
         "model": "model", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.8, "seed": 1, "stream": True,
         "return_token_ids": True, "structured_outputs": constraint,
     }  # fmt: skip
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120.0)
     outcome = Outcome("no finish reason")
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -202,18 +201,14 @@ class Streams:
                 time.sleep(0.2)
 
 
-def watched(
-    server: Server, seconds: float, during: Callable[[], Any] = lambda: None, streams: Streams | None = None
-) -> Streams:
-    """Run two streams for `seconds`, and at least for as long as `during` takes."""
-    streams, judge = streams or Streams(server.port), Judge()
+def watched(server: Server, during: Callable[[Streams], None]) -> Streams:
+    """Run two streams for as long as `during` takes."""
+    streams, judge = Streams(server.port), Judge()
     threads = [threading.Thread(target=streams.run, args=(judge,)) for _ in range(2)]
-    started_s = time.monotonic()
     for thread in threads:
         thread.start()
     try:
-        during()
-        time.sleep(max(0.0, seconds - (time.monotonic() - started_s)))
+        during(streams)
     finally:
         streams.stop.set()
         for thread in threads:
@@ -221,36 +216,11 @@ def watched(
     return streams
 
 
-def flood(server: Server, args: argparse.Namespace) -> list[str]:
-    """Watch streams without and with hostile requests; return the row of the table."""
-    alone, grammars, counts = watched(server, args.seconds), list(hostile_grammars().values()), Counter[str]()
-
-    def hostile(index: int) -> None:
-        grammar = salted(grammars[index % len(grammars)], index)
-        constraint: dict[str, Any] = (
-            {"regex": grammar.regex} if grammar.regex else {"json": json.loads(grammar.json_schema)}
-        )
-        counts[ask(server.port, "x\n", constraint, 8, timeout_s=args.seconds + 60).status] += 1
-
-    def attack() -> None:
-        pool = ThreadPoolExecutor(16)
-        for index in range(int(args.seconds * args.rate)):
-            pool.submit(hostile, index)
-            time.sleep(1 / args.rate)
-        pool.shutdown(wait=False, cancel_futures=True)
-
-    under = watched(server, args.seconds, attack)
-    alive = server.get("/health")[0] == http.HTTPStatus.OK if server.running else False
-    found = [*(percentile(s.gaps_ms, q) for s in (alone, under) for q in (50, 99)), max(under.gaps_ms, default=0.0)]
-    ends = ", ".join(f"{status}: {count}" for status, count in sorted(counts.items()))
-    return [server.backend, *(number(value) for value in found), _counts(under), ends, "yes" if alive else "no"]
-
-
 def kills(server: Server, args: argparse.Namespace) -> str:
     """Kill the grammar process `args.kills` times under the streams; return what came of it."""
     killed = 0
 
-    def attack() -> None:
+    def attack(streams: Streams) -> None:
         nonlocal killed
         while killed < args.kills:
             # The streams go on first: a kill of a process that is starting shows nothing.
@@ -261,14 +231,10 @@ def kills(server: Server, args: argparse.Namespace) -> str:
                     os.kill(pid, signal.SIGKILL)
                     killed += 1
 
-    streams = Streams(server.port)
-    watched(server, 1.0, attack, streams)
+    streams = watched(server, attack)
     p99, most = percentile(streams.gaps_ms, 99), max(streams.gaps_ms, default=0.0)
-    return f"{killed} kills: answers {_counts(streams)}; gaps p99 {number(p99)} ms, longest {number(most)} ms"
-
-
-def _counts(streams: Streams) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(streams.outcomes.items()))
+    ends = ", ".join(f"{count} {name}" for name, count in sorted(streams.outcomes.items()))
+    return f"{killed} kills: answers {ends}; gaps p99 {number(p99)} ms, longest {number(most)} ms"
 
 
 def main() -> None:
@@ -289,12 +255,10 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--count", type=int, default=200, help="schemas (default: 200)")
     parser.add_argument("--max-tokens", type=int, default=128, help="of each answer (default: 128)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each window of the flood; 0: no flood")
-    parser.add_argument("--rate", type=float, default=2.0, help="hostile requests per second (default: 2)")
     parser.add_argument("--kills", type=int, default=20, help="of the grammar process (default: 20)")
     args = parser.parse_args()
     cases = spread(read_cases(args.data), args.count)
-    answered, flooded, killed = [], [], []
+    answered, killed = [], []
     for backend in args.backends:
         server = Server(args, backend)
         print(f"{backend}: {server.describe()}, log {server.log}", file=sys.stderr)
@@ -305,16 +269,10 @@ def main() -> None:
             if backend == "lockstep" and args.kills:
                 killed.append(kills(server, args))
                 print(killed[-1], file=sys.stderr)
-            if args.seconds:
-                flooded.append(flood(server, args))
-                print(flooded[-1], file=sys.stderr)
         finally:
             server.close()
     if answered:
         print(table(("backend", "valid", "invalid", "unjudged", "length", "refused", "tokens/s"), answered))
-    if flooded:
-        header = ("p50 ms", "p99 ms", "p50 under", "p99 under", "longest under", "streams", "hostile requests", "alive")
-        print(table(("backend", *header), flooded))
     print("\n".join(killed))
 
 
