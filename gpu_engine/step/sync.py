@@ -154,11 +154,7 @@ class NoSync:
 
 def free_rows(batch: StepBatch) -> None:
     """Make every row of the batch ALL. Runs inside a launch."""
-    kinds_BR = batch.lane.kinds_BR
-    if kinds_BR.is_cpu:
-        kinds_BR.numpy()[: batch.num_lanes] = _ALL  # in a tenth of the time of torch's fill
-    else:
-        kinds_BR[: batch.num_lanes].fill_(_ALL)
+    batch.lane.kinds_BR[: batch.num_lanes].fill_(_ALL)
 
 
 def free_row(batch: StepBatch, k: int) -> None:
