@@ -49,7 +49,7 @@ from gpu_engine.ops.metrics_requests import RequestWatch
 from gpu_engine.ops.placement import resolve_placement
 from gpu_engine.ops.tracing import open_tracing
 from gpu_engine.sidecar.client import GrammarClient
-from gpu_engine.sidecar.directory import grammar_directory, private_directory
+from gpu_engine.sidecar.directory import grammar_directory
 from gpu_engine.sidecar.early import KeptSetup
 from gpu_engine.sidecar.process import GrammarProcess, end_task, resolved_sync
 from gpu_engine.sidecar.supervisor import Sidecar
@@ -58,6 +58,7 @@ from service_runtime.collector import importing
 from service_runtime.cores import usable_cores
 from service_runtime.health import HealthServicer
 from service_runtime.own_thread import in_own_thread
+from service_runtime.private_directory import private_directory
 from shared_mem.channel import EngineEnd
 from shared_mem.errors import VersionSkew
 

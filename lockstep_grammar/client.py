@@ -323,7 +323,7 @@ class Matcher:
         start, found = len(self.tokens), [self.row()]
         while len(found) <= len(drafts):
             position, draft = start + len(found) - 1, drafts[len(found) - 1]
-            if not self._has(found[-1], draft) or draft in self._grammars.stop_token_ids:
+            if not has(found[-1], draft) or draft in self._grammars.stop_token_ids:
                 break
             if self._path.get(position) != draft or position + 1 not in self._rows:
                 before = list(drafts[: len(found) - 1])
@@ -335,7 +335,7 @@ class Matcher:
 
     def accept(self, token: int) -> bool:
         """Advance over a token. False: it is illegal, and nothing has moved. Errors as for `rows`."""
-        if self.terminated or not self._has(self.row(), token):
+        if self.terminated or not has(self.row(), token):
             return False
         position = len(self.tokens)
         if self._path.get(position) != token:
@@ -376,10 +376,6 @@ class Matcher:
     def lose_place(self) -> None:
         """Note that another matcher has the place now; called under the lock."""
         self._place, self._bound_in, self._posted = None, 0, None
-
-    def _has(self, row: Row, token: int) -> bool:
-        in_range = 0 <= token < self._grammars.vocab_size
-        return in_range and bool(int(row[token >> 5]) >> (token & 31) & 1)
 
     def _forget_after(self, position: int) -> None:
         for at in [at for at in self._rows if at > position]:
@@ -552,6 +548,11 @@ class Matcher:
 
     def __repr__(self) -> str:
         return f"<Matcher {len(self.tokens)} tokens place={self._place} {self._failure or 'ready'}>"
+
+
+def has(row: Row, token: int) -> bool:
+    """Return whether a row allows a token; any number that is no token is not allowed."""
+    return 0 <= token < 32 * len(row) and bool(int(row[token >> 5]) >> (token & 31) & 1)
 
 
 def _error_of(error: grpc.RpcError) -> GrammarError:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -27,6 +27,7 @@ from protos.grammar.v1 import grammar_pb2 as pb
 from protos.grammar.v1 import grammar_pb2_grpc
 from service_runtime.exhausted import exhausted
 from service_runtime.parent_death import dying_with_us
+from service_runtime.private_directory import private_directory
 from shared_mem.channel import EngineEnd
 from shared_mem.errors import SharedMemoryError
 from shared_mem.handover import RPC_SOCKET_NAME, SOCKET_NAME, connect, hung_up, send_segment
@@ -34,6 +35,7 @@ from shared_mem.segment import Segment
 
 log = logging.getLogger(__name__)
 
+DIRECTORY_PREFIX = "lockstep-grammar-"
 CHECK_EVERY_S = 0.02
 SILENCE_S = 10.0
 """A process without a heartbeat for this long hangs, and is killed."""
@@ -67,7 +69,8 @@ class GrammarProcess:
         python: str = "",
     ) -> None:
         self._segment, self._end, self._setup = segment, end, setup
-        self.directory = Path(tempfile.mkdtemp(prefix="lockstep-grammar-"))
+        self._stack = ExitStack()
+        self.directory = private_directory(self._stack, Path(tempfile.gettempdir()), DIRECTORY_PREFIX)
         self._environment = dict(os.environ)
         if not python:
             # The child finds its package next to this one, whatever its working directory is.
@@ -114,7 +117,7 @@ class GrammarProcess:
         """End the child and remove the sockets."""
         self._closed.set()
         self._thread.join()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._stack.close()
 
     def _run(self) -> None:
         retry_s = FIRST_RETRY_S

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_grammar.client import Compiled, Grammars, Kind, Limits, Matcher, Row
+from lockstep_grammar.client import Compiled, Grammars, Kind, Limits, Matcher, Row, has
 from lockstep_grammar.errors import GrammarError, InvalidGrammar
 from shared_mem.layout import MAX_ROWS, MAX_SLOTS
 
@@ -100,7 +100,7 @@ class LockstepGrammar:
             self._fail(error)
             return []
         legal = 0
-        while legal < min(len(drafts), len(rows)) and _has(rows[legal], drafts[legal]):
+        while legal < min(len(drafts), len(rows)) and has(rows[legal], drafts[legal]):
             legal += 1
         return list(drafts[:legal])
 
@@ -137,7 +137,7 @@ class LockstepGrammar:
 
     def _may_end(self) -> bool:
         row = self._matcher.row()
-        return any(_has(row, token) for token in self._stops)
+        return any(has(row, token) for token in self._stops)
 
     def _fail(self, error: GrammarError) -> None:
         if not self._failed:
@@ -287,10 +287,6 @@ def _on(environment: Mapping[str, str], name: str) -> bool:
     if value not in ("0", "1", ""):
         raise ValueError(f"{name}: must be 0 or 1, not {value!r}")
     return value == "1"
-
-
-def _has(row: Row, token: int) -> bool:
-    return 0 <= token < 32 * len(row) and bool(int(row[token >> 5]) >> (token & 31) & 1)
 
 
 def _set(row: Row, token: int) -> None:

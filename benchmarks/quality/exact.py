@@ -295,8 +295,8 @@ def _calls(subject: Subject, count: int, tries: int, *, exact: bool, drafts: int
 async def measure(address: str, subjects: Sequence[Subject], args: argparse.Namespace) -> list[Outcome]:
     """Compute the wanted distribution of each subject, and ask for its answers."""
     client, rpc = EngineClient(address), AsyncRpc(access_to(address, False, None, ()))
-    repeats, masked = min(args.repeats, args.count), args.masked or args.count
-    progress = Progress(len(subjects) * (args.count + masked + repeats))
+    repeats = min(args.repeats, args.count)
+    progress = Progress(len(subjects) * (args.count + args.masked + repeats))
     outcomes = []
     try:
         scorer = await Scorer.of(rpc)
@@ -306,7 +306,7 @@ async def measure(address: str, subjects: Sequence[Subject], args: argparse.Name
             answers = []
             for calls in (
                 _calls(subject, args.count, args.tries, exact=True),
-                _calls(subject, masked, args.tries, exact=False),
+                _calls(subject, args.masked, args.tries, exact=False),
                 _calls(subject, repeats, args.tries, exact=True, drafts=0),
             ):
                 answers.append((await client.run(calls, args.batch, step)).answers)
@@ -346,8 +346,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; 1 when exact answers are outside the noise or depend on drafts, 2 when it cannot run."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if min(args.count, args.tries, args.batch) < 1:
-        parser.error("--count, --tries and --batch must be at least 1")
+    args.masked = args.count if args.masked is None else args.masked
+    if min(args.count, args.masked, args.tries, args.batch) < 1:
+        parser.error("--count, --masked, --tries and --batch must be at least 1")
     names = args.grammars.split(",") if args.grammars else [each.name for each in SUBJECTS]
     if unknown := set(names) - {each.name for each in SUBJECTS}:
         parser.error(f"--grammars: unknown {', '.join(sorted(unknown))}")
@@ -366,7 +367,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ServerFailed, CallRefused, RuntimeError) as failure:
         print(f"cannot run: {failure}", file=sys.stderr)
         return 2
-    print(f"{args.model}, {args.threads} threads, {args.count} answers of each grammar, temperature 1\n")
+    asked = f"{args.count} exact and {args.masked} masked answers of each grammar"
+    print(f"{args.model}, {args.threads} threads, {asked}, temperature 1\n")
     print(table(HEADER, [outcome.row() for outcome in outcomes]))
     failed = [outcome.subject.name for outcome in outcomes if not outcome.is_exact]
     if failed:

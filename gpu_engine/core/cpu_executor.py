@@ -49,7 +49,7 @@ def cpu_executor(
     # One slot more than sequences have, for padding and the warm-up.
     slot = SlotBuffers.allocate(S + 1, R, history_tokens(config, model, max_inflight_steps), config.page_size)
     lane = LaneBuffers.allocate(S, R, model.vocab_size)
-    launches = NativeLaunches(slot, lane, None if channel is None else channel.mask_rows)
+    launches = NativeLaunches(slot, lane, None if channel is None else channel.mask_address)
     sync = _inline_sync(config, channel, stream, launches)
     ring = OutputRing(stream, lane, sync.report, max_inflight_steps + 1)
     parts = StepParts.build(

@@ -176,7 +176,7 @@ class GrammarSlots:
             for sequence in sorted(lost, key=crash_attribution.trial_order):
                 if not crash_attribution.must_wait(sequence, running):
                     self.open(sequence)
-        for sequence in [each for each in running if each.deferred or each.deferred_since_s]:
+        for sequence in running:
             if self._is_stalled(sequence):
                 error = GrammarUnavailable(f"the grammar process gave no rows for {self.stall_s:g} s")
                 self._end(sequence, error=error)

@@ -112,14 +112,14 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """The sequence may be in a decode batch."""
-        return self.prefilled >= self.length - 1 and self.may_decode_at(self.prefilled)
+        return self.may_decode_at(self.prefilled)
 
     def may_decode_at(self, prefilled: int) -> bool:
         """Return whether the sequence may be in a decode batch once `prefilled` of its tokens are prefilled."""
         state = self.grammar_state
         ready = state is GrammarState.UNCONSTRAINED or state is GrammarState.OPEN
         waits = self.deferred or self.ended or self.held
-        return ready and not waits and self.slot >= 0 and prefilled >= self.length - 1
+        return ready and not waits and self.slot >= 0 and prefilled >= self.prefill_end
 
     @property
     def members(self) -> tuple[Self, ...]:
@@ -263,10 +263,7 @@ class Scheduler(Generic[S]):
         # Before the decode batch: the search of the prefix cache may leave nothing of a prompt to prefill.
         chunks = self._mixed_chunks(scored) if self._max_batched_tokens else self._chunks()
         ends = {c.sequence: c.end for c in chunks} if self._max_batched_tokens else {}
-        if ends:
-            decode = tuple(s for s in self.running if s.may_decode_at(ends.get(s, s.prefilled)))
-        else:
-            decode = tuple(s for s in self.running if s.decoding)
+        decode = tuple(s for s in self.running if s.may_decode_at(ends.get(s, s.prefilled)))
         return Plan(tuple(preempted), tuple(assigned), chunks, decode, scored, expired)
 
     def index_pages(self, sequence: S) -> None:
@@ -379,7 +376,7 @@ class Scheduler(Generic[S]):
 
     def _prompts(self) -> list[S]:
         """Return the running sequences whose prompts share forwards, the oldest first."""
-        prompts = [s for s in self.running if s.prefilled < s.length - 1 and not s.scored]
+        prompts = [s for s in self.running if s.prefilled < s.prefill_end and not s.scored]
         return sorted(prompts, key=lambda s: s.order) if prompts else prompts
 
     def _chunks(self) -> tuple[Chunk[S], ...]:
@@ -444,8 +441,8 @@ class Scheduler(Generic[S]):
         preempted itself.
         """
         preempted: list[S] = []
-        held, page_size = self.lookahead, self.allocator.page_size
-        short = [s for s in self.running if len(s.pages) * page_size < s.length + held and s.decoding]
+        pages_for = self.allocator.pages_for
+        short = [s for s in self.running if len(s.pages) < pages_for(s.length + self.lookahead) and s.decoding]
         for sequence in sorted(short, key=lambda s: s.order):
             while sequence.slot >= 0 and not self.allocator.grow(sequence.pages, sequence.length + self.lookahead):
                 preempted += self.preempt_youngest(now_s)

@@ -9,23 +9,15 @@ Not responsible for: the sockets in it (see link.py), the grammar process (see s
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
-import shutil
 import socket
 import tempfile
-import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from gpu_engine.api.config import ServerConfig
+from service_runtime.private_directory import private_directory
 from shared_mem.handover import RPC_SOCKET_NAME
-
-log = logging.getLogger(__name__)
-
-DIRECTORY_PREFIX = "lockstep-engine-"
-FRESH_S = 60.0
-"""A younger directory may belong to an engine that has not locked it yet."""
 
 
 class DirectoryRefused(RuntimeError):
@@ -75,36 +67,3 @@ def _has_listener(path: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-def private_directory(stack: AsyncExitStack, parent: Path) -> Path:
-    """Make a directory that `stack` removes; remove the directories of engines that were killed.
-
-    The owner holds a lock on its directory, which the kernel releases however the owner ends.
-    """
-    _sweep(parent)
-    path = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=parent))
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    stack.callback(os.close, lock)
-    stack.callback(shutil.rmtree, path, ignore_errors=True)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return path
-
-
-def _sweep(parent: Path) -> None:
-    for path in parent.glob(DIRECTORY_PREFIX + "*"):
-        try:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # removed meanwhile, not a directory, or another user's
-            continue
-        try:
-            status = os.fstat(lock)
-            if status.st_uid != os.getuid() or time.time() < status.st_mtime + FRESH_S:
-                continue
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            log.info("removing %s, left by a killed engine", path)
-            shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            continue  # its owner is running
-        finally:
-            os.close(lock)

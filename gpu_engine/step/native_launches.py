@@ -1,6 +1,6 @@
 """The launches of a step on a CPU: short native calls, see `StepLaunches`.
 
-Invariant: no method calls torch, except for the sequence number of a post. Not responsible for: the arithmetic (see
+Invariant: no method calls an operation of torch. Not responsible for: the arithmetic (see
 kernels/step_launches.py, kernels/accept.py). The tests compare each method with plain torch.
 """
 
@@ -19,7 +19,7 @@ from kernels.accept import StepTensors, accept
 from kernels.logprobs import RowLogprobs, row_logprobs
 from kernels.step_launches import LaneArgs, NativeStep, PostArgs, SlotArgs, StoreArgs
 
-MaskRows = Callable[[int], "np.ndarray[Any, np.dtype[np.int32]]"]
+MaskAddress = Callable[[int], int]
 
 
 class NativeLaunches:
@@ -27,18 +27,17 @@ class NativeLaunches:
 
     Args:
         slot, lane: the buffers of every batch; they never move.
-        mask_rows: returns the mask rows of a sequence number, [S, R, W'] in shared memory, for `cache_rows`. None:
-            without a grammar process.
+        mask_address: returns where the mask rows of a sequence number start, [S, R, W'] in shared memory, for
+            `cache_rows`. None: without a grammar process.
     """
 
-    def __init__(self, slot: SlotBuffers, lane: LaneBuffers, mask_rows: MaskRows | None = None) -> None:
-        self._slot, self._lane, self._mask_rows = slot, lane, mask_rows
+    def __init__(self, slot: SlotBuffers, lane: LaneBuffers, mask_address: MaskAddress | None = None) -> None:
+        self._slot, self._lane, self._mask_address = slot, lane, mask_address
         self._step = NativeStep(_slot_args(slot), _lane_args(lane))
         self._stores: dict[int, tuple[RowStore, StoreArgs]] = {}
         self._posts: dict[int, tuple[PostBuffers, PostArgs]] = {}
-        self._rows: dict[int, tuple[np.ndarray[Any, np.dtype[np.int32]], int]] = {}
         self._arrays: dict[int, tuple[torch.Tensor, np.ndarray[Any, np.dtype[Any]]]] = {}
-        """The four by identity, with the object, so that no other one gets the same identity."""
+        """The three by identity, with the object, so that no other one gets the same identity."""
 
     def load(
         self, batch: StepBatch, ids_BP: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor
@@ -71,8 +70,8 @@ class NativeLaunches:
         if post_seq is not None:
             self._array_of(post_seq)[0] = seq
         if seq:
-            assert self._mask_rows is not None, "a guided lane without a grammar process"
-            masks = self._address_of(self._mask_rows(seq), store)
+            assert self._mask_address is not None, "a guided lane without a grammar process"
+            masks = self._mask_address(seq)
         self._step.cache_rows(batch.num_lanes, self._store_args(store), self._post_args(post), k, masks)
 
     def take_jump_forward(self, batch: StepBatch, post: PostBuffers, vocab_size: int) -> None:
@@ -96,14 +95,6 @@ class NativeLaunches:
         if id(tensor) not in self._arrays:
             self._arrays[id(tensor)] = tensor, tensor.numpy()
         return self._arrays[id(tensor)][1]
-
-    def _address_of(self, rows: np.ndarray[Any, np.dtype[np.int32]], store: RowStore) -> int:
-        """Return the address of mask rows; the channel has two arrays of them, and gives each every other time."""
-        if id(rows) not in self._rows:
-            assert rows.shape == store.mask_SRW.shape, rows.shape
-            assert rows.flags.c_contiguous
-            self._rows[id(rows)] = rows, rows.ctypes.data
-        return self._rows[id(rows)][1]
 
     def _store_args(self, store: RowStore) -> StoreArgs:
         if id(store) not in self._stores:

@@ -60,7 +60,7 @@ def outcomes(
     exact: Sequence[bool] = (),
 ) -> list[LaneOutcome]:
     """Return the outcomes of the first `num_lanes` lanes. `guided`, `logprobs` and `exact` are the handle's."""
-    # One loop without a call for the lanes whose results are plain numbers: a step of a CPU has them on every lane.
+    # It runs for each lane of each step, and most lanes have neither a finish nor a missing row.
     made = []
     for b, (emitted, count, blocked, finish) in enumerate(
         zip(step.emitted[:num_lanes], step.num_emitted, step.blocked, step.finish, strict=False)

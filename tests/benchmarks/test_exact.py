@@ -51,6 +51,7 @@ def test_each_grammar_has_a_name_and_distinct_texts() -> None:
     assert all(len(set(each.texts)) == len(each.texts) > 1 for each in SUBJECTS)
 
 
-def test_an_unknown_grammar_is_refused() -> None:
+@pytest.mark.parametrize("arguments", [["--grammars", "none of them"], ["--masked", "0"], ["--count", "0"]])
+def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--grammars", "none of them"])
+        main(arguments)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from grammar_service.grammar.value import Grammar, Whitespace
 from grammar_service.grammar.value import Kind as GrammarKind
 from grammar_service.grammar.vocabulary import Vocabulary
 from lockstep_grammar import Compiled, Grammars, InvalidGrammar, Kind, LimitExceeded, Matcher, MatcherFailed
+from lockstep_grammar.process import DIRECTORY_PREFIX
 from tests.fakes import EOS, byte_tokenizer
 
 VOCAB = 258
@@ -195,6 +198,16 @@ def test_a_process_that_ends_three_times_over_a_row_ends_its_answer() -> None:
         made.end.post = lambda *arguments, **options: _ended(made)  # type: ignore[method-assign]
         with pytest.raises(MatcherFailed, match="ended 3 times"):
             matcher.row()
+
+
+def test_what_a_killed_host_left_is_removed() -> None:
+    left = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+    (left / "cache").mkdir()
+    os.utime(left, (0, 0))
+    with Grammars(TOKENIZER, VOCAB, [EOS], max_matchers=1) as made:
+        assert not left.exists()
+        assert made.process.directory.exists()
+    assert not made.process.directory.exists()
 
 
 def _ended(grammars: Grammars) -> int:

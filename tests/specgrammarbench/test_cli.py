@@ -9,6 +9,8 @@ import pytest
 
 from lockstep_bench.cli import main
 
+PAGE = Path(__file__).parents[2] / "docs" / "bench" / "README.md"
+
 
 def test_help_names_every_track_and_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
@@ -47,9 +49,9 @@ def test_a_file_that_is_no_result_is_named(text: str, tmp_path: Path, capsys: py
 
 
 def test_the_published_results_make_the_published_table(capsys: pytest.CaptureFixture[str]) -> None:
-    files = sorted(Path("docs/bench").glob("*.json"))
+    files = sorted(PAGE.parent.glob("*.json"))
     assert len(files) >= 4
     for path in files:
         assert json.loads(path.read_text())["command"].startswith("lockstep-bench run ")
     assert main(["table", *map(str, files)]) == 0
-    assert capsys.readouterr().out.strip() in Path("docs/bench/README.md").read_text()
+    assert capsys.readouterr().out.strip() in PAGE.read_text()

@@ -11,13 +11,8 @@ from pathlib import Path
 import pytest
 
 from gpu_engine.api.config import ServerConfig
-from gpu_engine.sidecar.directory import (
-    DIRECTORY_PREFIX,
-    FRESH_S,
-    DirectoryRefused,
-    grammar_directory,
-    private_directory,
-)
+from gpu_engine.sidecar.directory import DirectoryRefused, grammar_directory
+from service_runtime.private_directory import DIRECTORY_PREFIX, FRESH_S, private_directory
 from shared_mem.handover import RPC_SOCKET_NAME
 
 

@@ -15,12 +15,12 @@ import grpc
 import pytest
 
 from gpu_engine.api.config import ServerConfig
-from gpu_engine.sidecar.directory import private_directory
 from gpu_engine.sidecar.early import KeptSetup, prepare
 from gpu_engine.sidecar.link import GrammarSetup, unix_channel
 from gpu_engine.sidecar.process import WARM_UP, GrammarProcess
 from protos.grammar.v1 import grammar_pb2 as gpb
 from protos.grammar.v1 import grammar_pb2_grpc
+from service_runtime.private_directory import private_directory
 from shared_mem.handover import RPC_SOCKET_NAME
 from tests.fakes import FakeModel
 

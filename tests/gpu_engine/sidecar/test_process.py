@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.sidecar.directory import private_directory
 from gpu_engine.sidecar.process import GrammarProcess, end_task, resolved_sync, warn_of_sleepers
+from service_runtime.private_directory import private_directory
 from tests.waiting import eventually
 
 

@@ -112,7 +112,7 @@ def both(request: pytest.FixtureRequest) -> list[tuple[State, Any]]:
     other = State(seed, cpu), TorchLaunches(R, mask_rows=lambda seq: rows[seq & 1])
     if kind == "native":
         one = State(seed, cpu)
-        return [(one, NativeLaunches(one.slot, one.lane, lambda seq: rows[seq & 1])), other]
+        return [(one, NativeLaunches(one.slot, one.lane, lambda seq: rows[seq & 1].ctypes.data)), other]
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton: pip install .[dev]")
     from gpu_engine.step.device.triton_launches import TritonLaunches
