@@ -25,7 +25,8 @@ from packaging.utils import canonicalize_name
 SUPPLY = Path(f"{sys.prefix}-supply/bin/python")
 """The environment of `make wheels`, which has auditwheel and cyclonedx-py; `make test-slow` makes it, too."""
 PACKAGES = (
-    "gpu_engine", "grammar_service", "http_gateway", "kernels", "lockstep_grammar", "protos", "service_runtime", "shared_mem",
+    "gpu_engine", "grammar_service", "http_gateway", "kernels",
+    "lockstep_grammar", "protos", "service_runtime", "shared_mem",
 )  # fmt: skip
 DATA = (".cu", ".html", ".proto", ".py", ".pyi", ".typed")
 
