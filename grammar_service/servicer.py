@@ -101,9 +101,10 @@ class GrammarServicer(pb_grpc.GrammarServicer):
         self._attachment.clear()
 
     async def close(self) -> None:
-        """End the compile workers."""
-        if self._compiler is not None:
-            await self._compiler.close()
+        """End the compile workers, also of a vocabulary that is being configured."""
+        async with self._configuring:
+            if self._compiler is not None:
+                await self._compiler.close()
 
     async def Configure(self, request: pb.ConfigureRequest, context: Any) -> pb.ConfigureResponse:
         """See grammar.proto."""

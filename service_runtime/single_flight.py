@@ -54,6 +54,8 @@ class SingleFlight(Generic[Key, Result]):
         self._grace_s = grace_s
         self._spawn: Spawn = spawn or _spawn
         self._flights: dict[Key, Flight[Key, Result]] = {}
+        self._tasks: set[asyncio.Task[Result]] = set()
+        """Of all flights, also of abandoned ones until they have ended."""
         self.num_abandoned = 0
         """Flights that were cancelled because their last waiter left."""
 
@@ -71,6 +73,7 @@ class SingleFlight(Generic[Key, Result]):
         joined = flight is not None
         if flight is None:
             flight = self._flights[key] = Flight(key, self._spawn(start(), f"flight {key!r}"))
+            self._tasks.add(flight.task)
             flight.task.add_done_callback(partial(self._finished, flight))
         self.retain(flight)
         return flight, joined
@@ -112,13 +115,12 @@ class SingleFlight(Generic[Key, Result]):
             self._abandon(flight)
 
     async def close(self) -> None:
-        """Cancel every running flight and wait for the end of its task."""
-        flights = list(self._flights.values())
-        for flight in flights:
+        """Cancel every running flight and wait for the end of its task, also of one that was abandoned."""
+        for flight in self._flights.values():
             if flight._cancellation is not None:
                 flight._cancellation.cancel()
             flight.task.cancel()
-        await asyncio.gather(*(flight.task for flight in flights), return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _abandon(self, flight: Flight[Key, Result]) -> None:
         # The flight leaves the table before the cancellation: a later caller must not join a task that is ending.
@@ -128,6 +130,7 @@ class SingleFlight(Generic[Key, Result]):
 
     def _finished(self, flight: Flight[Key, Result], task: asyncio.Task[Result]) -> None:
         self._remove(flight)
+        self._tasks.discard(task)
         if not task.cancelled():
             # All waiters may have left. Reading the exception keeps asyncio from reporting it as never retrieved.
             task.exception()

@@ -142,6 +142,7 @@ class Compiler:
         self._disk = disk or (DiskCache(Path(config.cache_dir), config.cache_dir_bytes) if on_disk else None)
         self._cache: OwnedCache[Entry] = OwnedCache(config.cache_bytes or CACHE_BYTES)
         self._choices: OrderedDict[str, str] = OrderedDict()
+        self._closed = False
         self.compiled = 0
         self.hits = 0
         self.rejected = 0
@@ -237,6 +238,7 @@ class Compiler:
 
     async def close(self) -> None:
         """Kill the workers and drop the cache."""
+        self._closed = True
         await self._flights.close()
         for task in self._backends.values():
             task.cancel()
@@ -353,6 +355,8 @@ class Compiler:
     def _pool(self, backend: str) -> CompilePool:
         pool = self._pools.get(backend)
         if pool is None:
+            if self._closed:
+                raise InternalError(f"the compile workers of {backend} are being ended")
             start = self._start
             if start is None:
                 self._forks.append(Forks(backend, self._vocabulary))

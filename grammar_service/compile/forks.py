@@ -132,7 +132,7 @@ async def _prepare(backend: str, vocabulary: Vocabulary, answer_s: float) -> _Pr
     except BaseException as error:
         tail = process.stderr_tail()
         control.close()
-        await asyncio.shield(process.kill())
+        await process.kill()
         if not isinstance(error, EOFError | TimeoutError):
             raise
         logger.error("the process that forks compile workers of %s did not start; its last output: %s", backend, tail)
@@ -196,7 +196,7 @@ class _Prepared:
 
     async def end(self) -> None:
         """Kill the process, and its workers with it."""
-        await asyncio.shield(self._process.kill())
+        await self._process.kill()
         self._end()
 
     async def close(self) -> None:

@@ -111,10 +111,11 @@ class CompilePool:
         self._small, self._middle, self._large = _Queues(small, slow), _Queues(middle, slow), _Queues(large, slow_large)
         """Large grammars delay no other one, and those of middle size no small one that is not slow."""
         self._queues = (small, middle, large, slow, slow_large)
-        self._most_spare = workers + 1
-        self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(self._most_spare)]
         self._all: set[CompileProcess] = set()
-        self._reaping: set[asyncio.Task[Any]] = set()
+        self._starting: set[asyncio.Task[CompileProcess]] = set()
+        self._reaping: set[asyncio.Task[int]] = set()
+        self._most_spare = workers + 1
+        self._spare = [self._launch() for _ in range(self._most_spare)]
         self._places: set[_Place] = set()
         """Of the compilations that wait or run."""
         self.started = 0
@@ -124,7 +125,15 @@ class CompilePool:
         self.crashed = 0
 
     def _launch(self) -> asyncio.Task[CompileProcess]:
-        return asyncio.create_task(self._start(), name=f"start-{self._backend}-compile-worker")
+        task = asyncio.create_task(self._start(), name=f"start-{self._backend}-compile-worker")
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+        return task
+
+    def _add_spare(self) -> None:
+        """Start a worker ahead of need. Nothing starts once the pool is closed."""
+        if not self._closed:
+            self._spare.append(self._launch())
 
     async def _start(self) -> CompileProcess:
         command, is_idle = self._command, bool(self._fallback)  # both may change during the start
@@ -149,7 +158,7 @@ class CompilePool:
             await self._discard(worker)
             raise InternalError(f"a compile worker of {self._backend} did not start") from error
         except asyncio.CancelledError:
-            await asyncio.shield(self._discard(worker))
+            await self._discard(worker)
             raise
         if "error" in reply:
             await self._discard(worker)
@@ -215,7 +224,7 @@ class CompilePool:
                     place.leave()
                     place.queue = place.queues.slow
                     await self._enter(place)
-                    self._spare.append(self._launch())
+                    self._add_spare()
         finally:
             self._places.remove(place)
             place.leave()
@@ -259,7 +268,7 @@ class CompilePool:
             return False
         place.leave()
         place.queue, place.is_held = place.queues.slow, True
-        self._spare.append(self._launch())
+        self._add_spare()
         return True
 
     async def _compile(self, grammar: Grammar, allow_unenforced: bool, place: _Place) -> Artifact:
@@ -303,8 +312,8 @@ class CompilePool:
                 self._keep(task, worker)
             else:
                 self._reap(worker)
-                if not self._closed and len(self._spare) < self._most_spare:
-                    self._spare.append(self._launch())
+                if len(self._spare) < self._most_spare:
+                    self._add_spare()
         if "error" in reply:
             raise from_wire(reply["error"], reply["message"])
         return Artifact(data, reply["plan"], reply["compile_ms"])
@@ -331,17 +340,20 @@ class CompilePool:
     async def _take_worker(self) -> tuple[asyncio.Task[CompileProcess], CompileProcess]:
         """Take a spare worker. A worker that exited while it was idle, or could not be started before, is replaced, and
         is no error of this grammar."""
-        for i, task in enumerate(self._spare):
+        for task in [*self._spare]:
             if task.done() and not task.cancelled() and task.exception() is not None:
-                self._spare[i] = self._launch()
+                self._spare.remove(task)
+                self._add_spare()
         while True:
             if not self._spare:
-                self._spare.append(self._launch())
+                self._add_spare()
+            if self._closed:
+                raise InternalError(f"the compile workers of {self._backend} are being ended")
             task = self._spare.pop(self._last_started())
             try:
                 worker = await asyncio.shield(task)
             except GrammarServiceError:
-                self._spare.append(self._launch())
+                self._add_spare()
                 raise
             except asyncio.CancelledError:
                 self._spare.append(task)
@@ -351,7 +363,7 @@ class CompilePool:
             self.crashed += 1
             logger.error("an idle compile worker of %s exited: %s", self._backend, worker.stderr_tail())
             self._reap(worker)
-            self._spare.append(self._launch())
+            self._add_spare()
 
     def _keep(self, task: asyncio.Task[CompileProcess], worker: CompileProcess) -> None:
         """Make a worker a spare one, in place of one that has not started yet if there are enough."""
@@ -362,8 +374,6 @@ class CompilePool:
                 return
             self._spare.remove(starting)
             starting.cancel()
-            self._reaping.add(starting)
-            starting.add_done_callback(self._reaping.discard)
         self._spare.append(task)
 
     def _last_started(self) -> int:
@@ -383,10 +393,13 @@ class CompilePool:
     async def close(self) -> None:
         """Kill every worker."""
         self._closed = True
-        for task in self._spare:
+        for task in self._starting:
             task.cancel()
-        await asyncio.gather(*self._spare, *self._reaping, return_exceptions=True)
-        await asyncio.gather(*(self._discard(worker) for worker in list(self._all)))
+        await asyncio.gather(*self._starting, *self._spare, return_exceptions=True)
+        for worker in self._all:
+            self._reap(worker)
+        while self._reaping:  # a compilation that ends meanwhile adds its worker
+            await asyncio.gather(*self._reaping)
 
     def stats(self) -> dict[str, int]:
         """Return counters since the start, and gauges."""

@@ -196,14 +196,22 @@ class CompileProcess:
             return await self._end_now()
 
     async def kill(self) -> int:
-        """Kill and reap the process, close its memory files, and return the exit code."""
+        """Kill and reap the process, close its memory files, and return the exit code.
+
+        A cancelled call ends after the process: only then the event loop has closed its pipes.
+        """
+        ending = asyncio.create_task(self._end_now(), name="end-compile-worker")
         try:
-            return await self._end_now()
+            await asyncio.wait({ending})
+        except asyncio.CancelledError:
+            await asyncio.wait({ending})
+            raise
         finally:
             for descriptor in (self._artifact_fd, self._stderr_fd):
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
             self._artifact_fd = self._stderr_fd = -1
+        return ending.result()
 
     async def _end_now(self) -> int:
         with contextlib.suppress(ProcessLookupError):

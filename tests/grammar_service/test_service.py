@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import signal
 import socket
@@ -397,3 +398,32 @@ async def test_a_refused_compilation_is_freed_at_once(tmp_path: Path) -> None:
         gc.enable()
         await server.stop(0)
         await servicer.close()
+
+
+async def test_close_waits_for_the_end_of_what_is_being_configured() -> None:
+    class Unready:
+        """A compiler that never becomes ready, and ends once `may_end` is set."""
+
+        def __init__(self, *_: object) -> None:
+            self.asked, self.may_end = asyncio.Event(), asyncio.Event()
+            made.append(self)
+
+        async def ready(self) -> None:
+            self.asked.set()
+            await asyncio.Event().wait()
+
+        async def close(self) -> None:
+            await self.may_end.wait()
+
+    made: list[Unready] = []
+    servicer = GrammarServicer(GrammarConfig(dir="unused"), Unready)  # type: ignore[arg-type]
+    request = pb.ConfigureRequest(tokenizer_json=tokenizer_json(), vocab_size=PADDED, stop_token_ids=STOPS)
+    configuring = asyncio.create_task(servicer.Configure(request, None))
+    await eventually(lambda: made)
+    await made[0].asked.wait()
+    configuring.cancel()
+    closing = asyncio.create_task(servicer.close())
+    assert not (await asyncio.wait({closing}, timeout=0.05))[0]
+    made[0].may_end.set()
+    await closing
+    assert configuring.cancelled()

@@ -113,6 +113,28 @@ async def test_the_given_spawn_starts_the_task_and_close_cancels_it() -> None:
         await caller
 
 
+async def test_close_waits_for_a_flight_that_was_abandoned() -> None:
+    flights, ended = Flights(), asyncio.Event()
+
+    async def work() -> int:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await ended.wait()
+        return 1
+
+    caller = asyncio.create_task(flights.run("a", work))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    caller.cancel()
+    await asyncio.wait({caller})
+    closing = asyncio.create_task(flights.close())
+    await asyncio.sleep(0)
+    assert (len(flights), flights.num_abandoned, closing.done()) == (0, 1, False)
+    ended.set()
+    await closing
+
+
 @pytest.mark.parametrize("joins_first", [False, True], ids=["run", "wait"])
 async def test_a_failed_flight_is_freed_with_its_last_waiter(joins_first: bool) -> None:
     """Its error holds the frames of what failed, and with them a request of any size."""

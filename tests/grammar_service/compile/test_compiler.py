@@ -42,6 +42,13 @@ async def compiler(vocabulary: Vocabulary, command: Sequence[str] = (), **settin
         await made.close()
 
 
+async def test_a_closed_compiler_starts_no_worker_of_another_library(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary) as made:
+        pass
+    with pytest.raises(InternalError, match="the compile workers of llguidance are being ended"):
+        await made.compile(Kind.REGEX, "[a-z]+", ANY, AUTO)
+
+
 async def test_equal_grammars_share_one_compilation(vocabulary: Vocabulary) -> None:
     async with compiler(vocabulary) as made:
         spellings = ['{"type": "integer"}', '{"type":"integer"}', '\n{ "type":"integer" }']

@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from grammar_service.compile.forks import Forks, _Prepared
 from grammar_service.compile.pool import COMMAND_IDLE, CompilePool
-from grammar_service.compile.process import COMMAND
+from grammar_service.compile.process import COMMAND, _environment
 from grammar_service.config import CompileLimits
 from grammar_service.errors import GrammarServiceError
 from grammar_service.grammar.value import Grammar, Kind, Whitespace, parse
@@ -166,6 +168,17 @@ async def test_a_library_with_threads_is_not_forked(vocabulary: Vocabulary) -> N
     assert worker.ordinary_s == 0.5
     assert psutil.Process(worker._process.pid).ppid() == os.getpid()
     await worker.kill()
+
+
+@pytest.mark.parametrize(("lasts_s", "counted"), [(0.2, 1), (60.0, 2)])
+def test_a_thread_that_ends_soon_is_not_counted(lasts_s: float, counted: int) -> None:
+    code = f"""
+import threading, time
+from grammar_service.compile.worker import _num_threads
+threading.Thread(target=time.sleep, args=({lasts_s},), daemon=True).start()
+print(_num_threads())
+"""
+    assert int(subprocess.check_output([sys.executable, "-c", code], env=_environment())) == counted
 
 
 async def test_a_fork_that_the_system_refuses_is_an_error_of_the_system() -> None:

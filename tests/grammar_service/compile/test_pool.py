@@ -223,6 +223,26 @@ async def test_a_start_without_a_second_descriptor_leaves_none_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+async def test_a_cancelled_kill_ends_after_the_process() -> None:
+    worker = await CompileProcess.start(PRETEND)
+    killing = asyncio.create_task(worker.kill())
+    await asyncio.sleep(0)
+    killing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await killing
+    assert worker._process.returncode == -signal.SIGKILL
+    assert worker.artifact_fd == -1
+
+
+async def test_a_closed_pool_starts_no_worker(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        assert (await workers.compile(grammar("one"))).data
+    started = workers.stats()["started"]
+    with pytest.raises(InternalError, match="are being ended"):
+        await workers.compile(grammar("two"))
+    assert (workers.stats()["started"], workers.stats()["workers"]) == (started, 0)
+
+
 async def test_a_crash_is_an_error_of_one_request(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary) as workers:
         before = await pid(workers)
