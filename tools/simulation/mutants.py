@@ -365,7 +365,7 @@ _ALL = (
             ),
             (
                 _POOL,
-                "GrammarServiceError:\n                self._spare.append(self._launch())\n                raise\n",
+                "GrammarServiceError:\n                self._add_spare()\n                raise\n",
                 "GrammarServiceError:\n                raise\n",
             ),
         ),
