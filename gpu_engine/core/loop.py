@@ -235,11 +235,24 @@ class EngineLoop:
         self.grammar_slots.close(sequence)
 
     def _begin_anew(self, sequence: RunningSequence) -> None:
-        """Let an exact answer begin anew. The sequence loses its slot, and comes back like a preempted one."""
-        self.scheduler.preempt(sequence, self._clock())
+        """Let an exact answer begin anew."""
+        self._cut(sequence, 0, lambda: take_all_back(sequence))
+
+    def _cut(self, sequence: RunningSequence, num_tokens: int, take_back: Callable[[], None]) -> None:
+        """Let an answer go on after its first `num_tokens` tokens; `take_back` removes the others from the sequence.
+
+        The sequence keeps its slot and pages where it can. Else it comes back like a preempted one, with fewer tokens,
+        and its pages are indexed before that.
+        """
+        length = len(sequence.request.prompt_ids) + num_tokens
         self.grammar_slots.close(sequence)
-        take_all_back(sequence)
-        sequence.length = len(sequence.request.prompt_ids)
+        keeps_slot = self.scheduler.cut(sequence, length)
+        if not keeps_slot:
+            self.scheduler.preempt(sequence, self._clock())
+        take_back()
+        sequence.length = length
+        if keeps_slot:
+            self._slot_assigned(sequence)
 
     def _score(self, chunk: Chunk[RunningSequence]) -> None:
         sequence, wanted = chunk.sequence, chunk.sequence.request.outputs.prompt_logprobs
@@ -384,8 +397,7 @@ class EngineLoop:
     def grammar_backtracked(self, slot: int, slot_gen: int, num_tokens: int, dead_texts: tuple[bytes, ...]) -> None:
         """Let the answer in the slot go on after its first `num_tokens` tokens; -1: it ends with GRAMMAR_INVALID.
 
-        The sequence loses its slot, and comes back like a preempted one, with fewer tokens. Its pages are indexed
-        before that. An event for an earlier owner of the slot is ignored.
+        An event for an earlier owner of the slot is ignored.
         """
         sequence = self.scheduler.sequence(slot, slot_gen)
         if sequence is None or not sequence.backtracking:
@@ -393,10 +405,7 @@ class EngineLoop:
         if num_tokens < 0:
             self.end(sequence, finish=FinishReason.GRAMMAR_INVALID)
             return
-        self.scheduler.preempt(sequence, self._clock())
-        self.grammar_slots.close(sequence)
-        go_back(sequence, num_tokens, dead_texts)
-        sequence.length = len(sequence.request.prompt_ids) + num_tokens
+        self._cut(sequence, num_tokens, lambda: go_back(sequence, num_tokens, dead_texts))
 
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         """End the sequence in the slot with `error`; an event for an earlier owner of the slot is ignored."""

@@ -312,6 +312,24 @@ class Scheduler(Generic[S]):
         self._waiting.insert(at, first)
         self._next_due_s = min(self._next_due_s, self._due_s(first))
 
+    def cut(self, sequence: S, length: int) -> bool:
+        """Take back the tokens after the first `length`: the sequence becomes a new owner of its slot.
+
+        It keeps the pages of these tokens, and need not be prefilled again. False, and nothing changes, where another
+        sequence may read a page that would be written again, and with recurrent layers, whose state does not go back.
+        """
+        is_shared = bool(sequence.group) or sequence.num_indexed_pages * self.allocator.page_size >= length
+        if is_shared or self.allocator.snapshots is not None:
+            return False
+        num_pages = self.allocator.pages_for(max(length, sequence.reserved) + self.lookahead)
+        surplus = sequence.pages[num_pages:]
+        del sequence.pages[num_pages:]
+        self.allocator.free(surplus)
+        self._gens[sequence.slot] += 1
+        sequence.slot_gen, sequence.deferred = self._gens[sequence.slot], False
+        sequence.length, sequence.prefilled = length, length - 1
+        return True
+
     def preempt_youngest(self, now_s: float) -> tuple[S, ...]:
         """Preempt the youngest running sequence that reserved no pages, with its group; return what lost its slot."""
         youngest = max((s for s in self.running if not s.reserved), key=lambda s: s.order)
