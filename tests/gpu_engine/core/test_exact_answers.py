@@ -238,6 +238,16 @@ def test_a_killed_grammar_process_changes_no_exact_answer(random_llama: LoadedMo
     assert [a.telemetry.exact_tries for a in answers] == [a.telemetry.exact_tries for a in wanted]
 
 
+def test_no_try_prefills_the_prompt_again(random_llama: LoadedModel) -> None:
+    answers = [request(FEW[0], seed, **SAMPLING) for seed in range(4)]
+    settings = with_drafts(0, prefix_cache=False, **PATIENT)
+    with Sidecars("llguidance", random_llama).engine(settings, logs=False) as (engine, _):
+        answer_all(engine, answers)
+        assert sum(answer.telemetry.exact_tries for answer in answers) > len(answers)
+        assert engine.stats().prefill_tokens == len(answers) * (len(PROMPT) - 1)
+        engine.check_integrity()
+
+
 def test_tokens_come_only_with_the_accepted_answer(random_llama: LoadedModel) -> None:
     answer = request(FEW[0], 1, logprobs=1, token_origins=True, prompt_logprobs=0, **SAMPLING)
     with Sidecars("llguidance", random_llama).engine(with_drafts(3, **PATIENT), logs=False) as (engine, _):

@@ -167,6 +167,40 @@ def test_a_sequence_that_is_never_preempted_has_all_its_pages_before_it_begins()
     assert c.slot >= 0
 
 
+def test_a_sequence_that_is_cut_is_a_new_owner_of_its_slot_and_is_not_prefilled_again() -> None:
+    one, other = sequence("one", 20), sequence("other", 5)
+    machine = added(scheduler(), other, one)
+    prefills(machine)
+    act(machine, machine.plan(), emitted=40)
+    act(machine, machine.plan())
+    pages = [*one.pages]
+    assert (one.slot, one.slot_gen, len(pages)) == (1, 1, 4)
+    assert machine.cut(one, 20)
+    assert (one.slot, one.slot_gen, one.length, one.prefilled, one.pages) == (1, 2, 20, 19, pages[:2])
+    assert (machine.sequence(1, 1), machine.sequence(1, 2)) == (None, one)
+    plan = machine.plan()
+    assert (plan.prefill, plan.decode) == ((), (other, one))
+    machine.check_integrity()
+
+
+def test_a_sequence_whose_page_others_may_read_is_not_cut() -> None:
+    one = sequence("one", 20)
+    machine = added(scheduler(texts={"one": list(range(99))}), one)
+    prefills(machine)
+    act(machine, machine.plan(), emitted=20)
+    machine.preempt(one)
+    prefills(machine)
+    before = repr(one)
+    assert one.num_indexed_pages == 2
+    assert not machine.cut(one, 2 * PAGE)
+    assert repr(one) == before
+    assert machine.cut(one, 2 * PAGE + 1)
+    group = beams(2, 20)
+    machine = added(scheduler(), *group[:1])
+    prefills(machine)
+    assert not machine.cut(group[0], 10)
+
+
 # -- beams -------------------------------------------------------------------------------------------------------------
 
 
@@ -568,6 +602,20 @@ class Turns(RuleBasedStateMachine):
             self.machine.remove(gone)
         assert gone.slot == -1
         assert gone.pages == []
+
+    @precondition(lambda self: self.machine.running)
+    @rule(data=st.data())
+    def cut(self, data: Any) -> None:
+        one = data.draw(st.sampled_from(self.machine.running))
+        if one.prefilled < one.prefill_end:
+            return
+        length = data.draw(st.integers(1, one.length))
+        if self.machine.cut(one, length):
+            self.gens[one.slot] += 1
+            assert (one.slot_gen, one.length, one.prefilled) == (self.gens[one.slot], length, length - 1)
+        else:
+            self.machine.preempt(one, self.now_s)
+            one.length = length
 
     @rule(emitted=st.integers(0, ROWS))
     def turn(self, emitted: int) -> None:
