@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import mean
 
+import grpc
+
 from benchmarks.harness.client import GENERATE, Call, CallRefused, EngineClient
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerFailed, ServerOptions, engine_address
@@ -37,6 +39,8 @@ TOKENIZER = Method("GetTokenizerInfo", pb.GetTokenizerInfoRequest, pb.GetTokeniz
 SPACE = "\u0120"
 """The space, as byte-level tokenizers write it."""
 LEAST_SHARE = 1e-8
+SCORED_AT_ONCE = 64
+"""Prompts that the server scores or has in its queue, which is bounded."""
 SAMPLES = 200
 """Samples of the wanted distribution that show its noise."""
 
@@ -132,6 +136,7 @@ class Scorer:
 
     def __init__(self, rpc: AsyncRpc, vocabulary: dict[int, str], ends: Sequence[int]) -> None:
         self._rpc, self._ends = rpc, ends
+        self._free = asyncio.Semaphore(SCORED_AT_ONCE)
         self._tokens: dict[str, list[int]] = defaultdict(list)
         for token, text in vocabulary.items():
             self._tokens[text].append(token)
@@ -190,9 +195,10 @@ class Scorer:
             sampling=pb.SamplingParams(max_tokens=1),
             response=pb.ResponseOptions(prompt_logprobs=0),
         )
-        async for response in self._rpc.stream(GENERATE, request, 600):
-            if response.prompt_logprobs:
-                return float(response.prompt_logprobs[-1].logprob)
+        async with self._free:
+            async for response in self._rpc.stream(GENERATE, request, 600):
+                if response.prompt_logprobs:
+                    return float(response.prompt_logprobs[-1].logprob)
         raise RuntimeError("the server returned no log-probabilities of the prompt")
 
     async def _prompt_ids(self, prompt: str) -> list[int]:
@@ -364,8 +370,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with engine_address(args.address, options) as address:
             chosen = [each for each in SUBJECTS if each.name in names]
             outcomes = asyncio.run(measure(address, chosen, args))
-    except (ServerFailed, CallRefused, RuntimeError) as failure:
-        print(f"cannot run: {failure}", file=sys.stderr)
+    except (ServerFailed, CallRefused, RuntimeError, grpc.aio.AioRpcError) as failure:
+        reason = failure.details() if isinstance(failure, grpc.aio.AioRpcError) else failure
+        print(f"cannot run: {reason}", file=sys.stderr)
         return 2
     asked = f"{args.count} exact and {args.masked} masked answers of each grammar"
     print(f"{args.model}, {args.threads} threads, {asked}, temperature 1\n")

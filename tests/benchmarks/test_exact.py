@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import AsyncIterator
 
 import pytest
 
 from benchmarks.harness.measure import Answer, EngineTimes
-from benchmarks.quality.exact import SUBJECTS, Outcome, Wanted, distance, main, noise
+from benchmarks.quality.exact import (
+    SCORED_AT_ONCE,
+    SUBJECTS,
+    Outcome,
+    Scorer,
+    Subject,
+    Wanted,
+    distance,
+    main,
+    noise,
+)
+from protos.engine.v1 import engine_pb2 as pb
 
 WANTED = Wanted({" yes": 0.75, " no": 0.25}, math.log(0.5))
 
@@ -49,6 +62,33 @@ def test_a_row_has_the_cost_of_an_answer() -> None:
 def test_each_grammar_has_a_name_and_distinct_texts() -> None:
     assert len({each.name for each in SUBJECTS}) == len(SUBJECTS) >= 12
     assert all(len(set(each.texts)) == len(each.texts) > 1 for each in SUBJECTS)
+
+
+class Uniform:
+    """A server whose tokens have a probability of 1 in 200 each; notes how many calls it has at once."""
+
+    def __init__(self) -> None:
+        self.calls = self.most = 0
+
+    async def unary(self, *_: object) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(token_ids=[7])
+
+    async def stream(self, *_: object) -> AsyncIterator[pb.GenerateResponse]:
+        self.calls += 1
+        self.most = max(self.most, self.calls)
+        await asyncio.sleep(0)
+        self.calls -= 1
+        yield pb.GenerateResponse(prompt_logprobs=[pb.TokenLogprobs(logprob=-math.log(200))])
+
+
+async def test_a_server_scores_a_bounded_number_of_spellings_at_once() -> None:
+    texts = tuple(chr(code) for code in range(0x21, 0x7F))
+    server = Uniform()
+    scorer = Scorer(server, dict(enumerate(texts)), [1000])  # type: ignore[arg-type]  # it has what is used
+    wanted = await scorer.wanted(Subject("each", "", pb.Grammar(), texts), lambda: None)
+    assert wanted.probabilities == pytest.approx(dict.fromkeys(texts, 1 / len(texts)))
+    assert wanted.log_mass == pytest.approx(math.log(len(texts)) - 2 * math.log(200))
+    assert server.most == SCORED_AT_ONCE < len(texts)
 
 
 @pytest.mark.parametrize("arguments", [["--grammars", "none of them"], ["--masked", "0"], ["--count", "0"]])
