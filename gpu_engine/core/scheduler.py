@@ -316,11 +316,14 @@ class Scheduler(Generic[S]):
         """Take back the tokens after the first `length`: the sequence becomes a new owner of its slot.
 
         It keeps the pages of these tokens, and need not be prefilled again. False, and nothing changes, where another
-        sequence may read a page that would be written again, and with recurrent layers, whose state does not go back.
+        sequence may read a page that would be written again, for a beam, and with recurrent layers, whose state does
+        not go back.
         """
         is_shared = bool(sequence.group) or sequence.num_indexed_pages * self.allocator.page_size >= length
         if is_shared or self.allocator.snapshots is not None:
             return False
+        if self._slot_order is not None:
+            self._slot_order.released(sequence)  # counts the tokens that are taken back
         num_pages = self.allocator.pages_for(max(length, sequence.reserved) + self.lookahead)
         surplus = sequence.pages[num_pages:]
         del sequence.pages[num_pages:]
@@ -328,6 +331,8 @@ class Scheduler(Generic[S]):
         self._gens[sequence.slot] += 1
         sequence.slot_gen, sequence.deferred = self._gens[sequence.slot], False
         sequence.length, sequence.prefilled = length, length - 1
+        if self._slot_order is not None:
+            self._slot_order.assigned(sequence)
         return True
 
     def preempt_youngest(self, now_s: float) -> tuple[S, ...]:

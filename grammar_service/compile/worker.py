@@ -60,10 +60,10 @@ _ORDINARY = """{"type": "object", "properties": {"name": {"type": "string"}, "ag
 "tags": {"type": "array", "items": {"type": "string"}}, "city": {"type": "string"}, "price": {"type": "number"}}}"""
 """An open object with a few properties: xgrammar looks at the whole vocabulary for every letter of their names."""
 _GROUP_TRIES = 20
-_LOOKS = 100
-_LOOK_S = 0.01
 REFUSED_S = 0.05, 0.15
 """Where the kernel refused a niceness for the moment, another try is made after a time between these."""
+_LOOKS, _LOOK_S = 100, 0.01
+"""How often, and every how many seconds, a process with more than one thread looks whether it still has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_engine.api.request import TenantShare
-from gpu_engine.extensions.tenants.fair_shares import FairShares
+from gpu_engine.extensions.tenants.fair_shares import ANSWER_COST, PROMPT_COST, FairShares
 from tests.gpu_engine.core import schedulers
 from tests.gpu_engine.core.schedulers import Named, Names, added, beams, names, sequence
 
@@ -120,6 +120,21 @@ def test_a_preempted_sequence_goes_on_before_any_new_one() -> None:
     machine.preempt(second)
     machine.remove(first)
     assert names(machine.plan().assigned) == ["a1", "b0"]
+
+
+def test_tokens_that_are_taken_back_cost_their_tenant_as_much_as_others() -> None:
+    order = FairShares[Named]()
+    one = sequence("a0", 10, tenant=ACME)
+    machine = added(scheduler(1, slot_order=order), one)
+    schedulers.prefills(machine)
+    for _ in range(3):
+        one.length, one.prefilled = 15, 14
+        assert machine.cut(one, 10)
+    assert "slots={'acme': 1}" in repr(order)
+    one.length = 15
+    machine.remove(one)
+    assert order.counters == {"acme": 10 * PROMPT_COST + 4 * 5 * ANSWER_COST}
+    assert "slots={}" in repr(order)
 
 
 def test_a_cached_prompt_costs_its_tenant_nothing() -> None:
