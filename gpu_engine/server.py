@@ -49,7 +49,7 @@ from gpu_engine.ops.metrics_requests import RequestWatch
 from gpu_engine.ops.placement import resolve_placement
 from gpu_engine.ops.tracing import open_tracing
 from gpu_engine.sidecar.client import GrammarClient
-from gpu_engine.sidecar.directory import grammar_directory
+from gpu_engine.sidecar.directory import DIRECTORY_PREFIX, grammar_directory
 from gpu_engine.sidecar.early import KeptSetup
 from gpu_engine.sidecar.process import GrammarProcess, end_task, resolved_sync
 from gpu_engine.sidecar.supervisor import Sidecar
@@ -383,7 +383,7 @@ def _bind(stack: AsyncExitStack, config: ServerConfig, extensions: Extensions) -
         listeners = bind(config, access=extensions.interceptor)
         stack.push_async_callback(listeners.stop)
         return listeners, None
-    path = private_directory(stack, Path(tempfile.gettempdir())) / SOCKET_NAME
+    path = private_directory(stack, Path(tempfile.gettempdir()), DIRECTORY_PREFIX) / SOCKET_NAME
     listeners = bind(config, path, extensions.interceptor)
     stack.push_async_callback(listeners.stop)
     assert listeners.http is not None

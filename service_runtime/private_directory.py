@@ -19,12 +19,11 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-DIRECTORY_PREFIX = "lockstep-engine-"
 FRESH_S = 60.0
 """A younger directory may belong to a process that has not locked it yet."""
 
 
-def private_directory(stack: AsyncExitStack | ExitStack, parent: Path, prefix: str = DIRECTORY_PREFIX) -> Path:
+def private_directory(stack: AsyncExitStack | ExitStack, parent: Path, prefix: str) -> Path:
     """Make a directory that `stack` removes; remove the directories of processes that were killed."""
     _sweep(parent, prefix)
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))

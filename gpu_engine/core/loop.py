@@ -250,9 +250,10 @@ class EngineLoop:
         if not keeps_slot:
             self.scheduler.preempt(sequence, self._clock())
         take_back()
-        sequence.length = length
         if keeps_slot:
             self._slot_assigned(sequence)
+        else:
+            sequence.length = length
 
     def _score(self, chunk: Chunk[RunningSequence]) -> None:
         sequence, wanted = chunk.sequence, chunk.sequence.request.outputs.prompt_logprobs

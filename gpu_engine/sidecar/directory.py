@@ -19,6 +19,8 @@ from gpu_engine.api.config import ServerConfig
 from service_runtime.private_directory import private_directory
 from shared_mem.handover import RPC_SOCKET_NAME
 
+DIRECTORY_PREFIX = "lockstep-engine-"
+
 
 class DirectoryRefused(RuntimeError):
     """`grammar_dir` is not there, or belongs to another engine or grammar process."""
@@ -27,7 +29,7 @@ class DirectoryRefused(RuntimeError):
 def grammar_directory(config: ServerConfig, stack: AsyncExitStack) -> Path:
     """Return the directory, which is this engine's until `stack` closes. Raises DirectoryRefused."""
     if not config.grammar_dir:
-        return private_directory(stack, Path(tempfile.gettempdir()))
+        return private_directory(stack, Path(tempfile.gettempdir()), DIRECTORY_PREFIX)
     path = Path(config.grammar_dir)
     if config.grammar == "connect":
         if not path.is_dir():

@@ -74,7 +74,7 @@ def short_path() -> Iterator[Path]:
 
 async def test_a_spawned_process_compiles_before_an_engine_is_there(short_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        directory = private_directory(stack, short_path)
+        directory = private_directory(stack, short_path, "engine-")
         background = await stack.enter_async_context(asyncio.TaskGroup())
         grammar = GrammarProcess(ServerConfig(grammar="spawn"), directory, background, stack)
         setup = grammar.setup_of(FakeModel())
@@ -94,7 +94,7 @@ async def test_a_start_that_fails_meanwhile_waits_for_nothing(short_path: Path) 
 
     async def start() -> None:
         async with AsyncExitStack() as stack:
-            directory = private_directory(stack, short_path)
+            directory = private_directory(stack, short_path, "engine-")
             background = await stack.enter_async_context(asyncio.TaskGroup())
             grammar = GrammarProcess(ServerConfig(grammar="spawn"), directory, background, stack)
             grammar.prepare(grammar.setup_of(FakeModel()))

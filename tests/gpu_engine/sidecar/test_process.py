@@ -28,7 +28,7 @@ async def test_a_start_that_fails_ends_the_process_before_its_directory_goes(
 
     async def start() -> None:
         async with AsyncExitStack() as stack:
-            directory = private_directory(stack, tmp_path)
+            directory = private_directory(stack, tmp_path, "engine-")
             background = await stack.enter_async_context(asyncio.TaskGroup())
             stack.callback(look)
             made.append(grammar := GrammarProcess(ServerConfig(grammar="spawn"), directory, background, stack))
