@@ -101,8 +101,9 @@ class Stage(enum.IntEnum):
     proposals: no mask is written, and nothing is cached. The next record has the same committed tokens again."""
     FORK = 65
     """The slot's matcher becomes a copy of another slot's, at its first `commit_pos` tokens: the one committed token of
-    the record is the number of that slot. The record has a new slot_gen: a fork that gets lost leaves no matcher that
-    the slot's next record fits. There is no answer. All records of such a post are forks."""
+    the record is the number of that slot. With the record's own slot there, the matcher goes back. The record has a new
+    slot_gen: a fork that gets lost leaves no matcher that the slot's next record fits. There is no answer. All records
+    of such a post are forks."""
     TREE = 66
     """Committed tokens and a whole tree of drafts (`node`); R rows are wanted. Row j + 1 is the one after draft j and
     the drafts on the way to it. Only a GPU posts it, in place of VERIFY."""

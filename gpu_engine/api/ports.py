@@ -297,8 +297,8 @@ class GrammarPort(Protocol):
         """
 
     def forked(self, slot: int, slot_gen: int, request: Request, before: tuple[int, int] | None) -> None:
-        """Note that the engine had the slot's matcher copied from another slot of the request, in place of the matcher
-        `before`; `close` drops it."""
+        """Note that the engine had the slot's matcher copied from another slot of the request, or taken back, in place
+        of the matcher `before`; `close` drops it."""
 
     def close(self, slot: int, slot_gen: int) -> None:
         """Drop the slot's matcher."""

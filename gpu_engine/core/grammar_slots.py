@@ -59,6 +59,8 @@ class GrammarSlots:
         self._stats, self._in_step, self._end = stats, in_step, end
         self._attached = True
         self._silent = False
+        self._forks: dict[int, Fork] = {}
+        """By slot; see `post_forks`."""
         # Of the last end of a grammar process, until the next one is attached:
         self._waiting: list[RunningSequence] = []
         self._with_matcher: list[RunningSequence] = []
@@ -109,20 +111,33 @@ class GrammarSlots:
         The copies have consumed `num_committed` tokens. A target whose source has no matcher at this moment gets its
         own from `open`, at all of its tokens, which its state already has.
         """
-        forks: list[Fork] = []
         for source, target in pairs:
-            before = target.bound
-            if self._port is None or source.grammar_state not in (GrammarState.OPEN, GrammarState.SILENT):
-                self.close(target)
-                self.open(target)
-                continue
-            target.grammar_state = source.grammar_state
-            target.deferred, target.empty_answers, target.deferred_since_s = False, 0, 0.0
-            target.bound = (target.slot, target.slot_gen)
-            self._port.forked(*target.bound, target.request, before)
-            forks.append(Fork(target.slot, target.slot_gen, source.slot, num_committed))
-        if forks:
-            self._sync.fork(forks)
+            self._fork(source, target, num_committed)
+
+    def begin_anew(self, sequence: RunningSequence) -> None:
+        """Take the matcher back to the start of the answer, for the sequence as the new owner of its slot."""
+        if self._fork(sequence, sequence, 0):
+            self._slot_writer.bind(sequence, drafts=crash_attribution.may_draft(sequence))
+
+    def _fork(self, source: RunningSequence, target: RunningSequence, num_committed: int) -> bool:
+        """Have a matcher copied before the next step. False: the target opens its own."""
+        before = target.bound
+        if self._port is None or source.grammar_state not in (GrammarState.OPEN, GrammarState.SILENT):
+            self.close(target)
+            self.open(target)
+            return False
+        target.grammar_state = source.grammar_state
+        target.deferred, target.empty_answers, target.deferred_since_s = False, 0, 0.0
+        target.bound = (target.slot, target.slot_gen)
+        self._port.forked(*target.bound, target.request, before)
+        self._forks[target.slot] = Fork(target.slot, target.slot_gen, source.slot, num_committed)
+        return True
+
+    def post_forks(self) -> None:
+        """Post the copies of matchers since the last step: in one post, for the ring has room for few."""
+        if self._forks:
+            self._sync.fork(tuple(self._forks.values()))
+            self._forks.clear()
 
     def close(self, sequence: RunningSequence) -> None:
         """Release the sequence's matcher, if one was requested."""

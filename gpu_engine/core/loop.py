@@ -180,6 +180,7 @@ class EngineLoop:
             self.executor.prefill(plan.prefill)
             self._prefilled(plan.prefill)
         if plan.decode:
+            self.grammar_slots.post_forks()
             beams = self.beams.hold(plan.decode) if self.beams else None
             self._in_flight.append(self._runner.launch(plan.decode, shared, beams))
             self._prefilled(shared)
@@ -216,14 +217,17 @@ class EngineLoop:
     def _slot_assigned(self, sequence: RunningSequence) -> None:
         if not sequence.length:
             return  # a beam without tokens: a fork writes its slot
-        self._slot_writer.assign(sequence)
-        self._sync.forget(sequence.slot)
-        if self._suffix is not None:
-            self._suffix.assign(sequence.slot, sequence.request.suffix_scope)
+        self._write_slot(sequence)
         telemetry = sequence.telemetry
         telemetry.scheduled_s = telemetry.scheduled_s or self._clock()
         if sequence.guided:
             self.grammar_slots.open(sequence)
+
+    def _write_slot(self, sequence: RunningSequence) -> None:
+        self._slot_writer.assign(sequence)
+        self._sync.forget(sequence.slot)
+        if self._suffix is not None:
+            self._suffix.assign(sequence.slot, sequence.request.suffix_scope)
 
     def _slot_lost(self, sequence: RunningSequence) -> None:
         """Release the matcher of a sequence that was preempted."""
@@ -236,24 +240,26 @@ class EngineLoop:
 
     def _begin_anew(self, sequence: RunningSequence) -> None:
         """Let an exact answer begin anew."""
-        self._cut(sequence, 0, lambda: take_all_back(sequence))
+        if self._cut(sequence, 0, lambda: take_all_back(sequence)) and sequence.guided:
+            self.grammar_slots.begin_anew(sequence)
 
-    def _cut(self, sequence: RunningSequence, num_tokens: int, take_back: Callable[[], None]) -> None:
+    def _cut(self, sequence: RunningSequence, num_tokens: int, take_back: Callable[[], None]) -> bool:
         """Let an answer go on after its first `num_tokens` tokens; `take_back` removes the others from the sequence.
 
-        The sequence keeps its slot and pages where it can. Else it comes back like a preempted one, with fewer tokens,
-        and its pages are indexed before that.
+        True: the sequence keeps its slot and pages, and its matcher is the caller's. False: it comes back like a
+        preempted one, with fewer tokens; its pages were indexed before that.
         """
         length = len(sequence.request.prompt_ids) + num_tokens
-        self.grammar_slots.close(sequence)
         keeps_slot = self.scheduler.cut(sequence, length)
         if not keeps_slot:
+            self.grammar_slots.close(sequence)
             self.scheduler.preempt(sequence, self._clock())
         take_back()
         if keeps_slot:
-            self._slot_assigned(sequence)
+            self._write_slot(sequence)
         else:
             sequence.length = length
+        return keeps_slot
 
     def _score(self, chunk: Chunk[RunningSequence]) -> None:
         sequence, wanted = chunk.sequence, chunk.sequence.request.outputs.prompt_logprobs
@@ -406,7 +412,9 @@ class EngineLoop:
         if num_tokens < 0:
             self.end(sequence, finish=FinishReason.GRAMMAR_INVALID)
             return
-        self._cut(sequence, num_tokens, lambda: go_back(sequence, num_tokens, dead_texts))
+        if self._cut(sequence, num_tokens, lambda: go_back(sequence, num_tokens, dead_texts)):
+            self.grammar_slots.close(sequence)
+            self.grammar_slots.open(sequence)
 
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         """End the sequence in the slot with `error`; an event for an earlier owner of the slot is ignored."""

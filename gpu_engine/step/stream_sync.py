@@ -196,13 +196,13 @@ class StreamSync(abc.ABC):
 
     def _write_forks(self, post: PostBuffers, forks: tuple[Fork, ...]) -> None:
         post.slots.fill_(-1)
+        post.n_commit.fill_(1)
+        post.n_draft.fill_(0)
+        post.need_rows.fill_(0)
         for lane, fork in enumerate(forks):
             post.slots[lane].fill_(fork.slot)
             post.slot_gens[lane].fill_(fork.slot_gen)
             post.commit_pos[lane].fill_(fork.num_committed)
-            post.n_commit[lane].fill_(1)
-            post.n_draft[lane].fill_(0)
-            post.need_rows[lane].fill_(0)
             post.tokens[lane, 0].fill_(fork.source)
 
     def _mark_cached(self, slot: int, row: int) -> None:

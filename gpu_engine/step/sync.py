@@ -21,13 +21,13 @@ _ALL = int(RowKind.ALL)
 
 
 class Fork(NamedTuple):
-    """A matcher that becomes a copy of another one."""
+    """A matcher that becomes a copy of another one, or goes back."""
 
     slot: int
     slot_gen: int
     """A new one: the slot's earlier matcher is gone with it."""
     source: int
-    """The other one's slot."""
+    """The other one's slot; `slot` itself for a matcher that goes back."""
     num_committed: int
     """Answer tokens that the copy has consumed."""
 

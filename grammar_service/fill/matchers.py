@@ -226,11 +226,27 @@ class MatcherTable:
             num_committed=num_committed,
             budget=slot.budget and slot.budget.copy(),
         )
-        try:
-            twin.rollback(num_committed)
-        except MatcherFailed:
-            self.rebuild(twin)
+        self._take_back(twin)
         return twin
+
+    def move_to(self, slot: int, slot_gen: int, num_committed: int) -> None:
+        """Give a slot's matcher, at its first `num_committed` tokens, to the slot's next owner.
+
+        Nothing happens where there is no such state, or where that owner was released before this was read.
+        """
+        state = self.slots.get(slot)
+        if state is None or state.health is Health.FAILED or state.num_committed < num_committed:
+            return
+        if state.slot_gen < slot_gen and slot_gen > self.released.get(slot, -1):
+            state.slot_gen, state.num_committed = slot_gen, num_committed
+            self._take_back(state)
+
+    def _take_back(self, state: SlotMatcher) -> None:
+        """Move a matcher to its committed tokens. One that fails at that is rebuilt."""
+        try:
+            state.rollback(state.num_committed)
+        except MatcherFailed:
+            self.rebuild(state)
 
     def adopt(self, slot: int, state: SlotMatcher) -> None:
         """Install a copy, as `bind` does, unless its owner was released before the record of the fork was read."""

@@ -263,10 +263,15 @@ class Worker:
     def _fork(self, source: int, record: Record) -> tuple[ChangeTask, ...]:
         """Copy the matcher of slot `source`; return the task that gives the copy to the record's slot.
 
+        A matcher for the same slot is moved and not copied: nothing else may come between.
+
         Where there is nothing to copy, the slot is left without a matcher of this owner: its next records are deferred
         until the engine binds one.
         """
         try:
+            if source == record.slot:
+                self._table.move_to(source, record.slot_gen, record.commit_pos)
+                return ()
             state = self._table.copy_of(source, record.slot_gen, record.commit_pos)
         except Exception:
             # A defect of ours costs one beam a Bind; it must not end the worker.

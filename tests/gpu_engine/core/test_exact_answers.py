@@ -21,6 +21,7 @@ from gpu_engine.api.errors import LimitExceeded
 from gpu_engine.api.request import FinishReason, GrammarExact, GrammarKind, GrammarSpec
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel, load_model
+from shared_mem.layout import Stage
 from tests.fakes import EOS
 from tests.gpu_engine.harness import Answer, answer_all, ask, config, tokens, until_false, with_drafts
 from tests.gpu_engine.library_sidecars import EACH_LIBRARY, PATIENT, Sidecars, compare
@@ -228,8 +229,7 @@ def test_a_killed_grammar_process_changes_no_exact_answer(random_llama: LoadedMo
         for answer in answers:
             answer.submit(engine)
         for _ in range(3):
-            seen = len(grammar.opened)
-            until_false(lambda seen=seen: len(grammar.opened) <= seen + 3)  # type: ignore[misc]
+            until_false(lambda: sum(record.stage == Stage.FORK for record in grammar.sidecar.records) < 3)
             grammar.lose_sidecar(engine)
             grammar.restore_sidecar(engine)
         for answer in answers:
@@ -246,6 +246,26 @@ def test_no_try_prefills_the_prompt_again(random_llama: LoadedModel) -> None:
         assert sum(answer.telemetry.exact_tries for answer in answers) > len(answers)
         assert engine.stats().prefill_tokens == len(answers) * (len(PROMPT) - 1)
         engine.check_integrity()
+
+
+def test_a_try_takes_the_matcher_back_and_needs_no_other(random_llama: LoadedModel, overlap: bool) -> None:
+    with guided_engine(random_llama, with_drafts(3, overlap=overlap, **PATIENT)) as (engine, grammar):
+        answers = toy_answers(engine)
+        assert sum(answer.telemetry.exact_tries for answer in answers) > len(answers) + 20
+        assert len(grammar.opened) == len(answers)
+        engine.check_integrity()
+
+
+def test_a_try_whose_record_was_lost_binds_a_matcher(random_llama: LoadedModel, overlap: bool) -> None:
+    settings = with_drafts(3, overlap=overlap, **PATIENT)
+    with guided_engine(random_llama, settings) as (engine, _):
+        wanted = toy_answers(engine)
+    with guided_engine(random_llama, settings) as (engine, grammar):
+        number = itertools.count()
+        grammar.sidecar.loses = lambda record: next(number) % 5 == 1
+        answers = toy_answers(engine)
+        assert len(grammar.opened) > len(answers)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in wanted]
 
 
 def test_tokens_come_only_with_the_accepted_answer(random_llama: LoadedModel) -> None:

@@ -328,6 +328,28 @@ def test_a_copy_replaces_the_matcher_of_an_earlier_owner_and_of_none_that_was_re
     assert plane.worker.counts().matchers == 2
 
 
+def test_a_matcher_goes_back_for_the_next_owner_of_its_slot(plane: Plane) -> None:
+    plane.bind(1, fresh, [1])
+    assert legal(plane, 1, 1, [2], (3, 4)) == {3, 5}
+    fork(plane, 1, 4, 1, 1)
+    assert legal(plane, 1, 1, [6], gen=4) == {7}
+    assert legal(plane, 1, 2, [3]) == ALL  # a record of the owner before
+    fork(plane, 1, 9, 1, 0)
+    assert legal(plane, 1, 0, [1, 2], gen=9) == {3, 5}
+    assert plane.worker.counts().matchers == 1
+
+
+def test_a_matcher_does_not_go_back_for_an_owner_that_was_released_or_replaced(plane: Plane) -> None:
+    plane.bind(1, fresh, [1])
+    plane.bind(1, fresh, [1, 2], gen=6)
+    fork(plane, 1, 5, 1, 0)
+    assert legal(plane, 1, 2, [3], gen=6) == {4}
+    plane.worker.release(1, 8)
+    fork(plane, 1, 8, 1, 0)
+    assert legal(plane, 1, 0, [1], gen=8) == ALL
+    assert plane.worker.counts().matchers == 0
+
+
 @pytest.mark.parametrize(("source", "at"), [(2, 0), (0, 2)], ids=["no matcher", "fewer tokens"])
 def test_without_a_state_to_copy_the_slot_waits_for_a_bind(plane: Plane, source: int, at: int) -> None:
     plane.bind(0, fresh, [1])
