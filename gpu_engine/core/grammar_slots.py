@@ -77,6 +77,7 @@ class GrammarSlots:
         now = self._attached and not crash_attribution.must_wait(sequence, self._scheduler.running)
         sequence.grammar_state = GrammarState.OPENING if now else GrammarState.LOST
         sequence.deferred, sequence.empty_answers, sequence.deferred_since_s = False, 0, 0.0
+        self._forks.pop(sequence.slot, None)
         if not sequence.backtracking:
             self._sync.forget(sequence.slot)
         if not now or self._port is None:
@@ -134,7 +135,7 @@ class GrammarSlots:
         return True
 
     def post_forks(self) -> None:
-        """Post the copies of matchers since the last step: in one post, for the ring has room for few."""
+        """Post the copies of matchers since the last step. They share a post, because the ring has room for few."""
         if self._forks:
             self._sync.fork(tuple(self._forks.values()))
             self._forks.clear()

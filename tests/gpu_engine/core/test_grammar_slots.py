@@ -104,6 +104,19 @@ def test_a_way_back_is_asked_of_the_next_process_again() -> None:
         go_back(one.sequence, 0, (b"x",))
 
 
+def test_a_matcher_that_is_opened_anew_is_not_taken_back_after_that() -> None:
+    one = Guided()
+    one.opened()
+    one.sequence.slot_gen += 1
+    one.slots.begin_anew(one.sequence)
+    with pytest.raises(AssertionError):
+        one.slots.post_forks()  # to a grammar process that is not there
+    one.slots.process_lost()
+    one.slots.process_restored()
+    one.slots.post_forks()
+    assert [name for name, _, _ in one.port.calls] == ["open", "forked", "open"]
+
+
 @pytest.mark.parametrize("first", ["reported", "forgiven"])
 @pytest.mark.parametrize("from_outside", [True, False])
 def test_ends_from_outside_are_not_counted(first: str, from_outside: bool) -> None:
