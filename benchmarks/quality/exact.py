@@ -284,13 +284,15 @@ HEADER = (
 )
 
 
-def _calls(subject: Subject, count: int, tries: int, *, exact: bool, drafts: int | None = None) -> list[Call]:
+def _calls(
+    subject: Subject, count: int, args: argparse.Namespace, *, exact: bool, drafts: int | None = None
+) -> list[Call]:
     calls = []
     for seed in range(count):
         sampling = pb.SamplingParams(max_tokens=32, seed=seed, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
         sampling.repetition_penalty, sampling.grammar_exact = 1.0, exact
         if exact:
-            sampling.grammar_exact_tries = tries
+            sampling.grammar_exact_tries, sampling.grammar_exact_shared_tries = args.tries, args.shared_tries
         request = pb.GenerateRequest(text=subject.prompt, grammar=subject.grammar, sampling=sampling)
         if drafts is not None:
             request.speculation.num_draft_tokens = drafts
@@ -311,9 +313,9 @@ async def measure(address: str, subjects: Sequence[Subject], args: argparse.Name
             step = partial(progress.step, subject.name)
             answers = []
             for calls in (
-                _calls(subject, args.count, args.tries, exact=True),
-                _calls(subject, args.masked, args.tries, exact=False),
-                _calls(subject, repeats, args.tries, exact=True, drafts=0),
+                _calls(subject, args.count, args, exact=True),
+                _calls(subject, args.masked, args, exact=False),
+                _calls(subject, repeats, args, exact=True, drafts=0),
             ):
                 answers.append((await client.run(calls, args.batch, step)).answers)
             outcomes.append(Outcome(subject, wanted, *answers))
@@ -343,6 +345,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--masked", type=int, help="answers of masked sampling (default: as --count)")
     add("--repeats", type=int, default=50, help="answers that are asked for again without drafts (default 50)")
     add("--tries", type=int, default=1000, help="most tries of an answer (default 1000)")
+    add("--shared-tries", type=int, default=0, help="tries that only teach, once for each grammar (default 0)")
     add("--batch", type=int, default=16, help="requests at once (default 16)")
     add("--grammars", help=f"some of {', '.join(each.name for each in SUBJECTS)} (default: all)")
     return parser
@@ -375,7 +378,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cannot run: {reason}", file=sys.stderr)
         return 2
     asked = f"{args.count} exact and {args.masked} masked answers of each grammar"
-    print(f"{args.model}, {args.threads} threads, {asked}, temperature 1\n")
+    shared = f", {args.shared_tries} shared tries" if args.shared_tries else ""
+    print(f"{args.model}, {args.threads} threads, {asked}, temperature 1{shared}\n")
     print(table(HEADER, [outcome.row() for outcome in outcomes]))
     failed = [outcome.subject.name for outcome in outcomes if not outcome.is_exact]
     if failed:

@@ -125,6 +125,8 @@ class Options(TypedDict, total=False):
     grammar_exact_tries: int
     grammar_exact_ms: int
     grammar_exact_error: bool
+    grammar_exact_shared_tries: int
+    """Tries whose lessons later requests with the same prompt, grammar and sampling parameters begin with."""
     logit_bias: Mapping[int, float]
     # Speculation.
     num_draft_tokens: int
@@ -185,7 +187,7 @@ _SCALARS = {
         "presence_penalty", "frequency_penalty", "ignore_eos", "logprobs", "masked_logprobs", "n",
         "include_stop_str_in_output", "skip_special_tokens",
         "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count",
-        "grammar_exact", "grammar_exact_tries", "grammar_exact_ms", "grammar_exact_error",
+        "grammar_exact", "grammar_exact_tries", "grammar_exact_ms", "grammar_exact_error", "grammar_exact_shared_tries",
     ),
     "speculation": ("num_draft_tokens", "draft_index"),
     "response": (

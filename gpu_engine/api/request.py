@@ -122,7 +122,7 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class GrammarExact:
-    """The bound of an answer that is sampled from the model's distribution given the grammar."""
+    """How an answer is sampled from the model's distribution given the grammar: the bound of its tries."""
 
     tries: int
     """The most tries, at least 1."""
@@ -130,6 +130,8 @@ class GrammarExact:
     """No try begins later than this many seconds after the first token."""
     fails: bool = False
     """At the bound the request fails; else the sequence ends with GRAMMAR_INEXACT."""
+    shared_tries: int = 0
+    """Tries before the others, with the same seeds in every request: what they teach is kept for later requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,10 @@ from gpu_engine.api.processors import Processors
 from gpu_engine.api.request import BeamParams, FinishReason, Request, Telemetry
 from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stage
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
-from gpu_engine.core.exact_sampling import ExactSampler
+from gpu_engine.core.exact_sampling import ExactSampler, question_of
 from gpu_engine.core.hooks import NO_HOOKS, EngineHooks
 from gpu_engine.core.loop import EngineLoop
+from gpu_engine.core.prefix_masses import SharedMasses
 from gpu_engine.core.running import RunningSequence
 from gpu_engine.drafters.exchange import DraftModels
 from gpu_engine.model.adapters.registry import AdapterRegistry
@@ -72,6 +73,8 @@ class Engine:
         """What runs the steps. Only the engine's thread uses it, once that runs."""
         self.grammar_slots = self._loop.grammar_slots
         """The guided slots. Only the engine's thread changes them."""
+        self.shared_masses = SharedMasses()
+        """What the shared tries of exact answers have taught. Thread-safe."""
         self._inbox: Queue = threads.queue()
         self.draft_models = DraftModels(
             config=config,
@@ -241,7 +244,6 @@ class Engine:
     def _sequence_of(self, request: Request) -> RunningSequence:
         length = len(request.prompt_ids)
         longest = min(length + request.sampling.max_tokens, self.model.max_model_len)
-        exact = request.sampling.grammar_exact
         return RunningSequence(
             length,
             request.grammar is not None,
@@ -252,8 +254,15 @@ class Engine:
             reserved=longest if request.scheduling.never_preempt else 0,
             held=request.prefill_only,
             request=request,
-            exact=None if exact is None else ExactSampler(request.sampling.seed, exact, self._clock),
+            exact=self._sampler_of(request),
         )
+
+    def _sampler_of(self, request: Request) -> ExactSampler | None:
+        exact = request.sampling.grammar_exact
+        if exact is None:
+            return None
+        question = question_of(request) if exact.shared_tries else None
+        return ExactSampler(request.sampling.seed, exact, self._clock, self.shared_masses, question)
 
     def _check_beams(self, request: Request, params: BeamParams) -> None:
         """Raise InvalidRequest when the beams cannot all run at once, at full length and without a shared page."""
@@ -338,6 +347,7 @@ class Engine:
 
     def grammar_restored(self) -> None:
         """Open every guided sequence at its committed tokens: a grammar process is attached again."""
+        self.shared_masses.clear()  # another process may have another library, which allows other tokens
         self._inbox.put(self.grammar_slots.process_restored)
 
     def stats(self) -> EngineStats:

@@ -32,30 +32,30 @@ the next tries know them. A token's noise is keyed by the seed of its try and it
 by the same two, so the answer depends on the seed, and not on drafts, batches, preemptions or the life of the grammar
 process.
 
+*Shared* tries come before the others, if the request wants some (`grammar_exact_shared_tries`). Their seeds are the
+same in every request, and no answer of theirs is accepted, so their masses depend on what is asked and not on who asks.
+They are kept, and later sequences that ask the same begin with them: those sequences have the answers that they would
+have had after the same shared tries of their own.
+
 The numbers are floats of 32 bits, and the noise has 23 random bits: a token whose share of a draw is below 1e-7 is
 drawn with a wrong probability.
 
-Used only by the engine thread. Not responsible for: the draw itself (see kernels/native/accept.h), slots and pages of
-the next try (see loop.py).
+Used only by the engine thread. Not responsible for: the memory of the masses (see prefix_masses.py), the draw itself
+(see kernels/native/accept.h), slots and pages of the next try (see loop.py).
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
-import numpy as np
+from gpu_engine.api.request import FinishReason, GrammarExact, Request
+from gpu_engine.core.prefix_masses import PrefixMasses, SharedMasses, log_sum
 
-from gpu_engine.api.request import FinishReason, GrammarExact
-from kernels.step_tensors import PREFIX
-
-MAX_PREFIXES = 1 << 15
-"""The most prefixes that a sequence knows. Later ones keep the mass 1, which is exact as well, and needs more tries."""
-_FIRST_PREFIXES = 256
 _MASK_64 = (1 << 64) - 1
-_TRY, _COIN = 0x8CB92BA72F3D8DD7, 0xD1342543DE82EF95
+_TRY, _COIN, _SHARED = 0x8CB92BA72F3D8DD7, 0xD1342543DE82EF95, 0x2545F4914F6CDD1D
 """Constants that keep the seeds of tries and coins apart from the seeds of the n sequences of a request."""
 
 
@@ -72,91 +72,6 @@ class Verdict(enum.Enum):
     """The bound on tries or time is reached, or no answer has a mass."""
 
 
-class PrefixMasses:
-    """The known prefixes of one sequence, in the memory that the draws read.
-
-    Invariant: prefix 0 is the empty answer; the mass of a prefix without known masses of its continuations is 1, unless
-    `set_dead` made it 0. Masses are natural logarithms.
-    """
-
-    def __init__(self) -> None:
-        self._prefixes = np.zeros(_FIRST_PREFIXES, PREFIX)
-        self._prefixes[0] = (-1, -1, -1, 0.0)
-        self._outgrown: list[np.ndarray[Any, np.dtype[np.void]]] = []
-        """Smaller memory from before the last `update`. Draws of the present try still read it; what it lacks is on the
-        way of this try, and changes none of its draws."""
-        self._log_p: list[float] = [0.0]
-        """Of the last token of each prefix, given the ones before."""
-        self._log_mass: list[float] = [0.0]
-        self._log_rest: list[float | None] = [None]
-        """The probability of all legal continuations that are not known; None: the mask after the prefix is unknown."""
-        self._after: dict[int, dict[int, int]] = {}
-        """Prefix -> last token -> number of each known continuation, where there is one."""
-
-    @property
-    def address(self) -> int:
-        """Where the prefixes are in memory. `add` may change it; an earlier address is valid until `update`."""
-        return int(self._prefixes.ctypes.data)
-
-    @property
-    def log_mass(self) -> float:
-        """The mass of the empty answer: at least log P(G)."""
-        return self._log_mass[0]
-
-    def is_new(self, prefix: int) -> bool:
-        """Return whether no try has drawn a token after the prefix."""
-        return self._log_rest[prefix] is None
-
-    def add(self, prefix: int, token: int, log_p: float, log_rest: float) -> int:
-        """Note a draw after a prefix; return the number of the longer prefix, -1 when there is no room.
-
-        `log_rest`: of the probability of the other legal tokens that make no known prefix."""
-        known = self._after.get(prefix, {}).get(token)
-        if known is not None:
-            self._log_rest[prefix] = log_rest
-            return known
-        number = len(self._log_p)
-        if number == MAX_PREFIXES:
-            self._log_rest[prefix] = log_sum((log_rest, log_p))
-            return -1
-        if number == len(self._prefixes):
-            self._outgrown.append(self._prefixes)
-            self._prefixes = np.concatenate([self._prefixes, np.zeros(number, PREFIX)])
-        self._log_rest[prefix] = log_rest
-        self._after.setdefault(prefix, {})[token] = number
-        self._prefixes[number] = (token, self._prefixes[prefix]["child"], -1, 0.0)
-        self._prefixes[prefix]["child"] = number
-        self._log_p.append(log_p)
-        self._log_mass.append(0.0)
-        self._log_rest.append(None)
-        return number
-
-    def set_dead(self, prefix: int) -> None:
-        """Note that no answer of the grammar begins with the prefix."""
-        self._set(prefix, -math.inf)
-
-    def update(self, prefixes: Iterable[int]) -> None:
-        """Compute the masses of prefixes anew, each after its continuations. No draw may be under way."""
-        self._outgrown.clear()
-        for prefix in prefixes:
-            rest = self._log_rest[prefix]
-            if rest is None:
-                continue
-            after = self._after.get(prefix, {}).values()
-            masses = [rest, *(self._log_p[each] + self._log_mass[each] for each in after)]
-            self._set(prefix, log_sum(masses))
-
-    def _set(self, prefix: int, log_mass: float) -> None:
-        self._log_mass[prefix] = log_mass
-        self._prefixes[prefix]["log_mass"] = log_mass
-
-    def __len__(self) -> int:
-        return len(self._log_p)
-
-    def __repr__(self) -> str:
-        return f"<PrefixMasses {len(self)} prefixes, mass {math.exp(self.log_mass):.3g}>"
-
-
 class ExactSampler:
     """The tries of one sequence.
 
@@ -164,21 +79,47 @@ class ExactSampler:
         seed: of the sequence.
         bound: on tries and time.
         clock: seconds; read between two tries.
+        shared: has what shared tries have taught, and gets it.
+        question: see `question_of`; used only with shared tries.
         explores: a rejected try goes on to its end.
     """
 
-    def __init__(self, seed: int, bound: GrammarExact, clock: Callable[[], float], *, explores: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int,
+        bound: GrammarExact,
+        clock: Callable[[], float],
+        shared: SharedMasses,
+        question: Hashable = None,
+        *,
+        explores: bool = True,
+    ) -> None:
         self.bound, self._clock, self._explores = bound, clock, explores
+        self._shared, self._key = shared, (question, bound.shared_tries)
         self.masses = PrefixMasses()
+        self._earlier: PrefixMasses | None = None
+        """The masses before the present try, where a step in flight may still read their memory."""
+        self.shared_tries = 0
+        """Shared tries that are over."""
+        self.learning = bound.shared_tries > 0
+        """The present try is a shared one."""
         self.tries = 1
-        """The number of the present try, from 1 on."""
+        """The number of the present try, or of the next one that is not shared; from 1 on."""
         self.tokens = 0
         """Tokens that all tries have drawn."""
         self.accepted = False
         self._seed = seed
         self._ends_s = 0.0
         """When the time is over; 0.0 before the first token."""
+        if self.learning:
+            self._recall()
         self._begin()
+
+    def _recall(self) -> None:
+        """Take over what the shared tries of another sequence have taught, if they are over."""
+        known = self._shared.get(self._key)
+        if known is not None:
+            self._earlier, self.masses, self.learning = self.masses, known, False
 
     def _begin(self) -> None:
         self._way = [0]
@@ -190,7 +131,9 @@ class ExactSampler:
 
     @property
     def seed(self) -> int:
-        """The seed of the present try's noise: the sequence's own for the first."""
+        """The seed of the present try's noise: the sequence's own for the first that is not shared."""
+        if self.learning:
+            return mixed(_SHARED, self.shared_tries + 1)
         return self._seed if self.tries == 1 else mixed(self._seed ^ _TRY, self.tries)
 
     @property
@@ -212,7 +155,7 @@ class ExactSampler:
         if finish is None:
             return Verdict.GO_ON
         if finish is FinishReason.STOP:
-            if not self._rejected:
+            if not self._rejected and not self.learning:
                 self.accepted = True
                 self._update()
                 return Verdict.ACCEPTED
@@ -236,22 +179,34 @@ class ExactSampler:
 
     def _next_try(self) -> Verdict:
         self._update()
-        is_over = self.tries >= self.bound.tries or self._clock() >= self._ends_s
-        if is_over or self.masses.log_mass == -math.inf:
+        self._earlier = None
+        is_over = not self.learning and self.tries >= self.bound.tries
+        if is_over or self._clock() >= self._ends_s or self.masses.log_mass == -math.inf:
             return Verdict.GIVEN_UP
-        self.tries += 1
+        if self.learning:
+            self._learned()
+        else:
+            self.tries += 1
         self._begin()
         return Verdict.AGAIN
+
+    def _learned(self) -> None:
+        """End a shared try."""
+        self.shared_tries += 1
+        if self.shared_tries == self.bound.shared_tries:
+            self._shared.put(self._key, self.masses)
+            self.learning = False
+        else:
+            self._recall()
 
     def __repr__(self) -> str:
         return f"<ExactSampler try {self.tries} of {self.bound.tries}, {self.masses!r}>"
 
 
-def log_sum(values: Iterable[float]) -> float:
-    """Return the logarithm of the sum of numbers that are given as logarithms."""
-    values = list(values)
-    largest = max(values)
-    return largest if largest == -math.inf else largest + math.log(math.fsum(math.exp(v - largest) for v in values))
+def question_of(request: Request) -> Hashable:
+    """Return all of a request that the masses depend on, but the number of shared tries."""
+    sampling = replace(request.sampling, seed=0, grammar_exact=None)
+    return tuple(request.prompt_ids), request.grammar, sampling, request.salt
 
 
 def coin(seed: int, position: int) -> float:

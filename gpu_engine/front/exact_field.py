@@ -29,7 +29,7 @@ def check_exact(
     """
     given = request.sampling
     if not given.grammar_exact:
-        names = ("grammar_exact_tries", "grammar_exact_ms")
+        names = ("grammar_exact_tries", "grammar_exact_ms", "grammar_exact_shared_tries")
         named = [name for name in names if given.HasField(name)] + ["grammar_exact_error"] * given.grammar_exact_error
         if named:
             raise InvalidRequest(f"sampling.{named[0]}", "needs grammar_exact")
@@ -40,9 +40,10 @@ def check_exact(
         raise InvalidRequest(FIELD, "needs a grammar")
     _refuse(request, grammar, outputs)
     _refuse_filters(sampling)
-    tries = _bounded("grammar_exact_tries", given.grammar_exact_tries, DEFAULT_TRIES, MAX_TRIES, request)
-    ms = _bounded("grammar_exact_ms", given.grammar_exact_ms, DEFAULT_MS, MAX_MS, request)
-    return GrammarExact(tries, ms / 1e3, given.grammar_exact_error)
+    tries = _bounded("grammar_exact_tries", DEFAULT_TRIES, (1, MAX_TRIES), given)
+    ms = _bounded("grammar_exact_ms", DEFAULT_MS, (1, MAX_MS), given)
+    shared = _bounded("grammar_exact_shared_tries", 0, (0, MAX_TRIES), given)
+    return GrammarExact(tries, ms / 1e3, given.grammar_exact_error, shared)
 
 
 def _refuse(request: pb.GenerateRequest, grammar: GrammarSpec, outputs: Outputs) -> None:
@@ -74,9 +75,10 @@ def _refuse_filters(sampling: SamplingParams) -> None:
         raise InvalidRequest(FIELD, f"needs no {sampling.filters[0]}; the request, or the model's default, has one")
 
 
-def _bounded(name: str, value: int, default: int, most: int, request: pb.GenerateRequest) -> int:
-    if not request.sampling.HasField(name):
+def _bounded(name: str, default: int, limits: tuple[int, int], given: pb.SamplingParams) -> int:
+    if not given.HasField(name):
         return default
-    if not 1 <= value <= most:
-        raise InvalidRequest(f"sampling.{name}", f"is {value}, must be in [1, {most}]")
+    value, (least, most) = int(getattr(given, name)), limits
+    if not least <= value <= most:
+        raise InvalidRequest(f"sampling.{name}", f"is {value}, must be in [{least}, {most}]")
     return value

@@ -108,6 +108,8 @@ def _set_exact(sampling: pb.SamplingParams, fields: SamplingFields) -> None:
         sampling.grammar_exact_tries = fields.grammar_exact_tries
     if fields.grammar_exact_ms is not None:
         sampling.grammar_exact_ms = fields.grammar_exact_ms
+    if fields.grammar_exact_shared_tries is not None:
+        sampling.grammar_exact_shared_tries = fields.grammar_exact_shared_tries
 
 
 def check_stream_options(fields: SamplingFields) -> None:

@@ -97,6 +97,7 @@ VALUES = {
         "text",
         "sampling.masked_logprobs",
         "sampling.grammar_exact_error",
+        "sampling.grammar_exact_shared_tries",
     ),
 }
 """Fields of a request that are no features of their own: other forms of a prompt or a grammar, and what a feature's

@@ -238,6 +238,34 @@ def test_a_killed_grammar_process_changes_no_exact_answer(random_llama: LoadedMo
     assert [a.telemetry.exact_tries for a in answers] == [a.telemetry.exact_tries for a in wanted]
 
 
+LEARNED = GrammarExact(2000, 600.0, shared_tries=8)
+
+
+@pytest.mark.parametrize("library", EACH_LIBRARY)
+def test_an_answer_after_shared_tries_does_not_depend_on_who_made_them(
+    random_llama: LoadedModel, library: str, overlap: bool
+) -> None:
+    def answers() -> list[Answer]:
+        return [request(grammar, seed, exact=LEARNED, drafts=7, **SAMPLING) for grammar in FEW for seed in range(4)]
+
+    sidecars = Sidecars(library, random_llama)
+    runs = []
+    for settings in (with_drafts(0, **PATIENT), with_drafts(7, overlap=overlap, jump_forward_tokens=3, **PATIENT)):
+        with sidecars.engine(settings) as (engine, _):
+            for _ in range(2):  # the second time the engine has the masses
+                runs.append(answers())
+                answer_all(engine, runs[-1])
+            engine.grammar_restored()
+            assert "of 0 questions" in repr(engine.shared_masses)
+    for one, *others in zip(*runs, strict=True):
+        assert text_of(one) in [text for name in FEW for text in GRAMMARS[name]]
+        assert (
+            len({(tuple(a.tokens), a.telemetry.exact_tries, a.telemetry.exact_log_mass) for a in (one, *others)}) == 1
+        )
+    drawn = [sum(answer.telemetry.exact_tokens for answer in run) for run in runs]
+    assert max(drawn[1], drawn[3]) < min(drawn[0], drawn[2])
+
+
 def test_no_try_prefills_the_prompt_again(random_llama: LoadedModel) -> None:
     answers = [request(FEW[0], seed, **SAMPLING) for seed in range(4)]
     settings = with_drafts(0, prefix_cache=False, **PATIENT)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from gpu_engine.api.request import FinishReason, GrammarExact
-from gpu_engine.core import exact_sampling
-from gpu_engine.core.exact_sampling import ExactSampler, PrefixMasses, Verdict, coin, mixed
+from gpu_engine.core.exact_sampling import ExactSampler, Verdict, coin, mixed
+from gpu_engine.core.prefix_masses import MAX_PREFIXES, PrefixMasses, SharedMasses
 from kernels.step_tensors import PREFIX
 
 END, MAX_TOKENS = 4, 4
@@ -70,8 +70,13 @@ def logarithm(p: float) -> float:
     return math.log(p) if p > 0 else -math.inf
 
 
-def answer_of(model: Model, sampler: ExactSampler, draw: random.Random, tokens_per_step: int = 1) -> Prefix | None:
-    """Return the accepted answer; None when the sampler gives up. Draws as the kernel does."""
+def answer_of(
+    model: Model, sampler: ExactSampler, draw: random.Random | None, tokens_per_step: int = 1
+) -> Prefix | None:
+    """Return the accepted answer; None when the sampler gives up. Draws as the kernel does.
+
+    `draw` None: what is drawn depends on the try's seed, as in the kernel.
+    """
     while True:
         known = prefixes_in(sampler)
         answer: Prefix = ()
@@ -84,7 +89,7 @@ def answer_of(model: Model, sampler: ExactSampler, draw: random.Random, tokens_p
             if not any(weights):
                 finish = FinishReason.GRAMMAR_ERROR
                 break
-            (token,) = draw.choices(list(legal), weights)
+            (token,) = (draw or random.Random(f"{sampler.seed} {answer}")).choices(list(legal), weights)
             rest = sum(p[other] for other in legal if other != token and (*answer, other) not in known)
             step.append((token, (math.log(p[token]), logarithm(rest))))
             answer = (*answer, token)
@@ -123,7 +128,7 @@ def test_answers_have_the_distribution_of_the_model_given_the_grammar(grammar: s
     wanted = model.wanted()
     found: Counter[Prefix | None] = Counter()
     for seed in range(count):
-        sampler = ExactSampler(seed, GrammarExact(500, math.inf), lambda: 1.0, explores=explores)
+        sampler = ExactSampler(seed, GrammarExact(500, math.inf), lambda: 1.0, SharedMasses(), explores=explores)
         found[answer_of(model, sampler, draw)] += 1
     assert set(found) <= set(wanted)
     distance = sum(abs(found[answer] / count - p) for answer, p in wanted.items()) / 2
@@ -141,7 +146,7 @@ def test_masses_fall_to_the_probability_of_the_grammar() -> None:
     total = sum(
         math.prod(model.probabilities(answer[:i])[token] for i, token in enumerate(answer)) for answer in model.answers
     )
-    draw, sampler = random.Random(2), ExactSampler(1, GrammarExact(10_000, math.inf), lambda: 1.0)
+    draw, sampler = random.Random(2), ExactSampler(1, GrammarExact(10_000, math.inf), lambda: 1.0, SharedMasses())
     last = 0.0
     for _ in range(60):
         assert answer_of(model, sampler, draw) is not None
@@ -152,12 +157,74 @@ def test_masses_fall_to_the_probability_of_the_grammar() -> None:
     assert sampler.masses.log_mass == pytest.approx(math.log(total), abs=1e-5)
 
 
+SHARED = GrammarExact(500, math.inf, shared_tries=6)
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
+def test_answers_after_shared_tries_have_the_distribution_and_do_not_depend_on_who_made_them(grammar: str) -> None:
+    model, count = Model(GRAMMARS[grammar], number=len(grammar)), 800
+    wanted, shared = model.wanted(), SharedMasses()
+    found: Counter[Prefix | None] = Counter()
+    for seed in range(count):
+        made, taken = SharedMasses(), ExactSampler(seed, SHARED, lambda: 1.0, shared, grammar)
+        own = ExactSampler(seed, SHARED, lambda: 1.0, made, grammar)
+        answers = [answer_of(model, sampler, None) for sampler in (own, taken)]
+        assert answers[0] == answers[1]
+        assert (own.tries, own.masses.log_mass) == (taken.tries, taken.masses.log_mass)
+        assert own.shared_tries == 6
+        assert taken.shared_tries == (6 if seed == 0 else 0)
+        found[answers[0]] += 1
+    assert set(found) <= set(wanted)
+    distance = sum(abs(found[answer] / count - p) for answer, p in wanted.items()) / 2
+    draw = random.Random(count)
+    assert distance <= 1.5 * max(_distance_of_a_sample(wanted, count, draw) for _ in range(30))
+
+
+def test_another_question_or_another_number_of_shared_tries_learns_by_itself() -> None:
+    model, shared = Model(GRAMMARS["three"], number=5), SharedMasses()
+    for bound, question in ((SHARED, "a"), (SHARED, "b"), (GrammarExact(500, math.inf, shared_tries=2), "a")):
+        sampler = ExactSampler(1, bound, lambda: 1.0, shared, question)
+        assert answer_of(model, sampler, None) is not None
+        assert sampler.shared_tries == bound.shared_tries
+    shared.clear()
+    sampler = ExactSampler(1, SHARED, lambda: 1.0, shared, "a")
+    assert answer_of(model, sampler, None) is not None
+    assert sampler.shared_tries == 6
+
+
+def test_a_sequence_takes_over_what_another_one_has_learned_meanwhile() -> None:
+    model, shared = Model(GRAMMARS["three"], number=5), SharedMasses()
+    slow = ExactSampler(7, SHARED, lambda: 1.0, shared, "a")
+    step = [(logarithm(model.probabilities(())[0]), -math.inf)]
+    assert slow.take([0], step, None) is Verdict.GO_ON
+    quick = ExactSampler(8, SHARED, lambda: 1.0, shared, "a")
+    assert answer_of(model, quick, None) is not None
+    assert slow.take([END], [(-0.1, -math.inf)], FinishReason.STOP) is Verdict.AGAIN
+    assert (slow.learning, slow.shared_tries, slow.seed) == (False, 1, 7)
+    assert slow.masses.log_mass == pytest.approx(ExactSampler(9, SHARED, lambda: 1.0, shared, "a").masses.log_mass)
+
+
+def test_the_shared_masses_used_last_stay() -> None:
+    shared, masses = SharedMasses(max_prefixes=8), PrefixMasses()
+    for token in (1, 2):
+        masses.add(0, token, -1.0, -2.0)
+    for question in ("a", "b", "a", "c"):
+        shared.put(question, masses)
+        assert shared.get("a") is not None
+    assert shared.get("b") is None
+    copy = shared.get("c")
+    assert copy is not None
+    assert copy.add(0, 3, -1.0, -3.0) == 3
+    assert [len(each) for each in (copy, shared.get("c") or copy, masses)] == [4, 3, 3]
+    assert copy.add(0, 2, -1.0, -3.0) == 2
+
+
 def test_the_same_tokens_in_longer_steps_get_the_same_verdict() -> None:
     model = Model(EVERY_SHORT, number=5)
     for seed in range(50):
         ends = []
         for tokens_per_step in (1, 3):
-            sampler = ExactSampler(seed, GrammarExact(3, math.inf), lambda: 1.0)
+            sampler = ExactSampler(seed, GrammarExact(3, math.inf), lambda: 1.0, SharedMasses())
             answer = answer_of(model, sampler, random.Random(seed), tokens_per_step)
             ends.append((answer, sampler.tries, sampler.tokens, sampler.masses.log_mass))
         assert ends[0] == ends[1]
@@ -165,19 +232,19 @@ def test_the_same_tokens_in_longer_steps_get_the_same_verdict() -> None:
 
 def test_a_bound_is_looked_at_only_between_tries() -> None:
     now = 10.0
-    sampler = ExactSampler(1, GrammarExact(5, 2.0), lambda: now)
+    sampler = ExactSampler(1, GrammarExact(5, 2.0), lambda: now, SharedMasses())
     rare = (math.log(1e-9), -math.inf)
     assert sampler.take([1], [rare], None) is Verdict.GO_ON
     now = 20.0
     assert sampler.take([2], [rare], None) is Verdict.GO_ON
     assert sampler.take([END], [rare], FinishReason.STOP) is Verdict.GIVEN_UP
-    few = ExactSampler(1, GrammarExact(1, math.inf), lambda: now)
+    few = ExactSampler(1, GrammarExact(1, math.inf), lambda: now, SharedMasses())
     assert few.take([1, END], [rare, rare], FinishReason.STOP) is Verdict.GIVEN_UP
     assert few.tries == 1
 
 
 def test_a_grammar_without_an_answer_in_time_is_given_up() -> None:
-    sampler = ExactSampler(1, GrammarExact(100, math.inf), lambda: 1.0)
+    sampler = ExactSampler(1, GrammarExact(100, math.inf), lambda: 1.0, SharedMasses())
     assert sampler.take([1], [(-1.0, -math.inf)], FinishReason.GRAMMAR_INCOMPLETE) is Verdict.GIVEN_UP
     assert (sampler.masses.log_mass, sampler.tries) == (-math.inf, 1)
 
@@ -185,12 +252,12 @@ def test_a_grammar_without_an_answer_in_time_is_given_up() -> None:
 def test_a_full_memory_of_prefixes_keeps_the_distribution() -> None:
     model, draw = Model(EVERY_SHORT, number=7), random.Random(4)
     masses = PrefixMasses()
-    for token in range(exact_sampling.MAX_PREFIXES - 1):
+    for token in range(MAX_PREFIXES - 1):
         assert masses.add(0, token, -20.0, -30.0) > 0
     assert masses.add(0, 1 << 20, math.log(0.25), math.log(0.5)) == -1
     masses.update([0])
     assert masses.log_mass == pytest.approx(math.log(0.75), abs=1e-3)
-    sampler = ExactSampler(1, GrammarExact(10_000, math.inf), lambda: 1.0)
+    sampler = ExactSampler(1, GrammarExact(10_000, math.inf), lambda: 1.0, SharedMasses())
     sampler._here = -1  # no prefix has room
     assert answer_of(model, sampler, draw) is not None
 
@@ -199,7 +266,7 @@ def test_tries_and_coins_have_other_numbers_than_sequences() -> None:
     from gpu_engine.front.prompt import sequence_seed
 
     seeds = {sequence_seed(5, index) for index in range(1000)}
-    sampler = ExactSampler(5, GrammarExact(1000, math.inf), lambda: 1.0)
+    sampler = ExactSampler(5, GrammarExact(1000, math.inf), lambda: 1.0, SharedMasses())
     tries = []
     for number in range(1, 1001):
         sampler.tries = number
