@@ -74,7 +74,7 @@ class Engine:
         self.grammar_slots = self._loop.grammar_slots
         """The guided slots. Only the engine's thread changes them."""
         self.shared_masses = SharedMasses()
-        """What the shared tries of exact answers have taught. Thread-safe."""
+        """What the shared tries of exact answers have taught. Only the engine's thread uses it."""
         self._inbox: Queue = threads.queue()
         self.draft_models = DraftModels(
             config=config,
@@ -347,7 +347,7 @@ class Engine:
 
     def grammar_restored(self) -> None:
         """Open every guided sequence at its committed tokens: a grammar process is attached again."""
-        self.shared_masses.clear()  # another process may have another library, which allows other tokens
+        self._inbox.put(self.shared_masses.clear)  # another process may have another library, which allows other tokens
         self._inbox.put(self.grammar_slots.process_restored)
 
     def stats(self) -> EngineStats:

@@ -52,7 +52,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from gpu_engine.api.request import FinishReason, GrammarExact, Request
-from gpu_engine.core.prefix_masses import PrefixMasses, SharedMasses, log_sum
+from gpu_engine.core.prefix_masses import Learner, PrefixMasses, SharedMasses, log_sum
 
 _MASK_64 = (1 << 64) - 1
 _TRY, _COIN, _SHARED = 0x8CB92BA72F3D8DD7, 0xD1342543DE82EF95, 0x2545F4914F6CDD1D
@@ -111,9 +111,21 @@ class ExactSampler:
         self._seed = seed
         self._ends_s = 0.0
         """When the time is over; 0.0 before the first token."""
-        if self.learning:
-            self._recall()
         self._begin()
+
+    def may_run(self, learner: Learner) -> bool:
+        """Return whether the sequence, `learner`, may draw: no other one makes the shared tries that it wants.
+
+        Then it has their masses, or makes them itself.
+        """
+        if not self.learning or self._position > 0:
+            return True
+        self._recall()
+        return not self.learning or self._shared.claim(self._key, learner)
+
+    def end(self, learner: Learner) -> None:
+        """Let another sequence make the shared tries: this one has ended."""
+        self._shared.release(self._key, learner)
 
     def _recall(self) -> None:
         """Take over what the shared tries of another sequence have taught, if they are over."""

@@ -25,6 +25,7 @@ from gpu_engine.core.build_executor import BuildExecutor, build_executor
 from gpu_engine.core.events.held_tokens import go_back, take_all_back
 from gpu_engine.core.events.output_processor import OutputProcessor, ended
 from gpu_engine.core.events.tensor_streams import OutputStreams
+from gpu_engine.core.exact_sampling import ExactSampler
 from gpu_engine.core.executor import lookahead
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.hooks import NO_HOOKS, EngineHooks, TransferParts, Transfers
@@ -142,13 +143,14 @@ class EngineLoop:
         self.grammar_slots.poll()
         plan = self.scheduler.plan(self._clock())
         self._change_slots(plan)
+        goes_on = self._release_exact()
         self._launch(plan)
         has_work = not plan.idle or bool(self._in_flight)
         processes = len(self._in_flight) > (self._runner.max_inflight_steps if plan.decode else 0)
         if processes:
             self._process_outputs(self._in_flight.popleft())
         # Outputs may let the beams of a search go on that were held at the plan.
-        busy = processes or not plan.idle or bool(self._in_flight)
+        busy = processes or goes_on or not plan.idle or bool(self._in_flight)
         if has_work:
             self._record(len(plan.decode))
         if self.transfers:
@@ -217,11 +219,27 @@ class EngineLoop:
     def _slot_assigned(self, sequence: RunningSequence) -> None:
         if not sequence.length:
             return  # a beam without tokens: a fork writes its slot
+        if sequence.exact is not None:
+            self._hold_exact(sequence, sequence.exact)
         self._write_slot(sequence)
         telemetry = sequence.telemetry
         telemetry.scheduled_s = telemetry.scheduled_s or self._clock()
         if sequence.guided:
             self.grammar_slots.open(sequence)
+
+    def _hold_exact(self, sequence: RunningSequence, sampler: ExactSampler) -> None:
+        """Hold an exact answer while another sequence makes the shared tries that it wants."""
+        if not sequence.request.prefill_only:
+            sequence.held = not sampler.may_run(sequence)
+
+    def _release_exact(self) -> bool:
+        """Let exact answers go on that need not be held any more. True: the next plan has them."""
+        held = [sequence for sequence in self.scheduler.running if sequence.held]
+        for sequence in held:
+            if sequence.exact is not None:
+                self._hold_exact(sequence, sequence.exact)
+                self._slot_writer.write_draws(sequence)
+        return any(not sequence.held for sequence in held)
 
     def _write_slot(self, sequence: RunningSequence) -> None:
         self._slot_writer.assign(sequence)
@@ -314,6 +332,8 @@ class EngineLoop:
         if self.transfers is None or not self.transfers.ended(sequence):
             self._slot_writer.release(sequence)
             self.scheduler.remove(sequence)
+        if sequence.exact is not None:
+            sequence.exact.end(sequence)
         sequence.telemetry.finished_s = self._clock()
         if group is not None:
             last = list(group.last_events(finish, error))

@@ -7,10 +7,9 @@ what is drawn with them (see exact_sampling.py).
 from __future__ import annotations
 
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -116,38 +115,60 @@ class PrefixMasses:
         return f"<PrefixMasses {len(self)} prefixes, mass {math.exp(self.log_mass):.3g}>"
 
 
+class Learner(Protocol):
+    """A sequence that makes shared tries."""
+
+    slot: int
+    """-1: it has none, and makes no tries."""
+
+
 class SharedMasses:
-    """The masses that shared tries have taught, by what was asked. Those used last stay. Any thread may call it."""
+    """The masses that shared tries have taught, by question, and who makes such tries. Masses used last stay.
+
+    Only the engine's thread uses it.
+    """
 
     def __init__(self, max_prefixes: int = MAX_SHARED) -> None:
         self._max_prefixes = max_prefixes
-        self._lock = threading.Lock()
         self._masses: OrderedDict[Hashable, PrefixMasses] = OrderedDict()
         self._num_prefixes = 0
+        self._learners: dict[Hashable, Learner] = {}
 
-    def get(self, key: Hashable) -> PrefixMasses | None:
-        """Return a copy of the masses of `key`; None where there are none."""
-        with self._lock:
-            found = self._masses.get(key)
-            if found is not None:
-                self._masses.move_to_end(key)
-        return None if found is None else found.copy()
+    def get(self, question: Hashable) -> PrefixMasses | None:
+        """Return a copy of the masses of a question; None where there are none."""
+        found = self._masses.get(question)
+        if found is None:
+            return None
+        self._masses.move_to_end(question)
+        return found.copy()
 
-    def put(self, key: Hashable, masses: PrefixMasses) -> None:
-        """Keep a copy of `masses`, unless there are masses of `key`, which are equal."""
-        with self._lock:
-            if key in self._masses:
-                return
-            self._masses[key] = kept = masses.copy()
-            self._num_prefixes += len(kept)
-            while self._num_prefixes > self._max_prefixes:
-                self._num_prefixes -= len(self._masses.popitem(last=False)[1])
+    def put(self, question: Hashable, masses: PrefixMasses) -> None:
+        """Keep a copy of `masses`, unless there are masses of the question, which are equal. Its tries are over."""
+        self._learners.pop(question, None)
+        if question in self._masses:
+            return
+        self._masses[question] = kept = masses.copy()
+        self._num_prefixes += len(kept)
+        while self._num_prefixes > self._max_prefixes:
+            self._num_prefixes -= len(self._masses.popitem(last=False)[1])
 
     def clear(self) -> None:
         """Forget all masses: another grammar process may allow other tokens."""
-        with self._lock:
-            self._masses.clear()
-            self._num_prefixes = 0
+        self._masses.clear()
+        self._num_prefixes = 0
+
+    def claim(self, question: Hashable, learner: Learner) -> bool:
+        """Return whether `learner`, which has a slot, may make the shared tries of a question: no other one with a slot
+        does. The claim ends with `put`, or with `release` at the sequence's end."""
+        holder = self._learners.get(question)
+        if holder is None or holder.slot < 0:
+            holder = self._learners[question] = learner
+        return holder is learner
+
+    def release(self, question: Hashable, learner: Learner) -> None:
+        """End a claim, if `learner` has it."""
+        if self._learners.get(question) is learner:
+            del self._learners[question]
 
     def __repr__(self) -> str:
         return f"<SharedMasses of {len(self._masses)} questions, {self._num_prefixes} prefixes>"

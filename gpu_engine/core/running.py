@@ -136,13 +136,18 @@ class SlotWriter:
         p.top_p_S[s], p.top_k_S[s], p.min_p_S[s] = sampling.top_p, sampling.top_k, sampling.min_p
         p.repetition_S[s] = sampling.repetition_penalty
         p.presence_S[s], p.frequency_S[s] = sampling.presence_penalty, sampling.frequency_penalty
-        seed = sampling.seed if sequence.exact is None else sequence.exact.seed
-        p.seed_S[s] = seed - (1 << 64) if seed >= 1 << 63 else seed
-        p.prefixes_S[s] = 0 if sequence.exact is None else sequence.exact.masses.address
+        self.write_draws(sequence)
         among_legal = MASKED_LOGPROBS if request.outputs.masked_logprobs else 0
         p.num_logprobs_S[s] = -1 if logprobs is None else logprobs + among_legal
         p.rules_S[s] = rules.data_ptr()
         sequence.pages_written = sequence.num_jump_forward = 0
+
+    def write_draws(self, sequence: RunningSequence) -> None:
+        """Write what the draws read: the seed, and where the masses of an exact answer are, which only a CPU makes."""
+        s, p, exact = sequence.slot, self.slot.params, sequence.exact
+        seed = sequence.request.sampling.seed if exact is None else exact.seed
+        p.seed_S[s] = seed - (1 << 64) if seed >= 1 << 63 else seed
+        p.prefixes_S[s] = 0 if exact is None else exact.masses.address
 
     def release(self, sequence: RunningSequence) -> None:
         """Forget a sequence that ends, if it has a slot."""

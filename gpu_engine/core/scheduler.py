@@ -79,8 +79,8 @@ class Sequence:
     """The beams of a search, this one among them: they get their slots together and lose them together, and the first
     of them waits in the queue for all. Empty: the sequence is no beam."""
     held: bool = False
-    """A beam that waits for the other beams of its step, or that has no tokens (`length` 0); or a sequence that is
-    prefilled for another engine, and never decodes."""
+    """A beam that waits for the other beams of its step, or that has no tokens (`length` 0); a sequence that is
+    prefilled for another engine, and never decodes; or an exact answer while another one makes its shared tries."""
     order: int = 0
     """Number of its first slot, in the order in which slots were given; 0: it had none yet. The youngest sequence, with
     the largest number, is preempted first."""

@@ -47,6 +47,13 @@ class Model:
         return {answer: p / sum(found.values()) for answer, p in found.items()}
 
 
+@dataclass
+class Sequence:
+    """A learner with a slot."""
+
+    slot: int = 0
+
+
 def prefixes_in(sampler: ExactSampler) -> dict[Prefix, float]:
     """Return what a draw reads from the sampler's memory: the known prefixes but the empty one, and their masses."""
     count = len(sampler.masses)
@@ -168,6 +175,8 @@ def test_answers_after_shared_tries_have_the_distribution_and_do_not_depend_on_w
     for seed in range(count):
         made, taken = SharedMasses(), ExactSampler(seed, SHARED, lambda: 1.0, shared, grammar)
         own = ExactSampler(seed, SHARED, lambda: 1.0, made, grammar)
+        assert own.may_run(Sequence())
+        assert taken.may_run(Sequence())
         answers = [answer_of(model, sampler, None) for sampler in (own, taken)]
         assert answers[0] == answers[1]
         assert (own.tries, own.masses.log_mass) == (taken.tries, taken.masses.log_mass)
@@ -184,24 +193,41 @@ def test_another_question_or_another_number_of_shared_tries_learns_by_itself() -
     model, shared = Model(GRAMMARS["three"], number=5), SharedMasses()
     for bound, question in ((SHARED, "a"), (SHARED, "b"), (GrammarExact(500, math.inf, shared_tries=2), "a")):
         sampler = ExactSampler(1, bound, lambda: 1.0, shared, question)
+        assert sampler.may_run(Sequence())
         assert answer_of(model, sampler, None) is not None
         assert sampler.shared_tries == bound.shared_tries
     shared.clear()
     sampler = ExactSampler(1, SHARED, lambda: 1.0, shared, "a")
+    assert sampler.may_run(Sequence())
     assert answer_of(model, sampler, None) is not None
     assert sampler.shared_tries == 6
 
 
-def test_a_sequence_takes_over_what_another_one_has_learned_meanwhile() -> None:
+def test_one_sequence_with_a_slot_makes_the_shared_tries_and_others_wait() -> None:
     model, shared = Model(GRAMMARS["three"], number=5), SharedMasses()
-    slow = ExactSampler(7, SHARED, lambda: 1.0, shared, "a")
-    step = [(logarithm(model.probabilities(())[0]), -math.inf)]
-    assert slow.take([0], step, None) is Verdict.GO_ON
-    quick = ExactSampler(8, SHARED, lambda: 1.0, shared, "a")
-    assert answer_of(model, quick, None) is not None
-    assert slow.take([END], [(-0.1, -math.inf)], FinishReason.STOP) is Verdict.AGAIN
-    assert (slow.learning, slow.shared_tries, slow.seed) == (False, 1, 7)
-    assert slow.masses.log_mass == pytest.approx(ExactSampler(9, SHARED, lambda: 1.0, shared, "a").masses.log_mass)
+    samplers = [ExactSampler(seed, SHARED, lambda: 1.0, shared, "a") for seed in range(3)]
+    sequences = [Sequence() for _ in samplers]
+
+    def may_run() -> list[bool]:
+        return [sampler.may_run(each) for sampler, each in zip(samplers, sequences, strict=True)]
+
+    assert may_run() == [True, False, False]
+    assert ExactSampler(1, SHARED, lambda: 1.0, shared, "b").may_run(Sequence()), "another question"
+    sequences[0].slot = -1
+    assert [sampler.may_run(each) for sampler, each in zip(samplers[1:], sequences[1:], strict=True)] == [True, False]
+    sequences[0].slot = 1  # it is back
+    samplers[0].end(sequences[0])
+    assert may_run() == [False, True, False]
+    samplers[1].end(sequences[1])
+    assert may_run() == [True, False, False]
+    assert samplers[0].take([0], [(logarithm(model.probabilities(())[0]), -math.inf)], None) is Verdict.GO_ON
+    sequences[0].slot = -1  # preempted in a try, which it ends when it is back
+    assert samplers[1].may_run(sequences[1])
+    assert answer_of(model, samplers[1], None) is not None
+    assert may_run() == [True, True, True]
+    assert samplers[0].take([END], [(-0.1, -math.inf)], FinishReason.STOP) is Verdict.AGAIN
+    assert [(each.learning, each.shared_tries) for each in samplers] == [(False, 1), (False, 6), (False, 0)]
+    assert len({each.masses.log_mass for each in (samplers[0], samplers[2])}) == 1
 
 
 def test_the_shared_masses_used_last_stay() -> None:
