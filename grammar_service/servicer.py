@@ -19,7 +19,7 @@ from typing import Any
 
 import grpc
 
-from grammar_service.backends.backend import Matcher, MatcherFailed
+from grammar_service.backends.backend import Matcher, MatcherFailed, spelled_freely
 from grammar_service.backends.reasoning import ReasoningCompiled
 from grammar_service.backends.registry import NAMES, installed, installed_version
 from grammar_service.backends.verified import avoiding, find_way_back, is_verified
@@ -198,7 +198,13 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                 limit = request.max_tokens
                 repetition = _repetition(request)
                 new_budget = partial(CompletionBudget, entry.plan, limit, repetition=repetition) if limit else None
-                arguments = (request.slot_gen, _new_matcher(entry, limit, request.dead_texts), tokens, new_budget)
+                if request.any_spelling:
+                    # The first one of a grammar compiles it again.
+                    freely = await asyncio.to_thread(spelled_freely, entry.compiled)
+                    new_matcher: Callable[[], Matcher] = freely.matcher
+                else:
+                    new_matcher = _new_matcher(entry, limit, request.dead_texts)
+                arguments = (request.slot_gen, new_matcher, tokens, new_budget)
                 if len(tokens) > _MANY_TOKENS or (limit and not entry.plan.is_far(limit - len(tokens))):
                     state = await asyncio.to_thread(SlotMatcher.bind, *arguments)
                 else:

@@ -395,6 +395,7 @@ def _bind_request(key: tuple[int, int], state: _Slot, compiled: Compiled, answer
         max_tokens=state.max_tokens if state.is_steered else 0,
         request_id=REQUEST_ID.get(),
         dead_texts=answer.dead_texts,
+        any_spelling=not state.is_steered,
     )
     if (limit := state.repetition) is not None:
         message.repetition_max_pattern_size = limit.max_pattern_size

@@ -15,7 +15,7 @@ Not responsible for: choosing and importing an implementation (see registry.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,6 +172,20 @@ class Compiled(Protocol):
     def matcher(self) -> Matcher:
         """Return a matcher at the start of an answer."""
         ...
+
+
+@runtime_checkable
+class Spelled(Protocol):
+    """A grammar whose masks allow only the library's own tokens of a text that is the only one to follow."""
+
+    def spelled_freely(self) -> Compiled:
+        """Return the grammar with masks that allow every spelling of a text. The first call may compile it again."""
+        ...
+
+
+def spelled_freely(compiled: Compiled) -> Compiled:
+    """Return a grammar whose masks allow every spelling of a text in tokens."""
+    return compiled.spelled_freely() if isinstance(compiled, Spelled) else compiled
 
 
 class Backend(Protocol):

@@ -21,7 +21,7 @@ from gpu_engine.api.ports import GrammarEvents
 from gpu_engine.api.request import Request
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
-from grammar_service.backends.backend import Backend, Compiled, Matcher, Rows
+from grammar_service.backends.backend import Backend, Compiled, Matcher, Rows, spelled_freely
 from grammar_service.backends.reasoning import ReasoningCompiled
 from grammar_service.backends.registry import NAMES, load_backend
 from grammar_service.backends.verified import avoiding, find_way_back, is_verified
@@ -121,7 +121,8 @@ class LibraryGrammar:
             answer = loaded.answer if isinstance(loaded, ReasoningCompiled) else loaded
             self.compiled[source] = loaded, CompletionPlan.of(answer.matcher(), text, TokenTexts.of(self.vocabulary))
         loaded, plan = self.compiled[source]
-        avoids = avoiding(loaded, dead_texts)
+        exact = request.sampling.grammar_exact is not None
+        avoids = spelled_freely(loaded) if exact else avoiding(loaded, dead_texts)
         start = avoids.matcher
         if isinstance(avoids, ReasoningCompiled):
             start = partial(avoids.matcher, plan.closing_at(request.sampling.max_tokens))

@@ -9,8 +9,11 @@ chains.py).
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -29,6 +32,7 @@ from grammar_service.backends.llguidance.notation import (
     notation,
     parts,
     readable,
+    unforced,
 )
 from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotEnforced
 from grammar_service.grammar.text_grammar import count_alternatives
@@ -130,14 +134,23 @@ class LlguidanceBackend:
         warnings, text = unenforced.unpack(artifact)
         made, self._made = self._made, None
         source = text.decode()
-        if made is not None and made[0] == source:
-            pristine = made[1]
-        else:
-            pristine = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
-        if pristine.is_error():
-            raise InvalidGrammar(f"llguidance: {pristine.get_error()}")
+        pristine = made[1] if made is not None and made[0] == source else self._pristine(source)
         special = (self._never, self._never_but_stops)
-        return LlguidanceCompiled(pristine, len(text), self._vocabulary, special, self._filler, warnings)
+        return LlguidanceCompiled(
+            pristine,
+            len(text),
+            self._vocabulary,
+            special,
+            self._filler,
+            warnings,
+            unforced=partial(self._pristine, unforced(source)),
+        )
+
+    def _pristine(self, source: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise InvalidGrammar(f"llguidance: {matcher.get_error()}")
+        return matcher
 
     def _messages(self, text: str) -> tuple[bool, list[str]]:
         """Return whether the library refuses `text`, and its messages."""
@@ -206,8 +219,11 @@ class LlguidanceCompiled:
         special: tuple[_SpecialBits, _SpecialBits],
         filler: LlguidanceFiller,
         warnings: tuple[str, ...],
+        unforced: Callable[[], LLMatcher],
     ) -> None:
         self._pristine = pristine
+        self._unforced = unforced
+        self._freely: LlguidanceCompiled | None = None
         self._vocabulary = vocabulary
         self._special = special
         self._filler = filler
@@ -218,6 +234,13 @@ class LlguidanceCompiled:
     def matcher(self) -> LlguidanceMatcher:
         """Return a copy of the initial state. Takes microseconds."""
         return LlguidanceMatcher(self._pristine.deep_copy(), self._vocabulary, *self._special, self._filler)
+
+    def spelled_freely(self) -> LlguidanceCompiled:
+        """See `Spelled`. `memory_bytes` does not count what the first call adds, as much again."""
+        if self._freely is None:
+            self._freely = twin = copy.copy(self)
+            twin._pristine = self._unforced()
+        return self._freely
 
 
 _NEVER_MASKED = 1 << 60

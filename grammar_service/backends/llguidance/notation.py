@@ -162,6 +162,12 @@ def notation(
             raise NotSupported("a composed grammar is taken apart before a library reads it")
 
 
+def unforced(text: str) -> str:
+    """Return a grammar in the library's notation whose masks allow all spellings of a text that is the only one to
+    follow, not only the library's own tokens."""
+    return text + '\n%llguidance {"no_forcing": true}\n'  # the last one of several counts
+
+
 def _portable(pattern: str) -> str:
     """Return a pattern of strings in portable notation. Raises NotPortable."""
     return _short_portable(pattern) if len(pattern) <= _MAX_KNOWN else portable(pattern, STRING_DIALECT)

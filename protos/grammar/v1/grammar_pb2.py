@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/grammar/v1/grammar.proto\x12\x13lockstep.grammar.v1\"j\n\x10\x43onfigureRequest\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\x0c\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\ngeneration\x18\x04 \x01(\x04\"\xc2\x01\n\x11\x43onfigureResponse\x12.\n\x08\x62\x61\x63kends\x18\x01 \x03(\x0e\x32\x1c.lockstep.grammar.v1.Backend\x12\x10\n\x08versions\x18\x02 \x03(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x18\n\x10max_compilations\x18\x04 \x01(\r\x12\x17\n\x0f\x61ttempt_limit_s\x18\x05 \x01(\x01\x12\x19\n\x11\x63ompile_timeout_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x66\x61ults\x18\x07 \x01(\t\"\xb2\x04\n\x0e\x43ompileRequest\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.lockstep.grammar.v1.Kind\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x33\n\nwhitespace\x18\x03 \x01(\x0e\x32\x1f.lockstep.grammar.v1.Whitespace\x12-\n\x07\x62\x61\x63kend\x18\x04 \x01(\x0e\x32\x1c.lockstep.grammar.v1.Backend\x12\x18\n\x10\x61llow_unenforced\x18\x05 \x01(\x08\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\x08\x12\x0e\n\x06verify\x18\x07 \x01(\x08\x12\r\n\x05owner\x18\x08 \x01(\t\x12\x13\n\x0bowner_bytes\x18\t \x01(\x04\x12\x1e\n\x11max_string_length\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fmax_array_items\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x1e\n\x11max_number_digits\x18\x0c \x01(\rH\x02\x88\x01\x01\x12\x1b\n\x0emax_whitespace\x18\r \x01(\rH\x03\x88\x01\x01\x12\x0e\n\x06tenant\x18\x0e \x01(\t\x12\x15\n\rtenant_weight\x18\x0f \x01(\x01\x12\x1b\n\x0e\x63losed_objects\x18\x10 \x01(\x08H\x04\x88\x01\x01\x42\x14\n\x12_max_string_lengthB\x12\n\x10_max_array_itemsB\x14\n\x12_max_number_digitsB\x11\n\x0f_max_whitespaceB\x11\n\x0f_closed_objects\"\xe6\x01\n\x0f\x43ompileResponse\x12\x12\n\ngrammar_id\x18\x01 \x01(\t\x12-\n\x07\x62\x61\x63kend\x18\x02 \x01(\x0e\x32\x1c.lockstep.grammar.v1.Backend\x12\x11\n\tcache_hit\x18\x03 \x01(\x08\x12\x12\n\ncompile_ms\x18\x04 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\x12\x10\n\x08warnings\x18\x06 \x03(\t\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x1b\n\x13known_answer_tokens\x18\x08 \x01(\r\x12\x10\n\x08verified\x18\t \x01(\x08\"\x93\x02\n\x0b\x42indRequest\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x10\n\x08slot_gen\x18\x02 \x01(\r\x12\x12\n\ngrammar_id\x18\x03 \x01(\t\x12\x18\n\x10\x63ommitted_tokens\x18\x04 \x03(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12#\n\x1brepetition_max_pattern_size\x18\x07 \x01(\r\x12#\n\x1brepetition_min_pattern_size\x18\x08 \x01(\r\x12\x1c\n\x14repetition_min_count\x18\t \x01(\r\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x12\n\ndead_texts\x18\x0b \x03(\x0c\"\x0e\n\x0c\x42indResponse\"\x80\x01\n\x10\x42\x61\x63ktrackRequest\x12\x12\n\ngrammar_id\x18\x01 \x01(\t\x12\x18\n\x10\x63ommitted_tokens\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x12\n\ndead_texts\x18\x04 \x03(\x0c\x12\x16\n\x0e\x66irst_position\x18\x05 \x01(\r\"J\n\x11\x42\x61\x63ktrackResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x12\n\ndead_texts\x18\x03 \x03(\x0c\"0\n\x0eReleaseRequest\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x10\n\x08slot_gen\x18\x02 \x01(\r\"\x11\n\x0fReleaseResponse\"!\n\x11\x43learCacheRequest\x12\x0c\n\x04\x64isk\x18\x01 \x01(\x08\"W\n\x12\x43learCacheResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\r\x12\x0c\n\x04kept\x18\x02 \x01(\r\x12\x13\n\x0b\x66reed_bytes\x18\x03 \x01(\x04\x12\r\n\x05\x66iles\x18\x04 \x01(\r\"\x11\n\x0fGetStatsRequest\"\x8f\x03\n\x10GetStatsResponse\x12\x10\n\x08matchers\x18\x01 \x01(\r\x12\x17\n\x0f\x63\x61\x63hed_grammars\x18\x02 \x01(\r\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x63ompiled\x18\x04 \x01(\x04\x12\x12\n\ncache_hits\x18\x05 \x01(\x04\x12\x18\n\x10\x63ompile_rejected\x18\x06 \x01(\x04\x12\x17\n\x0f\x63ompile_limited\x18\x07 \x01(\x04\x12\x0f\n\x07records\x18\x08 \x01(\x04\x12\x13\n\x0brows_filled\x18\t \x01(\x04\x12K\n\x0crows_by_kind\x18\n \x03(\x0b\x32\x35.lockstep.grammar.v1.GetStatsResponse.RowsByKindEntry\x12\x13\n\x0b\x66ill_p50_us\x18\x0b \x01(\x01\x12\x13\n\x0b\x66ill_p99_us\x18\x0c \x01(\x01\x12\x12\n\ngeneration\x18\r \x01(\x04\x1a\x31\n\x0fRowsByKindEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x13\n\x11GetMetricsRequest\"(\n\x12GetMetricsResponse\x12\x12\n\nexposition\x18\x01 \x01(\x0c*b\n\x07\x42\x61\x63kend\x12\x17\n\x13\x42\x41\x43KEND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42\x41\x43KEND_XGRAMMAR\x10\x01\x12\x16\n\x12\x42\x41\x43KEND_LLGUIDANCE\x10\x02\x12\x10\n\x0c\x42\x41\x43KEND_AUTO\x10\x03*\x83\x01\n\nWhitespace\x12\x1a\n\x16WHITESPACE_UNSPECIFIED\x10\x00\x12\x16\n\x12WHITESPACE_COMPACT\x10\x01\x12\x16\n\x12WHITESPACE_BOUNDED\x10\x02\x12\x12\n\x0eWHITESPACE_ANY\x10\x03\x12\x15\n\x11WHITESPACE_SPACED\x10\x04*\xb3\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10KIND_JSON_OBJECT\x10\x01\x12\x14\n\x10KIND_JSON_SCHEMA\x10\x02\x12\x0e\n\nKIND_REGEX\x10\x03\x12\r\n\tKIND_EBNF\x10\x04\x12\r\n\tKIND_LARK\x10\x05\x12\x0f\n\x0bKIND_CHOICE\x10\x06\x12\x17\n\x13KIND_STRUCTURAL_TAG\x10\x07\x12\x11\n\rKIND_COMPOSED\x10\x08\x32\xd1\x05\n\x07Grammar\x12Z\n\tConfigure\x12%.lockstep.grammar.v1.ConfigureRequest\x1a&.lockstep.grammar.v1.ConfigureResponse\x12T\n\x07\x43ompile\x12#.lockstep.grammar.v1.CompileRequest\x1a$.lockstep.grammar.v1.CompileResponse\x12K\n\x04\x42ind\x12 .lockstep.grammar.v1.BindRequest\x1a!.lockstep.grammar.v1.BindResponse\x12Z\n\tBacktrack\x12%.lockstep.grammar.v1.BacktrackRequest\x1a&.lockstep.grammar.v1.BacktrackResponse\x12T\n\x07Release\x12#.lockstep.grammar.v1.ReleaseRequest\x1a$.lockstep.grammar.v1.ReleaseResponse\x12]\n\nClearCache\x12&.lockstep.grammar.v1.ClearCacheRequest\x1a\'.lockstep.grammar.v1.ClearCacheResponse\x12W\n\x08GetStats\x12$.lockstep.grammar.v1.GetStatsRequest\x1a%.lockstep.grammar.v1.GetStatsResponse\x12]\n\nGetMetrics\x12&.lockstep.grammar.v1.GetMetricsRequest\x1a\'.lockstep.grammar.v1.GetMetricsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/grammar/v1/grammar.proto\x12\x13lockstep.grammar.v1\"j\n\x10\x43onfigureRequest\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\x0c\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\ngeneration\x18\x04 \x01(\x04\"\xc2\x01\n\x11\x43onfigureResponse\x12.\n\x08\x62\x61\x63kends\x18\x01 \x03(\x0e\x32\x1c.lockstep.grammar.v1.Backend\x12\x10\n\x08versions\x18\x02 \x03(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x18\n\x10max_compilations\x18\x04 \x01(\r\x12\x17\n\x0f\x61ttempt_limit_s\x18\x05 \x01(\x01\x12\x19\n\x11\x63ompile_timeout_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x66\x61ults\x18\x07 \x01(\t\"\xb2\x04\n\x0e\x43ompileRequest\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.lockstep.grammar.v1.Kind\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x33\n\nwhitespace\x18\x03 \x01(\x0e\x32\x1f.lockstep.grammar.v1.Whitespace\x12-\n\x07\x62\x61\x63kend\x18\x04 \x01(\x0e\x32\x1c.lockstep.grammar.v1.Backend\x12\x18\n\x10\x61llow_unenforced\x18\x05 \x01(\x08\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\x08\x12\x0e\n\x06verify\x18\x07 \x01(\x08\x12\r\n\x05owner\x18\x08 \x01(\t\x12\x13\n\x0bowner_bytes\x18\t \x01(\x04\x12\x1e\n\x11max_string_length\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fmax_array_items\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x1e\n\x11max_number_digits\x18\x0c \x01(\rH\x02\x88\x01\x01\x12\x1b\n\x0emax_whitespace\x18\r \x01(\rH\x03\x88\x01\x01\x12\x0e\n\x06tenant\x18\x0e \x01(\t\x12\x15\n\rtenant_weight\x18\x0f \x01(\x01\x12\x1b\n\x0e\x63losed_objects\x18\x10 \x01(\x08H\x04\x88\x01\x01\x42\x14\n\x12_max_string_lengthB\x12\n\x10_max_array_itemsB\x14\n\x12_max_number_digitsB\x11\n\x0f_max_whitespaceB\x11\n\x0f_closed_objects\"\xe6\x01\n\x0f\x43ompileResponse\x12\x12\n\ngrammar_id\x18\x01 \x01(\t\x12-\n\x07\x62\x61\x63kend\x18\x02 \x01(\x0e\x32\x1c.lockstep.grammar.v1.Backend\x12\x11\n\tcache_hit\x18\x03 \x01(\x08\x12\x12\n\ncompile_ms\x18\x04 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\x12\x10\n\x08warnings\x18\x06 \x03(\t\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x1b\n\x13known_answer_tokens\x18\x08 \x01(\r\x12\x10\n\x08verified\x18\t \x01(\x08\"\xa9\x02\n\x0b\x42indRequest\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x10\n\x08slot_gen\x18\x02 \x01(\r\x12\x12\n\ngrammar_id\x18\x03 \x01(\t\x12\x18\n\x10\x63ommitted_tokens\x18\x04 \x03(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12#\n\x1brepetition_max_pattern_size\x18\x07 \x01(\r\x12#\n\x1brepetition_min_pattern_size\x18\x08 \x01(\r\x12\x1c\n\x14repetition_min_count\x18\t \x01(\r\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x12\n\ndead_texts\x18\x0b \x03(\x0c\x12\x14\n\x0c\x61ny_spelling\x18\x0c \x01(\x08\"\x0e\n\x0c\x42indResponse\"\x80\x01\n\x10\x42\x61\x63ktrackRequest\x12\x12\n\ngrammar_id\x18\x01 \x01(\t\x12\x18\n\x10\x63ommitted_tokens\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x12\n\ndead_texts\x18\x04 \x03(\x0c\x12\x16\n\x0e\x66irst_position\x18\x05 \x01(\r\"J\n\x11\x42\x61\x63ktrackResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x12\n\ndead_texts\x18\x03 \x03(\x0c\"0\n\x0eReleaseRequest\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x10\n\x08slot_gen\x18\x02 \x01(\r\"\x11\n\x0fReleaseResponse\"!\n\x11\x43learCacheRequest\x12\x0c\n\x04\x64isk\x18\x01 \x01(\x08\"W\n\x12\x43learCacheResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\r\x12\x0c\n\x04kept\x18\x02 \x01(\r\x12\x13\n\x0b\x66reed_bytes\x18\x03 \x01(\x04\x12\r\n\x05\x66iles\x18\x04 \x01(\r\"\x11\n\x0fGetStatsRequest\"\x8f\x03\n\x10GetStatsResponse\x12\x10\n\x08matchers\x18\x01 \x01(\r\x12\x17\n\x0f\x63\x61\x63hed_grammars\x18\x02 \x01(\r\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x63ompiled\x18\x04 \x01(\x04\x12\x12\n\ncache_hits\x18\x05 \x01(\x04\x12\x18\n\x10\x63ompile_rejected\x18\x06 \x01(\x04\x12\x17\n\x0f\x63ompile_limited\x18\x07 \x01(\x04\x12\x0f\n\x07records\x18\x08 \x01(\x04\x12\x13\n\x0brows_filled\x18\t \x01(\x04\x12K\n\x0crows_by_kind\x18\n \x03(\x0b\x32\x35.lockstep.grammar.v1.GetStatsResponse.RowsByKindEntry\x12\x13\n\x0b\x66ill_p50_us\x18\x0b \x01(\x01\x12\x13\n\x0b\x66ill_p99_us\x18\x0c \x01(\x01\x12\x12\n\ngeneration\x18\r \x01(\x04\x1a\x31\n\x0fRowsByKindEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x13\n\x11GetMetricsRequest\"(\n\x12GetMetricsResponse\x12\x12\n\nexposition\x18\x01 \x01(\x0c*b\n\x07\x42\x61\x63kend\x12\x17\n\x13\x42\x41\x43KEND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42\x41\x43KEND_XGRAMMAR\x10\x01\x12\x16\n\x12\x42\x41\x43KEND_LLGUIDANCE\x10\x02\x12\x10\n\x0c\x42\x41\x43KEND_AUTO\x10\x03*\x83\x01\n\nWhitespace\x12\x1a\n\x16WHITESPACE_UNSPECIFIED\x10\x00\x12\x16\n\x12WHITESPACE_COMPACT\x10\x01\x12\x16\n\x12WHITESPACE_BOUNDED\x10\x02\x12\x12\n\x0eWHITESPACE_ANY\x10\x03\x12\x15\n\x11WHITESPACE_SPACED\x10\x04*\xb3\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10KIND_JSON_OBJECT\x10\x01\x12\x14\n\x10KIND_JSON_SCHEMA\x10\x02\x12\x0e\n\nKIND_REGEX\x10\x03\x12\r\n\tKIND_EBNF\x10\x04\x12\r\n\tKIND_LARK\x10\x05\x12\x0f\n\x0bKIND_CHOICE\x10\x06\x12\x17\n\x13KIND_STRUCTURAL_TAG\x10\x07\x12\x11\n\rKIND_COMPOSED\x10\x08\x32\xd1\x05\n\x07Grammar\x12Z\n\tConfigure\x12%.lockstep.grammar.v1.ConfigureRequest\x1a&.lockstep.grammar.v1.ConfigureResponse\x12T\n\x07\x43ompile\x12#.lockstep.grammar.v1.CompileRequest\x1a$.lockstep.grammar.v1.CompileResponse\x12K\n\x04\x42ind\x12 .lockstep.grammar.v1.BindRequest\x1a!.lockstep.grammar.v1.BindResponse\x12Z\n\tBacktrack\x12%.lockstep.grammar.v1.BacktrackRequest\x1a&.lockstep.grammar.v1.BacktrackResponse\x12T\n\x07Release\x12#.lockstep.grammar.v1.ReleaseRequest\x1a$.lockstep.grammar.v1.ReleaseResponse\x12]\n\nClearCache\x12&.lockstep.grammar.v1.ClearCacheRequest\x1a\'.lockstep.grammar.v1.ClearCacheResponse\x12W\n\x08GetStats\x12$.lockstep.grammar.v1.GetStatsRequest\x1a%.lockstep.grammar.v1.GetStatsResponse\x12]\n\nGetMetrics\x12&.lockstep.grammar.v1.GetMetricsRequest\x1a\'.lockstep.grammar.v1.GetMetricsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,12 +33,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSTATSRESPONSE_ROWSBYKINDENTRY']._loaded_options = None
   _globals['_GETSTATSRESPONSE_ROWSBYKINDENTRY']._serialized_options = b'8\001'
-  _globals['_BACKEND']._serialized_start=2337
-  _globals['_BACKEND']._serialized_end=2435
-  _globals['_WHITESPACE']._serialized_start=2438
-  _globals['_WHITESPACE']._serialized_end=2569
-  _globals['_KIND']._serialized_start=2572
-  _globals['_KIND']._serialized_end=2751
+  _globals['_BACKEND']._serialized_start=2359
+  _globals['_BACKEND']._serialized_end=2457
+  _globals['_WHITESPACE']._serialized_start=2460
+  _globals['_WHITESPACE']._serialized_end=2591
+  _globals['_KIND']._serialized_start=2594
+  _globals['_KIND']._serialized_end=2773
   _globals['_CONFIGUREREQUEST']._serialized_start=56
   _globals['_CONFIGUREREQUEST']._serialized_end=162
   _globals['_CONFIGURERESPONSE']._serialized_start=165
@@ -48,31 +48,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMPILERESPONSE']._serialized_start=927
   _globals['_COMPILERESPONSE']._serialized_end=1157
   _globals['_BINDREQUEST']._serialized_start=1160
-  _globals['_BINDREQUEST']._serialized_end=1435
-  _globals['_BINDRESPONSE']._serialized_start=1437
-  _globals['_BINDRESPONSE']._serialized_end=1451
-  _globals['_BACKTRACKREQUEST']._serialized_start=1454
-  _globals['_BACKTRACKREQUEST']._serialized_end=1582
-  _globals['_BACKTRACKRESPONSE']._serialized_start=1584
-  _globals['_BACKTRACKRESPONSE']._serialized_end=1658
-  _globals['_RELEASEREQUEST']._serialized_start=1660
-  _globals['_RELEASEREQUEST']._serialized_end=1708
-  _globals['_RELEASERESPONSE']._serialized_start=1710
-  _globals['_RELEASERESPONSE']._serialized_end=1727
-  _globals['_CLEARCACHEREQUEST']._serialized_start=1729
-  _globals['_CLEARCACHEREQUEST']._serialized_end=1762
-  _globals['_CLEARCACHERESPONSE']._serialized_start=1764
-  _globals['_CLEARCACHERESPONSE']._serialized_end=1851
-  _globals['_GETSTATSREQUEST']._serialized_start=1853
-  _globals['_GETSTATSREQUEST']._serialized_end=1870
-  _globals['_GETSTATSRESPONSE']._serialized_start=1873
-  _globals['_GETSTATSRESPONSE']._serialized_end=2272
-  _globals['_GETSTATSRESPONSE_ROWSBYKINDENTRY']._serialized_start=2223
-  _globals['_GETSTATSRESPONSE_ROWSBYKINDENTRY']._serialized_end=2272
-  _globals['_GETMETRICSREQUEST']._serialized_start=2274
-  _globals['_GETMETRICSREQUEST']._serialized_end=2293
-  _globals['_GETMETRICSRESPONSE']._serialized_start=2295
-  _globals['_GETMETRICSRESPONSE']._serialized_end=2335
-  _globals['_GRAMMAR']._serialized_start=2754
-  _globals['_GRAMMAR']._serialized_end=3475
+  _globals['_BINDREQUEST']._serialized_end=1457
+  _globals['_BINDRESPONSE']._serialized_start=1459
+  _globals['_BINDRESPONSE']._serialized_end=1473
+  _globals['_BACKTRACKREQUEST']._serialized_start=1476
+  _globals['_BACKTRACKREQUEST']._serialized_end=1604
+  _globals['_BACKTRACKRESPONSE']._serialized_start=1606
+  _globals['_BACKTRACKRESPONSE']._serialized_end=1680
+  _globals['_RELEASEREQUEST']._serialized_start=1682
+  _globals['_RELEASEREQUEST']._serialized_end=1730
+  _globals['_RELEASERESPONSE']._serialized_start=1732
+  _globals['_RELEASERESPONSE']._serialized_end=1749
+  _globals['_CLEARCACHEREQUEST']._serialized_start=1751
+  _globals['_CLEARCACHEREQUEST']._serialized_end=1784
+  _globals['_CLEARCACHERESPONSE']._serialized_start=1786
+  _globals['_CLEARCACHERESPONSE']._serialized_end=1873
+  _globals['_GETSTATSREQUEST']._serialized_start=1875
+  _globals['_GETSTATSREQUEST']._serialized_end=1892
+  _globals['_GETSTATSRESPONSE']._serialized_start=1895
+  _globals['_GETSTATSRESPONSE']._serialized_end=2294
+  _globals['_GETSTATSRESPONSE_ROWSBYKINDENTRY']._serialized_start=2245
+  _globals['_GETSTATSRESPONSE_ROWSBYKINDENTRY']._serialized_end=2294
+  _globals['_GETMETRICSREQUEST']._serialized_start=2296
+  _globals['_GETMETRICSREQUEST']._serialized_end=2315
+  _globals['_GETMETRICSRESPONSE']._serialized_start=2317
+  _globals['_GETMETRICSRESPONSE']._serialized_end=2357
+  _globals['_GRAMMAR']._serialized_start=2776
+  _globals['_GRAMMAR']._serialized_end=3497
 # @@protoc_insertion_point(module_scope)

@@ -141,7 +141,7 @@ class CompileResponse(_message.Message):
     def __init__(self, grammar_id: _Optional[str] = ..., backend: _Optional[_Union[Backend, str]] = ..., cache_hit: _Optional[bool] = ..., compile_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., min_tokens: _Optional[int] = ..., known_answer_tokens: _Optional[int] = ..., verified: _Optional[bool] = ...) -> None: ...
 
 class BindRequest(_message.Message):
-    __slots__ = ("slot", "slot_gen", "grammar_id", "committed_tokens", "max_tokens", "request_id", "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count", "min_tokens", "dead_texts")
+    __slots__ = ("slot", "slot_gen", "grammar_id", "committed_tokens", "max_tokens", "request_id", "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count", "min_tokens", "dead_texts", "any_spelling")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SLOT_GEN_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,7 @@ class BindRequest(_message.Message):
     REPETITION_MIN_COUNT_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEAD_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    ANY_SPELLING_FIELD_NUMBER: _ClassVar[int]
     slot: int
     slot_gen: int
     grammar_id: str
@@ -164,7 +165,8 @@ class BindRequest(_message.Message):
     repetition_min_count: int
     min_tokens: int
     dead_texts: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, slot: _Optional[int] = ..., slot_gen: _Optional[int] = ..., grammar_id: _Optional[str] = ..., committed_tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., request_id: _Optional[str] = ..., repetition_max_pattern_size: _Optional[int] = ..., repetition_min_pattern_size: _Optional[int] = ..., repetition_min_count: _Optional[int] = ..., min_tokens: _Optional[int] = ..., dead_texts: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    any_spelling: bool
+    def __init__(self, slot: _Optional[int] = ..., slot_gen: _Optional[int] = ..., grammar_id: _Optional[str] = ..., committed_tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., request_id: _Optional[str] = ..., repetition_max_pattern_size: _Optional[int] = ..., repetition_min_pattern_size: _Optional[int] = ..., repetition_min_count: _Optional[int] = ..., min_tokens: _Optional[int] = ..., dead_texts: _Optional[_Iterable[bytes]] = ..., any_spelling: _Optional[bool] = ...) -> None: ...
 
 class BindResponse(_message.Message):
     __slots__ = ()
