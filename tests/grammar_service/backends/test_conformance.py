@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
+from grammar_service.backends.backend import spelled_freely
 from grammar_service.backends.json_schema.draft_3 import write_draft_3
 from grammar_service.backends.json_schema.references import write_pointers
 from grammar_service.backends.json_schema.validator import Validator
@@ -325,6 +326,32 @@ def test_white_space_inside_strings_and_around_answers_is_not_the_policys(librar
     spaced = library.compiled(Kind.JSON_SCHEMA, json.dumps(closed(a=INT)), Whitespace.ANY)
     assert not library.accepts(spaced, ' {"a":1}')
     assert not library.accepts(spaced, '{"a":1} ')
+
+
+ONLY_TRUE = {
+    Kind.CHOICE: '["true"]',
+    Kind.REGEX: "true",
+    Kind.JSON_SCHEMA: '{"const": true}',
+    Kind.EBNF: 'root ::= "true"',
+    Kind.LARK: 'start: "true"',
+}
+
+
+@pytest.mark.parametrize("kind", ONLY_TRUE)
+def test_a_freely_spelled_grammar_allows_every_spelling_of_its_only_text(library: Library, kind: Kind) -> None:
+    if kind is Kind.LARK and library.name == "xgrammar":
+        pytest.skip("xgrammar reads no Lark")
+    compiled = spelled_freely(library.compiled(kind, ONLY_TRUE[kind], Whitespace.COMPACT))
+    t, r, u, e = spell("true")
+    tr, tru, true = 261, 262, 263  # tokens of the toy vocabulary
+    spellings = [(true,), (tru, e), (tr, u, e), (t, r, u, e)]
+    for spelling in spellings:
+        matcher = compiled.matcher()
+        for at, token in enumerate(spelling):
+            assert library.legal(matcher) == {each[at] for each in spellings if each[:at] == spelling[:at]}
+            assert matcher.accept(token)
+        assert library.legal(matcher) == set(STOPS)
+    assert spelled_freely(compiled).matcher().accept(tru)
 
 
 # -- backends and artifacts -----------------------------------------------------------------------------------------
