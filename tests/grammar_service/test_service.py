@@ -62,10 +62,18 @@ class Sidecar:
     def compile(self, source: str = SCHEMA, kind: pb.Kind = pb.KIND_JSON_SCHEMA, **more: object) -> pb.CompileResponse:
         return self.stub.Compile(pb.CompileRequest(kind=kind, source=source, **more))  # type: ignore[arg-type]
 
-    def bind(self, grammar: pb.CompileResponse, slot: int = 0, gen: int = 1, tokens: list[int] | None = None) -> None:
-        self.stub.Bind(
-            pb.BindRequest(slot=slot, slot_gen=gen, grammar_id=grammar.grammar_id, committed_tokens=tokens or [])
-        )
+    def bind(
+        self,
+        grammar: pb.CompileResponse,
+        slot: int = 0,
+        gen: int = 1,
+        tokens: list[int] | None = None,
+        *,
+        any_spelling: bool = False,
+    ) -> None:
+        request = pb.BindRequest(slot=slot, slot_gen=gen, grammar_id=grammar.grammar_id, committed_tokens=tokens or [])
+        request.any_spelling = any_spelling
+        self.stub.Bind(request)
 
     def attach(self, layout: Layout = LAYOUT) -> tuple[socket.socket, EngineEnd]:
         segment = Segment.create(layout)
@@ -183,6 +191,17 @@ def test_a_guided_answer_from_configure_to_release(sidecar: Sidecar) -> None:
     until(lambda: sidecar.stub.GetStats(pb.GetStatsRequest()).records == 3)
     sidecar.stub.Release(pb.ReleaseRequest(slot=0, slot_gen=2))
     assert ask(engine, "3", at=8, gen=2) == [RowKind.ALL]
+
+
+def test_a_bind_says_whether_masks_allow_every_spelling(sidecar: Sidecar) -> None:
+    sidecar.configure()
+    _, engine = sidecar.attach()
+    grammar = sidecar.compile(whitespace=pb.WHITESPACE_COMPACT)
+    # Only `{"a":` may follow: the library's own token, or `{` as well.
+    for gen, any_spelling, kind, count in ((1, False, RowKind.FORCED, 1), (2, True, RowKind.APPLY, 2)):
+        sidecar.bind(grammar, gen=gen, any_spelling=any_spelling)
+        assert ask(engine, "", gen=gen) == [kind]
+        assert len(tokens_in(engine.mask_rows(engine.last_seq)[0, 0, : LAYOUT.words])) == count
 
 
 def serves(channel: grpc.Channel) -> bool:

@@ -28,7 +28,7 @@ from gpu_engine.api.errors import (
     LockstepError,
     NotSupported,
 )
-from gpu_engine.api.request import GrammarKind, GrammarOwner, GrammarSpec, Request
+from gpu_engine.api.request import GrammarExact, GrammarKind, GrammarOwner, GrammarSpec, Request
 from gpu_engine.sidecar.client import GrammarClient
 from gpu_engine.sidecar.compilations import grammar_error
 from gpu_engine.sidecar.link import GrammarLink, GrammarSetup, segment_hand_over
@@ -534,6 +534,15 @@ class BrokenStub:
 
     async def Bind(self, message: gpb.BindRequest, timeout: float) -> gpb.BindResponse:
         raise ZeroDivisionError
+
+
+async def test_an_exact_answer_is_not_steered_and_spelled_in_any_way(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        for slot, exact in enumerate((None, GrammarExact(9, 1.0))):
+            asked = made([1], request_id=f"r{slot}", max_tokens=9, grammar=spec("a"), grammar_exact=exact)
+            s.client.open(slot, 1, asked, ())
+            await s.opened(slot + 1)
+        assert [(bound.max_tokens, bound.any_spelling) for bound in s.process.bound] == [(9, False), (0, True)]
 
 
 async def test_an_evicted_grammar_is_compiled_again_once_and_a_defect_ends_its_request(tmp_path: Path) -> None:
