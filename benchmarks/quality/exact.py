@@ -293,6 +293,7 @@ def _calls(
         sampling.repetition_penalty, sampling.grammar_exact = 1.0, exact
         if exact:
             sampling.grammar_exact_tries, sampling.grammar_exact_shared_tries = args.tries, args.shared_tries
+            sampling.grammar_exact_any_spelling = args.any_spelling
         request = pb.GenerateRequest(text=subject.prompt, grammar=subject.grammar, sampling=sampling)
         if drafts is not None:
             request.speculation.num_draft_tokens = drafts
@@ -346,6 +347,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=50, help="answers that are asked for again without drafts (default 50)")
     add("--tries", type=int, default=1000, help="most tries of an answer (default 1000)")
     add("--shared-tries", type=int, default=0, help="tries that only teach, once for each grammar (default 0)")
+    add(
+        "--any-spelling", action="store_true", help="allow every spelling of a text in tokens, as the wanted one counts"
+    )
     add("--batch", type=int, default=16, help="requests at once (default 16)")
     add("--grammars", help=f"some of {', '.join(each.name for each in SUBJECTS)} (default: all)")
     return parser

@@ -127,6 +127,7 @@ class Options(TypedDict, total=False):
     grammar_exact_error: bool
     grammar_exact_shared_tries: int
     """Tries whose lessons later requests with the same prompt, grammar and sampling parameters begin with."""
+    grammar_exact_any_spelling: bool
     logit_bias: Mapping[int, float]
     # Speculation.
     num_draft_tokens: int
@@ -188,6 +189,7 @@ _SCALARS = {
         "include_stop_str_in_output", "skip_special_tokens",
         "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count",
         "grammar_exact", "grammar_exact_tries", "grammar_exact_ms", "grammar_exact_error", "grammar_exact_shared_tries",
+        "grammar_exact_any_spelling",
     ),
     "speculation": ("num_draft_tokens", "draft_index"),
     "response": (

@@ -132,6 +132,8 @@ class GrammarExact:
     """At the bound the request fails; else the sequence ends with GRAMMAR_INEXACT."""
     shared_tries: int = 0
     """Tries before the others, with the same seeds in every request: what they teach is kept for later requests."""
+    any_spelling: bool = False
+    """The masks allow every spelling of a text in tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,6 +165,13 @@ _SAMPLING: list[_Value | _Switch] = [
         int,
         "tries that only teach, and whose lessons later requests like this one begin with (default: 0)",
     ),
+    _Switch(
+        "sampling",
+        "grammar_exact_any_spelling",
+        "--grammar-exact-any-spelling",
+        True,
+        "allow every spelling of an exact answer's text in tokens",
+    ),
     _Switch("sampling", "ignore_eos", "--ignore-eos", True, "continue after the end-of-sequence token"),
     _Switch("sampling", "include_stop_str_in_output", "--include-stop", True, "keep the text of --stop in the answer"),
     _Switch("sampling", "skip_special_tokens", "--keep-special-tokens", False, "keep special tokens in the answer"),

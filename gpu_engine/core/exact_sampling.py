@@ -217,8 +217,9 @@ class ExactSampler:
 
 def question_of(request: Request) -> Hashable:
     """Return all of a request that the masses depend on, but the number of shared tries."""
+    exact = request.sampling.grammar_exact
     sampling = replace(request.sampling, seed=0, grammar_exact=None)
-    return tuple(request.prompt_ids), request.grammar, sampling, request.salt
+    return tuple(request.prompt_ids), request.grammar, exact and exact.any_spelling, sampling, request.salt
 
 
 def coin(seed: int, position: int) -> float:

@@ -30,7 +30,8 @@ def check_exact(
     given = request.sampling
     if not given.grammar_exact:
         names = ("grammar_exact_tries", "grammar_exact_ms", "grammar_exact_shared_tries")
-        named = [name for name in names if given.HasField(name)] + ["grammar_exact_error"] * given.grammar_exact_error
+        named = [name for name in names if given.HasField(name)]
+        named += [name for name in ("grammar_exact_error", "grammar_exact_any_spelling") if getattr(given, name)]
         if named:
             raise InvalidRequest(f"sampling.{named[0]}", "needs grammar_exact")
         return None
@@ -43,7 +44,7 @@ def check_exact(
     tries = _bounded("grammar_exact_tries", DEFAULT_TRIES, (1, MAX_TRIES), given)
     ms = _bounded("grammar_exact_ms", DEFAULT_MS, (1, MAX_MS), given)
     shared = _bounded("grammar_exact_shared_tries", 0, (0, MAX_TRIES), given)
-    return GrammarExact(tries, ms / 1e3, given.grammar_exact_error, shared)
+    return GrammarExact(tries, ms / 1e3, given.grammar_exact_error, shared, given.grammar_exact_any_spelling)
 
 
 def _refuse(request: pb.GenerateRequest, grammar: GrammarSpec, outputs: Outputs) -> None:

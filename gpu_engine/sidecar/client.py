@@ -20,7 +20,7 @@ import grpc
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.api.errors import GrammarUnavailable, InternalError, InvalidRequest, LockstepError
 from gpu_engine.api.ports import ClearedGrammars, Compiled, GrammarEvents, GrammarLibrary, GrammarStats
-from gpu_engine.api.request import GrammarSpec, Request
+from gpu_engine.api.request import GrammarExact, GrammarSpec, Request
 from gpu_engine.sidecar.compilations import GrammarCompiler, grammar_error
 from gpu_engine.sidecar.compile_admission import CompileAdmission
 from gpu_engine.sidecar.link import GrammarLink
@@ -54,8 +54,8 @@ class _Slot:
     spec: GrammarSpec
     max_tokens: int
     repetition: RepetitionLimit | None = None
-    is_steered: bool = True
-    """Rows near `max_tokens` are narrowed so that the answer ends in time."""
+    exact: GrammarExact | None = None
+    """Of an exact answer, whose rows are not narrowed near `max_tokens`."""
     task: asyncio.Task[None] | None = None
     binding: bool = False
     """A Bind is under way: the matcher may exist when a Release is sent, so the Release waits for it."""
@@ -266,8 +266,8 @@ class GrammarClient:
         if (old := self._slots.get(key)) and old.task:
             old.task.cancel()
         sampling = request.sampling
-        is_steered = sampling.grammar_exact is None
-        state = _Slot(request.request_id, request.grammar, sampling.max_tokens, sampling.repetition, is_steered)
+        exact = sampling.grammar_exact
+        state = _Slot(request.request_id, request.grammar, sampling.max_tokens, sampling.repetition, exact)
         self._slots[key] = state
         state.task = self._tasks.spawn(self._open_slot(key, state, answer), f"open slot {key[0]}.{key[1]}")
 
@@ -392,10 +392,10 @@ def _bind_request(key: tuple[int, int], state: _Slot, compiled: Compiled, answer
         slot_gen=key[1],
         grammar_id=compiled.grammar_id,
         committed_tokens=answer.committed,
-        max_tokens=state.max_tokens if state.is_steered else 0,
+        max_tokens=state.max_tokens if state.exact is None else 0,
         request_id=REQUEST_ID.get(),
         dead_texts=answer.dead_texts,
-        any_spelling=not state.is_steered,
+        any_spelling=state.exact is not None and state.exact.any_spelling,
     )
     if (limit := state.repetition) is not None:
         message.repetition_max_pattern_size = limit.max_pattern_size

@@ -108,6 +108,7 @@ def _set_exact(sampling: pb.SamplingParams, fields: SamplingFields) -> None:
         sampling.grammar_exact_tries = fields.grammar_exact_tries
     if fields.grammar_exact_ms is not None:
         sampling.grammar_exact_ms = fields.grammar_exact_ms
+    sampling.grammar_exact_any_spelling = bool(fields.grammar_exact_any_spelling)
     if fields.grammar_exact_shared_tries is not None:
         sampling.grammar_exact_shared_tries = fields.grammar_exact_shared_tries
 

@@ -162,6 +162,7 @@ class SamplingFields(Fields):
     grammar_exact_tries: int | None = Field(default=None, ge=1, le=65536)
     grammar_exact_ms: int | None = Field(default=None, ge=1, le=86_400_000)
     grammar_exact_shared_tries: int | None = Field(default=None, ge=0, le=65536)
+    grammar_exact_any_spelling: bool | None = None
     telemetry: bool | None = None
     """Times, drafts and seed of each sequence, in the choice's `telemetry`."""
 

@@ -55,7 +55,7 @@ ALL_OPTIONS: dict[str, Any] = {
     "context_logits": True, "generation_logits": True, "additional_outputs": ["logits", AdditionalOutput("m", True)],
     "repetition_max_pattern_size": 6, "repetition_min_pattern_size": 2, "repetition_min_count": 5,
     "grammar_exact": True, "grammar_exact_tries": 9, "grammar_exact_ms": 50, "grammar_exact_error": True,
-    "grammar_exact_shared_tries": 4,
+    "grammar_exact_shared_tries": 4, "grammar_exact_any_spelling": True,
     "max_queue_ms": 250, "never_preempt": True,
     "whole": True, "cumulative": True, "client_id": "c", "lora": "l", "prompt_adapter": "p",
 }  # fmt: skip

@@ -98,6 +98,7 @@ VALUES = {
         "sampling.masked_logprobs",
         "sampling.grammar_exact_error",
         "sampling.grammar_exact_shared_tries",
+        "sampling.grammar_exact_any_spelling",
     ),
 }
 """Fields of a request that are no features of their own: other forms of a prompt or a grammar, and what a feature's

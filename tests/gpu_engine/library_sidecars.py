@@ -121,8 +121,9 @@ class LibraryGrammar:
             answer = loaded.answer if isinstance(loaded, ReasoningCompiled) else loaded
             self.compiled[source] = loaded, CompletionPlan.of(answer.matcher(), text, TokenTexts.of(self.vocabulary))
         loaded, plan = self.compiled[source]
-        exact = request.sampling.grammar_exact is not None
-        avoids = spelled_freely(loaded) if exact else avoiding(loaded, dead_texts)
+        exact = request.sampling.grammar_exact
+        freely = exact is not None and exact.any_spelling
+        avoids = spelled_freely(loaded) if freely else avoiding(loaded, dead_texts)
         start = avoids.matcher
         if isinstance(avoids, ReasoningCompiled):
             start = partial(avoids.matcher, plan.closing_at(request.sampling.max_tokens))

@@ -237,7 +237,7 @@ class Reasoning(_message.Message):
     def __init__(self, enabled: _Optional[bool] = ..., max_tokens: _Optional[int] = ..., effort: _Optional[str] = ..., begin: _Optional[str] = ..., end: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "bad_token_ids", "bad_words", "ignore_eos", "logprobs", "n", "include_stop_str_in_output", "skip_special_tokens", "logit_bias", "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count", "masked_logprobs", "grammar_exact", "grammar_exact_tries", "grammar_exact_ms", "grammar_exact_error", "grammar_exact_shared_tries")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "bad_token_ids", "bad_words", "ignore_eos", "logprobs", "n", "include_stop_str_in_output", "skip_special_tokens", "logit_bias", "repetition_max_pattern_size", "repetition_min_pattern_size", "repetition_min_count", "masked_logprobs", "grammar_exact", "grammar_exact_tries", "grammar_exact_ms", "grammar_exact_error", "grammar_exact_shared_tries", "grammar_exact_any_spelling")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +274,7 @@ class SamplingParams(_message.Message):
     GRAMMAR_EXACT_MS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_EXACT_ERROR_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_EXACT_SHARED_TRIES_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_EXACT_ANY_SPELLING_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -303,7 +304,8 @@ class SamplingParams(_message.Message):
     grammar_exact_ms: int
     grammar_exact_error: bool
     grammar_exact_shared_tries: int
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., repetition_max_pattern_size: _Optional[int] = ..., repetition_min_pattern_size: _Optional[int] = ..., repetition_min_count: _Optional[int] = ..., masked_logprobs: _Optional[bool] = ..., grammar_exact: _Optional[bool] = ..., grammar_exact_tries: _Optional[int] = ..., grammar_exact_ms: _Optional[int] = ..., grammar_exact_error: _Optional[bool] = ..., grammar_exact_shared_tries: _Optional[int] = ...) -> None: ...
+    grammar_exact_any_spelling: bool
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., repetition_max_pattern_size: _Optional[int] = ..., repetition_min_pattern_size: _Optional[int] = ..., repetition_min_count: _Optional[int] = ..., masked_logprobs: _Optional[bool] = ..., grammar_exact: _Optional[bool] = ..., grammar_exact_tries: _Optional[int] = ..., grammar_exact_ms: _Optional[int] = ..., grammar_exact_error: _Optional[bool] = ..., grammar_exact_shared_tries: _Optional[int] = ..., grammar_exact_any_spelling: _Optional[bool] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("json_object", "json_schema", "regex", "ebnf", "lark", "choice", "structural_tag", "grammar_id", "whitespace", "backend", "allow_unenforced", "unenforced", "max_string_length", "max_array_items", "max_number_digits", "max_whitespace", "max_backtracks", "hold_tokens", "closed_objects")

@@ -30,6 +30,7 @@ ALL = shlex.split("""
 --whole --cumulative --client-id c --lora l --prompt-adapter p
 --cache-salt s --draft-tokens 3 --no-draft-index --reasoning --reasoning-tokens 9 --reasoning-effort low
 --grammar-exact --grammar-exact-tries 9 --grammar-exact-ms 50 --grammar-exact-error --grammar-exact-shared-tries 4
+--grammar-exact-any-spelling
 --masked-logprobs --reasoning-begin <a> --reasoning-end </a> --processor a --processor 'b={"size": 2}'
 --beam-width 4 --length-penalty 0.5 --early-stopping never
 --continue-final-message --template-arguments '{"a": 1}' --tool-choice required --no-parallel-tool-calls

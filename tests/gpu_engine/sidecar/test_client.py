@@ -536,13 +536,17 @@ class BrokenStub:
         raise ZeroDivisionError
 
 
-async def test_an_exact_answer_is_not_steered_and_spelled_in_any_way(tmp_path: Path) -> None:
+async def test_an_exact_answer_is_not_steered_and_may_be_spelled_in_any_way(tmp_path: Path) -> None:
     async with connected(tmp_path) as s:
-        for slot, exact in enumerate((None, GrammarExact(9, 1.0))):
+        for slot, exact in enumerate((None, GrammarExact(9, 1.0), GrammarExact(9, 1.0, any_spelling=True))):
             asked = made([1], request_id=f"r{slot}", max_tokens=9, grammar=spec("a"), grammar_exact=exact)
             s.client.open(slot, 1, asked, ())
             await s.opened(slot + 1)
-        assert [(bound.max_tokens, bound.any_spelling) for bound in s.process.bound] == [(9, False), (0, True)]
+        assert [(bound.max_tokens, bound.any_spelling) for bound in s.process.bound] == [
+            (9, False),
+            (0, False),
+            (0, True),
+        ]
 
 
 async def test_an_evicted_grammar_is_compiled_again_once_and_a_defect_ends_its_request(tmp_path: Path) -> None:
