@@ -242,7 +242,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                 worker = await self._attached(request.slot)
                 worker.release(request.slot, request.slot_gen)
             bound = self._bound.get(request.slot)
-            if bound is not None and bound[0] == request.slot_gen:
+            if bound is not None and bound[0] <= request.slot_gen:
                 del self._bound[request.slot]
         return pb.ReleaseResponse()
 

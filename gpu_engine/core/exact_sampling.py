@@ -47,6 +47,7 @@ Used only by the engine thread. Not responsible for: the memory of the masses (s
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -97,8 +98,7 @@ class ExactSampler:
         self.bound, self._clock, self._explores = bound, clock, explores
         self._shared, self._key = shared, (question, bound.shared_tries)
         self.masses = PrefixMasses()
-        self._earlier: PrefixMasses | None = None
-        """The masses before the present try, where a step in flight may still read their memory."""
+        self._epoch = shared.epoch
         self.shared_tries = 0
         """Shared tries that are over."""
         self.learning = bound.shared_tries > 0
@@ -114,10 +114,8 @@ class ExactSampler:
         self._begin()
 
     def may_run(self, learner: Learner) -> bool:
-        """Return whether the sequence, `learner`, may draw: no other one makes the shared tries that it wants.
-
-        Then it has their masses, or makes them itself.
-        """
+        """Return whether the sequence, `learner`, may draw: it has the masses that it wants, or makes their tries, or has
+        begun a try."""
         if not self.learning or self._position > 0:
             return True
         self._recall()
@@ -131,7 +129,7 @@ class ExactSampler:
         """Take over what the shared tries of another sequence have taught, if they are over."""
         known = self._shared.get(self._key)
         if known is not None:
-            self._earlier, self.masses, self.learning = self.masses, known, False
+            self.masses, self.learning = known, False
 
     def _begin(self) -> None:
         self._way = [0]
@@ -147,6 +145,11 @@ class ExactSampler:
         if self.learning:
             return mixed(_SHARED, self.shared_tries + 1)
         return self._seed if self.tries == 1 else mixed(self._seed ^ _TRY, self.tries)
+
+    @property
+    def own_tries(self) -> int:
+        """Tries that are not shared, the present one included."""
+        return 0 if self.learning else self.tries
 
     @property
     def started(self) -> bool:
@@ -191,7 +194,6 @@ class ExactSampler:
 
     def _next_try(self) -> Verdict:
         self._update()
-        self._earlier = None
         is_over = not self.learning and self.tries >= self.bound.tries
         if is_over or self._clock() >= self._ends_s or self.masses.log_mass == -math.inf:
             return Verdict.GIVEN_UP
@@ -203,7 +205,10 @@ class ExactSampler:
         return Verdict.AGAIN
 
     def _learned(self) -> None:
-        """End a shared try."""
+        """End a shared try. If all masses were forgotten meanwhile, the shared tries begin anew."""
+        if self._epoch != self._shared.epoch:
+            self._epoch, self.masses, self.shared_tries = self._shared.epoch, PrefixMasses(), 0
+            return
         self.shared_tries += 1
         if self.shared_tries == self.bound.shared_tries:
             self._shared.put(self._key, self.masses)
@@ -215,11 +220,12 @@ class ExactSampler:
         return f"<ExactSampler try {self.tries} of {self.bound.tries}, {self.masses!r}>"
 
 
-def question_of(request: Request) -> Hashable:
-    """Return all of a request that the masses depend on, but the number of shared tries."""
+def question_of(request: Request) -> bytes:
+    """Return a digest of all of a request that the masses depend on, but the number of shared tries."""
     exact = request.sampling.grammar_exact
     sampling = replace(request.sampling, seed=0, grammar_exact=None)
-    return tuple(request.prompt_ids), request.grammar, exact and exact.any_spelling, sampling, request.salt
+    question = (request.prompt_ids, request.grammar, exact and exact.any_spelling, sampling, request.salt)
+    return hashlib.blake2b(repr(question).encode(), digest_size=32).digest()
 
 
 def coin(seed: int, position: int) -> float:

@@ -238,7 +238,8 @@ class EngineLoop:
         for sequence in held:
             if sequence.exact is not None:
                 self._hold_exact(sequence, sequence.exact)
-                self._slot_writer.write_draws(sequence)
+                if not sequence.held:
+                    self._slot_writer.write_draws(sequence)
         return any(not sequence.held for sequence in held)
 
     def _write_slot(self, sequence: RunningSequence) -> None:

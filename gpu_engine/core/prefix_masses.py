@@ -13,12 +13,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from gpu_engine.core.scheduler import GrammarState
 from kernels.step_tensors import PREFIX
 
 MAX_PREFIXES = 1 << 15
 """The most prefixes that a sequence knows. Later ones keep the mass 1, which is exact as well, and needs more tries."""
 MAX_SHARED = 4 * MAX_PREFIXES
-"""The most prefixes of all shared masses: some 30 MB."""
+"""The most prefixes of all shared masses, each question counted as `PER_QUESTION` more: some 60 MB."""
+PER_QUESTION = 16
 _FIRST_PREFIXES = 256
 
 
@@ -103,7 +105,7 @@ class PrefixMasses:
     def copy(self) -> PrefixMasses:
         """Return equal masses in a memory of their own."""
         twin = PrefixMasses()
-        twin._prefixes = self._prefixes.copy()
+        twin._prefixes = self._prefixes[: len(self)].copy()
         twin._log_p, twin._log_mass, twin._log_rest = self._log_p[:], self._log_mass[:], self._log_rest[:]
         twin._after = {prefix: dict(after) for prefix, after in self._after.items()}
         return twin
@@ -120,6 +122,8 @@ class Learner(Protocol):
 
     slot: int
     """-1: it has none, and makes no tries."""
+    grammar_state: GrammarState
+    """LOST: it makes no tries until its matcher is opened again."""
 
 
 class SharedMasses:
@@ -133,6 +137,8 @@ class SharedMasses:
         self._masses: OrderedDict[Hashable, PrefixMasses] = OrderedDict()
         self._num_prefixes = 0
         self._learners: dict[Hashable, Learner] = {}
+        self.epoch = 0
+        """How often all masses were forgotten: tries from before that teach nothing any more."""
 
     def get(self, question: Hashable) -> PrefixMasses | None:
         """Return a copy of the masses of a question; None where there are none."""
@@ -148,20 +154,24 @@ class SharedMasses:
         if question in self._masses:
             return
         self._masses[question] = kept = masses.copy()
-        self._num_prefixes += len(kept)
+        self._num_prefixes += len(kept) + PER_QUESTION
         while self._num_prefixes > self._max_prefixes:
-            self._num_prefixes -= len(self._masses.popitem(last=False)[1])
+            self._num_prefixes -= len(self._masses.popitem(last=False)[1]) + PER_QUESTION
 
     def clear(self) -> None:
         """Forget all masses: another grammar process may allow other tokens."""
         self._masses.clear()
         self._num_prefixes = 0
+        self.epoch += 1
 
     def claim(self, question: Hashable, learner: Learner) -> bool:
-        """Return whether `learner`, which has a slot, may make the shared tries of a question: no other one with a slot
-        does. The claim ends with `put`, or with `release` at the sequence's end."""
-        holder = self._learners.get(question)
-        if holder is None or holder.slot < 0:
+        """Return whether `learner`, which has a slot, may make the shared tries of a question: no other one does.
+
+        A holder without a slot makes none, nor does one whose matcher is lost while another has its own: in a
+        quarantine one waits for the other. The claim ends with `put`, or with `release` at the sequence's end.
+        """
+        lost, holder = GrammarState.LOST, self._learners.get(question)
+        if holder is None or holder.slot < 0 or (holder.grammar_state is lost is not learner.grammar_state):
             holder = self._learners[question] = learner
         return holder is learner
 
@@ -171,7 +181,7 @@ class SharedMasses:
             del self._learners[question]
 
     def __repr__(self) -> str:
-        return f"<SharedMasses of {len(self._masses)} questions, {self._num_prefixes} prefixes>"
+        return f"<SharedMasses of {len(self._masses)} questions>"
 
 
 def log_sum(values: Iterable[float]) -> float:

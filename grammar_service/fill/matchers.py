@@ -238,8 +238,9 @@ class MatcherTable:
         if state is None or state.health is Health.FAILED or state.num_committed < num_committed:
             return
         if state.slot_gen < slot_gen and slot_gen > self.released.get(slot, -1):
-            state.slot_gen, state.num_committed = slot_gen, num_committed
+            state.num_committed = num_committed
             self._take_back(state)
+            state.slot_gen = slot_gen
 
     def _take_back(self, state: SlotMatcher) -> None:
         """Move a matcher to its committed tokens. One that fails at that is rebuilt."""

@@ -263,7 +263,7 @@ class Worker:
     def _fork(self, source: int, record: Record) -> tuple[ChangeTask, ...]:
         """Copy the matcher of slot `source`; return the task that gives the copy to the record's slot.
 
-        A matcher for the same slot is moved and not copied: nothing else may come between.
+        A matcher for the same slot is moved and not copied: no other record of the slot may come between.
 
         Where there is nothing to copy, the slot is left without a matcher of this owner: its next records are deferred
         until the engine binds one.

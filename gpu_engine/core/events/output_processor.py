@@ -148,7 +148,7 @@ class OutputProcessor:
         """Hold the tokens of an exact answer until it is accepted, or let it begin anew."""
         hold(sequence, event)
         verdict, telemetry = sampler.take(outcome.token_ids, outcome.masses, finish), sequence.telemetry
-        telemetry.exact_tries, telemetry.exact_tokens = sampler.tries, sampler.tokens
+        telemetry.exact_tries, telemetry.exact_tokens = sampler.own_tries, sampler.tokens
         telemetry.exact_log_mass = sampler.masses.log_mass
         if verdict is Verdict.AGAIN:
             self._begin_anew(sequence)
@@ -156,7 +156,7 @@ class OutputProcessor:
             self._end(sequence, finish=finish)
         elif verdict is Verdict.GIVEN_UP and sampler.bound.fails:
             mass = f"the grammar has at most {math.exp(sampler.masses.log_mass):.3g} of the model's answers"
-            self._end(sequence, error=LimitExceeded(f"sampling.grammar_exact: {sampler.tries} tries, {mass}"))
+            self._end(sequence, error=LimitExceeded(f"sampling.grammar_exact: {sampler.own_tries} tries, {mass}"))
         elif verdict is Verdict.GIVEN_UP:
             self._end(sequence, finish=FinishReason.GRAMMAR_INEXACT)
 

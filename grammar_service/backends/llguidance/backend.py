@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -224,6 +225,7 @@ class LlguidanceCompiled:
         self._pristine = pristine
         self._unforced = unforced
         self._freely: LlguidanceCompiled | None = None
+        self._lock = threading.Lock()
         self._vocabulary = vocabulary
         self._special = special
         self._filler = filler
@@ -237,10 +239,12 @@ class LlguidanceCompiled:
 
     def spelled_freely(self) -> LlguidanceCompiled:
         """See `Spelled`. `memory_bytes` does not count what the first call adds, as much again."""
-        if self._freely is None:
-            self._freely = twin = copy.copy(self)
-            twin._pristine = self._unforced()
-        return self._freely
+        with self._lock:
+            if self._freely is None:
+                twin = copy.copy(self)
+                twin._pristine = self._unforced()
+                self._freely = twin._freely = twin
+            return self._freely
 
 
 _NEVER_MASKED = 1 << 60

@@ -13,7 +13,8 @@ import pytest
 
 from gpu_engine.api.request import FinishReason, GrammarExact
 from gpu_engine.core.exact_sampling import ExactSampler, Verdict, coin, mixed
-from gpu_engine.core.prefix_masses import MAX_PREFIXES, PrefixMasses, SharedMasses
+from gpu_engine.core.prefix_masses import MAX_PREFIXES, PER_QUESTION, PrefixMasses, SharedMasses
+from gpu_engine.core.scheduler import GrammarState
 from kernels.step_tensors import PREFIX
 
 END, MAX_TOKENS = 4, 4
@@ -52,6 +53,7 @@ class Sequence:
     """A learner with a slot."""
 
     slot: int = 0
+    grammar_state: GrammarState = GrammarState.OPEN
 
 
 def prefixes_in(sampler: ExactSampler) -> dict[Prefix, float]:
@@ -230,8 +232,35 @@ def test_one_sequence_with_a_slot_makes_the_shared_tries_and_others_wait() -> No
     assert len({each.masses.log_mass for each in (samplers[0], samplers[2])}) == 1
 
 
+def test_a_learner_whose_matcher_is_lost_gives_way_to_one_that_has_its_own() -> None:
+    shared = SharedMasses()
+    samplers = [ExactSampler(seed, SHARED, lambda: 1.0, shared, "a") for seed in range(2)]
+    first, second = Sequence(), Sequence()
+    assert samplers[0].may_run(first)
+    first.grammar_state = second.grammar_state = GrammarState.LOST
+    assert not samplers[1].may_run(second), "both wait for the next grammar process"
+    second.grammar_state = GrammarState.OPEN
+    assert samplers[1].may_run(second)
+    assert not samplers[0].may_run(first)
+
+
+def test_tries_from_before_another_grammar_process_teach_nothing() -> None:
+    model, shared = Model(GRAMMARS["three"], number=5), SharedMasses()
+    fresh = ExactSampler(7, SHARED, lambda: 1.0, SharedMasses(), "a")
+    wanted = answer_of(model, fresh, None)
+    sampler = ExactSampler(7, SHARED, lambda: 1.0, shared, "a")
+    assert sampler.may_run(Sequence())
+    lie = (math.log(1e-9), -math.inf)  # of a process with other masks
+    assert sampler.take([0], [lie], None) is Verdict.GO_ON
+    shared.clear()
+    assert sampler.take([END], [lie], FinishReason.STOP) is Verdict.AGAIN
+    assert (sampler.shared_tries, len(sampler.masses)) == (0, 1)
+    assert answer_of(model, sampler, None) == wanted
+    assert sampler.masses.log_mass == fresh.masses.log_mass
+
+
 def test_the_shared_masses_used_last_stay() -> None:
-    shared, masses = SharedMasses(max_prefixes=8), PrefixMasses()
+    shared, masses = SharedMasses(max_prefixes=2 * (PER_QUESTION + 3)), PrefixMasses()
     for token in (1, 2):
         masses.add(0, token, -1.0, -2.0)
     for question in ("a", "b", "a", "c"):
