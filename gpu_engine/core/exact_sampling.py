@@ -114,8 +114,10 @@ class ExactSampler:
         self._begin()
 
     def may_run(self, learner: Learner) -> bool:
-        """Return whether the sequence, `learner`, may draw: it has the masses that it wants, or makes their tries, or has
-        begun a try."""
+        """Return whether the sequence, `learner`, may draw.
+
+        It may if it has the masses that it wants, makes their tries, or has begun a try.
+        """
         if not self.learning or self._position > 0:
             return True
         self._recall()
