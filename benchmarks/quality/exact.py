@@ -382,8 +382,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cannot run: {reason}", file=sys.stderr)
         return 2
     asked = f"{args.count} exact and {args.masked} masked answers of each grammar"
-    shared = f", {args.shared_tries} shared tries" if args.shared_tries else ""
-    print(f"{args.model}, {args.threads} threads, {asked}, temperature 1{shared}\n")
+    extras = f", {args.shared_tries} shared tries" * (args.shared_tries > 0) + ", any spelling" * args.any_spelling
+    print(f"{args.model}, {args.threads} threads, {asked}, temperature 1{extras}\n")
     print(table(HEADER, [outcome.row() for outcome in outcomes]))
     failed = [outcome.subject.name for outcome in outcomes if not outcome.is_exact]
     if failed:

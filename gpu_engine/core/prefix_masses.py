@@ -21,6 +21,7 @@ MAX_PREFIXES = 1 << 15
 MAX_SHARED = 4 * MAX_PREFIXES
 """The most prefixes of all shared masses, each question counted as `PER_QUESTION` more: some 60 MB."""
 PER_QUESTION = 16
+"""What a question takes besides its prefixes, as a number of prefixes."""
 _FIRST_PREFIXES = 256
 
 
@@ -127,9 +128,9 @@ class Learner(Protocol):
 
 
 class SharedMasses:
-    """The masses that shared tries have taught, by question, and who makes such tries. Masses used last stay.
+    """What shared tries have taught: for each question its masses, or the sequence that makes its tries.
 
-    Only the engine's thread uses it.
+    The questions that were asked last stay. Only the engine's thread uses it.
     """
 
     def __init__(self, max_prefixes: int = MAX_SHARED) -> None:
