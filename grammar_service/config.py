@@ -104,10 +104,10 @@ class GrammarConfig(LogSettings, ProbeSettings):
     compile_timeout_s: float = 5.0
     """Time limit of one compilation in its worker, in seconds; the worker is killed when the limit is reached."""
     compile_workers: int = 0
-    """Compilations of grammars of at most 1 KiB at a time, per backend, in processes that are started ahead of need. As
-    many grammars of up to 8 KiB are compiled next to them, as many larger ones, and as many slow ones, large or not: a
-    compilation that needs more than 0.25 s of a core, and twice what an ordinary schema needs, gives its place to the
-    next one. 0: one fewer than the usable cores, at most 4."""
+    """Number of grammars of at most 1 KiB that are compiled at the same time, per backend, in processes that are
+    started ahead of need. The same number applies to grammars of up to 8 KiB, to larger ones, and to slow compilations
+    of larger and of other grammars. A compilation is slow, and gives its place to the next one, when it has used more
+    than 0.25 s of a core and twice what an ordinary schema needs. 0: one fewer than the usable cores, at most 4."""
     compile_priority: str = "low"
     """Priority of the compile workers: "low" (a higher nice value), or "idle" (SCHED_IDLE: they run when no other
     process needs their core; once a compilation reached its time limit and had hardly run, they are "low")."""
@@ -128,8 +128,9 @@ class GrammarConfig(LogSettings, ProbeSettings):
     """White space between JSON tokens for requests that choose none: "spaced" (one space after each comma and colon, as
     Python's json.dumps writes), "compact" (none), "bounded" (at most 8 characters in a row) or "any"."""
     closed_objects: bool = False
-    """Whether an object that has `properties` and says nothing about others has none, for requests that do not say.
-    False: as JSON Schema says, it may have any. The parameters of tools are closed in either case."""
+    """Whether an object whose schema lists `properties`, and says nothing about others, may have no others; for
+    requests that do not set closed_objects. False: it may have any others, as JSON Schema says. The parameters of tools
+    are closed in either case."""
     strict_formats: bool = False
     """Refuse schemas with a `format` that is not known. False: as JSON Schema says, it is an annotation without effect,
     and the response has a warning."""

@@ -60,26 +60,28 @@ listen = "0.0.0.0:50051"
 An unknown flag or TOML key is an error. An unknown environment variable has no effect. `true`, `yes`, `on` and `1` mean
 true, and `false`, `no`, `off` and `0` mean false.
 
-Where the table names an old name, the flag, the variable and the key of that name still work in this version, with a
-warning.
+If a table gives an old name for a setting, the flag, the variable and the key of the old name still work in this
+version, with a warning.
 
-The engine starts its grammar process by default (`grammar = "spawn"`), and hands its environment to it. So the
-variables of its table also configure a grammar process that the engine starts, except for those settings that the
-engine passes as flags: `dir`, `backend`, `compile_timeout_s`, `compile_memory_mb`, `cache_dir`, the log settings and,
-where the engine decides on them, `spin_us` and `compile_priority`. A grammar process that runs by itself
-(`python -m grammar_service --dir DIR`) reads its own flags, its own variables and a TOML file of its own
-(`--config` or `{ENVIRONMENT_PREFIX}CONFIG`). That file may hold its settings at the top or in a table `[grammar]`.
+The engine starts its grammar process by default (`grammar = "spawn"`), and passes its own environment on to it. So the
+variables in the table [Grammar process](#grammar-process) also configure a grammar process that the engine starts,
+except for the settings that the engine passes as flags: `dir`, `backend`, `compile_timeout_s`, `compile_memory_mb`,
+`cache_dir`, the log settings and, where the engine decides on them, `spin_us` and `compile_priority`. A grammar process
+that the engine does not start (`python -m grammar_service --dir DIR`) reads its own flags, its own variables and its
+own TOML file (`--config` or `{ENVIRONMENT_PREFIX}CONFIG`). That file holds the settings at the top level or in a table
+`[grammar]`.
 
-A gateway (`lockstep gateway`, see [HTTP](http.md)) has settings of its own, too, which may be in a table `[gateway]`.
-One that the engine starts (`http`) takes its variables, except for those settings that the engine passes as flags:
-`listen`, `engine`, `drain_timeout_s`, the log settings and, where the engine has them, the certificate and the tokens.
+A gateway (`lockstep gateway`, see [HTTP](http.md)) also has its own settings, which may be in a table `[gateway]` of a
+TOML file. A gateway that the engine starts (`http`) reads the variables in the table [Gateway](#gateway), except for
+the settings that the engine passes as flags: `listen`, `engine`, `drain_timeout_s`, the log settings and, where the
+engine has them, the certificate and the tokens.
 """
 
 _SHARED_HEAD = """
 ## Several processes
 
-Each process has its own value for these settings: the engine the variable with `LOCKSTEP_`, the grammar process
-with `LOCKSTEP_GRAMMAR_`, the gateway with `LOCKSTEP_GATEWAY_`.
+Each process has its own value for these settings. The variables of the engine begin with `LOCKSTEP_`, those of the
+grammar process with `LOCKSTEP_GRAMMAR_`, and those of the gateway with `LOCKSTEP_GATEWAY_`.
 
 """
 
@@ -173,7 +175,7 @@ def main() -> int:
     """Print the page, or write it with `--write`."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.configuration",
-        description="Make docs/configuration.md from the settings of both processes.",
+        description="Make docs/configuration.md from the settings of all processes.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

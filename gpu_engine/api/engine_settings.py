@@ -100,11 +100,11 @@ class EngineSettings:
     dtype: str = "auto"
     """"bfloat16", "float32", or "auto": bfloat16 if the device multiplies it natively, else float32."""
     quantization: str = "auto"
-    """Weights of the model's products: "none" (the dtype); "int8" or "q4" (on a CPU: blocks of 32 weights with 8 or 4
-    bits, and activations of 8 bits); "int8" or "fp8" (on a GPU: 8 bits with a scale for each output, and activations of
-    8 bits with a scale for each token; the output head keeps the dtype); or "auto": with dtype=auto on a CPU, the
-    blocks of a quantised GGUF file or the integers of a quantised checkpoint, and on a GPU the numbers of an FP8 or
-    W8A8 checkpoint, which lose nothing that is in the file, and none for other models."""
+    """Format of the weights in matrix products. "none": the dtype. On a CPU, "int8" or "q4": blocks of 32 weights with
+    8 or 4 bits, and activations of 8 bits. On a GPU, "int8" or "fp8": 8 bits with a scale for each output, and
+    activations of 8 bits with a scale for each token; the output head keeps the dtype. "auto", with dtype=auto: on a
+    CPU the blocks of a quantised GGUF file or the integers of a quantised checkpoint; on a GPU the numbers of an FP8 or
+    W8A8 checkpoint, without loss; "none" for other models."""
     device: str = "auto"
     """"auto" (the first CUDA device if torch sees one, else the CPU), "cpu", "cuda" or "cuda:N"."""
     tensor_parallel_size: int = 1
@@ -185,8 +185,8 @@ class EngineSettings:
     to draft from; the least recently used are dropped. 0: no index. -1: 64 MiB with drafter=ngram on a CPU, otherwise
     no index."""
     draft_index_shared: bool = False
-    """Let requests without a grammar, a bearer token and a client certificate draft from each other's answers. The
-    answers stay the same, but their speed may tell one client what another one got."""
+    """Let requests that have neither a grammar nor a bearer token nor a client certificate draft from each other's
+    answers. The answers stay the same, but their speed may tell one client what another one got."""
     overlap: bool | None = None
     """Launch a step before the tokens of the last one are read; a stop is then found one step late. Unset: on with a
     GPU, off with a CPU."""

@@ -57,8 +57,8 @@ class ServerSettings(LogSettings, ProbeSettings, PortSettings):
     """TOML file with tenants, their tokens and their limits, in place of auth_token_file; every call except health then
     needs a token or a certificate of a tenant. A changed file is read again. See docs/access.md."""
     audit_log: str = ""
-    """With tenant_file: file to which a line of JSON is appended for each call: who, when, which method, how many
-    tokens, and how it ended. Empty: none."""
+    """With tenant_file: file to which each call appends a line of JSON with its caller, time, method, tokens and
+    outcome. Empty: none."""
     receipt_key: str = ""
     """PEM file with an Ed25519 private key, which signs the receipts that requests ask for; see docs/requests.md. Needs
     the extra `receipts`. Empty: no receipts."""
@@ -83,9 +83,9 @@ class ServerSettings(LogSettings, ProbeSettings, PortSettings):
     """Size limit of the grammars that have an id from Compile, in bytes of text; the least recently used is forgotten
     first."""
     grammar_wait_s: float = 30.0
-    """Longest wait of a guided request for a grammar process that starts or was lost, in seconds; then UNAVAILABLE. A
-    grammar that is not ready this time and compile_timeout_s after its admission is RESOURCE_EXHAUSTED, whatever it
-    waited for."""
+    """Longest wait of a guided request for a grammar process that starts or was lost, in seconds; the request then ends
+    with UNAVAILABLE. If its grammar is not ready within grammar_wait_s plus compile_timeout_s of its admission, the
+    request ends with RESOURCE_EXHAUSTED, whatever the grammar waited for."""
     grammar_memory_mb: int = 4096
     """Private memory of a spawned grammar process, in MiB, above which it is killed and restarted. 0: no limit."""
     max_n: int = 16
@@ -111,7 +111,7 @@ class ServerSettings(LogSettings, ProbeSettings, PortSettings):
     """End, as after SIGTERM, when stdin is closed. A server whose stdin is a pipe then ends with the process that
     started it, even when that is killed; the Python client's embedded server uses this."""
     services: str = "auto"
-    """gRPC services of the public port besides the engine's own, separated by commas: "kserve"
+    """gRPC services of the public port in addition to the engine's, separated by commas: "kserve"
     (inference.GRPCInferenceService, of KServe and Triton; docs/gateways.md), "vllm" (vllm.grpc.engine.VllmEngine, of
     gateways such as smg; needs the extra vllm-wire), "kv_events" (vllm with SubscribeKvEvents, which shows every client
     of the port the tokens in the prefix cache), and "auto" (vllm where its extra is installed). Empty: none."""

@@ -31,10 +31,10 @@ class TransferConfig:
     """With role=decode: addresses of engines with role=prefill, "host:port" or "unix:/path". The flag may be repeated,
     the variable has one address a line, and the TOML value is a list."""
     prefill_tokens: int = 128
-    """With role=decode: prompts with fewer uncached tokens are prefilled here."""
+    """With role=decode: prompts with fewer uncached tokens than this are prefilled by this engine."""
     prefill_timeout_s: float = 5.0
-    """With role=decode: longest wait for the next pages of a prompt, in seconds, after which it is prefilled here. With
-    role=prefill: longest time that another engine may take to read its next pages."""
+    """With role=decode: longest wait for the next pages of a prompt, in seconds; this engine then prefills the prompt.
+    With role=prefill: longest time that another engine may take to read its next pages."""
     prefill_tls_ca: str = ""
     """With role=decode: PEM file with certificate authorities for the engines of prefill_from. Empty: clear text."""
     prefill_tls_cert: str = ""
@@ -44,8 +44,8 @@ class TransferConfig:
     prefill_token_file: str = ""
     """File whose first token is sent to the engines of prefill_from. A changed file is read again."""
     transfer_bytes: int = 1 << 28
-    """With role=decode: most bytes of KV pages that running fetches may wait for; a prompt beyond them is prefilled
-    here. A single fetch may have more."""
+    """With role=decode: most bytes of KV pages that all running fetches together may wait for; a prompt whose pages
+    exceed them is prefilled by this engine. A fetch that runs alone may have more."""
 
     def __post_init__(self) -> None:
         require(self.role in ("both", "decode", "prefill"), "role", f"{self.role!r} is not both, decode or prefill")

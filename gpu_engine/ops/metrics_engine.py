@@ -25,7 +25,11 @@ _GAUGES = (
     ("kv_pages_cached", "KV pages without an owner, reusable by prefix match", "pages_cached"),
     ("kv_pages", "Number of KV pages", "num_pages"),
     ("state_snapshots", "Recurrent states that the prefix cache resumes from", "snapshots"),
-    ("state_snapshots_max", "Places for these states; 0: the model has no recurrent layers", "max_snapshots"),
+    (
+        "state_snapshots_max",
+        "Most recurrent states that the prefix cache keeps; 0: the model has no recurrent layers, or the cache is off",
+        "max_snapshots",
+    ),
 )
 _OF_VLLM: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("vllm:num_requests_running", "lockstep_sequences_running under vLLM's name", lambda stats: stats.running),
@@ -58,7 +62,7 @@ _COUNTERS = (
 _BY_DRAFTER = (
     ("draft_tokens", "Drafts verified", "draft_tokens"),
     ("accepted_draft_tokens", "Drafts that were equal to the target's own token", "accepted_draft_tokens"),
-    ("jump_forward_tokens", "Jump-forward tokens verified, which count as drafts as well", "jump_forward_tokens"),
+    ("jump_forward_tokens", "Jump-forward tokens verified; they count as drafts as well", "jump_forward_tokens"),
     (
         "accepted_jump_forward_tokens",
         "Jump-forward tokens that were equal to the target's own token",

@@ -128,7 +128,8 @@ def about_grammar(grammar: GrammarSource, *, up: bool) -> Iterable[Metric]:
     )
     yield CounterMetricFamily(
         "lockstep_grammar_silences",
-        "Times that it showed no life for 0.07 s, or longer on a busy machine, and guided requests paused",
+        "Times that guided requests paused because the grammar process had shown no life for 0.07 s, or for longer on "
+        "a busy machine",
         value=grammar.silences,
     )
     yield CounterMetricFamily(

@@ -49,13 +49,13 @@ class GatewayMetrics:
         )
         self._seconds = Histogram(
             "lockstep_gateway_request_seconds",
-            "From the head of a request to the end of its answer",
+            "Time from the head of a request to the end of its answer",
             ("path",),
             buckets=_SECONDS,
             registry=self.registry,
         )
         self._running = Gauge(
-            "lockstep_gateway_requests_running", "Requests without the end of their answer", registry=self.registry
+            "lockstep_gateway_requests_running", "Requests whose answer has not ended", registry=self.registry
         )
 
     async def text(self) -> bytes:

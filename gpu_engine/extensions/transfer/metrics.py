@@ -21,15 +21,17 @@ class TransferMetrics:
             return Counter(f"lockstep_{name}", documentation, labels, registry=registry)
 
         self._sent_pages = counter("transfer_sent_pages", "KV pages sent to decode engines (role=prefill)")
-        self._sent_bytes = counter("transfer_sent_bytes", "Bytes of these pages")
-        self._pages = counter("transfer_received_pages", "KV pages that came from prefill engines (role=decode)")
-        self._bytes = counter("transfer_received_bytes", "Bytes of these pages")
+        self._sent_bytes = counter("transfer_sent_bytes", "Bytes of the KV pages sent to decode engines")
+        self._pages = counter("transfer_received_pages", "KV pages received from prefill engines (role=decode)")
+        self._bytes = counter("transfer_received_bytes", "Bytes of the KV pages received from prefill engines")
         self.fallbacks = counter(
-            "transfer_fallbacks", "Prompts prefilled here, or from some page on, by reason", ("reason",)
+            "transfer_fallbacks",
+            "Prompts whose pages, all or from some page on, were prefilled here instead of fetched, by reason",
+            ("reason",),
         )
         self._seconds = Histogram(
             "lockstep_transfer_seconds",
-            "Time of a fetch, from the import's beginning to its last page or its failure",
+            "Time to fetch the KV pages of a prompt, until the last page has come or the fetch has failed",
             buckets=LATENCY_BOUNDS_S,
             registry=registry,
         )
