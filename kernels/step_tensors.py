@@ -208,7 +208,7 @@ class DraftTree:
 
 
 def tree_shape(num_drafts: int) -> tuple[int, int]:
-    """Return the width and the levels of the tree from which so many drafts are taken, at least one."""
+    """Return (width, levels) of the tree from which `num_drafts` drafts, at least one, are taken."""
     width = min(TREE_WIDTH, num_drafts)
     return width, min(num_drafts, 1 + TREE_ROWS // width)
 

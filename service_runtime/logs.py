@@ -34,7 +34,7 @@ class RequestIdFilter(logging.Filter):
 
 
 class TextFormatter(logging.Formatter):
-    """ "date time LEVEL logger: message key=value ... request_id=..."."""
+    """Formats a record as the line `date time LEVEL logger: message key=value ... request_id=...`."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -73,11 +73,12 @@ class TenantTable:
 
     by_name: Mapping[str, Tenant] = field(default_factory=dict)
     by_digest: Mapping[bytes, Tenant] = field(default_factory=dict)
-    """By SHA-256 of a token."""
+    """The tenant of each token, by the SHA-256 of the token."""
     by_certificate: Mapping[bytes, Tenant] = field(default_factory=dict)
+    """The tenant of each name of a client certificate."""
 
     def of_certificate(self, names: Iterable[bytes]) -> Tenant | None:
-        """Return the tenant of a certificate with these names; None also if several tenants have them."""
+        """Return the tenant of a certificate with these names; None if no tenant or several have them."""
         found = {tenant.name: tenant for name in names if (tenant := self.by_certificate.get(name)) is not None}
         return next(iter(found.values())) if len(found) == 1 else None
 

@@ -156,7 +156,7 @@ def _outside(root: Document, base: str) -> Iterator[tuple[str, str]]:
 
 
 def lines(wheel: Path, each: int, *, bundle: bool) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a wheel's schemas, as maskbench reads them."""
+    """Yield the objects that maskbench reads, for at most `each` of a wheel's schemas."""
     all_of_it = documents(wheel)
     base = f"https://wheel.invalid/{wheel.name.split('-')[0]}/"
     distinct = {json.dumps(document): path for path, document in reversed(all_of_it.items()) if is_schema(document)}

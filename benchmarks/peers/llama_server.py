@@ -71,7 +71,7 @@ def read_answer(name: str, started_s: float, pieces: Iterable[dict[str, Any]]) -
 
 
 class LlamaServer(ServerPeer):
-    """`llama-server`, greedy, with its own grammar for JSON Schema; `ngram` > 0: drafts from the text so far."""
+    """`llama-server`, greedy, with its own grammar for JSON Schema; `ngram` > 0: draft tokens from the text so far."""
 
     path = "/completion"
 

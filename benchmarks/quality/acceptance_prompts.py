@@ -38,7 +38,7 @@ class AcceptancePrompt:
 
 
 def facts(value: Any, path: str = "") -> Iterator[str]:
-    """Yield the leaves of a JSON value as statements."""
+    """Yield a sentence for each leaf of a JSON value, such as "The city name is Oslo."; null has none."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from facts(item, f"{path} {key}".strip())

@@ -60,7 +60,7 @@ At concurrency c a pass has at least 2c requests; a workload with fewer prompts 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks serve",
         description="Compare guided and free generation of this engine with other systems in one run.",

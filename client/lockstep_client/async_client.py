@@ -379,14 +379,14 @@ class AsyncClient:
         grammar: AnyGrammar | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncValueStream:
-        """Answer with JSON, and return its values as they begin and end; none is taken back.
+        """Answer with JSON, and return its values as they begin and end; no returned value is taken back.
 
         Args:
             prompt: a text, or the ids of its tokens.
             messages: a conversation, in place of a prompt.
-            schema: of the answer: a type, a model, or a JSON Schema.
+            schema: the answer's schema: a type, a model, or a JSON Schema.
             grammar: a JSON grammar, in place of a schema.
-            options: as for `chat`; with `items_of` the items of that array also come whole.
+            options: as for `chat`; with `items_of` each item of that array is also returned whole.
 
         Raises TypeError or ValueError for a wrong argument; the iterator raises CallError, or NotParsed for a number
         with more digits than Python reads.

@@ -1,9 +1,9 @@
-"""When a call is sent again: a decision without a clock of its own and without sleeping.
+"""Decides whether and when a failed call is sent again; the caller passes the clock, and sleeps.
 
 The invariant: a call is sent again only while nothing of its answer has arrived, and only for a status that says that
-the server did no work: UNAVAILABLE, and RESOURCE_EXHAUSTED of a queue. A RESOURCE_EXHAUSTED of any other limit (bytes,
-time, memory of a grammar) comes again for the same request, so it is not tried again. The pauses double, with jitter,
-and no attempt begins after the call's deadline.
+the server did no work: UNAVAILABLE, or RESOURCE_EXHAUSTED because a queue is full. With RESOURCE_EXHAUSTED for any
+other limit (bytes, time, memory of a grammar) a call would fail again, so it is not repeated. The pauses double, with
+jitter, and no attempt begins after the call's deadline.
 
 Not responsible for: the calls, or the pauses themselves (see client.py and async_client.py).
 """

@@ -189,7 +189,7 @@ class IterationRing:
         self.total = iteration.number + 1
 
     def since(self, number: int) -> tuple[list[Iteration], int]:
-        """Return the iterations from `number` on that are still there, and the number after the last of them."""
+        """Return the iterations from `number` on that the ring still has, and the number after the last of them."""
         end = self.total
         found = [self._ring[i % self.size] for i in range(max(number, end - self.size), end)]
         # The writer may have replaced some of the oldest meanwhile.

@@ -110,24 +110,24 @@ class _Lane:
 
 
 class ExchangingDrafter(Protocol):
-    """A drafter whose model may be exchanged. The engine's thread owns it."""
+    """A drafter whose model may be exchanged while the server runs. Owned by the engine thread."""
 
     @property
     def draft(self) -> DraftModel:
-        """The model that drafts now. Any thread may ask."""
+        """The current draft model. Any thread may read it."""
 
     @property
     def buffers(self) -> tuple[object, ...]:
-        """What crosses to the model's device and back, where that is not the target's: tensors, and dataclasses of
-        tensors."""
+        """Tensors, and dataclasses of tensors, that are copied to the draft model's device and back if the target has
+        another device."""
 
     def prepare(self, model: LoadedModel, d2t_V: torch.Tensor | None) -> DraftModel:
-        """Return a loaded model with pages for the drafter's slots. Called on any thread."""
+        """Return a loaded model as a draft model, with pages for the drafter's slots. Called on any thread."""
 
     def exchange(self, draft: DraftModel) -> None:
-        """Draft with another model from now on; the pages of the one before are free when this returns.
+        """Replace the current draft model with `draft`; the pages of the replaced model are free when this returns.
 
-        A RuntimeError, of a device without memory for its graphs, leaves the model before.
+        Raises RuntimeError if the device has no memory for the graphs of `draft`; the current model then stays.
         """
 
 

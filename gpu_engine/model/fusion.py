@@ -173,7 +173,7 @@ def _closest(candidates: Iterable[_M], call: Call, bound: float, *, any_within: 
 
 
 class FusedModelDiffers(RuntimeError):
-    """Each fused part agrees with the model and the whole does not: the model must be loaded again, unfused."""
+    """Each fused part agrees with the model, but the fused model does not: it must be loaded again, unfused."""
 
 
 @dataclass(frozen=True, slots=True)

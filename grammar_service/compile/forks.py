@@ -1,7 +1,8 @@
-"""Compile workers that a prepared process forks within milliseconds: it has read the vocabulary.
+"""Compile workers that start within milliseconds: a prepared process, which has read the vocabulary, forks them.
 
-A worker that starts by itself imports its library and reads the tokenizer: a second and more where the cores are busy,
-which the compilation after a slow one had to wait. The pages that a worker does not write are shared with the others.
+A worker that starts on its own imports its library and reads the tokenizer, which takes a second or more on busy cores.
+Without a fork, the compilation after a slow one would wait for that. Memory pages that a forked worker does not write
+are shared with the other workers.
 
 multiprocessing's forkserver prepares modules but not a vocabulary, starts a second helper process, and lives as long as
 any of its children, so it is not used.

@@ -188,7 +188,7 @@ class Search:
         return next((rest for rest in self._rests(token, path) if len(rest) <= limit and self.fits(rest)), None)
 
     def after(self, token: int, path: Path, limit: int) -> Path | None:
-        """Return what `carry` returns after `token`; the matcher is before it."""
+        """Return the path that `carry` would return, for a matcher that has not accepted `token` yet."""
         for rest in self._rests(token, path):
             if len(rest) <= limit and self.fits((token, *rest)):
                 return rest

@@ -69,7 +69,7 @@ class Completions:
         self._with_usage, self._always = shape.fields.usage_events()
 
     def chunk(self, prompt: int, response: pb.GenerateResponse) -> dict[str, Any] | None:
-        """Return the chunk of a response; None where it has nothing to show. Raises ApiError for a failed sequence."""
+        """Return the chunk of a response; None if the chunk would be empty. Raises ApiError for a failed sequence."""
         choice = self._choice(prompt, response)
         shown = (choice["text"], choice["logprobs"], choice["finish_reason"])
         if not (any(shown) or any(choice.get(name) for name in _LISTS)):

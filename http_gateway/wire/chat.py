@@ -136,7 +136,7 @@ class Tool(Fields):
 
 
 class NamedFunction(Fields):
-    """The name of a function."""
+    """The function or custom tool that a tool choice names."""
 
     name: str
 

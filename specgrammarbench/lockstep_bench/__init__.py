@@ -1,7 +1,7 @@
 """SpecGrammarBench: seven questions to a server that answers under grammars, with or without drafts.
 
-Invariant: everything is asked through the server's public API, and judged by jsonschema and by the regular expressions
-of Python. No engine needs to be installed here.
+Invariant: every question goes through the server's public API, and jsonschema and Python's regular expressions judge
+the answers. The benchmark needs no installed engine.
 """
 
 from lockstep_bench.cases import DATA_VERSION

@@ -110,7 +110,7 @@ class ModelShape:
 
     @property
     def embedding_weights(self) -> int:
-        """Weights of the embedding, or of the output head."""
+        """Weights of the input embedding; the output head has as many."""
         return self.vocab * self.hidden
 
     @property

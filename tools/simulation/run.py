@@ -125,7 +125,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Every promise was kept."""
+        """True: the run found no problem."""
         return not self.problems
 
 

@@ -97,7 +97,7 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(  # type: ignore[override]  # the stub knows generators only
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> None:
-        """Answer requests until the client sends no more, and the running ones have ended."""
+        """Answer requests until the client sends no more and all running requests have ended."""
         async with self._calls.errors_to_status(context):
             stream = RequestStream(self._calls, context, "ModelStreamInfer")
             await stream.run(lambda: self._read(requests, stream))

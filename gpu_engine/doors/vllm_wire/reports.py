@@ -1,4 +1,4 @@
-"""What a gateway asks of an engine in addition to answers: the model, the server, and its load.
+"""Reports that a gateway asks an engine for: the model, the server, and its load.
 
 Invariant: a value that this engine does not have is left at the zero of its type, which the wire reads as unknown.
 

@@ -60,7 +60,7 @@ def apply_rope_factors(config: PreTrainedConfig, header: GGUFHeader) -> None:
 
 
 def rope_tensors(config: Any) -> frozenset[str]:
-    """Return the tensors of a file that its configuration was made from."""
+    """Return the names of the tensors of a file whose factors are in its configuration."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = {each.get("rope_type") for each in (parameters, parameters.get("full_attention")) if isinstance(each, dict)}
     if _TYPE in kinds:

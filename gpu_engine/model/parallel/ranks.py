@@ -63,7 +63,7 @@ class RankSet(Protocol):
         """Copy a page in `pages`, which are rank 0's, and on every other rank. Raises RankLost."""
 
     def watch(self, lost: Callable[[], None]) -> None:
-        """Call `lost` once when a rank is lost, on any thread; at once if one is lost already."""
+        """Call `lost` once, on any thread, when a rank is lost; immediately if a rank is lost already."""
 
     def wake(self, engine: Callable[[], None]) -> None:
         """Call `engine` when another rank has begun a forward that this one has to take part in; on any thread."""
@@ -181,7 +181,7 @@ class Ranks:
         copy_page(pages, source, target)
 
     def watch(self, lost: Callable[[], None]) -> None:
-        """Call `lost` once when a rank is lost: on the watch's thread, or at once if one is lost already."""
+        """Call `lost` once when a rank is lost: on the thread of the watch, or here if a rank is lost already."""
         with self._changed:
             if self._lost is None:
                 self._watchers.append(lost)

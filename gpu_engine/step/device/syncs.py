@@ -35,7 +35,7 @@ class RowFetcher(Protocol):
 
 
 class FlagKernels(RowFetcher, Protocol):
-    """Post and wait without a host function; `kernels.cuda.flags.DeviceFlags` is one."""
+    """Post and wait by kernels, without a host function; `kernels.cuda.flags.DeviceFlags` implements this."""
 
     counter: torch.Tensor
     """int64: last posted sequence, sequence to wait for, nanoseconds waited; the rest belongs to the kernels."""
