@@ -31,7 +31,7 @@ class TransferMetrics:
         )
         self._seconds = Histogram(
             "lockstep_transfer_seconds",
-            "Time to fetch the KV pages of a prompt, until the last page has come or the fetch has failed",
+            "Time of a fetch of KV pages, from the start of the import to the last page or the failure",
             buckets=LATENCY_BOUNDS_S,
             registry=registry,
         )
