@@ -7,6 +7,7 @@ Not responsible for: fixtures of one folder (see its conftest.py), fakes (see fa
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -114,6 +115,17 @@ def worker_group(nodeid: str) -> str:
 def _turn(item: pytest.Item) -> int:
     """Return the place of the test's folder or file in `FIRST`."""
     return next((place for place, prefix in enumerate(FIRST) if item.nodeid.startswith(prefix)), len(FIRST))
+
+
+def pytest_configure() -> None:
+    # Imports and collection make millions of objects that stay; until they are there, nothing looks for garbage.
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    # From here on, garbage is looked for only among the objects of the tests.
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

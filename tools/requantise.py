@@ -173,20 +173,22 @@ def widened() -> tuple[dict[str, _Floats], dict[str, Any]]:
     reader = GGUFReader(weights_file())
     tensors = {t.name: dequantize(t.data, t.tensor_type).reshape(t.shape[::-1].tolist()) for t in reader.tensors}
     fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.")}
-    made = {}
-    for name, tensor in tensors.items():
-        if tensor.ndim == 1:
-            wide = np.zeros(_WIDTH, np.float32)
-            wide[: len(tensor)] = tensor * (len(tensor) / _WIDTH) ** 0.5
-        else:
-            rows, columns = tensor.shape
-            outputs = {"attn_q": _HEADS * _HEAD, "attn_k": _KV_HEADS * _HEAD, "attn_v": _KV_HEADS * _HEAD}
-            part = name.split(".")[-2]
-            is_wide = part in ("attn_output", "ffn_down")
-            wide = np.zeros((_WIDTH if is_wide else outputs.get(part, rows), max(columns, _WIDTH)), np.float32)
-            wide[:rows, :columns] = tensor
-        made[name] = wide
-    return made, fields
+    return {name: wide(name, tensor) for name, tensor in tensors.items()}, fields
+
+
+def wide(name: str, tensor: _Floats) -> _Floats:
+    """Return a tensor of the embedded model with zeros up to the width; a norm's weights make up for them."""
+    if tensor.ndim == 1:
+        made = np.zeros(_WIDTH, np.float32)
+        made[: len(tensor)] = tensor * (len(tensor) / _WIDTH) ** 0.5
+        return made
+    rows, columns = tensor.shape
+    outputs = {"attn_q": _HEADS * _HEAD, "attn_k": _KV_HEADS * _HEAD, "attn_v": _KV_HEADS * _HEAD}
+    part = name.split(".")[-2]
+    is_wide = part in ("attn_output", "ffn_down")
+    made_NK = np.zeros((_WIDTH if is_wide else outputs.get(part, rows), max(columns, _WIDTH)), np.float32)
+    made_NK[:rows, :columns] = tensor
+    return made_NK
 
 
 def kind_of(kind: str, name: str, layers: int) -> str:

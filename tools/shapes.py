@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -197,15 +198,22 @@ def copy_tokenizer(writer: GGUFWriter, size: int = 0) -> None:
 
     A model of `size` rows has unused tokens up to it, which llama.cpp demands and its converter writes.
     """
-    for key, field in GGUFReader(weights_file()).fields.items():
-        if key.startswith("tokenizer."):
-            of = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
-            value = field.contents()
-            if key == "tokenizer.ggml.tokens":
-                value = [*value, *(f"[PAD{token}]" for token in range(len(value), size))]
-            elif key == "tokenizer.ggml.token_type":
-                value = [*value, *[TokenType.UNUSED] * (size - len(value))]
-            writer.add_key_value(key, value, field.types[0], of)
+    for key, (value, kind, of) in _tokenizer().items():
+        if key == "tokenizer.ggml.tokens":
+            value = [*value, *(f"[PAD{token}]" for token in range(len(value), size))]
+        elif key == "tokenizer.ggml.token_type":
+            value = [*value, *[TokenType.UNUSED] * (size - len(value))]
+        writer.add_key_value(key, value, kind, of)
+
+
+@cache
+def _tokenizer() -> dict[str, tuple[Any, GGUFValueType, GGUFValueType | None]]:
+    """Return the fields of the embedded model's tokenizer: value, kind, and the kind of a list's items. Reading them
+    takes seconds."""
+    fields = GGUFReader(weights_file()).fields.items()
+    found = {key: field for key, field in fields if key.startswith("tokenizer.")}
+    is_list = {key: field.types[0] is GGUFValueType.ARRAY for key, field in found.items()}
+    return {key: (f.contents(), f.types[0], f.types[-1] if is_list[key] else None) for key, f in found.items()}
 
 
 def write_folder(shape: Shape, folder: Path, seed: int = 0) -> None:

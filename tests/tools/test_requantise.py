@@ -7,7 +7,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from tools.requantise import KINDS, MIXED, kind_of, rounded, widened
+from tools.requantise import KINDS, MIXED, kind_of, rounded, wide
 
 ERRORS = {
     **{"q4_0": 0.1, "q4_1": 0.09, "q5_0": 0.05, "q5_1": 0.045, "q8_0": 0.01},
@@ -32,14 +32,20 @@ def test_every_kind_has_an_error_here_and_a_mix_has_two() -> None:
     assert {kind_of("q4_k_m", f"blk.{layer}.ffn_down.weight", 30) for layer in range(30)} == {"q4_k", "q6_k"}
 
 
-@pytest.mark.model
-def test_the_widened_models_inputs_are_whole_blocks_and_its_norms_count_the_zeros() -> None:
-    tensors, _ = widened()
-    assert {tensor.shape[-1] % 256 for tensor in tensors.values()} == {0}
-    x_K = np.random.default_rng(0).standard_normal(576).astype(np.float32)
-    weight_K = tensors["blk.3.attn_norm.weight"]
+@pytest.mark.parametrize("part", ["token_embd", "blk.3.attn_q", "blk.3.attn_output", "blk.3.ffn_down", "blk.3.ffn_up"])
+def test_a_widened_matrix_is_the_matrix_with_zeros_up_to_whole_blocks(part: str) -> None:
+    x_NK = np.random.default_rng(0).standard_normal((576, 1536 if "down" in part else 576)).astype(np.float32)
+    wide_NK = wide(f"{part}.weight", x_NK)
+    assert wide_NK.shape[1] % 256 == 0
+    assert np.array_equal(wide_NK[:576, : x_NK.shape[1]], x_NK)
+    assert np.count_nonzero(wide_NK) == np.count_nonzero(x_NK)
+
+
+def test_a_widened_norm_counts_the_zeros() -> None:
+    draw = np.random.default_rng(0)
+    x_K, own_K = (draw.standard_normal(576).astype(np.float32) for _ in range(2))
+    weight_K = wide("blk.3.attn_norm.weight", own_K)
     wide_K = np.concatenate([x_K, np.zeros(192, np.float32)])
     normed_K = wide_K / np.sqrt(np.square(wide_K).mean()) * weight_K
-    own_K = x_K / np.sqrt(np.square(x_K).mean()) * weight_K[:576] / np.sqrt(576 / 768)
-    assert np.allclose(normed_K[:576], own_K, rtol=1e-5)
+    assert np.allclose(normed_K[:576], x_K / np.sqrt(np.square(x_K).mean()) * own_K, rtol=1e-5)
     assert not normed_K[576:].any()
