@@ -51,11 +51,15 @@ def at(value: Any, pointer: str) -> Any:
     return value
 
 
-@pytest.mark.parametrize("drafts", [0, 4])
 @pytest.mark.parametrize(
-    "asked",
-    [{"schema": NESTED, "seed": 1}, {"schema": {"type": "integer"}, "seed": 2}, {"grammar": VERIFIED, "seed": 3}],
-    ids=["nested", "scalar", "verified"],
+    ("asked", "drafts"),
+    [
+        pytest.param({"schema": NESTED, "seed": 1}, 4, id="nested"),
+        pytest.param({"schema": NESTED, "seed": 1}, 0, id="nested, no drafts", marks=pytest.mark.slow),
+        pytest.param({"schema": {"type": "integer"}, "seed": 2}, 0, id="scalar, no drafts"),
+        pytest.param({"grammar": VERIFIED, "seed": 3}, 4, id="verified"),
+        pytest.param({"grammar": VERIFIED, "seed": 3}, 0, id="verified, no drafts", marks=pytest.mark.slow),
+    ],
 )
 async def test_events_have_the_values_of_the_answer_also_after_a_kill(
     server: RunningServer, asked: dict[str, Any], drafts: int

@@ -320,7 +320,7 @@ def test_answers_fit_and_do_not_depend_on_drafts(sidecars: Sidecars) -> None:
 def test_arguments_that_are_written_one_by_one_fit_their_function(sidecars: Sidecars) -> None:
     found = found_in(
         sidecars,
-        [Case.drawn(seed, LISTED, LISTED_TOOLS) for seed in range(16)],
+        [Case.drawn(seed, LISTED, LISTED_TOOLS) for seed in range(10)],
         config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=7, overlap=True, **PATIENT),
     )
     assert {"add", "any", "run", "thoughts"} <= set(found), found
@@ -331,7 +331,7 @@ def test_arguments_that_are_written_one_by_one_fit_their_function(sidecars: Side
 def test_arguments_with_a_notation_of_their_own_fit_their_function(sidecars: Sidecars) -> None:
     found = found_in(
         sidecars,
-        [Case.drawn(seed, LITERAL, LITERAL_TOOLS) for seed in range(16)],
+        [Case.drawn(seed, LITERAL, LITERAL_TOOLS) for seed in range(10)],
         config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=7, overlap=True, **PATIENT),
     )
     assert {"add", "deep", "run", "thoughts"} <= set(found), found

@@ -174,7 +174,7 @@ def test_more_answers_are_valid_after_preemption(sidecars: Sidecars, back: Backt
     compare(sidecars, [Case(seed, schema, back) for seed in seeds for schema in schemas], *PREEMPTED)
 
 
-@pytest.mark.parametrize(("count", "valid"), [(5, 1), pytest.param(40, 7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "valid"), [(3, 1), pytest.param(40, 7, marks=pytest.mark.slow)])
 def test_answers_to_random_schemas_are_valid(sidecars: Sidecars, count: int, valid: int) -> None:
     (answers, *_) = compare(sidecars, random_cases(sidecars, 3 + (count > 8), count), DRAFTING)
     # Enough complete answers to judge. xgrammar enforces fewer keywords, so more of its answers meet a dead end.

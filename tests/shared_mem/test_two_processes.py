@@ -77,7 +77,7 @@ def stress(start_peer: StartPeer, path: Path, rounds: int, spin_ns: int) -> None
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_row_is_stale_torn_or_lost(start_peer: StartPeer, tmp_path: Path, policy: str) -> None:
-    stress(start_peer, tmp_path / "s", 20_000, POLICIES[policy])
+    stress(start_peer, tmp_path / "s", 10_000, POLICIES[policy])
 
 
 @pytest.mark.slow

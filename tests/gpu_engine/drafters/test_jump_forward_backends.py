@@ -72,7 +72,13 @@ DRAFTERS: list[tuple[dict[str, Any], int, int]] = [
 ]
 
 
-@pytest.mark.parametrize("at", range(len(DRAFTERS)))
+SLOW = (1, 2, 6, 8)
+"""Drafters of which there is another one, by their places in `DRAFTERS`."""
+
+
+@pytest.mark.parametrize(
+    "at", [pytest.param(at, marks=pytest.mark.slow) if at in SLOW else at for at in range(len(DRAFTERS))]
+)
 def test_tokens_do_not_depend_on_jump_forward(
     sidecars: Sidecars, expected: list[list[int]], draft_models: dict[str, str], at: int
 ) -> None:

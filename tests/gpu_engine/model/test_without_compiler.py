@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _IMPORTS = """
 import sys
 import torch
@@ -47,6 +49,9 @@ assert sys.modules["torch._dynamo"] is package is torch._dynamo
 with without_compiler():
     assert sys.modules["torch._dynamo"] is package
 """
+
+
+pytestmark = pytest.mark.slow
 
 
 def _run(program: str, root: Path) -> None:
