@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.cuda.attention.block import MASKED, attend, first_key, split_weights, with_sink
+from kernels.cuda.attention.block import MASKED, attend, first_key, parts_of, split_weights, with_sink
 
 
 @triton.jit
@@ -63,6 +63,7 @@ def decode_kernel(
     QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,
 ) -> None:
     """Grid (row tiles, B * Hkv, stripes): partial [B * Hkv * P * G, splits, D], peaks and totals without the D.
 
@@ -76,11 +77,13 @@ def decode_kernel(
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = P * G
     d = tl.arange(0, BLOCK_D)
-    real = d < D
+    channels = parts_of(BLOCK_D, PART)
     position = tl.load(positions + b * P + m // G, mask=m < rows, other=-1)
     seen = first_key(position, window, chunk)
     at = q + b * q_stride_b + (m // G) * q_stride_p + (h * G + m % G) * q_stride_h
-    query = tl.load(at[:, None] + d[None, :], mask=(m < rows)[:, None] & real[None, :], other=0.0)
+    query = [
+        tl.load(at[:, None] + c[None, :], mask=(m < rows)[:, None] & (c < D)[None, :], other=0.0) for c in channels
+    ]
     k_head = k_pages + h * (T * D)
     v_head = v_pages + h * (T * D)
     for split in range(low // SPLIT + tl.program_id(2), (last + SPLIT) // SPLIT, stripes):
@@ -89,32 +92,48 @@ def decode_kernel(
         if end > first:
             # Every program stores the keys and values that it reads, so programs need not wait for each other. Several
             # programs may write equal bytes, which is no race.
-            i = tl.arange(0, QUERIES)
-            token = first + i
-            writes = (token >= start) & (token < end)
+            token = tl.maximum(first, start) + tl.arange(0, QUERIES)
+            writes = token < end
             page = tl.load(table + b * table_stride + token // T, mask=writes, other=0)
             row = (page.to(tl.int64) * (Hkv * T * D) + (token % T) * D)[:, None] + d[None, :]
-            cells = writes[:, None] & real[None, :]
-            k_row = k_new + b * k_stride_b + i * k_stride_p + h * k_stride_h
-            v_row = v_new + b * v_stride_b + i * v_stride_p + h * v_stride_h
+            cells = writes[:, None] & (d < D)[None, :]
+            k_row = k_new + b * k_stride_b + h * k_stride_h + (token - first) * k_stride_p
+            v_row = v_new + b * v_stride_b + h * v_stride_h + (token - first) * v_stride_p
             tl.store(k_head + row, tl.load(k_row[:, None] + d[None, :], mask=cells), mask=cells)
             tl.store(v_head + row, tl.load(v_row[:, None] + d[None, :], mask=cells), mask=cells)
             tl.debug_barrier()
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        acc = [tl.zeros([BLOCK_M, PART], tl.float32) for _ in channels]
         peak = tl.full([BLOCK_M], MASKED, tl.float32)
-        total = tl.zeros([BLOCK_M, 16], tl.float32)
+        total = tl.zeros([BLOCK_M, 8], tl.float32)
         for n in range(tl.maximum(start, low // BLOCK_N * BLOCK_N), end, BLOCK_N):
             token = n + tl.arange(0, BLOCK_N)
             inside = token < end
             page = tl.load(table + b * table_stride + token // T, mask=inside, other=0)
             row = page.to(tl.int64) * (Hkv * T * D) + (token % T) * D
-            k = tl.load(k_head + row[None, :] + d[:, None], mask=inside[None, :] & real[:, None], other=0.0)
-            v = tl.load(v_head + row[:, None] + d[None, :], mask=inside[:, None] & real[None, :], other=0.0)
-            acc, peak, total = attend(query, k, v, token, position, acc, peak, total, seen, scale, softcap, SOFTCAP)
-        out = (tl.program_id(1).to(tl.int64) * rows + m) * splits + split
-        tl.store(partial + out[:, None] * D + d[None, :], acc, mask=(m < rows)[:, None] & real[None, :])
-        tl.store(peaks + out, peak, mask=m < rows)
-        tl.store(totals + out, tl.max(total, axis=1), mask=m < rows)
+            acc, peak, total = attend(
+                query,
+                k_head + row,
+                v_head + row,
+                inside,
+                channels,
+                token,
+                position,
+                acc,
+                peak,
+                total,
+                seen,
+                scale,
+                softcap,
+                SOFTCAP,
+                D,
+            )
+        out = (tl.program_id(1).to(tl.int64) * rows + tile * BLOCK_M) * splits + split
+        place = tl.arange(0, BLOCK_M) * splits
+        for i in tl.static_range(len(channels)):
+            cells = (m < rows)[:, None] & (channels[i] < D)[None, :]
+            tl.store(partial + out * D + ((place * D)[:, None] + channels[i][None, :]), acc[i], mask=cells)
+        tl.store(peaks + out + place, peak, mask=m < rows)
+        tl.store(totals + out + place, tl.max(total, axis=1), mask=m < rows)
 
 
 @triton.jit

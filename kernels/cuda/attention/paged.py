@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.language.target_info import cuda_capability_geq
 
 from kernels.cuda.attention.decode import combine_kernel, decode_kernel
 from kernels.cuda.attention.prompt import prefill_kernel, store_kernel
@@ -24,6 +25,8 @@ _LOG2_E = 1.4426950408889634
 _MAX_SPLITS = 128
 _MIN_SPLIT = 128
 _COMBINE = 16
+_PART = 32
+"""Channels of a head that a matrix product takes at a time, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class DecodeTuning:
     programs: int = 512
     """Number of (sequence, KV head) pairs that fill the chip. With fewer, the splits of a pair run
         at the same time; with more, one after the other."""
+    part: int = _PART
+    """Channels of a head that a matrix product takes at a time: fewer need fewer registers."""
 
     @classmethod
     def of(cls, head_dim: int, itemsize: int, heads: int = 1, *, tree: bool = False) -> DecodeTuning:
@@ -48,13 +53,18 @@ class DecodeTuning:
 
         Shared memory holds two stages of keys and values. Where programs are many, small ones wait less for each other.
         A tree has the blocks of a chain, and so its bits. Its kernel has two kinds of addresses, which leave no
-        registers for a second stage.
+        registers for a second stage; with one stage, parts of a head save none.
         """
-        if triton.next_power_of_2(head_dim) * itemsize > 256:
-            return cls(block_n=32, num_warps=8, num_stages=1 if tree else 2)
-        if tree:
-            return cls(block_n=64, num_warps=4, num_stages=1)
-        return cls(block_n=64, num_warps=4 if heads < 32 else 2, num_stages=2)
+        block_d = _block_d(head_dim)
+        part, stages = (block_d, 1) if tree else (max(_PART, block_d // 4), 2)
+        if block_d * itemsize > 256:
+            return cls(block_n=32, num_warps=8, num_stages=stages, part=part)
+        return cls(block_n=64, num_warps=4 if tree or heads < 32 else 2, num_stages=stages, part=part)
+
+
+def _block_d(head_dim: int) -> int:
+    width: int = triton.next_power_of_2(head_dim)
+    return max(_PART, width)
 
 
 def split_length(max_tokens: int) -> int:
@@ -93,7 +103,7 @@ def paged_attention(
     out = torch.empty(B, P, Hq, D, dtype=q_BPHD.dtype, device=q_BPHD.device)
     scales = (scale, softcap) if softcap else (scale * _LOG2_E, 0.0)
     strides = (*q_BPHD.stride()[:3], *k_BPHD.stride()[:3], *v_BPHD.stride()[:3], page_table_BN.stride(0))
-    shape = {"D": D, "BLOCK_D": triton.next_power_of_2(D), "T": T, "G": Hq // Hkv, "SOFTCAP": softcap != 0.0}
+    shape = {"D": D, "BLOCK_D": _block_d(D), "T": T, "G": Hq // Hkv, "SOFTCAP": softcap != 0.0}
     tuning = tuning or DecodeTuning.of(D, q_BPHD.element_size(), B * Hkv, tree=bool(of_tree))
     sinks, with_sinks = positions_BP if sinks_H is None else sinks_H, {"SINKS": sinks_H is not None}  # else not read
     split = split_len or split_length(page_table_BN.shape[1] * T)
@@ -132,6 +142,7 @@ def paged_attention(
         QUERIES=triton.next_power_of_2(P),
         BLOCK_M=tile,
         BLOCK_N=tuning.block_n,
+        PART=tuning.part,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
@@ -220,7 +231,9 @@ def _prefill(
     big = BLOCK_D * q_BPHD.element_size() > 256
     rows = 64 if P <= 64 or big else 128
     # Blocks of keys are those of the decode kernels: their size is part of the bits.
-    block_n = DecodeTuning.of(D, q_BPHD.element_size()).block_n
+    tuning = DecodeTuning.of(D, q_BPHD.element_size())
+    # There a matrix instruction of four warps reads keys and values from shared memory, and its sums are 16 wide.
+    from_shared = cuda_capability_geq(9) and not cuda_capability_geq(12)
     prefill_kernel[(-(-P // rows), Hq, B)](
         q_BPHD,
         pages.k,
@@ -236,7 +249,9 @@ def _prefill(
         *limits,
         **shape,
         BLOCK_M=rows,
-        BLOCK_N=block_n,
+        BLOCK_N=tuning.block_n,
+        PART=BLOCK_D if from_shared or BLOCK_D > 128 else tuning.part,
+        SUMS=16 if from_shared else 8,
         num_warps=8 if rows == 128 or big else 4,
         num_stages=2,
     )

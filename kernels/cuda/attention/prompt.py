@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.cuda.attention.block import MASKED, attend, first_key, split_weights, with_sink
+from kernels.cuda.attention.block import MASKED, add_split, attend, first_key, parts_of, split_weights, with_sink
 
 
 @triton.jit
@@ -81,22 +81,21 @@ def prefill_kernel(
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,
+    SUMS: tl.constexpr,
 ) -> None:
     """Grid (query tiles, Hq, B): out [B, P, Hq, D]; rows of padding are 0."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    real = d < D
-    cells = (m < P)[:, None] & real[None, :]
+    channels = parts_of(BLOCK_D, PART)
     position = tl.load(positions + b * P + m, mask=m < P, other=-1)
-    query = tl.load(
-        (q + b * q_stride_b + m * q_stride_p + head * q_stride_h)[:, None] + d[None, :], mask=cells, other=0.0
-    )
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    at = q + b * q_stride_b + m * q_stride_p + head * q_stride_h
+    query = [tl.load(at[:, None] + c[None, :], mask=(m < P)[:, None] & (c < D)[None, :], other=0.0) for c in channels]
+    acc = [tl.zeros([BLOCK_M, PART], tl.float32) for _ in channels]
     peak = tl.full([BLOCK_M], MASKED, tl.float32)
-    total = tl.zeros([BLOCK_M, 16], tl.float32)
-    whole = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M, SUMS], tl.float32)
+    whole = [tl.zeros([BLOCK_M, PART], tl.float32) for _ in channels]
     whole_peak = tl.full([BLOCK_M], MASKED, tl.float32)
     whole_total = tl.zeros([BLOCK_M], tl.float32)
     last = tl.max(position, axis=0)
@@ -110,20 +109,36 @@ def prefill_kernel(
         inside = token <= last
         page = tl.load(table + b * table_stride + token // T, mask=inside, other=0)
         row = page.to(tl.int64) * (Hkv * T * D) + (token % T) * D
-        k = tl.load(k_head + row[None, :] + d[:, None], mask=inside[None, :] & real[:, None], other=0.0)
-        v = tl.load(v_head + row[:, None] + d[None, :], mask=inside[:, None] & real[None, :], other=0.0)
-        acc, peak, total = attend(query, k, v, token, position, acc, peak, total, seen, scale, softcap, SOFTCAP)
+        acc, peak, total = attend(
+            query,
+            k_head + row,
+            v_head + row,
+            inside,
+            channels,
+            token,
+            position,
+            acc,
+            peak,
+            total,
+            seen,
+            scale,
+            softcap,
+            SOFTCAP,
+            D,
+        )
         if (n + BLOCK_N) % SPLIT == 0 or n + BLOCK_N > last:
             kept, weight, whole_peak = split_weights(whole_peak, peak)
-            whole = tl.fma(acc, weight[:, None], whole * kept[:, None])
+            whole = add_split(whole, kept, acc, weight)
             whole_total = tl.fma(tl.max(total, axis=1), weight, whole_total * kept)
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            acc = [tl.zeros([BLOCK_M, PART], tl.float32) for _ in channels]
             peak = tl.full([BLOCK_M], MASKED, tl.float32)
-            total = tl.zeros([BLOCK_M, 16], tl.float32)
+            total = tl.zeros([BLOCK_M, SUMS], tl.float32)
     if SINKS:
         # A row of padding has no peak; its result is 0 whatever the sink takes.
         kept, whole_total = with_sink(tl.where(position >= 0, whole_peak, 0.0), whole_total, tl.load(sinks + head))
-        whole = whole * kept[:, None]
-    acc = tl.where(position[:, None] >= 0, whole / tl.where(whole_total > 0.0, whole_total, 1.0)[:, None], 0.0)
-    cell = ((b * P + m) * Hq + head)[:, None] * D + d[None, :]
-    tl.store(out + cell, acc.to(out.dtype.element_ty), mask=cells)
+        whole = [part * kept[:, None] for part in whole]
+    divisor = tl.where(whole_total > 0.0, whole_total, 1.0)[:, None]
+    at = out + ((b * P + tl.program_id(0) * BLOCK_M) * Hq + head) * D + tl.arange(0, BLOCK_M) * (Hq * D)
+    for i in tl.static_range(len(channels)):
+        mean = tl.where(position[:, None] >= 0, whole[i] / divisor, 0.0).to(out.dtype.element_ty)
+        tl.store(at[:, None] + channels[i][None, :], mean, mask=(m < P)[:, None] & (channels[i] < D)[None, :])

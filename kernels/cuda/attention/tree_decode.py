@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.cuda.attention.block import MASKED, attend, first_key
+from kernels.cuda.attention.block import MASKED, attend, first_key, parts_of
 from kernels.cuda.attention.decode import bounds
 
 
@@ -57,6 +57,7 @@ def tree_decode_kernel(
     QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,
 ) -> None:
     """Grid (row tiles, B * Hkv, stripes): as `decode_kernel`; `tree_rows` [B, R, R] is `TreeRows.rows_BRR`."""
     tile = tl.program_id(0)
@@ -66,11 +67,13 @@ def tree_decode_kernel(
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = P * G
     d = tl.arange(0, BLOCK_D)
-    real = d < D
+    channels = parts_of(BLOCK_D, PART)
     position = tl.load(positions + b * P + m // G, mask=m < rows, other=-1)
     seen = first_key(position, window, chunk)
     at = q + b * q_stride_b + (m // G) * q_stride_p + (h * G + m % G) * q_stride_h
-    query = tl.load(at[:, None] + d[None, :], mask=(m < rows)[:, None] & real[None, :], other=0.0)
+    query = [
+        tl.load(at[:, None] + c[None, :], mask=(m < rows)[:, None] & (c < D)[None, :], other=0.0) for c in channels
+    ]
     k_head = k_pages + h * (T * D)
     v_head = v_pages + h * (T * D)
     k_step = k_new + b * k_stride_b + h * k_stride_h
@@ -82,7 +85,7 @@ def tree_decode_kernel(
         place = first + i
         page = tl.load(table + b * table_stride + place // T, mask=writes, other=0)
         row = (page.to(tl.int64) * (Hkv * T * D) + (place % T) * D)[:, None] + d[None, :]
-        cells = writes[:, None] & real[None, :]
+        cells = writes[:, None] & (d < D)[None, :]
         tl.store(k_head + row, tl.load(k_step + (i * k_stride_p)[:, None] + d[None, :], mask=cells), mask=cells)
         tl.store(v_head + row, tl.load(v_step + (i * v_stride_p)[:, None] + d[None, :], mask=cells), mask=cells)
     for split in range(low // SPLIT + tl.program_id(2), (last + SPLIT) // SPLIT, stripes):
@@ -98,9 +101,9 @@ def tree_decode_kernel(
             served = 1
         for own in range(node, end_node):
             way = tree_rows + (b * R + own) * R
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            acc = [tl.zeros([BLOCK_M, PART], tl.float32) for _ in channels]
             peak = tl.full([BLOCK_M], MASKED, tl.float32)
-            total = tl.zeros([BLOCK_M, 16], tl.float32)
+            total = tl.zeros([BLOCK_M, 8], tl.float32)
             depth = tl.load(positions + b * P + own) - first
             for n in range(begin, end, BLOCK_N):
                 token = n + tl.arange(0, BLOCK_N)
@@ -113,11 +116,28 @@ def tree_decode_kernel(
                 k_row = tl.where(new, k_step + step * k_stride_p, k_head + row)
                 v_row = tl.where(new, v_step + step * v_stride_p, v_head + row)
                 inside = old | new
-                k = tl.load(k_row[None, :] + d[:, None], mask=inside[None, :] & real[:, None], other=0.0)
-                v = tl.load(v_row[:, None] + d[None, :], mask=inside[:, None] & real[None, :], other=0.0)
-                acc, peak, total = attend(query, k, v, token, position, acc, peak, total, seen, scale, softcap, SOFTCAP)
+                acc, peak, total = attend(
+                    query,
+                    k_row,
+                    v_row,
+                    inside,
+                    channels,
+                    token,
+                    position,
+                    acc,
+                    peak,
+                    total,
+                    seen,
+                    scale,
+                    softcap,
+                    SOFTCAP,
+                    D,
+                )
             mine = (m < rows) & (m // G >= own) & (m // G < own + served)
-            out = (tl.program_id(1).to(tl.int64) * rows + m) * splits + split
-            tl.store(partial + out[:, None] * D + d[None, :], acc, mask=mine[:, None] & real[None, :])
-            tl.store(peaks + out, peak, mask=mine)
-            tl.store(totals + out, tl.max(total, axis=1), mask=mine)
+            out = (tl.program_id(1).to(tl.int64) * rows + tile * BLOCK_M) * splits + split
+            cell = tl.arange(0, BLOCK_M) * splits
+            for i in tl.static_range(len(channels)):
+                cells = mine[:, None] & (channels[i] < D)[None, :]
+                tl.store(partial + out * D + ((cell * D)[:, None] + channels[i][None, :]), acc[i], mask=cells)
+            tl.store(peaks + out + cell, peak, mask=mine)
+            tl.store(totals + out + cell, tl.max(total, axis=1), mask=mine)
