@@ -124,15 +124,18 @@ def test_after_a_device_error_no_host_function_runs_and_every_wait_ends(mode: st
             open_slot(t, sidecar, 0)
             t.launch([0])
             posted = t.channel.last_seq
-            ran = [0]
+            ran, launched_all = [0], threading.Event()
 
             def break_early(node: object) -> None:
                 ran[0] += 1
                 if ran[0] == 5:
+                    # A device that is broken refuses the rest of a launch.
+                    assert launched_all.wait(20)
                     raise RuntimeError("an illegal memory access was encountered")
 
             t.stream.before = break_early
             launched = t.start([Lane(0, 1, True)])
+            launched_all.set()
             with pytest.raises(DeviceFailed, match="illegal memory access"):
                 t.graphs.read(launched)
             assert t.channel.last_seq == posted, "its post was skipped"
