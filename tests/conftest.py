@@ -117,9 +117,11 @@ def _turn(item: pytest.Item) -> int:
     return next((place for place, prefix in enumerate(FIRST) if item.nodeid.startswith(prefix)), len(FIRST))
 
 
-def pytest_configure() -> None:
-    # Imports and collection make millions of objects that stay; until they are there, nothing looks for garbage.
-    gc.disable()
+def pytest_configure(config: pytest.Config) -> None:
+    # Imports and collection make millions of objects that stay; until they are there, nothing looks for garbage. The
+    # process that hands tests to workers collects none.
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        gc.disable()
 
 
 def pytest_collection_finish() -> None:

@@ -185,8 +185,8 @@ def wide(name: str, tensor: _Floats) -> _Floats:
     rows, columns = tensor.shape
     outputs = {"attn_q": _HEADS * _HEAD, "attn_k": _KV_HEADS * _HEAD, "attn_v": _KV_HEADS * _HEAD}
     part = name.split(".")[-2]
-    is_wide = part in ("attn_output", "ffn_down")
-    made_NK = np.zeros((_WIDTH if is_wide else outputs.get(part, rows), max(columns, _WIDTH)), np.float32)
+    outputs |= dict.fromkeys(("attn_output", "ffn_down"), _WIDTH)
+    made_NK = np.zeros((outputs.get(part, int(rows)), max(columns, _WIDTH)), np.float32)
     made_NK[:rows, :columns] = tensor
     return made_NK
 

@@ -84,8 +84,8 @@ class ServerSettings(LogSettings, ProbeSettings, PortSettings):
     first."""
     grammar_wait_s: float = 30.0
     """Longest wait of a guided request for a grammar process that starts or was lost, in seconds; the request then ends
-    with UNAVAILABLE. If its grammar is not ready within grammar_wait_s plus compile_timeout_s of its admission, the
-    request ends with RESOURCE_EXHAUSTED, whatever the grammar waited for."""
+    with UNAVAILABLE. If its grammar is not ready within grammar_wait_s plus compile_timeout_s (for each library that
+    is tried) of its admission, the request ends with RESOURCE_EXHAUSTED, whatever the grammar waited for."""
     grammar_memory_mb: int = 4096
     """Private memory of a spawned grammar process, in MiB, above which it is killed and restarted. 0: no limit."""
     max_n: int = 16

@@ -112,7 +112,7 @@ def test_result_bits_do_not_depend_on_the_batch_or_the_number_of_queries(
 
 @triton_only
 @pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.slow), 150])
-def test_the_distribution_of_splits_changes_no_bit(target: torch.device, window: int) -> None:
+def test_the_distribution_of_splits_and_the_parts_of_a_head_change_no_bit(target: torch.device, window: int) -> None:
     from kernels.cuda.attention.paged import DecodeTuning
     from kernels.cuda.attention.paged import paged_attention as tuned_attention
 
@@ -122,7 +122,13 @@ def test_the_distribution_of_splits_changes_no_bit(target: torch.device, window:
     positions = (torch.tensor([255, 620])[:, None] + torch.arange(P)).int().to(target)
     usual = DecodeTuning.of(64, 2)
     results = []
-    for cut in (usual, replace(usual, programs=1), replace(usual, programs=12), replace(usual, num_warps=2)):
+    for cut in (
+        usual,
+        replace(usual, programs=1),
+        replace(usual, programs=12),
+        replace(usual, num_warps=2),
+        replace(usual, part=64),
+    ):
         pages = pages_of(B * N, 1, 16, 64, dtype, target, seed=4)
         out = tuned_attention(q, k, v, pages, table, positions, scale=0.125, window=window, tuning=cut)
         results.append((out, pages.k))

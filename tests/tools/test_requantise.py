@@ -7,7 +7,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from tools.requantise import KINDS, MIXED, kind_of, rounded, wide
+from tools.requantise import KINDS, MIXED, kind_of, rounded, wide, widened
 
 ERRORS = {
     **{"q4_0": 0.1, "q4_1": 0.09, "q5_0": 0.05, "q5_1": 0.045, "q8_0": 0.01},
@@ -32,13 +32,35 @@ def test_every_kind_has_an_error_here_and_a_mix_has_two() -> None:
     assert {kind_of("q4_k_m", f"blk.{layer}.ffn_down.weight", 30) for layer in range(30)} == {"q4_k", "q6_k"}
 
 
-@pytest.mark.parametrize("part", ["token_embd", "blk.3.attn_q", "blk.3.attn_output", "blk.3.ffn_down", "blk.3.ffn_up"])
-def test_a_widened_matrix_is_the_matrix_with_zeros_up_to_whole_blocks(part: str) -> None:
-    x_NK = np.random.default_rng(0).standard_normal((576, 1536 if "down" in part else 576)).astype(np.float32)
+@pytest.mark.parametrize(
+    ("part", "shape", "wide_shape"),
+    [
+        ("token_embd", (320, 576), (320, 768)),
+        ("blk.3.attn_q", (576, 576), (768, 768)),
+        ("blk.3.attn_k", (192, 576), (256, 768)),
+        ("blk.3.attn_v", (192, 576), (256, 768)),
+        ("blk.3.attn_output", (576, 576), (768, 768)),
+        ("blk.3.ffn_up", (1536, 576), (1536, 768)),
+        ("blk.3.ffn_gate", (1536, 576), (1536, 768)),
+        ("blk.3.ffn_down", (576, 1536), (768, 1536)),
+    ],
+)
+def test_a_widened_matrix_is_the_matrix_with_zeros_up_to_whole_blocks(
+    part: str, shape: tuple[int, int], wide_shape: tuple[int, int]
+) -> None:
+    x_NK = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     wide_NK = wide(f"{part}.weight", x_NK)
-    assert wide_NK.shape[1] % 256 == 0
-    assert np.array_equal(wide_NK[:576, : x_NK.shape[1]], x_NK)
+    assert wide_NK.shape == wide_shape
+    assert np.array_equal(wide_NK[: shape[0], : shape[1]], x_NK)
     assert np.count_nonzero(wide_NK) == np.count_nonzero(x_NK)
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_widened_models_inputs_are_whole_blocks() -> None:
+    tensors, fields = widened()
+    assert {tensor.shape[-1] % 256 for tensor in tensors.values()} == {0}
+    assert len(tensors) == 9 * fields["llama.block_count"] + 2
 
 
 def test_a_widened_norm_counts_the_zeros() -> None:

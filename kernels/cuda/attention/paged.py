@@ -33,8 +33,8 @@ _PART = 32
 class DecodeTuning:
     """Sizes of the decode kernels' blocks; `block_n` is part of the result's bits, the rest is speed.
 
-    Chosen on an H200 (docs/log/): 128 sequences of 200 tokens take 56 us a layer with these sizes, and 188 with 4
-    warps for every split that the page table has room for.
+    Chosen on an H200 (docs/log/), before heads came in parts: 128 sequences of 200 tokens took 56 us a layer with these
+    sizes, and 188 with 4 warps for every split that the page table has room for.
     """
 
     block_n: int

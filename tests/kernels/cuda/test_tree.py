@@ -45,6 +45,7 @@ def test_a_path_has_the_bits_of_a_chain_of_its_drafts(
         *(q, k, v, pages, table, positions.to(device)),
         sinks_H=sinks_H,
         tree_rows_BRR=tree.rows_BRR,
+        # The interpreter rounds a product once for each part of a head, a GPU does not: here both have the same parts.
         tuning=DecodeTuning.of(D, dtype.itemsize),
         **limits,
     )

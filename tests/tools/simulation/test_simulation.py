@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -34,6 +35,7 @@ def collected_between_runs() -> Iterator[None]:
     try:
         with many_runs():
             yield
+        gc.freeze()  # `many_runs` gives the objects of the collection back to the collector
     finally:
         logging.disable(logging.NOTSET)
 
