@@ -171,7 +171,7 @@ async def _wait(state: _State) -> None:
     except asyncio.CancelledError:
         if turn.done() and not turn.cancelled():
             _pass_on(state)
-        else:
+        elif turn in state.waiting:  # else a turn was passed on meanwhile, over this one
             state.waiting.remove(turn)
         raise
 

@@ -186,6 +186,17 @@ async def test_a_turn_of_a_task_that_is_cancelled_is_the_next_one_s() -> None:
     assert repr(made.limiter) == "<TenantTurns 0 refused=0>"
 
 
+async def test_a_task_that_is_cancelled_while_a_turn_is_passed_on_ends_as_cancelled() -> None:
+    made, mine = Compilations(), owner()
+    for number in range(3):
+        await made.begin(number, mine)
+    await made.cancel(0, 1)  # the turn of 0 is passed on when 1 is cancelled and has not run yet
+    assert made.tasks[1].cancelled()
+    assert made.running == [2]
+    await made.end(2)
+    assert repr(made.limiter) == "<TenantTurns 0 refused=0>"
+
+
 def test_owners_with_one_space_share_a_grammar_whoever_compiles_it() -> None:
     one, other = (
         GrammarSpec(GrammarKind.REGEX, "a", owner=GrammarOwner("", name, 1, 1, 1)) for name in ("acme", "beta")
