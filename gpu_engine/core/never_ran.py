@@ -30,6 +30,8 @@ class Part:
     """Gets the settings, and whether the model has recurrent layers."""
 
 
+EVERY_START = ("attention in parts of a head",)
+"""Parts of every start on a GPU."""
 NEVER_RAN = (
     Part("EAGLE3 heads", lambda c, recurrent: c.num_drafts > 0 and c.drafter == "eagle3"),
     Part("drafts by multi-token prediction", lambda c, recurrent: c.num_drafts > 0 and c.drafter == "mtp"),
@@ -42,14 +44,13 @@ NEVER_RAN = (
 
 
 def say_what_never_ran(config: EngineConfig, device: torch.device, triton: str, *, recurrent: bool) -> None:
-    """Log in one line what of this start no GPU has run; nothing where all of it ran.
+    """Log in one line what of this start no GPU has run.
 
     `triton`: its version; `recurrent`: the model has recurrent layers.
     """
-    parts = [part.name.strip("`") for part in NEVER_RAN if part.uses(config, recurrent)]
+    parts = [*EVERY_START, *(part.name.strip("`") for part in NEVER_RAN if part.uses(config, recurrent))]
     if not triton.startswith(f"{RAN_TRITON}."):
         parts.append(f"kernels that Triton {triton} compiled")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) != RAN_CAPABILITY:
         parts.append("a GPU of compute capability {}.{}".format(*capability))
-    if parts:
-        log.warning("no GPU has run these parts of this start so far: %s; docs/gpu.md lists what ran", ", ".join(parts))
+    log.warning("no GPU has run these parts of this start so far: %s; docs/gpu.md lists what ran", ", ".join(parts))
