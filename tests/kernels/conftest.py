@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.kernels.checked_interpreter import checked_interpreter
+from tests.kernels.ordered_sums import ordered_sums
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +32,16 @@ def checked() -> Iterator[None]:
     with checked_interpreter() as found:
         yield
     assert found.faults == []
+
+
+@pytest.fixture
+def in_order() -> Iterator[None]:
+    """Give the interpreter's products the order of a GPU's (see ordered_sums.py)."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    with ordered_sums():
+        yield
 
 
 @pytest.fixture(params=["native", "triton"])

@@ -111,6 +111,7 @@ def test_result_bits_do_not_depend_on_the_batch_or_the_number_of_queries(
 
 
 @triton_only
+@pytest.mark.usefixtures("in_order")
 @pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.slow), 150])
 def test_the_distribution_of_splits_and_the_parts_of_a_head_change_no_bit(target: torch.device, window: int) -> None:
     from kernels.cuda.attention.paged import DecodeTuning

@@ -5,8 +5,8 @@ Invariant: a query's numbers do not depend on the tile that it is in, nor on the
 keys of a split are matrix products, which add the keys in their order, and splits are added in their order. A head's
 channels are a tuple of parts, and a matrix product takes one part at a time, so that a warp needs registers only for a
 part of a block. On a GPU the parts change no bit: scores are added in the order of the channels, and each channel of
-the values is a sum of its own. (The interpreter rounds a product once for each part.) Triton functions. Not
-responsible for: where keys and values are (see decode.py, prompt.py).
+the values is a sum of its own. Triton functions. Not responsible for: where keys and values are (see decode.py,
+prompt.py).
 """
 
 from __future__ import annotations

@@ -4,20 +4,16 @@ The products are `InvariantLinear`'s, over CPU tensors: inputs and results have 
 and the library multiplies more rows where `BitChecks` finds its bits equal. All else of the model is in float32, so
 tokens differ by products only. The stand-in for the library flips the last bit that bfloat16 would have of some
 results: other ones for each number of rows, each shape of a call (a prompt's or a step's), and each captured graph.
-`exact_sums` makes the interpreter's products independent of the tile, as a GPU's matrix instructions are.
+The interpreter's products are independent of the tile, as a GPU's matrix instructions are, within `ordered_sums`.
 Not responsible for: which instructions a GPU has (see tests/kernels/cuda/test_cubins.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -98,7 +94,7 @@ class RoundedLinear(InvariantLinear):
 
 
 def load_rounded(settings: EngineConfig, library: Library) -> LoadedModel:
-    """Load the model of `settings` with such products. Within `exact_sums`."""
+    """Load the model of `settings` with such products. Within `ordered_sums`."""
     attention.register()
     folder = Path(settings.model)
     net: Any = AutoModelForCausalLM.from_pretrained(
@@ -113,17 +109,3 @@ def load_rounded(settings: EngineConfig, library: Library) -> LoadedModel:
     library.calls.clear()  # of the comparisons at load
     library.kernel_rows.clear()
     return model
-
-
-@contextmanager
-def exact_sums() -> Iterator[None]:
-    """Sum the interpreter's matrix products in float64, whose rounding to float32 does not show the order."""
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def dot(self: object, a: Any, b: Any, d: Any, *_: object) -> Any:
-        exact = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + d.data
-        return TensorHandle(exact.astype(d.data.dtype), d.dtype.scalar)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InterpreterBuilder, "create_dot", dot)
-        yield

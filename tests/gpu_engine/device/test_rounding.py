@@ -19,8 +19,9 @@ from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine.device.conftest import small_llama
 from tests.gpu_engine.device.device_engine import device_engine
 from tests.gpu_engine.device.device_requests import INTERPRETED, on_device
-from tests.gpu_engine.device.rounding import Library, exact_sums, load_rounded
+from tests.gpu_engine.device.rounding import Library, load_rounded
 from tests.gpu_engine.harness import Answer, answer_each, ask, config, executor_of, held, tokens
+from tests.kernels.ordered_sums import ordered_sums
 
 pytestmark = [*INTERPRETED, pytest.mark.slow]
 
@@ -36,7 +37,7 @@ EAGER = {"enforce_eager": True, "overlap": False}
 
 @pytest.fixture(scope="module")
 def exact() -> Iterator[None]:
-    with exact_sums():
+    with ordered_sums():
         yield
 
 

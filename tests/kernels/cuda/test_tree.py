@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cuda.attention.paged import DecodeTuning, paged_attention
+from kernels.cuda.attention.paged import paged_attention
 from kernels.cuda.branch import BRANCH_TOKENS, add_branch
 from kernels.cuda.ngram import propose_ngram
 from kernels.cuda.step_inputs import load_step
@@ -18,6 +18,7 @@ from tests.kernels.attention_reference import inputs, paged_attention_reference,
 from tests.kernels.tree_cases import random_parents, tree_of, way_to
 
 
+@pytest.mark.usefixtures("in_order")
 @pytest.mark.parametrize(
     ("P", "Hq", "Hkv", "D", "window", "chunk", "dtype"),
     [
@@ -45,8 +46,6 @@ def test_a_path_has_the_bits_of_a_chain_of_its_drafts(
         *(q, k, v, pages, table, positions.to(device)),
         sinks_H=sinks_H,
         tree_rows_BRR=tree.rows_BRR,
-        # The interpreter rounds a product once for each part of a head, a GPU does not: here both have the same parts.
-        tuning=DecodeTuning.of(D, dtype.itemsize),
         **limits,
     )
     for b, start in enumerate(starts):
