@@ -87,7 +87,8 @@ class AttentionContext:
     """
     prompts: PromptRows | None = None
     """Further rows of the forward. All keys of a layer are stored before any row reads them, so the last token of a
-    prompt may be a row of the batch while the tokens before it are here. Only for models that skip padding."""
+    prompt may be a row of the batch while the tokens before it are here. Only for models that take
+    prompts."""
     adapters_B: torch.Tensor | None = None
     """int32, the LoRA adapter of each sequence of the batch, 0 for none; None: no sequence has one."""
     adapters: SequenceAdapters | None = None

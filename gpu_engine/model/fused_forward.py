@@ -13,9 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.attention import AttentionContext, PromptRows
 from gpu_engine.model.fused_layers import FusedAttention, FusedGated, FusedNorm, MixedBlock, angles_by_row
 from gpu_engine.model.linear import PackedLinear
+from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Recording
 from kernels.fused import RMSNorm, add_rms_norm, angles_at, rms_norm
 from kernels.step_tensors import StepTensors
@@ -31,6 +32,10 @@ class WholeForward(Protocol):
     @property
     def skips_padding(self) -> bool:
         """True: rows of padding take no time."""
+
+    @property
+    def takes_prompts(self) -> bool:
+        """True: `ctx.prompts` may have further rows, and a row has the same bits with and without them."""
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V], until the next call. Rows of padding have no defined content."""
@@ -102,11 +107,18 @@ class FusedForward:
     pairs: bool
     """A single row is computed as two equal rows: otherwise each packed product would double it again (see
     linear.py)."""
+    packed: bool
+    """The products are packed for a CPU, so that a row has the same bits in any company."""
 
     @property
     def skips_padding(self) -> bool:
         """False: padding is computed like any row."""
         return False
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether the products are packed."""
+        return self.packed
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]."""
@@ -131,7 +143,11 @@ class FusedForward:
 
     def _last(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return the normed final hidden state, [B * P, H]; store it in `ctx.hidden` if it is wanted."""
-        last_NH = _normed(*self._through(ids_BP, ctx), self.norm)
+        x, delta = self._through(ids_BP, ctx)
+        if ctx.prompts is not None:
+            B_P = ids_BP.numel()
+            x, delta = x[:B_P], None if delta is None else delta[:B_P]
+        last_NH = _normed(x, delta, self.norm)
         if ctx.hidden is not None and len(self.layers) in ctx.hidden:
             ctx.hidden[len(self.layers)] = last_NH[: ids_BP.numel()]
         return last_NH
@@ -139,8 +155,9 @@ class FusedForward:
     def _through(
         self, ids_BP: torch.Tensor, ctx: AttentionContext, *, only_fill: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x_BPH: torch.Tensor = self.embedding(ids_BP)
-        angles = [call.angles(x_BPH, ctx.positions_BP) for call in self.rotary]
+        ids, positions = (ids_BP, ctx.positions_BP) if ctx.prompts is None else _with_prompts(ids_BP, ctx, ctx.prompts)
+        x_BPH: torch.Tensor = self.embedding(ids)
+        angles = [call.angles(x_BPH, positions) for call in self.rotary]
         x, delta = x_BPH.view(-1, x_BPH.shape[-1]), None
         if self.pairs and len(x) == 1:
             x = torch.cat([x, x])
@@ -160,6 +177,21 @@ class FusedForward:
 
     def __repr__(self) -> str:
         return f"<FusedForward of {len(self.layers)} layers>"
+
+
+_ROWS = 16
+"""A forward with prompts has a multiple of this number of rows: oneDNN keeps a plan for each number, for as long as the
+process runs. One costs some milliseconds and half a megabyte a product."""
+
+
+def _with_prompts(
+    ids_BP: torch.Tensor, ctx: AttentionContext, prompts: PromptRows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens and positions [1, N] of the batch, of the prompts after it, and of some padding."""
+    padding = -(ids_BP.numel() + len(prompts.ids_N)) % _ROWS
+    ids_N = torch.cat([ids_BP.reshape(-1), prompts.ids_N, prompts.ids_N.new_zeros(padding)])
+    positions_N = [ctx.positions_BP.reshape(-1), prompts.positions_N, prompts.positions_N.new_full((padding,), -1)]
+    return ids_N[None], torch.cat(positions_N)[None]
 
 
 def _normed(x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm | None) -> torch.Tensor:
@@ -191,9 +223,9 @@ def fused_forward_of(net: Any, record: Recording) -> FusedForward:
     rotary: list[RotaryCall] = []
     layers = tuple(_layer_of(layer, record, rotary, decoder) for layer in stacks[0])
     softcap = getattr(net.config.get_text_config(), "final_logit_softcapping", None) or 0.0
-    return FusedForward(
-        embedding, tuple(rotary), layers, norms[0].norm, head, softcap, isinstance(head, PackedLinear) and head.pairs
-    )
+    pairs = isinstance(head, PackedLinear) and head.pairs
+    packed = isinstance(head, PackedLinear | BlockLinear)
+    return FusedForward(embedding, tuple(rotary), layers, norms[0].norm, head, softcap, pairs, packed)
 
 
 def _layer_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> Layer:

@@ -6,15 +6,17 @@ runs over them. Not responsible for: choosing the modules to replace (see fusion
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from gpu_engine.model.attention import AttentionContext, LayerAttention, context_of_forward
+from gpu_engine.model.attention import AttentionContext, LayerAttention, PromptRows, context_of_forward
 from gpu_engine.model.linear import InvariantLinear
 from kernels.fused import Activation, RMSNorm, gated, rms_norm
 from kernels.fused_attention import QkvAttention
+from kernels.kv_pages import KVPages
 
 Sources = dict[str, tuple[tuple[str, int], ...]]
 """By a fused part's product: the modules of the model that it has joined, with their outputs."""
@@ -149,12 +151,40 @@ class FusedAttention(nn.Module):
     def attend(
         self, x_NH: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, ctx: AttentionContext
     ) -> torch.Tensor:
-        """[N, H] -> [N, H]; row b * P + j is position j of sequence b."""
-        pages = ctx.pages[self.layer_idx]
-        where = (pages, ctx.page_table_BN, ctx.positions_BP, ctx.tree_rows_BRR)
-        out_NC = self._core(self._qkv(x_NH), cos_NR, sin_NR, *where)
+        """[N, H] -> [N, H]; row b * P + j is position j of sequence b. Rows of prompts are after those of the batch."""
+        pages, qkv_NC = ctx.pages[self.layer_idx], self._qkv(x_NH)
+        if ctx.prompts is None:
+            where = (pages, ctx.page_table_BN, ctx.positions_BP, ctx.tree_rows_BRR)
+            out_NC = self._core(qkv_NC, cos_NR, sin_NR, *where)
+        else:
+            out_NC = self._attend_with_prompts(qkv_NC, cos_NR, sin_NR, pages, ctx, ctx.prompts)
         out_NH: torch.Tensor = self._output(out_NC)
         return out_NH
+
+    def _attend_with_prompts(
+        self,
+        qkv_NC: torch.Tensor,
+        cos_NR: torch.Tensor,
+        sin_NR: torch.Tensor,
+        pages: KVPages,
+        ctx: AttentionContext,
+        prompts: PromptRows,
+    ) -> torch.Tensor:
+        """Attend to each prompt, then to the batch, whose rows may be the next tokens of those prompts."""
+        begin = ctx.positions_BP.numel()
+        ends = list(itertools.accumulate(prompts.counts, initial=begin))
+        out_NC = qkv_NC.new_zeros(len(qkv_NC), self.shape.num_heads * self.shape.head_dim)
+
+        def run(start: int, end: int, page_table: torch.Tensor, positions: torch.Tensor) -> None:
+            rows = slice(start, end)
+            out_NC[rows] = self._core(qkv_NC[rows], cos_NR[rows], sin_NR[rows], pages, page_table, positions)
+
+        for c, (start, end) in enumerate(itertools.pairwise(ends)):
+            positions_1P = prompts.positions_N[None, start - begin : end - begin]
+            run(start, end, prompts.page_table_CN[c : c + 1], positions_1P)
+        if begin:
+            run(0, begin, ctx.page_table_BN, ctx.positions_BP)
+        return out_NC
 
 
 def join_activations(model: nn.Module) -> int:

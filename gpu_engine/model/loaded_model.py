@@ -116,6 +116,11 @@ class LoadedModel:
         return self.fused.forward is not None and self.fused.forward.skips_padding
 
     @property
+    def takes_prompts(self) -> bool:
+        """True: a forward may have rows of prompts next to those of its batch (`AttentionContext.prompts`)."""
+        return self.fused.forward is not None and self.fused.forward.takes_prompts and not self.recurrent
+
+    @property
     def can_defer_head(self) -> bool:
         """True: with `ctx.defers_head` the logits have no content before `masked_head`."""
         return isinstance(self.fused.forward, DeferringForward)

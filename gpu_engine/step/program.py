@@ -129,7 +129,7 @@ class StepProgram:
         target's states needs them in P rows a lane, so there the model itself must skip padding."""
         self.forward_rows = 0
         """Rows of the last step's forward without those of prompts, on a stream that runs at once."""
-        self.mixes = stream.runs_at_once and model.skips_padding and not drafter.layers
+        self.mixes = stream.runs_at_once and model.takes_prompts and not drafter.layers
         """A step's forward may have rows of prompts as well. A drafter that reads the target's states has its own
         prefill of them."""
         self.propose_s = 0.0

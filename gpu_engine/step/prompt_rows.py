@@ -92,7 +92,7 @@ def chunks_of(slot: SlotBuffers, chunks: Sequence[tuple[int, int, int]]) -> Chun
 
 
 def fill_prompts(model: LoadedModel, pages: list[KVPages], prompts: PromptRows) -> None:
-    """Fill `pages` with the prompts in one forward of a model that skips padding."""
+    """Fill `pages` with the prompts in one forward of a model that takes prompts."""
     nothing = prompts.ids_N[:0].view(0, 1), prompts.page_table_CN[:0], prompts.positions_N[:0].view(0, 1)
     model.prefill(nothing[0], AttentionContext(pages, *nothing[1:], prompts=prompts))
 

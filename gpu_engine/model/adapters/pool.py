@@ -80,14 +80,17 @@ class AdapterPool:
     def begin(self, ctx: AttentionContext) -> bool:
         """Prepare for a forward; return whether one of its rows has a LoRA adapter, and then call `end` after it."""
         ctx.virtual_VH = self._virtual.table_VH
-        numbers_S = ctx.adapters_B
+        numbers_S, (B, P) = ctx.adapters_B, ctx.positions_BP.shape
         prompts = None if ctx.prompts is None else ctx.prompts.adapters_C
         if prompts is not None:
-            numbers_S = prompts if numbers_S is None else torch.cat([numbers_S, prompts])
+            numbers_S = torch.cat([prompts.new_zeros(B) if numbers_S is None else numbers_S, prompts])
         if numbers_S is None or not numbers_S.any():
             return False
         ctx.adapters = SequenceAdapters(self._table, numbers_S)
-        self._rows = _Rows(numbers_S, max(ctx.positions_BP.shape[1], 1))
+        self._rows = _Rows(numbers_S, max(P, 1))
+        if ctx.prompts is not None:
+            counts_S = torch.tensor([P] * B + list(ctx.prompts.counts))
+            self._rows = _Rows(numbers_S.repeat_interleave(counts_S), 1)
         return True
 
     def end(self) -> None:
@@ -100,9 +103,9 @@ class AdapterPool:
         if rows is None:
             return
         x_NI, y_NO = x.reshape(-1, x.shape[-1]).contiguous(), y.view(-1, y.shape[-1])
-        count = len(rows.numbers_B) * rows.each
-        # A single row is computed twice by some products (see fused_forward.py).
-        assert len(x_NI) == count or (count == 1 and len(x_NI) == 2), (x.shape, count)
+        # Some products compute a single row twice, and a forward with prompts has padding (see fused_forward.py): rows
+        # after the last have the adapter of that one, and their results are not used.
+        assert len(x_NI) >= len(rows.numbers_B) * rows.each, (x.shape, rows.each)
         self._table.add(product, x_NI, y_NO, rows.numbers_B, rows.each)
 
     def __repr__(self) -> str:

@@ -69,6 +69,11 @@ class LeadingForward:
         """False: padding is computed like any row."""
         return False
 
+    @property
+    def takes_prompts(self) -> bool:
+        """False: the other ranks are told of the batch alone."""
+        return False
+
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]. Raises RankLost."""
         self._announce(Call.LOGITS, ids_BP, ctx)

@@ -53,6 +53,11 @@ class NativeForward:
         """True."""
         return True
 
+    @property
+    def takes_prompts(self) -> bool:
+        """True."""
+        return True
+
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]; rows of padding have no defined content."""
         return self._run(ids_BP, ctx, ids_BP.numel())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_engine.model.attention import AttentionContext, PromptRows
+from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import ModelNotSupported, load_model
 from gpu_engine.model.quantised import choice
 from gpu_engine.model.quantised.linear import BlockLinear, check_product, joined_blocks, quantise_linears
@@ -96,43 +96,6 @@ def test_rows_of_a_forward_that_threads_share_by_rows_are_those_of_one_thread(sa
         assert torch.equal(whole_BPV, got[0][0])
         assert all(torch.equal(k, want) for k, want in zip(keys, got[0][1], strict=True))
     assert torch.equal(logits(model, ids_BP[2:3]), got[0][0][2:3])
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize(("threads", "decoding", "prompt"), [(1, 2, 7), (2, 3, 50), (2, 12, 50), (2, 50, 50)])
-def test_prompts_beside_other_rows_change_neither_logits_nor_pages(
-    saved: Saved, family: str, threads: int, decoding: int, prompt: int
-) -> None:
-    """After the last layer's keys and values only rows with logits go on: few by outputs, many by rows."""
-    model = load_model(config(model=str(saved(family)), dtype="bfloat16", quantization="q4"))
-    ids_BP, before = some_ids(5, 50), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        alone = context(model, 5, 50)
-        want_BPV = model.logits(ids_BP, alone).view(5, 50, -1).clone()
-        mixed = context(model, 5, 50)
-        table, positions_BP = mixed.page_table_BN, mixed.positions_BP
-        rows = PromptRows(
-            ids_BP[3:, :prompt].flatten(), positions_BP[3:, :prompt].flatten(), (prompt, prompt), table[3:].contiguous()
-        )
-        part = AttentionContext(
-            mixed.pages, table[:3].contiguous(), positions_BP[:3, :decoding].contiguous(), prompts=rows
-        )
-        got_NV = model.logits(ids_BP[:3, :decoding], part)
-        assert got_NV.shape[0] == 3 * decoding
-        assert torch.equal(got_NV.view(3, decoding, -1), want_BPV[:3, :decoding])
-        for page, want in zip(mixed.pages, alone.pages, strict=True):
-            for sequence, tokens in enumerate((decoding,) * 3 + (prompt,) * 2):
-                for number in range(tokens // 16):
-                    at = int(table[sequence, number])
-                    assert torch.equal(page.k[at], want.k[at])
-                    assert torch.equal(page.v[at], want.v[at])
-                at, left = int(table[sequence, tokens // 16]), tokens % 16
-                assert torch.equal(page.k[at, :, :, :left], want.k[at, :, :, :left])
-                assert torch.equal(page.v[at, :, :left], want.v[at, :, :left])
-    finally:
-        torch.set_num_threads(before)
 
 
 @torch.inference_mode()

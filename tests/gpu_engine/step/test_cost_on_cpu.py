@@ -35,7 +35,7 @@ class StubModel:
     vocab_size, max_model_len, eos_token_ids = 256, 128, (0,)
     device, dtype, name = torch.device("cpu"), torch.float32, "stub"
 
-    skips_padding = can_defer_head = False
+    skips_padding = takes_prompts = can_defer_head = False
     adapters = ranks = net = fused = recurrent = None
 
     def allocate_pages(self, num_pages: int, page_size: int, **_: Any) -> list[KVPages]:

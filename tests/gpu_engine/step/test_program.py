@@ -43,6 +43,7 @@ class Recorder:
 
     vocab: int = V
     skips_padding: bool = False
+    takes_prompts: bool = False
     can_defer_head: bool = False
     adapters: object | None = None
     layers: tuple[int, ...] = ()
@@ -332,11 +333,12 @@ def test_every_launch_gets_the_buffers_of_the_slots_and_lanes() -> None:
     ("bench", "packs", "mixes"),
     [
         ({}, True, False),
-        ({"skips_padding": True}, True, True),
-        ({"layers": (LAYER,)}, False, False),
-        ({"layers": (LAYER,), "skips_padding": True}, True, False),
+        ({"takes_prompts": True}, True, True),
+        ({"skips_padding": True, "takes_prompts": True}, True, True),
+        ({"layers": (LAYER,), "takes_prompts": True}, False, False),
+        ({"layers": (LAYER,), "skips_padding": True, "takes_prompts": True}, True, False),
         ({"device_like": True}, False, False),
-        ({"device_like": True, "skips_padding": True}, False, False),
+        ({"device_like": True, "skips_padding": True, "takes_prompts": True}, False, False),
     ],
 )
 def test_only_a_stream_that_runs_at_once_packs_and_mixes(bench: dict[str, Any], packs: bool, mixes: bool) -> None:

@@ -1,0 +1,62 @@
+"""Forwards with rows of prompts next to those of a batch: the bits of logits and pages are those of each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_engine.model.attention import AttentionContext, PromptRows
+from gpu_engine.model.loader import load_model
+from tests.gpu_engine.harness import config
+from tests.gpu_engine.model.model_logits import context, some_ids
+
+Saved = Callable[[str], Path]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantization"),
+    [
+        ("llama", "bfloat16", "q4"),
+        ("gemma2", "bfloat16", "q4"),
+        ("llama", "bfloat16", "none"),
+        ("llama", "float32", "none"),
+        ("gemma2", "bfloat16", "none"),
+        ("qwen3", "float32", "none"),
+    ],
+)
+@pytest.mark.parametrize(("threads", "decoding", "prompt"), [(1, 1, 7), (2, 3, 50), (2, 12, 50), (2, 40, 50)])
+def test_prompts_beside_other_rows_change_neither_logits_nor_pages(
+    saved: Saved, family: str, dtype: str, quantization: str, threads: int, decoding: int, prompt: int
+) -> None:
+    """The batch goes on after the first prompt, which is in the same forward. After the last layer's keys and values
+    only rows with logits go on in the native forward: few by outputs, many by rows."""
+    model = load_model(config(model=str(saved(family)), dtype=dtype, quantization=quantization))
+    assert model.takes_prompts
+    ids_BP, before = some_ids(5, 50), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        alone = context(model, 5, 50)
+        want_BPV = model.logits(ids_BP, alone).view(5, 50, -1).clone()
+        mixed = context(model, 5, 50)
+        table, positions_BP = mixed.page_table_BN, mixed.positions_BP
+        lanes = [(0, slice(10, 10 + decoding)), (1, slice(decoding)), (2, slice(decoding))]
+        prompts = [(0, slice(10)), (3, slice(prompt)), (4, slice(prompt))]
+        batch = [torch.stack([part[b, at] for b, at in lanes]) for part in (ids_BP, positions_BP)]
+        further = [torch.cat([part[b, at] for b, at in prompts]) for part in (ids_BP, positions_BP)]
+        rows = PromptRows(*further, (10, prompt, prompt), table[[0, 3, 4]])
+        got_NV = model.logits(batch[0], AttentionContext(mixed.pages, table[:3].contiguous(), batch[1], prompts=rows))
+        assert got_NV.shape[0] == 3 * decoding
+        for got_PV, (b, at) in zip(got_NV.view(3, decoding, -1), lanes, strict=True):
+            assert torch.equal(got_PV, want_BPV[b, at]), b
+        for page, want in zip(mixed.pages, alone.pages, strict=True):
+            for sequence, tokens in enumerate((10 + decoding, decoding, decoding, prompt, prompt)):
+                for place, first in zip(table[sequence].tolist(), range(0, tokens, 16), strict=False):
+                    count = min(tokens - first, 16)
+                    assert torch.equal(page.k[place, :, :, :count], want.k[place, :, :, :count])
+                    assert torch.equal(page.v[place, :, :count], want.v[place, :, :count])
+    finally:
+        torch.set_num_threads(before)
