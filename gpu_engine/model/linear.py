@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from gpu_engine.model.names import ModelNotSupported
 from gpu_engine.model.quantised.linear import BlockLinear, joined_blocks
 from gpu_engine.model.quantised.scaled import ScaledLinear, joined_scaled
 from gpu_engine.model.recording import distance
@@ -67,11 +68,19 @@ class PackedLinear(nn.Module):
 
 
 class PackedByLibrary:
-    """A matrix in oneDNN's own layout. With AMX, oneDNN sums the products of many rows of 16 bits in other orders, so
-    calls are cut into pieces of as many rows as have the bits of two."""
+    """A matrix in oneDNN's own layout. Raises ModelNotSupported where the CPU has no products of its type.
+
+    With AMX, oneDNN sums the products of many rows of 16 bits in other orders, so calls are cut into pieces of as many
+    rows as have the bits of two.
+    """
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
         self.num_outputs, self.num_inputs = weight_NK.shape
+        if weight_NK.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            raise ModelNotSupported(
+                "dtype: torch has no products of bfloat16 for this CPU; they need AVX-512, AVX-NE-CONVERT, or bf16 of "
+                "Armv8.6. Use float32, or a quantization"
+            )
         self._layout: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK, _ROWS_HINT)
         self._bias, self._dtype = bias_N, weight_NK.dtype
         self._product = torch.ops.mkldnn._linear_pointwise.default
@@ -101,7 +110,7 @@ class PackedByLibrary:
         return out
 
     def _equal_rows(self) -> int:
-        """Return the rows up to which a row has the bits that it has in a call of two; 0: no limit was found."""
+        """Return the rows up to which a row has the bits that it has in a call of two, as far as they are compared."""
         kind = (self.num_outputs, self.num_inputs, self._dtype, torch.get_num_threads())
         if kind not in _EQUAL_ROWS:
             x_MK = torch.randn(_MANY_ROWS[-1], self.num_inputs, generator=torch.Generator().manual_seed(0))
@@ -109,7 +118,7 @@ class PackedByLibrary:
             pairs = torch.cat([self._whole(pair) for pair in x_MK[:_PIECE].split(2)])
             want = torch.cat([pairs, *(self._whole(piece) for piece in x_MK[_PIECE:].split(_PIECE))])
             first = next((rows for rows in _MANY_ROWS if not torch.equal(self._whole(x_MK[:rows]), want[:rows])), None)
-            _EQUAL_ROWS[kind] = 0 if first is None else max(rows for rows in (2, *_MANY_ROWS) if rows < first)
+            _EQUAL_ROWS[kind] = max(rows for rows in (2, *_MANY_ROWS) if first is None or rows < first)
         return _EQUAL_ROWS[kind]
 
     def __repr__(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -171,3 +173,14 @@ def test_a_mixture_whose_grouped_products_cannot_be_captured_is_refused() -> Non
     with pytest.raises(ModelNotSupported, match=r"experts in float32 on compute capability 9\.0"):
         refuse_grouped_products(net.float(), lambda: (9, 0))
     refuse_grouped_products(whole.float(), lambda: (8, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names the units of x86-64")
+def test_bfloat16_is_refused_on_a_cpu_without_products_of_it(saved: Callable[[str], Path], root: Path) -> None:
+    command = [sys.executable, "-m", "gpu_engine", "serve", "--model", str(saved("llama")), "--listen", "127.0.0.1:0"]
+    command += ["--dtype", "bfloat16", "--quantization", "none"]
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: dtype: torch has no products of bfloat16 for this CPU; ")
