@@ -63,6 +63,11 @@ class TimedForward:
         """The inner one's."""
         return self.inner.skips_padding
 
+    @property
+    def takes_prompts(self) -> bool:
+        """The inner one's."""
+        return self.inner.takes_prompts
+
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Run the inner forward."""
         begun_s = time.thread_time()
@@ -153,7 +158,8 @@ async def run(args: argparse.Namespace) -> list[list[str]]:
         if not isinstance(model.fused.forward, DeferringForward):
             raise SystemExit(f"bench_step: {args.model} has no native forward on this CPU")
         timed.append(TimedForward(model.fused.forward))
-        model.fused = replace(model.fused, forward=timed[0])
+        forward: DeferringForward = timed[0]  # by this type mypy checks its members
+        model.fused = replace(model.fused, forward=forward)
         return model
 
     lanes = [int(count) for count in args.lanes.split(",")]

@@ -115,7 +115,7 @@ def _prefill_each(parts: StepParts, slot_writer: SlotWriter) -> Callable[[tuple[
 def _prefill_in_one_forward(
     parts: StepParts, slot_writer: SlotWriter
 ) -> Callable[[tuple[Chunk[RunningSequence], ...]], None]:
-    """Return a prefill of any number of chunks in one forward, without padding."""
+    """Return a prefill of any number of chunks in one forward."""
     model, slot = parts.model, parts.slot
 
     def prefill(chunks: tuple[Chunk[RunningSequence], ...]) -> None:

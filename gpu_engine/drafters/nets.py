@@ -17,7 +17,7 @@ import torch
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import StepBatch
-from gpu_engine.step.prompt_rows import Chunks, Hidden, prefill
+from gpu_engine.step.prompt_rows import Chunks, Hidden, fill_prompts, prefill
 from kernels.paged_attention import KVPages
 
 
@@ -87,8 +87,11 @@ class ModelNet:
         self.model, self._pages, self._links, self.d2t_V = model, pages, num_links, d2t_V
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
-        """Fill the cache with the same tokens."""
-        prefill(self.model, self._pages, chunks)
+        """Fill the cache with the same tokens; without the padding where chunks of several lengths run at once."""
+        if chunks.runs_at_once and self.model.takes_prompts:
+            fill_prompts(self.model, self._pages, chunks.rows())
+        else:
+            prefill(self.model, self._pages, chunks)
 
     def first(
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, wants_BL: torch.Tensor,

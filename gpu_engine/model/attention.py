@@ -86,9 +86,9 @@ class AttentionContext:
     The index after the last layer is the input of the output head: the normed final hidden state.
     """
     prompts: PromptRows | None = None
-    """Further rows of the forward. All keys of a layer are stored before any row reads them, so the last token of a
-    prompt may be a row of the batch while the tokens before it are here. Only for models that take
-    prompts."""
+    """Further rows of the forward. The keys of a prompt are stored before rows of the batch read them, so its last
+    token may be a row of the batch while the tokens before it are here. No prompt reads keys of another one, or of the
+    batch. Only for models that take prompts."""
     adapters_B: torch.Tensor | None = None
     """int32, the LoRA adapter of each sequence of the batch, 0 for none; None: no sequence has one."""
     adapters: SequenceAdapters | None = None

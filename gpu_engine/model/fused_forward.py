@@ -181,7 +181,7 @@ class FusedForward:
 
 _ROWS = 16
 """A forward with prompts has a multiple of this number of rows: oneDNN keeps a plan for each number, for as long as the
-process runs. One costs some milliseconds and half a megabyte a product."""
+process runs. One costs a millisecond and half a megabyte for each product."""
 
 
 def _with_prompts(
@@ -224,8 +224,16 @@ def fused_forward_of(net: Any, record: Recording) -> FusedForward:
     layers = tuple(_layer_of(layer, record, rotary, decoder) for layer in stacks[0])
     softcap = getattr(net.config.get_text_config(), "final_logit_softcapping", None) or 0.0
     pairs = isinstance(head, PackedLinear) and head.pairs
-    packed = isinstance(head, PackedLinear | BlockLinear)
-    return FusedForward(embedding, tuple(rotary), layers, norms[0].norm, head, softcap, pairs, packed)
+    return FusedForward(embedding, tuple(rotary), layers, norms[0].norm, head, softcap, pairs, _packed(head, layers))
+
+
+def _packed(head: nn.Module, layers: tuple[Layer, ...]) -> bool:
+    """Return whether every product is packed for a CPU."""
+    products = [head]
+    for layer in layers:
+        for part in (layer.attention, layer.gated):
+            products += [part] if isinstance(part, MixedBlock) else [product for _, product in part.products()]
+    return all(isinstance(product, PackedLinear | BlockLinear) for product in products)
 
 
 def _layer_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> Layer:

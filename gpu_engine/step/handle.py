@@ -71,7 +71,7 @@ class StepHandle(Generic[Holder]):
     num_rows: int = 0
     """P of the step."""
     forward_rows: int = 0
-    """Rows of the forward, padding included, prompts not."""
+    """Rows of the batch in the forward, its padding included; those of prompts, and padding after them, are not."""
     propose_ms: float = 0.0
     """Time of proposing at the end of a step that ran at once."""
     entry: int = -1

@@ -125,7 +125,7 @@ class StepProgram:
         self._hidden: Hidden = dict.fromkeys(drafter.layers)
         """Filled by every forward, for the drafter."""
         self.packs = stream.runs_at_once and (model.skips_padding or not drafter.layers)
-        """The forward computes only the rows of the lanes' drafts, and none of padding. A drafter that reads the
+        """The forward computes only rows of the lanes' drafts, and no padding between them. A drafter that reads the
         target's states needs them in P rows a lane, so there the model itself must skip padding."""
         self.forward_rows = 0
         """Rows of the last step's forward without those of prompts, on a stream that runs at once."""

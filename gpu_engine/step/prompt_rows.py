@@ -27,7 +27,7 @@ Hidden = dict[int, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Tokens [start, end) of one sequence in each lane. On the slots' device; nothing is read back to the host."""
+    """Tokens [start, end) of one sequence in each lane. On the slots' device; only `rows` reads values back."""
 
     history_SL: torch.Tensor
     """int32, a view of the slots' own."""
@@ -41,16 +41,25 @@ class Chunks:
     """int32; a padded lane ends where it starts."""
     adapter_S: torch.Tensor
     """int32, a view of the slots' own."""
+    runs_at_once: bool = False
+    """Values may be read: what is done with the chunks is not captured."""
 
     @classmethod
     def cut(
-        cls, slot: SlotBuffers, place_B: torch.Tensor, start_B: torch.Tensor, end_B: torch.Tensor, length: int
+        cls,
+        slot: SlotBuffers,
+        place_B: torch.Tensor,
+        start_B: torch.Tensor,
+        end_B: torch.Tensor,
+        length: int,
+        *,
+        runs_at_once: bool = False,
     ) -> Chunks:
         """Return the chunks of slots `place_B` (int64), padded to `length` tokens; `start_B` and `end_B` are int32."""
         row_P = torch.arange(length, dtype=torch.int32, device=place_B.device)
         at_BP = start_B[:, None] + row_P
         lanes = slot.page_table_SN[place_B], place_B[:, None], at_BP, end_B[:, None]
-        return cls(slot.history_SL, *lanes, slot.adapter_S)
+        return cls(slot.history_SL, *lanes, slot.adapter_S, runs_at_once)
 
     @property
     def adapters_B(self) -> torch.Tensor:
@@ -66,6 +75,14 @@ class Chunks:
         """Return the states of a forward over the chunks, all of whose tokens are committed."""
         start_B, count_B = self.at_BP[:, 0], (self.end_B1 - self.at_BP[:, :1])[:, 0]
         return states.forward(self.place_B1[:, 0], start_B, count_B, count_B, self.at_BP.shape[1])
+
+    def rows(self) -> PromptRows:
+        """Return the tokens without the padding, and without adapters."""
+        assert self.runs_at_once
+        is_token_BP = self.at_BP < self.end_B1
+        counts = tuple(is_token_BP.sum(dim=1).tolist())
+        ids_N, positions_N = self.ids_BP()[is_token_BP].long(), self.at_BP[is_token_BP]
+        return PromptRows(ids_N, positions_N, counts, self.page_table_BN)
 
     def ids_BP(self, offset: int = 0) -> torch.Tensor:
         """Return the tokens `offset` places after the positions, int32; padding repeats the last one."""
@@ -88,7 +105,8 @@ def prompt_rows(
 def chunks_of(slot: SlotBuffers, chunks: Sequence[tuple[int, int, int]]) -> Chunks:
     """Return the same (slot, start, end) for a drafter, padded to the longest. Runs at once."""
     place_B, start_B, end_B = torch.tensor(chunks, dtype=torch.int32).T.contiguous()
-    return Chunks.cut(slot, place_B.long(), start_B, end_B, max(end - start for _, start, end in chunks))
+    longest = max(end - start for _, start, end in chunks)
+    return Chunks.cut(slot, place_B.long(), start_B, end_B, longest, runs_at_once=True)
 
 
 def fill_prompts(model: LoadedModel, pages: list[KVPages], prompts: PromptRows) -> None:

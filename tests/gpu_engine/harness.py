@@ -24,6 +24,7 @@ from gpu_engine.api.transfer_config import TransferConfig
 from gpu_engine.core.draft_budget import EveryDraft
 from gpu_engine.core.engine import Engine
 from gpu_engine.core.executor import Executor
+from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine.made_requests import changed, made
 
@@ -148,6 +149,19 @@ def executor_of(engine: Engine) -> Executor:
     It belongs to the engine's thread; so a test changes it before the first request.
     """
     return engine.executor
+
+
+def launched_steps(engine: Engine) -> list[LaunchedStep]:
+    """Return a list that gets every step from now on, as it is launched. Before the first request."""
+    runner, steps = executor_of(engine).runner, list[LaunchedStep]()
+    launch = runner.launch
+
+    def noted(*args: Any) -> LaunchedStep:
+        steps.append(launch(*args))
+        return steps[-1]
+
+    runner.launch = noted  # type: ignore[method-assign]
+    return steps
 
 
 def until_false(condition: Callable[[], bool]) -> None:

@@ -65,7 +65,7 @@ PREEMPTED = (
         drafter="ngram",
         num_draft_tokens=7,
         jump_forward_tokens=3,
-        max_batch_size=12,
+        max_batch_size=24,
         max_model_len=128,
         kv_cache_tokens=128,
         **PATIENT,

@@ -133,7 +133,7 @@ class EngineSpec:
     cost: StepCost
     config: EngineConfig
     mixes: bool
-    """Chunks of prompts share the forward of a step, as with quantised models on a CPU."""
+    """Chunks of prompts share the forward of a step, as on a CPU where the model's forward takes them."""
     drafts: Drafts = Drafts()
     grammars: Grammars = Grammars()
     front_s: float = 0.0

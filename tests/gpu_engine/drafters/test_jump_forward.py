@@ -25,6 +25,7 @@ from tests.gpu_engine.harness import (
     answer_staggered,
     ask,
     config,
+    launched_steps,
     tokens,
     with_drafts,
 )
@@ -262,10 +263,11 @@ def test_a_cpu_step_stays_within_its_target_of_rows(llama: LoadedModel) -> None:
         settings = config(num_draft_tokens=3, jump_forward_tokens=15, step_rows=step_rows, **PATIENT)
         with guided_engine(llama, settings) as (engine, grammar):
             grammar.sidecar.proposes = lambda automaton, emitted: [105] * 20
+            steps = launched_steps(engine)
             answer_all(engine, [ask(tokens(9, 1), grammar="40", max_tokens=60) for _ in range(count)])
             stats, seen = engine.stats(), lengths(grammar.sidecar)
         # Most steps have `count` lanes, each with as many drafts as there is room for. Prompts are further rows.
-        assert stats.step_rows <= step_rows * stats.steps + stats.prefill_tokens
+        assert stats.step_rows <= step_rows * stats.steps + sum(step.prompt_tokens for step in steps)
         return seen
 
     assert max(run(1, 24)) == 15

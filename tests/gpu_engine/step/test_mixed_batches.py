@@ -22,7 +22,12 @@ from tests.gpu_engine.harness import (
     with_drafts,
 )
 
-pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+needs_avx2 = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+PRECISIONS = [
+    pytest.param({"dtype": "bfloat16", "quantization": "q4"}, marks=needs_avx2, id="q4"),
+    pytest.param({"dtype": "bfloat16", "quantization": "none"}, id="bfloat16"),
+    pytest.param({"dtype": "float32", "quantization": "none"}, id="float32"),
+]
 
 
 def made() -> list[Answer]:
@@ -35,15 +40,21 @@ def made() -> list[Answer]:
     ]
 
 
-@pytest.fixture(scope="module")
-def blocks(saved: Callable[[str], Path]) -> LoadedModel:
-    return load_model(config(model=str(saved("llama")), dtype="bfloat16", quantization="q4"))
+@pytest.fixture(scope="module", params=PRECISIONS)
+def precision(request: pytest.FixtureRequest) -> dict[str, str]:
+    found: dict[str, str] = request.param
+    return found
 
 
 @pytest.fixture(scope="module")
-def expected(blocks: LoadedModel) -> list[list[int]]:
+def model(saved: Callable[[str], Path], precision: dict[str, str]) -> LoadedModel:
+    return load_model(config(model=str(saved("llama")), **precision))
+
+
+@pytest.fixture(scope="module")
+def expected(model: LoadedModel) -> list[list[int]]:
     """The answers of an engine that serves one request at a time."""
-    with unguided_engine(blocks, with_drafts(0, max_batched_tokens=256)) as engine:
+    with unguided_engine(model, with_drafts(0, max_batched_tokens=256)) as engine:
         return answer_each(engine, made())
 
 
@@ -58,13 +69,13 @@ def expected(blocks: LoadedModel) -> list[list[int]]:
     ],
 )
 def test_company_changes_no_token(
-    blocks: LoadedModel,
+    model: LoadedModel,
     expected: list[list[int]],
     budget: int,
     num_drafts: int,
     answer: Callable[[Engine, list[Answer]], list[list[int]]],
 ) -> None:
-    with unguided_engine(blocks, with_drafts(num_drafts, max_batched_tokens=budget)) as engine:
+    with unguided_engine(model, with_drafts(num_drafts, max_batched_tokens=budget)) as engine:
         assert answer(engine, made()) == expected
         stats = engine.stats()
     if num_drafts == 0:
@@ -75,18 +86,18 @@ def test_company_changes_no_token(
 
 
 def test_a_draft_model_sees_the_prompts(
-    saved: Callable[[str], Path], blocks: LoadedModel, expected: list[list[int]]
+    saved: Callable[[str], Path], precision: dict[str, str], model: LoadedModel, expected: list[list[int]]
 ) -> None:
     """Its drafts are right from the first on, because it is the target."""
-    same = {"draft_model": str(saved("llama")), "dtype": "bfloat16", "quantization": "q4"}
-    with unguided_engine(blocks, with_drafts(3, max_batched_tokens=64, **same)) as engine:
+    same = {"draft_model": str(saved("llama")), **precision}
+    with unguided_engine(model, with_drafts(3, max_batched_tokens=64, **same)) as engine:
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
         assert stats.accepted_draft_tokens > 0.9 * stats.draft_tokens > 0
 
 
-def test_preempted_sequences_are_prefilled_again_beside_others(blocks: LoadedModel, expected: list[list[int]]) -> None:
-    with unguided_engine(blocks, with_drafts(3, max_batched_tokens=32, kv_cache_tokens=256)) as engine:
+def test_preempted_sequences_are_prefilled_again_beside_others(model: LoadedModel, expected: list[list[int]]) -> None:
+    with unguided_engine(model, with_drafts(3, max_batched_tokens=32, kv_cache_tokens=256)) as engine:
         assert answer_all(engine, made()) == expected
         assert engine.stats().preemptions > 0
 
