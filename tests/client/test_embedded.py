@@ -85,7 +85,9 @@ async def test_a_start_that_is_cancelled_leaves_no_process(command: list[str]) -
     await client.aclose()
 
 
-@pytest.mark.parametrize("load_s", [0, 60], ids=["serving", "loading"])
+@pytest.mark.parametrize(
+    "load_s", [pytest.param(0, id="serving"), pytest.param(60, id="loading", marks=pytest.mark.slow)]
+)
 def test_a_server_ends_with_a_process_that_is_killed(command: list[str], load_s: int) -> None:
     start = "threading.Thread(target=server.start, daemon=True).start()" if load_s else "server.start()"
     program = f"""

@@ -67,6 +67,7 @@ def choices_of(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     return [choice for event in events for choice in json.loads(event)["choices"]]
 
 
+@pytest.mark.slow
 def test_receipts_over_http_replay_equal(
     http: str, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +99,7 @@ def test_receipts_over_http_replay_equal(
     assert cli.main([*command[:-1], "http://127.0.0.1:9"]) == 2
 
 
+@pytest.mark.slow
 def test_a_wrong_nonce_over_http_names_its_field(http: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         choices_of(http, {"prompt": "a", "receipt_nonce": "00"})

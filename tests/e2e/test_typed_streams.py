@@ -57,7 +57,7 @@ def at(value: Any, pointer: str) -> Any:
         pytest.param({"schema": NESTED, "seed": 1}, 4, id="nested"),
         pytest.param({"schema": NESTED, "seed": 1}, 0, id="nested, no drafts", marks=pytest.mark.slow),
         pytest.param({"schema": {"type": "integer"}, "seed": 2}, 4, id="scalar", marks=pytest.mark.slow),
-        pytest.param({"schema": {"type": "integer"}, "seed": 2}, 0, id="scalar, no drafts"),
+        pytest.param({"schema": {"type": "integer"}, "seed": 2}, 0, id="scalar, no drafts", marks=pytest.mark.slow),
         pytest.param({"grammar": VERIFIED, "seed": 3}, 4, id="verified"),
         pytest.param({"grammar": VERIFIED, "seed": 3}, 0, id="verified, no drafts", marks=pytest.mark.slow),
     ],

@@ -25,7 +25,8 @@ def test_rows_of_each_kind_have_the_deviation_of_a_layer(kind: str) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("kind", ["q4_k_m", pytest.param("q5_k_m", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["q4_k_m", "q5_k_m"])
 def test_a_mixed_file_has_its_two_kinds_where_llama_cpp_has_them_and_a_token_for_each_row(
     tmp_path: Path, kind: str
 ) -> None:

@@ -39,6 +39,7 @@ def complete(client: openai.OpenAI, model: str) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_a_request_names_an_adapter_as_its_model(loaded: Client, client: openai.OpenAI, model: str) -> None:
     for name, phrase in PHRASES.items():
         text = complete(client, name)

@@ -130,7 +130,7 @@ GRAMMARS = {
 }
 
 
-@pytest.mark.parametrize("explores", [True, False])
+@pytest.mark.parametrize("explores", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("grammar", GRAMMARS)
 def test_answers_have_the_distribution_of_the_model_given_the_grammar(grammar: str, explores: bool) -> None:
     model, count, draw = Model(GRAMMARS[grammar], number=len(grammar)), 800, random.Random(1)

@@ -83,7 +83,7 @@ def over_there(engine: Engine) -> tuple[set[int], set[int]]:
     return tuple(set().union(*(graph.touched for graph in graphs)) for graphs in (here, there))  # type: ignore[attr-defined,return-value]
 
 
-@pytest.mark.parametrize("fields", [{}, OWN], ids=["shared", "own"])
+@pytest.mark.parametrize("fields", [pytest.param({}, id="shared", marks=pytest.mark.slow), pytest.param(OWN, id="own")])
 def test_a_draft_graph_on_a_stream_of_its_own_is_right_as_the_target_is(
     llama: LoadedModel, fields: dict[str, str]
 ) -> None:

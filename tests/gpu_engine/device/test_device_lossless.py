@@ -130,12 +130,12 @@ OWN = {"draft_device": "cuda:1"}
 SHORT = {"row_timeout_ms": 300.0, "draft_timeout_ms": 300.0}
 
 ROWS = {
-    "n-grams": Row(3, free=True, fast=True, accepted=3),
+    "n-grams": Row(3, free=True, accepted=3),
     "n-grams, eager": Row(3, EAGER, free=True, count=2, accepted=3),
     "n-grams, host functions": Row(3, HOST | PADDED, fast=True),
     "n-grams, flags": Row(3, FLAG | PADDED),
     "by chance, host functions": Row(3, HOST, budget=ByChance),
-    "by chance, flags": Row(3, FLAG, fast=True, budget=ByChance),
+    "by chance, flags": Row(3, FLAG, budget=ByChance),
     "any captured shape": Row(7, {"drafter": "ngram"}, longer=True, budget=partial(RandomBudget, seed=2)),
     "lost": Row(3, SHORT, fast=True, lost=True),
     "warmed up, host functions": Row(1, HOST | {"max_batch_size": 1}, count=1, warms_up=True),

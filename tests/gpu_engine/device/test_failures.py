@@ -31,7 +31,7 @@ SHORT_MS = 20.0
 """A deadline in milliseconds that a test waits for."""
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(MODES[0], marks=pytest.mark.slow), MODES[1]])
 @pytest.mark.parametrize("replays", [300, pytest.param(1_500, marks=pytest.mark.slow)], ids=["short", "long"])
 def test_no_row_of_thousands_of_replays_is_stale_or_lost(mode: str, replays: int, tmp_path: Path) -> None:
     with toys(mode) as t, pattern_peer(t, tmp_path):
@@ -143,7 +143,7 @@ def test_after_a_device_error_no_host_function_runs_and_every_wait_ends(mode: st
                 t.start([Lane(0, 1, True)])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)])
 def test_a_slow_node_delays_and_changes_nothing(mode: str) -> None:
     with toys(mode) as t:
         t.graphs.capture(t.channel)
@@ -163,7 +163,7 @@ def test_a_slow_node_delays_and_changes_nothing(mode: str) -> None:
             assert emitted == expected(Automaton(1500).legal, 2, len(emitted))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)])
 def test_late_drafts_are_unmasked_and_verification_still_masks(mode: str) -> None:
     """With a grammar process that is too slow for drafts, the tokens are the same and take more steps."""
     with toys(mode, draft_timeout_ms=0.001) as t:

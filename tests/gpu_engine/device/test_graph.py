@@ -29,7 +29,10 @@ FREE = 2
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("launches", ["graph", "eager", pytest.param("Triton's", marks=[interpreted])])
+@pytest.mark.parametrize(
+    "launches",
+    ["graph", pytest.param("eager", marks=[pytest.mark.slow]), pytest.param("Triton's", marks=[interpreted])],
+)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
 def test_tokens_follow_the_grammar_whatever_lanes_share_a_step(mode: str, launches: str) -> None:
     eager, triton = launches == "eager", launches == "Triton's"

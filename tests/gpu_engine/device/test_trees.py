@@ -121,7 +121,7 @@ def test_branches_of_the_lookup_change_no_token(llama: LoadedModel) -> None:
 
 @pytest.mark.parametrize(
     ("sync", "refused"),
-    [("host_callback", 0), pytest.param("device_flag", 0, marks=pytest.mark.slow), ("device_flag", 3)],
+    [*(pytest.param(sync, 0, marks=pytest.mark.slow) for sync in ("host_callback", "device_flag")), ("device_flag", 3)],
 )
 def test_accepted_branches_under_a_grammar_change_no_token(
     llama: LoadedModel, guided_tokens: list[list[int]], sync: str, refused: int

@@ -72,7 +72,7 @@ DRAFTERS: list[tuple[dict[str, Any], int, int]] = [
 ]
 
 
-SLOW = (1, 6, 8)
+SLOW = (1, 3, 6, 8)
 """Places in `DRAFTERS`; each of these drafters is there once more, with other drafts or masks."""
 
 

@@ -161,7 +161,7 @@ def test_no_valid_folder_is_refused(saved: Saved, family: str) -> None:
     assert not refusal(saved(family))
 
 
-@pytest.mark.parametrize("family", ALIKE)
+@pytest.mark.parametrize("family", [*ALIKE[-2:], *(pytest.param(f, marks=pytest.mark.slow) for f in ALIKE[:-2])])
 def test_each_lost_or_wrong_tensor_is_told_at_once(tmp_path: Path, saved: Saved, family: str) -> None:
     """Both formats: a tensor of a layer, and one outside of the layers."""
     file = gguf_files.write(gguf_files.FAMILIES[family](), tmp_path / "model.gguf")
@@ -179,7 +179,10 @@ def test_each_lost_or_wrong_tensor_is_told_at_once(tmp_path: Path, saved: Saved,
         assert all(told) or name.endswith(("sinks", "rotary_emb.inv_freq")), name
 
 
-@pytest.mark.parametrize("family", [*gguf_files.FAMILIES, *hybrid_gguf_files.FAMILIES])
+GGUF = [*gguf_files.FAMILIES, *hybrid_gguf_files.FAMILIES]
+
+
+@pytest.mark.parametrize("family", [*GGUF[::2], *(pytest.param(f, marks=pytest.mark.slow) for f in GGUF[1::2])])
 def test_the_loader_refuses_what_is_refused_at_once(tmp_path: Path, family: str) -> None:
     """Random changes to a valid file."""
     if family in gguf_files.FAMILIES:

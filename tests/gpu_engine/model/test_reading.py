@@ -78,11 +78,18 @@ def assert_same(got: LoadedModel, want: LoadedModel) -> None:
     assert torch.equal(logits(got, ids_BP), logits(want, ids_BP))
 
 
+def rows() -> list[Any]:
+    """Return each family in each precision; half of the rows, with each of both among them, are slow."""
+    settings = (("auto", "auto"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "q4"))
+    return [
+        pytest.param(family, *setting, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, family in enumerate(gguf_files.FAMILIES)
+        for j, setting in enumerate(settings)
+    ]
+
+
 @needs_avx2
-@pytest.mark.parametrize("family", gguf_files.FAMILIES)
-@pytest.mark.parametrize(
-    ("dtype", "quantization"), [("auto", "auto"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "q4")]
-)
+@pytest.mark.parametrize(("family", "dtype", "quantization"), rows())
 def test_a_gguf_file_gives_the_bits_of_transformers_loader(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, dtype: str, quantization: str
 ) -> None:

@@ -93,6 +93,7 @@ async def test_a_killed_parent_takes_its_workers_with_it_and_is_replaced(vocabul
         assert not alive(killed.pid)
 
 
+@pytest.mark.slow
 async def test_a_parent_that_answers_no_more_is_replaced(vocabulary: Vocabulary) -> None:
     async with forking(vocabulary, answer_s=2.0) as (forks, pool):
         await pool.ready()
