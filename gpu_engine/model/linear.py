@@ -125,8 +125,8 @@ class PackedByLibrary:
         return f"<PackedByLibrary {self.num_outputs} x {self.num_inputs}>"
 
 
-_MANY_ROWS = (4, 8, 16, 24, 32, 33, 48, 64, 65, 128, 256)
-"""Numbers of rows that are compared."""
+_MANY_ROWS = (4, 8, 16, 24, 32, 33, 48, 64, 65, *range(80, 257, 16))
+"""Numbers of rows that are compared; a forward with prompts has a multiple of 16."""
 _PIECE = 16
 """Rows of a call whose bits the others must have; it has those of two."""
 _EQUAL_ROWS: dict[tuple[int, int, torch.dtype, int], int] = {}
