@@ -71,7 +71,7 @@ class LeadingForward:
 
     @property
     def takes_prompts(self) -> bool:
-        """False: the other ranks are told of the batch alone."""
+        """False: rank 0 tells the others only of the batch."""
         return False
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
