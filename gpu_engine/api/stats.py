@@ -90,7 +90,7 @@ class EngineStats:
     """Places for them; 0: the model has no recurrent layers, or there is no prefix cache."""
     steps: int = 0
     step_rows: int = 0
-    """Rows that decode steps verified, padding included."""
+    """Rows of the steps' forwards: the batch's, padding included, and those of prompts."""
     step_ms: float = 0.0
     """Time spent in decode steps."""
     generated_tokens: int = 0

@@ -107,18 +107,13 @@ class FusedForward:
     pairs: bool
     """A single row is computed as two equal rows: otherwise each packed product would double it again (see
     linear.py)."""
-    packed: bool
+    takes_prompts: bool
     """The products are packed for a CPU, so that a row has the same bits in any company."""
 
     @property
     def skips_padding(self) -> bool:
         """False: padding is computed like any row."""
         return False
-
-    @property
-    def takes_prompts(self) -> bool:
-        """Whether the products are packed."""
-        return self.packed
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]."""

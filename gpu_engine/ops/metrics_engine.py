@@ -53,7 +53,7 @@ _COUNTERS = (
         "cached_tokens",
     ),
     ("generation_tokens", "Tokens generated", "generated_tokens"),
-    ("step_rows", "Rows that decode steps verified, padding included", "step_rows"),
+    ("step_rows", "Rows of the steps' forwards: the batch's, padding included, and those of prompts", "step_rows"),
     ("deferred_rows", "Times that a step deferred a sequence because its mask rows were late", "deferred_rows"),
     ("dead_ends", "Sequences that ended because no token was legal", "dead_ends"),
     ("matcher_errors", "Sequences that ended because their matcher failed", "matcher_errors"),

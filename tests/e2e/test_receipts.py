@@ -67,7 +67,6 @@ def choices_of(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     return [choice for event in events for choice in json.loads(event)["choices"]]
 
 
-@pytest.mark.slow
 def test_receipts_over_http_replay_equal(
     http: str, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +98,6 @@ def test_receipts_over_http_replay_equal(
     assert cli.main([*command[:-1], "http://127.0.0.1:9"]) == 2
 
 
-@pytest.mark.slow
 def test_a_wrong_nonce_over_http_names_its_field(http: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         choices_of(http, {"prompt": "a", "receipt_nonce": "00"})

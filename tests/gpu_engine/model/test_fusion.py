@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedConfig
 from gpu_engine.model import attention
 from gpu_engine.model.fused_layers import FusedNorm
 from gpu_engine.model.fusion import Bounds, Fused, FusedModelDiffers, NotRecognised, fuse_parts, norm_of, verified
-from gpu_engine.model.linear import joined
+from gpu_engine.model.linear import PackedByLibrary, joined
 from gpu_engine.model.loader import load_model
 from gpu_engine.model.recording import distance, recording
 from tests.gpu_engine import tiny
@@ -52,6 +52,16 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows(saved: Saved, family: st
         assert torch.equal(logits(model, ids[sequence : sequence + 1], start=20)[0], whole[sequence])
     for last in (21, 23):
         assert torch.equal(logits(model, ids[:1, :last], start=20)[0], whole[0, : last - 20])
+
+
+@pytest.mark.parametrize("rows", [4, 33, 40])
+def test_a_product_that_is_cut_into_pieces_has_the_bits_of_a_whole_one(rows: int) -> None:
+    """As on AMX; the last piece may have a single row."""
+    matrix, x_MK = PackedByLibrary(torch.randn(48, 64), torch.randn(48)), torch.randn(rows, 64)
+    whole_MN = matrix(x_MK)
+    matrix.most_rows = 16
+    assert torch.equal(matrix(x_MK), whole_MN)
+    assert matrix._equal_rows() >= 2
 
 
 @pytest.mark.parametrize("fuse", [False, True])
