@@ -266,19 +266,33 @@ static void rotate_and_store(struct member *m, const struct forward_args *a, con
     }
 }
 
+/* Attention as one sequence's queries see it. */
+INLINE struct paged_attention_args attention_of_sequence(const struct forward_args *a, const struct forward_work *w,
+                                                         const struct paged_attention_args *attention, int64_t b) {
+    const int64_t channels = (a->num_heads + 2 * a->num_kv_heads) * a->head_dim, r = w->first[b];
+    struct paged_attention_args part = *attention;
+    part.q = (const float *)part.q + r * channels;
+    part.out = (float *)part.out + r * a->num_heads * a->head_dim;
+    part.positions = w->position + r;
+    part.page_table += b * a->table_stride;
+    part.num_queries = w->first[b + 1] - (int32_t)r;
+    return part;
+}
+
 /* Attention of the first `num_tasks` tiles. */
 static void attend_tasks(struct member *m, const struct forward_args *a, const struct forward_work *w,
                          const struct paged_attention_args *attention, int64_t num_tasks) {
-    const int64_t channels = (a->num_heads + 2 * a->num_kv_heads) * a->head_dim;
     TEAM_FOR_CHUNKS(m, task, num_tasks, 1) {
-        int64_t b = w->tasks[task][0], r = w->first[b];
-        struct paged_attention_args part = *attention;
-        part.q = (const float *)part.q + r * channels;
-        part.out = (float *)part.out + r * a->num_heads * a->head_dim;
-        part.positions = w->position + r;
-        part.page_table += b * a->table_stride;
-        part.num_queries = w->first[b + 1] - (int32_t)r;
-        attend(&part, 0, w->tasks[task][1], w->tasks[task][2]);
+        const struct paged_attention_args part = attention_of_sequence(a, w, attention, w->tasks[task][0]);
+        struct block then, *known = 0;
+        /* Neighbours cost about the same, so the members take them in turn: what this one probably takes next. */
+        if (task + m->threads < num_tasks) {
+            const int32_t *other = w->tasks[task + m->threads];
+            const struct paged_attention_args next = attention_of_sequence(a, w, attention, other[0]);
+            then = first_block(&next, 0, other[1], other[2]);
+            known = &then;
+        }
+        attend(&part, 0, w->tasks[task][1], w->tasks[task][2], known);
     }
 }
 

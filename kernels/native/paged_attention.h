@@ -123,6 +123,7 @@ INLINE struct block block_at(const struct paged_attention_args *a, int64_t b, in
     for (int i = 0; i < SUBS; i++) {
         if (i >= k.subs) { /* scores of the first sub-block again, which are masked */
             k.key[i] = k.key[0];
+            k.value[i] = k.value[0];
             continue;
         }
         int64_t token = at + 16 * i, page = a->page_table[b * a->table_stride + token / ps];
@@ -133,41 +134,51 @@ INLINE struct block block_at(const struct paged_attention_args *a, int64_t b, in
     return k;
 }
 
-/* Start to load a block: its sub-blocks are not neighbours in memory, so no stream of addresses foretells them. */
-INLINE void fetch(const struct paged_attention_args *a, const struct block *k, int64_t d, int bf16) {
+/* Start to load channels c and c + 1 of the next block's keys into L2. A block is loaded while the one before it is
+ * multiplied, a few lines at a time: a core waits for few lines at once, and one that asks for more of them stands still.
+ * Its sub-blocks are not neighbours in memory, so no stream of addresses foretells them. */
+INLINE void fetch_keys(const struct paged_attention_args *a, const struct block *next, int64_t c, int bf16) {
     const int64_t size = bf16 ? 2 : 4, row = a->page_size * size; /* bytes of one channel in a page */
-    const int64_t step = row < 64 ? 64 / row : 1;                 /* channels of a cache line */
-    for (int i = 0; i < k->subs; i++) {
-        const char *key = (const char *)a->k_pages + k->key[i] * size,
-                   *value = (const char *)a->v_pages + k->value[i] * size;
-        for (int64_t c = 0; c < d; c += step) __builtin_prefetch(key + c * row);
-        for (int64_t at = 0; at < 16 * d * size; at += 64) __builtin_prefetch(value + at);
+    UNROLL for (int i = 0; i < SUBS; i++) {
+        const char *key = (const char *)a->k_pages + next->key[i] * size + c * row;
+        __builtin_prefetch(key, 0, 2);
+        if (row > 32) __builtin_prefetch(key + row, 0, 2);
     }
+}
+
+/* The same of the values of its token j. */
+INLINE void fetch_value(const struct paged_attention_args *a, const struct block *next, int j, int64_t d, int bf16) {
+    const int64_t size = bf16 ? 2 : 4;
+    const char *value = (const char *)a->v_pages + (next->value[j / 16] + j % 16 * d) * size;
+    for (int64_t at = 0; at < d * size; at += 64) __builtin_prefetch(value + at, 0, 2);
 }
 
 /* Scores of the keys in the first `subs` sub-blocks, a compile-time constant: each needs several sums to hide the latency. */
 INLINE void score_subs(const struct paged_attention_args *a, const struct tile *w, const struct block *k,
-                       v16f s[TILE][SUBS], int64_t d, int bf16, int n, int subs) {
+                       const struct block *next, v16f s[TILE][SUBS], int64_t d, int bf16, int n, int subs) {
     const int64_t ps = a->page_size;
     v16f r[TILE][SUBS] = {0};
-    for (int64_t c = 0; c < d; c++) {
-        v16f x[SUBS];
-        UNROLL for (int i = 0; i < subs; i++) x[i] = load(a->k_pages, k->key[i] + c * ps, bf16);
-        UNROLL for (int t = 0; t < n; t++) {
-            v16f q = splat(w->q[t][c]);
-            UNROLL for (int i = 0; i < subs; i++) r[t][i] += q * x[i];
+    for (int64_t two = 0; two < d; two += 2) {
+        fetch_keys(a, next, two, bf16);
+        UNROLL for (int64_t c = two; c < two + 2; c++) {
+            v16f x[SUBS];
+            UNROLL for (int i = 0; i < subs; i++) x[i] = load(a->k_pages, k->key[i] + c * ps, bf16);
+            UNROLL for (int t = 0; t < n; t++) {
+                v16f q = splat(w->q[t][c]);
+                UNROLL for (int i = 0; i < subs; i++) r[t][i] += q * x[i];
+            }
         }
     }
     UNROLL for (int t = 0; t < n; t++) memcpy(s[t], r[t], (size_t)subs * sizeof r[t][0]);
 }
 
 /* Scores of the block's keys into s, of `subs` sub-blocks at least. */
-INLINE void score(const struct paged_attention_args *a, const struct tile *w, const struct block *k, v16f s[TILE][SUBS],
-                  int64_t d, int bf16, int n) {
+INLINE void score(const struct paged_attention_args *a, const struct tile *w, const struct block *k,
+                  const struct block *next, v16f s[TILE][SUBS], int64_t d, int bf16, int n) {
     if (k->subs <= 2)
-        score_subs(a, w, k, s, d, bf16, n, 2);
+        score_subs(a, w, k, next, s, d, bf16, n, 2);
     else
-        score_subs(a, w, k, s, d, bf16, n, SUBS);
+        score_subs(a, w, k, next, s, d, bf16, n, SUBS);
 }
 
 /* Write query t's weights of the block's first sub-blocks into p, zero where the key is masked, and rescale its sums to the
@@ -206,12 +217,14 @@ INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, i
 
 /* acc += p . v for `n` queries from `t` on, 16 * wide channels from 16 * c on: the sums stay in registers. */
 INLINE void gather_part(const struct paged_attention_args *a, struct tile *w, const struct block *k,
-                        float p[TILE][BLOCK], int64_t d, int bf16, int t, int n, int64_t c, int wide) {
+                        const struct block *next, float p[TILE][BLOCK], int64_t d, int bf16, int t, int n, int64_t c,
+                        int wide) {
     v16f x[TILE][4];
     UNROLL for (int i = 0; i < n; i++) UNROLL for (int e = 0; e < wide; e++) x[i][e] = w->acc[t + i][c + e];
     for (int j = 0; j < k->tokens; j++) {
         const int64_t at = k->value[j / 16] + j % 16 * d + c * 16;
         v16f v[4];
+        if (t == 0 && c == 0) fetch_value(a, next, j, d, bf16);
         UNROLL for (int e = 0; e < wide; e++) v[e] = load(a->v_pages, at + e * 16, bf16);
         UNROLL for (int i = 0; i < n; i++) {
             v16f q = splat(p[t + i][j]);
@@ -221,13 +234,13 @@ INLINE void gather_part(const struct paged_attention_args *a, struct tile *w, co
     UNROLL for (int i = 0; i < n; i++) UNROLL for (int e = 0; e < wide; e++) w->acc[t + i][c + e] = x[i][e];
 }
 
-INLINE void gather(const struct paged_attention_args *a, struct tile *w, const struct block *k, float p[TILE][BLOCK],
-                   int64_t d, int bf16, int n) {
+INLINE void gather(const struct paged_attention_args *a, struct tile *w, const struct block *k,
+                   const struct block *next, float p[TILE][BLOCK], int64_t d, int bf16, int n) {
     UNROLL for (int t = 0; t < n; t += GATHER) {
         const int some = n - t < GATHER ? n - t : GATHER;
         int64_t c = 0;
-        for (; c + 4 <= d / 16; c += 4) gather_part(a, w, k, p, d, bf16, t, some, c, 4);
-        for (; c < d / 16; c++) gather_part(a, w, k, p, d, bf16, t, some, c, 1);
+        for (; c + 4 <= d / 16; c += 4) gather_part(a, w, k, next, p, d, bf16, t, some, c, 4);
+        for (; c < d / 16; c++) gather_part(a, w, k, next, p, d, bf16, t, some, c, 1);
     }
 }
 
@@ -240,9 +253,10 @@ INLINE float share(const struct paged_attention_args *a, const struct tile *w, i
     return kept / (w->denom[t] * kept + expf(sink - peak));
 }
 
-/* n queries, up to TILE, of one (sequence, KV head): query number i is (p, g) = (i / group, i % group). */
+/* n queries, up to TILE, of one (sequence, KV head): query number i is (p, g) = (i / group, i % group). `then`: a block that
+ * is likely to be read afterwards; null: none is known. */
 INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first, int64_t d,
-                        int bf16, int n) {
+                        int bf16, int n, const struct block *then) {
     const int64_t group = a->num_heads / a->num_kv_heads;
     struct tile w __attribute__((aligned(64)));
     float p[TILE][BLOCK] __attribute__((aligned(64)));
@@ -252,13 +266,13 @@ INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t
     if (w.last >= 0) now = block_at(a, b, hkv, at, w.last, d);
     for (; at <= w.last; at += BLOCK, now = next) {
         v16f s[TILE][SUBS];
-        if (at + BLOCK <= w.last) {
+        if (at + BLOCK <= w.last)
             next = block_at(a, b, hkv, at + BLOCK, w.last, d);
-            fetch(a, &next, d, bf16);
-        }
-        score(a, &w, &now, s, d, bf16, n);
+        else
+            next = then ? *then : now;
+        score(a, &w, &now, &next, s, d, bf16, n);
         for (int t = 0; t < n; t++) weigh(a, &w, t, at, now.subs, s[t], p[t], d);
-        gather(a, &w, &now, p, d, bf16, n);
+        gather(a, &w, &now, &next, p, d, bf16, n);
     }
     for (int64_t t = 0, row = first / group, head = first % group; t < n && row < a->num_queries;
          t++, head + 1 < group ? head++ : (row++, head = 0)) {
@@ -273,15 +287,24 @@ INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t
 #define ATTEND(d, bf16)                                                                                                \
     do {                                                                                                               \
         if (left > 3)                                                                                                  \
-            attend_tile(a, b, hkv, first, d, bf16, 6);                                                                 \
+            attend_tile(a, b, hkv, first, d, bf16, 6, then);                                                           \
         else                                                                                                           \
-            attend_tile(a, b, hkv, first, d, bf16, 3);                                                                 \
+            attend_tile(a, b, hkv, first, d, bf16, 3, then);                                                           \
     } while (0)
 #else
-#define ATTEND(d, bf16) attend_tile(a, b, hkv, first, d, bf16, TILE)
+#define ATTEND(d, bf16) attend_tile(a, b, hkv, first, d, bf16, TILE, then)
 #endif
 
-static void attend(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first) {
+/* The first block that the tile of this query reads. */
+static struct block first_block(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first) {
+    const int64_t row = first / (a->num_heads / a->num_kv_heads);
+    const int32_t last = a->positions[b * a->num_queries + row];
+    const int64_t from = a->window > 0 && last >= a->window ? (last - a->window + 1) / BLOCK * BLOCK : 0;
+    return block_at(a, b, hkv, from, last, a->head_dim);
+}
+
+static void attend(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first,
+                   const struct block *then) {
     int64_t d = a->head_dim, left = (int64_t)a->num_queries * (a->num_heads / a->num_kv_heads) - first;
     (void)left; /* read in some variants */
     if (a->bf16) {
@@ -315,6 +338,6 @@ void VARIANT(lockstep_paged_attention)(const struct paged_attention_args *a) {
         }
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < tasks; task++)
-            attend(a, task / (a->num_kv_heads * tiles), task / tiles % a->num_kv_heads, task % tiles * TILE);
+            attend(a, task / (a->num_kv_heads * tiles), task / tiles % a->num_kv_heads, task % tiles * TILE, 0);
     }
 }
