@@ -26,7 +26,9 @@
 #define LANES 16  /* outputs of a vector */
 #define GROUP 32  /* outputs at once: two vectors share the loads of the activations */
 
-#define FETCH_AHEAD 2048 /* bytes of weights */
+#define LINE 64          /* bytes that a core loads at once */
+#define FETCH_AHEAD 2048 /* bytes of weights that are loaded before they are needed */
+#define BLOCKS_AHEAD 4   /* the same in blocks of a group */
 
 #define UNROLL_8 _Pragma("GCC unroll 8")
 
@@ -46,6 +48,13 @@ struct block_weights {
     int64_t outputs, inputs;
     int64_t kind;
     int64_t tile_rows; /* rows at once from which on a matrix unit multiplies (see amx.h); 0: never */
+};
+
+/* Weights that a tile starts to load while it multiplies, in the layout of block_weights. */
+struct fetch {
+    const uint8_t *quants;
+    int64_t lines;                    /* of the integers, for each block that the tile multiplies */
+    const uint16_t *scales, *offsets; /* one line for each */
 };
 
 /* Rows of activations in blocks; K = inputs / 32. */
@@ -281,8 +290,9 @@ INLINE ints four_of(const int8_t *p) {
  * of `out`; rows, form and parts are compile-time constants. The sums go from registers to their place: a copy would wait for
  * them, and hold up the next tile. */
 INLINE void group_pass(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
-                       int form, int from, int parts, float *out, int64_t stride) {
+                       int form, int from, int parts, struct fetch ahead, float *out, int64_t stride) {
     const int64_t blocks = w->inputs / QBLOCK, bytes = form == OF_4_BITS ? 256 : 512;
+    const int64_t line = ahead.lines * from / GROUP, last_line = ahead.lines * (from + parts * WIDTH) / GROUP;
     const uint8_t *q = w->quants + (2 * g * blocks + from / LANES) * bytes;
     const int64_t numbers = g * blocks * GROUP + from;
     const uint16_t *s = w->scales + numbers, *o = form == OF_8_BITS ? 0 : w->offsets + numbers;
@@ -293,9 +303,9 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
     UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < parts; v++) acc[t][v] = spread_floats(0.0f);
     for (int64_t k = 0; k < blocks; k++) {
         ints sum[ROW_TILE][PARTS];
-        /* The hardware's own prefetch begins anew at every page. */
-        for (int64_t line = 0; line < 2 * bytes * parts / PARTS; line += 64)
-            __builtin_prefetch(q + 2 * k * bytes + FETCH_AHEAD + line);
+        for (int64_t l = line; l < last_line; l++) __builtin_prefetch(ahead.quants + (k * ahead.lines + l) * LINE);
+        __builtin_prefetch(ahead.scales + k * GROUP);
+        if (form != OF_8_BITS) __builtin_prefetch(ahead.offsets + k * GROUP);
         UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < parts; v++) sum[t][v] =
             spread_ints(SUMS_BEGIN + (form == OF_4_BITS ? 0 : WIDE_START(xc[t * blocks + k])));
         UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
@@ -338,13 +348,13 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
 
 /* Outputs [GROUP g, GROUP (g + 1)). */
 INLINE void group_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
-                       int form, float *out, int64_t stride) {
+                       int form, struct fetch ahead, float *out, int64_t stride) {
     if (PASS(rows, form) == PARTS) {
-        group_pass(w, g, x, first, rows, form, 0, PARTS, out, stride);
+        group_pass(w, g, x, first, rows, form, 0, PARTS, ahead, out, stride);
         return;
     }
     for (int from = 0; from < GROUP; from += LANES)
-        group_pass(w, g, x, first, rows, form, from, PARTS / 2, out, stride);
+        group_pass(w, g, x, first, rows, form, from, PARTS / 2, ahead, out, stride);
 }
 #endif
 
@@ -375,12 +385,12 @@ INLINE void leave_products(void) {
 
 #define OF_ROWS(n)                                                                                                     \
     case n:                                                                                                            \
-        group_tile(w, g, x, first, n, form, out, stride);                                                              \
+        group_tile(w, g, x, first, n, form, ahead, out, stride);                                                       \
         break;
 
 /* The same for up to ROW_TILE rows. */
 INLINE void rows_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int64_t rows,
-                      int form, float *out, int64_t stride) {
+                      int form, struct fetch ahead, float *out, int64_t stride) {
     switch (rows) {
         OF_ROWS(1)
         OF_ROWS(2)
@@ -397,7 +407,7 @@ INLINE void rows_tile(const struct block_weights *w, int64_t g, const struct blo
 
 /* Outputs [GROUP g, GROUP (g + 1)) of as many rows as `tile_of` says, or of fewer. */
 static void group_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
-                       int64_t rows, float *out, int64_t stride) {
+                       int64_t rows, struct fetch ahead, float *out, int64_t stride) {
 #if HAS_TILES
     if (by_tiles(w, rows)) {
         group_of_tiles(w, g, x, first, rows, out, stride);
@@ -405,11 +415,11 @@ static void group_rows(const struct block_weights *w, int64_t g, const struct bl
     }
 #endif
     if (w->kind == BLOCKS_4_BIT)
-        rows_tile(w, g, x, first, rows, OF_4_BITS, out, stride);
+        rows_tile(w, g, x, first, rows, OF_4_BITS, ahead, out, stride);
     else if (w->offsets)
-        rows_tile(w, g, x, first, rows, OF_8_BITS_OFFSET, out, stride);
+        rows_tile(w, g, x, first, rows, OF_8_BITS_OFFSET, ahead, out, stride);
     else
-        rows_tile(w, g, x, first, rows, OF_8_BITS, out, stride);
+        rows_tile(w, g, x, first, rows, OF_8_BITS, ahead, out, stride);
 }
 
 INLINE int64_t groups_of(const struct block_weights *w) { return (w->outputs + GROUP - 1) / GROUP; }
@@ -424,12 +434,26 @@ INLINE int64_t tile_of(const struct block_weights *w, int64_t left) {
     return left < 2 * ROW_TILE ? (left + 1) / 2 : ROW_TILE;
 }
 
-/* Group g of `rows` rows from `first` on, whole, as fp32 [rows][stride]. */
+/* What the tile of row r, of `rows` in all, starts to load. The first tile of a group would wait for memory, and the others
+ * find the weights in a cache: so all of them share in loading group `next`, which comes afterwards, while they multiply. One
+ * tile loads what it reads itself: the hardware's own prefetch begins anew at every page. */
+INLINE struct fetch fetch_of(const struct block_weights *w, int64_t g, int64_t r, int64_t rows, int64_t next) {
+    const int64_t blocks = w->inputs / QBLOCK, bytes = 2 * (w->kind == BLOCKS_4_BIT ? 256 : 512), each = bytes / LINE;
+    const int64_t tiles = (rows + ROW_TILE - 1) / ROW_TILE, tile = (r + ROW_TILE - 1) / ROW_TILE;
+    const int64_t lines = (each + tiles - 1) / tiles, from = tiles == 1 ? g * blocks + BLOCKS_AHEAD : next * blocks;
+    return (struct fetch){.quants = w->quants + from * bytes + tile * lines * blocks * LINE,
+                          .lines = tile * lines < each ? lines : 0,
+                          .scales = w->scales + from * GROUP,
+                          .offsets = w->offsets ? w->offsets + from * GROUP : 0};
+}
+
+/* Group g of `rows` rows from `first` on, whole, as fp32 [rows][stride]. `next`: the group that the caller
+ * multiplies afterwards. */
 INLINE void group_of_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
-                          int64_t rows, float *out, int64_t stride) {
+                          int64_t rows, int64_t next, float *out, int64_t stride) {
     for (int64_t r = 0, n; r < rows; r += n) {
         n = tile_of(w, rows - r);
-        group_rows(w, g, x, first + r, n, out + r * stride, stride);
+        group_rows(w, g, x, first + r, n, fetch_of(w, g, r, rows, next), out + r * stride, stride);
     }
 }
 
@@ -439,12 +463,12 @@ INLINE void group_into(const struct block_weights *w, int64_t g, const struct bl
     const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
     float y[STEP_ROWS][GROUP];
     if (count == GROUP && !place) {
-        group_of_rows(w, g, x, 0, rows, out + g * GROUP, stride);
+        group_of_rows(w, g, x, 0, rows, g + 1, out + g * GROUP, stride);
         return;
     }
     for (int64_t r = 0, n; r < rows; r += n) {
         n = tile_of(w, rows - r);
-        group_rows(w, g, x, r, n, y[0], GROUP);
+        group_rows(w, g, x, r, n, fetch_of(w, g, r, rows, g + 1), y[0], GROUP);
         for (int64_t t = 0; t < n; t++)
             memcpy(out + (place ? place[r + t] : r + t) * stride + g * GROUP, y[t], (size_t)count * sizeof(float));
     }
@@ -473,7 +497,7 @@ static __attribute__((noinline)) void block_linear_body(struct member *m, void *
         }
         for (int64_t r = 0, n; r < a->rows; r += n) {
             n = tile_of(w, a->rows - r);
-            group_rows(w, g, &x, r, n, y[0], GROUP);
+            group_rows(w, g, &x, r, n, fetch_of(w, g, r, a->rows, g + 1), y[0], GROUP);
             for (int64_t t = 0; t < n; t++)
                 for (int64_t i = 0; i < count; i++) store1(a->out, (r + t) * w->outputs + g * GROUP + i, y[t][i], 1);
         }

@@ -279,6 +279,14 @@ INLINE struct paged_attention_args attention_of_sequence(const struct forward_ar
     return part;
 }
 
+/* The first block that the tile of this query reads. */
+static struct block first_block(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first) {
+    const int64_t row = first / (a->num_heads / a->num_kv_heads);
+    const int32_t last = a->positions[b * a->num_queries + row];
+    const int64_t from = a->window > 0 && last >= a->window ? (last - a->window + 1) / BLOCK * BLOCK : 0;
+    return block_at(a, b, hkv, from, last, a->head_dim);
+}
+
 /* Attention of the first `num_tasks` tiles. */
 static void attend_tasks(struct member *m, const struct forward_args *a, const struct forward_work *w,
                          const struct paged_attention_args *attention, int64_t num_tasks) {
@@ -315,8 +323,9 @@ static void gate_and_up(struct member *m, const struct forward_args *a, const st
     TEAM_FOR(m, c, blocks)
     for (int64_t r = 0, rows; r < w->rows; r += rows) {
         rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
-        group_of_rows(&l->gate_up, c, &w->normed, r, rows, gate[0], GROUP);
-        group_of_rows(&l->gate_up, blocks + c, &w->normed, r, rows, up[0], GROUP);
+        const int64_t then = r + rows < w->rows ? c : c + 1;
+        group_of_rows(&l->gate_up, c, &w->normed, r, rows, blocks + c, gate[0], GROUP);
+        group_of_rows(&l->gate_up, blocks + c, &w->normed, r, rows, then, up[0], GROUP);
         if (a->adapters) {
             expand(a, l, w, r, rows, OF_GATE_UP, c * GROUP, GROUP, gate[0], GROUP);
             expand(a, l, w, r, rows, OF_GATE_UP, a->inner + c * GROUP, GROUP, up[0], GROUP);

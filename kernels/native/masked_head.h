@@ -55,11 +55,11 @@ static void copy_block_row(const struct block_rows *from, int64_t i, const struc
 }
 
 /* Group g of `count` rows from `first` on, into their places. */
-static void head_tile(const struct head_call *c, int64_t g, int64_t first, int64_t count) {
+static void head_tile(const struct head_call *c, int64_t g, int64_t first, int64_t count, struct fetch ahead) {
     const struct forward_args *a = c->args;
     const int64_t left = a->head.outputs - g * GROUP, width = left < GROUP ? left : GROUP;
     float y[STEP_ROWS][GROUP];
-    group_rows(&a->head, g, &c->inputs, first, count, y[0], GROUP);
+    group_rows(&a->head, g, &c->inputs, first, count, ahead, y[0], GROUP);
     for (int64_t t = 0; t < count; t++) {
         for (int64_t i = 0; i < width && a->logits_softcap > 0.0f; i++)
             y[t][i] = tanhf(y[t][i] / a->logits_softcap) * a->logits_softcap;
@@ -70,14 +70,15 @@ static void head_tile(const struct head_call *c, int64_t g, int64_t first, int64
 
 static void masked_head_body(struct member *m, void *context) {
     const struct head_call *c = context;
-    TEAM_FOR_CHUNKS(m, g, groups_of(&c->args->head), HEAD_CHUNK) {
+    const struct block_weights *w = &c->args->head;
+    TEAM_FOR_CHUNKS(m, g, groups_of(w), HEAD_CHUNK) {
         for (int64_t r = 0, n; r < c->num_whole; r += n) {
-            n = tile_of(&c->args->head, c->num_whole - r);
-            head_tile(c, g, r, n);
+            n = tile_of(w, c->num_whole - r);
+            head_tile(c, g, r, n, fetch_of(w, g, r, c->num_whole, g + 1));
         }
         for (int64_t r = c->parts, n; r < c->num_rows; r += n ? n : 1) {
             for (n = 0; n < ROW_TILE && r + n < c->num_rows && wants(c->rows + r + n, g);) n++;
-            if (n) head_tile(c, g, r, n);
+            if (n) head_tile(c, g, r, n, fetch_of(w, g, 0, 1, 0));
         }
     }
     leave_products();

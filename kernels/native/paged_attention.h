@@ -120,13 +120,8 @@ INLINE struct block block_at(const struct paged_attention_args *a, int64_t b, in
     /* Keys past the tile's last position may lie in no page at all. */
     k.subs = last - at >= BLOCK - 16 ? SUBS : (int)((last - at) / 16 + 1);
     k.tokens = last - at + 1 < BLOCK ? (int)(last - at + 1) : BLOCK;
-    for (int i = 0; i < SUBS; i++) {
-        if (i >= k.subs) { /* scores of the first sub-block again, which are masked */
-            k.key[i] = k.key[0];
-            k.value[i] = k.value[0];
-            continue;
-        }
-        int64_t token = at + 16 * i, page = a->page_table[b * a->table_stride + token / ps];
+    for (int i = 0; i < SUBS; i++) { /* after the last, the first again: its scores are masked */
+        int64_t token = at + 16 * (i < k.subs ? i : 0), page = a->page_table[b * a->table_stride + token / ps];
         int64_t head = (page * a->num_kv_heads + hkv) * d * ps;
         k.key[i] = head + token % ps;
         k.value[i] = head + token % ps * d;
@@ -294,14 +289,6 @@ INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t
 #else
 #define ATTEND(d, bf16) attend_tile(a, b, hkv, first, d, bf16, TILE, then)
 #endif
-
-/* The first block that the tile of this query reads. */
-static struct block first_block(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first) {
-    const int64_t row = first / (a->num_heads / a->num_kv_heads);
-    const int32_t last = a->positions[b * a->num_queries + row];
-    const int64_t from = a->window > 0 && last >= a->window ? (last - a->window + 1) / BLOCK * BLOCK : 0;
-    return block_at(a, b, hkv, from, last, a->head_dim);
-}
 
 static void attend(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first,
                    const struct block *then) {
