@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.workloads import Item
+from benchmarks.harness.workloads import Item, workload
 
 NAME = "tools"
 INSTALL = "pip install --no-deps bfcl-eval"
@@ -65,6 +65,19 @@ def tool_calls(folder: Path, count: int | None = None, max_tokens: int | None = 
         if number % 10 == 9 and (item := _item(json.loads(line), budget)) is not None:
             items.append(item)
     return items[:count]
+
+
+def items_of(name: str, python: Path, count: int | None = None, max_tokens: int | None = None) -> list[Item]:
+    """Return `workload(name, count, max_tokens)`, or these tool calls where `name` is theirs and `python` has the data.
+
+    Raises:
+        ValueError: as `workload`.
+        ToolDataMissing: as `data_folder`.
+
+    """
+    if name != NAME:
+        return workload(name, count, max_tokens)
+    return tool_calls(data_folder(python), count, max_tokens)
 
 
 def _item(entry: dict[str, Any], max_tokens: int) -> Item | None:

@@ -22,7 +22,8 @@ from pathlib import Path
 from benchmarks.harness.client import CallRefused, EngineClient
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
-from benchmarks.harness.workloads import WORKLOADS, Item, workload
+from benchmarks.harness.tool_calls import NAME, items_of
+from benchmarks.harness.workloads import WORKLOADS, Item
 from benchmarks.speed.builds import Comparison, Results, greedy_calls, tokens_per_s, with_totals
 
 EXAMPLES = """
@@ -30,6 +31,8 @@ examples:
   python -m benchmarks drafts                                      all workloads at 1, 2, 4, 8 and 16
   python -m benchmarks drafts --workloads chat --concurrency 16 --rounds 5
   python -m benchmarks drafts --drafter grammar --at-least 0.98    exit 1 where a median ratio is below 0.98
+  python -m benchmarks drafts --workloads tools --bfcl-python DIR/bin/python --flags=--prefix-cache=false
+                                                                   every prompt is computed each time it is sent
 
 reading the table:
   without, with   generated tokens / wall time, the median of the rounds
@@ -106,7 +109,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="passes of each server over each cell (default 3)")
     add("--concurrency", default="1,2,4,8,16", help="comma-separated (default 1,2,4,8,16)")
-    add("--workloads", default=",".join(WORKLOADS), help=f"comma-separated, of {', '.join(WORKLOADS)}")
+    add("--workloads", default=",".join(WORKLOADS), help=f"comma-separated, of {', '.join((*WORKLOADS, NAME))}")
+    add("--bfcl-python", type=Path, metavar="PATH", default=Path(sys.executable), help="as that of serve, for tools")
     add("--count", type=int, help="only the first COUNT prompts of every workload")
     add("--max-tokens", type=int, help="lower the token budget of every prompt")
     add("--model", default="embedded", help="a directory, a GGUF file or 'embedded' (default)")
@@ -130,7 +134,8 @@ def main() -> int:
         levels = [int(level) for level in args.concurrency.split(",")]
         if min([args.rounds, args.threads, *levels]) < 1:
             raise ValueError("--rounds, --threads and --concurrency must be at least 1")
-        items = {name: workload(name, args.count, args.max_tokens) for name in args.workloads.split(",")}
+        names = args.workloads.split(",")
+        items = {name: items_of(name, args.bfcl_python, args.count, args.max_tokens) for name in names}
     except ValueError as error:
         parser.error(str(error))
     drafted = ServerOptions(

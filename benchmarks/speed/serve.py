@@ -29,7 +29,7 @@ from benchmarks.harness.server import ServerOptions
 from benchmarks.harness.systems import Lockstep, Prompt, System, SystemFailed, hf_directory, load_prompts
 from benchmarks.harness.tables import Progress
 from benchmarks.harness.validity import Judge
-from benchmarks.harness.workloads import WORKLOADS, Item, workload
+from benchmarks.harness.workloads import WORKLOADS, Item
 from benchmarks.speed.serve_systems import (
     SYSTEMS,
     Settings,
@@ -159,12 +159,8 @@ def load_items(args: argparse.Namespace) -> tuple[dict[str, list[Item]], dict[st
     items: dict[str, list[Item]] = {}
     absent: dict[str, str] = {}
     for name in names:
-        if name != tool_calls.NAME:
-            items[name] = workload(name, args.count, args.max_tokens)
-            continue
         try:
-            folder = tool_calls.data_folder(args.bfcl_python)
-            items[name] = tool_calls.tool_calls(folder, args.count, args.max_tokens)
+            items[name] = tool_calls.items_of(name, args.bfcl_python, args.count, args.max_tokens)
         except tool_calls.ToolDataMissing as missing:
             if args.workloads is not None:
                 raise ValueError(f"--workloads: {name}: {missing}") from missing
