@@ -43,7 +43,7 @@ def test_held_back_entries_become_closed_schemas(tmp_path: Path) -> None:
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ToolDataMissing, match="BFCL_v4_simple_python.json does not exist: pip install"):
+    with pytest.raises(ToolDataMissing, match=r"BFCL_v4_simple_python\.json does not exist: pip install"):
         tool_calls(tmp_path)
     with pytest.raises(ToolDataMissing, match="does not run"):
         data_folder(tmp_path / "python")
