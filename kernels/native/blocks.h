@@ -27,8 +27,7 @@
 #define GROUP 32  /* outputs at once: two vectors share the loads of the activations */
 
 #define LINE 64          /* bytes that a core loads at once */
-#define FETCH_AHEAD 2048 /* bytes of weights that are loaded before they are needed */
-#define BLOCKS_AHEAD 4   /* the same in blocks of a group */
+#define FETCH_AHEAD 2048 /* bytes of weights between what a tile multiplies and what it starts to load */
 
 #define UNROLL_8 _Pragma("GCC unroll 8")
 
@@ -440,15 +439,16 @@ INLINE int64_t tile_of(const struct block_weights *w, int64_t left) {
 INLINE struct fetch fetch_of(const struct block_weights *w, int64_t g, int64_t r, int64_t rows, int64_t next) {
     const int64_t blocks = w->inputs / QBLOCK, bytes = 2 * (w->kind == BLOCKS_4_BIT ? 256 : 512), each = bytes / LINE;
     const int64_t tiles = (rows + ROW_TILE - 1) / ROW_TILE, tile = (r + ROW_TILE - 1) / ROW_TILE;
-    const int64_t lines = (each + tiles - 1) / tiles, from = tiles == 1 ? g * blocks + BLOCKS_AHEAD : next * blocks;
+    const int64_t lines = (each + tiles - 1) / tiles,
+                  from = tiles == 1 ? g * blocks + FETCH_AHEAD / bytes : next * blocks;
     return (struct fetch){.quants = w->quants + from * bytes + tile * lines * blocks * LINE,
                           .lines = tile * lines < each ? lines : 0,
                           .scales = w->scales + from * GROUP,
                           .offsets = w->offsets ? w->offsets + from * GROUP : 0};
 }
 
-/* Group g of `rows` rows from `first` on, whole, as fp32 [rows][stride]. `next`: the group that the caller
- * multiplies afterwards. */
+/* Group g of `rows` rows from `first` on, whole, as fp32 [rows][stride]. `next`: the group that the
+ * caller multiplies afterwards. */
 INLINE void group_of_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
                           int64_t rows, int64_t next, float *out, int64_t stride) {
     for (int64_t r = 0, n; r < rows; r += n) {

@@ -137,7 +137,7 @@ INLINE void fetch_keys(const struct paged_attention_args *a, const struct block 
     UNROLL for (int i = 0; i < SUBS; i++) {
         const char *key = (const char *)a->k_pages + next->key[i] * size + c * row;
         __builtin_prefetch(key, 0, 2);
-        if (row > 32) __builtin_prefetch(key + row, 0, 2);
+        if (row > 32) __builtin_prefetch(key + row, 0, 2); /* else both channels are in one line */
     }
 }
 
