@@ -189,7 +189,7 @@ INLINE void matrix_pass(const struct tile_place *p, int rows, int form, int from
 /* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on, into rows of `out`; rows and form are compile-time
  * constants. Each pass loads ahead only what it reads itself. */
 INLINE void group_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
-                       int form, struct fetch ahead, float *out, int64_t stride) {
+                       int form, const struct fetch *ahead, float *out, int64_t stride) {
     (void)ahead;
     const int64_t blocks = w->inputs / QBLOCK, bytes = form == OF_4_BITS ? 256 : 512;
     const int vectors = rows == 1 ? 8 : rows == 2 ? 4 : 2;

@@ -49,9 +49,9 @@ struct block_weights {
     int64_t tile_rows; /* rows at once from which on a matrix unit multiplies (see amx.h); 0: never */
 };
 
-/* Weights that a tile starts to load while it multiplies, in the layout of block_weights. */
+/* Weights of another group that a tile starts to load while it multiplies, in the layout of block_weights. */
 struct fetch {
-    const uint8_t *quants;
+    const uint8_t *quants;            /* null: the tile loads what it reads itself */
     int64_t lines;                    /* of the integers, for each block that the tile multiplies */
     const uint16_t *scales, *offsets; /* one line for each */
 };
@@ -289,9 +289,10 @@ INLINE ints four_of(const int8_t *p) {
  * of `out`; rows, form and parts are compile-time constants. The sums go from registers to their place: a copy would wait for
  * them, and hold up the next tile. */
 INLINE void group_pass(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
-                       int form, int from, int parts, struct fetch ahead, float *out, int64_t stride) {
+                       int form, int from, int parts, const struct fetch *ahead, float *out, int64_t stride) {
     const int64_t blocks = w->inputs / QBLOCK, bytes = form == OF_4_BITS ? 256 : 512;
-    const int64_t line = ahead.lines * from / GROUP, last_line = ahead.lines * (from + parts * WIDTH) / GROUP;
+    const int64_t halves = parts * WIDTH / LANES, lines = ahead ? ahead->lines : 0; /* of which a half loads half */
+    const int64_t line = lines * from / GROUP, last_line = lines * (from + parts * WIDTH) / GROUP;
     const uint8_t *q = w->quants + (2 * g * blocks + from / LANES) * bytes;
     const int64_t numbers = g * blocks * GROUP + from;
     const uint16_t *s = w->scales + numbers, *o = form == OF_8_BITS ? 0 : w->offsets + numbers;
@@ -302,13 +303,21 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
     UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < parts; v++) acc[t][v] = spread_floats(0.0f);
     for (int64_t k = 0; k < blocks; k++) {
         ints sum[ROW_TILE][PARTS];
-        for (int64_t l = line; l < last_line; l++) __builtin_prefetch(ahead.quants + (k * ahead.lines + l) * LINE);
-        __builtin_prefetch(ahead.scales + k * GROUP);
-        if (form != OF_8_BITS) __builtin_prefetch(ahead.offsets + k * GROUP);
+        if (ahead) {
+            __builtin_prefetch(ahead->scales + k * GROUP);
+            if (form != OF_8_BITS) __builtin_prefetch(ahead->offsets + k * GROUP);
+        }
         UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < parts; v++) sum[t][v] =
             spread_ints(SUMS_BEGIN + (form == OF_4_BITS ? 0 : WIDE_START(xc[t * blocks + k])));
         UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
             ints four[ROW_TILE], later[ROW_TILE];
+            /* Not all at once: the loads of the products would wait for them. */
+            if (ahead) {
+                if (line + i < last_line) __builtin_prefetch(ahead->quants + (k * lines + line + i) * LINE);
+            } else { /* the hardware's own prefetch begins anew at every page */
+                for (int h = 0; h < halves; h++)
+                    __builtin_prefetch(q + 2 * k * bytes + FETCH_AHEAD + (halves * i + h) * LINE);
+            }
             UNROLL_8 for (int t = 0; t < rows; t++) {
                 const int8_t *at = xq + t * x->inputs + k * QBLOCK + 4 * i;
                 four[t] = four_of(at);
@@ -347,7 +356,7 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
 
 /* Outputs [GROUP g, GROUP (g + 1)). */
 INLINE void group_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
-                       int form, struct fetch ahead, float *out, int64_t stride) {
+                       int form, const struct fetch *ahead, float *out, int64_t stride) {
     if (PASS(rows, form) == PARTS) {
         group_pass(w, g, x, first, rows, form, 0, PARTS, ahead, out, stride);
         return;
@@ -384,7 +393,10 @@ INLINE void leave_products(void) {
 
 #define OF_ROWS(n)                                                                                                     \
     case n:                                                                                                            \
-        group_tile(w, g, x, first, n, form, ahead, out, stride);                                                       \
+        if (ahead.quants)                                                                                              \
+            group_tile(w, g, x, first, n, form, &ahead, out, stride);                                                  \
+        else /* the numbers of what it loads are compile-time constants */                                             \
+            group_tile(w, g, x, first, n, form, 0, out, stride);                                                       \
         break;
 
 /* The same for up to ROW_TILE rows. */
@@ -434,17 +446,16 @@ INLINE int64_t tile_of(const struct block_weights *w, int64_t left) {
 }
 
 /* What the tile of row r, of `rows` in all, starts to load. The first tile of a group would wait for memory, and the others
- * find the weights in a cache: so all of them share in loading group `next`, which comes afterwards, while they multiply. One
- * tile loads what it reads itself: the hardware's own prefetch begins anew at every page. */
-INLINE struct fetch fetch_of(const struct block_weights *w, int64_t g, int64_t r, int64_t rows, int64_t next) {
+ * find the weights in a cache: so all of them share in loading group `next`, which comes afterwards, while they multiply. */
+INLINE struct fetch fetch_of(const struct block_weights *w, int64_t r, int64_t rows, int64_t next) {
     const int64_t blocks = w->inputs / QBLOCK, bytes = 2 * (w->kind == BLOCKS_4_BIT ? 256 : 512), each = bytes / LINE;
     const int64_t tiles = (rows + ROW_TILE - 1) / ROW_TILE, tile = (r + ROW_TILE - 1) / ROW_TILE;
-    const int64_t lines = (each + tiles - 1) / tiles,
-                  from = tiles == 1 ? g * blocks + FETCH_AHEAD / bytes : next * blocks;
-    return (struct fetch){.quants = w->quants + from * bytes + tile * lines * blocks * LINE,
+    const int64_t lines = (each + tiles - 1) / tiles;
+    if (tiles == 1) return (struct fetch){0};
+    return (struct fetch){.quants = w->quants + (next * bytes + tile * lines * LINE) * blocks,
                           .lines = tile * lines < each ? lines : 0,
-                          .scales = w->scales + from * GROUP,
-                          .offsets = w->offsets ? w->offsets + from * GROUP : 0};
+                          .scales = w->scales + next * blocks * GROUP,
+                          .offsets = w->offsets ? w->offsets + next * blocks * GROUP : 0};
 }
 
 /* Group g of `rows` rows from `first` on, whole, as fp32 [rows][stride]. `next`: the group that the
@@ -453,7 +464,7 @@ INLINE void group_of_rows(const struct block_weights *w, int64_t g, const struct
                           int64_t rows, int64_t next, float *out, int64_t stride) {
     for (int64_t r = 0, n; r < rows; r += n) {
         n = tile_of(w, rows - r);
-        group_rows(w, g, x, first + r, n, fetch_of(w, g, r, rows, next), out + r * stride, stride);
+        group_rows(w, g, x, first + r, n, fetch_of(w, r, rows, next), out + r * stride, stride);
     }
 }
 
@@ -468,7 +479,7 @@ INLINE void group_into(const struct block_weights *w, int64_t g, const struct bl
     }
     for (int64_t r = 0, n; r < rows; r += n) {
         n = tile_of(w, rows - r);
-        group_rows(w, g, x, r, n, fetch_of(w, g, r, rows, g + 1), y[0], GROUP);
+        group_rows(w, g, x, r, n, fetch_of(w, r, rows, g + 1), y[0], GROUP);
         for (int64_t t = 0; t < n; t++)
             memcpy(out + (place ? place[r + t] : r + t) * stride + g * GROUP, y[t], (size_t)count * sizeof(float));
     }
@@ -497,7 +508,7 @@ static __attribute__((noinline)) void block_linear_body(struct member *m, void *
         }
         for (int64_t r = 0, n; r < a->rows; r += n) {
             n = tile_of(w, a->rows - r);
-            group_rows(w, g, &x, r, n, fetch_of(w, g, r, a->rows, g + 1), y[0], GROUP);
+            group_rows(w, g, &x, r, n, fetch_of(w, r, a->rows, g + 1), y[0], GROUP);
             for (int64_t t = 0; t < n; t++)
                 for (int64_t i = 0; i < count; i++) store1(a->out, (r + t) * w->outputs + g * GROUP + i, y[t][i], 1);
         }

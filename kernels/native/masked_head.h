@@ -74,11 +74,11 @@ static void masked_head_body(struct member *m, void *context) {
     TEAM_FOR_CHUNKS(m, g, groups_of(w), HEAD_CHUNK) {
         for (int64_t r = 0, n; r < c->num_whole; r += n) {
             n = tile_of(w, c->num_whole - r);
-            head_tile(c, g, r, n, fetch_of(w, g, r, c->num_whole, g + 1));
+            head_tile(c, g, r, n, fetch_of(w, r, c->num_whole, g + 1));
         }
         for (int64_t r = c->parts, n; r < c->num_rows; r += n ? n : 1) {
             for (n = 0; n < ROW_TILE && r + n < c->num_rows && wants(c->rows + r + n, g);) n++;
-            if (n) head_tile(c, g, r, n, fetch_of(w, g, 0, 1, 0));
+            if (n) head_tile(c, g, r, n, (struct fetch){0});
         }
     }
     leave_products();
