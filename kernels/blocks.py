@@ -1,7 +1,8 @@
 """Weights in blocks of 32 inputs, 4 or 8 bits each, and their product with activations of 8 bits, on a CPU.
 
-The formats are GGUF's: a block of 4 bits is Q4_1 (integers 0 to 15, a scale, an offset), a block of 8 bits is Q8_0
-(integers -127 to 127, a scale). Activations are quantised in the product, 8 bits with a scale for every 32 (Q8_1).
+The formats are GGUF's: a block of 4 bits is Q4_0 (integers 0 to 15 that stand for -8 to 7, a scale) or Q4_1 (0 to 15,
+a scale, an offset), a block of 8 bits is Q8_0 (integers -127 to 127, a scale). Activations are quantised in the
+product, 8 bits with a scale for every 32 (Q8_1).
 Invariant: a row's result has the same bits for any number of rows. Not responsible for: the source of the blocks (see
 gpu_engine/model/quantised), a whole forward (see forward.py).
 
@@ -22,6 +23,8 @@ from kernels.library import native
 
 BLOCK = 32
 """Inputs of a block; the inputs of a product are a multiple of it."""
+MIDDLE = 8
+"""Of 4 bits without offsets, a weight is scale * (quant - MIDDLE)."""
 _LANES = 16
 """Outputs that are packed together: those of a vector."""
 _GROUP = 32
@@ -37,7 +40,8 @@ class BlockKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """A quantised matrix, not packed: weight = scale * quant + offset."""
+    """A quantised matrix, not packed: weight = scale * quant + offset. Without offsets these are 0, or
+    with 4 bits -8 scales."""
 
     kind: BlockKind
     quants_NK: torch.Tensor
@@ -45,7 +49,7 @@ class Blocks:
     scales_NB: torch.Tensor
     """float16."""
     offsets_NB: torch.Tensor | None
-    """float16, always with 4 bits; None: no offset."""
+    """float16, or None."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -57,6 +61,8 @@ class Blocks:
         """Return the weights, float32 [N, K]."""
         N, K = self.shape
         weights_NBk = self.quants_NK.float().view(N, K // BLOCK, BLOCK)
+        if self.offsets_NB is None and self.kind is BlockKind.Q4:
+            weights_NBk -= MIDDLE
         weights_NBk *= self.scales_NB.float()[..., None]
         if self.offsets_NB is not None:
             weights_NBk += self.offsets_NB.float()[..., None]
@@ -79,9 +85,7 @@ class Blocks:
         """Return the matrix with the outputs of all parts, which have the same inputs. Parts of different kinds give 8
         bits with offsets, which is exact."""
         if len({part.kind for part in parts}) > 1:
-            parts = [
-                cls(BlockKind.Q8, part.quants_NK.to(torch.int8), part.scales_NB, part.offsets_NB) for part in parts
-            ]
+            parts = [cls(BlockKind.Q8, part.quants_NK.to(torch.int8), part.scales_NB, _offsets(part)) for part in parts]
         offsets = None
         if any(part.offsets_NB is not None for part in parts):
             offsets = torch.cat([_offsets(part) for part in parts])
@@ -90,14 +94,18 @@ class Blocks:
 
 
 def _offsets(part: Blocks) -> torch.Tensor:
-    return torch.zeros_like(part.scales_NB) if part.offsets_NB is None else part.offsets_NB
+    return part.offsets_NB if part.offsets_NB is not None else _offsets_of(part.kind, part.scales_NB)
+
+
+def _offsets_of(kind: BlockKind, scales: torch.Tensor) -> torch.Tensor:
+    """Return the offsets of blocks that have none of their own."""
+    return scales * -MIDDLE if kind is BlockKind.Q4 else torch.zeros_like(scales)
 
 
 def packed_bytes(kind: BlockKind, shape: tuple[int, int], *, offsets: bool = False) -> int:
-    """Return about what a matrix [N, K] takes in the layout of the product. `offsets`: blocks of 8 bits have them, as
-    those of 4 bits always do."""
+    """Return about what a matrix [N, K] takes in the layout of the product. `offsets`: its blocks have them."""
     N, K = shape
-    in_block = BLOCK // 2 + 4 if kind is BlockKind.Q4 else BLOCK + 2 + 2 * offsets
+    in_block = (BLOCK // 2 if kind is BlockKind.Q4 else BLOCK) + 2 + 2 * offsets
     return -(-N // _GROUP) * _GROUP * (K // BLOCK) * in_block
 
 
@@ -221,7 +229,7 @@ class RawBlocks:
     scales: Field
     """float16."""
     offsets: Field | None
-    """float16, always with 4 bits."""
+    """float16."""
 
     @classmethod
     def of(cls, blocks: Blocks) -> RawBlocks:
@@ -292,11 +300,12 @@ class PackedBlocks:
     def put(self, first: int, count: int, raw: RawBlocks, order: torch.Tensor | None = None) -> None:
         """Fill the outputs from `first` on, a multiple of 32: all of their groups, or the last of the matrix.
 
+        Rows without offsets may go to a matrix that has them; not the other way round.
         `order` [count], int64: the row in `raw` of each output; None: the same order.
         """
         assert first % _GROUP == 0, first
         assert count % _GROUP == 0 or first + count == self.num_outputs, (first, count)
-        assert (raw.offsets is None) == (self.offsets is None)
+        assert raw.offsets is None or self.offsets is not None
         assert order is None or (order.dtype == torch.int64 and order.is_contiguous() and len(order) == count)
         group = first // _GROUP
         args = _PackArgs(
@@ -313,6 +322,9 @@ class PackedBlocks:
             0 if self.kind is BlockKind.Q4 else 0x80808080,
         )
         native().lockstep_pack_blocks(ctypes.byref(args))
+        if raw.offsets is None and self.offsets is not None:
+            groups = slice(group, group + -(-count // _GROUP))
+            self.offsets[groups] = _offsets_of(self.kind, self.scales[groups])
 
     def unpacked(self) -> Blocks:
         """Return the matrix with an integer in each byte."""

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import itertools
 import json
 import logging
 import os
@@ -246,7 +247,7 @@ def _end(ended: int) -> str:
 
 def trial(linear: Any) -> str:
     """Return why the first product on tiles must be the last, or nothing. It runs in a child process."""
-    for kind, offsets in ((BlockKind.Q4, True), (BlockKind.Q8, False), (BlockKind.Q8, True)):
+    for kind, offsets in itertools.product(BlockKind, (False, True)):
         tiled, plain = pair(_random(kind, offsets, 70, 33 * BLOCK), 37)
         address = ctypes.cast(linear, ctypes.c_void_p)
         memory = [ctypes.c_void_p(call.out_MN.data_ptr()) for call in (tiled, plain)]

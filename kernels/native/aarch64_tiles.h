@@ -63,7 +63,7 @@ INLINE uint8x16_t wide(const uint8_t *p) { return veorq_u8(vld1q_u8(p), vdupq_n_
 
 /* Outputs [from, from + 4 vectors) of `rows` rows by dot products. */
 INLINE void dot_pass(const struct tile_place *p, int rows, int form, int from, int vectors) {
-    const int64_t blocks = p->inputs / QBLOCK, bytes = form == OF_4_BITS ? 256 : 512;
+    const int64_t blocks = p->inputs / QBLOCK, bytes = bytes_of(form);
     float32x4_t acc[ROW_TILE][VECTORS];
     load_acc(p, rows, from, vectors, acc);
     for (int64_t k = p->begin; k < p->end; k++) {
@@ -75,13 +75,13 @@ INLINE void dot_pass(const struct tile_place *p, int rows, int form, int from, i
             x[t][0] = vld1q_s8(p->rows + t * p->inputs + k * QBLOCK);
             x[t][1] = vld1q_s8(p->rows + t * p->inputs + k * QBLOCK + 16);
             UNROLL_8 for (int v = 0; v < vectors; v++) sum[t][v] =
-                vdupq_n_s32(form == OF_4_BITS ? 0 : WIDE_START(p->row_counts[t * blocks + k]));
+                vdupq_n_s32(has_4_bits(form) ? 0 : WIDE_START(p->row_counts[t * blocks + k]));
         }
 #define WORD(half, lane)                                                                                               \
     UNROLL_8 for (int v = 0; v < vectors; v++) {                                                                       \
         const int output = from + VECTOR * v;                                                                          \
         const uint8_t *at = q + output / LANES * bytes + output % LANES * 4 + (4 * half + lane) * 64;                  \
-        if (form == OF_4_BITS) {                                                                                       \
+        if (has_4_bits(form)) {                                                                                        \
             const uint8x16_t both = vld1q_u8(at), low = vandq_u8(both, vdupq_n_u8(15)), high = vshrq_n_u8(both, 4);    \
             UNROLL_4 for (int t = 0; t < rows; t++) sum[t][v] = DOT(sum[t][v], low, x[t][0], lane);                    \
             UNROLL_4 for (int t = 0; t < rows; t++) sum[t][v] = DOT(sum[t][v], high, x[t][1], lane);                   \
@@ -94,7 +94,7 @@ INLINE void dot_pass(const struct tile_place *p, int rows, int form, int from, i
         WORD(0, 1);
         WORD(0, 2);
         WORD(0, 3);
-        if (form != OF_4_BITS) {
+        if (!has_4_bits(form)) {
             WORD(1, 0);
             WORD(1, 1);
             WORD(1, 2);
@@ -107,7 +107,7 @@ INLINE void dot_pass(const struct tile_place *p, int rows, int form, int from, i
             UNROLL_4 for (int t = 0; t < rows; t++) acc[t][v] =
                 add_block(acc[t][v], sum[t][v], scale, p->row_scales[t * blocks + k]);
             if (form == OF_8_BITS) continue;
-            const float32x4_t offset = halves_at(p->offsets + number);
+            const float32x4_t offset = has_offsets(form) ? halves_at(p->offsets + number) : vmulq_n_f32(scale, -MIDDLE);
             UNROLL_4 for (int t = 0; t < rows; t++) acc[t][v] =
                 vfmaq_n_f32(acc[t][v], offset, p->row_sums[t * blocks + k]);
         }
@@ -134,7 +134,7 @@ INLINE void pair_rows(const int8_t *a, const int8_t *b, int8x16_t x[2]) {
  *
  * A sum has output n of both rows, then output n + 1 of both; sum[pair][2 v] and sum[pair][2 v + 1] are four outputs. */
 INLINE void matrix_pass(const struct tile_place *p, int rows, int form, int from, int vectors) {
-    const int64_t blocks = p->inputs / QBLOCK, bytes = form == OF_4_BITS ? 256 : 512;
+    const int64_t blocks = p->inputs / QBLOCK, bytes = bytes_of(form);
     const int pairs = (rows + 1) / 2;
     float32x4_t acc[ROW_TILE][VECTORS];
     load_acc(p, rows, from, vectors, acc);
@@ -151,7 +151,7 @@ INLINE void matrix_pass(const struct tile_place *p, int rows, int form, int from
             pair_rows(a, b, x[i]);
             pair_rows(a + 16, b + 16, x[i] + 2);
             UNROLL_8 for (int v = 0; v < 2 * vectors; v++) sum[i][v] =
-                form == OF_4_BITS ? vdupq_n_s32(0) : vcombine_s32(start, start);
+                has_4_bits(form) ? vdupq_n_s32(0) : vcombine_s32(start, start);
         }
         UNROLL_4 for (int j = 0; j < bytes / 128; j++) UNROLL_8 for (int v = 0; v < vectors; v++) {
             const int output = from + VECTOR * v;
@@ -159,10 +159,10 @@ INLINE void matrix_pass(const struct tile_place *p, int rows, int form, int from
             const uint8x16_t a = vld1q_u8(at), b = vld1q_u8(at + 64);
             const uint8x16_t w[2] = {low_words(a, b), high_words(a, b)};
             UNROLL_4 for (int h = 0; h < 2; h++) {
-                const uint8x16_t low = form == OF_4_BITS ? vandq_u8(w[h], vdupq_n_u8(15)) : w[h];
+                const uint8x16_t low = has_4_bits(form) ? vandq_u8(w[h], vdupq_n_u8(15)) : w[h];
                 UNROLL_4 for (int i = 0; i < pairs; i++) sum[i][2 * v + h] =
                     vusmmlaq_s32(sum[i][2 * v + h], low, x[i][j]);
-                if (form != OF_4_BITS) continue;
+                if (!has_4_bits(form)) continue;
                 const uint8x16_t high = vshrq_n_u8(w[h], 4);
                 UNROLL_4 for (int i = 0; i < pairs; i++) sum[i][2 * v + h] =
                     vusmmlaq_s32(sum[i][2 * v + h], high, x[i][j + 2]);
@@ -177,7 +177,7 @@ INLINE void matrix_pass(const struct tile_place *p, int rows, int form, int from
                                       p->row_scales[t * blocks + k]);
             }
             if (form == OF_8_BITS) continue;
-            const float32x4_t offset = halves_at(p->offsets + number);
+            const float32x4_t offset = has_offsets(form) ? halves_at(p->offsets + number) : vmulq_n_f32(scale, -MIDDLE);
             UNROLL_4 for (int t = 0; t < rows; t++) acc[t][v] =
                 vfmaq_n_f32(acc[t][v], offset, p->row_sums[t * blocks + k]);
         }
@@ -191,12 +191,12 @@ INLINE void matrix_pass(const struct tile_place *p, int rows, int form, int from
 INLINE void group_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
                        int form, const struct fetch *ahead, float *out, int64_t stride) {
     (void)ahead;
-    const int64_t blocks = w->inputs / QBLOCK, bytes = form == OF_4_BITS ? 256 : 512;
+    const int64_t blocks = w->inputs / QBLOCK, bytes = bytes_of(form);
     const int vectors = rows == 1 ? 8 : rows == 2 ? 4 : 2;
     float acc[ROW_TILE][GROUP] = {{0}};
     struct tile_place place = {.quants = w->quants + 2 * g * blocks * bytes,
                                .scales = w->scales + g * blocks * GROUP,
-                               .offsets = form == OF_8_BITS ? 0 : w->offsets + g * blocks * GROUP,
+                               .offsets = has_offsets(form) ? w->offsets + g * blocks * GROUP : 0,
                                .rows = x->quants + first * x->inputs,
                                .row_scales = x->scales + first * blocks,
                                .row_sums = x->sums + first * blocks,

@@ -43,14 +43,13 @@ static void release_tiles(void) {
 
 /* A block of 16 outputs as signed bytes, 8 rows of 64: row j has inputs 4 j to 4 j + 3. */
 INLINE void unpack_block(const uint8_t *q, int form, uint8_t *unpacked) {
-    const int64_t bytes = form == OF_4_BITS ? TILE_BYTES / 2 : TILE_BYTES;
+    const int64_t bytes = has_4_bits(form) ? TILE_BYTES / 2 : TILE_BYTES;
     for (int64_t line = 0; line < 2 * bytes; line += 64) __builtin_prefetch(q + FETCH_AHEAD + line);
     UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
         const ints w = load_ints(q + 64 * i);
-        const ints low = form == OF_4_BITS ? low_halves(w) : w ^ spread_ints((int32_t)0x80808080),
-                   high = high_halves(w);
+        const ints low = has_4_bits(form) ? low_halves(w) : w ^ spread_ints((int32_t)0x80808080), high = high_halves(w);
         memcpy(unpacked + 64 * i, &low, sizeof low);
-        if (form == OF_4_BITS) memcpy(unpacked + TILE_BYTES / 2 + 64 * i, &high, sizeof high);
+        if (has_4_bits(form)) memcpy(unpacked + TILE_BYTES / 2 + 64 * i, &high, sizeof high);
     }
 }
 
@@ -79,7 +78,8 @@ INLINE void add_block(const struct panel_place *p, int64_t k, tile_sums sums, in
         acc[t] = fused(scaled, spread_floats(row_scales[t * PANEL_BLOCKS]), acc[t]);
     }
     if (form != OF_8_BITS) {
-        const v16f offset = half_floats(p->offsets + k * GROUP);
+        const v16f offset =
+            has_offsets(form) ? half_floats(p->offsets + k * GROUP) : times(scale, spread_floats(-MIDDLE));
         UNROLL_16 for (int t = 0; t < rows; t++) acc[t] =
             fused(offset, spread_floats(row_sums[t * PANEL_BLOCKS]), acc[t]);
     }
@@ -89,7 +89,7 @@ INLINE void add_block(const struct panel_place *p, int64_t k, tile_sums sums, in
  * tiles of the next two are under way, and the two after them are unpacked by the first tile. */
 INLINE void panel_tile(const struct panel_place *p, int rows, int form, float *acc_memory) {
     static const int32_t begin[LANES] __attribute__((aligned(64))) = {[0 ... LANES - 1] = WHOLE_BITS};
-    const int64_t bytes = form == OF_4_BITS ? TILE_BYTES : 2 * TILE_BYTES, count = p->count;
+    const int64_t bytes = has_4_bits(form) ? TILE_BYTES : 2 * TILE_BYTES, count = p->count;
     tile_sums sums[2] __attribute__((aligned(64)));
     v16f acc[TILE_ROWS];
 #define UNPACK(k)                                                                                                      \
@@ -157,6 +157,10 @@ static __attribute__((noinline)) void panel_of_4_bits(const struct panel_place *
     panel_rows(p, rows, OF_4_BITS, acc);
 }
 
+static __attribute__((noinline)) void panel_of_4_bits_offset(const struct panel_place *p, int64_t rows, float *acc) {
+    panel_rows(p, rows, OF_4_BITS_OFFSET, acc);
+}
+
 static __attribute__((noinline)) void panel_of_8_bits(const struct panel_place *p, int64_t rows, float *acc) {
     panel_rows(p, rows, OF_8_BITS, acc);
 }
@@ -170,8 +174,14 @@ static __attribute__((noinline)) void panel_of_8_bits_offset(const struct panel_
 static __attribute__((noinline)) void group_of_tiles(const struct block_weights *w, int64_t g,
                                                      const struct block_rows *x, int64_t first, int64_t rows,
                                                      float *out, int64_t stride) {
-    const int form = w->kind == BLOCKS_4_BIT ? OF_4_BITS : w->offsets ? OF_8_BITS_OFFSET : OF_8_BITS;
-    const int64_t blocks = w->inputs / QBLOCK, bytes = form == OF_4_BITS ? TILE_BYTES / 2 : TILE_BYTES;
+    static void (*const of_forms[])(const struct panel_place *, int64_t, float *) = {
+        [OF_4_BITS] = panel_of_4_bits,
+        [OF_4_BITS_OFFSET] = panel_of_4_bits_offset,
+        [OF_8_BITS] = panel_of_8_bits,
+        [OF_8_BITS_OFFSET] = panel_of_8_bits_offset,
+    };
+    const int form = form_of(w);
+    const int64_t blocks = w->inputs / QBLOCK, bytes = has_4_bits(form) ? TILE_BYTES / 2 : TILE_BYTES;
     const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, height = (rows + tiles - 1) / tiles;
     /* About equal panels: the first sums of a panel are waited for. */
     const int64_t panels = (blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS, most = (blocks + panels - 1) / panels;
@@ -195,18 +205,13 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
                 const struct panel_place place = {.panel = panel,
                                                   .weights = i ? 0 : w->quants + (2 * (g * blocks + k) + half) * bytes,
                                                   .scales = w->scales + numbers,
-                                                  .offsets = form == OF_8_BITS ? 0 : w->offsets + numbers,
+                                                  .offsets = has_offsets(form) ? w->offsets + numbers : 0,
                                                   .quants = x->quants + row * x->inputs + k * QBLOCK,
                                                   .row_scales = row_scales[0],
                                                   .row_sums = row_sums[0],
                                                   .inputs = w->inputs,
                                                   .count = blocks - k < most ? blocks - k : most};
-                if (form == OF_4_BITS)
-                    panel_of_4_bits(&place, height, acc[i][0]);
-                else if (form == OF_8_BITS)
-                    panel_of_8_bits(&place, height, acc[i][0]);
-                else
-                    panel_of_8_bits_offset(&place, height, acc[i][0]);
+                of_forms[form](&place, height, acc[i][0]);
             }
         for (int64_t i = 0; i < tiles; i++)
             for (int64_t t = 0; t < height; t++) {

@@ -1,8 +1,8 @@
 /* Matrix products of 4 and 8 bits, for CPUs: weights in blocks of 32 inputs, activations of 8 bits in blocks of 32.
  *
- * A block of a weight is GGUF's Q4_1 or Q8_0 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): integers with a
- * scale, and for 4 bits an offset, for every 32 inputs of an output. A block of activations is Q8_1: integers, a scale, and
- * the sum. A product of two blocks is a sum of integers, hence exact; the sums of blocks are added in fp32, in the order of
+ * A block of a weight is GGUF's Q4_0, Q4_1 or Q8_0 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): integers
+ * with a scale, and for Q4_1 an offset, for every 32 inputs of an output. A block of activations is Q8_1: integers, a scale,
+ * and the sum. A product of two blocks is a sum of integers, hence exact; the sums of blocks are added in fp32, in the order of
  * the inputs. Invariant: an output depends only on its own row, bit for bit, for any number of rows and threads.
  *
  * Packed weights: 16 outputs are the lanes of a vector, and four neighbouring inputs of an output are the bytes of a lane, as
@@ -32,7 +32,8 @@
 #define UNROLL_8 _Pragma("GCC unroll 8")
 
 enum { BLOCKS_4_BIT, BLOCKS_8_BIT };
-enum { OF_4_BITS, OF_8_BITS, OF_8_BITS_OFFSET }; /* the compiled forms of a product */
+enum { OF_4_BITS, OF_4_BITS_OFFSET, OF_8_BITS, OF_8_BITS_OFFSET }; /* the compiled forms of a product */
+#define MIDDLE 8 /* of integers of 4 bits without offsets: they stand for -8 to 7 */
 
 typedef int8_t v16c __attribute__((vector_size(16)));
 
@@ -42,7 +43,7 @@ struct block_weights {
         *quants; /* 4 bits: [G/2][K][2][4][16][4], input 4 j + i in the low half of a byte, 4 (j + 4) + i in the high
                                 one; 8 bits: [G/2][K][2][8][16][4]. A group's blocks lie in the order in which they are read */
     const uint16_t *scales;  /* [G/2][K][2][16], half precision */
-    const uint16_t *offsets; /* the same, added to every weight of the block; null: none, with 8 bits only */
+    const uint16_t *offsets; /* the same, added to every weight of the block; null: 0, with 4 bits -MIDDLE scales */
     const float *bias;       /* [16 G]; null: none */
     int64_t outputs, inputs;
     int64_t kind;
@@ -72,6 +73,19 @@ struct block_linear_args {
     uint8_t *scratch; /* block_rows_bytes(rows, inputs) */
     int64_t rows, bf16;
 };
+
+INLINE int form_of(const struct block_weights *w) {
+    if (w->kind == BLOCKS_4_BIT) return w->offsets ? OF_4_BITS_OFFSET : OF_4_BITS;
+    return w->offsets ? OF_8_BITS_OFFSET : OF_8_BITS;
+}
+
+INLINE int has_4_bits(int form) { return form == OF_4_BITS || form == OF_4_BITS_OFFSET; }
+
+/* Whether the offsets are in memory. */
+INLINE int has_offsets(int form) { return form == OF_4_BITS_OFFSET || form == OF_8_BITS_OFFSET; }
+
+/* Of the integers of a block of 16 outputs. */
+INLINE int64_t bytes_of(int form) { return has_4_bits(form) ? 256 : 512; }
 
 INLINE int64_t block_rows_bytes(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / QBLOCK * 12) + 256; }
 
@@ -211,9 +225,9 @@ INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
 #if defined(__AVX512VNNI__)
 #define PASS(rows, form) PARTS
 #elif defined(__AVX512F__)
-#define PASS(rows, form) ((rows) > ((form) == OF_4_BITS ? 2 : 1) ? PARTS / 2 : PARTS)
+#define PASS(rows, form) ((rows) > (has_4_bits(form) ? 2 : 1) ? PARTS / 2 : PARTS)
 #else
-#define PASS(rows, form) ((rows) > 2 && (form) != OF_4_BITS ? PARTS / 2 : PARTS)
+#define PASS(rows, form) ((rows) > 2 && !has_4_bits(form) ? PARTS / 2 : PARTS)
 #endif
 
 /* Dot products of four bytes: `sum` + the products of the bytes of every lane with those of x, whose lanes are equal.
@@ -290,12 +304,12 @@ INLINE ints four_of(const int8_t *p) {
  * them, and hold up the next tile. */
 INLINE void group_pass(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
                        int form, int from, int parts, const struct fetch *ahead, float *out, int64_t stride) {
-    const int64_t blocks = w->inputs / QBLOCK, bytes = form == OF_4_BITS ? 256 : 512;
+    const int64_t blocks = w->inputs / QBLOCK, bytes = bytes_of(form);
     const int64_t halves = parts * WIDTH / LANES, lines = ahead ? ahead->lines : 0; /* of which a half loads half */
     const int64_t line = lines * from / GROUP, last_line = lines * (from + parts * WIDTH) / GROUP;
     const uint8_t *q = w->quants + (2 * g * blocks + from / LANES) * bytes;
     const int64_t numbers = g * blocks * GROUP + from;
-    const uint16_t *s = w->scales + numbers, *o = form == OF_8_BITS ? 0 : w->offsets + numbers;
+    const uint16_t *s = w->scales + numbers, *o = has_offsets(form) ? w->offsets + numbers : 0;
     const int8_t *xq = x->quants + first * x->inputs;
     const float *xs = x->scales + first * blocks, *xo = x->sums + first * blocks;
     const int32_t *xc = x->counts + first * blocks;
@@ -305,10 +319,10 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
         ints sum[ROW_TILE][PARTS];
         if (ahead) {
             __builtin_prefetch(ahead->scales + k * GROUP);
-            if (form != OF_8_BITS) __builtin_prefetch(ahead->offsets + k * GROUP);
+            if (has_offsets(form)) __builtin_prefetch(ahead->offsets + k * GROUP);
         }
         UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < parts; v++) sum[t][v] =
-            spread_ints(SUMS_BEGIN + (form == OF_4_BITS ? 0 : WIDE_START(xc[t * blocks + k])));
+            spread_ints(SUMS_BEGIN + (has_4_bits(form) ? 0 : WIDE_START(xc[t * blocks + k])));
         UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
             ints four[ROW_TILE], later[ROW_TILE];
             /* Not all at once: the loads of the products would wait for them. */
@@ -321,12 +335,12 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
             UNROLL_8 for (int t = 0; t < rows; t++) {
                 const int8_t *at = xq + t * x->inputs + k * QBLOCK + 4 * i;
                 four[t] = four_of(at);
-                if (form == OF_4_BITS) later[t] = four_of(at + 16);
+                if (has_4_bits(form)) later[t] = four_of(at + 16);
             }
             UNROLL_8 for (int v = 0; v < parts; v++) {
                 const ints b = load_ints(q + (2 * k + v * WIDTH / LANES) * bytes + 64 * i + v * WIDTH % LANES * 4);
                 UNROLL_8 for (int t = 0; t < rows; t++) {
-                    if (form == OF_4_BITS) {
+                    if (has_4_bits(form)) {
                         sum[t][v] = dot_half(sum[t][v], low_halves(b), four[t]);
                         sum[t][v] = dot_half(sum[t][v], high_halves(b), later[t]);
                     } else {
@@ -338,11 +352,12 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
         UNROLL_8 for (int v = 0; v < parts; v++) {
             const floats scale = half_floats(s + k * GROUP + v * WIDTH), whole = times(scale, spread_floats(-WHOLE));
             UNROLL_8 for (int t = 0; t < rows; t++) {
-                const ints integer = form == OF_4_BITS ? sum_of_halves(sum[t][v]) : sum[t][v];
+                const ints integer = has_4_bits(form) ? sum_of_halves(sum[t][v]) : sum[t][v];
                 acc[t][v] = fused(scaled_sum(integer, scale, whole), spread_floats(xs[t * blocks + k]), acc[t][v]);
             }
             if (form != OF_8_BITS) {
-                const floats offset = half_floats(o + k * GROUP + v * WIDTH);
+                const floats offset =
+                    has_offsets(form) ? half_floats(o + k * GROUP + v * WIDTH) : times(scale, spread_floats(-MIDDLE));
                 UNROLL_8 for (int t = 0; t < rows; t++) acc[t][v] =
                     fused(offset, spread_floats(xo[t * blocks + k]), acc[t][v]);
             }
@@ -425,12 +440,19 @@ static void group_rows(const struct block_weights *w, int64_t g, const struct bl
         return;
     }
 #endif
-    if (w->kind == BLOCKS_4_BIT)
+    switch (form_of(w)) {
+    case OF_4_BITS:
         rows_tile(w, g, x, first, rows, OF_4_BITS, ahead, out, stride);
-    else if (w->offsets)
-        rows_tile(w, g, x, first, rows, OF_8_BITS_OFFSET, ahead, out, stride);
-    else
+        break;
+    case OF_4_BITS_OFFSET:
+        rows_tile(w, g, x, first, rows, OF_4_BITS_OFFSET, ahead, out, stride);
+        break;
+    case OF_8_BITS:
         rows_tile(w, g, x, first, rows, OF_8_BITS, ahead, out, stride);
+        break;
+    default:
+        rows_tile(w, g, x, first, rows, OF_8_BITS_OFFSET, ahead, out, stride);
+    }
 }
 
 INLINE int64_t groups_of(const struct block_weights *w) { return (w->outputs + GROUP - 1) / GROUP; }
@@ -448,7 +470,7 @@ INLINE int64_t tile_of(const struct block_weights *w, int64_t left) {
 /* What the tile of row r, of `rows` in all, starts to load. The first tile of a group would wait for memory, and the others
  * find the weights in a cache: so all of them share in loading group `next`, which comes afterwards, while they multiply. */
 INLINE struct fetch fetch_of(const struct block_weights *w, int64_t r, int64_t rows, int64_t next) {
-    const int64_t blocks = w->inputs / QBLOCK, bytes = 2 * (w->kind == BLOCKS_4_BIT ? 256 : 512), each = bytes / LINE;
+    const int64_t blocks = w->inputs / QBLOCK, bytes = 2 * bytes_of(form_of(w)), each = bytes / LINE;
     const int64_t tiles = (rows + ROW_TILE - 1) / ROW_TILE, tile = (r + ROW_TILE - 1) / ROW_TILE;
     const int64_t lines = (each + tiles - 1) / tiles;
     if (tiles == 1) return (struct fetch){0};

@@ -237,7 +237,7 @@ INLINE void read_q6_k(struct block *to, const uint8_t *row, int64_t b) {
 
 typedef void read_block(struct block *to, const uint8_t *row, int64_t b);
 
-/* `zero`: what the integers of 4 bits are less than in the block; its offset is so many scales. */
+/* `zero`: what the integers of 4 bits are less than in the block. */
 INLINE void unpack(const struct unpack_args *a, read_block *read, int bits, int zero) {
     const int64_t bytes = bits == 4 ? PART : INPUTS;
     for (int64_t r = 0; r < a->rows; r++)
@@ -252,7 +252,7 @@ INLINE void unpack(const struct unpack_args *a, read_block *read, int bits, int 
             else
                 memcpy(out, block.quants, INPUTS);
             a->scales[n] = to_half(block.scales[0]);
-            if (a->offsets) a->offsets[n] = to_half(zero ? (float)-zero * block.scales[0] : block.offsets[0]);
+            if (a->offsets) a->offsets[n] = to_half(block.offsets[0]);
         }
 }
 

@@ -24,8 +24,15 @@ def with_offsets(N: int, K: int) -> Blocks:
     return Blocks(BlockKind.Q8, quants_NK, made.scales_NB, rand(N, K // BLOCK).half())
 
 
+def without_offsets(N: int, K: int) -> Blocks:
+    """4 bits that stand for -8 to 7, and scales of either sign."""
+    made = quantised(rand(N, K), BlockKind.Q4)
+    return Blocks(BlockKind.Q4, made.quants_NK, (made.scales_NB * rand(N, K // BLOCK).sign()).half(), None)
+
+
 CASES: dict[str, Callable[[int, int], Blocks]] = {
-    "4 bits": lambda N, K: quantised(rand(N, K), BlockKind.Q4),
+    "4 bits": without_offsets,
+    "4 bits with offsets": lambda N, K: quantised(rand(N, K), BlockKind.Q4),
     "8 bits": lambda N, K: quantised(rand(N, K), BlockKind.Q8),
     "8 bits with offsets": with_offsets,
 }

@@ -144,3 +144,17 @@ def test_rows_that_are_put_in_parts_and_in_another_order_make_the_same_matrix(ca
     assert torch.equal(made.quants, want.quants)
     assert torch.equal(made.scales, want.scales)
     assert made.num_bytes == packed_bytes(matrix.kind, matrix.shape, offsets=matrix.offsets_NB is not None)
+
+
+@pytest.mark.parametrize("case", ["4 bits", "8 bits"])
+def test_rows_without_offsets_go_into_a_matrix_that_has_them(case: str) -> None:
+    parts = [CASES[name](N, 64) for name, N in ((case, 64), (f"{case} with offsets", 32), (case, 5))]
+    made, first = PackedBlocks.unfilled(parts[0].kind, (101, 64), offsets=True), 0
+    for part in parts:
+        made.put(first, part.shape[0], RawBlocks.of(part))
+        first += part.shape[0]
+    assert torch.equal(made.unpacked().dequantised(), torch.cat([part.dequantised() for part in parts]))
+    # The product by offsets that are stored has the bits of the one that knows them.
+    x_MK = rand(7, 64)
+    apart = torch.cat([PackedBlocks(part)(x_MK) for part in parts], dim=1)
+    assert torch.equal(made(x_MK), apart)

@@ -22,7 +22,7 @@ SCALES = {
     Kind.MXFP4: (),
 }
 """Kind -> where the numbers in half precision of a block are."""
-FOUR, WITH_OFFSETS = (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K), (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q5_1, Kind.Q5_K)
+FOUR, WITH_OFFSETS = (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K), (Kind.Q4_1, Kind.Q4_K, Kind.Q5_1, Kind.Q5_K)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

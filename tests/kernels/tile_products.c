@@ -26,7 +26,8 @@ static float output_of(const struct block_weights *w, const struct block_rows *x
         const int64_t at = (g * blocks + k) * GROUP + n % GROUP;
         const volatile float scaled = (float)sum * of_half(w->scales[at]);
         acc = fmaf(scaled, x->scales[row * blocks + k], acc);
-        if (w->offsets) acc = fmaf(of_half(w->offsets[at]), x->sums[row * blocks + k], acc);
+        const float offset = w->offsets ? of_half(w->offsets[at]) : words == 4 ? -8 * of_half(w->scales[at]) : 0;
+        if (w->offsets || words == 4) acc = fmaf(offset, x->sums[row * blocks + k], acc);
     }
     return w->bias ? acc + w->bias[n] : acc;
 }

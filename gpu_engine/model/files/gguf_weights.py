@@ -113,17 +113,17 @@ class GGUFWeights:
     def blocks_kind(self, name: str) -> BlockKind | None:
         """Return the kind of the product over a matrix's own blocks; None: it has no such product."""
         tensors = self.find(name)
-        forms = {BLOCKS.get(tensor.kind) for tensor in tensors}
+        forms = [BLOCKS.get(tensor.kind) for tensor in tensors]
+        kinds = {None if form is None else form.kind for form in forms}
         order = self._column_order(tensors[0])
         apart = order is not None and _blocks_of(order) is None
-        if apart or len(forms) > 1 or (len(tensors) > 1 and tensors[0].shape[0] % BLOCK):
+        if apart or len(kinds) > 1 or (len(tensors) > 1 and tensors[0].shape[0] % BLOCK):
             return None
-        form = BLOCKS.get(tensors[0].kind)
-        return None if form is None else form.kind
+        return kinds.pop()
 
     def has_offsets(self, name: str) -> bool:
         """Return whether a matrix's own blocks have offsets next to their scales."""
-        return self.blocks_kind(name) is not None and BLOCKS[self.find(name)[0].kind].has_offsets
+        return self.blocks_kind(name) is not None and any(BLOCKS[part.kind].has_offsets for part in self.find(name))
 
     def kind_name(self, name: str) -> str:
         """Return the name of a parameter's type in the file."""
@@ -169,8 +169,8 @@ class GGUFWeights:
         differs from the matrix."""
         tensors, shape = self.find(name), self.shape(name)
         assert shape is not None, name
-        (N, K), form = shape, BLOCKS[tensors[0].kind]
-        packed = PackedBlocks.unfilled(form.kind, (N, K), offsets=form.has_offsets, bias=bias)
+        (N, K), kind = shape, BLOCKS[tensors[0].kind].kind
+        packed = PackedBlocks.unfilled(kind, (N, K), offsets=self.has_offsets(name), bias=bias)
         begin, checked, wanted = 0, list[torch.Tensor](), list[torch.Tensor]()
         for tensor in tensors:
             order, columns = self._order(tensor), self._column_order(tensor)

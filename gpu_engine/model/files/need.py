@@ -49,7 +49,7 @@ def need_of(net: nn.Module, weights: Weights, products: ReadProducts | None, dty
             weight, size = module.weight, module.weight.numel() * dtype.itemsize
             if products is not None and module.in_features % BLOCK == 0:
                 source = sources[f"{path}.weight"]
-                kind, offsets = products.kind_of(path, source), products.has_offsets(source)
+                kind, offsets = products.kind_of(path, source), products.has_offsets(path, source)
                 size = packed_bytes(kind, (module.out_features, module.in_features), offsets=offsets)
             packed += size
             if path != "lm_head":

@@ -134,9 +134,11 @@ class ReadProducts:
         own = None if self._own is None else self._own.blocks_kind(source)
         return own if own is not None else BlockKind.Q8 if path == "lm_head" else self._rounded
 
-    def has_offsets(self, source: str) -> bool:
-        """Return whether the blocks of a weight, which the files call `source`, have offsets in the file."""
-        return self._own is not None and self._own.has_offsets(source)
+    def has_offsets(self, path: str, source: str) -> bool:
+        """Return whether the product in the place of the layer `path`, whose weight is `source`, has offsets."""
+        if self._own is not None and self._own.blocks_kind(source) is not None:
+            return self._own.has_offsets(source)
+        return self.kind_of(path, source) is BlockKind.Q4
 
     def _make(self, path: str, source: str, bias: torch.Tensor | None) -> BlockLinear:
         own = self._own if self._own is not None and self._own.blocks_kind(source) is not None else None

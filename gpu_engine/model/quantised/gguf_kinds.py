@@ -33,7 +33,8 @@ class BlockForm:
 
 
 BLOCKS = {
-    **dict.fromkeys((Kind.Q4_0, Kind.Q4_1, Kind.Q4_K), BlockForm(BlockKind.Q4, has_offsets=True)),
+    Kind.Q4_0: BlockForm(BlockKind.Q4, has_offsets=False),
+    **dict.fromkeys((Kind.Q4_1, Kind.Q4_K), BlockForm(BlockKind.Q4, has_offsets=True)),
     **dict.fromkeys((Kind.Q5_1, Kind.Q5_K), BlockForm(BlockKind.Q8, has_offsets=True)),
     **dict.fromkeys(
         (Kind.Q5_0, Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4), BlockForm(BlockKind.Q8, has_offsets=False)
@@ -78,8 +79,6 @@ def raw_blocks(raw: npt.NDArray[np.uint8], kind: Kind, order: torch.Tensor | Non
     size = layout.quants + (BLOCK if form.kind is BlockKind.Q8 else BLOCK // 2)
     scales = Field(memory, 0, row_bytes, size)
     offsets_field = None if layout.offset is None else Field(memory, layout.offset, row_bytes, size)
-    if kind is Kind.Q4_0:  # its integers stand for -8 to 7
-        offsets_field = Field.of(-8 * memory.view(torch.float16).view(len(raw), -1, size // 2)[..., 0])
     return RawBlocks(Field(memory, layout.quants, row_bytes, size), scales, offsets_field)
 
 

@@ -18,7 +18,7 @@ from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from gpu_engine.model.quantised import choice
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, open_checkpoint
 from gpu_engine.model.quantised.layouts import Parts, UnsupportedCheckpoint, layout_of
-from gpu_engine.model.quantised.matrices import NoBlocks
+from gpu_engine.model.quantised.matrices import GroupedIntegers, NoBlocks
 from gpu_engine.model.quantised.native import NativeForward
 from gpu_engine.model.recording import distance
 from kernels.blocks import can_multiply_blocks
@@ -124,6 +124,17 @@ def test_integers_run_natively(write: Write, kind: str, caplog: pytest.LogCaptur
     want = logits(load(floats, dtype="float32", quantization="none"), some_ids(3, 40))
     # Activations of 8 bits, and a head rounded to 8: 4e-2 in this model. A zero point off by one gives 1.3.
     assert distance(logits(native, some_ids(3, 40)).float(), want) < 6e-2
+
+
+def test_a_zero_point_of_8_needs_no_offset() -> None:
+    generator = torch.Generator().manual_seed(0)
+    quants_NK = torch.randint(0, 16, (6, 128), generator=generator, dtype=torch.uint8)
+    scales_NG, zeros_NG = torch.randn(6, 2, generator=generator), torch.full((6, 2), 8, dtype=torch.int16)
+    made = GroupedIntegers(4, quants_NK, scales_NG.half(), zeros_NG).blocks()
+    assert made.offsets_NB is None
+    assert torch.equal(made.dequantised(), GroupedIntegers(4, quants_NK, scales_NG.half(), zeros_NG).dequantised())
+    zeros_NG[3, 1] = 7
+    assert GroupedIntegers(4, quants_NK, scales_NG, zeros_NG).blocks().offsets_NB is not None
 
 
 @with_blocks

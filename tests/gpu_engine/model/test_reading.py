@@ -337,8 +337,9 @@ def bytes_of(model: LoadedModel) -> int:
 
 
 @needs_avx2
-def test_the_need_of_a_file_counts_the_offsets_of_its_blocks(tmp_path: Path) -> None:
-    file = gguf_files.write(gguf_files.FAMILIES["llama"](), tmp_path / "model.gguf", ["Q5_1"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1"])
+def test_the_need_of_a_file_counts_the_offsets_of_its_blocks(tmp_path: Path, kind: str) -> None:
+    file = gguf_files.write(gguf_files.FAMILIES["llama"](), tmp_path / "model.gguf", [kind])
     settings = config(model=str(file), dtype="auto", quantization="auto")
     header = GGUFHeader(file)
     attention.register()
