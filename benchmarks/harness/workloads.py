@@ -1,5 +1,5 @@
-"""The workloads: `extraction` (facts in the prompt), `schema` (facts to invent), `chat` (unguided text) and `repeated`
-(extraction jobs and tool calls, many under each of three schemas).
+"""The workloads: `extraction` (facts in the prompt), `schema` (facts to invent), `chat` (unguided text), `repeated`
+(extraction jobs and tool calls, many under each of three schemas) and `long` (prompts of 400 words, short answers).
 
 Invariant: equal arguments give equal items in the same order on any machine. Prompts have the form of JSON Mode Eval:
 the schema is in the system message.
@@ -9,14 +9,16 @@ Not responsible for: tokenisation (see systems.py).
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 
 from benchmarks.harness.domains import EXTRACTION, INVENTION, Json
 from benchmarks.harness.jobs import repeated_jobs
 
 WORKLOADS = ("extraction", "schema", "chat")
-"""What `serve` runs if nothing else is asked for; `repeated` is one more."""
+"""What `serve` runs if nothing else is asked for; `repeated` and `long` are two more."""
 NUM_REPEATED = 48
+NUM_LONG, LONG_WORDS = 32, 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,34 @@ def _repeated() -> list[Item]:
     return [_guided(job.name, job.schema, job.task, 192, job.facts) for job in repeated_jobs(NUM_REPEATED)]
 
 
+_PLACES = ("the harbour", "the mill", "a school", "the market", "an old bridge", "the station", "a farm", "the library")
+_PEOPLE = (
+    "A baker",
+    "The teacher",
+    "Two sailors",
+    "My neighbour",
+    "An engineer",
+    "The nurse",
+    "A painter",
+    "Her uncle",
+)
+_DEEDS = ("carried a lamp to", "wrote a letter about", "waited for rain at", "sold apples near", "drew a map of")
+_TIMES = ("in the first week of March", "before the ferry left", "after a long winter", "on a windy morning")
+
+
+def _long() -> list[Item]:
+    """Prompts that share no sentence's order, so that no cache and no lookup of earlier text helps a system."""
+    drawn, made = random.Random(0), list[Item]()
+    for number in range(NUM_LONG):
+        words = list[str]()
+        while len(words) < LONG_WORDS:
+            parts = (drawn.choice(part) for part in (_PEOPLE, _DEEDS, _PLACES, _TIMES))
+            words += f"{' '.join(parts)}, in the year {drawn.randint(1700, 2000)}.".split()
+        told = " ".join(words[:LONG_WORDS])
+        made.append(Item(f"long-{number}", (("user", f"Continue this text.\n\n{told}"),), None, 32))
+    return made
+
+
 def workload(name: str, count: int | None = None, max_tokens: int | None = None) -> list[Item]:
     """Return the first `count` items of a workload (all when None), their budgets lowered to `max_tokens`.
 
@@ -107,7 +137,7 @@ def workload(name: str, count: int | None = None, max_tokens: int | None = None)
         ValueError: `name` is no workload, or `count` or `max_tokens` is below 1.
 
     """
-    makers = {"extraction": _extraction, "schema": _schema, "chat": _chat, "repeated": _repeated}
+    makers = {"extraction": _extraction, "schema": _schema, "chat": _chat, "repeated": _repeated, "long": _long}
     if name not in makers:
         raise ValueError(f"workload: {name!r} is not one of {', '.join(makers)}")
     if count is not None and count < 1:

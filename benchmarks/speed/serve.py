@@ -48,6 +48,9 @@ examples:
   python -m benchmarks serve --count 4 --workloads extraction --systems lockstep,transformers   a quick look
   python -m benchmarks serve --openvino-python ~/peers/bin/python --bfcl-python ~/peers/bin/python \\
       --llama-server ~/llama.cpp/build/bin/llama-server --threads 2 --repeat 3 --plot serve.png
+  python -m tools.shapes --shape 4b --kind q4_0 --out 4b.gguf       random weights in the shape of a larger model, with
+  python -m benchmarks serve --model 4b.gguf --hf-model DIR --workloads long --systems lockstep-k0,openvino,llamacpp \
+      --concurrency 1,8 --count 4                                   the tokenizer of the embedded model, which DIR has
 
 reading the tables:
   tok/s     generated tokens / wall time of the pass          TTFT  time to first token, at the client
@@ -101,7 +104,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--llama-ngram", type=int, default=7, help="n-gram draft tokens of llama.cpp (default 7)")
     add("--vllm-ngram", type=int, default=4, help="n-gram draft tokens of vLLM (default 4)")
     add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"), help="backend of this engine")
-    add("--workloads", help=f"comma-separated (default: all that are installed, of {', '.join(ALL_WORKLOADS)})")
+    add(
+        "--workloads",
+        help=f"comma-separated (default: all that are installed, of {', '.join(ALL_WORKLOADS)}); "
+        "also repeated and long",
+    )
     add("--concurrency", default="1,4,8,16", help="comma-separated (default 1,4,8,16)")
     add("--systems", default=",".join(SYSTEMS), help=f"comma-separated, of {', '.join(SYSTEMS)}")
     add("--count", type=int, help="only the first COUNT prompts of every workload")

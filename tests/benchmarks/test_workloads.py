@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from benchmarks.harness.jobs import repeated_jobs
-from benchmarks.harness.workloads import NUM_REPEATED, WORKLOADS, workload
+from benchmarks.harness.workloads import LONG_WORDS, NUM_LONG, NUM_REPEATED, WORKLOADS, workload
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -21,7 +21,7 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-@pytest.mark.parametrize("name", [*WORKLOADS, "repeated"])
+@pytest.mark.parametrize("name", [*WORKLOADS, "repeated", "long"])
 def test_two_calls_give_equal_items_with_distinct_names(name: str) -> None:
     items = workload(name)
     assert items == workload(name)
@@ -52,6 +52,13 @@ def test_the_facts_of_a_job_satisfy_its_schema_and_are_in_its_messages(item: Any
     messages = " ".join(content for _, content in item.messages)
     # The text says in words whether a reply is wanted; the schema has the name of the tool.
     assert [leaf for leaf in leaves(facts) if not isinstance(leaf, bool) and str(leaf) not in messages] == []
+
+
+def test_long_prompts_have_400_words_and_no_sentence_in_common() -> None:
+    texts = [item.messages[0][1].partition("\n\n")[2] for item in workload("long")]
+    assert [len(text.split()) for text in texts] == [LONG_WORDS] * NUM_LONG
+    sentences = [sentence for text in texts for sentence in text.split(". ")]
+    assert len(set(sentences)) > 0.99 * len(sentences)
 
 
 @pytest.mark.parametrize("name", ["extraction", "schema"])
