@@ -72,6 +72,7 @@ class ForwardLayer:
 
 _NORMS = ("pre_attention", "post_attention", "pre_block", "post_block")
 _HEAD_NORMS = ("q_norm", "k_norm")
+_PAGES = ("k_pages", "v_pages", "k_scales", "v_scales")
 
 
 class _LayerArgs(ctypes.Structure):
@@ -79,7 +80,7 @@ class _LayerArgs(ctypes.Structure):
 
     _fields_ = [
         *[(name, BlockWeightsArgs) for name in ("qkv", "output", "gate_up", "down")],
-        *[(name, ctypes.c_void_p) for name in (*_NORMS, *_HEAD_NORMS, "cos", "sin", "k_pages", "v_pages", "tap")],
+        *[(name, ctypes.c_void_p) for name in (*_NORMS, *_HEAD_NORMS, "cos", "sin", *_PAGES, "tap")],
         ("rotated", ctypes.c_int64),
         *[
             (name, ctypes.c_float)
@@ -119,7 +120,7 @@ class _ForwardArgs(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in ("table_stride", "logits_stride")],
         *[(name, ctypes.c_int64) for name in ("num_rows", "num_sequences", "num_layers", "num_logits", *_SIZES)],
         *[(name, ctypes.c_float) for name in ("embedding_scale", "norm_eps", "logits_softcap")],
-        *[(name, ctypes.c_int32) for name in ("bf16", "defers_head")],
+        *[(name, ctypes.c_int32) for name in ("bf16", "pages", "defers_head")],
         *[(name, ctypes.c_void_p) for name in ("adapters", "sequence_adapters", "virtual_embedding")],
         *[(name, ctypes.c_int64) for name in ("adapter_rank", "vocabulary")],
     ]
@@ -129,7 +130,7 @@ class Forward:
     """The forward of one model. Owns its scratch memory and its logits: not for two threads at once.
 
     Args:
-        embedding_VH: bfloat16 or float32, the dtype of pages and taps; the model owns it.
+        embedding_VH: bfloat16 or float32, the dtype of taps; the model owns it. Pages have it, or int8.
         layers: of equal shapes.
         norm: before the head.
         head: the output product.
@@ -286,11 +287,12 @@ class Forward:
         (Hkv, D), T = (self._args.num_kv_heads, self._args.head_dim), pages[0].v.shape[2]
         for args, page in zip(self._layers, pages, strict=True):
             assert not page.token_major, "the pages have the layout of a GPU"
-            assert page.k.dtype == page.v.dtype == self._dtype, (page.k.dtype, self._dtype)
+            assert page.k.dtype == page.v.dtype in (self._dtype, torch.int8), (page.k.dtype, self._dtype)
             assert page.k.shape == (len(page.v), Hkv, D, T), page.k.shape
             assert page.v.shape[1:] == (Hkv, T, D), page.v.shape
             args.k_pages, args.v_pages = page.k.data_ptr(), page.v.data_ptr()
-        self._args.page_size, self._pages = T, pages
+            args.k_scales, args.v_scales = page.scales
+        self._args.page_size, self._args.pages, self._pages = T, pages[0].kind, pages
 
     def _use_adapters(self, adapters: SequenceAdapters | None, virtual_VH: torch.Tensor | None) -> None:
         args, self._adapted = self._args, adapters is not None or virtual_VH is not None

@@ -122,13 +122,12 @@ class QkvAttention:
         )
         assert qkv_NC.device.type == "cpu", qkv_NC.device
         assert qkv_NC.dtype in (torch.bfloat16, torch.float32), qkv_NC.dtype
-        assert qkv_NC.dtype == pages.k.dtype == pages.v.dtype, (qkv_NC.dtype, pages.k.dtype, pages.v.dtype)
+        assert pages.k.dtype == pages.v.dtype in (qkv_NC.dtype, torch.int8), (qkv_NC.dtype, pages.k.dtype)
         assert qkv_NC.shape == (len(qkv_NC), (Hq + 2 * Hkv) * D), (qkv_NC.shape, positions_BP.shape)
         assert len(qkv_NC) >= B * P, (qkv_NC.shape, positions_BP.shape)
         assert pages.k.shape == (pages.v.shape[0], Hkv, D, T), pages.k.shape
         assert pages.v.shape[1:] == (Hkv, T, D), pages.v.shape
-        assert pages.k.is_contiguous()
-        assert pages.v.is_contiguous()
+        assert all(part.is_contiguous() for part in pages.tensors)
         assert D % 16 == T % 16 == 0, (D, T)
         assert D <= 256, D
         assert Hq % Hkv == 0, (Hq, Hkv)
@@ -140,7 +139,8 @@ class QkvAttention:
             setattr(args, f"{part}_stride_p", width)
             setattr(args, f"{part}_stride_b", width * P)
         args.k_pages, args.v_pages, args.table_stride = pages.k.data_ptr(), pages.v.data_ptr(), page_table_BN.stride(0)
-        args.num_batch, args.num_queries, args.page_size, args.bf16, args.io_bf16 = B, P, T, bf16, bf16
+        args.k_scales, args.v_scales = pages.scales
+        args.num_batch, args.num_queries, args.page_size, args.kind, args.io_bf16 = B, P, T, pages.kind, bf16
         rotary = self._rotary
         rotary.rows, rotary.stride, rotary.rotated, rotary.bf16 = B * P, width, cos_NR.shape[1], bf16
 

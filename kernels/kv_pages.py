@@ -1,6 +1,6 @@
 """The memory of one layer's paged KV cache, in the layout of its device.
 
-Invariant: a page has the same index in `k` and `v`.
+Invariant: a page has the same index in `k`, `v` and their scales.
 
 Not responsible for: the owners of pages (see gpu_engine/core/kv_cache.py), attention over the cache (see
 paged_attention.py).
@@ -23,6 +23,12 @@ MAX_WIDTH = {"cpu": 512, "cuda": 256}
 registers, and those of 64 queries with 512 channels would fill them."""
 
 
+SCALE = torch.float32
+"""The dtype of the scales next to keys and values of 8 bits."""
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""The dtypes of pages on a CPU, as paged_attention.h numbers them."""
+
+
 class KVHeads(NamedTuple):
     """The heads of one layer's keys and values."""
 
@@ -33,12 +39,13 @@ class KVHeads(NamedTuple):
 
 def bytes_of_token(layers: Iterable[KVHeads], dtype: torch.dtype) -> int:
     """Return the bytes of a token's keys and values in some layers."""
-    return 2 * sum(heads.number * heads.width for heads in layers) * dtype.itemsize
+    scale = SCALE.itemsize if dtype is torch.int8 else 0
+    return 2 * sum(heads.number * (heads.width * dtype.itemsize + scale) for heads in layers)
 
 
 @dataclass(frozen=True, slots=True)
 class KVPages:
-    """One layer's cache, in the model's dtype.
+    """One layer's cache, in the model's dtype, or on a CPU in int8 with a scale for each token of a head.
 
     On a CPU the keys are channel-major, so that a vector holds neighbouring tokens; on a GPU they are token-major like
     the values, so that a token's key is one run of bytes.
@@ -50,6 +57,25 @@ class KVPages:
     """[num_pages, Hkv, T, D]."""
     token_major: bool = False
     """How `k` is laid out."""
+    k_scales: torch.Tensor | None = None
+    """float32 [num_pages, Hkv, T]; None: the keys are not int8. So are `v_scales`."""
+    v_scales: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All memory of the layer; the first dimension is the page."""
+        return tuple(part for part in (self.k, self.v, self.k_scales, self.v_scales) if part is not None)
+
+    @property
+    def kind(self) -> int:
+        """The number that the native attention gives to the dtype."""
+        return KINDS[self.v.dtype]
+
+    @property
+    def scales(self) -> tuple[int | None, int | None]:
+        """Addresses of the scales, for the native attention."""
+        k, v = self.k_scales, self.v_scales
+        return None if k is None else k.data_ptr(), None if v is None else v.data_ptr()
 
     @property
     def k_NHTD(self) -> torch.Tensor:
@@ -74,8 +100,7 @@ class KVPages:
         parts: dict[KVHeads, Iterator[KVPages]] = {}
         for heads in dict.fromkeys(layers):
             whole = cls.allocate(layers.count(heads) * num_pages, *heads, page_size, dtype, device, token_major)
-            pairs = zip(whole.k.split(num_pages), whole.v.split(num_pages), strict=True)
-            parts[heads] = iter([cls(k, v, whole.token_major) for k, v in pairs])
+            parts[heads] = iter(whole.split(num_pages))
         return [next(parts[heads]) for heads in layers]
 
     @classmethod
@@ -96,15 +121,29 @@ class KVPages:
         )
         v = untouched_zeros(by_token, dtype, device)
         if device.type != "cpu" if token_major is None else token_major:
+            assert dtype is not torch.int8, "keys and values of 8 bits are of a CPU"
             return cls(untouched_zeros(by_token, dtype, device), v, token_major=True)
-        return cls(untouched_zeros(by_channel, dtype, device), v)
+        k = untouched_zeros(by_channel, dtype, device)
+        if dtype is not torch.int8:
+            return cls(k, v)
+        k_scales, v_scales = (untouched_zeros(by_token[:3], SCALE, device) for _ in range(2))
+        return cls(k, v, k_scales=k_scales, v_scales=v_scales)
+
+    def split(self, num_pages: int) -> list[KVPages]:
+        """Return the parts of so many pages, views."""
+        scales = (
+            [None] * (len(self.v) // num_pages) if part is None else part.split(num_pages)
+            for part in (self.k_scales, self.v_scales)
+        )
+        parts = zip(self.k.split(num_pages), self.v.split(num_pages), *scales, strict=True)
+        return [KVPages(k, v, self.token_major, k_scales, v_scales) for k, v, k_scales, v_scales in parts]
 
 
 def copy_page(layers: list[KVPages], source: int, target: int) -> None:
     """Copy the keys and values of one page into another, in every layer."""
     for layer in layers:
-        layer.k[target].copy_(layer.k[source])
-        layer.v[target].copy_(layer.v[source])
+        for part in layer.tensors:
+            part[target].copy_(part[source])
 
 
 def check_limits(window: int, chunk: int, sinks_H: torch.Tensor | None, num_heads: int) -> None:

@@ -26,14 +26,15 @@ _LONGS = (
     "v_stride_b",
     "v_stride_p",
 )
-_INTS = ("num_batch", "num_queries", "num_heads", "num_kv_heads", "head_dim", "page_size", "bf16", "window")
+_POINTERS = ("q", "k", "v", "out", "k_pages", "v_pages", "k_scales", "v_scales", "page_table", "positions")
+_INTS = ("num_batch", "num_queries", "num_heads", "num_kv_heads", "head_dim", "page_size", "kind", "window")
 
 
 class AttentionArgs(ctypes.Structure):
     """Mirror of `struct paged_attention_args`."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "k_pages", "v_pages", "page_table", "positions")],
+        *[(name, ctypes.c_void_p) for name in _POINTERS],
         *[(name, ctypes.c_int64) for name in (*_LONGS, "v_stride_h", "table_stride")],
         *[(name, ctypes.c_int32) for name in _INTS],
         ("scale", ctypes.c_float),
@@ -68,7 +69,7 @@ def paged_attention(
     part of the weights and has no value (gpt-oss). `tree_rows_BRR` int32 (`TreeRows.rows_BRR`), on a GPU: the queries
     of a sequence are the rows of a tree, which see the positions before the first row, and the rows on the way
     to themselves; the key of row j is stored j after that of the first row. q, k, v may be strided; D must be
-    contiguous and a multiple of 16, at most 512; T a multiple of 16.
+    contiguous and a multiple of 16, at most 512; T a multiple of 16. The pages have q's dtype or, on a CPU, int8.
     """
     if pages.token_major:
         from kernels.cuda.attention import paged as device  # a CPU install has no Triton
@@ -90,10 +91,11 @@ def paged_attention(
     assert tree_rows_BRR is None, "trees of drafts are attended to only on a GPU"
     (B, P, Hq, D), (Hkv, T) = q_BPHD.shape, pages.v.shape[1:3]
     assert q_BPHD.dtype in (torch.bfloat16, torch.float32), q_BPHD.dtype
-    assert all(t.dtype == q_BPHD.dtype for t in (k_BPHD, v_BPHD, pages.k, pages.v))
+    assert all(t.dtype == q_BPHD.dtype for t in (k_BPHD, v_BPHD))
+    assert pages.k.dtype == pages.v.dtype in (q_BPHD.dtype, torch.int8), (pages.k.dtype, q_BPHD.dtype)
     assert k_BPHD.shape == v_BPHD.shape == (B, P, Hkv, D), (k_BPHD.shape, v_BPHD.shape)
     assert pages.k.shape == (pages.v.shape[0], Hkv, D, T)
-    assert all(t.is_contiguous() for t in (pages.k, pages.v))
+    assert all(t.is_contiguous() for t in pages.tensors)
     assert all(t.stride(3) == 1 for t in (q_BPHD, k_BPHD, v_BPHD))
     assert D % 16 == T % 16 == 0, (D, T)
     assert MAX_WIDTH["cpu"] >= D, D
@@ -106,7 +108,9 @@ def paged_attention(
     check_limits(window, chunk, sinks_H, Hq)
     out_BPHD = torch.empty(B, P, Hq, D, dtype=q_BPHD.dtype)
     args = AttentionArgs(
-        *[address(t) for t in (q_BPHD, k_BPHD, v_BPHD, out_BPHD, pages.k, pages.v, page_table_BN, positions_BP)],
+        *[address(t) for t in (q_BPHD, k_BPHD, v_BPHD, out_BPHD, pages.k, pages.v)],
+        *pages.scales,
+        *[address(t) for t in (page_table_BN, positions_BP)],
         *q_BPHD.stride()[:3],
         *k_BPHD.stride()[:3],
         *v_BPHD.stride()[:3],
@@ -117,7 +121,7 @@ def paged_attention(
         Hkv,
         D,
         T,
-        int(q_BPHD.dtype == torch.bfloat16),
+        pages.kind,
         window,
         scale,
         softcap,

@@ -85,12 +85,15 @@ def windows(ids: Sequence[int], size: int) -> list[torch.Tensor]:
 
 
 class WindowLogits:
-    """Runs one model over windows of at most `size` tokens. Owns one sequence's KV pages, which each window reuses."""
+    """Runs one model over windows of at most `size` tokens. Owns one sequence's KV pages, which each window reuses.
 
-    def __init__(self, model: LoadedModel, size: int) -> None:
+    `dtype`: of keys and values; None: the model's.
+    """
+
+    def __init__(self, model: LoadedModel, size: int, dtype: torch.dtype | None = None) -> None:
         self._model = model
         pages = -(-size // PAGE)
-        self._pages: list[KVPages] = model.allocate_pages(pages, PAGE)
+        self._pages: list[KVPages] = model.allocate_pages(pages, PAGE, dtype=dtype)
         self._table_BN = torch.arange(pages, dtype=torch.int32)[None]
 
     @torch.inference_mode()
@@ -108,10 +111,14 @@ def divergence(
     reference: LoadedModel,
     texts: Sequence[torch.Tensor],
     on_window: Callable[[], None] = lambda: None,
+    dtype: torch.dtype | None = None,
 ) -> Divergence:
-    """Compare `model` with `reference` over the windows `texts`. A model compared with itself runs once a window."""
+    """Compare `model` with `reference` over the windows `texts`. A model compared with itself runs once a window.
+
+    `dtype`: of the keys and values of `model`; None: the model's.
+    """
     size = max(len(window) for window in texts)
-    ours = WindowLogits(model, size)
+    ours = WindowLogits(model, size, dtype)
     theirs = ours if model is reference else WindowLogits(reference, size)
     total = Divergence()
     for ids_P in texts:

@@ -34,6 +34,7 @@ from benchmarks.harness.validity import Judge, Verdict
 from benchmarks.harness.workloads import Item, workload
 from benchmarks.quality.divergence import divergence, windows
 from gpu_engine.api.config import EngineConfig
+from gpu_engine.model.cache_size import cache_dtype
 from gpu_engine.model.embedded import EmbeddedModelMissing
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from gpu_engine.ops.memory import weight_bytes
@@ -55,6 +56,8 @@ examples:
   python -m benchmarks quantisation --no-answers             only logits: no server, some 1 minute
   python -m benchmarks quantisation --quantizations auto --at-most 1.0
                                                              exit 1 when auto's perplexity is more than 1% above none's
+  python -m benchmarks quantisation --quantizations auto,auto+kv-int8 --window 2048
+                                                             keys and values of 8 bits (kv_cache_dtype) in the last row
   python -m benchmarks quantisation --model DIR --text FILE  another model, another text
 
 reading the table:
@@ -109,14 +112,21 @@ def engine_config(quantization: str, args: argparse.Namespace) -> EngineConfig:
         ValueError: `quantization` is no value of that setting.
 
     """
+    kind, kv = _parts(quantization)
     return EngineConfig(
-        model=args.model, device="cpu", dtype=_dtype(quantization, args.dtype), quantization=quantization,
+        model=args.model, device="cpu", dtype=_dtype(kind, args.dtype), quantization=kind, kv_cache_dtype=kv,
         num_threads=args.threads,
     )  # fmt: skip
 
 
-def _dtype(quantization: str, dtype: str) -> str:
-    return "auto" if quantization == "auto" else dtype
+def _parts(quantization: str) -> tuple[str, str]:
+    """Return the values of quantization and of kv_cache_dtype."""
+    kind, _, kv = quantization.partition("+kv-")
+    return kind, kv or "auto"
+
+
+def _dtype(kind: str, dtype: str) -> str:
+    return "auto" if kind == "auto" else dtype
 
 
 def logits_rows(quantizations: Sequence[str], args: argparse.Namespace, progress: Progress) -> list[Quality]:
@@ -137,7 +147,8 @@ def logits_rows(quantizations: Sequence[str], args: argparse.Namespace, progress
             loaded_s = time.perf_counter() - started_s
         progress.step(f"{quantization}: loaded")
         weights = weight_bytes(model)
-        found = divergence(model, reference, texts, partial(progress.step, f"{quantization}: text"))
+        kv = cache_dtype(engine_config(quantization, args), model.dtype)
+        found = divergence(model, reference, texts, partial(progress.step, f"{quantization}: text"), kv)
         rows.append(
             Quality(
                 quantization=quantization,
@@ -251,9 +262,10 @@ def add_answers(rows: Sequence[Quality], args: argparse.Namespace, start: Start,
     reference: Answers = {}
     judge = Judge()
     for row in rows:
+        kind, kv = _parts(row.quantization)
         options = ServerOptions(
-            model=args.model, dtype=_dtype(row.quantization, args.dtype), quantization=row.quantization,
-            num_threads=args.threads, drafter="none", grammar_backend=args.grammar_backend, prefix_cache=False,
+            model=args.model, dtype=_dtype(kind, args.dtype), quantization=kind, num_threads=args.threads,
+            drafter="none", grammar_backend=args.grammar_backend, prefix_cache=False, extra=(f"--kv-cache-dtype={kv}",),
         )  # fmt: skip
         with start(options) as address:
             on_answer = partial(progress.step, f"{row.quantization}: answers")
@@ -317,7 +329,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--quantizations", default="none,auto,int8,q4", help="comma-separated; none always runs (default all four)")
+    add(
+        "--quantizations",
+        default="none,auto,int8,q4",
+        help="comma-separated; none always runs (default all four). NAME+kv-int8: with kv_cache_dtype=int8",
+    )
     add("--model", default="embedded", help="a directory, a GGUF file or 'embedded' (default)")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of none, int8 and q4 (default bfloat16)")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of a forward (default: all cores)")

@@ -109,6 +109,14 @@ OF_ENGINE: Sequence[Refusal[EngineSettings]] = (
         lambda c: _cuda(c) and c.sync == "inline", {"device": "cuda", "sync": "inline"},
     ),
     Refusal(
+        "kv_cache_dtype", "int8 runs on a CPU only; device is {c.device}",
+        lambda c: c.kv_cache_dtype == "int8" and _cuda(c), {"device": "cuda", "kv_cache_dtype": "int8"},
+    ),
+    Refusal(
+        "kv_cache_dtype", "int8 cannot be combined with role={c.transfer.role}, which transfers floats",
+        lambda c: c.kv_cache_dtype == "int8" and c.transfer.moves_pages, {"kv_cache_dtype": "int8", "role": "prefill"},
+    ),
+    Refusal(
         "kv_cache_tokens", "must be 0 or at least max_model_len ({c.max_model_len}); it is {c.kv_cache_tokens}",
         lambda c: 0 < c.kv_cache_tokens < c.max_model_len, {"kv_cache_tokens": 64, "max_model_len": 128},
     ),

@@ -60,6 +60,8 @@ class EngineConfig(EngineSettings):
         require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32")
         kinds = ("auto", "none", "int8", "q4", "fp8")
         require(self.quantization in kinds, "quantization", f"{self.quantization!r} is not one of {', '.join(kinds)}")
+        kv = self.kv_cache_dtype
+        require(kv in ("auto", "int8"), "kv_cache_dtype", f"{kv!r} is not auto or int8")
         known = re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device) is not None
         require(known, "device", f"{self.device!r} is not auto, cpu, cuda or cuda:N")
         syncs = ("auto", "inline", "host_callback", "device_flag")

@@ -27,7 +27,7 @@ from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, exch
 from gpu_engine.drafters.decoupled import ExchangingDrafter
 from gpu_engine.drafters.head_tree import TreeLaunches
 from gpu_engine.drafters.suffix import SuffixDrafter
-from gpu_engine.model.cache_size import num_snapshots
+from gpu_engine.model.cache_size import cache_dtype, num_snapshots
 from gpu_engine.model.loaded_model import LoadedModel
 from gpu_engine.model.states import SequenceStates
 from gpu_engine.ops.memory import memory_use
@@ -137,10 +137,11 @@ class TargetCache:
         page_size: int,
         *,
         token_major: bool,
+        dtype: torch.dtype,
         states: SequenceStates | None = None,
     ) -> TargetCache:
         """Allocate the cache, on each rank of the model. `token_major`: the layout that a device's kernels read."""
-        pages = model.allocate_pages(num_pages, page_size, token_major=token_major or None)
+        pages = model.allocate_pages(num_pages, page_size, token_major=token_major or None, dtype=dtype)
         if model.ranks is None:
             return TargetCache(pages, _nothing, _nothing, partial(copy_page, pages), states)
         model.ranks.allocate_pages(num_pages, page_size)
@@ -211,7 +212,10 @@ class StepParts:
                 on_device=token_major,
                 enqueue=stream.kernel,
             )
-        cache = TargetCache.allocate(model, num_cached, config.page_size, token_major=token_major, states=states)
+        dtype = cache_dtype(config, model.dtype)
+        cache = TargetCache.allocate(
+            model, num_cached, config.page_size, token_major=token_major, dtype=dtype, states=states
+        )
         processors = load_processors(config.logits_processors, model, torch.device(stream.device))
         return StepParts(
             config=config,

@@ -47,7 +47,7 @@ def load_draft_model(
     setting, model = ("path", path) if path else ("draft_model", config.draft_model)
     own = {"model": model, "revision": "", "drafter": "none", "draft_model": "", "tensor_parallel_size": 1}
     own |= {"data_parallel_attention": 1, "data_parallel_rank": 0, "data_parallel_dir": ""}
-    own |= {"draft_quantization": "", "draft_dirs": ()}
+    own |= {"draft_quantization": "", "draft_dirs": (), "kv_cache_dtype": "auto"}
     own |= {"generation_config": "none"}
     own |= {"adapters": (), "adapter_dirs": (), "max_adapter_bytes": 0}
     # As long as the target's sequences, and in pages of the engine's own: the memory is not looked at again.

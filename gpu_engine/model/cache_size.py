@@ -122,9 +122,14 @@ class CachedShape:
         """Return this shape with the positions of the shorter of both."""
         return replace(self, positions=min((n for n in (self.positions, other.positions) if n), default=0))
 
-    def token_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a token's keys and values."""
-        return bytes_of_token(self.heads, dtype)
+    def token_bytes(self, config: EngineConfig, dtype: torch.dtype) -> int:
+        """Return the bytes of a token's keys and values, of a model in `dtype`."""
+        return bytes_of_token(self.heads, cache_dtype(config, dtype))
+
+
+def cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the keys and values of a model in `dtype`."""
+    return torch.int8 if config.kv_cache_dtype == "int8" else dtype
 
 
 def refuse_wide_heads(layers: Sequence[KVHeads], device: str) -> None:
@@ -150,7 +155,7 @@ def num_snapshots(config: EngineConfig, model: LoadedModel, num_pages: int) -> i
     """Return the number of snapshots of recurrent states that are kept next to a KV cache of `num_pages` pages."""
     if not model.recurrent:
         return 0
-    cache_bytes = num_pages * config.page_size * bytes_of_token(model.kv_heads, model.dtype)
+    cache_bytes = num_pages * config.page_size * bytes_of_token(model.kv_heads, cache_dtype(config, model.dtype))
     return snapshots_beside(config, state_bytes(model.recurrent), cache_bytes)
 
 

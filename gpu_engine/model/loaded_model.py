@@ -130,9 +130,13 @@ class LoadedModel:
         # `can_defer_head` said so at the start: a check of the protocol takes as long as twenty other calls.
         cast(DeferringForward, self.fused.forward).masked_head(step, num_rows)
 
-    def allocate_pages(self, num_pages: int, page_size: int, *, token_major: bool | None = None) -> list[KVPages]:
-        """Return the KV cache, one entry for each of `kv_heads`; in the layout of the device unless it is named."""
-        return KVPages.allocate_layers(self.kv_heads, num_pages, page_size, self.dtype, self.device, token_major)
+    def allocate_pages(
+        self, num_pages: int, page_size: int, *, token_major: bool | None = None, dtype: torch.dtype | None = None
+    ) -> list[KVPages]:
+        """Return the KV cache, one entry for each of `kv_heads`; in the layout of the device and in the model's dtype
+        unless they are named."""
+        made = dtype or self.dtype
+        return KVPages.allocate_layers(self.kv_heads, num_pages, page_size, made, self.device, token_major)
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Run the target over B sequences of P positions; return logits [B * P, V]. Padding rows are garbage."""

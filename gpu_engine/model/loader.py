@@ -136,7 +136,7 @@ def _load_over_ranks(config: EngineConfig, progress: Progress | None) -> LoadedM
     shape, dtype = shape_of(path, "model"), resolve_dtype(config.dtype, torch.device(config.device))
     refuse(OF_FILES, LoadedFiles(config, like_layers=shape.like_layers), ModelNotSupported)
     size = decide_size(config, shape, dtype, free_bytes(torch.device("cpu"), file_bytes(path, dtype)))
-    report(config, shape, shape.token_bytes(dtype), size)
+    report(config, shape, shape.token_bytes(config, dtype), size)
     # A length for which the cache is set needs no memory that is looked at again.
     sized = replace(config, max_model_len=size.max_model_len, kv_cache_tokens=size.max_model_len)
     model = load_divided(sized, lambda part: load_shard(sized, part, progress))
@@ -202,7 +202,7 @@ def _load(
         return _load(replace(config, fuse_parts=False), progress, setting, beside=beside)
     if part is None or part.rank == 0:
         model.sampling_defaults = _sampling_defaults(config, path if files.header is None else None)
-        model.path, model.numerics = path, numerics_of(model)
+        model.path, model.numerics = path, numerics_of(model, config.kv_cache_dtype)
     if units is not None and model.quantised:
         log.info("products over blocks run on %s", units)
     report("loaded", 1.0)
@@ -266,7 +266,7 @@ def _prepare(
     size = made.size or decide_size(config, shape, dtype, free_bytes(device, weights))  # the weights are not there yet
     model = _describe(config, net, tokenizer, dtype, device, count, shape, size)
     if says_size:
-        report(config, shape, shape.token_bytes(dtype), size)
+        report(config, shape, shape.token_bytes(config, dtype), size)
     if part is not None:
         _refuse_blocks_of_files(config, gguf_file, made.checkpoint)
         return _prepare_part(config, model, part)

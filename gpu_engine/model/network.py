@@ -325,7 +325,7 @@ def decide_size(config: EngineConfig, shape: CachedShape, dtype: torch.dtype, fr
     if not config.max_model_len and config.drafter in ("model", "decoupled") and config.num_drafts:
         draft = path_of(replace(config, model=config.draft_model, revision=""), setting="draft_model")
         shape = shape.bounded_by(shape_of(draft, "draft_model"))
-    return decide(config, shape, shape.token_bytes(dtype), free)
+    return decide(config, shape, shape.token_bytes(config, dtype), free)
 
 
 def _memory(
@@ -341,7 +341,7 @@ def _memory(
     size = decide_size(config, shape, files.dtype, None if free is None else max(0, free - need.total))
     tokens = pool_tokens(config, size.max_model_len, size.room_tokens)
     if files.setting == "model":  # a draft model's cache has the target's tokens
-        cache, states = tokens * shape.token_bytes(files.dtype), shape.states
+        cache, states = tokens * shape.token_bytes(config, files.dtype), shape.states
         snapshots = snapshots_beside(config, states.state, cache) * states.state
         say_need(need, tokens, cache, free, states.of_slots(config) + snapshots)
     return size

@@ -21,8 +21,12 @@ BLOCKS = "blocks-1"
 """The contract of forwards over blocks. Its number changes when a release changes their bits."""
 
 
-def numerics_of(model: LoadedModel) -> str:
-    """Return the name of a loaded model's numerics."""
+def numerics_of(model: LoadedModel, kv_cache_dtype: str) -> str:
+    """Return the name of a loaded model's numerics. `kv_cache_dtype`: as the setting."""
+    return _of_forward(model) + ("" if kv_cache_dtype == "auto" else f", {kv_cache_dtype} keys and values")
+
+
+def _of_forward(model: LoadedModel) -> str:
     if model.device.type == "cuda":
         device, (major, minor) = (
             torch.cuda.get_device_name(model.device),

@@ -61,7 +61,7 @@ def weight_bytes(model: LoadedModel) -> int:
 
 
 def _page_bytes(pages: Sequence[KVPages]) -> int:
-    return sum(layer.k.nbytes + layer.v.nbytes for layer in pages)
+    return sum(part.nbytes for layer in pages for part in layer.tensors)
 
 
 def _distinct(tensors: Iterator[torch.Tensor]) -> int:

@@ -35,8 +35,6 @@ enum { BLOCKS_4_BIT, BLOCKS_8_BIT };
 enum { OF_4_BITS, OF_4_BITS_OFFSET, OF_8_BITS, OF_8_BITS_OFFSET }; /* the compiled forms of a product */
 #define MIDDLE 8 /* of integers of 4 bits without offsets: they stand for -8 to 7 */
 
-typedef int8_t v16c __attribute__((vector_size(16)));
-
 /* One matrix. The loader of the model owns the memory. K = inputs / 32; G = outputs / 16, rounded up to an even number. */
 struct block_weights {
     const uint8_t

@@ -22,8 +22,9 @@ struct forward_layer {
     const float *q_norm, *k_norm; /* fp32 [head_dim]; null: none */
     const float *cos, *sin;       /* fp32 [positions][rotated] */
     void *k_pages, *v_pages;      /* see paged_attention.h */
-    void *tap;                    /* [num_rows][hidden] in the pages' dtype: gets the layer's input; null: not wanted */
-    int64_t rotated;              /* the first channels of a head, which are rotated */
+    float *k_scales, *v_scales;
+    void *tap;       /* [num_rows][hidden] in the embedding's dtype: gets the layer's input; null: not wanted */
+    int64_t rotated; /* the first channels of a head, which are rotated */
     float pre_attention_eps, post_attention_eps, pre_block_eps, post_block_eps, q_eps, k_eps;
     float scale, softcap; /* of attention */
     int32_t window, act;
@@ -35,7 +36,7 @@ struct forward_args {
     const struct forward_layer *layers;
     struct block_weights head;
     const float *norm;        /* fp32 [hidden], before the head */
-    const void *embedding;    /* [vocabulary][hidden] in the pages' dtype */
+    const void *embedding;    /* [vocabulary][hidden], bfloat16 or fp32 */
     const int64_t *ids;       /* [num_rows] */
     const int32_t *positions; /* [num_rows]; negative is padding, after the other rows of its sequence */
     const int32_t
@@ -49,7 +50,8 @@ struct forward_args {
     int64_t num_logits; /* the first rows, whose logits are wanted. Without a tap the others only fill the pages */
     int64_t hidden, inner, num_heads, num_kv_heads, head_dim, page_size;
     float embedding_scale, norm_eps, logits_softcap; /* softcap 0: none */
-    int32_t bf16;                                    /* pages, embedding and taps */
+    int32_t bf16;                                    /* embedding and taps */
+    int32_t pages;                                   /* their kind, of paged_attention.h */
     int32_t defers_head;                             /* the logits are left to lockstep_forward_head (masked_head.h) */
     const struct low_rank *const *adapters; /* by number: PRODUCTS entries a layer; null: no row has one. [0] is null */
     const int32_t *sequence_adapters;       /* [num_sequences]: their numbers; 0: none */
@@ -262,7 +264,7 @@ static void rotate_and_store(struct member *m, const struct forward_args *a, con
         row.v = (const float *)row.v + r * channels;
         row.positions = w->position + r;
         row.page_table += w->sequence[r] * a->table_stride;
-        store_row(&row, 0, 0, a->bf16);
+        store_row(&row, 0, 0, a->pages);
     }
 }
 
@@ -373,6 +375,8 @@ static struct paged_attention_args attention_of(const struct forward_args *a, co
         .out = w->attended,
         .k_pages = l->k_pages,
         .v_pages = l->v_pages,
+        .k_scales = l->k_scales,
+        .v_scales = l->v_scales,
         .page_table = a->page_table,
         .positions = w->position,
         .q_stride_p = channels,
@@ -388,7 +392,7 @@ static struct paged_attention_args attention_of(const struct forward_args *a, co
         .num_kv_heads = (int32_t)a->num_kv_heads,
         .head_dim = (int32_t)d,
         .page_size = (int32_t)a->page_size,
-        .bf16 = a->bf16,
+        .kind = a->pages,
         .window = l->window,
         .scale = l->scale,
         .softcap = l->softcap,

@@ -3,6 +3,9 @@
  * Layout of one layer's cache, chosen so that both products run along 16 lanes without a horizontal sum:
  *     k_pages [num_pages][Hkv][D][page_size]     (transposed: 16 tokens of one channel are neighbours)
  *     v_pages [num_pages][Hkv][page_size][D]
+ *     k_scales, v_scales [num_pages][Hkv][page_size], fp32, with pages of 8 bits only
+ * With 8 bits a number is an integer times the scale of its token's head: a score is multiplied by the key's scale, and a
+ * weight by the value's, so the integers are only converted.
  * Softmax is the online one (Milakov and Gimelshein 2018) over blocks of 64 tokens that start at multiples of 64, so a
  * query's result does not depend on what else is in the batch, nor on how many queries come with it.
  *
@@ -22,12 +25,15 @@
 #define GATHER 2
 #endif
 
+enum { PAGES_FP32, PAGES_BF16, PAGES_INT8 };
+
 struct paged_attention_args {
-    const void *q;             /* [B][P][Hq][D] by strides below, D contiguous */
-    const void *k;             /* [B][P][Hkv][D] by strides below, the new keys */
-    const void *v;             /* the same for values */
-    void *out;                 /* [B][P][Hq][D] contiguous */
-    void *k_pages, *v_pages;   /* as above */
+    const void *q;           /* [B][P][Hq][D] by strides below, D contiguous */
+    const void *k;           /* [B][P][Hkv][D] by strides below, the new keys */
+    const void *v;           /* the same for values */
+    void *out;               /* [B][P][Hq][D] contiguous */
+    void *k_pages, *v_pages; /* as above */
+    float *k_scales, *v_scales;
     const int32_t *page_table; /* [B][table_stride], page numbers */
     const int32_t *positions;  /* [B][P], absolute position of each query; < 0: padding, nothing stored, zeros out */
     int64_t q_stride_b, q_stride_p, q_stride_h;
@@ -35,15 +41,43 @@ struct paged_attention_args {
     int64_t v_stride_b, v_stride_p, v_stride_h;
     int64_t table_stride;
     int32_t num_batch, num_queries, num_heads, num_kv_heads, head_dim, page_size;
-    int32_t bf16;         /* the pages */
+    int32_t kind;         /* of the pages */
     int32_t window;       /* sliding window in tokens, 0: none */
     float scale, softcap; /* softcap 0: none */
-    int32_t io_bf16;      /* q, k, v and out; fp32 values are rounded when they are stored in pages of bf16 */
+    int32_t io_bf16;      /* q, k, v and out; fp32 values are rounded when they are stored in other pages */
     int32_t chunk;        /* a query sees only its own chunk of so many tokens, 0: none */
     const float *sinks;   /* [Hq], a further logit of each head, without a value; NULL: none */
 };
 
-INLINE void store_row(const struct paged_attention_args *a, int64_t b, int64_t p, int bf16) {
+INLINE v16f load_page(const void *pages, int64_t index, int kind) {
+    return kind == PAGES_INT8 ? load_int8((const int8_t *)pages + index) : load(pages, index, kind == PAGES_BF16);
+}
+
+INLINE int64_t bytes_of_number(int kind) { return kind == PAGES_INT8 ? 1 : kind == PAGES_BF16 ? 2 : 4; }
+
+/* A head of one token as integers to the nearest of x / scale, `step` bytes apart; returns the scale, a 127th of the largest
+ * magnitude. A quotient, because a product would be fused with the sum after it on some units. */
+INLINE float store_int8(const void *x, int64_t at, int64_t d, int bf16, int8_t *to, int64_t step) {
+    const v16f magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
+    v16f top = splat(0.0f);
+    for (int64_t i = 0; i < d; i += 16) {
+        const v16f y = load(x, at + i, bf16);
+        top = larger(top, larger(y, -y));
+    }
+    const float scale = max16(top) / 127.0f;
+    const v16f divisor = splat(scale > 0.0f ? scale : 1.0f);
+    for (int64_t i = 0; i < d; i += 16) {
+        const v16f y = (load(x, at + i, bf16) / divisor + magic) - magic;
+        const v16c q = __builtin_convertvector(__builtin_convertvector(y, v16i), v16c);
+        if (step == 1)
+            memcpy(to + i, &q, sizeof q);
+        else
+            for (int j = 0; j < 16; j++) to[(i + j) * step] = q[j];
+    }
+    return scale;
+}
+
+INLINE void store_row(const struct paged_attention_args *a, int64_t b, int64_t p, int kind) {
     int32_t pos = a->positions[b * a->num_queries + p];
     if (pos < 0) return;
     int64_t ps = a->page_size, d = a->head_dim;
@@ -52,14 +86,18 @@ INLINE void store_row(const struct paged_attention_args *a, int64_t b, int64_t p
         int64_t ks = b * a->k_stride_b + p * a->k_stride_p + h * a->k_stride_h;
         int64_t vs = b * a->v_stride_b + p * a->v_stride_p + h * a->v_stride_h;
         int64_t head = (page * a->num_kv_heads + h) * d * ps;
-        if (bf16 && !a->io_bf16) {
+        if (kind == PAGES_INT8) {
+            const int64_t number = (page * a->num_kv_heads + h) * ps + off;
+            a->k_scales[number] = store_int8(a->k, ks, d, a->io_bf16, (int8_t *)a->k_pages + head + off, ps);
+            a->v_scales[number] = store_int8(a->v, vs, d, a->io_bf16, (int8_t *)a->v_pages + head + off * d, 1);
+        } else if (kind == PAGES_BF16 && !a->io_bf16) {
             const float *k = (const float *)a->k + ks, *v = (const float *)a->v + vs;
             uint16_t *kp = (uint16_t *)a->k_pages + head + off, *vp = (uint16_t *)a->v_pages + head + off * d;
             for (int64_t i = 0; i < d; i++) {
                 kp[i * ps] = to_bf16(k[i]);
                 vp[i] = to_bf16(v[i]);
             }
-        } else if (bf16) {
+        } else if (kind == PAGES_BF16) {
             const uint16_t *k = (const uint16_t *)a->k + ks;
             uint16_t *kp = (uint16_t *)a->k_pages + head + off;
             for (int64_t i = 0; i < d; i++) kp[i * ps] = k[i];
@@ -108,8 +146,8 @@ INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int6
 
 /* Where 16 * SUBS tokens lie: offsets of their keys' first channel, and of their values, in the pages. */
 struct block {
-    int64_t key[SUBS], value[SUBS];
-    int subs;   /* sub-blocks with a token that some query sees */
+    int64_t key[SUBS], value[SUBS], number[SUBS]; /* number: of the scales */
+    int subs;                                     /* sub-blocks with a token that some query sees */
     int tokens; /* of these, tokens up to the tile's last position: values after it are of the page's earlier owner */
 };
 
@@ -125,6 +163,7 @@ INLINE struct block block_at(const struct paged_attention_args *a, int64_t b, in
         int64_t head = (page * a->num_kv_heads + hkv) * d * ps;
         k.key[i] = head + token % ps;
         k.value[i] = head + token % ps * d;
+        k.number[i] = (page * a->num_kv_heads + hkv) * ps + token % ps;
     }
     return k;
 }
@@ -132,48 +171,56 @@ INLINE struct block block_at(const struct paged_attention_args *a, int64_t b, in
 /* Start to load channels c and c + 1 of the next block's keys into L2. A block is loaded while the one before it is
  * multiplied, a few lines at a time: a core waits for few lines at once, and one that asks for more of them stands still.
  * Its sub-blocks are not neighbours in memory, so no stream of addresses foretells them. */
-INLINE void fetch_keys(const struct paged_attention_args *a, const struct block *next, int64_t c, int bf16) {
-    const int64_t size = bf16 ? 2 : 4, row = a->page_size * size; /* bytes of one channel in a page */
+INLINE void fetch_keys(const struct paged_attention_args *a, const struct block *next, int64_t c, int kind) {
+    const int64_t size = bytes_of_number(kind), row = a->page_size * size; /* bytes of one channel in a page */
     UNROLL for (int i = 0; i < SUBS; i++) {
         const char *key = (const char *)a->k_pages + next->key[i] * size + c * row;
         __builtin_prefetch(key, 0, 2);
+        if (kind == PAGES_INT8 && c == 0) {
+            __builtin_prefetch(a->k_scales + next->number[i], 0, 2);
+            __builtin_prefetch(a->v_scales + next->number[i], 0, 2);
+        }
         if (row > 32) __builtin_prefetch(key + row, 0, 2); /* else both channels are in one line */
     }
 }
 
 /* The same of the values of its token j. */
-INLINE void fetch_value(const struct paged_attention_args *a, const struct block *next, int j, int64_t d, int bf16) {
-    const int64_t size = bf16 ? 2 : 4;
+INLINE void fetch_value(const struct paged_attention_args *a, const struct block *next, int j, int64_t d, int kind) {
+    const int64_t size = bytes_of_number(kind);
     const char *value = (const char *)a->v_pages + (next->value[j / 16] + j % 16 * d) * size;
     for (int64_t at = 0; at < d * size; at += 64) __builtin_prefetch(value + at, 0, 2);
 }
 
 /* Scores of the keys in the first `subs` sub-blocks, a compile-time constant: each needs several sums to hide the latency. */
 INLINE void score_subs(const struct paged_attention_args *a, const struct tile *w, const struct block *k,
-                       const struct block *next, v16f s[TILE][SUBS], int64_t d, int bf16, int n, int subs) {
+                       const struct block *next, v16f s[TILE][SUBS], int64_t d, int kind, int n, int subs) {
     const int64_t ps = a->page_size;
     v16f r[TILE][SUBS] = {0};
     for (int64_t two = 0; two < d; two += 2) {
-        fetch_keys(a, next, two, bf16);
+        fetch_keys(a, next, two, kind);
         UNROLL for (int64_t c = two; c < two + 2; c++) {
             v16f x[SUBS];
-            UNROLL for (int i = 0; i < subs; i++) x[i] = load(a->k_pages, k->key[i] + c * ps, bf16);
+            UNROLL for (int i = 0; i < subs; i++) x[i] = load_page(a->k_pages, k->key[i] + c * ps, kind);
             UNROLL for (int t = 0; t < n; t++) {
                 v16f q = splat(w->q[t][c]);
                 UNROLL for (int i = 0; i < subs; i++) r[t][i] += q * x[i];
             }
         }
     }
+    if (kind == PAGES_INT8) UNROLL for (int i = 0; i < subs; i++) {
+            const v16f scale = load_f32(a->k_scales + k->number[i]);
+            UNROLL for (int t = 0; t < n; t++) r[t][i] *= scale;
+        }
     UNROLL for (int t = 0; t < n; t++) memcpy(s[t], r[t], (size_t)subs * sizeof r[t][0]);
 }
 
 /* Scores of the block's keys into s, of `subs` sub-blocks at least. */
 INLINE void score(const struct paged_attention_args *a, const struct tile *w, const struct block *k,
-                  const struct block *next, v16f s[TILE][SUBS], int64_t d, int bf16, int n) {
+                  const struct block *next, v16f s[TILE][SUBS], int64_t d, int kind, int n) {
     if (k->subs <= 2)
-        score_subs(a, w, k, next, s, d, bf16, n, 2);
+        score_subs(a, w, k, next, s, d, kind, n, 2);
     else
-        score_subs(a, w, k, next, s, d, bf16, n, SUBS);
+        score_subs(a, w, k, next, s, d, kind, n, SUBS);
 }
 
 /* Write query t's weights of the block's first sub-blocks into p, zero where the key is masked, and rescale its sums to the
@@ -210,17 +257,28 @@ INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, i
     w->denom[t] += sum16(total);
 }
 
+/* The weights by the values' scales; after the tile's last position they are not read. */
+INLINE void scale_weights(const struct paged_attention_args *a, const struct block *k, float p[TILE][BLOCK], int n) {
+    for (int i = 0; i < k->subs; i++) {
+        const v16f scale = load_f32(a->v_scales + k->number[i]);
+        for (int t = 0; t < n; t++) {
+            const v16f y = load_f32(p[t] + 16 * i) * scale;
+            memcpy(p[t] + 16 * i, &y, sizeof y);
+        }
+    }
+}
+
 /* acc += p . v for `n` queries from `t` on, 16 * wide channels from 16 * c on: the sums stay in registers. */
 INLINE void gather_part(const struct paged_attention_args *a, struct tile *w, const struct block *k,
-                        const struct block *next, float p[TILE][BLOCK], int64_t d, int bf16, int t, int n, int64_t c,
+                        const struct block *next, float p[TILE][BLOCK], int64_t d, int kind, int t, int n, int64_t c,
                         int wide) {
     v16f x[TILE][4];
     UNROLL for (int i = 0; i < n; i++) UNROLL for (int e = 0; e < wide; e++) x[i][e] = w->acc[t + i][c + e];
     for (int j = 0; j < k->tokens; j++) {
         const int64_t at = k->value[j / 16] + j % 16 * d + c * 16;
         v16f v[4];
-        if (t == 0 && c == 0) fetch_value(a, next, j, d, bf16);
-        UNROLL for (int e = 0; e < wide; e++) v[e] = load(a->v_pages, at + e * 16, bf16);
+        if (t == 0 && c == 0) fetch_value(a, next, j, d, kind);
+        UNROLL for (int e = 0; e < wide; e++) v[e] = load_page(a->v_pages, at + e * 16, kind);
         UNROLL for (int i = 0; i < n; i++) {
             v16f q = splat(p[t + i][j]);
             UNROLL for (int e = 0; e < wide; e++) x[i][e] += q * v[e];
@@ -230,12 +288,12 @@ INLINE void gather_part(const struct paged_attention_args *a, struct tile *w, co
 }
 
 INLINE void gather(const struct paged_attention_args *a, struct tile *w, const struct block *k,
-                   const struct block *next, float p[TILE][BLOCK], int64_t d, int bf16, int n) {
+                   const struct block *next, float p[TILE][BLOCK], int64_t d, int kind, int n) {
     UNROLL for (int t = 0; t < n; t += GATHER) {
         const int some = n - t < GATHER ? n - t : GATHER;
         int64_t c = 0;
-        for (; c + 4 <= d / 16; c += 4) gather_part(a, w, k, next, p, d, bf16, t, some, c, 4);
-        for (; c < d / 16; c++) gather_part(a, w, k, next, p, d, bf16, t, some, c, 1);
+        for (; c + 4 <= d / 16; c += 4) gather_part(a, w, k, next, p, d, kind, t, some, c, 4);
+        for (; c < d / 16; c++) gather_part(a, w, k, next, p, d, kind, t, some, c, 1);
     }
 }
 
@@ -251,7 +309,7 @@ INLINE float share(const struct paged_attention_args *a, const struct tile *w, i
 /* n queries, up to TILE, of one (sequence, KV head): query number i is (p, g) = (i / group, i % group). `then`: a block that
  * is likely to be read afterwards; null: none is known. */
 INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first, int64_t d,
-                        int bf16, int n, const struct block *then) {
+                        int kind, int n, const struct block *then) {
     const int64_t group = a->num_heads / a->num_kv_heads;
     struct tile w __attribute__((aligned(64)));
     float p[TILE][BLOCK] __attribute__((aligned(64)));
@@ -265,9 +323,10 @@ INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t
             next = block_at(a, b, hkv, at + BLOCK, w.last, d);
         else
             next = then ? *then : now;
-        score(a, &w, &now, &next, s, d, bf16, n);
+        score(a, &w, &now, &next, s, d, kind, n);
         for (int t = 0; t < n; t++) weigh(a, &w, t, at, now.subs, s[t], p[t], d);
-        gather(a, &w, &now, &next, p, d, bf16, n);
+        if (kind == PAGES_INT8) scale_weights(a, &now, p, n);
+        gather(a, &w, &now, &next, p, d, kind, n);
     }
     for (int64_t t = 0, row = first / group, head = first % group; t < n && row < a->num_queries;
          t++, head + 1 < group ? head++ : (row++, head = 0)) {
@@ -279,33 +338,40 @@ INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t
 
 #if defined(__AVX512F__)
 /* A decode step of one row has as many queries as a group has heads: three are usual. */
-#define ATTEND(d, bf16)                                                                                                \
+#define ATTEND(d, kind)                                                                                                \
     do {                                                                                                               \
         if (left > 3)                                                                                                  \
-            attend_tile(a, b, hkv, first, d, bf16, 6, then);                                                           \
+            attend_tile(a, b, hkv, first, d, kind, 6, then);                                                           \
         else                                                                                                           \
-            attend_tile(a, b, hkv, first, d, bf16, 3, then);                                                           \
+            attend_tile(a, b, hkv, first, d, kind, 3, then);                                                           \
     } while (0)
 #else
-#define ATTEND(d, bf16) attend_tile(a, b, hkv, first, d, bf16, TILE, then)
+#define ATTEND(d, kind) attend_tile(a, b, hkv, first, d, kind, TILE, then)
 #endif
 
 static void attend(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first,
                    const struct block *then) {
     int64_t d = a->head_dim, left = (int64_t)a->num_queries * (a->num_heads / a->num_kv_heads) - first;
     (void)left; /* read in some variants */
-    if (a->bf16) {
+    if (a->kind == PAGES_BF16) {
         if (d == 64)
-            ATTEND(64, 1);
+            ATTEND(64, PAGES_BF16);
         else if (d == 128)
-            ATTEND(128, 1);
+            ATTEND(128, PAGES_BF16);
         else
-            ATTEND(d, 1);
+            ATTEND(d, PAGES_BF16);
+    } else if (a->kind == PAGES_INT8) {
+        if (d == 64)
+            ATTEND(64, PAGES_INT8);
+        else if (d == 128)
+            ATTEND(128, PAGES_INT8);
+        else
+            ATTEND(d, PAGES_INT8);
     } else {
         if (d == 64)
-            ATTEND(64, 0);
+            ATTEND(64, PAGES_FP32);
         else
-            ATTEND(d, 0);
+            ATTEND(d, PAGES_FP32);
     }
 }
 
@@ -318,10 +384,7 @@ void VARIANT(lockstep_paged_attention)(const struct paged_attention_args *a) {
     {
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; r++) {
-            if (a->bf16)
-                store_row(a, r / a->num_queries, r % a->num_queries, 1);
-            else
-                store_row(a, r / a->num_queries, r % a->num_queries, 0);
+            store_row(a, r / a->num_queries, r % a->num_queries, a->kind);
         }
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < tasks; task++)

@@ -19,6 +19,7 @@ typedef float v16f __attribute__((vector_size(64)));
 typedef int32_t v16i __attribute__((vector_size(64)));
 typedef uint32_t v16u __attribute__((vector_size(64)));
 typedef uint16_t v16h __attribute__((vector_size(32)));
+typedef int8_t v16c __attribute__((vector_size(16)));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -43,6 +44,21 @@ INLINE v16f load_bf16(const void *p) {
 }
 
 /* dtype is a compile-time constant at every call site. */
+INLINE v16f load_int8(const void *p) {
+#if defined(__AVX512F__)
+    return (v16f)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
+#elif defined(__AVX2__)
+    const __m128i x = _mm_loadu_si128(p);
+    __m256 halves[2] = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),
+                        _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
+    return load_f32(halves);
+#else
+    v16c x;
+    memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(__builtin_convertvector(x, v16i), v16f);
+#endif
+}
+
 INLINE v16f load(const void *base, int64_t index, int bf16) {
     return bf16 ? load_bf16((const uint16_t *)base + index) : load_f32((const float *)base + index);
 }

@@ -11,6 +11,8 @@ Not responsible for: what the drafter proposes (see drafters/), the recorded dev
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +130,14 @@ def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(adapted: tuple[LoadedModel, dict[str, Any]]) -> list[Answer]:
-    """The workload, one request at a time and one token a step."""
-    model, settings = adapted
-    with guided_engine(model, config(drafter="none", **settings, **UNHURRIED)) as (engine, _):
+def expected_with(adapted: tuple[LoadedModel, dict[str, Any]]) -> Callable[[str], list[Answer]]:
+    """Return a function from kv_cache_dtype to the workload, one request at a time and one token a step."""
+    return functools.cache(lambda kv: answered_one_by_one(*adapted, kv))
+
+
+def answered_one_by_one(model: LoadedModel, settings: dict[str, Any], kv: str) -> list[Answer]:
+    one_token = config(drafter="none", kv_cache_dtype=kv, **settings, **UNHURRIED)
+    with guided_engine(model, one_token) as (engine, _):
         answers, plain = made(engine), made(engine, plain=True)
         for each in (answers, plain):
             answer_each(engine, each)
@@ -148,26 +154,32 @@ def expected(adapted: tuple[LoadedModel, dict[str, Any]]) -> list[Answer]:
 
 
 def rows() -> list[Any]:
-    """Return each drafter with each event; an eighth of the rows, with each of both among them, is not slow."""
+    """Return each drafter with each event; an eighth of the rows, with each of both among them, is not slow. Another
+    eighth also has a cache of 8 bits."""
     found = []
     for i, drafter in enumerate(DRAFTERS):
         for j, event in enumerate(EVENTS):
             marks = [] if (i + j) % 8 == 0 else [pytest.mark.slow]
             # Over the rows that are not slow, steps alternate between the two.
-            found.append(pytest.param(drafter, event, (i + j) // 8 % 2 == 0, marks=marks, id=f"{drafter}, {event}"))
+            overlap = (i + j) // 8 % 2 == 0
+            found.append(pytest.param(drafter, event, overlap, "auto", marks=marks, id=f"{drafter}, {event}"))
+            if (i + j) % 8 == 4:
+                slow = [pytest.mark.slow] if i % 3 else []
+                found.append(pytest.param(drafter, event, overlap, "int8", marks=slow, id=f"{drafter}, {event}, int8"))
     return found
 
 
-@pytest.mark.parametrize(("drafter", "event", "overlap"), rows())
+@pytest.mark.parametrize(("drafter", "event", "overlap", "kv"), rows())
 def test_tokens_depend_on_neither_drafts_nor_events(
     adapted: tuple[LoadedModel, dict[str, Any]],
     networks: dict[str, str],
-    expected: list[Answer],
+    expected_with: Callable[[str], list[Answer]],
     drafter: str,
     event: str,
     overlap: bool,
+    kv: str,
 ) -> None:
-    model, settings = adapted
+    (model, settings), expected = adapted, expected_with(kv)
     happens, fields = EVENTS[event]
     drafts = {"num_draft_tokens": 3, **DRAFTERS[drafter]}
     if "draft_model" in drafts:
@@ -176,7 +188,10 @@ def test_tokens_depend_on_neither_drafts_nor_events(
         drafts = {"drafter": kind, **drafts, "draft_model": networks[named]}
         if drafter != "apart":
             drafts["adapters"] = settings["adapters"][:1]
-    with guided_engine(model, config(**{**settings, **fields, **drafts, "overlap": overlap})) as (engine, grammar):
+    with guided_engine(model, config(**{**settings, **fields, **drafts, "overlap": overlap, "kv_cache_dtype": kv})) as (
+        engine,
+        grammar,
+    ):
         answers = made(engine)
         if drafter == "earlier answers":
             scope = SuffixScope(b"one", seeds=tuple(tuple(answer.tokens) for answer in expected[:8]))

@@ -69,7 +69,7 @@ class Reports:
             uptime_seconds=self._clock_s() - self._started_s,
             server_type=SERVER_TYPE,
             data_parallel_size=1,
-            kv_cache_dtype=self._calls.model.dtype_name,
+            kv_cache_dtype=self._calls.model.dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
             block_size=config.page_size,
             model_dtype=self._calls.model.dtype_name,
             max_num_seqs=config.max_batch_size,

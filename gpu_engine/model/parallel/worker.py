@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def _follow(config: EngineConfig, number: int, store: Path, heartbeat: Heartbeat
     # These import torch, which takes seconds: rank 0 has heard the first heartbeat before.
     from transformers.utils import logging as transformers_logging
 
+    from gpu_engine.model.cache_size import cache_dtype
     from gpu_engine.model.loader import load_shard
     from gpu_engine.model.parallel.collectives import Collectives, open_group
     from gpu_engine.model.parallel.forward import Follower, add_over_ranks
@@ -63,7 +65,8 @@ def _follow(config: EngineConfig, number: int, store: Path, heartbeat: Heartbeat
         collectives = Collectives(group, number, size, model.device)
         collectives.rendezvous()
         add_over_ranks(forward, collectives)
-        Follower(forward, collectives, model.allocate_pages).run()
+        allocate = partial(model.allocate_pages, dtype=cache_dtype(config, model.dtype))
+        Follower(forward, collectives, allocate).run()
     except RankLost as error:
         log.debug("rank %d ends: %s", number, error)  # rank 0 says why
         os._exit(1)

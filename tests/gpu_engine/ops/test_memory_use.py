@@ -10,6 +10,7 @@ import torch
 
 from gpu_engine.api.stats import MemoryUse
 from gpu_engine.core.engine import Engine
+from gpu_engine.model.cache_size import cache_dtype
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ops.memory import memory_use, weight_bytes
 from gpu_engine.step.outputs.tensors import scratch_pages
@@ -17,13 +18,17 @@ from kernels.kv_pages import bytes_of_token
 from tests.gpu_engine.harness import config, running
 
 
-def test_an_engine_reports_its_memory_when_it_starts(llama: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
-    settings = config()
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_an_engine_reports_its_memory_when_it_starts(
+    llama: LoadedModel, caplog: pytest.LogCaptureFixture, kv: str
+) -> None:
+    settings = config(kv_cache_dtype=kv)
     model = replace(llama, max_model_len=settings.max_model_len)
     with caplog.at_level(logging.INFO), running(Engine(settings, model)) as engine:
         stats = engine.stats()
     num_pages = stats.num_pages + scratch_pages(settings.page_size)
-    page_bytes = bytes_of_token(model.kv_heads, model.dtype) * settings.page_size
+    page_bytes = bytes_of_token(model.kv_heads, cache_dtype(settings, model.dtype)) * settings.page_size
+    assert (page_bytes < bytes_of_token(model.kv_heads, torch.bfloat16) * settings.page_size) == (kv == "int8")
     assert stats.memory.kv_cache_bytes == num_pages * page_bytes
     assert stats.memory.weight_bytes == weight_bytes(llama) >= 4 * llama.num_parameters
     assert stats.memory.buffer_bytes > settings.max_batch_size * settings.max_model_len * 4

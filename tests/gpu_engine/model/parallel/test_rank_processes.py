@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from gpu_engine.api.errors import InternalError, RankLost
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from gpu_engine.model.parallel.ranks import Ranks
-from tests.gpu_engine.harness import Answer, answer_all, ask, config, tokens, unguided_engine, with_drafts
+from tests.gpu_engine.harness import Answer, answer_all, ask, config, running, tokens, unguided_engine, with_drafts
 
 LIMIT_S = 5.0
 """The longest time from the loss of a rank to the end of the engine."""
@@ -43,8 +43,8 @@ def ends(process_id: int, within_s: float = LIMIT_S) -> bool:
 
 
 @contextmanager
-def divided(model: str, size: int = 2) -> Iterator[tuple[LoadedModel, Ranks]]:
-    loaded = load_model(config(model=model, tensor_parallel_size=size))
+def divided(model: str, size: int = 2, **fields: object) -> Iterator[tuple[LoadedModel, Ranks]]:
+    loaded = load_model(config(model=model, tensor_parallel_size=size, **fields))
     assert isinstance(loaded.ranks, Ranks)
     try:
         yield loaded, loaded.ranks
@@ -66,6 +66,15 @@ def lose(engine: Engine, process_id: int, number: int) -> tuple[str, float]:
     os.kill(process_id, number)
     assert ended.wait(30)
     return str(failed[0]), time.monotonic() - begun_s
+
+
+@pytest.mark.slow
+def test_two_processes_with_a_cache_of_8_bits_have_the_tokens_of_one(llama: LoadedModel) -> None:
+    found = []
+    for model_of in (nullcontext((llama, None)), divided(llama.name, kv_cache_dtype="int8")):
+        with model_of as (model, _), running(Engine(with_drafts(7, kv_cache_dtype="int8"), model)) as engine:
+            found.append(answer_all(engine, [ask(tokens(20, 2, repeat=8)), ask(tokens(9, 5), temperature=0.7)]))
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
