@@ -24,7 +24,7 @@ from kernels.library import native
 BLOCK = 32
 """Inputs of a block; the inputs of a product are a multiple of it."""
 MIDDLE = 8
-"""Of 4 bits without offsets, a weight is scale * (quant - MIDDLE)."""
+"""A weight of 4 bits without an offset is scale * (quant - MIDDLE)."""
 _LANES = 16
 """Outputs that are packed together: those of a vector."""
 _GROUP = 32
@@ -40,8 +40,10 @@ class BlockKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """A quantised matrix, not packed: weight = scale * quant + offset. Without offsets these are 0, or
-    with 4 bits -8 scales."""
+    """A quantised matrix, not packed: weight = scale * quant + offset.
+
+    Where `offsets_NB` is None, an offset is 0 with 8 bits, and -MIDDLE times the scale with 4 bits.
+    """
 
     kind: BlockKind
     quants_NK: torch.Tensor

@@ -88,7 +88,7 @@ class QkvAttention:
         k, v = pages.k, pages.v
         shapes = (
             *(qkv_NC.dtype, qkv_NC.shape, cos_NR.shape, page_table_BN.shape, page_table_BN.stride(0), B, P),
-            *(k.data_ptr(), v.data_ptr(), k.shape, v.shape),
+            *(k.data_ptr(), v.data_ptr(), k.shape, v.shape, k.dtype, *pages.scales),
         )
         if shapes != self._checked:
             self._check(qkv_NC, cos_NR, sin_NR, pages, page_table_BN, positions_BP)

@@ -58,8 +58,9 @@ class KVPages:
     token_major: bool = False
     """How `k` is laid out."""
     k_scales: torch.Tensor | None = None
-    """float32 [num_pages, Hkv, T]; None: the keys are not int8. So are `v_scales`."""
+    """Of int8 keys, float32 [num_pages, Hkv, T]; else None."""
     v_scales: torch.Tensor | None = None
+    """The same of the values."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -121,7 +122,7 @@ class KVPages:
         )
         v = untouched_zeros(by_token, dtype, device)
         if device.type != "cpu" if token_major is None else token_major:
-            assert dtype is not torch.int8, "keys and values of 8 bits are of a CPU"
+            assert dtype is not torch.int8, "int8 pages exist only on a CPU"
             return cls(untouched_zeros(by_token, dtype, device), v, token_major=True)
         k = untouched_zeros(by_channel, dtype, device)
         if dtype is not torch.int8:

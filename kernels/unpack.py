@@ -45,7 +45,7 @@ def unpacked(
         number: the kind in the file; Q2_K, Q3_K and Q6_K have no blocks.
         num_inputs: K, a multiple of 32.
         kind: bits of a weight in the blocks.
-        offsets: the blocks have them.
+        offsets: the blocks have them; those of Q4_0 do not.
         order: int64 [B], the block in the file of each block; None: the same order.
     """
     N, B = len(raw_Nk), num_inputs // BLOCK

@@ -227,7 +227,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--new", type=Path, default=Path.cwd(), metavar="DIR", help="checkout of the new build (default: this folder)")
     add("--rounds", type=int, default=3, help="rounds; each starts both servers anew (default 3)")
     add("--concurrency", default="1,8", help="comma-separated (default 1,8)")
-    add("--workloads", default=",".join(WORKLOADS), help=f"comma-separated, of {', '.join(WORKLOADS)}")
+    add(
+        "--workloads",
+        default=",".join(WORKLOADS),
+        help=f"comma-separated, of {', '.join((*WORKLOADS, 'repeated', 'long'))}",
+    )
     add("--count", type=int, help="only the first COUNT prompts of every workload")
     add("--max-tokens", type=int, help="lower the token budget of every prompt")
     add("--model", default="embedded", help="a directory, a GGUF file or 'embedded' (default)")

@@ -48,9 +48,9 @@ examples:
   python -m benchmarks serve --count 4 --workloads extraction --systems lockstep,transformers   a quick look
   python -m benchmarks serve --openvino-python ~/peers/bin/python --bfcl-python ~/peers/bin/python \\
       --llama-server ~/llama.cpp/build/bin/llama-server --threads 2 --repeat 3 --plot serve.png
-  python -m tools.shapes --shape 4b --kind q4_0 --out 4b.gguf       random weights in the shape of a larger model, with
-  python -m benchmarks serve --model 4b.gguf --hf-model DIR --workloads long --systems lockstep-k0,openvino,llamacpp \
-      --concurrency 1,8 --count 4                                   the tokenizer of the embedded model, which DIR has
+  python -m benchmarks serve --model 4b.gguf --hf-model DIR --workloads long --concurrency 1,8 --count 4
+      random weights in the shape of a larger model (python -m tools.shapes --shape 4b --kind q4_0 --out 4b.gguf), with
+      the tokenizer of the embedded model, which DIR has
 
 reading the tables:
   tok/s     generated tokens / wall time of the pass          TTFT  time to first token, at the client

@@ -136,7 +136,7 @@ class EngineSettings:
     """Tokens per page of the KV cache."""
     kv_cache_dtype: str = "auto"
     """Keys and values in the KV cache: auto (the model's dtype) or int8 (8 bits with a scale for each token of a head;
-    on a CPU: half of the memory of bfloat16, and half as much to read)."""
+    on a CPU: about half of the memory of bfloat16)."""
     kv_cache_tokens: int = 0
     """Size of the KV cache in tokens, which all sequences share. 0: max_batch_size * max_model_len, or with
     max_model_len=0 up to 2048 for each slot and at least one sequence of full length; at most what fits into half of

@@ -23,7 +23,7 @@ _WHY = {
     "model.tokenizer": "another tokenizer or chat template makes other tokens of the same text",
     "engine.name": "it is another engine",
     "engine.version": "another release may round or sample in another way; its CHANGELOG says so",
-    "engine.numerics": "another device, unit, dtype or quantisation rounds in another way",
+    "engine.numerics": "another device, unit, dtype, quantisation or kv_cache_dtype rounds in another way",
     "request": "the request is another one",
     "prompt": "other tokens of the prompt: another text, tokenizer or chat template",
     "grammar.digest": "the grammar is another one",

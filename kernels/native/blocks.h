@@ -40,9 +40,10 @@ struct block_weights {
     const uint8_t
         *quants; /* 4 bits: [G/2][K][2][4][16][4], input 4 j + i in the low half of a byte, 4 (j + 4) + i in the high
                                 one; 8 bits: [G/2][K][2][8][16][4]. A group's blocks lie in the order in which they are read */
-    const uint16_t *scales;  /* [G/2][K][2][16], half precision */
-    const uint16_t *offsets; /* the same, added to every weight of the block; null: 0, with 4 bits -MIDDLE scales */
-    const float *bias;       /* [16 G]; null: none */
+    const uint16_t *scales; /* [G/2][K][2][16], half precision */
+    const uint16_t
+        *offsets;      /* the same, added to every weight of the block; null: each is 0, with 4 bits -MIDDLE * scale */
+    const float *bias; /* [16 G]; null: none */
     int64_t outputs, inputs;
     int64_t kind;
     int64_t tile_rows; /* rows at once from which on a matrix unit multiplies (see amx.h); 0: never */
@@ -82,7 +83,7 @@ INLINE int has_4_bits(int form) { return form == OF_4_BITS || form == OF_4_BITS_
 /* Whether the offsets are in memory. */
 INLINE int has_offsets(int form) { return form == OF_4_BITS_OFFSET || form == OF_8_BITS_OFFSET; }
 
-/* Of the integers of a block of 16 outputs. */
+/* Bytes of the integers of 16 outputs' blocks. */
 INLINE int64_t bytes_of(int form) { return has_4_bits(form) ? 256 : 512; }
 
 INLINE int64_t block_rows_bytes(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / QBLOCK * 12) + 256; }
@@ -303,7 +304,8 @@ INLINE ints four_of(const int8_t *p) {
 INLINE void group_pass(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
                        int form, int from, int parts, const struct fetch *ahead, float *out, int64_t stride) {
     const int64_t blocks = w->inputs / QBLOCK, bytes = bytes_of(form);
-    const int64_t halves = parts * WIDTH / LANES, lines = ahead ? ahead->lines : 0; /* of which a half loads half */
+    const int64_t halves = parts * WIDTH / LANES,
+                  lines = ahead ? ahead->lines : 0; /* a pass over a half loads half of the lines */
     const int64_t line = lines * from / GROUP, last_line = lines * (from + parts * WIDTH) / GROUP;
     const uint8_t *q = w->quants + (2 * g * blocks + from / LANES) * bytes;
     const int64_t numbers = g * blocks * GROUP + from;

@@ -43,7 +43,6 @@ INLINE v16f load_bf16(const void *p) {
 #endif
 }
 
-/* dtype is a compile-time constant at every call site. */
 INLINE v16f load_int8(const void *p) {
 #if defined(__AVX512F__)
     return (v16f)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
@@ -59,6 +58,7 @@ INLINE v16f load_int8(const void *p) {
 #endif
 }
 
+/* dtype is a compile-time constant at every call site. */
 INLINE v16f load(const void *base, int64_t index, int bf16) {
     return bf16 ? load_bf16((const uint16_t *)base + index) : load_f32((const float *)base + index);
 }

@@ -237,7 +237,7 @@ INLINE void read_q6_k(struct block *to, const uint8_t *row, int64_t b) {
 
 typedef void read_block(struct block *to, const uint8_t *row, int64_t b);
 
-/* `zero`: what the integers of 4 bits are less than in the block. */
+/* `zero`: added to integers of 4 bits, which makes them 0 to 15. */
 INLINE void unpack(const struct unpack_args *a, read_block *read, int bits, int zero) {
     const int64_t bytes = bits == 4 ? PART : INPUTS;
     for (int64_t r = 0; r < a->rows; r++)

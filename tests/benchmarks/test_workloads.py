@@ -54,7 +54,7 @@ def test_the_facts_of_a_job_satisfy_its_schema_and_are_in_its_messages(item: Any
     assert [leaf for leaf in leaves(facts) if not isinstance(leaf, bool) and str(leaf) not in messages] == []
 
 
-def test_long_prompts_have_400_words_and_no_sentence_in_common() -> None:
+def test_long_prompts_have_400_words_and_hardly_a_sentence_in_common() -> None:
     texts = [item.messages[0][1].partition("\n\n")[2] for item in workload("long")]
     assert [len(text.split()) for text in texts] == [LONG_WORDS] * NUM_LONG
     sentences = [sentence for text in texts for sentence in text.split(". ")]

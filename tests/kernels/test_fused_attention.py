@@ -46,6 +46,27 @@ def test_fused_attention_has_the_bits_of_its_parts_after_any_earlier_calls(dtype
         assert torch.equal(ours.v, theirs.v)
 
 
+def test_caches_of_8_bits_take_the_place_of_others_in_the_same_memory() -> None:
+    """The allocator gives a new engine's cache the addresses of one that is gone."""
+    attend, shape = QkvAttention((Hq, Hkv), D, 0.2), (N, Hkv, D, T)
+    memory = [torch.zeros(N * Hkv * D * T) for _ in range(2)]
+    table, positions = torch.randperm(N).view(1, N).int(), torch.tensor([[20, 21]], dtype=torch.int32)
+    cos, sin = (rand(2, D, dtype=torch.float32, seed=seed) for seed in (7, 8))
+
+    def pages_of(dtype: torch.dtype) -> KVPages:
+        k, v = (part.zero_().view(dtype)[: part.numel()] for part in memory)
+        scales = [torch.zeros(N, Hkv, T) if dtype is torch.int8 else None for _ in range(2)]
+        return KVPages(k.view(shape), v.view(N, Hkv, T, D), False, *scales)
+
+    for dtype in (torch.float32, torch.int8, torch.int8, torch.float32):
+        results = []
+        for one in (attend, QkvAttention((Hq, Hkv), D, 0.2)):
+            pages, qkv = pages_of(dtype), rand(2, (Hq + 2 * Hkv) * D, dtype=torch.float32)
+            results.append((one(qkv, cos, sin, pages, table, positions), *(part.clone() for part in pages.tensors)))
+        assert all(torch.equal(got, want) for got, want in zip(*results, strict=True)), dtype
+        assert all(part.any() for part in results[0])
+
+
 def test_a_product_of_another_width_is_rejected() -> None:
     attend = QkvAttention((Hq, Hkv), D, 0.2)
     pages = KVPages.allocate(2, Hkv, D, T, torch.float32, torch.device("cpu"))

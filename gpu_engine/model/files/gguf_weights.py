@@ -113,13 +113,15 @@ class GGUFWeights:
     def blocks_kind(self, name: str) -> BlockKind | None:
         """Return the kind of the product over a matrix's own blocks; None: it has no such product."""
         tensors = self.find(name)
-        forms = [BLOCKS.get(tensor.kind) for tensor in tensors]
-        kinds = {None if form is None else form.kind for form in forms}
+        forms = {BLOCKS.get(tensor.kind) for tensor in tensors}
         order = self._column_order(tensors[0])
         apart = order is not None and _blocks_of(order) is None
-        if apart or len(kinds) > 1 or (len(tensors) > 1 and tensors[0].shape[0] % BLOCK):
+        if apart or (len(tensors) > 1 and tensors[0].shape[0] % BLOCK):
             return None
-        return kinds.pop()
+        if all(form is not None and form.kind is BlockKind.Q4 for form in forms):
+            return BlockKind.Q4  # of which those without offsets get them, where others have some
+        form = forms.pop()
+        return None if forms or form is None else form.kind
 
     def has_offsets(self, name: str) -> bool:
         """Return whether a matrix's own blocks have offsets next to their scales."""

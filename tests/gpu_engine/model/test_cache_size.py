@@ -85,7 +85,11 @@ def test_layers_have_their_own_heads_in_the_cache_or_the_place_of_another_layer(
     assert cache_places(shape) == dict(enumerate(places))
     assert (cached.num_layers, list(cached.heads)) == (len(places), heads)
     assert cached.like_layers == (len(set(heads)) == 1 and len(heads) == len(places))
-    assert cached.token_bytes(torch.bfloat16) == 4 * sum(count * width for count, width in heads)
+    assert cached.token_bytes(EngineConfig(device="cpu"), torch.bfloat16) == 4 * sum(
+        count * width for count, width in heads
+    )
+    in_8_bits = cached.token_bytes(EngineConfig(device="cpu", kv_cache_dtype="int8"), torch.bfloat16)
+    assert in_8_bits == 2 * sum(count * (width + 4) for count, width in heads), "a scale of 4 bytes for each head"
 
 
 def test_heads_that_attention_does_not_take_are_refused_by_their_size() -> None:

@@ -9,10 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpu_engine.model.loader import load_model
 from tests.gpu_engine import tiny
-from tests.gpu_engine.harness import Answer, answer_all, answer_each, ask, config, tokens, unguided_engine, with_drafts
+from tests.gpu_engine.harness import (
+    Answer,
+    answer_all,
+    answer_each,
+    ask,
+    config,
+    executor_of,
+    tokens,
+    unguided_engine,
+    with_drafts,
+)
 
 FAMILIES = [
     pytest.param(family, marks=[] if family in ("gemma3", "mixtral") else [pytest.mark.slow])
@@ -31,3 +42,4 @@ def test_drafts_and_company_change_no_token(saved: Callable[[str], Path], family
         expected = answer_each(engine, answers())
     with unguided_engine(model, with_drafts(7, kv_cache_dtype="int8")) as engine:
         assert answer_all(engine, answers()) == expected
+        assert {page.v.dtype for page in executor_of(engine).pages} == {torch.int8}
