@@ -119,7 +119,7 @@ class GGUFWeights:
         if apart or (len(tensors) > 1 and tensors[0].shape[0] % BLOCK):
             return None
         if all(form is not None and form.kind is BlockKind.Q4 for form in forms):
-            return BlockKind.Q4  # of which those without offsets get them, where others have some
+            return BlockKind.Q4  # a part without offsets gets them where another has some
         form = forms.pop()
         return None if forms or form is None else form.kind
 
