@@ -118,7 +118,7 @@ _TIMES = ("in the first week of March", "before the ferry left", "after a long w
 
 
 def _long() -> list[Item]:
-    """Prompts that share no sentence's order, so that no cache and no lookup of earlier text helps a system."""
+    """Prompts with hardly a sentence in common, so that no cache and no lookup of earlier text helps a system."""
     drawn, made = random.Random(0), list[Item]()
     for number in range(NUM_LONG):
         words = list[str]()
