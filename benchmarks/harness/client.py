@@ -56,8 +56,6 @@ def make_call(
     )
     if schema is not None:
         request.grammar.json_schema = schema
-        # Named, because recorded tokens and figures are of this layout.
-        request.grammar.whitespace = pb.WHITESPACE_BOUNDED
     if num_draft_tokens is not None:
         request.speculation.num_draft_tokens = num_draft_tokens
     return Call(name, request)

@@ -52,16 +52,17 @@ def sampled_calls(count: int, max_tokens: int, drafts: int) -> list[Call]:
         sampling = pb.SamplingParams(
             max_tokens=min(item.max_tokens, max_tokens), temperature=1.0, top_p=0.95, seed=7000 + number
         )
-        calls.append(
-            make_call(
-                f"{item.name}~{rounds} [sampled]",
-                item.messages,
-                schema=item.schema,
-                sampling=sampling,
-                num_draft_tokens=drafts,
-            )
-        )
+        name = f"{item.name}~{rounds} [sampled]"
+        call = make_call(name, item.messages, schema=item.schema, sampling=sampling, num_draft_tokens=drafts)
+        calls.append(_laid_out(call))
     return calls
+
+
+def _laid_out(call: Call) -> Call:
+    """Give a guided call the white space of the records, which builds from before `spaced` made as well."""
+    if call.request.HasField("grammar"):
+        call.request.grammar.whitespace = pb.WHITESPACE_BOUNDED
+    return call
 
 
 async def run_build(address: str, dtype: str, args: argparse.Namespace) -> Ids:
@@ -69,7 +70,11 @@ async def run_build(address: str, dtype: str, args: argparse.Namespace) -> Ids:
     drafts = [int(each) for each in args.drafts.split(",")]
     cases = make_cases(args.count, args.max_tokens)
     variants: list[tuple[str, int, list[Call]]] = [
-        (f"{dtype}, {k} drafts, {'alone' if level == 1 else f'batch of {level}'}", level, [c.call(k) for c in cases])
+        (
+            f"{dtype}, {k} drafts, {'alone' if level == 1 else f'batch of {level}'}",
+            level,
+            [_laid_out(c.call(k)) for c in cases],
+        )
         for level in dict.fromkeys((1, args.batch))
         for k in drafts
     ]
