@@ -180,10 +180,22 @@ static void apply_rules(const int32_t *rule, int early, const int32_t *history, 
     }
 }
 
+/* Whether apply_rules would change a logit. The last id of a bad word counts, in place or not. */
+static int has_bans(const int32_t *rule, int early) {
+    if (!rule) return 0;
+    if (early && rule[0]) return 1;
+    rule += 1 + rule[0];
+    return rule[0] || rule[1] || rule[2]; /* no bad id, so the numbers of bad words and of biases follow */
+}
+
 static int is_stop(const int32_t *rule, int32_t token) {
     for (int32_t i = 0; rule && i < rule[0]; i++)
         if (rule[1 + i] == token) return 1;
     return 0;
+}
+
+INLINE int has_penalties(const struct accept_args *a, int32_t s) {
+    return a->repetition[s] != 1.0f || a->presence[s] != 0.0f || a->frequency[s] != 0.0f;
 }
 
 /* Repetition (prompt and answer), presence and frequency (answer). Two passes: count, then apply once and clear. A prompt
@@ -192,7 +204,7 @@ static void apply_penalties(const struct accept_args *a, int32_t s, const int32_
                             float *x) {
     const int32_t seen = 1 << 30;
     float rep = a->repetition[s], pres = a->presence[s], freq = a->frequency[s];
-    if (rep == 1.0f && pres == 0.0f && freq == 0.0f) return;
+    if (!has_penalties(a, s)) return;
     for (int32_t i = 0; i < n; i++) {
         if (history[i] >= a->vocab_size) continue;
         counts[history[i]] |= seen;
@@ -286,6 +298,42 @@ INLINE int32_t choose(const struct accept_args *a, int32_t s, uint32_t position,
     }
     if (cut > peak) cut = peak;
     return draw(a->seed[s], position, x, n, cut);
+}
+
+/* What `choose` returns for a row at T = 0 whose logits nothing changes but the mask, in one pass and without scratch. */
+INLINE int32_t likeliest(const struct accept_args *a, int64_t row, int kind, int32_t forced, const uint32_t *mask,
+                         int bf16) {
+    const v16u lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int64_t v = a->vocab_size, base = row * a->logits_stride, whole = v & ~15ll;
+    if (kind == KIND_FORCED)
+        return forced >= 0 && forced < v && load1(a->logits, base + forced, bf16) > -INFINITY ? forced : -1;
+    v16f top = splat(-INFINITY);
+    v16u at = lane;
+    for (int64_t i = 0; i < whole; i += 16) {
+        const uint32_t bits = kind == KIND_APPLY ? mask[i / 32] >> (i % 32) & 0xffffu : 0xffffu;
+        if (!bits) continue;
+        const v16f y = load(a->logits, base + i, bf16);
+        v16i better = y > top;
+        if (bits != 0xffffu) better &= -(v16i)((((v16u){0} + bits) >> lane) & 1);
+        top = select16(better, y, top);
+        at = (v16u)select16(better, (v16f)(lane + (uint32_t)i), (v16f)at);
+    }
+    float peak = -INFINITY;
+    int32_t best = -1;
+    for (int j = 0; j < 16; j++)
+        if (top[j] > peak || (top[j] == peak && best >= 0 && (int32_t)at[j] < best)) {
+            peak = top[j];
+            best = (int32_t)at[j];
+        }
+    for (int64_t i = whole; i < v; i++) {
+        const int legal = kind != KIND_APPLY || (mask[i / 32] >> (i % 32) & 1);
+        const float x = load1(a->logits, base + i, bf16);
+        if (legal && x > peak) {
+            peak = x;
+            best = (int32_t)i;
+        }
+    }
+    return best;
 }
 
 /* The number of the prefix that is the answer so far, or -1 where it is not known. */
@@ -384,6 +432,7 @@ INLINE void accept_slot(const struct accept_args *a, int64_t b, int bf16) {
     const int32_t *rule = (const int32_t *)(intptr_t)a->rules[s];
     float *x = a->scratch + b * a->scratch_stride;
     int32_t emitted = 0, accepted = 0, finish = RUN_ON, blocked = 0;
+    const int plain = a->temperature[s] == 0.0f && !a->prefixes[s] && !has_penalties(a, s);
     int64_t first = a->first_row ? a->first_row[b] : b * a->num_rows;
     for (int32_t j = 0; j <= a->num_drafts[b] && finish == RUN_ON; j++) {
         int64_t out = b * a->row_stride + j, row = first + j;
@@ -394,15 +443,21 @@ INLINE void accept_slot(const struct accept_args *a, int64_t b, int bf16) {
         }
         const uint32_t *mask = a->masks + s * a->mask_slot_stride + j * a->mask_row_stride;
         int32_t answered = n - a->prompt_length[s];
-        if (a->prefixes[s])
-            load_row(a, row, x, bf16);
-        else
-            load_masked(a, row, kind, a->forced[out], mask, x, bf16);
-        if (rule) apply_rules(rule, answered < a->min_tokens[s], history, n, x);
-        apply_penalties(a, s, history, n, a->counts + b * a->scratch_stride, x);
-        int32_t token = a->prefixes[s] ? choose_exact(a, s, (uint32_t)n, kind, a->forced[out], mask, answered,
-                                                      history + n - answered, x, a->masses + 2 * out)
-                                       : choose(a, s, (uint32_t)n, x);
+        const int early = answered < a->min_tokens[s];
+        int32_t token;
+        if (plain && !has_bans(rule, early)) {
+            token = likeliest(a, row, kind, a->forced[out], mask, bf16);
+        } else {
+            if (a->prefixes[s])
+                load_row(a, row, x, bf16);
+            else
+                load_masked(a, row, kind, a->forced[out], mask, x, bf16);
+            if (rule) apply_rules(rule, early, history, n, x);
+            apply_penalties(a, s, history, n, a->counts + b * a->scratch_stride, x);
+            token = a->prefixes[s] ? choose_exact(a, s, (uint32_t)n, kind, a->forced[out], mask, answered,
+                                                  history + n - answered, x, a->masses + 2 * out)
+                                   : choose(a, s, (uint32_t)n, x);
+        }
         if (token < 0) {
             blocked = KIND_DEAD_END;
             break;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,48 @@ def test_accept_follows_the_definition_on_random_cases(target: Target, V: int, d
             want = expected(case, logits, b * rows)
             assert result.emitted_BR[b, : int(result.num_emitted_B[b])].tolist() == want, case
             assert history[b, : int(length[b])].tolist() == case.history + want
+
+
+PLAIN: tuple[dict[str, Any], ...] = (
+    {},
+    {"stop": (1, 2), "min_tokens": 0},
+    {"stop": (1, 2), "min_tokens": 50},
+    {"bad": (3,)},
+    {"words": ((2, 1),)},
+    {"biases": ((0, 9.0),)},
+    {"repetition": 1.5},
+    {"presence": 0.7},
+    {"frequency": 0.7},
+)
+"""Greedy requests that change no logit, stop tokens or not, and others that change some."""
+
+
+@pytest.mark.parametrize(
+    ("target", "V", "dtype"),
+    [
+        *(("native", V, dtype) for V in (33, 64, 1031) for dtype in (torch.float32, torch.bfloat16)),
+        ("triton", 64, torch.float32),
+    ],
+    indirect=["target"],
+)
+def test_greedy_rows_have_the_first_of_the_likeliest_legal_tokens(target: Target, V: int, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(V)
+    for share in (0.02, 0.3, 1.0) if target is None else (0.3,):
+        logits = torch.randn(3 * len(PLAIN), V, generator=g).round().to(dtype)
+        logits[:, ::7] = -math.inf
+        logits[:, -1] = logits[:, :-1].max(dim=1).values + torch.randint(-1, 2, (len(logits),), generator=g)
+        cases = []
+        for number, fields in enumerate(PLAIN):
+            legal, forced = torch.rand(V, generator=g) < share, int(torch.randint(V, (1,), generator=g))
+            for kind in (ALL, APPLY, FORCED):
+                history = [5, 6, number % 4, 2]
+                case = Case(history, 2, kinds=[kind], masks={0: legal}, forced={0: forced}, max_length=90, **fields)
+                cases.append(case)
+        result, _, _, _ = run(cases, logits, 1, 2, target)
+        for b, case in enumerate(cases):
+            want = expected(case, logits, b)
+            assert result.emitted_BR[b, : int(result.num_emitted_B[b])].tolist() == want, case
+            assert int(result.blocked_B[b]) == (0 if want else DEAD_END)
 
 
 @pytest.mark.parametrize(
