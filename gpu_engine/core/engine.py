@@ -68,7 +68,8 @@ class Engine:
         self._channel = channel
         self.adapters = AdapterRegistry.open(config, model.adapters)
         """The adapters that requests may name. Thread-safe."""
-        self._loop = EngineLoop(config, model, channel, grammar, build_executor, self.adapters, self._clock, hooks)
+        parts = (config, model, channel, grammar, build_executor, self.adapters, self._clock, hooks)
+        self._loop = EngineLoop(*parts, hear=partial(self._drain_inbox, wait=True))
         self.executor = self._loop.executor
         """What runs the steps. Only the engine's thread uses it, once that runs."""
         self.grammar_slots = self._loop.grammar_slots
@@ -244,6 +245,9 @@ class Engine:
     def _sequence_of(self, request: Request) -> RunningSequence:
         length = len(request.prompt_ids)
         longest = min(length + request.sampling.max_tokens, self.model.max_model_len)
+        # Tokens of a verified answer may be held, which the opening says; the others wait for each other.
+        plain = request.grammar is not None and not request.grammar.verify
+        early = plain and request.sampling.grammar_exact is None and request.beams is None
         return RunningSequence(
             length,
             request.grammar is not None,
@@ -253,6 +257,7 @@ class Engine:
             waits_since_s=self._clock(),
             reserved=longest if request.scheduling.never_preempt else 0,
             held=request.prefill_only,
+            early=early,
             request=request,
             exact=self._sampler_of(request),
         )

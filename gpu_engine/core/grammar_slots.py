@@ -2,7 +2,7 @@
 
 A guided sequence without its mask rows leaves the decode batch but holds its slot and pages; no other sequence waits
 for it. Invariant: a guided sequence decodes only while its matcher is open and no row of its last answer is still to
-come. Only the engine thread calls this.
+come, or in the forward of its last chunk, after which the step posts. Only the engine thread calls this.
 
 Not responsible for: the decode batch (see scheduler.py), the attribution of crashes (see
 crash_attribution.py), connections and processes (see sidecar/).
@@ -153,6 +153,8 @@ class GrammarSlots:
             seq: sequence number of the post that requested the rows.
             advanced: the step emitted tokens, with the rows that had arrived.
         """
+        if sequence.grammar_state is GrammarState.OPENING:
+            return  # the step was over before the matcher was there, or posted to one that is gone
         sequence.telemetry.deferred_rows += 1
         self._stats.deferred_rows += 1
         if advanced:
@@ -284,6 +286,7 @@ class GrammarSlots:
         self._blamed = crash_attribution.process_ended(self._waiting, self._with_matcher)
         for sequence in guided:
             sequence.grammar_state, sequence.deferred = GrammarState.LOST, False
+            sequence.early = False  # a crash is attributed by the rows that an open matcher owes
         if self._forgiven:
             self.forgive()
 

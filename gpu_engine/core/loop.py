@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import LockstepError, QueueTimeout, status_of
@@ -32,7 +33,7 @@ from gpu_engine.core.hooks import NO_HOOKS, EngineHooks, TransferParts, Transfer
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.core.running import RunningSequence
-from gpu_engine.core.scheduler import Chunk, Plan, Scheduler
+from gpu_engine.core.scheduler import Chunk, GrammarState, Plan, Scheduler
 from gpu_engine.core.state_snapshots import StateSnapshots
 from gpu_engine.drafters.decoupled import DraftModel
 from gpu_engine.model.cache_size import num_snapshots, pool_tokens, snapshot_interval
@@ -41,6 +42,13 @@ from gpu_engine.ops.iterations import IterationRecorder
 from gpu_engine.ops.memory import with_draft_model
 from gpu_engine.step.prompt_scorer import SCORED_ROWS
 from shared_mem.channel import EngineEnd
+
+_OPENING_S = 1.0
+"""Longest wait for the message that a matcher is open whose rows have come."""
+
+
+def _silence() -> None:
+    """There are no other threads."""
 
 
 def _tokens_of(sequence: RunningSequence) -> list[int]:
@@ -60,8 +68,10 @@ class EngineLoop:
         adapters: AdapterAccess | None = None,
         clock: Callable[[], float] = time.monotonic,
         hooks: EngineHooks = NO_HOOKS,
+        hear: Callable[[], None] = _silence,
     ) -> None:
-        self.config, self._adapters, self._clock = config, adapters, clock
+        """Args: `hear` waits a moment for messages of other threads, and handles all that have come."""
+        self.config, self._adapters, self._clock, self._hear = config, adapters, clock, hear
         S, page_size, max_inflight_steps = config.max_batch_size, config.page_size, config.max_inflight_steps
         num_lookahead = lookahead(config, max_inflight_steps)
         num_tokens = pool_tokens(config, model.max_model_len, model.room_tokens)
@@ -142,7 +152,7 @@ class EngineLoop:
         self._recorder.begin()
         self.grammar_slots.poll()
         plan = self.scheduler.plan(self._clock())
-        self._change_slots(plan)
+        plan = self._change_slots(plan)
         goes_on = self._release_exact()
         self._launch(plan)
         has_work = not plan.idle or bool(self._in_flight)
@@ -159,8 +169,8 @@ class EngineLoop:
             busy |= self.outputs.run(wait=not busy)
         return busy
 
-    def _change_slots(self, plan: Plan[RunningSequence]) -> None:
-        """Assign and release slots as the plan says."""
+    def _change_slots(self, plan: Plan[RunningSequence]) -> Plan[RunningSequence]:
+        """Assign and release slots as the plan says; return it without steps of those that cannot get a matcher."""
         for sequence in plan.expired:
             self._expired(sequence)
         for sequence in plan.preempted:
@@ -172,6 +182,10 @@ class EngineLoop:
                 if sequence.restores >= 0:
                     self._states.restore(sequence.restores, sequence.slot, sequence.prefilled)
                     sequence.restores = -1
+        if any(sequence.grammar_state is GrammarState.LOST for sequence in plan.assigned):
+            decode = tuple(sequence for sequence in plan.decode if sequence.grammar_state is not GrammarState.LOST)
+            return replace(plan, decode=decode)
+        return plan
 
     def _launch(self, plan: Plan[RunningSequence]) -> None:
         """Launch the plan's forwards: prompts, and a step."""
@@ -190,7 +204,17 @@ class EngineLoop:
     def _process_outputs(self, step: LaunchedStep) -> None:
         """Wait for a step, send token events, end finished sequences."""
         self._runner.collect(step)
+        if step.posts_late:
+            self._hear_openings(step)
         self._output_processor.deliver(step)
+
+    def _hear_openings(self, step: LaunchedStep) -> None:
+        """Handle messages until each lane with a token is known to be open, because they say how its grammar was
+        compiled. Its rows have come, so the message is on its way."""
+        emitted = [s for s, outcome in zip(step.sequences, step.outcomes, strict=True) if outcome.token_ids]
+        ends_s = self._clock() + _OPENING_S
+        while any(s.grammar_state is GrammarState.OPENING for s in emitted) and self._clock() < ends_s:
+            self._hear()
 
     def _record(self, num_decoding: int) -> None:
         """Add the iteration to the ring of the last ones."""

@@ -19,7 +19,7 @@ from typing import Protocol
 from gpu_engine.api.errors import InternalError, ProcessorFailed
 from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
 from gpu_engine.core.running import RunningSequence, SlotWriter
-from gpu_engine.core.scheduler import Chunk
+from gpu_engine.core.scheduler import Chunk, GrammarState
 from gpu_engine.step.direct import StepLauncher
 from gpu_engine.step.handle import BeamLanes, StepHandle
 from gpu_engine.step.outcomes import LaneOutcome, beam_outcomes, outcomes
@@ -109,6 +109,7 @@ class LauncherRunner:
             handle.adapted = not adapted.isdisjoint(handle.slots)
         handle.chunks = tuple((chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks)
         handle.launched_s, handle.beams = begun_s, beams
+        handle.posts_late = any(sequence.grammar_state is GrammarState.OPENING for sequence in sequences)
         plan = self._plan(handle)
         self.launcher.launch(handle)
         self._in_flight.append((handle, plan))

@@ -23,6 +23,9 @@ from gpu_engine.api.prefill_shapes import PrefillShapes
 from gpu_engine.api.request import Salt, Scheduling, TenantShare
 from gpu_engine.core.kv_cache import PageAllocator
 
+_EARLY_TOKENS = 32
+"""A chunk with fewer tokens may be computed before a matcher is open."""
+
 
 class GrammarState(enum.Enum):
     """State of a sequence's matcher in the grammar process."""
@@ -78,6 +81,8 @@ class Sequence:
     group: tuple[Self, ...] = ()
     """The beams of a search, this one among them: they get their slots together and lose them together, and the first
     of them waits in the queue for all. Empty: the sequence is no beam."""
+    early: bool = False
+    """It may be in the step of its last chunk while its matcher is being opened: that step posts after its forward."""
     held: bool = False
     """A beam that waits for the other beams of its step, or that has no tokens (`length` 0); a sequence that is
     prefilled for another engine, and never decodes; or an exact answer while another one makes its shared tries."""
@@ -118,8 +123,16 @@ class Sequence:
         """Return whether the sequence may be in a decode batch once `prefilled` of its tokens are prefilled."""
         state = self.grammar_state
         ready = state is GrammarState.UNCONSTRAINED or state is GrammarState.OPEN
-        waits = self.deferred or self.ended or self.held
-        return ready and not waits and self.slot >= 0 and prefilled >= self.prefill_end
+        return ready and self._is_free and prefilled >= self.prefill_end
+
+    def may_begin_in(self, chunk: Chunk[Self]) -> bool:
+        """Return whether the sequence may be in the decode batch of the forward of this chunk, before it is open."""
+        ends = chunk.end == self.prefill_end and chunk.end - chunk.start >= _EARLY_TOKENS
+        return ends and self.early and self.grammar_state is GrammarState.OPENING and self._is_free
+
+    @property
+    def _is_free(self) -> bool:
+        return not (self.deferred or self.ended or self.held) and self.slot >= 0
 
     @property
     def members(self) -> tuple[Self, ...]:
@@ -263,7 +276,8 @@ class Scheduler(Generic[S]):
         # Before the decode batch: the search of the prefix cache may leave nothing of a prompt to prefill.
         chunks = self._mixed_chunks(scored) if self._max_batched_tokens else self._chunks()
         ends = {c.sequence: c.end for c in chunks} if self._max_batched_tokens else {}
-        decode = tuple(s for s in self.running if s.may_decode_at(ends.get(s, s.prefilled)))
+        early = {c.sequence for c in chunks if c.sequence.may_begin_in(c)} if ends else ()
+        decode = tuple(s for s in self.running if s.may_decode_at(ends.get(s, s.prefilled)) or s in early)
         return Plan(tuple(preempted), tuple(assigned), chunks, decode, scored, expired)
 
     def index_pages(self, sequence: S) -> None:

@@ -112,7 +112,17 @@ class DirectLauncher:
         if handle.beams is not None:
             beams = BeamRows.of(handle.beams.lanes, handle.beams.edits, self._program.stream.device)
         shape = (B, P, handle.any_guided, max_rows)
-        batch = StepBatch(self._slot, lane, *shape, place_B, prompts, max_links, handle.processed, beams=beams)
+        batch = StepBatch(
+            self._slot,
+            lane,
+            *shape,
+            place_B,
+            prompts,
+            max_links,
+            handle.processed,
+            beams=beams,
+            posts_late=handle.posts_late,
+        )
         self._program(batch)
         if handle.processed and self._program.processing is not None:
             handle.failures = self._program.processing.host.failures

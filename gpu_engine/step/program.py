@@ -140,8 +140,11 @@ class StepProgram:
         """Enqueue one verify step for every lane and the drafting after it; the ring gets the results."""
         kernel, table_BN, step = self.stream.kernel, self._inputs(batch)[2], self._tensors(batch)
         kernel(self._load, batch)
-        self.sync.post(batch)  # the sidecar rolls back, accepts and fills rows while the target runs
+        if not batch.posts_late:
+            self.sync.post(batch)  # the sidecar rolls back, accepts and fills rows while the target runs
         kernel(self._forward, batch)
+        if batch.posts_late:
+            self.sync.post(batch)
         if batch.host_processed:
             self._process_on_host(batch)
         elif batch.captured_processing:

@@ -11,7 +11,9 @@ from gpu_engine.api.errors import GrammarUnavailable, InternalError, InvalidRequ
 from gpu_engine.api.request import FinishReason
 from gpu_engine.api.stats import Stage as SequenceStage
 from gpu_engine.core.engine import Engine
+from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.step.buffers import StepBatch
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
 from tests.fakes import EOS
@@ -23,6 +25,8 @@ from tests.gpu_engine.harness import (
     Hold,
     answer_all,
     ask,
+    executor_of,
+    launched_steps,
     tokens,
     until_false,
     with_drafts,
@@ -70,6 +74,96 @@ def test_a_grammar_that_is_slow_to_open_or_refused_delays_no_other_request(llama
     assert (telemetry.compile_ms, telemetry.compile_cache_hit) == (1.5, True)
     assert (telemetry.backend, telemetry.warnings) == (2, ("toy",))
     assert slow.request.arrived_s <= telemetry.scheduled_s <= telemetry.first_token_s <= telemetry.finished_s
+
+
+LONG = tokens(60, 1)
+"""A prompt whose forward begins while the matcher is opened, with chunks as large."""
+
+
+def late_posts(engine: Engine, grammar: ToyGrammar) -> list[StepBatch]:
+    """Have each post of a step that posts late wait for the matchers, as a longer forward does; return the batches."""
+    sync, posted = executor_of(engine).sync, list[StepBatch]()
+    post = sync.post
+
+    def patient(batch: StepBatch) -> None:
+        if batch.posts_late:
+            until_false(lambda: bool(grammar.sidecar.binding))
+            posted.append(batch)
+        post(batch)
+
+    sync.post = patient  # type: ignore[method-assign]
+    return posted
+
+
+@pytest.mark.parametrize("num_drafts", [0, 7])
+def test_an_answer_begins_in_the_forward_of_its_prompt(llama: LoadedModel, num_drafts: int) -> None:
+    def asked() -> Answer:
+        return ask(LONG, grammar="20", max_tokens=60, drafts=num_drafts)
+
+    with toy_engine(llama, num_drafts, max_batched_tokens=16) as (engine, _):
+        expected = answer_all(engine, [asked()])
+    answer = asked()
+    with toy_engine(llama, num_drafts, max_batched_tokens=128) as (engine, grammar):
+        steps = launched_steps(engine)
+        posted = late_posts(engine, grammar)
+        assert answer_all(engine, [answer]) == expected
+        assert engine.stats().deferred_rows == 0
+    assert len(posted) == 1
+    first = steps[0]
+    assert first.posts_late
+    assert [(start, end) for _, start, end in first.chunks] == [(0, len(LONG) - 1)]
+    assert first.outcomes[0].token_ids == (expected[0][0],)
+    assert not any(step.posts_late for step in steps[1:])
+
+
+def test_a_matcher_that_is_open_after_the_forward_of_the_prompt_changes_nothing(llama: LoadedModel) -> None:
+    with toy_engine(llama, max_batched_tokens=16) as (engine, _):
+        expected = answer_all(engine, [ask(LONG, grammar="20", max_tokens=60)])
+    answer = ask(LONG, grammar="20", max_tokens=60)
+    with toy_engine(llama, max_batched_tokens=128) as (engine, grammar):
+        steps = launched_steps(engine)
+        grammar.hold = True
+        answer.submit(engine)
+        until_false(lambda: not grammar.sidecar.records)
+        grammar.hold = False
+        engine.grammar_restored()
+        assert [answer.wait().tokens] == expected
+        assert engine.stats().deferred_rows == 0, "a matcher that is not there yet defers nothing"
+    assert [step.posts_late for step in steps[:2]] == [True, False]
+    assert steps[0].outcomes[0].deferred
+
+
+def test_an_answer_of_one_token_says_how_its_grammar_was_compiled(llama: LoadedModel) -> None:
+    """Though the message that the matcher is open comes after the step."""
+    collected, answer = threading.Event(), ask(LONG, grammar="0")
+    with toy_engine(llama, max_batched_tokens=128) as (engine, grammar):
+        late_posts(engine, grammar)
+        runner = executor_of(engine).runner
+        collect, bound = runner.collect, grammar._bound
+
+        def noted(step: LaunchedStep) -> None:
+            collect(step)
+            collected.set()
+
+        def later(slot: int, slot_gen: int) -> None:
+            threading.Thread(target=lambda: collected.wait(PATIENCE_S) and bound(slot, slot_gen)).start()
+
+        runner.collect, grammar._bound = noted, later  # type: ignore[method-assign]
+        assert answer_all(engine, [answer]) == [[EOS]]
+    assert (answer.telemetry.backend, answer.telemetry.warnings) == (2, ("toy",))
+
+
+def test_without_a_grammar_process_no_answer_begins(llama: LoadedModel) -> None:
+    answer = ask(LONG, grammar="20", max_tokens=60)
+    with toy_engine(llama, max_batched_tokens=128) as (engine, grammar):
+        steps = launched_steps(engine)
+        grammar.lose_sidecar(engine)
+        answer.submit(engine)
+        answer_all(engine, [ask(tokens(9, 2), ignore_eos=True)])
+        assert steps
+        assert not any(step.any_guided for step in steps)
+        grammar.restore_sidecar(engine)
+        assert legal(answer.wait())
 
 
 @pytest.mark.parametrize(("num_drafts", "draft_model"), [(0, ""), (7, ""), (5, "same")])

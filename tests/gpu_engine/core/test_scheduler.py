@@ -383,6 +383,34 @@ def test_every_token_is_prefilled_once_and_within_the_budget(lengths: list[int],
     assert decoded | set(names(machine.plan().decode)) == set(ended)
 
 
+@pytest.mark.parametrize(
+    ("length", "fields", "begins"),
+    [
+        (33, {"early": True}, [True]),
+        (100, {"early": True}, [False, True]),
+        (32, {"early": True}, [False]),
+        (90, {"early": True}, [False, False]),
+        (33, {"early": False}, [False]),
+        (33, {"early": True, "held": True}, [False]),
+    ],
+    ids=["one chunk", "the last chunk", "a short prompt", "a short last chunk", "not early", "held"],
+)
+def test_an_early_sequence_is_in_the_batch_of_its_last_chunk_before_its_matcher_is_open(
+    length: int, fields: dict[str, bool], begins: list[bool]
+) -> None:
+    guided = sequence("g", length, guided=True)
+    for name, value in fields.items():
+        setattr(guided, name, value)
+    machine = added(scheduler(max_batched_tokens=64), guided)
+    found = []
+    while (plan := machine.plan()).prefill:
+        found.append(names(plan.decode) == ["g"])
+        act(machine, plan, emitted=0)
+    assert found == begins
+    assert guided.grammar_state is GrammarState.OPENING
+    assert not machine.plan().decode, "after the prompt it waits for its matcher"
+
+
 def test_a_guided_sequence_prefills_but_does_not_decode_before_its_matcher_is_open() -> None:
     guided = sequence("g", 10, guided=True)
     machine = added(scheduler(), guided)
