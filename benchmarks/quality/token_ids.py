@@ -59,7 +59,7 @@ def sampled_calls(count: int, max_tokens: int, drafts: int) -> list[Call]:
 
 
 def _laid_out(call: Call) -> Call:
-    """Give a guided call the white space of the records, which builds from before `spaced` made as well."""
+    """Give a guided call the white space of the records: older builds do not know `spaced`."""
     if call.request.HasField("grammar"):
         call.request.grammar.whitespace = pb.WHITESPACE_BOUNDED
     return call

@@ -1,7 +1,8 @@
 """The engine as other threads see it: they leave messages and read counters; the engine's thread does the work.
 
 Invariant: a public method of `Engine` returns at once and touches no sequence; it leaves a message in the inbox, which
-the engine thread drains before each iteration (see loop.py).
+the engine thread drains before each iteration, and once more where an answer ends before its opening is known (see
+loop.py).
 
 Not responsible for: gRPC and tokenisation (see front/), the content of an iteration (see loop.py).
 """
@@ -245,9 +246,11 @@ class Engine:
     def _sequence_of(self, request: Request) -> RunningSequence:
         length = len(request.prompt_ids)
         longest = min(length + request.sampling.max_tokens, self.model.max_model_len)
-        # Tokens of a verified answer may be held, which the opening says; the others wait for each other.
+        # An opening says whether tokens of a verified answer are held. Beams and exact answers wait for each other. The
+        # step must be over when the next message is handled.
         plain = request.grammar is not None and not request.grammar.verify
         early = plain and request.sampling.grammar_exact is None and request.beams is None
+        early = early and self.config.max_inflight_steps == 0
         return RunningSequence(
             length,
             request.grammar is not None,

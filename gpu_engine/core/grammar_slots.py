@@ -2,7 +2,7 @@
 
 A guided sequence without its mask rows leaves the decode batch but holds its slot and pages; no other sequence waits
 for it. Invariant: a guided sequence decodes only while its matcher is open and no row of its last answer is still to
-come, or in the forward of its last chunk, after which the step posts. Only the engine thread calls this.
+come, or in the step of its last chunk, which posts it after the forward. Only the engine thread calls this.
 
 Not responsible for: the decode batch (see scheduler.py), the attribution of crashes (see
 crash_attribution.py), connections and processes (see sidecar/).
@@ -153,8 +153,12 @@ class GrammarSlots:
             seq: sequence number of the post that requested the rows.
             advanced: the step emitted tokens, with the rows that had arrived.
         """
-        if sequence.grammar_state is GrammarState.OPENING:
-            return  # the step was over before the matcher was there, or posted to one that is gone
+        if sequence.early and sequence.grammar_state is GrammarState.OPENING:
+            # The matcher was not there yet, and the answer is complete; or its first row is slow.
+            sequence.deferred, sequence.deferred_seq, sequence.advanced = not advanced, seq, advanced
+            if advanced:
+                self._token_received(sequence)
+            return
         sequence.telemetry.deferred_rows += 1
         self._stats.deferred_rows += 1
         if advanced:
@@ -246,6 +250,8 @@ class GrammarSlots:
         if sequence is None or sequence.grammar_state is not GrammarState.OPENING:
             return
         sequence.grammar_state = GrammarState.SILENT if self._silent else GrammarState.OPEN
+        if sequence.deferred:  # by the step that began before this message
+            sequence.deferred_since_s = self._clock()
         telemetry = sequence.telemetry
         telemetry.compile_ms, telemetry.compile_cache_hit = compile_ms, cache_hit
         telemetry.backend, telemetry.warnings = backend, warnings

@@ -43,12 +43,8 @@ from gpu_engine.ops.memory import with_draft_model
 from gpu_engine.step.prompt_scorer import SCORED_ROWS
 from shared_mem.channel import EngineEnd
 
-_OPENING_S = 1.0
+_OPENING_S = 0.2
 """Longest wait for the message that a matcher is open whose rows have come."""
-
-
-def _silence() -> None:
-    """There are no other threads."""
 
 
 def _tokens_of(sequence: RunningSequence) -> list[int]:
@@ -68,7 +64,8 @@ class EngineLoop:
         adapters: AdapterAccess | None = None,
         clock: Callable[[], float] = time.monotonic,
         hooks: EngineHooks = NO_HOOKS,
-        hear: Callable[[], None] = _silence,
+        *,
+        hear: Callable[[], None],
     ) -> None:
         """Args: `hear` waits a moment for messages of other threads, and handles all that have come."""
         self.config, self._adapters, self._clock, self._hear = config, adapters, clock, hear
@@ -204,17 +201,19 @@ class EngineLoop:
     def _process_outputs(self, step: LaunchedStep) -> None:
         """Wait for a step, send token events, end finished sequences."""
         self._runner.collect(step)
-        if step.posts_late:
-            self._hear_openings(step)
+        self._hear_openings(step)
         self._output_processor.deliver(step)
 
     def _hear_openings(self, step: LaunchedStep) -> None:
-        """Handle messages until each lane with a token is known to be open, because they say how its grammar was
-        compiled. Its rows have come, so the message is on its way."""
-        emitted = [s for s, outcome in zip(step.sequences, step.outcomes, strict=True) if outcome.token_ids]
+        """Handle messages until each answer that ends here is known to be open, because they say how its grammar was
+        compiled. Its rows have come, so the message is on its way. An answer that goes on needs no message yet."""
+        ending = [b for b in step.late_lanes if step.outcomes[b].finish is not None]
         ends_s = self._clock() + _OPENING_S
-        while any(s.grammar_state is GrammarState.OPENING for s in emitted) and self._clock() < ends_s:
+        while any(self._is_opening(step, b) for b in ending) and self._clock() < ends_s:
             self._hear()
+
+    def _is_opening(self, step: LaunchedStep, b: int) -> bool:
+        return step.holds(b) and step.sequences[b].grammar_state is GrammarState.OPENING
 
     def _record(self, num_decoding: int) -> None:
         """Add the iteration to the ring of the last ones."""

@@ -109,7 +109,7 @@ class LauncherRunner:
             handle.adapted = not adapted.isdisjoint(handle.slots)
         handle.chunks = tuple((chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks)
         handle.launched_s, handle.beams = begun_s, beams
-        handle.posts_late = any(sequence.grammar_state is GrammarState.OPENING for sequence in sequences)
+        handle.late_lanes = tuple(b for b, s in enumerate(sequences) if s.grammar_state is GrammarState.OPENING)
         plan = self._plan(handle)
         self.launcher.launch(handle)
         self._in_flight.append((handle, plan))

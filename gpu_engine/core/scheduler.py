@@ -24,7 +24,7 @@ from gpu_engine.api.request import Salt, Scheduling, TenantShare
 from gpu_engine.core.kv_cache import PageAllocator
 
 _EARLY_TOKENS = 32
-"""A chunk with fewer tokens may be computed before a matcher is open."""
+"""The forward of a shorter chunk may end before a matcher is open, so its sequence waits for the matcher."""
 
 
 class GrammarState(enum.Enum):
@@ -82,7 +82,7 @@ class Sequence:
     """The beams of a search, this one among them: they get their slots together and lose them together, and the first
     of them waits in the queue for all. Empty: the sequence is no beam."""
     early: bool = False
-    """It may be in the step of its last chunk while its matcher is being opened: that step posts after its forward."""
+    """It may be in the step of its last chunk while its matcher is being opened: the step posts it last."""
     held: bool = False
     """A beam that waits for the other beams of its step, or that has no tokens (`length` 0); a sequence that is
     prefilled for another engine, and never decodes; or an exact answer while another one makes its shared tries."""

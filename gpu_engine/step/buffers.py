@@ -204,8 +204,8 @@ class StepBatch:
     """The launches include the products of LoRA adapters, where the model takes some; False: no lane has one."""
     beams: BeamRows | None = None
     """Lanes that give candidates in place of tokens. Such a step is never captured."""
-    posts_late: bool = False
-    """The post follows the forward. Such a step is never captured."""
+    late_lanes: tuple[int, ...] = ()
+    """Lanes that are posted after the forward. Such a step is never captured."""
 
     @property
     def tree(self) -> TreeRows | None:

@@ -121,7 +121,7 @@ class DirectLauncher:
             max_links,
             handle.processed,
             beams=beams,
-            posts_late=handle.posts_late,
+            late_lanes=handle.late_lanes,
         )
         self._program(batch)
         if handle.processed and self._program.processing is not None:

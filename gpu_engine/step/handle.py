@@ -57,8 +57,8 @@ class StepHandle(Generic[Holder]):
     0: as many as it may. A captured step has its own number; more than 1 asks for one that proposes."""
     chunks: tuple[tuple[int, int, int], ...] = ()
     """(slot, start, end) of prompts that share the forward."""
-    posts_late: bool = False
-    """The post follows the forward: the matcher of some lane is being opened."""
+    late_lanes: tuple[int, ...] = ()
+    """Lanes that are posted after the forward, because their matchers were being opened at the launch."""
     processed: tuple[Request | None, ...] = ()
     """The requests of the lanes with logits processors; empty: no lane has any."""
     adapted: bool = False

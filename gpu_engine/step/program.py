@@ -140,16 +140,16 @@ class StepProgram:
         """Enqueue one verify step for every lane and the drafting after it; the ring gets the results."""
         kernel, table_BN, step = self.stream.kernel, self._inputs(batch)[2], self._tensors(batch)
         kernel(self._load, batch)
-        if not batch.posts_late:
-            self.sync.post(batch)  # the sidecar rolls back, accepts and fills rows while the target runs
+        self._post(batch)  # the sidecar rolls back, accepts and fills rows while the target runs
         kernel(self._forward, batch)
-        if batch.posts_late:
-            self.sync.post(batch)
         if batch.host_processed:
             self._process_on_host(batch)
         elif batch.captured_processing:
             kernel(self._process_captured, batch)
         self.sync.await_rows(batch)
+        if batch.late_lanes:  # nothing else has missing rows, except what is late itself
+            self.sync.post(batch)
+            self.sync.await_rows(batch)
         if self._defers_head(batch):
             kernel(self._masked_head, batch, step)
         if batch.beams is not None:
@@ -182,6 +182,18 @@ class StepProgram:
         begun_s = time.perf_counter()
         self.model.logits(ids_N1, context)
         return time.perf_counter() - begun_s
+
+    def _post(self, batch: StepBatch) -> None:
+        """Post all lanes but the late ones, which look like padding meanwhile; so their rows are DEFER."""
+        late = list(batch.late_lanes)
+        if not late:
+            self.sync.post(batch)
+            return
+        assert self.stream.runs_at_once, "a captured step has no late lanes"
+        slots = self._lane.slots_B[late]
+        self._lane.slots_B[late] = -1
+        self.sync.post(batch)
+        self._lane.slots_B[late] = slots
 
     def _load(self, batch: StepBatch) -> None:
         self._launches.load(batch, *self._inputs(batch))

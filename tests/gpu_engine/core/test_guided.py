@@ -81,12 +81,12 @@ LONG = tokens(60, 1)
 
 
 def late_posts(engine: Engine, grammar: ToyGrammar) -> list[StepBatch]:
-    """Have each post of a step that posts late wait for the matchers, as a longer forward does; return the batches."""
+    """Have each post of late lanes wait for the matchers, as a longer forward does; return their batches."""
     sync, posted = executor_of(engine).sync, list[StepBatch]()
     post = sync.post
 
     def patient(batch: StepBatch) -> None:
-        if batch.posts_late:
+        if batch.late_lanes and int(batch.slots_B[batch.late_lanes[0]]) >= 0:
             until_false(lambda: bool(grammar.sidecar.binding))
             posted.append(batch)
         post(batch)
@@ -110,10 +110,10 @@ def test_an_answer_begins_in_the_forward_of_its_prompt(llama: LoadedModel, num_d
         assert engine.stats().deferred_rows == 0
     assert len(posted) == 1
     first = steps[0]
-    assert first.posts_late
+    assert first.late_lanes == (0,)
     assert [(start, end) for _, start, end in first.chunks] == [(0, len(LONG) - 1)]
     assert first.outcomes[0].token_ids == (expected[0][0],)
-    assert not any(step.posts_late for step in steps[1:])
+    assert not any(step.late_lanes for step in steps[1:])
 
 
 def test_a_matcher_that_is_open_after_the_forward_of_the_prompt_changes_nothing(llama: LoadedModel) -> None:
@@ -129,7 +129,7 @@ def test_a_matcher_that_is_open_after_the_forward_of_the_prompt_changes_nothing(
         engine.grammar_restored()
         assert [answer.wait().tokens] == expected
         assert engine.stats().deferred_rows == 0, "a matcher that is not there yet defers nothing"
-    assert [step.posts_late for step in steps[:2]] == [True, False]
+    assert [step.late_lanes for step in steps[:2]] == [(0,), ()]
     assert steps[0].outcomes[0].deferred
 
 
@@ -151,6 +151,53 @@ def test_an_answer_of_one_token_says_how_its_grammar_was_compiled(llama: LoadedM
         runner.collect, grammar._bound = noted, later  # type: ignore[method-assign]
         assert answer_all(engine, [answer]) == [[EOS]]
     assert (answer.telemetry.backend, answer.telemetry.warnings) == (2, ("toy",))
+
+
+def test_others_are_posted_before_the_forward_in_which_an_answer_begins(llama: LoadedModel) -> None:
+    """Each lane of a step has one record, and the late one's comes last."""
+    running, late = ask(tokens(9, 2), grammar="90", max_tokens=120), ask(LONG, grammar="20", max_tokens=60)
+    with toy_engine(llama, 0, max_batched_tokens=128, overlap=False) as (engine, grammar):
+        steps = launched_steps(engine)
+        posted = late_posts(engine, grammar)
+        hold = Hold(engine, lambda: len(running.tokens) > 5)
+        running.submit(engine)
+        with hold.reached():
+            late.submit(engine)
+            before = len(grammar.sidecar.records)
+        for answer in (running, late):
+            assert legal(answer.wait())
+        both = next(step for step in steps if len(step.slots) == 2)
+        records = [record.slot for record in grammar.sidecar.records[before:]]
+    assert len(posted) == 1
+    assert both.late_lanes == (both.slots.index(1),)
+    assert all(len(outcome.token_ids) == 1 for outcome in both.outcomes)
+    assert records[:3] == [0, 1, 0]
+
+
+def test_a_cancelled_answer_that_begins_delays_nobody(llama: LoadedModel) -> None:
+    """Its opening is never heard of, because it has lost its slot."""
+    cancelled, heard = ask(LONG, grammar="0"), list[int]()
+    with toy_engine(llama, max_batched_tokens=128, overlap=False) as (engine, grammar):
+        late_posts(engine, grammar)
+        runner, loop = executor_of(engine).runner, engine._loop
+        collect, hear = runner.collect, loop._hear
+
+        def dropped(step: LaunchedStep) -> None:
+            collect(step)
+            if step.late_lanes:
+                engine.drop(cancelled.request)
+
+        def counted() -> None:
+            heard.append(len(loop.sequences))
+            hear()
+
+        grammar._bound = lambda slot, slot_gen: None  # type: ignore[method-assign]
+        runner.collect, loop._hear = dropped, counted  # type: ignore[method-assign]
+        cancelled.submit(engine)
+        until_false(lambda: not heard or bool(loop.sequences))
+        answer_all(engine, [ask(tokens(9, 2), ignore_eos=True)])
+    assert heard == [1]
+    assert cancelled.events == []
 
 
 def test_without_a_grammar_process_no_answer_begins(llama: LoadedModel) -> None:
