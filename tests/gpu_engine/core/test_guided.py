@@ -200,6 +200,15 @@ def test_a_cancelled_answer_that_begins_delays_nobody(llama: LoadedModel) -> Non
     assert cancelled.events == []
 
 
+def test_no_answer_begins_early_where_a_step_stays_in_flight(llama: LoadedModel) -> None:
+    answer = ask(LONG, grammar="20", max_tokens=60)
+    with toy_engine(llama, max_batched_tokens=128, overlap=True) as (engine, _):
+        steps = launched_steps(engine)
+        answer_all(engine, [answer])
+    assert legal(answer)
+    assert not any(step.late_lanes for step in steps)
+
+
 def test_without_a_grammar_process_no_answer_begins(llama: LoadedModel) -> None:
     answer = ask(LONG, grammar="20", max_tokens=60)
     with toy_engine(llama, max_batched_tokens=128) as (engine, grammar):
@@ -532,6 +541,26 @@ def test_a_library_that_dies_of_drafts_costs_two_processes_and_no_answer(
         again = MIX[0]()
         assert answer_all(engine, [again]) == guided_tokens[:1]
         assert again.telemetry.draft_tokens > 0
+
+
+@pytest.mark.parametrize("budget", [16, 128])
+def test_a_library_that_dies_of_a_first_row_ends_its_request_at_the_third_crash(
+    llama: LoadedModel, budget: int
+) -> None:
+    """Also where the first of these rows is asked for before the matcher is known to be open."""
+
+    def die(record: Record) -> None:
+        raise CrashError
+
+    answer = ask(LONG, grammar="20", max_tokens=60)
+    with toy_engine(llama, 0, overlap=False, max_batched_tokens=budget) as (engine, grammar):
+        late_posts(engine, grammar)
+        grammar.before = grammar.sidecar.before = die
+        with grammar.supervised(engine):
+            answer.submit(engine)
+            assert isinstance(answer.wait().error, InternalError)
+            grammar.before = None
+        assert len(grammar.buried) == 3
 
 
 def test_ends_from_outside_end_no_request(llama: LoadedModel, guided_tokens: list[list[int]], overlap: bool) -> None:
