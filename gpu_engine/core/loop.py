@@ -167,7 +167,8 @@ class EngineLoop:
         return busy
 
     def _change_slots(self, plan: Plan[RunningSequence]) -> Plan[RunningSequence]:
-        """Assign and release slots as the plan says; return it without steps of those that cannot get a matcher."""
+        """Assign and release slots as the plan says; return it without the steps of sequences that found no grammar
+        process."""
         for sequence in plan.expired:
             self._expired(sequence)
         for sequence in plan.preempted:

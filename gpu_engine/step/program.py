@@ -147,7 +147,7 @@ class StepProgram:
         elif batch.captured_processing:
             kernel(self._process_captured, batch)
         self.sync.await_rows(batch)
-        if batch.late_lanes:  # nothing else has missing rows, except what is late itself
+        if batch.late_lanes:  # asks for their rows, and again for rows that did not come in time
             self.sync.post(batch)
             self.sync.await_rows(batch)
         if self._defers_head(batch):
@@ -184,7 +184,7 @@ class StepProgram:
         return time.perf_counter() - begun_s
 
     def _post(self, batch: StepBatch) -> None:
-        """Post all lanes but the late ones, which look like padding meanwhile; so their rows are DEFER."""
+        """Post all lanes but the late ones, which look like padding meanwhile. Their rows stay DEFER."""
         late = list(batch.late_lanes)
         if not late:
             self.sync.post(batch)
@@ -192,8 +192,10 @@ class StepProgram:
         assert self.stream.runs_at_once, "a captured step has no late lanes"
         slots = self._lane.slots_B[late]
         self._lane.slots_B[late] = -1
-        self.sync.post(batch)
-        self._lane.slots_B[late] = slots
+        try:
+            self.sync.post(batch)
+        finally:
+            self._lane.slots_B[late] = slots
 
     def _load(self, batch: StepBatch) -> None:
         self._launches.load(batch, *self._inputs(batch))
