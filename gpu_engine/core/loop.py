@@ -207,7 +207,8 @@ class EngineLoop:
 
     def _hear_openings(self, step: LaunchedStep) -> None:
         """Handle messages until each answer that ends here is known to be open, because they say how its grammar was
-        compiled. Its rows have come, so the message is on its way. An answer that goes on needs no message yet."""
+        compiled. Its rows have come, so the message is on its way. An answer that goes on needs no message yet. No step
+        runs meanwhile, so a message finds what it finds between two iterations."""
         ending = [b for b in step.late_lanes if step.outcomes[b].finish is not None]
         ends_s = self._clock() + _OPENING_S
         while any(self._is_opening(step, b) for b in ending) and self._clock() < ends_s:

@@ -4,8 +4,9 @@ The same program runs on a CPU, is captured into CUDA graphs, and is recorded by
 of the stream. Invariant: the launches depend on `num_lanes`, `num_rows`, `any_guided`, `captured_processing` and
 `adapted` of the batch alone, and every number that a launch needs is in a buffer of fixed address. (On a stream that
 runs at once a drafter may stop its chain early. A step with `host_processed` is never captured: the host calls logits
-processors between its launches.) Not responsible for: which sequences are in the batch (see core/scheduler.py),
-capturing (see device/graphs.py), prefill (see prompt_rows.py).
+processors between its launches. A step with `late_lanes` is never captured either: it posts twice.) Not responsible
+for: which sequences are in the batch (see core/scheduler.py), capturing (see device/graphs.py), prefill (see
+prompt_rows.py).
 
 Shapes: B lanes, P rows of this step, R rows a slot, N pages of a sequence, V columns of the logits.
 """
