@@ -63,6 +63,8 @@ KINDS = {
 }
 """A hostile grammar that ends several grammar processes is refused with UNAVAILABLE, by name."""
 
+LEAST_GUIDED = 24
+"""The fewest max_tokens of a request with a schema: the server refuses fewer than the shortest answer has."""
 _LARK = 'start: "The answer is " /[a-z]{2,12}/ "."'
 _EBNF = 'root ::= "yes" | "no" | "maybe " [0-9]+'
 _INVALID = (
@@ -122,12 +124,14 @@ class Traffic:
     def request(self, kind: str) -> pb.GenerateRequest:
         """Return a request of `kind` with random prompt, seed, K and temperature."""
         draw = self._random
-        sampling = pb.SamplingParams(
-            max_tokens=draw.randrange(4, 64), temperature=draw.choice((0.0, 0.8)), seed=draw.randrange(1 << 32)
-        )
         if kind == "invalid":
             return draw.choice(_INVALID)()
         guided = kind in ("schema", "beams", "left", "late", "adapter") and draw.random() < 0.7
+        sampling = pb.SamplingParams(
+            max_tokens=draw.randrange(LEAST_GUIDED if guided else 4, 64),
+            temperature=draw.choice((0.0, 0.8)),
+            seed=draw.randrange(1 << 32),
+        )
         item = draw.choice(self._guided if guided else self._chat)
         request = make_call(
             "", item.messages, schema=item.schema, sampling=sampling, num_draft_tokens=draw.choice((0, 3, 7))

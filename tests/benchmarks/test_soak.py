@@ -11,7 +11,7 @@ import pytest
 from benchmarks.faults import soak
 from benchmarks.faults.footprint import Process, Sample
 from benchmarks.faults.soak import MORE_THREADS, Seen, slower, verdict
-from benchmarks.faults.traffic import KINDS, Traffic
+from benchmarks.faults.traffic import KINDS, LEAST_GUIDED, Traffic
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 
@@ -95,6 +95,9 @@ async def test_a_seed_gives_the_same_requests() -> None:
     assert requests[0] == requests[1]
     assert requests[0] != requests[2]
     assert {request.HasField("grammar") for request in requests[0]} == {True, False}
+    with_schema = [first.request(kind) for kind in ("schema", "adapter", "left", "late", "beams") for _ in range(50)]
+    limits = [each.sampling.max_tokens for each in with_schema if each.grammar.json_schema]
+    assert LEAST_GUIDED <= min(limits) < LEAST_GUIDED + 4
     await channel.close(None)
 
 
