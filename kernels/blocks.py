@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import torch
 
+from kernels import huge_pages
 from kernels.library import native
 
 BLOCK = 32
@@ -267,21 +268,31 @@ class PackedBlocks:
 
     @classmethod
     def unfilled(
-        cls, kind: BlockKind, shape: tuple[int, int], *, offsets: bool, bias: torch.Tensor | None = None
+        cls,
+        kind: BlockKind,
+        shape: tuple[int, int],
+        *,
+        offsets: bool,
+        bias: torch.Tensor | None = None,
+        lasts: bool = False,
     ) -> PackedBlocks:
-        """Return a matrix [N, K] with no defined content: `put` gives it every row."""
+        """Return a matrix [N, K] with no defined content: `put` gives it every row. `lasts`: see `huge_pages.empty`."""
         made = cls.__new__(cls)
-        made._allocate(kind, shape, offsets, bias)
+        made._allocate(kind, shape, offsets, bias, lasts)
         return made
 
-    def _allocate(self, kind: BlockKind, shape: tuple[int, int], offsets: bool, bias: torch.Tensor | None) -> None:
+    def _allocate(
+        self, kind: BlockKind, shape: tuple[int, int], offsets: bool, bias: torch.Tensor | None, lasts: bool = False
+    ) -> None:
         self.kind, (self.num_outputs, self.num_inputs) = kind, shape
         assert self.num_inputs % BLOCK == 0, self.num_inputs
         assert can_multiply_blocks(), "this CPU has neither AVX2 nor aarch64's dot products"
         groups, blocks = -(-self.num_outputs // _GROUP), self.num_inputs // BLOCK
-        self.quants = torch.empty(groups, blocks, 2, self._words, _LANES, 4, dtype=torch.uint8)
-        self.scales = torch.empty(groups, blocks, _GROUP, dtype=torch.float16)
-        self.offsets = torch.empty_like(self.scales) if offsets else None
+        self.quants = huge_pages.empty(groups, blocks, 2, self._words, _LANES, 4, dtype=torch.uint8, lasts=lasts)
+        self.scales = huge_pages.empty(groups, blocks, _GROUP, dtype=torch.float16, lasts=lasts)
+        self.offsets = (
+            huge_pages.empty(groups, blocks, _GROUP, dtype=torch.float16, lasts=lasts) if offsets else None
+        )
         self.bias = None if bias is None else _padded(bias.float())
         self.args = BlockWeightsArgs(
             self.quants.data_ptr(),
@@ -346,13 +357,14 @@ class PackedBlocks:
 
     @classmethod
     def joined(cls, parts: Sequence[PackedBlocks], bias: torch.Tensor | None = None) -> PackedBlocks:
-        """Return the matrix with the outputs of all parts, which have the same inputs; as `Blocks.joined`."""
+        """Return the matrix with the outputs of all parts, which have the same inputs; as `Blocks.joined`. It lasts as
+        long as the model that it is made for."""
         whole = all(part.num_outputs % _GROUP == 0 for part in parts[:-1])
         if not whole or len({(part.kind, part.offsets is None) for part in parts}) > 1:
             return cls(Blocks.joined([part.unpacked() for part in parts]), bias)
         first = parts[0]
         shape = sum(part.num_outputs for part in parts), first.num_inputs
-        made = cls.unfilled(first.kind, shape, offsets=first.offsets is not None, bias=bias)
+        made = cls.unfilled(first.kind, shape, offsets=first.offsets is not None, bias=bias, lasts=True)
         torch.cat([part.quants for part in parts], out=made.quants)
         torch.cat([part.scales for part in parts], out=made.scales)
         if made.offsets is not None:
