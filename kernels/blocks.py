@@ -290,9 +290,7 @@ class PackedBlocks:
         groups, blocks = -(-self.num_outputs // _GROUP), self.num_inputs // BLOCK
         self.quants = huge_pages.empty(groups, blocks, 2, self._words, _LANES, 4, dtype=torch.uint8, lasts=lasts)
         self.scales = huge_pages.empty(groups, blocks, _GROUP, dtype=torch.float16, lasts=lasts)
-        self.offsets = (
-            huge_pages.empty(groups, blocks, _GROUP, dtype=torch.float16, lasts=lasts) if offsets else None
-        )
+        self.offsets = huge_pages.empty(groups, blocks, _GROUP, dtype=torch.float16, lasts=lasts) if offsets else None
         self.bias = None if bias is None else _padded(bias.float())
         self.args = BlockWeightsArgs(
             self.quants.data_ptr(),

@@ -10,7 +10,8 @@ Shapes: B lanes, S slots, R rows a slot, L tokens of a history.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,10 +44,16 @@ class _Args(ctypes.Structure):
     """Mirror of `struct suffix_args`."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in _POINTERS],
+        *[(name, ctypes.c_void_p) for name in (*_POINTERS, "words")],
         *[(name, ctypes.c_int64) for name in ("history_stride", "row_stride")],
         *[(name, ctypes.c_int32) for name in ("num_lanes", "max_drafts", "min_run", "max_run")],
     ]
+
+
+class _Words(ctypes.Structure):
+    """Mirror of `struct bare_words`."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("start", "tokens", "quotes")]
 
 
 class _CountArgs(ctypes.Structure):
@@ -144,6 +151,32 @@ class SuffixSlots:
     """Result: bit j is set where the ring's places chose draft j."""
 
 
+@dataclass(frozen=True, slots=True)
+class BareWords:
+    """The tokens of a vocabulary that begin with a space, spelled without it; V tokens."""
+
+    start_V: torch.Tensor
+    """int32 [V + 1], where the spelling of each token begins in `tokens`. It ends where the next one's begins."""
+    tokens: torch.Tensor
+    """int32, the spellings of all tokens."""
+    quotes_V: torch.Tensor
+    """uint8 [V], 1 where the text of a token ends with a quote."""
+
+    @classmethod
+    def of(cls, spellings: Mapping[int, Sequence[int]], quotes: Iterable[int], vocab_size: int) -> BareWords:
+        """Args: `spellings` has the tokens of some words without their space, `quotes` the tokens that end with a
+        quote."""
+        sizes = [len(spellings.get(token, ())) for token in range(vocab_size)]
+        tokens = [each for token in range(vocab_size) for each in spellings.get(token, ())]
+        quotes_V = torch.zeros(vocab_size, dtype=torch.uint8)
+        quotes_V[list(quotes)] = 1
+        return cls(
+            torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32),
+            torch.tensor(tokens or [SEPARATOR], dtype=torch.int32),
+            quotes_V,
+        )
+
+
 class SuffixVotes:
     """Drafts over fixed arrays, so that a step fills in only its size.
 
@@ -151,11 +184,13 @@ class SuffixVotes:
     `max_run` equal tokens count as `max_run`.
     """
 
-    def __init__(self, lanes: SuffixLanes, slots: SuffixSlots, min_run: int, max_run: int) -> None:
+    def __init__(
+        self, lanes: SuffixLanes, slots: SuffixSlots, min_run: int, max_run: int, words: BareWords | None = None
+    ) -> None:
         assert slots.rings_S.dtype == torch.int64
         assert slots.drafts_SR.shape[1] <= 31, "from_ring_S has a bit for each draft"
         assert 1 <= min_run <= max_run, (min_run, max_run)
-        self._lanes, self._slots = lanes, slots
+        self._lanes, self._slots, self._words = lanes, slots, words
         """Held, since the native arguments are addresses."""
         self._counts = torch.zeros(2, dtype=torch.int64)
         s = slots
@@ -164,7 +199,9 @@ class SuffixVotes:
         of_lanes = (lanes.slots_B, lanes.num_emitted_B, lanes.num_jump_forward_B)
         strides = (s.history_SL.stride(0), s.drafts_SR.stride(0))
         places = _addresses(*of_lanes, *read, *written)
-        self._args = _Args(*places, *strides, 0, 0, min_run, max_run)
+        self._native_words = words and _Words(address(words.start_V), address(words.tokens), address(words.quotes_V))
+        at_words = ctypes.addressof(self._native_words) if self._native_words else None
+        self._args = _Args(*places, at_words, *strides, 0, 0, min_run, max_run)
         verified = (lanes.slots_B, lanes.num_emitted_B, lanes.num_verified_B, lanes.num_accepted_B)
         self._count_args = _CountArgs(*_addresses(*verified, s.from_ring_S, self._counts), 0)
 

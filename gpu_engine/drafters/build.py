@@ -18,6 +18,7 @@ import torch
 from gpu_engine.api.capabilities import OF_FILES, LoadedFiles, refuse
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.engine_settings import DRAFTER_GROUP
+from gpu_engine.drafters.bare_words import bare_words
 from gpu_engine.drafters.chain import ChainDrafter
 from gpu_engine.drafters.decoupled import DecoupledDrafter, DraftModel, ExchangingDrafter
 from gpu_engine.drafters.decoupled_graphs import CapturedDecoupledDrafter
@@ -129,7 +130,8 @@ def _ngram(parts: DrafterParts) -> Drafter:
         return NgramDrafter(parts.stream, parts.launches, longest, jump_forward=forced)
     max_bytes = config.max_draft_index_bytes
     index = SuffixIndex(max_bytes, len(parts.slot.length_S)) if max_bytes else None
-    return SuffixDrafter(parts.stream, parts.slot, parts.lane, index, longest, jump_forward=forced)
+    words = bare_words(parts.target.tokenizer.backend_tokenizer, parts.target.vocab_size)
+    return SuffixDrafter(parts.stream, parts.slot, parts.lane, index, longest, words=words, jump_forward=forced)
 
 
 def _chain(parts: DrafterParts, net: DraftNet) -> Drafter:

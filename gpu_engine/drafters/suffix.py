@@ -19,7 +19,7 @@ from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.step.prompt_rows import Chunks, Hidden
 from gpu_engine.step.stream import Stream
 from kernels.accept import StepTensors
-from kernels.suffix import SuffixLanes, SuffixSlots, SuffixVotes
+from kernels.suffix import BareWords, SuffixLanes, SuffixSlots, SuffixVotes
 
 CONTEXT_TOKENS = 4
 """Of the prompt's end, before an answer in the index: so the index knows how answers begin."""
@@ -33,6 +33,7 @@ class SuffixDrafter:
         slot, lane: of the step program.
         index: earlier answers; None: only the text of the sequence.
         ngram_max: the setting.
+        words: of the vocabulary, so that a text after a quote is found after a space; None: it is not.
         jump_forward: the drafts begin with the tokens that the grammar forces.
     """
 
@@ -46,6 +47,7 @@ class SuffixDrafter:
         index: SuffixIndex | None,
         ngram_max: int,
         *,
+        words: BareWords | None = None,
         jump_forward: bool = False,
     ) -> None:
         assert stream.runs_at_once
@@ -71,7 +73,7 @@ class SuffixDrafter:
             num_verified_B=lane.num_drafts_B,
             num_accepted_B=r.num_accepted_B,
         )
-        self._votes = SuffixVotes(lanes, slots, *runs)
+        self._votes = SuffixVotes(lanes, slots, *runs, words)
         # One lane, for the drafts of a sequence that just got its slot.
         self._first_slot_B, none_B = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         first = SuffixLanes(
@@ -81,7 +83,7 @@ class SuffixDrafter:
             num_verified_B=none_B,
             num_accepted_B=none_B,
         )
-        self._first_votes = SuffixVotes(first, slots, *runs)
+        self._first_votes = SuffixVotes(first, slots, *runs, words)
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """Return: the history is all that a lookup needs."""

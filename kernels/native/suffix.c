@@ -6,6 +6,9 @@
  * the next token. A draft is made while the product of the winners' shares is at least WORTH; UNKNOWN is the weight of all
  * that was never seen, so a short run alone does not draft far. Where no place is left, the search begins again after the
  * drafts so far. So a continuation that was rejected loses to the one that the target wrote there, at an equal run.
+ * In JSON a text begins after a quote, and the prompt has the same word after a space, which is another token. So a place
+ * matches as well where a token, spelled without its space, has the tokens from the last quote on; they and the quote count
+ * as equal tokens. The rest of such a spelling comes first, then what followed the token.
  * (Prompt lookup: Saxena 2023. Votes by frequency: SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975. The constants were
  * found by walking recorded answers again, see docs/log/.)
  *
@@ -19,6 +22,7 @@
 
 enum { SEPARATOR = -1 };
 enum { MAX_RING_PLACES = 64, MAX_OWN_PLACES = 192, MAX_PLACES = MAX_RING_PLACES + MAX_OWN_PLACES, MAX_SEARCHES = 2 };
+enum { MAX_WORD = 8 }; /* tokens of a word after a quote */
 static const float BASE = 4.0f, WRITTEN = 16.0f, UNKNOWN = 32.0f, WORTH = 0.1f;
 
 struct suffix_ring {
@@ -27,6 +31,13 @@ struct suffix_ring {
     int64_t *head;     /* [head_mask + 1], the newest place of a pair with this hash, plus 1; 0: none */
     int64_t end;       /* tokens ever written */
     int64_t mask, head_mask;
+};
+
+/* Tokens of the vocabulary that begin with a space, spelled without it. */
+struct bare_words {
+    const int32_t *start;  /* [V + 1], where the spelling of each token begins in `tokens`; none: the next one's begins there */
+    const int32_t *tokens;
+    const uint8_t *quotes; /* [V], 1: the text of the token ends with a quote */
 };
 
 struct suffix_args {
@@ -42,6 +53,7 @@ struct suffix_args {
     int32_t *drafts;              /* [S][row_stride] */
     int32_t *num_drafts;          /* [S] */
     int32_t *from_ring;           /* [S], bit j: places of the ring had most of the weight that chose draft j */
+    const struct bare_words *words; /* NULL: none are known */
     int64_t history_stride, row_stride;
     int32_t num_lanes, max_drafts, min_run, max_run;
 };
@@ -57,6 +69,7 @@ struct place {
     const int32_t *tokens; /* of its source */
     int64_t next, end;     /* position of its next token, and where its source ends */
     int64_t mask;          /* of a ring; all ones for the sequence itself */
+    const int32_t *rest, *rest_end; /* tokens that come before that one */
     float weight;
     int32_t in_ring;
 };
@@ -106,17 +119,53 @@ static float weight_of(int run, float factor) {
     return factor;
 }
 
+/* Return how many of tokens[0 .. n) come after the last quote; 0: more than MAX_WORD, or there is no quote. */
+static int word_at(const struct bare_words *words, const int32_t *tokens, int64_t n) {
+    for (int size = 0; words && size <= MAX_WORD && size < n; size++)
+        if (words->quotes[tokens[n - 1 - size]]) return size;
+    return 0;
+}
+
+/* Return how many tokens `token` has without its space if `size` tokens of `word` are the first of them, else 0. */
+static int spelled(const struct bare_words *words, int32_t token, const int32_t *word, int size) {
+    const int32_t *bare = words->tokens + words->start[token];
+    int count = words->start[token + 1] - words->start[token];
+    if (count < size) return 0;
+    for (int i = 0; i < size; i++)
+        if (bare[i] != word[i]) return 0;
+    return count;
+}
+
+/* Return how many tokens before tokens[n] and before tokens[at] are equal, where those at `run` no longer are. */
+static int longer_run(const struct bare_words *words, const int32_t *tokens, int64_t at, int64_t n, int run) {
+    int size = at >= run && run < n ? word_at(words, tokens, n - run) : 0;
+    return size && spelled(words, tokens[at - run], tokens + n - run - size, size) == size ? run + size + 1 : run;
+}
+
 /* Find the places of the sequence itself, the newest first. tokens[0 .. n) ends with the drafts so far. */
 static int own_places(const struct suffix_args *a, const int32_t *tokens, int64_t n, int64_t prompt,
                       struct place *out) {
+    const struct bare_words *words = a->words;
+    const int word = word_at(words, tokens, n);
     int count = 0;
     for (int64_t at = n - 2; at >= 0 && count < MAX_OWN_PLACES; at--) {
-        if (tokens[at] != tokens[n - 1]) continue;
-        int run = 1;
-        while (run < a->max_run && run <= at && tokens[at - run] == tokens[n - 1 - run]) run++;
+        int run = 1, of_word = 0;
+        if (tokens[at] == tokens[n - 1]) {
+            while (run < a->max_run && run <= at && tokens[at - run] == tokens[n - 1 - run]) run++;
+            if (run < a->max_run) run = longer_run(words, tokens, at, n, run);
+        } else {
+            of_word = word ? spelled(words, tokens[at], tokens + n - word, word) : 0;
+            if (!of_word) continue;
+            run = word + 1;
+        }
         if (run < a->min_run) continue;
-        float weight = weight_of(run, at + 1 >= prompt ? WRITTEN : 1.0f);
-        out[count++] = (struct place){tokens, at + 1, n, -1, weight, 0};
+        float weight = weight_of(run < a->max_run ? run : a->max_run, at + 1 >= prompt ? WRITTEN : 1.0f);
+        struct place p = {.tokens = tokens, .next = at + 1, .end = n, .mask = -1, .weight = weight};
+        if (of_word) {
+            p.rest = words->tokens + words->start[tokens[at]] + word;
+            p.rest_end = p.rest + of_word - word;
+        }
+        out[count++] = p;
     }
     return count;
 }
@@ -133,7 +182,12 @@ static int ring_places(const struct suffix_args *a, const struct suffix_ring *ri
                ring->tokens[(at - run) & ring->mask] == tokens[n - 1 - run])
             run++;
         if (run >= min_run)
-            out[count++] = (struct place){ring->tokens, at + 1, ring->end, ring->mask, weight_of(run, WRITTEN), 1};
+            out[count++] = (struct place){.tokens = ring->tokens,
+                                          .next = at + 1,
+                                          .end = ring->end,
+                                          .mask = ring->mask,
+                                          .weight = weight_of(run, WRITTEN),
+                                          .in_ring = 1};
         int32_t distance = ring->distance[at & ring->mask];
         if (!distance) break;
         at -= distance;
@@ -141,7 +195,10 @@ static int ring_places(const struct suffix_args *a, const struct suffix_ring *ri
     return count;
 }
 
-static int32_t next_of(const struct place *p) { return p->next < p->end ? p->tokens[p->next & p->mask] : SEPARATOR; }
+static int32_t next_of(const struct place *p) {
+    if (p->rest < p->rest_end) return *p->rest;
+    return p->next < p->end ? p->tokens[p->next & p->mask] : SEPARATOR;
+}
 
 /* Let the places vote; those that chose the winner are left, one token further. */
 static struct ballot vote(struct place *places, int *count) {
@@ -170,7 +227,10 @@ static struct ballot vote(struct place *places, int *count) {
         struct place p = places[i];
         if (next_of(&p) != won.token) continue;
         of_ring += p.in_ring ? p.weight : 0.0f;
-        p.next++;
+        if (p.rest < p.rest_end)
+            p.rest++;
+        else
+            p.next++;
         places[left++] = p;
     }
     *count = left;

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from kernels.suffix import MIN_CAPACITY, SEPARATOR, SuffixLanes, SuffixRing, SuffixSlots, SuffixVotes
+from kernels.suffix import MIN_CAPACITY, SEPARATOR, BareWords, SuffixLanes, SuffixRing, SuffixSlots, SuffixVotes
 
 SLOTS, ROWS, LENGTH = 4, 8, 160
+MAX_WORD = 8
+Spellings = dict[int, tuple[int, ...]]
 BASE, WRITTEN, UNKNOWN, WORTH, MAX_RING_PLACES, MAX_SEARCHES = 4.0, 16.0, 32.0, 0.1, 64, 2
 
 
@@ -25,6 +28,7 @@ class Bench:
 
     min_run: int = 1
     max_run: int = 4
+    words: BareWords | None = None
     lanes: SuffixLanes = field(init=False)
     slots: SuffixSlots = field(init=False)
     votes: SuffixVotes = field(init=False)
@@ -48,7 +52,7 @@ class Bench:
             num_drafts_S=ints(SLOTS, value=-7),
             from_ring_S=ints(SLOTS),
         )
-        self.votes = SuffixVotes(self.lanes, self.slots, self.min_run, self.max_run)
+        self.votes = SuffixVotes(self.lanes, self.slots, self.min_run, self.max_run, self.words)
 
     def write(self, slot: int, prompt: list[int], answer: list[int], forced: tuple[int, ...] = ()) -> None:
         history = [*prompt, *answer, *forced]
@@ -77,8 +81,20 @@ def run_at(text: list[int], end: int, context: list[int], most: int) -> int:
     return run
 
 
+def word_of(context: list[int], quotes: Set[int]) -> tuple[int, ...]:
+    """Return the tokens after the last quote; none if they are too many, or there is no quote."""
+    at = next((i for i in range(len(context) - 1, -1, -1) if context[i] in quotes), None)
+    word = () if at is None else tuple(context[at + 1 :])
+    return word if len(word) <= MAX_WORD else ()
+
+
 def places_of(
-    prompt: list[int], answer: list[int], texts: list[list[int]], runs: tuple[int, int]
+    prompt: list[int],
+    answer: list[int],
+    texts: list[list[int]],
+    runs: tuple[int, int],
+    spellings: Spellings,
+    quotes: Set[int],
 ) -> list[tuple[list[int], int, float]]:
     """Return (text, position of the next token, weight) of every place, the ring's first, the newest first."""
     least, most = runs
@@ -88,20 +104,38 @@ def places_of(
         if (run := run_at(stream, end, context, max(most, 2))) >= max(least, 2):
             found.append((stream, end, BASE ** (run - 1) * WRITTEN))
     found = found[:MAX_RING_PLACES]
+    word = word_of(context, quotes)
     for end in range(len(context) - 1, 0, -1):
-        if (run := run_at(context, end, context, most)) >= least:
-            found.append((context, end, BASE ** (run - 1) * (WRITTEN if end >= len(prompt) else 1.0)))
+        run, rest = run_at(context, end, context, most), ()
+        if run:
+            before = word_of(context[: len(context) - run], quotes)
+            if end > run and before and spellings.get(context[end - 1 - run]) == before:
+                run += len(before) + 1
+        else:
+            spelling = spellings.get(context[end - 1], ())
+            if word and spelling[: len(word)] == word:
+                run, rest = len(word) + 1, spelling[len(word) :]
+        if run >= least:
+            weight = BASE ** (min(run, most) - 1) * (WRITTEN if end >= len(prompt) else 1.0)
+            found.append(([*rest, *context[end:]], 0, weight))
     return found
 
 
 def reference(
-    prompt: list[int], answer: list[int], texts: list[list[int]], room: int, runs: tuple[int, int]
+    prompt: list[int],
+    answer: list[int],
+    texts: list[list[int]],
+    room: int,
+    runs: tuple[int, int],
+    spellings: Spellings | None = None,
+    quotes: Set[int] = frozenset(),
 ) -> list[int]:
     """Return the drafts, by lists and a dictionary."""
     drafts: list[int] = []
     worth = 1.0
     for _ in range(MAX_SEARCHES):
-        places, before = places_of(prompt, answer + drafts, texts, runs), len(drafts)
+        places = places_of(prompt, answer + drafts, texts, runs, spellings or {}, quotes)
+        before = len(drafts)
         while len(drafts) < room:
             votes: dict[int, float] = defaultdict(float)
             won, most = SEPARATOR, 0.0
@@ -147,6 +181,67 @@ def test_drafts_equal_those_of_a_plain_search(least: int, most: int) -> None:
         lengths.append(int(bench.slots.num_drafts_S[slot]))
     assert sum(map(bool, lengths)) > 60
     assert sum(length > 2 for length in lengths) > 20
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 4), (2, 4), (3, 8)])
+def test_drafts_with_words_after_quotes_equal_those_of_a_plain_search(least: int, most: int) -> None:
+    draw = random.Random(least * 100 + most)
+    found = 0
+    for _ in range(300):
+        letters = draw.randint(4, 12)
+        spellings = {
+            token: tuple(draw.randrange(2, letters) for _ in range(draw.randint(1, 3)))
+            for token in range(letters // 2, letters)
+        }
+        quotes = {0, 1}
+        bench = Bench(least, most, BareWords.of(spellings, quotes, letters))
+        pattern = [draw.randrange(letters) for _ in range(draw.randint(3, 12))]
+        prompt, answer = (made_text(draw, pattern, letters, draw.randint(1, 40)) for _ in range(2))
+        answer += [0, *draw.choice([*spellings.values()])[: draw.randint(1, 3)]]
+        answer += [draw.choice(pattern)] * draw.randint(0, 1)
+        texts = [made_text(draw, pattern, letters, 20)] if draw.random() < 0.5 else []
+        ring = ring_of(*texts)
+        bench.slots.rings_S[0] = ring.address
+        bench.write(0, prompt, answer)
+        expected = reference(prompt, answer, texts, ROWS - 1, (least, most), spellings, quotes)
+        assert bench.draft(0) == expected
+        found += expected != reference(prompt, answer, texts, ROWS - 1, (least, most))
+    assert found > (20 if most > 1 else 0), "words must matter"
+
+
+MARIA, KELLER, VIENNA, QUOTE, BARE_MARIA, VI, ENNA = 10, 11, 12, 20, 21, 22, 23
+WORDS = BareWords.of({MARIA: (BARE_MARIA,), VIENNA: (VI, ENNA)}, [QUOTE], 99)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "drafts"),
+    [
+        ([50, MARIA, KELLER, 51], [QUOTE, BARE_MARIA], [KELLER]),
+        ([50, VIENNA, 51], [QUOTE, VI], [ENNA]),
+        ([50, VIENNA, 51, 52], [QUOTE, VI, ENNA], [51, 52]),
+        ([50, MARIA, KELLER, 51, 52], [QUOTE, BARE_MARIA, KELLER], [51, 52]),
+        ([50, MARIA, KELLER, 51], [60, BARE_MARIA], []),
+        ([50, MARIA, KELLER, 51], [QUOTE, 60, BARE_MARIA], []),
+        ([50, MARIA, KELLER, 51], [QUOTE], []),
+        ([50, MARIA, KELLER, KELLER, 51], [QUOTE, 60, KELLER], []),
+    ],
+    ids=["one token", "begin of two", "two tokens", "a longer run", "no quote", "another word", "a quote", "no run"],
+)
+def test_a_word_after_a_quote_is_found_after_a_space(prompt: list[int], answer: list[int], drafts: list[int]) -> None:
+    bench = Bench(words=WORDS)
+    bench.write(0, prompt, answer)
+    assert bench.draft(0) == drafts
+    without = Bench()
+    without.write(0, prompt, answer)
+    assert without.draft(0) == []
+
+
+def test_a_word_of_too_many_tokens_is_not_looked_up() -> None:
+    spelling = tuple(range(30, 30 + MAX_WORD + 1))
+    bench = Bench(words=BareWords.of({MARIA: spelling}, [QUOTE], 99))
+    for size, drafted in ((MAX_WORD, True), (MAX_WORD + 1, False)):
+        bench.write(0, [50, MARIA, KELLER], [QUOTE, *spelling[:size]])
+        assert bool(bench.draft(0)) is drafted
 
 
 @pytest.mark.parametrize(

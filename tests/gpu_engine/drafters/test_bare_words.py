@@ -1,0 +1,70 @@
+"""Words of a vocabulary are spelled as its tokenizer spells them after a quote."""
+
+from __future__ import annotations
+
+import tokenizers
+import torch
+from tokenizers import models, pre_tokenizers
+
+from gpu_engine.drafters.bare_words import bare_words
+from kernels.suffix import BareWords
+from tests.fakes import byte_tokenizer
+
+
+def spellings(words: BareWords) -> dict[int, list[int]]:
+    starts = words.start_V.tolist()
+    found = {
+        token: words.tokens[begin:end].tolist()
+        for token, (begin, end) in enumerate(zip(starts, starts[1:], strict=False))
+    }
+    return {token: each for token, each in found.items() if each}
+
+
+def byte_level(*merges: tuple[str, str]) -> tokenizers.Tokenizer:
+    vocab = byte_tokenizer().get_vocab(with_added_tokens=False)
+    for pair in merges:
+        vocab["".join(pair)] = len(vocab)
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[*merges]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
+def test_words_of_a_byte_level_vocabulary() -> None:
+    merges = [("Ġ", "M"), ("a", "r"), ("ĠM", "ar"), ("ĠMar", "k"), (":", '"'), ("Ġ", '"'), ("Ġ", "Ã"), ("M", "ar")]
+    tokenizer = byte_level(*merges)
+    token = tokenizer.get_vocab()
+    words = bare_words(tokenizer, 300)
+    assert spellings(words) == {
+        token["ĠM"]: [token["M"]],
+        token["ĠMar"]: [token["Mar"]],
+        token["ĠMark"]: [token["Mar"], token["k"]],
+    }, "no spelling where the text is no word of ASCII"
+    assert words.quotes_V.nonzero().flatten().tolist() == sorted(token[text] for text in ('"', ':"', 'Ġ"'))
+    assert (len(words.start_V), words.start_V.dtype, words.tokens.dtype) == (301, torch.int32, torch.int32)
+
+
+def test_words_of_sentencepiece_have_no_space_after_a_quote() -> None:
+    vocab = {"<unk>": 0, "▁": 1, '"': 2, '▁"': 3, "V": 4, "i": 5, "Vi": 6, "▁Vi": 7, "▁V": 8}
+    merges = [("▁", '"'), ("V", "i"), ("▁", "Vi"), ("▁", "V")]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    words = bare_words(tokenizer, 9)
+    assert spellings(words) == {7: [6], 8: [4]}
+    assert words.quotes_V.tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_a_word_that_joins_the_quote_has_no_spelling_and_neither_has_one_beyond_the_logits() -> None:
+    tokenizer = byte_level(("Ġ", "M"), ("Ġ", "V"))
+    tokenizer.pre_tokenizer = None
+    joined = byte_level(('"', "M"), ("Ġ", "M"), ("Ġ", "V"))
+    joined.pre_tokenizer = None
+    token = joined.get_vocab()
+    assert spellings(bare_words(joined, 300)) == {token["ĠV"]: [token["V"]]}
+    assert spellings(bare_words(joined, token["ĠV"])) == {}
+    assert spellings(bare_words(tokenizer, 300)) == {256: [ord("M")], 257: [ord("V")]}
+
+
+def test_a_vocabulary_without_words_has_none() -> None:
+    words = bare_words(byte_tokenizer(), 258)
+    assert spellings(words) == {}
+    assert words.quotes_V.nonzero().flatten().tolist() == [ord('"')]
