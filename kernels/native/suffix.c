@@ -35,7 +35,8 @@ struct suffix_ring {
 
 /* Tokens of the vocabulary that begin with a space, spelled without it. */
 struct bare_words {
-    const int32_t *start;  /* [V + 1], where the spelling of each token begins in `tokens`; none: the next one's begins there */
+    const int32_t
+        *start; /* [V + 1], where the spelling of each token begins in `tokens`; none: the next one's begins there */
     const int32_t *tokens;
     const uint8_t *quotes; /* [V], 1: the text of the token ends with a quote */
 };
@@ -46,13 +47,13 @@ struct suffix_args {
     const int32_t *num_jump_forward; /* [B], drafts already made; negative: the lane's drafts are unchanged. NULL: 0 */
     int32_t *history;      /* [S][history_stride], prompt, answer, jump-forward tokens; drafts are written after */
     const int32_t *length; /* [S], without jump-forward tokens */
-    const int32_t *prompt_length; /* [S] */
-    const int32_t *draft_limit;   /* [S], drafts in all up to which a lane may get some */
-    const int32_t *max_length;    /* [S] */
-    const int64_t *rings;         /* [S], address of a suffix_ring; 0: none */
-    int32_t *drafts;              /* [S][row_stride] */
-    int32_t *num_drafts;          /* [S] */
-    int32_t *from_ring;           /* [S], bit j: places of the ring had most of the weight that chose draft j */
+    const int32_t *prompt_length;   /* [S] */
+    const int32_t *draft_limit;     /* [S], drafts in all up to which a lane may get some */
+    const int32_t *max_length;      /* [S] */
+    const int64_t *rings;           /* [S], address of a suffix_ring; 0: none */
+    int32_t *drafts;                /* [S][row_stride] */
+    int32_t *num_drafts;            /* [S] */
+    int32_t *from_ring;             /* [S], bit j: places of the ring had most of the weight that chose draft j */
     const struct bare_words *words; /* NULL: none are known */
     int64_t history_stride, row_stride;
     int32_t num_lanes, max_drafts, min_run, max_run;
@@ -66,9 +67,9 @@ struct count_args {
 };
 
 struct place {
-    const int32_t *tokens; /* of its source */
-    int64_t next, end;     /* position of its next token, and where its source ends */
-    int64_t mask;          /* of a ring; all ones for the sequence itself */
+    const int32_t *tokens;          /* of its source */
+    int64_t next, end;              /* position of its next token, and where its source ends */
+    int64_t mask;                   /* of a ring; all ones for the sequence itself */
     const int32_t *rest, *rest_end; /* tokens that come before that one */
     float weight;
     int32_t in_ring;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 
 import psutil
@@ -43,7 +44,7 @@ def test_threads_get_different_memory() -> None:
         thread.join()
     begins = sorted(each.data_ptr() for each in made)
     assert len(begins) == 2000
-    assert all(after - before >= 100 for before, after in zip(begins, begins[1:], strict=False))
+    assert all(after - before >= 100 for before, after in itertools.pairwise(begins))
 
 
 def test_a_mapping_goes_with_its_last_tensor() -> None:

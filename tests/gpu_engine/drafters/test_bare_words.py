@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import tokenizers
 import torch
 from tokenizers import models, pre_tokenizers
@@ -15,7 +17,7 @@ def spellings(words: BareWords) -> dict[int, list[int]]:
     starts = words.start_V.tolist()
     found = {
         token: words.tokens[begin:end].tolist()
-        for token, (begin, end) in enumerate(zip(starts, starts[1:], strict=False))
+        for token, (begin, end) in enumerate(itertools.pairwise(starts))
     }
     return {token: each for token, each in found.items() if each}
 
