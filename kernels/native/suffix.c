@@ -33,11 +33,10 @@ struct suffix_ring {
     int64_t mask, head_mask;
 };
 
-/* Tokens of the vocabulary that begin with a space, spelled without it. */
+/* Tokens of a vocabulary that begin with a space, spelled without it. */
 struct bare_words {
-    const int32_t
-        *start; /* [V + 1], where the spelling of each token begins in `tokens`; none: the next one's begins there */
-    const int32_t *tokens;
+    const int32_t *start;  /* [V + 1], where each token's spelling begins in `tokens`; it ends where the next begins */
+    const int32_t *tokens; /* of all spellings */
     const uint8_t *quotes; /* [V], 1: the text of the token ends with a quote */
 };
 
@@ -54,7 +53,7 @@ struct suffix_args {
     int32_t *drafts;                /* [S][row_stride] */
     int32_t *num_drafts;            /* [S] */
     int32_t *from_ring;             /* [S], bit j: places of the ring had most of the weight that chose draft j */
-    const struct bare_words *words; /* NULL: none are known */
+    const struct bare_words *words; /* NULL: none */
     int64_t history_stride, row_stride;
     int32_t num_lanes, max_drafts, min_run, max_run;
 };

@@ -15,10 +15,7 @@ from tests.fakes import byte_tokenizer
 
 def spellings(words: BareWords) -> dict[int, list[int]]:
     starts = words.start_V.tolist()
-    found = {
-        token: words.tokens[begin:end].tolist()
-        for token, (begin, end) in enumerate(itertools.pairwise(starts))
-    }
+    found = {token: words.tokens[begin:end].tolist() for token, (begin, end) in enumerate(itertools.pairwise(starts))}
     return {token: each for token, each in found.items() if each}
 
 
