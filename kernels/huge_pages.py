@@ -28,38 +28,43 @@ class _Pieces:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._piece = torch.empty(0, dtype=torch.uint8)
+        self._piece: mmap.mmap | None = None
         self._used = 0
 
-    def take(self, size: int) -> torch.Tensor:
-        """Return `size` bytes, uint8."""
+    def take(self, size: int) -> tuple[mmap.mmap, int]:
+        """Return a mapping that has `size` bytes for the caller, and where they begin."""
         with self._lock:
-            if self._used + size > len(self._piece):
+            if self._piece is None or self._used + size > _PIECE:
                 self._piece, self._used = _mapped(_PIECE), 0
             begin, self._used = self._used, -(-(self._used + size) // _LINE) * _LINE
-            return self._piece[begin : begin + size]
+            return self._piece, begin
 
 
-def _mapped(size: int) -> torch.Tensor:
+def _mapped(size: int) -> mmap.mmap:
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError as error:
         log.debug("no huge pages: %s", error)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return memory
 
 
 _pieces = _Pieces()
 
 
 def empty(*shape: int, dtype: torch.dtype, lasts: bool = False) -> torch.Tensor:
-    """Return a tensor of this shape with no defined content. Any thread.
+    """Return a tensor of this shape with no defined content, which has its own storage. Any thread.
 
     Args:
         lasts: the tensor and others of its kind are freed together, so it may share a mapping with them. Without it, a
             tensor that is smaller than a huge page lies in small ones.
     """
-    size = math.prod(shape) * dtype.itemsize
-    if size < _HUGE and not (lasts and size):
+    count = math.prod(shape)
+    size = count * dtype.itemsize
+    if size >= _HUGE:
+        memory, begin = _mapped(size), 0
+    elif lasts and size:
+        memory, begin = _pieces.take(size)
+    else:
         return torch.empty(*shape, dtype=dtype)
-    return (_mapped(size) if size >= _HUGE else _pieces.take(size)).view(dtype).view(shape)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin).view(shape)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kernels.suffix import BareWords
 
-_SPACES = ("Ġ", "▁")
+_SPACES = ("\u0120", "\u2581")
 """How a byte-level vocabulary writes a space, and SentencePiece."""
 _QUOTE = '"'
 

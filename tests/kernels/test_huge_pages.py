@@ -25,6 +25,7 @@ def test_tensors_do_not_overlap_and_begin_at_a_line() -> None:
     made = [huge_pages.empty(*shape, dtype=dtype, lasts=lasts) for lasts in (True, False) for shape, dtype in shapes]
     assert [(tuple(each.shape), each.dtype) for each in made] == shapes * 2
     assert all(each.is_contiguous() and each.data_ptr() % 64 == 0 for each in made)
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in made), "memory is counted by storages"
     for number, each in enumerate(made):
         each.fill_(number)
     assert all((each == number).all() for number, each in enumerate(made))

@@ -29,22 +29,31 @@ def byte_level(*merges: tuple[str, str]) -> tokenizers.Tokenizer:
 
 
 def test_words_of_a_byte_level_vocabulary() -> None:
-    merges = [("Ġ", "M"), ("a", "r"), ("ĠM", "ar"), ("ĠMar", "k"), (":", '"'), ("Ġ", '"'), ("Ġ", "Ã"), ("M", "ar")]
+    merges = [
+        ("\u0120", "M"),
+        ("a", "r"),
+        ("\u0120M", "ar"),
+        ("\u0120Mar", "k"),
+        (":", '"'),
+        ("\u0120", '"'),
+        ("\u0120", "\u00c3"),
+        ("M", "ar"),
+    ]
     tokenizer = byte_level(*merges)
     token = tokenizer.get_vocab()
     words = bare_words(tokenizer, 300)
     assert spellings(words) == {
-        token["ĠM"]: [token["M"]],
-        token["ĠMar"]: [token["Mar"]],
-        token["ĠMark"]: [token["Mar"], token["k"]],
+        token["\u0120M"]: [token["M"]],
+        token["\u0120Mar"]: [token["Mar"]],
+        token["\u0120Mark"]: [token["Mar"], token["k"]],
     }, "no spelling where the text is no word of ASCII"
-    assert words.quotes_V.nonzero().flatten().tolist() == sorted(token[text] for text in ('"', ':"', 'Ġ"'))
+    assert words.quotes_V.nonzero().flatten().tolist() == sorted(token[text] for text in ('"', ':"', '\u0120"'))
     assert (len(words.start_V), words.start_V.dtype, words.tokens.dtype) == (301, torch.int32, torch.int32)
 
 
 def test_words_of_sentencepiece_have_no_space_after_a_quote() -> None:
-    vocab = {"<unk>": 0, "▁": 1, '"': 2, '▁"': 3, "V": 4, "i": 5, "Vi": 6, "▁Vi": 7, "▁V": 8}
-    merges = [("▁", '"'), ("V", "i"), ("▁", "Vi"), ("▁", "V")]
+    vocab = {"<unk>": 0, "\u2581": 1, '"': 2, '\u2581"': 3, "V": 4, "i": 5, "Vi": 6, "\u2581Vi": 7, "\u2581V": 8}
+    merges = [("\u2581", '"'), ("V", "i"), ("\u2581", "Vi"), ("\u2581", "V")]
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     words = bare_words(tokenizer, 9)
@@ -53,13 +62,13 @@ def test_words_of_sentencepiece_have_no_space_after_a_quote() -> None:
 
 
 def test_a_word_that_joins_the_quote_has_no_spelling_and_neither_has_one_beyond_the_logits() -> None:
-    tokenizer = byte_level(("Ġ", "M"), ("Ġ", "V"))
+    tokenizer = byte_level(("\u0120", "M"), ("\u0120", "V"))
     tokenizer.pre_tokenizer = None
-    joined = byte_level(('"', "M"), ("Ġ", "M"), ("Ġ", "V"))
+    joined = byte_level(('"', "M"), ("\u0120", "M"), ("\u0120", "V"))
     joined.pre_tokenizer = None
     token = joined.get_vocab()
-    assert spellings(bare_words(joined, 300)) == {token["ĠV"]: [token["V"]]}
-    assert spellings(bare_words(joined, token["ĠV"])) == {}
+    assert spellings(bare_words(joined, 300)) == {token["\u0120V"]: [token["V"]]}
+    assert spellings(bare_words(joined, token["\u0120V"])) == {}
     assert spellings(bare_words(tokenizer, 300)) == {256: [ord("M")], 257: [ord("V")]}
 
 
