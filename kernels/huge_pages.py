@@ -11,6 +11,7 @@ import logging
 import math
 import mmap
 import threading
+import weakref
 
 import torch
 
@@ -28,16 +29,18 @@ class _Pieces:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._piece: mmap.mmap | None = None
+        self._newest: weakref.ref[mmap.mmap] | None = None
         self._used = 0
 
     def take(self, size: int) -> tuple[mmap.mmap, int]:
         """Return a mapping that has `size` bytes for the caller, and where they begin."""
         with self._lock:
-            if self._piece is None or self._used + size > _PIECE:
-                self._piece, self._used = _mapped(_PIECE), 0
+            piece = self._newest() if self._newest is not None else None
+            if piece is None or self._used + size > _PIECE:
+                piece, self._used = _mapped(_PIECE), 0
+                self._newest = weakref.ref(piece)
             begin, self._used = self._used, -(-(self._used + size) // _LINE) * _LINE
-            return self._piece, begin
+            return piece, begin
 
 
 def _mapped(size: int) -> mmap.mmap:
@@ -57,7 +60,7 @@ def empty(*shape: int, dtype: torch.dtype, lasts: bool = False) -> torch.Tensor:
 
     Args:
         lasts: the tensor and others of its kind are freed together, so it may share a mapping with them. Without it, a
-            tensor that is smaller than a huge page lies in small ones.
+            tensor that is smaller than a huge page lies in small pages.
     """
     count = math.prod(shape)
     size = count * dtype.itemsize

@@ -53,7 +53,10 @@ class _Args(ctypes.Structure):
 class _Words(ctypes.Structure):
     """Mirror of `struct bare_words`."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("start", "tokens", "quotes")]
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("start", "tokens", "quotes")],
+        ("num_tokens", ctypes.c_int64),
+    ]
 
 
 class _CountArgs(ctypes.Structure):
@@ -166,6 +169,7 @@ class BareWords:
     def of(cls, spellings: Mapping[int, Sequence[int]], quotes: Iterable[int], vocab_size: int) -> BareWords:
         """Args: `spellings` has the tokens of some words without their space, `quotes` the tokens that end with a
         quote."""
+        assert all(0 <= each < vocab_size for spelling in spellings.values() for each in spelling), "no such token"
         sizes = [len(spellings.get(token, ())) for token in range(vocab_size)]
         tokens = [each for token in range(vocab_size) for each in spellings.get(token, ())]
         quotes_V = torch.zeros(vocab_size, dtype=torch.uint8)
@@ -199,7 +203,9 @@ class SuffixVotes:
         of_lanes = (lanes.slots_B, lanes.num_emitted_B, lanes.num_jump_forward_B)
         strides = (s.history_SL.stride(0), s.drafts_SR.stride(0))
         places = _addresses(*of_lanes, *read, *written)
-        self._native_words = words and _Words(address(words.start_V), address(words.tokens), address(words.quotes_V))
+        self._native_words = words and _Words(
+            address(words.start_V), address(words.tokens), address(words.quotes_V), len(words.quotes_V)
+        )
         at_words = ctypes.addressof(self._native_words) if self._native_words else None
         self._args = _Args(*places, at_words, *strides, 0, 0, min_run, max_run)
         verified = (lanes.slots_B, lanes.num_emitted_B, lanes.num_verified_B, lanes.num_accepted_B)

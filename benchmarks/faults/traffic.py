@@ -64,9 +64,14 @@ KINDS = {
 """A hostile grammar that ends several grammar processes is refused with UNAVAILABLE, by name."""
 
 LEAST_GUIDED = 24
-"""The fewest max_tokens of a request with a schema: the server refuses fewer than the shortest answer has."""
-_LARK = 'start: "The answer is " /[a-z]{2,12}/ "."'
-_EBNF = 'root ::= "yes" | "no" | "maybe " [0-9]+'
+"""The fewest max_tokens of a request with a grammar: the server refuses fewer than the shortest answer has."""
+GRAMMARS = {
+    "regex": pb.Grammar(regex="[A-Z][a-z]{2,9}( [a-z]{1,8}){1,6}\\."),
+    "choice": pb.Grammar(choice=pb.Choice(choices=["red", "green", "blue", "a colour that is none of these"])),
+    "lark": pb.Grammar(lark='start: "The answer is " /[a-z]{2,12}/ "."'),
+    "ebnf": pb.Grammar(ebnf='root ::= "yes" | "no" | "maybe " [0-9]+'),
+}
+"""Of these kinds, next to the workload's schemas."""
 _INVALID = (
     lambda: pb.GenerateRequest(text=""),
     lambda: pb.GenerateRequest(text="a", sampling=pb.SamplingParams(temperature=-1.0)),
@@ -127,8 +132,9 @@ class Traffic:
         if kind == "invalid":
             return draw.choice(_INVALID)()
         guided = kind in ("schema", "beams", "left", "late", "adapter") and draw.random() < 0.7
+        has_grammar = guided or kind in GRAMMARS or kind == "hostile"
         sampling = pb.SamplingParams(
-            max_tokens=draw.randrange(LEAST_GUIDED if guided else 4, 64),
+            max_tokens=draw.randrange(LEAST_GUIDED if has_grammar else 4, 64),
             temperature=draw.choice((0.0, 0.8)),
             seed=draw.randrange(1 << 32),
         )
@@ -136,17 +142,10 @@ class Traffic:
         request = make_call(
             "", item.messages, schema=item.schema, sampling=sampling, num_draft_tokens=draw.choice((0, 3, 7))
         ).request
-        grammars = {
-            "regex": lambda: pb.Grammar(regex="[A-Z][a-z]{2,9}( [a-z]{1,8}){1,6}\\."),
-            "choice": lambda: pb.Grammar(
-                choice=pb.Choice(choices=["red", "green", "blue", "a colour that is none of these"])
-            ),
-            "lark": lambda: pb.Grammar(lark=_LARK),
-            "ebnf": lambda: pb.Grammar(ebnf=_EBNF),
-            "hostile": lambda: draw.choice(self._hostile),
-        }
-        if kind in grammars:
-            request.grammar.CopyFrom(grammars[kind]())
+        if kind in GRAMMARS:
+            request.grammar.CopyFrom(GRAMMARS[kind])
+        elif kind == "hostile":
+            request.grammar.CopyFrom(draw.choice(self._hostile))
         elif kind == "several":
             sampling.n, sampling.temperature = draw.randrange(2, 5), 0.8
         elif kind == "beams":

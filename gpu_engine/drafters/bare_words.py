@@ -7,9 +7,12 @@ the tokenizer's own. Not responsible for: the lookup (see kernels/suffix.py).
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from kernels.suffix import BareWords
+
+log = logging.getLogger(__name__)
 
 _SPACES = ("\u0120", "\u2581")
 """How a byte-level vocabulary writes a space, and SentencePiece."""
@@ -19,18 +22,22 @@ _QUOTE = '"'
 def bare_words(tokenizer: Any, vocab_size: int) -> BareWords:
     """Return the words of a Rust tokenizer, for a model with so many columns of logits.
 
-    Words with other characters than those of ASCII have no spelling here: a byte-level vocabulary does not show their
-    text. It takes some 0.1 s for 50,000 tokens.
+    A word begins with a letter or a digit. Words with characters outside ASCII have no spelling here, because a
+    byte-level vocabulary does not show their text. It takes some 0.1 s for 50,000 tokens.
     """
     vocab = {text: token for text, token in tokenizer.get_vocab().items() if token < vocab_size}
     found = {token: text[1:] for text, token in vocab.items() if text.startswith(_SPACES) and _is_word(text[1:])}
-    (quote, *encoded) = tokenizer.encode_batch_fast(
-        [_QUOTE, *(_QUOTE + word for word in found.values())], add_special_tokens=False
-    )
-    before = len(quote.ids)
-    spellings = {
-        token: each.ids[before:] for token, each in zip(found, encoded, strict=True) if each.ids[:before] == quote.ids
-    }
+    texts = [_QUOTE, *(_QUOTE + word for word in found.values())]
+    try:
+        quote, *encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    except Exception as error:  # the library has no class of its own
+        log.info("words after quotes are not looked up: the tokenizer cannot encode one: %s", error)
+        return BareWords.of({}, (), vocab_size)
+    before, spellings = len(quote.ids), {}
+    for token, each in zip(found, encoded, strict=True):
+        spelling = each.ids[before:]
+        if each.ids[:before] == quote.ids and max(spelling, default=0) < vocab_size:
+            spellings[token] = spelling
     return BareWords.of(spellings, (token for text, token in vocab.items() if text.endswith(_QUOTE)), vocab_size)
 
 

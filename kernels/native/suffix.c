@@ -38,6 +38,7 @@ struct bare_words {
     const int32_t *start;  /* [V + 1], where each token's spelling begins in `tokens`; it ends where the next begins */
     const int32_t *tokens; /* of all spellings */
     const uint8_t *quotes; /* [V], 1: the text of the token ends with a quote */
+    int64_t num_tokens;    /* V; a history has larger ids as well, of an adapter's virtual tokens */
 };
 
 struct suffix_args {
@@ -119,15 +120,20 @@ static float weight_of(int run, float factor) {
     return factor;
 }
 
-/* Return how many of tokens[0 .. n) come after the last quote; 0: more than MAX_WORD, or there is no quote. */
+static int is_known(const struct bare_words *words, int32_t token) { return token >= 0 && token < words->num_tokens; }
+
+/* Return how many of tokens[0 .. n) come after the last quote; 0: none, more than MAX_WORD, or there is no quote. */
 static int word_at(const struct bare_words *words, const int32_t *tokens, int64_t n) {
-    for (int size = 0; words && size <= MAX_WORD && size < n; size++)
-        if (words->quotes[tokens[n - 1 - size]]) return size;
+    for (int size = 0; words && size <= MAX_WORD && size < n; size++) {
+        const int32_t token = tokens[n - 1 - size];
+        if (is_known(words, token) && words->quotes[token]) return size;
+    }
     return 0;
 }
 
 /* Return how many tokens `token` has without its space if `size` tokens of `word` are the first of them, else 0. */
 static int spelled(const struct bare_words *words, int32_t token, const int32_t *word, int size) {
+    if (!is_known(words, token)) return 0;
     const int32_t *bare = words->tokens + words->start[token];
     int count = words->start[token + 1] - words->start[token];
     if (count < size) return 0;

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+from pathlib import Path
 
 import psutil
+import pytest
 import torch
 
 from kernels import huge_pages
+from kernels.blocks import BlockKind, PackedBlocks, can_multiply_blocks, quantised
 
 LARGE = (40 << 20, 1)
 """Bytes that get a mapping of their own."""
@@ -30,6 +33,57 @@ def test_tensors_do_not_overlap_and_begin_at_a_line() -> None:
         each.fill_(number)
     assert all((each == number).all() for number, each in enumerate(made))
     assert huge_pages.empty(0, 4, dtype=torch.uint8, lasts=True).shape == (0, 4)
+
+
+def lies_in_huge_pages(tensor: torch.Tensor) -> bool:
+    """Return whether the kernel was asked for huge pages where the tensor lies."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name, *values = line.split()
+        if "-" in name and ":" not in name:
+            begin, end = (int(address, 16) for address in name.split("-"))
+            inside = begin <= tensor.data_ptr() < end
+        elif inside and name == "VmFlags:":
+            return "hg" in values
+    raise AssertionError("no mapping has the tensor")
+
+
+needs_huge_pages = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="the kernel has no transparent huge pages"
+)
+
+
+@needs_huge_pages
+def test_large_tensors_and_those_that_last_lie_in_huge_pages() -> None:
+    assert lies_in_huge_pages(huge_pages.empty(*LARGE, dtype=torch.uint8))
+    assert lies_in_huge_pages(huge_pages.empty(100, dtype=torch.uint8, lasts=True))
+    assert not lies_in_huge_pages(huge_pages.empty(100, dtype=torch.uint8))
+
+
+@needs_huge_pages
+@pytest.mark.skipif(not can_multiply_blocks(), reason="no products of blocks on this CPU")
+def test_a_joined_matrix_lies_in_huge_pages_and_its_parts_do_not() -> None:
+    parts = [PackedBlocks(quantised(torch.randn(64, 64), BlockKind.Q4)) for _ in range(2)]
+    joined = PackedBlocks.joined(parts)
+    arrays = [joined.quants, joined.scales, *([] if joined.offsets is None else [joined.offsets])]
+    assert all(map(lies_in_huge_pages, arrays))
+    assert not any(lies_in_huge_pages(part.quants) for part in parts)
+
+
+def test_small_tensors_that_last_share_a_mapping_which_goes_with_the_last_of_them() -> None:
+    gc.collect()
+    before = mapped_mib()
+    made = [huge_pages.empty(1 << 20, dtype=torch.uint8, lasts=True) for _ in range(40)]
+    assert max(each.data_ptr() for each in made) - min(each.data_ptr() for each in made) < 64 << 20
+    assert mapped_mib() < before + 80
+    del made[1:]
+    gc.collect()
+    assert mapped_mib() > before + 40
+    made[0].fill_(1)
+    made.clear()
+    gc.collect()
+    assert mapped_mib() < before + 20
+    assert huge_pages.empty(8, dtype=torch.uint8, lasts=True).fill_(3).tolist() == [3] * 8
 
 
 def test_threads_get_different_memory() -> None:

@@ -236,6 +236,39 @@ def test_a_word_after_a_quote_is_found_after_a_space(prompt: list[int], answer: 
     assert without.draft(0) == []
 
 
+VIRTUAL = 99
+"""The first id beyond the vocabulary of `WORDS`."""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "drafts"),
+    [
+        ([VIRTUAL, MARIA, KELLER, VIRTUAL + 40_000_000], [QUOTE, BARE_MARIA], [KELLER]),
+        ([VIRTUAL, 50, KELLER, 51], [QUOTE, BARE_MARIA, KELLER], []),
+        ([50, VIRTUAL, KELLER, 51], [QUOTE, BARE_MARIA, KELLER], []),
+        ([50, MARIA, KELLER], [QUOTE, VIRTUAL], []),
+        ([50, MARIA, KELLER], [VIRTUAL, BARE_MARIA], []),
+        ([50, MARIA, KELLER], [QUOTE, -1, BARE_MARIA], []),
+        ([50, MARIA, KELLER], [-1, BARE_MARIA], []),
+    ],
+)
+def test_ids_beyond_the_vocabulary_are_no_words(prompt: list[int], answer: list[int], drafts: list[int]) -> None:
+    """An adapter's virtual tokens have such ids. What lies after the arrays would make them a quote, and a word."""
+    start_V, quotes_V = torch.zeros(200, dtype=torch.int32), torch.ones(200, dtype=torch.uint8)
+    start_V[1 : 1 + len(WORDS.start_V)], quotes_V[1 : 1 + VIRTUAL] = WORDS.start_V, WORDS.quotes_V
+    start_V[VIRTUAL + 2 :] = len(WORDS.tokens) - 2
+    bench = Bench(words=BareWords(start_V[1 : VIRTUAL + 2], WORDS.tokens, quotes_V[1 : VIRTUAL + 1]))
+    bench.write(0, prompt, answer)
+    assert bench.draft(0) == drafts
+
+
+def test_no_word_is_found_before_a_history() -> None:
+    bench = Bench(words=WORDS)
+    bench.slots.history_SL[0, -1] = MARIA
+    bench.write(1, [KELLER, 51], [QUOTE, BARE_MARIA, KELLER])
+    assert bench.draft(1) == []
+
+
 def test_a_word_of_too_many_tokens_is_not_looked_up() -> None:
     spelling = tuple(range(30, 30 + MAX_WORD + 1))
     bench = Bench(words=BareWords.of({MARIA: spelling}, [QUOTE], 99))

@@ -69,7 +69,16 @@ def test_a_word_that_joins_the_quote_has_no_spelling_and_neither_has_one_beyond_
     token = joined.get_vocab()
     assert spellings(bare_words(joined, 300)) == {token["\u0120V"]: [token["V"]]}
     assert spellings(bare_words(joined, token["\u0120V"])) == {}
+    pieces = byte_level(("\u0120", "M"), ("\u0120M", "a"), ("M", "a"))
+    assert spellings(bare_words(pieces, 300))[257] == [258]
+    assert spellings(bare_words(pieces, 258)) == {256: [ord("M")]}, "258 is no column of these logits"
     assert spellings(bare_words(tokenizer, 300)) == {256: [ord("M")], 257: [ord("V")]}
+
+
+def test_a_tokenizer_that_cannot_encode_a_quote_has_no_words() -> None:
+    words = bare_words(tokenizers.Tokenizer(models.WordLevel({"\u0120M": 0}, unk_token="[UNK]")), 4)
+    assert spellings(words) == {}
+    assert words.quotes_V.tolist() == [0, 0, 0, 0]
 
 
 def test_a_vocabulary_without_words_has_none() -> None:
