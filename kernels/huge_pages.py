@@ -24,7 +24,7 @@ _PIECE = 32 * _HUGE
 log = logging.getLogger(__name__)
 
 
-class _Pieces:
+class Pieces:
     """Mappings that tensors take one after another."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ def _mapped(size: int) -> mmap.mmap:
     return memory
 
 
-_pieces = _Pieces()
+_pieces = Pieces()
 
 
 def empty(*shape: int, dtype: torch.dtype, lasts: bool = False) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import weakref
 from pathlib import Path
 
 import psutil
@@ -70,20 +71,27 @@ def test_a_joined_matrix_lies_in_huge_pages_and_its_parts_do_not() -> None:
     assert not any(lies_in_huge_pages(part.quants) for part in parts)
 
 
-def test_small_tensors_that_last_share_a_mapping_which_goes_with_the_last_of_them() -> None:
+def test_small_tensors_share_a_mapping_which_goes_with_the_last_of_them() -> None:
+    pieces = huge_pages.Pieces()
+    taken = [pieces.take(size) for size in (1 << 20, 5, 64, 3 << 20)]
+    assert len({id(mapping) for mapping, _ in taken}) == 1
+    assert [begin for _, begin in taken] == [0, 1 << 20, (1 << 20) + 64, (1 << 20) + 128]
+    mapping = weakref.ref(taken[0][0])
+    tensor = torch.frombuffer(taken[1][0], dtype=torch.uint8, count=5, offset=taken[1][1])
+    taken.clear()
     gc.collect()
-    before = mapped_mib()
-    made = [huge_pages.empty(1 << 20, dtype=torch.uint8, lasts=True) for _ in range(40)]
-    assert max(each.data_ptr() for each in made) - min(each.data_ptr() for each in made) < 64 << 20
-    assert mapped_mib() < before + 80
-    del made[1:]
+    assert mapping() is not None
+    del tensor
     gc.collect()
-    assert mapped_mib() > before + 40
-    made[0].fill_(1)
-    made.clear()
-    gc.collect()
-    assert mapped_mib() < before + 20
-    assert huge_pages.empty(8, dtype=torch.uint8, lasts=True).fill_(3).tolist() == [3] * 8
+    assert mapping() is None
+    assert pieces.take(8)[1] == 0
+
+
+def test_a_full_mapping_is_followed_by_another() -> None:
+    pieces = huge_pages.Pieces()
+    first, second, third = (pieces.take(40 << 20) for _ in range(3))
+    assert len({id(mapping) for mapping, _ in (first, second, third)}) == 3
+    assert [begin for _, begin in (first, second, third)] == [0, 0, 0]
 
 
 def test_threads_get_different_memory() -> None:
