@@ -185,7 +185,7 @@ class SuffixVotes:
     """Drafts over fixed arrays, so that a step fills in only its size.
 
     A place counts if its last `min_run` tokens equal the end of the sequence (in a ring at least two); more than
-    `max_run` equal tokens count as `max_run`.
+    `max_run` equal tokens count as `max_run`. With `words`, a word after a quote equals the same word after a space.
     """
 
     def __init__(
