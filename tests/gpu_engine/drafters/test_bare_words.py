@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import tokenizers
 import torch
 from tokenizers import models, pre_tokenizers
 
+from gpu_engine.core.cpu_executor import cpu_executor
 from gpu_engine.drafters.bare_words import bare_words
+from gpu_engine.model.loader import LoadedModel
 from kernels.suffix import BareWords
 from tests.fakes import byte_tokenizer
+from tests.gpu_engine.harness import with_drafts
 
 
 def spellings(words: BareWords) -> dict[int, list[int]]:
@@ -85,3 +91,18 @@ def test_a_vocabulary_without_words_has_none() -> None:
     words = bare_words(byte_tokenizer(), 258)
     assert spellings(words) == {}
     assert words.quotes_V.nonzero().flatten().tolist() == [ord('"')]
+
+
+def test_the_lookup_of_an_engine_knows_the_words_of_its_tokenizer(llama: LoadedModel) -> None:
+    tokenizer: Any = SimpleNamespace(backend_tokenizer=byte_level(("\u0120", "M")))
+    word, quote, bare = 256, ord('"'), ord("M")
+    for model, drafts in ((replace(llama, tokenizer=tokenizer), [50]), (llama, [])):
+        parts = with_drafts(3), replace(model, max_model_len=256), None
+        suffix = cpu_executor(*parts, num_pages=16, max_inflight_steps=0).suffix
+        assert suffix is not None
+        slots, lanes = suffix._votes._slots, suffix._votes._lanes
+        slots.history_SL[0, :5] = torch.tensor([word, 50, 51, quote, bare], dtype=torch.int32)
+        slots.length_S[0], slots.prompt_length_S[0], slots.draft_limit_S[0], slots.max_length_S[0] = 5, 3, 3, 100
+        lanes.slots_B[0], lanes.num_emitted_B[0] = 0, 1
+        suffix._votes.draft(1, 3, jump_forward=False)
+        assert slots.drafts_SR[0, : int(slots.num_drafts_S[0])].tolist() == drafts
