@@ -5,7 +5,7 @@ Between products everything is float32; keys and values have the pages' dtype. N
 this form (see gpu_engine/model/quantised/native.py), and the ownership of pages (see gpu_engine/core/kv_cache.py).
 
 Shapes: N rows, S sequences, V columns of the logits, H hidden size, I inner size of the gated block, D head size,
-L positions of a rotary table, R rotated channels.
+L positions of a rotary table, R rotated channels, E experts of a mixture.
 """
 
 from __future__ import annotations
@@ -45,14 +45,34 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ForwardLayer:
-    """The weights and numbers of one layer: x += post(attention(pre(x))), then the same with the gated block."""
+class GatedBlock:
+    """down(act(gate(x)) * up(x))."""
 
-    qkv: PackedBlocks
-    output: PackedBlocks
     gate_up: PackedBlocks
     """The gate's outputs, then those of up."""
     down: PackedBlocks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixture:
+    """The sum of a row's experts, weighted by the softmax of the router's outputs; see kernels/native/experts.h."""
+
+    experts: tuple[GatedBlock, ...]
+    router_EH: torch.Tensor
+    """In the dtype of the embedding, contiguous."""
+    chosen: int
+    """Experts of a row."""
+    renormalises: bool
+    """The weights of the chosen ones are divided by their sum."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardLayer:
+    """The weights and numbers of one layer: x += post(attention(pre(x))), then the same with the block."""
+
+    qkv: PackedBlocks
+    output: PackedBlocks
+    block: GatedBlock | Mixture
     pre_attention: Norm | None
     post_attention: Norm | None
     pre_block: Norm | None
@@ -75,11 +95,29 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 _PAGES = ("k_pages", "v_pages", "k_scales", "v_scales")
 
 
+class _MixtureArgs(ctypes.Structure):
+    """Mirror of `struct mixture`."""
+
+    _fields_ = [
+        *[(name, ctypes.POINTER(BlockWeightsArgs)) for name in ("gate_up", "down")],
+        ("router", ctypes.c_void_p),
+        ("renormalises", ctypes.c_int64),
+    ]
+
+    @classmethod
+    def of(cls, mixture: Mixture) -> _MixtureArgs:
+        """Return the arguments; the mixture outlives them."""
+        of_experts = BlockWeightsArgs * len(mixture.experts)
+        parts = (of_experts(*(getattr(each, name).args for each in mixture.experts)) for name in ("gate_up", "down"))
+        return cls(*parts, mixture.router_EH.data_ptr(), mixture.renormalises)
+
+
 class _LayerArgs(ctypes.Structure):
     """Mirror of `struct forward_layer`."""
 
     _fields_ = [
         *[(name, BlockWeightsArgs) for name in ("qkv", "output", "gate_up", "down")],
+        ("mixture", _MixtureArgs),
         *[(name, ctypes.c_void_p) for name in (*_NORMS, *_HEAD_NORMS, "cos", "sin", *_PAGES, "tap")],
         ("rotated", ctypes.c_int64),
         *[
@@ -92,7 +130,11 @@ class _LayerArgs(ctypes.Structure):
     @classmethod
     def of(cls, layer: ForwardLayer) -> _LayerArgs:
         """Return the arguments that no call changes. The layer outlives them."""
-        args = cls(*(part.args for part in (layer.qkv, layer.output, layer.gate_up, layer.down)))
+        args = cls(layer.qkv.args, layer.output.args)
+        if isinstance(layer.block, GatedBlock):
+            args.gate_up, args.down = layer.block.gate_up.args, layer.block.down.args
+        else:
+            args.mixture = _MixtureArgs.of(layer.block)
         for name in (*_NORMS, *_HEAD_NORMS):
             norm = getattr(layer, name)
             if norm is not None:
@@ -122,7 +164,7 @@ class _ForwardArgs(ctypes.Structure):
         *[(name, ctypes.c_float) for name in ("embedding_scale", "norm_eps", "logits_softcap")],
         *[(name, ctypes.c_int32) for name in ("bf16", "pages", "defers_head")],
         *[(name, ctypes.c_void_p) for name in ("adapters", "sequence_adapters", "virtual_embedding")],
-        *[(name, ctypes.c_int64) for name in ("adapter_rank", "vocabulary")],
+        *[(name, ctypes.c_int64) for name in ("adapter_rank", "vocabulary", "experts", "chosen", "expert_inner")],
     ]
 
 
@@ -131,7 +173,7 @@ class Forward:
 
     Args:
         embedding_VH: bfloat16 or float32, the dtype of taps; the model owns it. Pages have it, or int8.
-        layers: of equal shapes.
+        layers: of equal shapes; a gated block may have another inner size than the experts.
         norm: before the head.
         head: the output product.
         heads: (query heads, KV heads).
@@ -153,14 +195,20 @@ class Forward:
         embedding_scale: float = 1.0,
     ) -> None:
         self._owned = (embedding_VH, tuple(layers), norm, head)
-        self._dtype, H, inner = embedding_VH.dtype, embedding_VH.shape[1], layers[0].down.num_inputs
-        self._check(H, inner, heads, head_dim)
+        self._dtype, H = embedding_VH.dtype, embedding_VH.shape[1]
+        self._check(H, heads, head_dim)
         self._layers = (_LayerArgs * len(layers))(*(_LayerArgs.of(layer) for layer in layers))
         self._args = _ForwardArgs(self._layers, head.args)
         args = self._args
         args.embedding, args.embedding_scale = embedding_VH.data_ptr(), embedding_scale
         args.norm, args.norm_eps, args.logits_softcap = norm.weight.data_ptr(), norm.eps, logits_softcap
-        args.num_layers, args.hidden, args.inner, args.head_dim = len(layers), H, inner, head_dim
+        args.num_layers, args.hidden, args.head_dim = len(layers), H, head_dim
+        for block in (layer.block for layer in layers):
+            if isinstance(block, GatedBlock):
+                args.inner = block.down.num_inputs
+            else:
+                args.experts, args.chosen = len(block.experts), block.chosen
+                args.expert_inner = block.experts[0].down.num_inputs
         (args.num_heads, args.num_kv_heads), args.bf16 = heads, self._dtype == torch.bfloat16
         args.vocabulary = len(embedding_VH)
         self._logits_NV = self._result_NV = torch.empty(0, head.num_outputs)
@@ -178,30 +226,45 @@ class Forward:
         self._adapted = False
         """The last call had adapters or virtual tokens."""
 
-    def _check(self, H: int, inner: int, heads: tuple[int, int], head_dim: int) -> None:
+    def _check(self, H: int, heads: tuple[int, int], head_dim: int) -> None:
         """Assert what the native code relies on."""
         embedding_VH, layers, _, head = self._owned
+        gated = [layer.block for layer in layers if isinstance(layer.block, GatedBlock)]
+        mixtures = [layer.block for layer in layers if isinstance(layer.block, Mixture)]
+        self._check_blocks(gated, H)
+        self._check_blocks([expert for mixture in mixtures for expert in mixture.experts], H)
+        assert len({(len(mixture.experts), mixture.chosen) for mixture in mixtures}) <= 1
+        for mixture in mixtures:
+            assert mixture.router_EH.shape == (len(mixture.experts), H), mixture.router_EH.shape
+            assert mixture.router_EH.dtype == self._dtype, mixture.router_EH.dtype
+            assert mixture.router_EH.is_contiguous()
+            assert 0 < mixture.chosen <= len(mixture.experts), mixture.chosen
         channels = heads[0] * head_dim
         assert embedding_VH.dtype in (torch.bfloat16, torch.float32), embedding_VH.dtype
         assert embedding_VH.is_contiguous()
-        assert H % BLOCK == inner % BLOCK == channels % BLOCK == 0, (H, inner, channels)
+        assert H % BLOCK == channels % BLOCK == 0, (H, channels)
         assert head_dim % 16 == 0, head_dim
         assert head_dim <= 256, head_dim
         assert heads[0] % heads[1] == 0, heads
         assert head.num_inputs == H, head
         for layer in layers:
-            shapes = [
-                (part.num_inputs, part.num_outputs) for part in (layer.qkv, layer.output, layer.gate_up, layer.down)
-            ]
-            assert shapes == [(H, channels + 2 * heads[1] * head_dim), (channels, H), (H, 2 * inner), (inner, H)], (
-                shapes
-            )
+            shapes = [(part.num_inputs, part.num_outputs) for part in (layer.qkv, layer.output)]
+            assert shapes == [(H, channels + 2 * heads[1] * head_dim), (channels, H)], shapes
             assert layer.cos_LR.shape == layer.sin_LR.shape, layer.cos_LR.shape
             assert layer.cos_LR.dtype == layer.sin_LR.dtype == torch.float32
             assert layer.cos_LR.is_contiguous()
             assert layer.sin_LR.is_contiguous()
             assert layer.cos_LR.shape[1] % 2 == 0, layer.cos_LR.shape
             assert layer.cos_LR.shape[1] <= head_dim, layer.cos_LR.shape
+
+    @staticmethod
+    def _check_blocks(blocks: Sequence[GatedBlock], H: int) -> None:
+        """Assert that blocks have the same shapes, and the native code's."""
+        for block in blocks:
+            inner = blocks[0].down.num_inputs
+            assert inner % BLOCK == 0, inner
+            shapes = [(part.num_inputs, part.num_outputs) for part in (block.gate_up, block.down)]
+            assert shapes == [(H, 2 * inner), (inner, H)], shapes
 
     def __call__(
         self,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers.integrations.moe import _default_apply_gate
 
 from gpu_engine.model.linear import PackedLinear, can_pack
 from gpu_engine.model.names import ModelNotSupported
@@ -45,6 +46,8 @@ class Experts(nn.Module):
         name = _first_of(inner) or ""
         self.gate_up = _linears(getattr(own, name), getattr(own, f"{name}_bias") if biased else None, transposed)
         self.down = _linears(own.down_proj, own.down_proj_bias if biased else None, transposed)
+        self.width = int(self.down[0].in_features)  # type: ignore[arg-type]
+        """Channels between an expert's two products."""
         self.inner = inner
         gate = getattr(own, "_apply_gate", self._halves) if own.__dict__.get("has_gate", True) else own.act_fn
         self._gate: Callable[[torch.Tensor], torch.Tensor] = gate
@@ -55,6 +58,10 @@ class Experts(nn.Module):
         for name in (first, "down_proj", f"{first}_bias", "down_proj_bias"):
             if name in self.inner._parameters:
                 delattr(self.inner, name)
+
+    def gate(self, gate_up_NC: torch.Tensor) -> torch.Tensor:
+        """Return the inputs of the second product by the outputs of the first, [N, C] -> [N, I]."""
+        return self._gate(gate_up_NC)
 
     def _halves(self, gate_up_NC: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up_NC.chunk(2, dim=-1)
@@ -119,12 +126,39 @@ class WeightedExperts(Experts):
         return out_ENH.view_as(routed_MH)
 
 
+def split_experts(net: nn.Module) -> int:
+    """Replace the experts of a model that has no weights yet; return how many.
+
+    It takes experts of the form that most families have, and needs no comparison for them: gate, then up, without
+    biases.
+    """
+    count = 0
+    for parent in list(net.modules()):
+        for name, child in list(parent.named_children()):
+            if _first_of(child) == "gate_up_proj" and _is_plain(child):
+                made = Experts(child)
+                made.take_weights()
+                made.inner._is_hf_initialized = True  # type: ignore[assignment]  # it has nothing to fill in any more
+                setattr(parent, name, made)
+                count += 1
+    return count
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether experts have the form that transformers' decorator of experts gives a class without settings."""
+    own, weight = module.__dict__, module.get_parameter("gate_up_proj")
+    form = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    form["has_post_expert_norm"] = False
+    own_gate = getattr(type(module), "_apply_gate", None)
+    return weight.dim() == 3 and own_gate is _default_apply_gate and form.items() <= own.items()
+
+
 def replace_experts(net: nn.Module) -> int:
-    """Replace the experts of a model on a CPU, and pack the products of its routers; return the mixtures replaced.
+    """Replace the experts of a model on a CPU, and pack the products of its routers; return the mixtures that it has.
 
     Experts of a form that is not known stay, and the log names them.
     """
-    count = 0
+    count = sum(isinstance(module, Experts) for module in net.modules())
     for parent in list(net.modules()):
         for name, child in list(parent.named_children()):
             gate = getattr(child, "shared_expert_gate", None)

@@ -7,6 +7,7 @@ the model itself (see fusion.py). Not responsible for: the computation of a laye
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -199,8 +200,8 @@ def _normed(x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm | N
 _SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
-def fused_forward_of(net: Any, record: Recording) -> FusedForward:
-    """Return the loop of a model with fused parts. Does not check its numbers.
+def fused_forward_of(net: Any, record: Recording, mixtures: Mapping[nn.Module, MixedBlock]) -> FusedForward:
+    """Return the loop of a model with fused parts. Does not check its numbers. `mixtures`: by the module of the model.
 
     Raises NotALoop.
     """
@@ -216,7 +217,7 @@ def fused_forward_of(net: Any, record: Recording) -> FusedForward:
     ]:
         raise NotALoop(f"the decoder has more: {strangers}")
     rotary: list[RotaryCall] = []
-    layers = tuple(_layer_of(layer, record, rotary, decoder) for layer in stacks[0])
+    layers = tuple(_layer_of(layer, record, rotary, decoder, mixtures) for layer in stacks[0])
     softcap = getattr(net.config.get_text_config(), "final_logit_softcapping", None) or 0.0
     pairs = isinstance(head, PackedLinear) and head.pairs
     return FusedForward(embedding, tuple(rotary), layers, norms[0].norm, head, softcap, pairs, _packed(head, layers))
@@ -231,8 +232,14 @@ def _packed(head: nn.Module, layers: tuple[Layer, ...]) -> bool:
     return all(isinstance(product, PackedLinear | BlockLinear) for product in products)
 
 
-def _layer_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> Layer:
-    children = dict(layer.named_children())
+def _layer_of(
+    layer: nn.Module,
+    record: Recording,
+    rotary: list[RotaryCall],
+    decoder: nn.Module,
+    mixtures: Mapping[nn.Module, MixedBlock],
+) -> Layer:
+    children = {name: mixtures.get(child, child) for name, child in layer.named_children()}
     attentions = [child for child in children.values() if isinstance(child, FusedAttention)]
     blocks = [child for child in children.values() if isinstance(child, FusedGated | MixedBlock)]
     norms = {name: child.norm for name, child in children.items() if isinstance(child, FusedNorm)}

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gpu_engine.model.attention import AttentionContext, LayerAttention, PromptRows, context_of_forward
+from gpu_engine.model.experts import Experts
 from gpu_engine.model.linear import InvariantLinear
 from kernels.fused import Activation, RMSNorm, gated, rms_norm
 from kernels.fused_attention import QkvAttention
@@ -104,6 +105,29 @@ class MixedBlock(nn.Module):
         out = self.inner(x_NH[None])
         rows_NH: torch.Tensor = self.down((out[0] if isinstance(out, tuple) else out).view(x_NH.shape))
         return rows_NH
+
+
+class ChosenExperts(MixedBlock):
+    """A mixture of a known form: a row takes the `chosen` experts with the highest outputs of the router, and adds them
+    with the softmax of these outputs as their weights.
+
+    Args:
+        inner: the model's own module, which keeps its place.
+        router_EH: the router's weights.
+        act: of the experts.
+        renormalises: the weights of the chosen experts are divided by their sum.
+    """
+
+    def __init__(
+        self, inner: nn.Module, router_EH: torch.Tensor, chosen: int, act: Activation, *, renormalises: bool
+    ) -> None:
+        super().__init__(inner)
+        self.router_EH, self.chosen, self.act, self.renormalises = router_EH, chosen, act, renormalises
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts; None: the module has others by now."""
+        return next((child for child in self.inner.children() if type(child) is Experts), None)
 
 
 class FusedAttention(nn.Module):

@@ -11,19 +11,21 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
 
 from gpu_engine.model.attention import LayerAttention
+from gpu_engine.model.experts import Experts
 from gpu_engine.model.fused_forward import NotALoop, WholeForward, fused_forward_of
-from gpu_engine.model.fused_layers import FusedAttention, FusedGated, FusedNorm
+from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, FusedNorm
 from gpu_engine.model.linear import Product, joined
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
-from gpu_engine.model.recording import Call, Recording, distance
+from gpu_engine.model.recording import Call, Distance, Recording, distance
+from kernels.fused import gated
 from kernels.fused_arguments import Activation, NormKind, RMSNorm
 
 log = logging.getLogger(__name__)
@@ -83,6 +85,39 @@ def gated_of(module: nn.Module, record: Recording, bound: float) -> FusedGated:
     fused = _closest((FusedGated(gate_up, down, act) for act in Activation), call, bound, any_within=True)
     fused.sources = {"gate_up": _sources(linears, parts), "down": _sources(linears, [last])}
     return fused
+
+
+def chosen_experts_of(module: nn.Module, record: Recording, bound: float) -> ChosenExperts:
+    """Return a mixture of experts as the known form; raise NotRecognised."""
+    experts = [child for child in module.children() if type(child) is Experts]
+    routers = [child for child in module.children() if [name for name, _ in child.named_parameters()] == ["weight"]]
+    if len(experts) != 1 or len(routers) != 1:
+        raise NotRecognised(f"has the parts {sorted(type(child).__name__ for child in module.children())}")
+    call, routed = _only(record, module), _only(record, routers[0])
+    router_EH, outputs = routers[0].get_parameter("weight").detach(), routed.output
+    if not isinstance(outputs, tuple) or len(outputs) != 3:
+        raise NotRecognised("its router returns no outputs, weights and numbers of experts")
+    outputs_NE, weights_Nk, chosen_Nk = outputs
+    rows_NH = routed.args[0].reshape(-1, router_EH.shape[1])
+    given = _only(record, experts[0])
+    inputs = zip((call.args[0], *given.args), (routed.args[0], routed.args[0], chosen_Nk, weights_Nk), strict=True)
+    if any(distance(part.flatten(), wanted.flatten()) > bound for part, wanted in inputs):
+        raise NotRecognised("its experts do not get its input, and what its router returns")
+    if distance(nn.functional.linear(rows_NH.float(), router_EH.float()), outputs_NE) > bound:
+        raise NotRecognised("its router is no product")
+    if distance(given.tensor().flatten(), call.tensor().flatten()) > bound:
+        raise NotRecognised("its output is not the experts'")
+    shares_Nk, highest_Nk = outputs_NE.float().softmax(-1).topk(chosen_Nk.shape[1])
+    forms = {True: shares_Nk / shares_Nk.sum(-1, keepdim=True), False: shares_Nk}
+    same = [form for form, wanted_Nk in forms.items() if distance(weights_Nk, wanted_Nk) <= bound]
+    if not same or not torch.equal(highest_Nk, chosen_Nk):
+        raise NotRecognised("its router does not take the highest outputs by their softmax")
+    gate_up_NC = torch.randn(4, 2 * experts[0].width, generator=torch.Generator().manual_seed(0)).to(rows_NH.dtype)
+    ranges = (gate_up_NC, 100.0 * gate_up_NC)  # some activations differ near 0, and others have a bound
+    acts = [act for act in Activation if all(distance(gated(x, act), experts[0].gate(x)) <= bound for x in ranges)]
+    if not acts:
+        raise NotRecognised("its experts have another activation")
+    return ChosenExperts(module, router_EH, chosen_Nk.shape[1], acts[0], renormalises=same[0])
 
 
 _ATTENTIONS = (
@@ -183,6 +218,8 @@ class Fused:
     norms: int = 0
     blocks: int = 0
     attentions: int = 0
+    mixtures: Mapping[nn.Module, ChosenExperts] = field(default_factory=dict)
+    """The mixtures of a known form, by the model's own module, which stays in its place."""
     forward: WholeForward | None = None
     """None where the model's own forward runs, over the parts."""
     left: tuple[str, ...] = ()
@@ -190,6 +227,7 @@ class Fused:
 
     def __repr__(self) -> str:
         parts = f"{self.attentions} attentions, {self.blocks} blocks, {self.norms} norms"
+        parts += f", {len(self.mixtures)} mixtures" if self.mixtures else ""
         return f"<Fused {parts}, {'one loop' if self.forward else 'no loop'}, {len(self.left)} reasons>"
 
 
@@ -200,6 +238,7 @@ def fuse_parts(net: Any, record: Recording, layer_attention: Mapping[int, LayerA
     A replaced module is also removed from the record, which releases its weights: memory holds at most one layer twice.
     """
     counts, left = dict.fromkeys(("norms", "blocks", "attentions"), 0), dict[str, None]()
+    mixtures: dict[nn.Module, ChosenExperts] = {}
 
     def attempt(kind: str, parent: nn.Module, name: str, child: nn.Module, make: Callable[[], nn.Module]) -> None:
         try:
@@ -221,10 +260,15 @@ def fuse_parts(net: Any, record: Recording, layer_attention: Mapping[int, LayerA
             attempt("attentions", parent, name, child, make)
         elif any(names[-1] in parts for names in _GATED_BLOCKS):
             attempt("blocks", parent, name, child, functools.partial(gated_of, child, record, bounds.block))
+        elif any(isinstance(part, Experts) for part in child.children()):
+            try:
+                mixtures[child] = chosen_experts_of(child, record, bounds.block)
+            except (NotRecognised, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as why:
+                left[f"mixtures: {type(child).__name__} {why}"] = None
     for parent, name, child in _children(net):
         if hasattr(child, "weight") and (hasattr(child, "eps") or hasattr(child, "variance_epsilon")):
             attempt("norms", parent, name, child, functools.partial(norm_of, child, record, bounds.norm))
-    return Fused(counts["norms"], counts["blocks"], counts["attentions"], left=tuple(left))
+    return Fused(counts["norms"], counts["blocks"], counts["attentions"], mixtures, left=tuple(left))
 
 
 def verified(
@@ -235,6 +279,7 @@ def verified(
     run: Callable[[WholeForward | None], torch.Tensor],
     bounds: Bounds,
     noise: float = 0.0,
+    compare: Distance = distance,
 ) -> Fused:
     """Return `fused` with the fused forward where it gives the logits of the model as it came; raise FusedModelDiffers.
 
@@ -243,12 +288,12 @@ def verified(
     bound.
     """
     bound = max(bounds.logits, min(2 * noise, bounds.most))
-    own = distance(run(None), want_NV)
+    own = compare(run(None), want_NV)
     if own > bound:
         raise FusedModelDiffers(f"fused parts give logits that are {own:.1e} away")
     try:
-        forward = fused_forward_of(net, record)
-        far = distance(run(forward), want_NV)
+        forward = fused_forward_of(net, record, fused.mixtures)
+        far = compare(run(forward), want_NV)
         if far > bound:
             raise NotALoop(f"its logits are {far:.1e} away")
     except (NotALoop, AssertionError, RuntimeError, TypeError, ValueError) as why:

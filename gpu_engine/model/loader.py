@@ -311,12 +311,12 @@ def _prepare_net(
     net, device, dtype = model.net, model.device, model.dtype
     if device.type == "cuda" and not config.enforce_eager:
         refuse_grouped_products(net, partial(torch.cuda.get_device_capability, device))
+    if device.type == "cpu":
+        replace_experts(net)  # their products are quantised like others
     # The memory of a GPU then never holds the weights that are replaced.
     model.quantised = quantise(config, net, gguf_file, checkpoint) if quantised is None else quantised
     model.forms = forms_of(net)
     net.to(device)
-    if device.type == "cpu":
-        replace_experts(net)
     install_tables(net.get_decoder(), model.max_model_len, captured=device.type == "cuda")
     by_row = model.quantised and device.type == "cuda"
     own = None
@@ -330,6 +330,8 @@ def _prepare_net(
     if config.fuse_parts:
         with attention.attending(seen.ctx):
             model.fused = fuse_parts(net, seen.record, seen.ctx.layers_seen, bounds)
+    if config.data_parallel_attention > 1:  # every forward enters every mixture, and a loop that fills skips the last
+        model.fused = replace(model.fused, mixtures={})
     if device.type == "cpu":
         seen.record.forget(nn.Linear)  # it would keep each weight next to its packed copy
         pack_linears(net)
@@ -338,9 +340,12 @@ def _prepare_net(
         replace_linears(net)
         join_activations(net)
     if config.fuse_parts:
-        model.fused = verified(net, model.fused, seen.record, seen.logits_NV, seen.again(model), bounds, seen.noise)
-    if model.quantised and not by_row and model.fused.forward and whole:
-        model.fused = with_native(model.fused, seen.logits_NV, seen.again(model))
+        model.fused = verified(
+            net, model.fused, seen.record, seen.logits_NV, seen.again(model), bounds, seen.noise, seen.compare
+        )
+    adapted_mixtures = config.takes_adapters and model.fused.mixtures  # adapters number the products of gated blocks
+    if model.quantised and not by_row and model.fused.forward and whole and not adapted_mixtures:
+        model.fused = with_native(model.fused, seen.logits_NV, seen.again(model), seen.compare)
     if config.takes_adapters:
         model.adapters = _adapter_pool(config, model)
         if isinstance(model.adapters, AdapterPool) and isinstance(model.fused.forward, NativeForward):

@@ -38,6 +38,7 @@ from gpu_engine.model.cache_size import (
     snapshots_beside,
     states_of,
 )
+from gpu_engine.model.experts import split_experts
 from gpu_engine.model.files.early import check_files, checked_config
 from gpu_engine.model.files.filled import Weights, fill, refuse_misfits, sources_of, unfilled
 from gpu_engine.model.files.need import need_of, refuse_too_large, say_need
@@ -182,12 +183,12 @@ def _read(
 ) -> Network | None:
     """Return a model that is read tensor by tensor; None: transformers' loader has to read it. Raises as
     `_through_transformers`."""
-    path, dtype, setting = files.path, files.dtype, files.setting
+    path, dtype, setting, decided = files.path, files.dtype, files.setting, config.on_cpu and files.whole
     own: GGUFWeights | None = None
     weights: GGUFWeights | SafetensorsWeights
     whole = configuration_of(path, files.header)  # before any file is open, since it may raise
     if files.header is not None:
-        own, why = open_gguf(files.header)
+        own, why = open_gguf(files.header, by_expert=decided)
         if own is None:
             log.info("loading %s through transformers, in full: %s", path, why)
             return None
@@ -195,7 +196,6 @@ def _read(
     configuration = whole if own is not None else text_part_of(whole)
     if own is None:
         weights = SafetensorsWeights(path, of_text=configuration is not whole)
-    decided = config.on_cpu and files.whole
     with weights:
         if configuration is not whole:
             log.info("reading the language model of %s, which takes no images or audio here", path)
@@ -205,6 +205,8 @@ def _read(
         net = _unfilled(configuration, torch.float32 if files.beside else dtype)
         if files.beside:
             cast_computed(net, dtype)
+        if decided:
+            split_experts(net)
         refuse_recurrent(config, net)
         refuse_wide_heads(cached_shape(net, setting).heads, "cpu" if config.on_cpu else "cuda")
         if isinstance(weights, SafetensorsWeights):

@@ -22,9 +22,10 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.cache_size import attention_layers, cache_places
+from gpu_engine.model.experts import Experts
 from gpu_engine.model.fused_forward import WholeForward
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
-from gpu_engine.model.recording import Recording, distance, recording
+from gpu_engine.model.recording import Distance, Recording, distance, recording, typical_distance
 from gpu_engine.model.recurrent.replacement import is_replaced
 from gpu_engine.model.states import SequenceStates
 
@@ -59,6 +60,8 @@ class Probe:
     noise: float
     """Relative distance of those logits from the ones over the model's own attention: the effect of rounding in another
     order on this model in its dtype, through all of its layers."""
+    compare: Distance
+    """The function that compared them."""
 
     def again(self, model: LoadedModel) -> Callable[[WholeForward | None], torch.Tensor]:
         """Return a function that computes the same tokens' logits by a fused, or by the model's own forward."""
@@ -166,16 +169,6 @@ def _nudge(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
     return nudged
 
 
-def _typical_distance(got_NV: torch.Tensor, want_NV: torch.Tensor) -> float:
-    """Return the median over the rows of their relative distances.
-
-    The norm after a recurrent layer divides by a row's size. Where that is small, rounding to 16 bits changes the row a
-    lot, in transformers' forward more often than in ours. A wrong formula changes every row.
-    """
-    far = sorted(distance(got_V, want_V) for got_V, want_V in zip(got_NV, want_NV, strict=True))
-    return far[len(far) // 2]
-
-
 def _ids(model: LoadedModel) -> torch.Tensor:
     return torch.arange(_TOKENS, device=model.device)[None] * 37 % model.vocab_size
 
@@ -228,7 +221,8 @@ def probe(
     # Sinks and biases are passed in arguments of the model's own attention: without them the logits differ.
     own = own_logits(model) if own is None else own
     exact = model.dtype == torch.float32 and not model.quantised
-    compare = _typical_distance if model.recurrent and not exact else distance
+    jumps = bool(model.recurrent) or any(isinstance(module, Experts) for module in model.net.modules())
+    compare = typical_distance if jumps and not exact else distance
     noise, later_noise = compare(logits, own), compare(later, own[_PREFILLED:])
     bound = _EXACT_ERROR if exact else _ROUGH_ERROR if rough else _ERROR
     if (far := max(noise, later_noise)) > bound and not exact and nudged is not None:
@@ -245,4 +239,4 @@ def probe(
             f"model: {model.model_type} has other logits when a sequence goes on in a second forward: it keeps more "
             "than one key and value a layer, or counts positions itself; it cannot be served"
         )
-    return Probe(ids, logits, ctx, record, noise)
+    return Probe(ids, logits, ctx, record, noise, compare)

@@ -100,6 +100,14 @@ INLINE struct block_rows block_rows_at(uint8_t *memory, int64_t rows, int64_t in
     return r;
 }
 
+INLINE void copy_block_row(const struct block_rows *from, int64_t i, const struct block_rows *to, int64_t k) {
+    const int64_t blocks = from->inputs / QBLOCK;
+    memcpy(to->quants + k * to->inputs, from->quants + i * from->inputs, (size_t)from->inputs);
+    memcpy(to->scales + k * blocks, from->scales + i * blocks, (size_t)blocks * sizeof *to->scales);
+    memcpy(to->sums + k * blocks, from->sums + i * blocks, (size_t)blocks * sizeof *to->sums);
+    memcpy(to->counts + k * blocks, from->counts + i * blocks, (size_t)blocks * sizeof *to->counts);
+}
+
 /* a * b + c, rounded once: a product has the same bits on every unit. */
 INLINE v16f fused_add(v16f a, v16f b, v16f c) {
 #if defined(__AVX512F__)

@@ -1,7 +1,7 @@
 /* A decoder's whole forward over block-quantised weights, for CPUs: one call, one team of threads, no Python in between.
  *
- * A layer is x += post(attention(pre(x))), then the same with a gated block; each function below is a loop that the team
- * shares, in their order, or with many rows a loop over a chunk of rows that one member has. Between products everything is
+ * A layer is x += post(attention(pre(x))), then the same with a gated block or a mixture of experts; each function below is a
+ * loop that the team shares, in their order, or with many rows and no experts a loop over a chunk of rows that one member has. Between products everything is
  * fp32; keys and values are rounded to the pages' dtype. Padding is dropped in front: only rows with a position are computed.
  * Invariant: a row depends only on its own sequence, bit for bit, whatever else is in the call. Not responsible for: the
  * ownership of pages and weights.
@@ -10,6 +10,7 @@
 #define LOCKSTEP_FORWARD_H
 
 #include "blocks.h"
+#include "experts.h"
 #include "fused.h"
 #include "low_rank.h"
 #include "paged_attention.h"
@@ -17,6 +18,7 @@
 
 struct forward_layer {
     struct block_weights qkv, output, gate_up, down; /* gate_up: the gate's outputs, then those of up */
+    struct mixture mixture;                          /* in place of gate_up and down; a null router: there is none */
     /* fp32 [hidden]; null: no such norm */
     const float *pre_attention, *post_attention, *pre_block, *post_block;
     const float *q_norm, *k_norm; /* fp32 [head_dim]; null: none */
@@ -58,6 +60,7 @@ struct forward_args {
     const float *virtual_embedding;         /* [][hidden]: of the ids from `vocabulary` on; null: there are none */
     int64_t adapter_rank;                   /* of a product, its parts together: the most of any adapter */
     int64_t vocabulary;                     /* rows of the embedding */
+    struct mixture_sizes mixtures;
 };
 
 enum { EVERY_GROUP = -1, NO_GROUP = -2 };
@@ -78,14 +81,37 @@ struct forward_work {
     int32_t (*tasks)[3];                    /* sequence, KV head, first query of a tile */
     struct head_row *head_rows;             /* [num_logits], only with `defers_head`, as are their inputs */
     struct block_rows head_inputs;
-    float *low, *active; /* only with adapters: [R][adapter_rank] and, as fp32, the input of `down`, [R][inner] */
+    float *low, *active;  /* only with adapters: [R][adapter_rank] and, as fp32, the input of `down`, [R][inner] */
+    struct routes routes; /* only with mixtures, as is what follows: it is of MIXED_ROWS rows at most */
+    struct block_rows taken, taken_gated; /* by pair: inputs of the experts' products, of hidden and inner channels */
+    float *given;                         /* by pair: what the expert gives, [hidden] */
     int64_t rows, num_tasks, num_logits;
 };
+
+#define MIXED_ROWS 512 /* rows of a mixture at once: their pairs take memory */
 
 static uint8_t *carve(uint8_t **memory, int64_t bytes) {
     uint8_t *at = *memory;
     *memory += (bytes + 63) & ~(int64_t)63;
     return at;
+}
+
+static uint8_t *lay_out_mixtures(const struct forward_args *a, uint8_t *memory, int64_t rows, struct forward_work *w) {
+    const struct mixture_sizes *sizes = &a->mixtures; /* without mixtures all are 0 */
+    const int64_t pairs = (rows < MIXED_ROWS ? rows : MIXED_ROWS) * sizes->chosen;
+    struct routes *t = &w->routes;
+    t->scores = (float *)carve(&memory, rows * whole_vectors(sizes->experts) * 4);
+    t->weights = (float *)carve(&memory, rows * sizes->chosen * 4);
+    t->experts = (int32_t *)carve(&memory, rows * sizes->chosen * 4);
+    t->pairs = (int32_t *)carve(&memory, pairs * 4);
+    t->rows = (int32_t *)carve(&memory, pairs * 4);
+    t->active = (int32_t *)carve(&memory, sizes->experts * 4);
+    t->first = (int32_t *)carve(&memory, (sizes->experts + 1) * 4);
+    t->num_active = (int32_t *)carve(&memory, 4);
+    w->taken = block_rows_at(carve(&memory, block_rows_bytes(pairs, a->hidden)), pairs, a->hidden);
+    w->taken_gated = block_rows_at(carve(&memory, block_rows_bytes(pairs, sizes->inner)), pairs, sizes->inner);
+    w->given = (float *)carve(&memory, pairs * a->hidden * 4);
+    return memory;
 }
 
 /* Lay the work out from `memory` on for so many rows; return the end. With a null `work` it only counts. */
@@ -111,6 +137,7 @@ static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t r
     w.head_inputs = block_rows_at(carve(&memory, block_rows_bytes(deferred, a->hidden)), deferred, a->hidden);
     w.low = (float *)carve(&memory, a->adapters ? rows * a->adapter_rank * 4 : 0);
     w.active = (float *)carve(&memory, a->adapters ? rows * a->inner * 4 : 0);
+    memory = lay_out_mixtures(a, memory, rows, &w);
     if (work) *work = w;
     return memory;
 }
@@ -219,6 +246,8 @@ static void before_product(struct member *m, const struct forward_args *a, const
     TEAM_FOR(m, r, w->rows) {
         add_and_norm(a, w, r, post, post_eps, pre, pre_eps, tap);
         if (a->adapters && l) shrink(a, l, w, r, product, w->delta + r * a->hidden);
+        if (product == OF_GATE_UP && l->mixture.router)
+            route_row(&l->mixture, &a->mixtures, w->delta + r * a->hidden, a->hidden, a->bf16, &w->routes, r);
         quantise_row(w->delta + r * a->hidden, &w->normed, r);
     }
 }
@@ -317,6 +346,23 @@ static void quantise_attended(struct member *m, const struct forward_args *a, co
 
 #define GATED_ROWS 48 /* rows whose gates and ups lie in L1 together */
 
+/* act(gate) * up of 32 channels of some rows, into `gate`. */
+INLINE void gate_rows(float *gate, const float *up, int64_t rows, int32_t act) {
+    for (int64_t i = 0; i < rows * GROUP; i += 16) {
+        v16f g = load_f32(gate + i), u = g;
+        if (act == ACT_GELU_TANH) /* 0.5 (1 + tanh u) is sigmoid(2 u) */
+            u = splat(2.0f * 0.7978845608028654f) * (g + splat(0.044715f) * g * g * g);
+        v16f z = g * sigmoid16(u) * load_f32(up + i);
+        memcpy(gate + i, &z, sizeof z);
+    }
+}
+
+/* Block c of rows [r, r + rows): the input of the product `down`. */
+INLINE void quantise_gated(float (*gate)[GROUP], int64_t r, int64_t rows, int64_t c, const struct block_rows *to) {
+    for (int64_t t = 0; t < rows; t += 16)
+        quantise_blocks(gate[t], GROUP, rows - t < 16 ? rows - t : 16, to, r + t, c, 1);
+}
+
 /* act(gate) * up of 32 channels at a time, quantised at once: the input of the product `down`. */
 static void gate_and_up(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                         const struct forward_work *w) {
@@ -332,18 +378,11 @@ static void gate_and_up(struct member *m, const struct forward_args *a, const st
             expand(a, l, w, r, rows, OF_GATE_UP, c * GROUP, GROUP, gate[0], GROUP);
             expand(a, l, w, r, rows, OF_GATE_UP, a->inner + c * GROUP, GROUP, up[0], GROUP);
         }
-        for (int64_t i = 0; i < rows * GROUP; i += 16) {
-            v16f g = load_f32(gate[0] + i), u = g;
-            if (l->act == ACT_GELU_TANH) /* 0.5 (1 + tanh u) is sigmoid(2 u) */
-                u = splat(2.0f * 0.7978845608028654f) * (g + splat(0.044715f) * g * g * g);
-            v16f z = g * sigmoid16(u) * load_f32(up[0] + i);
-            memcpy(gate[0] + i, &z, sizeof z);
-        }
+        gate_rows(gate[0], up[0], rows, l->act);
         if (a->adapters)
             for (int64_t t = 0; t < rows; t++)
                 memcpy(w->active + (r + t) * a->inner + c * GROUP, gate[t], sizeof gate[t]);
-        for (int64_t t = 0; t < rows; t += 16)
-            quantise_blocks(gate[t], GROUP, rows - t < 16 ? rows - t : 16, &w->gated, r + t, c, 1);
+        quantise_gated(gate, r, rows, c, &w->gated);
     }
 }
 
@@ -351,6 +390,48 @@ static void shrink_active(struct member *m, const struct forward_args *a, const 
                           const struct forward_work *w) {
     TEAM_FOR(m, r, w->rows)
     shrink(a, l, w, r, OF_DOWN, w->active + r * a->inner);
+}
+
+#define EXPERT_CHUNK 8 /* groups of outputs that a member takes at once: experts have different numbers of rows */
+
+/* A mixture in place of the gated block: at most MIXED_ROWS rows, whose experts are chosen. Adds nothing of adapters. */
+static void mix(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                const struct forward_work *w) {
+    const struct mixture *mixture = &l->mixture;
+    const struct mixture_sizes *sizes = &a->mixtures;
+    const struct routes *t = &w->routes;
+    const int64_t H = a->hidden, blocks = sizes->inner / GROUP, groups = H / GROUP;
+    float gate[GATED_ROWS][GROUP] __attribute__((aligned(64))), up[GATED_ROWS][GROUP] __attribute__((aligned(64)));
+    TEAM_FOR_CHUNKS(m, once, 1, 1) order_pairs(sizes, w->rows, t);
+    TEAM_FOR(m, p, w->rows * sizes->chosen) copy_block_row(&w->normed, t->rows[p], &w->taken, p);
+    TEAM_FOR_CHUNKS(m, item, most_active(sizes, w->rows) * blocks, EXPERT_CHUNK) {
+        const int64_t i = item / blocks, c = item % blocks;
+        if (i >= *t->num_active) continue;
+        const int64_t end = t->first[i + 1];
+        const struct block_weights *gate_up = mixture->gate_up + t->active[i];
+        for (int64_t p = t->first[i], pairs; p < end; p += pairs) {
+            pairs = end - p < GATED_ROWS ? end - p : GATED_ROWS;
+            const int64_t then = p + pairs < end ? c : c + 1;
+            group_of_rows(gate_up, c, &w->taken, p, pairs, blocks + c, gate[0], GROUP);
+            group_of_rows(gate_up, blocks + c, &w->taken, p, pairs, then, up[0], GROUP);
+            gate_rows(gate[0], up[0], pairs, l->act);
+            quantise_gated(gate, p, pairs, c, &w->taken_gated);
+        }
+    }
+    TEAM_FOR_CHUNKS(m, item, most_active(sizes, w->rows) * groups, EXPERT_CHUNK) {
+        const int64_t i = item / groups, g = item % groups;
+        if (i >= *t->num_active) continue;
+        const int64_t p = t->first[i];
+        group_of_rows(mixture->down + t->active[i], g, &w->taken_gated, p, t->first[i + 1] - p, g + 1,
+                      w->given + p * H + g * GROUP, H);
+    }
+    TEAM_FOR(m, r, w->rows)
+    for (int64_t h = 0; h < H; h += 16) {
+        v16f sum = splat(0.0f);
+        for (int64_t j = r * sizes->chosen; j < (r + 1) * sizes->chosen; j++)
+            sum = fused_add(splat(t->weights[j]), load_f32(w->given + t->pairs[j] * H + h), sum);
+        memcpy(w->delta + r * H + h, &sum, sizeof sum);
+    }
 }
 
 static void head(struct member *m, const struct forward_args *a, const struct forward_work *w) {
@@ -409,26 +490,6 @@ static void before_attention(struct member *m, const struct forward_args *a, con
     rotate_and_store(m, a, l, w, &attention);
 }
 
-/* The rest of a layer: every row for itself. */
-static void after_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
-                            const struct forward_work *w) {
-    quantise_attended(m, a, l, w);
-    product(m, a, l, w, &l->output, OF_OUTPUT, &w->heads, w->delta);
-    before_product(m, a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0, l, OF_GATE_UP);
-    gate_and_up(m, a, l, w);
-    if (a->adapters) shrink_active(m, a, l, w);
-    product(m, a, l, w, &l->down, OF_DOWN, &w->gated, w->delta);
-}
-
-int64_t VARIANT(lockstep_forward_scratch)(const struct forward_args *a) {
-    return (int64_t)(intptr_t)lay_out(a, 0, a->num_rows, 0);
-}
-
-struct forward_call {
-    const struct forward_args *args;
-    const struct forward_work *work;
-};
-
 static struct block_rows block_rows_from(const struct block_rows *x, int64_t row) {
     const int64_t at = row * (x->inputs / QBLOCK);
     return (struct block_rows){x->quants + at * QBLOCK, x->scales + at, x->sums + at, x->counts + at, x->inputs};
@@ -451,9 +512,36 @@ static struct forward_work work_of_rows(const struct forward_args *a, const stru
     part.sequence += begin;
     part.low += begin * a->adapter_rank;
     part.active += begin * a->inner;
+    part.routes.weights += begin * a->mixtures.chosen;
+    part.routes.experts += begin * a->mixtures.chosen;
     part.rows = end - begin;
     return part;
 }
+
+/* The rest of a layer: every row for itself. */
+static void after_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                            const struct forward_work *w) {
+    quantise_attended(m, a, l, w);
+    product(m, a, l, w, &l->output, OF_OUTPUT, &w->heads, w->delta);
+    before_product(m, a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0, l, OF_GATE_UP);
+    for (int64_t r = 0; l->mixture.router && r < w->rows; r += MIXED_ROWS) {
+        const struct forward_work part = work_of_rows(a, w, r, w->rows - r < MIXED_ROWS ? w->rows : r + MIXED_ROWS);
+        mix(m, a, l, &part);
+    }
+    if (l->mixture.router) return;
+    gate_and_up(m, a, l, w);
+    if (a->adapters) shrink_active(m, a, l, w);
+    product(m, a, l, w, &l->down, OF_DOWN, &w->gated, w->delta);
+}
+
+int64_t VARIANT(lockstep_forward_scratch)(const struct forward_args *a) {
+    return (int64_t)(intptr_t)lay_out(a, 0, a->num_rows, 0);
+}
+
+struct forward_call {
+    const struct forward_args *args;
+    const struct forward_work *work;
+};
 
 /* What is wanted after the last layer's keys and values: of all rows where a tap wants them, else of those with logits.
  * These come first, so the tiles of their sequences do as well. */
@@ -482,7 +570,10 @@ static void layers_by_outputs(struct member *m, const struct forward_args *a, co
 #define MEMBER_ROWS 48 /* rows for every member from which on they share rows */
 #define CHUNK_ROWS 36  /* about: a chunk's activations lie in L2, and it reads all weights of a layer */
 
-static int by_rows(const struct member *m, int64_t rows) { return !m->alone && rows >= MEMBER_ROWS * m->threads; }
+/* Few rows of many take the same expert, so members that shared the rows would all read all experts. */
+static int by_rows(const struct member *m, const struct forward_args *a, int64_t rows) {
+    return !m->alone && !a->mixtures.experts && rows >= MEMBER_ROWS * m->threads;
+}
 
 /* As many chunks for each member, of about CHUNK_ROWS rows. */
 static int64_t rows_of_chunk(const struct member *m, int64_t rows) {
@@ -507,7 +598,7 @@ static void layers_by_rows(struct member *m, const struct forward_args *a, const
         if (num_tasks == 0) return;
         attend_tasks(m, a, w, &attention, num_tasks);
     }
-    if (!by_rows(m, ends->rows)) {
+    if (!by_rows(m, a, ends->rows)) {
         after_attention(m, a, l - 1, ends);
         return;
     }
@@ -521,7 +612,7 @@ static void forward_of_member(struct member *m, const struct forward_args *a, co
     const struct forward_work ends = work_of_ends(a, w);
     const struct forward_layer *last = a->layers + a->num_layers - 1;
     embed(m, a, w);
-    if (by_rows(m, w->rows))
+    if (by_rows(m, a, w->rows))
         layers_by_rows(m, a, w, &ends);
     else
         layers_by_outputs(m, a, w, &ends);

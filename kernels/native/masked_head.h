@@ -46,14 +46,6 @@ struct head_call {
     int64_t num_whole, parts, num_rows;
 };
 
-static void copy_block_row(const struct block_rows *from, int64_t i, const struct block_rows *to, int64_t k) {
-    const int64_t blocks = from->inputs / QBLOCK;
-    memcpy(to->quants + k * to->inputs, from->quants + i * from->inputs, (size_t)from->inputs);
-    memcpy(to->scales + k * blocks, from->scales + i * blocks, (size_t)blocks * sizeof *to->scales);
-    memcpy(to->sums + k * blocks, from->sums + i * blocks, (size_t)blocks * sizeof *to->sums);
-    memcpy(to->counts + k * blocks, from->counts + i * blocks, (size_t)blocks * sizeof *to->counts);
-}
-
 /* Group g of `count` rows from `first` on, into their places. */
 static void head_tile(const struct head_call *c, int64_t g, int64_t first, int64_t count, struct fetch ahead) {
     const struct forward_args *a = c->args;

@@ -50,7 +50,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3": lambda: Gemma3TextConfig(**_SHAPE, head_dim=32, sliding_window=tiny.WINDOW),
 }
 """Shapes that a GGUF file's keys describe in full."""
-_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 """By transformers' name, where a file has another."""
 
 KINDS = ("Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1")
@@ -80,11 +80,20 @@ def write(
     in_turn = list(kinds)
     for at, (name, weight) in enumerate(net.named_parameters()):
         stem, _, suffix = name.rpartition(".")
-        drawn = torch.randn_like(weight) * (1.0 if weight.dim() == 1 else weight.shape[-1] ** -0.5)
-        values = _converted(f"{names.get_name(stem)}.{suffix}", drawn.numpy(), config, arch)
-        kind = gguf.GGMLQuantizationType[in_turn[at % len(in_turn)] if values.ndim > 1 else "F32"]
-        raw = gguf.quants.quantize(values, kind)
-        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", raw, raw_dtype=kind)
+        drawn = (torch.randn_like(weight) * (1.0 if weight.dim() == 1 else weight.shape[-1] ** -0.5)).numpy()
+        parts = {f"{names.get_name(stem)}.{suffix}": drawn}
+        if suffix == "gate_up_proj":
+            halves = np.ascontiguousarray(np.split(drawn, 2, axis=1))
+            parts = {
+                f"{names.get_name(f'{stem}.{part}_proj')}.weight": halves[i] for i, part in enumerate(("gate", "up"))
+            }
+        elif suffix == "down_proj":
+            parts = {f"{names.get_name(name)}.weight": drawn}
+        for part, given in parts.items():
+            values = _converted(part, given, config, arch)
+            is_float = values.ndim == 1 or "ffn_gate_inp" in part
+            kind = gguf.GGMLQuantizationType["F32" if is_float else in_turn[at % len(in_turn)]]
+            writer.add_tensor(part, gguf.quants.quantize(values, kind), raw_dtype=kind)
     for name, values in also.items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -122,6 +131,10 @@ def _write_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig, arch: str) ->
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
     if getattr(config, "sliding_window", None) and arch.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)
+    if getattr(config, "num_experts", 0):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     write_vocabulary(writer, tiny.VOCAB)
 
 

@@ -19,6 +19,8 @@ class Architecture:
     """Added to the weights of norms, except for those next to a recurrence's gate (`ssm_norm`)."""
     tiled_values: bool = False
     """The value heads of a delta net are in the order (value of a key head, key head), and not the other way round."""
+    by_expert: bool = False
+    """The model is a mixture of experts, of which each expert is read by itself: by one process, on a CPU."""
     flat: tuple[str, ...] = ()
     """Tensors with a further dimension, which their parameters lack."""
     renamed: dict[str, str] = field(default_factory=dict)
@@ -47,6 +49,7 @@ ARCHITECTURES = {
     "phi3": Architecture(),
     "qwen2": Architecture(),
     "qwen3": Architecture(),
+    "qwen3moe": Architecture(by_expert=True),
     "qwen35": Architecture(norm_offset=1.0, tiled_values=True),
 }
 """The architectures that are read here, by their names in a file. Mistral's is llama."""

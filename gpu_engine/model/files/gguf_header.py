@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,11 @@ class GGUFTensor:
     def row_bytes(self) -> int:
         """Bytes of a row, the last dimension."""
         return self.num_bytes // math.prod(self.shape[:-1])
+
+    def part(self, number: int) -> GGUFTensor:
+        """Return the matrix of one expert, of those that the tensor has stacked, under the tensor's name."""
+        size = self.num_bytes // self.shape[0]
+        return replace(self, shape=self.shape[1:], start=self.start + number * size, num_bytes=size)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.kind.name} {list(self.shape)})"

@@ -8,6 +8,7 @@ quantised/choice.py).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,13 @@ from gguf.quants import dequantize
 
 from gpu_engine.model.files.architectures import ARCHITECTURES
 from gpu_engine.model.files.gguf_header import GGUFHeader, GGUFTensor
-from gpu_engine.model.files.pieces import FileBytes
+from gpu_engine.model.files.pieces import FileBytes, check_parts
 from gpu_engine.model.quantised.gguf_kinds import BLOCKS, numbers_of, raw_blocks
 from gpu_engine.model.quantised.linear import BlockLinear, check_product, some_rows
 from kernels.blocks import BLOCK, BlockKind, PackedBlocks
 
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)\.(\d+)\.weight")
+"""A product of one expert (see model/experts.py): layer, product, number."""
 _FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 
 
@@ -54,7 +57,7 @@ class GGUFWeights:
     @property
     def quantised(self) -> bool:
         """True: most matrices of the file are quantised."""
-        kinds = [tensor.kind in _FLOATS for tensor in self.header.tensors.values() if len(tensor.shape) == 2]
+        kinds = [tensor.kind in _FLOATS for tensor in self.header.tensors.values() if len(tensor.shape) > 1]
         return sum(kinds) * 2 < len(kinds)
 
     @property
@@ -65,12 +68,23 @@ class GGUFWeights:
     def find(self, name: str) -> tuple[GGUFTensor, ...]:
         """Return the tensors of a parameter: none if the file lacks one, and two whose rows it has one after the
         other."""
+        if (expert := _EXPERT.fullmatch(name)) is not None:
+            return self._of_expert(int(expert[1]), expert[2], int(expert[3]))
         for part, others in self._family.joined.items():
             if part in name:
                 found = tuple(self._find(name.replace(part, other)) for other in others)
                 return tuple(tensor for tensor in found if tensor is not None) if None not in found else ()
         tensor = self._find(name)
         return () if tensor is None else (tensor,)
+
+    def _of_expert(self, layer: int, product: str, number: int) -> tuple[GGUFTensor, ...]:
+        """Return the parts of the layer's tensors that one expert has."""
+        parts = ("gate", "up") if product == "gate_up" else ("down",)
+        whole = [self.header.tensors.get(f"blk.{layer}.ffn_{part}_exps.weight") for part in parts]
+        if None in whole:
+            return ()
+        found = check_parts(f"{product} of layer {layer}", 3, [tensor for tensor in whole if tensor is not None])
+        return tuple(tensor.part(number) for tensor in found if number < tensor.shape[0])
 
     def _find(self, name: str) -> GGUFTensor | None:
         for part, other in self._family.renamed.items():

@@ -32,7 +32,7 @@ class Need:
     """As they are used."""
     working: int
     """Beyond them, while they are prepared and run: most of all the largest layer's products, which are joined, or its
-    experts, which are packed one by one while all of them are still held."""
+    experts, if one tensor holds them all while they are packed one by one."""
 
     @property
     def total(self) -> int:

@@ -7,9 +7,9 @@ meaning of the bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,30 @@ import torch
 
 _SLAB = 4 << 20
 """Bytes that are read at once: they stay in a core's cache while they are packed."""
-_GROUP = 32
+GROUP = 32
 """Rows are read in groups, as products pack them."""
+
+
+class Shaped(Protocol):
+    """A tensor of a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+
+S = TypeVar("S", bound=Shaped)
+
+
+def check_parts(name: str, dims: int, parts: Sequence[S]) -> tuple[S, ...]:
+    """Return the tensors that make the product `name` of one expert, or of all. Raises ValueError where they do not
+    have one shape of so many dimensions."""
+    shapes = [list(part.shape) for part in parts]
+    if any(shape != shapes[0] or len(shape) != dims for shape in shapes):
+        raise ValueError(
+            f"{name} is made of {' and '.join(map(str, shapes))}, which have not one shape of {dims} numbers"
+        )
+    return tuple(parts)
 
 
 def _memory(count: int) -> npt.NDArray[np.uint8]:
@@ -60,7 +82,7 @@ class FileBytes:
         if not rows:
             return
         row_bytes = num_bytes // rows
-        step = max(1, _SLAB // max(1, row_bytes) // _GROUP) * _GROUP
+        step = max(1, _SLAB // max(1, row_bytes) // GROUP) * GROUP
         into = _memory(min(step, rows) * row_bytes)
         for first in range(0, rows, step):
             count = min(step, rows - first)

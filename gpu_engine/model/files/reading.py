@@ -15,7 +15,13 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+)
 from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
@@ -24,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from gpu_engine.model.files.architectures import ARCHITECTURES
 from gpu_engine.model.files.filled import tied_names
 from gpu_engine.model.files.rope_factors import apply_rope_factors
-from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
+from gpu_engine.model.files.safetensors_weights import EXPERT, SafetensorsWeights
 from gpu_engine.model.names import one_line, part_names
 
 if TYPE_CHECKING:  # the library of GGUF files is loaded for one
@@ -76,7 +82,19 @@ def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
         config = _automatic(Path(folder), gguf_file="header.gguf")
     config.name_or_path = str(path.parent)
     apply_rope_factors(config, header)
+    if header.architecture == "qwen3moe":  # the library leaves it as its class has it
+        config.moe_intermediate_size = _width_of_experts(header)
     return config
+
+
+def _width_of_experts(header: GGUFHeader) -> int:
+    """Return the channels between an expert's two products; a file without them has llama.cpp's default."""
+    keys = ("expert_feed_forward_length", "feed_forward_length", "expert_used_count")
+    own, all_chosen, chosen = (header.get(f"{{arch}}.{key}") for key in keys)
+    width = all_chosen // chosen if own is None and isinstance(all_chosen, int) and chosen else own
+    if not isinstance(width, int):
+        raise ValueError(f"its {header.architecture}.{keys[0]} is {width!r}, and must be one number")
+    return width
 
 
 def _automatic(folder: Path, **source: Any) -> PreTrainedConfig:
@@ -116,14 +134,18 @@ def tokenizer_class(path: Path, header: GGUFHeader) -> Any:
     return PreTrainedTokenizerFast if chosen.__name__ == "MistralCommonBackend" else chosen
 
 
-def open_gguf(header: GGUFHeader) -> tuple[GGUFWeights | None, str]:
-    """Return the weights of a GGUF file, or None and why transformers' loader has to read it."""
-    if header.architecture in ARCHITECTURES:
+def open_gguf(header: GGUFHeader, *, by_expert: bool) -> tuple[GGUFWeights | None, str]:
+    """Return the weights of a GGUF file, or None and why transformers' loader has to read it.
+
+    `by_expert`: the model has a product for each expert (see model/experts.py).
+    """
+    readable = [name for name, family in ARCHITECTURES.items() if by_expert or not family.by_expert]
+    if header.architecture in readable:
         from gpu_engine.model.files.gguf_weights import GGUFWeights
 
         return GGUFWeights(header), ""
     if header.num_parts > 1:
-        known = ", ".join(ARCHITECTURES)
+        known = ", ".join(readable)
         raise ValueError(f"of the architecture {header.architecture} only whole files are read, and parts of {known}")
     return None, f"files of the architecture {header.architecture} are not read tensor by tensor"
 
@@ -131,23 +153,37 @@ def open_gguf(header: GGUFHeader) -> tuple[GGUFWeights | None, str]:
 def why_not_read(net: Any, weights: SafetensorsWeights, *, rounds: bool) -> str | None:
     """Return why a model in Hugging Face's format must go through transformers' loader; None: it can be read here.
 
-    `net`: the model without memory. `rounds`: its linear layers are to become products over blocks.
+    `net`: the model without memory. `rounds`: its linear layers are to become products over blocks. Raises ValueError
+    where the files have some experts and lack others.
     """
     if not weights.plain:
         return "it has tensors of other types than floats"
+    experts = [names[0] for names in tied_names(net) if EXPERT.fullmatch(names[0])]
+    lost = [name for name in experts if weights.shape(name) is None]
+    if lost and len(lost) < len(experts):
+        raise ValueError(f"it has no weights for {lost[0]}")
     for names in tied_names(net):
         stored = [name for name in names if weights.shape(name) is not None]
         if not stored:
             return f"its files have no {names[0]}"
         if len(stored) > 1:
             return f"its files have both {stored[0]} and {stored[1]}, which are one weight of the model"
-    if any(not isinstance(transform, WeightRenaming) for transform in get_model_conversion_mapping(net)):
+    if any(not _is_needless(transform) for transform in get_model_conversion_mapping(net)):
         return "the library converts weights of its family"
     if getattr(net, "_keep_in_fp32_modules_strict", None):
         return "parts of it stay in float32"
     if rounds and any(type(module) is Conv1D for module in net.modules()):
         return "its linear layers are transposed"
     return None
+
+
+def _is_needless(transform: WeightTransform) -> bool:
+    """Return whether the weights are found without a conversion of the library: names are compared, and matrices that
+    it stacks for experts stay apart here (see model/experts.py)."""
+    if not isinstance(transform, WeightConverter):
+        return isinstance(transform, WeightRenaming)
+    stacks = all(isinstance(each, MergeModulelist | Concatenate) for each in transform.operations)
+    return stacks and all(".experts." in name for name in transform.target_patterns)
 
 
 def num_parameters(net: nn.Module) -> int:

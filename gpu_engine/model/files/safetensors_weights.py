@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpu_engine.model.files.early import SafetensorsError, files_of
-from gpu_engine.model.files.pieces import FileBytes
+from gpu_engine.model.files.pieces import GROUP, FileBytes, check_parts
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types that are read here."""
@@ -34,6 +35,17 @@ class _Place(NamedTuple):
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+
+    def part(self, number: int) -> _Place:
+        """Return the matrix of one expert, of those that a tensor has stacked."""
+        size = self.num_bytes // self.shape[0]
+        return self._replace(shape=self.shape[1:], start=self.start + number * size, num_bytes=size)
+
+
+EXPERT = re.compile(r"(.*\.experts)\.(gate_up|down)\.(\d+)\.weight")
+"""A product of one expert (see model/experts.py): mixture, product, number."""
+_OF_EXPERT = {"gate_up": (("gate_proj", "up_proj"), ("w1", "w3")), "down": (("down_proj",), ("w2",))}
+"""Product -> the names of the matrices that have its rows one after another, in the files of one family or another."""
 
 
 class SafetensorsWeights:
@@ -69,40 +81,64 @@ class SafetensorsWeights:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a parameter; None: the files have none of that name."""
-        place = self._place(name)
-        return None if place is None else place.shape
+        places = self._find(name)
+        if len(places) < 2:
+            return places[0].shape if places else None
+        return (sum(place.shape[0] for place in places), *places[0].shape[1:])
+
+    def _find(self, name: str) -> tuple[_Place, ...]:
+        """Return where a parameter lies: nowhere, or in one or two places whose rows it has one after another."""
+        if (expert := EXPERT.fullmatch(name)) is None:
+            place = self._place(name)
+            return () if place is None else (place,)
+        mixture, product, number = expert[1], expert[2], int(expert[3])
+        if (whole := self._place(f"{mixture}.{product}_proj")) is not None:
+            (whole,) = check_parts(name, 3, [whole])
+            return (whole.part(number),) if number < whole.shape[0] else ()
+        for parts in _OF_EXPERT[product]:
+            found = [self._place(f"{mixture}.{number}.{part}.weight") for part in parts]
+            if None not in found:
+                return check_parts(name, 2, [place for place in found if place is not None])
+        return ()
 
     def _place(self, name: str) -> _Place | None:
-        names = [name]
+        names = [name, name.replace(".mlp.", ".block_sparse_moe.")]
         if self._of_text:
             names += [f"model.language_model.{name.removeprefix('model.')}", f"language_model.{name}"]
         return next((self._places[each] for each in names if each in self._places), None)
 
-    def _of(self, name: str) -> _Place:
-        place = self._place(name)
-        assert place is not None, name
-        return place
-
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a parameter in memory of its own."""
-        place = self._of(name)
-        if place.dtype is dtype:
+        place, *others = self._find(name)
+        if place.dtype is dtype and not others:
             return torch.from_numpy(place.file.read(place.start, place.num_bytes)).view(dtype).view(place.shape)
-        made = torch.empty(place.shape, dtype=dtype)
-        rows = made.view(-1, *place.shape[-1:])
+        shape = self.shape(name)
+        assert shape is not None
+        made = torch.empty(shape, dtype=dtype)
+        rows = made.view(-1, *shape[-1:])
         for first, part in self.rows(name, dtype):
             rows[first : first + len(part)] = part
         return made
 
     def rows(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the number of a row of a parameter, a multiple of 32, and the next rows from it on, [n, K]."""
-        place = self._of(name)
-        assert place.dtype is not None, name
-        for first, raw in place.file.slabs(place.start, math.prod(place.shape[:-1]), place.num_bytes):
-            yield first, torch.from_numpy(raw).view(place.dtype).to(dtype)
+        begin, places = 0, self._find(name)
+        if len(places) > 1 and places[0].shape[0] % GROUP:
+            yield 0, torch.cat([part.clone() for place in places for _, part in _rows_of(place, dtype)])
+            return
+        for place in places:
+            for first, part in _rows_of(place, dtype):
+                yield begin + first, part
+            begin += place.shape[0]
 
     def __repr__(self) -> str:
         return f"<SafetensorsWeights {len(self._places)} tensors in {len(self._files)} files>"
+
+
+def _rows_of(place: _Place, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+    assert place.dtype is not None, place
+    for first, raw in place.file.slabs(place.start, math.prod(place.shape[:-1]), place.num_bytes):
+        yield first, torch.from_numpy(raw).view(place.dtype).to(dtype)
 
 
 def _places_of(file: FileBytes) -> Iterator[tuple[str, _Place]]:

@@ -94,7 +94,7 @@ def shard(net: Any, part: Shard, group: int = 1) -> Heads:
         elif "down_proj" in names:
             _shard_block(module, part, kind, group)
             blocks += 1
-    blocks += _shard_mixtures(net, part, kind)
+    blocks += _shard_mixtures(net, part, kind, group)
     text = net.config.get_text_config()
     if not attentions == blocks == text.num_hidden_layers:
         raise ModelNotSupported(
@@ -150,11 +150,7 @@ def _shard_attention(module: nn.Module, heads: Heads, part: Shard, kind: str, gr
 def _shard_block(module: nn.Module, part: Shard, kind: str, group: int) -> None:
     linears = _linears(module, kind)
     down, width = linears["down_proj"], linears["down_proj"].in_features
-    if width % group:
-        raise ModelNotSupported(
-            f"{SETTING}: the {width} columns of a block of {kind} are no whole blocks of {group} weights"
-        )
-    columns = part.of_groups(width, group)
+    columns = _columns_of(width, part, "a block", kind, group)
     if set(linears) == {"gate_proj", "up_proj", "down_proj"}:
         for name in ("gate_proj", "up_proj"):
             setattr(module, name, _rows(linears[name], [columns]))
@@ -166,7 +162,16 @@ def _shard_block(module: nn.Module, part: Shard, kind: str, group: int) -> None:
     module.down_proj = _columns(down, columns, part)
 
 
-def _shard_mixtures(net: Any, part: Shard, kind: str) -> int:
+def _columns_of(width: int, part: Shard, of: str, kind: str, group: int) -> range:
+    """Return this rank's share of a block's columns, whole groups of neighbours."""
+    if width % group:
+        raise ModelNotSupported(
+            f"{SETTING}: the {width} columns of {of} of {kind} are no whole blocks of {group} weights"
+        )
+    return part.of_groups(width, group)
+
+
+def _shard_mixtures(net: Any, part: Shard, kind: str, group: int) -> int:
     """Divide every expert by columns, make each mixture a `MixedBlock`, and return how many more blocks that are.
 
     Routers are whole on each rank. A block inside a mixture, which every row takes, is divided already: it is no block
@@ -181,21 +186,20 @@ def _shard_mixtures(net: Any, part: Shard, kind: str) -> int:
             if not experts:
                 continue
             for each in experts:
-                _shard_experts(each, part, kind)
+                _shard_experts(each, part, kind, group)
             setattr(parent, name, MixedBlock(child))
             more += 1 - sum("down_proj" in dict(module.named_children()) for module in child.modules())
     return more
 
 
-def _shard_experts(module: Any, part: Shard, kind: str) -> None:
+def _shard_experts(module: Any, part: Shard, kind: str, group: int) -> None:
     transposed = getattr(module, "is_transposed", False)
     whole = getattr(module, "has_gate", True) and getattr(module, "is_concatenated", True)
     if module.gate_up_proj.dim() != 3 or getattr(module, "has_bias", False) or not whole:
         raise ModelNotSupported(f"{SETTING}: the experts {type(module).__name__} of {kind} are not divided")
     inputs = 1 if transposed else 2  # the dimension of `down_proj` that has the columns
-    width = module.down_proj.shape[inputs]
-    columns = part.of(width)
-    gate, up = module.gate_up_proj.detach().split(width, dim=3 - inputs)
+    columns = _columns_of(module.down_proj.shape[inputs], part, "an expert", kind, group)
+    gate, up = module.gate_up_proj.detach().chunk(2, dim=3 - inputs)
     halves = [half.narrow(3 - inputs, columns.start, len(columns)) for half in (gate, up)]
     module.gate_up_proj = nn.Parameter(torch.cat(halves, dim=3 - inputs), requires_grad=False)
     down = module.down_proj.detach().narrow(inputs, columns.start, len(columns)).contiguous().clone()

@@ -18,14 +18,14 @@ from torch import nn
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward, Layer, RotaryCall, WholeForward
-from gpu_engine.model.fused_layers import MixedBlock
+from gpu_engine.model.fused_layers import ChosenExperts, FusedGated, MixedBlock
 from gpu_engine.model.fusion import Fused
 from gpu_engine.model.quantised.linear import BlockLinear
-from gpu_engine.model.recording import distance
+from gpu_engine.model.recording import Distance, distance
 from gpu_engine.model.rotary import RotaryTable
 from kernels.blocks import PackedBlocks
-from kernels.forward import Forward, ForwardLayer, Norm
-from kernels.fused_arguments import NormKind, RMSNorm
+from kernels.forward import Forward, ForwardLayer, GatedBlock, Mixture, Norm
+from kernels.fused_arguments import Activation, NormKind, RMSNorm
 from kernels.step_tensors import StepTensors
 
 log = logging.getLogger(__name__)
@@ -114,9 +114,16 @@ class NativeForward:
 _BLOCKS = 0.1
 """Largest relative distance of the logits: the loop quantises activations that it has rounded to the model's dtype
 first, so other integers come out of it."""
+_MIXED = 0.2
+"""The same with mixtures of experts, where a router with two nearly equal outputs may choose the other one."""
 
 
-def with_native(fused: Fused, want_NV: torch.Tensor, run: Callable[[WholeForward | None], torch.Tensor]) -> Fused:
+def with_native(
+    fused: Fused,
+    want_NV: torch.Tensor,
+    run: Callable[[WholeForward | None], torch.Tensor],
+    compare: Distance = distance,
+) -> Fused:
     """Return `fused` with its loop as one native call, where that gives the same logits; the log says why not.
 
     `run` computes logits [N, V] of the probe's tokens, `want_NV` are those of the loop's products.
@@ -124,8 +131,8 @@ def with_native(fused: Fused, want_NV: torch.Tensor, run: Callable[[WholeForward
     assert isinstance(fused.forward, FusedForward)
     try:
         native = native_forward_of(fused.forward)
-        far = distance(run(native), want_NV)
-        if far > _BLOCKS:
+        far = compare(run(native), want_NV)
+        if far > (_MIXED if fused.mixtures else _BLOCKS):
             raise NotNative(f"its logits are {far:.1e} away")
     except (NotNative, AssertionError) as why:
         log.info("not native: %s", why)
@@ -187,14 +194,12 @@ def _norm_or_none(norm: RMSNorm | None) -> Norm | None:
 
 
 def _layer_of(layer: Layer, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> ForwardLayer:
-    attention, gated = layer.attention, layer.gated
-    if isinstance(gated, MixedBlock):
-        raise NotNative("its blocks are mixtures of experts")
+    attention = layer.attention
+    block, act = _block_of(layer.gated)
     return ForwardLayer(
         qkv=_packed(attention.qkv, "q, k, v product"),
         output=_packed(attention.output, "output product"),
-        gate_up=_packed(gated.gate_up, "gate product"),
-        down=_packed(gated.down, "down product"),
+        block=block,
         pre_attention=_norm_or_none(layer.pre_attention),
         post_attention=_norm_or_none(layer.post_attention),
         pre_block=_norm_or_none(layer.pre_block),
@@ -206,5 +211,18 @@ def _layer_of(layer: Layer, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> Forwa
         scale=attention.shape.scale,
         softcap=attention.shape.softcap,
         window=attention.shape.window,
-        act=gated.act,
+        act=act,
     )
+
+
+def _block_of(block: FusedGated | MixedBlock) -> tuple[GatedBlock | Mixture, Activation]:
+    if isinstance(block, FusedGated):
+        return GatedBlock(_packed(block.gate_up, "gate product"), _packed(block.down, "down product")), block.act
+    experts = block.experts if isinstance(block, ChosenExperts) else None
+    if not isinstance(block, ChosenExperts) or experts is None:
+        raise NotNative("its mixtures of experts have another form")
+    made = [
+        GatedBlock(_packed(gate_up, "experts' gate product"), _packed(down, "experts' down product"))
+        for gate_up, down in zip(experts.gate_up, experts.down, strict=True)
+    ]
+    return Mixture(tuple(made), block.router_EH.contiguous(), block.chosen, block.renormalises), block.act

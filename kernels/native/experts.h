@@ -1,0 +1,114 @@
+/* Mixtures of experts: the experts that each row takes, and the pairs of a row and an expert in the order of the experts.
+ *
+ * A router has an output for each expert. A row takes the `chosen` experts of the highest outputs, the first ones of equal
+ * outputs, and adds what they give in this order, with weights that are the softmax of the outputs. Invariant: what a row
+ * takes, and the order in which it adds, depend only on this row. Not responsible for: the experts' products (see forward.h).
+ *
+ * Source: N. Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer",
+ * arXiv:1701.06538; the softmax before the choice as in W. Fedus et al., "Switch Transformers", arXiv:2101.03961.
+ */
+#ifndef LOCKSTEP_EXPERTS_H
+#define LOCKSTEP_EXPERTS_H
+
+#include <math.h>
+
+#include "blocks.h"
+
+/* The weights of one layer's mixture. The loader of the model owns them. */
+struct mixture {
+    const struct block_weights *gate_up, *down; /* of each expert: the same as a gated block's */
+    const void *router;                         /* [experts][hidden], bfloat16 or fp32 */
+    int64_t renormalises;                       /* the weights of the chosen experts are divided by their sum */
+};
+
+/* Numbers that all mixtures of a model have in common. */
+struct mixture_sizes {
+    int64_t experts, chosen, inner; /* inner: channels between an expert's products; experts 0: there are no mixtures */
+};
+
+/* The experts of R rows. Pair p is the row rows[p] with one of its experts, whose pairs lie next to each other. */
+struct routes {
+    float *scores;       /* [R][experts, rounded up to whole vectors] */
+    float *weights;      /* [R][chosen] */
+    int32_t *experts;    /* [R][chosen] */
+    int32_t *pairs;      /* [R][chosen]: the number of the pair */
+    int32_t *rows;       /* [R * chosen] */
+    int32_t *active;     /* [experts]: those that some row takes, ascending */
+    int32_t *first;      /* [experts + 1]: active[i] has the pairs [first[i], first[i + 1]) */
+    int32_t *num_active; /* at most most_active(...) */
+};
+
+INLINE int64_t whole_vectors(int64_t count) { return (count + 15) / 16 * 16; }
+
+/* The most experts that so many rows take together: the members of a loop know it before they have read `num_active`. */
+INLINE int64_t most_active(const struct mixture_sizes *sizes, int64_t rows) {
+    const int64_t pairs = rows * sizes->chosen;
+    return pairs < sizes->experts ? pairs : sizes->experts;
+}
+
+/* Choose row r's experts, whose input is x, fp32 [hidden]. */
+static void route_row(const struct mixture *mix, const struct mixture_sizes *sizes, const float *x, int64_t hidden,
+                      int bf16, const struct routes *t, int64_t r) {
+    float *scores = t->scores + r * whole_vectors(sizes->experts), *weights = t->weights + r * sizes->chosen;
+    int32_t *experts = t->experts + r * sizes->chosen;
+    for (int64_t e = sizes->experts; e < whole_vectors(sizes->experts); e++) scores[e] = -INFINITY;
+    for (int64_t e = 0; e < sizes->experts; e++) {
+        v16f even = splat(0.0f), odd = even;
+        for (int64_t i = 0; i < hidden; i += 32) {
+            even = fused_add(load_f32(x + i), load(mix->router, e * hidden + i, bf16), even);
+            odd = fused_add(load_f32(x + i + 16), load(mix->router, e * hidden + i + 16, bf16), odd);
+        }
+        scores[e] = sum16(even + odd);
+    }
+    v16f top = load_f32(scores), sum = splat(0.0f);
+    for (int64_t e = 16; e < sizes->experts; e += 16) top = larger(top, load_f32(scores + e));
+    const float highest = max16(top);
+    for (int64_t e = 0; e < sizes->experts; e += 16) {
+        const v16f share = exp16(load_f32(scores + e) - splat(highest));
+        sum += share;
+        memcpy(scores + e, &share, sizeof share);
+    }
+    float total = 0.0f;
+    for (int64_t j = 0; j < sizes->chosen; j++) {
+        int64_t best = 0; /* where no output is a number, every choice */
+        for (int64_t e = 1; e < sizes->experts; e++) best = scores[e] > scores[best] ? e : best;
+        experts[j] = (int32_t)best;
+        weights[j] = scores[best];
+        total += scores[best];
+        scores[best] = -1.0f;
+    }
+    if (!mix->renormalises) total = sum16(sum);
+    for (int64_t j = 0; j < sizes->chosen; j++) weights[j] /= total;
+}
+
+/* Number the pairs of `rows` rows. */
+static void order_pairs(const struct mixture_sizes *sizes, int64_t rows, const struct routes *t) {
+    const int64_t pairs = rows * sizes->chosen;
+    int32_t *next = t->active; /* by expert, until it lists the active ones */
+    memset(next, 0, (size_t)sizes->experts * sizeof *next);
+    for (int64_t i = 0; i < pairs; i++) next[t->experts[i]]++;
+    int32_t begin = 0;
+    for (int64_t e = 0; e < sizes->experts; e++) {
+        const int32_t count = next[e];
+        next[e] = begin;
+        begin += count;
+    }
+    for (int64_t i = 0; i < pairs; i++) {
+        t->pairs[i] = next[t->experts[i]]++;
+        t->rows[t->pairs[i]] = (int32_t)(i / sizes->chosen);
+    }
+    int32_t active = 0;
+    begin = 0;
+    for (int64_t e = 0; e < sizes->experts; e++) {
+        const int32_t end = next[e]; /* of the expert's pairs */
+        if (end > begin) {
+            t->first[active] = begin;
+            next[active++] = (int32_t)e;
+        }
+        begin = end;
+    }
+    t->first[active] = begin;
+    *t->num_active = active;
+}
+
+#endif
