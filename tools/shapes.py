@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ _SHARD = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama."""
+    """A Llama; with experts, a mixture of Qwen 3's family."""
 
     hidden: int
     layers: int
@@ -64,6 +65,10 @@ class Shape:
     inner: int
     vocabulary: int = 49_152
     """More than the tokenizer's tokens: the others are padding."""
+    experts: int = 0
+    """A layer has so many, with `inner` channels each; 0: it has a gated block."""
+    chosen: int = 0
+    """Experts of a token."""
 
 
 SHAPES = {
@@ -71,11 +76,20 @@ SHAPES = {
     "1b": Shape(2048, 16, 32, 8, 64, 8192),
     "4b": Shape(2560, 36, 32, 8, 128, 9728),
     "8b": Shape(4096, 32, 32, 8, 128, 14336, 128_256),
+    "4b-a0.8b": Shape(2048, 12, 32, 4, 128, 768, experts=64, chosen=8),
+    "30b-a3b": Shape(2048, 48, 32, 4, 128, 768, 151_936, experts=128, chosen=8),
 }
 
 
+_ROUTER = "ffn_gate_inp"
+"""Its weights are float32 in every GGUF file."""
+
+
 def tensors_of(shape: Shape) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield the name in a GGUF file, the name in Hugging Face's format and the shape of every tensor."""
+    """Yield the name in a GGUF file, the name in Hugging Face's format and the shape of every tensor.
+
+    A tensor of three dimensions is one for each expert in Hugging Face's format, whose name has "{}" for the number.
+    """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     H, inner = shape.hidden, shape.inner
     yield "token_embd", "model.embed_tokens", (shape.vocabulary, H)
@@ -87,6 +101,13 @@ def tensors_of(shape: Shape) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         yield f"{gguf}.attn_v", f"{own}.self_attn.v_proj", (keys, H)
         yield f"{gguf}.attn_output", f"{own}.self_attn.o_proj", (H, queries)
         yield f"{gguf}.ffn_norm", f"{own}.post_attention_layernorm", (H,)
+        if shape.experts:
+            for part in "qk":
+                yield f"{gguf}.attn_{part}_norm", f"{own}.self_attn.{part}_norm", (shape.head_dim,)
+            yield f"{gguf}.{_ROUTER}", f"{own}.mlp.gate", (shape.experts, H)
+            for part, dims in (("gate", (inner, H)), ("up", (inner, H)), ("down", (H, inner))):
+                yield f"{gguf}.ffn_{part}_exps", f"{own}.mlp.experts.{{}}.{part}_proj", (shape.experts, *dims)
+            continue
         yield f"{gguf}.ffn_gate", f"{own}.mlp.gate_proj", (inner, H)
         yield f"{gguf}.ffn_up", f"{own}.mlp.up_proj", (inner, H)
         yield f"{gguf}.ffn_down", f"{own}.mlp.down_proj", (H, inner)
@@ -146,6 +167,8 @@ _FILE_TYPES |= {"q5_k": _FILE_TYPES["q5_k_m"], "q4_k": _FILE_TYPES["q4_k_m"], "q
 
 def kind_of(kind: str, name: str, shape: Shape) -> str:
     """Return the kind of a matrix in a file of a kind, by its name there."""
+    if _ROUTER in name:
+        return "f32"
     if kind not in MIXED:
         return kind
     few, many = MIXED[kind]
@@ -159,9 +182,13 @@ def kind_of(kind: str, name: str, shape: Shape) -> str:
 
 def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) -> None:
     """Write a GGUF file."""
-    pool, writer = Pool(seed), GGUFWriter(file, "llama")
+    pool, writer = Pool(seed), GGUFWriter(file, "qwen3moe" if shape.experts else "llama")
     for key, value in {"context_length": 8192, "vocab_size": shape.vocabulary}.items():
-        writer.add_uint32(f"llama.{key}", value)
+        writer.add_uint32(f"{writer.arch}.{key}", value)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.chosen)
+        writer.add_expert_feed_forward_length(shape.inner)
     writer.add_name(f"random {name}")
     writer.add_file_type(_FILE_TYPES[kind])
     writer.add_block_count(shape.layers)
@@ -181,15 +208,18 @@ def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) ->
             writer.add_tensor_info(tensor, dims, np.dtype(np.float32), 4 * dims[0])
         else:
             own = kind_of(kind, tensor, shape)
-            row = pool.matrix(own, (1, dims[1]))
-            packed, of = (dims[0], row.shape[1]), GGMLQuantizationType[own.upper()]
-            writer.add_tensor_info(tensor, packed, row.dtype, packed[0] * packed[1], of)
+            row = pool.matrix(own, (1, dims[-1]))
+            packed, of = (*dims[:-1], row.shape[1]), GGMLQuantizationType[own.upper()]
+            writer.add_tensor_info(tensor, packed, row.dtype, math.prod(packed), of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for tensor, dims in places:
         own = kind_of(kind, tensor, shape)
-        writer.write_tensor_data(np.ones(dims, np.float32) if len(dims) == 1 else pool.matrix(own, (dims[0], dims[1])))
+        num_rows = math.prod(dims[:-1])
+        writer.write_tensor_data(
+            np.ones(dims, np.float32) if len(dims) == 1 else pool.matrix(own, (num_rows, dims[-1]))
+        )
     writer.close()
 
 
@@ -237,6 +267,10 @@ def write_folder(shape: Shape, folder: Path, seed: int = 0) -> None:
         "max_position_embeddings": 8192,
         "dtype": "bfloat16",
     }
+    if shape.experts:
+        config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
+        config |= {"num_experts": shape.experts, "num_experts_per_tok": shape.chosen}
+        config |= {"moe_intermediate_size": shape.inner, "decoder_sparse_step": 1, "mlp_only_layers": []}
     (folder / "config.json").write_text(json.dumps(config))
     shards: list[dict[str, torch.Tensor]] = [{}]
     weight_map: dict[str, str] = {}
@@ -246,7 +280,12 @@ def write_folder(shape: Shape, folder: Path, seed: int = 0) -> None:
         shards[-1] = {}
 
     held = 0
-    for _, own, dims in tensors_of(shape):
+    matrices = (
+        (own.format(number), dims[-2:])
+        for _, own, dims in tensors_of(shape)
+        for number in range(dims[0] if len(dims) > 2 else 1)
+    )
+    for own, dims in matrices:
         if held > _SHARD:
             write()
             shards.append({})

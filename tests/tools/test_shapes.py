@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize
 
-from tools.shapes import KINDS, MIXED, SCALED, Pool, Shape, kind_of, write_gguf
+from gpu_engine.model.loader import load_model
+from gpu_engine.model.quantised.native import NativeForward
+from kernels.blocks import can_multiply_blocks
+from tests.gpu_engine.harness import config
+from tools.shapes import KINDS, MIXED, SAFETENSORS, SCALED, Pool, Shape, kind_of, write_folder, write_gguf
 
 TINY = Shape(hidden=256, layers=8, heads=4, kv_heads=2, head_dim=64, inner=512)
 
@@ -22,6 +26,24 @@ def test_rows_of_each_kind_have_the_deviation_of_a_layer(kind: str) -> None:
     assert values.shape == (300, 512)
     assert values.std() == pytest.approx(512**-0.5, rel=0.05)
     assert abs(values.mean()) < 0.1 * 512**-0.5
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+@pytest.mark.parametrize("kind", ["q4_0", SAFETENSORS])
+def test_a_mixture_of_experts_loads_in_both_formats(tmp_path: Path, kind: str) -> None:
+    shape = dataclasses.replace(TINY, layers=2, inner=64, experts=6, chosen=3)
+    path = tmp_path / ("folder" if kind == SAFETENSORS else "m.gguf")
+    if kind == SAFETENSORS:
+        write_folder(shape, path)
+    else:
+        write_gguf(shape, "tiny", kind, path)
+    model = load_model(config(model=str(path), dtype="bfloat16", quantization="q4"))
+    assert isinstance(model.fused.forward, NativeForward), model.fused.left
+    assert model.net.config.num_experts == 6
+    assert model.net.config.num_experts_per_tok == 3
+    assert model.net.config.norm_topk_prob
 
 
 @pytest.mark.model
