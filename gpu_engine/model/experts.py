@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers.integrations.moe import _default_apply_gate
 
 from gpu_engine.model.linear import PackedLinear, can_pack
 from gpu_engine.model.names import ModelNotSupported
@@ -25,6 +24,8 @@ from gpu_engine.model.recording import distance
 log = logging.getLogger(__name__)
 
 _ROUTER = re.compile(r"Router|Gate$")
+_LIBRARY = "transformers.integrations.moe"
+"""The module of the gate that most families' experts have."""
 _GROUPED = (9, 10)
 """Major compute capabilities for which torch has a kernel of grouped products."""
 _VECTORS = 32
@@ -145,12 +146,15 @@ def split_experts(net: nn.Module) -> int:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return whether experts have the form that transformers' decorator of experts gives a class without settings."""
+    """Return whether experts have the form that transformers' decorator of experts gives a class without settings.
+
+    Some versions of the library have not all of these settings. A family with a gate of its own defines it.
+    """
     own, weight = module.__dict__, module.get_parameter("gate_up_proj")
-    form = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-    form["has_post_expert_norm"] = False
-    own_gate = getattr(type(module), "_apply_gate", None)
-    return weight.dim() == 3 and own_gate is _default_apply_gate and form.items() <= own.items()
+    form = {"has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False}
+    of_library = getattr(getattr(type(module), "_apply_gate", None), "__module__", "") == _LIBRARY
+    same = all(own.get(name, value) is value for name, value in form.items())
+    return weight.dim() == 3 and own.get("has_gate", False) and of_library and same
 
 
 def replace_experts(net: nn.Module) -> int:

@@ -228,7 +228,7 @@ def _packed(head: nn.Module, layers: tuple[Layer, ...]) -> bool:
     products = [head]
     for layer in layers:
         for part in (layer.attention, layer.gated):
-            products += [part] if isinstance(part, MixedBlock) else [product for _, product in part.products()]
+            products += [product for _, product in part.products()]
     return all(isinstance(product, PackedLinear | BlockLinear) for product in products)
 
 

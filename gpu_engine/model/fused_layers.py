@@ -92,6 +92,10 @@ class MixedBlock(nn.Module):
         self.inner = inner
         self.down: nn.Module = nn.Identity()
 
+    def products(self) -> list[tuple[str, nn.Module]]:
+        """Return the mixture by itself: nothing is known about its products."""
+        return [("inner", self.inner)]
+
     def replace_product(self, name: str, product: nn.Module) -> None:
         """Put `product` after the mixture. `name` is "down"."""
         setattr(self, name, product)
@@ -123,6 +127,14 @@ class ChosenExperts(MixedBlock):
     ) -> None:
         super().__init__(inner)
         self.router_EH, self.chosen, self.act, self.renormalises = router_EH, chosen, act, renormalises
+
+    def products(self) -> list[tuple[str, nn.Module]]:
+        """Return the experts' products. Where they are packed, so is the router's (see experts.py)."""
+        experts = self.experts
+        if experts is None:
+            return super().products()
+        both = (("gate_up", experts.gate_up), ("down", experts.down))
+        return [(f"{name}.{number}", product) for name, of in both for number, product in enumerate(of)]
 
     @property
     def experts(self) -> Experts | None:

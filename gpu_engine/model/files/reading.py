@@ -82,7 +82,7 @@ def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
         config = _automatic(Path(folder), gguf_file="header.gguf")
     config.name_or_path = str(path.parent)
     apply_rope_factors(config, header)
-    if header.architecture == "qwen3moe":  # the library leaves it as its class has it
+    if ARCHITECTURES[header.architecture].by_expert:  # the library leaves it as its class has it
         config.moe_intermediate_size = _width_of_experts(header)
     return config
 

@@ -32,6 +32,8 @@ needs_avx2 = pytest.mark.skipif(not can_multiply_blocks(), reason="products over
         ("llama", "float32", "none"),
         ("gemma2", "bfloat16", "none"),
         ("qwen3", "float32", "none"),
+        ("qwen3_moe", "float32", "none"),
+        ("qwen3_moe", "bfloat16", "none"),
     ],
 )
 @pytest.mark.parametrize(("threads", "decoding", "prompt"), [(1, 1, 7), (2, 3, 50), (2, 12, 50), (2, 40, 50)])
