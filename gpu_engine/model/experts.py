@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _ROUTER = re.compile(r"Router|Gate$")
 _LIBRARY = "transformers.integrations.moe"
 """The module of the gate that most families' experts have."""
+_OF_GPT_OSS = "GptOssExperts"
+"""The experts with biases, whose weights have the outputs of gate and up in turn."""
 _GROUPED = (9, 10)
 """Major compute capabilities for which torch has a kernel of grouped products."""
 _VECTORS = 32
@@ -37,6 +39,7 @@ _SAME = 2e-2
 class Experts(nn.Module):
     """Replaces transformers' experts: (rows [N, H], chosen experts [N, k], their weights [N, k]) -> [N, H].
 
+    An expert's first product has the outputs of the gate, and then those of up, also where `inner` has them in turn.
     Takes the weights of `inner` away, which keeps its gate function.
     """
 
@@ -44,13 +47,16 @@ class Experts(nn.Module):
         super().__init__()
         own: Any = inner
         transposed, biased = getattr(own, "is_transposed", True), getattr(own, "has_bias", False)
+        alternates = not getattr(own, "is_concatenated", True)
         name = _first_of(inner) or ""
-        self.gate_up = _linears(getattr(own, name), getattr(own, f"{name}_bias") if biased else None, transposed)
+        bias_EN = getattr(own, f"{name}_bias") if biased else None
+        self.gate_up = _linears(getattr(own, name), bias_EN, transposed, alternates)
         self.down = _linears(own.down_proj, own.down_proj_bias if biased else None, transposed)
         self.width = int(self.down[0].in_features)  # type: ignore[arg-type]
         """Channels between an expert's two products."""
         self.inner = inner
-        gate = getattr(own, "_apply_gate", self._halves) if own.__dict__.get("has_gate", True) else own.act_fn
+        self._of_inner: Callable[[torch.Tensor], torch.Tensor] = getattr(own, "_apply_gate", self._halves)
+        gate = (self._alternating if alternates else self._of_inner) if own.__dict__.get("has_gate", True) else own.act_fn
         self._gate: Callable[[torch.Tensor], torch.Tensor] = gate
 
     def take_weights(self) -> None:
@@ -63,6 +69,10 @@ class Experts(nn.Module):
     def gate(self, gate_up_NC: torch.Tensor) -> torch.Tensor:
         """Return the inputs of the second product by the outputs of the first, [N, C] -> [N, I]."""
         return self._gate(gate_up_NC)
+
+    def _alternating(self, gate_up_NC: torch.Tensor) -> torch.Tensor:
+        """Call a gate that takes the outputs of gate and up in turn."""
+        return self._of_inner(gate_up_NC.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
 
     def _halves(self, gate_up_NC: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up_NC.chunk(2, dim=-1)
@@ -130,13 +140,13 @@ class WeightedExperts(Experts):
 def split_experts(net: nn.Module) -> int:
     """Replace the experts of a model that has no weights yet; return how many.
 
-    It takes experts of the form that most families have, and needs no comparison for them: gate, then up, without
-    biases.
+    It takes experts of the form that most families have, gate, then up, without biases, and those of gpt-oss. It needs
+    no comparison for them.
     """
     count = 0
     for parent in list(net.modules()):
         for name, child in list(parent.named_children()):
-            if _first_of(child) == "gate_up_proj" and _is_plain(child):
+            if _first_of(child) == "gate_up_proj" and _is_known(child):
                 made = Experts(child)
                 made.take_weights()
                 made.inner._is_hf_initialized = True  # type: ignore[assignment]  # it has nothing to fill in any more
@@ -145,14 +155,17 @@ def split_experts(net: nn.Module) -> int:
     return count
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether experts have the form that transformers' decorator of experts gives a class without settings.
+def _is_known(module: nn.Module) -> bool:
+    """Return whether experts have the form that transformers' decorator of experts gives a class without settings, or
+    that of gpt-oss.
 
     Some versions of the library have not all of these settings. A family with a gate of its own defines it.
     """
     own, weight = module.__dict__, module.get_parameter("gate_up_proj")
     form = {"has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False}
     of_library = getattr(getattr(type(module), "_apply_gate", None), "__module__", "") == _LIBRARY
+    if type(module).__name__ == _OF_GPT_OSS:
+        form, of_library = form | {"has_bias": True, "is_transposed": True, "is_concatenated": False}, True
     same = all(own.get(name, value) is value for name, value in form.items())
     return weight.dim() == 3 and own.get("has_gate", False) and of_library and same
 
@@ -217,14 +230,21 @@ def _first_of(module: nn.Module) -> str | None:
     return next((name for name in ("gate_up_proj", "up_proj") if {name, "down_proj"} <= held), None)
 
 
-def _linears(weight_ENK: torch.Tensor, bias_EN: torch.Tensor | None, transposed: bool) -> nn.ModuleList:
+def _linears(
+    weight_ENK: torch.Tensor, bias_EN: torch.Tensor | None, transposed: bool, alternates: bool = False
+) -> nn.ModuleList:
+    """Return the products of the experts. `alternates`: the outputs of gate and up come in turn."""
+
+    def in_halves(rows: torch.Tensor) -> torch.Tensor:
+        return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if alternates else rows
+
     made = []
     for expert, weight in enumerate(weight_ENK.detach()):
-        weight_NK = weight.T.contiguous() if transposed else weight
+        weight_NK = in_halves(weight.T if transposed else weight).contiguous()
         linear = nn.Linear(weight_NK.shape[1], weight_NK.shape[0], bias=bias_EN is not None, device="meta")
         linear.weight = nn.Parameter(weight_NK, requires_grad=False)
         if bias_EN is not None:
-            linear.bias = nn.Parameter(bias_EN.detach()[expert], requires_grad=False)
+            linear.bias = nn.Parameter(in_halves(bias_EN.detach()[expert]), requires_grad=False)
         made.append(linear)
     return nn.ModuleList(made)
 
