@@ -20,7 +20,7 @@ import torch
 from kernels.accept import accept_arguments
 from kernels.blocks import BLOCK, BlockWeightsArgs, PackedBlocks
 from kernels.fused_arguments import Activation
-from kernels.kv_pages import KVPages
+from kernels.kv_pages import KVPages, check_limits
 from kernels.library import native
 from kernels.low_rank import LowRankTable
 from kernels.step_tensors import StepTensors
@@ -64,6 +64,8 @@ class Mixture:
     """Experts of a row."""
     renormalises: bool
     """The weights of the chosen ones are divided by their sum."""
+    router_bias_E: torch.Tensor | None = None
+    """float32, contiguous; None: the router has none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +90,8 @@ class ForwardLayer:
     window: int
     """0: none."""
     act: Activation
+    sinks_H: torch.Tensor | None = None
+    """float32, contiguous: see `paged_attention`."""
 
 
 _NORMS = ("pre_attention", "post_attention", "pre_block", "post_block")
@@ -100,7 +104,7 @@ class _MixtureArgs(ctypes.Structure):
 
     _fields_ = [
         *[(name, ctypes.POINTER(BlockWeightsArgs)) for name in ("gate_up", "down")],
-        ("router", ctypes.c_void_p),
+        *[(name, ctypes.c_void_p) for name in ("router", "router_bias")],
         ("renormalises", ctypes.c_int64),
     ]
 
@@ -109,7 +113,9 @@ class _MixtureArgs(ctypes.Structure):
         """Return the arguments; the mixture outlives them."""
         of_experts = BlockWeightsArgs * len(mixture.experts)
         parts = (of_experts(*(getattr(each, name).args for each in mixture.experts)) for name in ("gate_up", "down"))
-        return cls(*parts, mixture.router_EH.data_ptr(), mixture.renormalises)
+        bias_E = mixture.router_bias_E
+        router = mixture.router_EH.data_ptr(), None if bias_E is None else bias_E.data_ptr()
+        return cls(*parts, *router, mixture.renormalises)
 
 
 class _LayerArgs(ctypes.Structure):
@@ -118,7 +124,7 @@ class _LayerArgs(ctypes.Structure):
     _fields_ = [
         *[(name, BlockWeightsArgs) for name in ("qkv", "output", "gate_up", "down")],
         ("mixture", _MixtureArgs),
-        *[(name, ctypes.c_void_p) for name in (*_NORMS, *_HEAD_NORMS, "cos", "sin", *_PAGES, "tap")],
+        *[(name, ctypes.c_void_p) for name in (*_NORMS, *_HEAD_NORMS, "cos", "sin", "sinks", *_PAGES, "tap")],
         ("rotated", ctypes.c_int64),
         *[
             (name, ctypes.c_float)
@@ -141,6 +147,7 @@ class _LayerArgs(ctypes.Structure):
                 setattr(args, name, norm.weight.data_ptr())
                 setattr(args, f"{name.removesuffix('_norm')}_eps", norm.eps)
         args.cos, args.sin, args.rotated = layer.cos_LR.data_ptr(), layer.sin_LR.data_ptr(), layer.cos_LR.shape[1]
+        args.sinks = None if layer.sinks_H is None else layer.sinks_H.data_ptr()
         args.scale, args.softcap, args.window, args.act = layer.scale, layer.softcap, layer.window, layer.act
         return args
 
@@ -238,6 +245,10 @@ class Forward:
             assert mixture.router_EH.shape == (len(mixture.experts), H), mixture.router_EH.shape
             assert mixture.router_EH.dtype == self._dtype, mixture.router_EH.dtype
             assert mixture.router_EH.is_contiguous()
+            if (bias_E := mixture.router_bias_E) is not None:
+                assert bias_E.shape == (len(mixture.experts),), bias_E.shape
+                assert bias_E.dtype == torch.float32, bias_E.dtype
+                assert bias_E.is_contiguous()
             assert 0 < mixture.chosen <= len(mixture.experts), mixture.chosen
         channels = heads[0] * head_dim
         assert embedding_VH.dtype in (torch.bfloat16, torch.float32), embedding_VH.dtype
@@ -256,6 +267,7 @@ class Forward:
             assert layer.sin_LR.is_contiguous()
             assert layer.cos_LR.shape[1] % 2 == 0, layer.cos_LR.shape
             assert layer.cos_LR.shape[1] <= head_dim, layer.cos_LR.shape
+            check_limits(layer.window, 0, layer.sinks_H, heads[0])
 
     @staticmethod
     def _check_blocks(blocks: Sequence[GatedBlock], H: int) -> None:

@@ -152,7 +152,7 @@ def angles_at(
 
 
 def gated(gate_up_NJ: torch.Tensor, act: Activation) -> torch.Tensor:
-    """Return act(gate) * up, [N, I] contiguous, of rows that hold gate and then up: J = 2 I."""
+    """Return act(gate) * up, [N, I] contiguous, of rows that hold gate and then up: J = 2 I. See `Activation`."""
     if gate_up_NJ.device.type != "cpu":
         from kernels.cuda import fused as device  # a CPU install has no Triton
 

@@ -28,6 +28,12 @@ class Activation(enum.IntEnum):
 
     SILU = 0
     GELU_TANH = 1
+    SWIGLU_OAI = 2
+    """gpt-oss's, of bounded numbers: (up + 1) * gate * sigmoid(1.702 * gate)."""
+
+
+EVERYWHERE = (Activation.SILU, Activation.GELU_TANH)
+"""The activations that every device has, and not only a CPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

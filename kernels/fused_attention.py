@@ -13,6 +13,7 @@ import ctypes
 import torch
 
 from kernels.fused import RMSNorm, RotaryArgs, check_rotate, rotate
+from kernels.kv_pages import check_limits
 from kernels.library import native
 from kernels.paged_attention import AttentionArgs, KVPages, paged_attention
 
@@ -30,11 +31,14 @@ class QkvAttention:
         window: int = 0,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        sinks_H: torch.Tensor | None = None,
     ) -> None:
+        check_limits(window, 0, sinks_H, heads[0])
         self.heads, self.head_dim, self.q_norm, self.k_norm = heads, head_dim, q_norm, k_norm
-        self.scale, self.softcap, self.window = scale, softcap, window
+        self.scale, self.softcap, self.window, self.sinks_H = scale, softcap, window, sinks_H
         self._rotary = RotaryArgs.of(heads, head_dim, q_norm, k_norm)
         self._args = AttentionArgs(scale=scale, softcap=softcap, window=window, head_dim=head_dim)
+        self._args.sinks = None if sinks_H is None else sinks_H.data_ptr()
         self._args.num_heads, self._args.num_kv_heads = heads
         for name in ("q_stride_h", "k_stride_h", "v_stride_h"):
             setattr(self._args, name, head_dim)
@@ -80,6 +84,7 @@ class QkvAttention:
                 scale=self.scale,
                 softcap=self.softcap,
                 window=self.window,
+                sinks_H=self.sinks_H,
                 tree_rows_BRR=tree_rows_BRR,
             )
             out_NC = out_BPHD.view(B * P, Hq * D)

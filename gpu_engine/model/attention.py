@@ -44,11 +44,6 @@ class LayerAttention:
     padded: bool = False
     """Heads are narrower than those of the cache: keys and values of different sizes (MLA), or no multiple of 16."""
 
-    @property
-    def plain(self) -> bool:
-        """True: without any of the last three."""
-        return not (self.chunk or self.sinks or self.padded)
-
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:

@@ -56,7 +56,9 @@ class Experts(nn.Module):
         """Channels between an expert's two products."""
         self.inner = inner
         self._of_inner: Callable[[torch.Tensor], torch.Tensor] = getattr(own, "_apply_gate", self._halves)
-        gate = (self._alternating if alternates else self._of_inner) if own.__dict__.get("has_gate", True) else own.act_fn
+        gate = (
+            (self._alternating if alternates else self._of_inner) if own.__dict__.get("has_gate", True) else own.act_fn
+        )
         self._gate: Callable[[torch.Tensor], torch.Tensor] = gate
 
     def take_weights(self) -> None:

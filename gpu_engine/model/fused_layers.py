@@ -118,15 +118,24 @@ class ChosenExperts(MixedBlock):
     Args:
         inner: the model's own module, which keeps its place.
         router_EH: the router's weights.
+        router_bias_E: the router's; None: it has none.
         act: of the experts.
         renormalises: the weights of the chosen experts are divided by their sum.
     """
 
     def __init__(
-        self, inner: nn.Module, router_EH: torch.Tensor, chosen: int, act: Activation, *, renormalises: bool
+        self,
+        inner: nn.Module,
+        router_EH: torch.Tensor,
+        router_bias_E: torch.Tensor | None,
+        chosen: int,
+        act: Activation,
+        *,
+        renormalises: bool,
     ) -> None:
         super().__init__(inner)
-        self.router_EH, self.chosen, self.act, self.renormalises = router_EH, chosen, act, renormalises
+        self.router_EH, self.router_bias_E = router_EH, router_bias_E
+        self.chosen, self.act, self.renormalises = chosen, act, renormalises
 
     def products(self) -> list[tuple[str, nn.Module]]:
         """Return the experts' products. Where they are packed, so is the router's (see experts.py)."""
@@ -143,7 +152,13 @@ class ChosenExperts(MixedBlock):
 
 
 class FusedAttention(nn.Module):
-    """One product for q, k and v; head norms and rotary in one kernel; attention over the pages; the output product."""
+    """One product for q, k and v; head norms and rotary in one kernel; attention over the pages; the output product.
+
+    Args:
+        sinks_H: float32, the further logit of each query head; None: there is none.
+        half_angles: the model's rotary embedding gives the angles of a half of the channels, and the other half has the
+            same ones.
+    """
 
     def __init__(
         self,
@@ -153,13 +168,19 @@ class FusedAttention(nn.Module):
         layer_idx: int,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        sinks_H: torch.Tensor | None = None,
+        *,
+        half_angles: bool = False,
     ) -> None:
         super().__init__()
+        self.sinks_H, self.half_angles = sinks_H, half_angles
         self.qkv, self.output, self.shape, self.layer_idx = qkv, output, shape, layer_idx
         self._qkv, self._output = qkv.forward, output.forward
         heads = (shape.num_heads, shape.num_kv_heads)
         self.q_norm, self.k_norm = q_norm, k_norm
-        self._core = QkvAttention(heads, shape.head_dim, shape.scale, shape.softcap, shape.window, q_norm, k_norm)
+        self._core = QkvAttention(
+            heads, shape.head_dim, shape.scale, shape.softcap, shape.window, q_norm, k_norm, sinks_H
+        )
         self.sources: Sources = {}
 
     def products(self) -> list[tuple[str, nn.Module]]:
@@ -189,6 +210,8 @@ class FusedAttention(nn.Module):
     ) -> torch.Tensor:
         """[N, H] -> [N, H]; row b * P + j is position j of sequence b. Rows of prompts are after those of the batch."""
         pages, qkv_NC = ctx.pages[self.layer_idx], self._qkv(x_NH)
+        if self.half_angles:
+            cos_NR, sin_NR = in_full(cos_NR), in_full(sin_NR)
         if ctx.prompts is None:
             where = (pages, ctx.page_table_BN, ctx.positions_BP, ctx.tree_rows_BRR)
             out_NC = self._core(qkv_NC, cos_NR, sin_NR, *where)
@@ -226,6 +249,11 @@ class FusedAttention(nn.Module):
 def join_activations(model: nn.Module) -> int:
     """Join the activation of every fused gated block to its product, where that has a kernel; return how many."""
     return sum(module.join_activation() for module in model.modules() if isinstance(module, FusedGated))
+
+
+def in_full(half_NR: torch.Tensor) -> torch.Tensor:
+    """Return cosines or sines of all channels by those of a half of them."""
+    return torch.cat([half_NR, half_NR], dim=1)
 
 
 def angles_by_row(part_BPR: torch.Tensor, num_sequences: int) -> torch.Tensor:

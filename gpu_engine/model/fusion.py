@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard, TypeVar
 
@@ -26,7 +26,7 @@ from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
 from gpu_engine.model.recording import Call, Distance, Recording, distance
 from kernels.fused import gated
-from kernels.fused_arguments import Activation, NormKind, RMSNorm
+from kernels.fused_arguments import EVERYWHERE, Activation, NormKind, RMSNorm
 
 log = logging.getLogger(__name__)
 
@@ -82,19 +82,25 @@ def gated_of(module: nn.Module, record: Recording, bound: float) -> FusedGated:
         raise NotRecognised(f"has the products {sorted(linears)}")
     gate_up, down = _joined([linears[name] for name in parts]), _joined([linears[last]])
     # Two activations differ by far more than the bound, so the second is tried only where the first is not the one.
-    fused = _closest((FusedGated(gate_up, down, act) for act in Activation), call, bound, any_within=True)
+    fused = _closest((FusedGated(gate_up, down, act) for act in EVERYWHERE), call, bound, any_within=True)
     fused.sources = {"gate_up": _sources(linears, parts), "down": _sources(linears, [last])}
     return fused
+
+
+_ROUTERS = ({"weight"}, {"weight", "bias"})
+"""The parameters of routers."""
 
 
 def chosen_experts_of(module: nn.Module, record: Recording, bound: float) -> ChosenExperts:
     """Return a mixture of experts as the known form; raise NotRecognised."""
     experts = [child for child in module.children() if type(child) is Experts]
-    routers = [child for child in module.children() if [name for name, _ in child.named_parameters()] == ["weight"]]
+    routers = [child for child in module.children() if {name for name, _ in child.named_parameters()} in _ROUTERS]
     if len(experts) != 1 or len(routers) != 1:
         raise NotRecognised(f"has the parts {sorted(type(child).__name__ for child in module.children())}")
     call, routed = _only(record, module), _only(record, routers[0])
     router_EH, outputs = routers[0].get_parameter("weight").detach(), routed.output
+    bias_E = routers[0]._parameters.get("bias")
+    router_bias_E = None if bias_E is None else bias_E.detach().float().contiguous()
     if not isinstance(outputs, tuple) or len(outputs) != 3:
         raise NotRecognised("its router returns no outputs, weights and numbers of experts")
     outputs_NE, weights_Nk, chosen_Nk = outputs
@@ -103,7 +109,7 @@ def chosen_experts_of(module: nn.Module, record: Recording, bound: float) -> Cho
     inputs = zip((call.args[0], *given.args), (routed.args[0], routed.args[0], chosen_Nk, weights_Nk), strict=True)
     if any(distance(part.flatten(), wanted.flatten()) > bound for part, wanted in inputs):
         raise NotRecognised("its experts do not get its input, and what its router returns")
-    if distance(nn.functional.linear(rows_NH.float(), router_EH.float()), outputs_NE) > bound:
+    if distance(nn.functional.linear(rows_NH.float(), router_EH.float(), router_bias_E), outputs_NE) > bound:
         raise NotRecognised("its router is no product")
     if distance(given.tensor().flatten(), call.tensor().flatten()) > bound:
         raise NotRecognised("its output is not the experts'")
@@ -117,7 +123,7 @@ def chosen_experts_of(module: nn.Module, record: Recording, bound: float) -> Cho
     acts = [act for act in Activation if all(distance(gated(x, act), experts[0].gate(x)) <= bound for x in ranges)]
     if not acts:
         raise NotRecognised("its experts have another activation")
-    return ChosenExperts(module, router_EH, chosen_Nk.shape[1], acts[0], renormalises=same[0])
+    return ChosenExperts(module, router_EH, router_bias_E, chosen_Nk.shape[1], acts[0], renormalises=same[0])
 
 
 _ATTENTIONS = (
@@ -132,10 +138,12 @@ def attention_of(
     module: nn.Module, record: Recording, shape: LayerAttention, layer_idx: int, bounds: Bounds
 ) -> FusedAttention:
     """Return the fused form of an attention: q, k, v and output products, head norms, rotary. Raise NotRecognised."""
-    if not shape.plain:
-        raise NotRecognised("has sinks, chunks or heads of other sizes")
+    if shape.chunk or shape.padded:
+        raise NotRecognised("has chunks or heads of other sizes")
+    sinks = module._parameters.get("sinks") if shape.sinks else None
     norms = {f"{of}_norm": getattr(module, f"{of}_norm", getattr(module, f"{of}_layernorm", None)) for of in "qk"}
-    linears = _linears(module, but=[norm for norm in norms.values() if isinstance(norm, nn.Module)])
+    heads = [norm for norm in norms.values() if isinstance(norm, nn.Module)]
+    linears = _linears(module, but=heads, own=() if sinks is None else ("sinks",))
     call = _only(record, module)
     *parts, last = next((names for names in _ATTENTIONS if set(names) == set(linears)), ("",))
     if not parts:
@@ -144,9 +152,18 @@ def attention_of(
         name: norm_of(norm, record, bounds.norm).norm for name, norm in norms.items() if isinstance(norm, nn.Module)
     }
     qkv, output = _joined([linears[name] for name in parts]), _joined([linears[last]])
-    fused = FusedAttention(qkv, output, shape, layer_idx, **found)
+    sinks_H = None if sinks is None else sinks.detach().float().contiguous()
+    make = functools.partial(FusedAttention, qkv, output, shape, layer_idx, **found, sinks_H=sinks_H)
+    forms = (make(half_angles=half) for half in _half_angles(call, shape))
+    fused = _closest(forms, call, bounds.block, any_within=True)
     fused.sources = {"qkv": _sources(linears, parts), "output": _sources(linears, [last])}
-    return _closest([fused], call, bounds.block)
+    return fused
+
+
+def _half_angles(call: Call, shape: LayerAttention) -> tuple[bool, ...]:
+    """Return the values of `half_angles` that the angles of an attention's call may mean."""
+    cos = call.kwargs.get("position_embeddings", (None,))[0]
+    return (False, True) if isinstance(cos, torch.Tensor) and 2 * cos.shape[-1] <= shape.head_dim else (False,)
 
 
 def _sources(linears: dict[str, Product], names: list[str]) -> tuple[tuple[str, int], ...]:
@@ -161,15 +178,16 @@ def _only(record: Recording, module: nn.Module) -> Call:
         raise NotRecognised(str(error)) from error
 
 
-def _linears(module: nn.Module, but: Iterable[nn.Module] = ()) -> dict[str, Product]:
-    """Return the products among a module's children; raise NotRecognised where another part has weights."""
+def _linears(module: nn.Module, but: Iterable[nn.Module] = (), own: Collection[str] = ()) -> dict[str, Product]:
+    """Return the products among a module's children; raise NotRecognised where another part has weights, or the module
+    has parameters that are not in `own`."""
     left = set(but)
     children = {name: child for name, child in module.named_children() if child not in left}
     linears = {name: child for name, child in children.items() if _is_product(child)}
     rest = [
         name for name, child in children.items() if name not in linears and next(child.parameters(), None) is not None
     ]
-    rest += [name for name, _ in module.named_parameters(recurse=False)]
+    rest += [name for name, _ in module.named_parameters(recurse=False) if name not in own]
     if rest:
         raise NotRecognised(f"has weights of its own: {rest}")
     return linears

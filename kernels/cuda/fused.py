@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused_arguments import Activation, NormKind, RMSNorm, check_rotate
+from kernels.fused_arguments import EVERYWHERE, Activation, NormKind, RMSNorm, check_rotate
 
 ROUND_FIRST = tl.constexpr(NormKind.ROUND_THEN_SCALE.value)
 ONE_PLUS = tl.constexpr(NormKind.ONE_PLUS_SCALE.value)
@@ -235,6 +235,7 @@ def angles_at(
 
 def gated(gate_up_NJ: torch.Tensor, act: Activation) -> torch.Tensor:
     """As `kernels.fused.gated`; fp16 is taken too."""
+    assert act in EVERYWHERE, act
     assert gate_up_NJ.dtype in _DTYPES, gate_up_NJ.dtype
     assert gate_up_NJ.is_contiguous()
     N, J = gate_up_NJ.shape

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from kernels.cuda.fused import activated
-from kernels.fused_arguments import Activation
+from kernels.fused_arguments import EVERYWHERE, Activation
 
 _DTYPES = (torch.bfloat16, torch.float16)
 ROW_TILES = (16, 32, 64, 128)
@@ -199,6 +199,7 @@ def gated_product(
     """
     M, J, K = _checked(x_MK, weight_JK, bias_J)
     assert J % 2 == 0, J
+    assert act in EVERYWHERE, act
     width = J // 2
     out_MI = torch.empty(M, width, dtype=x_MK.dtype, device=x_MK.device)
     tile = tile or Tile.of(M, J, K, shared_bytes(x_MK.device))

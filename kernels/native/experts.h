@@ -18,6 +18,7 @@
 struct mixture {
     const struct block_weights *gate_up, *down; /* of each expert: the same as a gated block's */
     const void *router;                         /* [experts][hidden], bfloat16 or fp32 */
+    const float *router_bias;                   /* [experts]; null: none */
     int64_t renormalises;                       /* the weights of the chosen experts are divided by their sum */
 };
 
@@ -58,7 +59,7 @@ static void route_row(const struct mixture *mix, const struct mixture_sizes *siz
             even = fused_add(load_f32(x + i), load(mix->router, e * hidden + i, bf16), even);
             odd = fused_add(load_f32(x + i + 16), load(mix->router, e * hidden + i + 16, bf16), odd);
         }
-        scores[e] = sum16(even + odd);
+        scores[e] = sum16(even + odd) + (mix->router_bias ? mix->router_bias[e] : 0.0f);
     }
     v16f top = load_f32(scores), sum = splat(0.0f);
     for (int64_t e = 16; e < sizes->experts; e += 16) top = larger(top, load_f32(scores + e));

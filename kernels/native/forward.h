@@ -23,6 +23,7 @@ struct forward_layer {
     const float *pre_attention, *post_attention, *pre_block, *post_block;
     const float *q_norm, *k_norm; /* fp32 [head_dim]; null: none */
     const float *cos, *sin;       /* fp32 [positions][rotated] */
+    const float *sinks;           /* see paged_attention.h */
     void *k_pages, *v_pages;      /* see paged_attention.h */
     float *k_scales, *v_scales;
     void *tap;       /* [num_rows][hidden] in the embedding's dtype: gets the layer's input; null: not wanted */
@@ -349,10 +350,7 @@ static void quantise_attended(struct member *m, const struct forward_args *a, co
 /* act(gate) * up of 32 channels of some rows, into `gate`. */
 INLINE void gate_rows(float *gate, const float *up, int64_t rows, int32_t act) {
     for (int64_t i = 0; i < rows * GROUP; i += 16) {
-        v16f g = load_f32(gate + i), u = g;
-        if (act == ACT_GELU_TANH) /* 0.5 (1 + tanh u) is sigmoid(2 u) */
-            u = splat(2.0f * 0.7978845608028654f) * (g + splat(0.044715f) * g * g * g);
-        v16f z = g * sigmoid16(u) * load_f32(up + i);
+        const v16f z = active16(load_f32(gate + i), act) * factor16(load_f32(up + i), act);
         memcpy(gate + i, &z, sizeof z);
     }
 }
@@ -477,6 +475,7 @@ static struct paged_attention_args attention_of(const struct forward_args *a, co
         .window = l->window,
         .scale = l->scale,
         .softcap = l->softcap,
+        .sinks = l->sinks,
     };
 }
 

@@ -12,7 +12,7 @@
 #define SERIAL_BELOW 8192 /* elements: a parallel region costs as much time */
 
 enum { ROUND_THEN_SCALE, SCALE_THEN_ROUND, ONE_PLUS_SCALE };
-enum { ACT_SILU, ACT_GELU_TANH };
+enum { ACT_SILU, ACT_GELU_TANH, ACT_SWIGLU_OAI };
 
 struct rms_norm_args {
     void *x;            /* [rows][x_stride], width used; becomes x + delta */
@@ -129,14 +129,31 @@ INLINE v16f sigmoid16(v16f x) {
     return select16(x < splat(0.0f), e, splat(1.0f)) / (splat(1.0f) + e);
 }
 
+#define OAI_LIMIT 7.0f /* of gpt-oss's gate, from above, and of the size of its up */
+
+/* act(gate); `act` is a compile-time constant where speed matters. */
+INLINE v16f active16(v16f gate, int act) {
+    if (act == ACT_SWIGLU_OAI) {
+        gate = smaller(gate, splat(OAI_LIMIT));
+        return gate * sigmoid16(splat(1.702f) * gate);
+    }
+    if (act == ACT_GELU_TANH) /* 0.5 (1 + tanh u) is sigmoid(2 u) */
+        return gate * sigmoid16(splat(2.0f * 0.7978845608028654f) * (gate + splat(0.044715f) * gate * gate * gate));
+    return gate * sigmoid16(gate);
+}
+
+/* What act(gate) is multiplied by. */
+INLINE v16f factor16(v16f up, int act) {
+    return act == ACT_SWIGLU_OAI ? larger(smaller(up, splat(OAI_LIMIT)), splat(-OAI_LIMIT)) + splat(1.0f) : up;
+}
+
 INLINE void gated_row(const struct gated_args *a, int64_t row, int act, int bf16) {
     const int64_t n = a->width, at = row * 2 * n;
     for (int64_t i = 0; i < n; i += 16) {
         v16f g = load_some(a->gate_up, at + i, n - i, bf16), up = load_some(a->gate_up, at + n + i, n - i, bf16);
-        v16f t = g;
-        if (act == ACT_GELU_TANH) /* 0.5 (1 + tanh u) is sigmoid(2 u) */
-            t = splat(2.0f * 0.7978845608028654f) * (g + splat(0.044715f) * g * g * g);
-        store_some(a->out, row * n + i, rounded(g * sigmoid16(t), bf16) * up, n - i, bf16);
+        v16f factor = factor16(up, act);
+        if (act == ACT_SWIGLU_OAI) factor = rounded(factor, bf16);
+        store_some(a->out, row * n + i, rounded(active16(g, act), bf16) * factor, n - i, bf16);
     }
 }
 
@@ -161,19 +178,22 @@ void VARIANT(lockstep_rotary)(const struct rotary_args *a) {
     }
 }
 
+#define GATED_ROW(act, bf16)                                                                                           \
+    case 2 * act + bf16:                                                                                               \
+        gated_row(a, row, act, bf16);                                                                                  \
+        break;
+
 void VARIANT(lockstep_gated)(const struct gated_args *a) {
 #pragma omp parallel for schedule(static) if (a->rows > 1 && a->rows * a->width >= SERIAL_BELOW)
     for (int64_t row = 0; row < a->rows; row++) {
-        if (a->bf16) {
-            if (a->act == ACT_SILU)
-                gated_row(a, row, ACT_SILU, 1);
-            else
-                gated_row(a, row, ACT_GELU_TANH, 1);
-        } else {
-            if (a->act == ACT_SILU)
-                gated_row(a, row, ACT_SILU, 0);
-            else
-                gated_row(a, row, ACT_GELU_TANH, 0);
+        const int act = a->act, bf16 = a->bf16;
+        switch (2 * act + bf16) {
+            GATED_ROW(ACT_SILU, 0)
+            GATED_ROW(ACT_SILU, 1)
+            GATED_ROW(ACT_GELU_TANH, 0)
+            GATED_ROW(ACT_GELU_TANH, 1)
+            GATED_ROW(ACT_SWIGLU_OAI, 0)
+            GATED_ROW(ACT_SWIGLU_OAI, 1)
         }
     }
 }

@@ -121,6 +121,14 @@ INLINE v16f larger(v16f a, v16f b) {
 #endif
 }
 
+INLINE v16f smaller(v16f a, v16f b) {
+#if defined(__AVX512F__)
+    return (v16f)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return select16(a < b, a, b);
+#endif
+}
+
 INLINE v16f plus(v16f a, v16f b) { return a + b; }
 
 #if defined(__AVX512F__)

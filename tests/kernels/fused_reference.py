@@ -41,4 +41,7 @@ def gated(gate_up: torch.Tensor, act: Activation) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
     if act == Activation.SILU:
         return torch.nn.functional.silu(gate) * up
+    if act == Activation.SWIGLU_OAI:
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
     return torch.nn.functional.gelu(gate, approximate="tanh") * up

@@ -25,12 +25,15 @@ def some(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def packed(outputs: int, inputs: int, seed: int, kind: BlockKind = BlockKind.Q8) -> PackedBlocks:
-    return PackedBlocks(quantised(some(outputs, inputs, seed=seed, scale=inputs**-0.5), kind))
+def packed(
+    outputs: int, inputs: int, seed: int, kind: BlockKind = BlockKind.Q8, *, biased: bool = False
+) -> PackedBlocks:
+    bias_N = some(outputs, seed=seed + 1000) if biased else None
+    return PackedBlocks(quantised(some(outputs, inputs, seed=seed, scale=inputs**-0.5), kind), bias_N)
 
 
-def block(seed: int, kind: BlockKind = BlockKind.Q8) -> GatedBlock:
-    return GatedBlock(packed(2 * INNER, H, seed, kind), packed(H, INNER, seed + 1, kind))
+def block(seed: int, kind: BlockKind = BlockKind.Q8, *, biased: bool = False) -> GatedBlock:
+    return GatedBlock(packed(2 * INNER, H, seed, kind, biased=biased), packed(H, INNER, seed + 1, kind, biased=biased))
 
 
 def forward_of(blocks: Sequence[GatedBlock | Mixture], act: Activation = Activation.SILU) -> Forward:
@@ -84,7 +87,8 @@ class Rows:
 def routed(x_NH: torch.Tensor, mixture: Mixture) -> torch.Tensor:
     """Return the weight of each expert in each row, [N, E]; 0: it is not chosen."""
     normed_NH = torch.nn.functional.rms_norm(x_NH.double(), (H,), some(H, seed=4).double(), 1e-5)
-    shares_NE = (normed_NH @ mixture.router_EH.double().T).softmax(-1)
+    outputs_NE = normed_NH @ mixture.router_EH.double().T
+    shares_NE = (outputs_NE if mixture.router_bias_E is None else outputs_NE + mixture.router_bias_E).softmax(-1)
     kept_NE = torch.zeros_like(shares_NE)
     highest = shares_NE.topk(mixture.chosen)
     kept_NE.scatter_(1, highest.indices, highest.values)
@@ -93,16 +97,23 @@ def routed(x_NH: torch.Tensor, mixture: Mixture) -> torch.Tensor:
 
 @pytest.mark.parametrize("act", Activation)
 @pytest.mark.parametrize("kind", BlockKind)
-@pytest.mark.parametrize("renormalises", [False, True])
+@pytest.mark.parametrize(("renormalises", "biased"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(
     ("experts", "chosen", "counts"), [(5, 2, (7, 1)), (17, 4, (40,)), (3, 3, (1,)), (40, 1, (LONG,)), (6, 2, (LONG, 9))]
 )
 def test_a_row_adds_its_experts_with_their_weights(
-    act: Activation, kind: BlockKind, renormalises: bool, experts: int, chosen: int, counts: tuple[int, ...]
+    act: Activation,
+    kind: BlockKind,
+    renormalises: bool,
+    biased: bool,
+    experts: int,
+    chosen: int,
+    counts: tuple[int, ...],
 ) -> None:
     """What an expert gives is what a model with this expert as its block adds."""
-    blocks, rows = [block(100 + 2 * e, kind) for e in range(experts)], Rows(counts)
-    mixture = Mixture(tuple(blocks), some(experts, H, seed=6, scale=0.3), chosen, renormalises)
+    blocks, rows = [block(100 + 2 * e, kind, biased=biased) for e in range(experts)], Rows(counts)
+    bias_E = some(experts, seed=7) if biased else None
+    mixture = Mixture(tuple(blocks), some(experts, H, seed=6, scale=0.3), chosen, renormalises, bias_E)
     nothing = GatedBlock(blocks[0].gate_up, PackedBlocks(quantised(torch.zeros(H, INNER), kind)))
     _, before_NH = rows.run(forward_of([nothing, nothing], act), 2, tap=1)
     given_ENH = torch.stack([rows.run(forward_of([each, nothing], act), 2, tap=1)[1] for each in blocks]) - before_NH
@@ -159,12 +170,13 @@ def test_a_row_has_the_same_bits_in_any_company(threads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", ["a router in another dtype", "too many chosen", "experts of two sizes", "another count"]
+    "bad", ["a router in another dtype", "too many chosen", "experts of two sizes", "another count", "a long bias"]
 )
 def test_what_the_native_code_relies_on_is_asserted(bad: str) -> None:
     mixture = Mixture((block(100), block(102)), some(2, H, seed=6), 2, renormalises=True)
     others = {
         "a router in another dtype": replace(mixture, router_EH=mixture.router_EH.bfloat16()),
+        "a long bias": replace(mixture, router_bias_E=torch.zeros(3)),
         "too many chosen": replace(mixture, chosen=3),
         "experts of two sizes": replace(mixture, experts=(block(100), GatedBlock(packed(64, H, 1), packed(H, 32, 2)))),
         "another count": replace(mixture, experts=mixture.experts[:1], router_EH=mixture.router_EH[:1], chosen=1),

@@ -18,7 +18,7 @@ from torch import nn
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward, Layer, RotaryCall, WholeForward
-from gpu_engine.model.fused_layers import ChosenExperts, FusedGated, MixedBlock
+from gpu_engine.model.fused_layers import ChosenExperts, FusedGated, MixedBlock, in_full
 from gpu_engine.model.fusion import Fused
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Distance, distance
@@ -151,7 +151,8 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
     embedding_VH = fused.embedding.weight.detach()
     # Gemma's; another kind of embedding that does more gives other logits, and is not used.
     scale = float(torch.as_tensor(getattr(fused.embedding, "embed_scale", 1.0)).to(embedding_VH.dtype))
-    tables = [_table_of(call, embedding_VH) for call in fused.rotary]
+    halves = {layer.angles for layer in fused.layers if layer.attention.half_angles}
+    tables = [_table_of(call, embedding_VH, half=at in halves) for at, call in enumerate(fused.rotary)]
     layers = [_layer_of(layer, *tables[layer.angles]) for layer in fused.layers]
     shapes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in (layer.attention.shape for layer in fused.layers)}
     if len(shapes) > 1:
@@ -177,10 +178,13 @@ def _packed(module: nn.Module, name: str) -> PackedBlocks:
     return module.packed
 
 
-def _table_of(call: RotaryCall, weight_VH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _table_of(call: RotaryCall, weight_VH: torch.Tensor, *, half: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines. `half`: those of the call are of a half of the channels (see `FusedAttention`)."""
     if not isinstance(call.module, RotaryTable):
         raise NotNative("its rotary embedding is no table")
     cos_LR, sin_LR = call.module.table(weight_VH[:1, None], call.rest, call.kwargs)
+    if half:
+        cos_LR, sin_LR = in_full(cos_LR), in_full(sin_LR)
     return cos_LR.float().contiguous(), sin_LR.float().contiguous()
 
 
@@ -212,6 +216,7 @@ def _layer_of(layer: Layer, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> Forwa
         softcap=attention.shape.softcap,
         window=attention.shape.window,
         act=act,
+        sinks_H=attention.sinks_H,
     )
 
 
@@ -225,4 +230,5 @@ def _block_of(block: FusedGated | MixedBlock) -> tuple[GatedBlock | Mixture, Act
         GatedBlock(_packed(gate_up, "experts' gate product"), _packed(down, "experts' down product"))
         for gate_up, down in zip(experts.gate_up, experts.down, strict=True)
     ]
-    return Mixture(tuple(made), block.router_EH.contiguous(), block.chosen, block.renormalises), block.act
+    router_EH = block.router_EH.contiguous()
+    return Mixture(tuple(made), router_EH, block.chosen, block.renormalises, block.router_bias_E), block.act

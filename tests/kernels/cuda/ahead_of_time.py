@@ -34,7 +34,8 @@ from kernels.cuda.attention import paged
 from kernels.cuda.jump_forward import take_jump_forward
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
 from kernels.cuda.tree_acceptance import PathCompaction
-from kernels.fused import Activation, NormKind, RMSNorm
+from kernels.fused import NormKind, RMSNorm
+from kernels.fused_arguments import EVERYWHERE
 from kernels.low_rank_stacks import LowRankStacks, ProductShape
 from kernels.paged_attention import KVPages
 from kernels.recurrent import ConvActivation, Gate, MatrixRecurrence, SelectiveScan, ShortConv
@@ -225,7 +226,7 @@ def compile_fused(rows: int, H: int, inner: int, heads: tuple[int, int], D: int,
         fused.rotate(qkv, angles, angles, heads=heads, head_dim=D, q_norm=head, k_norm=head)
     fused.rotate(qkv, angles, angles, heads=heads, head_dim=D)
     fused.angles_at(ints(rows, 1), angles, angles)
-    for act in Activation:
+    for act in EVERYWHERE:
         fused.gated(torch.zeros(rows, 2 * inner, dtype=dtype), act)
 
 
@@ -234,7 +235,7 @@ def compile_products(M: int, N: int, K: int) -> None:
     x, weight, bias = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((M, K), (N, K), (N,)))
     products.product(x, weight)
     products.product(x, weight, bias)
-    for act in Activation:
+    for act in EVERYWHERE:
         products.gated_product(x, weight, act)
         products.gated_product(x, weight, act, bias)
 
