@@ -23,6 +23,7 @@ from kernels.fused_arguments import Activation
 from kernels.kv_pages import KVPages, check_limits
 from kernels.library import native
 from kernels.low_rank import LowRankTable
+from kernels.mixture import GatedBlock, Mixture, RoutedArgs, check_blocks
 from kernels.step_tensors import StepTensors
 
 
@@ -42,30 +43,6 @@ class Norm:
 
     weight: torch.Tensor
     eps: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GatedBlock:
-    """down(act(gate(x)) * up(x))."""
-
-    gate_up: PackedBlocks
-    """The gate's outputs, then those of up."""
-    down: PackedBlocks
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Mixture:
-    """The sum of a row's experts, weighted by the softmax of the router's outputs; see kernels/native/experts.h."""
-
-    experts: tuple[GatedBlock, ...]
-    router_EH: torch.Tensor
-    """In the dtype of the embedding, contiguous."""
-    chosen: int
-    """Experts of a row."""
-    renormalises: bool
-    """The weights of the chosen ones are divided by their sum."""
-    router_bias_E: torch.Tensor | None = None
-    """float32, contiguous; None: the router has none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,31 +76,12 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 _PAGES = ("k_pages", "v_pages", "k_scales", "v_scales")
 
 
-class _MixtureArgs(ctypes.Structure):
-    """Mirror of `struct mixture`."""
-
-    _fields_ = [
-        *[(name, ctypes.POINTER(BlockWeightsArgs)) for name in ("gate_up", "down")],
-        *[(name, ctypes.c_void_p) for name in ("router", "router_bias")],
-        ("renormalises", ctypes.c_int64),
-    ]
-
-    @classmethod
-    def of(cls, mixture: Mixture) -> _MixtureArgs:
-        """Return the arguments; the mixture outlives them."""
-        of_experts = BlockWeightsArgs * len(mixture.experts)
-        parts = (of_experts(*(getattr(each, name).args for each in mixture.experts)) for name in ("gate_up", "down"))
-        bias_E = mixture.router_bias_E
-        router = mixture.router_EH.data_ptr(), None if bias_E is None else bias_E.data_ptr()
-        return cls(*parts, *router, mixture.renormalises)
-
-
 class _LayerArgs(ctypes.Structure):
     """Mirror of `struct forward_layer`."""
 
     _fields_ = [
         *[(name, BlockWeightsArgs) for name in ("qkv", "output", "gate_up", "down")],
-        ("mixture", _MixtureArgs),
+        ("mixture", RoutedArgs),
         *[(name, ctypes.c_void_p) for name in (*_NORMS, *_HEAD_NORMS, "cos", "sin", "sinks", *_PAGES, "tap")],
         ("rotated", ctypes.c_int64),
         *[
@@ -140,7 +98,7 @@ class _LayerArgs(ctypes.Structure):
         if isinstance(layer.block, GatedBlock):
             args.gate_up, args.down = layer.block.gate_up.args, layer.block.down.args
         else:
-            args.mixture = _MixtureArgs.of(layer.block)
+            args.mixture = RoutedArgs.of(layer.block)
         for name in (*_NORMS, *_HEAD_NORMS):
             norm = getattr(layer, name)
             if norm is not None:
@@ -238,8 +196,8 @@ class Forward:
         embedding_VH, layers, _, head = self._owned
         gated = [layer.block for layer in layers if isinstance(layer.block, GatedBlock)]
         mixtures = [layer.block for layer in layers if isinstance(layer.block, Mixture)]
-        self._check_blocks(gated, H)
-        self._check_blocks([expert for mixture in mixtures for expert in mixture.experts], H)
+        check_blocks(gated, H)
+        check_blocks([expert for mixture in mixtures for expert in mixture.experts], H)
         assert len({(len(mixture.experts), mixture.chosen) for mixture in mixtures}) <= 1
         for mixture in mixtures:
             assert mixture.router_EH.shape == (len(mixture.experts), H), mixture.router_EH.shape
@@ -268,15 +226,6 @@ class Forward:
             assert layer.cos_LR.shape[1] % 2 == 0, layer.cos_LR.shape
             assert layer.cos_LR.shape[1] <= head_dim, layer.cos_LR.shape
             check_limits(layer.window, 0, layer.sinks_H, heads[0])
-
-    @staticmethod
-    def _check_blocks(blocks: Sequence[GatedBlock], H: int) -> None:
-        """Assert that blocks have the same shapes, and the native code's."""
-        for block in blocks:
-            inner = blocks[0].down.num_inputs
-            assert inner % BLOCK == 0, inner
-            shapes = [(part.num_inputs, part.num_outputs) for part in (block.gate_up, block.down)]
-            assert shapes == [(H, 2 * inner), (inner, H)], shapes
 
     def __call__(
         self,

@@ -20,6 +20,9 @@ from torch.overrides import TorchFunctionMode
 from gpu_engine.model.linear import PackedLinear, can_pack
 from gpu_engine.model.names import ModelNotSupported
 from gpu_engine.model.recording import distance
+from kernels.fused import gated
+from kernels.fused_arguments import Activation
+from kernels.mixture import MixtureProducts
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +59,11 @@ class Experts(nn.Module):
         """Channels between an expert's two products."""
         self.inner = inner
         self._of_inner: Callable[[torch.Tensor], torch.Tensor] = getattr(own, "_apply_gate", self._halves)
-        gate = (
-            (self._alternating if alternates else self._of_inner) if own.__dict__.get("has_gate", True) else own.act_fn
-        )
-        self._gate: Callable[[torch.Tensor], torch.Tensor] = gate
+        self.has_gate = own.__dict__.get("has_gate", True)
+        gate = self._alternating if alternates else self._of_inner
+        self._gate: Callable[[torch.Tensor], torch.Tensor] = gate if self.has_gate else own.act_fn
+        self.native: MixtureProducts | None = None
+        """All products in one call, where they are over blocks; quantised/mixtures.py sets it."""
 
     def take_weights(self) -> None:
         """Remove the weights of the replaced module."""
@@ -91,13 +95,28 @@ class Experts(nn.Module):
         """The number of experts."""
         return len(self.down)
 
+    def activation(self, dtype: torch.dtype, bound: float) -> Activation | None:
+        """Return the activation that gives the outputs of the gate in this dtype, up to a relative distance; None: it
+        is another one."""
+        gate_up_NC = torch.randn(4, 2 * self.width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        ranges = (gate_up_NC, 100.0 * gate_up_NC)  # some activations differ near 0, and others have a bound
+        if not self.has_gate:
+            return None
+        same = (act for act in Activation if all(distance(gated(x, act), self.gate(x)) <= bound for x in ranges))
+        return next(same, None)
+
     def keep(self, own: range) -> None:
         """Forget the weights of the experts that are not in `own`. The others keep their numbers."""
+        self.native = None
         for expert in set(range(self.count)) - set(own):
             self.gate_up[expert] = self.down[expert] = nn.Identity()
 
     def forward(self, hidden_states: torch.Tensor, chosen_Nk: torch.Tensor, weights_Nk: torch.Tensor) -> torch.Tensor:
-        """Add the experts' outputs in the order of the experts."""
+        """Add the experts' outputs in the order of the experts, or in that of a row's choice in the native call."""
+        if self.native is not None:
+            added_NH = self.native(hidden_states.contiguous(), chosen_Nk, weights_Nk)
+            if added_NH is not None:
+                return added_NH
         out_NH = torch.zeros_like(hidden_states)
         for expert in chosen_Nk.unique().tolist():
             if not 0 <= expert < len(self.down):

@@ -25,8 +25,7 @@ from gpu_engine.model.linear import Product, joined
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
 from gpu_engine.model.recording import Call, Distance, Recording, distance
-from kernels.fused import gated
-from kernels.fused_arguments import EVERYWHERE, Activation, NormKind, RMSNorm
+from kernels.fused_arguments import EVERYWHERE, NormKind, RMSNorm
 
 log = logging.getLogger(__name__)
 
@@ -118,12 +117,10 @@ def chosen_experts_of(module: nn.Module, record: Recording, bound: float) -> Cho
     same = [form for form, wanted_Nk in forms.items() if distance(weights_Nk, wanted_Nk) <= bound]
     if not same or not torch.equal(highest_Nk, chosen_Nk):
         raise NotRecognised("its router does not take the highest outputs by their softmax")
-    gate_up_NC = torch.randn(4, 2 * experts[0].width, generator=torch.Generator().manual_seed(0)).to(rows_NH.dtype)
-    ranges = (gate_up_NC, 100.0 * gate_up_NC)  # some activations differ near 0, and others have a bound
-    acts = [act for act in Activation if all(distance(gated(x, act), experts[0].gate(x)) <= bound for x in ranges)]
-    if not acts:
+    act = experts[0].activation(rows_NH.dtype, bound)
+    if act is None:
         raise NotRecognised("its experts have another activation")
-    return ChosenExperts(module, router_EH, router_bias_E, chosen_Nk.shape[1], acts[0], renormalises=same[0])
+    return ChosenExperts(module, router_EH, router_bias_E, chosen_Nk.shape[1], act, renormalises=same[0])
 
 
 _ATTENTIONS = (
@@ -162,8 +159,8 @@ def attention_of(
 
 def _half_angles(call: Call, shape: LayerAttention) -> tuple[bool, ...]:
     """Return the values of `half_angles` that the angles of an attention's call may mean."""
-    cos = call.kwargs.get("position_embeddings", (None,))[0]
-    return (False, True) if isinstance(cos, torch.Tensor) and 2 * cos.shape[-1] <= shape.head_dim else (False,)
+    angles = call.kwargs.get("position_embeddings")
+    return (False, True) if angles is not None and 2 * angles[0].shape[-1] <= shape.head_dim else (False,)
 
 
 def _sources(linears: dict[str, Product], names: list[str]) -> tuple[tuple[str, int], ...]:

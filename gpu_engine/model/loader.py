@@ -64,6 +64,7 @@ from gpu_engine.model.parallel.shards import SETTING, Shard, heads_of, name_head
 from gpu_engine.model.probe import own_logits, probe, refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint
 from gpu_engine.model.quantised.choice import forms_of, quantise
+from gpu_engine.model.quantised.mixtures import mix_natively
 from gpu_engine.model.quantised.native import NativeForward, with_native
 from gpu_engine.model.recurrent.replacement import is_replaced, replace_recurrent
 from gpu_engine.model.rotary import install_tables
@@ -316,6 +317,8 @@ def _prepare_net(
     # The memory of a GPU then never holds the weights that are replaced.
     model.quantised = quantise(config, net, gguf_file, checkpoint) if quantised is None else quantised
     model.forms = forms_of(net)
+    if model.quantised and device.type == "cpu":
+        mix_natively(net, dtype)
     net.to(device)
     install_tables(net.get_decoder(), model.max_model_len, captured=device.type == "cuda")
     by_row = model.quantised and device.type == "cuda"

@@ -9,6 +9,7 @@ struct gated_norm_args;
 struct logprobs_args;
 struct low_rank_args;
 struct matrix_recurrence_args;
+struct mixture_args;
 struct paged_attention_args;
 struct rms_norm_args;
 struct rotary_args;
@@ -38,7 +39,9 @@ DECLARE(baseline)
     void lockstep_block_linear_alone_##variant(const struct block_linear_args *);                                      \
     int64_t lockstep_forward_scratch_##variant(const struct forward_args *);                                           \
     void lockstep_forward_##variant(const struct forward_args *);                                                      \
-    void lockstep_forward_head_##variant(const struct forward_args *, const struct accept_args *);
+    void lockstep_forward_head_##variant(const struct forward_args *, const struct accept_args *);                     \
+    int64_t lockstep_mixture_scratch_##variant(const struct mixture_args *);                                           \
+    int32_t lockstep_mixture_##variant(const struct mixture_args *);
 
 #if defined(__x86_64__)
 DECLARE_BLOCKS(x86_64_v3)
@@ -143,4 +146,8 @@ void lockstep_forward(const struct forward_args *a) { CALL_BLOCKS(lockstep_forwa
 void lockstep_forward_head(const struct forward_args *a, const struct accept_args *rows) {
     CALL_BLOCKS(lockstep_forward_head, a, rows);
 }
+
+int64_t lockstep_mixture_scratch(const struct mixture_args *a) { return CALL_BLOCKS(lockstep_mixture_scratch, a); }
+
+int32_t lockstep_mixture(const struct mixture_args *a) { return CALL_BLOCKS(lockstep_mixture, a); }
 #endif

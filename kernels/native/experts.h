@@ -2,7 +2,7 @@
  *
  * A router has an output for each expert. A row takes the `chosen` experts of the highest outputs, the first ones of equal
  * outputs, and adds what they give in this order, with weights that are the softmax of the outputs. Invariant: what a row
- * takes, and the order in which it adds, depend only on this row. Not responsible for: the experts' products (see forward.h).
+ * takes, and the order in which it adds, depend only on this row. Not responsible for: the experts' products (see mixture.h).
  *
  * Source: N. Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer",
  * arXiv:1701.06538; the softmax before the choice as in W. Fedus et al., "Switch Transformers", arXiv:2101.03961.

@@ -10,9 +10,8 @@
 #define LOCKSTEP_FORWARD_H
 
 #include "blocks.h"
-#include "experts.h"
-#include "fused.h"
 #include "low_rank.h"
+#include "mixture.h"
 #include "paged_attention.h"
 #include "team.h"
 
@@ -82,38 +81,10 @@ struct forward_work {
     int32_t (*tasks)[3];                    /* sequence, KV head, first query of a tile */
     struct head_row *head_rows;             /* [num_logits], only with `defers_head`, as are their inputs */
     struct block_rows head_inputs;
-    float *low, *active;  /* only with adapters: [R][adapter_rank] and, as fp32, the input of `down`, [R][inner] */
-    struct routes routes; /* only with mixtures, as is what follows: it is of MIXED_ROWS rows at most */
-    struct block_rows taken, taken_gated; /* by pair: inputs of the experts' products, of hidden and inner channels */
-    float *given;                         /* by pair: what the expert gives, [hidden] */
+    float *low, *active; /* only with adapters: [R][adapter_rank] and, as fp32, the input of `down`, [R][inner] */
+    struct mixture_work mixed;
     int64_t rows, num_tasks, num_logits;
 };
-
-#define MIXED_ROWS 512 /* rows of a mixture at once: their pairs take memory */
-
-static uint8_t *carve(uint8_t **memory, int64_t bytes) {
-    uint8_t *at = *memory;
-    *memory += (bytes + 63) & ~(int64_t)63;
-    return at;
-}
-
-static uint8_t *lay_out_mixtures(const struct forward_args *a, uint8_t *memory, int64_t rows, struct forward_work *w) {
-    const struct mixture_sizes *sizes = &a->mixtures; /* without mixtures all are 0 */
-    const int64_t pairs = (rows < MIXED_ROWS ? rows : MIXED_ROWS) * sizes->chosen;
-    struct routes *t = &w->routes;
-    t->scores = (float *)carve(&memory, rows * whole_vectors(sizes->experts) * 4);
-    t->weights = (float *)carve(&memory, rows * sizes->chosen * 4);
-    t->experts = (int32_t *)carve(&memory, rows * sizes->chosen * 4);
-    t->pairs = (int32_t *)carve(&memory, pairs * 4);
-    t->rows = (int32_t *)carve(&memory, pairs * 4);
-    t->active = (int32_t *)carve(&memory, sizes->experts * 4);
-    t->first = (int32_t *)carve(&memory, (sizes->experts + 1) * 4);
-    t->num_active = (int32_t *)carve(&memory, 4);
-    w->taken = block_rows_at(carve(&memory, block_rows_bytes(pairs, a->hidden)), pairs, a->hidden);
-    w->taken_gated = block_rows_at(carve(&memory, block_rows_bytes(pairs, sizes->inner)), pairs, sizes->inner);
-    w->given = (float *)carve(&memory, pairs * a->hidden * 4);
-    return memory;
-}
 
 /* Lay the work out from `memory` on for so many rows; return the end. With a null `work` it only counts. */
 static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t rows, struct forward_work *work) {
@@ -138,7 +109,7 @@ static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t r
     w.head_inputs = block_rows_at(carve(&memory, block_rows_bytes(deferred, a->hidden)), deferred, a->hidden);
     w.low = (float *)carve(&memory, a->adapters ? rows * a->adapter_rank * 4 : 0);
     w.active = (float *)carve(&memory, a->adapters ? rows * a->inner * 4 : 0);
-    memory = lay_out_mixtures(a, memory, rows, &w);
+    memory = lay_out_mixture(&a->mixtures, a->hidden, memory, rows, &w.mixed);
     if (work) *work = w;
     return memory;
 }
@@ -248,7 +219,7 @@ static void before_product(struct member *m, const struct forward_args *a, const
         add_and_norm(a, w, r, post, post_eps, pre, pre_eps, tap);
         if (a->adapters && l) shrink(a, l, w, r, product, w->delta + r * a->hidden);
         if (product == OF_GATE_UP && l->mixture.router)
-            route_row(&l->mixture, &a->mixtures, w->delta + r * a->hidden, a->hidden, a->bf16, &w->routes, r);
+            route_row(&l->mixture, &a->mixtures, w->delta + r * a->hidden, a->hidden, a->bf16, &w->mixed.routes, r);
         quantise_row(w->delta + r * a->hidden, &w->normed, r);
     }
 }
@@ -345,22 +316,6 @@ static void quantise_attended(struct member *m, const struct forward_args *a, co
     }
 }
 
-#define GATED_ROWS 48 /* rows whose gates and ups lie in L1 together */
-
-/* act(gate) * up of 32 channels of some rows, into `gate`. */
-INLINE void gate_rows(float *gate, const float *up, int64_t rows, int32_t act) {
-    for (int64_t i = 0; i < rows * GROUP; i += 16) {
-        const v16f z = active16(load_f32(gate + i), act) * factor16(load_f32(up + i), act);
-        memcpy(gate + i, &z, sizeof z);
-    }
-}
-
-/* Block c of rows [r, r + rows): the input of the product `down`. */
-INLINE void quantise_gated(float (*gate)[GROUP], int64_t r, int64_t rows, int64_t c, const struct block_rows *to) {
-    for (int64_t t = 0; t < rows; t += 16)
-        quantise_blocks(gate[t], GROUP, rows - t < 16 ? rows - t : 16, to, r + t, c, 1);
-}
-
 /* act(gate) * up of 32 channels at a time, quantised at once: the input of the product `down`. */
 static void gate_and_up(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                         const struct forward_work *w) {
@@ -388,48 +343,6 @@ static void shrink_active(struct member *m, const struct forward_args *a, const 
                           const struct forward_work *w) {
     TEAM_FOR(m, r, w->rows)
     shrink(a, l, w, r, OF_DOWN, w->active + r * a->inner);
-}
-
-#define EXPERT_CHUNK 8 /* groups of outputs that a member takes at once: experts have different numbers of rows */
-
-/* A mixture in place of the gated block: at most MIXED_ROWS rows, whose experts are chosen. Adds nothing of adapters. */
-static void mix(struct member *m, const struct forward_args *a, const struct forward_layer *l,
-                const struct forward_work *w) {
-    const struct mixture *mixture = &l->mixture;
-    const struct mixture_sizes *sizes = &a->mixtures;
-    const struct routes *t = &w->routes;
-    const int64_t H = a->hidden, blocks = sizes->inner / GROUP, groups = H / GROUP;
-    float gate[GATED_ROWS][GROUP] __attribute__((aligned(64))), up[GATED_ROWS][GROUP] __attribute__((aligned(64)));
-    TEAM_FOR_CHUNKS(m, once, 1, 1) order_pairs(sizes, w->rows, t);
-    TEAM_FOR(m, p, w->rows * sizes->chosen) copy_block_row(&w->normed, t->rows[p], &w->taken, p);
-    TEAM_FOR_CHUNKS(m, item, most_active(sizes, w->rows) * blocks, EXPERT_CHUNK) {
-        const int64_t i = item / blocks, c = item % blocks;
-        if (i >= *t->num_active) continue;
-        const int64_t end = t->first[i + 1];
-        const struct block_weights *gate_up = mixture->gate_up + t->active[i];
-        for (int64_t p = t->first[i], pairs; p < end; p += pairs) {
-            pairs = end - p < GATED_ROWS ? end - p : GATED_ROWS;
-            const int64_t then = p + pairs < end ? c : c + 1;
-            group_of_rows(gate_up, c, &w->taken, p, pairs, blocks + c, gate[0], GROUP);
-            group_of_rows(gate_up, blocks + c, &w->taken, p, pairs, then, up[0], GROUP);
-            gate_rows(gate[0], up[0], pairs, l->act);
-            quantise_gated(gate, p, pairs, c, &w->taken_gated);
-        }
-    }
-    TEAM_FOR_CHUNKS(m, item, most_active(sizes, w->rows) * groups, EXPERT_CHUNK) {
-        const int64_t i = item / groups, g = item % groups;
-        if (i >= *t->num_active) continue;
-        const int64_t p = t->first[i];
-        group_of_rows(mixture->down + t->active[i], g, &w->taken_gated, p, t->first[i + 1] - p, g + 1,
-                      w->given + p * H + g * GROUP, H);
-    }
-    TEAM_FOR(m, r, w->rows)
-    for (int64_t h = 0; h < H; h += 16) {
-        v16f sum = splat(0.0f);
-        for (int64_t j = r * sizes->chosen; j < (r + 1) * sizes->chosen; j++)
-            sum = fused_add(splat(t->weights[j]), load_f32(w->given + t->pairs[j] * H + h), sum);
-        memcpy(w->delta + r * H + h, &sum, sizeof sum);
-    }
 }
 
 static void head(struct member *m, const struct forward_args *a, const struct forward_work *w) {
@@ -511,8 +424,6 @@ static struct forward_work work_of_rows(const struct forward_args *a, const stru
     part.sequence += begin;
     part.low += begin * a->adapter_rank;
     part.active += begin * a->inner;
-    part.routes.weights += begin * a->mixtures.chosen;
-    part.routes.experts += begin * a->mixtures.chosen;
     part.rows = end - begin;
     return part;
 }
@@ -523,11 +434,10 @@ static void after_attention(struct member *m, const struct forward_args *a, cons
     quantise_attended(m, a, l, w);
     product(m, a, l, w, &l->output, OF_OUTPUT, &w->heads, w->delta);
     before_product(m, a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0, l, OF_GATE_UP);
-    for (int64_t r = 0; l->mixture.router && r < w->rows; r += MIXED_ROWS) {
-        const struct forward_work part = work_of_rows(a, w, r, w->rows - r < MIXED_ROWS ? w->rows : r + MIXED_ROWS);
-        mix(m, a, l, &part);
+    if (l->mixture.router) { /* adapters change nothing of it */
+        mix(m, &l->mixture, &a->mixtures, l->act, &w->normed, w->rows, &w->mixed, w->delta);
+        return;
     }
-    if (l->mixture.router) return;
     gate_and_up(m, a, l, w);
     if (a->adapters) shrink_active(m, a, l, w);
     product(m, a, l, w, &l->down, OF_DOWN, &w->gated, w->delta);

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from kernels.blocks import BlockKind, PackedBlocks, can_multiply_blocks, quantised
-from kernels.forward import Forward, ForwardLayer, GatedBlock, Mixture, Norm
+from kernels.forward import Forward, ForwardLayer, Norm
 from kernels.fused_arguments import Activation
 from kernels.kv_pages import KVPages
+from kernels.mixture import GatedBlock, Mixture
 
 pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 

@@ -24,8 +24,9 @@ from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Distance, distance
 from gpu_engine.model.rotary import RotaryTable
 from kernels.blocks import PackedBlocks
-from kernels.forward import Forward, ForwardLayer, GatedBlock, Mixture, Norm
+from kernels.forward import Forward, ForwardLayer, Norm
 from kernels.fused_arguments import Activation, NormKind, RMSNorm
+from kernels.mixture import GatedBlock, Mixture
 from kernels.step_tensors import StepTensors
 
 log = logging.getLogger(__name__)

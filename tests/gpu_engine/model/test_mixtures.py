@@ -113,6 +113,49 @@ def test_other_forms_say_what_they_are(tmp_path: Path, family: str) -> None:
     assert model.fused.left
 
 
+@needs_blocks
+@torch.inference_mode()
+@pytest.mark.parametrize("family", [*OTHER, "deepseek_v3", "minimax_m2", "gpt_oss"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_of_any_router_run_in_one_native_call(tmp_path: Path, family: str, dtype: str) -> None:
+    made = (OTHER | tiny.OWN_FORWARD)[family]()
+    model = load_model(config(model=str(tiny.save(made, tmp_path)), dtype=dtype, quantization="int8", fuse_parts=False))
+    experts = [module for module in model.net.modules() if type(module) is Experts]
+    assert experts
+    ids_BP = some_ids(2, 30)
+    assert all(each.native is not None for each in experts)
+    got_NV = logits(model, ids_BP).float()
+    for each in experts:
+        each.native = None
+    want_NV = logits(model, ids_BP).float()
+    assert typical(got_NV, want_NV) < (1e-2 if dtype == "float32" else 5e-2)
+    assert not torch.equal(got_NV, want_NV), "the native call adds in another order"
+
+
+@needs_blocks
+@torch.inference_mode()
+def test_experts_without_a_kernel_run_one_by_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = str(tiny.save(Qwen2MoeConfig(**tiny._SHAPE, **_EXPERTS, hidden_act="relu"), tmp_path))
+    caplog.set_level(logging.INFO)
+    model = load_model(config(model=folder, dtype="bfloat16", quantization="int8"))
+    assert "experts run one by one: their activation has no kernel" in caplog.text
+    assert not any(module.native for module in model.net.modules() if type(module) is Experts)
+
+
+@needs_blocks
+@torch.inference_mode()
+def test_a_number_that_no_expert_has_adds_nothing(tmp_path: Path) -> None:
+    folder = str(tiny.save(KNOWN["qwen3_moe"](), tmp_path))
+    model = load_model(config(model=folder, dtype="float32", quantization="int8"))
+    experts = next(module for module in model.net.modules() if type(module) is Experts)
+    rows_NH, weights_Nk = torch.randn(3, 64), torch.ones(3, 2)
+    got_NH = experts(rows_NH, torch.tensor([[0, 6], [6, 6], [2, 1]]), weights_Nk)
+    only_NH = experts(rows_NH, torch.tensor([[0, 1], [0, 1], [2, 1]]), weights_Nk)
+    assert not got_NH[1].any()
+    assert distance(got_NH[0], experts.one(0, rows_NH[:1])[0]) < 1e-6
+    assert distance(got_NH[2], only_NH[2]) < 1e-5
+
+
 @pytest.mark.parametrize("family", KNOWN)
 def test_weights_that_are_read_by_expert_are_those_of_transformers_loader(tmp_path: Path, family: str) -> None:
     folder = str(tiny.save(KNOWN[family](), tmp_path))

@@ -1,0 +1,131 @@
+"""Mixtures of experts over block-quantised weights in one native call, on a CPU.
+
+Invariant: a row depends only on itself, bit for bit, whatever else is in the call. The weights of an expert are read
+once for all rows that chose it, and only if one did. Not responsible for: the choice of experts, which is the model's
+own router's, or that of a whole native forward (see forward.py).
+
+Shapes: N rows, H hidden size, I inner size of an expert, E experts, k experts of a row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.blocks import BLOCK, BlockWeightsArgs, PackedBlocks
+from kernels.fused_arguments import Activation
+from kernels.library import native
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedBlock:
+    """down(act(gate(x)) * up(x))."""
+
+    gate_up: PackedBlocks
+    """The gate's outputs, then those of up."""
+    down: PackedBlocks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixture:
+    """The sum of a row's experts, weighted by the softmax of the router's outputs; see kernels/native/experts.h."""
+
+    experts: tuple[GatedBlock, ...]
+    router_EH: torch.Tensor
+    """In the dtype of the embedding, contiguous."""
+    chosen: int
+    """Experts of a row."""
+    renormalises: bool
+    """The weights of the chosen ones are divided by their sum."""
+    router_bias_E: torch.Tensor | None = None
+    """float32, contiguous; None: the router has none."""
+
+
+def check_blocks(blocks: Sequence[GatedBlock], H: int) -> None:
+    """Assert that blocks have the same shapes, and the native code's."""
+    for block in blocks:
+        inner = blocks[0].down.num_inputs
+        assert inner % BLOCK == 0, inner
+        shapes = [(part.num_inputs, part.num_outputs) for part in (block.gate_up, block.down)]
+        assert shapes == [(H, 2 * inner), (inner, H)], shapes
+
+
+def _weights_of(experts: Sequence[GatedBlock]) -> tuple[ctypes.Array[BlockWeightsArgs], ...]:
+    """Return the products gate_up of all experts, and their products down. The experts outlive them."""
+    of_experts = BlockWeightsArgs * len(experts)
+    return tuple(of_experts(*(getattr(each, name).args for each in experts)) for name in ("gate_up", "down"))
+
+
+class RoutedArgs(ctypes.Structure):
+    """Mirror of `struct mixture`."""
+
+    _fields_ = [
+        *[(name, ctypes.POINTER(BlockWeightsArgs)) for name in ("gate_up", "down")],
+        *[(name, ctypes.c_void_p) for name in ("router", "router_bias")],
+        ("renormalises", ctypes.c_int64),
+    ]
+
+    @classmethod
+    def of(cls, mixture: Mixture) -> RoutedArgs:
+        """Return the arguments; the mixture outlives them."""
+        bias_E = mixture.router_bias_E
+        router = mixture.router_EH.data_ptr(), None if bias_E is None else bias_E.data_ptr()
+        return cls(*_weights_of(mixture.experts), *router, mixture.renormalises)
+
+
+class _MixtureArgs(ctypes.Structure):
+    """Mirror of `struct mixture_args`."""
+
+    _fields_ = [
+        *[(name, ctypes.POINTER(BlockWeightsArgs)) for name in ("gate_up", "down")],
+        *[(name, ctypes.c_void_p) for name in ("x", "out", "experts", "weights", "scratch")],
+        *[(name, ctypes.c_int64) for name in ("num_experts", "chosen", "inner", "rows", "hidden")],
+        *[(name, ctypes.c_int32) for name in ("act", "bf16")],
+    ]
+
+
+class MixtureProducts:
+    """The experts of one mixture, for rows whose experts are chosen. Not for two threads at once.
+
+    Args:
+        experts: blocks of equal shapes.
+        act: between an expert's products.
+    """
+
+    def __init__(self, experts: Sequence[GatedBlock], act: Activation) -> None:
+        self._experts, self._hidden = tuple(experts), experts[0].gate_up.num_inputs
+        check_blocks(experts, self._hidden)
+        self._args = _MixtureArgs(*_weights_of(self._experts), act=act)
+        self._args.num_experts, self._args.hidden = len(experts), self._hidden
+        self._args.inner = experts[0].down.num_inputs
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, x_NH: torch.Tensor, chosen_Nk: torch.Tensor, weights_Nk: torch.Tensor) -> torch.Tensor | None:
+        """Return the weighted sum of each row's experts in the order of its choice, [N, H]; None where a number in
+        `chosen_Nk` is no expert's.
+
+        `x_NH` is contiguous, in bfloat16 or float32, and so is the result. `chosen_Nk` has integers, `weights_Nk`
+        floats.
+        """
+        assert x_NH.dtype in (torch.bfloat16, torch.float32), x_NH.dtype
+        assert x_NH.device.type == "cpu", x_NH.device
+        assert x_NH.is_contiguous()
+        assert x_NH.shape[1] == self._hidden, x_NH.shape
+        assert chosen_Nk.shape == weights_Nk.shape == (len(x_NH), chosen_Nk.shape[1]), chosen_Nk.shape
+        chosen_Nk, weights_Nk = chosen_Nk.to(torch.int32).contiguous(), weights_Nk.float().contiguous()
+        args, library, out_NH = self._args, native(), torch.empty_like(x_NH)
+        args.rows, args.chosen, args.bf16 = *chosen_Nk.shape, x_NH.dtype == torch.bfloat16
+        library.lockstep_mixture_scratch.restype = ctypes.c_int64
+        size = library.lockstep_mixture_scratch(ctypes.byref(args)) + 64
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        args.scratch = (self._scratch.data_ptr() + 63) // 64 * 64
+        args.x, args.out = x_NH.data_ptr(), out_NH.data_ptr()
+        args.experts, args.weights = chosen_Nk.data_ptr(), weights_Nk.data_ptr()
+        return out_NH if library.lockstep_mixture(ctypes.byref(args)) else None
+
+    def __repr__(self) -> str:
+        return f"<MixtureProducts of {len(self._experts)} experts, hidden {self._hidden}>"
