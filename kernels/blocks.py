@@ -125,31 +125,16 @@ def quantised(weight_NK: torch.Tensor, kind: BlockKind) -> Blocks:
     """
     N, K = weight_NK.shape
     assert K % BLOCK == 0, K
-    if kind is BlockKind.Q8:
-        return _rounded(weight_NK)
-    x_NBk = weight_NK.float().view(N, K // BLOCK, BLOCK)
-    offsets_NB = x_NBk.amin(dim=2).half()
-    scales_NB = ((x_NBk.amax(dim=2) - offsets_NB.float()) / 15).half()
-    q_NBk = _ratio(x_NBk - offsets_NB.float()[..., None], scales_NB).round().clamp(0, 15).to(torch.uint8)
-    return Blocks(kind, q_NBk.view(N, K), scales_NB, offsets_NB)
-
-
-def _rounded(weight_NK: torch.Tensor) -> Blocks:
-    """Quantise to 8 bits."""
-    (N, K), is_bf16 = weight_NK.shape, weight_NK.dtype is torch.bfloat16
+    is_bf16 = weight_NK.dtype is torch.bfloat16
     x_NK = weight_NK.detach().contiguous() if is_bf16 else weight_NK.detach().float().contiguous()
     assert x_NK.device.type == "cpu", x_NK.device
-    quants_NK = torch.empty(N, K, dtype=torch.int8)
+    quants_NK = torch.empty(N, K, dtype=torch.uint8 if kind is BlockKind.Q4 else torch.int8)
     scales_NB = torch.empty(N, K // BLOCK, dtype=torch.float16)
+    offsets_NB = torch.empty_like(scales_NB) if kind is BlockKind.Q4 else None
     args = _RoundArgs(x_NK.data_ptr(), scales_NB.numel(), is_bf16, quants_NK.data_ptr(), scales_NB.data_ptr())
+    args.offsets = None if offsets_NB is None else offsets_NB.data_ptr()
     native().lockstep_round_blocks(ctypes.byref(args))
-    return Blocks(BlockKind.Q8, quants_NK, scales_NB, None)
-
-
-def _ratio(x_NBk: torch.Tensor, scales_NB: torch.Tensor) -> torch.Tensor:
-    """Divide, and give 0 where the scale is 0."""
-    scales_NB1 = scales_NB.float()[..., None]
-    return torch.where(scales_NB1 > 0, x_NBk / scales_NB1, 0)
+    return Blocks(kind, quants_NK, scales_NB, offsets_NB)
 
 
 class BlockWeightsArgs(ctypes.Structure):
@@ -194,7 +179,7 @@ class _RoundArgs(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p),
         *[(name, ctypes.c_int64) for name in ("blocks", "bf16")],
-        *[(name, ctypes.c_void_p) for name in ("quants", "scales")],
+        *[(name, ctypes.c_void_p) for name in ("quants", "scales", "offsets")],
     ]
 
 

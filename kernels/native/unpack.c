@@ -53,8 +53,9 @@ struct dequantise_args {
 struct round_args {
     const void *x; /* [blocks][32] */
     int64_t blocks, bf16;
-    int8_t *quants;   /* [blocks][32] */
-    uint16_t *scales; /* [blocks], half precision */
+    uint8_t *quants;   /* [blocks][32]: 8 bits with their sign, or 0 to 15 */
+    uint16_t *scales;  /* [blocks], half precision */
+    uint16_t *offsets; /* the same, with 4 bits; null: 8 bits */
 };
 
 INLINE uint32_t bits_of(float x) {
@@ -355,30 +356,58 @@ void lockstep_dequantise(const struct dequantise_args *a) {
     }
 }
 
+/* To the nearest integer, ties to even, from `low` to `high`. */
+INLINE int32_t rounded(float x, float low, float high) {
+    const float to_even = 0x1.8p23f, above = x > low ? x : low; /* a float of that size has no fraction */
+    return (int32_t)(((above < high ? above : high) + to_even) - to_even);
+}
+
 /* To the nearest multiple of the largest magnitude's 127th part, which is rounded to half precision first. */
+INLINE void round_to_8_bits(const struct round_args *a, int64_t b, const float *x) {
+    int32_t most = 0; /* bits of magnitudes are in the order of these */
+    for (int i = 0; i < INPUTS; i++) {
+        const int32_t bits = (int32_t)(bits_of(x[i]) & 0x7fffffff);
+        most = bits > most ? bits : most;
+    }
+    a->scales[b] = to_half(float_of((uint32_t)most) / 127);
+    const float scale = from_half(a->scales[b]);
+    uint8_t *out = a->quants + b * INPUTS;
+    if (!(scale > 0)) {
+        memset(out, 0, INPUTS);
+        return;
+    }
+    for (int i = 0; i < INPUTS; i++) out[i] = (uint8_t)rounded(x[i] / scale, -127, 127);
+}
+
+/* From the least number on, to the nearest multiple of the range's 15th part. Both are rounded to half precision first. */
+INLINE void round_to_4_bits(const struct round_args *a, int64_t b, const float *x) {
+    float least = x[0], most = x[0];
+    for (int i = 1; i < INPUTS; i++) {
+        least = x[i] < least ? x[i] : least;
+        most = x[i] > most ? x[i] : most;
+    }
+    a->offsets[b] = to_half(least);
+    const float offset = from_half(a->offsets[b]);
+    a->scales[b] = to_half((most - offset) / 15);
+    const float scale = from_half(a->scales[b]);
+    uint8_t *out = a->quants + b * INPUTS;
+    if (!(scale > 0)) {
+        memset(out, 0, INPUTS);
+        return;
+    }
+    for (int i = 0; i < INPUTS; i++) out[i] = (uint8_t)rounded((x[i] - offset) / scale, 0, 15);
+}
+
 void lockstep_round_blocks(const struct round_args *a) {
-    const float to_even = 0x1.8p23f; /* a float of that size has no fraction */
     for (int64_t b = 0; b < a->blocks; b++) {
         float x[INPUTS];
         if (a->bf16)
             for (int i = 0; i < INPUTS; i++) x[i] = float_of((uint32_t)((const uint16_t *)a->x)[b * INPUTS + i] << 16);
         else
             memcpy(x, (const float *)a->x + b * INPUTS, sizeof x);
-        int32_t most = 0; /* bits of magnitudes are in the order of these */
-        for (int i = 0; i < INPUTS; i++) {
-            const int32_t bits = (int32_t)(bits_of(x[i]) & 0x7fffffff);
-            most = bits > most ? bits : most;
-        }
-        a->scales[b] = to_half(float_of((uint32_t)most) / 127);
-        const float scale = from_half(a->scales[b]);
-        int8_t *out = a->quants + b * INPUTS;
-        if (!(scale > 0)) {
-            memset(out, 0, INPUTS);
-            continue;
-        }
-        for (int i = 0; i < INPUTS; i++) {
-            const float ratio = x[i] / scale, high = ratio > -127 ? ratio : -127, least = high < 127 ? high : 127;
-            out[i] = (int8_t)(int32_t)((least + to_even) - to_even);
-        }
+        if (a->offsets)
+            round_to_4_bits(a, b, x);
+        else
+            round_to_8_bits(a, b, x);
     }
 }

@@ -95,3 +95,22 @@ def test_rounding_is_to_the_nearest_of_127_steps() -> None:
         assert torch.equal(bits(got.scales_NB), bits(scales_NB)), dtype
         assert torch.equal(got.quants_NK, want_NBk.view(64, 256)), dtype
     assert torch.isinf(quantised(x_NK, BlockKind.Q8).scales_NB[5]).all()
+
+
+def test_rounding_is_to_the_nearest_of_15_steps_from_the_least_number_on() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x_NK = torch.randn(64, 256, generator=generator) * 10.0 ** torch.randint(-9, 4, (64, 1), generator=generator)
+    x_NK[3, :64], x_NK[5] = 0, 1.5  # a range of 0
+    x_NK[7, :32] = torch.arange(32) / 2.0
+    x_NK[7, 31] = 15  # so the scale is 1, and every second number is a tie
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x_NBk = x_NK.clamp(-6e4, 6e4).to(dtype).float().view(64, -1, BLOCK)
+        offsets_NB = x_NBk.amin(dim=2).half()
+        scales_NB = ((x_NBk.amax(dim=2) - offsets_NB.float()) / 15).half()
+        wide_NB1 = scales_NB.float()[..., None]
+        ratio_NBk = torch.where(wide_NB1 > 0, (x_NBk - offsets_NB.float()[..., None]) / wide_NB1, 0)
+        got = quantised(x_NBk.view(64, 256).to(dtype), BlockKind.Q4)
+        assert got.offsets_NB is not None
+        assert torch.equal(got.offsets_NB, offsets_NB), dtype  # zeros may have another sign
+        assert torch.equal(bits(got.scales_NB), bits(scales_NB)), dtype
+        assert torch.equal(got.quants_NK, ratio_NBk.round().clamp(0, 15).to(torch.uint8).view(64, 256)), dtype
