@@ -150,8 +150,8 @@ def attention_of(
     }
     qkv, output = _joined([linears[name] for name in parts]), _joined([linears[last]])
     sinks_H = None if sinks is None else sinks.detach().float().contiguous()
-    make = functools.partial(FusedAttention, qkv, output, shape, layer_idx, **found, sinks_H=sinks_H)
-    forms = (make(half_angles=half) for half in _half_angles(call, shape))
+    made_of = (qkv, output, shape, layer_idx, found.get("q_norm"), found.get("k_norm"), sinks_H)
+    forms = (FusedAttention(*made_of, half_angles=half) for half in _half_angles(call, shape))
     fused = _closest(forms, call, bounds.block, any_within=True)
     fused.sources = {"qkv": _sources(linears, parts), "output": _sources(linears, [last])}
     return fused

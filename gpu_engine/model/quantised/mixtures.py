@@ -38,8 +38,8 @@ def mix_natively(net: nn.Module, dtype: torch.dtype) -> int:
             count += 1
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as why:
             reasons[str(why)] = None
-    for why in reasons:
-        log.info("experts run one by one: %s", why)
+    for reason in reasons:
+        log.info("experts run one by one: %s", reason)
     return count
 
 
