@@ -7,6 +7,10 @@ names of the tensors, which are the gguf library's table (see gguf_weights.py), 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the library of GGUF files is loaded for one
+    from gpu_engine.model.files.gguf_header import GGUFHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +23,6 @@ class Architecture:
     """Added to the weights of norms, except for those next to a recurrence's gate (`ssm_norm`)."""
     tiled_values: bool = False
     """The value heads of a delta net are in the order (value of a key head, key head), and not the other way round."""
-    by_expert: bool = False
-    """The model is a mixture of experts, of which each expert is read by itself: by one process, on a CPU."""
     flat: tuple[str, ...] = ()
     """Tensors with a further dimension, which their parameters lack."""
     renamed: dict[str, str] = field(default_factory=dict)
@@ -49,7 +51,28 @@ ARCHITECTURES = {
     "phi3": Architecture(),
     "qwen2": Architecture(),
     "qwen3": Architecture(),
-    "qwen3moe": Architecture(by_expert=True),
     "qwen35": Architecture(norm_offset=1.0, tiled_values=True),
 }
-"""The architectures that are read here, by their names in a file. Mistral's is llama."""
+"""The architectures of files without experts that are read here, by their names in a file. Mistral's is llama."""
+WITH_EXPERTS = {
+    "granitehybrid": Architecture(
+        interleaved=True,
+        flat=_MAMBA_2,
+        renamed={".block_sparse_moe.router": ".block_sparse_moe.router.layer"},
+        joined={".shared_mlp.input_linear": (".mlp.shared_expert.gate_proj", ".mlp.shared_expert.up_proj")},
+    ),
+    "lfm2moe": Architecture(renamed={".expert_bias": ".expert_bias.bias"}),
+    "qwen3moe": Architecture(),
+    "qwen35moe": Architecture(norm_offset=1.0, tiled_values=True),
+}
+"""The same of files with experts, of which each is read by itself: by one process, on a CPU."""
+
+
+def architecture_of(header: GGUFHeader) -> Architecture | None:
+    """Return the architecture of a file; None: it is not read here."""
+    return (WITH_EXPERTS if has_experts(header) else ARCHITECTURES).get(header.architecture)
+
+
+def has_experts(header: GGUFHeader) -> bool:
+    """Return whether a file has a mixture of experts."""
+    return bool(header.get("{arch}.expert_count"))

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_engine.model.files.architectures import ARCHITECTURES
+from gpu_engine.model.files.architectures import ARCHITECTURES, WITH_EXPERTS
 from gpu_engine.model.files.expected import of_config, of_header
 from gpu_engine.model.names import ModelNotSupported, one_line, part_names
 
@@ -117,7 +117,7 @@ def _check_gguf(path: Path) -> None:
     if not header.is_known:
         raise _NotServed(f"its architecture is {header.architecture!r}, which is not known here")
     _bound_layers(header.get("{arch}.block_count"), len(header.tensors))
-    if header.architecture not in ARCHITECTURES:
+    if header.architecture not in ARCHITECTURES | WITH_EXPERTS:
         if not _is_converted(header.architecture):
             raise _NotServed(f"its architecture is {header.architecture!r}, which is not served")
         return

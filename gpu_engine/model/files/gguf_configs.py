@@ -14,10 +14,12 @@ from transformers import (
     Gemma4TextConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
+    Lfm2MoeConfig,
     NemotronHConfig,
     PreTrainedConfig,
 )
 
+from gpu_engine.model.files.architectures import WITH_EXPERTS, has_experts
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
 from gpu_engine.model.files.rope_factors import PROPORTIONAL, rotated_share
 
@@ -27,7 +29,7 @@ def own_configuration(header: GGUFHeader) -> PreTrainedConfig | None:
     make = _FAMILIES.get(header.architecture)
     if make is None:
         return None
-    if header.get("{arch}.expert_count"):
+    if has_experts(header) and header.architecture not in WITH_EXPERTS:
         raise GGUFError(f"it is a mixture of experts of the architecture {header.architecture}, which is not read")
     try:
         return make(header, _common(header))
@@ -142,15 +144,15 @@ def _gemma4(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
 def _granite(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     if header.get("{arch}.rope.scaling.finetuned"):
         raise GGUFError("it is a hybrid of Bamba's family, whose rotation of a part of each head is not described")
-    width = _number(header, "feed_forward_length")
+    width, experts = _number(header, "feed_forward_length"), has_experts(header)
     return GraniteMoeHybridConfig(
         **common,
         **_mamba(header),
         num_hidden_layers=_number(header, "block_count"),
         intermediate_size=width,
-        shared_intermediate_size=width,
-        num_local_experts=0,
-        num_experts_per_tok=0,
+        shared_intermediate_size=_number(header, "expert_shared_feed_forward_length") if experts else width,
+        num_local_experts=_number(header, "expert_count") if experts else 0,
+        num_experts_per_tok=_number(header, "expert_used_count") if experts else 0,
         mamba_expand=_number(header, "ssm.inner_size") // common["hidden_size"],
         layer_types=["full_attention" if heads else "linear_attention" for heads in _kv_heads(header)],
         rms_norm_eps=_number(header, "attention.layer_norm_rms_epsilon"),
@@ -185,6 +187,24 @@ def _jamba(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     )
 
 
+def _lfm2_moe(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
+    return Lfm2MoeConfig(
+        **common,
+        num_hidden_layers=_number(header, "block_count"),
+        intermediate_size=_number(header, "feed_forward_length"),
+        moe_intermediate_size=_number(header, "expert_feed_forward_length"),
+        num_experts=_number(header, "expert_count"),
+        num_experts_per_tok=_number(header, "expert_used_count"),
+        num_dense_layers=_number(header, "leading_dense_block_count"),
+        use_expert_bias=_has(header, "exp_probs_b.bias"),
+        conv_L_cache=_number(header, "shortconv.l_cache"),
+        conv_bias=_has(header, "shortconv.conv.bias"),
+        layer_types=["full_attention" if heads else "conv" for heads in _kv_heads(header)],
+        norm_eps=_number(header, "attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": _number(header, "rope.freq_base")},
+    )
+
+
 def _nemotron_h(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     kinds = {(True, False): "full_attention", (False, True): "mlp", (False, False): "linear_attention"}
     widths, heads = _number(header, "feed_forward_length"), _number(header, "ssm.time_step_rank")
@@ -212,5 +232,6 @@ _FAMILIES: dict[str, Callable[[GGUFHeader, dict[str, Any]], PreTrainedConfig]] =
     "gemma4": _gemma4,
     "granitehybrid": _granite,
     "jamba": _jamba,
+    "lfm2moe": _lfm2_moe,
     "nemotron_h": _nemotron_h,
 }

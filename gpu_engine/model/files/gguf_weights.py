@@ -19,14 +19,14 @@ import torch
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from gguf.quants import dequantize
 
-from gpu_engine.model.files.architectures import ARCHITECTURES
+from gpu_engine.model.files.architectures import architecture_of
 from gpu_engine.model.files.gguf_header import GGUFHeader, GGUFTensor
 from gpu_engine.model.files.pieces import FileBytes, check_parts
 from gpu_engine.model.quantised.gguf_kinds import BLOCKS, numbers_of, raw_blocks
 from gpu_engine.model.quantised.linear import BlockLinear, check_product, some_rows
 from kernels.blocks import BLOCK, BlockKind, PackedBlocks
 
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)\.(\d+)\.weight")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(gate_up|down)\.(\d+)\.weight")
 """A product of one expert (see model/experts.py): layer, product, number."""
 _FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 
@@ -35,11 +35,13 @@ class GGUFWeights:
     """The weights of one file, or of its parts.
 
     Args:
-        header: of a file whose architecture is one of `ARCHITECTURES`.
+        header: of a file with an `architecture_of`.
     """
 
     def __init__(self, header: GGUFHeader) -> None:
-        self.header, self._family = header, ARCHITECTURES[header.architecture]
+        family = architecture_of(header)
+        assert family is not None, header
+        self.header, self._family = header, family
         known = {name: key for key, name in MODEL_ARCH_NAMES.items()}
         self._names = get_tensor_name_map(known[header.architecture], int(header.get("{arch}.block_count", 0)))
         self._bytes = {path: FileBytes(path) for path in dict.fromkeys(t.file for t in header.tensors.values())}
@@ -121,6 +123,8 @@ class GGUFWeights:
             return (sum(tensor.shape[0] for tensor in tensors), *shape[1:])
         if tensors[0].name.endswith(_CONVOLUTIONS):
             return shape[0], 1, shape[1]
+        if tensors[0].name.endswith(_ROWS):
+            return 1, *shape
         is_flat = any(f".{part}" in tensors[0].name for part in self._family.flat)
         return (math.prod(shape),) if is_flat else shape
 
@@ -233,6 +237,8 @@ class GGUFWeights:
 
 _CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 """Tensors without the dimension of 1 that their parameters have in the middle."""
+_ROWS = (".ffn_gate_inp_shexp.weight",)
+"""Tensors without the dimension of 1 that their parameters begin with."""
 
 
 def _most(count: int | list[int]) -> int:

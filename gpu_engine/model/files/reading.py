@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from gpu_engine.model.files.architectures import ARCHITECTURES
+from gpu_engine.model.files.architectures import ARCHITECTURES, WITH_EXPERTS, architecture_of, has_experts
 from gpu_engine.model.files.filled import tied_names
 from gpu_engine.model.files.rope_factors import apply_rope_factors
 from gpu_engine.model.files.safetensors_weights import EXPERT, SafetensorsWeights
@@ -63,7 +63,7 @@ def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
     `header`: of the GGUF file `path`; None: `path` is a folder.
     """
     config: PreTrainedConfig
-    if header is None or header.architecture not in ARCHITECTURES:
+    if header is None or header.architecture not in ARCHITECTURES | WITH_EXPERTS:
         source: dict[str, Any] = {} if header is None else {"gguf_file": path.name}
         return _automatic(path.parent if source else path, **source)
     from gpu_engine.model.files.gguf_configs import own_configuration  # the gguf library is not there always
@@ -82,7 +82,7 @@ def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
         config = _automatic(Path(folder), gguf_file="header.gguf")
     config.name_or_path = str(path.parent)
     apply_rope_factors(config, header)
-    if ARCHITECTURES[header.architecture].by_expert:  # the library leaves it as its class has it
+    if header.architecture == "qwen3moe":  # the library leaves it as its class has it
         config.moe_intermediate_size = _width_of_experts(header)
     return config
 
@@ -124,7 +124,7 @@ def tokenizer_class(path: Path, header: GGUFHeader) -> Any:
 
     To choose, it reads the configuration with the vocabulary once more, which takes longer than all weights.
     """
-    if header.architecture not in ARCHITECTURES or (path.parent / "tokenizer_config.json").exists():
+    if architecture_of(header) is None or (path.parent / "tokenizer_config.json").exists():
         return None
     config = configuration_of(path, header)
     if getattr(config, "tokenizer_class", None):
@@ -139,13 +139,12 @@ def open_gguf(header: GGUFHeader, *, by_expert: bool) -> tuple[GGUFWeights | Non
 
     `by_expert`: the model has a product for each expert (see model/experts.py).
     """
-    readable = [name for name, family in ARCHITECTURES.items() if by_expert or not family.by_expert]
-    if header.architecture in readable:
+    if architecture_of(header) is not None and (by_expert or not has_experts(header)):
         from gpu_engine.model.files.gguf_weights import GGUFWeights
 
         return GGUFWeights(header), ""
     if header.num_parts > 1:
-        known = ", ".join(readable)
+        known = ", ".join(dict.fromkeys([*ARCHITECTURES, *(WITH_EXPERTS if by_expert else ())]))
         raise ValueError(f"of the architecture {header.architecture} only whole files are read, and parts of {known}")
     return None, f"files of the architecture {header.architecture} are not read tensor by tensor"
 

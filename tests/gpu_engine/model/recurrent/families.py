@@ -13,8 +13,10 @@ from transformers import (
     GraniteMoeHybridConfig,
     JambaConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     NemotronHConfig,
     PreTrainedConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
@@ -114,6 +116,15 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "lfm2": lambda: Lfm2Config(
         **SIZES, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False
     ),
+    "lfm2 moe": lambda: Lfm2MoeConfig(
+        **SIZES,
+        num_hidden_layers=3,
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
     "nemotron_h": lambda: NemotronHConfig(
         **SIZES,
         layers_block_type=["mamba", "mlp", "attention", "mamba", "moe"],
@@ -137,6 +148,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         n_groups=2,
     ),
     "qwen3_5": lambda: Qwen3_5TextConfig(**SIZES, **DELTA_NET),
+    "qwen3_5 moe": lambda: Qwen3_5MoeTextConfig(
+        **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
+        **DELTA_NET,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+    ),
     "qwen3_next": lambda: Qwen3NextConfig(
         **SIZES,
         **DELTA_NET,

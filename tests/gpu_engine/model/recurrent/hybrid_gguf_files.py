@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tests.gpu_engine.gguf_files import write_vocabulary
 
@@ -64,6 +65,16 @@ NAMES = {
     "A_log": "ssm_a",
     "D": "ssm_d",
     "dt_bias": "ssm_dt.bias",
+    "mlp.gate": "ffn_gate_inp",
+    "feed_forward.gate": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "expert_bias": "exp_probs_b.bias",
+    "shared_expert_gate": "ffn_gate_inp_shexp",
+    "shared_expert.gate_proj": "ffn_gate_shexp",
+    "shared_expert.up_proj": "ffn_up_shexp",
+    "shared_expert.down_proj": "ffn_down_shexp",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
 }
 """Ends of transformers' names, the longer one first where two fit, and the names in a file."""
 FAMILIES: dict[str, str] = {
@@ -74,6 +85,7 @@ FAMILIES: dict[str, str] = {
     "nemotron_h": "nemotron_h dense",
     "qwen35": "qwen3_5",
 }
+WITH_EXPERTS = {"granitehybrid": "granite", "lfm2moe": "lfm2 moe", "qwen35moe": "qwen3_5 moe"}
 KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "falcon-h1": lambda c: {
         "attention.key_length": c.head_dim,
@@ -82,7 +94,8 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         **_mamba_2(c.mamba_d_conv, c.mamba_d_state, c.mamba_n_groups, c.mamba_n_heads, c.mamba_d_head),
     },
     "granitehybrid": lambda c: {
-        "feed_forward_length": c.shared_intermediate_size,
+        "feed_forward_length": c.intermediate_size,
+        **(_experts(c, c.num_local_experts, shared=c.shared_intermediate_size) if c.num_local_experts else {}),
         "attention.head_count_kv": _kv_heads(c),
         "embedding_scale": c.embedding_multiplier,
         "residual_scale": c.residual_multiplier,
@@ -104,6 +117,11 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "attention.head_count_kv": _kv_heads(c),
         "shortconv.l_cache": c.conv_L_cache,
     },
+    "lfm2moe": lambda c: {
+        **KEYS["lfm2"](c),
+        **_experts(c, c.num_experts, c.moe_intermediate_size),
+        "leading_dense_block_count": c.num_dense_layers,
+    },
     "nemotron_h": lambda c: {
         "attention.key_length": c.head_dim,
         "feed_forward_length": [c.intermediate_size if kind == "mlp" else 0 for kind in c.layers_block_type],
@@ -114,7 +132,7 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "block_count": c.num_hidden_layers + 1,
         "nextn_predict_layers": 1,
         "attention.key_length": c.head_dim,
-        "feed_forward_length": c.intermediate_size,
+        **({"feed_forward_length": c.intermediate_size} if hasattr(c, "intermediate_size") else {}),
         "attention.head_count_kv": c.num_key_value_heads,
         "full_attention_interval": 3,
         "rope.dimension_count": c.head_dim // 4,
@@ -127,8 +145,18 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
             c.linear_value_head_dim,
         ),
     },
+    "qwen35moe": lambda c: {
+        **KEYS["qwen35"](c),
+        **_experts(c, c.num_experts, c.moe_intermediate_size, c.shared_expert_intermediate_size),
+    },
 }
 """What a file says besides the sizes that all have."""
+
+
+def _experts(config: Any, count: int, width: int = 0, shared: int = 0) -> dict[str, Any]:
+    sizes = {"expert_feed_forward_length": width, "expert_shared_feed_forward_length": shared}
+    chosen = {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
+    return {name: size for name, size in (sizes | chosen).items() if size}
 
 
 def _mamba_2(taps: int, keys: int, groups: int, heads: int, values: int) -> dict[str, Any]:
@@ -161,19 +189,26 @@ def _converted(name: str, values: _Array, config: Any, arch: str) -> list[tuple[
     found = re.match(r"model\.layers\.(\d+)\.(.*)", stem)
     part = found[2] if found else stem
     file_name = _file_name(part, arch)
-    values = _changed(values[:, 0] if values.ndim == 3 else values, file_name, config, arch)
+    conv = values.ndim == 3 and "conv" in part
+    values = _changed(values[:, 0] if conv else values, file_name, config, arch)
     where = f"blk.{found[1]}." if found else ""
     ending = f".{suffix}" if suffix and (arch, file_name) != ("falcon-h1", "ffn_norm") else ""
+    shared = "_shexp" if getattr(config, "num_local_experts", 0) else ""
     if part == "shared_mlp.input_linear":
         gate, up = np.split(values, 2)
-        return [(f"{where}ffn_gate{ending}", gate), (f"{where}ffn_up{ending}", up)]
+        return [(f"{where}ffn_gate{shared}{ending}", gate), (f"{where}ffn_up{shared}{ending}", up)]
+    if part == "shared_mlp.output_linear":
+        return [(f"{where}ffn_down{shared}{ending}", values)]
+    if part.endswith("experts.gate_up_proj"):
+        gate, up = np.split(values, 2, axis=1)
+        return [(f"{where}ffn_gate_exps.weight", gate), (f"{where}ffn_up_exps.weight", up)]
     return [(f"{where}{file_name}{ending}", values)]
 
 
 def _file_name(part: str, arch: str) -> str:
     if part == "mixer.norm":
         return "ssm_norm"
-    if (arch, part) == ("qwen35", "post_attention_layernorm"):
+    if arch.startswith("qwen35") and part == "post_attention_layernorm":
         return "post_attention_norm"
     ends = [end for end in NAMES if part == end or part.endswith(f".{end}")]
     return NAMES[max(ends, key=len)] if ends else part
@@ -182,7 +217,7 @@ def _file_name(part: str, arch: str) -> str:
 def _changed(values: _Array, file_name: str, config: Any, arch: str) -> _Array:
     if file_name == "ssm_a":
         values = -np.exp(values)
-    if arch == "qwen35":
+    if arch.startswith("qwen35"):
         return _of_qwen(values, file_name, config)
     if arch in ("falcon-h1", "granitehybrid", "nemotron_h"):
         if file_name in ("ssm_a", "ssm_d"):
@@ -206,7 +241,13 @@ def _of_qwen(values: _Array, file_name: str, config: Any) -> _Array:
         return np.concatenate([values[:first], _tiled(values[first:], config, width)])
     if file_name == "ssm_out":
         return _tiled(values, config, width, axis=1)
+    if file_name == "ffn_gate_inp_shexp":
+        return values[0]
     return values + 1 if file_name.endswith("norm") and file_name != "ssm_norm" else values
+
+
+def _expert_biases(net: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(name, buffer) for name, buffer in net.named_buffers() if name.endswith("expert_bias")]
 
 
 def write(net: Any, arch: str, file: Path, kind: str = "F32") -> Path:
@@ -226,9 +267,9 @@ def write(net: Any, arch: str, file: Path, kind: str = "F32") -> Path:
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
         add[type(value)](f"{arch}.{key}", value)  # type: ignore[operator]
     write_vocabulary(writer, config.vocab_size)
-    for name, parameter in net.named_parameters():
+    for name, parameter in (*net.named_parameters(), *_expert_biases(net)):
         for file_name, values in _converted(name, parameter.detach().float().numpy(), config, arch):
-            plain = values.ndim != 2 or "conv" in file_name.split(".")[-2] or values.shape[1] % 32
+            plain = values.ndim < 2 or "conv" in file_name.split(".")[-2] or values.shape[-1] % 32
             of_kind = gguf.GGMLQuantizationType["F32" if plain else kind]
             writer.add_tensor(file_name, gguf.quants.quantize(np.ascontiguousarray(values), of_kind), raw_dtype=of_kind)
     writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", np.zeros((2, 2), np.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -10,17 +11,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from gpu_engine.model.experts import Experts, split_experts
 from gpu_engine.model.files.filled import fill, refuse_misfits, sources_of, unfilled
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
 from gpu_engine.model.files.gguf_weights import GGUFWeights
 from gpu_engine.model.files.reading import configuration_of
 from gpu_engine.model.loader import load_model
-from gpu_engine.model.recording import distance
+from gpu_engine.model.recording import distance, typical_distance
 from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.model.model_logits import logits, some_ids
 from tests.gpu_engine.model.recurrent.families import CONFIGS, tiny
-from tests.gpu_engine.model.recurrent.hybrid_gguf_files import FAMILIES, write
+from tests.gpu_engine.model.recurrent.hybrid_gguf_files import FAMILIES, WITH_EXPERTS, write
 
 needs_avx2 = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
@@ -41,9 +43,58 @@ def test_weights_come_back(tmp_path: Path, arch: str) -> None:
         torch.testing.assert_close(got[name], parameter, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("arch", FAMILIES)
+def with_random_biases(net: Any) -> Any:
+    """Return the model with biases in the choice of experts, which are zeros at first."""
+    for name, buffer in net.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(len(name))))
+    return net
+
+
+@pytest.mark.parametrize("arch", WITH_EXPERTS)
+def test_weights_of_experts_come_back(tmp_path: Path, arch: str) -> None:
+    own = with_random_biases(tiny(WITH_EXPERTS[arch]))
+    header = GGUFHeader(write(own, arch, tmp_path / "model.gguf"))
+    net = unfilled(configuration_of(header.path, header), torch.float32, "eager")
+    assert split_experts(net) > 0
+    with GGUFWeights(header) as weights:
+        refuse_misfits(net, weights)
+        unread = weights.unread(sources_of(net, weights).values())
+        assert [name for name in unread if "nextn" not in name] == []
+        fill(net, weights, torch.float32, lambda name, linear: None, lambda share: None)
+    got, want = net.state_dict(), dict[str, torch.Tensor]()
+    for name, tensor in own.state_dict().items():
+        parts = tensor if name.endswith(("experts.gate_up_proj", "experts.down_proj")) else None
+        of_experts = (
+            {f"{name.removesuffix('_proj')}.{e}.weight": part for e, part in enumerate(parts)}
+            if parts is not None
+            else {}
+        )
+        want |= of_experts or {name: tensor}
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+@needs_avx2
+@pytest.mark.parametrize("arch", WITH_EXPERTS)
+def test_experts_of_a_file_run_over_its_own_blocks(tmp_path: Path, arch: str) -> None:
+    own = with_random_biases(tiny(WITH_EXPERTS[arch]))
+    model = load_model(config(model=str(write(own, arch, tmp_path / "model.gguf", "Q8_0")), dtype="auto"))
+    experts = [module for module in model.net.modules() if type(module) is Experts]
+    assert model.quantised
+    assert experts
+    assert all(each.native is not None for each in experts)
+    ids_BP = some_ids(1, 40)
+    with torch.inference_mode():
+        assert typical_distance(logits(model, ids_BP)[0].float(), own(ids_BP, use_cache=False).logits[0]) < 0.1
+
+
+@pytest.mark.parametrize("arch", [*FAMILIES, *(arch for arch in WITH_EXPERTS if arch not in FAMILIES), "with experts"])
 def test_a_file_has_the_logits_of_its_model(tmp_path: Path, caplog: pytest.LogCaptureFixture, arch: str) -> None:
-    own = tiny(FAMILIES[arch])
+    family = FAMILIES.get(arch) or WITH_EXPERTS.get(arch, "granite")
+    arch = "granitehybrid" if arch == "with experts" else arch
+    own = with_random_biases(tiny(family))
     file = write(own, arch, tmp_path / "model.gguf")
     with caplog.at_level("INFO"):
         model = load_model(config(model=str(file), dtype="float32"))
@@ -86,7 +137,7 @@ def test_products_have_the_order_of_the_model(tmp_path: Path, arch: str, name: s
 
 
 def test_mixtures_are_refused_by_name(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "granitehybrid")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "jamba")
     writer.add_expert_count(4)
     writer.add_tensor("token_embd.weight", np.zeros((2, 2), np.float32))
     writer.write_header_to_file()
@@ -94,5 +145,5 @@ def test_mixtures_are_refused_by_name(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     header = GGUFHeader(tmp_path / "model.gguf")
-    with pytest.raises(GGUFError, match="a mixture of experts of the architecture granitehybrid, which is not read"):
+    with pytest.raises(GGUFError, match="a mixture of experts of the architecture jamba, which is not read"):
         configuration_of(header.path, header)
