@@ -94,7 +94,7 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         **_mamba_2(c.mamba_d_conv, c.mamba_d_state, c.mamba_n_groups, c.mamba_n_heads, c.mamba_d_head),
     },
     "granitehybrid": lambda c: {
-        "feed_forward_length": c.intermediate_size,
+        "feed_forward_length": c.intermediate_size if c.num_local_experts else c.shared_intermediate_size,
         **(_experts(c, c.num_local_experts, shared=c.shared_intermediate_size) if c.num_local_experts else {}),
         "attention.head_count_kv": _kv_heads(c),
         "embedding_scale": c.embedding_multiplier,

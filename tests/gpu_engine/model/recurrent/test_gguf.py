@@ -64,13 +64,10 @@ def test_weights_of_experts_come_back(tmp_path: Path, arch: str) -> None:
         fill(net, weights, torch.float32, lambda name, linear: None, lambda share: None)
     got, want = net.state_dict(), dict[str, torch.Tensor]()
     for name, tensor in own.state_dict().items():
-        parts = tensor if name.endswith(("experts.gate_up_proj", "experts.down_proj")) else None
-        of_experts = (
-            {f"{name.removesuffix('_proj')}.{e}.weight": part for e, part in enumerate(parts)}
-            if parts is not None
-            else {}
-        )
-        want |= of_experts or {name: tensor}
+        if ".experts." in name:
+            want |= {f"{name.removesuffix('_proj')}.{expert}.weight": part for expert, part in enumerate(tensor)}
+        else:
+            want[name] = tensor
     assert got.keys() == want.keys()
     for name, tensor in want.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-6)
