@@ -55,6 +55,7 @@ ARCHITECTURES = {
 }
 """The architectures of files without experts that are read here, by their names in a file. Mistral's is llama."""
 WITH_EXPERTS = {
+    "gpt-oss": Architecture(renamed={".sinks": ".sinks.weight"}),
     "granitehybrid": Architecture(
         interleaved=True,
         flat=_MAMBA_2,

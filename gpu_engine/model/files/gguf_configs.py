@@ -1,4 +1,4 @@
-"""Configurations of the families whose GGUF files transformers does not describe: hybrids, and Gemma 4.
+"""Configurations of the families whose GGUF files transformers does not describe: hybrids, Gemma 4 and gpt-oss.
 
 Invariant: what a file does not say, such as the multipliers of Falcon-H1, its converter has put into the weights, or
 every model of the family has it. Not responsible for: families that transformers reads (see reading.py).
@@ -12,6 +12,7 @@ from typing import Any
 from transformers import (
     FalconH1Config,
     Gemma4TextConfig,
+    GptOssConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
     Lfm2MoeConfig,
@@ -141,6 +142,33 @@ def _gemma4(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     )
 
 
+def _gpt_oss(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
+    """A file says only the factor and the original length of the rotation. Every second layer has a window."""
+    kind = header.get("{arch}.rope.scaling.type")
+    if kind != "yarn":
+        raise GGUFError(f"its rope.scaling.type is {kind!r}, and gpt-oss has 'yarn'")
+    return GptOssConfig(
+        **common,
+        num_hidden_layers=_number(header, "block_count"),
+        intermediate_size=_number(header, "expert_feed_forward_length"),
+        head_dim=_number(header, "attention.key_length"),
+        num_local_experts=_number(header, "expert_count"),
+        num_experts_per_tok=_number(header, "expert_used_count"),
+        sliding_window=_number(header, "attention.sliding_window"),
+        attention_bias=_has(header, "attn_q.bias"),
+        rms_norm_eps=_number(header, "attention.layer_norm_rms_epsilon"),
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": _number(header, "rope.freq_base"),
+            "factor": _number(header, "rope.scaling.factor"),
+            "original_max_position_embeddings": _number(header, "rope.scaling.original_context_length"),
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    )
+
+
 def _granite(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     if header.get("{arch}.rope.scaling.finetuned"):
         raise GGUFError("it is a hybrid of Bamba's family, whose rotation of a part of each head is not described")
@@ -230,6 +258,7 @@ def _nemotron_h(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
 _FAMILIES: dict[str, Callable[[GGUFHeader, dict[str, Any]], PreTrainedConfig]] = {
     "falcon-h1": _falcon_h1,
     "gemma4": _gemma4,
+    "gpt-oss": _gpt_oss,
     "granitehybrid": _granite,
     "jamba": _jamba,
     "lfm2moe": _lfm2_moe,

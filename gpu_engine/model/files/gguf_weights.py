@@ -26,8 +26,8 @@ from gpu_engine.model.quantised.gguf_kinds import BLOCKS, numbers_of, raw_blocks
 from gpu_engine.model.quantised.linear import BlockLinear, check_product, some_rows
 from kernels.blocks import BLOCK, BlockKind, PackedBlocks
 
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(gate_up|down)\.(\d+)\.weight")
-"""A product of one expert (see model/experts.py): layer, product, number."""
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(gate_up|down)\.(\d+)\.(weight|bias)")
+"""A product of one expert (see model/experts.py): layer, product, number, and which part of it."""
 _FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 
 
@@ -71,7 +71,7 @@ class GGUFWeights:
         """Return the tensors of a parameter: none if the file lacks one, and two whose rows it has one after the
         other."""
         if (expert := _EXPERT.fullmatch(name)) is not None:
-            return self._of_expert(int(expert[1]), expert[2], int(expert[3]))
+            return self._of_expert(int(expert[1]), expert[2], int(expert[3]), expert[4])
         for part, others in self._family.joined.items():
             if part in name:
                 found = tuple(self._find(name.replace(part, other)) for other in others)
@@ -79,13 +79,17 @@ class GGUFWeights:
         tensor = self._find(name)
         return () if tensor is None else (tensor,)
 
-    def _of_expert(self, layer: int, product: str, number: int) -> tuple[GGUFTensor, ...]:
+    def _of_expert(self, layer: int, product: str, number: int, suffix: str) -> tuple[GGUFTensor, ...]:
         """Return the parts of the layer's tensors that one expert has."""
         parts = ("gate", "up") if product == "gate_up" else ("down",)
-        whole = [self.header.tensors.get(f"blk.{layer}.ffn_{part}_exps.weight") for part in parts]
+        whole = [self.header.tensors.get(f"blk.{layer}.ffn_{part}_exps.{suffix}") for part in parts]
         if None in whole:
             return ()
-        found = check_parts(f"{product} of layer {layer}", 3, [tensor for tensor in whole if tensor is not None])
+        found = check_parts(
+            f"{product} of layer {layer}",
+            3 if suffix == "weight" else 2,
+            [tensor for tensor in whole if tensor is not None],
+        )
         return tuple(tensor.part(number) for tensor in found if number < tensor.shape[0])
 
     def _find(self, name: str) -> GGUFTensor | None:
