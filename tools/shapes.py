@@ -20,13 +20,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, TokenType
+from gguf import (
+    GGML_QUANT_SIZES,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFValueType,
+    GGUFWriter,
+    LlamaFileType,
+    RopeScalingType,
+    TokenType,
+)
 from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 
 from gpu_engine.model.embedded import ensure_embedded, weights_file
 
-KINDS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "bf16", "f16")
+KINDS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4", "bf16", "f16")
 """Kinds that the gguf package can quantise: their rows are drawn as numbers."""
 SCALED = {
     "q2_k": (80, 82),
@@ -55,7 +64,7 @@ _SHARD = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama; with experts, a mixture of Qwen 3's family."""
+    """A Llama; with experts, a mixture of Qwen 3's family, or gpt-oss."""
 
     hidden: int
     layers: int
@@ -69,6 +78,12 @@ class Shape:
     """A layer has so many, with `inner` channels each; 0: it has a gated block."""
     chosen: int = 0
     """Experts of a token."""
+    is_oss: bool = False
+
+    @property
+    def architecture(self) -> str:
+        """The name in a GGUF file."""
+        return "gpt-oss" if self.is_oss else "qwen3moe" if self.experts else "llama"
 
 
 SHAPES = {
@@ -78,6 +93,7 @@ SHAPES = {
     "8b": Shape(4096, 32, 32, 8, 128, 14336, 128_256),
     "4b-a0.8b": Shape(2048, 12, 32, 4, 128, 768, experts=64, chosen=8),
     "30b-a3b": Shape(2048, 48, 32, 4, 128, 768, 151_936, experts=128, chosen=8),
+    "20b-a3.6b": Shape(2880, 24, 64, 8, 64, 2880, 201_088, experts=32, chosen=4, is_oss=True),
 }
 
 
@@ -86,12 +102,13 @@ _ROUTER = "ffn_gate_inp"
 
 
 def tensors_of(shape: Shape) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield the name in a GGUF file, the name in Hugging Face's format and the shape of every tensor.
+    """Yield the name in a GGUF file, the name in Hugging Face's format and the shape of every weight, without the
+    suffix "weight"; and the biases of gpt-oss, whose names end in "bias".
 
     A tensor of three dimensions is one for each expert in Hugging Face's format, whose name has "{}" for the number.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    H, inner = shape.hidden, shape.inner
+    H, inner, E = shape.hidden, shape.inner, shape.experts
     yield "token_embd", "model.embed_tokens", (shape.vocabulary, H)
     for at in range(shape.layers):
         gguf, own = f"blk.{at}", f"model.layers.{at}"
@@ -100,13 +117,21 @@ def tensors_of(shape: Shape) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         yield f"{gguf}.attn_k", f"{own}.self_attn.k_proj", (keys, H)
         yield f"{gguf}.attn_v", f"{own}.self_attn.v_proj", (keys, H)
         yield f"{gguf}.attn_output", f"{own}.self_attn.o_proj", (H, queries)
-        yield f"{gguf}.ffn_norm", f"{own}.post_attention_layernorm", (H,)
+        norm = "post_attention_norm" if shape.is_oss else "ffn_norm"
+        yield f"{gguf}.{norm}", f"{own}.post_attention_layernorm", (H,)
+        if shape.is_oss:
+            yield f"{gguf}.attn_sinks", f"{own}.self_attn.sinks", (shape.heads,)
+            for part, outputs in (("q", queries), ("k", keys), ("v", keys), ("output", H)):
+                yield f"{gguf}.attn_{part}.bias", f"{own}.self_attn.{part[0]}_proj.bias", (outputs,)
+            yield f"{gguf}.{_ROUTER}.bias", f"{own}.mlp.router.bias", (E,)
+            for part, outputs in (("gate", inner), ("up", inner), ("down", H)):
+                yield f"{gguf}.ffn_{part}_exps.bias", f"{own}.mlp.experts.{part}_proj.bias", (E, outputs)
         if shape.experts:
-            for part in "qk":
+            for part in "" if shape.is_oss else "qk":
                 yield f"{gguf}.attn_{part}_norm", f"{own}.self_attn.{part}_norm", (shape.head_dim,)
-            yield f"{gguf}.{_ROUTER}", f"{own}.mlp.gate", (shape.experts, H)
+            yield f"{gguf}.{_ROUTER}", f"{own}.mlp.gate", (E, H)
             for part, dims in (("gate", (inner, H)), ("up", (inner, H)), ("down", (H, inner))):
-                yield f"{gguf}.ffn_{part}_exps", f"{own}.mlp.experts.{{}}.{part}_proj", (shape.experts, *dims)
+                yield f"{gguf}.ffn_{part}_exps", f"{own}.mlp.experts.{{}}.{part}_proj", (E, *dims)
             continue
         yield f"{gguf}.ffn_gate", f"{own}.mlp.gate_proj", (inner, H)
         yield f"{gguf}.ffn_up", f"{own}.mlp.up_proj", (inner, H)
@@ -161,14 +186,17 @@ def _scaled(
 
 
 _FILE_TYPES = {name.removeprefix("MOSTLY_").lower(): number for name, number in LlamaFileType.__members__.items()}
+_FILE_TYPES["mxfp4"] = _FILE_TYPES["mxfp4_moe"]
 _FILE_TYPES |= {"q5_k": _FILE_TYPES["q5_k_m"], "q4_k": _FILE_TYPES["q4_k_m"], "q3_k": _FILE_TYPES["q3_k_m"]}
 """Kind -> the number in a file's header that tells other programs its kind."""
 
 
 def kind_of(kind: str, name: str, shape: Shape) -> str:
     """Return the kind of a matrix in a file of a kind, by its name there."""
-    if _ROUTER in name:
+    if _ROUTER in name or name.endswith(".bias"):
         return "f32"
+    if kind == "mxfp4" and shape.experts and "_exps" not in name:
+        return "q8_0"
     if kind not in MIXED:
         return kind
     few, many = MIXED[kind]
@@ -182,13 +210,18 @@ def kind_of(kind: str, name: str, shape: Shape) -> str:
 
 def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) -> None:
     """Write a GGUF file."""
-    pool, writer = Pool(seed), GGUFWriter(file, "qwen3moe" if shape.experts else "llama")
+    pool, writer = Pool(seed), GGUFWriter(file, shape.architecture)
     for key, value in {"context_length": 8192, "vocab_size": shape.vocabulary}.items():
         writer.add_uint32(f"{writer.arch}.{key}", value)
     if shape.experts:
         writer.add_expert_count(shape.experts)
         writer.add_expert_used_count(shape.chosen)
         writer.add_expert_feed_forward_length(shape.inner)
+    if shape.is_oss:
+        writer.add_sliding_window(128)
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(32.0)
+        writer.add_rope_scaling_orig_ctx_len(4096)
     writer.add_name(f"random {name}")
     writer.add_file_type(_FILE_TYPES[kind])
     writer.add_block_count(shape.layers)
@@ -199,10 +232,11 @@ def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) ->
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_freq_base(150_000.0 if shape.is_oss else 10_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     copy_tokenizer(writer, shape.vocabulary)
-    places = [(f"{gguf}.weight", dims) for gguf, _, dims in tensors_of(shape)]
+    names = ((gguf if gguf.endswith(".bias") else f"{gguf}.weight", dims) for gguf, _, dims in tensors_of(shape))
+    places = list(names)
     for tensor, dims in places:
         if len(dims) == 1:
             writer.add_tensor_info(tensor, dims, np.dtype(np.float32), 4 * dims[0])
@@ -215,11 +249,11 @@ def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) ->
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for tensor, dims in places:
-        own = kind_of(kind, tensor, shape)
-        num_rows = math.prod(dims[:-1])
-        writer.write_tensor_data(
-            np.ones(dims, np.float32) if len(dims) == 1 else pool.matrix(own, (num_rows, dims[-1]))
-        )
+        if len(dims) == 1:
+            writer.write_tensor_data(np.full(dims, 0.0 if tensor.endswith(".bias") else 1.0, np.float32))
+        else:
+            matrix = math.prod(dims[:-1]), dims[-1]
+            writer.write_tensor_data(pool.matrix(kind_of(kind, tensor, shape), matrix))
     writer.close()
 
 
@@ -302,8 +336,11 @@ def write_folder(shape: Shape, folder: Path, seed: int = 0) -> None:
 
 
 def write(name: str, kind: str, path: Path, seed: int = 0) -> None:
-    """Write a model of a shape and a kind to a file or a folder that does not exist."""
+    """Write a model of a shape and a kind to a file or a folder that does not exist. Raises ValueError where the shape
+    has no such kind."""
     if kind == SAFETENSORS:
+        if SHAPES[name].is_oss:
+            raise ValueError(f"{name} is written as a GGUF file, not as {SAFETENSORS}")
         write_folder(SHAPES[name], path, seed)
     else:
         write_gguf(SHAPES[name], name, kind, path, seed)
@@ -319,7 +356,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.out.exists():
         parser.error(f"--out: {options.out} exists")
-    write(options.shape, options.kind, options.out, options.seed)
+    try:
+        write(options.shape, options.kind, options.out, options.seed)
+    except ValueError as error:
+        parser.error(f"--kind: {error}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from gpu_engine.model.loader import load_model
 from gpu_engine.model.quantised.native import NativeForward
 from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine.harness import config
-from tools.shapes import KINDS, MIXED, SAFETENSORS, SCALED, Pool, Shape, kind_of, write_folder, write_gguf
+from tools.shapes import KINDS, MIXED, SAFETENSORS, SCALED, Pool, Shape, kind_of, write, write_folder, write_gguf
 
 TINY = Shape(hidden=256, layers=8, heads=4, kv_heads=2, head_dim=64, inner=512)
 
@@ -44,6 +44,26 @@ def test_a_mixture_of_experts_loads_in_both_formats(tmp_path: Path, kind: str) -
     assert model.net.config.num_experts == 6
     assert model.net.config.num_experts_per_tok == 3
     assert model.net.config.norm_topk_prob
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+def test_gpt_oss_has_experts_of_4_bits_and_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shape = dataclasses.replace(TINY, layers=2, inner=64, experts=6, chosen=3, is_oss=True)
+    write_gguf(shape, "tiny", "mxfp4", tmp_path / "m.gguf")
+    kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert {kinds[name] for name in kinds if name.endswith("exps.weight")} == {"MXFP4"}
+    assert kinds["output.weight"] == kinds["blk.1.attn_q.weight"] == "Q8_0"
+    model = load_model(config(model=str(tmp_path / "m.gguf"), dtype="auto"))
+    assert isinstance(model.fused.forward, NativeForward), model.fused.left
+    assert "does not read" not in caplog.text
+    assert model.net.config.layer_types == ["sliding_attention", "full_attention"]
+
+
+def test_gpt_oss_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"20b-a3\.6b is written as a GGUF file, not as safetensors"):
+        write("20b-a3.6b", SAFETENSORS, tmp_path / "folder")
 
 
 @pytest.mark.model
