@@ -92,6 +92,19 @@ def test_joined_matrices_of_different_kinds_lose_nothing() -> None:
     torch.testing.assert_close(PackedBlocks(whole)(x_MK)[:, :16], PackedBlocks(parts[0])(x_MK), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(33, 32), (70, 96), (64, 1120)])
+def test_products_over_floats_have_the_bits_of_those_over_their_8_bits(shape: tuple[int, int]) -> None:
+    matrix = CASES["4-bit floats"](*shape)
+    of_4_bits = PackedBlocks(matrix)
+    of_8_bits = PackedBlocks(Blocks.joined([matrix, CASES["8 bits"](*shape)]))
+    assert (of_4_bits.kind, of_8_bits.kind, of_8_bits.offsets) == (BlockKind.F4, BlockKind.Q8, None)
+    x_MK = rand(128, shape[1])
+    for rows in range(1, 129):
+        part_MK = x_MK[128 - rows :].contiguous()
+        want_MN = of_8_bits(part_MK)[:, : shape[0]]
+        assert torch.equal(of_4_bits(part_MK).view(torch.int32), want_MN.view(torch.int32)), rows
+
+
 def test_every_variant_that_this_cpu_runs_gives_the_same_bits() -> None:
     """The slower variants are compiled for CPUs without the instruction, which no test machine may be."""
     library = native()
