@@ -13,6 +13,7 @@ from kernels.forward import Forward, ForwardLayer, Norm
 from kernels.fused_arguments import Activation
 from kernels.kv_pages import KVPages
 from kernels.mixture import GatedBlock, Mixture
+from tests.kernels.block_cases import random_blocks
 
 pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
@@ -30,7 +31,7 @@ def packed(
     outputs: int, inputs: int, seed: int, kind: BlockKind = BlockKind.Q8, *, biased: bool = False
 ) -> PackedBlocks:
     bias_N = some(outputs, seed=seed + 1000) if biased else None
-    return PackedBlocks(quantised(some(outputs, inputs, seed=seed, scale=inputs**-0.5), kind), bias_N)
+    return PackedBlocks(random_blocks(kind, outputs, inputs, seed), bias_N)
 
 
 def block(seed: int, kind: BlockKind = BlockKind.Q8, *, biased: bool = False) -> GatedBlock:
@@ -115,7 +116,7 @@ def test_a_row_adds_its_experts_with_their_weights(
     blocks, rows = [block(100 + 2 * e, kind, biased=biased) for e in range(experts)], Rows(counts)
     bias_E = some(experts, seed=7) if biased else None
     mixture = Mixture(tuple(blocks), some(experts, H, seed=6, scale=0.3), chosen, renormalises, bias_E)
-    nothing = GatedBlock(blocks[0].gate_up, PackedBlocks(quantised(torch.zeros(H, INNER), kind)))
+    nothing = GatedBlock(blocks[0].gate_up, PackedBlocks(quantised(torch.zeros(H, INNER), BlockKind.Q8)))
     _, before_NH = rows.run(forward_of([nothing, nothing], act), 2, tap=1)
     given_ENH = torch.stack([rows.run(forward_of([each, nothing], act), 2, tap=1)[1] for each in blocks]) - before_NH
     _, got_NH = rows.run(forward_of([mixture, nothing], act), 2, tap=1)

@@ -9,6 +9,7 @@ from kernels.blocks import BlockKind, PackedBlocks, can_multiply_blocks, quantis
 from kernels.fused import gated
 from kernels.fused_arguments import Activation
 from kernels.mixture import GatedBlock, MixtureProducts
+from tests.kernels.block_cases import random_blocks
 
 pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
@@ -23,7 +24,7 @@ def some(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 def block(seed: int, kind: BlockKind) -> GatedBlock:
     parts = [
-        PackedBlocks(quantised(some(N, K, seed=seed + at, scale=K**-0.5), kind), some(N, seed=seed + at + 50))
+        PackedBlocks(random_blocks(kind, N, K, seed + at), some(N, seed=seed + at + 50))
         for at, (N, K) in enumerate(((2 * INNER, H), (H, INNER)))
     ]
     return GatedBlock(*parts)
