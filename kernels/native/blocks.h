@@ -1,15 +1,16 @@
 /* Matrix products of 4 and 8 bits, for CPUs: weights in blocks of 32 inputs, activations of 8 bits in blocks of 32.
  *
  * A block of a weight is GGUF's Q4_0, Q4_1, Q8_0 or MXFP4 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md):
- * integers, or codes of floats of 4 bits, with a scale, and for Q4_1 an offset, for every 32 inputs of an output. Twice the
- * value of a float is an integer. A block of activations is Q8_1: integers, a scale, and the sum. A product of two blocks is
- * a sum of integers, hence exact; the sums of blocks are added in fp32, in the order of the inputs. Invariant: an output
- * depends only on its own row, bit for bit, for any number of rows and threads.
+ * integers, or codes of floats of 4 bits, with a scale, and for Q4_1 an offset, for every 32 inputs of an output. Twice
+ * the value of a float is an integer. A block of activations is Q8_1: integers, a scale, and the sum. A product of two
+ * blocks is a sum of integers, hence exact; the sums of blocks are added in fp32, in the order of the inputs. Invariant:
+ * an output depends only on its own row, bit for bit, for any number of rows and threads.
  *
- * Packed weights: 16 outputs are the lanes of a vector, and four neighbouring inputs of an output are the bytes of a lane, as
- * the dot product of bytes wants them (VNNI's vpdpbusd; pairs of vpmaddubsw with AVX2; sdot and usdot on aarch64). The bytes are
- * unsigned: 0 to 15, or the 8-bit integer plus 128; a code of 4 bits is looked up in a table of bytes. Needs AVX2, FMA and
- * F16C, or aarch64's dot products. Not responsible for: the choice of a format (see gpu_engine/model/quantised).
+ * Packed weights: 16 outputs are the lanes of a vector, and four neighbouring inputs of an output are the bytes of a
+ * lane, as the dot product of bytes wants them (VNNI's vpdpbusd; pairs of vpmaddubsw with AVX2; sdot and usdot on
+ * aarch64). The bytes are unsigned: 0 to 15, or the 8-bit integer plus 128. The code of a float is looked up in a table
+ * of bytes. Needs AVX2, FMA and F16C, or aarch64's dot products. Not responsible for: the choice of a format (see
+ * gpu_engine/model/quantised).
  */
 #ifndef LOCKSTEP_BLOCKS_H
 #define LOCKSTEP_BLOCKS_H
