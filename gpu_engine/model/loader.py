@@ -348,7 +348,7 @@ def _prepare_net(
         )
     adapted_mixtures = config.takes_adapters and model.fused.mixtures  # adapters number the products of gated blocks
     if model.quantised and not by_row and model.fused.forward and whole and not adapted_mixtures:
-        model.fused = with_native(model.fused, seen.logits_NV, seen.again(model), seen.compare)
+        model.fused = with_native(model.fused, seen.logits_NV, seen.again(model), seen.compare, seen.noise)
     if config.takes_adapters:
         model.adapters = _adapter_pool(config, model)
         if isinstance(model.adapters, AdapterPool) and isinstance(model.fused.forward, NativeForward):
