@@ -1,8 +1,8 @@
 """Weights in blocks of 32 inputs, 4 or 8 bits each, and their product with activations of 8 bits, on a CPU.
 
-The formats are GGUF's: a block of 4 bits is Q4_0 (integers 0 to 15 that stand for -8 to 7, a scale) or Q4_1 (0 to 15,
-a scale, an offset), a block of 8 bits is Q8_0 (integers -127 to 127, a scale). Activations are quantised in the
-product, 8 bits with a scale for every 32 (Q8_1).
+The formats are GGUF's: a block of 4 bits is Q4_0 (integers 0 to 15 that stand for -8 to 7, a scale), Q4_1 (0 to 15,
+a scale, an offset) or MXFP4 (codes of floats, a scale), a block of 8 bits is Q8_0 (integers -127 to 127, a scale).
+Activations are quantised in the product, 8 bits with a scale for every 32 (Q8_1).
 Invariant: a row's result has the same bits for any number of rows. Not responsible for: the source of the blocks (see
 gpu_engine/model/quantised), a whole forward (see forward.py).
 
@@ -26,6 +26,8 @@ BLOCK = 32
 """Inputs of a block; the inputs of a product are a multiple of it."""
 MIDDLE = 8
 """A weight of 4 bits without an offset is scale * (quant - MIDDLE)."""
+_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+"""Twice the value of each code of e2m1."""
 _LANES = 16
 """Outputs that are packed together: those of a vector."""
 _GROUP = 32
@@ -33,22 +35,42 @@ _GROUP = 32
 
 
 class BlockKind(enum.IntEnum):
-    """Bits of a weight, with the values of `blocks.h`."""
+    """What a block has for each weight, with the values of `blocks.h`."""
 
     Q4 = 0
+    """An integer of 4 bits."""
     Q8 = 1
+    """An integer of 8 bits."""
+    F4 = 2
+    """The code of a float of 4 bits (e2m1): a sign, 2 bits of exponent, 1 bit of mantissa. It has no offsets."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's weights."""
+        return BLOCK if self is BlockKind.Q8 else BLOCK // 2
+
+
+BLOCK_FORMS = (
+    (BlockKind.Q4, False),
+    (BlockKind.Q4, True),
+    (BlockKind.Q8, False),
+    (BlockKind.Q8, True),
+    (BlockKind.F4, False),
+)
+"""Each kind that a product takes, and whether the blocks have offsets."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
     """A quantised matrix, not packed: weight = scale * quant + offset.
 
-    Where `offsets_NB` is None, an offset is 0 with 8 bits, and -MIDDLE times the scale with 4 bits.
+    With floats of 4 bits, the quant is twice the value of a code. Where `offsets_NB` is None, an offset is -MIDDLE
+    times the scale with integers of 4 bits, and 0 otherwise.
     """
 
     kind: BlockKind
     quants_NK: torch.Tensor
-    """uint8: 0 to 15; int8 for 8 bits."""
+    """uint8: 0 to 15, an integer or a code; int8 for 8 bits."""
     scales_NB: torch.Tensor
     """float16."""
     offsets_NB: torch.Tensor | None
@@ -63,7 +85,8 @@ class Blocks:
     def dequantised(self) -> torch.Tensor:
         """Return the weights, float32 [N, K]."""
         N, K = self.shape
-        weights_NBk = self.quants_NK.float().view(N, K // BLOCK, BLOCK)
+        quants_NK = _E2M1[self.quants_NK.int()] if self.kind is BlockKind.F4 else self.quants_NK
+        weights_NBk = quants_NK.float().view(N, K // BLOCK, BLOCK)
         if self.offsets_NB is None and self.kind is BlockKind.Q4:
             weights_NBk -= MIDDLE
         weights_NBk *= self.scales_NB.float()[..., None]
@@ -86,14 +109,22 @@ class Blocks:
     @classmethod
     def joined(cls, parts: Sequence[Blocks]) -> Blocks:
         """Return the matrix with the outputs of all parts, which have the same inputs. Parts of different kinds give 8
-        bits with offsets, which is exact."""
+        bits, which is exact."""
         if len({part.kind for part in parts}) > 1:
-            parts = [cls(BlockKind.Q8, part.quants_NK.to(torch.int8), part.scales_NB, _offsets(part)) for part in parts]
+            parts = [_of_8_bits(part) for part in parts]
         offsets = None
         if any(part.offsets_NB is not None for part in parts):
             offsets = torch.cat([_offsets(part) for part in parts])
         quants = torch.cat([part.quants_NK for part in parts])
         return cls(parts[0].kind, quants, torch.cat([part.scales_NB for part in parts]), offsets)
+
+
+def _of_8_bits(part: Blocks) -> Blocks:
+    """Return the same weights as blocks of 8 bits."""
+    if part.kind is BlockKind.F4:
+        return Blocks(BlockKind.Q8, _E2M1[part.quants_NK.int()], part.scales_NB, None)
+    offsets_NB = _offsets(part) if part.kind is BlockKind.Q4 else part.offsets_NB
+    return Blocks(BlockKind.Q8, part.quants_NK.to(torch.int8), part.scales_NB, offsets_NB)
 
 
 def _offsets(part: Blocks) -> torch.Tensor:
@@ -108,7 +139,7 @@ def _offsets_of(kind: BlockKind, scales: torch.Tensor) -> torch.Tensor:
 def packed_bytes(kind: BlockKind, shape: tuple[int, int], *, offsets: bool = False) -> int:
     """Return about what a matrix [N, K] takes in the layout of the product. `offsets`: its blocks have them."""
     N, K = shape
-    in_block = (BLOCK // 2 if kind is BlockKind.Q4 else BLOCK) + 2 + 2 * offsets
+    in_block = kind.block_bytes + 2 + 2 * offsets
     return -(-N // _GROUP) * _GROUP * (K // BLOCK) * in_block
 
 
@@ -121,10 +152,11 @@ def can_multiply_blocks() -> bool:
 def quantised(weight_NK: torch.Tensor, kind: BlockKind) -> Blocks:
     """Quantise a matrix by rounding to nearest: by the largest magnitude of a block (8 bits), or by its range (4 bits).
 
-    K is a multiple of 32.
+    K is a multiple of 32. Nothing is rounded to floats of 4 bits.
     """
     N, K = weight_NK.shape
     assert K % BLOCK == 0, K
+    assert kind is not BlockKind.F4
     if kind is BlockKind.Q8:
         return _rounded(weight_NK)
     x_NBk = weight_NK.float().view(N, K // BLOCK, BLOCK)
@@ -225,8 +257,8 @@ class Field:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawBlocks:
-    """The blocks of some rows as they lie in memory. 4 bits: 16 bytes, input j in the low half of byte j, input j + 16
-    in the high half; 8 bits: 32 bytes."""
+    """The blocks of some rows as they lie in memory. Integers or codes of 4 bits: 16 bytes, input j in the low half of
+    byte j, input j + 16 in the high half; 8 bits: 32 bytes."""
 
     quants: Field
     scales: Field
@@ -239,7 +271,7 @@ class RawBlocks:
         """Return the blocks of a matrix with an integer in each byte."""
         (N, K), quants_NK = blocks.shape, blocks.quants_NK
         bytes_NBk = quants_NK.reshape(N, K // BLOCK, BLOCK)
-        if blocks.kind is BlockKind.Q4:
+        if blocks.kind is not BlockKind.Q8:
             bytes_NBk = bytes_NBk[..., : BLOCK // 2] | bytes_NBk[..., BLOCK // 2 :] << 4
         offsets = None if blocks.offsets_NB is None else Field.of(blocks.offsets_NB)
         return cls(Field.of(bytes_NBk), Field.of(blocks.scales_NB), offsets)
@@ -306,7 +338,7 @@ class PackedBlocks:
     @property
     def _words(self) -> int:
         """Words of four bytes in a block."""
-        return 4 if self.kind is BlockKind.Q4 else 8
+        return self.kind.block_bytes // 4
 
     def put(self, first: int, count: int, raw: RawBlocks, order: torch.Tensor | None = None) -> None:
         """Fill the outputs from `first` on, a multiple of 32: all of their groups, or the last of the matrix.
@@ -330,7 +362,7 @@ class PackedBlocks:
             count,
             self.num_inputs // BLOCK,
             self._words,
-            0 if self.kind is BlockKind.Q4 else 0x80808080,
+            0x80808080 if self.kind is BlockKind.Q8 else 0,
         )
         native().lockstep_pack_blocks(ctypes.byref(args))
         if raw.offsets is None and self.offsets is not None:
@@ -341,7 +373,7 @@ class PackedBlocks:
         """Return the matrix with an integer in each byte."""
         N, K = self.num_outputs, self.num_inputs
         parts = self.quants
-        if self.kind is BlockKind.Q4:
+        if self.kind is not BlockKind.Q8:
             parts = torch.cat([parts & 15, parts >> 4], dim=3)
         quants_NK = parts.permute(0, 2, 4, 1, 3, 5).reshape(-1, K)[:N]
         if self.kind is BlockKind.Q8:

@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import errno
 import functools
-import itertools
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-from kernels.blocks import BLOCK, BlockKind, LinearCall, PackedBlocks, no_rows
+from kernels.blocks import BLOCK, BLOCK_FORMS, BlockKind, LinearCall, PackedBlocks, no_rows
 from kernels.float_tiles import STEP, FloatTiles
 from kernels.library import native, native_path
 
@@ -54,7 +53,7 @@ GAIN = 1.05
 BUDGET_S = 0.3
 """For the timings of one start. Later widths take the choice of the nearest one, and are timed at another start."""
 CHOICES = (0, *ROWS)
-_KEY = re.compile(r"Q[48](?: with offsets)?, \d{1,9} inputs")
+_KEY = re.compile(r"(?:Q[48]|F4)(?: with offsets)?, \d{1,9} inputs")
 _ROUNDS = 5
 _WEIGHTS = 1 << 19
 """Of a matrix that is timed: it lies in the second cache."""
@@ -247,7 +246,7 @@ def _end(ended: int) -> str:
 
 def trial(linear: Any) -> str:
     """Return why the first product on tiles must be the last, or nothing. It runs in a child process."""
-    for kind, offsets in itertools.product(BlockKind, (False, True)):
+    for kind, offsets in BLOCK_FORMS:
         tiled, plain = pair(_random(kind, offsets, 70, 33 * BLOCK), 37)
         address = ctypes.cast(linear, ctypes.c_void_p)
         memory = [ctypes.c_void_p(call.out_MN.data_ptr()) for call in (tiled, plain)]

@@ -42,14 +42,14 @@ def unpacked(
 
     Args:
         raw_Nk: uint8 [N, bytes of a row], contiguous.
-        number: the kind in the file; Q2_K, Q3_K and Q6_K have no blocks.
+        number: the kind in the file; Q2_K, Q3_K and Q6_K have no blocks, and those of MXFP4 are not unpacked.
         num_inputs: K, a multiple of 32.
-        kind: bits of a weight in the blocks.
+        kind: of the blocks, with integers of 4 or 8 bits.
         offsets: the blocks have them; those of Q4_0 do not.
         order: int64 [B], the block in the file of each block; None: the same order.
     """
     N, B = len(raw_Nk), num_inputs // BLOCK
-    quants_NBk = torch.empty(N, B, BLOCK // 2 if kind is BlockKind.Q4 else BLOCK, dtype=torch.uint8)
+    quants_NBk = torch.empty(N, B, kind.block_bytes, dtype=torch.uint8)
     scales_NB = torch.empty(N, B, dtype=torch.float16)
     offsets_NB = torch.empty_like(scales_NB) if offsets else None
     assert raw_Nk.is_contiguous()

@@ -51,15 +51,26 @@ INLINE void fetch_ahead(const uint8_t *q, int64_t bytes) {
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-/* Unsigned bytes of weights, 128 too large with 8 bits: the sums begin with what that adds. */
+/* Unsigned bytes of weights, 128 too large with 8 bits, FLOATS_ABOVE with floats: the sums begin with what that adds. */
 #define DOT(sum, w, x, lane) vusdotq_laneq_s32(sum, w, x, lane)
 #define WIDE_START(count) (-128 * (count))
+#define FLOATS_START(count) (-FLOATS_ABOVE * (count))
+#define FLOATS_TABLE FLOAT_BYTES
 INLINE uint8x16_t wide(const uint8_t *p) { return vld1q_u8(p); }
 #else
 #define DOT(sum, w, x, lane) vdotq_laneq_s32(sum, vreinterpretq_s8_u8(w), x, lane)
 #define WIDE_START(count) (0 * (count))
+#define FLOATS_START(count) (0 * (count))
+#define FLOATS_TABLE FLOAT_VALUES
 INLINE uint8x16_t wide(const uint8_t *p) { return veorq_u8(vld1q_u8(p), vdupq_n_u8(128)); }
 #endif
+
+/* The bytes that 4 bits of each weight stand for. */
+INLINE uint8x16_t half_bytes(uint8x16_t codes, int form) {
+    return form == OF_4_BIT_FLOATS ? vqtbl1q_u8(vreinterpretq_u8_s8(vld1q_s8(FLOATS_TABLE)), codes) : codes;
+}
+INLINE uint8x16_t low_bytes(uint8x16_t both, int form) { return half_bytes(vandq_u8(both, vdupq_n_u8(15)), form); }
+INLINE uint8x16_t high_bytes(uint8x16_t both, int form) { return half_bytes(vshrq_n_u8(both, 4), form); }
 
 /* Outputs [from, from + 4 vectors) of `rows` rows by dot products. */
 INLINE void dot_pass(const struct tile_place *p, int rows, int form, int from, int vectors) {
@@ -75,14 +86,14 @@ INLINE void dot_pass(const struct tile_place *p, int rows, int form, int from, i
             x[t][0] = vld1q_s8(p->rows + t * p->inputs + k * QBLOCK);
             x[t][1] = vld1q_s8(p->rows + t * p->inputs + k * QBLOCK + 16);
             UNROLL_8 for (int v = 0; v < vectors; v++) sum[t][v] =
-                vdupq_n_s32(has_4_bits(form) ? 0 : WIDE_START(p->row_counts[t * blocks + k]));
+                vdupq_n_s32(SUM_START(form, p->row_counts[t * blocks + k]));
         }
 #define WORD(half, lane)                                                                                               \
     UNROLL_8 for (int v = 0; v < vectors; v++) {                                                                       \
         const int output = from + VECTOR * v;                                                                          \
         const uint8_t *at = q + output / LANES * bytes + output % LANES * 4 + (4 * half + lane) * 64;                  \
         if (has_4_bits(form)) {                                                                                        \
-            const uint8x16_t both = vld1q_u8(at), low = vandq_u8(both, vdupq_n_u8(15)), high = vshrq_n_u8(both, 4);    \
+            const uint8x16_t both = vld1q_u8(at), low = low_bytes(both, form), high = high_bytes(both, form);          \
             UNROLL_4 for (int t = 0; t < rows; t++) sum[t][v] = DOT(sum[t][v], low, x[t][0], lane);                    \
             UNROLL_4 for (int t = 0; t < rows; t++) sum[t][v] = DOT(sum[t][v], high, x[t][1], lane);                   \
         } else {                                                                                                       \
@@ -106,7 +117,7 @@ INLINE void dot_pass(const struct tile_place *p, int rows, int form, int from, i
             const float32x4_t scale = halves_at(p->scales + number);
             UNROLL_4 for (int t = 0; t < rows; t++) acc[t][v] =
                 add_block(acc[t][v], sum[t][v], scale, p->row_scales[t * blocks + k]);
-            if (form == OF_8_BITS) continue;
+            if (!adds_offsets(form)) continue;
             const float32x4_t offset = has_offsets(form) ? halves_at(p->offsets + number) : vmulq_n_f32(scale, -MIDDLE);
             UNROLL_4 for (int t = 0; t < rows; t++) acc[t][v] =
                 vfmaq_n_f32(acc[t][v], offset, p->row_sums[t * blocks + k]);
@@ -147,11 +158,10 @@ INLINE void matrix_pass(const struct tile_place *p, int rows, int form, int from
             const int one = 2 * i, other = one + 1 < rows ? one + 1 : one;
             const int8_t *a = p->rows + one * p->inputs + k * QBLOCK, *b = p->rows + other * p->inputs + k * QBLOCK;
             const int32_t *counts = p->row_counts + k;
-            const int32x2_t start = {WIDE_START(counts[one * blocks]), WIDE_START(counts[other * blocks])};
+            const int32x2_t start = {SUM_START(form, counts[one * blocks]), SUM_START(form, counts[other * blocks])};
             pair_rows(a, b, x[i]);
             pair_rows(a + 16, b + 16, x[i] + 2);
-            UNROLL_8 for (int v = 0; v < 2 * vectors; v++) sum[i][v] =
-                has_4_bits(form) ? vdupq_n_s32(0) : vcombine_s32(start, start);
+            UNROLL_8 for (int v = 0; v < 2 * vectors; v++) sum[i][v] = vcombine_s32(start, start);
         }
         UNROLL_4 for (int j = 0; j < bytes / 128; j++) UNROLL_8 for (int v = 0; v < vectors; v++) {
             const int output = from + VECTOR * v;
@@ -159,11 +169,11 @@ INLINE void matrix_pass(const struct tile_place *p, int rows, int form, int from
             const uint8x16_t a = vld1q_u8(at), b = vld1q_u8(at + 64);
             const uint8x16_t w[2] = {low_words(a, b), high_words(a, b)};
             UNROLL_4 for (int h = 0; h < 2; h++) {
-                const uint8x16_t low = has_4_bits(form) ? vandq_u8(w[h], vdupq_n_u8(15)) : w[h];
+                const uint8x16_t low = has_4_bits(form) ? low_bytes(w[h], form) : w[h];
                 UNROLL_4 for (int i = 0; i < pairs; i++) sum[i][2 * v + h] =
                     vusmmlaq_s32(sum[i][2 * v + h], low, x[i][j]);
                 if (!has_4_bits(form)) continue;
-                const uint8x16_t high = vshrq_n_u8(w[h], 4);
+                const uint8x16_t high = high_bytes(w[h], form);
                 UNROLL_4 for (int i = 0; i < pairs; i++) sum[i][2 * v + h] =
                     vusmmlaq_s32(sum[i][2 * v + h], high, x[i][j + 2]);
             }
@@ -176,7 +186,7 @@ INLINE void matrix_pass(const struct tile_place *p, int rows, int form, int from
                 acc[t][v] = add_block(acc[t][v], t % 2 ? vuzp2q_s32(a, b) : vuzp1q_s32(a, b), scale,
                                       p->row_scales[t * blocks + k]);
             }
-            if (form == OF_8_BITS) continue;
+            if (!adds_offsets(form)) continue;
             const float32x4_t offset = has_offsets(form) ? halves_at(p->offsets + number) : vmulq_n_f32(scale, -MIDDLE);
             UNROLL_4 for (int t = 0; t < rows; t++) acc[t][v] =
                 vfmaq_n_f32(acc[t][v], offset, p->row_sums[t * blocks + k]);

@@ -47,7 +47,8 @@ INLINE void unpack_block(const uint8_t *q, int form, uint8_t *unpacked) {
     for (int64_t line = 0; line < 2 * bytes; line += 64) __builtin_prefetch(q + FETCH_AHEAD + line);
     UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
         const ints w = load_ints(q + 64 * i);
-        const ints low = has_4_bits(form) ? low_halves(w) : w ^ spread_ints((int32_t)0x80808080), high = high_halves(w);
+        ints low = has_4_bits(form) ? low_halves(w) : w ^ spread_ints((int32_t)0x80808080), high = high_halves(w);
+        if (form == OF_4_BIT_FLOATS) low = looked_up(FLOAT_VALUES, low), high = looked_up(FLOAT_VALUES, high);
         memcpy(unpacked + 64 * i, &low, sizeof low);
         if (has_4_bits(form)) memcpy(unpacked + TILE_BYTES / 2 + 64 * i, &high, sizeof high);
     }
@@ -77,7 +78,7 @@ INLINE void add_block(const struct panel_place *p, int64_t k, tile_sums sums, in
         const v16f scaled = scaled_sum(sums[t], scale, whole);
         acc[t] = fused(scaled, spread_floats(row_scales[t * PANEL_BLOCKS]), acc[t]);
     }
-    if (form != OF_8_BITS) {
+    if (adds_offsets(form)) {
         const v16f offset =
             has_offsets(form) ? half_floats(p->offsets + k * GROUP) : times(scale, spread_floats(-MIDDLE));
         UNROLL_16 for (int t = 0; t < rows; t++) acc[t] =
@@ -169,6 +170,10 @@ static __attribute__((noinline)) void panel_of_8_bits_offset(const struct panel_
     panel_rows(p, rows, OF_8_BITS_OFFSET, acc);
 }
 
+static __attribute__((noinline)) void panel_of_4_bit_floats(const struct panel_place *p, int64_t rows, float *acc) {
+    panel_rows(p, rows, OF_4_BIT_FLOATS, acc);
+}
+
 /* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on, LEAST_TILE_ROWS to STEP_ROWS of them. All tiles have the
  * same number of rows, so one configuration serves; the last begins earlier where the rows do not divide. */
 static __attribute__((noinline)) void group_of_tiles(const struct block_weights *w, int64_t g,
@@ -179,6 +184,7 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
         [OF_4_BITS_OFFSET] = panel_of_4_bits_offset,
         [OF_8_BITS] = panel_of_8_bits,
         [OF_8_BITS_OFFSET] = panel_of_8_bits_offset,
+        [OF_4_BIT_FLOATS] = panel_of_4_bit_floats,
     };
     const int form = form_of(w);
     const int64_t blocks = w->inputs / QBLOCK, bytes = has_4_bits(form) ? TILE_BYTES / 2 : TILE_BYTES;

@@ -1,13 +1,13 @@
 /* Matrix products of 4 and 8 bits, for CPUs: weights in blocks of 32 inputs, activations of 8 bits in blocks of 32.
  *
- * A block of a weight is GGUF's Q4_0, Q4_1 or Q8_0 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): integers
- * with a scale, and for Q4_1 an offset, for every 32 inputs of an output. A block of activations is Q8_1: integers, a scale,
- * and the sum. A product of two blocks is a sum of integers, hence exact; the sums of blocks are added in fp32, in the order of
+ * A block of a weight is GGUF's Q4_0, Q4_1, Q8_0 or MXFP4 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md):
+ * integers, or codes of floats of 4 bits, with a scale, and for Q4_1 an offset, for every 32 inputs of an output. Twice the
+ * value of a float's code is an integer. A block of activations is Q8_1: integers, a scale, and the sum. A product of two blocks is a sum of integers, hence exact; the sums of blocks are added in fp32, in the order of
  * the inputs. Invariant: an output depends only on its own row, bit for bit, for any number of rows and threads.
  *
  * Packed weights: 16 outputs are the lanes of a vector, and four neighbouring inputs of an output are the bytes of a lane, as
  * the dot product of bytes wants them (VNNI's vpdpbusd; pairs of vpmaddubsw with AVX2; sdot and usdot on aarch64). The bytes are
- * unsigned: 0 to 15, or the 8-bit integer plus 128. Needs AVX2, FMA and F16C, or aarch64's dot products. Not responsible
+ * unsigned: 0 to 15, the 8-bit integer plus 128, or what stands for a float's code. Needs AVX2, FMA and F16C, or aarch64's dot products. Not responsible
  * for: the choice of a format (see gpu_engine/model/quantised).
  */
 #ifndef LOCKSTEP_BLOCKS_H
@@ -31,9 +31,15 @@
 
 #define UNROLL_8 _Pragma("GCC unroll 8")
 
-enum { BLOCKS_4_BIT, BLOCKS_8_BIT };
-enum { OF_4_BITS, OF_4_BITS_OFFSET, OF_8_BITS, OF_8_BITS_OFFSET }; /* the compiled forms of a product */
-#define MIDDLE 8 /* of integers of 4 bits without offsets: they stand for -8 to 7 */
+enum { BLOCKS_4_BIT, BLOCKS_8_BIT, BLOCKS_4_BIT_FLOATS };
+/* The compiled forms of a product. */
+enum { OF_4_BITS, OF_4_BITS_OFFSET, OF_8_BITS, OF_8_BITS_OFFSET, OF_4_BIT_FLOATS };
+#define MIDDLE 8        /* of integers of 4 bits without offsets: they stand for -8 to 7 */
+#define FLOATS_ABOVE 12 /* added to twice the value of a float, which is -12 to 12, for an unsigned byte */
+
+/* Twice the value of each code of e2m1, and the same as unsigned bytes. */
+static const int8_t FLOAT_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+static const int8_t FLOAT_BYTES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 /* One matrix. The loader of the model owns the memory. K = inputs / 32; G = outputs / 16, rounded up to an even number. */
 struct block_weights {
@@ -41,8 +47,8 @@ struct block_weights {
         *quants; /* 4 bits: [G/2][K][2][4][16][4], input 4 j + i in the low half of a byte, 4 (j + 4) + i in the high
                                 one; 8 bits: [G/2][K][2][8][16][4]. A group's blocks lie in the order in which they are read */
     const uint16_t *scales; /* [G/2][K][2][16], half precision */
-    const uint16_t
-        *offsets;      /* the same, added to every weight of the block; null: each is 0, with 4 bits -MIDDLE * scale */
+    const uint16_t *
+        offsets; /* the same, added to every weight of the block; null: each is 0, with integers of 4 bits -MIDDLE * scale */
     const float *bias; /* [16 G]; null: none */
     int64_t outputs, inputs;
     int64_t kind;
@@ -74,14 +80,18 @@ struct block_linear_args {
 };
 
 INLINE int form_of(const struct block_weights *w) {
+    if (w->kind == BLOCKS_4_BIT_FLOATS) return OF_4_BIT_FLOATS;
     if (w->kind == BLOCKS_4_BIT) return w->offsets ? OF_4_BITS_OFFSET : OF_4_BITS;
     return w->offsets ? OF_8_BITS_OFFSET : OF_8_BITS;
 }
 
-INLINE int has_4_bits(int form) { return form == OF_4_BITS || form == OF_4_BITS_OFFSET; }
+INLINE int has_4_bits(int form) { return form != OF_8_BITS && form != OF_8_BITS_OFFSET; }
 
 /* Whether the offsets are in memory. */
 INLINE int has_offsets(int form) { return form == OF_4_BITS_OFFSET || form == OF_8_BITS_OFFSET; }
+
+/* Whether a product adds offsets: those in memory, or -MIDDLE times the scale. */
+INLINE int adds_offsets(int form) { return form == OF_4_BITS || has_offsets(form); }
 
 /* Bytes of the integers of 16 outputs' blocks. */
 INLINE int64_t bytes_of(int form) { return has_4_bits(form) ? 256 : 512; }
@@ -181,6 +191,10 @@ INLINE void quantise_row(const float *x, const struct block_rows *to, int64_t ro
 #define ROW_TILE 4
 #endif
 
+/* What the sum of a block's products begins with; `count` is the sum of the activations' integers. */
+#define SUM_START(form, count)                                                                                         \
+    ((form) == OF_4_BIT_FLOATS ? FLOATS_START(count) : has_4_bits(form) ? 0 : WIDE_START(count))
+
 #if defined(__aarch64__)
 #include "aarch64_tiles.h"
 #else
@@ -199,6 +213,10 @@ INLINE ints spread_ints(int32_t x) { return (ints)_mm512_set1_epi32(x); }
 INLINE floats spread_floats(float x) { return splat(x); }
 INLINE ints low_halves(ints w) { return w & spread_ints(0x0f0f0f0f); }
 INLINE ints high_halves(ints w) { return (ints)((v16u)w >> 4) & spread_ints(0x0f0f0f0f); }
+INLINE ints looked_up(const int8_t *table, ints codes) {
+    const __m512i tables = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
+    return (ints)_mm512_shuffle_epi8(tables, (__m512i)codes);
+}
 INLINE floats half_floats(const uint16_t *p) { return (v16f)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE floats fused(floats a, floats b, floats c) { return fused_add(a, b, c); }
 INLINE floats times(floats a, floats b) { return a * b; }
@@ -216,6 +234,9 @@ INLINE ints spread_ints(int32_t x) { return _mm256_set1_epi32(x); }
 INLINE floats spread_floats(float x) { return _mm256_set1_ps(x); }
 INLINE ints low_halves(ints w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
 INLINE ints high_halves(ints w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15)); }
+INLINE ints looked_up(const int8_t *table, ints codes) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), codes);
+}
 INLINE floats half_floats(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 INLINE floats fused(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE floats times(floats a, floats b) { return _mm256_mul_ps(a, b); }
@@ -241,13 +262,18 @@ INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
  *
  * dot_half takes weights of 4 bits, and sum_of_halves makes integers of 32 bits of eight such sums: pairs of bytes in 16
  * bits stay below 8 * 2 * 15 * 127. dot_wide takes 8 bits: as they lie, 128 too large, which WIDE_START takes off with the
- * sum of the activations' integers; or with their sign, where the instruction wants one. */
+ * sum of the activations' integers; or with their sign, where the instruction wants one. dot_floats takes FLOAT_BYTES of
+ * two words, whose two pairs stay below 2 * 2 * 24 * 127; eight pairs do not stay in 16 bits. */
+#define FLOATS_START(count) (-FLOATS_ABOVE * (count))
 #if defined(__AVX512VNNI__)
 INLINE ints dot_half(ints sum, ints w, ints x) {
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 }
 INLINE ints sum_of_halves(ints x) { return x; }
 INLINE ints dot_wide(ints sum, ints w, ints x) { return dot_half(sum, w, x); }
+INLINE ints dot_floats(ints sum, ints low, ints x, ints high, ints later) {
+    return dot_half(dot_half(sum, low, x), high, later);
+}
 #define WIDE_START(count) (-128 * (count))
 #define SUMS_BEGIN WHOLE_BITS
 #elif defined(__AVX512F__)
@@ -262,11 +288,18 @@ INLINE ints dot_wide(ints sum, ints w, ints x) {
     __m512i high = _mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)high_halves(w), (__m512i)x), ones);
     return (ints)_mm512_add_epi32(_mm512_add_epi32((__m512i)sum, low), _mm512_slli_epi32(high, 4));
 }
+INLINE ints dot_floats(ints sum, ints low, ints x, ints high, ints later) {
+    const ints pairs = dot_half(dot_half(spread_ints(0), low, x), high, later);
+    return (ints)_mm512_add_epi32((__m512i)sum, (__m512i)sum_of_halves(pairs));
+}
 #define WIDE_START(count) (-128 * (count))
 #elif defined(__AVXVNNI__)
 INLINE ints dot_half(ints sum, ints w, ints x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
 INLINE ints sum_of_halves(ints x) { return x; }
 INLINE ints dot_wide(ints sum, ints w, ints x) { return dot_half(sum, w, x); }
+INLINE ints dot_floats(ints sum, ints low, ints x, ints high, ints later) {
+    return dot_half(dot_half(sum, low, x), high, later);
+}
 #define WIDE_START(count) (-128 * (count))
 #else
 INLINE ints dot_half(ints sum, ints w, ints x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)); }
@@ -276,6 +309,9 @@ INLINE ints dot_wide(ints sum, ints w, ints x) {
     const __m256i with_sign = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(with_sign), _mm256_sign_epi8(x, with_sign));
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+INLINE ints dot_floats(ints sum, ints low, ints x, ints high, ints later) {
+    return _mm256_add_epi32(sum, sum_of_halves(dot_half(dot_half(spread_ints(0), low, x), high, later)));
 }
 #define WIDE_START(count) (0 * (count))
 #endif
@@ -330,7 +366,7 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
             if (has_offsets(form)) __builtin_prefetch(ahead->offsets + k * GROUP);
         }
         UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < parts; v++) sum[t][v] =
-            spread_ints(SUMS_BEGIN + (has_4_bits(form) ? 0 : WIDE_START(xc[t * blocks + k])));
+            spread_ints(SUMS_BEGIN + SUM_START(form, xc[t * blocks + k]));
         UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
             ints four[ROW_TILE], later[ROW_TILE];
             /* Not all at once: the loads of the products would wait for them. */
@@ -348,7 +384,11 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
             UNROLL_8 for (int v = 0; v < parts; v++) {
                 const ints b = load_ints(q + (2 * k + v * WIDTH / LANES) * bytes + 64 * i + v * WIDTH % LANES * 4);
                 UNROLL_8 for (int t = 0; t < rows; t++) {
-                    if (has_4_bits(form)) {
+                    if (form == OF_4_BIT_FLOATS) {
+                        const ints low = looked_up(FLOAT_BYTES, low_halves(b));
+                        const ints high = looked_up(FLOAT_BYTES, high_halves(b));
+                        sum[t][v] = dot_floats(sum[t][v], low, four[t], high, later[t]);
+                    } else if (has_4_bits(form)) {
                         sum[t][v] = dot_half(sum[t][v], low_halves(b), four[t]);
                         sum[t][v] = dot_half(sum[t][v], high_halves(b), later[t]);
                     } else {
@@ -360,10 +400,11 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
         UNROLL_8 for (int v = 0; v < parts; v++) {
             const floats scale = half_floats(s + k * GROUP + v * WIDTH), whole = times(scale, spread_floats(-WHOLE));
             UNROLL_8 for (int t = 0; t < rows; t++) {
-                const ints integer = has_4_bits(form) ? sum_of_halves(sum[t][v]) : sum[t][v];
+                const ints integer =
+                    form == OF_4_BITS || form == OF_4_BITS_OFFSET ? sum_of_halves(sum[t][v]) : sum[t][v];
                 acc[t][v] = fused(scaled_sum(integer, scale, whole), spread_floats(xs[t * blocks + k]), acc[t][v]);
             }
-            if (form != OF_8_BITS) {
+            if (adds_offsets(form)) {
                 const floats offset =
                     has_offsets(form) ? half_floats(o + k * GROUP + v * WIDTH) : times(scale, spread_floats(-MIDDLE));
                 UNROLL_8 for (int t = 0; t < rows; t++) acc[t][v] =
@@ -457,6 +498,9 @@ static void group_rows(const struct block_weights *w, int64_t g, const struct bl
         break;
     case OF_8_BITS:
         rows_tile(w, g, x, first, rows, OF_8_BITS, ahead, out, stride);
+        break;
+    case OF_4_BIT_FLOATS:
+        rows_tile(w, g, x, first, rows, OF_4_BIT_FLOATS, ahead, out, stride);
         break;
     default:
         rows_tile(w, g, x, first, rows, OF_8_BITS_OFFSET, ahead, out, stride);

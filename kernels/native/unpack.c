@@ -275,7 +275,8 @@ INLINE void dequantise(const struct dequantise_args *a, read_block *read, int ha
         }
 }
 
-/* Kinds without blocks of a product: Q2_K, Q3_K and Q6_K, whose scales are for 16 inputs. */
+/* Kinds that are not unpacked: Q2_K, Q3_K and Q6_K, whose scales are for 16 inputs, and MXFP4, whose codes a product takes as
+ * they are. */
 void lockstep_unpack_blocks(const struct unpack_args *a) {
     switch (a->kind) {
     case Q4_0:
@@ -304,9 +305,6 @@ void lockstep_unpack_blocks(const struct unpack_args *a) {
         break;
     case IQ4_XS:
         unpack(a, read_iq4_xs, 8, 0);
-        break;
-    case MXFP4:
-        unpack(a, read_mxfp4, 8, 0);
         break;
     }
 }

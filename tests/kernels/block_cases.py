@@ -30,10 +30,19 @@ def without_offsets(N: int, K: int) -> Blocks:
     return Blocks(BlockKind.Q4, made.quants_NK, (made.scales_NB * rand(N, K // BLOCK).sign()).half(), None)
 
 
+def floats(N: int, K: int) -> Blocks:
+    """Codes of floats of 4 bits, and powers of two as scales."""
+    generator = torch.Generator().manual_seed(3)
+    codes_NK = torch.randint(0, 16, (N, K), generator=generator).to(torch.uint8)
+    exponents_NB = torch.randint(-6, -1, (N, K // BLOCK), generator=generator)
+    return Blocks(BlockKind.F4, codes_NK, (2.0**exponents_NB).half(), None)
+
+
 CASES: dict[str, Callable[[int, int], Blocks]] = {
     "4 bits": without_offsets,
     "4 bits with offsets": lambda N, K: quantised(rand(N, K), BlockKind.Q4),
     "8 bits": lambda N, K: quantised(rand(N, K), BlockKind.Q8),
     "8 bits with offsets": with_offsets,
+    "4-bit floats": floats,
 }
 """Matrices [N, K] of each compiled form of a product."""

@@ -67,7 +67,7 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows(case: str, dtype: torch.
     assert torch.equal(product(x_MK[37:40].contiguous()), whole_MN[37:40])
 
 
-@pytest.mark.parametrize("kind", list(BlockKind))
+@pytest.mark.parametrize("kind", [BlockKind.Q4, BlockKind.Q8])
 def test_quantising_rounds_to_the_nearest_step(kind: BlockKind) -> None:
     weight_NK = rand(6, 64)
     weight_NK[0, :32] = 0.25  # a block without a range
@@ -80,14 +80,29 @@ def test_quantising_rounds_to_the_nearest_step(kind: BlockKind) -> None:
 
 
 def test_joined_matrices_of_different_kinds_lose_nothing() -> None:
-    parts = [quantised(rand(16, 64, seed=s), kind) for s, kind in enumerate(BlockKind)]
+    parts = [case(16, 64) for case in CASES.values()]
     whole = Blocks.joined(parts)
     assert whole.kind is BlockKind.Q8
     assert torch.equal(whole.dequantised(), torch.cat([part.dequantised() for part in parts]))
+    without = Blocks.joined([CASES[case](16, 64) for case in ("8 bits", "4-bit floats")])
+    assert (without.kind, without.offsets_NB) == (BlockKind.Q8, None)
     same = Blocks.joined([parts[0], parts[0]])
     assert same.kind is BlockKind.Q4
     x_MK = rand(3, 64)
     torch.testing.assert_close(PackedBlocks(whole)(x_MK)[:, :16], PackedBlocks(parts[0])(x_MK), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(33, 32), (70, 96), (64, 1120)])
+def test_products_over_floats_have_the_bits_of_those_over_their_8_bits(shape: tuple[int, int]) -> None:
+    matrix = CASES["4-bit floats"](*shape)
+    of_4_bits = PackedBlocks(matrix)
+    of_8_bits = PackedBlocks(Blocks.joined([matrix, CASES["8 bits"](*shape)]))
+    assert (of_4_bits.kind, of_8_bits.kind, of_8_bits.offsets) == (BlockKind.F4, BlockKind.Q8, None)
+    x_MK = rand(128, shape[1])
+    for rows in range(1, 129):
+        part_MK = x_MK[128 - rows :].contiguous()
+        want_MN = of_8_bits(part_MK)[:, : shape[0]]
+        assert torch.equal(of_4_bits(part_MK).view(torch.int32), want_MN.view(torch.int32)), rows
 
 
 def test_every_variant_that_this_cpu_runs_gives_the_same_bits() -> None:

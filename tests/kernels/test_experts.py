@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kernels.blocks import BlockKind, PackedBlocks, can_multiply_blocks, quantised
+from kernels.blocks import BLOCK, BlockKind, Blocks, PackedBlocks, can_multiply_blocks, quantised
 from kernels.forward import Forward, ForwardLayer, GatedBlock, Mixture, Norm
 from kernels.fused_arguments import Activation
 from kernels.kv_pages import KVPages
@@ -26,6 +26,10 @@ def some(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def packed(outputs: int, inputs: int, seed: int, kind: BlockKind = BlockKind.Q8) -> PackedBlocks:
+    if kind is BlockKind.F4:
+        codes = torch.randint(0, 16, (outputs, inputs), generator=torch.Generator().manual_seed(seed))
+        scales = torch.full((outputs, inputs // BLOCK), 2.0**-6, dtype=torch.float16)
+        return PackedBlocks(Blocks(kind, codes.to(torch.uint8), scales, None))
     return PackedBlocks(quantised(some(outputs, inputs, seed=seed, scale=inputs**-0.5), kind))
 
 
@@ -103,7 +107,7 @@ def test_a_row_adds_its_experts_with_their_weights(
     """What an expert gives is what a model with this expert as its block adds."""
     blocks, rows = [block(100 + 2 * e, kind) for e in range(experts)], Rows(counts)
     mixture = Mixture(tuple(blocks), some(experts, H, seed=6, scale=0.3), chosen, renormalises)
-    nothing = GatedBlock(blocks[0].gate_up, PackedBlocks(quantised(torch.zeros(H, INNER), kind)))
+    nothing = GatedBlock(blocks[0].gate_up, PackedBlocks(quantised(torch.zeros(H, INNER), BlockKind.Q8)))
     _, before_NH = rows.run(forward_of([nothing, nothing], act), 2, tap=1)
     given_ENH = torch.stack([rows.run(forward_of([each, nothing], act), 2, tap=1)[1] for each in blocks]) - before_NH
     _, got_NH = rows.run(forward_of([mixture, nothing], act), 2, tap=1)

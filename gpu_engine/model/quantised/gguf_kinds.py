@@ -1,8 +1,9 @@
 """The kinds of quantised matrices in GGUF files, as blocks that a product reads and as numbers.
 
 The kinds of BLOCKS have integers with one scale for every 32 inputs, so their blocks are exact but for the scale, which
-is rounded to half precision (a relative error of at most 5e-4). Q2_K, Q3_K, Q6_K and the IQ kinds of 3 bits and fewer
-have a scale for every 16 inputs or values that no byte holds, and are not there: their matrices are rounded to 8 bits.
+is rounded to half precision (a relative error of at most 5e-4). MXFP4 has floats of 4 bits in their place (see
+mxfp4.py). Q2_K, Q3_K, Q6_K and the IQ kinds of 3 bits and fewer have a scale for every 16 inputs or values that no byte
+holds, and are not there: their matrices are rounded to 8 bits.
 Invariant: the blocks of a matrix are those of its rows, whatever part of them is read at once.
 Not responsible for: the names of tensors and the order of their rows (see gguf_blocks.py), the bytes of a block (see
 kernels/unpack.py), the product (see kernels/blocks.py).
@@ -20,8 +21,9 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
+from gpu_engine.model.quantised.mxfp4 import half_scales
 from kernels import unpack
-from kernels.blocks import BLOCK, BlockKind, Blocks, Field, RawBlocks, quantised
+from kernels.blocks import BLOCK, BlockKind, Blocks, Field, RawBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,8 @@ BLOCKS = {
     Kind.Q4_0: BlockForm(BlockKind.Q4, has_offsets=False),
     **dict.fromkeys((Kind.Q4_1, Kind.Q4_K), BlockForm(BlockKind.Q4, has_offsets=True)),
     **dict.fromkeys((Kind.Q5_1, Kind.Q5_K), BlockForm(BlockKind.Q8, has_offsets=True)),
-    **dict.fromkeys(
-        (Kind.Q5_0, Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4), BlockForm(BlockKind.Q8, has_offsets=False)
-    ),
+    **dict.fromkeys((Kind.Q5_0, Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS), BlockForm(BlockKind.Q8, has_offsets=False)),
+    Kind.MXFP4: BlockForm(BlockKind.F4, has_offsets=False),
 }
 """The kinds that have blocks, and what these are."""
 _UNPACKED = frozenset((*BLOCKS, Kind.Q2_K, Kind.Q3_K, Kind.Q6_K))
@@ -61,25 +62,34 @@ _LAYOUTS = {Kind.Q4_0: _Layout(2, None), Kind.Q4_1: _Layout(4, 2), Kind.Q8_0: _L
 def raw_blocks(raw: npt.NDArray[np.uint8], kind: Kind, order: torch.Tensor | None = None) -> RawBlocks:
     """Return the blocks of some rows of a kind in BLOCKS: where they lie, if a product takes them as they are.
 
+    Raises ModelNotSupported for a scale of MXFP4 that half precision does not hold.
+
     Args:
         raw: [N, bytes of a row].
         kind: one of BLOCKS.
         order: int64 [B], the block in the file of each block; None: the same order.
     """
     memory, form, layout = torch.from_numpy(np.ascontiguousarray(raw)), BLOCKS[kind], _LAYOUTS.get(kind)
+    if kind is Kind.MXFP4:
+        return _float_blocks(memory, order)
     if layout is None or order is not None:
         inputs, offsets = _inputs(raw, kind), form.has_offsets
-        made = unpack.unpacked(memory, kind.value, inputs, form.kind, offsets=offsets, order=order)
-        # Scales of MXFP4 are powers of two. One below half precision's is 0; with one above it these rows are rounded.
-        if kind is Kind.MXFP4 and not bool(made.scales.memory.isfinite().all()):
-            rounded = quantised(unpack.dequantised(memory, kind.value, inputs, torch.float32), BlockKind.Q8)
-            return RawBlocks.of(rounded if order is None else rounded.columns(order))
-        return made
+        return unpack.unpacked(memory, kind.value, inputs, form.kind, offsets=offsets, order=order)
     row_bytes = raw.shape[1]
-    size = layout.quants + (BLOCK if form.kind is BlockKind.Q8 else BLOCK // 2)
+    size = layout.quants + form.kind.block_bytes
     scales = Field(memory, 0, row_bytes, size)
     offsets_field = None if layout.offset is None else Field(memory, layout.offset, row_bytes, size)
     return RawBlocks(Field(memory, layout.quants, row_bytes, size), scales, offsets_field)
+
+
+def _float_blocks(memory_Nk: torch.Tensor, order: torch.Tensor | None) -> RawBlocks:
+    """Return the blocks of rows of MXFP4: an exponent each, then the codes in the order of a product."""
+    (N, row_bytes), size = memory_Nk.shape, 1 + BlockKind.F4.block_bytes
+    blocks_NBk = memory_Nk.view(N, -1, size)
+    if order is not None:
+        blocks_NBk = blocks_NBk[:, order]
+    codes = Field(memory_Nk, 1, row_bytes, size) if order is None else Field.of(blocks_NBk[..., 1:])
+    return RawBlocks(codes, Field.of(half_scales(blocks_NBk[..., 0])), None)
 
 
 def blocks_of(raw: npt.NDArray[Any], kind: Kind) -> Blocks | None:
@@ -92,7 +102,7 @@ def blocks_of(raw: npt.NDArray[Any], kind: Kind) -> Blocks | None:
     # With an order, so that no block is left where it lies.
     made = raw_blocks(raw_Nk, kind, torch.arange(_inputs(raw_Nk, kind) // BLOCK))
     quants_NBk = made.quants.memory
-    if BLOCKS[kind].kind is BlockKind.Q4:
+    if BLOCKS[kind].kind is not BlockKind.Q8:
         quants_NBk = torch.cat([quants_NBk & 15, quants_NBk >> 4], dim=2)
     else:
         quants_NBk = quants_NBk.view(torch.int8)

@@ -13,9 +13,10 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
+from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.quantised.gguf_kinds import BLOCKS, blocks_of, numbers_of, raw_blocks
 from gpu_engine.model.recording import distance
-from kernels.blocks import BLOCK, BlockKind, PackedBlocks
+from kernels.blocks import BLOCK, PackedBlocks
 
 TWO_HALVES = (Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K)
 """Kinds whose blocks begin with two halves, and not with one."""
@@ -84,10 +85,8 @@ def test_other_kinds_have_no_blocks() -> None:
         assert blocks_of(np.zeros((2, 64), np.uint8), kind) is None
 
 
-def test_a_scale_above_half_precision_is_rounded() -> None:
+def test_a_scale_above_half_precision_is_refused() -> None:
     raw = random_bytes(Kind.MXFP4)
-    raw[0, 0] = 128 + 17
-    blocks = blocks_of(raw, Kind.MXFP4)
-    assert blocks is not None
-    assert blocks.kind is BlockKind.Q8
-    assert torch.isfinite(blocks.dequantised()).all()
+    raw[0, 0] = 127 + 17
+    with pytest.raises(ModelNotSupported, match=r"MXFP4 has a scale of 2\^17"):
+        blocks_of(raw, Kind.MXFP4)
