@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "gemma2": Architecture(norm_offset=1.0),
     "gemma3": Architecture(norm_offset=1.0),
     "gemma4": Architecture(renamed={".layer_scalar": ".layer_scalar.weight"}),
+    "gpt-oss": Architecture(by_expert=True, renamed={".self_attn.sinks": ".self_attn.sinks.weight"}),
     "granitehybrid": Architecture(
         interleaved=True,
         flat=_MAMBA_2,

@@ -1,4 +1,4 @@
-"""Configurations of the families whose GGUF files transformers does not describe: hybrids, and Gemma 4.
+"""Configurations of the families whose GGUF files transformers does not describe: hybrids, Gemma 4 and gpt-oss.
 
 Invariant: what a file does not say, such as the multipliers of Falcon-H1, its converter has put into the weights, or
 every model of the family has it. Not responsible for: families that transformers reads (see reading.py).
@@ -12,12 +12,14 @@ from typing import Any
 from transformers import (
     FalconH1Config,
     Gemma4TextConfig,
+    GptOssConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
     NemotronHConfig,
     PreTrainedConfig,
 )
 
+from gpu_engine.model.files.architectures import ARCHITECTURES
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
 from gpu_engine.model.files.rope_factors import PROPORTIONAL, rotated_share
 
@@ -27,7 +29,7 @@ def own_configuration(header: GGUFHeader) -> PreTrainedConfig | None:
     make = _FAMILIES.get(header.architecture)
     if make is None:
         return None
-    if header.get("{arch}.expert_count"):
+    if header.get("{arch}.expert_count") and not ARCHITECTURES[header.architecture].by_expert:
         raise GGUFError(f"it is a mixture of experts of the architecture {header.architecture}, which is not read")
     try:
         return make(header, _common(header))
@@ -139,6 +141,35 @@ def _gemma4(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     )
 
 
+def _gpt_oss(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
+    """A file does not say that its frequencies change between whole numbers of channels, as its model's do."""
+    kind = header.get("{arch}.rope.scaling.type", "none")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _number(header, "rope.freq_base")}
+    if kind == "yarn":
+        rope |= {
+            "rope_type": kind,
+            "factor": _number(header, "rope.scaling.factor"),
+            "beta_fast": header.get("{arch}.rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": header.get("{arch}.rope.scaling.yarn_beta_slow", 1.0),
+            "truncate": False,
+            "original_max_position_embeddings": _number(header, "rope.scaling.original_context_length"),
+        }
+    elif kind != "none":
+        raise GGUFError(f"its rotation is scaled by {kind!r}, which no model of gpt-oss has")
+    return GptOssConfig(
+        **common,
+        num_hidden_layers=_number(header, "block_count"),
+        intermediate_size=_number(header, "expert_feed_forward_length"),
+        head_dim=_number(header, "attention.key_length"),
+        num_local_experts=_number(header, "expert_count"),
+        num_experts_per_tok=_number(header, "expert_used_count"),
+        sliding_window=_number(header, "attention.sliding_window"),
+        rms_norm_eps=_number(header, "attention.layer_norm_rms_epsilon"),
+        attention_bias=_has(header, "attn_q.bias"),
+        rope_parameters=rope,
+    )
+
+
 def _granite(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     if header.get("{arch}.rope.scaling.finetuned"):
         raise GGUFError("it is a hybrid of Bamba's family, whose rotation of a part of each head is not described")
@@ -210,6 +241,7 @@ def _nemotron_h(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
 _FAMILIES: dict[str, Callable[[GGUFHeader, dict[str, Any]], PreTrainedConfig]] = {
     "falcon-h1": _falcon_h1,
     "gemma4": _gemma4,
+    "gpt-oss": _gpt_oss,
     "granitehybrid": _granite,
     "jamba": _jamba,
     "nemotron_h": _nemotron_h,

@@ -135,7 +135,7 @@ def tokenizer_class(path: Path, header: GGUFHeader) -> Any:
 
 
 def open_gguf(header: GGUFHeader, *, by_expert: bool) -> tuple[GGUFWeights | None, str]:
-    """Return the weights of a GGUF file, or None and why transformers' loader has to read it.
+    """Return the weights of a GGUF file, or None and why transformers' loader has to read it. Raises ValueError.
 
     `by_expert`: the model has a product for each expert (see model/experts.py).
     """
@@ -144,9 +144,13 @@ def open_gguf(header: GGUFHeader, *, by_expert: bool) -> tuple[GGUFWeights | Non
         from gpu_engine.model.files.gguf_weights import GGUFWeights
 
         return GGUFWeights(header), ""
+    from gpu_engine.model.files.gguf_configs import own_configuration  # the gguf library is not there always
+
     if header.num_parts > 1:
         known = ", ".join(readable)
         raise ValueError(f"of the architecture {header.architecture} only whole files are read, and parts of {known}")
+    if header.architecture in ARCHITECTURES and own_configuration(header) is not None:  # transformers would not read it
+        raise ValueError(f"files of the architecture {header.architecture} are read by one process, on a CPU")
     return None, f"files of the architecture {header.architecture} are not read tensor by tensor"
 
 
