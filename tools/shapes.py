@@ -20,7 +20,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, TokenType
+from gguf import (
+    GGML_QUANT_SIZES,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFValueType,
+    GGUFWriter,
+    LlamaFileType,
+    RopeScalingType,
+    TokenType,
+)
 from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 
@@ -55,7 +64,7 @@ _SHARD = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama; with experts, a mixture of Qwen 3's family."""
+    """A Llama; with experts, a mixture of Qwen 3's family; with a window, gpt-oss."""
 
     hidden: int
     layers: int
@@ -69,50 +78,70 @@ class Shape:
     """A layer has so many, with `inner` channels each; 0: it has a gated block."""
     chosen: int = 0
     """Experts of a token."""
+    window: int = 0
+    """Tokens that every other layer sees, in gpt-oss; 0: it is another model."""
+
+    @property
+    def architecture(self) -> str:
+        """Its name in a GGUF file."""
+        return _GPT_OSS if self.window else "qwen3moe" if self.experts else "llama"
 
 
+_GPT_OSS = "gpt-oss"
 SHAPES = {
     "0.6b": Shape(1024, 28, 16, 8, 128, 3072),
     "1b": Shape(2048, 16, 32, 8, 64, 8192),
     "4b": Shape(2560, 36, 32, 8, 128, 9728),
     "8b": Shape(4096, 32, 32, 8, 128, 14336, 128_256),
     "4b-a0.8b": Shape(2048, 12, 32, 4, 128, 768, experts=64, chosen=8),
+    "20b-a3.6b": Shape(2880, 24, 64, 8, 64, 2880, 201_088, experts=32, chosen=4, window=128),
     "30b-a3b": Shape(2048, 48, 32, 4, 128, 768, 151_936, experts=128, chosen=8),
 }
 
 
 _ROUTER = "ffn_gate_inp"
 """Its weights are float32 in every GGUF file."""
+_EXPERTS, _OF_EXPERTS = "_exps.weight", "mxfp4"
+"""The end of the names of experts' matrices, and their kind in a file of gpt-oss, of whatever kind the others are."""
 
 
 def tensors_of(shape: Shape) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield the name in a GGUF file, the name in Hugging Face's format and the shape of every tensor.
 
-    A tensor of three dimensions is one for each expert in Hugging Face's format, whose name has "{}" for the number.
+    A tensor of three dimensions is one for each expert in Hugging Face's format, whose name has "{}" for the number. Of
+    gpt-oss it has other tensors, and names are those of GGUF files.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     H, inner = shape.hidden, shape.inner
-    yield "token_embd", "model.embed_tokens", (shape.vocabulary, H)
+    yield "token_embd.weight", "model.embed_tokens.weight", (shape.vocabulary, H)
     for at in range(shape.layers):
         gguf, own = f"blk.{at}", f"model.layers.{at}"
-        yield f"{gguf}.attn_norm", f"{own}.input_layernorm", (H,)
-        yield f"{gguf}.attn_q", f"{own}.self_attn.q_proj", (queries, H)
-        yield f"{gguf}.attn_k", f"{own}.self_attn.k_proj", (keys, H)
-        yield f"{gguf}.attn_v", f"{own}.self_attn.v_proj", (keys, H)
-        yield f"{gguf}.attn_output", f"{own}.self_attn.o_proj", (H, queries)
-        yield f"{gguf}.ffn_norm", f"{own}.post_attention_layernorm", (H,)
-        if shape.experts:
-            for part in "qk":
-                yield f"{gguf}.attn_{part}_norm", f"{own}.self_attn.{part}_norm", (shape.head_dim,)
-            yield f"{gguf}.{_ROUTER}", f"{own}.mlp.gate", (shape.experts, H)
-            for part, dims in (("gate", (inner, H)), ("up", (inner, H)), ("down", (H, inner))):
-                yield f"{gguf}.ffn_{part}_exps", f"{own}.mlp.experts.{{}}.{part}_proj", (shape.experts, *dims)
+        yield f"{gguf}.attn_norm.weight", f"{own}.input_layernorm.weight", (H,)
+        yield f"{gguf}.attn_q.weight", f"{own}.self_attn.q_proj.weight", (queries, H)
+        yield f"{gguf}.attn_k.weight", f"{own}.self_attn.k_proj.weight", (keys, H)
+        yield f"{gguf}.attn_v.weight", f"{own}.self_attn.v_proj.weight", (keys, H)
+        yield f"{gguf}.attn_output.weight", f"{own}.self_attn.o_proj.weight", (H, queries)
+        parts = (("gate", (inner, H)), ("up", (inner, H)), ("down", (H, inner)))
+        if shape.window:
+            vectors = {"attn_q": queries, "attn_k": keys, "attn_v": keys, "attn_output": H, _ROUTER: shape.experts}
+            named = [(f"{name}.bias", (size,)) for name, size in vectors.items()]
+            named += [("attn_sinks.weight", (shape.heads,)), ("post_attention_norm.weight", (H,))]
+            named += [(f"ffn_{part}_exps.bias", (shape.experts, dims[0])) for part, dims in parts]
+            yield from ((f"{gguf}.{name}", "", dims) for name, dims in named)
+        else:
+            yield f"{gguf}.ffn_norm.weight", f"{own}.post_attention_layernorm.weight", (H,)
+        if not shape.experts:
+            yield from ((f"{gguf}.ffn_{part}.weight", f"{own}.mlp.{part}_proj.weight", dims) for part, dims in parts)
             continue
-        yield f"{gguf}.ffn_gate", f"{own}.mlp.gate_proj", (inner, H)
-        yield f"{gguf}.ffn_up", f"{own}.mlp.up_proj", (inner, H)
-        yield f"{gguf}.ffn_down", f"{own}.mlp.down_proj", (H, inner)
-    yield "output_norm", "model.norm", (H,)
-    yield "output", "lm_head", (shape.vocabulary, H)
+        if not shape.window:
+            for part in "qk":
+                yield f"{gguf}.attn_{part}_norm.weight", f"{own}.self_attn.{part}_norm.weight", (shape.head_dim,)
+        yield f"{gguf}.{_ROUTER}.weight", f"{own}.mlp.gate.weight", (shape.experts, H)
+        for part, dims in parts:
+            stacked = shape.experts, *dims
+            yield f"{gguf}.ffn_{part}{_EXPERTS}", f"{own}.mlp.experts.{{}}.{part}_proj.weight", stacked
+    yield "output_norm.weight", "model.norm.weight", (H,)
+    yield "output.weight", "lm_head.weight", (shape.vocabulary, H)
 
 
 class Pool:
@@ -129,6 +158,11 @@ class Pool:
             self._rows[kind, K] = self._drawn(kind, K)
         rows: npt.NDArray[np.uint8] = self._rows[kind, K][self._rng.integers(0, _POOL_ROWS, N)]
         return rows
+
+    def vector(self, name: str, size: int) -> npt.NDArray[np.float32]:
+        """Return the numbers of a vector: ones for the weights of a norm."""
+        drawn: npt.NDArray[np.float32] = self.matrix("f32", (1, size)).view(np.float32)[0]
+        return np.ones_like(drawn) if "norm" in name else drawn
 
     def _drawn(self, kind: str, K: int) -> npt.NDArray[np.uint8]:
         of = GGMLQuantizationType[kind.upper()]
@@ -167,8 +201,10 @@ _FILE_TYPES |= {"q5_k": _FILE_TYPES["q5_k_m"], "q4_k": _FILE_TYPES["q4_k_m"], "q
 
 def kind_of(kind: str, name: str, shape: Shape) -> str:
     """Return the kind of a matrix in a file of a kind, by its name there."""
-    if _ROUTER in name:
+    if _ROUTER in name or name.endswith(".bias"):
         return "f32"
+    if shape.architecture == _GPT_OSS and name.endswith(_EXPERTS):
+        return _OF_EXPERTS
     if kind not in MIXED:
         return kind
     few, many = MIXED[kind]
@@ -182,15 +218,21 @@ def kind_of(kind: str, name: str, shape: Shape) -> str:
 
 def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) -> None:
     """Write a GGUF file."""
-    pool, writer = Pool(seed), GGUFWriter(file, "qwen3moe" if shape.experts else "llama")
-    for key, value in {"context_length": 8192, "vocab_size": shape.vocabulary}.items():
+    pool, writer = Pool(seed), GGUFWriter(file, shape.architecture)
+    is_gpt_oss = writer.arch == _GPT_OSS
+    for key, value in {"context_length": 131_072 if is_gpt_oss else 8192, "vocab_size": shape.vocabulary}.items():
         writer.add_uint32(f"{writer.arch}.{key}", value)
+    if is_gpt_oss:
+        writer.add_sliding_window(shape.window)
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(32.0)
+        writer.add_rope_scaling_orig_ctx_len(4096)
     if shape.experts:
         writer.add_expert_count(shape.experts)
         writer.add_expert_used_count(shape.chosen)
         writer.add_expert_feed_forward_length(shape.inner)
     writer.add_name(f"random {name}")
-    writer.add_file_type(_FILE_TYPES[kind])
+    writer.add_file_type(_FILE_TYPES[f"{_OF_EXPERTS}_moe" if is_gpt_oss else kind])
     writer.add_block_count(shape.layers)
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.inner)
@@ -199,10 +241,10 @@ def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) ->
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_freq_base(150_000.0 if is_gpt_oss else 10_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     copy_tokenizer(writer, shape.vocabulary)
-    places = [(f"{gguf}.weight", dims) for gguf, _, dims in tensors_of(shape)]
+    places = [(gguf, dims) for gguf, _, dims in tensors_of(shape)]
     for tensor, dims in places:
         if len(dims) == 1:
             writer.add_tensor_info(tensor, dims, np.dtype(np.float32), 4 * dims[0])
@@ -218,7 +260,7 @@ def write_gguf(shape: Shape, name: str, kind: str, file: Path, seed: int = 0) ->
         own = kind_of(kind, tensor, shape)
         num_rows = math.prod(dims[:-1])
         writer.write_tensor_data(
-            np.ones(dims, np.float32) if len(dims) == 1 else pool.matrix(own, (num_rows, dims[-1]))
+            pool.vector(tensor, dims[0]) if len(dims) == 1 else pool.matrix(own, (num_rows, dims[-1]))
         )
     writer.close()
 
@@ -293,8 +335,8 @@ def write_folder(shape: Shape, folder: Path, seed: int = 0) -> None:
         tensor = torch.ones(dims, dtype=torch.bfloat16)
         if len(dims) == 2:
             tensor = torch.from_numpy(pool.matrix("bf16", (dims[0], dims[1]))).view(torch.bfloat16)
-        shards[-1][f"{own}.weight"] = tensor
-        weight_map[f"{own}.weight"] = f"model-{len(shards):05}.safetensors"
+        shards[-1][own] = tensor
+        weight_map[own] = f"model-{len(shards):05}.safetensors"
         held += tensor.nbytes
     write()
     index = {"metadata": {}, "weight_map": weight_map}
@@ -317,6 +359,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a file that does not exist; a folder for safetensors")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.kind == SAFETENSORS and SHAPES[options.shape].architecture == _GPT_OSS:
+        parser.error(f"--kind: {options.shape} is written as a GGUF file")
     if options.out.exists():
         parser.error(f"--out: {options.out} exists")
     write(options.shape, options.kind, options.out, options.seed)
