@@ -124,7 +124,7 @@ def tensors_of(shape: Shape) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         parts = (("gate", (inner, H)), ("up", (inner, H)), ("down", (H, inner)))
         if shape.window:
             vectors = {"attn_q": queries, "attn_k": keys, "attn_v": keys, "attn_output": H, _ROUTER: shape.experts}
-            named = [(f"{name}.bias", (size,)) for name, size in vectors.items()]
+            named: list[tuple[str, tuple[int, ...]]] = [(f"{name}.bias", (size,)) for name, size in vectors.items()]
             named += [("attn_sinks.weight", (shape.heads,)), ("post_attention_norm.weight", (H,))]
             named += [(f"ffn_{part}_exps.bias", (shape.experts, dims[0])) for part, dims in parts]
             yield from ((f"{gguf}.{name}", "", dims) for name, dims in named)

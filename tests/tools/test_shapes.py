@@ -47,6 +47,22 @@ def test_a_mixture_of_experts_loads_in_both_formats(tmp_path: Path, kind: str) -
 
 
 @pytest.mark.model
+@pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+@pytest.mark.parametrize("kind", ["q8_0", "bf16"])
+def test_a_file_of_gpt_oss_has_experts_in_mxfp4(tmp_path: Path, kind: str) -> None:
+    shape = dataclasses.replace(TINY, layers=2, inner=64, experts=6, chosen=3, window=32)
+    write_gguf(shape, "tiny", kind, tmp_path / "m.gguf")
+    kinds = {tensor.name: tensor.tensor_type.name.lower() for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert {kinds[name] for name in kinds if name.endswith("_exps.weight")} == {"mxfp4"}
+    assert {kinds[name] for name in kinds if name.endswith("bias") or "ffn_gate_inp" in name} == {"f32"}
+    assert {kinds[f"{name}.weight"] for name in ("token_embd", "output", "blk.1.attn_q", "blk.0.attn_output")} == {kind}
+    model = load_model(config(model=str(tmp_path / "m.gguf"), dtype="auto"))
+    made = model.net.config
+    assert (made.num_local_experts, made.num_experts_per_tok, made.sliding_window) == (6, 3, 32)
+    assert model.forms == "4-bit floats: 24, 8-bit blocks: 9"
+
+
+@pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["q4_k_m", "q5_k_m"])
 def test_a_mixed_file_has_its_two_kinds_where_llama_cpp_has_them_and_a_token_for_each_row(
