@@ -6,6 +6,7 @@ compute is left to it. Not responsible for: filling the model (see filled.py).
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,8 +30,9 @@ from transformers.pytorch_utils import Conv1D
 
 from gpu_engine.model.files.architectures import ARCHITECTURES
 from gpu_engine.model.files.filled import tied_names
+from gpu_engine.model.files.gpt_oss_weights import GptOssWeights
 from gpu_engine.model.files.rope_factors import apply_rope_factors
-from gpu_engine.model.files.safetensors_weights import EXPERT, SafetensorsWeights
+from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
 from gpu_engine.model.names import one_line, part_names
 
 if TYPE_CHECKING:  # the library of GGUF files is loaded for one
@@ -38,6 +40,8 @@ if TYPE_CHECKING:  # the library of GGUF files is loaded for one
     from gpu_engine.model.files.gguf_weights import GGUFWeights
 
 
+_OF_EXPERT = re.compile(r".*\.experts\.(gate_up|down)\.\d+\.(weight|bias)")
+"""A product of one expert (see model/experts.py), or its bias."""
 WRONG_VALUES = (StrictDataclassError, ZeroDivisionError)
 """What transformers raises, next to ValueError, for values of a configuration that no model has."""
 
@@ -154,6 +158,15 @@ def open_gguf(header: GGUFHeader, *, by_expert: bool) -> tuple[GGUFWeights | Non
     return None, f"files of the architecture {header.architecture} are not read tensor by tensor"
 
 
+def open_folder(path: Path, config: PreTrainedConfig, *, of_text: bool, by_expert: bool) -> SafetensorsWeights:
+    """Return the weights of a model in Hugging Face's format. Raises OSError or SafetensorsError.
+
+    `of_text`: see SafetensorsWeights; `by_expert`: as in `open_gguf`.
+    """
+    kind = GptOssWeights if by_expert and config.model_type == "gpt_oss" else SafetensorsWeights
+    return kind(path, of_text=of_text)
+
+
 def why_not_read(net: Any, weights: SafetensorsWeights, *, rounds: bool) -> str | None:
     """Return why a model in Hugging Face's format must go through transformers' loader; None: it can be read here.
 
@@ -162,7 +175,7 @@ def why_not_read(net: Any, weights: SafetensorsWeights, *, rounds: bool) -> str 
     """
     if not weights.plain:
         return "it has tensors of other types than floats"
-    experts = [names[0] for names in tied_names(net) if EXPERT.fullmatch(names[0])]
+    experts = [names[0] for names in tied_names(net) if _OF_EXPERT.fullmatch(names[0])]
     lost = [name for name in experts if weights.shape(name) is None]
     if lost and len(lost) < len(experts):
         raise ValueError(f"it has no weights for {lost[0]}")

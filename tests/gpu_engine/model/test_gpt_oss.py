@@ -5,13 +5,16 @@ transformers' loader finds no experts in a GGUF file, so the comparison is with 
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config, PreTrainedTokenizerFast
 
 from gpu_engine.model import attention
 from gpu_engine.model.experts import split_experts
@@ -20,7 +23,7 @@ from gpu_engine.model.files.gguf_header import GGUFHeader
 from gpu_engine.model.files.gguf_weights import GGUFWeights
 from gpu_engine.model.files.need import need_of
 from gpu_engine.model.files.reading import configuration_of
-from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model, prepare
+from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model, prepare, resolve_dtype
 from gpu_engine.model.network import ModelFiles, read_network, read_tokenizer
 from gpu_engine.model.quantised.choice import products_while_reading
 from gpu_engine.model.quantised.linear import BlockLinear
@@ -183,3 +186,120 @@ def test_a_vocabulary_of_a_file_is_split_as_its_kind_says(tmp_path: Path) -> Non
         "123",
         "45",
     ]
+
+
+def through_transformers(settings: Any) -> LoadedModel:
+    """Return the model as transformers loads it, with experts that it has dequantised."""
+    attention.register()
+    folder, given = Path(settings.model), {}
+    if "quantization_config" in (folder / "config.json").read_text():
+        given = {"quantization_config": Mxfp4Config(dequantize=True)}
+    dtype = resolve_dtype(settings.dtype, torch.device("cpu"))
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME, **given)
+    return prepare(settings, net, AutoTokenizer.from_pretrained(folder))
+
+
+@needs_blocks
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8")]
+)
+def test_a_folder_gives_the_bits_of_transformers_loader(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, packed: bool, dtype: str, quantization: str
+) -> None:
+    folder = gpt_oss_files.write_folders(gpt_oss_files.model(), tmp_path)[packed]
+    caplog.set_level(logging.INFO)
+    settings = config(model=str(folder), dtype=dtype, quantization=quantization)
+    got = load_model(settings)
+    assert "through transformers" not in caplog.text
+    assert_same(got, through_transformers(settings))
+
+
+@needs_blocks
+@pytest.mark.parametrize(("quantization", "others"), [("auto", BlockKind.Q8), ("q4", BlockKind.Q4)])
+def test_experts_of_a_folder_are_multiplied_by_their_own_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, quantization: str, others: BlockKind
+) -> None:
+    net = gpt_oss_files.model()
+    plain, packed = gpt_oss_files.write_folders(net, tmp_path)
+    caplog.set_level(logging.INFO)
+    got = load_model(config(model=str(packed), dtype="auto", quantization=quantization))
+    assert "quantised 25 products: 16 of MXFP4, 9 rounded again" in caplog.text
+    assert {product.packed.kind for product in products(got)} == {BlockKind.F4}
+    layer = got.net.model.layers[0].self_attn
+    assert (layer.o_proj.packed.kind, got.net.lm_head.packed.kind) == (others, BlockKind.Q8)
+    assert_experts_are_near(got, net)
+    if quantization == "auto":  # 4 bits are few for random matrices
+        want = load_model(config(model=str(plain), dtype="float32", quantization="none"))
+        ids_BP = some_ids(2, 40)
+        assert typical(logits(got, ids_BP).float(), logits(want, ids_BP)) < 0.15
+
+
+@needs_blocks
+def test_a_folder_and_a_file_with_the_same_blocks_are_one_model(tmp_path: Path) -> None:
+    net = gpt_oss_files.model()
+    file = gpt_oss_files.write_gguf(net, tmp_path / "model.gguf")
+    _, folder = gpt_oss_files.write_folders(net, tmp_path)
+    of_folder, of_file = (load_model(config(model=str(path), dtype="auto")) for path in (folder, file))
+    assert of_folder.forms == of_file.forms == "4-bit floats: 16, 8-bit blocks: 9"
+    assert torch.equal(logits(of_folder, some_ids(2, 40)), logits(of_file, some_ids(2, 40)))
+
+
+def test_a_folder_of_several_files_is_one_model(tmp_path: Path) -> None:
+    _, folder = gpt_oss_files.write_folders(gpt_oss_files.model(), tmp_path)
+    want = load_model(config(model=str(folder)))
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for at, part in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2])):
+        save_file({name: tensors[name] for name in part}, folder / f"part-{at}.safetensors", {"format": "pt"})
+        weight_map |= dict.fromkeys(part, f"part-{at}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert_same(load_model(config(model=str(folder))), want)
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+BROKEN: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+    rf"no weights for {EXPERTS}.gate_up.0.weight": lambda t: t.pop(f"{EXPERTS}.gate_up_proj_scales"),
+    rf"no weights for {EXPERTS}.down.0.weight": lambda t: t.pop(f"{EXPERTS}.down_proj_blocks"),
+    rf"no weights for {EXPERTS}.down.0.bias": lambda t: t.pop(f"{EXPERTS}.down_proj_bias"),
+    rf"no weights for {EXPERTS}.gate_up.3.weight": lambda t: t.update(
+        {
+            f"{EXPERTS}.gate_up_proj_{end}": t[f"{EXPERTS}.gate_up_proj_{end}"][:3].clone()
+            for end in ("blocks", "scales")
+        }
+    ),
+    r"gate_up_proj has blocks of \[4, 192, 2, 16\] and scales of \[4, 192, 1\], which are not": lambda t: t.update(
+        {f"{EXPERTS}.gate_up_proj_scales": t[f"{EXPERTS}.gate_up_proj_scales"][:, :, :1].clone()}
+    ),
+    r"down_proj has blocks of .*, which are not bytes": lambda t: t.update(
+        {f"{EXPERTS}.down_proj_blocks": t[f"{EXPERTS}.down_proj_blocks"].short()}
+    ),
+    r"experts.down.0.bias is \[32\], and the model's is \[64\]": lambda t: t.update(
+        {f"{EXPERTS}.down_proj_bias": t[f"{EXPERTS}.down_proj_bias"][:, :32].clone()}
+    ),
+    r"experts.gate_up.0.bias is made of \[768\], which": lambda t: t.update(
+        {f"{EXPERTS}.gate_up_proj_bias": t[f"{EXPERTS}.gate_up_proj_bias"].flatten()}
+    ),
+}
+
+
+@pytest.mark.parametrize("words", BROKEN)
+def test_a_tensor_of_a_folder_that_does_not_fit_is_named(tmp_path: Path, words: str) -> None:
+    _, folder = gpt_oss_files.write_folders(gpt_oss_files.model(), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    BROKEN[words](tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelNotSupported, match=rf"^model: [^\n]*{words}"):
+        load_model(config(model=str(folder)))
+
+
+def test_a_rank_gets_a_folder_through_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has no product for each expert."""
+    net = gpt_oss_files.model()
+    _, folder = gpt_oss_files.write_folders(net, tmp_path)
+    files = ModelFiles.open(folder, "model", torch.float32, whole=False)
+    caplog.set_level(logging.INFO)
+    got = read_network(config(model=str(folder)), files, lambda stage, done: None).net
+    assert "dequantised the experts to float32" in caplog.text
+    assert torch.equal(got.model.layers[1].mlp.experts.gate_up_proj, net.model.layers[1].mlp.experts.gate_up_proj)
