@@ -1,14 +1,16 @@
 /* Matrix products of 4 and 8 bits, for CPUs: weights in blocks of 32 inputs, activations of 8 bits in blocks of 32.
  *
  * A block of a weight is GGUF's Q4_0, Q4_1, Q8_0 or MXFP4 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md):
- * integers, or codes of floats of 4 bits, with a scale, and for Q4_1 an offset, for every 32 inputs of an output. Twice the
- * value of a float's code is an integer. A block of activations is Q8_1: integers, a scale, and the sum. A product of two blocks is a sum of integers, hence exact; the sums of blocks are added in fp32, in the order of
- * the inputs. Invariant: an output depends only on its own row, bit for bit, for any number of rows and threads.
+ * integers, or codes of floats of 4 bits, with a scale, and for Q4_1 an offset, for every 32 inputs of an output. Twice
+ * the value of a float is an integer. A block of activations is Q8_1: integers, a scale, and the sum. A product of two
+ * blocks is a sum of integers, hence exact; the sums of blocks are added in fp32, in the order of the inputs. Invariant:
+ * an output depends only on its own row, bit for bit, for any number of rows and threads.
  *
- * Packed weights: 16 outputs are the lanes of a vector, and four neighbouring inputs of an output are the bytes of a lane, as
- * the dot product of bytes wants them (VNNI's vpdpbusd; pairs of vpmaddubsw with AVX2; sdot and usdot on aarch64). The bytes are
- * unsigned: 0 to 15, the 8-bit integer plus 128, or what stands for a float's code. Needs AVX2, FMA and F16C, or aarch64's dot products. Not responsible
- * for: the choice of a format (see gpu_engine/model/quantised).
+ * Packed weights: 16 outputs are the lanes of a vector, and four neighbouring inputs of an output are the bytes of a
+ * lane, as the dot product of bytes wants them (VNNI's vpdpbusd; pairs of vpmaddubsw with AVX2; sdot and usdot on
+ * aarch64). The bytes are unsigned: 0 to 15, or the 8-bit integer plus 128. The code of a float is looked up in a table
+ * of bytes. Needs AVX2, FMA and F16C, or aarch64's dot products. Not responsible for: the choice of a format (see
+ * gpu_engine/model/quantised).
  */
 #ifndef LOCKSTEP_BLOCKS_H
 #define LOCKSTEP_BLOCKS_H
@@ -35,7 +37,7 @@ enum { BLOCKS_4_BIT, BLOCKS_8_BIT, BLOCKS_4_BIT_FLOATS };
 /* The compiled forms of a product. */
 enum { OF_4_BITS, OF_4_BITS_OFFSET, OF_8_BITS, OF_8_BITS_OFFSET, OF_4_BIT_FLOATS };
 #define MIDDLE 8        /* of integers of 4 bits without offsets: they stand for -8 to 7 */
-#define FLOATS_ABOVE 12 /* added to twice the value of a float, which is -12 to 12, for an unsigned byte */
+#define FLOATS_ABOVE 12 /* twice the value of a float, which is -12 to 12, is so much below its unsigned byte */
 
 /* Twice the value of each code of e2m1, and the same as unsigned bytes. */
 static const int8_t FLOAT_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -47,8 +49,9 @@ struct block_weights {
         *quants; /* 4 bits: [G/2][K][2][4][16][4], input 4 j + i in the low half of a byte, 4 (j + 4) + i in the high
                                 one; 8 bits: [G/2][K][2][8][16][4]. A group's blocks lie in the order in which they are read */
     const uint16_t *scales; /* [G/2][K][2][16], half precision */
-    const uint16_t *
-        offsets; /* the same, added to every weight of the block; null: each is 0, with integers of 4 bits -MIDDLE * scale */
+    const uint16_t
+        *offsets;      /* the same, added to every weight of the block; null: each is 0, or with integers of 4 bits
+                                -MIDDLE * scale */
     const float *bias; /* [16 G]; null: none */
     int64_t outputs, inputs;
     int64_t kind;

@@ -275,8 +275,8 @@ INLINE void dequantise(const struct dequantise_args *a, read_block *read, int ha
         }
 }
 
-/* Kinds that are not unpacked: Q2_K, Q3_K and Q6_K, whose scales are for 16 inputs, and MXFP4, whose codes a product takes as
- * they are. */
+/* Kinds that are not unpacked: Q2_K, Q3_K and Q6_K, whose scales are for 16 inputs, and MXFP4, whose codes a product
+ * takes as they are. */
 void lockstep_unpack_blocks(const struct unpack_args *a) {
     switch (a->kind) {
     case Q4_0:
