@@ -216,11 +216,11 @@ def _read(
             configuration.tie_word_embeddings = weights.shape("lm_head.weight") is None
         beside = BlockKind.Q4 if gguf is None else BlockKind.Q8
         products = products_while_reading(config, weights, own, dtype, beside=beside) if decided else None
-        if gguf is None and own is not None:
-            if products is None:
-                why = str(why_floats(config, possible=can_multiply_blocks()))
-                log.info("dequantised the experts to %s: %s", str(dtype).removeprefix("torch."), why)
-            del configuration.quantization_config
+        if gguf is None and own is not None and products is None:
+            why = str(why_floats(config, possible=can_multiply_blocks()))
+            log.info("dequantised the experts to %s: %s", str(dtype).removeprefix("torch."), why)
+        if isinstance(weights, GptOssWeights) and hasattr(configuration, "quantization_config"):
+            del configuration.quantization_config  # of its experts, which are read here
         # The dtype of a new model is torch's default for every thread while it is made.
         net = _unfilled(configuration, torch.float32 if files.beside else dtype)
         if files.beside:
