@@ -41,6 +41,7 @@ from gpu_engine.model.cache_size import (
 from gpu_engine.model.experts import split_experts
 from gpu_engine.model.files.early import check_files, checked_config
 from gpu_engine.model.files.filled import Weights, fill, refuse_misfits, sources_of, unfilled
+from gpu_engine.model.files.gpt_oss_weights import GptOssWeights
 from gpu_engine.model.files.need import need_of, refuse_too_large, say_need
 from gpu_engine.model.files.reading import (
     WRONG_VALUES,
@@ -48,6 +49,7 @@ from gpu_engine.model.files.reading import (
     configuration_of,
     header_of,
     num_parameters,
+    open_folder,
     open_gguf,
     text_part_of,
     tokenizer_class,
@@ -61,8 +63,9 @@ from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.names import one_line
 from gpu_engine.model.probe import refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, has_mxfp4_experts, open_checkpoint
-from gpu_engine.model.quantised.choice import ReadProducts, products_while_reading
+from gpu_engine.model.quantised.choice import OwnBlocks, ReadProducts, products_while_reading, why_floats
 from gpu_engine.model.recurrent.replacement import planned_layers
+from kernels.blocks import BlockKind, can_multiply_blocks
 
 if TYPE_CHECKING:
     from gpu_engine.model.files.gguf_header import GGUFHeader
@@ -156,7 +159,7 @@ def read_network(
         checkpoint = open_checkpoint(path) if files.header is None else None
         made: Network | None = None
         with _LOADING:
-            if checkpoint is None and (files.header is not None or not has_mxfp4_experts(path)):
+            if checkpoint is None and (_by_expert(config, files) or not _has_mxfp4(files)):
                 made = _read(config, files, progress, no_weights_yet)
             if made is None:
                 made = Network(_through_transformers(files, checkpoint), checkpoint=checkpoint)
@@ -175,6 +178,15 @@ def read_network(
     return made
 
 
+def _by_expert(config: EngineConfig, files: ModelFiles) -> bool:
+    """Return whether the model gets a product for each expert, and its products while its files are read."""
+    return config.on_cpu and files.whole
+
+
+def _has_mxfp4(files: ModelFiles) -> bool:
+    return files.header is None and has_mxfp4_experts(files.folder)
+
+
 def _read(
     config: EngineConfig,
     files: ModelFiles,
@@ -183,24 +195,32 @@ def _read(
 ) -> Network | None:
     """Return a model that is read tensor by tensor; None: transformers' loader has to read it. Raises as
     `_through_transformers`."""
-    path, dtype, setting, decided = files.path, files.dtype, files.setting, config.on_cpu and files.whole
-    own: GGUFWeights | None = None
+    path, dtype, setting, decided = files.path, files.dtype, files.setting, _by_expert(config, files)
+    gguf: GGUFWeights | None = None
     weights: GGUFWeights | SafetensorsWeights
     whole = configuration_of(path, files.header)  # before any file is open, since it may raise
     if files.header is not None:
-        own, why = open_gguf(files.header, by_expert=decided)
-        if own is None:
+        gguf, why = open_gguf(files.header, by_expert=decided)
+        if gguf is None:
             log.info("loading %s through transformers, in full: %s", path, why)
             return None
-        weights = own
-    configuration = whole if own is not None else text_part_of(whole)
-    if own is None:
-        weights = SafetensorsWeights(path, of_text=configuration is not whole)
+        weights = gguf
+    configuration = whole if gguf is not None else text_part_of(whole)
+    own: OwnBlocks | None = gguf
+    if gguf is None:
+        weights = open_folder(path, configuration, of_text=configuration is not whole, by_expert=decided)
+        own = weights if isinstance(weights, GptOssWeights) and weights.quantised else None
     with weights:
         if configuration is not whole:
             log.info("reading the language model of %s, which takes no images or audio here", path)
             configuration.tie_word_embeddings = weights.shape("lm_head.weight") is None
-        products = products_while_reading(config, weights, own, dtype) if decided else None
+        beside = BlockKind.Q4 if gguf is None else BlockKind.Q8
+        products = products_while_reading(config, weights, own, dtype, beside=beside) if decided else None
+        if gguf is None and own is not None and products is None:
+            why = str(why_floats(config, possible=can_multiply_blocks()))
+            log.info("dequantised the experts to %s: %s", str(dtype).removeprefix("torch."), why)
+        if isinstance(weights, GptOssWeights) and hasattr(configuration, "quantization_config"):
+            del configuration.quantization_config  # of its experts, which are read here
         # The dtype of a new model is torch's default for every thread while it is made.
         net = _unfilled(configuration, torch.float32 if files.beside else dtype)
         if files.beside:
@@ -217,7 +237,7 @@ def _read(
             if (path / "generation_config.json").is_file():
                 net.generation_config = GenerationConfig.from_pretrained(path)
         refuse_misfits(net, weights)
-        unread = own.unread(sources_of(net, own).values()) if own is not None else []
+        unread = gguf.unread(sources_of(net, gguf).values()) if gguf is not None else []
         if unread := [name for name in unread if name not in rope_tensors(net.config)]:
             log.warning(
                 "%s has tensors that the model does not read, so its answers may differ from another server's: %s",

@@ -50,7 +50,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3": lambda: Gemma3TextConfig(**_SHAPE, head_dim=32, sliding_window=tiny.WINDOW),
 }
 """Shapes that a GGUF file's keys describe in full."""
-_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 """By transformers' name, where a file has another."""
 
 KINDS = ("Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1")
@@ -65,14 +65,10 @@ def write(
     *,
     in_part: int = 0,
     also: Mapping[str, npt.NDArray[np.float32]] = {},
-    of: Any = None,
-    changed: Mapping[str, tuple[int, ...] | None] = {},
 ) -> Path:
     """Write a model with random weights, whose matrices have the kinds in turn; return the file.
 
     `in_part`: tensors of a part, 0 for a file without parts, whose first one is returned. `also`: further tensors.
-    `of`: the model whose weights are written; None: they are random. `changed`: tensors of another shape, or that the
-    file lacks.
     """
     arch = _ARCHITECTURES.get(config.model_type, config.model_type)
     known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -80,16 +76,13 @@ def write(
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=in_part)
     _write_keys(writer, config, arch)
     torch.manual_seed(seed)
-    net = of or AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    net = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     in_turn = list(kinds)
     for at, (name, weight) in enumerate(net.named_parameters()):
         stem, _, suffix = name.rpartition(".")
-        random = torch.randn_like(weight) * (1.0 if weight.dim() == 1 else weight.shape[-1] ** -0.5)
-        drawn = (random if of is None else weight.detach()).numpy()
+        drawn = (torch.randn_like(weight) * (1.0 if weight.dim() == 1 else weight.shape[-1] ** -0.5)).numpy()
         parts = {f"{names.get_name(stem)}.{suffix}": drawn}
-        if arch == "gpt-oss" and (".experts." in name or suffix == "sinks"):
-            parts = _of_gpt_oss(name, drawn)
-        elif suffix == "gate_up_proj":
+        if suffix == "gate_up_proj":
             halves = np.ascontiguousarray(np.split(drawn, 2, axis=1))
             parts = {
                 f"{names.get_name(f'{stem}.{part}_proj')}.weight": halves[i] for i, part in enumerate(("gate", "up"))
@@ -98,11 +91,7 @@ def write(
             parts = {f"{names.get_name(name)}.weight": drawn}
         for part, given in parts.items():
             values = _converted(part, given, config, arch)
-            if part in changed:
-                if (shape := changed[part]) is None:
-                    continue
-                values = np.ones(shape, np.float32)
-            is_float = values.ndim == 1 or "ffn_gate_inp" in part or part.endswith("bias")
+            is_float = values.ndim == 1 or "ffn_gate_inp" in part
             kind = gguf.GGMLQuantizationType["F32" if is_float else in_turn[at % len(in_turn)]]
             writer.add_tensor(part, gguf.quants.quantize(values, kind), raw_dtype=kind)
     for name, values in also.items():
@@ -112,19 +101,6 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return next(file.parent.glob(f"{file.stem}-00001-of-*.gguf")) if in_part else file
-
-
-def _of_gpt_oss(name: str, values: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the tensors of sinks, and of experts, whose outputs of gate and up come in turn."""
-    layer, suffix = name.split(".")[2], name.rpartition(".")[2]
-    if suffix == "sinks":
-        return {f"blk.{layer}.attn_sinks.weight": values}
-    ending = "bias" if suffix.endswith("_bias") else "weight"
-    outputs = values if ending == "bias" else values.swapaxes(1, 2)
-    parts = {"down": outputs}
-    if suffix.startswith("gate_up"):
-        parts = {"gate": outputs[:, ::2], "up": outputs[:, 1::2]}
-    return {f"blk.{layer}.ffn_{part}_exps.{ending}": np.ascontiguousarray(each) for part, each in parts.items()}
 
 
 def _converted(
@@ -151,20 +127,14 @@ def _write_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig, arch: str) ->
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(10_000.0)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if rope.get("rope_type") == "longrope":
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
-    if getattr(config, "sliding_window", None) and arch.startswith(("gemma", "gpt-oss")):
+    if getattr(config, "sliding_window", None) and arch.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)
     if getattr(config, "num_experts", 0):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        writer.add_expert_feed_forward_length(width)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     write_vocabulary(writer, tiny.VOCAB)
 
 

@@ -143,10 +143,20 @@ def _gemma4(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _gpt_oss(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
-    """A file says only the factor and the original length of the rotation. Every second layer has a window."""
-    kind = header.get("{arch}.rope.scaling.type")
-    if kind != "yarn":
-        raise GGUFError(f"its rope.scaling.type is {kind!r}, and gpt-oss has 'yarn'")
+    """A file does not say that its frequencies change between whole numbers of channels, as its model's do."""
+    kind = header.get("{arch}.rope.scaling.type", "none")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _number(header, "rope.freq_base")}
+    if kind == "yarn":
+        rope |= {
+            "rope_type": kind,
+            "factor": _number(header, "rope.scaling.factor"),
+            "beta_fast": header.get("{arch}.rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": header.get("{arch}.rope.scaling.yarn_beta_slow", 1.0),
+            "truncate": False,
+            "original_max_position_embeddings": _number(header, "rope.scaling.original_context_length"),
+        }
+    elif kind != "none":
+        raise GGUFError(f"its rotation is scaled by {kind!r}, which no model of gpt-oss has")
     return GptOssConfig(
         **common,
         num_hidden_layers=_number(header, "block_count"),
@@ -155,17 +165,9 @@ def _gpt_oss(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
         num_local_experts=_number(header, "expert_count"),
         num_experts_per_tok=_number(header, "expert_used_count"),
         sliding_window=_number(header, "attention.sliding_window"),
-        attention_bias=_has(header, "attn_q.bias"),
         rms_norm_eps=_number(header, "attention.layer_norm_rms_epsilon"),
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": _number(header, "rope.freq_base"),
-            "factor": _number(header, "rope.scaling.factor"),
-            "original_max_position_embeddings": _number(header, "rope.scaling.original_context_length"),
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-        },
+        attention_bias=_has(header, "attn_q.bias"),
+        rope_parameters=rope,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from gpu_engine.model.quantised.linear import BlockLinear, check_product, some_r
 from kernels.blocks import BLOCK, BlockKind, PackedBlocks
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(gate_up|down)\.(\d+)\.(weight|bias)")
-"""A product of one expert (see model/experts.py): layer, product, number, and which part of it."""
+"""A product of one expert (see model/experts.py), or its bias: layer, product, number, which of both."""
 _FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 
 
@@ -58,9 +59,12 @@ class GGUFWeights:
 
     @property
     def quantised(self) -> bool:
-        """True: most matrices of the file are quantised."""
-        kinds = [tensor.kind in _FLOATS for tensor in self.header.tensors.values() if len(tensor.shape) > 1]
-        return sum(kinds) * 2 < len(kinds)
+        """True: most matrices of the file are quantised. Each expert has its own."""
+        count = Counter[bool]()
+        for name, tensor in self.header.tensors.items():
+            if len(tensor.shape) > 1 and not name.endswith(".bias"):
+                count[tensor.kind in _FLOATS] += math.prod(tensor.shape[:-2])
+        return count[True] < count[False]
 
     @property
     def path(self) -> Path:
@@ -79,17 +83,14 @@ class GGUFWeights:
         tensor = self._find(name)
         return () if tensor is None else (tensor,)
 
-    def _of_expert(self, layer: int, product: str, number: int, suffix: str) -> tuple[GGUFTensor, ...]:
-        """Return the parts of the layer's tensors that one expert has."""
+    def _of_expert(self, layer: int, product: str, number: int, of: str) -> tuple[GGUFTensor, ...]:
+        """Return the parts of the layer's tensors that one expert has. `of`: weight or bias."""
         parts = ("gate", "up") if product == "gate_up" else ("down",)
-        whole = [self.header.tensors.get(f"blk.{layer}.ffn_{part}_exps.{suffix}") for part in parts]
+        whole = [self.header.tensors.get(f"blk.{layer}.ffn_{part}_exps.{of}") for part in parts]
         if None in whole:
             return ()
-        found = check_parts(
-            f"{product} of layer {layer}",
-            3 if suffix == "weight" else 2,
-            [tensor for tensor in whole if tensor is not None],
-        )
+        dims, name = (3, product) if of == "weight" else (2, f"{product}.bias")
+        found = check_parts(f"{name} of layer {layer}", dims, [tensor for tensor in whole if tensor is not None])
         return tuple(tensor.part(number) for tensor in found if number < tensor.shape[0])
 
     def _find(self, name: str) -> GGUFTensor | None:

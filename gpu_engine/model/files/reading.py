@@ -6,6 +6,7 @@ compute is left to it. Not responsible for: filling the model (see filled.py).
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,8 +30,9 @@ from transformers.pytorch_utils import Conv1D
 
 from gpu_engine.model.files.architectures import ARCHITECTURES, WITH_EXPERTS, architecture_of, has_experts
 from gpu_engine.model.files.filled import tied_names
+from gpu_engine.model.files.gpt_oss_weights import GptOssWeights
 from gpu_engine.model.files.rope_factors import apply_rope_factors
-from gpu_engine.model.files.safetensors_weights import EXPERT, SafetensorsWeights
+from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
 from gpu_engine.model.names import one_line, part_names
 
 if TYPE_CHECKING:  # the library of GGUF files is loaded for one
@@ -38,6 +40,8 @@ if TYPE_CHECKING:  # the library of GGUF files is loaded for one
     from gpu_engine.model.files.gguf_weights import GGUFWeights
 
 
+_OF_EXPERT = re.compile(r".*\.experts\.(gate_up|down)\.\d+\.(weight|bias)")
+"""A product of one expert (see model/experts.py), or its bias."""
 WRONG_VALUES = (StrictDataclassError, ZeroDivisionError)
 """What transformers raises, next to ValueError, for values of a configuration that no model has."""
 
@@ -135,7 +139,7 @@ def tokenizer_class(path: Path, header: GGUFHeader) -> Any:
 
 
 def open_gguf(header: GGUFHeader, *, by_expert: bool) -> tuple[GGUFWeights | None, str]:
-    """Return the weights of a GGUF file, or None and why transformers' loader has to read it.
+    """Return the weights of a GGUF file, or None and why transformers' loader has to read it. Raises ValueError.
 
     `by_expert`: the model has a product for each expert (see model/experts.py).
     """
@@ -143,10 +147,23 @@ def open_gguf(header: GGUFHeader, *, by_expert: bool) -> tuple[GGUFWeights | Non
         from gpu_engine.model.files.gguf_weights import GGUFWeights
 
         return GGUFWeights(header), ""
+    from gpu_engine.model.files.gguf_configs import own_configuration  # the gguf library is not there always
+
     if header.num_parts > 1:
         known = ", ".join(dict.fromkeys([*ARCHITECTURES, *(WITH_EXPERTS if by_expert else ())]))
         raise ValueError(f"of the architecture {header.architecture} only whole files are read, and parts of {known}")
+    if architecture_of(header) is not None and own_configuration(header) is not None:  # transformers would not read it
+        raise ValueError(f"files of the architecture {header.architecture} are read by one process, on a CPU")
     return None, f"files of the architecture {header.architecture} are not read tensor by tensor"
+
+
+def open_folder(path: Path, config: PreTrainedConfig, *, of_text: bool, by_expert: bool) -> SafetensorsWeights:
+    """Return the weights of a model in Hugging Face's format. Raises OSError or SafetensorsError.
+
+    `of_text`: see SafetensorsWeights; `by_expert`: as in `open_gguf`.
+    """
+    kind = GptOssWeights if by_expert and config.model_type == "gpt_oss" else SafetensorsWeights
+    return kind(path, of_text=of_text)
 
 
 def why_not_read(net: Any, weights: SafetensorsWeights, *, rounds: bool) -> str | None:
@@ -157,7 +174,7 @@ def why_not_read(net: Any, weights: SafetensorsWeights, *, rounds: bool) -> str 
     """
     if not weights.plain:
         return "it has tensors of other types than floats"
-    experts = [names[0] for names in tied_names(net) if EXPERT.fullmatch(names[0])]
+    experts = [names[0] for names in tied_names(net) if _OF_EXPERT.fullmatch(names[0])]
     lost = [name for name in experts if weights.shape(name) is None]
     if lost and len(lost) < len(experts):
         raise ValueError(f"it has no weights for {lost[0]}")

@@ -28,7 +28,9 @@ _LONGEST_HEADER = 100_000_000
 """The format's own bound."""
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
+    """Where a tensor lies."""
+
     file: FileBytes
     dtype: torch.dtype | None
     """None: a type that is not read here."""
@@ -36,13 +38,22 @@ class _Place(NamedTuple):
     start: int
     num_bytes: int
 
-    def part(self, number: int) -> _Place:
+    def part(self, number: int) -> Place:
         """Return the matrix of one expert, of those that a tensor has stacked."""
         size = self.num_bytes // self.shape[0]
         return self._replace(shape=self.shape[1:], start=self.start + number * size, num_bytes=size)
 
+    def bytes(self) -> torch.Tensor:
+        """Return the tensor of a type with one byte for each number, uint8."""
+        return torch.from_numpy(self.file.read(self.start, self.num_bytes)).view(self.shape)
 
-EXPERT = re.compile(r"(.*\.experts)\.(gate_up|down)\.(\d+)\.weight")
+    def values(self) -> torch.Tensor:
+        """Return the tensor of a type that is read here."""
+        assert self.dtype is not None, self
+        return torch.from_numpy(self.file.read(self.start, self.num_bytes)).view(self.dtype).view(self.shape)
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(gate_up|down)\.(\d+)\.weight")
 """A product of one expert (see model/experts.py): mixture, product, number."""
 _OF_EXPERT = {"gate_up": (("gate_proj", "up_proj"), ("w1", "w3")), "down": (("down_proj",), ("w2",))}
 """Product -> the names of the matrices that have its rows one after another, in the files of one family or another."""
@@ -58,7 +69,7 @@ class SafetensorsWeights:
 
     def __init__(self, folder: Path, *, of_text: bool = False) -> None:
         self._folder, self._files, self._of_text = folder, list[FileBytes](), of_text
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, Place] = {}
         try:
             for path in files_of(folder):
                 self._files.append(FileBytes(path))
@@ -86,9 +97,9 @@ class SafetensorsWeights:
             return places[0].shape if places else None
         return (sum(place.shape[0] for place in places), *places[0].shape[1:])
 
-    def _find(self, name: str) -> tuple[_Place, ...]:
+    def _find(self, name: str) -> tuple[Place, ...]:
         """Return where a parameter lies: nowhere, or in one or two places whose rows it has one after another."""
-        if (expert := EXPERT.fullmatch(name)) is None:
+        if (expert := _EXPERT.fullmatch(name)) is None:
             place = self._place(name)
             return () if place is None else (place,)
         mixture, product, number = expert[1], expert[2], int(expert[3])
@@ -101,7 +112,7 @@ class SafetensorsWeights:
                 return check_parts(name, 2, [place for place in found if place is not None])
         return ()
 
-    def _place(self, name: str) -> _Place | None:
+    def _place(self, name: str) -> Place | None:
         names = [name, name.replace(".mlp.", ".block_sparse_moe.")]
         if self._of_text:
             names += [f"model.language_model.{name.removeprefix('model.')}", f"language_model.{name}"]
@@ -111,7 +122,7 @@ class SafetensorsWeights:
         """Return a parameter in memory of its own."""
         place, *others = self._find(name)
         if place.dtype is dtype and not others:
-            return torch.from_numpy(place.file.read(place.start, place.num_bytes)).view(dtype).view(place.shape)
+            return place.values()
         shape = self.shape(name)
         assert shape is not None
         made = torch.empty(shape, dtype=dtype)
@@ -135,13 +146,13 @@ class SafetensorsWeights:
         return f"<SafetensorsWeights {len(self._places)} tensors in {len(self._files)} files>"
 
 
-def _rows_of(place: _Place, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+def _rows_of(place: Place, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
     assert place.dtype is not None, place
     for first, raw in place.file.slabs(place.start, math.prod(place.shape[:-1]), place.num_bytes):
         yield first, torch.from_numpy(raw).view(place.dtype).to(dtype)
 
 
-def _places_of(file: FileBytes) -> Iterator[tuple[str, _Place]]:
+def _places_of(file: FileBytes) -> Iterator[tuple[str, Place]]:
     """Yield the tensors of a file by name."""
     name = file.path.name
     try:
@@ -157,6 +168,6 @@ def _places_of(file: FileBytes) -> Iterator[tuple[str, _Place]]:
                 raise ValueError(f"{key} ends at byte {_LENGTH + length + end}, and the file has {file.size}")
             if dtype is not None and math.prod(shape) * dtype.itemsize != end - begin:
                 raise ValueError(f"{key} is {list(shape)} in {end - begin} bytes")
-            yield key, _Place(file, dtype, shape, _LENGTH + length + begin, end - begin)
+            yield key, Place(file, dtype, shape, _LENGTH + length + begin, end - begin)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SafetensorsError(f"{name} is no complete safetensors file: {error}") from error

@@ -63,7 +63,7 @@ def quantise(
     if wanted not in ("none", "auto") and not possible:
         raise ModelNotSupported(f"quantization: {wanted} needs a CPU with AVX2, or an aarch64 one with dot products")
     if checkpoint is not None:
-        why = _why_dequantised(config, possible, net, checkpoint)
+        why = why_floats(config, possible=possible) or checkpoint.why_no_blocks(net)
         if why is not None:
             log.info("dequantised the weights to %s: %s: %s", _dtype_of(net), checkpoint, why)
             if wanted in ("none", "auto"):
@@ -165,10 +165,13 @@ def products_while_reading(
     own: OwnBlocks | None,
     dtype: torch.dtype,
     can_multiply: Callable[[], bool] = can_multiply_blocks,
+    *,
+    beside: BlockKind = BlockKind.Q8,
 ) -> ReadProducts | None:
     """Return the products of a model that is read for a CPU, or None where `config.quantization` leaves its weights.
 
-    `own`: the files, if they are a GGUF file. Raises ModelNotSupported.
+    `own`: the files, if they may have blocks; `beside`: to what "q4" rounds their other matrices. Raises
+    ModelNotSupported.
     """
     wanted, possible = config.quantization, can_multiply()
     if wanted not in ("none", "auto") and not possible:
@@ -178,9 +181,9 @@ def products_while_reading(
     if wanted == "auto":
         takes = possible and own is not None and config.dtype == "auto" and own.quantised
         return ReadProducts(weights, own, dtype, BlockKind.Q8) if takes else None
-    if wanted == "int8" or own is not None:
-        return ReadProducts(weights, None if wanted == "int8" else own, dtype, BlockKind.Q8)
-    return ReadProducts(weights, None, dtype, BlockKind.Q4)
+    if wanted == "int8":
+        return ReadProducts(weights, None, dtype, BlockKind.Q8)
+    return ReadProducts(weights, own, dtype, BlockKind.Q4 if own is None else beside)
 
 
 def rounded_product(
@@ -256,17 +259,18 @@ def _dtype_of(net: nn.Module) -> str:
     return str(next(net.parameters()).dtype).removeprefix("torch.")
 
 
-def _why_dequantised(
-    config: EngineConfig, possible: bool, net: nn.Module, checkpoint: QuantisedCheckpoint
-) -> str | None:
-    """Return why the products do not run from the checkpoint's own integers, or None where they do."""
+def why_floats(config: EngineConfig, *, possible: bool) -> str | None:
+    """Return why a CPU's products do not run from the own numbers of any quantised checkpoint, or None where they may.
+
+    `possible`: the CPU multiplies blocks.
+    """
     if config.quantization == "none":
         return "quantization is none"
     if not possible:
         return "its integers are multiplied only on CPUs with AVX2, or of aarch64 with dot products"
     if config.quantization == "auto" and config.dtype != "auto":
         return f"dtype is {config.dtype}"
-    return checkpoint.why_no_blocks(net)
+    return None
 
 
 def _rounded(wanted: str, checkpoint: QuantisedCheckpoint | None) -> BlocksOf:

@@ -18,6 +18,9 @@ _BIAS = 127
 """Of the exponents (e8m0)."""
 _LARGEST = 16
 """Exponent of the largest scale whose half is a number of half precision."""
+_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_VALUES = torch.cat([_VALUES, -_VALUES])
+"""Of the codes."""
 _LOW_HALVES = 0x0F0F0F0F0F0F0F0F
 
 
@@ -37,6 +40,13 @@ def mxfp4_blocks(blocks_NBk: torch.Tensor, scales_NB: torch.Tensor) -> RawBlocks
     odd_NB = (low_NB >> 4 & _LOW_HALVES) | (high_NB & ~_LOW_HALVES)
     parts = [part_NB.view(torch.uint8).view(N, B, 8) for part_NB in (even_NB, odd_NB)]
     return RawBlocks(Field.of(torch.stack(parts, 3).view(N, B, 16)), Field.of(half_scales(scales_NB)), None)
+
+
+def mxfp4_numbers(blocks_NBk: torch.Tensor, scales_NB: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weights of some rows of a Hugging Face checkpoint, [N, K]. Arguments: as of `mxfp4_blocks`."""
+    (N, B), codes_NBk = scales_NB.shape, torch.stack([blocks_NBk & 15, blocks_NBk >> 4], 3)
+    values_NBk = _VALUES[codes_NBk.int()].view(N, B, 32)
+    return torch.ldexp(values_NBk, (scales_NB.int() - _BIAS)[..., None]).view(N, B * 32).to(dtype)
 
 
 def half_scales(exponents: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
@@ -22,7 +22,7 @@ from gpu_engine.model.quantised.matrices import GroupedIntegers, NoBlocks
 from gpu_engine.model.quantised.native import NativeForward
 from gpu_engine.model.recording import distance
 from kernels.blocks import can_multiply_blocks
-from tests.gpu_engine import published, tiny
+from tests.gpu_engine import gpt_oss_files, published, tiny
 from tests.gpu_engine.harness import answer_all, ask, config, tokens, unguided_engine, with_drafts
 from tests.gpu_engine.model.model_logits import logits, some_ids
 from tests.gpu_engine.published import Kind
@@ -420,35 +420,10 @@ def test_a_model_without_quantisation_has_no_checkpoint(saved: Saved) -> None:
     assert open_checkpoint(saved("llama")) is None
 
 
-def _packed_mxfp4(weight_EKN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return blocks [E, N, K / 32, 16], scales [E, N, K / 32] and the dequantised weight of a matrix of gpt-oss."""
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    values = torch.cat([values, -values])
-    E, K, N = weight_EKN.shape
-    groups = weight_EKN.transpose(1, 2).reshape(E, N, K // 32, 32)
-    exponents = torch.floor(torch.log2(groups.abs().amax(-1).clamp(min=1e-20))) - 2
-    scaled = groups / torch.exp2(exponents)[..., None]
-    codes = (scaled[..., None] - values).abs().argmin(-1)
-    packed = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
-    plain = (values[codes] * torch.exp2(exponents)[..., None]).reshape(E, N, K).transpose(1, 2).contiguous()
-    return packed, (exponents + 127).to(torch.uint8), plain
-
-
 def test_experts_in_mxfp4_are_dequantised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plain, packed = (tiny.save(tiny.gpt_oss(), tmp_path / name) for name in ("plain", "packed"))
-    tensors, stored = load_file(plain / "model.safetensors"), {}
-    for name, tensor in list(tensors.items()):
-        if name.endswith(("gate_up_proj", "down_proj")):
-            stored[f"{name}_blocks"], stored[f"{name}_scales"], tensors[name] = _packed_mxfp4(tensor)
-        else:
-            stored[name] = tensor
-    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
-    save_file(stored, packed / "model.safetensors", metadata={"format": "pt"})
-    config_json = json.loads((packed / "config.json").read_text())
-    config_json["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (packed / "config.json").write_text(json.dumps(config_json))
+    plain, packed = gpt_oss_files.write_folders(gpt_oss_files.model(), tmp_path)
     got = load_model(config(model=str(packed)))
-    assert "dequantised the experts to float32: MXFP4 has no product here" in caplog.text
+    assert "dequantised the experts to float32: dtype is float32" in caplog.text
     want = load_model(config(model=str(plain)))
     prompt = tokens(30, 4)
     answers = []
