@@ -128,7 +128,7 @@ def tokenizer_class(path: Path, header: GGUFHeader) -> Any:
 
     To choose, it reads the configuration with the vocabulary once more, which takes longer than all weights.
     """
-    if architecture_of(header) is None or (path.parent / "tokenizer_config.json").exists():
+    if header.architecture not in ARCHITECTURES | WITH_EXPERTS or (path.parent / "tokenizer_config.json").exists():
         return None
     config = configuration_of(path, header)
     if getattr(config, "tokenizer_class", None):
