@@ -10,6 +10,7 @@ Shapes: N rows, H hidden size, I inner size of an expert, E experts, k experts o
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -87,21 +88,41 @@ class _MixtureArgs(ctypes.Structure):
     ]
 
 
+_ROWS = 512
+"""Rows of a native call: their pairs of a row and an expert take memory."""
+
+
+class Scratch:
+    """Memory of one native call at a time, which the mixtures of a model share. It only grows."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Held by the call that uses the memory."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, num_bytes: int) -> int:
+        """Return the address of so many bytes, on a 64-byte boundary, until the next call."""
+        if self._memory.numel() < num_bytes + 64:
+            self._memory = torch.empty(num_bytes + 64, dtype=torch.uint8)
+        return (self._memory.data_ptr() + 63) // 64 * 64
+
+
 class MixtureProducts:
-    """The experts of one mixture, for rows whose experts are chosen. Not for two threads at once.
+    """The experts of one mixture, for rows whose experts are chosen. For any thread, one at a time.
 
     Args:
         experts: blocks of equal shapes.
         act: between an expert's products.
+        scratch: shared with other mixtures.
     """
 
-    def __init__(self, experts: Sequence[GatedBlock], act: Activation) -> None:
+    def __init__(self, experts: Sequence[GatedBlock], act: Activation, scratch: Scratch) -> None:
         self._experts, self._hidden = tuple(experts), experts[0].gate_up.num_inputs
         check_blocks(experts, self._hidden)
         self._args = _MixtureArgs(*_weights_of(self._experts), act=act)
         self._args.num_experts, self._args.hidden = len(experts), self._hidden
         self._args.inner = experts[0].down.num_inputs
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = scratch
 
     def __call__(self, x_NH: torch.Tensor, chosen_Nk: torch.Tensor, weights_Nk: torch.Tensor) -> torch.Tensor | None:
         """Return the weighted sum of each row's experts in the order of its choice, [N, H]; None where a number in
@@ -116,16 +137,23 @@ class MixtureProducts:
         assert x_NH.shape[1] == self._hidden, x_NH.shape
         assert chosen_Nk.shape == weights_Nk.shape == (len(x_NH), chosen_Nk.shape[1]), chosen_Nk.shape
         chosen_Nk, weights_Nk = chosen_Nk.to(torch.int32).contiguous(), weights_Nk.float().contiguous()
-        args, library, out_NH = self._args, native(), torch.empty_like(x_NH)
+        out_NH = torch.empty_like(x_NH)
+        with self._scratch.lock:
+            for begin in range(0, len(x_NH), _ROWS):
+                part = slice(begin, begin + _ROWS)
+                if not self._run(x_NH[part], chosen_Nk[part], weights_Nk[part], out_NH[part]):
+                    return None
+        return out_NH
+
+    def _run(self, x_NH: torch.Tensor, chosen_Nk: torch.Tensor, weights_Nk: torch.Tensor, out_NH: torch.Tensor) -> int:
+        """Fill `out_NH`; return 0 where a number is no expert's."""
+        args, library = self._args, native()
         args.rows, args.chosen, args.bf16 = *chosen_Nk.shape, x_NH.dtype == torch.bfloat16
-        library.lockstep_mixture_scratch.restype = ctypes.c_int64
-        size = library.lockstep_mixture_scratch(ctypes.byref(args)) + 64
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8)
-        args.scratch = (self._scratch.data_ptr() + 63) // 64 * 64
         args.x, args.out = x_NH.data_ptr(), out_NH.data_ptr()
         args.experts, args.weights = chosen_Nk.data_ptr(), weights_Nk.data_ptr()
-        return out_NH if library.lockstep_mixture(ctypes.byref(args)) else None
+        library.lockstep_mixture_scratch.restype = ctypes.c_int64
+        args.scratch = self._scratch.of(library.lockstep_mixture_scratch(ctypes.byref(args)))
+        return int(library.lockstep_mixture(ctypes.byref(args)))
 
     def __repr__(self) -> str:
         return f"<MixtureProducts of {len(self._experts)} experts, hidden {self._hidden}>"

@@ -31,6 +31,8 @@ _LIBRARY = "transformers.integrations.moe"
 """The module of the gate that most families' experts have."""
 _OF_GPT_OSS = "GptOssExperts"
 """The experts with biases, whose weights have the outputs of gate and up in turn."""
+_MOST = 8192
+"""Experts of a mixture: each takes two modules, and a damaged configuration may have any number."""
 _GROUPED = (9, 10)
 """Major compute capabilities for which torch has a kernel of grouped products."""
 _VECTORS = 32
@@ -162,12 +164,14 @@ def split_experts(net: nn.Module) -> int:
     """Replace the experts of a model that has no weights yet; return how many.
 
     It takes experts of the form that most families have, gate, then up, without biases, and those of gpt-oss. It needs
-    no comparison for them.
+    no comparison for them. Raises ModelNotSupported for more experts than any model has.
     """
     count = 0
     for parent in list(net.modules()):
         for name, child in list(parent.named_children()):
             if _first_of(child) == "gate_up_proj" and _is_known(child):
+                if (number := len(child.get_parameter("gate_up_proj"))) > _MOST:
+                    raise ModelNotSupported(f"model: its mixtures have {number} experts, and at most {_MOST} are read")
                 made = Experts(child)
                 made.take_weights()
                 made.inner._is_hf_initialized = True  # type: ignore[assignment]  # it has nothing to fill in any more

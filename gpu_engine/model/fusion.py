@@ -138,6 +138,8 @@ def attention_of(
     if shape.chunk or shape.padded:
         raise NotRecognised("has chunks or heads of other sizes")
     sinks = module._parameters.get("sinks") if shape.sinks else None
+    if sinks is not None and sinks.device.type != "cpu":
+        raise NotRecognised("has sinks, whose fused form only a CPU has")
     norms = {f"{of}_norm": getattr(module, f"{of}_norm", getattr(module, f"{of}_layernorm", None)) for of in "qk"}
     heads = [norm for norm in norms.values() if isinstance(norm, nn.Module)]
     linears = _linears(module, but=heads, own=() if sinks is None else ("sinks",))

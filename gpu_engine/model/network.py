@@ -279,7 +279,10 @@ def _through_transformers(files: ModelFiles, checkpoint: QuantisedCheckpoint | N
     source: dict[str, Any] = files.source or {"use_safetensors": True}
     if files.header is None and has_mxfp4_experts(files.folder):
         source["quantization_config"] = Mxfp4Config(dequantize=True)
-        log.info("dequantised the experts to %s: MXFP4 has no product here", str(dtype).removeprefix("torch."))
+        log.info(
+            "dequantised the experts to %s: only one process on a CPU multiplies MXFP4",
+            str(dtype).removeprefix("torch."),
+        )
     options = {"dtype": dtype, "attn_implementation": attention.NAME, "output_loading_info": True, **source}
     loaded: Any = AutoModelForCausalLM.from_pretrained(files.folder, trust_remote_code=False, **options)
     net, info = loaded

@@ -134,7 +134,7 @@ INLINE v16f sigmoid16(v16f x) {
 /* act(gate); `act` is a compile-time constant where speed matters. */
 INLINE v16f active16(v16f gate, int act) {
     if (act == ACT_SWIGLU_OAI) {
-        gate = smaller(gate, splat(OAI_LIMIT));
+        gate = smaller(splat(OAI_LIMIT), gate); /* the second one where it is no number */
         return gate * sigmoid16(splat(1.702f) * gate);
     }
     if (act == ACT_GELU_TANH) /* 0.5 (1 + tanh u) is sigmoid(2 u) */
@@ -144,7 +144,7 @@ INLINE v16f active16(v16f gate, int act) {
 
 /* What act(gate) is multiplied by. */
 INLINE v16f factor16(v16f up, int act) {
-    return act == ACT_SWIGLU_OAI ? larger(smaller(up, splat(OAI_LIMIT)), splat(-OAI_LIMIT)) + splat(1.0f) : up;
+    return act == ACT_SWIGLU_OAI ? larger(splat(-OAI_LIMIT), smaller(splat(OAI_LIMIT), up)) + splat(1.0f) : up;
 }
 
 INLINE void gated_row(const struct gated_args *a, int64_t row, int act, int bf16) {

@@ -59,12 +59,21 @@ static uint8_t *lay_out_mixture(const struct mixture_sizes *sizes, int64_t hidde
     return memory;
 }
 
-/* act(gate) * up of 32 channels of some rows, into `gate`. */
-INLINE void gate_rows(float *gate, const float *up, int64_t rows, int32_t act) {
+INLINE void gate_vectors(float *gate, const float *up, int64_t rows, int act) {
     for (int64_t i = 0; i < rows * GROUP; i += 16) {
         const v16f z = active16(load_f32(gate + i), act) * factor16(load_f32(up + i), act);
         memcpy(gate + i, &z, sizeof z);
     }
+}
+
+/* act(gate) * up of 32 channels of some rows, into `gate`. */
+INLINE void gate_rows(float *gate, const float *up, int64_t rows, int32_t act) {
+    if (act == ACT_SILU)
+        gate_vectors(gate, up, rows, ACT_SILU);
+    else if (act == ACT_GELU_TANH)
+        gate_vectors(gate, up, rows, ACT_GELU_TANH);
+    else
+        gate_vectors(gate, up, rows, ACT_SWIGLU_OAI);
 }
 
 /* Block c of rows [r, r + rows): the input of the product `down`. */

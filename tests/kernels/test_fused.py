@@ -126,6 +126,8 @@ def test_gate_and_up_of_gpt_oss_are_bounded(ops: Ops, rows: int, width: int) -> 
         return
     want = reference.gated(x.float(), act)  # in few bits torch rounds what the sigmoid makes larger
     torch.testing.assert_close(ops.ops.gated(x, act).float(), want, atol=1e-5, rtol=2e-6 if ops.dtype == F32 else 2**-6)
+    nothing = torch.tensor([[float("nan"), 1.0, 1.0, float("nan")]], dtype=ops.dtype)
+    assert ops.ops.gated(nothing, act).isnan().all(), "a bound does not hide what is no number"
     ends = torch.tensor([[-1e4, 1e4, 1e4, 0.0, 1.0, 1e4, -1e4, 1e4]], dtype=ops.dtype)
     exact = torch.tensor([[0.0, 56.0, -42.0, 0.0]], dtype=ops.dtype)
     torch.testing.assert_close(ops.ops.gated(ends, act), exact, atol=1e-30, rtol=1e-4 if ops.dtype == F32 else 2**-7)

@@ -77,3 +77,22 @@ def architecture_of(header: GGUFHeader) -> Architecture | None:
 def has_experts(header: GGUFHeader) -> bool:
     """Return whether a file has a mixture of experts."""
     return bool(header.get("{arch}.expert_count"))
+
+
+def check_experts(header: GGUFHeader) -> None:
+    """Raise ValueError for numbers of experts that no model has, or that the file's routers do not have."""
+    key = f"{header.architecture}.expert_count"
+    count, chosen = (header.get(f"{{arch}}.expert_{name}", 0) for name in ("count", "used_count"))
+    if header.architecture not in ARCHITECTURES and header.architecture in WITH_EXPERTS and not count:
+        raise ValueError(f"its {key} is {count!r}, and a {header.architecture} has experts")
+    if not count or header.architecture not in WITH_EXPERTS:
+        return
+    if not isinstance(count, int) or not isinstance(chosen, int) or not 0 < chosen <= count:
+        raise ValueError(
+            f"its {key} is {count!r}, of which {chosen!r} are used; both must be numbers, and 1 or more used"
+        )
+    for name, tensor in header.tensors.items():
+        if name.endswith(".ffn_gate_inp.weight") and tensor.shape[0] != count:
+            raise ValueError(f"its {key} is {count}, and {name} has {tensor.shape[0]}")
+    if not any(name.endswith(".ffn_gate_inp.weight") for name in header.tensors):
+        raise ValueError(f"its {key} is {count}, and it has no router, such as blk.0.ffn_gate_inp.weight")

@@ -28,7 +28,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from gpu_engine.model.files.architectures import ARCHITECTURES, WITH_EXPERTS, architecture_of, has_experts
+from gpu_engine.model.files.architectures import (
+    ARCHITECTURES,
+    WITH_EXPERTS,
+    architecture_of,
+    check_experts,
+    has_experts,
+)
 from gpu_engine.model.files.filled import tied_names
 from gpu_engine.model.files.gpt_oss_weights import GptOssWeights
 from gpu_engine.model.files.rope_factors import apply_rope_factors
@@ -72,6 +78,7 @@ def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
         return _automatic(path.parent if source else path, **source)
     from gpu_engine.model.files.gguf_configs import own_configuration  # the gguf library is not there always
 
+    check_experts(header)
     try:
         own = own_configuration(header)
     except WRONG_VALUES as error:

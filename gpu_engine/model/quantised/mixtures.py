@@ -14,7 +14,7 @@ from torch import nn
 from gpu_engine.model.experts import Experts
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import distance
-from kernels.mixture import GatedBlock, MixtureProducts
+from kernels.mixture import GatedBlock, MixtureProducts, Scratch
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +29,12 @@ _ROWS = 4
 def mix_natively(net: nn.Module, dtype: torch.dtype) -> int:
     """Let the mixtures of a model of this dtype run in one native call each, where their experts are blocks of the same
     form; return how many do. The log has the reason why one does not."""
-    count, reasons = 0, dict[str, None]()
+    count, reasons, scratch = 0, dict[str, None](), Scratch()
     for module in net.modules():
         if type(module) is not Experts:
             continue
         try:
-            module.native = _native_of(module, dtype)
+            module.native = _native_of(module, dtype, scratch)
             count += 1
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as why:
             reasons[str(why)] = None
@@ -44,7 +44,7 @@ def mix_natively(net: nn.Module, dtype: torch.dtype) -> int:
 
 
 @torch.inference_mode()
-def _native_of(experts: Experts, dtype: torch.dtype) -> MixtureProducts:
+def _native_of(experts: Experts, dtype: torch.dtype, scratch: Scratch) -> MixtureProducts:
     """Return all products of experts in one call. Raises ValueError."""
     blocks = [
         GatedBlock(gate_up.packed, down.packed)
@@ -56,7 +56,9 @@ def _native_of(experts: Experts, dtype: torch.dtype) -> MixtureProducts:
     act = experts.activation(dtype, _ACTIVATION)
     if act is None:
         raise ValueError("their activation has no kernel")
-    native, random = MixtureProducts(blocks, act), torch.Generator().manual_seed(0)
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"they have no kernel for {str(dtype).removeprefix('torch.')}")
+    native, random = MixtureProducts(blocks, act, scratch), torch.Generator().manual_seed(0)
     rows_NH = torch.randn(_ROWS, blocks[0].gate_up.num_inputs, generator=random).to(dtype)
     call = rows_NH, torch.arange(2 * _ROWS).view(_ROWS, 2) % experts.count, torch.rand(_ROWS, 2, generator=random)
     got_NH = native(*call)

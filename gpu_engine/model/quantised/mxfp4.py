@@ -1,8 +1,8 @@
 """Blocks of MXFP4 (floats of 4 bits, e2m1, with a power of two for every 32 inputs) for the products over their codes.
 
 GGUF files and Hugging Face's checkpoints have the same numbers in other orders. Invariant: a weight is exact, except in
-a block whose scale is below half precision's least number: its weights are 0. Not responsible for: where the numbers
-lie in a file (see gguf_kinds.py), the product (see kernels/blocks.py).
+a block whose scale, halved, is below half precision's least number: its weights are 0. Not responsible for: where the
+numbers lie in a file (see gguf_kinds.py), the product (see kernels/blocks.py).
 
 Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0.
 """

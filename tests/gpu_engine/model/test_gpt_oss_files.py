@@ -167,6 +167,32 @@ def test_the_need_of_a_file_is_what_its_blocks_take(tmp_path: Path) -> None:
     assert need.weights < 1.5 * taken + sum(p.numel() for p in net.parameters() if p.dim() < 2) * 2 + 300 * 64 * 4
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("expert_count", 0, r"its gpt-oss\.expert_count is 0, and a gpt-oss has experts$"),
+        ("expert_count", 1 << 31, r"its gpt-oss\.expert_count is 2147483648, and blk\.0\.ffn_gate_inp\.weight has 4$"),
+        ("expert_used_count", 0, r"its gpt-oss\.expert_count is 4, of which 0 are used; both must be numbers"),
+        ("expert_used_count", 7, r"its gpt-oss\.expert_count is 4, of which 7 are used; both must be numbers"),
+    ],
+)
+def test_numbers_of_experts_that_do_not_fit_are_named(tmp_path: Path, key: str, value: int, words: str) -> None:
+    file = gpt_oss_files.write_gguf(gpt_oss_files.model(), tmp_path / "model.gguf")
+    raw, name = file.read_bytes(), f"gpt-oss.{key}".encode()
+    begin = raw.index(name) + len(name) + 4
+    file.write_bytes(raw[:begin] + value.to_bytes(4, "little") + raw[begin + 4 :])
+    with pytest.raises(ModelNotSupported, match=words):
+        load_model(config(model=str(file)))
+
+
+def test_more_experts_than_any_model_has_are_refused(tmp_path: Path) -> None:
+    _, folder = gpt_oss_files.write_folders(gpt_oss_files.model(), tmp_path)
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"num_local_experts": 4', '"num_local_experts": 2000000000'))
+    with pytest.raises(ModelNotSupported, match=r"its mixtures have 2000000000 experts, and at most 8192 are read$"):
+        load_model(config(model=str(folder)))
+
+
 def test_a_rank_and_a_gpu_get_one_line(tmp_path: Path) -> None:
     settings = config(model=str(gpt_oss_files.write_gguf(gpt_oss_files.model(), tmp_path / "model.gguf")))
     files = ModelFiles.open(Path(settings.model), "model", torch.float32, whole=False)

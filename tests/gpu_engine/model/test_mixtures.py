@@ -21,6 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from gpu_engine.model.adapters.places import AdaptedProduct
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.experts import Experts
 from gpu_engine.model.files.gguf_header import GGUFHeader
@@ -31,7 +32,7 @@ from gpu_engine.model.fusion import NotRecognised, chosen_experts_of
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from gpu_engine.model.network import ModelFiles, read_network
 from gpu_engine.model.quantised.linear import BlockLinear
-from gpu_engine.model.quantised.native import NativeForward
+from gpu_engine.model.quantised.native import NativeForward, with_native
 from gpu_engine.model.recording import distance, recording
 from kernels.blocks import BlockKind, can_multiply_blocks
 from kernels.fused_arguments import Activation
@@ -111,6 +112,33 @@ def test_other_forms_say_what_they_are(tmp_path: Path, family: str) -> None:
     model = load_model(config(model=str(tiny.save(OTHER[family](), tmp_path)), dtype="bfloat16", quantization="int8"))
     assert not isinstance(model.fused.forward, NativeForward)
     assert model.fused.left
+
+
+@needs_blocks
+@pytest.mark.parametrize(
+    ("far", "noise", "is_native"),
+    [
+        (0.19, 0.0, True),
+        (0.21, 0.0, False),
+        (0.21, 0.11, True),
+        (0.21, 0.1, False),
+        (0.49, 1.0, True),
+        (0.51, 1.0, False),
+    ],
+)
+def test_a_native_mixture_may_differ_as_far_as_the_models_own_forwards(
+    tmp_path: Path, far: float, noise: float, is_native: bool
+) -> None:
+    folder = str(tiny.save(KNOWN["mixtral"](), tmp_path))
+    model = load_model(config(model=folder, dtype="bfloat16", quantization="int8", max_adapter_bytes=1 << 20))
+    assert isinstance(model.fused.forward, FusedForward)  # adapters keep it out of the native call
+    for layer in model.fused.forward.layers:
+        for name, product in layer.attention.products():
+            assert isinstance(product, AdaptedProduct)
+            layer.attention.replace_product(name, product._product[0])
+    logits_NV = torch.zeros(1, 1)
+    made = with_native(model.fused, logits_NV, lambda forward: logits_NV, lambda got, want: far, noise)
+    assert isinstance(made.forward, NativeForward) is is_native
 
 
 @needs_blocks
