@@ -8,7 +8,6 @@ quantised/choice.py).
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,13 +21,11 @@ from gguf.quants import dequantize
 
 from gpu_engine.model.files.architectures import architecture_of
 from gpu_engine.model.files.gguf_header import GGUFHeader, GGUFTensor
-from gpu_engine.model.files.pieces import FileBytes, check_parts
+from gpu_engine.model.files.pieces import EXPERT, FileBytes, check_parts
 from gpu_engine.model.quantised.gguf_kinds import BLOCKS, numbers_of, raw_blocks
 from gpu_engine.model.quantised.linear import BlockLinear, check_product, some_rows
 from kernels.blocks import BLOCK, BlockKind, PackedBlocks
 
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(gate_up|down)\.(\d+)\.(weight|bias)")
-"""A product of one expert (see model/experts.py), or its bias: layer, product, number, which of both."""
 _FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 
 
@@ -74,8 +71,9 @@ class GGUFWeights:
     def find(self, name: str) -> tuple[GGUFTensor, ...]:
         """Return the tensors of a parameter: none if the file lacks one, and two whose rows it has one after the
         other."""
-        if (expert := _EXPERT.fullmatch(name)) is not None:
-            return self._of_expert(int(expert[1]), expert[2], int(expert[3]), expert[4])
+        if (expert := EXPERT.fullmatch(name)) is not None and name.startswith("model.layers."):
+            layer = int(expert[1].split(".")[2])
+            return self._of_expert(layer, expert[2], int(expert[3]), expert[4])
         for part, others in self._family.joined.items():
             if part in name:
                 found = tuple(self._find(name.replace(part, other)) for other in others)

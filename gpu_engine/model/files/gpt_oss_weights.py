@@ -15,14 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_engine.model.files.pieces import GROUP, check_parts
+from gpu_engine.model.files.pieces import EXPERT, GROUP, check_parts
 from gpu_engine.model.files.safetensors_weights import Place, SafetensorsWeights
 from gpu_engine.model.quantised.linear import BlockLinear, check_product, some_rows
 from gpu_engine.model.quantised.mxfp4 import mxfp4_blocks, mxfp4_numbers
 from kernels.blocks import BLOCK, BlockKind, PackedBlocks
 
-_EXPERT = re.compile(r"(.*\.experts)\.(gate_up|down)\.(\d+)\.(weight|bias)")
-"""A product of one expert, or its bias: mixture, product, number, which of both."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _STEP = 8 * GROUP
 """Rows that are dequantised at once."""
@@ -59,7 +57,7 @@ class GptOssWeights(SafetensorsWeights):
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a parameter; None: the files have none of that name."""
-        if (expert := _EXPERT.fullmatch(name)) is None:
+        if (expert := EXPERT.fullmatch(name)) is None:
             return super().shape(name)
         if (matrix := self._matrix(name)) is not None:
             N, B, _ = matrix.blocks.shape
@@ -69,7 +67,7 @@ class GptOssWeights(SafetensorsWeights):
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a parameter in memory of its own."""
-        expert = _EXPERT.fullmatch(name)
+        expert = EXPERT.fullmatch(name)
         if expert is None:
             return super().tensor(name, dtype)
         if expert[4] == "weight":
@@ -85,7 +83,7 @@ class GptOssWeights(SafetensorsWeights):
 
     def rows(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the number of a row of a parameter, a multiple of 32, and the next rows from it on, [n, K]."""
-        if (expert := _EXPERT.fullmatch(name)) is None:
+        if (expert := EXPERT.fullmatch(name)) is None:
             yield from super().rows(name, dtype)
             return
         matrix, floats = self._matrix(name), self._floats(expert)
@@ -113,7 +111,7 @@ class GptOssWeights(SafetensorsWeights):
     def product(self, name: str, bias: torch.Tensor | None) -> BlockLinear:
         """Return the product by the own blocks of a matrix that has a `blocks_kind`. Raises RuntimeError where it
         differs from the matrix."""
-        expert, matrix = _EXPERT.fullmatch(name), self._matrix(name)
+        expert, matrix = EXPERT.fullmatch(name), self._matrix(name)
         assert expert is not None, name
         assert matrix is not None, name
         blocks_NBk, scales_NB = matrix.read()
@@ -128,7 +126,7 @@ class GptOssWeights(SafetensorsWeights):
 
     def _matrix(self, name: str) -> _Matrix | None:
         """Return where an expert's matrix in MXFP4 lies, or None. Raises ValueError for tensors of another form."""
-        expert = _EXPERT.fullmatch(name)
+        expert = EXPERT.fullmatch(name)
         if expert is None or expert[4] != "weight":
             return None
         whole = f"{expert[1]}.{expert[2]}_proj"

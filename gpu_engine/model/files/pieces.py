@@ -7,6 +7,7 @@ meaning of the bytes.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -19,6 +20,8 @@ _SLAB = 4 << 20
 """Bytes that are read at once: they stay in a core's cache while they are packed."""
 GROUP = 32
 """Rows are read in groups, as products pack them."""
+EXPERT = re.compile(r"(.*\.experts)\.(gate_up|down)\.(\d+)\.(weight|bias)")
+"""A parameter of one expert's product (see model/experts.py): mixture, product, number, which of both."""
 
 
 class Shaped(Protocol):

@@ -6,7 +6,6 @@ compute is left to it. Not responsible for: filling the model (see filled.py).
 
 from __future__ import annotations
 
-import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -37,6 +36,7 @@ from gpu_engine.model.files.architectures import (
 )
 from gpu_engine.model.files.filled import tied_names
 from gpu_engine.model.files.gpt_oss_weights import GptOssWeights
+from gpu_engine.model.files.pieces import EXPERT
 from gpu_engine.model.files.rope_factors import apply_rope_factors
 from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
 from gpu_engine.model.names import one_line, part_names
@@ -46,8 +46,6 @@ if TYPE_CHECKING:  # the library of GGUF files is loaded for one
     from gpu_engine.model.files.gguf_weights import GGUFWeights
 
 
-_OF_EXPERT = re.compile(r".*\.experts\.(gate_up|down)\.\d+\.(weight|bias)")
-"""A product of one expert (see model/experts.py), or its bias."""
 WRONG_VALUES = (StrictDataclassError, ZeroDivisionError)
 """What transformers raises, next to ValueError, for values of a configuration that no model has."""
 
@@ -181,7 +179,7 @@ def why_not_read(net: Any, weights: SafetensorsWeights, *, rounds: bool) -> str 
     """
     if not weights.plain:
         return "it has tensors of other types than floats"
-    experts = [names[0] for names in tied_names(net) if _OF_EXPERT.fullmatch(names[0])]
+    experts = [names[0] for names in tied_names(net) if EXPERT.fullmatch(names[0])]
     lost = [name for name in experts if weights.shape(name) is None]
     if lost and len(lost) < len(experts):
         raise ValueError(f"it has no weights for {lost[0]}")

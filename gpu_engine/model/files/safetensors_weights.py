@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpu_engine.model.files.early import SafetensorsError, files_of
-from gpu_engine.model.files.pieces import GROUP, FileBytes, check_parts
+from gpu_engine.model.files.pieces import EXPERT, GROUP, FileBytes, check_parts
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types that are read here."""
@@ -53,8 +52,6 @@ class Place(NamedTuple):
         return torch.from_numpy(self.file.read(self.start, self.num_bytes)).view(self.dtype).view(self.shape)
 
 
-_EXPERT = re.compile(r"(.*\.experts)\.(gate_up|down)\.(\d+)\.weight")
-"""A product of one expert (see model/experts.py): mixture, product, number."""
 _OF_EXPERT = {"gate_up": (("gate_proj", "up_proj"), ("w1", "w3")), "down": (("down_proj",), ("w2",))}
 """Product -> the names of the matrices that have its rows one after another, in the files of one family or another."""
 
@@ -99,7 +96,8 @@ class SafetensorsWeights:
 
     def _find(self, name: str) -> tuple[Place, ...]:
         """Return where a parameter lies: nowhere, or in one or two places whose rows it has one after another."""
-        if (expert := _EXPERT.fullmatch(name)) is None:
+        expert = EXPERT.fullmatch(name)
+        if expert is None or expert[4] == "bias":
             place = self._place(name)
             return () if place is None else (place,)
         mixture, product, number = expert[1], expert[2], int(expert[3])
