@@ -88,12 +88,9 @@ class _MixtureArgs(ctypes.Structure):
     ]
 
 
-_ROWS = 512
-"""Rows of a native call: their pairs of a row and an expert take memory."""
-
-
 class Scratch:
-    """Memory of one native call at a time, which the mixtures of a model share. It only grows."""
+    """Memory of one native call at a time, which the mixtures of a model share. It only grows, up to that of some
+    hundred rows: the call computes its rows in parts."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -139,21 +136,13 @@ class MixtureProducts:
         chosen_Nk, weights_Nk = chosen_Nk.to(torch.int32).contiguous(), weights_Nk.float().contiguous()
         out_NH = torch.empty_like(x_NH)
         with self._scratch.lock:
-            for begin in range(0, len(x_NH), _ROWS):
-                part = slice(begin, begin + _ROWS)
-                if not self._run(x_NH[part], chosen_Nk[part], weights_Nk[part], out_NH[part]):
-                    return None
-        return out_NH
-
-    def _run(self, x_NH: torch.Tensor, chosen_Nk: torch.Tensor, weights_Nk: torch.Tensor, out_NH: torch.Tensor) -> int:
-        """Fill `out_NH`; return 0 where a number is no expert's."""
-        args, library = self._args, native()
-        args.rows, args.chosen, args.bf16 = *chosen_Nk.shape, x_NH.dtype == torch.bfloat16
-        args.x, args.out = x_NH.data_ptr(), out_NH.data_ptr()
-        args.experts, args.weights = chosen_Nk.data_ptr(), weights_Nk.data_ptr()
-        library.lockstep_mixture_scratch.restype = ctypes.c_int64
-        args.scratch = self._scratch.of(library.lockstep_mixture_scratch(ctypes.byref(args)))
-        return int(library.lockstep_mixture(ctypes.byref(args)))
+            args, library = self._args, native()
+            args.rows, args.chosen, args.bf16 = *chosen_Nk.shape, x_NH.dtype == torch.bfloat16
+            args.x, args.out = x_NH.data_ptr(), out_NH.data_ptr()
+            args.experts, args.weights = chosen_Nk.data_ptr(), weights_Nk.data_ptr()
+            library.lockstep_mixture_scratch.restype = ctypes.c_int64
+            args.scratch = self._scratch.of(library.lockstep_mixture_scratch(ctypes.byref(args)))
+            return out_NH if library.lockstep_mixture(ctypes.byref(args)) else None
 
     def __repr__(self) -> str:
         return f"<MixtureProducts of {len(self._experts)} experts, hidden {self._hidden}>"

@@ -1,10 +1,10 @@
 /* A decoder's whole forward over block-quantised weights, for CPUs: one call, one team of threads, no Python in between.
  *
- * A layer is x += post(attention(pre(x))), then the same with a gated block or a mixture of experts; each function below is a
- * loop that the team shares, in their order, or with many rows and no experts a loop over a chunk of rows that one member has. Between products everything is
- * fp32; keys and values are rounded to the pages' dtype. Padding is dropped in front: only rows with a position are computed.
- * Invariant: a row depends only on its own sequence, bit for bit, whatever else is in the call. Not responsible for: the
- * ownership of pages and weights.
+ * A layer is x += post(attention(pre(x))), then the same with a gated block or a mixture of experts. Each function below
+ * is a loop that the team shares, in their order; with many rows and no experts it is a loop over a chunk of rows that one
+ * member has. Between products everything is fp32; keys and values are rounded to the pages' dtype. Padding is dropped in
+ * front: only rows with a position are computed. Invariant: a row depends only on its own sequence, bit for bit, whatever
+ * else is in the call. Not responsible for: the ownership of pages and weights.
  */
 #ifndef LOCKSTEP_FORWARD_H
 #define LOCKSTEP_FORWARD_H

@@ -131,7 +131,7 @@ static void mix(struct member *m, const struct mixture *mixture, const struct mi
         mix_some(m, mixture, sizes, act, x, r, rows - r < MIXED_ROWS ? rows - r : MIXED_ROWS, w, out);
 }
 
-/* Memory of a mixture by itself. */
+/* Memory of a mixture by itself, of at most MIXED_ROWS rows. */
 struct lone_mixture {
     const struct mixture_args *args;
     struct block_rows x;
@@ -140,10 +140,10 @@ struct lone_mixture {
 };
 
 static uint8_t *lay_out_lone(const struct mixture_args *a, uint8_t *memory, struct lone_mixture *w) {
-    w->args = a;
-    w->x = block_rows_at(carve(&memory, block_rows_bytes(a->rows, a->hidden)), a->rows, a->hidden);
-    w->out = (float *)carve(&memory, a->rows * a->hidden * 4);
-    return lay_out_mixture(&a->sizes, a->hidden, memory, a->rows, &w->work);
+    const int64_t rows = a->rows < MIXED_ROWS ? a->rows : MIXED_ROWS;
+    w->x = block_rows_at(carve(&memory, block_rows_bytes(rows, a->hidden)), rows, a->hidden);
+    w->out = (float *)carve(&memory, rows * a->hidden * 4);
+    return lay_out_mixture(&a->sizes, a->hidden, memory, rows, &w->work);
 }
 
 static __attribute__((noinline)) void mixture_body(struct member *m, void *context) {
@@ -158,7 +158,7 @@ static __attribute__((noinline)) void mixture_body(struct member *m, void *conte
         }
         quantise_row(row, &w->x, r);
     }
-    mix(m, &mixture, &a->sizes, a->act, &w->x, a->rows, &w->work, w->out);
+    mix_some(m, &mixture, &a->sizes, a->act, &w->x, 0, a->rows, &w->work, w->out);
     TEAM_FOR(m, r, a->rows)
     for (int64_t i = r * a->hidden; i < (r + 1) * a->hidden; i++) store1(a->out, i, w->out[i], a->bf16);
     leave_products();
@@ -175,9 +175,16 @@ int32_t VARIANT(lockstep_mixture)(const struct mixture_args *a) {
     for (int64_t i = 0; i < a->rows * a->sizes.chosen; i++)
         if (a->experts[i] < 0 || a->experts[i] >= a->sizes.experts) return 0;
     lay_out_lone(a, a->scratch, &w);
-    w.work.routes.experts = a->experts;
-    w.work.routes.weights = a->weights;
-    team_run(mixture_body, &w);
+    for (int64_t r = 0; r < a->rows; r += MIXED_ROWS) {
+        struct mixture_args part = *a;
+        part.rows = a->rows - r < MIXED_ROWS ? a->rows - r : MIXED_ROWS;
+        part.x = (const uint8_t *)a->x + r * a->hidden * (a->bf16 ? 2 : 4);
+        part.out = (uint8_t *)a->out + r * a->hidden * (a->bf16 ? 2 : 4);
+        w.args = &part;
+        w.work.routes.experts = a->experts + r * a->sizes.chosen;
+        w.work.routes.weights = a->weights + r * a->sizes.chosen;
+        team_run(mixture_body, &w);
+    }
     return 1;
 }
 

@@ -6,7 +6,7 @@ names of the tensors, which are the gguf library's table (see gguf_weights.py), 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the library of GGUF files is loaded for one
@@ -56,15 +56,14 @@ ARCHITECTURES = {
 """The architectures of files without experts that are read here, by their names in a file. Mistral's is llama."""
 WITH_EXPERTS = {
     "gpt-oss": Architecture(renamed={".sinks": ".sinks.weight"}),
-    "granitehybrid": Architecture(
-        interleaved=True,
-        flat=_MAMBA_2,
+    "granitehybrid": replace(
+        ARCHITECTURES["granitehybrid"],
         renamed={".block_sparse_moe.router": ".block_sparse_moe.router.layer"},
         joined={".shared_mlp.input_linear": (".mlp.shared_expert.gate_proj", ".mlp.shared_expert.up_proj")},
     ),
     "lfm2moe": Architecture(renamed={".expert_bias": ".expert_bias.bias"}),
     "qwen3moe": Architecture(),
-    "qwen35moe": Architecture(norm_offset=1.0, tiled_values=True),
+    "qwen35moe": ARCHITECTURES["qwen35"],
 }
 """The same of files with experts, of which each is read by itself: by one process, on a CPU."""
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_engine.model.files.architectures import ARCHITECTURES, WITH_EXPERTS, check_experts
+from gpu_engine.model.files.architectures import ARCHITECTURES, WITH_EXPERTS, check_experts, has_experts
 from gpu_engine.model.files.expected import of_config, of_header
 from gpu_engine.model.names import ModelNotSupported, one_line, part_names
 
@@ -122,7 +122,7 @@ def _check_gguf(path: Path) -> None:
             raise _NotServed(f"its architecture is {header.architecture!r}, which is not served")
         return
     check_experts(header)
-    if header.get("{arch}.expert_count"):  # the loader says what it makes of a mixture of experts
+    if has_experts(header):  # the loader says what it makes of a mixture of experts
         return
     if header.get("tokenizer.ggml.tokens") is None:
         raise ValueError("it has no tokenizer.ggml.tokens, the vocabulary")

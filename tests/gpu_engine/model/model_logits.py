@@ -36,3 +36,16 @@ def logits(model: LoadedModel, ids_BP: torch.Tensor, *, start: int = 0) -> torch
     if start:
         model.prefill(ids_BP[:, :start], parts[0])
     return model.logits(ids_BP[:, start:], parts[1]).view(B, P - start, -1).clone()
+
+
+@torch.inference_mode()
+def assert_same_bits_in_any_company(model: LoadedModel) -> None:
+    """Assert that a row's logits do not depend on what else is in its forward: other sequences, other tokens."""
+    ids_BP = some_ids(5, 33)
+    whole_BPV = logits(model, ids_BP)
+    assert torch.equal(logits(model, ids_BP[2:3]), whole_BPV[2:3])
+    ctx = context(model, 5, 33)
+    for begin, end in ((0, 1), (1, 9), (9, 32), (32, 33)):
+        part = AttentionContext(ctx.pages, ctx.page_table_BN, ctx.positions_BP[:, begin:end].contiguous())
+        got_NV = model.logits(ids_BP[:, begin:end], part)
+        assert torch.equal(got_NV.view(5, end - begin, -1), whole_BPV[:, begin:end])

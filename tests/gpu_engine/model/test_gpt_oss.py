@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.fused_layers import FusedAttention
 from gpu_engine.model.loader import load_model
@@ -16,7 +15,7 @@ from kernels.blocks import can_multiply_blocks
 from kernels.fused_arguments import Activation
 from tests.gpu_engine import tiny
 from tests.gpu_engine.harness import config
-from tests.gpu_engine.model.model_logits import context, logits, some_ids
+from tests.gpu_engine.model.model_logits import assert_same_bits_in_any_company, logits, some_ids
 
 needs_blocks = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
@@ -64,11 +63,4 @@ def test_it_runs_in_one_native_call(folder: str, quantization: str, dtype: str) 
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_in_any_company(folder: str) -> None:
     model = load_model(config(model=folder, dtype="bfloat16", quantization="q4"))
-    ids_BP = some_ids(5, 33)
-    whole_BPV = logits(model, ids_BP)
-    assert torch.equal(logits(model, ids_BP[2:3]), whole_BPV[2:3])
-    ctx = context(model, 5, 33)
-    for begin, end in ((0, 1), (1, 9), (9, 32), (32, 33)):
-        part = AttentionContext(ctx.pages, ctx.page_table_BN, ctx.positions_BP[:, begin:end].contiguous())
-        got_NV = model.logits(ids_BP[:, begin:end], part)
-        assert torch.equal(got_NV.view(5, end - begin, -1), whole_BPV[:, begin:end])
+    assert_same_bits_in_any_company(model)

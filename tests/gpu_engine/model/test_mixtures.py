@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from gpu_engine.model.adapters.places import AdaptedProduct
-from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.experts import Experts
 from gpu_engine.model.files.gguf_header import GGUFHeader
 from gpu_engine.model.files.reading import _width_of_experts, configuration_of
@@ -38,7 +37,7 @@ from kernels.blocks import BlockKind, can_multiply_blocks
 from kernels.fused_arguments import Activation
 from tests.gpu_engine import gguf_files, tiny
 from tests.gpu_engine.harness import config
-from tests.gpu_engine.model.model_logits import context, logits, some_ids
+from tests.gpu_engine.model.model_logits import assert_same_bits_in_any_company, logits, some_ids
 from tests.gpu_engine.model.same_model import assert_same, by_transformers
 
 needs_blocks = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
@@ -266,14 +265,7 @@ def test_the_width_of_experts_is_the_files(tmp_path: Path) -> None:
 def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path, family: str) -> None:
     model = load_model(config(model=str(tiny.save(KNOWN[family](), tmp_path)), dtype="bfloat16", quantization="q4"))
     assert isinstance(model.fused.forward, NativeForward)
-    ids_BP = some_ids(5, 33)
-    whole_BPV = logits(model, ids_BP)
-    assert torch.equal(logits(model, ids_BP[2:3]), whole_BPV[2:3])
-    ctx = context(model, 5, 33)
-    for begin, end in ((0, 1), (1, 9), (9, 32), (32, 33)):
-        part = AttentionContext(ctx.pages, ctx.page_table_BN, ctx.positions_BP[:, begin:end].contiguous())
-        got_NV = model.logits(ids_BP[:, begin:end], part)
-        assert torch.equal(got_NV.view(5, end - begin, -1), whole_BPV[:, begin:end])
+    assert_same_bits_in_any_company(model)
 
 
 def test_a_rank_and_a_gpu_get_a_gguf_file_through_transformers(
