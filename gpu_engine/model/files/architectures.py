@@ -86,10 +86,11 @@ def check_experts(header: GGUFHeader) -> None:
         raise ValueError(f"its {key} is {count!r}, and a {header.architecture} has experts")
     if not count or header.architecture not in WITH_EXPERTS:
         return
-    if not isinstance(count, int) or not isinstance(chosen, int) or not 0 < chosen <= count:
-        raise ValueError(
-            f"its {key} is {count!r}, of which {chosen!r} are used; both must be numbers, and 1 or more used"
-        )
+    if not isinstance(count, int):
+        raise ValueError(f"its {key} is {count!r}, and must be one number")
+    if not isinstance(chosen, int) or not 0 < chosen <= count:
+        used = f"{header.architecture}.expert_used_count"
+        raise ValueError(f"its {used} is {chosen!r}, and must be a number from 1 to its expert_count, {count}")
     for name, tensor in header.tensors.items():
         if name.endswith(".ffn_gate_inp.weight") and tensor.shape[0] != count:
             raise ValueError(f"its {key} is {count}, and {name} has {tensor.shape[0]}")
