@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import shlex
 import statistics
@@ -24,7 +25,7 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
-from benchmarks.harness.measure import Run
+from benchmarks.harness.measure import Run, percentile
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.harness.workloads import WORKLOADS, Item, workload
@@ -74,6 +75,11 @@ class Comparison:
         """Tokens per second of the new build over the old one, a value for each turn."""
         return [tokens_per_s(new) / tokens_per_s(old) for old, new in self.pairs]
 
+    def tpot_ratios(self) -> list[float]:
+        """Time per token after the first of the old build over the new one, medians of each turn's answers."""
+        times = [(tpot_ms(old), tpot_ms(new)) for old, new in self.pairs]
+        return [old / new if new > 0 else math.nan for old, new in times]
+
     def equal(self) -> tuple[int, int]:
         """(answers with equal token ids, answers)."""
         same = [
@@ -92,6 +98,11 @@ Start = Callable[[Build], AbstractContextManager[str]]
 def tokens_per_s(run: Run) -> float:
     """Generated tokens per second of wall time."""
     return sum(len(answer.token_ids) for answer in run.answers) / run.wall_s
+
+
+def tpot_ms(run: Run) -> float:
+    """Time per token after the first in ms, the median of the answers; NaN if none has a second token."""
+    return percentile((answer.tpot_ms for answer in run.answers), 50)
 
 
 def start_server(build: Build) -> AbstractContextManager[str]:

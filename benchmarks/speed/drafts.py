@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.harness.client import CallRefused, EngineClient
+from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.harness.tool_calls import NAME, items_of
@@ -37,6 +38,8 @@ examples:
 reading the table:
   without, with   generated tokens / wall time, the median of the rounds
   ratio           with / without, of the two passes of a round
+  TPOT            time per token after the first, without / with, the median of the rounds. Drafts change only this:
+                  the prompt before it takes as long as without them
   tok/step        tokens per decode step of a sequence, with drafts
   drafts/step     drafts that a step verified for a sequence, with drafts
   equal           answers with the same token ids (with dtype=bfloat16, ids of a batch depend on timing)
@@ -76,7 +79,8 @@ async def run_pairs(
 
 def result_table(results: Results) -> str:
     """Return the table: a row for each workload and concurrency."""
-    header = ("workload", "c", "without", "with", "ratio min", "median", "max", "tok/step", "drafts/step", "equal")
+    speeds = ("without", "with", "ratio min", "median", "max", "TPOT")
+    header = ("workload", "c", *speeds, "tok/step", "drafts/step", "equal")
     rows = []
     for (name, level), comparison in results.items():
         ratios, (equal, total) = comparison.ratios(), comparison.equal()
@@ -91,6 +95,7 @@ def result_table(results: Results) -> str:
             number(min(ratios), 3),
             number(statistics.median(ratios), 3),
             number(max(ratios), 3),
+            number(percentile(comparison.tpot_ratios(), 50), 3),
             number(sum(len(answer.token_ids) for answer in answers) / steps, 2),
             number(drafts / steps, 2),
             f"{equal} of {total}",

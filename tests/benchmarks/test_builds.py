@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -52,6 +53,14 @@ def test_each_ratio_is_taken_within_one_turn() -> None:
     assert [cell.strip() for cell in line.split("|")[1:-1]] == [
         "chat", "1", "6.2", "11.0", "0.800", "1.400", "2.000", "2 of 2"
     ]  # fmt: skip
+
+
+def test_times_per_token_are_compared_after_the_first_token() -> None:
+    """The first token comes after 0.1 s in every run."""
+    comparison = Comparison([(run_of(10, 1.0), run_of(10, 0.4)), (run_of(1, 0.1), run_of(1, 0.1))])
+    first, second = comparison.tpot_ratios()
+    assert first == pytest.approx(3.0)
+    assert math.isnan(second)
 
 
 def test_answers_with_other_token_ids_are_counted() -> None:
