@@ -64,8 +64,8 @@ BLOCK_FORMS = (
 class Blocks:
     """A quantised matrix, not packed: weight = scale * quant + offset.
 
-    With floats of 4 bits, the quant is twice the value of a code. Where `offsets_NB` is None, an offset is -MIDDLE
-    times the scale with integers of 4 bits, and 0 otherwise.
+    With floats of 4 bits, the quant is twice the value of a code. Where `offsets_NB` is None, an integer of 4 bits
+    stands for itself minus MIDDLE.
     """
 
     kind: BlockKind
@@ -123,8 +123,10 @@ def _of_8_bits(part: Blocks) -> Blocks:
     """Return the same weights as blocks of 8 bits."""
     if part.kind is BlockKind.F4:
         return Blocks(BlockKind.Q8, _E2M1[part.quants_NK.int()], part.scales_NB, None)
-    offsets_NB = _offsets(part) if part.kind is BlockKind.Q4 else part.offsets_NB
-    return Blocks(BlockKind.Q8, part.quants_NK.to(torch.int8), part.scales_NB, offsets_NB)
+    quants_NK = part.quants_NK.to(torch.int8)
+    if part.kind is BlockKind.Q4 and part.offsets_NB is None:
+        quants_NK -= MIDDLE
+    return Blocks(BlockKind.Q8, quants_NK, part.scales_NB, part.offsets_NB)
 
 
 def _offsets(part: Blocks) -> torch.Tensor:

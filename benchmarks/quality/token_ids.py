@@ -144,6 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--record", type=Path, metavar="FILE", help="write the ids of this build to FILE")
     where.add_argument("--compare", type=Path, metavar="FILE", help="compare this build with FILE")
     add = parser.add_argument
+    add("--model", default="embedded", help="a directory, a GGUF file or 'embedded' (default)")
     add("--dtypes", default="float32,bfloat16", help="dtypes of the engine (default float32,bfloat16)")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
@@ -161,6 +162,7 @@ def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
     try:
         for dtype in args.dtypes.split(","):
             options = ServerOptions(
+                model=args.model,
                 dtype=dtype,
                 num_threads=args.threads,
                 num_draft_tokens=max(int(each) for each in args.drafts.split(",")),

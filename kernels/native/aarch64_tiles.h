@@ -50,6 +50,7 @@ INLINE void fetch_ahead(const uint8_t *q, int64_t bytes) {
     for (int64_t line = 0; line < 2 * bytes; line += 64) __builtin_prefetch(q + FETCH_AHEAD + line);
 }
 
+#define HALVES_START(count) (-MIDDLE * (count))
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 /* Unsigned bytes of weights, 128 too large with 8 bits, FLOATS_ABOVE with floats: the sums begin with what that adds. */
 #define DOT(sum, w, x, lane) vusdotq_laneq_s32(sum, w, x, lane)
@@ -117,8 +118,8 @@ INLINE void dot_pass(const struct tile_place *p, int rows, int form, int from, i
             const float32x4_t scale = halves_at(p->scales + number);
             UNROLL_4 for (int t = 0; t < rows; t++) acc[t][v] =
                 add_block(acc[t][v], sum[t][v], scale, p->row_scales[t * blocks + k]);
-            if (!adds_offsets(form)) continue;
-            const float32x4_t offset = has_offsets(form) ? halves_at(p->offsets + number) : vmulq_n_f32(scale, -MIDDLE);
+            if (!has_offsets(form)) continue;
+            const float32x4_t offset = halves_at(p->offsets + number);
             UNROLL_4 for (int t = 0; t < rows; t++) acc[t][v] =
                 vfmaq_n_f32(acc[t][v], offset, p->row_sums[t * blocks + k]);
         }
@@ -186,8 +187,8 @@ INLINE void matrix_pass(const struct tile_place *p, int rows, int form, int from
                 acc[t][v] = add_block(acc[t][v], t % 2 ? vuzp2q_s32(a, b) : vuzp1q_s32(a, b), scale,
                                       p->row_scales[t * blocks + k]);
             }
-            if (!adds_offsets(form)) continue;
-            const float32x4_t offset = has_offsets(form) ? halves_at(p->offsets + number) : vmulq_n_f32(scale, -MIDDLE);
+            if (!has_offsets(form)) continue;
+            const float32x4_t offset = halves_at(p->offsets + number);
             UNROLL_4 for (int t = 0; t < rows; t++) acc[t][v] =
                 vfmaq_n_f32(acc[t][v], offset, p->row_sums[t * blocks + k]);
         }

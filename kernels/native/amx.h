@@ -41,6 +41,8 @@ static void release_tiles(void) {
     configured_rows = 0;
 }
 
+INLINE ints below_middle(ints w) { return (ints)_mm512_sub_epi8((__m512i)w, _mm512_set1_epi8(MIDDLE)); }
+
 /* A block of 16 outputs as signed bytes, 8 rows of 64: row j has inputs 4 j to 4 j + 3. */
 INLINE void unpack_block(const uint8_t *q, int form, uint8_t *unpacked) {
     const int64_t bytes = has_4_bits(form) ? TILE_BYTES / 2 : TILE_BYTES;
@@ -48,6 +50,7 @@ INLINE void unpack_block(const uint8_t *q, int form, uint8_t *unpacked) {
     UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
         const ints w = load_ints(q + 64 * i);
         ints low = has_4_bits(form) ? low_halves(w) : w ^ spread_ints((int32_t)0x80808080), high = high_halves(w);
+        if (form == OF_4_BITS) low = below_middle(low), high = below_middle(high);
         if (form == OF_4_BIT_FLOATS) low = looked_up(FLOAT_VALUES, low), high = looked_up(FLOAT_VALUES, high);
         memcpy(unpacked + 64 * i, &low, sizeof low);
         if (has_4_bits(form)) memcpy(unpacked + TILE_BYTES / 2 + 64 * i, &high, sizeof high);
@@ -78,9 +81,8 @@ INLINE void add_block(const struct panel_place *p, int64_t k, tile_sums sums, in
         const v16f scaled = scaled_sum(sums[t], scale, whole);
         acc[t] = fused(scaled, spread_floats(row_scales[t * PANEL_BLOCKS]), acc[t]);
     }
-    if (adds_offsets(form)) {
-        const v16f offset =
-            has_offsets(form) ? half_floats(p->offsets + k * GROUP) : times(scale, spread_floats(-MIDDLE));
+    if (has_offsets(form)) {
+        const v16f offset = half_floats(p->offsets + k * GROUP);
         UNROLL_16 for (int t = 0; t < rows; t++) acc[t] =
             fused(offset, spread_floats(row_sums[t * PANEL_BLOCKS]), acc[t]);
     }

@@ -36,7 +36,7 @@
 enum { BLOCKS_4_BIT, BLOCKS_8_BIT, BLOCKS_4_BIT_FLOATS };
 /* The compiled forms of a product. */
 enum { OF_4_BITS, OF_4_BITS_OFFSET, OF_8_BITS, OF_8_BITS_OFFSET, OF_4_BIT_FLOATS };
-#define MIDDLE 8        /* of integers of 4 bits without offsets: they stand for -8 to 7 */
+#define MIDDLE 8        /* of integers of 4 bits without offsets: they stand for -8 to 7, so their sums begin lower */
 #define FLOATS_ABOVE 12 /* twice the value of a float, which is -12 to 12, is so much below its unsigned byte */
 
 /* Twice the value of each code of e2m1, and the same as unsigned bytes. */
@@ -48,11 +48,10 @@ struct block_weights {
     const uint8_t
         *quants; /* 4 bits: [G/2][K][2][4][16][4], input 4 j + i in the low half of a byte, 4 (j + 4) + i in the high
                                 one; 8 bits: [G/2][K][2][8][16][4]. A group's blocks lie in the order in which they are read */
-    const uint16_t *scales; /* [G/2][K][2][16], half precision */
-    const uint16_t
-        *offsets;      /* the same, added to every weight of the block; null: each is 0, or with integers of 4 bits
-                                -MIDDLE * scale */
-    const float *bias; /* [16 G]; null: none */
+    const uint16_t *scales;  /* [G/2][K][2][16], half precision */
+    const uint16_t *offsets; /* the same, added to every weight of the block; null: each is 0, and an integer of 4 bits
+                                stands for itself minus MIDDLE */
+    const float *bias;       /* [16 G]; null: none */
     int64_t outputs, inputs;
     int64_t kind;
     int64_t tile_rows; /* rows at once from which on a matrix unit multiplies (see amx.h); 0: never */
@@ -92,9 +91,6 @@ INLINE int has_4_bits(int form) { return form != OF_8_BITS && form != OF_8_BITS_
 
 /* Whether the offsets are in memory. */
 INLINE int has_offsets(int form) { return form == OF_4_BITS_OFFSET || form == OF_8_BITS_OFFSET; }
-
-/* Whether a product adds offsets: those in memory, or -MIDDLE times the scale. */
-INLINE int adds_offsets(int form) { return form == OF_4_BITS || has_offsets(form); }
 
 /* Bytes of the integers of 16 outputs' blocks. */
 INLINE int64_t bytes_of(int form) { return has_4_bits(form) ? 256 : 512; }
@@ -196,7 +192,10 @@ INLINE void quantise_row(const float *x, const struct block_rows *to, int64_t ro
 
 /* What the sum of a block's products begins with; `count` is the sum of the activations' integers. */
 #define SUM_START(form, count)                                                                                         \
-    ((form) == OF_4_BIT_FLOATS ? FLOATS_START(count) : has_4_bits(form) ? 0 : WIDE_START(count))
+    ((form) == OF_4_BIT_FLOATS ? FLOATS_START(count)                                                                   \
+     : (form) == OF_4_BITS     ? HALVES_START(count)                                                                   \
+     : has_4_bits(form)        ? 0                                                                                     \
+                               : WIDE_START(count))
 
 #if defined(__aarch64__)
 #include "aarch64_tiles.h"
@@ -224,6 +223,7 @@ INLINE floats half_floats(const uint16_t *p) { return (v16f)_mm512_cvtph_ps(_mm2
 INLINE floats fused(floats a, floats b, floats c) { return fused_add(a, b, c); }
 INLINE floats times(floats a, floats b) { return a * b; }
 INLINE floats sum_floats(floats a, floats b) { return a + b; }
+INLINE ints sum_ints(ints a, ints b) { return a + b; }
 INLINE floats floats_of(ints x) { return __builtin_convertvector(x, v16f); }
 INLINE floats load_floats(const float *p) { return load_f32(p); }
 INLINE void store_floats(float *p, floats x) { memcpy(p, &x, sizeof x); }
@@ -244,6 +244,7 @@ INLINE floats half_floats(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_
 INLINE floats fused(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE floats times(floats a, floats b) { return _mm256_mul_ps(a, b); }
 INLINE floats sum_floats(floats a, floats b) { return _mm256_add_ps(a, b); }
+INLINE ints sum_ints(ints a, ints b) { return _mm256_add_epi32(a, b); }
 INLINE floats floats_of(ints x) { return _mm256_cvtepi32_ps(x); }
 INLINE floats load_floats(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
@@ -268,6 +269,13 @@ INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
  * sum of the activations' integers; or with their sign, where the instruction wants one. dot_floats takes FLOAT_BYTES of
  * two words, whose two pairs stay below 2 * 2 * 24 * 127; eight pairs do not stay in 16 bits. */
 #define FLOATS_START(count) (-FLOATS_ABOVE * (count))
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define IN_PAIRS 0 /* the sums of dot_half are pairs of 16 bits, which have no room for what a sum begins with */
+#define HALVES_START(count) (-MIDDLE * (count))
+#else
+#define IN_PAIRS 1
+#define HALVES_START(count) 0
+#endif
 #if defined(__AVX512VNNI__)
 INLINE ints dot_half(ints sum, ints w, ints x) {
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
@@ -339,6 +347,13 @@ INLINE floats scaled_sum(ints sum, floats scale, floats whole) {
 #endif
 }
 
+/* The sum of a block's products, from the sums of its lanes; `count` as in SUM_START. */
+INLINE ints whole_sum(ints sum, int form, int32_t count) {
+    if (form == OF_4_BITS_OFFSET) return sum_of_halves(sum);
+    if (form != OF_4_BITS) return sum;
+    return IN_PAIRS ? sum_ints(sum_of_halves(sum), spread_ints(-MIDDLE * count)) : sum;
+}
+
 INLINE ints four_of(const int8_t *p) {
     int32_t four;
     memcpy(&four, p, sizeof four);
@@ -403,13 +418,11 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
         UNROLL_8 for (int v = 0; v < parts; v++) {
             const floats scale = half_floats(s + k * GROUP + v * WIDTH), whole = times(scale, spread_floats(-WHOLE));
             UNROLL_8 for (int t = 0; t < rows; t++) {
-                const ints integer =
-                    form == OF_4_BITS || form == OF_4_BITS_OFFSET ? sum_of_halves(sum[t][v]) : sum[t][v];
+                const ints integer = whole_sum(sum[t][v], form, xc[t * blocks + k]);
                 acc[t][v] = fused(scaled_sum(integer, scale, whole), spread_floats(xs[t * blocks + k]), acc[t][v]);
             }
-            if (adds_offsets(form)) {
-                const floats offset =
-                    has_offsets(form) ? half_floats(o + k * GROUP + v * WIDTH) : times(scale, spread_floats(-MIDDLE));
+            if (has_offsets(form)) {
+                const floats offset = half_floats(o + k * GROUP + v * WIDTH);
                 UNROLL_8 for (int t = 0; t < rows; t++) acc[t][v] =
                     fused(offset, spread_floats(xo[t * blocks + k]), acc[t][v]);
             }

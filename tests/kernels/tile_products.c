@@ -14,6 +14,7 @@ static float output_of(const struct block_weights *w, const struct block_rows *x
     const int64_t blocks = w->inputs / QBLOCK, g = n / GROUP, half = n % GROUP / LANES, lane = n % LANES;
     static const int8_t twice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* values of e2m1 */
     const int64_t words = w->kind == BLOCKS_8_BIT ? 8 : 4, is_floats = w->kind == BLOCKS_4_BIT_FLOATS;
+    const int32_t below = w->offsets ? 0 : 8;
     float acc = 0.0f;
     for (int64_t k = 0; k < blocks; k++) {
         const uint8_t *q = w->quants + ((g * blocks + k) * 2 + half) * words * 64;
@@ -22,14 +23,13 @@ static float output_of(const struct block_weights *w, const struct block_rows *x
             const int64_t word = i / 4;
             const uint8_t byte = q[word % words * 64 + lane * 4 + i % 4];
             const int32_t half = word < 4 ? byte & 15 : byte >> 4;
-            const int32_t weight = words == 8 ? byte - 128 : is_floats ? twice[half] : half;
+            const int32_t weight = words == 8 ? byte - 128 : is_floats ? twice[half] : half - below;
             sum += weight * x->quants[row * w->inputs + k * QBLOCK + i];
         }
         const int64_t at = (g * blocks + k) * GROUP + n % GROUP;
         const volatile float scaled = (float)sum * of_half(w->scales[at]);
         acc = fmaf(scaled, x->scales[row * blocks + k], acc);
-        const float offset = w->offsets ? of_half(w->offsets[at]) : -8 * of_half(w->scales[at]);
-        if (w->offsets || w->kind == BLOCKS_4_BIT) acc = fmaf(offset, x->sums[row * blocks + k], acc);
+        if (w->offsets) acc = fmaf(of_half(w->offsets[at]), x->sums[row * blocks + k], acc);
     }
     return w->bias ? acc + w->bias[n] : acc;
 }
