@@ -29,6 +29,8 @@ class Architecture:
     """Parts of a parameter's name, in place of which the library's table has others."""
     joined: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Parts of a parameter's name, whose rows are those of two tensors."""
+    one_row: tuple[str, ...] = ()
+    """Tensors that may lack the dimension of 1 with which their parameters begin."""
 
 
 _MAMBA_2 = ("ssm_a", "ssm_d", "ssm_norm")
@@ -54,18 +56,30 @@ ARCHITECTURES = {
     "qwen35": Architecture(norm_offset=1.0, tiled_values=True),
 }
 """The architectures of files without experts that are read here, by their names in a file. Mistral's is llama."""
+_GRANITE = replace(
+    ARCHITECTURES["granitehybrid"],
+    renamed={".block_sparse_moe.router": ".block_sparse_moe.router.layer"},
+    joined={".shared_mlp.input_linear": (".mlp.shared_expert.gate_proj", ".mlp.shared_expert.up_proj")},
+)
+_CORRECTION = "e_score_correction"
+_SHARED_GATE = ("ffn_gate_inp_shexp",)
 WITH_EXPERTS = {
-    "gpt-oss": Architecture(renamed={".sinks": ".sinks.weight"}),
-    "granitehybrid": replace(
-        ARCHITECTURES["granitehybrid"],
-        renamed={".block_sparse_moe.router": ".block_sparse_moe.router.layer"},
-        joined={".shared_mlp.input_linear": (".mlp.shared_expert.gate_proj", ".mlp.shared_expert.up_proj")},
+    "ernie4_5-moe": Architecture(
+        renamed={f".gate.moe_statics.{_CORRECTION}_bias": f".moe_statics.{_CORRECTION}.bias"},
+        one_row=("exp_probs_b",),
     ),
+    "glm4moe": Architecture(renamed={f".{_CORRECTION}_bias": f".{_CORRECTION}.bias"}),
+    "gpt-oss": Architecture(renamed={".sinks": ".sinks.weight"}),
+    "granitehybrid": _GRANITE,
+    "granitemoe": _GRANITE,
     "lfm2moe": Architecture(renamed={".expert_bias": ".expert_bias.bias"}),
+    "llama": ARCHITECTURES["llama"],
+    "olmoe": Architecture(),
+    "qwen2moe": Architecture(one_row=_SHARED_GATE),
     "qwen3moe": Architecture(),
-    "qwen35moe": ARCHITECTURES["qwen35"],
+    "qwen35moe": replace(ARCHITECTURES["qwen35"], one_row=_SHARED_GATE),
 }
-"""The same of files with experts, of which each is read by itself: by one process, on a CPU."""
+"""The same of files with experts, of which each is read by itself: by one process, on a CPU. Mixtral's is llama."""
 
 
 def architecture_of(header: GGUFHeader) -> Architecture | None:
@@ -96,3 +110,14 @@ def check_experts(header: GGUFHeader) -> None:
             raise ValueError(f"its {key} is {count}, and {name} has {tensor.shape[0]}")
     if not any(name.endswith(".ffn_gate_inp.weight") for name in header.tensors):
         raise ValueError(f"its {key} is {count}, and it has no router, such as blk.0.ffn_gate_inp.weight")
+
+
+def width_of_experts(header: GGUFHeader) -> int:
+    """Return the channels between an expert's two products; a file without them has llama.cpp's default. Raises
+    ValueError where they are no number."""
+    keys = ("expert_feed_forward_length", "feed_forward_length", "expert_used_count")
+    own, all_chosen, chosen = (header.get(f"{{arch}}.{key}") for key in keys)
+    width = all_chosen // chosen if own is None and isinstance(all_chosen, int) and chosen else own
+    if not isinstance(width, int):
+        raise ValueError(f"its {header.architecture}.{keys[0]} is {width!r}, and must be one number")
+    return width

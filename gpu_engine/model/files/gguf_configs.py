@@ -1,7 +1,8 @@
 """Configurations of the families whose GGUF files transformers does not describe: hybrids, Gemma 4 and gpt-oss.
 
 Invariant: what a file does not say, such as the multipliers of Falcon-H1, its converter has put into the weights, or
-every model of the family has it. Not responsible for: families that transformers reads (see reading.py).
+every model of the family has it. Not responsible for: families that have no models without experts (see
+gguf_mixtures.py) or that transformers reads (see reading.py).
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ from transformers import (
 
 from gpu_engine.model.files.architectures import WITH_EXPERTS, has_experts
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
+from gpu_engine.model.files.gguf_mixtures import MIXTURES
+from gpu_engine.model.files.gguf_values import common_values as _common
+from gpu_engine.model.files.gguf_values import has_tensor as _has
+from gpu_engine.model.files.gguf_values import heads_by_layer as _kv_heads
+from gpu_engine.model.files.gguf_values import number_of as _number
 from gpu_engine.model.files.rope_factors import PROPORTIONAL, rotated_share
 
 
 def own_configuration(header: GGUFHeader) -> PreTrainedConfig | None:
     """Return the configuration of one of these files; None: transformers makes it. Raises OSError or GGUFError."""
-    make = _FAMILIES.get(header.architecture)
+    make = (_FAMILIES | MIXTURES if has_experts(header) else _FAMILIES).get(header.architecture)
     if make is None:
         return None
     if has_experts(header) and header.architecture not in WITH_EXPERTS:
@@ -38,41 +44,6 @@ def own_configuration(header: GGUFHeader) -> PreTrainedConfig | None:
         raise
     except (KeyError, TypeError, IndexError, ZeroDivisionError, ValueError) as error:
         raise GGUFError(f"its header does not describe a model of {header.architecture}: {error!r}") from error
-
-
-def _number(header: GGUFHeader, key: str) -> Any:
-    value = header.get(f"{{arch}}.{key}")
-    if value is None:
-        raise KeyError(f"{header.architecture}.{key}")
-    return value
-
-
-def _common(header: GGUFHeader) -> dict[str, Any]:
-    """Return what all families have, by transformers' names."""
-    vocabulary = header.get("tokenizer.ggml.tokens")
-    return {
-        "vocab_size": header.get("{arch}.vocab_size")
-        or (vocabulary if isinstance(vocabulary, int) else len(vocabulary)),
-        "hidden_size": _number(header, "embedding_length"),
-        "num_attention_heads": _number(header, "attention.head_count"),
-        "num_key_value_heads": max(_kv_heads(header)),
-        "max_position_embeddings": _number(header, "context_length"),
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-        **{
-            f"{name}_token_id": header.get(f"tokenizer.ggml.{key}_token_id")
-            for name, key in (("eos", "eos"), ("bos", "bos"), ("pad", "padding"))
-        },
-    }
-
-
-def _kv_heads(header: GGUFHeader) -> list[int]:
-    """Return the key heads of each layer: none, if it has no attention."""
-    heads = _number(header, "attention.head_count_kv")
-    return list(heads) if isinstance(heads, list) else [heads] * _number(header, "block_count")
-
-
-def _has(header: GGUFHeader, end: str) -> bool:
-    return any(name.endswith(end) for name in header.tensors)
 
 
 def _mamba(header: GGUFHeader) -> dict[str, Any]:

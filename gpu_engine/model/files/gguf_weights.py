@@ -126,7 +126,7 @@ class GGUFWeights:
             return (sum(tensor.shape[0] for tensor in tensors), *shape[1:])
         if tensors[0].name.endswith(_CONVOLUTIONS):
             return shape[0], 1, shape[1]
-        if tensors[0].name.endswith(_ROWS):
+        if len(shape) == 1 and any(f".{part}." in tensors[0].name for part in self._family.one_row):
             return 1, *shape
         is_flat = any(f".{part}" in tensors[0].name for part in self._family.flat)
         return (math.prod(shape),) if is_flat else shape
@@ -240,8 +240,6 @@ class GGUFWeights:
 
 _CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 """Tensors without the dimension of 1 that their parameters have in the middle."""
-_ROWS = (".ffn_gate_inp_shexp.weight",)
-"""Tensors without the dimension of 1 that their parameters begin with."""
 
 
 def _most(count: int | list[int]) -> int:

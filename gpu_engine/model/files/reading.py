@@ -33,6 +33,7 @@ from gpu_engine.model.files.architectures import (
     architecture_of,
     check_experts,
     has_experts,
+    width_of_experts,
 )
 from gpu_engine.model.files.filled import tied_names
 from gpu_engine.model.files.gpt_oss_weights import GptOssWeights
@@ -92,18 +93,8 @@ def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
     config.name_or_path = str(path.parent)
     apply_rope_factors(config, header)
     if header.architecture == "qwen3moe":  # the library leaves it as its class has it
-        config.moe_intermediate_size = _width_of_experts(header)
+        config.moe_intermediate_size = width_of_experts(header)
     return config
-
-
-def _width_of_experts(header: GGUFHeader) -> int:
-    """Return the channels between an expert's two products; a file without them has llama.cpp's default."""
-    keys = ("expert_feed_forward_length", "feed_forward_length", "expert_used_count")
-    own, all_chosen, chosen = (header.get(f"{{arch}}.{key}") for key in keys)
-    width = all_chosen // chosen if own is None and isinstance(all_chosen, int) and chosen else own
-    if not isinstance(width, int):
-        raise ValueError(f"its {header.architecture}.{keys[0]} is {width!r}, and must be one number")
-    return width
 
 
 def _automatic(folder: Path, **source: Any) -> PreTrainedConfig:

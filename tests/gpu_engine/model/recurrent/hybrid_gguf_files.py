@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +69,20 @@ NAMES = {
     "feed_forward.gate": "ffn_gate_inp",
     "block_sparse_moe.router": "ffn_gate_inp",
     "expert_bias": "exp_probs_b.bias",
+    "e_score_correction_bias": "exp_probs_b.bias",
     "shared_expert_gate": "ffn_gate_inp_shexp",
     "shared_expert.gate_proj": "ffn_gate_shexp",
     "shared_expert.up_proj": "ffn_up_shexp",
     "shared_expert.down_proj": "ffn_down_shexp",
+    "shared_experts.gate_proj": "ffn_gate_shexp",
+    "shared_experts.up_proj": "ffn_up_shexp",
+    "shared_experts.down_proj": "ffn_down_shexp",
     "experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "experts.down_proj": "ffn_down_exps.weight",
 }
 """Ends of transformers' names, the longer one first where two fit, and the names in a file."""
+BIASES = ("expert_bias", "e_score_correction_bias")
+"""Ends of the names of biases in the choice of experts."""
 FAMILIES: dict[str, str] = {
     "falcon-h1": "falcon_h1 plain",
     "granitehybrid": "granite dense",
@@ -208,7 +214,7 @@ def _converted(name: str, values: _Array, config: Any, arch: str) -> list[tuple[
 def _file_name(part: str, arch: str) -> str:
     if part == "mixer.norm":
         return "ssm_norm"
-    if arch.startswith("qwen35") and part == "post_attention_layernorm":
+    if arch.startswith(("glm4moe", "qwen35")) and part == "post_attention_layernorm":
         return "post_attention_norm"
     ends = [end for end in NAMES if part == end or part.endswith(f".{end}")]
     return NAMES[max(ends, key=len)] if ends else part
@@ -224,7 +230,7 @@ def _changed(values: _Array, file_name: str, config: Any, arch: str) -> _Array:
             return values[:, None]
         if file_name == "ssm_norm":
             return values.reshape(2, -1)
-    if arch == "granitehybrid" and file_name in ("attn_q", "attn_k"):
+    if arch in ("granitehybrid", "granitemoe", "llama") and file_name in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if file_name == "attn_q" else config.num_key_value_heads
         halves = values.reshape(heads, 2, len(values) // heads // 2, -1)
         return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
@@ -247,11 +253,11 @@ def _of_qwen(values: _Array, file_name: str, config: Any) -> _Array:
 
 
 def _expert_biases(net: Any) -> list[tuple[str, torch.Tensor]]:
-    return [(name, buffer) for name, buffer in net.named_buffers() if name.endswith("expert_bias")]
+    return [(name, buffer) for name, buffer in net.named_buffers() if name.endswith(BIASES)]
 
 
-def write(net: Any, arch: str, file: Path, kind: str = "F32") -> Path:
-    """Write a model as a GGUF file whose matrices are of a kind."""
+def write(net: Any, arch: str, file: Path, kind: str = "F32", keys: Mapping[str, Any] | None = None) -> Path:
+    """Write a model as a GGUF file whose matrices are of a kind. `keys`: in place of those of its family."""
     config, writer = net.config, gguf.GGUFWriter(file, arch)
     common = {
         "block_count": config.num_hidden_layers,
@@ -263,8 +269,9 @@ def write(net: Any, arch: str, file: Path, kind: str = "F32") -> Path:
         ),
         "rope.freq_base": float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)),
     }
-    for key, value in {**common, **KEYS[arch](config)}.items():
+    for key, value in {**common, **(KEYS[arch](config) if keys is None else keys)}.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        add[str] = writer.add_string
         add[type(value)](f"{arch}.{key}", value)  # type: ignore[operator]
     write_vocabulary(writer, config.vocab_size)
     for name, parameter in (*net.named_parameters(), *_expert_biases(net)):

@@ -1,0 +1,103 @@
+"""GGUF files of mixtures of experts: configurations that the header gives, and experts over the file's own blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_engine.model.experts import Experts
+from gpu_engine.model.loader import ModelNotSupported, load_model
+from gpu_engine.model.recording import distance, typical_distance
+from kernels.blocks import can_multiply_blocks
+from tests.gpu_engine.harness import config
+from tests.gpu_engine.model.mixture_gguf_files import CONFIGS, tiny, write
+from tests.gpu_engine.model.model_logits import logits, some_ids
+
+needs_blocks = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_file_has_the_logits_of_its_model(tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str) -> None:
+    own = tiny(family)
+    file = write(own, family, tmp_path / "model.gguf")
+    with caplog.at_level("INFO"):
+        model = load_model(config(model=str(file), dtype="float32", quantization="none"))
+    assert not [line for line in caplog.messages if "through transformers" in line]
+    unread = [line for line in caplog.messages if "does not read" in line]
+    assert bool(unread) == (family != "glm4moe")  # whose file has the layer after the last as one that drafts
+    assert all("nextn.eh_proj" in line and "blk" not in line.replace("blk.2.nextn", "") for line in unread)
+    ids_BP = some_ids(1, 40)
+    with torch.inference_mode():
+        assert distance(logits(model, ids_BP)[0], own(ids_BP, use_cache=False).logits[0]) < 1e-4
+
+
+@needs_blocks
+@pytest.mark.parametrize("family", CONFIGS)
+def test_experts_of_a_file_run_over_its_own_blocks(tmp_path: Path, family: str) -> None:
+    own = tiny(family)
+    model = load_model(config(model=str(write(own, family, tmp_path / "model.gguf", "Q8_0")), dtype="auto"))
+    experts = [module for module in model.net.modules() if type(module) is Experts]
+    assert model.quantised
+    assert experts
+    assert model.fused.mixtures or all(each.native is not None for each in experts)
+    ids_BP = some_ids(1, 40)
+    with torch.inference_mode():
+        assert typical_distance(logits(model, ids_BP)[0].float(), own(ids_BP, use_cache=False).logits[0]) < 0.1
+
+
+def test_what_a_family_keeps_in_float32_stays_so(tmp_path: Path) -> None:
+    """A rounded bias would choose other experts."""
+    own = tiny("glm4moe")
+    model = load_model(config(model=str(write(own, "glm4moe", tmp_path / "model.gguf")), dtype="bfloat16"))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(dict(model.net.named_buffers())[name], dict(own.named_buffers())[name])
+
+
+@pytest.mark.parametrize("width", ["key", "tensor"])
+def test_older_files_of_qwen_2_lack_the_widths_of_experts(tmp_path: Path, width: str) -> None:
+    own = tiny("qwen2moe")
+    keys: dict[str, Any] = {"expert_feed_forward_length": None, "feed_forward_length": 64}
+    if width == "tensor":
+        keys["expert_shared_feed_forward_length"] = None
+    file = write(own, "qwen2moe", tmp_path / "model.gguf", **keys)
+    made = load_model(config(model=str(file), dtype="float32", quantization="none")).net.config
+    assert (made.moe_intermediate_size, made.shared_expert_intermediate_size) == (32, 64)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"expert_used_count": 6}, r"llama\.expert_used_count is 6, and must be a number from 1 to .* 5$"),
+    ("glm4moe", {"expert_used_count": 0}, r"glm4moe\.expert_used_count is 0, and must be a number from 1 to .* 8$"),
+    ("olmoe", {"expert_count": 0}, r"olmoe\.expert_count is 0, and a olmoe has experts$"),
+    ("qwen2moe", {"expert_count": 4}, r"qwen2moe\.expert_count is 4, and .*ffn_gate_inp\.weight has 5$"),
+    ("glm4moe", {"expert_gating_func": 1}, r"glm4moe\.expert_gating_func is 1, and must be 2$"),
+    ("granitemoe", {"rope__scaling__type": "su", "rope__scaling__factor": 2.0}, r"type is 'su'; none, linear and yarn"),
+    (
+        "granitemoe",
+        {"logit_scale": None},
+        r"does not describe a model of granitemoe: KeyError\('granitemoe\.logit_scale",
+    ),
+    ("ernie4_5-moe", {"expert_feed_forward_length": [32, 32]}, r"wrong value: .*moe_intermediate_size"),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "message"), REFUSED)
+def test_a_header_of_another_model_is_refused_by_the_key(
+    tmp_path: Path, family: str, keys: dict[str, Any], message: str
+) -> None:
+    file = write(tiny(family), family, tmp_path / "model.gguf", **keys)
+    with pytest.raises(ModelNotSupported, match=message):
+        load_model(config(model=str(file)))
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("linear", {}), ("yarn", {"beta_fast": 16.0, "beta_slow": 2.0})])
+def test_scaled_rotations_are_read(tmp_path: Path, kind: str, wanted: dict[str, float]) -> None:
+    keys: dict[str, Any] = {"rope__scaling__type": kind, "rope__scaling__factor": 4.0}
+    if kind == "yarn":
+        keys |= {"rope__scaling__original_context_length": 128, "rope__scaling__yarn_beta_fast": 16.0}
+        keys |= {"rope__scaling__yarn_beta_slow": 2.0}
+    file = write(tiny("llama"), "llama", tmp_path / "model.gguf", **keys)
+    made = load_model(config(model=str(file), dtype="float32", quantization="none")).net.config.rope_parameters
+    assert {**made, "rope_type": kind, "factor": 4.0, "rope_theta": 30_000.0, **wanted} == made
