@@ -28,7 +28,7 @@ class Architecture:
     renamed: dict[str, str] = field(default_factory=dict)
     """Parts of a parameter's name, in place of which the library's table has others."""
     joined: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Parts of a parameter's name, whose rows are those of two tensors."""
+    """Parts of a parameter's name, whose rows are those of two tensors where a file has no tensor of its own for it."""
     one_row: tuple[str, ...] = ()
     """Tensors that may lack the dimension of 1 with which their parameters begin."""
 
@@ -63,12 +63,14 @@ _GRANITE = replace(
 )
 _CORRECTION = "e_score_correction"
 _SHARED_GATE = ("ffn_gate_inp_shexp",)
+_CORRECTED = Architecture(renamed={f".{_CORRECTION}_bias": f".{_CORRECTION}.bias"})
 WITH_EXPERTS = {
+    "deepseek2": replace(_CORRECTED, joined={".kv_b_proj": (".k_b_proj", ".v_b_proj")}),
     "ernie4_5-moe": Architecture(
         renamed={f".gate.moe_statics.{_CORRECTION}_bias": f".moe_statics.{_CORRECTION}.bias"},
         one_row=("exp_probs_b",),
     ),
-    "glm4moe": Architecture(renamed={f".{_CORRECTION}_bias": f".{_CORRECTION}.bias"}),
+    "glm4moe": _CORRECTED,
     "gpt-oss": Architecture(renamed={".sinks": ".sinks.weight"}),
     "granitehybrid": _GRANITE,
     "granitemoe": _GRANITE,

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Glm4MoeConfig,
     GraniteMoeConfig,
@@ -26,8 +28,8 @@ from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
 from gpu_engine.model.files.gguf_values import has_tensor, number_of
 from gpu_engine.model.files.rope_factors import apply_rope_factors
 
-_SIGMOID = 2
-"""The value of expert_gating_func."""
+_SOFTMAX, _SIGMOID = 1, 2
+"""Values of expert_gating_func."""
 
 
 def _layers(header: GGUFHeader) -> dict[str, Any]:
@@ -165,7 +167,43 @@ def _glm4_moe(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     )
 
 
+def _deepseek2(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
+    """DeepSeek V2, or with a bias in the choice of experts V3, whose layers GLM 4.7 Flash has as well.
+
+    A file has the heads' latent form, one head of keys, and in keys that end in _mla what it is expanded to.
+    """
+    layers, keys = _layers(header), _head_size(header, "key")
+    rope, log_mscale = layers["rope_parameters"], header.get("{arch}.rope.scaling.yarn_log_multiplier")
+    if rope["rope_type"] == "yarn" and log_mscale:
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * log_mscale)  # a file has 0.1 of it
+    own: dict[str, Any] = {
+        **{**common, "num_key_value_heads": common["num_attention_heads"]},
+        **layers,
+        **_with_sigmoid(header),
+        "kv_lora_rank": number_of(header, "attention.kv_lora_rank"),
+        "q_lora_rank": header.get("{arch}.attention.q_lora_rank"),
+        "qk_nope_head_dim": keys - number_of(header, "rope.dimension_count"),
+        "qk_rope_head_dim": number_of(header, "rope.dimension_count"),
+        "v_head_dim": _head_size(header, "value"),
+    }
+    _require(header, "attention.temperature_scale", 0)  # of Mistral Large, whose queries grow with the position
+    if has_tensor(header, "exp_probs_b.bias"):
+        _require(header, "expert_gating_func", _SIGMOID)
+        return DeepseekV3Config(**own)
+    _require(header, "expert_gating_func", _SOFTMAX)
+    _require(header, "expert_weights_norm", False)
+    _require(header, "expert_group_count", 0, 1)  # llama.cpp adds two outputs of a group, where the family takes one
+    return DeepseekV2Config(**own)
+
+
+def _head_size(header: GGUFHeader, of: str) -> int:
+    """Return the channels of a head of keys or values; older files have them without a latent form."""
+    expanded: int | None = header.get(f"{{arch}}.attention.{of}_length_mla")
+    return int(number_of(header, f"attention.{of}_length")) if expanded is None else expanded
+
+
 MIXTURES: dict[str, Callable[[GGUFHeader, dict[str, Any]], PreTrainedConfig]] = {
+    "deepseek2": _deepseek2,
     "ernie4_5-moe": _ernie,
     "glm4moe": _glm4_moe,
     "granitemoe": _granite,

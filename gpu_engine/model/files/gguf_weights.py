@@ -21,6 +21,7 @@ from gguf.quants import dequantize
 
 from gpu_engine.model.files.architectures import architecture_of
 from gpu_engine.model.files.gguf_header import GGUFHeader, GGUFTensor
+from gpu_engine.model.files.latent_heads import LatentHeads
 from gpu_engine.model.files.pieces import EXPERT, FileBytes, check_parts
 from gpu_engine.model.quantised.gguf_kinds import BLOCKS, numbers_of, raw_blocks
 from gpu_engine.model.quantised.linear import BlockLinear, check_product, some_rows
@@ -74,12 +75,13 @@ class GGUFWeights:
         if (expert := EXPERT.fullmatch(name)) is not None and name.startswith("model.layers."):
             layer = int(expert[1].split(".")[2])
             return self._of_expert(layer, expert[2], int(expert[3]), expert[4])
+        if (tensor := self._find(name)) is not None:
+            return (tensor,)
         for part, others in self._family.joined.items():
             if part in name:
                 found = tuple(self._find(name.replace(part, other)) for other in others)
                 return tuple(tensor for tensor in found if tensor is not None) if None not in found else ()
-        tensor = self._find(name)
-        return () if tensor is None else (tensor,)
+        return ()
 
     def _of_expert(self, layer: int, product: str, number: int, of: str) -> tuple[GGUFTensor, ...]:
         """Return the parts of the layer's tensors that one expert has. `of`: weight or bias."""
@@ -122,6 +124,8 @@ class GGUFWeights:
         if not tensors:
             return None
         shape = tensors[0].shape
+        if (heads := LatentHeads.of(tensors)) is not None:
+            return heads.shape
         if len(tensors) > 1:
             return (sum(tensor.shape[0] for tensor in tensors), *shape[1:])
         if tensors[0].name.endswith(_CONVOLUTIONS):
@@ -134,6 +138,8 @@ class GGUFWeights:
     def blocks_kind(self, name: str) -> BlockKind | None:
         """Return the kind of the product over a matrix's own blocks; None: it has no such product."""
         tensors = self.find(name)
+        if LatentHeads.of(tensors) is not None:
+            return None
         forms = {BLOCKS.get(tensor.kind) for tensor in tensors}
         order = self._column_order(tensors[0])
         apart = order is not None and _blocks_of(order) is None
@@ -157,7 +163,8 @@ class GGUFWeights:
         shape = self.shape(name)
         assert shape is not None, name
         made = torch.empty(shape, dtype=dtype)
-        rows = made.view(-1, self.find(name)[0].shape[-1])
+        tensors = self.find(name)
+        rows = made.view(-1, shape[-1] if LatentHeads.of(tensors) else tensors[0].shape[-1])
         for first, part in self.rows(name, dtype):
             rows[first : first + len(part)] = part
         return made
@@ -165,6 +172,9 @@ class GGUFWeights:
     def rows(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the number of a row of a parameter, a multiple of 32, and the next rows from it on, [n, K]."""
         tensors, begin = self.find(name), 0
+        if (heads := LatentHeads.of(tensors)) is not None:
+            yield 0, heads.rows(*(self._values(tensor, self._whole(tensor), dtype) for tensor in tensors))
+            return
         if len(tensors) > 1 and tensors[0].shape[0] % BLOCK:
             yield 0, torch.cat([self._values(tensor, self._whole(tensor), dtype) for tensor in tensors])
             return

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Glm4MoeConfig,
     GraniteMoeConfig,
@@ -42,11 +44,33 @@ _MULTIPLIERS: dict[str, Any] = {
 }
 
 
+_LATENT: dict[str, Any] = {
+    **_SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+
+
 def _theta(**others: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 30_000.0, **others}}
 
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "deepseek2": lambda: DeepseekV2Config(**_LATENT, **_theta(), q_lora_rank=None, routed_scaling_factor=1.5),
+    "deepseek2 yarn": lambda: DeepseekV2Config(
+        **_LATENT,
+        **_theta(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=0.7),
+        q_lora_rank=24,
+    ),
+    "deepseek2 v3": lambda: DeepseekV3Config(**_LATENT, **_theta(), q_lora_rank=24, n_group=4, topk_group=2),
     "ernie4_5-moe": lambda: Ernie4_5_MoeConfig(
         **_SIZES,
         **_theta(),
@@ -124,7 +148,45 @@ def _plain(config: Any) -> dict[str, Any]:
     }
 
 
+def _with_groups(config: Any) -> dict[str, Any]:
+    return {
+        "feed_forward_length": config.intermediate_size,
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "leading_dense_block_count": config.first_k_dense_replace,
+    }
+
+
+def _latent(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    yarn = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope.get("factor"),
+        "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
+        "rope.scaling.yarn_log_multiplier": 0.1 * rope.get("mscale_all_dim", 0.0),
+    }
+    return {
+        **_with_groups(config),
+        **(yarn if rope["rope_type"] == "yarn" else {}),
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "rope.dimension_count": config.qk_rope_head_dim,
+    }
+
+
 _KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "deepseek_v2": _latent,
+    "deepseek_v3": lambda c: {**_latent(c), "expert_gating_func": 2, "expert_weights_norm": c.norm_topk_prob},
     "ernie4_5_moe": lambda c: {
         **_plain(c),
         "expert_feed_forward_length": c.moe_intermediate_size,
@@ -133,19 +195,13 @@ _KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "interleave_moe_layer_step": c.moe_layer_interval,
     },
     "glm4_moe": lambda c: {
-        **_plain(c),
+        **_with_groups(c),
         "block_count": c.num_hidden_layers + 1,
         "nextn_predict_layers": 1,
         "attention.key_length": c.head_dim,
         "rope.dimension_count": int(c.head_dim * c.rope_parameters["partial_rotary_factor"]),
-        "expert_feed_forward_length": c.moe_intermediate_size,
-        "expert_shared_count": c.n_shared_experts,
-        "expert_group_count": c.n_group,
-        "expert_group_used_count": c.topk_group,
         "expert_gating_func": 2,
         "expert_weights_norm": c.norm_topk_prob,
-        "expert_weights_scale": c.routed_scaling_factor,
-        "leading_dense_block_count": c.first_k_dense_replace,
     },
     "granitemoe": _of_granite,
     "granitemoeshared": lambda c: {

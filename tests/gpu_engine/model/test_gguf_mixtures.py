@@ -67,12 +67,33 @@ def test_older_files_of_qwen_2_lack_the_widths_of_experts(tmp_path: Path, width:
     assert (made.moe_intermediate_size, made.shared_expert_intermediate_size) == (32, 64)
 
 
+def test_older_files_have_the_heads_of_latent_attention_in_one_tensor(tmp_path: Path) -> None:
+    own = tiny("deepseek2")
+    older = {"key_length": 48, "value_length": 24, "key_length_mla": None, "value_length_mla": None}
+    keys = {f"attention__{name}": value for name, value in older.items()}
+    file = write(own, "deepseek2", tmp_path / "model.gguf", **keys)
+    model = load_model(config(model=str(file), dtype="float32", quantization="none"))
+    ids_BP = some_ids(1, 40)
+    with torch.inference_mode():
+        assert distance(logits(model, ids_BP)[0], own(ids_BP, use_cache=False).logits[0]) < 1e-4
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"expert_used_count": 6}, r"llama\.expert_used_count is 6, and must be a number from 1 to .* 5$"),
     ("glm4moe", {"expert_used_count": 0}, r"glm4moe\.expert_used_count is 0, and must be a number from 1 to .* 8$"),
     ("olmoe", {"expert_count": 0}, r"olmoe\.expert_count is 0, and a olmoe has experts$"),
     ("qwen2moe", {"expert_count": 4}, r"qwen2moe\.expert_count is 4, and .*ffn_gate_inp\.weight has 5$"),
     ("glm4moe", {"expert_gating_func": 1}, r"glm4moe\.expert_gating_func is 1, and must be 2$"),
+    ("deepseek2", {"expert_gating_func": 2}, r"deepseek2\.expert_gating_func is 2, and must be 1$"),
+    ("deepseek2 v3", {"expert_gating_func": 1}, r"deepseek2\.expert_gating_func is 1, and must be 2$"),
+    ("deepseek2", {"expert_group_count": 4}, r"deepseek2\.expert_group_count is 4, and must be 0 or 1$"),
+    ("deepseek2", {"attention__temperature_scale": 0.5}, r"temperature_scale is 0\.5, and must be 0$"),
+    ("deepseek2", {"expert_weights_norm": True}, r"deepseek2\.expert_weights_norm is True, and must be False$"),
+    (
+        "deepseek2",
+        {"attention__kv_lora_rank": 64},
+        r"kv_a_proj_with_mqa\.weight is \[48, 64\], and the model's is \[80, 64\]$",
+    ),
     ("granitemoe", {"rope__scaling__type": "su", "rope__scaling__factor": 2.0}, r"type is 'su'; none, linear and yarn"),
     (
         "granitemoe",

@@ -35,6 +35,12 @@ NAMES = {
     "k_norm": "attn_k_norm",
     "q_layernorm": "attn_q_norm",
     "k_layernorm": "attn_k_norm",
+    "q_a_proj": "attn_q_a",
+    "q_a_layernorm": "attn_q_a_norm",
+    "q_b_proj": "attn_q_b",
+    "kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "kv_a_layernorm": "attn_kv_a_norm",
+    "kv_b_proj": "attn_kv_b",
     "gate_proj": "ffn_gate",
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
@@ -252,6 +258,13 @@ def _of_qwen(values: _Array, file_name: str, config: Any) -> _Array:
     return values + 1 if file_name.endswith("norm") and file_name != "ssm_norm" else values
 
 
+def _by_head(name: str, values: _Array, config: Any) -> list[tuple[str, _Array]]:
+    """Return the expansion of latent attention as two tensors: of keys, transposed, and of values."""
+    heads = values.reshape(config.num_attention_heads, -1, values.shape[-1])
+    keys, rest = np.split(heads, [config.qk_nope_head_dim], axis=1)
+    return [(name.replace("kv_b", "k_b"), keys.swapaxes(1, 2)), (name.replace("kv_b", "v_b"), rest)]
+
+
 def _expert_biases(net: Any) -> list[tuple[str, torch.Tensor]]:
     return [(name, buffer) for name, buffer in net.named_buffers() if name.endswith(BIASES)]
 
@@ -269,13 +282,17 @@ def write(net: Any, arch: str, file: Path, kind: str = "F32", keys: Mapping[str,
         ),
         "rope.freq_base": float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)),
     }
-    for key, value in {**common, **(KEYS[arch](config) if keys is None else keys)}.items():
+    given = {**common, **(KEYS[arch](config) if keys is None else keys)}
+    for key, value in given.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
         add[str] = writer.add_string
         add[type(value)](f"{arch}.{key}", value)  # type: ignore[operator]
     write_vocabulary(writer, config.vocab_size)
     for name, parameter in (*net.named_parameters(), *_expert_biases(net)):
-        for file_name, values in _converted(name, parameter.detach().float().numpy(), config, arch):
+        converted = _converted(name, parameter.detach().float().numpy(), config, arch)
+        if "attention.key_length_mla" in given and name.endswith("kv_b_proj.weight"):
+            converted = _by_head(*converted[0], config)
+        for file_name, values in converted:
             plain = values.ndim < 2 or "conv" in file_name.split(".")[-2] or values.shape[-1] % 32
             of_kind = gguf.GGMLQuantizationType["F32" if plain else kind]
             writer.add_tensor(file_name, gguf.quants.quantize(np.ascontiguousarray(values), of_kind), raw_dtype=of_kind)
