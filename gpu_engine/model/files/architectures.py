@@ -29,10 +29,13 @@ class Architecture:
     """Parts of a parameter's name, in place of which the library's table has others."""
     joined: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Parts of a parameter's name, whose rows are those of two tensors where a file has no tensor of its own for it."""
+    gated: bool = True
+    """An expert's first product has the outputs of a gate before those of up."""
     one_row: tuple[str, ...] = ()
     """Tensors that may lack the dimension of 1 with which their parameters begin."""
 
 
+_ROUTER = ".ffn_gate_inp.weight"
 _MAMBA_2 = ("ssm_a", "ssm_d", "ssm_norm")
 
 ARCHITECTURES = {
@@ -74,8 +77,12 @@ WITH_EXPERTS = {
     "gpt-oss": Architecture(renamed={".sinks": ".sinks.weight"}),
     "granitehybrid": _GRANITE,
     "granitemoe": _GRANITE,
+    "jamba": ARCHITECTURES["jamba"],
     "lfm2moe": Architecture(renamed={".expert_bias": ".expert_bias.bias"}),
     "llama": ARCHITECTURES["llama"],
+    "nemotron_h_moe": replace(
+        ARCHITECTURES["nemotron_h"], renamed=ARCHITECTURES["nemotron_h"].renamed | _CORRECTED.renamed, gated=False
+    ),
     "olmoe": Architecture(),
     "qwen2moe": Architecture(one_row=_SHARED_GATE),
     "qwen3moe": Architecture(),
@@ -90,8 +97,14 @@ def architecture_of(header: GGUFHeader) -> Architecture | None:
 
 
 def has_experts(header: GGUFHeader) -> bool:
-    """Return whether a file has a mixture of experts."""
-    return bool(header.get("{arch}.expert_count"))
+    """Return whether a file has a mixture of experts: Jamba's files say that an ordinary block is one expert."""
+    count = header.get("{arch}.expert_count")
+    return bool(count) and (count != 1 or _router(header) is not None)
+
+
+def _router(header: GGUFHeader) -> str | None:
+    """Return the name of a router; None: the file has none."""
+    return next((name for name in header.tensors if name.endswith(_ROUTER)), None)
 
 
 def check_experts(header: GGUFHeader) -> None:
@@ -100,7 +113,7 @@ def check_experts(header: GGUFHeader) -> None:
     count, chosen = (header.get(f"{{arch}}.expert_{name}", 0) for name in ("count", "used_count"))
     if header.architecture not in ARCHITECTURES and header.architecture in WITH_EXPERTS and not count:
         raise ValueError(f"its {key} is {count!r}, and a {header.architecture} has experts")
-    if not count or header.architecture not in WITH_EXPERTS:
+    if not has_experts(header) or header.architecture not in WITH_EXPERTS:
         return
     if not isinstance(count, int):
         raise ValueError(f"its {key} is {count!r}, and must be one number")
@@ -108,10 +121,10 @@ def check_experts(header: GGUFHeader) -> None:
         used = f"{header.architecture}.expert_used_count"
         raise ValueError(f"its {used} is {chosen!r}, and must be a number from 1 to its expert_count, {count}")
     for name, tensor in header.tensors.items():
-        if name.endswith(".ffn_gate_inp.weight") and tensor.shape[0] != count:
+        if name.endswith(_ROUTER) and tensor.shape[0] != count:
             raise ValueError(f"its {key} is {count}, and {name} has {tensor.shape[0]}")
-    if not any(name.endswith(".ffn_gate_inp.weight") for name in header.tensors):
-        raise ValueError(f"its {key} is {count}, and it has no router, such as blk.0.ffn_gate_inp.weight")
+    if _router(header) is None:
+        raise ValueError(f"its {key} is {count}, and it has no router, such as blk.0{_ROUTER}")
 
 
 def width_of_experts(header: GGUFHeader) -> int:

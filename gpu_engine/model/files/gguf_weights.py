@@ -85,7 +85,8 @@ class GGUFWeights:
 
     def _of_expert(self, layer: int, product: str, number: int, of: str) -> tuple[GGUFTensor, ...]:
         """Return the parts of the layer's tensors that one expert has. `of`: weight or bias."""
-        parts = ("gate", "up") if product == "gate_up" else ("down",)
+        first = ("gate", "up") if self._family.gated else ("up",)
+        parts = first if product == "gate_up" else ("down",)
         whole = [self.header.tensors.get(f"blk.{layer}.ffn_{part}_exps.{of}") for part in parts]
         if None in whole:
             return ()

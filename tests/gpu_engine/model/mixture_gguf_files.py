@@ -232,5 +232,4 @@ def write(net: Any, family: str, file: Path, kind: str = "F32", **others: Any) -
     """Write a model as a GGUF file whose matrices are of a kind. `others`: keys in place of the family's, with "__"
     for a dot; None: the file lacks the key."""
     keys = keys_of(net.config) | {name.replace("__", "."): value for name, value in others.items()}
-    given = {name: value for name, value in keys.items() if value is not None}
-    return hybrid_gguf_files.write(net, family.split()[0], file, kind, given)
+    return hybrid_gguf_files.write(net, family.split()[0], file, kind, keys)

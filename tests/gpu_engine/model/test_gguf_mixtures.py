@@ -70,7 +70,7 @@ def test_older_files_of_qwen_2_lack_the_widths_of_experts(tmp_path: Path, width:
 def test_older_files_have_the_heads_of_latent_attention_in_one_tensor(tmp_path: Path) -> None:
     own = tiny("deepseek2")
     older = {"key_length": 48, "value_length": 24, "key_length_mla": None, "value_length_mla": None}
-    keys = {f"attention__{name}": value for name, value in older.items()}
+    keys: dict[str, Any] = {f"attention__{name}": value for name, value in older.items()}
     file = write(own, "deepseek2", tmp_path / "model.gguf", **keys)
     model = load_model(config(model=str(file), dtype="float32", quantization="none"))
     ids_BP = some_ids(1, 40)

@@ -73,6 +73,8 @@ NAMES = {
     "dt_bias": "ssm_dt.bias",
     "mlp.gate": "ffn_gate_inp",
     "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.router": "ffn_gate_inp",
+    "mixer.gate": "ffn_gate_inp",
     "block_sparse_moe.router": "ffn_gate_inp",
     "expert_bias": "exp_probs_b.bias",
     "e_score_correction_bias": "exp_probs_b.bias",
@@ -84,6 +86,7 @@ NAMES = {
     "shared_experts.up_proj": "ffn_up_shexp",
     "shared_experts.down_proj": "ffn_down_shexp",
     "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.up_proj": "ffn_up_exps.weight",
     "experts.down_proj": "ffn_down_exps.weight",
 }
 """Ends of transformers' names, the longer one first where two fit, and the names in a file."""
@@ -97,7 +100,13 @@ FAMILIES: dict[str, str] = {
     "nemotron_h": "nemotron_h dense",
     "qwen35": "qwen3_5",
 }
-WITH_EXPERTS = {"granitehybrid": "granite", "lfm2moe": "lfm2 moe", "qwen35moe": "qwen3_5 moe"}
+WITH_EXPERTS = {
+    "granitehybrid": "granite",
+    "jamba": "jamba",
+    "lfm2moe": "lfm2 moe",
+    "nemotron_h_moe": "nemotron_h moe",
+    "qwen35moe": "qwen3_5 moe",
+}
 KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "falcon-h1": lambda c: {
         "attention.key_length": c.head_dim,
@@ -117,6 +126,7 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         **_mamba_2(c.mamba_d_conv, c.mamba_d_state, c.mamba_n_groups, c.mamba_n_heads, c.mamba_d_head),
     },
     "jamba": lambda c: {
+        **_experts(c, c.num_experts),
         "feed_forward_length": c.intermediate_size,
         "attention.head_count_kv": _kv_heads(c),
         "ssm.conv_kernel": c.mamba_d_conv,
@@ -139,6 +149,19 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "feed_forward_length": [c.intermediate_size if kind == "mlp" else 0 for kind in c.layers_block_type],
         "attention.head_count_kv": _kv_heads(c),
         **_mamba_2(c.conv_kernel, c.ssm_state_size, c.n_groups, c.mamba_num_heads, c.mamba_head_dim),
+    },
+    "nemotron_h_moe": lambda c: {
+        "attention.key_length": c.head_dim,
+        "feed_forward_length": [c.moe_intermediate_size if kind == "moe" else 0 for kind in c.layers_block_type],
+        "attention.head_count_kv": _kv_heads(c),
+        **_mamba_2(c.conv_kernel, c.ssm_state_size, c.n_groups, c.mamba_num_heads, c.mamba_head_dim),
+        **_experts(c, c.n_routed_experts, c.moe_intermediate_size, c.moe_shared_expert_intermediate_size),
+        "expert_shared_count": c.n_shared_experts,
+        "expert_weights_norm": c.norm_topk_prob,
+        "expert_weights_scale": float(c.routed_scaling_factor),
+        "expert_group_count": c.n_group,
+        "attention.layer_norm_rms_epsilon": None,
+        "attention.layer_norm_epsilon": float(c.layer_norm_epsilon),
     },
     "qwen35": lambda c: {
         "block_count": c.num_hidden_layers + 1,
@@ -231,7 +254,7 @@ def _changed(values: _Array, file_name: str, config: Any, arch: str) -> _Array:
         values = -np.exp(values)
     if arch.startswith("qwen35"):
         return _of_qwen(values, file_name, config)
-    if arch in ("falcon-h1", "granitehybrid", "nemotron_h"):
+    if arch in ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe"):
         if file_name in ("ssm_a", "ssm_d"):
             return values[:, None]
         if file_name == "ssm_norm":
@@ -282,7 +305,8 @@ def write(net: Any, arch: str, file: Path, kind: str = "F32", keys: Mapping[str,
         ),
         "rope.freq_base": float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)),
     }
-    given = {**common, **(KEYS[arch](config) if keys is None else keys)}
+    all_keys = {**common, **(KEYS[arch](config) if keys is None else keys)}
+    given = {key: value for key, value in all_keys.items() if value is not None}
     for key, value in given.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
         add[str] = writer.add_string
