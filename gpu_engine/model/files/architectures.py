@@ -23,6 +23,9 @@ class Architecture:
     """Added to the weights of norms, except for those next to a recurrence's gate (`ssm_norm`)."""
     tiled_values: bool = False
     """The value heads of a delta net are in the order (value of a key head, key head), and not the other way round."""
+    by_key_head: tuple[str, ...] = ()
+    """Parts of the names of joined parameters whose rows the model has by key heads of a delta net: queries, keys,
+    values and gates of the first head, then those of the next."""
     flat: tuple[str, ...] = ()
     """Tensors with a further dimension, which their parameters lack."""
     renamed: dict[str, str] = field(default_factory=dict)
@@ -86,6 +89,12 @@ WITH_EXPERTS = {
     "olmoe": Architecture(),
     "qwen2moe": Architecture(one_row=_SHARED_GATE),
     "qwen3moe": Architecture(),
+    "qwen3next": Architecture(
+        norm_offset=1.0,
+        by_key_head=(".in_proj_qkvz",),
+        joined={".in_proj_qkvz": (".in_proj_qkv", ".in_proj_z")},
+        one_row=_SHARED_GATE,
+    ),
     "qwen35moe": replace(ARCHITECTURES["qwen35"], one_row=_SHARED_GATE),
 }
 """The same of files with experts, of which each is read by itself: by one process, on a CPU. Mixtral's is llama."""

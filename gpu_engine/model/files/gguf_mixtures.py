@@ -21,6 +21,7 @@ from transformers import (
     OlmoeConfig,
     PreTrainedConfig,
     Qwen2MoeConfig,
+    Qwen3NextConfig,
 )
 
 from gpu_engine.model.files.architectures import width_of_experts
@@ -202,6 +203,29 @@ def _head_size(header: GGUFHeader, of: str) -> int:
     return int(number_of(header, f"attention.{of}_length")) if expanded is None else expanded
 
 
+def _qwen3_next(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
+    layers, head_dim = _layers(header), number_of(header, "attention.key_length")
+    layers["rope_parameters"]["partial_rotary_factor"] = number_of(header, "rope.dimension_count") / head_dim
+    count, values = layers["num_hidden_layers"], number_of(header, "ssm.time_step_rank")
+    interval = header.get("{arch}.full_attention_interval") or 4
+    recurrent = header.get("{arch}.attention.recurrent_layers") or [(at + 1) % interval > 0 for at in range(count)]
+    return Qwen3NextConfig(
+        **common,
+        **layers,
+        head_dim=head_dim,
+        layer_types=["linear_attention" if each else "full_attention" for each in recurrent[:count]],
+        linear_conv_kernel_dim=number_of(header, "ssm.conv_kernel"),
+        linear_key_head_dim=number_of(header, "ssm.state_size"),
+        linear_value_head_dim=number_of(header, "ssm.inner_size") // values,
+        linear_num_key_heads=number_of(header, "ssm.group_count"),
+        linear_num_value_heads=values,
+        intermediate_size=header.get("{arch}.feed_forward_length") or 0,
+        moe_intermediate_size=number_of(header, "expert_feed_forward_length"),
+        shared_expert_intermediate_size=number_of(header, "expert_shared_feed_forward_length"),
+        num_experts=number_of(header, "expert_count"),
+    )
+
+
 MIXTURES: dict[str, Callable[[GGUFHeader, dict[str, Any]], PreTrainedConfig]] = {
     "deepseek2": _deepseek2,
     "ernie4_5-moe": _ernie,
@@ -210,5 +234,6 @@ MIXTURES: dict[str, Callable[[GGUFHeader, dict[str, Any]], PreTrainedConfig]] = 
     "llama": _mixtral,
     "olmoe": _olmoe,
     "qwen2moe": _qwen2_moe,
+    "qwen3next": _qwen3_next,
 }
 """By the architecture of a file that has experts."""

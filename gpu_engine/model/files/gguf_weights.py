@@ -46,7 +46,7 @@ class GGUFWeights:
         self._bytes = {path: FileBytes(path) for path in dict.fromkeys(t.file for t in header.tensors.values())}
         heads = header.get("{arch}.attention.head_count", 0)
         self._heads = {"attn_q": _most(heads), "attn_k": _most(header.get("{arch}.attention.head_count_kv", heads))}
-        self._values_of = _TiledValues.of(header) if self._family.tiled_values else None
+        self._values_of = _ValueHeads.of(header) if self._family.tiled_values else None
 
     def __enter__(self) -> GGUFWeights:
         return self
@@ -144,7 +144,10 @@ class GGUFWeights:
         forms = {BLOCKS.get(tensor.kind) for tensor in tensors}
         order = self._column_order(tensors[0])
         apart = order is not None and _blocks_of(order) is None
-        if apart or (len(tensors) > 1 and tensors[0].shape[0] % BLOCK):
+        groups = self._groups(name)
+        if apart or (len(groups) > 1 and tensors[0].shape[0] % BLOCK):
+            return None
+        if len({tensor.kind for tensor in tensors}) > len(groups) == 1:  # their rows are read as one tensor's
             return None
         if all(form is not None and form.kind is BlockKind.Q4 for form in forms):
             return BlockKind.Q4  # a part without offsets gets them where another has some
@@ -172,18 +175,18 @@ class GGUFWeights:
 
     def rows(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the number of a row of a parameter, a multiple of 32, and the next rows from it on, [n, K]."""
-        tensors, begin = self.find(name), 0
+        tensors, groups, begin = self.find(name), self._groups(name), 0
         if (heads := LatentHeads.of(tensors)) is not None:
             yield 0, heads.rows(*(self._values(tensor, self._whole(tensor), dtype) for tensor in tensors))
             return
-        if len(tensors) > 1 and tensors[0].shape[0] % BLOCK:
+        if len(groups) > 1 and tensors[0].shape[0] % BLOCK:
             yield 0, torch.cat([self._values(tensor, self._whole(tensor), dtype) for tensor in tensors])
             return
-        for tensor in tensors:
-            order, columns = self._order(tensor), self._column_order(tensor)
-            num_rows = math.prod(tensor.shape[:-1])
+        for tensor, *others in groups:
+            order, columns = self._order(tensor, *others), self._column_order(tensor)
+            num_rows = sum(math.prod(part.shape[:-1]) for part in (tensor, *others))
             if order is not None:
-                values = self._values(tensor, self._whole(tensor), dtype)
+                values = torch.cat([self._values(part, self._whole(part), dtype) for part in (tensor, *others)])
                 yield begin, values.view(len(order), -1)[order].view(num_rows, -1)
             else:
                 for first, raw in self._slabs(tensor):
@@ -206,31 +209,42 @@ class GGUFWeights:
         (N, K), kind = shape, BLOCKS[tensors[0].kind].kind
         packed = PackedBlocks.unfilled(kind, (N, K), offsets=self.has_offsets(name), bias=bias)
         begin, checked, wanted = 0, list[torch.Tensor](), list[torch.Tensor]()
-        for tensor in tensors:
-            order, columns = self._order(tensor), self._column_order(tensor)
+        for tensor, *others in self._groups(name):
+            order, columns = self._order(tensor, *others), self._column_order(tensor)
             blocks = None if columns is None else _blocks_of(columns)
-            rows_n = some_rows(tensor.shape[0])
+            num_rows = sum(part.shape[0] for part in (tensor, *others))
+            rows_n = some_rows(num_rows)
             from_n = rows_n if order is None else order[rows_n]  # of the file
             some = list[npt.NDArray[np.uint8]]()
-            for first, raw in self._slabs(tensor) if order is None else [(0, self._whole(tensor))]:
+            for first, raw in self._slabs(tensor) if order is None else [(0, self._whole(tensor, *others))]:
                 packed.put(begin + first, len(raw), raw_blocks(raw, tensor.kind, blocks), order)
                 some.append(raw[from_n[(from_n >= first) & (from_n < first + len(raw))].numpy() - first])
             checked.append(begin + rows_n)
             values = torch.from_numpy(dequantize(np.concatenate(some), tensor.kind))
             wanted.append(values if columns is None else values[:, columns])
-            begin += tensor.shape[0]
+            begin += num_rows
         product = BlockLinear(packed, bias)
         check_product(name, product, torch.cat(checked), torch.cat(wanted))
         return product
 
-    def _whole(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
-        return self._bytes[tensor.file].read(tensor.start, tensor.num_bytes).reshape(-1, tensor.row_bytes)
+    def _groups(self, name: str) -> list[tuple[GGUFTensor, ...]]:
+        """Return the tensors of a parameter: together those whose rows alternate."""
+        tensors = self.find(name)
+        mixed = any(part in name for part in self._family.by_key_head)
+        return [tensors] if mixed and len(tensors) > 1 else [(tensor,) for tensor in tensors]
+
+    def _whole(self, *tensors: GGUFTensor) -> npt.NDArray[np.uint8]:
+        """Return the rows of tensors with rows of one length, one tensor's after another's."""
+        read = [self._bytes[each.file].read(each.start, each.num_bytes).reshape(-1, each.row_bytes) for each in tensors]
+        return read[0] if len(read) == 1 else np.concatenate(read)
 
     def _slabs(self, tensor: GGUFTensor) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
         return self._bytes[tensor.file].slabs(tensor.start, math.prod(tensor.shape[:-1]), tensor.num_bytes)
 
-    def _order(self, tensor: GGUFTensor) -> torch.Tensor | None:
-        """Return the file's row of each row of the model's weight; None: the same."""
+    def _order(self, tensor: GGUFTensor, *others: GGUFTensor) -> torch.Tensor | None:
+        """Return the file's row of each row of the model's weight; None: the same. `others`: of a group."""
+        if others:
+            return _ValueHeads.of(self.header).by_key_head()
         if self._values_of is not None:
             return self._values_of.rows(tensor)
         if not self._family.interleaved:
@@ -268,8 +282,8 @@ def _blocks_of(columns: torch.Tensor) -> torch.Tensor | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _TiledValues:
-    """The value heads of a delta net, which a file has in the order (value of a key head, key head)."""
+class _ValueHeads:
+    """The value heads of a delta net, which a file may have in the order (value of a key head, key head)."""
 
     key_heads: int
     each: int
@@ -280,13 +294,20 @@ class _TiledValues:
     """Rows of queries and keys, which come first in their product and in the convolution."""
 
     @classmethod
-    def of(cls, header: GGUFHeader) -> _TiledValues:
+    def of(cls, header: GGUFHeader) -> _ValueHeads:
         """Return the heads that a header describes."""
         keys, key_heads, heads, inner = (
             int(header.get(f"{{arch}}.ssm.{key}", 1))
             for key in ("state_size", "group_count", "time_step_rank", "inner_size")
         )
         return cls(key_heads, heads // key_heads, inner // heads, 2 * key_heads * keys)
+
+    def by_key_head(self) -> torch.Tensor:
+        """Return the file's row of each row of a product by key heads, where the file has the rows by queries, keys,
+        values and gates."""
+        values = self.key_heads * self.each * self.width
+        parts = torch.arange(self.first + 2 * values).split([self.first // 2, self.first // 2, values, values])
+        return torch.cat([part.view(self.key_heads, -1) for part in parts], dim=1).flatten()
 
     def _order(self, width: int, first: int = 0) -> torch.Tensor:
         count = self.key_heads * self.each * width

@@ -58,6 +58,7 @@ NAMES = {
     "in_proj": "ssm_in",
     "in_proj_qkv": "attn_qkv",
     "in_proj_z": "attn_gate",
+    "in_proj_ba": "ssm_ba",
     "in_proj_a": "ssm_alpha",
     "in_proj_b": "ssm_beta",
     "x_proj": "ssm_x",
@@ -106,6 +107,7 @@ WITH_EXPERTS = {
     "lfm2moe": "lfm2 moe",
     "nemotron_h_moe": "nemotron_h moe",
     "qwen35moe": "qwen3_5 moe",
+    "qwen3next": "qwen3_next",
 }
 KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "falcon-h1": lambda c: {
@@ -180,6 +182,11 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
             c.linear_value_head_dim,
         ),
     },
+    "qwen3next": lambda c: {
+        **KEYS["qwen35moe"](c),
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in [*c.layer_types, "mtp"]],
+        "rope.dimension_sections": None,
+    },
     "qwen35moe": lambda c: {
         **KEYS["qwen35"](c),
         **_experts(c, c.num_experts, c.moe_intermediate_size, c.shared_expert_intermediate_size),
@@ -229,6 +236,9 @@ def _converted(name: str, values: _Array, config: Any, arch: str) -> list[tuple[
     where = f"blk.{found[1]}." if found else ""
     ending = f".{suffix}" if suffix and (arch, file_name) != ("falcon-h1", "ffn_norm") else ""
     shared = "_shexp" if getattr(config, "num_local_experts", 0) else ""
+    if part.endswith("in_proj_qkvz"):
+        qkv, gate = _by_part(values, config)
+        return [(f"{where}attn_qkv{ending}", qkv), (f"{where}attn_gate{ending}", gate)]
     if part == "shared_mlp.input_linear":
         gate, up = np.split(values, 2)
         return [(f"{where}ffn_gate{shared}{ending}", gate), (f"{where}ffn_up{shared}{ending}", up)]
@@ -243,7 +253,7 @@ def _converted(name: str, values: _Array, config: Any, arch: str) -> list[tuple[
 def _file_name(part: str, arch: str) -> str:
     if part == "mixer.norm":
         return "ssm_norm"
-    if arch.startswith(("glm4moe", "qwen35")) and part == "post_attention_layernorm":
+    if arch.startswith(("glm4moe", "qwen35", "qwen3next")) and part == "post_attention_layernorm":
         return "post_attention_norm"
     ends = [end for end in NAMES if part == end or part.endswith(f".{end}")]
     return NAMES[max(ends, key=len)] if ends else part
@@ -254,6 +264,8 @@ def _changed(values: _Array, file_name: str, config: Any, arch: str) -> _Array:
         values = -np.exp(values)
     if arch.startswith("qwen35"):
         return _of_qwen(values, file_name, config)
+    if arch == "qwen3next":
+        return values + 1 if file_name.endswith("norm") and file_name != "ssm_norm" else values
     if arch in ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe"):
         if file_name in ("ssm_a", "ssm_d"):
             return values[:, None]
@@ -279,6 +291,16 @@ def _of_qwen(values: _Array, file_name: str, config: Any) -> _Array:
     if file_name == "ffn_gate_inp_shexp":
         return values[0]
     return values + 1 if file_name.endswith("norm") and file_name != "ssm_norm" else values
+
+
+def _by_part(values: _Array, config: Any) -> tuple[_Array, _Array]:
+    """Return the rows of queries, keys and values, and those of gates, of a product that has them by key heads."""
+    heads, keys = config.linear_num_key_heads, config.linear_key_head_dim
+    each = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    by_head = values.reshape(heads, -1, values.shape[-1])
+    parts = np.split(by_head, [keys, 2 * keys, 2 * keys + each], axis=1)
+    *others, gate = (part.reshape(-1, values.shape[-1]) for part in parts)
+    return np.concatenate(others), gate
 
 
 def _by_head(name: str, values: _Array, config: Any) -> list[tuple[str, _Array]]:

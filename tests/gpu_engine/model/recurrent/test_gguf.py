@@ -80,7 +80,8 @@ def test_weights_of_experts_come_back(tmp_path: Path, arch: str) -> None:
 def test_experts_of_a_file_run_over_its_own_blocks(tmp_path: Path, arch: str) -> None:
     own = with_random_biases(tiny(WITH_EXPERTS[arch]))
     file = write(own, arch, tmp_path / "model.gguf", "Q8_0")
-    dtype = "float32" if arch == "jamba" else "bfloat16"  # this Jamba's choice of experts follows each rounding
+    follows = arch in ("jamba", "qwen3next")  # their choice of experts follows each rounding
+    dtype = "float32" if follows else "bfloat16"
     model = load_model(config(model=str(file), dtype=dtype, quantization="q4"))
     experts = [module for module in model.net.modules() if type(module) is Experts]
     assert model.quantised
@@ -122,13 +123,14 @@ def test_a_long_vocabulary_is_counted(tmp_path: Path, arch: str) -> None:
     [
         ("qwen35", "model.layers.0.linear_attn.out_proj.weight"),
         ("qwen35", "model.layers.0.linear_attn.in_proj_qkv.weight"),
+        ("qwen3next", "model.layers.0.linear_attn.in_proj_qkvz.weight"),
         ("granitehybrid", "model.layers.0.shared_mlp.input_linear.weight"),
     ],
 )
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1"])
 def test_products_have_the_order_of_the_model(tmp_path: Path, arch: str, name: str, kind: str) -> None:
-    """Columns that are moved in whole blocks, rows that are moved, and rows of two tensors."""
-    own = tiny(FAMILIES[arch])
+    """Columns that are moved in whole blocks, rows that are moved, and rows of two tensors, also in turn."""
+    own = tiny((WITH_EXPERTS | FAMILIES)[arch])
     header = GGUFHeader(write(own, arch, tmp_path / "model.gguf", kind))
     with GGUFWeights(header) as weights:
         assert weights.blocks_kind(name) is not None
