@@ -85,14 +85,19 @@ class GGUFWeights:
 
     def _of_expert(self, layer: int, product: str, number: int, of: str) -> tuple[GGUFTensor, ...]:
         """Return the parts of the layer's tensors that one expert has. `of`: weight or bias."""
-        first = ("gate", "up") if self._family.gated else ("up",)
-        parts = first if product == "gate_up" else ("down",)
+        parts = self._parts_of_first(layer) if product == "gate_up" else ("down",)
         whole = [self.header.tensors.get(f"blk.{layer}.ffn_{part}_exps.{of}") for part in parts]
         if None in whole:
             return ()
         dims, name = (3, product) if of == "weight" else (2, f"{product}.bias")
         found = check_parts(f"{name} of layer {layer}", dims, [tensor for tensor in whole if tensor is not None])
         return tuple(tensor.part(number) for tensor in found if number < tensor.shape[0])
+
+    def _parts_of_first(self, layer: int) -> tuple[str, ...]:
+        """Return the parts of an expert's first product by their tensors in the file: some have both parts in one."""
+        if f"blk.{layer}.ffn_gate_up_exps.weight" in self.header.tensors:
+            return ("gate_up",)
+        return ("gate", "up") if self._family.gated else ("up",)
 
     def _find(self, name: str) -> GGUFTensor | None:
         for part, other in self._family.renamed.items():
@@ -128,6 +133,8 @@ class GGUFWeights:
         if (heads := LatentHeads.of(tensors)) is not None:
             return heads.shape
         if len(tensors) > 1:
+            if any(tensor.shape[1:] != shape[1:] for tensor in tensors):
+                raise ValueError(f"{name} is made of {' and '.join(map(str, tensors))}, whose rows differ in length")
             return (sum(tensor.shape[0] for tensor in tensors), *shape[1:])
         if tensors[0].name.endswith(_CONVOLUTIONS):
             return shape[0], 1, shape[1]

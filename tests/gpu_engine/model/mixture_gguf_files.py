@@ -228,8 +228,19 @@ def tiny(family: str) -> Any:
     return net
 
 
-def write(net: Any, family: str, file: Path, kind: str = "F32", **others: Any) -> Path:
-    """Write a model as a GGUF file whose matrices are of a kind. `others`: keys in place of the family's, with "__"
-    for a dot; None: the file lacks the key."""
+def write(
+    net: Any,
+    family: str,
+    file: Path,
+    kind: str = "F32",
+    *,
+    changed: Callable[[list[Any]], list[Any]] = lambda tensors: tensors,
+    **others: Any,
+) -> Path:
+    """Write a model as a GGUF file whose matrices are of a kind.
+
+    `changed`: returns what the file has in place of a parameter's tensors. `others`: keys in place of the family's,
+    with "__" for a dot; None: the file lacks the key.
+    """
     keys = keys_of(net.config) | {name.replace("__", "."): value for name, value in others.items()}
-    return hybrid_gguf_files.write(net, family.split()[0], file, kind, keys)
+    return hybrid_gguf_files.write(net, family.split()[0], file, kind, keys, changed=changed)

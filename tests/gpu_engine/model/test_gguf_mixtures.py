@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +77,53 @@ def test_older_files_have_the_heads_of_latent_attention_in_one_tensor(tmp_path: 
     ids_BP = some_ids(1, 40)
     with torch.inference_mode():
         assert distance(logits(model, ids_BP)[0], own(ids_BP, use_cache=False).logits[0]) < 1e-4
+
+
+@needs_blocks
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_file_may_have_both_parts_of_a_first_product_in_one_tensor(tmp_path: Path, kind: str) -> None:
+    def joined(tensors: list[Any]) -> list[Any]:
+        names = [name for name, _ in tensors]
+        if not names[0].endswith("gate_exps.weight"):
+            return tensors
+        both = np.concatenate([values for _, values in tensors], axis=1)
+        return [(names[0].replace("gate_exps", "gate_up_exps"), both)]
+
+    own, ids_BP = tiny("qwen2moe"), some_ids(1, 40)
+    settings: dict[str, Any] = {"dtype": "float32", "quantization": "none" if kind == "F32" else "q4"}
+    apart, together = (
+        load_model(config(model=str(write(own, "qwen2moe", tmp_path / name, kind, changed=changed)), **settings))
+        for name, changed in (("apart.gguf", lambda tensors: tensors), ("together.gguf", joined))
+    )
+    with torch.inference_mode():
+        assert torch.equal(logits(apart, ids_BP), logits(together, ids_BP))
+
+
+def cut(tensors: list[Any], end: str) -> list[Any]:
+    """Return the tensors, of which the one whose name ends so has half of its columns."""
+    return [(name, each[..., : each.shape[-1] // 2] if name.endswith(end) else each) for name, each in tensors]
+
+
+@pytest.mark.parametrize(
+    ("family", "end", "message"),
+    [
+        (
+            "granitemoe shared",
+            "ffn_up_shexp.weight",
+            r"ffn_up_shexp\.weight \(F32 \[64, 32\]\), whose rows differ in length$",
+        ),
+        ("deepseek2", "attn_v_b.weight", r"attn_v_b\.weight \(F32 \[4, 24, 16\]\) are not of the same heads$"),
+        (
+            "qwen2moe",
+            "ffn_up_exps.weight",
+            r"gate_up of layer 0 is made of \[5, 32, 64\] and \[5, 32, 32\], which have not one shape of 3 numbers$",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_together_are_named(tmp_path: Path, family: str, end: str, message: str) -> None:
+    file = write(tiny(family), family, tmp_path / "model.gguf", changed=lambda tensors: cut(tensors, end))
+    with pytest.raises(ModelNotSupported, match=message):
+        load_model(config(model=str(file)))
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

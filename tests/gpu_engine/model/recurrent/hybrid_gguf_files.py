@@ -314,8 +314,19 @@ def _expert_biases(net: Any) -> list[tuple[str, torch.Tensor]]:
     return [(name, buffer) for name, buffer in net.named_buffers() if name.endswith(BIASES)]
 
 
-def write(net: Any, arch: str, file: Path, kind: str = "F32", keys: Mapping[str, Any] | None = None) -> Path:
-    """Write a model as a GGUF file whose matrices are of a kind. `keys`: in place of those of its family."""
+def write(
+    net: Any,
+    arch: str,
+    file: Path,
+    kind: str = "F32",
+    keys: Mapping[str, Any] | None = None,
+    *,
+    changed: Callable[[list[tuple[str, _Array]]], list[tuple[str, _Array]]] = lambda tensors: tensors,
+) -> Path:
+    """Write a model as a GGUF file whose matrices are of a kind.
+
+    `keys`: in place of those of its family. `changed`: returns what the file has in place of a parameter's tensors.
+    """
     config, writer = net.config, gguf.GGUFWriter(file, arch)
     common = {
         "block_count": config.num_hidden_layers,
@@ -338,7 +349,7 @@ def write(net: Any, arch: str, file: Path, kind: str = "F32", keys: Mapping[str,
         converted = _converted(name, parameter.detach().float().numpy(), config, arch)
         if "attention.key_length_mla" in given and name.endswith("kv_b_proj.weight"):
             converted = _by_head(*converted[0], config)
-        for file_name, values in converted:
+        for file_name, values in changed(converted):
             plain = values.ndim < 2 or "conv" in file_name.split(".")[-2] or values.shape[-1] % 32
             of_kind = gguf.GGMLQuantizationType["F32" if plain else kind]
             writer.add_tensor(file_name, gguf.quants.quantize(np.ascontiguousarray(values), of_kind), raw_dtype=of_kind)
