@@ -50,6 +50,9 @@ if TYPE_CHECKING:  # the library of GGUF files is loaded for one
 WRONG_VALUES = (StrictDataclassError, ZeroDivisionError)
 """What transformers raises, next to ValueError, for values of a configuration that no model has."""
 
+_READ_BY_LIBRARY = ("qwen2moe",)
+"""Architectures with a configuration made here whose files transformers reads as well, where it knows the widths."""
+
 
 def wrong_value(error: Exception) -> str:
     """Return the message of one of WRONG_VALUES in one line."""
@@ -148,8 +151,10 @@ def open_gguf(header: GGUFHeader, *, by_expert: bool) -> tuple[GGUFWeights | Non
     if header.num_parts > 1:
         known = ", ".join(dict.fromkeys([*ARCHITECTURES, *(WITH_EXPERTS if by_expert else ())]))
         raise ValueError(f"of the architecture {header.architecture} only whole files are read, and parts of {known}")
-    if architecture_of(header) is not None and own_configuration(header) is not None:  # transformers would not read it
-        raise ValueError(f"files of the architecture {header.architecture} are read by one process, on a CPU")
+    by_library = header.architecture in _READ_BY_LIBRARY or own_configuration(header) is None
+    if architecture_of(header) is not None and not by_library:
+        some = f"{header.architecture}{' with experts' if header.architecture in ARCHITECTURES else ''}"
+        raise ValueError(f"files of the architecture {some} are read by one process, on a CPU")
     return None, f"files of the architecture {header.architecture} are not read tensor by tensor"
 
 

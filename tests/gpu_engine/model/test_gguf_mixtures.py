@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from gpu_engine.model.experts import Experts
+from gpu_engine.model.files.gguf_header import GGUFHeader
+from gpu_engine.model.files.reading import open_gguf
 from gpu_engine.model.loader import ModelNotSupported, load_model
 from gpu_engine.model.recording import distance, typical_distance
 from kernels.blocks import can_multiply_blocks
@@ -124,6 +126,16 @@ def test_tensors_that_do_not_fit_together_are_named(tmp_path: Path, family: str,
     file = write(tiny(family), family, tmp_path / "model.gguf", changed=lambda tensors: cut(tensors, end))
     with pytest.raises(ModelNotSupported, match=message):
         load_model(config(model=str(file)))
+
+
+def test_a_rank_and_a_gpu_get_only_files_that_transformers_reads(tmp_path: Path) -> None:
+    """They have no product for each expert."""
+    header = GGUFHeader(write(tiny("qwen2moe"), "qwen2moe", tmp_path / "qwen.gguf"))
+    assert open_gguf(header, by_expert=False)[0] is None
+    for family, named in (("llama", "llama with experts"), ("glm4moe", "glm4moe")):
+        header = GGUFHeader(write(tiny(family), family, tmp_path / f"{family}.gguf"))
+        with pytest.raises(ValueError, match=f"architecture {named} are read by one process, on a CPU$"):
+            open_gguf(header, by_expert=False)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
