@@ -34,9 +34,14 @@ _SOFTMAX, _SIGMOID = 1, 2
 
 
 def _layers(header: GGUFHeader) -> dict[str, Any]:
-    """Return what all mixtures have besides the common values. Layers that draft are left out."""
+    """Return what all mixtures have besides the common values. Layers that draft are left out. Raises GGUFError where
+    no other is left."""
+    blocks, drafting = number_of(header, "block_count"), header.get("{arch}.nextn_predict_layers") or 0
+    if not 0 <= drafting < blocks:
+        key = f"{header.architecture}.nextn_predict_layers"
+        raise GGUFError(f"its {key} is {drafting!r}, and must be at least 0 and below its block_count, {blocks}")
     return {
-        "num_hidden_layers": number_of(header, "block_count") - (header.get("{arch}.nextn_predict_layers") or 0),
+        "num_hidden_layers": blocks - drafting,
         "num_experts_per_tok": number_of(header, "expert_used_count"),
         "rms_norm_eps": number_of(header, "attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rotation(header),

@@ -144,6 +144,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmoe", {"expert_count": 0}, r"olmoe\.expert_count is 0, and a olmoe has experts$"),
     ("qwen2moe", {"expert_count": 4}, r"qwen2moe\.expert_count is 4, and .*ffn_gate_inp\.weight has 5$"),
     ("glm4moe", {"expert_gating_func": 1}, r"glm4moe\.expert_gating_func is 1, and must be 2$"),
+    ("glm4moe", {"nextn_predict_layers": 3}, r"nextn_predict_layers is 3, and must be .* below its block_count, 3$"),
     ("deepseek2", {"expert_gating_func": 2}, r"deepseek2\.expert_gating_func is 2, and must be 1$"),
     ("deepseek2 v3", {"expert_gating_func": 1}, r"deepseek2\.expert_gating_func is 1, and must be 2$"),
     ("deepseek2", {"expert_group_count": 4}, r"deepseek2\.expert_group_count is 4, and must be 0 or 1$"),
