@@ -163,14 +163,14 @@ class WeightedExperts(Experts):
 def split_experts(net: nn.Module) -> int:
     """Replace the experts of a model that has no weights yet; return how many.
 
-    It takes experts of the form that most families have, gate, then up, without biases, and those of gpt-oss. It needs
-    no comparison for them. Raises ModelNotSupported for more experts than any model has.
+    It takes experts of the form that most families have, gate, then up, without biases, those without a gate, and those
+    of gpt-oss. It needs no comparison for them. Raises ModelNotSupported for more experts than any model has.
     """
     count = 0
     for parent in list(net.modules()):
         for name, child in list(parent.named_children()):
-            if _first_of(child) == "gate_up_proj" and _is_known(child):
-                if (number := len(child.get_parameter("gate_up_proj"))) > _MOST:
+            if (first := _first_of(child)) is not None and _is_known(child, first):
+                if (number := len(child.get_parameter(first))) > _MOST:
                     raise ModelNotSupported(f"model: its mixtures have {number} experts, and at most {_MOST} are read")
                 made = Experts(child)
                 made.take_weights()
@@ -180,19 +180,20 @@ def split_experts(net: nn.Module) -> int:
     return count
 
 
-def _is_known(module: nn.Module) -> bool:
+def _is_known(module: nn.Module, first: str) -> bool:
     """Return whether experts have the form that transformers' decorator of experts gives a class without settings, or
-    that of gpt-oss.
+    that of gpt-oss. `first`: the name of their first weights.
 
     Some versions of the library have not all of these settings. A family with a gate of its own defines it.
     """
-    own, weight = module.__dict__, module.get_parameter("gate_up_proj")
+    own, weight = module.__dict__, module.get_parameter(first)
     form = {"has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False}
     of_library = getattr(getattr(type(module), "_apply_gate", None), "__module__", "") == _LIBRARY
     if type(module).__name__ == _OF_GPT_OSS:
         form, of_library = form | {"has_bias": True, "is_transposed": True, "is_concatenated": False}, True
     same = all(own.get(name, value) is value for name, value in form.items())
-    return weight.dim() == 3 and own.get("has_gate", False) and of_library and same
+    has_gate = own.get("has_gate", None if first == "gate_up_proj" else True)
+    return weight.dim() == 3 and has_gate is (first == "gate_up_proj") and of_library and same
 
 
 def replace_experts(net: nn.Module) -> int:

@@ -23,14 +23,22 @@ class Architecture:
     """Added to the weights of norms, except for those next to a recurrence's gate (`ssm_norm`)."""
     tiled_values: bool = False
     """The value heads of a delta net are in the order (value of a key head, key head), and not the other way round."""
+    by_key_head: tuple[str, ...] = ()
+    """Parts of the names of joined parameters whose rows the model has by key heads of a delta net: queries, keys,
+    values and gates of the first head, then those of the next."""
     flat: tuple[str, ...] = ()
     """Tensors with a further dimension, which their parameters lack."""
     renamed: dict[str, str] = field(default_factory=dict)
     """Parts of a parameter's name, in place of which the library's table has others."""
     joined: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Parts of a parameter's name, whose rows are those of two tensors."""
+    """Parts of a parameter's name, whose rows are those of two tensors where a file has no tensor of its own for it."""
+    gated: bool = True
+    """An expert's first product has the outputs of a gate before those of up."""
+    one_row: tuple[str, ...] = ()
+    """Tensors that may lack the dimension of 1 with which their parameters begin."""
 
 
+_ROUTER = ".ffn_gate_inp.weight"
 _MAMBA_2 = ("ssm_a", "ssm_d", "ssm_norm")
 
 ARCHITECTURES = {
@@ -54,18 +62,42 @@ ARCHITECTURES = {
     "qwen35": Architecture(norm_offset=1.0, tiled_values=True),
 }
 """The architectures of files without experts that are read here, by their names in a file. Mistral's is llama."""
+_GRANITE = replace(
+    ARCHITECTURES["granitehybrid"],
+    renamed={".block_sparse_moe.router": ".block_sparse_moe.router.layer"},
+    joined={".shared_mlp.input_linear": (".mlp.shared_expert.gate_proj", ".mlp.shared_expert.up_proj")},
+)
+_CORRECTION = "e_score_correction"
+_SHARED_GATE = ("ffn_gate_inp_shexp",)
+_CORRECTED = Architecture(renamed={f".{_CORRECTION}_bias": f".{_CORRECTION}.bias"})
 WITH_EXPERTS = {
-    "gpt-oss": Architecture(renamed={".sinks": ".sinks.weight"}),
-    "granitehybrid": replace(
-        ARCHITECTURES["granitehybrid"],
-        renamed={".block_sparse_moe.router": ".block_sparse_moe.router.layer"},
-        joined={".shared_mlp.input_linear": (".mlp.shared_expert.gate_proj", ".mlp.shared_expert.up_proj")},
+    "deepseek2": replace(_CORRECTED, joined={".kv_b_proj": (".k_b_proj", ".v_b_proj")}),
+    "ernie4_5-moe": Architecture(
+        renamed={f".gate.moe_statics.{_CORRECTION}_bias": f".moe_statics.{_CORRECTION}.bias"},
+        one_row=("exp_probs_b",),
     ),
+    "glm4moe": _CORRECTED,
+    "gpt-oss": Architecture(renamed={".sinks": ".sinks.weight"}),
+    "granitehybrid": _GRANITE,
+    "granitemoe": _GRANITE,
+    "jamba": ARCHITECTURES["jamba"],
     "lfm2moe": Architecture(renamed={".expert_bias": ".expert_bias.bias"}),
+    "llama": ARCHITECTURES["llama"],
+    "nemotron_h_moe": replace(
+        ARCHITECTURES["nemotron_h"], renamed=ARCHITECTURES["nemotron_h"].renamed | _CORRECTED.renamed, gated=False
+    ),
+    "olmoe": Architecture(),
+    "qwen2moe": Architecture(one_row=_SHARED_GATE),
     "qwen3moe": Architecture(),
-    "qwen35moe": ARCHITECTURES["qwen35"],
+    "qwen3next": Architecture(
+        norm_offset=1.0,
+        by_key_head=(".in_proj_qkvz",),
+        joined={".in_proj_qkvz": (".in_proj_qkv", ".in_proj_z")},
+        one_row=_SHARED_GATE,
+    ),
+    "qwen35moe": replace(ARCHITECTURES["qwen35"], one_row=_SHARED_GATE),
 }
-"""The same of files with experts, of which each is read by itself: by one process, on a CPU."""
+"""The same of files with experts, of which each is read by itself: by one process, on a CPU. Mixtral's is llama."""
 
 
 def architecture_of(header: GGUFHeader) -> Architecture | None:
@@ -74,8 +106,14 @@ def architecture_of(header: GGUFHeader) -> Architecture | None:
 
 
 def has_experts(header: GGUFHeader) -> bool:
-    """Return whether a file has a mixture of experts."""
-    return bool(header.get("{arch}.expert_count"))
+    """Return whether a file has a mixture of experts: Jamba's files say that an ordinary block is one expert."""
+    count = header.get("{arch}.expert_count")
+    return bool(count) and (count != 1 or _router(header) is not None)
+
+
+def _router(header: GGUFHeader) -> str | None:
+    """Return the name of a router; None: the file has none."""
+    return next((name for name in header.tensors if name.endswith(_ROUTER)), None)
 
 
 def check_experts(header: GGUFHeader) -> None:
@@ -84,7 +122,7 @@ def check_experts(header: GGUFHeader) -> None:
     count, chosen = (header.get(f"{{arch}}.expert_{name}", 0) for name in ("count", "used_count"))
     if header.architecture not in ARCHITECTURES and header.architecture in WITH_EXPERTS and not count:
         raise ValueError(f"its {key} is {count!r}, and a {header.architecture} has experts")
-    if not count or header.architecture not in WITH_EXPERTS:
+    if not has_experts(header) or header.architecture not in WITH_EXPERTS:
         return
     if not isinstance(count, int):
         raise ValueError(f"its {key} is {count!r}, and must be one number")
@@ -92,7 +130,18 @@ def check_experts(header: GGUFHeader) -> None:
         used = f"{header.architecture}.expert_used_count"
         raise ValueError(f"its {used} is {chosen!r}, and must be a number from 1 to its expert_count, {count}")
     for name, tensor in header.tensors.items():
-        if name.endswith(".ffn_gate_inp.weight") and tensor.shape[0] != count:
+        if name.endswith(_ROUTER) and tensor.shape[0] != count:
             raise ValueError(f"its {key} is {count}, and {name} has {tensor.shape[0]}")
-    if not any(name.endswith(".ffn_gate_inp.weight") for name in header.tensors):
-        raise ValueError(f"its {key} is {count}, and it has no router, such as blk.0.ffn_gate_inp.weight")
+    if _router(header) is None:
+        raise ValueError(f"its {key} is {count}, and it has no router, such as blk.0{_ROUTER}")
+
+
+def width_of_experts(header: GGUFHeader) -> int:
+    """Return the channels between an expert's two products; a file without them has llama.cpp's default. Raises
+    ValueError where they are no number."""
+    keys = ("expert_feed_forward_length", "feed_forward_length", "expert_used_count")
+    own, all_chosen, chosen = (header.get(f"{{arch}}.{key}") for key in keys)
+    width = all_chosen // chosen if own is None and isinstance(all_chosen, int) and chosen else own
+    if not isinstance(width, int):
+        raise ValueError(f"its {header.architecture}.{keys[0]} is {width!r}, and must be one number")
+    return width

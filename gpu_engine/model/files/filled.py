@@ -9,6 +9,7 @@ safetensors_weights.py), which products are quantised (see quantised/choice.py).
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -79,7 +80,10 @@ def fill(
     `product_of` returns None for a layer that stays as it is. `report` is called with the finished share, now and then.
     """
     sources = sources_of(net, weights)
-    once = {source: _Once(weights, source, dtype) for source in set(sources.values())}
+    wide = {source for name, source in sources.items() if _stays_float32(net, name)}
+    once = {
+        source: _Once(weights, source, torch.float32 if source in wide else dtype) for source in set(sources.values())
+    }
     jobs: list[_Job] = []
 
     def parameter(name: str) -> nn.Parameter:
@@ -91,9 +95,9 @@ def fill(
                 module._parameters[name] = parameter(f"{prefix}{name}")
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                loaded = weights.tensor(
-                    sources[f"{prefix}{name}"], dtype if buffer.is_floating_point() else buffer.dtype
-                )
+                source = sources[f"{prefix}{name}"]
+                of = torch.float32 if source in wide else dtype
+                loaded = weights.tensor(source, of if buffer.is_floating_point() else buffer.dtype)
                 loaded._is_hf_initialized = True  # type: ignore[attr-defined]
                 module._buffers[name] = loaded
 
@@ -126,6 +130,12 @@ def fill(
         torch.set_num_threads(threads)
     _compute_tables(net)
     return count
+
+
+def _stays_float32(net: Any, name: str) -> bool:
+    """Return whether transformers keeps a tensor of this name in float32, whatever the model's dtype is."""
+    kept = getattr(net, "_keep_in_fp32_modules_strict", None) or ()
+    return any(re.search(rf"(^|\.){part}($|\.)", name) for part in kept)
 
 
 def loaders() -> int:

@@ -1,7 +1,8 @@
 """Configurations of the families whose GGUF files transformers does not describe: hybrids, Gemma 4 and gpt-oss.
 
 Invariant: what a file does not say, such as the multipliers of Falcon-H1, its converter has put into the weights, or
-every model of the family has it. Not responsible for: families that transformers reads (see reading.py).
+every model of the family has it. Not responsible for: families that have no models without experts (see
+gguf_mixtures.py) or that transformers reads (see reading.py).
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ from transformers import (
 
 from gpu_engine.model.files.architectures import WITH_EXPERTS, has_experts
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
+from gpu_engine.model.files.gguf_mixtures import MIXTURES
+from gpu_engine.model.files.gguf_values import common_values as _common
+from gpu_engine.model.files.gguf_values import has_tensor as _has
+from gpu_engine.model.files.gguf_values import heads_by_layer as _kv_heads
+from gpu_engine.model.files.gguf_values import number_of as _number
 from gpu_engine.model.files.rope_factors import PROPORTIONAL, rotated_share
 
 
 def own_configuration(header: GGUFHeader) -> PreTrainedConfig | None:
     """Return the configuration of one of these files; None: transformers makes it. Raises OSError or GGUFError."""
-    make = _FAMILIES.get(header.architecture)
+    make = (_FAMILIES | MIXTURES if has_experts(header) else _FAMILIES).get(header.architecture)
     if make is None:
         return None
     if has_experts(header) and header.architecture not in WITH_EXPERTS:
@@ -38,41 +44,6 @@ def own_configuration(header: GGUFHeader) -> PreTrainedConfig | None:
         raise
     except (KeyError, TypeError, IndexError, ZeroDivisionError, ValueError) as error:
         raise GGUFError(f"its header does not describe a model of {header.architecture}: {error!r}") from error
-
-
-def _number(header: GGUFHeader, key: str) -> Any:
-    value = header.get(f"{{arch}}.{key}")
-    if value is None:
-        raise KeyError(f"{header.architecture}.{key}")
-    return value
-
-
-def _common(header: GGUFHeader) -> dict[str, Any]:
-    """Return what all families have, by transformers' names."""
-    vocabulary = header.get("tokenizer.ggml.tokens")
-    return {
-        "vocab_size": header.get("{arch}.vocab_size")
-        or (vocabulary if isinstance(vocabulary, int) else len(vocabulary)),
-        "hidden_size": _number(header, "embedding_length"),
-        "num_attention_heads": _number(header, "attention.head_count"),
-        "num_key_value_heads": max(_kv_heads(header)),
-        "max_position_embeddings": _number(header, "context_length"),
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-        **{
-            f"{name}_token_id": header.get(f"tokenizer.ggml.{key}_token_id")
-            for name, key in (("eos", "eos"), ("bos", "bos"), ("pad", "padding"))
-        },
-    }
-
-
-def _kv_heads(header: GGUFHeader) -> list[int]:
-    """Return the key heads of each layer: none, if it has no attention."""
-    heads = _number(header, "attention.head_count_kv")
-    return list(heads) if isinstance(heads, list) else [heads] * _number(header, "block_count")
-
-
-def _has(header: GGUFHeader, end: str) -> bool:
-    return any(name.endswith(end) for name in header.tensors)
 
 
 def _mamba(header: GGUFHeader) -> dict[str, Any]:
@@ -197,16 +168,22 @@ def _granite(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
 def _jamba(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     kv_heads = _kv_heads(header)
     attention = [layer for layer, heads in enumerate(kv_heads) if heads]
-    period = attention[1] - attention[0] if len(attention) > 1 else len(kv_heads)
-    if attention != list(range(attention[0], len(kv_heads), period)):
-        raise GGUFError(f"its layers with attention, {attention}, are not at equal distances")
+    own: dict[str, Any] = {"num_experts": 1}
+    if has_experts(header):
+        mixtures = [at for at in range(len(kv_heads)) if f"blk.{at}.ffn_gate_inp.weight" in header.tensors]
+        own = {
+            "num_experts": _number(header, "expert_count"),
+            "num_experts_per_tok": _number(header, "expert_used_count"),
+            "expert_layer_period": _period(mixtures, len(kv_heads), "experts"),
+            "expert_layer_offset": mixtures[0],
+        }
     return JambaConfig(
         **common,
         num_hidden_layers=_number(header, "block_count"),
         intermediate_size=_number(header, "feed_forward_length"),
-        attn_layer_period=period,
+        **own,
+        attn_layer_period=_period(attention, len(kv_heads), "attention"),
         attn_layer_offset=attention[0],
-        num_experts=1,
         rms_norm_eps=_number(header, "attention.layer_norm_rms_epsilon"),
         mamba_d_state=_number(header, "ssm.state_size"),
         mamba_d_conv=_number(header, "ssm.conv_kernel"),
@@ -215,6 +192,14 @@ def _jamba(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
         mamba_conv_bias=_has(header, "ssm_conv1d.bias"),
         mamba_proj_bias=_has(header, "ssm_in.bias"),
     )
+
+
+def _period(layers: list[int], count: int, of: str) -> int:
+    """Return the distance of such layers of a model with `count` layers. Raises GGUFError for several distances."""
+    period = layers[1] - layers[0] if len(layers) > 1 else count
+    if layers != list(range(layers[0], count, period)):
+        raise GGUFError(f"its layers with {of}, {layers}, are not at equal distances")
+    return period
 
 
 def _lfm2_moe(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
@@ -236,15 +221,19 @@ def _lfm2_moe(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _nemotron_h(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
-    kinds = {(True, False): "full_attention", (False, True): "mlp", (False, False): "linear_attention"}
+    block = "moe" if has_experts(header) else "mlp"
+    kinds = {(True, False): "full_attention", (False, True): block, (False, False): "linear_attention"}
     widths, heads = _number(header, "feed_forward_length"), _number(header, "ssm.time_step_rank")
-    layers = zip(_kv_heads(header), widths, strict=True)
+    layers = list(zip(_kv_heads(header), widths, strict=True))
+    last = len(layers) - (header.get("{arch}.nextn_predict_layers") or 0)  # the others draft
     return NemotronHConfig(
         **common,
-        layers_block_type=[kinds[kv_heads > 0, width > 0] for kv_heads, width in layers],
+        **(_experts_of_nemotron(header) if has_experts(header) else {}),
+        layers_block_type=[kinds[kv_heads > 0, width > 0] for kv_heads, width in layers[:last]],
         intermediate_size=max(widths),
         head_dim=_number(header, "attention.key_length"),
-        layer_norm_epsilon=_number(header, "attention.layer_norm_rms_epsilon"),
+        layer_norm_epsilon=header.get("{arch}.attention.layer_norm_rms_epsilon")
+        or _number(header, "attention.layer_norm_epsilon"),
         ssm_state_size=_number(header, "ssm.state_size"),
         mamba_num_heads=heads,
         mamba_head_dim=_number(header, "ssm.inner_size") // heads,
@@ -257,6 +246,21 @@ def _nemotron_h(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     )
 
 
+def _experts_of_nemotron(header: GGUFHeader) -> dict[str, Any]:
+    return {
+        "n_routed_experts": _number(header, "expert_count"),
+        "num_experts_per_tok": _number(header, "expert_used_count"),
+        "n_shared_experts": _number(header, "expert_shared_count"),
+        "moe_intermediate_size": _number(header, "expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": _number(header, "expert_shared_feed_forward_length"),
+        "moe_latent_size": header.get("{arch}.moe_latent_size"),
+        "routed_scaling_factor": header.get("{arch}.expert_weights_scale") or 1.0,
+        "norm_topk_prob": bool(header.get("{arch}.expert_weights_norm")),
+        "n_group": header.get("{arch}.expert_group_count") or 1,
+        "topk_group": header.get("{arch}.expert_group_used_count") or 1,
+    }
+
+
 _FAMILIES: dict[str, Callable[[GGUFHeader, dict[str, Any]], PreTrainedConfig]] = {
     "falcon-h1": _falcon_h1,
     "gemma4": _gemma4,
@@ -265,4 +269,5 @@ _FAMILIES: dict[str, Callable[[GGUFHeader, dict[str, Any]], PreTrainedConfig]] =
     "jamba": _jamba,
     "lfm2moe": _lfm2_moe,
     "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
 }

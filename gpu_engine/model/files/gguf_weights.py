@@ -21,6 +21,7 @@ from gguf.quants import dequantize
 
 from gpu_engine.model.files.architectures import architecture_of
 from gpu_engine.model.files.gguf_header import GGUFHeader, GGUFTensor
+from gpu_engine.model.files.latent_heads import LatentHeads
 from gpu_engine.model.files.pieces import EXPERT, FileBytes, check_parts
 from gpu_engine.model.quantised.gguf_kinds import BLOCKS, numbers_of, raw_blocks
 from gpu_engine.model.quantised.linear import BlockLinear, check_product, some_rows
@@ -45,7 +46,7 @@ class GGUFWeights:
         self._bytes = {path: FileBytes(path) for path in dict.fromkeys(t.file for t in header.tensors.values())}
         heads = header.get("{arch}.attention.head_count", 0)
         self._heads = {"attn_q": _most(heads), "attn_k": _most(header.get("{arch}.attention.head_count_kv", heads))}
-        self._values_of = _TiledValues.of(header) if self._family.tiled_values else None
+        self._values_of = _ValueHeads.of(header) if self._family.tiled_values else None
 
     def __enter__(self) -> GGUFWeights:
         return self
@@ -74,22 +75,29 @@ class GGUFWeights:
         if (expert := EXPERT.fullmatch(name)) is not None and name.startswith("model.layers."):
             layer = int(expert[1].split(".")[2])
             return self._of_expert(layer, expert[2], int(expert[3]), expert[4])
+        if (tensor := self._find(name)) is not None:
+            return (tensor,)
         for part, others in self._family.joined.items():
             if part in name:
                 found = tuple(self._find(name.replace(part, other)) for other in others)
                 return tuple(tensor for tensor in found if tensor is not None) if None not in found else ()
-        tensor = self._find(name)
-        return () if tensor is None else (tensor,)
+        return ()
 
     def _of_expert(self, layer: int, product: str, number: int, of: str) -> tuple[GGUFTensor, ...]:
         """Return the parts of the layer's tensors that one expert has. `of`: weight or bias."""
-        parts = ("gate", "up") if product == "gate_up" else ("down",)
+        parts = self._parts_of_first(layer) if product == "gate_up" else ("down",)
         whole = [self.header.tensors.get(f"blk.{layer}.ffn_{part}_exps.{of}") for part in parts]
         if None in whole:
             return ()
         dims, name = (3, product) if of == "weight" else (2, f"{product}.bias")
         found = check_parts(f"{name} of layer {layer}", dims, [tensor for tensor in whole if tensor is not None])
         return tuple(tensor.part(number) for tensor in found if number < tensor.shape[0])
+
+    def _parts_of_first(self, layer: int) -> tuple[str, ...]:
+        """Return the parts of an expert's first product by their tensors in the file: some have both parts in one."""
+        if f"blk.{layer}.ffn_gate_up_exps.weight" in self.header.tensors:
+            return ("gate_up",)
+        return ("gate", "up") if self._family.gated else ("up",)
 
     def _find(self, name: str) -> GGUFTensor | None:
         for part, other in self._family.renamed.items():
@@ -122,11 +130,15 @@ class GGUFWeights:
         if not tensors:
             return None
         shape = tensors[0].shape
+        if (heads := LatentHeads.of(tensors)) is not None:
+            return heads.shape
         if len(tensors) > 1:
+            if any(tensor.shape[1:] != shape[1:] for tensor in tensors):
+                raise ValueError(f"{name} is made of {' and '.join(map(str, tensors))}, whose rows differ in length")
             return (sum(tensor.shape[0] for tensor in tensors), *shape[1:])
         if tensors[0].name.endswith(_CONVOLUTIONS):
             return shape[0], 1, shape[1]
-        if tensors[0].name.endswith(_ROWS):
+        if len(shape) == 1 and any(f".{part}." in tensors[0].name for part in self._family.one_row):
             return 1, *shape
         is_flat = any(f".{part}" in tensors[0].name for part in self._family.flat)
         return (math.prod(shape),) if is_flat else shape
@@ -134,10 +146,15 @@ class GGUFWeights:
     def blocks_kind(self, name: str) -> BlockKind | None:
         """Return the kind of the product over a matrix's own blocks; None: it has no such product."""
         tensors = self.find(name)
+        if LatentHeads.of(tensors) is not None:
+            return None
         forms = {BLOCKS.get(tensor.kind) for tensor in tensors}
         order = self._column_order(tensors[0])
         apart = order is not None and _blocks_of(order) is None
-        if apart or (len(tensors) > 1 and tensors[0].shape[0] % BLOCK):
+        groups = self._groups(name)
+        if apart or (len(groups) > 1 and tensors[0].shape[0] % BLOCK):
+            return None
+        if len({tensor.kind for tensor in tensors}) > len(groups) == 1:  # their rows are read as one tensor's
             return None
         if all(form is not None and form.kind is BlockKind.Q4 for form in forms):
             return BlockKind.Q4  # a part without offsets gets them where another has some
@@ -157,22 +174,26 @@ class GGUFWeights:
         shape = self.shape(name)
         assert shape is not None, name
         made = torch.empty(shape, dtype=dtype)
-        rows = made.view(-1, self.find(name)[0].shape[-1])
+        tensors = self.find(name)
+        rows = made.view(-1, shape[-1] if LatentHeads.of(tensors) else tensors[0].shape[-1])
         for first, part in self.rows(name, dtype):
             rows[first : first + len(part)] = part
         return made
 
     def rows(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the number of a row of a parameter, a multiple of 32, and the next rows from it on, [n, K]."""
-        tensors, begin = self.find(name), 0
-        if len(tensors) > 1 and tensors[0].shape[0] % BLOCK:
+        tensors, groups, begin = self.find(name), self._groups(name), 0
+        if (heads := LatentHeads.of(tensors)) is not None:
+            yield 0, heads.rows(*(self._values(tensor, self._whole(tensor), dtype) for tensor in tensors))
+            return
+        if len(groups) > 1 and tensors[0].shape[0] % BLOCK:
             yield 0, torch.cat([self._values(tensor, self._whole(tensor), dtype) for tensor in tensors])
             return
-        for tensor in tensors:
-            order, columns = self._order(tensor), self._column_order(tensor)
-            num_rows = math.prod(tensor.shape[:-1])
+        for tensor, *others in groups:
+            order, columns = self._order(tensor, *others), self._column_order(tensor)
+            num_rows = sum(math.prod(part.shape[:-1]) for part in (tensor, *others))
             if order is not None:
-                values = self._values(tensor, self._whole(tensor), dtype)
+                values = torch.cat([self._values(part, self._whole(part), dtype) for part in (tensor, *others)])
                 yield begin, values.view(len(order), -1)[order].view(num_rows, -1)
             else:
                 for first, raw in self._slabs(tensor):
@@ -195,31 +216,42 @@ class GGUFWeights:
         (N, K), kind = shape, BLOCKS[tensors[0].kind].kind
         packed = PackedBlocks.unfilled(kind, (N, K), offsets=self.has_offsets(name), bias=bias)
         begin, checked, wanted = 0, list[torch.Tensor](), list[torch.Tensor]()
-        for tensor in tensors:
-            order, columns = self._order(tensor), self._column_order(tensor)
+        for tensor, *others in self._groups(name):
+            order, columns = self._order(tensor, *others), self._column_order(tensor)
             blocks = None if columns is None else _blocks_of(columns)
-            rows_n = some_rows(tensor.shape[0])
+            num_rows = sum(part.shape[0] for part in (tensor, *others))
+            rows_n = some_rows(num_rows)
             from_n = rows_n if order is None else order[rows_n]  # of the file
             some = list[npt.NDArray[np.uint8]]()
-            for first, raw in self._slabs(tensor) if order is None else [(0, self._whole(tensor))]:
+            for first, raw in self._slabs(tensor) if order is None else [(0, self._whole(tensor, *others))]:
                 packed.put(begin + first, len(raw), raw_blocks(raw, tensor.kind, blocks), order)
                 some.append(raw[from_n[(from_n >= first) & (from_n < first + len(raw))].numpy() - first])
             checked.append(begin + rows_n)
             values = torch.from_numpy(dequantize(np.concatenate(some), tensor.kind))
             wanted.append(values if columns is None else values[:, columns])
-            begin += tensor.shape[0]
+            begin += num_rows
         product = BlockLinear(packed, bias)
         check_product(name, product, torch.cat(checked), torch.cat(wanted))
         return product
 
-    def _whole(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
-        return self._bytes[tensor.file].read(tensor.start, tensor.num_bytes).reshape(-1, tensor.row_bytes)
+    def _groups(self, name: str) -> list[tuple[GGUFTensor, ...]]:
+        """Return the tensors of a parameter: together those whose rows alternate."""
+        tensors = self.find(name)
+        mixed = any(part in name for part in self._family.by_key_head)
+        return [tensors] if mixed and len(tensors) > 1 else [(tensor,) for tensor in tensors]
+
+    def _whole(self, *tensors: GGUFTensor) -> npt.NDArray[np.uint8]:
+        """Return the rows of tensors with rows of one length, one tensor's after another's."""
+        read = [self._bytes[each.file].read(each.start, each.num_bytes).reshape(-1, each.row_bytes) for each in tensors]
+        return read[0] if len(read) == 1 else np.concatenate(read)
 
     def _slabs(self, tensor: GGUFTensor) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
         return self._bytes[tensor.file].slabs(tensor.start, math.prod(tensor.shape[:-1]), tensor.num_bytes)
 
-    def _order(self, tensor: GGUFTensor) -> torch.Tensor | None:
-        """Return the file's row of each row of the model's weight; None: the same."""
+    def _order(self, tensor: GGUFTensor, *others: GGUFTensor) -> torch.Tensor | None:
+        """Return the file's row of each row of the model's weight; None: the same. `others`: of a group."""
+        if others:
+            return _ValueHeads.of(self.header).by_key_head()
         if self._values_of is not None:
             return self._values_of.rows(tensor)
         if not self._family.interleaved:
@@ -240,8 +272,6 @@ class GGUFWeights:
 
 _CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 """Tensors without the dimension of 1 that their parameters have in the middle."""
-_ROWS = (".ffn_gate_inp_shexp.weight",)
-"""Tensors without the dimension of 1 that their parameters begin with."""
 
 
 def _most(count: int | list[int]) -> int:
@@ -259,8 +289,8 @@ def _blocks_of(columns: torch.Tensor) -> torch.Tensor | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _TiledValues:
-    """The value heads of a delta net, which a file has in the order (value of a key head, key head)."""
+class _ValueHeads:
+    """The value heads of a delta net, which a file may have in the order (value of a key head, key head)."""
 
     key_heads: int
     each: int
@@ -271,13 +301,20 @@ class _TiledValues:
     """Rows of queries and keys, which come first in their product and in the convolution."""
 
     @classmethod
-    def of(cls, header: GGUFHeader) -> _TiledValues:
+    def of(cls, header: GGUFHeader) -> _ValueHeads:
         """Return the heads that a header describes."""
         keys, key_heads, heads, inner = (
             int(header.get(f"{{arch}}.ssm.{key}", 1))
             for key in ("state_size", "group_count", "time_step_rank", "inner_size")
         )
         return cls(key_heads, heads // key_heads, inner // heads, 2 * key_heads * keys)
+
+    def by_key_head(self) -> torch.Tensor:
+        """Return the file's row of each row of a product by key heads, where the file has the rows by queries, keys,
+        values and gates."""
+        values = self.key_heads * self.each * self.width
+        parts = torch.arange(self.first + 2 * values).split([self.first // 2, self.first // 2, values, values])
+        return torch.cat([part.view(self.key_heads, -1) for part in parts], dim=1).flatten()
 
     def _order(self, width: int, first: int = 0) -> torch.Tensor:
         count = self.key_heads * self.each * width

@@ -33,6 +33,7 @@ from gpu_engine.model.files.architectures import (
     architecture_of,
     check_experts,
     has_experts,
+    width_of_experts,
 )
 from gpu_engine.model.files.filled import tied_names
 from gpu_engine.model.files.gpt_oss_weights import GptOssWeights
@@ -48,6 +49,9 @@ if TYPE_CHECKING:  # the library of GGUF files is loaded for one
 
 WRONG_VALUES = (StrictDataclassError, ZeroDivisionError)
 """What transformers raises, next to ValueError, for values of a configuration that no model has."""
+
+_READ_BY_LIBRARY = ("qwen2moe",)
+"""Architectures with a configuration made here whose files transformers reads as well, where it knows the widths."""
 
 
 def wrong_value(error: Exception) -> str:
@@ -92,18 +96,8 @@ def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
     config.name_or_path = str(path.parent)
     apply_rope_factors(config, header)
     if header.architecture == "qwen3moe":  # the library leaves it as its class has it
-        config.moe_intermediate_size = _width_of_experts(header)
+        config.moe_intermediate_size = width_of_experts(header)
     return config
-
-
-def _width_of_experts(header: GGUFHeader) -> int:
-    """Return the channels between an expert's two products; a file without them has llama.cpp's default."""
-    keys = ("expert_feed_forward_length", "feed_forward_length", "expert_used_count")
-    own, all_chosen, chosen = (header.get(f"{{arch}}.{key}") for key in keys)
-    width = all_chosen // chosen if own is None and isinstance(all_chosen, int) and chosen else own
-    if not isinstance(width, int):
-        raise ValueError(f"its {header.architecture}.{keys[0]} is {width!r}, and must be one number")
-    return width
 
 
 def _automatic(folder: Path, **source: Any) -> PreTrainedConfig:
@@ -157,8 +151,10 @@ def open_gguf(header: GGUFHeader, *, by_expert: bool) -> tuple[GGUFWeights | Non
     if header.num_parts > 1:
         known = ", ".join(dict.fromkeys([*ARCHITECTURES, *(WITH_EXPERTS if by_expert else ())]))
         raise ValueError(f"of the architecture {header.architecture} only whole files are read, and parts of {known}")
-    if architecture_of(header) is not None and own_configuration(header) is not None:  # transformers would not read it
-        raise ValueError(f"files of the architecture {header.architecture} are read by one process, on a CPU")
+    by_library = header.architecture in _READ_BY_LIBRARY or own_configuration(header) is None
+    if architecture_of(header) is not None and not by_library:
+        some = f"{header.architecture}{' with experts' if header.architecture in ARCHITECTURES else ''}"
+        raise ValueError(f"files of the architecture {some} are read by one process, on a CPU")
     return None, f"files of the architecture {header.architecture} are not read tensor by tensor"
 
 

@@ -23,8 +23,9 @@ from transformers import (
 
 from gpu_engine.model.adapters.places import AdaptedProduct
 from gpu_engine.model.experts import Experts
+from gpu_engine.model.files.architectures import width_of_experts
 from gpu_engine.model.files.gguf_header import GGUFHeader
-from gpu_engine.model.files.reading import _width_of_experts, configuration_of
+from gpu_engine.model.files.reading import configuration_of
 from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
 from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.fusion import NotRecognised, chosen_experts_of
@@ -315,10 +316,10 @@ def test_a_scalar_of_a_file_has_the_shape_of_a_scalar(tmp_path: Path) -> None:
 def test_the_width_of_experts_is_one_number(keys: dict[str, Any], width: int | None) -> None:
     header: Any = SimpleNamespace(architecture="qwen3moe", get=lambda key: keys.get(key.removeprefix("{arch}.")))
     if width is not None:
-        assert _width_of_experts(header) == width
+        assert width_of_experts(header) == width
         return
     with pytest.raises(ValueError, match=r"^its qwen3moe\.expert_feed_forward_length is .*, and must be one number$"):
-        _width_of_experts(header)
+        width_of_experts(header)
 
 
 class Block(nn.Module):

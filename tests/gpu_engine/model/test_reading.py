@@ -39,6 +39,7 @@ from gpu_engine.model.quantised.linear import BlockLinear
 from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine import gguf_files, tiny
 from tests.gpu_engine.harness import config
+from tests.gpu_engine.model import mixture_gguf_files
 from tests.gpu_engine.model.model_logits import logits, some_ids
 from tests.gpu_engine.model.recurrent import hybrid_gguf_files
 from tests.gpu_engine.model.same_model import assert_same, by_transformers
@@ -139,7 +140,8 @@ def test_every_architecture_that_is_read_is_compared() -> None:
     }
     assert written | set(hybrid_gguf_files.FAMILIES) | {"gemma4"} == set(ARCHITECTURES)  # test_gemma4_gguf.py has it
     apart = {"gpt-oss", "qwen3moe"}  # test_gpt_oss_files.py and test_mixtures.py have them
-    assert set(hybrid_gguf_files.WITH_EXPERTS) | apart == set(WITH_EXPERTS)
+    mixtures = {family.split()[0] for family in mixture_gguf_files.CONFIGS}
+    assert set(hybrid_gguf_files.WITH_EXPERTS) | mixtures | apart == set(WITH_EXPERTS)
 
 
 @pytest.mark.parametrize("family", gguf_files.FAMILIES)
