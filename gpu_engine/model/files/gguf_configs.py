@@ -1,7 +1,8 @@
-"""Configurations of the families whose GGUF files transformers does not describe: hybrids, Gemma 4 and gpt-oss.
+"""Configurations of the families whose GGUF files transformers does not describe.
 
 Invariant: what a file does not say, such as the multipliers of Falcon-H1, its converter has put into the weights, or
-every model of the family has it. Not responsible for: families that transformers reads (see reading.py).
+every model of the family has it. Not responsible for: families that transformers reads (see reading.py), the fields of
+families without experts and recurrences (see gguf_dense.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from transformers import (
 )
 
 from gpu_engine.model.files.architectures import WITH_EXPERTS, has_experts
+from gpu_engine.model.files.gguf_dense import DENSE, dense_configuration
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
+from gpu_engine.model.files.gguf_keys import has as _has
+from gpu_engine.model.files.gguf_keys import number as _number
 from gpu_engine.model.files.rope_factors import PROPORTIONAL, rotated_share
 
 
@@ -38,13 +42,6 @@ def own_configuration(header: GGUFHeader) -> PreTrainedConfig | None:
         raise
     except (KeyError, TypeError, IndexError, ZeroDivisionError, ValueError) as error:
         raise GGUFError(f"its header does not describe a model of {header.architecture}: {error!r}") from error
-
-
-def _number(header: GGUFHeader, key: str) -> Any:
-    value = header.get(f"{{arch}}.{key}")
-    if value is None:
-        raise KeyError(f"{header.architecture}.{key}")
-    return value
 
 
 def _common(header: GGUFHeader) -> dict[str, Any]:
@@ -69,10 +66,6 @@ def _kv_heads(header: GGUFHeader) -> list[int]:
     """Return the key heads of each layer: none, if it has no attention."""
     heads = _number(header, "attention.head_count_kv")
     return list(heads) if isinstance(heads, list) else [heads] * _number(header, "block_count")
-
-
-def _has(header: GGUFHeader, end: str) -> bool:
-    return any(name.endswith(end) for name in header.tensors)
 
 
 def _mamba(header: GGUFHeader) -> dict[str, Any]:
@@ -265,4 +258,5 @@ _FAMILIES: dict[str, Callable[[GGUFHeader, dict[str, Any]], PreTrainedConfig]] =
     "jamba": _jamba,
     "lfm2moe": _lfm2_moe,
     "nemotron_h": _nemotron_h,
+    **dict.fromkeys(DENSE, dense_configuration),
 }
