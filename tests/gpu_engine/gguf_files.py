@@ -14,12 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
+    CohereConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     Glm4Config,
     GraniteConfig,
     HunYuanDenseV1Config,
@@ -81,6 +84,11 @@ _SCALES = {
     "logits_scaling": 2.0,
 }
 DENSE: dict[str, Callable[[], PreTrainedConfig]] = {
+    "arcee": lambda: ArceeConfig(**_SHAPE, rope_parameters=_YARN),
+    "cohere": lambda: CohereConfig(**_WITHOUT_RMS, logit_scale=0.25, rope_parameters=_PLAIN),
+    "cohere with norms of heads": lambda: CohereConfig(
+        **_WITHOUT_RMS, use_qk_norm=True, logit_scale=0.25, rope_parameters=_PLAIN
+    ),
     "cohere2": lambda: Cohere2Config(
         **_WITHOUT_RMS, sliding_window=tiny.WINDOW, logit_scale=0.25, rope_parameters=_PLAIN
     ),
@@ -89,6 +97,7 @@ DENSE: dict[str, Callable[[], PreTrainedConfig]] = {
     "exaone4 without windows": lambda: Exaone4Config(
         **_SHAPE, sliding_window=None, layer_types=["full_attention"] * 2, rope_parameters=_PLAIN
     ),
+    "gemma": lambda: GemmaConfig(**_SHAPE, head_dim=32, rope_parameters=_PLAIN),
     "glm4": lambda: Glm4Config(**_SHAPE, head_dim=32, rope_parameters={**_PLAIN, "partial_rotary_factor": 0.5}),
     "granite": lambda: GraniteConfig(**_SHAPE, **_SCALES, tie_word_embeddings=True, rope_parameters=_PLAIN),
     "hunyuan-dense": lambda: HunYuanDenseV1Config(**_SHAPE, head_dim=32, rope_parameters=_PLAIN),
@@ -100,6 +109,7 @@ DENSE: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 """Families whose GGUF files transformers does not read."""
 _ARCHITECTURES = {
+    "cohere": "command-r",
     "gemma3_text": "gemma3",
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
@@ -108,13 +118,17 @@ _ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
 }
 """By transformers' name, where a file has another."""
-_INTERLEAVED = ("granite", "llama", "mistral3", "smollm3")
+_INTERLEAVED = ("arcee", "granite", "llama", "mistral3", "smollm3")
 _OWN_KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "cohere2": lambda c: {
+    "arcee": lambda c: _yarn(c.rope_parameters),
+    "cohere": lambda c: {
         "attention.layer_norm_epsilon": c.layer_norm_eps,
-        "attention.sliding_window": c.sliding_window,
         "logit_scale": c.logit_scale,
         "rope.scaling.type": "none",
+    },
+    "cohere2": lambda c: {
+        **_OWN_KEYS["cohere"](c),
+        "attention.sliding_window": c.sliding_window,
     },
     "exaone4": lambda c: _windows(c) if c.sliding_window else {},
     "glm4": lambda c: {"rope.dimension_count": int(c.head_dim * c.rope_parameters["partial_rotary_factor"])},
@@ -191,7 +205,7 @@ def write(
             parts = {f"{names.get_name(name)}.weight": whole}
         for part, given in parts.items():
             values = _converted(part, given, config, arch)
-            is_float = values.ndim == 1 or "ffn_gate_inp" in part
+            is_float = values.ndim == 1 or "ffn_gate_inp" in part or "_norm." in part
             kind = gguf.GGMLQuantizationType["F32" if is_float else in_turn[at % len(in_turn)]]
             writer.add_tensor(part, gguf.quants.quantize(values, kind), raw_dtype=kind)
     for name, values in also.items():

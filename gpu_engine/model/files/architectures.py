@@ -34,10 +34,13 @@ class Architecture:
 _MAMBA_2 = ("ssm_a", "ssm_d", "ssm_norm")
 
 ARCHITECTURES = {
+    "arcee": Architecture(interleaved=True),
     "cohere2": Architecture(),
+    "command-r": Architecture(),
     "ernie4_5": Architecture(),
     "exaone4": Architecture(),
     "falcon-h1": Architecture(flat=_MAMBA_2),
+    "gemma": Architecture(norm_offset=1.0),
     "gemma2": Architecture(norm_offset=1.0),
     "gemma3": Architecture(norm_offset=1.0),
     "gemma4": Architecture(renamed={".layer_scalar": ".layer_scalar.weight"}),
@@ -58,8 +61,10 @@ ARCHITECTURES = {
     "olmo2": Architecture(),
     "phi3": Architecture(),
     "qwen2": Architecture(),
+    "qwen2vl": Architecture(),
     "qwen3": Architecture(),
     "qwen35": Architecture(norm_offset=1.0, tiled_values=True),
+    "qwen3vl": Architecture(),
     "seed_oss": Architecture(),
     "smollm3": Architecture(interleaved=True),
 }

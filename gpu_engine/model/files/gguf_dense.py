@@ -10,9 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import (
+    ArceeConfig,
     Cohere2Config,
+    CohereConfig,
     Ernie4_5Config,
     Exaone4Config,
+    GemmaConfig,
     Glm4Config,
     GraniteConfig,
     HunYuanDenseV1Config,
@@ -21,6 +24,8 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -28,7 +33,7 @@ from transformers import (
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
 from gpu_engine.model.files.gguf_keys import has, number
 
-_EPSILONS = {"cohere2": ("layer_norm_eps", "attention.layer_norm_epsilon")}
+_EPSILONS = dict.fromkeys(("cohere2", "command-r"), ("layer_norm_eps", "attention.layer_norm_epsilon"))
 _RMS_EPSILON = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
 _PERIOD = 4
 """Every fourth layer has no sliding window, where a file does not say which have one."""
@@ -37,8 +42,6 @@ _PERIOD = 4
 def dense_configuration(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     """Return the configuration of a file of one of DENSE. `common`: what all families have, by transformers' names.
     Raises KeyError, TypeError, ValueError or GGUFError."""
-    if header.get("{arch}.rope.dimension_sections"):
-        raise GGUFError("its rotation has sections, as in a model of images, which is not described")
     epsilon, key = _EPSILONS.get(header.architecture, _RMS_EPSILON)
     heads = common["num_attention_heads"]
     fields = {
@@ -94,6 +97,16 @@ def _kinds_of_layers(header: GGUFHeader) -> list[str]:
     return ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
 
+def _arcee(header: GGUFHeader, fields: dict[str, Any]) -> PreTrainedConfig:
+    return ArceeConfig(**fields, attention_bias=has(header, "attn_q.bias"), mlp_bias=has(header, "ffn_up.bias"))
+
+
+def _cohere(header: GGUFHeader, fields: dict[str, Any]) -> PreTrainedConfig:
+    return CohereConfig(
+        **fields, use_qk_norm=has(header, "attn_q_norm.weight"), logit_scale=number(header, "logit_scale")
+    )
+
+
 def _cohere2(header: GGUFHeader, fields: dict[str, Any]) -> PreTrainedConfig:
     rotated = header.get("{arch}.rope.dimension_count", fields["head_dim"])
     if rotated != fields["head_dim"]:
@@ -117,7 +130,13 @@ def _exaone4(header: GGUFHeader, fields: dict[str, Any]) -> PreTrainedConfig:
     return Exaone4Config(**fields, sliding_window=window, layer_types=kinds)
 
 
+def _gemma(_: GGUFHeader, fields: dict[str, Any]) -> PreTrainedConfig:
+    return GemmaConfig(**fields)
+
+
 def _glm4(header: GGUFHeader, fields: dict[str, Any]) -> PreTrainedConfig:
+    if header.get("{arch}.rope.dimension_sections"):
+        raise GGUFError("its rotation has sections, as in a model of images, which is not described")
     rotated = number(header, "rope.dimension_count") / fields["head_dim"]
     return Glm4Config(
         **{**fields, "rope_parameters": {**fields["rope_parameters"], "partial_rotary_factor": rotated}},
@@ -173,6 +192,16 @@ def _olmo(header: GGUFHeader, fields: dict[str, Any]) -> PreTrainedConfig:
     )
 
 
+def _qwen2_vl(_: GGUFHeader, fields: dict[str, Any]) -> PreTrainedConfig:
+    """Without images it is Qwen 2: the positions of text are equal in time, height and width."""
+    return Qwen2Config(**fields)
+
+
+def _qwen3_vl(header: GGUFHeader, fields: dict[str, Any]) -> PreTrainedConfig:
+    """Without images it is Qwen 3."""
+    return Qwen3Config(**fields, attention_bias=has(header, "attn_q.bias"))
+
+
 def _seed_oss(header: GGUFHeader, fields: dict[str, Any]) -> PreTrainedConfig:
     return SeedOssConfig(
         **fields,
@@ -188,14 +217,19 @@ def _smollm3(header: GGUFHeader, fields: dict[str, Any]) -> PreTrainedConfig:
 
 
 DENSE: dict[str, Callable[[GGUFHeader, dict[str, Any]], PreTrainedConfig]] = {
+    "arcee": _arcee,
     "cohere2": _cohere2,
+    "command-r": _cohere,
     "ernie4_5": _ernie,
     "exaone4": _exaone4,
+    "gemma": _gemma,
     "glm4": _glm4,
     "granite": _granite,
     "hunyuan-dense": _hunyuan,
     "mistral3": _mistral3,
     "olmo2": _olmo,
+    "qwen2vl": _qwen2_vl,
+    "qwen3vl": _qwen3_vl,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
 }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import MistralConfig
+from transformers import MistralConfig, Qwen2Config, Qwen3Config
 
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from gpu_engine.model.recording import distance, typical_distance
@@ -46,11 +46,19 @@ def test_blocks_of_a_file_are_multiplied(tmp_path: Path, family: str) -> None:
     assert far(model, drawn(made), typical_distance) < 0.2
 
 
-def test_a_mistral_whose_queries_do_not_grow(tmp_path: Path) -> None:
-    made = MistralConfig(**gguf_files._SHAPE, head_dim=32, sliding_window=None)
-    file = write(made, tmp_path / "model.gguf", ["F32"], arch="mistral3")
+@pytest.mark.parametrize(
+    ("arch", "made"),
+    [
+        ("mistral3", MistralConfig(**gguf_files._SHAPE, head_dim=32, sliding_window=None)),
+        ("qwen2vl", Qwen2Config(**gguf_files._SHAPE)),
+        ("qwen3vl", Qwen3Config(**gguf_files._SHAPE, head_dim=32)),
+    ],
+)
+def test_a_file_of_text_and_images_has_the_logits_of_its_language_model(tmp_path: Path, arch: str, made: Any) -> None:
+    keys = {"rope.dimension_sections": [4, 2, 2, 0]} if "vl" in arch else {}
+    file = write(made, tmp_path / "model.gguf", ["F32"], arch=arch, keys=keys)
     model = load_model(config(model=str(file), dtype="float32"))
-    assert type(model.net.config) is MistralConfig
+    assert type(model.net.config) is type(made)
     assert model.fused.forward is not None
     assert far(model, drawn(made)) < 1e-4
 
