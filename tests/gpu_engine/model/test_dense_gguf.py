@@ -16,8 +16,10 @@ from kernels.blocks import can_multiply_blocks
 from tests.fakes import EOS
 from tests.gpu_engine import gguf_files
 from tests.gpu_engine.gguf_files import DENSE, drawn, write
-from tests.gpu_engine.harness import config
+from tests.gpu_engine.harness import answer_all, ask, config, tokens, unguided_engine, with_drafts
 from tests.gpu_engine.model.model_logits import logits, some_ids
+
+needs_avx2 = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
 
 def far(model: LoadedModel, own: Any, apart: Any = distance) -> float:
@@ -37,13 +39,25 @@ def test_a_file_has_the_logits_of_its_model(tmp_path: Path, caplog: pytest.LogCa
     assert far(model, drawn(made)) < 1e-4
 
 
-@pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+@needs_avx2
 @pytest.mark.parametrize("family", DENSE)
 def test_blocks_of_a_file_are_multiplied(tmp_path: Path, family: str) -> None:
     made = DENSE[family]()
     model = load_model(config(model=str(write(made, tmp_path / "model.gguf", ["Q8_0"])), dtype="auto"))
     assert model.forms.startswith("8-bit blocks: ")
     assert far(model, drawn(made), typical_distance) < 0.2
+
+
+@needs_avx2
+@pytest.mark.parametrize("family", DENSE)
+def test_drafts_change_no_token(tmp_path: Path, family: str) -> None:
+    fields = {"model": str(write(DENSE[family](), tmp_path / "model.gguf", ["Q8_0"])), "dtype": "auto"}
+    model, found = load_model(config(**fields)), []
+    for num_drafts in (0, 7):
+        with unguided_engine(model, with_drafts(num_drafts, **fields)) as engine:
+            asked = [ask(tokens(30 + n, n, repeat=10), max_tokens=30, ignore_eos=True) for n in range(3)]
+            found.append(answer_all(engine, asked))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
