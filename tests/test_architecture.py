@@ -224,7 +224,10 @@ def test_import_contracts_cover_every_package(root: Path) -> None:
             "gpu_engine",
             (
                 "gpu_engine.model.files.gguf_configs",
+                "gpu_engine.model.files.gguf_dense",
                 "gpu_engine.model.files.gguf_header",
+                "gpu_engine.model.files.gguf_mixtures",
+                "gpu_engine.model.files.gguf_values",
                 "gpu_engine.model.files.gguf_weights",
                 "gpu_engine.model.quantised.gguf_blocks",
                 "gpu_engine.model.quantised.gguf_kinds",

@@ -132,11 +132,16 @@ _ATTENTIONS = (
 
 
 def attention_of(
-    module: nn.Module, record: Recording, shape: LayerAttention, layer_idx: int, bounds: Bounds
+    module: nn.Module, record: Recording, shape: LayerAttention, layer_idx: int, bounds: Bounds, num_positions: int
 ) -> FusedAttention:
-    """Return the fused form of an attention: q, k, v and output products, head norms, rotary. Raise NotRecognised."""
+    """Return the fused form of an attention: q, k, v and output products, head norms, rotary. Raise NotRecognised.
+
+    `num_positions`: how many the model is served with; the record has only the first of them.
+    """
     if shape.chunk or shape.padded:
         raise NotRecognised("has chunks or heads of other sizes")
+    if (length := _length_of_equal_queries(module)) is not None and length < num_positions:
+        raise NotRecognised(f"has queries that grow from position {length} on")
     sinks = module._parameters.get("sinks") if shape.sinks else None
     if sinks is not None and sinks.device.type != "cpu":
         raise NotRecognised("has sinks, whose fused form only a CPU has")
@@ -157,6 +162,13 @@ def attention_of(
     fused = _closest(forms, call, bounds.block, any_within=True)
     fused.sources = {"qkv": _sources(linears, parts), "output": _sources(linears, [last])}
     return fused
+
+
+def _length_of_equal_queries(module: nn.Module) -> int | None:
+    """Return the positions before which queries do not grow, as Ministral's do; None: they never grow."""
+    rotation: Any = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    length: int | None = rotation.get("original_max_position_embeddings")
+    return length if rotation.get("llama_4_scaling_beta") else None
 
 
 def _half_angles(call: Call, shape: LayerAttention) -> tuple[bool, ...]:
@@ -248,10 +260,13 @@ class Fused:
         return f"<Fused {parts}, {'one loop' if self.forward else 'no loop'}, {len(self.left)} reasons>"
 
 
-def fuse_parts(net: Any, record: Recording, layer_attention: Mapping[int, LayerAttention], bounds: Bounds) -> Fused:
+def fuse_parts(
+    net: Any, record: Recording, layer_attention: Mapping[int, LayerAttention], bounds: Bounds, num_positions: int
+) -> Fused:
     """Replace every recognised module of `net`.
 
     `record` is of a forward over our attention, and `layer_attention` holds the parameters of that attention by layer.
+    `num_positions`: as in `attention_of`.
     A replaced module is also removed from the record, which releases its weights: memory holds at most one layer twice.
     """
     counts, left = dict.fromkeys(("norms", "blocks", "attentions"), 0), dict[str, None]()
@@ -273,8 +288,8 @@ def fuse_parts(net: Any, record: Recording, layer_attention: Mapping[int, LayerA
         layer_idx = getattr(child, "layer_idx", None)
         is_attention = "o_proj" in parts or {"q_proj", "out_proj"} <= parts
         if is_attention and isinstance(layer_idx, int) and layer_idx in layer_attention:
-            make = functools.partial(attention_of, child, record, layer_attention[layer_idx], layer_idx, bounds)
-            attempt("attentions", parent, name, child, make)
+            of_layer = (layer_attention[layer_idx], layer_idx, bounds, num_positions)
+            attempt("attentions", parent, name, child, functools.partial(attention_of, child, record, *of_layer))
         elif any(names[-1] in parts for names in _GATED_BLOCKS):
             attempt("blocks", parent, name, child, functools.partial(gated_of, child, record, bounds.block))
         elif any(isinstance(part, Experts) for part in child.children()):

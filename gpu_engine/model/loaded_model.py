@@ -25,7 +25,11 @@ from gpu_engine.model.recurrent.rows import RecurrentLayer
 from kernels.kv_pages import KVHeads, KVPages
 from kernels.step_tensors import StepTensors
 
-_TURN_ENDS = {"gemma4_text": ("<turn|>", "<|tool_response>"), "gpt_oss": ("<|return|>", "<|call|>")}
+_TURN_ENDS = {
+    "gemma4_text": ("<turn|>", "<|tool_response>"),
+    "glm4": ("<|user|>", "<|observation|>"),
+    "gpt_oss": ("<|return|>", "<|call|>"),
+}
 """Tokens that end a model's turn next to the end of a text: a GGUF file names only one of them."""
 
 

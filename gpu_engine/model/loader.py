@@ -332,7 +332,7 @@ def _prepare_net(
     bounds = Bounds.of(torch.bfloat16 if model.quantised else dtype, rough=by_row)
     if config.fuse_parts:
         with attention.attending(seen.ctx):
-            model.fused = fuse_parts(net, seen.record, seen.ctx.layers_seen, bounds)
+            model.fused = fuse_parts(net, seen.record, seen.ctx.layers_seen, bounds, model.max_model_len)
     if config.data_parallel_attention > 1:  # every forward enters every mixture, and a loop that fills skips the last
         model.fused = replace(model.fused, mixtures={})
     if device.type == "cpu":

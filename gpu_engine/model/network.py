@@ -41,6 +41,7 @@ from gpu_engine.model.cache_size import (
 from gpu_engine.model.experts import split_experts
 from gpu_engine.model.files.early import check_files, checked_config
 from gpu_engine.model.files.filled import Weights, fill, refuse_misfits, sources_of, unfilled
+from gpu_engine.model.files.gguf_splits import split_as_named
 from gpu_engine.model.files.gpt_oss_weights import GptOssWeights
 from gpu_engine.model.files.need import need_of, refuse_too_large, say_need
 from gpu_engine.model.files.reading import (
@@ -299,6 +300,7 @@ def read_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
     try:
         if files.header is not None and (kind := tokenizer_class(path, files.header)) is not None:
             tokenizer = kind.from_pretrained(files.folder, **source)
+            split_as_named(tokenizer, files.header)
         else:
             tokenizer = AutoTokenizer.from_pretrained(files.folder, trust_remote_code=False, **source)
     except WRONG_VALUES as error:  # of the model's configuration, which names the class

@@ -34,6 +34,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MiniMaxM2Config,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -127,6 +128,7 @@ OWN_FORWARD: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama4": lambda: llama4(),
     "deepseek_v2": lambda: deepseek_v2(),
     "deepseek_v3": lambda: deepseek_v3(),
+    "ministral3": lambda: ministral3(),
     "minimax_m2": lambda: MiniMaxM2Config(**_SHAPE, head_dim=32, num_local_experts=4, num_experts_per_tok=2),
     "mixtral": lambda: MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
 }
@@ -141,6 +143,13 @@ def bloom() -> PreTrainedConfig:
 def gpt_oss() -> PreTrainedConfig:
     """Return a family with attention sinks."""
     return GptOssConfig(**_SHAPE, **_LAYERS, head_dim=32, num_local_experts=4, num_experts_per_tok=2)
+
+
+def ministral3() -> PreTrainedConfig:
+    """Return a family whose queries grow with their position, from position 32 on."""
+    yarn = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 16.0, "original_max_position_embeddings": 32}
+    scales = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+    return Ministral3Config(**_SHAPE, head_dim=32, rope_parameters={**yarn, **scales})
 
 
 def llama4(**options: Any) -> PreTrainedConfig:

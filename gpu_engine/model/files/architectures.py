@@ -42,24 +42,39 @@ _ROUTER = ".ffn_gate_inp.weight"
 _MAMBA_2 = ("ssm_a", "ssm_d", "ssm_norm")
 
 ARCHITECTURES = {
+    "arcee": Architecture(interleaved=True),
+    "cohere2": Architecture(),
+    "command-r": Architecture(),
+    "ernie4_5": Architecture(),
+    "exaone4": Architecture(),
     "falcon-h1": Architecture(flat=_MAMBA_2),
+    "gemma": Architecture(norm_offset=1.0),
     "gemma2": Architecture(norm_offset=1.0),
     "gemma3": Architecture(norm_offset=1.0),
     "gemma4": Architecture(renamed={".layer_scalar": ".layer_scalar.weight"}),
+    "glm4": Architecture(),
+    "granite": Architecture(interleaved=True),
     "granitehybrid": Architecture(
         interleaved=True,
         flat=_MAMBA_2,
         renamed={".shared_mlp.output_linear": ".mlp.down_proj"},
         joined={".shared_mlp.input_linear": (".mlp.gate_proj", ".mlp.up_proj")},
     ),
+    "hunyuan-dense": Architecture(),
     "jamba": Architecture(),
     "lfm2": Architecture(),
     "llama": Architecture(interleaved=True),
+    "mistral3": Architecture(interleaved=True),
     "nemotron_h": Architecture(flat=_MAMBA_2, renamed={"model.": "backbone."}),
+    "olmo2": Architecture(),
     "phi3": Architecture(),
     "qwen2": Architecture(),
+    "qwen2vl": Architecture(),
     "qwen3": Architecture(),
     "qwen35": Architecture(norm_offset=1.0, tiled_values=True),
+    "qwen3vl": Architecture(),
+    "seed_oss": Architecture(),
+    "smollm3": Architecture(interleaved=True),
 }
 """The architectures of files without experts that are read here, by their names in a file. Mistral's is llama."""
 _GRANITE = replace(

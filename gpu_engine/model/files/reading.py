@@ -87,6 +87,7 @@ def configuration_of(path: Path, header: GGUFHeader | None) -> PreTrainedConfig:
         raise ValueError(wrong_value(error)) from error
     if own is not None:
         own.name_or_path = str(path.parent)
+        apply_rope_factors(own, header)
         return own
     # The library turns every string of a vocabulary into an array of its own before it looks at anything else.
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:

@@ -54,6 +54,19 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows(saved: Saved, family: st
         assert torch.equal(logits(model, ids[:1, :last], start=20)[0], whole[0, : last - 20])
 
 
+@pytest.mark.parametrize("length", [32, 64])
+def test_queries_that_grow_beyond_a_length_are_fused_only_below_it(saved: Saved, length: int) -> None:
+    """The probe's positions are too small to see it."""
+    folder = saved("ministral3")
+    model = load_model(config(model=str(folder), dtype="float32", max_model_len=length))
+    assert (model.fused.forward is not None) == (length == 32)
+    assert ("grow from position 32 on" in "".join(model.fused.left)) == (length == 64)
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids_1P = some_ids(1, length)
+    with torch.inference_mode():
+        assert distance(logits(model, ids_1P)[0], net(ids_1P, use_cache=False).logits[0]) < 1e-4
+
+
 @pytest.mark.parametrize("rows", [4, 33, 40])
 def test_a_product_that_is_cut_into_pieces_has_the_bits_of_a_whole_one(rows: int) -> None:
     """As on AMX; the last piece may have a single row."""
@@ -143,7 +156,7 @@ def test_a_module_that_differs_is_not_replaced_and_is_reported(saved: Saved) -> 
     ids = some_ids(1, 10)
     with recording(net) as record:
         want = net(input_ids=ids, use_cache=False).logits[0]
-    fused = fuse_parts(net, record, {}, Bounds.of(torch.float32))
+    fused = fuse_parts(net, record, {}, Bounds.of(torch.float32), 10)
     assert (fused.blocks, fused.norms, fused.attentions) == (1, 5, 0)
     assert net.model.layers[1].mlp is stranger
     assert len(fused.left) == 1
@@ -167,7 +180,7 @@ def test_a_fused_forward_with_other_logits_is_rejected(saved: Saved) -> None:
     net = AutoModelForCausalLM.from_pretrained(saved("llama"), attn_implementation="eager").eval()
     with recording(net) as record:
         want = net(input_ids=some_ids(1, 10), use_cache=False).logits[0]
-    fused = fuse_parts(net, record, {}, Bounds.of(torch.float32))
+    fused = fuse_parts(net, record, {}, Bounds.of(torch.float32), 10)
     with pytest.raises(FusedModelDiffers, match="away"):
         verified(net, fused, record, want, lambda forward: want * 1.1, Bounds.of(torch.float32))
     # In bfloat16 two right forwards of this model differ by `noise` through rounding alone; in float32 they do not.

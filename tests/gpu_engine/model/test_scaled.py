@@ -301,7 +301,7 @@ def test_blocks_over_scaled_products_are_fused(saved: Saved, kind: ScaledKind) -
     assert scaled(gpu(quantization=kind.value), net)
     with recording(net) as record:
         want = net(input_ids=torch.arange(10)[None], use_cache=False).logits
-    fused = fuse_parts(net, record, {}, Bounds.of(torch.float32, rough=True))
+    fused = fuse_parts(net, record, {}, Bounds.of(torch.float32, rough=True), 10)
     assert (fused.blocks, fused.norms) == (2, 5), fused.left
     assert distance(net(input_ids=torch.arange(10)[None], use_cache=False).logits, want) < 0.1
 

@@ -1,0 +1,137 @@
+"""GGUF files of families that transformers reads from no such file: their configurations, weights and words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import MistralConfig, Qwen2Config, Qwen3Config
+
+from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
+from gpu_engine.model.recording import distance, typical_distance
+from kernels.blocks import can_multiply_blocks
+from tests.fakes import EOS
+from tests.gpu_engine import gguf_files
+from tests.gpu_engine.gguf_files import DENSE, drawn, write
+from tests.gpu_engine.harness import answer_all, ask, config, tokens, unguided_engine, with_drafts
+from tests.gpu_engine.model.model_logits import logits, some_ids
+
+needs_avx2 = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+
+
+def far(model: LoadedModel, own: Any, apart: Any = distance) -> float:
+    """Return how far a model's logits are from those of transformers' model, for more tokens than a window has."""
+    ids_1P = some_ids(1, 60)
+    with torch.inference_mode():
+        return float(apart(logits(model, ids_1P)[0].float(), own(ids_1P, use_cache=False).logits[0]))
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_a_file_has_the_logits_of_its_model(tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str) -> None:
+    made = DENSE[family]()
+    with caplog.at_level("INFO"):
+        model = load_model(config(model=str(write(made, tmp_path / "model.gguf", ["F32"])), dtype="float32"))
+    assert not [line for line in caplog.messages if "through transformers" in line or "does not read" in line]
+    assert type(model.net.config) is type(made)
+    assert far(model, drawn(made)) < 1e-4
+
+
+@needs_avx2
+@pytest.mark.parametrize("family", DENSE)
+def test_blocks_of_a_file_are_multiplied(tmp_path: Path, family: str) -> None:
+    made = DENSE[family]()
+    model = load_model(config(model=str(write(made, tmp_path / "model.gguf", ["Q8_0"])), dtype="auto"))
+    assert model.forms.startswith("8-bit blocks: ")
+    assert far(model, drawn(made), typical_distance) < 0.2
+
+
+@needs_avx2
+@pytest.mark.parametrize("family", DENSE)
+def test_drafts_change_no_token(tmp_path: Path, family: str) -> None:
+    fields = {"model": str(write(DENSE[family](), tmp_path / "model.gguf", ["Q8_0"])), "dtype": "auto"}
+    model, found = load_model(config(**fields)), []
+    for num_drafts in (0, 7):
+        with unguided_engine(model, with_drafts(num_drafts, **fields)) as engine:
+            asked = [ask(tokens(30 + n, n, repeat=10), max_tokens=30, ignore_eos=True) for n in range(3)]
+            found.append(answer_all(engine, asked))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("arch", "made"),
+    [
+        ("mistral3", MistralConfig(**gguf_files._SHAPE, head_dim=32, sliding_window=None)),
+        ("qwen2vl", Qwen2Config(**gguf_files._SHAPE)),
+        ("qwen3vl", Qwen3Config(**gguf_files._SHAPE, head_dim=32)),
+    ],
+)
+def test_a_file_of_text_and_images_has_the_logits_of_its_language_model(tmp_path: Path, arch: str, made: Any) -> None:
+    keys = {"rope.dimension_sections": [4, 2, 2, 0]} if "vl" in arch else {}
+    file = write(made, tmp_path / "model.gguf", ["F32"], arch=arch, keys=keys)
+    model = load_model(config(model=str(file), dtype="float32"))
+    assert type(model.net.config) is type(made)
+    assert model.fused.forward is not None
+    assert far(model, drawn(made)) < 1e-4
+
+
+def test_rotary_factors_of_a_file_are_the_models(tmp_path: Path) -> None:
+    """As in the files of EXAONE 4, which is scaled as Llama 3 is."""
+    made = DENSE["exaone4 without windows"]()
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    made.rope_parameters = {**made.rope_parameters, **scaled, "original_max_position_embeddings": 32}
+    own = drawn(made)
+    turned_R = own.model.rotary_emb.inv_freq
+    factors = (50_000.0 ** -(torch.arange(8) / 8) / turned_R).numpy().astype(np.float32)
+    also = {"rope_freqs.weight": factors}
+    file = write(made, tmp_path / "model.gguf", ["F32"], also=also)
+    assert factors.max() > 2.0
+    assert far(load_model(config(model=str(file), dtype="float32")), own) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "problem"),
+    [
+        ("granite", {"rope.scaling.finetuned": False}, "it is a Granite without rotation, which is not described"),
+        ("granite", {"expert_count": 4}, "it is a mixture of experts of the architecture granite, which is not read"),
+        ("glm4", {"rope.dimension_sections": [4, 4, 0, 0]}, "its rotation has sections, as in a model of images"),
+        ("cohere2", {"rope.dimension_count": 8}, "8 of 16 channels of a head rotate, and in its family all do"),
+        ("seed_oss", {"rope.scaling.type": "longrope"}, "its rotation is scaled by 'longrope', which is not known"),
+        ("mistral3", {"rope.scaling.type": "none"}, "its queries grow with their position, and its rotation is not"),
+        ("olmo2", {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True]}, "wrong value"),
+    ],
+)
+def test_a_file_that_is_no_such_model_is_refused(
+    tmp_path: Path, family: str, keys: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ModelNotSupported) as caught:
+        load_model(config(model=str(write(DENSE[family](), tmp_path / "model.gguf", keys=keys))))
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_token_that_ends_a_turn_ends_an_answer(tmp_path: Path) -> None:
+    file = write(DENSE["glm4"](), tmp_path / "model.gguf", keys={"tokenizer.ggml.eot_token_id": EOS + 1})
+    assert load_model(config(model=str(file))).eos_token_ids == (EOS, EOS + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "whole"),
+    [
+        ("gpt-2", "IT|'s| 1234|?|\n| .|aB", False),
+        ("refact", "IT|'s| |1|2|3|4|?|\n| .|aB", False),
+        ("glm4", "IT|'s| |123|4|?\n| .|aB", True),
+        ("seed-coder", "IT|'s| |1|2|3|4|?|\n| .|aB", False),
+        ("tekken", "IT|'s| |1|2|3|4|?\n| .|a|B", True),
+        ("hunyuan-dense", "IT|'s| |123|4|?\n| .|aB", False),
+    ],
+)
+def test_text_is_split_as_a_file_says(tmp_path: Path, name: str, words: str, whole: bool) -> None:
+    """`whole`: a word that is a token is not merged from its parts."""
+    file = write(DENSE["granite"](), tmp_path / "model.gguf", keys={"tokenizer.ggml.pre": name})
+    tokenizer = load_model(config(model=str(file))).tokenizer.backend_tokenizer
+    found = tokenizer.pre_tokenizer.pre_tokenize_str(words.replace("|", ""))
+    assert "|".join(word for word, _ in found).translate({0x120: " ", 0x10A: "\n"}) == words
+    assert tokenizer.model.ignore_merges is whole
