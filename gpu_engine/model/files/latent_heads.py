@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from gpu_engine.model.files.gguf_header import GGUFTensor
+if TYPE_CHECKING:  # the library of GGUF files is loaded for one
+    from gpu_engine.model.files.gguf_header import GGUFTensor
 
 
 @dataclass(frozen=True, slots=True)
