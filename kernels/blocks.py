@@ -1,7 +1,8 @@
 """Weights in blocks of 32 inputs, 4 or 8 bits each, and their product with activations of 8 bits, on a CPU.
 
 The formats are GGUF's: a block of 4 bits is Q4_0 (integers 0 to 15 that stand for -8 to 7, a scale), Q4_1 (0 to 15,
-a scale, an offset) or MXFP4 (codes of floats, a scale), a block of 8 bits is Q8_0 (integers -127 to 127, a scale).
+a scale, an offset), MXFP4 (codes of floats, a scale) or IQ4_NL (codes of levels, a scale), a block of 8 bits is Q8_0
+(integers -127 to 127, a scale).
 Activations are quantised in the product, 8 bits with a scale for every 32 (Q8_1).
 Invariant: a row's result has the same bits for any number of rows. Not responsible for: the source of the blocks (see
 gpu_engine/model/quantised), a whole forward (see forward.py).
@@ -26,8 +27,6 @@ BLOCK = 32
 """Inputs of a block; the inputs of a product are a multiple of it."""
 MIDDLE = 8
 """A weight of 4 bits without an offset is scale * (quant - MIDDLE)."""
-_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-"""Twice the value of each code of e2m1."""
 _LANES = 16
 """Outputs that are packed together: those of a vector."""
 _GROUP = 32
@@ -43,6 +42,8 @@ class BlockKind(enum.IntEnum):
     """An integer of 8 bits."""
     F4 = 2
     """The code of a float of 4 bits (e2m1): a sign, 2 bits of exponent, 1 bit of mantissa. It has no offsets."""
+    L4 = 3
+    """The code of one of the 16 levels of IQ4_NL, which are integers of 8 bits. It has no offsets."""
 
     @property
     def block_bytes(self) -> int:
@@ -56,16 +57,25 @@ BLOCK_FORMS = (
     (BlockKind.Q8, False),
     (BlockKind.Q8, True),
     (BlockKind.F4, False),
+    (BlockKind.L4, False),
 )
 """Each kind that a product takes, and whether the blocks have offsets."""
+
+CODE_VALUES = {
+    BlockKind.F4: torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8),
+    BlockKind.L4: torch.tensor(
+        [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8
+    ),
+}
+"""What the codes of a kind stand for: twice the value of a float, or a level."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
     """A quantised matrix, not packed: weight = scale * quant + offset.
 
-    With floats of 4 bits, the quant is twice the value of a code. Where `offsets_NB` is None, an integer of 4 bits
-    stands for itself minus MIDDLE.
+    The quant of a code is what it stands for. Where `offsets_NB` is None, an integer of 4 bits stands for itself minus
+    MIDDLE.
     """
 
     kind: BlockKind
@@ -85,7 +95,8 @@ class Blocks:
     def dequantised(self) -> torch.Tensor:
         """Return the weights, float32 [N, K]."""
         N, K = self.shape
-        quants_NK = _E2M1[self.quants_NK.int()] if self.kind is BlockKind.F4 else self.quants_NK
+        values = CODE_VALUES.get(self.kind)
+        quants_NK = self.quants_NK if values is None else values[self.quants_NK.int()]
         weights_NBk = quants_NK.float().view(N, K // BLOCK, BLOCK)
         if self.offsets_NB is None and self.kind is BlockKind.Q4:
             weights_NBk -= MIDDLE
@@ -121,8 +132,8 @@ class Blocks:
 
 def _of_8_bits(part: Blocks) -> Blocks:
     """Return the same weights as blocks of 8 bits."""
-    if part.kind is BlockKind.F4:
-        return Blocks(BlockKind.Q8, _E2M1[part.quants_NK.int()], part.scales_NB, None)
+    if (values := CODE_VALUES.get(part.kind)) is not None:
+        return Blocks(BlockKind.Q8, values[part.quants_NK.int()], part.scales_NB, None)
     quants_NK = part.quants_NK.to(torch.int8)
     if part.kind is BlockKind.Q4 and part.offsets_NB is None:
         quants_NK -= MIDDLE
@@ -154,11 +165,11 @@ def can_multiply_blocks() -> bool:
 def quantised(weight_NK: torch.Tensor, kind: BlockKind) -> Blocks:
     """Quantise a matrix by rounding to nearest: by the largest magnitude of a block (8 bits), or by its range (4 bits).
 
-    K is a multiple of 32. Nothing is rounded to floats of 4 bits.
+    K is a multiple of 32. Nothing is rounded to codes.
     """
     N, K = weight_NK.shape
     assert K % BLOCK == 0, K
-    assert kind is not BlockKind.F4
+    assert kind not in CODE_VALUES, kind
     is_bf16 = weight_NK.dtype is torch.bfloat16
     x_NK = weight_NK.detach().contiguous() if is_bf16 else weight_NK.detach().float().contiguous()
     assert x_NK.device.type == "cpu", x_NK.device

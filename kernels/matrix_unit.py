@@ -53,7 +53,7 @@ GAIN = 1.05
 BUDGET_S = 0.3
 """For the timings of one start. Later widths take the choice of the nearest one, and are timed at another start."""
 CHOICES = (0, *ROWS)
-_KEY = re.compile(r"(?:Q[48]|F4)(?: with offsets)?, \d{1,9} inputs")
+_KEY = re.compile(r"(?:Q[48]|[FL]4)(?: with offsets)?, \d{1,9} inputs")
 _ROUNDS = 5
 _WEIGHTS = 1 << 19
 """Of a matrix that is timed: it lies in the second cache."""

@@ -47,6 +47,7 @@ KINDS = {
     "q4": (BlockKind.Q4, True),
     "q4_0": (BlockKind.Q4, False),
     "f4": (BlockKind.F4, False),
+    "l4": (BlockKind.L4, False),
     "q8": (BlockKind.Q8, False),
     "bf16": None,
 }
@@ -160,7 +161,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--shapes", default=EMBEDDED_SHAPES, help=f"outputs x inputs of matrices (default: {EMBEDDED_SHAPES})"
     )
     parser.add_argument("--rows", default="1,8,16,64,256", help="rows of a call (default: 1,8,16,64,256)")
-    parser.add_argument("--kinds", default="q4,q8", help="of q4 (with offsets), q4_0, f4, q8, bf16 (default: q4,q8)")
+    parser.add_argument(
+        "--kinds", default="q4,q8", help="of q4 (with offsets), q4_0, f4, l4, q8, bf16 (default: q4,q8)"
+    )
     parser.add_argument("--rounds", type=int, default=30, help="measurements of each, of which the best counts")
     args = parser.parse_args(argv)
     try:

@@ -52,23 +52,23 @@ INLINE void fetch_ahead(const uint8_t *q, int64_t bytes) {
 
 #define HALVES_START(count) (-MIDDLE * (count))
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-/* Unsigned bytes of weights, 128 too large with 8 bits, FLOATS_ABOVE with floats: the sums begin with what that adds. */
+/* Unsigned bytes of weights, WIDE_ABOVE or FLOATS_ABOVE too large: the sums begin with what that adds. */
 #define DOT(sum, w, x, lane) vusdotq_laneq_s32(sum, w, x, lane)
-#define WIDE_START(count) (-128 * (count))
+#define WIDE_START(count) (-WIDE_ABOVE * (count))
 #define FLOATS_START(count) (-FLOATS_ABOVE * (count))
-#define FLOATS_TABLE FLOAT_BYTES
+#define CODE_TABLE CODE_BYTES
 INLINE uint8x16_t wide(const uint8_t *p) { return vld1q_u8(p); }
 #else
 #define DOT(sum, w, x, lane) vdotq_laneq_s32(sum, vreinterpretq_s8_u8(w), x, lane)
 #define WIDE_START(count) (0 * (count))
 #define FLOATS_START(count) (0 * (count))
-#define FLOATS_TABLE FLOAT_VALUES
+#define CODE_TABLE CODE_VALUES
 INLINE uint8x16_t wide(const uint8_t *p) { return veorq_u8(vld1q_u8(p), vdupq_n_u8(128)); }
 #endif
 
 /* The bytes that 4 bits of each weight stand for. */
 INLINE uint8x16_t half_bytes(uint8x16_t codes, int form) {
-    return form == OF_4_BIT_FLOATS ? vqtbl1q_u8(vreinterpretq_u8_s8(vld1q_s8(FLOATS_TABLE)), codes) : codes;
+    return has_codes(form) ? vqtbl1q_u8(vld1q_u8((const uint8_t *)CODE_TABLE[form]), codes) : codes;
 }
 INLINE uint8x16_t low_bytes(uint8x16_t both, int form) { return half_bytes(vandq_u8(both, vdupq_n_u8(15)), form); }
 INLINE uint8x16_t high_bytes(uint8x16_t both, int form) { return half_bytes(vshrq_n_u8(both, 4), form); }

@@ -49,9 +49,9 @@ INLINE void unpack_block(const uint8_t *q, int form, uint8_t *unpacked) {
     for (int64_t line = 0; line < 2 * bytes; line += 64) __builtin_prefetch(q + FETCH_AHEAD + line);
     UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
         const ints w = load_ints(q + 64 * i);
-        ints low = has_4_bits(form) ? low_halves(w) : w ^ spread_ints((int32_t)0x80808080), high = high_halves(w);
+        ints low = has_4_bits(form) ? low_halves(w) : signed_bytes(w), high = high_halves(w);
         if (form == OF_4_BITS) low = below_middle(low), high = below_middle(high);
-        if (form == OF_4_BIT_FLOATS) low = looked_up(FLOAT_VALUES, low), high = looked_up(FLOAT_VALUES, high);
+        if (has_codes(form)) low = looked_up(CODE_VALUES[form], low), high = looked_up(CODE_VALUES[form], high);
         memcpy(unpacked + 64 * i, &low, sizeof low);
         if (has_4_bits(form)) memcpy(unpacked + TILE_BYTES / 2 + 64 * i, &high, sizeof high);
     }
@@ -176,6 +176,10 @@ static __attribute__((noinline)) void panel_of_4_bit_floats(const struct panel_p
     panel_rows(p, rows, OF_4_BIT_FLOATS, acc);
 }
 
+static __attribute__((noinline)) void panel_of_4_bit_levels(const struct panel_place *p, int64_t rows, float *acc) {
+    panel_rows(p, rows, OF_4_BIT_LEVELS, acc);
+}
+
 /* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on, LEAST_TILE_ROWS to STEP_ROWS of them. All tiles have the
  * same number of rows, so one configuration serves; the last begins earlier where the rows do not divide. */
 static __attribute__((noinline)) void group_of_tiles(const struct block_weights *w, int64_t g,
@@ -187,6 +191,7 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
         [OF_8_BITS] = panel_of_8_bits,
         [OF_8_BITS_OFFSET] = panel_of_8_bits_offset,
         [OF_4_BIT_FLOATS] = panel_of_4_bit_floats,
+        [OF_4_BIT_LEVELS] = panel_of_4_bit_levels,
     };
     const int form = form_of(w);
     const int64_t blocks = w->inputs / QBLOCK, bytes = has_4_bits(form) ? TILE_BYTES / 2 : TILE_BYTES;

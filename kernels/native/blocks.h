@@ -1,20 +1,22 @@
 /* Matrix products of 4 and 8 bits, for CPUs: weights in blocks of 32 inputs, activations of 8 bits in blocks of 32.
  *
- * A block of a weight is GGUF's Q4_0, Q4_1, Q8_0 or MXFP4 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md):
- * integers, or codes of floats of 4 bits, with a scale, and for Q4_1 an offset, for every 32 inputs of an output. Twice
- * the value of a float is an integer. A block of activations is Q8_1: integers, a scale, and the sum. A product of two
- * blocks is a sum of integers, hence exact; the sums of blocks are added in fp32, in the order of the inputs. Invariant:
- * an output depends only on its own row, bit for bit, for any number of rows and threads.
+ * A block of a weight is GGUF's Q4_0, Q4_1, Q8_0, MXFP4 or IQ4_NL
+ * (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): integers, or codes of 4 bits that stand for integers of
+ * 8 bits, with a scale, and for Q4_1 an offset, for every 32 inputs of an output. A code of MXFP4 stands for twice the
+ * value of its float. A block of activations is Q8_1: integers, a scale, and the sum. A product of two blocks is a sum
+ * of integers, hence exact; the sums of blocks are added in fp32, in the order of the inputs. Invariant: an output
+ * depends only on its own row, bit for bit, for any number of rows and threads.
  *
  * Packed weights: 16 outputs are the lanes of a vector, and four neighbouring inputs of an output are the bytes of a
  * lane, as the dot product of bytes wants them (VNNI's vpdpbusd; pairs of vpmaddubsw with AVX2; sdot and usdot on
- * aarch64). The bytes are unsigned: 0 to 15, or the 8-bit integer plus 128. The code of a float is looked up in a table
- * of bytes. Needs AVX2, FMA and F16C, or aarch64's dot products. Not responsible for: the choice of a format (see
+ * aarch64). The bytes are unsigned: 0 to 15, or the 8-bit integer plus 128. Codes are looked up in a table of bytes.
+ * Needs AVX2, FMA and F16C, or aarch64's dot products. Not responsible for: the choice of a format (see
  * gpu_engine/model/quantised).
  */
 #ifndef LOCKSTEP_BLOCKS_H
 #define LOCKSTEP_BLOCKS_H
 
+#include "codes.h"
 #include "simd.h"
 #include "team.h"
 
@@ -33,15 +35,17 @@
 
 #define UNROLL_8 _Pragma("GCC unroll 8")
 
-enum { BLOCKS_4_BIT, BLOCKS_8_BIT, BLOCKS_4_BIT_FLOATS };
+enum { BLOCKS_4_BIT, BLOCKS_8_BIT, BLOCKS_4_BIT_FLOATS, BLOCKS_4_BIT_LEVELS };
 /* The compiled forms of a product. */
-enum { OF_4_BITS, OF_4_BITS_OFFSET, OF_8_BITS, OF_8_BITS_OFFSET, OF_4_BIT_FLOATS };
+enum { OF_4_BITS, OF_4_BITS_OFFSET, OF_8_BITS, OF_8_BITS_OFFSET, OF_4_BIT_FLOATS, OF_4_BIT_LEVELS };
 #define MIDDLE 8        /* of integers of 4 bits without offsets: they stand for -8 to 7, so their sums begin lower */
 #define FLOATS_ABOVE 12 /* twice the value of a float, which is -12 to 12, is so much below its unsigned byte */
+#define WIDE_ABOVE 128  /* the same of an integer of 8 bits */
 
-/* Twice the value of each code of e2m1, and the same as unsigned bytes. */
-static const int8_t FLOAT_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-static const int8_t FLOAT_BYTES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+/* By form: what a code stands for, and the same as unsigned bytes. */
+static const int8_t CODE_VALUES[][16] = {[OF_4_BIT_FLOATS] = TWICE_E2M1(0), [OF_4_BIT_LEVELS] = IQ4_LEVELS(0)};
+static const uint8_t CODE_BYTES[][16] = {[OF_4_BIT_FLOATS] = TWICE_E2M1(FLOATS_ABOVE),
+                                         [OF_4_BIT_LEVELS] = IQ4_LEVELS(WIDE_ABOVE)};
 
 /* One matrix. The loader of the model owns the memory. K = inputs / 32; G = outputs / 16, rounded up to an even number. */
 struct block_weights {
@@ -83,11 +87,18 @@ struct block_linear_args {
 
 INLINE int form_of(const struct block_weights *w) {
     if (w->kind == BLOCKS_4_BIT_FLOATS) return OF_4_BIT_FLOATS;
+    if (w->kind == BLOCKS_4_BIT_LEVELS) return OF_4_BIT_LEVELS;
     if (w->kind == BLOCKS_4_BIT) return w->offsets ? OF_4_BITS_OFFSET : OF_4_BITS;
     return w->offsets ? OF_8_BITS_OFFSET : OF_8_BITS;
 }
 
 INLINE int has_4_bits(int form) { return form != OF_8_BITS && form != OF_8_BITS_OFFSET; }
+
+/* Whether 4 bits are a code. */
+INLINE int has_codes(int form) { return form == OF_4_BIT_FLOATS || form == OF_4_BIT_LEVELS; }
+
+/* Whether the integers that are multiplied have 8 bits. */
+INLINE int is_wide(int form) { return !has_4_bits(form) || form == OF_4_BIT_LEVELS; }
 
 /* Whether the offsets are in memory. */
 INLINE int has_offsets(int form) { return form == OF_4_BITS_OFFSET || form == OF_8_BITS_OFFSET; }
@@ -192,10 +203,10 @@ INLINE void quantise_row(const float *x, const struct block_rows *to, int64_t ro
 
 /* What the sum of a block's products begins with; `count` is the sum of the activations' integers. */
 #define SUM_START(form, count)                                                                                         \
-    ((form) == OF_4_BIT_FLOATS ? FLOATS_START(count)                                                                   \
-     : (form) == OF_4_BITS     ? HALVES_START(count)                                                                   \
-     : has_4_bits(form)        ? 0                                                                                     \
-                               : WIDE_START(count))
+    (is_wide(form)               ? WIDE_START(count)                                                                   \
+     : (form) == OF_4_BIT_FLOATS ? FLOATS_START(count)                                                                 \
+     : (form) == OF_4_BITS       ? HALVES_START(count)                                                                 \
+                                 : 0)
 
 #if defined(__aarch64__)
 #include "aarch64_tiles.h"
@@ -215,8 +226,9 @@ INLINE ints spread_ints(int32_t x) { return (ints)_mm512_set1_epi32(x); }
 INLINE floats spread_floats(float x) { return splat(x); }
 INLINE ints low_halves(ints w) { return w & spread_ints(0x0f0f0f0f); }
 INLINE ints high_halves(ints w) { return (ints)((v16u)w >> 4) & spread_ints(0x0f0f0f0f); }
-INLINE ints looked_up(const int8_t *table, ints codes) {
-    const __m512i tables = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
+INLINE ints signed_bytes(ints w) { return w ^ spread_ints((int32_t)0x80808080); }
+INLINE ints looked_up(const void *table, ints codes) {
+    const __m512i tables = _mm512_broadcast_i32x4(_mm_loadu_si128(table));
     return (ints)_mm512_shuffle_epi8(tables, (__m512i)codes);
 }
 INLINE floats half_floats(const uint16_t *p) { return (v16f)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
@@ -237,8 +249,9 @@ INLINE ints spread_ints(int32_t x) { return _mm256_set1_epi32(x); }
 INLINE floats spread_floats(float x) { return _mm256_set1_ps(x); }
 INLINE ints low_halves(ints w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
 INLINE ints high_halves(ints w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15)); }
-INLINE ints looked_up(const int8_t *table, ints codes) {
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), codes);
+INLINE ints signed_bytes(ints w) { return _mm256_xor_si256(w, _mm256_set1_epi8(-128)); }
+INLINE ints looked_up(const void *table, ints codes) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(table)), codes);
 }
 INLINE floats half_floats(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 INLINE floats fused(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
@@ -257,16 +270,17 @@ INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
 #if defined(__AVX512VNNI__)
 #define PASS(rows, form) PARTS
 #elif defined(__AVX512F__)
-#define PASS(rows, form) ((rows) > (has_4_bits(form) ? 2 : 1) ? PARTS / 2 : PARTS)
+#define PASS(rows, form) ((rows) > (is_wide(form) ? 1 : 2) ? PARTS / 2 : PARTS)
 #else
-#define PASS(rows, form) ((rows) > 2 && !has_4_bits(form) ? PARTS / 2 : PARTS)
+#define PASS(rows, form) ((rows) > 2 && is_wide(form) ? PARTS / 2 : PARTS)
 #endif
 
 /* Dot products of four bytes: `sum` + the products of the bytes of every lane with those of x, whose lanes are equal.
  *
- * dot_half takes weights of 4 bits, and sum_of_halves makes integers of 32 bits of eight such sums: pairs of bytes in 16
- * bits stay below 8 * 2 * 15 * 127. dot_wide takes 8 bits: as they lie, 128 too large, which WIDE_START takes off with the
- * sum of the activations' integers; or with their sign, where the instruction wants one. dot_floats takes FLOAT_BYTES of
+ * dot_half takes weights of 4 bits, and sum_of_halves makes integers of 32 bits of eight such sums: pairs of bytes in
+ * 16 bits stay below 8 * 2 * 15 * 127. dot_wide takes 8 bits: as they lie, WIDE_ABOVE too large, which WIDE_START takes
+ * off with the sum of the activations' integers; or with their sign, which moves to x, so that a pair is at most 2 *
+ * 128 * 127 and stays in 16 bits. dot_levels takes what is looked up in LEVELS. dot_floats takes the bytes of floats of
  * two words, whose two pairs stay below 2 * 2 * 24 * 127; eight pairs do not stay in 16 bits. */
 #define FLOATS_START(count) (-FLOATS_ABOVE * (count))
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
@@ -281,11 +295,9 @@ INLINE ints dot_half(ints sum, ints w, ints x) {
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 }
 INLINE ints sum_of_halves(ints x) { return x; }
-INLINE ints dot_wide(ints sum, ints w, ints x) { return dot_half(sum, w, x); }
 INLINE ints dot_floats(ints sum, ints low, ints x, ints high, ints later) {
     return dot_half(dot_half(sum, low, x), high, later);
 }
-#define WIDE_START(count) (-128 * (count))
 #define SUMS_BEGIN WHOLE_BITS
 #elif defined(__AVX512F__)
 INLINE ints dot_half(ints sum, ints w, ints x) {
@@ -293,38 +305,41 @@ INLINE ints dot_half(ints sum, ints w, ints x) {
 }
 INLINE ints sum_of_halves(ints x) { return (ints)_mm512_madd_epi16((__m512i)x, _mm512_set1_epi16(1)); }
 /* There is no instruction for the sign. */
-INLINE ints dot_wide(ints sum, ints w, ints x) {
-    const __m512i ones = _mm512_set1_epi16(1);
-    __m512i low = _mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)low_halves(w), (__m512i)x), ones);
-    __m512i high = _mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)high_halves(w), (__m512i)x), ones);
-    return (ints)_mm512_add_epi32(_mm512_add_epi32((__m512i)sum, low), _mm512_slli_epi32(high, 4));
+INLINE ints dot_with_sign(ints sum, ints w, ints x) {
+    const __mmask64 negative = _mm512_movepi8_mask((__m512i)w);
+    const __m512i moved = _mm512_mask_sub_epi8((__m512i)x, negative, _mm512_setzero_si512(), (__m512i)x);
+    return sum + sum_of_halves((ints)_mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)w), moved));
 }
 INLINE ints dot_floats(ints sum, ints low, ints x, ints high, ints later) {
-    const ints pairs = dot_half(dot_half(spread_ints(0), low, x), high, later);
-    return (ints)_mm512_add_epi32((__m512i)sum, (__m512i)sum_of_halves(pairs));
+    return sum + sum_of_halves(dot_half(dot_half(spread_ints(0), low, x), high, later));
 }
-#define WIDE_START(count) (-128 * (count))
 #elif defined(__AVXVNNI__)
 INLINE ints dot_half(ints sum, ints w, ints x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
 INLINE ints sum_of_halves(ints x) { return x; }
-INLINE ints dot_wide(ints sum, ints w, ints x) { return dot_half(sum, w, x); }
 INLINE ints dot_floats(ints sum, ints low, ints x, ints high, ints later) {
     return dot_half(dot_half(sum, low, x), high, later);
 }
-#define WIDE_START(count) (-128 * (count))
 #else
 INLINE ints dot_half(ints sum, ints w, ints x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)); }
 INLINE ints sum_of_halves(ints x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
-/* A pair of products with the sign moved to x is at most 2 * 128 * 127, so 16 bits hold it. */
-INLINE ints dot_wide(ints sum, ints w, ints x) {
-    const __m256i with_sign = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(with_sign), _mm256_sign_epi8(x, with_sign));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+INLINE ints dot_with_sign(ints sum, ints w, ints x) {
+    return _mm256_add_epi32(sum, sum_of_halves(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))));
 }
 INLINE ints dot_floats(ints sum, ints low, ints x, ints high, ints later) {
     return _mm256_add_epi32(sum, sum_of_halves(dot_half(dot_half(spread_ints(0), low, x), high, later)));
 }
+#endif
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define WIDE_START(count) (-WIDE_ABOVE * (count))
+#define LEVELS CODE_BYTES[OF_4_BIT_LEVELS]
+INLINE ints dot_levels(ints sum, ints w, ints x) { return dot_half(sum, w, x); }
+INLINE ints dot_wide(ints sum, ints w, ints x) { return dot_half(sum, w, x); }
+#else
 #define WIDE_START(count) (0 * (count))
+#define LEVELS CODE_VALUES[OF_4_BIT_LEVELS]
+INLINE ints dot_levels(ints sum, ints w, ints x) { return dot_with_sign(sum, w, x); }
+INLINE ints dot_wide(ints sum, ints w, ints x) { return dot_with_sign(sum, signed_bytes(w), x); }
 #endif
 
 #if !defined(SUMS_BEGIN)
@@ -402,10 +417,12 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
             UNROLL_8 for (int v = 0; v < parts; v++) {
                 const ints b = load_ints(q + (2 * k + v * WIDTH / LANES) * bytes + 64 * i + v * WIDTH % LANES * 4);
                 UNROLL_8 for (int t = 0; t < rows; t++) {
-                    if (form == OF_4_BIT_FLOATS) {
-                        const ints low = looked_up(FLOAT_BYTES, low_halves(b));
-                        const ints high = looked_up(FLOAT_BYTES, high_halves(b));
-                        sum[t][v] = dot_floats(sum[t][v], low, four[t], high, later[t]);
+                    if (has_codes(form)) {
+                        const void *table = form == OF_4_BIT_LEVELS ? (const void *)LEVELS : CODE_BYTES[form];
+                        const ints low = looked_up(table, low_halves(b)), high = looked_up(table, high_halves(b));
+                        sum[t][v] = form == OF_4_BIT_LEVELS
+                                        ? dot_levels(dot_levels(sum[t][v], low, four[t]), high, later[t])
+                                        : dot_floats(sum[t][v], low, four[t], high, later[t]);
                     } else if (has_4_bits(form)) {
                         sum[t][v] = dot_half(sum[t][v], low_halves(b), four[t]);
                         sum[t][v] = dot_half(sum[t][v], high_halves(b), later[t]);
@@ -517,6 +534,9 @@ static void group_rows(const struct block_weights *w, int64_t g, const struct bl
         break;
     case OF_4_BIT_FLOATS:
         rows_tile(w, g, x, first, rows, OF_4_BIT_FLOATS, ahead, out, stride);
+        break;
+    case OF_4_BIT_LEVELS:
+        rows_tile(w, g, x, first, rows, OF_4_BIT_LEVELS, ahead, out, stride);
         break;
     default:
         rows_tile(w, g, x, first, rows, OF_8_BITS_OFFSET, ahead, out, stride);

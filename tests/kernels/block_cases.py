@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.blocks import BLOCK, BlockKind, Blocks, quantised
+from kernels.blocks import BLOCK, CODE_VALUES, BlockKind, Blocks, quantised
 from tools.shapes import SHAPES
 
 WIDTHS = sorted({576, 1536, *(n for s in SHAPES.values() for n in (s.hidden, s.inner, s.heads * s.head_dim))})
@@ -38,12 +38,20 @@ def floats(N: int, K: int) -> Blocks:
     return Blocks(BlockKind.F4, codes_NK, (2.0**exponents_NB).half(), None)
 
 
+def levels(N: int, K: int) -> Blocks:
+    """Codes of levels, and scales of either sign."""
+    codes_NK = torch.randint(0, 16, (N, K), generator=torch.Generator().manual_seed(4)).to(torch.uint8)
+    codes_NK[0] = 0  # the largest magnitude
+    return Blocks(BlockKind.L4, codes_NK, (rand(N, K // BLOCK, seed=5) * 0.01).half(), None)
+
+
 CASES: dict[str, Callable[[int, int], Blocks]] = {
     "4 bits": without_offsets,
     "4 bits with offsets": lambda N, K: quantised(rand(N, K), BlockKind.Q4),
     "8 bits": lambda N, K: quantised(rand(N, K), BlockKind.Q8),
     "8 bits with offsets": with_offsets,
     "4-bit floats": floats,
+    "4-bit levels": levels,
 }
 """Matrices [N, K] of each compiled form of a product."""
 
@@ -51,7 +59,8 @@ CASES: dict[str, Callable[[int, int], Blocks]] = {
 def random_blocks(kind: BlockKind, N: int, K: int, seed: int) -> Blocks:
     """Return a matrix [N, K] of a kind, whose products are about as large as their inputs."""
     generator = torch.Generator().manual_seed(seed)
-    if kind is not BlockKind.F4:
+    if kind not in CODE_VALUES:
         return quantised(torch.randn(N, K, generator=generator) * K**-0.5, kind)
     codes_NK = torch.randint(0, 16, (N, K), generator=generator).to(torch.uint8)
-    return Blocks(kind, codes_NK, torch.full((N, K // BLOCK), 2.0**-6, dtype=torch.float16), None)
+    scale = 12 * 2.0**-6 / float(CODE_VALUES[kind].abs().max())
+    return Blocks(kind, codes_NK, torch.full((N, K // BLOCK), scale, dtype=torch.float16), None)

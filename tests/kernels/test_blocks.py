@@ -43,6 +43,24 @@ VARIANTS = {
 """By the flags of /proc/cpuinfo that it needs."""
 VARIANTS_OF_AARCH64 = {"aarch64_dot": 8, "aarch64_i8mm": 9}
 """By the least level of dispatch.c that runs it: under an emulator, /proc/cpuinfo has the flags of the host."""
+CODED = {"4-bit floats": BlockKind.F4, "4-bit levels": BlockKind.L4}
+"""The cases whose 4 bits are codes."""
+
+
+def variants() -> list[str]:
+    """The units that this CPU has."""
+    if platform.machine() == "aarch64":
+        level = int(native().lockstep_cpu_level())
+        return [name for name, needed in VARIANTS_OF_AARCH64.items() if needed <= level]
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    return [name for name, needed in VARIANTS.items() if needed <= flags]
+
+
+def product_by(variant: str, product: PackedBlocks, x_MK: torch.Tensor) -> torch.Tensor:
+    """The product on one unit."""
+    call = LinearCall(product, x_MK, 0)
+    native()[f"lockstep_block_linear_{variant}"](ctypes.byref(call.args))
+    return call.out_MN
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -84,7 +102,7 @@ def test_joined_matrices_of_different_kinds_lose_nothing() -> None:
     whole = Blocks.joined(parts)
     assert whole.kind is BlockKind.Q8
     assert torch.equal(whole.dequantised(), torch.cat([part.dequantised() for part in parts]))
-    without = Blocks.joined([CASES[case](16, 64) for case in ("8 bits", "4-bit floats")])
+    without = Blocks.joined([CASES[case](16, 64) for case in ("8 bits", *CODED)])
     assert (without.kind, without.offsets_NB) == (BlockKind.Q8, None)
     same = Blocks.joined([parts[0], parts[0]])
     assert same.kind is BlockKind.Q4
@@ -93,37 +111,32 @@ def test_joined_matrices_of_different_kinds_lose_nothing() -> None:
 
 
 @pytest.mark.parametrize("shape", [(33, 32), (70, 96), (64, 1120)])
-def test_products_over_floats_have_the_bits_of_those_over_their_8_bits(shape: tuple[int, int]) -> None:
-    matrix = CASES["4-bit floats"](*shape)
+@pytest.mark.parametrize(("case", "kind"), CODED.items())
+def test_products_over_codes_have_the_bits_of_those_over_their_8_bits(
+    case: str, kind: BlockKind, shape: tuple[int, int]
+) -> None:
+    matrix = CASES[case](*shape)
     of_4_bits = PackedBlocks(matrix)
     of_8_bits = PackedBlocks(Blocks.joined([matrix, CASES["8 bits"](*shape)]))
-    assert (of_4_bits.kind, of_8_bits.kind, of_8_bits.offsets) == (BlockKind.F4, BlockKind.Q8, None)
+    assert (of_4_bits.kind, of_8_bits.kind, of_8_bits.offsets) == (kind, BlockKind.Q8, None)
     x_MK = rand(128, shape[1])
     for rows in range(1, 129):
         part_MK = x_MK[128 - rows :].contiguous()
-        want_MN = of_8_bits(part_MK)[:, : shape[0]]
-        assert torch.equal(of_4_bits(part_MK).view(torch.int32), want_MN.view(torch.int32)), rows
+        want_MN = of_8_bits(part_MK)[:, : shape[0]].view(torch.int32)
+        for name in variants():
+            assert torch.equal(product_by(name, of_4_bits, part_MK).view(torch.int32), want_MN), (name, rows)
 
 
 def test_every_variant_that_this_cpu_runs_gives_the_same_bits() -> None:
     """The slower variants are compiled for CPUs without the instruction, which no test machine may be."""
-    library = native()
-    if platform.machine() == "aarch64":
-        level = int(library.lockstep_cpu_level())
-        names = [name for name, needed in VARIANTS_OF_AARCH64.items() if needed <= level]
-    else:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-        names = [name for name, needed in VARIANTS.items() if needed <= flags]
-    assert names != []
+    assert variants() != []
     for case in CASES.values():
         product = PackedBlocks(case(40, 96), rand(40, seed=2))
         for rows in range(1, 9):  # every tile of rows, of every variant
             x_MK = rand(rows, 96)
             want_MN = product(x_MK)
-            for name in names:
-                call = LinearCall(product, x_MK, 0)
-                library[f"lockstep_block_linear_{name}"](ctypes.byref(call.args))
-                assert torch.equal(call.out_MN, want_MN), (name, rows)
+            for name in variants():
+                assert torch.equal(product_by(name, product, x_MK), want_MN), (name, rows)
 
 
 def test_rows_of_another_width_are_rejected() -> None:

@@ -13,7 +13,9 @@ static float of_half(uint16_t x) { return _cvtsh_ss(x); }
 static float output_of(const struct block_weights *w, const struct block_rows *x, int64_t row, int64_t n) {
     const int64_t blocks = w->inputs / QBLOCK, g = n / GROUP, half = n % GROUP / LANES, lane = n % LANES;
     static const int8_t twice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* values of e2m1 */
-    const int64_t words = w->kind == BLOCKS_8_BIT ? 8 : 4, is_floats = w->kind == BLOCKS_4_BIT_FLOATS;
+    static const int8_t levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    const int8_t *values = w->kind == BLOCKS_4_BIT_FLOATS ? twice : w->kind == BLOCKS_4_BIT_LEVELS ? levels : 0;
+    const int64_t words = w->kind == BLOCKS_8_BIT ? 8 : 4;
     const int32_t below = w->offsets ? 0 : 8;
     float acc = 0.0f;
     for (int64_t k = 0; k < blocks; k++) {
@@ -23,7 +25,7 @@ static float output_of(const struct block_weights *w, const struct block_rows *x
             const int64_t word = i / 4;
             const uint8_t byte = q[word % words * 64 + lane * 4 + i % 4];
             const int32_t half = word < 4 ? byte & 15 : byte >> 4;
-            const int32_t weight = words == 8 ? byte - 128 : is_floats ? twice[half] : half - below;
+            const int32_t weight = words == 8 ? byte - 128 : values ? values[half] : half - below;
             sum += weight * x->quants[row * w->inputs + k * QBLOCK + i];
         }
         const int64_t at = (g * blocks + k) * GROUP + n % GROUP;

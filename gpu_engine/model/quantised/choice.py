@@ -29,7 +29,12 @@ from kernels.blocks import BLOCK, BlockKind, Blocks, PackedBlocks, RawBlocks, ca
 log = logging.getLogger(__name__)
 
 WhyNot = Callable[[ScaledKind, torch.device], str | None]
-_BLOCKS = {BlockKind.Q4: "4-bit blocks", BlockKind.Q8: "8-bit blocks", BlockKind.F4: "4-bit floats"}
+_BLOCKS = {
+    BlockKind.Q4: "4-bit blocks",
+    BlockKind.Q8: "8-bit blocks",
+    BlockKind.F4: "4-bit floats",
+    BlockKind.L4: "4-bit levels",
+}
 
 
 def forms_of(net: nn.Module) -> str:
