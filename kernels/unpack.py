@@ -44,7 +44,7 @@ def unpacked(
         raw_Nk: uint8 [N, bytes of a row], contiguous.
         number: the kind in the file; Q2_K, Q3_K and Q6_K have no blocks, and those of MXFP4 are not unpacked.
         num_inputs: K, a multiple of 32.
-        kind: of the blocks, with integers of 4 or 8 bits.
+        kind: of the blocks, with integers of 4 or 8 bits or codes.
         offsets: the blocks have them; those of Q4_0 do not.
         order: int64 [B], the block in the file of each block; None: the same order.
     """

@@ -10,6 +10,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "codes.h"
+
 #define INLINE static inline __attribute__((always_inline))
 
 enum { INPUTS = 32, PART = 16 };
@@ -109,11 +111,9 @@ INLINE void nibbles(struct block *to, const uint8_t *at) {
     }
 }
 
-INLINE void looked_up(struct block *to, const int8_t *values, const uint8_t *at) {
-    for (int i = 0; i < PART; i++) {
-        to->quants[i] = values[at[i] & 15];
-        to->quants[PART + i] = values[at[i] >> 4];
-    }
+/* In place of codes, what they stand for. */
+INLINE void look_up(struct block *to, const int8_t *values) {
+    for (int i = 0; i < INPUTS; i++) to->quants[i] = values[to->quants[i]];
 }
 
 INLINE void minus(struct block *to, int8_t less) {
@@ -155,29 +155,38 @@ INLINE void read_q8_0(struct block *to, const uint8_t *row, int64_t b) {
     scaled(to, half_at(row + 34 * b), 0);
 }
 
-static const int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const int8_t IQ4_VALUES[16] = IQ4_LEVELS(0), MXFP4_VALUES[16] = TWICE_E2M1(0);
 
-INLINE void read_iq4_nl(struct block *to, const uint8_t *row, int64_t b) {
-    looked_up(to, IQ4_VALUES, row + 18 * b + 2);
+INLINE void read_iq4_nl_codes(struct block *to, const uint8_t *row, int64_t b) {
+    nibbles(to, row + 18 * b + 2);
     scaled(to, half_at(row + 18 * b), 0);
 }
 
+INLINE void read_iq4_nl(struct block *to, const uint8_t *row, int64_t b) {
+    read_iq4_nl_codes(to, row, b);
+    look_up(to, IQ4_VALUES);
+}
+
 INLINE void read_mxfp4(struct block *to, const uint8_t *row, int64_t b) {
-    /* Twice the values of e2m1, in the order of its codes. */
-    static const int8_t values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     const uint8_t *at = row + 17 * b;
-    looked_up(to, values, at + 1);
+    nibbles(to, at + 1);
+    look_up(to, MXFP4_VALUES);
     /* 2 ** (at[0] - 128); the two least are denormals. */
     scaled(to, float_of(at[0] < 2 ? 0x200000u << at[0] : (uint32_t)(at[0] - 1) << 23), 0);
 }
 
 /* The kinds with 256 inputs in eight blocks follow. */
 
-INLINE void read_iq4_xs(struct block *to, const uint8_t *row, int64_t b) {
+INLINE void read_iq4_xs_codes(struct block *to, const uint8_t *row, int64_t b) {
     const uint8_t *at = row + 136 * (b / 8);
     const int j = (int)(b % 8), high = (at[2] | at[3] << 8) >> 2 * j & 3, low = at[4 + j / 2] >> 4 * (j % 2) & 15;
-    looked_up(to, IQ4_VALUES, at + 8 + PART * j);
+    nibbles(to, at + 8 + PART * j);
     scaled(to, half_at(at) * (float)((low | high << 4) - 32), 0);
+}
+
+INLINE void read_iq4_xs(struct block *to, const uint8_t *row, int64_t b) {
+    read_iq4_xs_codes(to, row, b);
+    look_up(to, IQ4_VALUES);
 }
 
 INLINE void scale_and_minimum(struct block *to, const uint8_t *at, int j) {
@@ -238,7 +247,7 @@ INLINE void read_q6_k(struct block *to, const uint8_t *row, int64_t b) {
 
 typedef void read_block(struct block *to, const uint8_t *row, int64_t b);
 
-/* `zero`: added to integers of 4 bits, which makes them 0 to 15. */
+/* `zero`: added to integers or codes of 4 bits, which makes them 0 to 15. */
 INLINE void unpack(const struct unpack_args *a, read_block *read, int bits, int zero) {
     const int64_t bytes = bits == 4 ? PART : INPUTS;
     for (int64_t r = 0; r < a->rows; r++)
@@ -302,10 +311,10 @@ void lockstep_unpack_blocks(const struct unpack_args *a) {
         unpack(a, read_q5_k, 8, 0);
         break;
     case IQ4_NL:
-        unpack(a, read_iq4_nl, 8, 0);
+        unpack(a, read_iq4_nl_codes, 4, 0);
         break;
     case IQ4_XS:
-        unpack(a, read_iq4_xs, 8, 0);
+        unpack(a, read_iq4_xs_codes, 4, 0);
         break;
     }
 }

@@ -10,7 +10,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from kernels.blocks import BLOCK, BlockKind, Blocks, quantised
+from kernels.blocks import BLOCK, CODE_VALUES, BlockKind, Blocks, quantised
 from kernels.unpack import dequantised, unpacked
 
 SCALES = {
@@ -22,7 +22,11 @@ SCALES = {
     Kind.MXFP4: (),
 }
 """Kind -> where the numbers in half precision of a block are."""
-FOUR, WITH_OFFSETS = (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K), (Kind.Q4_1, Kind.Q4_K, Kind.Q5_1, Kind.Q5_K)
+OF_4_BITS = {
+    **dict.fromkeys((Kind.Q4_0, Kind.Q4_1, Kind.Q4_K), BlockKind.Q4),
+    **dict.fromkeys((Kind.IQ4_NL, Kind.IQ4_XS), BlockKind.L4),
+}
+WITH_OFFSETS = (Kind.Q4_1, Kind.Q4_K, Kind.Q5_1, Kind.Q5_K)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,15 +71,17 @@ def test_blocks_are_exact_but_for_a_scale_in_half_precision(kind: Kind) -> None:
     for scales, bound in ((ROUND, 0.0), (ANY, 2.0**-11)):
         raw = drawn(kind, scales)
         want_NK = torch.from_numpy(dequantize(raw, kind))
-        (N, K), bits_of = want_NK.shape, BlockKind.Q4 if kind in FOUR else BlockKind.Q8
+        (N, K), block_kind = want_NK.shape, OF_4_BITS.get(kind, BlockKind.Q8)
         offsets = kind in WITH_OFFSETS
-        made = unpacked(torch.from_numpy(raw), kind.value, K, bits_of, offsets=offsets, order=None)
+        made = unpacked(torch.from_numpy(raw), kind.value, K, block_kind, offsets=offsets, order=None)
         quants_NBk = made.quants.memory.view(torch.int8)
-        if bits_of is BlockKind.Q4:
+        if block_kind is not BlockKind.Q8:
             quants_NBk = torch.cat([made.quants.memory & 15, made.quants.memory >> 4], dim=2)
         offsets_NB = None if made.offsets is None else made.offsets.memory
-        blocks = Blocks(bits_of, quants_NBk.view(N, K), made.scales.memory, offsets_NB)
-        scaled_NBk = quants_NBk.float().abs() * blocks.scales_NB.float().abs()[..., None]
+        blocks = Blocks(block_kind, quants_NBk.view(N, K), made.scales.memory, offsets_NB)
+        values = CODE_VALUES.get(block_kind)
+        values_NBk = quants_NBk if values is None else values[quants_NBk.int()]
+        scaled_NBk = values_NBk.float().abs() * blocks.scales_NB.float().abs()[..., None]
         if offsets_NB is not None:
             scaled_NBk += offsets_NB.float().abs()[..., None]
         far_NK = (blocks.dequantised() - want_NK).abs()

@@ -1,9 +1,9 @@
 """The kinds of quantised matrices in GGUF files, as blocks that a product reads and as numbers.
 
 The kinds of BLOCKS have integers with one scale for every 32 inputs, so their blocks are exact but for the scale, which
-is rounded to half precision (a relative error of at most 5e-4). MXFP4 has floats of 4 bits in their place (see
-mxfp4.py). Q2_K, Q3_K, Q6_K and the IQ kinds of 3 bits and fewer have a scale for every 16 inputs or values that no byte
-holds, and are not there: their matrices are rounded to 8 bits.
+is rounded to half precision (a relative error of at most 5e-4). IQ4_NL and IQ4_XS have codes of integers in their
+place, and MXFP4 has those of floats (see mxfp4.py). Q2_K, Q3_K, Q6_K and the IQ kinds of 3 bits and fewer have a scale
+for every 16 inputs or values that no byte holds, and are not there: their matrices are rounded to 8 bits.
 Invariant: the blocks of a matrix are those of its rows, whatever part of them is read at once.
 Not responsible for: the names of tensors and the order of their rows (see gguf_blocks.py), the bytes of a block (see
 kernels/unpack.py), the product (see kernels/blocks.py).
@@ -38,7 +38,8 @@ BLOCKS = {
     Kind.Q4_0: BlockForm(BlockKind.Q4, has_offsets=False),
     **dict.fromkeys((Kind.Q4_1, Kind.Q4_K), BlockForm(BlockKind.Q4, has_offsets=True)),
     **dict.fromkeys((Kind.Q5_1, Kind.Q5_K), BlockForm(BlockKind.Q8, has_offsets=True)),
-    **dict.fromkeys((Kind.Q5_0, Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS), BlockForm(BlockKind.Q8, has_offsets=False)),
+    **dict.fromkeys((Kind.Q5_0, Kind.Q8_0), BlockForm(BlockKind.Q8, has_offsets=False)),
+    **dict.fromkeys((Kind.IQ4_NL, Kind.IQ4_XS), BlockForm(BlockKind.L4, has_offsets=False)),
     Kind.MXFP4: BlockForm(BlockKind.F4, has_offsets=False),
 }
 """The kinds that have blocks, and what these are."""
@@ -55,7 +56,10 @@ class _Layout:
     """None: the kind has none."""
 
 
-_LAYOUTS = {Kind.Q4_0: _Layout(2, None), Kind.Q4_1: _Layout(4, 2), Kind.Q8_0: _Layout(2, None)}
+_LAYOUTS = {
+    **dict.fromkeys((Kind.Q4_0, Kind.Q8_0, Kind.IQ4_NL), _Layout(2, None)),
+    Kind.Q4_1: _Layout(4, 2),
+}
 """The kinds whose blocks are those of a product as they lie in the file. The others are rewritten."""
 
 

@@ -52,6 +52,7 @@ def test_blocks_are_the_weights_of_the_file(kind: Kind, bound: float) -> None:
     assert blocks is not None
     assert blocks.shape == tuple(want_NK.shape)
     assert (blocks.kind, blocks.offsets_NB is not None) == (BLOCKS[kind].kind, BLOCKS[kind].has_offsets)
+    assert blocks.kind.block_bytes == (BLOCK // 2 if "4" in kind.name else BLOCK)
     assert distance(blocks.dequantised(), want_NK) <= bound
     some = blocks_of(raw[2:4], kind)
     assert some is not None
