@@ -28,6 +28,7 @@ from kernels.step_tensors import StepTensors
 _TURN_ENDS = {
     "gemma4_text": ("<turn|>", "<|tool_response>"),
     "glm4": ("<|user|>", "<|observation|>"),
+    "glm4_moe": ("<|user|>", "<|observation|>"),
     "gpt_oss": ("<|return|>", "<|call|>"),
 }
 """Tokens that end a model's turn next to the end of a text: a GGUF file names only one of them."""

@@ -283,11 +283,11 @@ INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
  * 128 * 127 and stays in 16 bits. dot_levels takes what is looked up in LEVELS. dot_floats takes the bytes of floats of
  * two words, whose two pairs stay below 2 * 2 * 24 * 127; eight pairs do not stay in 16 bits. */
 #define FLOATS_START(count) (-FLOATS_ABOVE * (count))
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-#define IN_PAIRS 0 /* the sums of dot_half are pairs of 16 bits, which have no room for what a sum begins with */
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+#define IN_PAIRS 0
 #define HALVES_START(count) (-MIDDLE * (count))
 #else
-#define IN_PAIRS 1
+#define IN_PAIRS 1 /* the sums of dot_half are pairs of 16 bits, which have no room for what a sum begins with */
 #define HALVES_START(count) 0
 #endif
 #if defined(__AVX512VNNI__)
@@ -330,7 +330,7 @@ INLINE ints dot_floats(ints sum, ints low, ints x, ints high, ints later) {
 }
 #endif
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if !IN_PAIRS
 #define WIDE_START(count) (-WIDE_ABOVE * (count))
 #define LEVELS CODE_BYTES[OF_4_BIT_LEVELS]
 INLINE ints dot_levels(ints sum, ints w, ints x) { return dot_half(sum, w, x); }

@@ -236,12 +236,12 @@ def _write_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig, arch: str, ke
         own = {"rope.freq_base": rotation.get("full_attention", rotation)["rope_theta"], **own}
     writer.add_name(f"tiny {config.model_type}")
     writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(own.pop("block_count", config.num_hidden_layers))
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
+    writer.add_key_length(own.pop("attention.key_length", head_dim))
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(own.pop("rope.dimension_count", head_dim))

@@ -186,5 +186,5 @@ def test_rows_without_offsets_go_into_a_matrix_that_has_them(case: str) -> None:
     apart = torch.cat([PackedBlocks(part)(x_MK) for part in parts], dim=1)
     if case == "8 bits":
         assert torch.equal(made(x_MK), apart)
-    else:  # an offset is a number of its own there, and the integers' middle is not
+    else:  # a stored offset is added as a float; without one, 8 is subtracted from the integers
         torch.testing.assert_close(made(x_MK), apart, rtol=1e-6, atol=1e-5)

@@ -25,14 +25,15 @@ from transformers import (
 from gpu_engine.model.files.architectures import WITH_EXPERTS, has_experts
 from gpu_engine.model.files.gguf_dense import DENSE, dense_configuration
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
-from gpu_engine.model.files.gguf_mixtures import MIXTURES
+from gpu_engine.model.files.gguf_mixtures import MIXTURES, mixture_configuration
 from gpu_engine.model.files.gguf_values import common_values, has_tensor, heads_by_layer, number_of
 from gpu_engine.model.files.rope_factors import PROPORTIONAL, rotated_share
 
 
 def own_configuration(header: GGUFHeader) -> PreTrainedConfig | None:
     """Return the configuration of one of these files; None: transformers makes it. Raises OSError or GGUFError."""
-    make = (_FAMILIES | MIXTURES if has_experts(header) else _FAMILIES).get(header.architecture)
+    mixtures = dict.fromkeys(MIXTURES, mixture_configuration) if has_experts(header) else {}
+    make = (_FAMILIES | mixtures).get(header.architecture)
     if make is None:
         return None
     if has_experts(header) and header.architecture not in WITH_EXPERTS:

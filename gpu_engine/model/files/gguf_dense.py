@@ -31,7 +31,15 @@ from transformers import (
 )
 
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
-from gpu_engine.model.files.gguf_values import has_tensor, number_of
+from gpu_engine.model.files.gguf_values import (
+    ends_of,
+    has_tensor,
+    head_size_of,
+    layers_of,
+    number_of,
+    rotated_of,
+    rotation_of,
+)
 
 _EPSILONS = dict.fromkeys(("cohere2", "command-r"), ("layer_norm_eps", "attention.layer_norm_epsilon"))
 _RMS_EPSILON = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
@@ -46,55 +54,22 @@ def dense_configuration(header: GGUFHeader, common: dict[str, Any]) -> PreTraine
     heads = common["num_attention_heads"]
     fields = {
         **common,
-        "num_hidden_layers": number_of(header, "block_count"),
+        "num_hidden_layers": layers_of(header),
         "intermediate_size": number_of(header, "feed_forward_length"),
-        "head_dim": header.get("{arch}.attention.key_length") or common["hidden_size"] // heads,
+        "head_dim": head_size_of(header, common["hidden_size"] // heads),
         epsilon: number_of(header, key),
-        "rope_parameters": _rotation(header),
-        "eos_token_id": _ends(header),
+        "rope_parameters": rotation_of(header),
+        "eos_token_id": ends_of(header),
     }
     return DENSE[header.architecture](header, fields)
 
 
-def _ends(header: GGUFHeader) -> list[int]:
-    """Return the tokens that end a text or a turn."""
-    ends = (header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return list(dict.fromkeys(end for end in ends if end is not None))
-
-
-def _rotation(header: GGUFHeader) -> dict[str, Any]:
-    """Return the parameters of the rotation; factors that are tensors come later (see rope_factors.py)."""
-    kind = header.get("{arch}.rope.scaling.type", "linear")
-    plain: dict[str, Any] = {"rope_type": "default", "rope_theta": header.get("{arch}.rope.freq_base", 10_000.0)}
-    factor = header.get("{arch}.rope.scaling.factor")
-    if kind == "none" or (kind == "linear" and factor in (None, 0.0, 1.0)):
-        return plain
-    if kind == "linear":
-        return {**plain, "rope_type": kind, "factor": factor}
-    if kind != "yarn":
-        raise GGUFError(f"its rotation is scaled by {kind!r}, which is not known here")
-    given = {
-        "attention_factor": header.get("{arch}.rope.scaling.yarn_attn_factor"),
-        "beta_fast": header.get("{arch}.rope.scaling.yarn_beta_fast"),
-        "beta_slow": header.get("{arch}.rope.scaling.yarn_beta_slow"),
-        "mscale_all_dim": header.get("{arch}.rope.scaling.yarn_log_multiplier") or None,
-    }
-    return {
-        **plain,
-        "rope_type": kind,
-        "factor": number_of(header, "rope.scaling.factor"),
-        "original_max_position_embeddings": number_of(header, "rope.scaling.original_context_length"),
-        **({"mscale": 1.0} if given["mscale_all_dim"] else {}),
-        **{name: value for name, value in given.items() if value is not None},
-    }
-
-
 def _kinds_of_layers(header: GGUFHeader) -> list[str]:
     """Return which layers have a sliding window, by transformers' names."""
-    pattern, count = header.get("{arch}.attention.sliding_window_pattern", _PERIOD), number_of(header, "block_count")
+    pattern, count = header.get("{arch}.attention.sliding_window_pattern", _PERIOD), layers_of(header)
     if not isinstance(pattern, list):
         pattern = [(layer + 1) % pattern != 0 for layer in range(count)]
-    return ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    return ["sliding_attention" if slides else "full_attention" for slides in pattern[:count]]
 
 
 def _arcee(header: GGUFHeader, fields: dict[str, Any]) -> PreTrainedConfig:
@@ -139,7 +114,7 @@ def _gemma(_: GGUFHeader, fields: dict[str, Any]) -> PreTrainedConfig:
 def _glm4(header: GGUFHeader, fields: dict[str, Any]) -> PreTrainedConfig:
     if header.get("{arch}.rope.dimension_sections"):
         raise GGUFError("its rotation has sections, as in a model of images, which is not described")
-    rotated = number_of(header, "rope.dimension_count") / fields["head_dim"]
+    rotated = rotated_of(header, fields["head_dim"]) / fields["head_dim"]
     return Glm4Config(
         **{**fields, "rope_parameters": {**fields["rope_parameters"], "partial_rotary_factor": rotated}},
         attention_bias=has_tensor(header, "attn_q.bias"),

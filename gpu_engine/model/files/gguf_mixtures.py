@@ -26,46 +26,42 @@ from transformers import (
 
 from gpu_engine.model.files.architectures import width_of_experts
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
-from gpu_engine.model.files.gguf_values import has_tensor, number_of
-from gpu_engine.model.files.rope_factors import apply_rope_factors
+from gpu_engine.model.files.gguf_values import (
+    ends_of,
+    has_tensor,
+    head_size_of,
+    layers_of,
+    number_of,
+    rotated_of,
+    rotation_of,
+)
 
 _SOFTMAX, _SIGMOID = 1, 2
 """Values of expert_gating_func."""
+_OF_V2, _OF_V3 = 160, 256
+"""Experts of DeepSeek's models that choose by groups: their older files do not say so."""
+
+
+def mixture_configuration(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
+    """Return the configuration of a file of one of MIXTURES. `common`: what all families have, by transformers' names.
+    Raises KeyError, TypeError, ValueError or GGUFError."""
+    return MIXTURES[header.architecture](header, {**common, "eos_token_id": ends_of(header)})
 
 
 def _layers(header: GGUFHeader) -> dict[str, Any]:
-    """Return what all mixtures have besides the common values. Layers that draft are left out. Raises GGUFError where
-    no other is left."""
-    blocks, drafting = number_of(header, "block_count"), header.get("{arch}.nextn_predict_layers") or 0
-    if not 0 <= drafting < blocks:
-        key = f"{header.architecture}.nextn_predict_layers"
-        raise GGUFError(f"its {key} is {drafting!r}, and must be at least 0 and below its block_count, {blocks}")
+    """Return what all mixtures have besides the common values."""
     return {
-        "num_hidden_layers": blocks - drafting,
+        "num_hidden_layers": layers_of(header),
         "num_experts_per_tok": number_of(header, "expert_used_count"),
         "rms_norm_eps": number_of(header, "attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rotation(header),
+        "rope_parameters": rotation_of(header),
     }
 
 
-def _rotation(header: GGUFHeader) -> dict[str, Any]:
-    """Return the rotary parameters. Raises GGUFError for a kind of scaling that is not known."""
-    kind = header.get("{arch}.rope.scaling.type", "none")
-    rope = {"rope_type": "default", "rope_theta": header.get("{arch}.rope.freq_base", 10_000.0)}
-    if kind == "none":
-        return rope
-    factor = number_of(header, "rope.scaling.factor")
-    if kind == "linear":
-        return rope | {"rope_type": kind, "factor": factor}
-    if kind != "yarn":
-        raise GGUFError(f"its {header.architecture}.rope.scaling.type is {kind!r}; none, linear and yarn are read")
-    return rope | {
-        "rope_type": kind,
-        "factor": factor,
-        "beta_fast": header.get("{arch}.rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": header.get("{arch}.rope.scaling.yarn_beta_slow", 1.0),
-        "original_max_position_embeddings": number_of(header, "rope.scaling.original_context_length"),
-    }
+def _shared_width(header: GGUFHeader) -> int:
+    """Return the channels of the shared expert; 0: there is none. Older files have no key for it."""
+    shared = header.tensors.get("blk.0.ffn_up_shexp.weight")
+    return shared.shape[0] if shared else header.get("{arch}.expert_shared_feed_forward_length") or 0
 
 
 def _require(header: GGUFHeader, key: str, *known: object) -> None:
@@ -76,34 +72,29 @@ def _require(header: GGUFHeader, key: str, *known: object) -> None:
 
 
 def _mixtral(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
-    config = MixtralConfig(
+    return MixtralConfig(
         **common,
         **_layers(header),
         intermediate_size=number_of(header, "feed_forward_length"),
         num_local_experts=number_of(header, "expert_count"),
-        head_dim=header.get("{arch}.attention.key_length") or header.get("{arch}.rope.dimension_count"),
+        head_dim=head_size_of(header, common["hidden_size"] // common["num_attention_heads"]),
     )
-    apply_rope_factors(config, header)
-    return config
 
 
 def _qwen2_moe(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
-    shared = header.tensors.get("blk.0.ffn_up_shexp.weight")  # older files have no key for its width
     return Qwen2MoeConfig(
         **common,
         **_layers(header),
         intermediate_size=number_of(header, "feed_forward_length"),
         moe_intermediate_size=width_of_experts(header),
-        shared_expert_intermediate_size=number_of(header, "expert_shared_feed_forward_length")
-        if shared is None
-        else shared.shape[0],
+        shared_expert_intermediate_size=_shared_width(header),
         num_experts=number_of(header, "expert_count"),
         qkv_bias=has_tensor(header, "attn_q.bias"),
     )
 
 
 def _granite(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
-    shared = header.get("{arch}.expert_shared_feed_forward_length") or 0
+    shared = _shared_width(header)
     own: dict[str, Any] = {
         **common,
         **_layers(header),
@@ -160,8 +151,8 @@ def _with_sigmoid(header: GGUFHeader) -> dict[str, Any]:
 
 def _glm4_moe(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     _require(header, "expert_gating_func", _SIGMOID)
-    layers, head_dim = _layers(header), number_of(header, "attention.key_length")
-    layers["rope_parameters"]["partial_rotary_factor"] = number_of(header, "rope.dimension_count") / head_dim
+    layers, head_dim = _layers(header), head_size_of(header)
+    layers["rope_parameters"]["partial_rotary_factor"] = rotated_of(header, head_dim) / head_dim
     own: dict[str, Any] = {"head_dim": head_dim}  # the class does not name it
     return Glm4MoeConfig(
         **common,
@@ -179,6 +170,7 @@ def _deepseek2(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     A file has the heads' latent form, one head of keys, and in keys that end in _mla what it is expanded to.
     """
     layers, keys = _layers(header), _head_size(header, "key")
+    rotated = rotated_of(header, keys)
     rope, log_mscale = layers["rope_parameters"], header.get("{arch}.rope.scaling.yarn_log_multiplier")
     if rope["rope_type"] == "yarn" and log_mscale:
         rope |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * log_mscale)  # a file has 0.1 of it
@@ -188,17 +180,21 @@ def _deepseek2(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
         **_with_sigmoid(header),
         "kv_lora_rank": number_of(header, "attention.kv_lora_rank"),
         "q_lora_rank": header.get("{arch}.attention.q_lora_rank"),
-        "qk_nope_head_dim": keys - number_of(header, "rope.dimension_count"),
-        "qk_rope_head_dim": number_of(header, "rope.dimension_count"),
+        "qk_nope_head_dim": keys - rotated,
+        "qk_rope_head_dim": rotated,
         "v_head_dim": _head_size(header, "value"),
     }
     _require(header, "attention.temperature_scale", 0)  # of Mistral Large, whose queries grow with the position
     if has_tensor(header, "exp_probs_b.bias"):
         _require(header, "expert_gating_func", _SIGMOID)
+        if header.get("{arch}.expert_group_count") is None and own["n_routed_experts"] == _OF_V3:
+            own |= {"n_group": 8, "topk_group": 4}
         return DeepseekV3Config(**own)
     _require(header, "expert_gating_func", _SOFTMAX)
     _require(header, "expert_weights_norm", False)
     _require(header, "expert_group_count", 0, 1)  # llama.cpp adds two outputs of a group, where the family takes one
+    if own["n_routed_experts"] == _OF_V2:
+        raise GGUFError(f"it has {_OF_V2} experts, which DeepSeek V2 chooses by groups; such files are not read")
     return DeepseekV2Config(**own)
 
 
@@ -209,8 +205,8 @@ def _head_size(header: GGUFHeader, of: str) -> int:
 
 
 def _qwen3_next(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
-    layers, head_dim = _layers(header), number_of(header, "attention.key_length")
-    layers["rope_parameters"]["partial_rotary_factor"] = number_of(header, "rope.dimension_count") / head_dim
+    layers, head_dim = _layers(header), head_size_of(header)
+    layers["rope_parameters"]["partial_rotary_factor"] = rotated_of(header, head_dim) / head_dim
     count, values = layers["num_hidden_layers"], number_of(header, "ssm.time_step_rank")
     interval = header.get("{arch}.full_attention_interval") or 4
     recurrent = header.get("{arch}.attention.recurrent_layers") or [(at + 1) % interval > 0 for at in range(count)]

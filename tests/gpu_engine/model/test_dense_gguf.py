@@ -97,8 +97,14 @@ def test_rotary_factors_of_a_file_are_the_models(tmp_path: Path) -> None:
         ("granite", {"rope.scaling.finetuned": False}, "it is a Granite without rotation, which is not described"),
         ("granite", {"expert_count": 4}, "it is a mixture of experts of the architecture granite, which is not read"),
         ("glm4", {"rope.dimension_sections": [4, 4, 0, 0]}, "its rotation has sections, as in a model of images"),
+        ("glm4", {"rope.dimension_count": 2**32 - 2}, "is 4294967294, and must be an even number up to 32"),
+        ("granite", {"attention.key_length": 2**32 - 1}, "key_length is 4294967295, and must be from 1 to 65536"),
         ("cohere2", {"rope.dimension_count": 8}, "8 of 16 channels of a head rotate, and in its family all do"),
-        ("seed_oss", {"rope.scaling.type": "longrope"}, "its rotation is scaled by 'longrope', which is not known"),
+        (
+            "seed_oss",
+            {"rope.scaling.type": "longrope"},
+            r"rope.scaling.type is 'longrope'; none, linear and yarn are read",
+        ),
         ("mistral3", {"rope.scaling.type": "none"}, "its queries grow with their position, and its rotation is not"),
         ("olmo2", {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True]}, "wrong value"),
     ],
@@ -110,6 +116,14 @@ def test_a_file_that_is_no_such_model_is_refused(
         load_model(config(model=str(write(DENSE[family](), tmp_path / "model.gguf", keys=keys))))
     assert problem in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:
+    made = DENSE["exaone4 without windows"]()
+    keys = {"block_count": made.num_hidden_layers + 1, "nextn_predict_layers": 1}
+    also = {f"blk.{made.num_hidden_layers}.nextn.eh_proj.weight": np.zeros((2, 2), np.float32)}
+    file = write(made, tmp_path / "model.gguf", ["F32"], also=also, keys=keys)
+    assert far(load_model(config(model=str(file), dtype="float32")), drawn(made)) < 1e-4
 
 
 def test_every_token_that_ends_a_turn_ends_an_answer(tmp_path: Path) -> None:

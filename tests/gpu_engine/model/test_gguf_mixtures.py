@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from gpu_engine.model.experts import Experts
-from gpu_engine.model.files.gguf_header import GGUFHeader
+from gpu_engine.model.files.gguf_configs import own_configuration
+from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
 from gpu_engine.model.files.reading import open_gguf
 from gpu_engine.model.loader import ModelNotSupported, load_model
 from gpu_engine.model.recording import distance, typical_distance
 from kernels.blocks import can_multiply_blocks
+from tests.gpu_engine.gguf_files import EOS
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.model.mixture_gguf_files import CONFIGS, tiny, write
 from tests.gpu_engine.model.model_logits import logits, some_ids
@@ -138,6 +140,34 @@ def test_a_rank_and_a_gpu_get_only_files_that_transformers_reads(tmp_path: Path)
             open_gguf(header, by_expert=False)
 
 
+def test_every_token_that_ends_a_turn_of_a_mixture_ends_an_answer(tmp_path: Path) -> None:
+    ends = {"tokenizer__ggml__eot_token_id": EOS + 2, "tokenizer__ggml__eom_token_id": EOS + 3}
+    file = write(tiny("glm4moe"), "glm4moe", tmp_path / "model.gguf", **ends)
+    assert load_model(config(model=str(file))).eos_token_ids == (EOS, EOS + 2, EOS + 3)
+
+
+def test_older_files_of_deepseek_do_not_say_that_it_chooses_by_groups(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"expert_group_count": None, "expert_group_used_count": None}
+    for family, count, groups in (
+        ("deepseek2 v3", 256, (8, 4)),
+        ("deepseek2 v3", 64, (1, 1)),
+        ("deepseek2", 64, (1, 1)),
+    ):
+        file = write(tiny(family), family, tmp_path / "model.gguf", **keys, expert_count=count)
+        made: Any = own_configuration(GGUFHeader(file))
+        assert (made.n_group, made.topk_group) == groups
+    file = write(tiny("deepseek2"), "deepseek2", tmp_path / "model.gguf", **keys, expert_count=160)
+    with pytest.raises(GGUFError, match="160 experts, which DeepSeek V2 chooses by groups"):
+        own_configuration(GGUFHeader(file))
+
+
+def test_a_shared_expert_without_a_key_has_the_width_of_its_tensor(tmp_path: Path) -> None:
+    own = tiny("granitemoe shared")
+    file = write(own, "granitemoe shared", tmp_path / "model.gguf", expert_shared_feed_forward_length=None)
+    made = load_model(config(model=str(file), dtype="float32", quantization="none")).net.config
+    assert made.shared_intermediate_size == own.config.shared_intermediate_size
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"expert_used_count": 6}, r"llama\.expert_used_count is 6, and must be a number from 1 to .* 5$"),
     ("glm4moe", {"expert_used_count": 0}, r"glm4moe\.expert_used_count is 0, and must be a number from 1 to .* 8$"),
@@ -145,6 +175,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2moe", {"expert_count": 4}, r"qwen2moe\.expert_count is 4, and .*ffn_gate_inp\.weight has 5$"),
     ("glm4moe", {"expert_gating_func": 1}, r"glm4moe\.expert_gating_func is 1, and must be 2$"),
     ("glm4moe", {"nextn_predict_layers": 3}, r"nextn_predict_layers is 3, and must be .* below its block_count, 3$"),
+    ("glm4moe", {"rope__dimension_count": 7}, r"rope\.dimension_count is 7, and must be an even .* up to 32$"),
+    (
+        "deepseek2",
+        {"rope__dimension_count": 2**32 - 2},
+        r"count is 4294967294, and must be an even .* up to 48$",
+    ),
+    ("llama", {"attention__key_length": 2**32 - 1}, r"key_length is 4294967295, and must be from 1 to 65536$"),
     ("deepseek2", {"expert_gating_func": 2}, r"deepseek2\.expert_gating_func is 2, and must be 1$"),
     ("deepseek2 v3", {"expert_gating_func": 1}, r"deepseek2\.expert_gating_func is 1, and must be 2$"),
     ("deepseek2", {"expert_group_count": 4}, r"deepseek2\.expert_group_count is 4, and must be 0 or 1$"),

@@ -343,7 +343,7 @@ def write(
     for key, value in given.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
         add[str] = writer.add_string
-        add[type(value)](f"{arch}.{key}", value)  # type: ignore[operator]
+        add[type(value)](key if key.startswith("tokenizer.") else f"{arch}.{key}", value)  # type: ignore[operator]
     write_vocabulary(writer, config.vocab_size)
     for name, parameter in (*net.named_parameters(), *_expert_biases(net)):
         converted = _converted(name, parameter.detach().float().numpy(), config, arch)
