@@ -131,21 +131,45 @@ def test_every_token_that_ends_a_turn_ends_an_answer(tmp_path: Path) -> None:
     assert load_model(config(model=str(file))).eos_token_ids == (EOS, EOS + 1)
 
 
+_AS_GPT_2 = "a.x-4.0 exaone4 gigachat gpt-2 granite-docling jais mellum mpt olmo phi-2 trillion"
+_AS_LLAMA_3 = "chatglm-bpe dbrx smaug-bpe"
+_AS_LLAMA_3_WHOLE = "falcon-h1 falcon3 glm4 glm5 lfm2 llama-bpe llama-v3 llama3 midm-2.0 pixtral"
+_SPLITS = {
+    _AS_GPT_2: "IT|'s| | 1234|?|\n| .|aB|=|\u4f60\u30ab|\u30fb",
+    "command-r minerva-7b refact smollm starcoder": "IT|'s|  |1|2|3|4|?|\n| .|aB|=|\u4f60\u30ab|\u30fb",
+    f"{_AS_LLAMA_3} {_AS_LLAMA_3_WHOLE}": "IT|'s| | |123|4|?\n| .|aB|=\u4f60\u30ab|\u30fb",
+    "minicpm5": "IT|'s|  |123|4|?\n| .|aB|=\u4f60\u30ab|\u30fb",
+    "seed-coder": "IT|'s| | |1|2|3|4|?|\n| .|aB|=\u4f60\u30ab|\u30fb",
+    "tekken": "IT|'s| | |1|2|3|4|?\n| .|a|B|=\u4f60\u30ab|\u30fb",
+    "deepseek-v3 hunyuan-dense joyai-llm": "IT|'s|  |123|4|?\n| .|aB|=|\u4f60\u30ab|\u30fb",
+    "deepseek-llm": "IT|'|s|  |1|2|3|4|?|\n| .|aB|=|\u4f60\u30ab\u30fb",
+    "deepseek-coder": "IT|'|s|  |1|2|3|4|?|\n| .|aB|=|\u4f60\u30ab|\u30fb",
+    "kimi-k2": "IT's| | |123|4|?\n| .|a|B|=|\u4f60|\u30ab|\u30fb",
+}
+"""By the names of vocabularies, the words that llama.cpp splits a text into. Two names differ, as the models' own
+tokenizers do: llama.cpp keeps `1234` together for `deepseek-llm`, and `aB` for `kimi-k2`."""
+
+
 @pytest.mark.parametrize(
-    ("name", "words", "whole"),
-    [
-        ("gpt-2", "IT|'s| 1234|?|\n| .|aB", False),
-        ("refact", "IT|'s| |1|2|3|4|?|\n| .|aB", False),
-        ("glm4", "IT|'s| |123|4|?\n| .|aB", True),
-        ("seed-coder", "IT|'s| |1|2|3|4|?|\n| .|aB", False),
-        ("tekken", "IT|'s| |1|2|3|4|?\n| .|a|B", True),
-        ("hunyuan-dense", "IT|'s| |123|4|?\n| .|aB", False),
-    ],
+    ("name", "words"), [(name, words) for names, words in _SPLITS.items() for name in names.split()]
 )
-def test_text_is_split_as_a_file_says(tmp_path: Path, name: str, words: str, whole: bool) -> None:
-    """`whole`: a word that is a token is not merged from its parts."""
+def test_text_is_split_as_a_file_says(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, words: str) -> None:
     file = write(DENSE["granite"](), tmp_path / "model.gguf", keys={"tokenizer.ggml.pre": name})
     tokenizer = load_model(config(model=str(file))).tokenizer.backend_tokenizer
-    found = tokenizer.pre_tokenizer.pre_tokenize_str(words.replace("|", ""))
-    assert "|".join(word for word, _ in found).translate({0x120: " ", 0x10A: "\n"}) == words
-    assert tokenizer.model.ignore_merges is whole
+    text = words.replace("|", "")
+    found = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert "|".join(text[start:end] for _, (start, end) in found) == words
+    # A word that is a token is not merged from its parts.
+    assert tokenizer.model.ignore_merges is (name in {"minicpm5", "tekken", *_AS_LLAMA_3_WHOLE.split()})
+    assert not [line for line in caplog.messages if "splits text" in line]
+
+
+@pytest.mark.parametrize(("name", "warnings"), [("superbpe", 1), ("qwen2", 0), (None, 0)])
+def test_a_way_to_split_text_that_is_not_known_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str | None, warnings: int
+) -> None:
+    keys = {} if name is None else {"tokenizer.ggml.pre": name}
+    load_model(config(model=str(write(DENSE["granite"](), tmp_path / "model.gguf", keys=keys))))
+    found = [line for line in caplog.messages if "splits text" in line]
+    assert len(found) == warnings
+    assert all(f"{name!r}" in line for line in found)
