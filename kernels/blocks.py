@@ -74,8 +74,8 @@ CODE_VALUES = {
 class Blocks:
     """A quantised matrix, not packed: weight = scale * quant + offset.
 
-    The quant of a code is what it stands for. Where `offsets_NB` is None, an integer of 4 bits stands for itself minus
-    MIDDLE.
+    The quant of a code is the integer that the code stands for. Without offsets, an integer of 4 bits stands for
+    itself minus MIDDLE.
     """
 
     kind: BlockKind

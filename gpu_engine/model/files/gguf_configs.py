@@ -26,7 +26,7 @@ from gpu_engine.model.files.architectures import WITH_EXPERTS, has_experts
 from gpu_engine.model.files.gguf_dense import DENSE, dense_configuration
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
 from gpu_engine.model.files.gguf_mixtures import MIXTURES, mixture_configuration
-from gpu_engine.model.files.gguf_values import common_values, has_tensor, heads_by_layer, number_of
+from gpu_engine.model.files.gguf_values import common_values, has_tensor, heads_by_layer, layers_of, number_of
 from gpu_engine.model.files.rope_factors import PROPORTIONAL, rotated_share
 
 
@@ -225,11 +225,10 @@ def _nemotron_h(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     kinds = {(True, False): "full_attention", (False, True): block, (False, False): "linear_attention"}
     widths, heads = number_of(header, "feed_forward_length"), number_of(header, "ssm.time_step_rank")
     layers = list(zip(heads_by_layer(header), widths, strict=True))
-    last = len(layers) - (header.get("{arch}.nextn_predict_layers") or 0)  # the others draft
     return NemotronHConfig(
         **common,
         **(_experts_of_nemotron(header) if has_experts(header) else {}),
-        layers_block_type=[kinds[kv_heads > 0, width > 0] for kv_heads, width in layers[:last]],
+        layers_block_type=[kinds[kv_heads > 0, width > 0] for kv_heads, width in layers[: layers_of(header)]],
         intermediate_size=max(widths),
         head_dim=number_of(header, "attention.key_length"),
         layer_norm_epsilon=header.get("{arch}.attention.layer_norm_rms_epsilon")

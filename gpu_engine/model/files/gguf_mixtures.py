@@ -200,8 +200,8 @@ def _deepseek2(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
 
 def _head_size(header: GGUFHeader, of: str) -> int:
     """Return the channels of a head of keys or values; older files have them without a latent form."""
-    expanded: int | None = header.get(f"{{arch}}.attention.{of}_length_mla")
-    return int(number_of(header, f"attention.{of}_length")) if expanded is None else expanded
+    older = header.get(f"{{arch}}.attention.{of}_length_mla") is None
+    return head_size_of(header, key=f"attention.{of}_length{'' if older else '_mla'}")
 
 
 def _qwen3_next(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:

@@ -66,12 +66,11 @@ def ends_of(header: GGUFHeader) -> list[int]:
     return list(dict.fromkeys(end for end in ends if end is not None))
 
 
-def head_size_of(header: GGUFHeader, otherwise: int | None = None) -> int:
+def head_size_of(header: GGUFHeader, otherwise: int | None = None, key: str = "attention.key_length") -> int:
     """Return the channels of a head; `otherwise`: where the file does not say. Raises KeyError or GGUFError."""
-    size = header.get("{arch}.attention.key_length") or otherwise or number_of(header, "attention.key_length")
+    size = header.get(f"{{arch}}.{key}") or otherwise or number_of(header, key)
     if not isinstance(size, int) or not 0 < size <= _MOST_CHANNELS:
-        key = f"{header.architecture}.attention.key_length"
-        raise GGUFError(f"its {key} is {size!r}, and must be from 1 to {_MOST_CHANNELS}")
+        raise GGUFError(f"its {header.architecture}.{key} is {size!r}, and must be from 1 to {_MOST_CHANNELS}")
     return size
 
 
