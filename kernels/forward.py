@@ -24,6 +24,9 @@ from kernels.kv_pages import KVPages, check_limits
 from kernels.library import native
 from kernels.low_rank import LowRankTable
 from kernels.mixture import GatedBlock, Mixture, RoutedArgs, check_blocks
+from kernels.recurrent import RowsArgs
+from kernels.recurrent_layer import LayerMemory, Mixer, RecurrentLayers, RecurrentSizesArgs
+from kernels.recurrent_rows import RecurrentRows
 from kernels.step_tensors import StepTensors
 
 
@@ -71,6 +74,22 @@ class ForwardLayer:
     """float32, contiguous: see `paged_attention`."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentForwardLayer:
+    """The same of a layer with a state in place of attention."""
+
+    first: PackedBlocks
+    """The product before the mixer."""
+    output: PackedBlocks
+    mixer: Mixer
+    block: GatedBlock | Mixture
+    pre_attention: Norm | None
+    post_attention: Norm | None
+    pre_block: Norm | None
+    post_block: Norm | None
+    act: Activation
+
+
 _NORMS = ("pre_attention", "post_attention", "pre_block", "post_block")
 _HEAD_NORMS = ("q_norm", "k_norm")
 _PAGES = ("k_pages", "v_pages", "k_scales", "v_scales")
@@ -89,24 +108,29 @@ class _LayerArgs(ctypes.Structure):
             for name in (*(f"{norm}_eps" for norm in _NORMS), "q_eps", "k_eps", "scale", "softcap")
         ],
         *[(name, ctypes.c_int32) for name in ("window", "act")],
+        ("recurrent", ctypes.c_void_p),
     ]
 
     @classmethod
-    def of(cls, layer: ForwardLayer) -> _LayerArgs:
+    def of(cls, layer: ForwardLayer | RecurrentForwardLayer) -> _LayerArgs:
         """Return the arguments that no call changes. The layer outlives them."""
-        args = cls(layer.qkv.args, layer.output.args)
+        first = layer.first if isinstance(layer, RecurrentForwardLayer) else layer.qkv
+        args = cls(first.args, layer.output.args)
         if isinstance(layer.block, GatedBlock):
             args.gate_up, args.down = layer.block.gate_up.args, layer.block.down.args
         else:
             args.mixture = RoutedArgs.of(layer.block)
         for name in (*_NORMS, *_HEAD_NORMS):
-            norm = getattr(layer, name)
+            norm = getattr(layer, name, None)
             if norm is not None:
                 setattr(args, name, norm.weight.data_ptr())
                 setattr(args, f"{name.removesuffix('_norm')}_eps", norm.eps)
+        args.act = layer.act
+        if isinstance(layer, RecurrentForwardLayer):
+            return args
         args.cos, args.sin, args.rotated = layer.cos_LR.data_ptr(), layer.sin_LR.data_ptr(), layer.cos_LR.shape[1]
         args.sinks = None if layer.sinks_H is None else layer.sinks_H.data_ptr()
-        args.scale, args.softcap, args.window, args.act = layer.scale, layer.softcap, layer.window, layer.act
+        args.scale, args.softcap, args.window = layer.scale, layer.softcap, layer.window
         return args
 
 
@@ -130,6 +154,8 @@ class _ForwardArgs(ctypes.Structure):
         *[(name, ctypes.c_int32) for name in ("bf16", "pages", "defers_head")],
         *[(name, ctypes.c_void_p) for name in ("adapters", "sequence_adapters", "virtual_embedding")],
         *[(name, ctypes.c_int64) for name in ("adapter_rank", "vocabulary", "experts", "chosen", "expert_inner")],
+        ("recurrents", RecurrentSizesArgs),
+        ("lanes", RowsArgs),
     ]
 
 
@@ -138,7 +164,7 @@ class Forward:
 
     Args:
         embedding_VH: bfloat16 or float32, the dtype of taps; the model owns it. Pages have it, or int8.
-        layers: of equal shapes; a gated block may have another inner size than the experts.
+        layers: of equal shapes; a gated block may have another inner size than the experts. At least one has attention.
         norm: before the head.
         head: the output product.
         heads: (query heads, KV heads).
@@ -150,7 +176,7 @@ class Forward:
     def __init__(
         self,
         embedding_VH: torch.Tensor,
-        layers: Sequence[ForwardLayer],
+        layers: Sequence[ForwardLayer | RecurrentForwardLayer],
         norm: Norm,
         head: PackedBlocks,
         heads: tuple[int, int],
@@ -163,6 +189,12 @@ class Forward:
         self._dtype, H = embedding_VH.dtype, embedding_VH.shape[1]
         self._check(H, heads, head_dim)
         self._layers = (_LayerArgs * len(layers))(*(_LayerArgs.of(layer) for layer in layers))
+        recurrent = {at: layer.mixer for at, layer in enumerate(layers) if isinstance(layer, RecurrentForwardLayer)}
+        self._recurrent = RecurrentLayers(list(recurrent.values()))
+        for number, at in enumerate(recurrent):
+            self._layers[at].recurrent = self._recurrent.address_of(number)
+        self._attending = [args for at, args in enumerate(self._layers) if at not in recurrent]
+        """The layers with attention, which have pages."""
         self._args = _ForwardArgs(self._layers, head.args)
         args = self._args
         args.embedding, args.embedding_scale = embedding_VH.data_ptr(), embedding_scale
@@ -175,12 +207,13 @@ class Forward:
                 args.experts, args.chosen = len(block.experts), block.chosen
                 args.expert_inner = block.experts[0].down.num_inputs
         (args.num_heads, args.num_kv_heads), args.bf16 = heads, self._dtype == torch.bfloat16
-        args.vocabulary = len(embedding_VH)
+        args.vocabulary, args.recurrents = len(embedding_VH), RecurrentSizesArgs(*self._recurrent.sizes)
         self._logits_NV = self._result_NV = torch.empty(0, head.num_outputs)
         """The memory of all logits so far, and the rows of the last call: one tensor while their number is the same."""
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._reserved = (0, 0, 0, 0)
-        """Rows, sequences, logits and `defers_head` of the last call, which has its memory."""
+        self._reserved = (0, 0, 0, 0, 0, 0)
+        """Rows, sequences, logits, `defers_head`, lanes and their pending rows of the last call, which has its memory.
+        """
         self._inputs: tuple[torch.Tensor, ...] = ()
         """The last call's, held so that a tensor that is the same object has the same address."""
         self._tapped = False
@@ -217,6 +250,11 @@ class Forward:
         assert heads[0] % heads[1] == 0, heads
         assert head.num_inputs == H, head
         for layer in layers:
+            if isinstance(layer, RecurrentForwardLayer):
+                outputs, _, _, read = layer.mixer.sizes
+                shapes = [(part.num_inputs, part.num_outputs) for part in (layer.first, layer.output)]
+                assert shapes == [(H, outputs), (read, H)], shapes
+                continue
             shapes = [(part.num_inputs, part.num_outputs) for part in (layer.qkv, layer.output)]
             assert shapes == [(H, channels + 2 * heads[1] * head_dim), (channels, H)], shapes
             assert layer.cos_LR.shape == layer.sin_LR.shape, layer.cos_LR.shape
@@ -240,6 +278,8 @@ class Forward:
         taps: Mapping[int, torch.Tensor] | None = None,
         adapters: SequenceAdapters | None = None,
         virtual_VH: torch.Tensor | None = None,
+        memory: Sequence[LayerMemory] = (),
+        rows: RecurrentRows | None = None,
     ) -> torch.Tensor:
         """Store the rows' keys and values; return the logits of the first `num_logits` rows, float32 [num_logits, V].
 
@@ -250,13 +290,18 @@ class Forward:
         `ids_N` int64, `positions_N` int32: negative is padding, after the other rows of its sequence. `row_starts`
         int32 [S + 1]: sequence s has rows [row_starts[s], row_starts[s + 1]). `page_table_SN` int32. `taps`: layer ->
         [N, H] in the model's dtype, which gets that layer's input; the number of layers stands for the head's input.
-        `adapters`: None where no row has one. `virtual_VH`: float32, the embeddings of the ids from V on.
+        `adapters`: None where no row has one. `virtual_VH`: float32, the embeddings of the ids from V on. `memory`: of
+        the recurrent layers, in their order; the same object in calls with the same memory. `rows`: their lanes, by the
+        numbers of the call's rows, padding included.
         """
         args, inputs = self._args, (ids_N, positions_N, row_starts, page_table_SN)
         if not self._inputs or not all(map(operator.is_, inputs, self._inputs)):
             self._use_inputs(*inputs)
         assert num_logits <= args.num_rows, (num_logits, args.num_rows)
         self._use_pages(pages)
+        assert (rows is None) == (self._recurrent.sizes[0] == 0), "only recurrent layers have lanes, and they must"
+        if rows is not None:
+            args.lanes = self._recurrent.use(memory, rows, args.num_rows)
         args.num_logits = num_logits
         args.defers_head, self._deferred = defers_head, (positions_N, row_starts) if defers_head else None
         if adapters is not None or virtual_VH is not None or self._adapted:
@@ -307,9 +352,9 @@ class Forward:
         """Point the layers at the pages, unless they are those of the last call."""
         if pages is self._pages:
             return
-        assert len(pages) == len(self._layers), (len(pages), len(self._layers))
+        assert len(pages) == len(self._attending), (len(pages), len(self._attending))
         (Hkv, D), T = (self._args.num_kv_heads, self._args.head_dim), pages[0].v.shape[2]
-        for args, page in zip(self._layers, pages, strict=True):
+        for args, page in zip(self._attending, pages, strict=True):
             assert not page.token_major, "the pages have the layout of a GPU"
             assert page.k.dtype == page.v.dtype in (self._dtype, torch.int8), (page.k.dtype, self._dtype)
             assert page.k.shape == (len(page.v), Hkv, D, T), page.k.shape
@@ -334,7 +379,8 @@ class Forward:
     def _reserve(self) -> None:
         """Have memory for the call. It only grows."""
         args, library = self._args, native()
-        shape = (args.num_rows, args.num_sequences, args.num_logits, args.defers_head)
+        lanes = (args.lanes.lanes, args.lanes.max_pending)
+        shape = (args.num_rows, args.num_sequences, args.num_logits, args.defers_head, *lanes)
         if shape == self._reserved and not args.adapters:
             return
         library.lockstep_forward_scratch.restype = ctypes.c_int64

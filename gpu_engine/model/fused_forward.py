@@ -19,6 +19,7 @@ from gpu_engine.model.fused_layers import FusedAttention, FusedGated, FusedNorm,
 from gpu_engine.model.linear import PackedLinear
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Recording
+from gpu_engine.model.recurrent.mixer import RecurrentMixer
 from kernels.fused import RMSNorm, add_rms_norm, angles_at, rms_norm
 from kernels.step_tensors import StepTensors
 
@@ -57,10 +58,12 @@ class DeferringForward(WholeForward, Protocol):
 class Layer:
     """x += post(attention(pre(x))), then the same with the block; either norm of each may be missing."""
 
-    attention: FusedAttention
+    attention: FusedAttention | RecurrentMixer
+    """A recurrent layer has its module here."""
     gated: FusedGated | MixedBlock
     angles: int
-    """Index into `FusedForward.rotary`: the call whose angles this layer uses."""
+    """Index into `FusedForward.rotary`: the call whose angles this layer uses. Recurrent layers have 0, and no angles.
+    """
     pre_attention: RMSNorm | None
     post_attention: RMSNorm | None
     pre_block: RMSNorm | None
@@ -109,7 +112,7 @@ class FusedForward:
     """A single row is computed as two equal rows: otherwise each packed product would double it again (see
     linear.py)."""
     takes_prompts: bool
-    """The products are packed for a CPU, so that a row has the same bits in any company."""
+    """The products are packed for a CPU, so that a row has the same bits in any company, and no layer is recurrent."""
 
     @property
     def skips_padding(self) -> bool:
@@ -161,7 +164,10 @@ class FusedForward:
             h = _normed(x, delta, layer.pre_attention)
             if ctx.hidden is not None and at in ctx.hidden:
                 ctx.hidden[at] = x[: ids_BP.numel()].clone()
-            delta = layer.attention.attend(h, *angles[layer.angles], ctx)
+            if isinstance(layer.attention, RecurrentMixer):
+                delta = layer.attention.of_rows(h, ctx.recurrent)
+            else:
+                delta = layer.attention.attend(h, *angles[layer.angles], ctx)
             if only_fill and layer is self.layers[-1]:
                 break
             if layer.post_attention is not None:
@@ -197,6 +203,8 @@ def _normed(x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm | N
     return rms_norm(x_NH, norm) if delta_NH is None else add_rms_norm(x_NH, delta_NH, norm)
 
 
+_LFM2_NORMS = ("operator_norm", "ffn_norm")
+"""Before the attention or the convolution, and before the block."""
 _SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
@@ -224,9 +232,11 @@ def fused_forward_of(net: Any, record: Recording, mixtures: Mapping[nn.Module, M
 
 
 def _packed(head: nn.Module, layers: tuple[Layer, ...]) -> bool:
-    """Return whether every product is packed for a CPU."""
+    """Return whether every product is packed for a CPU, and no layer has a state, which rows of prompts lack."""
     products = [head]
     for layer in layers:
+        if isinstance(layer.attention, RecurrentMixer):
+            return False
         for part in (layer.attention, layer.gated):
             products += [product for _, product in part.products()]
     return all(isinstance(product, PackedLinear | BlockLinear) for product in products)
@@ -240,9 +250,11 @@ def _layer_of(
     mixtures: Mapping[nn.Module, MixedBlock],
 ) -> Layer:
     children = {name: mixtures.get(child, child) for name, child in layer.named_children()}
-    attentions = [child for child in children.values() if isinstance(child, FusedAttention)]
+    attentions = [child for child in children.values() if isinstance(child, FusedAttention | RecurrentMixer)]
     blocks = [child for child in children.values() if isinstance(child, FusedGated | MixedBlock)]
     norms = {name: child.norm for name, child in children.items() if isinstance(child, FusedNorm)}
+    if set(norms) == set(_LFM2_NORMS):
+        norms = dict(zip(_SANDWICH[:2], (norms[name] for name in _LFM2_NORMS), strict=True))
     strangers = [
         name
         for name, child in children.items()
@@ -265,7 +277,7 @@ def _layer_of(
     return Layer(
         attentions[0],
         blocks[0],
-        _angles_of(layer, record, rotary, decoder),
+        0 if isinstance(attentions[0], RecurrentMixer) else _angles_of(layer, record, rotary, decoder),
         *(norms[name] if name else None for name in names),
     )
 

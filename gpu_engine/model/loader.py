@@ -210,6 +210,10 @@ def _load(
     return model
 
 
+_NATIVE_NAMES = {"in_proj": "qkv", "out_proj": "output"}
+"""By the names of a recurrent layer's products: those that a native forward has in their place."""
+
+
 def _choices_file() -> Path:
     return cache_dir() / "units.json"
 
@@ -352,8 +356,8 @@ def _prepare_net(
     if config.takes_adapters:
         model.adapters = _adapter_pool(config, model)
         if isinstance(model.adapters, AdapterPool) and isinstance(model.fused.forward, NativeForward):
-            in_order = [name for _, _, name in model.adapters.places.owners]
-            assert in_order == list(LAYER_PRODUCTS) * model.num_layers, in_order
+            in_order = [_NATIVE_NAMES.get(name, name) for _, _, name in model.adapters.places.owners]
+            assert in_order == list(LAYER_PRODUCTS) * model.fused.forward.num_layers, in_order
     if not model.recurrent:  # else it has no states at the tokens whose outputs are wanted
         model.outputs = find_outputs(model)
     return model

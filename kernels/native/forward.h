@@ -13,6 +13,7 @@
 #include "low_rank.h"
 #include "mixture.h"
 #include "paged_attention.h"
+#include "recurrent_layer.h"
 #include "team.h"
 
 struct forward_layer {
@@ -30,6 +31,7 @@ struct forward_layer {
     float pre_attention_eps, post_attention_eps, pre_block_eps, post_block_eps, q_eps, k_eps;
     float scale, softcap; /* of attention */
     int32_t window, act;
+    const struct recurrent_layer *recurrent; /* in place of attention, between `qkv` and `output`; null: attention */
 };
 
 enum { OF_QKV, OF_OUTPUT, OF_GATE_UP, OF_DOWN, PRODUCTS }; /* the products of a layer, as adapters number them */
@@ -61,6 +63,8 @@ struct forward_args {
     int64_t adapter_rank;                   /* of a product, its parts together: the most of any adapter */
     int64_t vocabulary;                     /* rows of the embedding */
     struct mixture_sizes mixtures;
+    struct recurrent_sizes recurrents;
+    struct recurrent_rows lanes; /* of the recurrent layers: their rows are the caller's, padding included */
 };
 
 enum { EVERY_GROUP = -1, NO_GROUP = -2 };
@@ -83,6 +87,7 @@ struct forward_work {
     struct block_rows head_inputs;
     float *low, *active; /* only with adapters: [R][adapter_rank] and, as fp32, the input of `down`, [R][inner] */
     struct mixture_work mixed;
+    struct recurrent_work recurrent;
     int64_t rows, num_tasks, num_logits;
 };
 
@@ -110,6 +115,7 @@ static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t r
     w.low = (float *)carve(&memory, a->adapters ? rows * a->adapter_rank * 4 : 0);
     w.active = (float *)carve(&memory, a->adapters ? rows * a->inner * 4 : 0);
     memory = lay_out_mixture(&a->mixtures, a->hidden, memory, rows, &w.mixed);
+    memory = lay_out_recurrent(&a->recurrents, &a->lanes, memory, rows, &w.recurrent);
     if (work) *work = w;
     return memory;
 }
@@ -309,7 +315,15 @@ static void attend_tasks(struct member *m, const struct forward_args *a, const s
 
 static void quantise_attended(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                               const struct forward_work *w) {
+    const struct recurrent_work *recurrent = &w->recurrent;
     TEAM_FOR(m, r, w->rows) {
+        if (l->recurrent) {
+            const float *read = recurrent->read + r * a->recurrents.read;
+            gate_read(l->recurrent, &a->recurrents, recurrent, r);
+            if (a->adapters) shrink(a, l, w, r, OF_OUTPUT, read);
+            quantise_row(read, &recurrent->given, r);
+            continue;
+        }
         const float *attended = w->attended + r * a->num_heads * a->head_dim;
         if (a->adapters) shrink(a, l, w, r, OF_OUTPUT, attended);
         quantise_row(attended, &w->heads, r);
@@ -398,13 +412,22 @@ static void before_attention(struct member *m, const struct forward_args *a, con
     const struct paged_attention_args attention = attention_of(a, l, w);
     before_product(m, a, w, last ? last->post_block : 0, last ? last->post_block_eps : 0.0f, l->pre_attention,
                    l->pre_attention_eps, l->tap, l, OF_QKV);
-    product(m, a, l, w, &l->qkv, OF_QKV, &w->normed, w->qkv);
-    rotate_and_store(m, a, l, w, &attention);
+    product(m, a, l, w, &l->qkv, OF_QKV, &w->normed, l->recurrent ? w->recurrent.projected : w->qkv);
+    if (!l->recurrent) {
+        rotate_and_store(m, a, l, w, &attention);
+        return;
+    }
+    TEAM_FOR(m, r, w->rows) bring_row(l->recurrent, &a->recurrents, &w->recurrent, r);
 }
 
-static struct block_rows block_rows_from(const struct block_rows *x, int64_t row) {
-    const int64_t at = row * (x->inputs / QBLOCK);
-    return (struct block_rows){x->quants + at * QBLOCK, x->scales + at, x->sums + at, x->counts + at, x->inputs};
+/* Attention of the rows of `rest`, or the recurrence of all rows. */
+static void attend_or_recur(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                            const struct forward_work *w, const struct forward_work *rest) {
+    const struct paged_attention_args attention = attention_of(a, l, w);
+    if (l->recurrent)
+        recur(m, l->recurrent, &a->recurrents, &a->lanes, w->rows, &w->recurrent);
+    else if (rest->num_tasks > 0)
+        attend_tasks(m, a, w, &attention, rest->num_tasks);
 }
 
 /* The work of only the rows [begin, end). */
@@ -424,6 +447,7 @@ static struct forward_work work_of_rows(const struct forward_args *a, const stru
     part.sequence += begin;
     part.low += begin * a->adapter_rank;
     part.active += begin * a->inner;
+    part.recurrent = recurrent_work_from(&a->recurrents, &w->recurrent, begin);
     part.rows = end - begin;
     return part;
 }
@@ -432,7 +456,7 @@ static struct forward_work work_of_rows(const struct forward_args *a, const stru
 static void after_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                             const struct forward_work *w) {
     quantise_attended(m, a, l, w);
-    product(m, a, l, w, &l->output, OF_OUTPUT, &w->heads, w->delta);
+    product(m, a, l, w, &l->output, OF_OUTPUT, l->recurrent ? &w->recurrent.given : &w->heads, w->delta);
     before_product(m, a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0, l, OF_GATE_UP);
     if (l->mixture.router) { /* adapters change nothing of it */
         mix(m, &l->mixture, &a->mixtures, l->act, &w->normed, w->rows, &w->mixed, w->delta);
@@ -467,11 +491,10 @@ static void layers_by_outputs(struct member *m, const struct forward_args *a, co
                               const struct forward_work *ends) {
     for (int64_t i = 0; i < a->num_layers; i++) {
         const struct forward_layer *l = a->layers + i;
-        const struct paged_attention_args attention = attention_of(a, l, w);
         const struct forward_work *rest = i + 1 == a->num_layers ? ends : w;
         before_attention(m, a, l, w, i ? l - 1 : 0);
+        attend_or_recur(m, a, l, w, rest);
         if (rest->rows == 0) return;
-        attend_tasks(m, a, w, &attention, rest->num_tasks);
         after_attention(m, a, l, rest);
     }
 }
@@ -502,11 +525,9 @@ static void layers_by_rows(struct member *m, const struct forward_args *a, const
             if (i) after_attention(&alone, a, l - 1, &part);
             before_attention(&alone, a, l, &part, i ? l - 1 : 0);
         }
-        const struct paged_attention_args attention = attention_of(a, l, w);
-        const int64_t num_tasks = i + 1 == a->num_layers ? ends->num_tasks : w->num_tasks;
-        if (num_tasks == 0) return;
-        attend_tasks(m, a, w, &attention, num_tasks);
+        attend_or_recur(m, a, l, w, i + 1 == a->num_layers ? ends : w);
     }
+    if (ends->rows == 0) return;
     if (!by_rows(m, a, ends->rows)) {
         after_attention(m, a, l - 1, ends);
         return;
@@ -544,6 +565,7 @@ void VARIANT(lockstep_forward)(const struct forward_args *a) {
     struct forward_work w;
     lay_out(a, a->scratch, a->num_rows, &w);
     open_work(a, &w);
+    open_lanes(&a->lanes, w.place, w.rows, &w.recurrent);
     if (w.rows > 0) team_run(forward_body, &(struct forward_call){a, &w});
 }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,13 +18,15 @@ from torch import nn
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward, Layer, RotaryCall, WholeForward
-from gpu_engine.model.fused_layers import ChosenExperts, FusedGated, MixedBlock, in_full
+from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, MixedBlock, in_full
 from gpu_engine.model.fusion import Fused
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Distance, distance
+from gpu_engine.model.recurrent.mixer import RecurrentMixer
+from gpu_engine.model.recurrent.rows import LayerStates, RecurrentPools
 from gpu_engine.model.rotary import RotaryTable
 from kernels.blocks import PackedBlocks
-from kernels.forward import Forward, ForwardLayer, Norm
+from kernels.forward import Forward, ForwardLayer, Norm, RecurrentForwardLayer
 from kernels.fused_arguments import Activation, NormKind, RMSNorm
 from kernels.mixture import GatedBlock, Mixture
 from kernels.step_tensors import StepTensors
@@ -37,10 +39,18 @@ class NotNative(Exception):
 
 
 class NativeForward:
-    """Has the methods of `FusedForward`. Logits are float32, and the next call overwrites them."""
+    """Has the methods of `FusedForward`. Logits are float32, and the next call overwrites them.
 
-    def __init__(self, forward: Forward, num_layers: int) -> None:
-        self._forward, self._num_layers = forward, num_layers
+    `recurrent`: the numbers of the recurrent layers in the memory of states, in the order of the layers.
+    """
+
+    def __init__(self, forward: Forward, num_layers: int, recurrent: Sequence[int] = ()) -> None:
+        self._forward, self._recurrent = forward, recurrent
+        self.num_layers = num_layers
+        """Those with attention and the recurrent ones."""
+        self._pools: RecurrentPools | None = None
+        self._memory: list[LayerStates] = []
+        """The layers' parts of `_pools`."""
         self._starts: dict[tuple[int, int], torch.Tensor] = {}
         """By (B, P)."""
         self._nothing = nothing = torch.zeros(0)
@@ -56,8 +66,8 @@ class NativeForward:
 
     @property
     def takes_prompts(self) -> bool:
-        """True."""
-        return True
+        """True without recurrent layers, whose states rows of prompts lack."""
+        return not self._recurrent
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]; rows of padding have no defined content."""
@@ -91,6 +101,9 @@ class NativeForward:
             ends = itertools.accumulate(prompts.counts, initial=ids_BP.numel())
             starts = torch.cat([starts[:-1], torch.tensor(list(ends), dtype=torch.int32)])
             table_SN = torch.cat([table_SN, prompts.page_table_CN])
+        recurrent = ctx.recurrent if self._recurrent else None
+        if recurrent is not None and recurrent.pools is not self._pools:
+            self._pools, self._memory = recurrent.pools, [recurrent.pools.layers[at] for at in self._recurrent]
         taps = {layer: self._forward.new_tap(len(ids_N)) for layer in ctx.hidden or {}}
         logits_NV = self._forward(
             ids_N,
@@ -103,13 +116,15 @@ class NativeForward:
             taps=taps,
             adapters=ctx.adapters,
             virtual_VH=ctx.virtual_VH,
+            memory=self._memory,
+            rows=None if recurrent is None else recurrent.rows,
         )
         if ctx.hidden is not None:
             ctx.hidden.update(taps)
         return logits_NV
 
     def __repr__(self) -> str:
-        return f"<NativeForward of {self._num_layers} layers>"
+        return f"<NativeForward of {self.num_layers} layers>"
 
 
 _BLOCKS = 0.1
@@ -156,10 +171,11 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
     embedding_VH = fused.embedding.weight.detach()
     # Gemma's; another kind of embedding that does more gives other logits, and is not used.
     scale = float(torch.as_tensor(getattr(fused.embedding, "embed_scale", 1.0)).to(embedding_VH.dtype))
-    halves = {layer.angles for layer in fused.layers if layer.attention.half_angles}
+    attentions = [layer.attention for layer in fused.layers if isinstance(layer.attention, FusedAttention)]
+    halves = {layer.angles for layer in fused.layers if getattr(layer.attention, "half_angles", False)}
     tables = [_table_of(call, embedding_VH, half=at in halves) for at, call in enumerate(fused.rotary)]
     layers = [_layer_of(layer, *tables[layer.angles]) for layer in fused.layers]
-    shapes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in (layer.attention.shape for layer in fused.layers)}
+    shapes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in (attention.shape for attention in attentions)}
     if len(shapes) > 1:
         raise NotNative(f"its layers have the attention shapes {sorted(shapes)}")
     ((num_heads, num_kv_heads, head_dim),) = shapes
@@ -174,7 +190,8 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
         logits_softcap=fused.logits_softcap,
         embedding_scale=scale,
     )
-    return NativeForward(forward, len(layers))
+    recurrent = [layer.attention.layer_idx for layer in fused.layers if isinstance(layer.attention, RecurrentMixer)]
+    return NativeForward(forward, len(layers), recurrent)
 
 
 def _packed(module: nn.Module, name: str) -> PackedBlocks:
@@ -202,9 +219,11 @@ def _norm_or_none(norm: RMSNorm | None) -> Norm | None:
     return None if norm is None else _norm(norm)
 
 
-def _layer_of(layer: Layer, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> ForwardLayer:
+def _layer_of(layer: Layer, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> ForwardLayer | RecurrentForwardLayer:
     attention = layer.attention
     block, act = _block_of(layer.gated)
+    if isinstance(attention, RecurrentMixer):
+        return _recurrent_layer_of(layer, attention, block, act)
     return ForwardLayer(
         qkv=_packed(attention.qkv, "q, k, v product"),
         output=_packed(attention.output, "output product"),
@@ -222,6 +241,26 @@ def _layer_of(layer: Layer, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> Forwa
         window=attention.shape.window,
         act=act,
         sinks_H=attention.sinks_H,
+    )
+
+
+def _recurrent_layer_of(
+    layer: Layer, inner: RecurrentMixer, block: GatedBlock | Mixture, act: Activation
+) -> RecurrentForwardLayer:
+    native = inner.native()
+    if native is None:
+        raise NotNative(f"its layers have a {type(inner).__name__}")
+    first, mixer, output = native
+    return RecurrentForwardLayer(
+        first=_packed(first, "product before the state"),
+        output=_packed(output, "product after the state"),
+        mixer=mixer,
+        block=block,
+        pre_attention=_norm_or_none(layer.pre_attention),
+        post_attention=_norm_or_none(layer.post_attention),
+        pre_block=_norm_or_none(layer.pre_block),
+        post_block=_norm_or_none(layer.post_block),
+        act=act,
     )
 
 

@@ -2,8 +2,8 @@
 
 Invariant: as in short_convolutions.py. Not responsible for: the recurrence (see kernels/recurrent.py).
 
-Shapes: B sequences, P positions of each, N = B * P rows, H value heads, V values of a head, C channels of the
-convolution, J numbers that control a row.
+Shapes: N rows, W hidden size, H value heads, V values of a head, C channels of the convolution, J numbers that control
+a row.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
-from gpu_engine.model.attention import context_of_forward
-from gpu_engine.model.recurrent.rows import layer_of
+from gpu_engine.model.recurrent.mixer import RecurrentMixer
+from gpu_engine.model.recurrent.rows import RecurrentForward, layer_of
 from gpu_engine.model.recurrent.short_convolutions import activation_of, conv_of, floats
 from kernels.recurrent import Gate, MatrixRecurrence
 
 
-class DeltaNet(nn.Module):
+class DeltaNet(RecurrentMixer):
     """Replaces `Qwen3_5GatedDeltaNet` and the one of its mixtures, which have a product each for what a row brings."""
 
     products: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -52,19 +51,19 @@ class DeltaNet(nn.Module):
         control_NJ = torch.cat([own.in_proj_a(x_NW), own.in_proj_b(x_NW)], dim=1).float()
         return own.in_proj_qkv(x_NW), own.in_proj_z(x_NW), control_NJ
 
-    def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
-        """Return the layer's output, in the shape of its input."""
-        kernels, states, rows = layer_of(context_of_forward().recurrent, self.layer_idx)
-        qkv_NC, gate_NG, control_NJ = self.project(hidden_states.flatten(0, 1))
-        (tail, matrix), pending = states.states, states.pending_SRW
+    def of_rows(self, x_NW: torch.Tensor, states: RecurrentForward | None) -> torch.Tensor:
+        """[N, W] -> [N, W]; see `RecurrentMixer`."""
+        kernels, memory, rows = layer_of(states, self.layer_idx)
+        qkv_NC, gate_NG, control_NJ = self.project(x_NW)
+        (tail, matrix), pending = memory.states, memory.pending_SRW
         mixed = kernels.short_conv(self.conv, qkv_NC, rows, tail, pending, out_dtype=torch.float32, emits_redo=True)
         read_NG = kernels.matrix_recurrence(
             self.heads, mixed, control_NJ, rows, matrix, pending, saved_at=self.conv.state_shape[1]
         )
         of_heads = read_NG.view(-1, self.heads.values)
         normed = kernels.gated_norm(of_heads, gate_NG, self.norm_weight_V, Gate.AFTER_NORM, eps=self.eps)
-        out: torch.Tensor = self.out_proj(normed.view(*hidden_states.shape[:2], -1))  # type: ignore[operator]
-        return out
+        out_NW: torch.Tensor = self.out_proj(normed.view(len(x_NW), -1))  # type: ignore[operator]
+        return out_NW
 
 
 class GroupedDeltaNet(DeltaNet):
