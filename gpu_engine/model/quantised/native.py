@@ -18,7 +18,7 @@ from torch import nn
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward, Layer, RotaryCall, WholeForward
-from gpu_engine.model.fused_layers import ChosenExperts, FusedGated, MixedBlock, in_full
+from gpu_engine.model.fused_layers import ChosenExperts, FusedGated, MixedBlock, Rotation
 from gpu_engine.model.fusion import Fused
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Distance, distance
@@ -156,9 +156,9 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
     embedding_VH = fused.embedding.weight.detach()
     # Gemma's; another kind of embedding that does more gives other logits, and is not used.
     scale = float(torch.as_tensor(getattr(fused.embedding, "embed_scale", 1.0)).to(embedding_VH.dtype))
-    halves = {layer.angles for layer in fused.layers if layer.attention.half_angles}
-    tables = [_table_of(call, embedding_VH, half=at in halves) for at, call in enumerate(fused.rotary)]
-    layers = [_layer_of(layer, *tables[layer.angles]) for layer in fused.layers]
+    meant = {(layer.angles, layer.attention.rotation) for layer in fused.layers}
+    tables = {(at, rotation): _table_of(fused.rotary[at], embedding_VH, rotation) for at, rotation in meant}
+    layers = [_layer_of(layer, *tables[layer.angles, layer.attention.rotation]) for layer in fused.layers]
     shapes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in (layer.attention.shape for layer in fused.layers)}
     if len(shapes) > 1:
         raise NotNative(f"its layers have the attention shapes {sorted(shapes)}")
@@ -173,6 +173,7 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
         head_dim,
         logits_softcap=fused.logits_softcap,
         embedding_scale=scale,
+        scales=fused.scales,
     )
     return NativeForward(forward, len(layers))
 
@@ -183,19 +184,21 @@ def _packed(module: nn.Module, name: str) -> PackedBlocks:
     return module.packed
 
 
-def _table_of(call: RotaryCall, weight_VH: torch.Tensor, *, half: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines. `half`: those of the call are of a half of the channels (see `FusedAttention`)."""
+def _table_of(call: RotaryCall, weight_VH: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines as the native forward takes them: of no channels where nothing is rotated."""
     if not isinstance(call.module, RotaryTable):
         raise NotNative("its rotary embedding is no table")
     cos_LR, sin_LR = call.module.table(weight_VH[:1, None], call.rest, call.kwargs)
-    if half:
-        cos_LR, sin_LR = in_full(cos_LR), in_full(sin_LR)
+    if rotation is Rotation.NONE:
+        cos_LR, sin_LR = cos_LR[:, :0], sin_LR[:, :0]
+    cos_LR, sin_LR = rotation.angles(cos_LR, sin_LR)
     return cos_LR.float().contiguous(), sin_LR.float().contiguous()
 
 
 def _norm(norm: RMSNorm) -> Norm:
     weight = norm.weight_H.float()
-    return Norm(weight + 1.0 if norm.kind is NormKind.ONE_PLUS_SCALE else weight.clone(), norm.eps)
+    weight = weight + 1.0 if norm.kind is NormKind.ONE_PLUS_SCALE else weight.clone()
+    return Norm(weight, norm.eps, norm.kind is NormKind.CENTRED)
 
 
 def _norm_or_none(norm: RMSNorm | None) -> Norm | None:
@@ -222,6 +225,8 @@ def _layer_of(layer: Layer, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> Forwa
         window=attention.shape.window,
         act=act,
         sinks_H=attention.sinks_H,
+        heads=attention.heads,
+        is_parallel=layer.is_parallel,
     )
 
 
