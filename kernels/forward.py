@@ -19,7 +19,7 @@ import torch
 
 from kernels.accept import accept_arguments
 from kernels.blocks import BLOCK, BlockWeightsArgs, PackedBlocks
-from kernels.fused_arguments import Activation
+from kernels.fused_arguments import LLAMA_HEADS, UNSCALED, Activation, HeadForm, StreamScales
 from kernels.kv_pages import KVPages, check_limits
 from kernels.library import native
 from kernels.low_rank import LowRankTable
@@ -42,15 +42,20 @@ class SequenceAdapters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """An RMSNorm: float32 [H] or [D], and its epsilon."""
+    """A norm: float32 [H], or of a head [D], or of all heads; and its epsilon."""
 
     weight: torch.Tensor
     eps: float
+    centred: bool = False
+    """The mean is taken off first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardLayer:
-    """The weights and numbers of one layer: x += post(attention(pre(x))), then the same with the block."""
+    """The weights and numbers of one layer: x += post(attention(pre(x))), then the same with the block.
+
+    `is_parallel`: x += attention(pre(x)) + block(pre(x)), with no other norm.
+    """
 
     qkv: PackedBlocks
     output: PackedBlocks
@@ -62,7 +67,7 @@ class ForwardLayer:
     q_norm: Norm | None
     k_norm: Norm | None
     cos_LR: torch.Tensor
-    """float32, contiguous."""
+    """float32, contiguous; R may be 0, for layers without rotation. As in `rotate`."""
     sin_LR: torch.Tensor
     scale: float
     softcap: float
@@ -72,6 +77,8 @@ class ForwardLayer:
     act: Activation
     sinks_H: torch.Tensor | None = None
     """float32, contiguous: see `paged_attention`."""
+    heads: HeadForm = LLAMA_HEADS
+    is_parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +114,8 @@ class _LayerArgs(ctypes.Structure):
             (name, ctypes.c_float)
             for name in (*(f"{norm}_eps" for norm in _NORMS), "q_eps", "k_eps", "scale", "softcap")
         ],
-        *[(name, ctypes.c_int32) for name in ("window", "act")],
+        *[(name, ctypes.c_int32) for name in ("window", "act", "neighbours", "whole_norms", "norms_last")],
+        ("is_parallel", ctypes.c_int32),
         ("recurrent", ctypes.c_void_p),
     ]
 
@@ -131,6 +139,8 @@ class _LayerArgs(ctypes.Structure):
         args.cos, args.sin, args.rotated = layer.cos_LR.data_ptr(), layer.sin_LR.data_ptr(), layer.cos_LR.shape[1]
         args.sinks = None if layer.sinks_H is None else layer.sinks_H.data_ptr()
         args.scale, args.softcap, args.window = layer.scale, layer.softcap, layer.window
+        args.neighbours, args.is_parallel = layer.heads.neighbours, layer.is_parallel
+        args.whole_norms, args.norms_last = layer.heads.whole_norms, layer.heads.norms_last
         return args
 
 
@@ -151,7 +161,8 @@ class _ForwardArgs(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in ("table_stride", "logits_stride")],
         *[(name, ctypes.c_int64) for name in ("num_rows", "num_sequences", "num_layers", "num_logits", *_SIZES)],
         *[(name, ctypes.c_float) for name in ("embedding_scale", "norm_eps", "logits_softcap")],
-        *[(name, ctypes.c_int32) for name in ("bf16", "pages", "defers_head")],
+        *[(name, ctypes.c_float) for name in ("virtual_scale", "residual_scale", "logits_scale")],
+        *[(name, ctypes.c_int32) for name in ("centred", "bf16", "pages", "defers_head")],
         *[(name, ctypes.c_void_p) for name in ("adapters", "sequence_adapters", "virtual_embedding")],
         *[(name, ctypes.c_int64) for name in ("adapter_rank", "vocabulary", "experts", "chosen", "expert_inner")],
         ("recurrents", RecurrentSizesArgs),
@@ -170,7 +181,8 @@ class Forward:
         heads: (query heads, KV heads).
         head_dim: D.
         logits_softcap: 0: none.
-        embedding_scale: multiplies the embedding.
+        embedding_scale: multiplies the embedding of a token of the vocabulary.
+        scales: of any model's input, residual additions and logits.
     """
 
     def __init__(
@@ -184,6 +196,7 @@ class Forward:
         *,
         logits_softcap: float = 0.0,
         embedding_scale: float = 1.0,
+        scales: StreamScales = UNSCALED,
     ) -> None:
         self._owned = (embedding_VH, tuple(layers), norm, head)
         self._dtype, H = embedding_VH.dtype, embedding_VH.shape[1]
@@ -197,7 +210,9 @@ class Forward:
         """The layers with attention, which have pages."""
         self._args = _ForwardArgs(self._layers, head.args)
         args = self._args
-        args.embedding, args.embedding_scale = embedding_VH.data_ptr(), embedding_scale
+        args.embedding, args.embedding_scale = embedding_VH.data_ptr(), embedding_scale * scales.input
+        args.virtual_scale, args.residual_scale, args.logits_scale = scales.input, scales.residual, scales.logits
+        args.centred = norm.centred
         args.norm, args.norm_eps, args.logits_softcap = norm.weight.data_ptr(), norm.eps, logits_softcap
         args.num_layers, args.hidden, args.head_dim = len(layers), H, head_dim
         for block in (layer.block for layer in layers):
@@ -250,6 +265,8 @@ class Forward:
         assert heads[0] % heads[1] == 0, heads
         assert head.num_inputs == H, head
         for layer in layers:
+            of_stream = [norm for norm in (getattr(layer, name) for name in _NORMS) if norm is not None]
+            assert all(norm.centred == self._owned[2].centred for norm in of_stream), "norms of two kinds"
             if isinstance(layer, RecurrentForwardLayer):
                 outputs, _, _, read = layer.mixer.sizes
                 shapes = [(part.num_inputs, part.num_outputs) for part in (layer.first, layer.output)]
@@ -264,6 +281,12 @@ class Forward:
             assert layer.cos_LR.shape[1] % 2 == 0, layer.cos_LR.shape
             assert layer.cos_LR.shape[1] <= head_dim, layer.cos_LR.shape
             check_limits(layer.window, 0, layer.sinks_H, heads[0])
+            wide = [number * head_dim if layer.heads.whole_norms else head_dim for number in heads]
+            for norm, width in zip((layer.q_norm, layer.k_norm), wide, strict=True):
+                assert norm is None or (norm.weight.shape == (width,) and not norm.centred), norm
+            if layer.is_parallel:
+                assert of_stream == [layer.pre_attention], "a block next to the attention has norms of its own"
+                assert isinstance(layer.block, GatedBlock), layer.block
 
     def __call__(
         self,

@@ -12,11 +12,12 @@ import ctypes
 
 import torch
 
-from kernels.fused_arguments import Activation, NormKind, RMSNorm, check_rotate
+from kernels.fused_arguments import LLAMA_HEADS, Activation, HeadForm, NormKind, RMSNorm, check_rotate
 from kernels.library import native
 
 __all__ = [
     "Activation",
+    "HeadForm",
     "NormKind",
     "RMSNorm",
     "RotaryArgs",
@@ -49,14 +50,23 @@ class RotaryArgs(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "q_weight", "k_weight")],
         *[(name, ctypes.c_int64) for name in ("rows", "stride", "q_heads", "k_heads", "head_dim", "rotated")],
         *[(name, ctypes.c_float) for name in ("q_eps", "k_eps")],
-        *[(name, ctypes.c_int32) for name in ("kind", "bf16")],
+        *[(name, ctypes.c_int32) for name in ("kind", "bf16", "angles_bf16")],
+        *[(name, ctypes.c_int32) for name in ("neighbours", "whole_norms", "norms_last")],
     ]
 
     @classmethod
-    def of(cls, heads: tuple[int, int], head_dim: int, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> RotaryArgs:
+    def of(
+        cls,
+        heads: tuple[int, int],
+        head_dim: int,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        form: HeadForm = LLAMA_HEADS,
+    ) -> RotaryArgs:
         """Return the arguments that are the same in every call. The caller owns the norms' weights and outlives
         them."""
         args = cls(q_heads=heads[0], k_heads=heads[1], head_dim=head_dim)
+        args.neighbours, args.whole_norms, args.norms_last = form.neighbours, form.whole_norms, form.norms_last
         if q_norm and k_norm:
             args.q_weight, args.k_weight = q_norm.weight_H.data_ptr(), k_norm.weight_H.data_ptr()
             args.q_eps, args.k_eps, args.kind = q_norm.eps, k_norm.eps, q_norm.kind
@@ -119,23 +129,27 @@ def rotate(
     head_dim: int,
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
+    form: HeadForm = LLAMA_HEADS,
 ) -> None:
     """Norm (where given) and rotate the query and key heads of `qkv_NC` in place; the values after them are unchanged.
 
     `heads` is (query heads, key heads), which are the first columns of a row. Channels i and i + R / 2 of a head are a
-    pair; channels from R on are not rotated. `cos_NR` and `sin_NR` are contiguous and in the model's dtype.
+    pair, or neighbours by `form`: angles i and i + R / 2 are of the two channels of pair i. Channels from R on are not
+    rotated. `cos_NR` and `sin_NR` are contiguous, and in the model's dtype; on a CPU they may be float32, and the
+    rotation is rounded once then.
     """
     if qkv_NC.device.type != "cpu":
         from kernels.cuda import fused as device  # a CPU install has no Triton
 
+        assert form == LLAMA_HEADS, form
         device.rotate(qkv_NC, cos_NR, sin_NR, heads=heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm)
         return
-    check_rotate(qkv_NC, cos_NR, sin_NR, heads=heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm)
+    check_rotate(qkv_NC, cos_NR, sin_NR, heads=heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, form=form)
     assert qkv_NC.dtype in _DTYPES, qkv_NC.dtype
-    args = RotaryArgs.of(heads, head_dim, q_norm, k_norm)
+    args = RotaryArgs.of(heads, head_dim, q_norm, k_norm, form)
     args.qkv, args.cos, args.sin = qkv_NC.data_ptr(), cos_NR.data_ptr(), sin_NR.data_ptr()
     args.rows, args.stride, args.rotated = qkv_NC.shape[0], qkv_NC.stride(0), cos_NR.shape[1]
-    args.bf16 = qkv_NC.dtype == torch.bfloat16
+    args.bf16, args.angles_bf16 = qkv_NC.dtype == torch.bfloat16, cos_NR.dtype == torch.bfloat16
     native().lockstep_rotary(ctypes.byref(args))
 
 

@@ -13,7 +13,7 @@ import torch
 
 
 class NormKind(enum.IntEnum):
-    """Where an RMSNorm rounds to the model's dtype, and what its weight means, with the values of `fused.h`."""
+    """Where a norm rounds to the model's dtype, and what its weight means, with the values of `fused.h`."""
 
     ROUND_THEN_SCALE = 0
     """Llama's: the normalised value is rounded, then multiplied."""
@@ -21,6 +21,8 @@ class NormKind(enum.IntEnum):
     """OLMo 2's: multiplied in fp32, then rounded."""
     ONE_PLUS_SCALE = 2
     """Gemma's: multiplied by 1 + weight in fp32, then rounded."""
+    CENTRED = 3
+    """Cohere's, a LayerNorm without a bias: the mean is taken off, then as OLMo 2's. Only a CPU has it."""
 
 
 class Activation(enum.IntEnum):
@@ -46,6 +48,35 @@ class RMSNorm:
     kind: NormKind
 
 
+@dataclass(frozen=True, slots=True)
+class HeadForm:
+    """How queries and keys are rotated and normed. The defaults are Llama's and Qwen 3's; a GPU has no others."""
+
+    neighbours: bool = False
+    """Channels 2 i and 2 i + 1 of a head are a pair, and not i and i + R / 2."""
+    whole_norms: bool = False
+    """A norm is of all query heads, or of all key heads, as one vector (OLMo 2)."""
+    norms_last: bool = False
+    """The norms come after the rotation (HunYuan)."""
+
+
+LLAMA_HEADS = HeadForm()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamScales:
+    """What a model multiplies its numbers by."""
+
+    input: float = 1.0
+    """The input of the first layer."""
+    residual: float = 1.0
+    """What a layer adds to the residual stream."""
+    logits: float = 1.0
+
+
+UNSCALED = StreamScales()
+
+
 def check_rotate(
     qkv_NC: torch.Tensor,
     cos_NR: torch.Tensor,
@@ -55,9 +86,11 @@ def check_rotate(
     head_dim: int,
     q_norm: RMSNorm | None,
     k_norm: RMSNorm | None,
+    form: HeadForm = LLAMA_HEADS,
 ) -> None:
     """Assert the shapes and dtypes that `rotate` takes, on any device."""
-    assert qkv_NC.dtype == cos_NR.dtype == sin_NR.dtype, (qkv_NC.dtype, cos_NR.dtype, sin_NR.dtype)
+    assert cos_NR.dtype == sin_NR.dtype, (cos_NR.dtype, sin_NR.dtype)
+    assert cos_NR.dtype in (qkv_NC.dtype, torch.float32), (qkv_NC.dtype, cos_NR.dtype)
     assert qkv_NC.stride(1) == 1, qkv_NC.stride()
     assert qkv_NC.shape[1] >= sum(heads) * head_dim, (qkv_NC.shape, heads, head_dim)
     assert cos_NR.shape == sin_NR.shape == (qkv_NC.shape[0], cos_NR.shape[1]), (cos_NR.shape, sin_NR.shape)
@@ -68,5 +101,7 @@ def check_rotate(
     assert (q_norm is None) == (k_norm is None)
     if q_norm and k_norm:
         assert q_norm.kind == k_norm.kind, (q_norm.kind, k_norm.kind)
-        assert q_norm.weight_H.shape == k_norm.weight_H.shape == (head_dim,), q_norm.weight_H.shape
+        assert q_norm.kind != NormKind.CENTRED, "norms of heads have no mean to take off"
+        sizes = tuple(head_dim * number if form.whole_norms else head_dim for number in heads)
+        assert (len(q_norm.weight_H), len(k_norm.weight_H)) == sizes, (q_norm.weight_H.shape, k_norm.weight_H.shape)
         assert q_norm.weight_H.dtype == k_norm.weight_H.dtype == qkv_NC.dtype, q_norm.weight_H.dtype

@@ -13,6 +13,7 @@ import ctypes
 import torch
 
 from kernels.fused import RMSNorm, RotaryArgs, check_rotate, rotate
+from kernels.fused_arguments import LLAMA_HEADS, HeadForm
 from kernels.kv_pages import check_limits
 from kernels.library import native
 from kernels.paged_attention import AttentionArgs, KVPages, paged_attention
@@ -32,11 +33,12 @@ class QkvAttention:
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         sinks_H: torch.Tensor | None = None,
+        form: HeadForm = LLAMA_HEADS,
     ) -> None:
         check_limits(window, 0, sinks_H, heads[0])
-        self.heads, self.head_dim, self.q_norm, self.k_norm = heads, head_dim, q_norm, k_norm
+        self.heads, self.head_dim, self.q_norm, self.k_norm, self.form = heads, head_dim, q_norm, k_norm, form
         self.scale, self.softcap, self.window, self.sinks_H = scale, softcap, window, sinks_H
-        self._rotary = RotaryArgs.of(heads, head_dim, q_norm, k_norm)
+        self._rotary = RotaryArgs.of(heads, head_dim, q_norm, k_norm, form)
         self._args = AttentionArgs(scale=scale, softcap=softcap, window=window, head_dim=head_dim)
         self._args.sinks = None if sinks_H is None else sinks_H.data_ptr()
         self._args.num_heads, self._args.num_kv_heads = heads
@@ -72,6 +74,7 @@ class QkvAttention:
                 head_dim=D,
                 q_norm=self.q_norm,
                 k_norm=self.k_norm,
+                form=self.form,
             )
             q_BPHD, k_BPHD, v_BPHD = qkv_NC.view(B, P, Hq + 2 * Hkv, D).split((Hq, Hkv, Hkv), dim=2)
             out_BPHD = paged_attention(
@@ -92,7 +95,16 @@ class QkvAttention:
         assert tree_rows_BRR is None, "trees of drafts are attended to only on a GPU"
         k, v = pages.k, pages.v
         shapes = (
-            *(qkv_NC.dtype, qkv_NC.shape, cos_NR.shape, page_table_BN.shape, page_table_BN.stride(0), B, P),
+            *(
+                qkv_NC.dtype,
+                qkv_NC.shape,
+                cos_NR.dtype,
+                cos_NR.shape,
+                page_table_BN.shape,
+                page_table_BN.stride(0),
+                B,
+                P,
+            ),
             *(k.data_ptr(), v.data_ptr(), k.shape, v.shape, k.dtype, *pages.scales),
         )
         if shapes != self._checked:
@@ -122,9 +134,8 @@ class QkvAttention:
     ) -> None:
         """Assert the shapes that the kernels take, and store the arguments that depend on them."""
         (Hq, Hkv), D, (B, P), T = self.heads, self.head_dim, positions_BP.shape, pages.v.shape[2]
-        check_rotate(
-            qkv_NC[: B * P], cos_NR, sin_NR, heads=self.heads, head_dim=D, q_norm=self.q_norm, k_norm=self.k_norm
-        )
+        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        check_rotate(qkv_NC[: B * P], cos_NR, sin_NR, heads=self.heads, head_dim=D, **norms, form=self.form)
         assert qkv_NC.device.type == "cpu", qkv_NC.device
         assert qkv_NC.dtype in (torch.bfloat16, torch.float32), qkv_NC.dtype
         assert pages.k.dtype == pages.v.dtype in (qkv_NC.dtype, torch.int8), (qkv_NC.dtype, pages.k.dtype)
@@ -148,6 +159,7 @@ class QkvAttention:
         args.num_batch, args.num_queries, args.page_size, args.kind, args.io_bf16 = B, P, T, pages.kind, bf16
         rotary = self._rotary
         rotary.rows, rotary.stride, rotary.rotated, rotary.bf16 = B * P, width, cos_NR.shape[1], bf16
+        rotary.angles_bf16 = cos_NR.dtype == torch.bfloat16
 
     def __repr__(self) -> str:
         return f"<QkvAttention {self.heads[0]} over {self.heads[1]} heads of {self.head_dim}>"

@@ -21,6 +21,7 @@ from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Recording
 from gpu_engine.model.recurrent.mixer import RecurrentMixer
 from kernels.fused import RMSNorm, add_rms_norm, angles_at, rms_norm
+from kernels.fused_arguments import StreamScales
 from kernels.step_tensors import StepTensors
 
 
@@ -56,7 +57,10 @@ class DeferringForward(WholeForward, Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """x += post(attention(pre(x))), then the same with the block; either norm of each may be missing."""
+    """x += post(attention(pre(x))), then the same with the block; any of the norms may be missing.
+
+    `is_parallel`: x += attention(pre(x)) + block(pre(x)).
+    """
 
     attention: FusedAttention | RecurrentMixer
     """A recurrent layer has its module here."""
@@ -64,6 +68,7 @@ class Layer:
     angles: int
     """Index into `FusedForward.rotary`: the call whose angles this layer uses. Recurrent layers have 0, and no angles.
     """
+    is_parallel: bool
     pre_attention: RMSNorm | None
     post_attention: RMSNorm | None
     pre_block: RMSNorm | None
@@ -108,6 +113,7 @@ class FusedForward:
     head: nn.Module
     logits_softcap: float
     """0: none."""
+    scales: StreamScales
     pairs: bool
     """A single row is computed as two equal rows: otherwise each packed product would double it again (see
     linear.py)."""
@@ -129,6 +135,8 @@ class FusedForward:
 
     def _head(self, last_NH: torch.Tensor) -> torch.Tensor:
         logits_NV: torch.Tensor = self.head(last_NH)
+        if self.scales.logits != 1.0:
+            logits_NV = logits_NV * self.scales.logits
         if self.logits_softcap:
             logits_NV = torch.tanh(logits_NV / self.logits_softcap) * self.logits_softcap
         return logits_NV
@@ -146,7 +154,7 @@ class FusedForward:
         if ctx.prompts is not None:
             B_P = ids_BP.numel()
             x, delta = x[:B_P], None if delta is None else delta[:B_P]
-        last_NH = _normed(x, delta, self.norm)
+        last_NH = self._normed(x, delta, self.norm)
         if ctx.hidden is not None and len(self.layers) in ctx.hidden:
             ctx.hidden[len(self.layers)] = last_NH[: ids_BP.numel()]
         return last_NH
@@ -156,12 +164,14 @@ class FusedForward:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ids, positions = (ids_BP, ctx.positions_BP) if ctx.prompts is None else _with_prompts(ids_BP, ctx, ctx.prompts)
         x_BPH: torch.Tensor = self.embedding(ids)
+        if self.scales.input != 1.0:
+            x_BPH = x_BPH * self.scales.input
         angles = [call.angles(x_BPH, positions) for call in self.rotary]
         x, delta = x_BPH.view(-1, x_BPH.shape[-1]), None
         if self.pairs and len(x) == 1:
             x = torch.cat([x, x])
         for at, layer in enumerate(self.layers):
-            h = _normed(x, delta, layer.pre_attention)
+            h = self._normed(x, delta, layer.pre_attention)
             if ctx.hidden is not None and at in ctx.hidden:
                 ctx.hidden[at] = x[: ids_BP.numel()].clone()
             if isinstance(layer.attention, RecurrentMixer):
@@ -172,10 +182,19 @@ class FusedForward:
                 break
             if layer.post_attention is not None:
                 delta = rms_norm(delta, layer.post_attention)
-            delta = layer.gated.of_rows(_normed(x, delta, layer.pre_block))
+            between = self._normed(x, delta, layer.pre_block)
+            delta = layer.gated.of_rows(h if layer.is_parallel else between)
             if layer.post_block is not None:
                 delta = rms_norm(delta, layer.post_block)
         return x, delta
+
+    def _normed(self, x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm | None) -> torch.Tensor:
+        """Add the pending output to the residual stream, in place, and return the norm of the sum."""
+        if delta_NH is None:
+            return x_NH if norm is None else rms_norm(x_NH, norm)
+        if self.scales.residual != 1.0:
+            delta_NH = delta_NH * self.scales.residual
+        return x_NH.add_(delta_NH) if norm is None else add_rms_norm(x_NH, delta_NH, norm)
 
     def __repr__(self) -> str:
         return f"<FusedForward of {len(self.layers)} layers>"
@@ -196,16 +215,16 @@ def _with_prompts(
     return ids_N[None], torch.cat(positions_N)[None]
 
 
-def _normed(x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm | None) -> torch.Tensor:
-    """Add the pending output to the residual stream, in place, and return the norm of the sum."""
-    if norm is None:
-        return x_NH if delta_NH is None else x_NH.add_(delta_NH)
-    return rms_norm(x_NH, norm) if delta_NH is None else add_rms_norm(x_NH, delta_NH, norm)
-
-
-_LFM2_NORMS = ("operator_norm", "ffn_norm")
-"""Before the attention or the convolution, and before the block."""
-_SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_NORMS: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    ("operator_norm", None, "ffn_norm", None),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("input_layernorm", None, None, None),
+)
+"""The names of a layer's norms, before and after the attention, before and after the block: those of Llama, LFM 2,
+Gemma 2, GLM 4, OLMo 2, and Cohere, whose block is next to the attention."""
 
 
 def fused_forward_of(net: Any, record: Recording, mixtures: Mapping[nn.Module, MixedBlock]) -> FusedForward:
@@ -227,8 +246,16 @@ def fused_forward_of(net: Any, record: Recording, mixtures: Mapping[nn.Module, M
     rotary: list[RotaryCall] = []
     layers = tuple(_layer_of(layer, record, rotary, decoder, mixtures) for layer in stacks[0])
     softcap = getattr(net.config.get_text_config(), "final_logit_softcapping", None) or 0.0
-    pairs = isinstance(head, PackedLinear) and head.pairs
-    return FusedForward(embedding, tuple(rotary), layers, norms[0].norm, head, softcap, pairs, _packed(head, layers))
+    pairs, scales = isinstance(head, PackedLinear) and head.pairs, _scales_of(net.config.get_text_config())
+    packed = _packed(head, layers)
+    return FusedForward(embedding, tuple(rotary), layers, norms[0].norm, head, softcap, scales, pairs, packed)
+
+
+def _scales_of(config: Any) -> StreamScales:
+    """Return the scales that a configuration names as Granite's or as Cohere's does."""
+    names = ("embedding_multiplier", "residual_multiplier", "logit_scale", "logits_scaling")
+    embedding, residual, multiplied, divided = (float(getattr(config, name, None) or 1.0) for name in names)
+    return StreamScales(embedding, residual, multiplied / divided)
 
 
 def _packed(head: nn.Module, layers: tuple[Layer, ...]) -> bool:
@@ -253,8 +280,6 @@ def _layer_of(
     attentions = [child for child in children.values() if isinstance(child, FusedAttention | RecurrentMixer)]
     blocks = [child for child in children.values() if isinstance(child, FusedGated | MixedBlock)]
     norms = {name: child.norm for name, child in children.items() if isinstance(child, FusedNorm)}
-    if set(norms) == set(_LFM2_NORMS):
-        norms = dict(zip(_SANDWICH[:2], (norms[name] for name in _LFM2_NORMS), strict=True))
     strangers = [
         name
         for name, child in children.items()
@@ -262,24 +287,14 @@ def _layer_of(
         and not isinstance(child, FusedNorm)
         and next(child.parameters(), None) is not None
     ]
-    if len(attentions) != 1 or len(blocks) != 1 or strangers or not set(norms) <= set(_SANDWICH):
+    if len(attentions) != 1 or len(blocks) != 1 or strangers:
         raise NotALoop(f"a layer of {sorted(children)}")
-    names: tuple[str | None, ...] = _SANDWICH
-    if _SANDWICH[2] not in norms:
-        # A layer with two norms: both before their part (Llama), or both after it (OLMo 2).
-        names = (
-            (*_SANDWICH[:1], None, _SANDWICH[1], None)
-            if _SANDWICH[0] in norms
-            else (None, *_SANDWICH[1:2], None, _SANDWICH[3])
-        )
-    if set(norms) != {name for name in names if name}:
+    names = next((names for names in _NORMS if {name for name in names if name} == set(norms)), None)
+    if names is None:
         raise NotALoop(f"a layer with the norms {sorted(norms)}")
-    return Layer(
-        attentions[0],
-        blocks[0],
-        0 if isinstance(attentions[0], RecurrentMixer) else _angles_of(layer, record, rotary, decoder),
-        *(norms[name] if name else None for name in names),
-    )
+    around = (norms[name] if name else None for name in names)
+    angles = 0 if isinstance(attentions[0], RecurrentMixer) else _angles_of(layer, record, rotary, decoder)
+    return Layer(attentions[0], blocks[0], angles, len(norms) == 1, *around)
 
 
 def _angles_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> int:

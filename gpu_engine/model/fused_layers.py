@@ -6,6 +6,7 @@ runs over them. Not responsible for: choosing the modules to replace (see fusion
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ from torch import nn
 from gpu_engine.model.attention import AttentionContext, LayerAttention, PromptRows, context_of_forward
 from gpu_engine.model.experts import Experts
 from gpu_engine.model.linear import InvariantLinear
-from kernels.fused import Activation, RMSNorm, gated, rms_norm
+from kernels.fused import Activation, HeadForm, RMSNorm, gated, rms_norm
 from kernels.fused_attention import QkvAttention
 from kernels.kv_pages import KVPages
 
@@ -151,13 +152,42 @@ class ChosenExperts(MixedBlock):
         return next((child for child in self.inner.children() if type(child) is Experts), None)
 
 
+class Rotation(enum.Enum):
+    """The channels of a head that are rotated together, and what the model's rotary embedding gives for them."""
+
+    HALVES = enum.auto()
+    """Channels i and i + R / 2 are a pair, and each channel has its angle (Llama)."""
+    HALVES_SHARE = enum.auto()
+    """The same with R / 2 angles, one for each pair (gpt-oss)."""
+    NEIGHBOURS = enum.auto()
+    """Channels 2 i and 2 i + 1 are a pair, and each channel has its angle (Cohere)."""
+    NEIGHBOURS_SHARE = enum.auto()
+    """The same, and the first R / 2 angles are the pairs' (GLM 4, ERNIE 4.5); the others repeat them."""
+    NONE = enum.auto()
+    """Nothing is rotated, whatever the angles are (SmolLM 3's layers without positions)."""
+
+    @property
+    def of_neighbours(self) -> bool:
+        """Whether neighbours are pairs."""
+        return self in (Rotation.NEIGHBOURS, Rotation.NEIGHBOURS_SHARE)
+
+    def angles(self, cos_NR: torch.Tensor, sin_NR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cosines and sines that `rotate` takes, from the model's."""
+        if self is Rotation.NONE:
+            return torch.ones_like(cos_NR), torch.zeros_like(sin_NR)
+        if self is Rotation.HALVES_SHARE:
+            return torch.cat([cos_NR, cos_NR], dim=1), torch.cat([sin_NR, sin_NR], dim=1)
+        if self is Rotation.NEIGHBOURS:
+            return torch.cat([cos_NR[:, ::2], cos_NR[:, 1::2]], 1), torch.cat([sin_NR[:, ::2], sin_NR[:, 1::2]], 1)
+        return cos_NR, sin_NR
+
+
 class FusedAttention(nn.Module):
     """One product for q, k and v; head norms and rotary in one kernel; attention over the pages; the output product.
 
     Args:
         sinks_H: float32, the further logit of each query head; None: there is none.
-        half_angles: the model's rotary embedding gives the angles of a half of the channels, and the other half has the
-            same ones.
+        norms_last: the norms come after the rotation. They are of all heads together where their weights are.
     """
 
     def __init__(
@@ -170,17 +200,19 @@ class FusedAttention(nn.Module):
         k_norm: RMSNorm | None = None,
         sinks_H: torch.Tensor | None = None,
         *,
-        half_angles: bool = False,
+        rotation: Rotation = Rotation.HALVES,
+        norms_last: bool = False,
     ) -> None:
         super().__init__()
-        self.sinks_H, self.half_angles = sinks_H, half_angles
+        self.sinks_H, self.rotation = sinks_H, rotation
         self.qkv, self.output, self.shape, self.layer_idx = qkv, output, shape, layer_idx
         self._qkv, self._output = qkv.forward, output.forward
         heads = (shape.num_heads, shape.num_kv_heads)
         self.q_norm, self.k_norm = q_norm, k_norm
-        self._core = QkvAttention(
-            heads, shape.head_dim, shape.scale, shape.softcap, shape.window, q_norm, k_norm, sinks_H
-        )
+        whole = q_norm is not None and len(q_norm.weight_H) != shape.head_dim
+        self.heads = HeadForm(rotation.of_neighbours, whole, norms_last)
+        numbers = (shape.scale, shape.softcap, shape.window)
+        self._core = QkvAttention(heads, shape.head_dim, *numbers, q_norm, k_norm, sinks_H, self.heads)
         self.sources: Sources = {}
 
     def products(self) -> list[tuple[str, nn.Module]]:
@@ -210,8 +242,7 @@ class FusedAttention(nn.Module):
     ) -> torch.Tensor:
         """[N, H] -> [N, H]; row b * P + j is position j of sequence b. Rows of prompts are after those of the batch."""
         pages, qkv_NC = ctx.pages[self.layer_idx], self._qkv(x_NH)
-        if self.half_angles:
-            cos_NR, sin_NR = in_full(cos_NR), in_full(sin_NR)
+        cos_NR, sin_NR = self.rotation.angles(cos_NR, sin_NR)
         if ctx.prompts is None:
             where = (pages, ctx.page_table_BN, ctx.positions_BP, ctx.tree_rows_BRR)
             out_NC = self._core(qkv_NC, cos_NR, sin_NR, *where)
@@ -249,11 +280,6 @@ class FusedAttention(nn.Module):
 def join_activations(model: nn.Module) -> int:
     """Join the activation of every fused gated block to its product, where that has a kernel; return how many."""
     return sum(module.join_activation() for module in model.modules() if isinstance(module, FusedGated))
-
-
-def in_full(half_NR: torch.Tensor) -> torch.Tensor:
-    """Return cosines or sines of all channels by those of a half of them."""
-    return torch.cat([half_NR, half_NR], dim=1)
 
 
 def angles_by_row(part_BPR: torch.Tensor, num_sequences: int) -> torch.Tensor:

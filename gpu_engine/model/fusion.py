@@ -20,7 +20,7 @@ from torch import nn
 from gpu_engine.model.attention import LayerAttention
 from gpu_engine.model.experts import Experts
 from gpu_engine.model.fused_forward import NotALoop, WholeForward, fused_forward_of
-from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, FusedNorm
+from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, FusedNorm, Rotation
 from gpu_engine.model.linear import Product, joined
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
@@ -58,14 +58,15 @@ class NotRecognised(Exception):
 
 
 def norm_of(module: nn.Module, record: Recording, bound: float) -> FusedNorm:
-    """Return the fused form of an RMSNorm; raise NotRecognised."""
+    """Return the fused form of a norm that has a weight and no bias; raise NotRecognised."""
     parameters = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or not isinstance(eps, float):
-        raise NotRecognised("is no RMSNorm")
+        raise NotRecognised("is no norm with a weight and no bias")
     call = _only(record, module)
     weight_H = parameters["weight"].detach()
-    return _closest((FusedNorm(RMSNorm(weight_H, eps, kind)) for kind in NormKind), call, bound)
+    kinds = [kind for kind in NormKind if weight_H.device.type == "cpu" or kind is not NormKind.CENTRED]
+    return _closest((FusedNorm(RMSNorm(weight_H, eps, kind)) for kind in kinds), call, bound)
 
 
 _GATED_BLOCKS = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -81,7 +82,7 @@ def gated_of(module: nn.Module, record: Recording, bound: float) -> FusedGated:
         raise NotRecognised(f"has the products {sorted(linears)}")
     gate_up, down = _joined([linears[name] for name in parts]), _joined([linears[last]])
     # Two activations differ by far more than the bound, so the second is tried only where the first is not the one.
-    fused = _closest((FusedGated(gate_up, down, act) for act in EVERYWHERE), call, bound, any_within=True)
+    fused = _closest((FusedGated(gate_up, down, act) for act in EVERYWHERE), call, bound, enough=bound)
     fused.sources = {"gate_up": _sources(linears, parts), "down": _sources(linears, [last])}
     return fused
 
@@ -123,6 +124,7 @@ def chosen_experts_of(module: nn.Module, record: Recording, bound: float) -> Cho
     return ChosenExperts(module, router_EH, router_bias_E, chosen_Nk.shape[1], act, renormalises=same[0])
 
 
+_HEAD_NORMS = {"q": ("q_norm", "q_layernorm", "query_layernorm"), "k": ("k_norm", "k_layernorm", "key_layernorm")}
 _ATTENTIONS = (
     ("q_proj", "k_proj", "v_proj", "o_proj"),
     ("qkv_proj", "o_proj"),
@@ -142,24 +144,28 @@ def attention_of(
         raise NotRecognised("has chunks or heads of other sizes")
     if (length := _length_of_equal_queries(module)) is not None and length < num_positions:
         raise NotRecognised(f"has queries that grow from position {length} on")
+    on_cpu = all(weight.device.type == "cpu" for weight in module.parameters())
     sinks = module._parameters.get("sinks") if shape.sinks else None
-    if sinks is not None and sinks.device.type != "cpu":
+    if sinks is not None and not on_cpu:
         raise NotRecognised("has sinks, whose fused form only a CPU has")
-    norms = {f"{of}_norm": getattr(module, f"{of}_norm", getattr(module, f"{of}_layernorm", None)) for of in "qk"}
-    heads = [norm for norm in norms.values() if isinstance(norm, nn.Module)]
+    norms = {of: _norm_of_heads(module, names) for of, names in _HEAD_NORMS.items()}
+    heads = [norm for norm in norms.values() if norm is not None]
     linears = _linears(module, but=heads, own=() if sinks is None else ("sinks",))
     call = _only(record, module)
     *parts, last = next((names for names in _ATTENTIONS if set(names) == set(linears)), ("",))
     if not parts:
         raise NotRecognised(f"has the products {sorted(linears)}")
-    found = {
-        name: norm_of(norm, record, bounds.norm).norm for name, norm in norms.items() if isinstance(norm, nn.Module)
-    }
+    found = {of: norm_of(norm, record, bounds.norm).norm for of, norm in norms.items() if norm is not None}
     qkv, output = _joined([linears[name] for name in parts]), _joined([linears[last]])
     sinks_H = None if sinks is None else sinks.detach().float().contiguous()
-    made_of = (qkv, output, shape, layer_idx, found.get("q_norm"), found.get("k_norm"), sinks_H)
-    forms = (FusedAttention(*made_of, half_angles=half) for half in _half_angles(call, shape))
-    fused = _closest(forms, call, bounds.block, any_within=True)
+    made_of = (qkv, output, shape, layer_idx, found.get("q"), found.get("k"), sinks_H)
+    forms = (
+        FusedAttention(*made_of, rotation=rotation, norms_last=last)
+        for last in ((False, True) if found and on_cpu else (False,))
+        for rotation in _rotations(call, shape, on_cpu=on_cpu)
+    )
+    # Where another form is as near as that, the positions of the record do not tell them apart.
+    fused = _closest(forms, call, bounds.block, enough=bounds.block / 8)
     fused.sources = {"qkv": _sources(linears, parts), "output": _sources(linears, [last])}
     return fused
 
@@ -171,10 +177,17 @@ def _length_of_equal_queries(module: nn.Module) -> int | None:
     return length if rotation.get("llama_4_scaling_beta") else None
 
 
-def _half_angles(call: Call, shape: LayerAttention) -> tuple[bool, ...]:
-    """Return the values of `half_angles` that the angles of an attention's call may mean."""
+def _norm_of_heads(module: nn.Module, names: Collection[str]) -> nn.Module | None:
+    found = (getattr(module, name, None) for name in names)
+    return next((norm for norm in found if isinstance(norm, nn.Module)), None)
+
+
+def _rotations(call: Call, shape: LayerAttention, *, on_cpu: bool) -> list[Rotation]:
+    """Return what the angles of an attention's call may mean. Neighbours are rotated only on a CPU."""
     angles = call.kwargs.get("position_embeddings")
-    return (False, True) if angles is not None and 2 * angles[0].shape[-1] <= shape.head_dim else (False,)
+    halved = angles is not None and 2 * angles[0].shape[-1] <= shape.head_dim
+    left_out = set() if halved else {Rotation.HALVES_SHARE}
+    return [rotation for rotation in Rotation if rotation not in left_out and (on_cpu or not rotation.of_neighbours)]
 
 
 def _sources(linears: dict[str, Product], names: list[str]) -> tuple[tuple[str, int], ...]:
@@ -215,10 +228,10 @@ def _joined(linears: list[Product]) -> nn.Module:
         raise NotRecognised(str(error)) from error
 
 
-def _closest(candidates: Iterable[_M], call: Call, bound: float, *, any_within: bool = False) -> _M:
+def _closest(candidates: Iterable[_M], call: Call, bound: float, *, enough: float = 0.0) -> _M:
     """Return the candidate that repeats the recorded call best; raise NotRecognised when none is within the bound.
 
-    `any_within`: the first within the bound will do.
+    `enough`: the first that is no further away will do.
     """
     best, least = None, float("inf")
     for candidate in candidates:
@@ -229,7 +242,7 @@ def _closest(candidates: Iterable[_M], call: Call, bound: float, *, any_within: 
             raise NotRecognised(f"does not take the fused form: {error}") from error
         if far < least:
             best, least = candidate, far
-        if any_within and least <= bound:
+        if least <= enough:
             break
     if best is None or least > bound:
         raise NotRecognised(f"its fused form is {least:.1e} away from it")

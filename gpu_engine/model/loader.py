@@ -44,7 +44,7 @@ from gpu_engine.model.files.reading import (
 )
 from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.fused_layers import join_activations
-from gpu_engine.model.fusion import Bounds, FusedModelDiffers, fuse_parts, verified
+from gpu_engine.model.fusion import Bounds, Fused, FusedModelDiffers, fuse_parts, verified
 from gpu_engine.model.hub import path_of
 from gpu_engine.model.linear import pack_linears, replace_conv1d, replace_linears, sum_in_fp32
 from gpu_engine.model.loaded_model import KnownVocabulary, LoadedModel, ModelNotSupported
@@ -350,8 +350,7 @@ def _prepare_net(
         model.fused = verified(
             net, model.fused, seen.record, seen.logits_NV, seen.again(model), bounds, seen.noise, seen.compare
         )
-    adapted_mixtures = config.takes_adapters and model.fused.mixtures  # adapters number the products of gated blocks
-    if model.quantised and not by_row and model.fused.forward and whole and not adapted_mixtures:
+    if model.quantised and not by_row and model.fused.forward and whole and not _adapts_by_part(config, model.fused):
         model.fused = with_native(model.fused, seen.logits_NV, seen.again(model), seen.compare, seen.noise)
     if config.takes_adapters:
         model.adapters = _adapter_pool(config, model)
@@ -361,6 +360,14 @@ def _prepare_net(
     if not model.recurrent:  # else it has no states at the tokens whose outputs are wanted
         model.outputs = find_outputs(model)
     return model
+
+
+def _adapts_by_part(config: EngineConfig, fused: Fused) -> bool:
+    """Return whether adapters need a loop in Python: they number the products of gated blocks, not of experts, and
+    natively a product's low-rank half does not outlive the next product, as a block next to the attention needs it."""
+    forward = fused.forward
+    beside = isinstance(forward, FusedForward) and any(layer.is_parallel for layer in forward.layers)
+    return config.takes_adapters and (bool(fused.mixtures) or beside)
 
 
 def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | DeviceAdapterPool:

@@ -166,6 +166,7 @@ def _norm(x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm) -> t
     assert x_NH.dtype == added.dtype == norm.weight_H.dtype, (x_NH.dtype, added.dtype, norm.weight_H.dtype)
     assert x_NH.stride(1) == added.stride(1) == 1
     assert norm.weight_H.shape == x_NH.shape[1:], (norm.weight_H.shape, x_NH.shape)
+    assert norm.kind != NormKind.CENTRED, norm.kind
     N, H = x_NH.shape
     out_NH = torch.empty((N, H), dtype=x_NH.dtype, device=x_NH.device)
     block = triton.next_power_of_2(H)
@@ -198,6 +199,7 @@ def rotate(
 ) -> None:
     """As `kernels.fused.rotate`; fp16 is taken too."""
     check_rotate(qkv_NC, cos_NR, sin_NR, heads=heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm)
+    assert qkv_NC.dtype == cos_NR.dtype, (qkv_NC.dtype, cos_NR.dtype)
     assert qkv_NC.dtype in _DTYPES, qkv_NC.dtype
     rotary_kernel[(qkv_NC.shape[0], sum(heads))](
         qkv_NC,

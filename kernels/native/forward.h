@@ -1,7 +1,7 @@
 /* A decoder's whole forward over block-quantised weights, for CPUs: one call, one team of threads, no Python in between.
  *
- * A layer is x += post(attention(pre(x))), then the same with a gated block or a mixture of experts. Each function below
- * is a loop that the team shares, in their order; with many rows and no experts it is a loop over a chunk of rows that one
+ * A layer is x += scale * post(attention(pre(x))), then the same with a gated block or a mixture of experts; a block next
+ * to the attention gets the attention's input. Each function below is a loop that the team shares, in their order; with many rows and no experts it is a loop over a chunk of rows that one
  * member has. Between products everything is fp32; keys and values are rounded to the pages' dtype. Padding is dropped in
  * front: only rows with a position are computed. Invariant: a row depends only on its own sequence, bit for bit, whatever
  * else is in the call. Not responsible for: the ownership of pages and weights.
@@ -21,16 +21,22 @@ struct forward_layer {
     struct mixture mixture;                          /* in place of gate_up and down; a null router: there is none */
     /* fp32 [hidden]; null: no such norm */
     const float *pre_attention, *post_attention, *pre_block, *post_block;
-    const float *q_norm, *k_norm; /* fp32 [head_dim]; null: none */
-    const float *cos, *sin;       /* fp32 [positions][rotated] */
-    const float *sinks;           /* see paged_attention.h */
-    void *k_pages, *v_pages;      /* see paged_attention.h */
+    const float *q_norm,
+        *k_norm;             /* fp32 [head_dim], or of all query heads and all keys' with `whole_norms`; null: none */
+    const float *cos, *sin;  /* fp32 [positions][rotated]; halves, whatever channels are pairs */
+    const float *sinks;      /* see paged_attention.h */
+    void *k_pages, *v_pages; /* see paged_attention.h */
     float *k_scales, *v_scales;
     void *tap;       /* [num_rows][hidden] in the embedding's dtype: gets the layer's input; null: not wanted */
     int64_t rotated; /* the first channels of a head, which are rotated */
     float pre_attention_eps, post_attention_eps, pre_block_eps, post_block_eps, q_eps, k_eps;
     float scale, softcap; /* of attention */
     int32_t window, act;
+    int32_t neighbours;  /* channels 2 i and 2 i + 1 are rotated together; 0: i and i + rotated / 2 */
+    int32_t whole_norms; /* q_norm is one norm of all query heads together, k_norm one of all keys */
+    int32_t norms_last;  /* q_norm and k_norm come after the rotation */
+    int32_t
+        is_parallel; /* the block is next to the attention, and has its input; pre_block and post_attention are null */
     const struct recurrent_layer *recurrent; /* in place of attention, between `qkv` and `output`; null: attention */
 };
 
@@ -54,9 +60,13 @@ struct forward_args {
     int64_t num_logits; /* the first rows, whose logits are wanted. Without a tap the others only fill the pages */
     int64_t hidden, inner, num_heads, num_kv_heads, head_dim, page_size;
     float embedding_scale, norm_eps, logits_softcap; /* softcap 0: none */
-    int32_t bf16;                                    /* embedding and taps */
-    int32_t pages;                                   /* their kind, of paged_attention.h */
-    int32_t defers_head;                             /* the logits are left to lockstep_forward_head (masked_head.h) */
+    float virtual_scale;                             /* of `virtual_embedding` */
+    float residual_scale;                            /* of what is added to the residual stream */
+    float logits_scale;
+    int32_t centred;                        /* every norm of the residual stream takes the mean off first */
+    int32_t bf16;                           /* embedding and taps */
+    int32_t pages;                          /* their kind, of paged_attention.h */
+    int32_t defers_head;                    /* the logits are left to lockstep_forward_head (masked_head.h) */
     const struct low_rank *const *adapters; /* by number: PRODUCTS entries a layer; null: no row has one. [0] is null */
     const int32_t *sequence_adapters;       /* [num_sequences]: their numbers; 0: none */
     const float *virtual_embedding;         /* [][hidden]: of the ids from `vocabulary` on; null: there are none */
@@ -143,8 +153,18 @@ static void open_work(const struct forward_args *a, struct forward_work *w) {
     w->first[a->num_sequences] = (int32_t)w->rows;
 }
 
-/* x * weight / rms(x), n a multiple of 16; `out` may be `x`. */
-INLINE void norm32(const float *x, const float *weight, float eps, float *out, int64_t n) {
+/* x * weight / rms(x), n a multiple of 16; `out` may be `x`. `centred`: of x minus its mean. */
+INLINE void norm32(const float *x, const float *weight, float eps, int32_t centred, float *out, int64_t n) {
+    if (centred) {
+        v16f sum = splat(0.0f);
+        for (int64_t i = 0; i < n; i += 16) sum += load_f32(x + i);
+        const v16f mean = splat(sum16(sum) / (float)n);
+        for (int64_t i = 0; i < n; i += 16) {
+            v16f y = load_f32(x + i) - mean;
+            memcpy(out + i, &y, sizeof y);
+        }
+        x = out;
+    }
     v16f squares = splat(0.0f);
     for (int64_t i = 0; i < n; i += 16) squares += load_f32(x + i) * load_f32(x + i);
     float inverse = 1.0f / sqrtf(sum16(squares) / (float)n + eps);
@@ -158,19 +178,19 @@ static void tap_row(const struct forward_args *a, const struct forward_work *w, 
     for (int64_t i = 0; i < a->hidden; i++) store1(tap, w->place[r] * a->hidden + i, x[i], a->bf16);
 }
 
-/* x += post(delta), then delta = pre(x): the input of the next product. `post` and `pre` may be null. */
+/* x += scale * post(delta), then delta = pre(x): the input of the next product. `post` and `pre` may be null. */
 INLINE void add_and_norm(const struct forward_args *a, const struct forward_work *w, int64_t r, const float *post,
                          float post_eps, const float *pre, float pre_eps, void *tap) {
     const int64_t n = a->hidden;
     float *x = w->x + r * n, *delta = w->delta + r * n;
-    if (post) norm32(delta, post, post_eps, delta, n);
+    if (post) norm32(delta, post, post_eps, a->centred, delta, n);
     for (int64_t i = 0; i < n; i += 16) {
-        v16f y = load_f32(x + i) + load_f32(delta + i);
+        v16f y = fused_add(load_f32(delta + i), splat(a->residual_scale), load_f32(x + i));
         memcpy(x + i, &y, sizeof y);
     }
     if (tap) tap_row(a, w, tap, r, x);
     if (pre)
-        norm32(x, pre, pre_eps, delta, n);
+        norm32(x, pre, pre_eps, a->centred, delta, n);
     else
         memcpy(delta, x, (size_t)n * 4);
 }
@@ -182,7 +202,10 @@ static void embed(struct member *m, const struct forward_args *a, const struct f
         const int64_t id = a->ids[w->place[r]];
         memset(w->delta + r * n, 0, (size_t)n * 4);
         if (a->virtual_embedding && id >= a->vocabulary) {
-            memcpy(w->x + r * n, a->virtual_embedding + (id - a->vocabulary) * n, (size_t)n * 4);
+            for (int64_t i = 0; i < n; i += 16) {
+                v16f y = load_f32(a->virtual_embedding + (id - a->vocabulary) * n + i) * splat(a->virtual_scale);
+                memcpy(w->x + r * n + i, &y, sizeof y);
+            }
             continue;
         }
         for (int64_t i = 0; i < n; i += 16) {
@@ -243,13 +266,30 @@ static void product(struct member *m, const struct forward_args *a, const struct
     }
 }
 
-INLINE void rotate32(float *head, const float *cos, const float *sin, int64_t rotated) {
-    const int64_t half = rotated / 2;
+/* The channels of pair i are `first` * i and `second` further. */
+INLINE void rotate_pairs(float *head, const float *cos, const float *sin, int64_t half, int64_t first, int64_t second) {
     for (int64_t i = 0; i < half; i++) {
-        float x = head[i], y = head[half + i];
-        head[i] = x * cos[i] - y * sin[i];
-        head[half + i] = y * cos[half + i] + x * sin[half + i];
+        float x = head[first * i], y = head[first * i + second];
+        head[first * i] = x * cos[i] - y * sin[i];
+        head[first * i + second] = y * cos[half + i] + x * sin[half + i];
     }
+}
+
+INLINE void rotate32(float *head, const float *cos, const float *sin, int64_t rotated, int32_t neighbours) {
+    if (neighbours)
+        rotate_pairs(head, cos, sin, rotated / 2, 2, 1);
+    else
+        rotate_pairs(head, cos, sin, rotated / 2, 1, rotated / 2);
+}
+
+/* The norms of a row's queries and keys. */
+static void norm_heads(const struct forward_args *a, const struct forward_layer *l, float *qkv) {
+    const int64_t d = a->head_dim, queries = a->num_heads * d, keys = a->num_kv_heads * d;
+    const int64_t q_width = l->whole_norms ? queries : d, k_width = l->whole_norms ? keys : d;
+    for (int64_t c = 0; l->q_norm && c < queries; c += q_width)
+        norm32(qkv + c, l->q_norm, l->q_eps, 0, qkv + c, q_width);
+    for (int64_t c = queries; l->k_norm && c < queries + keys; c += k_width)
+        norm32(qkv + c, l->k_norm, l->k_eps, 0, qkv + c, k_width);
 }
 
 /* Head norms and rotary, then keys and values into the pages. */
@@ -258,14 +298,10 @@ static void rotate_and_store(struct member *m, const struct forward_args *a, con
     const int64_t d = a->head_dim, channels = (a->num_heads + 2 * a->num_kv_heads) * d;
     TEAM_FOR(m, r, w->rows) {
         const int64_t angle = w->position[r] * l->rotated;
-        for (int64_t h = 0; h < a->num_heads + a->num_kv_heads; h++) {
-            float *head = w->qkv + r * channels + h * d;
-            if (l->q_norm && h < a->num_heads)
-                norm32(head, l->q_norm, l->q_eps, head, d);
-            else if (l->k_norm && h >= a->num_heads)
-                norm32(head, l->k_norm, l->k_eps, head, d);
-            rotate32(head, l->cos + angle, l->sin + angle, l->rotated);
-        }
+        if (!l->norms_last) norm_heads(a, l, w->qkv + r * channels);
+        for (int64_t h = 0; h < a->num_heads + a->num_kv_heads; h++)
+            rotate32(w->qkv + r * channels + h * d, l->cos + angle, l->sin + angle, l->rotated, l->neighbours);
+        if (l->norms_last) norm_heads(a, l, w->qkv + r * channels);
         struct paged_attention_args row = *attention;
         row.k = (const float *)row.k + r * channels;
         row.v = (const float *)row.v + r * channels;
@@ -359,15 +395,19 @@ static void shrink_active(struct member *m, const struct forward_args *a, const 
     shrink(a, l, w, r, OF_DOWN, w->active + r * a->inner);
 }
 
+/* What the model makes of its head's outputs. */
+INLINE void finish_logits(const struct forward_args *a, float *y, int64_t count) {
+    for (int64_t i = 0; i < count && a->logits_scale != 1.0f; i++) y[i] *= a->logits_scale;
+    for (int64_t i = 0; i < count && a->logits_softcap > 0.0f; i++)
+        y[i] = tanhf(y[i] / a->logits_softcap) * a->logits_softcap;
+}
+
 static void head(struct member *m, const struct forward_args *a, const struct forward_work *w) {
     TEAM_FOR(m, g, groups_of(&a->head))
     group_into(&a->head, g, &w->normed, w->num_logits, a->logits, a->logits_stride, w->place);
-    if (a->logits_softcap > 0.0f) {
+    if (a->logits_softcap > 0.0f || a->logits_scale != 1.0f) {
         TEAM_FOR(m, r, w->num_logits)
-        for (int64_t i = 0; i < a->head.outputs; i++) {
-            float *y = a->logits + w->place[r] * a->logits_stride + i;
-            *y = tanhf(*y / a->logits_softcap) * a->logits_softcap;
-        }
+        finish_logits(a, a->logits + w->place[r] * a->logits_stride, a->head.outputs);
     }
 }
 
@@ -452,12 +492,22 @@ static struct forward_work work_of_rows(const struct forward_args *a, const stru
     return part;
 }
 
+/* What a block next to the attention leaves to do between them: its input is in place. */
+static void add_attention(struct member *m, const struct forward_args *a, const struct forward_work *w) {
+    TEAM_FOR(m, r, w->rows)
+    add_and_norm(a, w, r, 0, 0.0f, 0, 0.0f, 0);
+}
+
 /* The rest of a layer: every row for itself. */
 static void after_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                             const struct forward_work *w) {
     quantise_attended(m, a, l, w);
     product(m, a, l, w, &l->output, OF_OUTPUT, l->recurrent ? &w->recurrent.given : &w->heads, w->delta);
-    before_product(m, a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0, l, OF_GATE_UP);
+    if (l->is_parallel)
+        add_attention(m, a, w);
+    else
+        before_product(m, a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0, l,
+                       OF_GATE_UP);
     if (l->mixture.router) { /* adapters change nothing of it */
         mix(m, &l->mixture, &a->mixtures, l->act, &w->normed, w->rows, &w->mixed, w->delta);
         return;

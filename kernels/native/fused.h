@@ -11,7 +11,7 @@
 
 #define SERIAL_BELOW 8192 /* elements: a parallel region costs as much time */
 
-enum { ROUND_THEN_SCALE, SCALE_THEN_ROUND, ONE_PLUS_SCALE };
+enum { ROUND_THEN_SCALE, SCALE_THEN_ROUND, ONE_PLUS_SCALE, CENTRED };
 enum { ACT_SILU, ACT_GELU_TANH, ACT_SWIGLU_OAI };
 
 struct rms_norm_args {
@@ -26,13 +26,16 @@ struct rms_norm_args {
 
 struct rotary_args {
     void *qkv; /* [rows][stride]: q heads, then k heads, changed in place; the columns after them are not touched */
-    const void *cos;                                           /* [rows][rotated] contiguous */
-    const void *sin;                                           /* the same */
-    const void *q_weight;                                      /* [head_dim], RMSNorm of a query head; null: none */
-    const void *k_weight;                                      /* the same for keys */
+    const void *cos;      /* [rows][rotated] contiguous; halves, whatever channels are pairs */
+    const void *sin;      /* the same */
+    const void *q_weight; /* [head_dim], RMSNorm of a query head, or with `whole_norms` of all together; null: none */
+    const void *k_weight; /* the same for keys */
     int64_t rows, stride, q_heads, k_heads, head_dim, rotated; /* the first `rotated` channels of a head are rotated */
     float q_eps, k_eps;
     int32_t kind, bf16;
+    int32_t angles_bf16;             /* 0 with bf16: the rotation is computed in fp32, and rounded once */
+    int32_t neighbours;              /* channels 2 i and 2 i + 1 are a pair; 0: i and i + rotated / 2 */
+    int32_t whole_norms, norms_last; /* last: after the rotation */
 };
 
 struct gated_args {
@@ -70,12 +73,19 @@ INLINE void store_some(void *base, int64_t index, v16f x, int64_t n, int bf16) {
 INLINE v16f scaled(v16f x, float inverse, v16f weight, int kind, int bf16) {
     v16f y = x * splat(inverse);
     if (kind == ROUND_THEN_SCALE) return rounded(y, bf16) * weight;
-    return kind == SCALE_THEN_ROUND ? y * weight : y * (splat(1.0f) + weight);
+    return kind == ONE_PLUS_SCALE ? y * (splat(1.0f) + weight) : y * weight;
+}
+
+/* x minus its mean; elements from n on stay 0. */
+INLINE v16f without_mean(v16f x, float mean, int64_t n) {
+    x -= splat(mean);
+    for (int64_t i = n; i < 16; i++) x[i] = 0.0f;
+    return x;
 }
 
 INLINE void norm_row(const struct rms_norm_args *a, int64_t row, int bf16) {
     const int64_t n = a->width, at = row * a->x_stride, to = row * n;
-    v16f squares = splat(0.0f);
+    v16f squares = splat(0.0f), sum = splat(0.0f);
     for (int64_t i = 0; i < n; i += 16) {
         v16f x = load_some(a->x, at + i, n - i, bf16);
         if (a->delta) {
@@ -83,15 +93,26 @@ INLINE void norm_row(const struct rms_norm_args *a, int64_t row, int bf16) {
             store_some(a->x, at + i, x, n - i, bf16);
         }
         squares += x * x;
+        sum += x;
+    }
+    const int is_centred = a->kind == CENTRED;
+    const float mean = is_centred ? sum16(sum) / (float)n : 0.0f;
+    if (is_centred) {
+        squares = splat(0.0f);
+        for (int64_t i = 0; i < n; i += 16) {
+            v16f x = without_mean(load_some(a->x, at + i, n - i, bf16), mean, n - i);
+            squares += x * x;
+        }
     }
     float inverse = 1.0f / sqrtf(sum16(squares) / (float)n + a->eps);
     for (int64_t i = 0; i < n; i += 16) {
         v16f x = load_some(a->x, at + i, n - i, bf16), w = load_some(a->weight, i, n - i, bf16);
+        if (is_centred) x = without_mean(x, mean, n - i);
         store_some(a->out, to + i, scaled(x, inverse, w, a->kind, bf16), n - i, bf16);
     }
 }
 
-/* One head's RMSNorm in place. */
+/* The RMSNorm of one head, or of several as one, in place. */
 INLINE void norm_head(void *head, int64_t at, const void *weight, int64_t d, float eps, int kind, int bf16) {
     v16f squares = splat(0.0f);
     for (int64_t i = 0; i < d; i += 16) {
@@ -105,22 +126,51 @@ INLINE void norm_head(void *head, int64_t at, const void *weight, int64_t d, flo
     }
 }
 
-/* Channels i and i + rotated / 2 of a head are one complex number. */
-INLINE void rotate_row(const struct rotary_args *a, int64_t row, int bf16) {
-    const int64_t half = a->rotated / 2, d = a->head_dim, angle = row * a->rotated;
-    for (int64_t h = 0; h < a->q_heads + a->k_heads; h++) {
-        const int64_t at = row * a->stride + h * d;
-        const void *weight = h < a->q_heads ? a->q_weight : a->k_weight;
-        if (weight) norm_head(a->qkv, at, weight, d, h < a->q_heads ? a->q_eps : a->k_eps, a->kind, bf16);
-        for (int64_t i = 0; i < half; i += 16) {
-            const int64_t n = half - i;
-            v16f x = load_some(a->qkv, at + i, n, bf16), y = load_some(a->qkv, at + half + i, n, bf16);
-            v16f cx = load_some(a->cos, angle + i, n, bf16), sx = load_some(a->sin, angle + i, n, bf16);
-            v16f cy = load_some(a->cos, angle + half + i, n, bf16), sy = load_some(a->sin, angle + half + i, n, bf16);
-            store_some(a->qkv, at + i, rounded(x * cx, bf16) - rounded(y * sx, bf16), n, bf16);
-            store_some(a->qkv, at + half + i, rounded(y * cy, bf16) + rounded(x * sy, bf16), n, bf16);
-        }
+/* The norms of a row's queries and keys, where it has them. */
+INLINE void norm_heads_of(const struct rotary_args *a, int64_t row, int bf16) {
+    const int64_t d = a->head_dim, together = a->whole_norms ? a->q_heads : 1;
+    const int64_t keys_together = a->whole_norms ? a->k_heads : 1, keys = row * a->stride + a->q_heads * d;
+    for (int64_t h = 0; a->q_weight && h < a->q_heads; h += together)
+        norm_head(a->qkv, row * a->stride + h * d, a->q_weight, together * d, a->q_eps, a->kind, bf16);
+    for (int64_t h = 0; a->k_weight && h < a->k_heads; h += keys_together)
+        norm_head(a->qkv, keys + h * d, a->k_weight, keys_together * d, a->k_eps, a->kind, bf16);
+}
+
+/* A head whose pairs are halves of the rotated channels. */
+INLINE void rotate_halves(const struct rotary_args *a, int64_t at, int64_t angle, int bf16, int angles_bf16) {
+    const int64_t half = a->rotated / 2;
+    for (int64_t i = 0; i < half; i += 16) {
+        const int64_t n = half - i;
+        v16f x = load_some(a->qkv, at + i, n, bf16), y = load_some(a->qkv, at + half + i, n, bf16);
+        v16f cx = load_some(a->cos, angle + i, n, angles_bf16), sx = load_some(a->sin, angle + i, n, angles_bf16);
+        v16f cy = load_some(a->cos, angle + half + i, n, angles_bf16);
+        v16f sy = load_some(a->sin, angle + half + i, n, angles_bf16);
+        store_some(a->qkv, at + i, rounded(x * cx, angles_bf16) - rounded(y * sx, angles_bf16), n, bf16);
+        store_some(a->qkv, at + half + i, rounded(y * cy, angles_bf16) + rounded(x * sy, angles_bf16), n, bf16);
     }
+}
+
+INLINE void rotate_neighbours(const struct rotary_args *a, int64_t at, int64_t angle, int bf16, int angles_bf16) {
+    const int64_t half = a->rotated / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float x = load1(a->qkv, at + 2 * i, bf16), y = load1(a->qkv, at + 2 * i + 1, bf16);
+        float cx = load1(a->cos, angle + i, angles_bf16), sx = load1(a->sin, angle + i, angles_bf16);
+        float cy = load1(a->cos, angle + half + i, angles_bf16), sy = load1(a->sin, angle + half + i, angles_bf16);
+        store1(a->qkv, at + 2 * i, rounded1(x * cx, angles_bf16) - rounded1(y * sx, angles_bf16), bf16);
+        store1(a->qkv, at + 2 * i + 1, rounded1(y * cy, angles_bf16) + rounded1(x * sy, angles_bf16), bf16);
+    }
+}
+
+INLINE void rotate_row(const struct rotary_args *a, int64_t row, int bf16, int angles_bf16) {
+    if (!a->norms_last) norm_heads_of(a, row, bf16);
+    for (int64_t h = 0; h < a->q_heads + a->k_heads; h++) {
+        const int64_t at = row * a->stride + h * a->head_dim, angle = row * a->rotated;
+        if (a->neighbours)
+            rotate_neighbours(a, at, angle, bf16, angles_bf16);
+        else
+            rotate_halves(a, at, angle, bf16, angles_bf16);
+    }
+    if (a->norms_last) norm_heads_of(a, row, bf16);
 }
 
 /* 1 / (1 + exp(-x)), without overflow on either side. */
@@ -171,10 +221,12 @@ void VARIANT(lockstep_rotary)(const struct rotary_args *a) {
     const int64_t width = (a->q_heads + a->k_heads) * a->head_dim;
 #pragma omp parallel for schedule(static) if (a->rows > 1 && a->rows * width >= SERIAL_BELOW)
     for (int64_t row = 0; row < a->rows; row++) {
-        if (a->bf16)
-            rotate_row(a, row, 1);
+        if (a->bf16 && a->angles_bf16)
+            rotate_row(a, row, 1, 1);
+        else if (a->bf16)
+            rotate_row(a, row, 1, 0);
         else
-            rotate_row(a, row, 0);
+            rotate_row(a, row, 0, 0);
     }
 }
 

@@ -53,8 +53,7 @@ static void head_tile(const struct head_call *c, int64_t g, int64_t first, int64
     float y[STEP_ROWS][GROUP];
     group_rows(&a->head, g, &c->inputs, first, count, ahead, y[0], GROUP);
     for (int64_t t = 0; t < count; t++) {
-        for (int64_t i = 0; i < width && a->logits_softcap > 0.0f; i++)
-            y[t][i] = tanhf(y[t][i] / a->logits_softcap) * a->logits_softcap;
+        finish_logits(a, y[t], width);
         memcpy(a->logits + c->rows[first + t].place * a->logits_stride + g * GROUP, y[t],
                (size_t)width * sizeof(float));
     }

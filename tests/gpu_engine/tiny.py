@@ -15,21 +15,26 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DiffLlamaConfig,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GemmaConfig,
+    Glm4Config,
     GPT2Config,
     GPTBigCodeConfig,
     GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    HunYuanDenseV1Config,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
@@ -38,6 +43,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
+    Olmo2Config,
     OPTConfig,
     Phi3Config,
     PhiConfig,
@@ -46,6 +52,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
 )
@@ -90,6 +97,15 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         final_logit_softcapping=8.0,
     ),
     "gemma3": lambda: Gemma3TextConfig(**_SHAPE, **_LAYERS, tie_word_embeddings=False, head_dim=32),
+    "granite": lambda: GraniteConfig(**_SHAPE, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0),
+    "smollm3": lambda: SmolLM3Config(**_SHAPE, no_rope_layers=[1, 0], tie_word_embeddings=False),
+    "olmo2": lambda: Olmo2Config(**_SHAPE),
+    "exaone4": lambda: Exaone4Config(**_SHAPE, **_LAYERS, head_dim=32),
+    "glm4": lambda: Glm4Config(**_SHAPE, head_dim=32, partial_rotary_factor=0.5, attention_bias=True),
+    "ernie4_5": lambda: Ernie4_5Config(**_SHAPE, head_dim=32, use_bias=True, tie_word_embeddings=False),
+    "cohere": lambda: CohereConfig(**_SHAPE, logit_scale=0.5, tie_word_embeddings=False),
+    "cohere2": lambda: Cohere2Config(**_SHAPE, **_LAYERS, logit_scale=0.5, tie_word_embeddings=False),
+    "hunyuan": lambda: HunYuanDenseV1Config(**_SHAPE, head_dim=32),
 }
 """The model families whose forward is one loop over fused parts, each with a function that returns a small
 configuration."""
@@ -97,6 +113,8 @@ configuration."""
 _WITHOUT_GATE: dict[str, Any] = {
     name: value for name, value in _SHAPE.items() if name not in ("intermediate_size", "num_key_value_heads")
 }
+_WEIGHTED_NORMS = frozenset({"cohere", "cohere2", "exaone4", "glm4", "hunyuan_v1_dense", "olmo2"})
+"""Families whose norms have other forms than Llama's, and so random weights."""
 _BIASED = frozenset({"gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "stablelm", "starcoder2"})
 
 OWN_FORWARD: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -116,8 +134,6 @@ OWN_FORWARD: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt_bigcode": lambda: GPTBigCodeConfig(**_WITHOUT_GATE, tie_word_embeddings=False),
     "phi": lambda: PhiConfig(**_SHAPE),
     "starcoder2": lambda: Starcoder2Config(**_SHAPE, tie_word_embeddings=False),
-    "cohere": lambda: CohereConfig(**_SHAPE, tie_word_embeddings=False),
-    "granite": lambda: GraniteConfig(**_SHAPE, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0),
     "qwen3_moe": lambda: qwen3_moe(),
     "llama with heads of 20": lambda: LlamaConfig(**_SHAPE, head_dim=20),
     "gpt_oss": lambda: gpt_oss(),
@@ -278,7 +294,9 @@ def save(config: PreTrainedConfig, folder: Path, *, rounds: bool = False, seed: 
                     if "embed" in name or name.endswith(("wte.weight", "wpe.weight"))
                     else gain / weight.shape[-1] ** 0.5,
                 )
-            elif name.endswith(("router.scale", "per_expert_scale")):
+            elif name.endswith(("router.scale", "per_expert_scale")) or (
+                "norm" in name and config.model_type in _WEIGHTED_NORMS
+            ):
                 weight.uniform_(0.5, 1.5)
             elif "bias" in name or "sinks" in name:
                 # Biases after every norm and product: larger ones would be the same for every input.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels import fused as native
-from kernels.fused import Activation, NormKind, RMSNorm
+from kernels.fused import Activation, HeadForm, NormKind, RMSNorm
 from kernels.fused_arguments import EVERYWHERE
 from tests.kernels import fused_reference as reference
 
@@ -68,7 +68,11 @@ def test_angles_are_the_rows_of_both_tables(ops: Ops, shape: tuple[int, int], ch
 @pytest.mark.parametrize("kind", NormKind)
 @pytest.mark.parametrize(("rows", "width"), [(1, 576), (5, 64), (3, 1000), (3, 5)])
 def test_norms_equal_the_reference(ops: Ops, kind: NormKind, rows: int, width: int) -> None:
-    norm, x = ops.norm(width, kind), ops.rand(rows, width + 3, scale=3.0)[:, :width]
+    norm, x = ops.norm(width, kind), ops.rand(rows, width + 3, scale=3.0)[:, :width] + 0.5
+    if kind is NormKind.CENTRED and not ops.native:
+        with pytest.raises(AssertionError):
+            ops.ops.rms_norm(x, norm)
+        return
     ops.assert_near(ops.ops.rms_norm(x, norm), reference.rms_norm(x, norm))
     x, delta = x.contiguous(), ops.rand(rows, width, seed=1)
     total = x + delta
@@ -99,6 +103,39 @@ def test_rotate_equals_the_reference(
         assert (qkv != want).float().mean() < (1.0 if ops.dtype == F32 else 0.01)
     else:
         ops.assert_near(qkv, want)
+
+
+FORMS = [HeadForm(neighbours=True), HeadForm(whole_norms=True), HeadForm(norms_last=True), HeadForm(True, True, True)]
+
+
+@pytest.mark.parametrize("wide_angles", [False, True])
+@pytest.mark.parametrize("form", [HeadForm(), *FORMS])
+@pytest.mark.parametrize(
+    ("rows", "heads", "head_dim", "turned"), [(3, (9, 3), 64, 64), (5, (4, 1), 80, 36), (2, (3, 3), 32, 0)]
+)
+def test_other_forms_of_heads_equal_the_reference(
+    ops: Ops, form: HeadForm, rows: int, heads: tuple[int, int], head_dim: int, turned: int, wide_angles: bool
+) -> None:
+    end = (sum(heads) + heads[1]) * head_dim
+    qkv, angle = ops.rand(rows, end), ops.rand(rows, turned, seed=2, scale=10.0, dtype=F32)
+    dtype = F32 if wide_angles else ops.dtype
+    widths = [number * head_dim if form.whole_norms else head_dim for number in heads]
+    numbers = zip(widths, (4, 5), (1e-6, 0.5), strict=True)
+    norms = [ops.norm(width, NormKind.SCALE_THEN_ROUND, seed, eps) for width, seed, eps in numbers]
+    run = {"heads": heads, "head_dim": head_dim, "q_norm": norms[0], "k_norm": norms[1], "form": form}
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    if not ops.native:
+        del run["form"]
+        if form == HeadForm() and dtype == ops.dtype:
+            return
+        with pytest.raises((AssertionError, TypeError)):
+            ops.ops.rotate(qkv, cos, sin, **run, **({} if form == HeadForm() else {"form": form}))  # type: ignore[arg-type]
+        return
+    want = reference.rotate(qkv, cos, sin, heads, head_dim, *norms, form)
+    ops.ops.rotate(qkv, cos, sin, **run)  # type: ignore[arg-type]
+    assert torch.equal(qkv[:, sum(heads) * head_dim :], want[:, sum(heads) * head_dim :])
+    torch.testing.assert_close(qkv.float(), want.float(), atol=1e-5 if ops.dtype == F32 else 0.05, rtol=0.02)
+    assert (qkv != want).float().mean() < (1.0 if ops.dtype == F32 else 0.01)
 
 
 @pytest.mark.parametrize("act", EVERYWHERE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.fused import NormKind, RMSNorm, rotate
+from kernels.fused import HeadForm, NormKind, RMSNorm, rotate
 from kernels.fused_attention import QkvAttention
 from kernels.paged_attention import KVPages, paged_attention
 
@@ -17,15 +17,25 @@ def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("with_norm", "with_sinks"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("with_norm", "with_sinks", "form"),
+    [
+        (False, False, HeadForm()),
+        (True, False, HeadForm()),
+        (False, True, HeadForm()),
+        (True, False, HeadForm(neighbours=True, whole_norms=True, norms_last=True)),
+    ],
+)
 def test_fused_attention_has_the_bits_of_its_parts_after_any_earlier_calls(
-    dtype: torch.dtype, with_norm: bool, with_sinks: bool
+    dtype: torch.dtype, with_norm: bool, with_sinks: bool, form: HeadForm
 ) -> None:
+    widths = (Hq * D, Hkv * D) if form.whole_norms else (D, D)
     norms = [
-        RMSNorm(rand(D, dtype=dtype, seed=s), 1e-6, NormKind.ONE_PLUS_SCALE) if with_norm else None for s in (1, 2)
+        RMSNorm(rand(width, dtype=dtype, seed=s), 1e-6, NormKind.ONE_PLUS_SCALE) if with_norm else None
+        for s, width in enumerate(widths, 1)
     ]
     sinks_H = rand(Hq, dtype=torch.float32, seed=3) if with_sinks else None
-    attend = QkvAttention((Hq, Hkv), D, 0.2, 30.0, 21, *norms, sinks_H)
+    attend = QkvAttention((Hq, Hkv), D, 0.2, 30.0, 21, *norms, sinks_H, form)
     # The caches change as well: the engine also calls it with those of a drafter and of the measurement at load.
     for B, P, cache, size in ((2, 3, 0, T), (1, 1, 0, T), (2, 3, 1, T), (3, 2, 1, T), (2, 3, 2, 2 * T)):
         ours, theirs = (KVPages.allocate(3 * N, Hkv, D, size, dtype, torch.device("cpu")) for _ in range(2))
@@ -40,7 +50,7 @@ def test_fused_attention_has_the_bits_of_its_parts_after_any_earlier_calls(
         cos, sin = (rand(B * P, D, dtype=dtype, seed=seed) for seed in (7, 8))
         whole = torch.cat([qkv, padding])
         got = attend(whole, cos, sin, ours, table, positions)
-        rotate(qkv, cos, sin, heads=(Hq, Hkv), head_dim=D, q_norm=norms[0], k_norm=norms[1])
+        rotate(qkv, cos, sin, heads=(Hq, Hkv), head_dim=D, q_norm=norms[0], k_norm=norms[1], form=form)
         q, k, v = qkv.view(B, P, Hq + 2 * Hkv, D).split((Hq, Hkv, Hkv), dim=2)
         options = {"scale": 0.2, "softcap": 30.0, "window": 21, "sinks_H": sinks_H}
         want = paged_attention(q, k, v, theirs, table, positions, **options)  # type: ignore[arg-type]

@@ -141,6 +141,9 @@ def _shard_attention(module: nn.Module, heads: Heads, part: Shard, kind: str, gr
             f"{SETTING}: an attention of {kind} has products with the outputs {shapes}, which are not those of "
             f"{heads.queries} heads over {heads.keys} KV heads"
         )
+    norms = {name: getattr(child, "weight", None) for name, child in module.named_children() if name not in linears}
+    if wide := [name for name, weight in norms.items() if weight is not None and weight.numel() > D]:
+        raise ModelNotSupported(f"{SETTING}: {wide[0]} of {kind} is a norm of all heads together, which is not divided")
     module.o_proj = _columns(output, rows_q, part)
     for name, count in (("num_heads", len(queries)), ("num_key_value_heads", len(keys))):
         if isinstance(getattr(module, name, None), int):

@@ -18,7 +18,7 @@ from torch import nn
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward, Layer, RotaryCall, WholeForward
-from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, MixedBlock, in_full
+from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, MixedBlock, Rotation
 from gpu_engine.model.fusion import Fused
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Distance, distance
@@ -171,11 +171,16 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
     embedding_VH = fused.embedding.weight.detach()
     # Gemma's; another kind of embedding that does more gives other logits, and is not used.
     scale = float(torch.as_tensor(getattr(fused.embedding, "embed_scale", 1.0)).to(embedding_VH.dtype))
-    attentions = [layer.attention for layer in fused.layers if isinstance(layer.attention, FusedAttention)]
-    halves = {layer.angles for layer in fused.layers if getattr(layer.attention, "half_angles", False)}
-    tables = [_table_of(call, embedding_VH, half=at in halves) for at, call in enumerate(fused.rotary)]
-    layers = [_layer_of(layer, *tables[layer.angles]) for layer in fused.layers]
-    shapes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in (attention.shape for attention in attentions)}
+    attentions = {layer: layer.attention for layer in fused.layers if isinstance(layer.attention, FusedAttention)}
+    meant = {(layer.angles, attention.rotation) for layer, attention in attentions.items()}
+    tables = {(at, rotation): _table_of(fused.rotary[at], embedding_VH, rotation) for at, rotation in meant}
+    layers = [
+        _layer_of(layer, attentions[layer], *tables[layer.angles, attentions[layer].rotation])
+        if layer in attentions
+        else _recurrent_layer_of(layer)
+        for layer in fused.layers
+    ]
+    shapes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in (part.shape for part in attentions.values())}
     if len(shapes) > 1:
         raise NotNative(f"its layers have the attention shapes {sorted(shapes)}")
     ((num_heads, num_kv_heads, head_dim),) = shapes
@@ -189,6 +194,7 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
         head_dim,
         logits_softcap=fused.logits_softcap,
         embedding_scale=scale,
+        scales=fused.scales,
     )
     recurrent = [layer.attention.layer_idx for layer in fused.layers if isinstance(layer.attention, RecurrentMixer)]
     return NativeForward(forward, len(layers), recurrent)
@@ -200,30 +206,29 @@ def _packed(module: nn.Module, name: str) -> PackedBlocks:
     return module.packed
 
 
-def _table_of(call: RotaryCall, weight_VH: torch.Tensor, *, half: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines. `half`: those of the call are of a half of the channels (see `FusedAttention`)."""
+def _table_of(call: RotaryCall, weight_VH: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines as the native forward takes them: of no channels where nothing is rotated."""
     if not isinstance(call.module, RotaryTable):
         raise NotNative("its rotary embedding is no table")
     cos_LR, sin_LR = call.module.table(weight_VH[:1, None], call.rest, call.kwargs)
-    if half:
-        cos_LR, sin_LR = in_full(cos_LR), in_full(sin_LR)
+    if rotation is Rotation.NONE:
+        cos_LR, sin_LR = cos_LR[:, :0], sin_LR[:, :0]
+    cos_LR, sin_LR = rotation.angles(cos_LR, sin_LR)
     return cos_LR.float().contiguous(), sin_LR.float().contiguous()
 
 
 def _norm(norm: RMSNorm) -> Norm:
     weight = norm.weight_H.float()
-    return Norm(weight + 1.0 if norm.kind is NormKind.ONE_PLUS_SCALE else weight.clone(), norm.eps)
+    weight = weight + 1.0 if norm.kind is NormKind.ONE_PLUS_SCALE else weight.clone()
+    return Norm(weight, norm.eps, norm.kind is NormKind.CENTRED)
 
 
 def _norm_or_none(norm: RMSNorm | None) -> Norm | None:
     return None if norm is None else _norm(norm)
 
 
-def _layer_of(layer: Layer, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> ForwardLayer | RecurrentForwardLayer:
-    attention = layer.attention
+def _layer_of(layer: Layer, attention: FusedAttention, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> ForwardLayer:
     block, act = _block_of(layer.gated)
-    if isinstance(attention, RecurrentMixer):
-        return _recurrent_layer_of(layer, attention, block, act)
     return ForwardLayer(
         qkv=_packed(attention.qkv, "q, k, v product"),
         output=_packed(attention.output, "output product"),
@@ -241,13 +246,14 @@ def _layer_of(layer: Layer, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> Forwa
         window=attention.shape.window,
         act=act,
         sinks_H=attention.sinks_H,
+        heads=attention.heads,
+        is_parallel=layer.is_parallel,
     )
 
 
-def _recurrent_layer_of(
-    layer: Layer, inner: RecurrentMixer, block: GatedBlock | Mixture, act: Activation
-) -> RecurrentForwardLayer:
-    native = inner.native()
+def _recurrent_layer_of(layer: Layer) -> RecurrentForwardLayer:
+    inner, (block, act) = layer.attention, _block_of(layer.gated)
+    native = inner.native() if isinstance(inner, RecurrentMixer) else None
     if native is None:
         raise NotNative(f"its layers have a {type(inner).__name__}")
     first, mixer, output = native

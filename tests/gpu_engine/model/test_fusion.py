@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedConfig, Qwen2MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2MoeConfig
 
 from gpu_engine.model import attention
 from gpu_engine.model.fused_layers import FusedNorm
@@ -29,7 +29,7 @@ def test_every_family_is_fused_completely_with_unchanged_logits(saved: Saved, fa
     plain, fused = (
         load_model(config(model=str(saved(family)), dtype=dtype, fuse_parts=fuse)) for fuse in (False, True)
     )
-    norms = 9 if family in ("gemma2", "gemma3") else 5
+    norms = {"gemma2": 9, "gemma3": 9, "glm4": 9, "cohere": 3, "cohere2": 3}.get(family, 5)
     assert plain.fused == Fused()
     assert not [item for item in plain.net.modules() if isinstance(item, FusedNorm)]
     assert (fused.fused.norms, fused.fused.blocks, fused.fused.attentions) == (norms, 2, 2), fused.fused.left
@@ -112,14 +112,14 @@ def qwen2_moe() -> PreTrainedConfig:
     return Qwen2MoeConfig(**tiny._SHAPE, **experts, shared_expert_intermediate_size=64)
 
 
-def granite() -> PreTrainedConfig:
-    """Return a family that scales its embeddings, residuals and logits, which its modules do not show."""
-    return GraniteConfig(**tiny._SHAPE, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0)
+def rescaled() -> PreTrainedConfig:
+    """Return a family whose configuration names a scale that its forward does not have."""
+    return LlamaConfig(**tiny._SHAPE, residual_multiplier=0.5)
 
 
 @pytest.mark.parametrize(
     ("family", "blocks", "reason"),
-    [(qwen2_moe, 2, "forward: a layer of "), (granite, 2, "forward: its logits are ")],
+    [(qwen2_moe, 2, "forward: a layer of "), (rescaled, 2, "forward: its logits are ")],
 )
 def test_a_model_with_an_unusual_loop_keeps_its_own_forward_over_fused_parts(
     tmp_path: Path, family: Callable[[], PreTrainedConfig], blocks: int, reason: str
@@ -191,9 +191,17 @@ def test_a_fused_forward_with_other_logits_is_rejected(saved: Saved) -> None:
     assert verified(net, fused, record, want, lambda forward: want * 1.06, bfloat16, 0.035).norms == fused.norms
 
 
+class TripledNorm(nn.RMSNorm):
+    """An RMSNorm that triples its result."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3.0 * super().forward(x)
+
+
 @torch.inference_mode()
 def test_a_norm_with_a_bias_or_another_formula_is_not_recognised() -> None:
-    for norm, reason in ((nn.LayerNorm(16), "is no RMSNorm"), (nn.LayerNorm(16, bias=False), "away from it")):
+    tripled = TripledNorm(16, eps=1e-6)
+    for norm, reason in ((nn.LayerNorm(16), "is no norm with a weight and no bias"), (tripled, "away from it")):
         with recording(norm) as record:
             norm(torch.randn(3, 16) + 1.0)
         with pytest.raises(NotRecognised, match=reason):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_engine.model.fused_forward import FusedForward
-from gpu_engine.model.fused_layers import FusedAttention
+from gpu_engine.model.fused_layers import FusedAttention, Rotation
 from gpu_engine.model.loader import load_model
 from gpu_engine.model.quantised.native import NativeForward
 from gpu_engine.model.recording import distance, typical_distance
@@ -39,7 +39,7 @@ def test_the_parts_are_fused_and_the_logits_are_those_of_transformers(folder: st
     assert isinstance(got.fused.forward, FusedForward), got.fused.left
     assert want.fused.forward is None
     attentions = [module for module in got.net.modules() if isinstance(module, FusedAttention)]
-    assert all(each.half_angles and each.sinks_H is not None for each in attentions)
+    assert all(each.rotation is Rotation.HALVES_SHARE and each.sinks_H is not None for each in attentions)
     mixtures = list(got.fused.mixtures.values())
     assert [(each.act, each.renormalises, each.chosen) for each in mixtures] == [(Activation.SWIGLU_OAI, True, 2)] * 2
     ids_BP = some_ids(3, 40)

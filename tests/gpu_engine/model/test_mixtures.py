@@ -50,13 +50,13 @@ KNOWN: dict[str, Callable[[], PreTrainedConfig]] = {
         **tiny._SHAPE, **_EXPERTS, head_dim=32, moe_intermediate_size=64, norm_topk_prob=True
     ),
     "mixtral": lambda: MixtralConfig(**tiny._SHAPE, num_local_experts=5, num_experts_per_tok=3),
+    "olmoe": lambda: OlmoeConfig(**tiny._SHAPE, **_EXPERTS),
 }
 """Families whose mixtures are in the native forward."""
 OTHER: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2_moe": lambda: Qwen2MoeConfig(
         **tiny._SHAPE, **_EXPERTS, moe_intermediate_size=32, shared_expert_intermediate_size=64
     ),
-    "olmoe": lambda: OlmoeConfig(**tiny._SHAPE, **_EXPERTS),
     "deepseek_v2": lambda: tiny.OWN_FORWARD["deepseek_v2"](),
 }
 """Families whose mixtures, or whose attentions, have another form."""
