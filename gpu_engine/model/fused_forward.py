@@ -15,7 +15,14 @@ import torch
 from torch import nn
 
 from gpu_engine.model.attention import AttentionContext, PromptRows
-from gpu_engine.model.fused_layers import FusedAttention, FusedGated, FusedNorm, MixedBlock, angles_by_row
+from gpu_engine.model.fused_layers import (
+    FusedAttention,
+    FusedGated,
+    FusedNorm,
+    MixedBlock,
+    angles_by_row,
+    no_angles,
+)
 from gpu_engine.model.linear import PackedLinear
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Recording
@@ -65,9 +72,8 @@ class Layer:
     attention: FusedAttention | RecurrentMixer
     """A recurrent layer has its module here."""
     gated: FusedGated | MixedBlock
-    angles: int
-    """Index into `FusedForward.rotary`: the call whose angles this layer uses. Recurrent layers have 0, and no angles.
-    """
+    angles: int | None
+    """Index into `FusedForward.rotary`: the call whose angles this layer uses. None: nothing is rotated."""
     is_parallel: bool
     pre_attention: RMSNorm | None
     post_attention: RMSNorm | None
@@ -166,7 +172,8 @@ class FusedForward:
         x_BPH: torch.Tensor = self.embedding(ids)
         if self.scales.input != 1.0:
             x_BPH = x_BPH * self.scales.input
-        angles = [call.angles(x_BPH, positions) for call in self.rotary]
+        rotated = [call.angles(x_BPH, positions) for call in self.rotary]
+        unrotated = no_angles(x_BPH, ids.numel())
         x, delta = x_BPH.view(-1, x_BPH.shape[-1]), None
         if self.pairs and len(x) == 1:
             x = torch.cat([x, x])
@@ -177,7 +184,8 @@ class FusedForward:
             if isinstance(layer.attention, RecurrentMixer):
                 delta = layer.attention.of_rows(h, ctx.recurrent)
             else:
-                delta = layer.attention.attend(h, *angles[layer.angles], ctx)
+                angles = unrotated if layer.angles is None else rotated[layer.angles]
+                delta = layer.attention.attend(h, *angles, ctx)
             if only_fill and layer is self.layers[-1]:
                 break
             if layer.post_attention is not None:
@@ -218,13 +226,14 @@ def _with_prompts(
 _NORMS: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
     ("input_layernorm", None, "post_attention_layernorm", None),
     ("operator_norm", None, "ffn_norm", None),
+    ("input_layernorm", None, "pre_ff_layernorm", None),
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     ("input_layernorm", None, None, None),
 )
 """The names of a layer's norms, before and after the attention, before and after the block: those of Llama, LFM 2,
-Gemma 2, GLM 4, OLMo 2, and Cohere, whose block is next to the attention."""
+Bamba, Gemma 2, GLM 4, OLMo 2, and Cohere, whose block is next to the attention."""
 
 
 def fused_forward_of(net: Any, record: Recording, mixtures: Mapping[nn.Module, MixedBlock]) -> FusedForward:
@@ -293,16 +302,18 @@ def _layer_of(
     if names is None:
         raise NotALoop(f"a layer with the norms {sorted(norms)}")
     around = (norms[name] if name else None for name in names)
-    angles = 0 if isinstance(attentions[0], RecurrentMixer) else _angles_of(layer, record, rotary, decoder)
+    angles = None if isinstance(attentions[0], RecurrentMixer) else _angles_of(layer, record, rotary, decoder)
     return Layer(attentions[0], blocks[0], angles, len(norms) == 1, *around)
 
 
-def _angles_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> int:
-    """Return which rotary call gave this layer its angles; a new one is added."""
+def _angles_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> int | None:
+    """Return which rotary call gave this layer its angles; a new one is added. None: the layer got none."""
     try:
-        given = record.only(layer).kwargs["position_embeddings"]
-    except (KeyError, ValueError) as error:
+        given = record.only(layer).kwargs.get("position_embeddings")
+    except ValueError as error:
         raise NotALoop(f"a layer without angles: {error}") from error
+    if given is None:
+        return None
     for module in decoder.children():
         for call in record.calls.get(module, []):
             if call.output is not given:

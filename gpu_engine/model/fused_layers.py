@@ -227,13 +227,16 @@ class FusedAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         """[B, P, H] -> ([B, P, H], None), as transformers' attention modules."""
         B, P, H = hidden_states.shape
-        cos, sin = (angles_by_row(part, B) for part in position_embeddings)
+        if position_embeddings is None:
+            cos, sin = no_angles(hidden_states, B * P)
+        else:
+            cos, sin = (angles_by_row(part, B) for part in position_embeddings)
         out_NH = self.attend(hidden_states.reshape(B * P, H), cos, sin, context_of_forward())
         return out_NH.view(B, P, H), None
 
@@ -280,6 +283,12 @@ class FusedAttention(nn.Module):
 def join_activations(model: nn.Module) -> int:
     """Join the activation of every fused gated block to its product, where that has a kernel; return how many."""
     return sum(module.join_activation() for module in model.modules() if isinstance(module, FusedGated))
+
+
+def no_angles(x: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines [N, 0]: no channel is rotated. `x` gives device and dtype."""
+    none_N0 = x.new_zeros(num_rows, 0)
+    return none_N0, none_N0
 
 
 def angles_by_row(part_BPR: torch.Tensor, num_sequences: int) -> torch.Tensor:

@@ -69,7 +69,12 @@ def norm_of(module: nn.Module, record: Recording, bound: float) -> FusedNorm:
     return _closest((FusedNorm(RMSNorm(weight_H, eps, kind)) for kind in kinds), call, bound)
 
 
-_GATED_BLOCKS = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w3", "w2"))
+_GATED_BLOCKS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("input_linear", "output_linear"),
+)
 """The names of a gated block's products: gate, up and down, or both and down."""
 
 
@@ -183,9 +188,11 @@ def _norm_of_heads(module: nn.Module, names: Collection[str]) -> nn.Module | Non
 
 
 def _rotations(call: Call, shape: LayerAttention, *, on_cpu: bool) -> list[Rotation]:
-    """Return what the angles of an attention's call may mean. Neighbours are rotated only on a CPU."""
+    """Return what the angles of an attention's call may mean. Neighbours, and heads without angles, need a CPU."""
     angles = call.kwargs.get("position_embeddings")
-    halved = angles is not None and 2 * angles[0].shape[-1] <= shape.head_dim
+    if angles is None:
+        return [Rotation.NONE] if on_cpu else []
+    halved = 2 * angles[0].shape[-1] <= shape.head_dim
     left_out = set() if halved else {Rotation.HALVES_SHARE}
     return [rotation for rotation in Rotation if rotation not in left_out and (on_cpu or not rotation.of_neighbours)]
 

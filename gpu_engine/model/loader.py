@@ -356,7 +356,7 @@ def _prepare_net(
         model.adapters = _adapter_pool(config, model)
         if isinstance(model.adapters, AdapterPool) and isinstance(model.fused.forward, NativeForward):
             in_order = [_NATIVE_NAMES.get(name, name) for _, _, name in model.adapters.places.owners]
-            assert in_order == list(LAYER_PRODUCTS) * model.fused.forward.num_layers, in_order
+            assert in_order == list(LAYER_PRODUCTS) * (len(model.fused.forward.parts) // 2), in_order
     if not model.recurrent:  # else it has no states at the tokens whose outputs are wanted
         model.outputs = find_outputs(model)
     return model
@@ -376,7 +376,8 @@ def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | Dev
     if model.model_type == "gemma4_text" and model.net.config.get_text_config().hidden_size_per_layer_input:
         why = f"{model.model_type} also embeds tokens by layer, and virtual tokens have no such embeddings"
     if model.device.type == "cpu":
-        return AdapterPool(model.net, model.vocab_size, no_prompts=why)
+        first = model.fused.forward.parts if isinstance(model.fused.forward, NativeForward) else ()
+        return AdapterPool(model.net, model.vocab_size, no_prompts=why, first=first)
     from kernels.cuda.low_rank import add_low_rank  # a CPU install has no Triton
 
     try:

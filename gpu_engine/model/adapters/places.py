@@ -6,7 +6,8 @@ Invariant: a path without a place has a reason. Not responsible for: the matrice
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,9 +45,10 @@ class Places:
 
     Args:
         net: the transformers model, with its parts fused.
+        first: the modules whose products come first, in this order; None: in the order of the model.
     """
 
-    def __init__(self, net: Any) -> None:
+    def __init__(self, net: Any, first: Sequence[nn.Module] = ()) -> None:
         self._net = net
         self.by_path: dict[str, Place] = {}
         """As PEFT's files name the modules."""
@@ -55,7 +57,8 @@ class Places:
         head = net.get_output_embeddings()
         self._owners: list[tuple[int, nn.Module, str]] = []
         """(product, the module that calls it, its name there)."""
-        for path, module in net.named_modules():
+        ranks = {module: rank for rank, module in enumerate(first)}
+        for path, module in sorted(net.named_modules(), key=lambda named: self._rank(named[0], ranks)):
             if isinstance(module, FusedAttention | FusedGated):
                 for name, product in module.products():
                     self._number(
@@ -69,9 +72,18 @@ class Places:
 
     def _inside(self, path: str) -> bool:
         """Return whether a module belongs to a fused part, or to experts, which see other rows than the forward's."""
+        above = itertools.islice(self._along(path), path.count(".") + 1)
+        inside = any(isinstance(module, FusedAttention | FusedGated) for module in above)
+        return "experts" in path.split(".")[:-1] or inside
+
+    def _rank(self, path: str, ranks: Mapping[nn.Module, int]) -> int:
+        """Return the rank of a module, or of one that has it; those without come last."""
+        return next((ranks[module] for module in self._along(path) if module in ranks), len(ranks))
+
+    def _along(self, path: str) -> Iterator[nn.Module]:
+        """Yield the modules from the model on that have the one at `path`, then itself."""
         parts = path.split(".")
-        above = (self._net.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
-        return "experts" in parts[:-1] or any(isinstance(module, FusedAttention | FusedGated) for module in above)
+        return (self._net.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1))
 
     def _number(self, owner: nn.Module, name: str, product: Any, parts: list[tuple[str, int]]) -> None:
         number, begin = self.num_products, 0

@@ -41,13 +41,14 @@ class NotNative(Exception):
 class NativeForward:
     """Has the methods of `FusedForward`. Logits are float32, and the next call overwrites them.
 
-    `recurrent`: the numbers of the recurrent layers in the memory of states, in the order of the layers.
+    Args:
+        forward: the native part.
+        parts: the modules that it stands for, two a layer, in the order in which adapters number their products.
+        recurrent: the numbers of the recurrent layers in the memory of states, in the order of the layers.
     """
 
-    def __init__(self, forward: Forward, num_layers: int, recurrent: Sequence[int] = ()) -> None:
-        self._forward, self._recurrent = forward, recurrent
-        self.num_layers = num_layers
-        """Those with attention and the recurrent ones."""
+    def __init__(self, forward: Forward, parts: Sequence[nn.Module], recurrent: Sequence[int] = ()) -> None:
+        self.parts, self._forward, self._recurrent = parts, forward, recurrent
         self._pools: RecurrentPools | None = None
         self._memory: list[LayerStates] = []
         """The layers' parts of `_pools`."""
@@ -124,7 +125,7 @@ class NativeForward:
         return logits_NV
 
     def __repr__(self) -> str:
-        return f"<NativeForward of {self.num_layers} layers>"
+        return f"<NativeForward of {len(self.parts) // 2} layers>"
 
 
 _BLOCKS = 0.1
@@ -173,7 +174,10 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
     scale = float(torch.as_tensor(getattr(fused.embedding, "embed_scale", 1.0)).to(embedding_VH.dtype))
     attentions = {layer: layer.attention for layer in fused.layers if isinstance(layer.attention, FusedAttention)}
     meant = {(layer.angles, attention.rotation) for layer, attention in attentions.items()}
-    tables = {(at, rotation): _table_of(fused.rotary[at], embedding_VH, rotation) for at, rotation in meant}
+    tables = {
+        (at, rotation): _NO_ANGLES if at is None else _table_of(fused.rotary[at], embedding_VH, rotation)
+        for at, rotation in meant
+    }
     layers = [
         _layer_of(layer, attentions[layer], *tables[layer.angles, attentions[layer].rotation])
         if layer in attentions
@@ -197,7 +201,12 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
         scales=fused.scales,
     )
     recurrent = [layer.attention.layer_idx for layer in fused.layers if isinstance(layer.attention, RecurrentMixer)]
-    return NativeForward(forward, len(layers), recurrent)
+    return NativeForward(
+        forward, [part for layer in fused.layers for part in (layer.attention, layer.gated)], recurrent
+    )
+
+
+_NO_ANGLES = (torch.zeros(1, 0), torch.zeros(1, 0))
 
 
 def _packed(module: nn.Module, name: str) -> PackedBlocks:

@@ -10,15 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from gpu_engine.model.recurrent.mixer import RecurrentMixer
 from gpu_engine.model.recurrent.rows import RecurrentForward, layer_of
 from gpu_engine.model.recurrent.short_convolutions import activation_of, conv_of, floats
 from kernels.recurrent import Gate, MatrixRecurrence, SelectiveScan
+from kernels.recurrent_layer import MatrixMixer as NativeMixer
+from kernels.recurrent_layer import Mixer
 
 
 class MatrixMixer(RecurrentMixer):
     """Replaces the mixers of Mamba 2: a matrix of each head, and a norm around the gate or none."""
+
+    scales_J: torch.Tensor | None
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -65,6 +70,26 @@ class MatrixMixer(RecurrentMixer):
         )
         out_NW: torch.Tensor = self.out_proj(normed_NI)
         return out_NW
+
+    def native(self) -> tuple[nn.Module, Mixer, nn.Module] | None:
+        """Return its parts; see `RecurrentMixer`. The native form has no scales."""
+        if self.input_scale != 1.0 or self.scales_J is not None:
+            return None
+        width, channels, _ = self.parts
+        mixer = NativeMixer(
+            self.conv,
+            self.heads,
+            self.kind,
+            self.norm_weight_I,
+            self.eps,
+            width,
+            self.groups,
+            x_at=width,
+            gate_at=0,
+            control_at=width + channels,
+            outputs=sum(self.parts),
+        )
+        return self.in_proj, mixer, self.out_proj
 
 
 def _norm_of(inner: Any) -> tuple[Gate, torch.Tensor | None, float, int]:

@@ -25,11 +25,16 @@ from tests.gpu_engine.model.model_logits import logits, some_ids
 
 needs_blocks = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
-LOOPS = ("lfm2",)
-"""Families whose forward is one loop."""
-NATIVE = ("lfm2",)
-"""Those that also have a native forward."""
-ADAPTED = {"lfm2": ("q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3")}
+NATIVE = ("lfm2", "granite dense", "bamba")
+"""Families whose forward is one loop, and natively one call."""
+LOOPS = (*NATIVE, "jamba dense")
+QKV, RECURRENT, BLOCK = ("q_proj", "k_proj", "v_proj"), ("in_proj", "out_proj"), ("gate_proj", "up_proj", "down_proj")
+ADAPTED: dict[str, tuple[str, ...]] = {
+    "lfm2": (*QKV, *RECURRENT, "w1", "w2", "w3"),
+    "granite dense": (*QKV, "o_proj", *RECURRENT, "input_linear", "output_linear"),
+    "bamba": (*QKV, "o_proj", *RECURRENT, *BLOCK),
+    "jamba dense": (*QKV, "o_proj", *RECURRENT, *BLOCK),
+}
 """The products of their layers."""
 TOKENS, DRAFTS, LANES = 80, 6, 3
 
