@@ -128,6 +128,8 @@ class _LayerArgs(ctypes.Structure):
             args.gate_up, args.down = layer.block.gate_up.args, layer.block.down.args
         else:
             args.mixture = RoutedArgs.of(layer.block)
+            if (shared := layer.block.shared) is not None:
+                args.gate_up, args.down = shared.gate_up.args, shared.down.args
         for name in (*_NORMS, *_HEAD_NORMS):
             norm = getattr(layer, name, None)
             if norm is not None:
@@ -164,7 +166,8 @@ class _ForwardArgs(ctypes.Structure):
         *[(name, ctypes.c_float) for name in ("virtual_scale", "residual_scale", "logits_scale")],
         *[(name, ctypes.c_int32) for name in ("centred", "bf16", "pages", "defers_head")],
         *[(name, ctypes.c_void_p) for name in ("adapters", "sequence_adapters", "virtual_embedding")],
-        *[(name, ctypes.c_int64) for name in ("adapter_rank", "vocabulary", "experts", "chosen", "expert_inner")],
+        *[(name, ctypes.c_int64) for name in ("adapter_rank", "vocabulary")],
+        *[(name, ctypes.c_int64) for name in ("experts", "chosen", "expert_inner", "has_shared")],
         ("recurrents", RecurrentSizesArgs),
         ("lanes", RowsArgs),
     ]
@@ -216,11 +219,11 @@ class Forward:
         args.norm, args.norm_eps, args.logits_softcap = norm.weight.data_ptr(), norm.eps, logits_softcap
         args.num_layers, args.hidden, args.head_dim = len(layers), H, head_dim
         for block in (layer.block for layer in layers):
-            if isinstance(block, GatedBlock):
-                args.inner = block.down.num_inputs
-            else:
-                args.experts, args.chosen = len(block.experts), block.chosen
-                args.expert_inner = block.experts[0].down.num_inputs
+            if isinstance(block, Mixture):
+                args.experts, args.chosen = len(block.experts), block.choice.chosen
+                args.expert_inner, args.has_shared = block.experts[0].down.num_inputs, block.shared is not None
+            of_all = block.shared if isinstance(block, Mixture) else block
+            args.inner = max(args.inner, 0 if of_all is None else of_all.down.num_inputs)
         (args.num_heads, args.num_kv_heads), args.bf16 = heads, self._dtype == torch.bfloat16
         args.vocabulary, args.recurrents = len(embedding_VH), RecurrentSizesArgs(*self._recurrent.sizes)
         self._logits_NV = self._result_NV = torch.empty(0, head.num_outputs)
@@ -246,16 +249,20 @@ class Forward:
         mixtures = [layer.block for layer in layers if isinstance(layer.block, Mixture)]
         check_blocks(gated, H)
         check_blocks([expert for mixture in mixtures for expert in mixture.experts], H)
-        assert len({(len(mixture.experts), mixture.chosen) for mixture in mixtures}) <= 1
+        check_blocks([mixture.shared for mixture in mixtures if mixture.shared is not None], H)
+        assert len({(len(each.experts), each.choice.chosen, each.shared is None) for each in mixtures}) <= 1
         for mixture in mixtures:
-            assert mixture.router_EH.shape == (len(mixture.experts), H), mixture.router_EH.shape
-            assert mixture.router_EH.dtype == self._dtype, mixture.router_EH.dtype
+            E, choice = len(mixture.experts), mixture.choice
+            assert mixture.router_EH.shape == (E, H), mixture.router_EH.shape
+            assert mixture.router_EH.dtype in (torch.bfloat16, torch.float32), mixture.router_EH.dtype
             assert mixture.router_EH.is_contiguous()
-            if (bias_E := mixture.router_bias_E) is not None:
-                assert bias_E.shape == (len(mixture.experts),), bias_E.shape
-                assert bias_E.dtype == torch.float32, bias_E.dtype
-                assert bias_E.is_contiguous()
-            assert 0 < mixture.chosen <= len(mixture.experts), mixture.chosen
+            for vector, size in ((mixture.router_bias_E, E), (choice.correction_E, E), (mixture.shared_gate_H, H)):
+                if vector is not None:
+                    assert vector.shape == (size,), vector.shape
+                    assert vector.dtype == torch.float32, vector.dtype
+                    assert vector.is_contiguous()
+            assert mixture.shared is not None or mixture.shared_gate_H is None
+            assert 0 < choice.chosen <= E, choice.chosen
         channels = heads[0] * head_dim
         assert embedding_VH.dtype in (torch.bfloat16, torch.float32), embedding_VH.dtype
         assert embedding_VH.is_contiguous()

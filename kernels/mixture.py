@@ -31,18 +31,48 @@ class GatedBlock:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Mixture:
-    """The sum of a row's experts, weighted by the softmax of the router's outputs; see kernels/native/experts.h."""
+class Choice:
+    """What a row makes of its router's outputs: the experts with the highest shares, and their weights.
 
-    experts: tuple[GatedBlock, ...]
-    router_EH: torch.Tensor
-    """In the dtype of the embedding, contiguous."""
+    Source: see kernels/native/experts.h.
+    """
+
     chosen: int
     """Experts of a row."""
     renormalises: bool
     """The weights of the chosen ones are divided by their sum."""
+    of_sigmoid: bool = False
+    """Shares are the sigmoid of the outputs, and not their softmax."""
+    correction_E: torch.Tensor | None = None
+    """float32, contiguous: added to the shares for the choice, not to weights; None: nothing is."""
+    scale: float = 1.0
+    """Multiplies the weights."""
+
+    def __call__(self, outputs_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights, float32 [N, k], and the experts, int64 [N, k], in the order of the choice."""
+        shares_NE = outputs_NE.float().sigmoid() if self.of_sigmoid else outputs_NE.float().softmax(-1)
+        keys_NE = shares_NE if self.correction_E is None else shares_NE + self.correction_E
+        chosen_Nk = keys_NE.topk(self.chosen).indices
+        weights_Nk = shares_NE.gather(1, chosen_Nk)
+        if self.renormalises:
+            weights_Nk = weights_Nk / weights_Nk.sum(-1, keepdim=True)
+        return weights_Nk * self.scale, chosen_Nk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixture:
+    """The weighted sum of a row's experts, and of one that every row takes; see kernels/native/experts.h."""
+
+    experts: tuple[GatedBlock, ...]
+    router_EH: torch.Tensor
+    """bfloat16 or float32, contiguous."""
+    choice: Choice
     router_bias_E: torch.Tensor | None = None
     """float32, contiguous; None: the router has none."""
+    shared: GatedBlock | None = None
+    """The expert that every row takes, which may have another inner size; None: there is none."""
+    shared_gate_H: torch.Tensor | None = None
+    """float32, contiguous: the sigmoid of its product with a row is the weight of the shared expert; None: 1 is."""
 
 
 def check_blocks(blocks: Sequence[GatedBlock], H: int) -> None:
@@ -65,16 +95,19 @@ class RoutedArgs(ctypes.Structure):
 
     _fields_ = [
         *[(name, ctypes.POINTER(BlockWeightsArgs)) for name in ("gate_up", "down")],
-        *[(name, ctypes.c_void_p) for name in ("router", "router_bias")],
-        ("renormalises", ctypes.c_int64),
+        *[(name, ctypes.c_void_p) for name in ("router", "router_bias", "correction", "shared_gate")],
+        ("scale", ctypes.c_float),
+        *[(name, ctypes.c_int32) for name in ("of_sigmoid", "renormalises", "router_bf16")],
     ]
 
     @classmethod
     def of(cls, mixture: Mixture) -> RoutedArgs:
         """Return the arguments; the mixture outlives them."""
-        bias_E = mixture.router_bias_E
-        router = mixture.router_EH.data_ptr(), None if bias_E is None else bias_E.data_ptr()
-        return cls(*_weights_of(mixture.experts), *router, mixture.renormalises)
+        choice, router_EH = mixture.choice, mixture.router_EH
+        vectors = (mixture.router_bias_E, choice.correction_E, mixture.shared_gate_H)
+        addresses = (None if vector is None else vector.data_ptr() for vector in vectors)
+        numbers = (choice.scale, choice.of_sigmoid, choice.renormalises, router_EH.dtype == torch.bfloat16)
+        return cls(*_weights_of(mixture.experts), router_EH.data_ptr(), *addresses, *numbers)
 
 
 class _MixtureArgs(ctypes.Structure):
@@ -83,7 +116,7 @@ class _MixtureArgs(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.POINTER(BlockWeightsArgs)) for name in ("gate_up", "down")],
         *[(name, ctypes.c_void_p) for name in ("x", "out", "experts", "weights", "scratch")],
-        *[(name, ctypes.c_int64) for name in ("num_experts", "chosen", "inner", "rows", "hidden")],
+        *[(name, ctypes.c_int64) for name in ("num_experts", "chosen", "inner", "has_shared", "rows", "hidden")],
         *[(name, ctypes.c_int32) for name in ("act", "bf16")],
     ]
 

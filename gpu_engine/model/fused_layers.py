@@ -19,6 +19,7 @@ from gpu_engine.model.linear import InvariantLinear
 from kernels.fused import Activation, HeadForm, RMSNorm, gated, rms_norm
 from kernels.fused_attention import QkvAttention
 from kernels.kv_pages import KVPages
+from kernels.mixture import Choice
 
 Sources = dict[str, tuple[tuple[str, int], ...]]
 """By a fused part's product: the modules of the model that it has joined, with their outputs."""
@@ -113,15 +114,16 @@ class MixedBlock(nn.Module):
 
 
 class ChosenExperts(MixedBlock):
-    """A mixture of a known form: a row takes the `chosen` experts with the highest outputs of the router, and adds them
-    with the softmax of these outputs as their weights.
+    """A mixture of a known form: a row takes experts by the outputs of a router, and adds them with their weights.
 
     Args:
         inner: the model's own module, which keeps its place.
         router_EH: the router's weights.
         router_bias_E: the router's; None: it has none.
+        choice: what becomes of the router's outputs.
         act: of the experts.
-        renormalises: the weights of the chosen experts are divided by their sum.
+        shared: the name in `inner` of the expert that every row takes; None: there is none.
+        shared_gate_H: float32, see `Mixture`.
     """
 
     def __init__(
@@ -129,14 +131,14 @@ class ChosenExperts(MixedBlock):
         inner: nn.Module,
         router_EH: torch.Tensor,
         router_bias_E: torch.Tensor | None,
-        chosen: int,
+        choice: Choice,
         act: Activation,
-        *,
-        renormalises: bool,
+        shared: str | None = None,
+        shared_gate_H: torch.Tensor | None = None,
     ) -> None:
         super().__init__(inner)
         self.router_EH, self.router_bias_E = router_EH, router_bias_E
-        self.chosen, self.act, self.renormalises = chosen, act, renormalises
+        self.choice, self.act, self._shared, self.shared_gate_H = choice, act, shared, shared_gate_H
 
     def products(self) -> list[tuple[str, nn.Module]]:
         """Return the experts' products. Where they are packed, so is the router's (see experts.py)."""
@@ -144,12 +146,28 @@ class ChosenExperts(MixedBlock):
         if experts is None:
             return super().products()
         both = (("gate_up", experts.gate_up), ("down", experts.down))
-        return [(f"{name}.{number}", product) for name, of in both for number, product in enumerate(of)]
+        products = [(f"{name}.{number}", product) for name, of in both for number, product in enumerate(of)]
+        if self._shared is not None:
+            shared = self.shared
+            of_shared = [("", self.inner)] if shared is None else shared.products()
+            products += [(f"shared.{name}", product) for name, product in of_shared]
+        return products
 
     @property
     def experts(self) -> Experts | None:
         """The experts; None: the module has others by now."""
         return next((child for child in self.inner.children() if type(child) is Experts), None)
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether there is an expert that every row takes."""
+        return self._shared is not None
+
+    @property
+    def shared(self) -> FusedGated | None:
+        """The expert that every row takes; None: there is none, or it is not fused."""
+        shared = None if self._shared is None else self.inner.get_submodule(self._shared)
+        return shared if isinstance(shared, FusedGated) else None
 
 
 class Rotation(enum.Enum):

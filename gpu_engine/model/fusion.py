@@ -8,6 +8,7 @@ Not responsible for: kernels (see kernels/fused.py), the parts (see fused_layers
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from gpu_engine.model.attention import LayerAttention
-from gpu_engine.model.experts import Experts
+from gpu_engine.model.experts import Experts, WideGate
 from gpu_engine.model.fused_forward import NotALoop, WholeForward, fused_forward_of
 from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, FusedNorm, Rotation
 from gpu_engine.model.linear import Product, joined
@@ -26,6 +27,7 @@ from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
 from gpu_engine.model.recording import Call, Distance, Recording, distance
 from kernels.fused_arguments import EVERYWHERE, NormKind, RMSNorm
+from kernels.mixture import Choice
 
 log = logging.getLogger(__name__)
 
@@ -93,16 +95,16 @@ def gated_of(module: nn.Module, record: Recording, bound: float) -> FusedGated:
 
 
 _ROUTERS = ({"weight"}, {"weight", "bias"})
-"""The parameters of routers."""
+"""The parameters of routers; one may have a module more, with a correction of the experts' shares."""
 
 
 def chosen_experts_of(module: nn.Module, record: Recording, bound: float) -> ChosenExperts:
     """Return a mixture of experts as the known form; raise NotRecognised."""
     experts = [child for child in module.children() if type(child) is Experts]
-    routers = [child for child in module.children() if {name for name, _ in child.named_parameters()} in _ROUTERS]
+    routers = [child for child in module.children() if _is_router(child)]
     if len(experts) != 1 or len(routers) != 1:
         raise NotRecognised(f"has the parts {sorted(type(child).__name__ for child in module.children())}")
-    call, routed = _only(record, module), _only(record, routers[0])
+    call, routed, given = _only(record, module), _only(record, routers[0]), _only(record, experts[0])
     router_EH, outputs = routers[0].get_parameter("weight").detach(), routed.output
     bias_E = routers[0]._parameters.get("bias")
     router_bias_E = None if bias_E is None else bias_E.detach().float().contiguous()
@@ -110,23 +112,75 @@ def chosen_experts_of(module: nn.Module, record: Recording, bound: float) -> Cho
         raise NotRecognised("its router returns no outputs, weights and numbers of experts")
     outputs_NE, weights_Nk, chosen_Nk = outputs
     rows_NH = routed.args[0].reshape(-1, router_EH.shape[1])
-    given = _only(record, experts[0])
     inputs = zip((call.args[0], *given.args), (routed.args[0], routed.args[0], chosen_Nk, weights_Nk), strict=True)
     if any(distance(part.flatten(), wanted.flatten()) > bound for part, wanted in inputs):
         raise NotRecognised("its experts do not get its input, and what its router returns")
     if distance(nn.functional.linear(rows_NH.float(), router_EH.float(), router_bias_E), outputs_NE) > bound:
         raise NotRecognised("its router is no product")
-    if distance(given.tensor().flatten(), call.tensor().flatten()) > bound:
+    shared, shared_gate_H, added = _shared_expert(module, {experts[0], routers[0]}, record)
+    if distance(given.tensor().flatten() + added, call.tensor().flatten()) > bound:
         raise NotRecognised("its output is not the experts'")
-    shares_Nk, highest_Nk = outputs_NE.float().softmax(-1).topk(chosen_Nk.shape[1])
-    forms = {True: shares_Nk / shares_Nk.sum(-1, keepdim=True), False: shares_Nk}
-    same = [form for form, wanted_Nk in forms.items() if distance(weights_Nk, wanted_Nk) <= bound]
-    if not same or not torch.equal(highest_Nk, chosen_Nk):
-        raise NotRecognised("its router does not take the highest outputs by their softmax")
+    dense_NE = _dense(outputs_NE, weights_Nk, chosen_Nk)
+    forms = _choices(module, routers[0], len(router_EH), chosen_Nk.shape[1])
+    choice = next((form for form in forms if distance(_dense(outputs_NE, *form(outputs_NE)), dense_NE) <= bound), None)
+    if choice is None:
+        raise NotRecognised("its router does not take the highest outputs by their softmax or sigmoid")
     act = experts[0].activation(rows_NH.dtype, bound)
     if act is None:
         raise NotRecognised("its experts have another activation")
-    return ChosenExperts(module, router_EH, router_bias_E, chosen_Nk.shape[1], act, renormalises=same[0])
+    return ChosenExperts(module, router_EH, router_bias_E, choice, act, shared, shared_gate_H)
+
+
+def _is_router(module: nn.Module) -> bool:
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    return (
+        own in _ROUTERS
+        and module.get_parameter("weight").dim() == 2
+        and not _is_product(module)
+        and type(module) is not WideGate
+    )
+
+
+def _dense(like_NE: torch.Tensor, weights_Nk: torch.Tensor, chosen_Nk: torch.Tensor) -> torch.Tensor:
+    """Return the weight of each expert in each row, [N, E]; 0: it is not chosen. The order of a choice is not seen."""
+    return torch.zeros_like(like_NE, dtype=torch.float32).scatter(1, chosen_Nk, weights_Nk.float())
+
+
+def _choices(module: nn.Module, router: nn.Module, E: int, k: int) -> Iterator[Choice]:
+    """Yield what may become of a router's outputs."""
+    experts = {weight for child in module.children() if type(child) is Experts for weight in child.parameters()}
+    tensors = [*module.parameters(), *module.buffers()]
+    vectors = [each for each in tensors if each.numel() == E and each.dim() < 3 and each not in experts]
+    vectors = [each for each in vectors if each is not router._parameters.get("bias")]
+    corrections = [None, *(each.detach().flatten().float().contiguous() for each in vectors)]
+    scales = dict.fromkeys((1.0, *(float(getattr(of, "routed_scaling_factor", 1.0)) for of in (router, module))))
+    for correction_E, scale, of_sigmoid, renormalises in itertools.product(
+        corrections, scales, (False, True), (True, False)
+    ):
+        yield Choice(k, renormalises, of_sigmoid, correction_E, scale)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Return whether a module has weights, or products over blocks, whose weights are no parameters."""
+    return any(_is_product(part) or next(part.parameters(), None) is not None for part in module.modules())
+
+
+def _shared_expert(
+    module: nn.Module, known: Collection[nn.Module], record: Recording
+) -> tuple[str | None, torch.Tensor | None, torch.Tensor | float]:
+    """Return the name of the expert that every row takes, the weights of its gate, and what it adds, flat."""
+    others = {name: child for name, child in module.named_children() if child not in known and _has_weights(child)}
+    gates = [child for child in others.values() if type(child) is WideGate]
+    blocks = [name for name, child in others.items() if type(child) is not WideGate]
+    if not others:
+        return None, None, 0.0
+    if len(blocks) != 1 or len(gates) > 1:
+        raise NotRecognised(f"has the further parts {sorted(others)}")
+    added = _only(record, others[blocks[0]]).tensor().flatten()
+    if not gates:
+        return blocks[0], None, added
+    gate_H = gates[0].inner.get_parameter("weight").detach().flatten().float().contiguous()
+    return blocks[0], gate_H, added * _only(record, gates[0]).tensor().flatten().sigmoid()
 
 
 _HEAD_NORMS = {"q": ("q_norm", "q_layernorm", "query_layernorm"), "k": ("k_norm", "k_layernorm", "key_layernorm")}

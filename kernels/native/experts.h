@@ -1,11 +1,13 @@
 /* Mixtures of experts: the experts that each row takes, and the pairs of a row and an expert in the order of the experts.
  *
- * A router has an output for each expert. A row takes the `chosen` experts of the highest outputs, the first ones of equal
- * outputs, and adds what they give in this order, with weights that are the softmax of the outputs. Invariant: what a row
- * takes, and the order in which it adds, depend only on this row. Not responsible for: the experts' products (see mixture.h).
+ * A router has an output for each expert. A row takes the `chosen` experts of the highest shares, the first ones of equal
+ * shares, and adds what they give in this order, weighted by their shares, which are the softmax or the sigmoid of the
+ * outputs. Invariant: what a row takes, and the order in which it adds, depend only on this row. Not responsible for: the
+ * experts' products (see mixture.h).
  *
  * Source: N. Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer",
- * arXiv:1701.06538; the softmax before the choice as in W. Fedus et al., "Switch Transformers", arXiv:2101.03961.
+ * arXiv:1701.06538; the softmax before the choice as in W. Fedus et al., "Switch Transformers", arXiv:2101.03961; sigmoids
+ * and corrections as in DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437.
  */
 #ifndef LOCKSTEP_EXPERTS_H
 #define LOCKSTEP_EXPERTS_H
@@ -13,23 +15,31 @@
 #include <math.h>
 
 #include "blocks.h"
+#include "fused.h"
 
 /* The weights of one layer's mixture. The loader of the model owns them. */
 struct mixture {
     const struct block_weights *gate_up, *down; /* of each expert: the same as a gated block's */
     const void *router;                         /* [experts][hidden], bfloat16 or fp32 */
     const float *router_bias;                   /* [experts]; null: none */
-    int64_t renormalises;                       /* the weights of the chosen experts are divided by their sum */
+    const float *correction;                    /* [experts], added to the shares for the choice only; null: none */
+    const float *shared_gate;                   /* [hidden]: its sigmoid weighs the shared expert; null: 1 does */
+    float scale;                                /* of the weights */
+    int32_t of_sigmoid;                         /* shares are sigmoids; 0: the softmax */
+    int32_t renormalises;                       /* the weights of the chosen experts are divided by their sum */
+    int32_t router_bf16;
 };
 
 /* Numbers that all mixtures of a model have in common. */
 struct mixture_sizes {
     int64_t experts, chosen, inner; /* inner: channels between an expert's products; experts 0: there are no mixtures */
+    int64_t has_shared;             /* some have a further expert, which every row takes */
 };
 
 /* The experts of R rows. Pair p is the row rows[p] with one of its experts, whose pairs lie next to each other. */
 struct routes {
-    float *scores;       /* [R][experts, rounded up to whole vectors] */
+    float *scores;       /* [R][2][experts, rounded up to whole vectors]: shares, and what is chosen by */
+    float *shared;       /* [R]: the weight of the shared expert */
     float *weights;      /* [R][chosen] */
     int32_t *experts;    /* [R][chosen] */
     int32_t *pairs;      /* [R][chosen]: the number of the pair */
@@ -47,10 +57,20 @@ INLINE int64_t most_active(const struct mixture_sizes *sizes, int64_t rows) {
     return pairs < sizes->experts ? pairs : sizes->experts;
 }
 
+/* The weight of the shared expert for the row x. */
+static float shared_weight(const struct mixture *mix, const float *x, int64_t hidden) {
+    if (!mix->shared_gate) return 1.0f;
+    v16f sum = splat(0.0f);
+    for (int64_t i = 0; i < hidden; i += 16) sum = fused_add(load_f32(x + i), load_f32(mix->shared_gate + i), sum);
+    return sigmoid16(splat(sum16(sum)))[0];
+}
+
 /* Choose row r's experts, whose input is x, fp32 [hidden]. */
 static void route_row(const struct mixture *mix, const struct mixture_sizes *sizes, const float *x, int64_t hidden,
-                      int bf16, const struct routes *t, int64_t r) {
-    float *scores = t->scores + r * whole_vectors(sizes->experts), *weights = t->weights + r * sizes->chosen;
+                      const struct routes *t, int64_t r) {
+    float *scores = t->scores + 2 * r * whole_vectors(sizes->experts), *weights = t->weights + r * sizes->chosen;
+    float *keys = scores + whole_vectors(sizes->experts);
+    const int bf16 = mix->router_bf16;
     int32_t *experts = t->experts + r * sizes->chosen;
     for (int64_t e = sizes->experts; e < whole_vectors(sizes->experts); e++) scores[e] = -INFINITY;
     for (int64_t e = 0; e < sizes->experts; e++) {
@@ -65,21 +85,26 @@ static void route_row(const struct mixture *mix, const struct mixture_sizes *siz
     for (int64_t e = 16; e < sizes->experts; e += 16) top = larger(top, load_f32(scores + e));
     const float highest = max16(top);
     for (int64_t e = 0; e < sizes->experts; e += 16) {
-        const v16f share = exp16(load_f32(scores + e) - splat(highest));
+        const v16f score = load_f32(scores + e);
+        const v16f share = mix->of_sigmoid ? sigmoid16(score) : exp16(score - splat(highest));
         sum += share;
         memcpy(scores + e, &share, sizeof share);
+        memcpy(keys + e, &share, sizeof share);
     }
+    const float whole = mix->of_sigmoid ? 1.0f : sum16(sum);
+    for (int64_t e = 0; mix->correction && e < sizes->experts; e++) keys[e] = scores[e] / whole + mix->correction[e];
     float total = 0.0f;
     for (int64_t j = 0; j < sizes->chosen; j++) {
         int64_t best = 0; /* where no output is a number, every choice */
-        for (int64_t e = 1; e < sizes->experts; e++) best = scores[e] > scores[best] ? e : best;
+        for (int64_t e = 1; e < sizes->experts; e++) best = keys[e] > keys[best] ? e : best;
         experts[j] = (int32_t)best;
         weights[j] = scores[best];
         total += scores[best];
-        scores[best] = -1.0f;
+        keys[best] = -INFINITY;
     }
-    if (!mix->renormalises) total = sum16(sum);
-    for (int64_t j = 0; j < sizes->chosen; j++) weights[j] /= total;
+    if (!mix->renormalises) total = whole;
+    for (int64_t j = 0; j < sizes->chosen; j++) weights[j] = weights[j] / total * mix->scale;
+    if (sizes->has_shared) t->shared[r] = shared_weight(mix, x, hidden);
 }
 
 /* Number the pairs of `rows` rows. */

@@ -18,7 +18,7 @@
 
 struct forward_layer {
     struct block_weights qkv, output, gate_up, down; /* gate_up: the gate's outputs, then those of up */
-    struct mixture mixture;                          /* in place of gate_up and down; a null router: there is none */
+    struct mixture mixture; /* a null router: there is none. Else gate_up and down are its shared expert, or null */
     /* fp32 [hidden]; null: no such norm */
     const float *pre_attention, *post_attention, *pre_block, *post_block;
     const float *q_norm,
@@ -248,7 +248,7 @@ static void before_product(struct member *m, const struct forward_args *a, const
         add_and_norm(a, w, r, post, post_eps, pre, pre_eps, tap);
         if (a->adapters && l) shrink(a, l, w, r, product, w->delta + r * a->hidden);
         if (product == OF_GATE_UP && l->mixture.router)
-            route_row(&l->mixture, &a->mixtures, w->delta + r * a->hidden, a->hidden, a->bf16, &w->mixed.routes, r);
+            route_row(&l->mixture, &a->mixtures, w->delta + r * a->hidden, a->hidden, &w->mixed.routes, r);
         quantise_row(w->delta + r * a->hidden, &w->normed, r);
     }
 }
@@ -366,10 +366,18 @@ static void quantise_attended(struct member *m, const struct forward_args *a, co
     }
 }
 
+/* The input of the product `down`, of as many channels as the layer has there. Layers differ only next to mixtures, whose
+ * members share no rows, so all rows lie from the beginning on. */
+INLINE struct block_rows gated_rows(const struct forward_layer *l, const struct forward_work *w) {
+    if (w->gated.inputs == l->down.inputs) return w->gated;
+    return block_rows_at((uint8_t *)w->gated.quants, w->rows, l->down.inputs);
+}
+
 /* act(gate) * up of 32 channels at a time, quantised at once: the input of the product `down`. */
 static void gate_and_up(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                         const struct forward_work *w) {
-    const int64_t blocks = a->inner / GROUP;
+    const int64_t blocks = l->down.inputs / GROUP;
+    const struct block_rows gated = gated_rows(l, w);
     float gate[GATED_ROWS][GROUP] __attribute__((aligned(64))), up[GATED_ROWS][GROUP] __attribute__((aligned(64)));
     TEAM_FOR(m, c, blocks)
     for (int64_t r = 0, rows; r < w->rows; r += rows) {
@@ -379,13 +387,13 @@ static void gate_and_up(struct member *m, const struct forward_args *a, const st
         group_of_rows(&l->gate_up, blocks + c, &w->normed, r, rows, then, up[0], GROUP);
         if (a->adapters) {
             expand(a, l, w, r, rows, OF_GATE_UP, c * GROUP, GROUP, gate[0], GROUP);
-            expand(a, l, w, r, rows, OF_GATE_UP, a->inner + c * GROUP, GROUP, up[0], GROUP);
+            expand(a, l, w, r, rows, OF_GATE_UP, l->down.inputs + c * GROUP, GROUP, up[0], GROUP);
         }
         gate_rows(gate[0], up[0], rows, l->act);
         if (a->adapters)
             for (int64_t t = 0; t < rows; t++)
                 memcpy(w->active + (r + t) * a->inner + c * GROUP, gate[t], sizeof gate[t]);
-        quantise_gated(gate, r, rows, c, &w->gated);
+        quantise_gated(gate, r, rows, c, &gated);
     }
 }
 
@@ -498,6 +506,18 @@ static void add_attention(struct member *m, const struct forward_args *a, const 
     add_and_norm(a, w, r, 0, 0.0f, 0, 0.0f, 0);
 }
 
+/* The mixture of a layer, whose experts are chosen. Adapters change nothing of it. */
+static void mix_layer(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                      const struct forward_work *w) {
+    float *shared = l->gate_up.quants ? w->mixed.shared : 0;
+    if (shared) {
+        gate_and_up(m, a, l, w);
+        const struct block_rows gated = gated_rows(l, w);
+        product(m, a, l, w, &l->down, OF_DOWN, &gated, shared);
+    }
+    mix(m, &l->mixture, &a->mixtures, l->act, &w->normed, w->rows, &w->mixed, shared, w->delta);
+}
+
 /* The rest of a layer: every row for itself. */
 static void after_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                             const struct forward_work *w) {
@@ -508,13 +528,14 @@ static void after_attention(struct member *m, const struct forward_args *a, cons
     else
         before_product(m, a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0, l,
                        OF_GATE_UP);
-    if (l->mixture.router) { /* adapters change nothing of it */
-        mix(m, &l->mixture, &a->mixtures, l->act, &w->normed, w->rows, &w->mixed, w->delta);
+    if (l->mixture.router) {
+        mix_layer(m, a, l, w);
         return;
     }
     gate_and_up(m, a, l, w);
     if (a->adapters) shrink_active(m, a, l, w);
-    product(m, a, l, w, &l->down, OF_DOWN, &w->gated, w->delta);
+    const struct block_rows gated = gated_rows(l, w);
+    product(m, a, l, w, &l->down, OF_DOWN, &gated, w->delta);
 }
 
 int64_t VARIANT(lockstep_forward_scratch)(const struct forward_args *a) {

@@ -20,6 +20,7 @@ struct mixture_work {
     struct routes routes;
     struct block_rows taken, taken_gated; /* by pair: inputs of the experts' products, of hidden and inner channels */
     float *given;                         /* by pair: what the expert gives, [hidden] */
+    float *shared;                        /* what the shared expert gives, [R][hidden]; null: no mixture has one */
 };
 
 struct mixture_args {
@@ -45,7 +46,8 @@ static uint8_t *lay_out_mixture(const struct mixture_sizes *sizes, int64_t hidde
                                 struct mixture_work *w) {
     const int64_t pairs = (rows < MIXED_ROWS ? rows : MIXED_ROWS) * sizes->chosen;
     struct routes *t = &w->routes;
-    t->scores = (float *)carve(&memory, rows * whole_vectors(sizes->experts) * 4);
+    t->scores = (float *)carve(&memory, 2 * rows * whole_vectors(sizes->experts) * 4);
+    t->shared = (float *)carve(&memory, sizes->has_shared ? rows * 4 : 0);
     t->weights = (float *)carve(&memory, rows * sizes->chosen * 4);
     t->experts = (int32_t *)carve(&memory, rows * sizes->chosen * 4);
     t->pairs = (int32_t *)carve(&memory, pairs * 4);
@@ -56,6 +58,8 @@ static uint8_t *lay_out_mixture(const struct mixture_sizes *sizes, int64_t hidde
     w->taken = block_rows_at(carve(&memory, block_rows_bytes(pairs, hidden)), pairs, hidden);
     w->taken_gated = block_rows_at(carve(&memory, block_rows_bytes(pairs, sizes->inner)), pairs, sizes->inner);
     w->given = (float *)carve(&memory, pairs * hidden * 4);
+    w->shared = (float *)carve(&memory, sizes->has_shared ? rows * hidden * 4 : 0);
+    if (!sizes->has_shared) w->shared = 0;
     return memory;
 }
 
@@ -82,10 +86,11 @@ INLINE void quantise_gated(float (*gate)[GROUP], int64_t r, int64_t rows, int64_
         quantise_blocks(gate[t], GROUP, rows - t < 16 ? rows - t : 16, to, r + t, c, 1);
 }
 
-/* A mixture of at most MIXED_ROWS rows of x, from row `begin` on, into those of `out`, [][hidden]. */
+/* A mixture of at most MIXED_ROWS rows of x, from row `begin` on, into those of `out`, [][hidden]. `shared`: what the shared
+ * expert gives, [][hidden]; null: there is none. */
 static void mix_some(struct member *m, const struct mixture *mixture, const struct mixture_sizes *sizes, int32_t act,
                      const struct block_rows *x, int64_t begin, int64_t rows, const struct mixture_work *w,
-                     float *out) {
+                     const float *shared, float *out) {
     const int64_t H = x->inputs, blocks = sizes->inner / GROUP, groups = H / GROUP;
     float gate[GATED_ROWS][GROUP] __attribute__((aligned(64))), up[GATED_ROWS][GROUP] __attribute__((aligned(64)));
     struct routes part = w->routes;
@@ -120,15 +125,17 @@ static void mix_some(struct member *m, const struct mixture *mixture, const stru
         v16f sum = splat(0.0f);
         for (int64_t j = r * sizes->chosen; j < (r + 1) * sizes->chosen; j++)
             sum = fused_add(splat(t->weights[j]), load_f32(w->given + t->pairs[j] * H + h), sum);
+        if (shared) sum = fused_add(splat(t->shared[begin + r]), load_f32(shared + (begin + r) * H + h), sum);
         memcpy(out + (begin + r) * H + h, &sum, sizeof sum);
     }
 }
 
 /* A mixture of the rows of x, whose experts are chosen, into `out`, [rows][hidden]. */
 static void mix(struct member *m, const struct mixture *mixture, const struct mixture_sizes *sizes, int32_t act,
-                const struct block_rows *x, int64_t rows, const struct mixture_work *w, float *out) {
+                const struct block_rows *x, int64_t rows, const struct mixture_work *w, const float *shared,
+                float *out) {
     for (int64_t r = 0; r < rows; r += MIXED_ROWS)
-        mix_some(m, mixture, sizes, act, x, r, rows - r < MIXED_ROWS ? rows - r : MIXED_ROWS, w, out);
+        mix_some(m, mixture, sizes, act, x, r, rows - r < MIXED_ROWS ? rows - r : MIXED_ROWS, w, shared, out);
 }
 
 /* Memory of a mixture by itself, of at most MIXED_ROWS rows. */
@@ -158,7 +165,7 @@ static __attribute__((noinline)) void mixture_body(struct member *m, void *conte
         }
         quantise_row(row, &w->x, r);
     }
-    mix_some(m, &mixture, &a->sizes, a->act, &w->x, 0, a->rows, &w->work, w->out);
+    mix_some(m, &mixture, &a->sizes, a->act, &w->x, 0, a->rows, &w->work, 0, w->out);
     TEAM_FOR(m, r, a->rows)
     for (int64_t i = r * a->hidden; i < (r + 1) * a->hidden; i++) store1(a->out, i, w->out[i], a->bf16);
     leave_products();

@@ -304,6 +304,8 @@ def save(config: PreTrainedConfig, folder: Path, *, rounds: bool = False, seed: 
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
+            elif name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
         if rounds:
             ids = torch.arange(VOCAB)
             after = torch.where(ids % ROUND == ROUND - 1, ids - ROUND + 1, ids + 1).clamp(max=VOCAB - 1)

@@ -12,7 +12,7 @@ from kernels.blocks import BlockKind, PackedBlocks, can_multiply_blocks, quantis
 from kernels.forward import Forward, ForwardLayer, Norm
 from kernels.fused_arguments import Activation
 from kernels.kv_pages import KVPages
-from kernels.mixture import GatedBlock, Mixture
+from kernels.mixture import Choice, GatedBlock, Mixture
 from tests.kernels.block_cases import random_blocks
 
 pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
@@ -89,12 +89,11 @@ class Rows:
 def routed(x_NH: torch.Tensor, mixture: Mixture) -> torch.Tensor:
     """Return the weight of each expert in each row, [N, E]; 0: it is not chosen."""
     normed_NH = torch.nn.functional.rms_norm(x_NH.double(), (H,), some(H, seed=4).double(), 1e-5)
-    outputs_NE = normed_NH @ mixture.router_EH.double().T
-    shares_NE = (outputs_NE if mixture.router_bias_E is None else outputs_NE + mixture.router_bias_E).softmax(-1)
-    kept_NE = torch.zeros_like(shares_NE)
-    highest = shares_NE.topk(mixture.chosen)
-    kept_NE.scatter_(1, highest.indices, highest.values)
-    return kept_NE / kept_NE.sum(-1, keepdim=True) if mixture.renormalises else kept_NE
+    outputs_NE = normed_NH @ mixture.router_EH.double().T  # a router of few bits is exact here
+    if mixture.router_bias_E is not None:
+        outputs_NE = outputs_NE + mixture.router_bias_E
+    weights_Nk, chosen_Nk = mixture.choice(outputs_NE)
+    return torch.zeros_like(outputs_NE).scatter(1, chosen_Nk, weights_Nk.double())
 
 
 @pytest.mark.parametrize("act", Activation)
@@ -115,7 +114,7 @@ def test_a_row_adds_its_experts_with_their_weights(
     """What an expert gives is what a model with this expert as its block adds."""
     blocks, rows = [block(100 + 2 * e, kind, biased=biased) for e in range(experts)], Rows(counts)
     bias_E = some(experts, seed=7) if biased else None
-    mixture = Mixture(tuple(blocks), some(experts, H, seed=6, scale=0.3), chosen, renormalises, bias_E)
+    mixture = Mixture(tuple(blocks), some(experts, H, seed=6, scale=0.3), Choice(chosen, renormalises), bias_E)
     nothing = GatedBlock(blocks[0].gate_up, PackedBlocks(quantised(torch.zeros(H, INNER), BlockKind.Q8)))
     _, before_NH = rows.run(forward_of([nothing, nothing], act), 2, tap=1)
     given_ENH = torch.stack([rows.run(forward_of([each, nothing], act), 2, tap=1)[1] for each in blocks]) - before_NH
@@ -124,10 +123,45 @@ def test_a_row_adds_its_experts_with_their_weights(
     torch.testing.assert_close(got_NH, want_NH.float(), rtol=1e-5, atol=1e-5)
 
 
+CHOICES = {
+    "sigmoid": Choice(2, renormalises=False, of_sigmoid=True),
+    "sigmoid, corrected": Choice(2, True, True, some(7, seed=12), 2.5),
+    "softmax, corrected": Choice(3, True, False, some(7, seed=12, scale=0.2)),
+    "scaled": Choice(2, renormalises=False, scale=0.25),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("gate", [None, "float"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shares_corrections_and_a_shared_expert(choice: str, gate: str | None, dtype: torch.dtype) -> None:
+    """The shared expert is wider than the others, and than the block of the next layer."""
+    blocks, rows = [block(100 + 2 * e) for e in range(7)], Rows((40, 3))
+    shared = GatedBlock(packed(256, H, 300), packed(H, 128, 301))
+    gate_H = some(H, seed=9, scale=0.2) if gate else None
+    router_EH = some(7, H, seed=6, scale=0.3).to(dtype)
+    mixture = Mixture(tuple(blocks), router_EH, CHOICES[choice], None, shared, gate_H)
+
+    def like(each: GatedBlock) -> GatedBlock:
+        """Return a block of the same sizes that adds nothing."""
+        return GatedBlock(each.gate_up, PackedBlocks(quantised(torch.zeros(H, each.down.num_inputs), BlockKind.Q8)))
+
+    _, before_NH = rows.run(forward_of([like(shared)] * 2), 2, tap=1)
+    given_ENH = torch.stack([rows.run(forward_of([each, like(each)]), 2, tap=1)[1] for each in (*blocks, shared)])
+    given_ENH = given_ENH - before_NH
+    _, got_NH = rows.run(forward_of([mixture, like(blocks[0])]), 2, tap=1)
+    normed_NH = torch.nn.functional.rms_norm(before_NH, (H,), some(H, seed=4), 1e-5)
+    share_N1 = torch.ones(len(got_NH), 1) if gate_H is None else (normed_NH @ gate_H)[:, None].sigmoid()
+    weights_NE = routed(before_NH, mixture)
+    assert len({tuple(row.nonzero().flatten().tolist()) for row in weights_NE}) > 3, "rows take different experts"
+    want_NH = before_NH + torch.einsum("ne,enh->nh", weights_NE, given_ENH[:-1].double()) + share_N1 * given_ENH[-1]
+    torch.testing.assert_close(got_NH, want_NH.float(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", BlockKind)
 def test_one_expert_is_a_gated_block(kind: BlockKind) -> None:
     only, rows = block(100, kind), Rows((50, 3))
-    mixture = Mixture((only,), some(1, H, seed=6), 1, renormalises=True)
+    mixture = Mixture((only,), some(1, H, seed=6), Choice(1, renormalises=True))
     want, got = (rows.run(forward_of([each, each]), 2, tap=1) for each in (only, mixture))
     assert torch.equal(got[1], want[1])
     assert torch.equal(got[0], want[0])
@@ -142,7 +176,7 @@ def test_gated_blocks_and_mixtures_may_alternate_and_have_sizes_of_their_own() -
         torch.nn.functional.pad(down, (0, 64)),
     )
     wide = GatedBlock(*(PackedBlocks(quantised(part, BlockKind.Q8)) for part in padded))
-    mixture, rows = Mixture((narrow,), some(1, H, seed=6), 1, renormalises=True), Rows((9,))
+    mixture, rows = Mixture((narrow,), some(1, H, seed=6), Choice(1, renormalises=True)), Rows((9,))
     got, want = (rows.run(forward_of([each, block(90), each]), 3, tap=2) for each in (mixture, wide))
     assert torch.equal(got[1], want[1])
     assert torch.equal(got[0], want[0])
@@ -150,8 +184,8 @@ def test_gated_blocks_and_mixtures_may_alternate_and_have_sizes_of_their_own() -
 
 def test_the_first_of_equal_experts_are_chosen() -> None:
     blocks, rows = [block(100 + 2 * e) for e in range(20)], Rows((5,))
-    equal = Mixture(tuple(blocks), torch.zeros(20, H), 2, renormalises=True)
-    first = Mixture(tuple(blocks[:2]), torch.zeros(2, H), 2, renormalises=True)
+    equal = Mixture(tuple(blocks), torch.zeros(20, H), Choice(2, renormalises=True))
+    first = Mixture(tuple(blocks[:2]), torch.zeros(2, H), Choice(2, renormalises=True))
     assert torch.equal(rows.run(forward_of([equal]), 1, tap=1)[0], rows.run(forward_of([first]), 1, tap=1)[0])
 
 
@@ -159,7 +193,7 @@ def test_the_first_of_equal_experts_are_chosen() -> None:
 def test_a_row_has_the_same_bits_in_any_company(threads: int) -> None:
     """Alone, in a batch, and in a part of a long forward; whatever the number of threads."""
     blocks = tuple(block(100 + 2 * e, BlockKind.Q4) for e in range(8))
-    mixture = Mixture(blocks, some(8, H, seed=6), 3, renormalises=True)
+    mixture = Mixture(blocks, some(8, H, seed=6), Choice(3, renormalises=True))
     forward, before = forward_of([mixture, mixture]), torch.get_num_threads()
     want_NV = Rows((LONG, 20)).run(forward, 2, tap=1)[0]
     torch.set_num_threads(threads)
@@ -172,16 +206,31 @@ def test_a_row_has_the_same_bits_in_any_company(threads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", ["a router in another dtype", "too many chosen", "experts of two sizes", "another count", "a long bias"]
+    "bad",
+    [
+        "a router in another dtype",
+        "too many chosen",
+        "experts of two sizes",
+        "another count",
+        "a long bias",
+        "a short correction",
+        "a gate without an expert",
+        "an expert that only one has",
+    ],
 )
 def test_what_the_native_code_relies_on_is_asserted(bad: str) -> None:
-    mixture = Mixture((block(100), block(102)), some(2, H, seed=6), 2, renormalises=True)
+    mixture = Mixture((block(100), block(102)), some(2, H, seed=6), Choice(2, renormalises=True))
     others = {
-        "a router in another dtype": replace(mixture, router_EH=mixture.router_EH.bfloat16()),
+        "a router in another dtype": replace(mixture, router_EH=mixture.router_EH.double()),
+        "a short correction": replace(mixture, choice=replace(mixture.choice, correction_E=torch.zeros(1))),
+        "a gate without an expert": replace(mixture, shared_gate_H=torch.zeros(H)),
+        "an expert that only one has": replace(mixture, shared=block(104)),
         "a long bias": replace(mixture, router_bias_E=torch.zeros(3)),
-        "too many chosen": replace(mixture, chosen=3),
+        "too many chosen": replace(mixture, choice=Choice(3, renormalises=True)),
         "experts of two sizes": replace(mixture, experts=(block(100), GatedBlock(packed(64, H, 1), packed(H, 32, 2)))),
-        "another count": replace(mixture, experts=mixture.experts[:1], router_EH=mixture.router_EH[:1], chosen=1),
+        "another count": replace(
+            mixture, experts=mixture.experts[:1], router_EH=mixture.router_EH[:1], choice=Choice(1, renormalises=True)
+        ),
     }
     with pytest.raises(AssertionError):
         forward_of([mixture, others[bad]])

@@ -21,10 +21,17 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.model.files.filled import MakeProduct, Weights
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint
-from gpu_engine.model.quantised.linear import BlockLinear, BlocksOf, check_product, quantise_linears, some_rows
+from gpu_engine.model.quantised.linear import (
+    BlockLinear,
+    BlocksOf,
+    check_product,
+    quantise_linears,
+    some_rows,
+    why_not_blocks,
+)
 from gpu_engine.model.quantised.matrices import ScaledRows
 from gpu_engine.model.quantised.scaled import ScaledKind, ScaledLinear, rounded_rows, scale_linears, why_not_scaled
-from kernels.blocks import BLOCK, BlockKind, Blocks, PackedBlocks, RawBlocks, can_multiply_blocks, quantised
+from kernels.blocks import BlockKind, Blocks, PackedBlocks, RawBlocks, can_multiply_blocks, quantised
 
 log = logging.getLogger(__name__)
 
@@ -129,8 +136,8 @@ class ReadProducts:
 
     def of(self, path: str, linear: nn.Linear) -> MakeProduct | None:
         """Return what makes the product in a layer's place; None: the layer stays, and the log names it."""
-        if linear.in_features % BLOCK:
-            log.info("not quantised: %s has %d inputs, no multiple of %d", path, linear.in_features, BLOCK)
+        if (why := why_not_blocks(linear)) is not None:
+            log.info("not quantised: %s %s", path, why)
             return None
         return self._make
 

@@ -72,10 +72,19 @@ BlocksOf = Callable[[str, nn.Linear], Blocks]
 """Returns the blocks of a product of that name in the model."""
 
 
+def why_not_blocks(linear: nn.Linear) -> str | None:
+    """Return why a product stays as it is; None: blocks can take its place."""
+    if linear.in_features % BLOCK:
+        return f"has {linear.in_features} inputs, no multiple of {BLOCK}"
+    if linear.out_features == 1:  # the gate of a shared expert, which has nothing to save
+        return "has one output"
+    return None
+
+
 def quantise_linears(model: nn.Module, blocks_of: BlocksOf) -> int:
     """Replace every `nn.Linear` of a CPU model in place; return how many.
 
-    A product whose inputs are no whole blocks stays, and the log names it. Raises RuntimeError when a product differs
+    A product that blocks cannot replace stays, and the log names it. Raises RuntimeError when a product differs
     from its matrix by more than the activations' rounding.
     """
     count = 0
@@ -84,8 +93,8 @@ def quantise_linears(model: nn.Module, blocks_of: BlocksOf) -> int:
             path = f"{prefix}.{name}" if prefix else name
             if type(child) is not nn.Linear:
                 continue
-            if child.in_features % BLOCK:
-                log.info("not quantised: %s has %d inputs, no multiple of %d", path, child.in_features, BLOCK)
+            if (why := why_not_blocks(child)) is not None:
+                log.info("not quantised: %s %s", path, why)
                 continue
             blocks = blocks_of(path, child)
             product = BlockLinear.of(blocks, child.bias)
@@ -106,7 +115,7 @@ def check_product(path: str, product: BlockLinear, rows_n: torch.Tensor, want_nK
 
     `want_nK`: the matrix's rows of the outputs `rows_n`, float32.
     """
-    # The few sums of a gate with one output may all be near zero, where rounding is a large share of them.
+    # The sums of a product with few outputs may all be near zero, where rounding is a large share of them.
     num_rows = max(3, -(-_COMPARED // len(rows_n)))
     generator = torch.Generator().manual_seed(0)
     x_MK = torch.randn(num_rows, product.in_features, generator=generator, dtype=torch.float32)

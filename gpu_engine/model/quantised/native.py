@@ -285,9 +285,15 @@ def _block_of(block: FusedGated | MixedBlock) -> tuple[GatedBlock | Mixture, Act
     experts = block.experts if isinstance(block, ChosenExperts) else None
     if not isinstance(block, ChosenExperts) or experts is None:
         raise NotNative("its mixtures of experts have another form")
+    shared = block.shared
+    if block.has_shared and (shared is None or shared.act is not block.act):
+        raise NotNative("the shared expert of its mixtures has another form")
     made = [
         GatedBlock(_packed(gate_up, "experts' gate product"), _packed(down, "experts' down product"))
         for gate_up, down in zip(experts.gate_up, experts.down, strict=True)
     ]
     router_EH = block.router_EH.contiguous()
-    return Mixture(tuple(made), router_EH, block.chosen, block.renormalises, block.router_bias_E), block.act
+    of_all = None if shared is None else _block_of(shared)[0]
+    assert not isinstance(of_all, Mixture)
+    router = (router_EH, block.choice, block.router_bias_E)
+    return Mixture(tuple(made), *router, of_all, block.shared_gate_H), block.act

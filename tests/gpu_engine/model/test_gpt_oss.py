@@ -41,7 +41,8 @@ def test_the_parts_are_fused_and_the_logits_are_those_of_transformers(folder: st
     attentions = [module for module in got.net.modules() if isinstance(module, FusedAttention)]
     assert all(each.rotation is Rotation.HALVES_SHARE and each.sinks_H is not None for each in attentions)
     mixtures = list(got.fused.mixtures.values())
-    assert [(each.act, each.renormalises, each.chosen) for each in mixtures] == [(Activation.SWIGLU_OAI, True, 2)] * 2
+    found = [(each.act, each.choice.renormalises, each.choice.chosen) for each in mixtures]
+    assert found == [(Activation.SWIGLU_OAI, True, 2)] * 2
     ids_BP = some_ids(3, 40)
     assert distance(logits(got, ids_BP), logits(want, ids_BP)) < 1e-5
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
+    GraniteMoeConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -36,6 +40,7 @@ from gpu_engine.model.quantised.native import NativeForward, with_native
 from gpu_engine.model.recording import distance, recording
 from kernels.blocks import BlockKind, can_multiply_blocks
 from kernels.fused_arguments import Activation
+from kernels.mixture import Choice
 from tests.gpu_engine import gguf_files, tiny
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.model.model_logits import assert_same_bits_in_any_company, logits, some_ids
@@ -51,12 +56,39 @@ KNOWN: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "mixtral": lambda: MixtralConfig(**tiny._SHAPE, num_local_experts=5, num_experts_per_tok=3),
     "olmoe": lambda: OlmoeConfig(**tiny._SHAPE, **_EXPERTS),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **tiny._SHAPE, **_EXPERTS, moe_intermediate_size=32, shared_expert_intermediate_size=160, mlp_only_layers=[1]
+    ),
+    "granitemoe": lambda: GraniteMoeConfig(
+        **tiny._SHAPE, num_local_experts=6, num_experts_per_tok=2, embedding_multiplier=3.0, residual_multiplier=0.5
+    ),
+    "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(
+        **tiny._SHAPE,
+        head_dim=32,
+        moe_num_experts=6,
+        moe_k=2,
+        moe_intermediate_size=32,
+        moe_num_shared_experts=2,
+        moe_layer_start_index=1,
+        moe_layer_end_index=1,
+    ),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **tiny._SHAPE,
+        head_dim=32,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+        use_qk_norm=True,
+    ),
+    "minimax_m2": lambda: tiny.OWN_FORWARD["minimax_m2"](),
 }
 """Families whose mixtures are in the native forward."""
+THROUGH_LIBRARY = ("granitemoe", "ernie4_5_moe", "glm4_moe")
+"""Those whose weights transformers converts, or of which it keeps a part in float32."""
 OTHER: dict[str, Callable[[], PreTrainedConfig]] = {
-    "qwen2_moe": lambda: Qwen2MoeConfig(
-        **tiny._SHAPE, **_EXPERTS, moe_intermediate_size=32, shared_expert_intermediate_size=64
-    ),
     "deepseek_v2": lambda: tiny.OWN_FORWARD["deepseek_v2"](),
 }
 """Families whose mixtures, or whose attentions, have another form."""
@@ -84,10 +116,10 @@ def test_mixtures_of_a_known_form_run_in_one_native_call(
     folder = str(tiny.save(KNOWN[family](), tmp_path))
     caplog.set_level(logging.INFO)
     native = load_model(config(model=folder, dtype="bfloat16", quantization=quantization))
-    assert "through transformers" not in caplog.text
+    assert ("through transformers" in caplog.text) == (family in THROUGH_LIBRARY)
     loop = load_model(config(model=folder, dtype="bfloat16", quantization=quantization, fuse_parts=False))
     assert isinstance(native.fused.forward, NativeForward), native.fused.left
-    assert len(native.fused.mixtures) == native.num_layers
+    assert len(native.fused.mixtures) == sum(type(module) is Experts for module in native.net.modules()) > 0
     assert loop.fused.forward is None
     ids_BP = some_ids(3, 40)
     assert typical(logits(native, ids_BP), logits(loop, ids_BP).float()) < 5e-2
@@ -143,10 +175,10 @@ def test_a_native_mixture_may_differ_as_far_as_the_models_own_forwards(
 
 @needs_blocks
 @torch.inference_mode()
-@pytest.mark.parametrize("family", [*OTHER, "deepseek_v3", "minimax_m2", "gpt_oss"])
+@pytest.mark.parametrize("family", [*OTHER, "qwen2_moe", "deepseek_v3", "minimax_m2", "gpt_oss"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_of_any_router_run_in_one_native_call(tmp_path: Path, family: str, dtype: str) -> None:
-    made = (OTHER | tiny.OWN_FORWARD)[family]()
+    made = (tiny.OWN_FORWARD | KNOWN | OTHER)[family]()
     model = load_model(config(model=str(tiny.save(made, tmp_path)), dtype=dtype, quantization="int8", fuse_parts=False))
     experts = [module for module in model.net.modules() if type(module) is Experts]
     assert experts
@@ -340,8 +372,8 @@ class Block(nn.Module):
         return self.after(self.experts(rows_NH, chosen_Nk, self.between(weights_Nk))).view(x_BPH.shape)
 
 
-class Sigmoid(nn.Module):
-    """A router of DeepSeek V3's kind."""
+class Tanh(nn.Module):
+    """A router of no known kind."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -349,20 +381,25 @@ class Sigmoid(nn.Module):
 
     def forward(self, x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         outputs_NE = nn.functional.linear(x_NH, self.weight)
-        return outputs_NE, *outputs_NE.sigmoid().topk(2)
+        return outputs_NE, *outputs_NE.tanh().topk(2)
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "weights are scaled": (lambda b: setattr(b, "between", lambda x: 1.1 * x), "what its router returns"),
     "the router's input is scaled": (lambda b: setattr(b, "before", lambda x: 1.1 * x), "do not get its input"),
     "the output is scaled": (lambda b: setattr(b, "after", lambda x: 1.1 * x), "its output is not the experts'"),
-    "sigmoid": (lambda b: setattr(b, "gate", Sigmoid(b.gate)), "the highest outputs by their softmax"),
+    "tanh": (lambda b: setattr(b, "gate", Tanh(b.gate)), "the highest outputs by their softmax or sigmoid"),
     "relu": (lambda b: setattr(b.experts.inner, "act_fn", nn.ReLU()), "another activation"),
     "bounded": (
         lambda b: setattr(b.experts.inner, "act_fn", nn.Sequential(nn.Hardtanh(-1e9, 7.0), nn.SiLU())),
         "another activation",
     ),
-    "two routers": (lambda b: setattr(b, "other", nn.Linear(4, 4, bias=False)), "has the parts"),
+    "two routers": (lambda b: setattr(b, "other", Tanh(b.gate)), "has the parts"),
+    "two shared experts": (
+        lambda b: (setattr(b, "other", nn.Linear(4, 4)), setattr(b, "another", nn.Linear(4, 4))),
+        r"has the further parts \['another', 'other'\]",
+    ),
+    "a shared expert that was not called": (lambda b: setattr(b, "other", nn.Linear(4, 4)), "called 0 times"),
     "a router with one result": (
         lambda b: setattr(b.gate, "forward", lambda x: nn.functional.linear(x, b.gate.weight)),
         "",
@@ -385,8 +422,8 @@ def test_only_the_known_form_is_recognised(change: str | None) -> None:
         return
     if change is None:
         found = chosen_experts_of(block, record, 1e-3)
-        assert (found.chosen, found.renormalises, found.act) == (2, False, Activation.SILU)
-        assert found.experts is block.experts
+        assert asdict(found.choice) == asdict(Choice(2, renormalises=False))
+        assert (found.act, found.has_shared, found.experts) == (Activation.SILU, False, block.experts)
         return
     with pytest.raises(NotRecognised, match=CHANGES[change][1]):
         chosen_experts_of(block, record, 1e-3)
