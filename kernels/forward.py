@@ -79,6 +79,8 @@ class ForwardLayer:
     """float32, contiguous: see `paged_attention`."""
     heads: HeadForm = LLAMA_HEADS
     is_parallel: bool = False
+    query_gates: bool = False
+    """After each query head, `qkv` gives as many channels of a gate: the head is multiplied by the sigmoid of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,6 +172,7 @@ class _ForwardArgs(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in ("experts", "chosen", "expert_inner", "has_shared")],
         ("recurrents", RecurrentSizesArgs),
         ("lanes", RowsArgs),
+        ("query_gates", ctypes.c_int64),
     ]
 
 
@@ -225,6 +228,7 @@ class Forward:
             of_all = block.shared if isinstance(block, Mixture) else block
             args.inner = max(args.inner, 0 if of_all is None else of_all.down.num_inputs)
         (args.num_heads, args.num_kv_heads), args.bf16 = heads, self._dtype == torch.bfloat16
+        args.query_gates = any(isinstance(layer, ForwardLayer) and layer.query_gates for layer in layers)
         args.vocabulary, args.recurrents = len(embedding_VH), RecurrentSizesArgs(*self._recurrent.sizes)
         self._logits_NV = self._result_NV = torch.empty(0, head.num_outputs)
         """The memory of all logits so far, and the rows of the last call: one tensor while their number is the same."""
@@ -271,6 +275,7 @@ class Forward:
         assert head_dim <= 256, head_dim
         assert heads[0] % heads[1] == 0, heads
         assert head.num_inputs == H, head
+        gates = set[bool]()
         for layer in layers:
             of_stream = [norm for norm in (getattr(layer, name) for name in _NORMS) if norm is not None]
             assert all(norm.centred == self._owned[2].centred for norm in of_stream), "norms of two kinds"
@@ -280,7 +285,10 @@ class Forward:
                 assert shapes == [(H, outputs), (read, H)], shapes
                 continue
             shapes = [(part.num_inputs, part.num_outputs) for part in (layer.qkv, layer.output)]
-            assert shapes == [(H, channels + 2 * heads[1] * head_dim), (channels, H)], shapes
+            queries = channels * 2 if layer.query_gates else channels
+            assert shapes == [(H, queries + 2 * heads[1] * head_dim), (channels, H)], shapes
+            gates.add(layer.query_gates)
+            assert not (layer.query_gates and layer.heads.whole_norms), "a norm of all queries would have their gates"
             assert layer.cos_LR.shape == layer.sin_LR.shape, layer.cos_LR.shape
             assert layer.cos_LR.dtype == layer.sin_LR.dtype == torch.float32
             assert layer.cos_LR.is_contiguous()
@@ -294,6 +302,7 @@ class Forward:
             if layer.is_parallel:
                 assert of_stream == [layer.pre_attention], "a block next to the attention has norms of its own"
                 assert isinstance(layer.block, GatedBlock), layer.block
+        assert len(gates) == 1, "only some queries have gates"
 
     def __call__(
         self,

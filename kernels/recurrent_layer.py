@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.blocks import BlockWeightsArgs, PackedBlocks
 from kernels.library import address
 from kernels.recurrent import (
     ConvArgs,
@@ -74,8 +75,11 @@ class MatrixMixer:
     """The column of the convolution's first input in the outputs of the first product."""
     gate_at: int
     control_at: int
+    """The same, without `control`."""
     outputs: int
     """O."""
+    control: PackedBlocks | None = None
+    """The product that gives what controls a row. None: the first one does."""
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -94,6 +98,7 @@ class RecurrentLayerArgs(ctypes.Structure):
         ("conv", ConvArgs),
         ("matrix", MatrixArgs),
         ("norm", GatedNormArgs),
+        ("control", BlockWeightsArgs),
         *[(name, ctypes.c_int64) for name in ("x_at", "gate_at", "control_at")],
         ("kind", ctypes.c_int32),
     ]
@@ -108,6 +113,8 @@ class RecurrentLayerArgs(ctypes.Structure):
             args.conv.emits_redo = True
             args.matrix.use(mixer.heads)
             args.x_at, args.gate_at, args.control_at = mixer.x_at, mixer.gate_at, mixer.control_at
+            if mixer.control is not None:
+                args.control = mixer.control.args
             norm = args.norm
             norm.weight = None if mixer.norm_weight is None else address(mixer.norm_weight)
             norm.width, norm.groups, norm.eps, norm.kind = mixer.width, mixer.groups, mixer.eps, mixer.gate

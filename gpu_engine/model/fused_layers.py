@@ -206,6 +206,8 @@ class FusedAttention(nn.Module):
     Args:
         sinks_H: float32, the further logit of each query head; None: there is none.
         norms_last: the norms come after the rotation. They are of all heads together where their weights are.
+        query_gates: after each query head, `qkv` gives as many channels of a gate: what the head attended to is
+            multiplied by the sigmoid of it (Qwen 3.5).
     """
 
     def __init__(
@@ -220,9 +222,10 @@ class FusedAttention(nn.Module):
         *,
         rotation: Rotation = Rotation.HALVES,
         norms_last: bool = False,
+        query_gates: bool = False,
     ) -> None:
         super().__init__()
-        self.sinks_H, self.rotation = sinks_H, rotation
+        self.sinks_H, self.rotation, self.query_gates = sinks_H, rotation, query_gates
         self.qkv, self.output, self.shape, self.layer_idx = qkv, output, shape, layer_idx
         self._qkv, self._output = qkv.forward, output.forward
         heads = (shape.num_heads, shape.num_kv_heads)
@@ -263,14 +266,24 @@ class FusedAttention(nn.Module):
     ) -> torch.Tensor:
         """[N, H] -> [N, H]; row b * P + j is position j of sequence b. Rows of prompts are after those of the batch."""
         pages, qkv_NC = ctx.pages[self.layer_idx], self._qkv(x_NH)
+        gate_NC = None
+        if self.query_gates:
+            qkv_NC, gate_NC = self._without_gates(qkv_NC)
         cos_NR, sin_NR = self.rotation.angles(cos_NR, sin_NR)
         if ctx.prompts is None:
             where = (pages, ctx.page_table_BN, ctx.positions_BP, ctx.tree_rows_BRR)
             out_NC = self._core(qkv_NC, cos_NR, sin_NR, *where)
         else:
             out_NC = self._attend_with_prompts(qkv_NC, cos_NR, sin_NR, pages, ctx, ctx.prompts)
-        out_NH: torch.Tensor = self._output(out_NC)
+        out_NH: torch.Tensor = self._output(out_NC if gate_NC is None else out_NC * torch.sigmoid(gate_NC))
         return out_NH
+
+    def _without_gates(self, qkv_NC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the queries, keys and values, and the gates of the queries."""
+        N, Hq, D = len(qkv_NC), self.shape.num_heads, self.shape.head_dim
+        queries_NH2D = qkv_NC[:, : 2 * Hq * D].view(N, Hq, 2, D)
+        q_NC, gate_NC = (queries_NH2D[:, :, part].reshape(N, Hq * D) for part in (0, 1))
+        return torch.cat([q_NC, qkv_NC[:, 2 * Hq * D :]], dim=1), gate_NC
 
     def _attend_with_prompts(
         self,

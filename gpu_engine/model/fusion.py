@@ -26,6 +26,7 @@ from gpu_engine.model.linear import Product, joined
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
 from gpu_engine.model.recording import Call, Distance, Recording, distance
+from gpu_engine.model.recurrent.delta_nets import DeltaNet, JoinedDeltaNet
 from kernels.fused_arguments import EVERYWHERE, NormKind, RMSNorm
 from kernels.mixture import Choice
 
@@ -218,8 +219,9 @@ def attention_of(
     qkv, output = _joined([linears[name] for name in parts]), _joined([linears[last]])
     sinks_H = None if sinks is None else sinks.detach().float().contiguous()
     made_of = (qkv, output, shape, layer_idx, found.get("q"), found.get("k"), sinks_H)
+    query_gates = linears[parts[0]].out_features == 2 * shape.num_heads * shape.head_dim and len(parts) == 3
     forms = (
-        FusedAttention(*made_of, rotation=rotation, norms_last=last)
+        FusedAttention(*made_of, rotation=rotation, norms_last=last, query_gates=query_gates)
         for last in ((False, True) if found and on_cpu else (False,))
         for rotation in _rotations(call, shape, on_cpu=on_cpu)
     )
@@ -310,6 +312,16 @@ def _closest(candidates: Iterable[_M], call: Call, bound: float, *, enough: floa
     return best
 
 
+def joined_delta_net_of(module: DeltaNet, record: Recording, bound: float) -> JoinedDeltaNet:
+    """Return a delta net with two products for what rows bring; raise NotRecognised. It writes the states of the
+    record's forward again."""
+    try:
+        joined_net = JoinedDeltaNet(module)
+    except ValueError as error:
+        raise NotRecognised(str(error)) from error
+    return _closest([joined_net], _only(record, module), bound)
+
+
 class FusedModelDiffers(RuntimeError):
     """Each fused part agrees with the model, but the fused model does not: it must be loaded again, unfused."""
 
@@ -343,7 +355,7 @@ def fuse_parts(
     `num_positions`: as in `attention_of`.
     A replaced module is also removed from the record, which releases its weights: memory holds at most one layer twice.
     """
-    counts, left = dict.fromkeys(("norms", "blocks", "attentions"), 0), dict[str, None]()
+    counts, left = dict.fromkeys(("norms", "blocks", "attentions", "mixers"), 0), dict[str, None]()
     mixtures: dict[nn.Module, ChosenExperts] = {}
 
     def attempt(kind: str, parent: nn.Module, name: str, child: nn.Module, make: Callable[[], nn.Module]) -> None:
@@ -364,6 +376,8 @@ def fuse_parts(
         if is_attention and isinstance(layer_idx, int) and layer_idx in layer_attention:
             of_layer = (layer_attention[layer_idx], layer_idx, bounds, num_positions)
             attempt("attentions", parent, name, child, functools.partial(attention_of, child, record, *of_layer))
+        elif type(child) is DeltaNet and child.conv.weight_TC.device.type == "cpu":
+            attempt("mixers", parent, name, child, functools.partial(joined_delta_net_of, child, record, bounds.block))
         elif any(names[-1] in parts for names in _GATED_BLOCKS):
             attempt("blocks", parent, name, child, functools.partial(gated_of, child, record, bounds.block))
         elif any(isinstance(part, Experts) for part in child.children()):

@@ -66,7 +66,9 @@ from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint
 from gpu_engine.model.quantised.choice import forms_of, quantise
 from gpu_engine.model.quantised.mixtures import mix_natively
 from gpu_engine.model.quantised.native import NativeForward, with_native
+from gpu_engine.model.recurrent.delta_nets import JoinedDeltaNet
 from gpu_engine.model.recurrent.replacement import is_replaced, replace_recurrent
+from gpu_engine.model.recurrent.rows import recurrent_layers
 from gpu_engine.model.rotary import install_tables
 from kernels.blocks import BLOCK
 from kernels.forward import LAYER_PRODUCTS
@@ -337,6 +339,8 @@ def _prepare_net(
     if config.fuse_parts:
         with attention.attending(seen.ctx):
             model.fused = fuse_parts(net, seen.record, seen.ctx.layers_seen, bounds, model.max_model_len)
+    if model.recurrent:
+        model.recurrent = recurrent_layers(net)  # some are others by now
     if config.data_parallel_attention > 1:  # every forward enters every mixture, and a loop that fills skips the last
         model.fused = replace(model.fused, mixtures={})
     if device.type == "cpu":
@@ -366,7 +370,8 @@ def _adapts_by_part(config: EngineConfig, fused: Fused) -> bool:
     """Return whether adapters need a loop in Python: they number the products of gated blocks, not of experts, and
     natively a product's low-rank half does not outlive the next product, as a block next to the attention needs it."""
     forward = fused.forward
-    beside = isinstance(forward, FusedForward) and any(layer.is_parallel for layer in forward.layers)
+    layers = forward.layers if isinstance(forward, FusedForward) else ()
+    beside = any(layer.is_parallel or isinstance(layer.attention, JoinedDeltaNet) for layer in layers)
     return config.takes_adapters and (bool(fused.mixtures) or beside)
 
 

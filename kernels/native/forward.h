@@ -75,6 +75,7 @@ struct forward_args {
     struct mixture_sizes mixtures;
     struct recurrent_sizes recurrents;
     struct recurrent_rows lanes; /* of the recurrent layers: their rows are the caller's, padding included */
+    int64_t query_gates;         /* after the channels of a query head come as many of its gate; 0: queries have none */
 };
 
 enum { EVERY_GROUP = -1, NO_GROUP = -2 };
@@ -101,9 +102,16 @@ struct forward_work {
     int64_t rows, num_tasks, num_logits;
 };
 
+/* From a query head to the next, in a row of queries, keys and values. */
+INLINE int64_t query_step(const struct forward_args *a) { return a->head_dim * (a->query_gates ? 2 : 1); }
+
+INLINE int64_t qkv_channels(const struct forward_args *a) {
+    return a->num_heads * query_step(a) + 2 * a->num_kv_heads * a->head_dim;
+}
+
 /* Lay the work out from `memory` on for so many rows; return the end. With a null `work` it only counts. */
 static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t rows, struct forward_work *work) {
-    const int64_t attended = a->num_heads * a->head_dim, channels = attended + 2 * a->num_kv_heads * a->head_dim;
+    const int64_t attended = a->num_heads * a->head_dim, channels = qkv_channels(a);
     const int64_t group = a->num_heads / a->num_kv_heads;
     const int64_t tiles = (rows * group + TILE - 1) / TILE + a->num_sequences;
     struct forward_work w;
@@ -286,21 +294,25 @@ INLINE void rotate32(float *head, const float *cos, const float *sin, int64_t ro
 static void norm_heads(const struct forward_args *a, const struct forward_layer *l, float *qkv) {
     const int64_t d = a->head_dim, queries = a->num_heads * d, keys = a->num_kv_heads * d;
     const int64_t q_width = l->whole_norms ? queries : d, k_width = l->whole_norms ? keys : d;
-    for (int64_t c = 0; l->q_norm && c < queries; c += q_width)
+    const int64_t step = query_step(a), begin = a->num_heads * step;
+    for (int64_t c = 0; l->q_norm && c < begin; c += l->whole_norms ? queries : step)
         norm32(qkv + c, l->q_norm, l->q_eps, 0, qkv + c, q_width);
-    for (int64_t c = queries; l->k_norm && c < queries + keys; c += k_width)
+    for (int64_t c = begin; l->k_norm && c < begin + keys; c += k_width)
         norm32(qkv + c, l->k_norm, l->k_eps, 0, qkv + c, k_width);
 }
 
 /* Head norms and rotary, then keys and values into the pages. */
 static void rotate_and_store(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                              const struct forward_work *w, const struct paged_attention_args *attention) {
-    const int64_t d = a->head_dim, channels = (a->num_heads + 2 * a->num_kv_heads) * d;
+    const int64_t channels = qkv_channels(a), step = query_step(a);
     TEAM_FOR(m, r, w->rows) {
         const int64_t angle = w->position[r] * l->rotated;
+        float *head = w->qkv + r * channels;
         if (!l->norms_last) norm_heads(a, l, w->qkv + r * channels);
-        for (int64_t h = 0; h < a->num_heads + a->num_kv_heads; h++)
-            rotate32(w->qkv + r * channels + h * d, l->cos + angle, l->sin + angle, l->rotated, l->neighbours);
+        for (int64_t h = 0; h < a->num_heads + a->num_kv_heads; h++) {
+            rotate32(head, l->cos + angle, l->sin + angle, l->rotated, l->neighbours);
+            head += h < a->num_heads ? step : a->head_dim;
+        }
         if (l->norms_last) norm_heads(a, l, w->qkv + r * channels);
         struct paged_attention_args row = *attention;
         row.k = (const float *)row.k + r * channels;
@@ -314,7 +326,7 @@ static void rotate_and_store(struct member *m, const struct forward_args *a, con
 /* Attention as one sequence's queries see it. */
 INLINE struct paged_attention_args attention_of_sequence(const struct forward_args *a, const struct forward_work *w,
                                                          const struct paged_attention_args *attention, int64_t b) {
-    const int64_t channels = (a->num_heads + 2 * a->num_kv_heads) * a->head_dim, r = w->first[b];
+    const int64_t channels = qkv_channels(a), r = w->first[b];
     struct paged_attention_args part = *attention;
     part.q = (const float *)part.q + r * channels;
     part.out = (float *)part.out + r * a->num_heads * a->head_dim;
@@ -349,6 +361,17 @@ static void attend_tasks(struct member *m, const struct forward_args *a, const s
     }
 }
 
+/* A row of what the heads attended to, times the sigmoid of their gates. */
+static void gate_attended(const struct forward_args *a, const float *qkv, float *attended) {
+    const int64_t d = a->head_dim;
+    for (int64_t h = 0; h < a->num_heads; h++)
+        for (int64_t i = 0; i < d; i += 16) {
+            const v16f gate = load_f32(qkv + h * query_step(a) + d + i);
+            const v16f y = load_f32(attended + h * d + i) * sigmoid16(gate);
+            memcpy(attended + h * d + i, &y, sizeof y);
+        }
+}
+
 static void quantise_attended(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                               const struct forward_work *w) {
     const struct recurrent_work *recurrent = &w->recurrent;
@@ -360,7 +383,8 @@ static void quantise_attended(struct member *m, const struct forward_args *a, co
             quantise_row(read, &recurrent->given, r);
             continue;
         }
-        const float *attended = w->attended + r * a->num_heads * a->head_dim;
+        float *attended = w->attended + r * a->num_heads * a->head_dim;
+        if (a->query_gates) gate_attended(a, w->qkv + r * qkv_channels(a), attended);
         if (a->adapters) shrink(a, l, w, r, OF_OUTPUT, attended);
         quantise_row(attended, &w->heads, r);
     }
@@ -421,11 +445,11 @@ static void head(struct member *m, const struct forward_args *a, const struct fo
 
 static struct paged_attention_args attention_of(const struct forward_args *a, const struct forward_layer *l,
                                                 const struct forward_work *w) {
-    const int64_t d = a->head_dim, attended = a->num_heads * d, channels = attended + 2 * a->num_kv_heads * d;
+    const int64_t d = a->head_dim, channels = qkv_channels(a), queries = a->num_heads * query_step(a);
     return (struct paged_attention_args){
         .q = w->qkv,
-        .k = w->qkv + attended,
-        .v = w->qkv + attended + a->num_kv_heads * d,
+        .k = w->qkv + queries,
+        .v = w->qkv + queries + a->num_kv_heads * d,
         .out = w->attended,
         .k_pages = l->k_pages,
         .v_pages = l->v_pages,
@@ -434,7 +458,7 @@ static struct paged_attention_args attention_of(const struct forward_args *a, co
         .page_table = a->page_table,
         .positions = w->position,
         .q_stride_p = channels,
-        .q_stride_h = d,
+        .q_stride_h = query_step(a),
         .k_stride_p = channels,
         .k_stride_h = d,
         .v_stride_p = channels,
@@ -465,7 +489,7 @@ static void before_attention(struct member *m, const struct forward_args *a, con
         rotate_and_store(m, a, l, w, &attention);
         return;
     }
-    TEAM_FOR(m, r, w->rows) bring_row(l->recurrent, &a->recurrents, &w->recurrent, r);
+    bring_rows(m, l->recurrent, &a->recurrents, &w->normed, w->rows, &w->recurrent);
 }
 
 /* Attention of the rows of `rest`, or the recurrence of all rows. */
@@ -481,7 +505,7 @@ static void attend_or_recur(struct member *m, const struct forward_args *a, cons
 /* The work of only the rows [begin, end). */
 static struct forward_work work_of_rows(const struct forward_args *a, const struct forward_work *w, int64_t begin,
                                         int64_t end) {
-    const int64_t attended = a->num_heads * a->head_dim, channels = attended + 2 * a->num_kv_heads * a->head_dim;
+    const int64_t attended = a->num_heads * a->head_dim, channels = qkv_channels(a);
     struct forward_work part = *w;
     part.x += begin * a->hidden;
     part.delta += begin * a->hidden;

@@ -2,8 +2,9 @@
  *
  * Two forms. A gated convolution (LFM 2) has outputs before, after, x of equal size, and gives after * conv(before * x).
  * A matrix mixer (Mamba 2, the gated delta rule) has outputs for its convolution, its gate and what controls a row, and
- * gives the gated norm of what its matrices read. `bring_rows` and `read_rows` take every row for itself; `recur`, between
- * them, needs the rows of all lanes. Invariant: as in recurrent.h, whose loops these are. Not responsible for: products.
+ * gives the gated norm of what its matrices read. `bring_rows` and `gate_read` take every row for itself; `recur`, between
+ * them, needs the rows of all lanes. Invariant: as in recurrent.h, whose loops these are. Not responsible for: the first
+ * and the last product.
  */
 #ifndef LOCKSTEP_RECURRENT_LAYER_H
 #define LOCKSTEP_RECURRENT_LAYER_H
@@ -17,7 +18,8 @@ struct recurrent_layer {
     struct short_conv_args conv; /* without rows, x and out; so are the next two */
     struct matrix_recurrence_args matrix;
     struct gated_norm_args norm;
-    int64_t x_at, gate_at, control_at; /* columns of the first product's outputs */
+    struct block_weights control;      /* gives what controls a row, from the first product's input */
+    int64_t x_at, gate_at, control_at; /* columns of the first product's outputs. control_at: without `control` */
     int32_t kind;
 };
 
@@ -72,17 +74,24 @@ static struct recurrent_work recurrent_work_from(const struct recurrent_sizes *s
     return part;
 }
 
-/* A row of the first product: what the convolution and the matrices take of it. */
-INLINE void bring_row(const struct recurrent_layer *l, const struct recurrent_sizes *sizes,
-                      const struct recurrent_work *w, int64_t r) {
-    float *row = w->projected + r * sizes->projected;
-    if (l->kind == MATRIX_MIXER) {
-        memcpy(w->control + r * sizes->control, row + l->control_at, (size_t)sizes->control * 4);
+/* What the convolution and the matrices take of the rows `x`, after the first product. */
+static void bring_rows(struct member *m, const struct recurrent_layer *l, const struct recurrent_sizes *sizes,
+                       const struct block_rows *x, int64_t rows, const struct recurrent_work *w) {
+    if (l->control.quants) {
+        TEAM_FOR(m, g, groups_of(&l->control))
+        group_into(&l->control, g, x, rows, w->control, sizes->control, 0);
         return;
     }
-    for (int64_t i = 0; i < sizes->read; i += 16) {
-        const v16f x = load_f32(row + i) * load_f32(row + 2 * sizes->read + i);
-        memcpy(row + i, &x, sizeof x);
+    TEAM_FOR(m, r, rows) {
+        float *row = w->projected + r * sizes->projected;
+        if (l->kind == MATRIX_MIXER) {
+            memcpy(w->control + r * sizes->control, row + l->control_at, (size_t)sizes->control * 4);
+            continue;
+        }
+        for (int64_t i = 0; i < sizes->read; i += 16) {
+            const v16f y = load_f32(row + i) * load_f32(row + 2 * sizes->read + i);
+            memcpy(row + i, &y, sizeof y);
+        }
     }
 }
 

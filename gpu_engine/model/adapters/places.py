@@ -20,11 +20,14 @@ from gpu_engine.model.fused_layers import FusedAttention, FusedGated
 from gpu_engine.model.linear import InvariantLinear, PackedLinear
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
+from gpu_engine.model.recurrent.delta_nets import JoinedDeltaNet
 from kernels.low_rank import LowRankPart
 from kernels.low_rank_stacks import ProductShape
 
 PRODUCTS = (nn.Linear, PackedLinear, InvariantLinear, BlockLinear, ScaledLinear)
 
+JoinedProducts = FusedAttention | FusedGated | JoinedDeltaNet
+"""Modules that say which modules of the model each of their products has joined."""
 Forward = Callable[[torch.Tensor], torch.Tensor]
 Wrap = Callable[[int, nn.Module], nn.Module]
 """Returns a product that also adds what adapters have for it; its number comes first."""
@@ -59,7 +62,7 @@ class Places:
         """(product, the module that calls it, its name there)."""
         ranks = {module: rank for rank, module in enumerate(first)}
         for path, module in sorted(net.named_modules(), key=lambda named: self._rank(named[0], ranks)):
-            if isinstance(module, FusedAttention | FusedGated):
+            if isinstance(module, JoinedProducts):
                 for name, product in module.products():
                     self._number(
                         module, name, product, [(f"{path}.{part}", size) for part, size in module.sources[name]]
@@ -73,7 +76,7 @@ class Places:
     def _inside(self, path: str) -> bool:
         """Return whether a module belongs to a fused part, or to experts, which see other rows than the forward's."""
         above = itertools.islice(self._along(path), path.count(".") + 1)
-        inside = any(isinstance(module, FusedAttention | FusedGated) for module in above)
+        inside = any(isinstance(module, JoinedProducts) for module in above)
         return "experts" in path.split(".")[:-1] or inside
 
     def _rank(self, path: str, ranks: Mapping[nn.Module, int]) -> int:
@@ -161,7 +164,7 @@ def wrap_products(places: Places, wrap: Wrap, adapts: Callable[[], bool] | None 
     for number, owner, name in places.owners:
         if isinstance(owner, FusedGated):
             owner.replace_product(name, wrap(number, dict(owner.products())[name]), adapts)
-        elif isinstance(owner, FusedAttention):
+        elif isinstance(owner, JoinedProducts):
             owner.replace_product(name, wrap(number, dict(owner.products())[name]))
         else:
             setattr(owner, name, wrap(number, getattr(owner, name)))

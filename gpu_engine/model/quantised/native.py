@@ -257,6 +257,7 @@ def _layer_of(layer: Layer, attention: FusedAttention, cos_LR: torch.Tensor, sin
         sinks_H=attention.sinks_H,
         heads=attention.heads,
         is_parallel=layer.is_parallel,
+        query_gates=attention.query_gates,
     )
 
 

@@ -11,21 +11,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
+from gpu_engine.model.fused_layers import Sources
+from gpu_engine.model.linear import joined
+from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recurrent.mixer import RecurrentMixer
 from gpu_engine.model.recurrent.rows import RecurrentForward, layer_of
 from gpu_engine.model.recurrent.short_convolutions import activation_of, conv_of, floats
 from kernels.recurrent import Gate, MatrixRecurrence
+from kernels.recurrent_layer import MatrixMixer, Mixer
+
+_JOINED = {"qkvz": ("in_proj_qkv", "in_proj_z"), "control": ("in_proj_a", "in_proj_b")}
+"""By a joined product: its parts."""
 
 
 class DeltaNet(RecurrentMixer):
     """Replaces `Qwen3_5GatedDeltaNet` and the one of its mixtures, which have a product each for what a row brings."""
 
-    products: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    names: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
-        for name in (*self.products, "out_proj"):
+        for name in (*self.names, "out_proj"):
             self.add_module(name, getattr(inner, name))
         self.layer_idx = int(inner.layer_idx)
         self.conv = conv_of(inner.conv1d, activation_of(inner.activation))
@@ -66,10 +74,67 @@ class DeltaNet(RecurrentMixer):
         return out_NW
 
 
+class JoinedDeltaNet(DeltaNet):
+    """The same with one product for queries, keys, values and gates, and one for what controls a row. Raises ValueError
+    for products of different kinds."""
+
+    def __init__(self, inner: DeltaNet) -> None:
+        RecurrentMixer.__init__(self)
+        parts: dict[str, list[Any]] = {
+            name: [inner.get_submodule(part) for part in names] for name, names in _JOINED.items()
+        }
+        self.qkvz, self.control = joined(parts["qkvz"]), joined(parts["control"])
+        self.out_proj = inner.out_proj
+        self.layer_idx, self.conv, self.heads = inner.layer_idx, inner.conv, inner.heads
+        self.norm_weight_V, self.eps = inner.norm_weight_V, inner.eps
+        self.state_shapes, self.pending_width = inner.state_shapes, inner.pending_width
+        own: Any = inner
+        self.sources: Sources = {
+            name: tuple((part, int(getattr(own, part).out_features)) for part in names)
+            for name, names in (*_JOINED.items(), ("out_proj", ("out_proj",)))
+        }
+
+    def products(self) -> list[tuple[str, nn.Module]]:
+        """Return the products by name, in the order of their use."""
+        return [(name, self.get_submodule(name)) for name in self.sources]
+
+    def replace_product(self, name: str, product: nn.Module) -> None:
+        """Multiply by `product` instead of the one of that name."""
+        setattr(self, name, product)
+
+    def project(self, x_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the same."""
+        channels, control_NJ = self.conv.state_shape[1], self.control(x_NW).float()
+        qkvz_NO = self.qkvz(x_NW)
+        return qkvz_NO[:, :channels], qkvz_NO[:, channels:], control_NJ.contiguous()
+
+    def native(self) -> tuple[nn.Module, Mixer, nn.Module] | None:
+        """Return its parts; see `RecurrentMixer`."""
+        if not isinstance(self.control, BlockLinear):
+            return None
+        heads, _, values = self.heads.state_shape
+        channels = self.conv.state_shape[1]
+        mixer = MatrixMixer(
+            self.conv,
+            self.heads,
+            Gate.AFTER_NORM,
+            self.norm_weight_V,
+            self.eps,
+            values,
+            groups=1,
+            x_at=0,
+            gate_at=channels,
+            control_at=0,
+            outputs=channels + heads * values,
+            control=self.control.packed,
+        )
+        return self.qkvz, mixer, self.out_proj  # type: ignore[return-value]
+
+
 class GroupedDeltaNet(DeltaNet):
     """Replaces `Qwen3NextGatedDeltaNet`, whose products bring everything of a key head side by side."""
 
-    products = ("in_proj_qkvz", "in_proj_ba")
+    names = ("in_proj_qkvz", "in_proj_ba")
 
     def project(self, x_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the same, in the order of the heads."""
