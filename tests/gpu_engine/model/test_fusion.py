@@ -42,7 +42,7 @@ def test_every_family_is_fused_completely_with_unchanged_logits(saved: Saved, fa
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "cohere2", "olmo2", "hunyuan"])
 def test_a_row_has_the_same_bits_for_any_number_of_rows(saved: Saved, family: str, dtype: str) -> None:
     model = load_model(config(model=str(saved(family)), dtype=dtype))
     assert model.fused.forward is not None

@@ -23,7 +23,7 @@ from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.model.model_logits import logits, some_ids
 from tests.gpu_engine.model.recurrent.families import CONFIGS, tiny
-from tests.gpu_engine.model.recurrent.hybrid_gguf_files import BIASES, FAMILIES, WITH_EXPERTS, write
+from tests.gpu_engine.model.recurrent.hybrid_gguf_files import BIASES, FAMILIES, KEYS, WITH_EXPERTS, write
 
 needs_avx2 = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
@@ -151,4 +151,14 @@ def test_mixtures_are_refused_by_name(tmp_path: Path) -> None:
     writer.close()
     header = GGUFHeader(tmp_path / "model.gguf")
     with pytest.raises(GGUFError, match="a mixture of experts of the architecture falcon-h1, which is not read"):
+        configuration_of(header.path, header)
+
+
+@pytest.mark.parametrize("arch", ["falcon-h1", "nemotron_h"])
+def test_the_size_of_a_head_is_bounded(tmp_path: Path, arch: str) -> None:
+    """The angles of a rotation take memory before any tensor's shape is compared."""
+    own = tiny(FAMILIES[arch])
+    keys = {**KEYS[arch](own.config), "attention.key_length": 2**32 - 1}
+    header = GGUFHeader(write(own, arch, tmp_path / "model.gguf", keys=keys))
+    with pytest.raises(GGUFError, match="key_length is 4294967295, and must be from 1 to 65536"):
         configuration_of(header.path, header)
