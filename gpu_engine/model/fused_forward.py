@@ -7,7 +7,7 @@ the model itself (see fusion.py). Not responsible for: the computation of a laye
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +16,8 @@ from torch import nn
 
 from gpu_engine.model.attention import AttentionContext, PromptRows
 from gpu_engine.model.fused_layers import (
+    ChosenExperts,
+    ExpertsAndBlock,
     FusedAttention,
     FusedGated,
     FusedNorm,
@@ -296,6 +298,8 @@ def _layer_of(
         and not isinstance(child, FusedNorm)
         and next(child.parameters(), None) is not None
     ]
+    if (both := _mixture_and_block(blocks)) is not None:
+        blocks = [both]
     if len(attentions) != 1 or len(blocks) != 1 or strangers:
         raise NotALoop(f"a layer of {sorted(children)}")
     names = next((names for names in _NORMS if {name for name in names if name} == set(norms)), None)
@@ -304,6 +308,13 @@ def _layer_of(
     around = (norms[name] if name else None for name in names)
     angles = None if isinstance(attentions[0], RecurrentMixer) else _angles_of(layer, record, rotary, decoder)
     return Layer(attentions[0], blocks[0], angles, len(norms) == 1, *around)
+
+
+def _mixture_and_block(blocks: Sequence[FusedGated | MixedBlock]) -> ExpertsAndBlock | None:
+    """Return the sum of a layer's two blocks, if they are a mixture and a block next to it."""
+    mixtures = [block for block in blocks if isinstance(block, ChosenExperts) and not block.has_shared]
+    gated = [block for block in blocks if isinstance(block, FusedGated)]
+    return ExpertsAndBlock(mixtures[0], gated[0]) if len(mixtures) == len(gated) == 1 and len(blocks) == 2 else None
 
 
 def _angles_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> int | None:

@@ -170,6 +170,33 @@ class ChosenExperts(MixedBlock):
         return shared if isinstance(shared, FusedGated) else None
 
 
+class ExpertsAndBlock(ChosenExperts):
+    """The sum of a mixture and of a gated block with the same input, which is like an expert that every row takes
+    (Granite 4)."""
+
+    def __init__(self, mixture: ChosenExperts, block: FusedGated) -> None:
+        super().__init__(mixture.inner, mixture.router_EH, mixture.router_bias_E, mixture.choice, mixture.act)
+        self._block = block
+
+    def products(self) -> list[tuple[str, nn.Module]]:
+        """Return those of the mixture and of the block."""
+        return [*super().products(), *((f"shared.{name}", product) for name, product in self._block.products())]
+
+    @property
+    def has_shared(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def shared(self) -> FusedGated:
+        """The block."""
+        return self._block
+
+    def of_rows(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> [N, H]."""
+        return super().of_rows(x_NH) + self._block.of_rows(x_NH)
+
+
 class Rotation(enum.Enum):
     """The channels of a head that are rotated together, and what the model's rotary embedding gives for them."""
 

@@ -25,7 +25,7 @@ from tests.gpu_engine.model.model_logits import logits, some_ids
 
 needs_blocks = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
-NATIVE = ("lfm2", "lfm2 moe", "granite dense", "bamba", "qwen3_5", "qwen3_5 moe")
+NATIVE = ("lfm2", "lfm2 moe", "granite dense", "granite", "bamba", "qwen3_5", "qwen3_5 moe")
 """Families whose forward is one loop, and natively one call."""
 LOOPS = (*NATIVE, "jamba dense", "qwen3_next")
 NATIVE_ADAPTERS = ("lfm2", "granite dense", "bamba")
@@ -39,6 +39,7 @@ ADAPTED: dict[str, tuple[str, ...]] = {
     "qwen3_5 moe": (*QKV, "o_proj", *DELTA_NET, *BLOCK),
     "qwen3_next": (*QKV, "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"),
     "granite dense": (*QKV, "o_proj", *RECURRENT, "input_linear", "output_linear"),
+    "granite": (*QKV, "o_proj", *RECURRENT, "input_linear", "output_linear"),
     "bamba": (*QKV, "o_proj", *RECURRENT, *BLOCK),
     "jamba dense": (*QKV, "o_proj", *RECURRENT, *BLOCK),
 }

@@ -18,6 +18,7 @@ from gpu_engine.model.files.gguf_weights import GGUFWeights
 from gpu_engine.model.files.reading import configuration_of
 from gpu_engine.model.loader import load_model
 from gpu_engine.model.quantised.linear import BlockLinear
+from gpu_engine.model.quantised.native import NativeForward
 from gpu_engine.model.recording import distance, typical_distance
 from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine.harness import config
@@ -92,6 +93,20 @@ def test_experts_of_a_file_run_over_its_own_blocks(tmp_path: Path, arch: str) ->
     ids_BP = some_ids(1, 40)
     with torch.inference_mode():
         assert typical_distance(logits(model, ids_BP)[0].float(), own(ids_BP, use_cache=False).logits[0]) < 0.1
+
+
+@needs_avx2
+@pytest.mark.parametrize("arch", ["lfm2", "qwen35", "granitehybrid"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_a_file_of_blocks_runs_as_one_native_call(tmp_path: Path, arch: str, kind: str) -> None:
+    """What controls a row of a delta net may be in another kind than the other products."""
+    file = write(tiny(FAMILIES[arch]), arch, tmp_path / "model.gguf", kind)
+    settings = {"model": str(file), "dtype": "float32", "quantization": "q4"}
+    own, model = (load_model(config(**settings, fuse_parts=fuse)) for fuse in (False, True))
+    assert own.fused.forward is None
+    assert isinstance(model.fused.forward, NativeForward), model.fused.left
+    ids_BP = some_ids(1, 40)
+    assert typical_distance(logits(model, ids_BP)[0], logits(own, ids_BP)[0]) < 2e-2
 
 
 @pytest.mark.parametrize(("arch", "family"), [*FAMILIES.items(), *WITH_EXPERTS.items()])
