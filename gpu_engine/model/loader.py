@@ -359,11 +359,14 @@ def _prepare_net(
 
 
 def _adapts_by_part(config: EngineConfig, fused: Fused) -> bool:
-    """Return whether adapters need a loop in Python: they number the products of gated blocks, not of experts, and
-    natively a product's low-rank half does not outlive the next product, as a block next to the attention needs it."""
+    """Return whether adapters need the loop in Python.
+
+    They have no numbers for the products of experts. The native forward also has memory for the low-rank half of one
+    product at a time, and a block next to the attention has the attention's products between its own and its input.
+    """
     forward = fused.forward
-    beside = isinstance(forward, FusedForward) and any(layer.is_parallel for layer in forward.layers)
-    return config.takes_adapters and (bool(fused.mixtures) or beside)
+    is_parallel = isinstance(forward, FusedForward) and any(layer.is_parallel for layer in forward.layers)
+    return config.takes_adapters and (bool(fused.mixtures) or is_parallel)
 
 
 def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | DeviceAdapterPool:
