@@ -252,8 +252,8 @@ def _with_other_angles(module: nn.Module, call: Call) -> Call:
     the bound. Channels of equal frequencies keep equal angles. Raises NotRecognised.
     """
     given = call.kwargs.get("position_embeddings")
-    if given is None:
-        return call
+    if not isinstance(given, tuple) or len(given) != 2 or any(part.dim() != 3 or part.shape[1] < 2 for part in given):
+        return call  # no cosines and sines of several positions, so no form takes them
     cos_BPR, sin_BPR = given
     per_position_R = torch.atan2(sin_BPR[0, 1].float(), cos_BPR[0, 1].float())
     size_BPR = torch.hypot(sin_BPR.float(), cos_BPR.float())
