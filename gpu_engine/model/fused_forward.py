@@ -25,7 +25,7 @@ from gpu_engine.model.fused_layers import (
     angles_by_row,
     no_angles,
 )
-from gpu_engine.model.linear import PackedLinear
+from gpu_engine.model.linear import PackedLinear, has_weights
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Recording
 from gpu_engine.model.recurrent.mixer import RecurrentMixer
@@ -250,9 +250,7 @@ def fused_forward_of(net: Any, record: Recording, mixtures: Mapping[nn.Module, M
     if len(stacks) != 1 or len(norms) != 1:
         raise NotALoop(f"{len(stacks)} stacks of layers and {len(norms)} norms")
     known = {embedding, head, stacks[0], norms[0]}
-    if strangers := [
-        name for name, child in decoder.named_children() if child not in known and any(child.parameters())
-    ]:
+    if strangers := [name for name, child in decoder.named_children() if child not in known and has_weights(child)]:
         raise NotALoop(f"the decoder has more: {strangers}")
     rotary: list[RotaryCall] = []
     layers = tuple(_layer_of(layer, record, rotary, decoder, mixtures) for layer in stacks[0])
@@ -294,9 +292,7 @@ def _layer_of(
     strangers = [
         name
         for name, child in children.items()
-        if child not in (*attentions, *blocks)
-        and not isinstance(child, FusedNorm)
-        and next(child.parameters(), None) is not None
+        if child not in (*attentions, *blocks) and not isinstance(child, FusedNorm) and has_weights(child)
     ]
     if (both := _mixture_and_block(blocks)) is not None:
         blocks = [both]

@@ -26,7 +26,7 @@ Sources = dict[str, tuple[tuple[str, int], ...]]
 
 
 class FusedNorm(nn.Module):
-    """An RMSNorm in one kernel."""
+    """A norm in one kernel."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
@@ -198,29 +198,32 @@ class ExpertsAndBlock(ChosenExperts):
 
 
 class Rotation(enum.Enum):
-    """The channels of a head that are rotated together, and what the model's rotary embedding gives for them."""
+    """The channels of a head that are rotated together, and what the model's rotary embedding gives for them.
+
+    R channels rotate. They are pairs of halves, i and i + R / 2, or pairs of neighbours, 2 i and 2 i + 1.
+    """
 
     HALVES = enum.auto()
-    """Channels i and i + R / 2 are a pair, and each channel has its angle (Llama)."""
-    HALVES_SHARE = enum.auto()
-    """The same with R / 2 angles, one for each pair (gpt-oss)."""
+    """Pairs of halves; the model gives an angle for each channel (Llama)."""
+    HALVES_BY_PAIR = enum.auto()
+    """Pairs of halves; the model gives R / 2 angles, one for each pair (gpt-oss)."""
     NEIGHBOURS = enum.auto()
-    """Channels 2 i and 2 i + 1 are a pair, and each channel has its angle (Cohere)."""
-    NEIGHBOURS_SHARE = enum.auto()
-    """The same, and the first R / 2 angles are the pairs' (GLM 4, ERNIE 4.5); the others repeat them."""
+    """Pairs of neighbours; the model gives an angle for each channel (Cohere)."""
+    NEIGHBOURS_REPEATED = enum.auto()
+    """Pairs of neighbours; the model gives the pairs' angles twice, one after the other (GLM 4, ERNIE 4.5)."""
     NONE = enum.auto()
-    """Nothing is rotated, whatever the angles are (SmolLM 3's layers without positions)."""
+    """Nothing rotates, whatever angles the model gives (the layers of SmolLM 3 without positions)."""
 
     @property
     def of_neighbours(self) -> bool:
         """Whether neighbours are pairs."""
-        return self in (Rotation.NEIGHBOURS, Rotation.NEIGHBOURS_SHARE)
+        return self in (Rotation.NEIGHBOURS, Rotation.NEIGHBOURS_REPEATED)
 
     def angles(self, cos_NR: torch.Tensor, sin_NR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines that `rotate` takes, from the model's."""
         if self is Rotation.NONE:
             return torch.ones_like(cos_NR), torch.zeros_like(sin_NR)
-        if self is Rotation.HALVES_SHARE:
+        if self is Rotation.HALVES_BY_PAIR:
             return torch.cat([cos_NR, cos_NR], dim=1), torch.cat([sin_NR, sin_NR], dim=1)
         if self is Rotation.NEIGHBOURS:
             return torch.cat([cos_NR[:, ::2], cos_NR[:, 1::2]], 1), torch.cat([sin_NR[:, ::2], sin_NR[:, 1::2]], 1)
@@ -232,7 +235,8 @@ class FusedAttention(nn.Module):
 
     Args:
         sinks_H: float32, the further logit of each query head; None: there is none.
-        norms_last: the norms come after the rotation. They are of all heads together where their weights are.
+        norms_last: the norms come after the rotation.
+        q_norm, k_norm: RMSNorms of each head, or of all heads together if the weights have their size.
         query_gates: after each query head, `qkv` gives as many channels of a gate: what the head attended to is
             multiplied by the sigmoid of it (Qwen 3.5).
     """

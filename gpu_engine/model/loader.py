@@ -367,12 +367,16 @@ def _prepare_net(
 
 
 def _adapts_by_part(config: EngineConfig, fused: Fused) -> bool:
-    """Return whether adapters need a loop in Python: they number the products of gated blocks, not of experts, and
-    natively a product's low-rank half does not outlive the next product, as a block next to the attention needs it."""
+    """Return whether adapters need the loop in Python.
+
+    They have no numbers for the products of experts, or for the further product of a delta net. The native forward also
+    has memory for the low-rank half of one product at a time, and a block next to the attention has the attention's
+    products between its own and its input.
+    """
     forward = fused.forward
     layers = forward.layers if isinstance(forward, FusedForward) else ()
-    beside = any(layer.is_parallel or isinstance(layer.attention, JoinedDeltaNet) for layer in layers)
-    return config.takes_adapters and (bool(fused.mixtures) or beside)
+    has_more = any(layer.is_parallel or isinstance(layer.attention, JoinedDeltaNet) for layer in layers)
+    return config.takes_adapters and (bool(fused.mixtures) or has_more)
 
 
 def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | DeviceAdapterPool:

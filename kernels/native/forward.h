@@ -1,9 +1,9 @@
 /* A decoder's whole forward over block-quantised weights, for CPUs: one call, one team of threads, no Python in between.
  *
  * A layer is x += scale * post(attention(pre(x))), then the same with a gated block or a mixture of experts; a block next
- * to the attention gets the attention's input. Each function below is a loop that the team shares, in their order; with many rows and no experts it is a loop over a chunk of rows that one
- * member has. Between products everything is fp32; keys and values are rounded to the pages' dtype. Padding is dropped in
- * front: only rows with a position are computed. Invariant: a row depends only on its own sequence, bit for bit, whatever
+ * to the attention gets the attention's input. Each function below is a loop that the team shares, in their order; with
+ * many rows and no experts it is a loop over a chunk of rows that one member has. Between products everything is fp32; keys
+ * and values are rounded to the pages' dtype. Padding is dropped in front: only rows with a position are computed. Invariant: a row depends only on its own sequence, bit for bit, whatever
  * else is in the call. Not responsible for: the ownership of pages and weights.
  */
 #ifndef LOCKSTEP_FORWARD_H
@@ -21,8 +21,8 @@ struct forward_layer {
     struct mixture mixture; /* a null router: there is none. Else gate_up and down are its shared expert, or null */
     /* fp32 [hidden]; null: no such norm */
     const float *pre_attention, *post_attention, *pre_block, *post_block;
-    const float *q_norm,
-        *k_norm;             /* fp32 [head_dim], or of all query heads and all keys' with `whole_norms`; null: none */
+    /* fp32 [head_dim], or of all query heads and of all key heads with `whole_norms`; null: none */
+    const float *q_norm, *k_norm;
     const float *cos, *sin;  /* fp32 [positions][rotated]; halves, whatever channels are pairs */
     const float *sinks;      /* see paged_attention.h */
     void *k_pages, *v_pages; /* see paged_attention.h */
@@ -35,8 +35,8 @@ struct forward_layer {
     int32_t neighbours;  /* channels 2 i and 2 i + 1 are rotated together; 0: i and i + rotated / 2 */
     int32_t whole_norms; /* q_norm is one norm of all query heads together, k_norm one of all keys */
     int32_t norms_last;  /* q_norm and k_norm come after the rotation */
-    int32_t
-        is_parallel; /* the block is next to the attention, and has its input; pre_block and post_attention are null */
+    /* The block is next to the attention, and has its input; pre_block and post_attention are null. */
+    int32_t is_parallel;
     const struct recurrent_layer *recurrent; /* in place of attention, between `qkv` and `output`; null: attention */
 };
 
