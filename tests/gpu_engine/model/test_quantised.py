@@ -38,7 +38,7 @@ def test_every_family_runs_as_one_native_call(saved: Saved, family: str, dtype: 
     assert isinstance(native.fused.forward, NativeForward), native.fused.left
     ids_BP = some_ids(3, 40)
     # The loop rounds to the dtype before each quantisation, which then finds other integers.
-    assert distance(logits(native, ids_BP), logits(loop, ids_BP).float()) < (2e-2 if dtype == "float32" else 5e-2)
+    assert distance(logits(native, ids_BP), logits(loop, ids_BP).float()) < (2e-2 if dtype == "float32" else 6e-2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "cohere2", "olmo2", "hunyuan"])
