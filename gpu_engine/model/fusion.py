@@ -26,7 +26,7 @@ from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGa
 from gpu_engine.model.linear import Product, has_weights, joined
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
-from gpu_engine.model.recording import Call, Distance, Recording, distance
+from gpu_engine.model.recording import Call, Distance, Recording, distance, typical_distance
 from gpu_engine.model.recurrent.delta_nets import DeltaNet, JoinedDeltaNet
 from kernels.fused_arguments import EVERYWHERE, NormKind, RMSNorm
 from kernels.mixture import Choice
@@ -124,7 +124,8 @@ def chosen_experts_of(module: nn.Module, record: Recording, bound: float) -> Cho
         raise NotRecognised("its output is not the experts'")
     dense_NE = _dense(outputs_NE, weights_Nk, chosen_Nk)
     forms = _choices(module, routers[0], len(router_EH), chosen_Nk.shape[1])
-    far = {form: distance(_dense(outputs_NE, *form(outputs_NE)), dense_NE) for form in forms}
+    # A router that rounds its shares may take the other one of two that are nearly equal, in some rows.
+    far = {form: typical_distance(_dense(outputs_NE, *form(outputs_NE)), dense_NE) for form in forms}
     choice = min(far, key=far.__getitem__)
     if far[choice] > bound:
         raise NotRecognised("its router does not take the highest outputs by their softmax or sigmoid")

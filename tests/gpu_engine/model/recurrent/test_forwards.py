@@ -135,7 +135,8 @@ def test_a_hybrid_runs_as_one_loop(load: Callable[..., LoadedModel], family: str
 
 
 @needs_blocks
-@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "int8"), ("float32", "q4"), ("bfloat16", "q4")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", ["int8", "q4"])
 @pytest.mark.parametrize("family", NATIVE)
 def test_a_quantised_hybrid_runs_as_one_native_call(
     load: Callable[..., LoadedModel], family: str, dtype: str, quantization: str
