@@ -17,6 +17,7 @@ from gpu_engine.model.attention import AttentionContext, LayerAttention, PromptR
 from gpu_engine.model.experts import Experts
 from gpu_engine.model.linear import InvariantLinear
 from kernels.fused import Activation, HeadForm, RMSNorm, gated, rms_norm
+from kernels.fused_arguments import KeyValues
 from kernels.fused_attention import QkvAttention
 from kernels.kv_pages import KVPages
 from kernels.mixture import Choice
@@ -205,6 +206,8 @@ class FusedAttention(nn.Module):
 
     Args:
         sinks_H: float32, the further logit of each query head; None: there is none.
+        v_norm: of each value head.
+        key_values: what `qkv` gives next to the queries.
         norms_last: the norms come after the rotation. They are of all heads together where their weights are.
     """
 
@@ -217,7 +220,9 @@ class FusedAttention(nn.Module):
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         sinks_H: torch.Tensor | None = None,
+        v_norm: RMSNorm | None = None,
         *,
+        key_values: KeyValues = KeyValues.OWN,
         rotation: Rotation = Rotation.HALVES,
         norms_last: bool = False,
     ) -> None:
@@ -226,11 +231,12 @@ class FusedAttention(nn.Module):
         self.qkv, self.output, self.shape, self.layer_idx = qkv, output, shape, layer_idx
         self._qkv, self._output = qkv.forward, output.forward
         heads = (shape.num_heads, shape.num_kv_heads)
-        self.q_norm, self.k_norm = q_norm, k_norm
+        self.q_norm, self.k_norm, self.v_norm, self.key_values = q_norm, k_norm, v_norm, key_values
         whole = q_norm is not None and len(q_norm.weight_H) != shape.head_dim
         self.heads = HeadForm(rotation.of_neighbours, whole, norms_last)
-        numbers = (shape.scale, shape.softcap, shape.window)
-        self._core = QkvAttention(heads, shape.head_dim, *numbers, q_norm, k_norm, sinks_H, self.heads)
+        numbers, norms = (shape.scale, shape.softcap, shape.window), (q_norm, k_norm)
+        stores = key_values is not KeyValues.SHARED
+        self._core = QkvAttention(heads, shape.head_dim, *numbers, *norms, sinks_H, self.heads, v_norm, stores=stores)
         self.sources: Sources = {}
 
     def products(self) -> list[tuple[str, nn.Module]]:
@@ -260,6 +266,8 @@ class FusedAttention(nn.Module):
     ) -> torch.Tensor:
         """[N, H] -> [N, H]; row b * P + j is position j of sequence b. Rows of prompts are after those of the batch."""
         pages, qkv_NC = ctx.pages[self.layer_idx], self._qkv(x_NH)
+        if self.key_values is KeyValues.FROM_KEYS:
+            qkv_NC = torch.cat([qkv_NC, qkv_NC[:, self.shape.num_heads * self.shape.head_dim :]], dim=1)
         cos_NR, sin_NR = self.rotation.angles(cos_NR, sin_NR)
         if ctx.prompts is None:
             where = (pages, ctx.page_table_BN, ctx.positions_BP, ctx.tree_rows_BRR)

@@ -26,7 +26,7 @@ from gpu_engine.model.linear import Product, joined
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
 from gpu_engine.model.recording import Call, Distance, Recording, distance
-from kernels.fused_arguments import EVERYWHERE, NormKind, RMSNorm
+from kernels.fused_arguments import EVERYWHERE, KeyValues, NormKind, RMSNorm
 from kernels.mixture import Choice
 
 log = logging.getLogger(__name__)
@@ -60,13 +60,15 @@ class NotRecognised(Exception):
 
 
 def norm_of(module: nn.Module, record: Recording, bound: float) -> FusedNorm:
-    """Return the fused form of a norm that has a weight and no bias; raise NotRecognised."""
+    """Return the fused form of a norm that has no bias; its weights are ones if it has none. Raise NotRecognised."""
     parameters = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or not isinstance(eps, float):
+    weight = parameters.pop("weight", None)
+    if parameters or (weight is not None and weight.dim() != 1) or not isinstance(eps, float):
         raise NotRecognised("is no norm with a weight and no bias")
     call = _only(record, module)
-    weight_H = parameters["weight"].detach()
+    x = call.tensor()
+    weight_H = x.new_ones(x.shape[-1]) if weight is None else weight.detach()
     kinds = [kind for kind in NormKind if weight_H.device.type == "cpu" or kind is not NormKind.CENTRED]
     return _closest((FusedNorm(RMSNorm(weight_H, eps, kind)) for kind in kinds), call, bound)
 
@@ -178,13 +180,20 @@ def _shared_expert(
     return blocks[0], gate_H, added * _only(record, gates[0]).tensor().flatten().sigmoid()
 
 
-_HEAD_NORMS = {"q": ("q_norm", "q_layernorm", "query_layernorm"), "k": ("k_norm", "k_layernorm", "key_layernorm")}
-_ATTENTIONS = (
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    ("qkv_proj", "o_proj"),
-    ("q_proj", "k_proj", "v_proj", "out_proj"),
-)
-"""The names of an attention's products: the ones that are joined, and the output's."""
+_HEAD_NORMS = {
+    "q": ("q_norm", "q_layernorm", "query_layernorm"),
+    "k": ("k_norm", "k_layernorm", "key_layernorm"),
+    "v": ("v_norm",),
+}
+_ATTENTIONS = {
+    ("q_proj", "k_proj", "v_proj", "o_proj"): KeyValues.OWN,
+    ("qkv_proj", "o_proj"): KeyValues.OWN,
+    ("q_proj", "k_proj", "v_proj", "out_proj"): KeyValues.OWN,
+    ("q_proj", "k_proj", "o_proj"): KeyValues.FROM_KEYS,
+    ("q_proj", "o_proj"): KeyValues.SHARED,
+}
+"""The names of an attention's products, the ones that are joined and the output's; and where its keys and values come
+from."""
 
 
 def attention_of(
@@ -202,24 +211,30 @@ def attention_of(
     sinks = module._parameters.get("sinks") if shape.sinks else None
     if sinks is not None and not on_cpu:
         raise NotRecognised("has sinks, whose fused form only a CPU has")
-    norms = {of: _norm_of_heads(module, names) for of, names in _HEAD_NORMS.items()}
-    heads = [norm for norm in norms.values() if norm is not None]
-    linears = _linears(module, but=heads, own=() if sinks is None else ("sinks",))
+    with_none = {of: _norm_of_heads(module, names) for of, names in _HEAD_NORMS.items()}
+    norms = {of: norm for of, norm in with_none.items() if norm is not None}
+    linears = _linears(module, but=norms.values(), own=() if sinks is None else ("sinks",))
     call = _only(record, module)
-    *parts, last = next((names for names in _ATTENTIONS if set(names) == set(linears)), ("",))
+    *parts, last = names = next((names for names in _ATTENTIONS if set(names) == set(linears)), ("",))
     if not parts:
         raise NotRecognised(f"has the products {sorted(linears)}")
-    found = {of: norm_of(norm, record, bounds.norm).norm for of, norm in norms.items() if norm is not None}
+    key_values = _ATTENTIONS[names]
+    if not on_cpu and ("v" in norms or key_values is not KeyValues.OWN):
+        raise NotRecognised("has normed or shared values, whose fused form only a CPU has")
+    found = {of: norm_of(norm, record, bounds.norm).norm for of, norm in norms.items()}
+    if "v" in found and "q" in found and not any(norms["v"].parameters()):
+        found["v"] = replace(found["v"], kind=found["q"].kind)  # weights of ones are the same in each kind
     qkv, output = _joined([linears[name] for name in parts]), _joined([linears[last]])
     sinks_H = None if sinks is None else sinks.detach().float().contiguous()
-    made_of = (qkv, output, shape, layer_idx, found.get("q"), found.get("k"), sinks_H)
+    made_of = (qkv, output, shape, layer_idx, found.get("q"), found.get("k"), sinks_H, found.get("v"))
     forms = (
-        FusedAttention(*made_of, rotation=rotation, norms_last=last)
+        FusedAttention(*made_of, key_values=key_values, rotation=rotation, norms_last=last)
         for last in ((False, True) if found and on_cpu else (False,))
         for rotation in _rotations(call, shape, on_cpu=on_cpu)
     )
     # Where another form is as near as that, the positions of the record do not tell them apart.
     fused = _closest(forms, call, bounds.block, enough=bounds.block / 8)
+    fused(*call.args, **call.kwargs)  # the layers that share its keys read them, and not those of another form
     fused.sources = {"qkv": _sources(linears, parts), "output": _sources(linears, [last])}
     return fused
 
@@ -387,7 +402,10 @@ def verified(
     bound.
     """
     bound = max(bounds.logits, min(2 * noise, bounds.most))
-    own = compare(run(None), want_NV)
+    try:
+        own = compare(run(None), want_NV)
+    except KeyError as missing:  # keys and values of a layer that is fused, in a layer that shares them and is not
+        raise FusedModelDiffers(f"a part lacks {missing}") from missing
     if own > bound:
         raise FusedModelDiffers(f"fused parts give logits that are {own:.1e} away")
     try:
