@@ -19,8 +19,9 @@ import torch
 
 from kernels.accept import accept_arguments
 from kernels.blocks import BLOCK, BlockWeightsArgs, PackedBlocks
-from kernels.fused_arguments import LLAMA_HEADS, UNSCALED, Activation, HeadForm, StreamScales
-from kernels.kv_pages import KVPages, check_limits
+from kernels.forward_inputs import ForwardInput, ForwardInputs, LayerInputArgs, LayerInputsArgs, check_inputs
+from kernels.fused_arguments import LLAMA_HEADS, UNSCALED, Activation, HeadForm, KeyValues, StreamScales
+from kernels.kv_pages import MAX_WIDTH, KVHeads, KVPages, check_limits
 from kernels.library import native
 from kernels.low_rank import LowRankTable
 from kernels.mixture import GatedBlock, Mixture, RoutedArgs, check_blocks
@@ -51,9 +52,14 @@ class Norm:
 class ForwardLayer:
     """The weights and numbers of one layer: x += post(attention(pre(x))), then the same with the block.
 
-    `is_parallel`: x += attention(pre(x)) + block(pre(x)), with no other norm.
+    `is_parallel`: x += attention(pre(x)) + block(pre(x)), with no other norm. Then the layer's input (see
+    forward_inputs.py), and x *= stream_scale.
     """
 
+    place: int
+    """The pages' index in the cache."""
+    kv_heads: KVHeads
+    """Query heads have the same width."""
     qkv: PackedBlocks
     output: PackedBlocks
     block: GatedBlock | Mixture
@@ -76,10 +82,15 @@ class ForwardLayer:
     """float32, contiguous: see `paged_attention`."""
     heads: HeadForm = LLAMA_HEADS
     is_parallel: bool = False
+    v_norm: Norm | None = None
+    """Of each value head."""
+    key_values: KeyValues = KeyValues.OWN
+    input: ForwardInput | None = None
+    stream_scale: float = 1.0
 
 
 _NORMS = ("pre_attention", "post_attention", "pre_block", "post_block")
-_HEAD_NORMS = ("q_norm", "k_norm")
+_HEAD_NORMS = ("q_norm", "k_norm", "v_norm")
 _PAGES = ("k_pages", "v_pages", "k_scales", "v_scales")
 
 
@@ -89,14 +100,13 @@ class _LayerArgs(ctypes.Structure):
     _fields_ = [
         *[(name, BlockWeightsArgs) for name in ("qkv", "output", "gate_up", "down")],
         ("mixture", RoutedArgs),
+        ("input", LayerInputArgs),
         *[(name, ctypes.c_void_p) for name in (*_NORMS, *_HEAD_NORMS, "cos", "sin", "sinks", *_PAGES, "tap")],
-        ("rotated", ctypes.c_int64),
-        *[
-            (name, ctypes.c_float)
-            for name in (*(f"{norm}_eps" for norm in _NORMS), "q_eps", "k_eps", "scale", "softcap")
-        ],
+        *[(name, ctypes.c_int64) for name in ("rotated", "head_dim", "num_kv_heads")],
+        *[(f"{name.removesuffix('_norm')}_eps", ctypes.c_float) for name in (*_NORMS, *_HEAD_NORMS)],
+        *[(name, ctypes.c_float) for name in ("scale", "softcap", "stream_scale")],
         *[(name, ctypes.c_int32) for name in ("window", "act", "neighbours", "whole_norms", "norms_last")],
-        ("is_parallel", ctypes.c_int32),
+        *[(name, ctypes.c_int32) for name in ("is_parallel", "key_values", "tiles")],
     ]
 
     @classmethod
@@ -119,11 +129,17 @@ class _LayerArgs(ctypes.Structure):
         args.scale, args.softcap, args.window, args.act = layer.scale, layer.softcap, layer.window, layer.act
         args.neighbours, args.is_parallel = layer.heads.neighbours, layer.is_parallel
         args.whole_norms, args.norms_last = layer.heads.whole_norms, layer.heads.norms_last
+        args.num_kv_heads, args.head_dim = layer.kv_heads
+        args.key_values, args.stream_scale = layer.key_values, layer.stream_scale
+        if layer.input is not None:
+            args.input = LayerInputArgs.of(layer.input)
         return args
 
 
 _POINTERS = ("norm", "embedding", "ids", "positions", "row_starts", "page_table", "logits", "tap", "scratch")
-_SIZES = ("hidden", "inner", "num_heads", "num_kv_heads", "head_dim", "page_size")
+_SIZES = ("hidden", "inner", "num_heads", "page_size", "channels", "attended")
+_TILE_LISTS = 2
+"""Different numbers of KV heads that layers may have."""
 
 LAYER_PRODUCTS = ("qkv", "output", "gate_up", "down")
 """The products of a layer in the order in which a `LowRankTable` numbers them: four a layer."""
@@ -138,12 +154,14 @@ class _ForwardArgs(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in _POINTERS],
         *[(name, ctypes.c_int64) for name in ("table_stride", "logits_stride")],
         *[(name, ctypes.c_int64) for name in ("num_rows", "num_sequences", "num_layers", "num_logits", *_SIZES)],
+        ("kv_heads", ctypes.c_int64 * _TILE_LISTS),
         *[(name, ctypes.c_float) for name in ("embedding_scale", "norm_eps", "logits_softcap")],
         *[(name, ctypes.c_float) for name in ("virtual_scale", "residual_scale", "logits_scale")],
         *[(name, ctypes.c_int32) for name in ("centred", "bf16", "pages", "defers_head")],
         *[(name, ctypes.c_void_p) for name in ("adapters", "sequence_adapters", "virtual_embedding")],
         *[(name, ctypes.c_int64) for name in ("adapter_rank", "vocabulary")],
         *[(name, ctypes.c_int64) for name in ("experts", "chosen", "expert_inner", "has_shared")],
+        ("inputs", LayerInputsArgs),
     ]
 
 
@@ -152,14 +170,14 @@ class Forward:
 
     Args:
         embedding_VH: bfloat16 or float32, the dtype of taps; the model owns it. Pages have it, or int8.
-        layers: of equal shapes; a gated block may have another inner size than the experts.
+        layers: their gated blocks and heads may differ in size, their experts may not.
         norm: before the head.
         head: the output product.
-        heads: (query heads, KV heads).
-        head_dim: D.
+        num_heads: query heads.
         logits_softcap: 0: none.
         embedding_scale: multiplies the embedding of a token of the vocabulary.
         scales: of any model's input, residual additions and logits.
+        inputs: those of the layers; None: they have none.
     """
 
     def __init__(
@@ -168,16 +186,16 @@ class Forward:
         layers: Sequence[ForwardLayer],
         norm: Norm,
         head: PackedBlocks,
-        heads: tuple[int, int],
-        head_dim: int,
+        num_heads: int,
         *,
         logits_softcap: float = 0.0,
         embedding_scale: float = 1.0,
         scales: StreamScales = UNSCALED,
+        inputs: ForwardInputs | None = None,
     ) -> None:
-        self._owned = (embedding_VH, tuple(layers), norm, head)
+        self._owned = (embedding_VH, tuple(layers), norm, head, inputs)
         self._dtype, H = embedding_VH.dtype, embedding_VH.shape[1]
-        self._check(H, heads, head_dim)
+        self._check(H, num_heads)
         self._layers = (_LayerArgs * len(layers))(*(_LayerArgs.of(layer) for layer in layers))
         self._args = _ForwardArgs(self._layers, head.args)
         args = self._args
@@ -185,14 +203,17 @@ class Forward:
         args.virtual_scale, args.residual_scale, args.logits_scale = scales.input, scales.residual, scales.logits
         args.centred = norm.centred
         args.norm, args.norm_eps, args.logits_softcap = norm.weight.data_ptr(), norm.eps, logits_softcap
-        args.num_layers, args.hidden, args.head_dim = len(layers), H, head_dim
+        args.num_layers, args.hidden, args.num_heads = len(layers), H, num_heads
+        self._shape_heads()
+        if inputs is not None:
+            args.inputs = LayerInputsArgs.of(inputs)
         for block in (layer.block for layer in layers):
             if isinstance(block, Mixture):
                 args.experts, args.chosen = len(block.experts), block.choice.chosen
                 args.expert_inner, args.has_shared = block.experts[0].down.num_inputs, block.shared is not None
             of_all = block.shared if isinstance(block, Mixture) else block
             args.inner = max(args.inner, 0 if of_all is None else of_all.down.num_inputs)
-        (args.num_heads, args.num_kv_heads), args.bf16 = heads, self._dtype == torch.bfloat16
+        args.bf16 = self._dtype == torch.bfloat16
         args.vocabulary = len(embedding_VH)
         self._logits_NV = self._result_NV = torch.empty(0, head.num_outputs)
         """The memory of all logits so far, and the rows of the last call: one tensor while their number is the same."""
@@ -209,12 +230,24 @@ class Forward:
         self._adapted = False
         """The last call had adapters or virtual tokens."""
 
-    def _check(self, H: int, heads: tuple[int, int], head_dim: int) -> None:
+    def _shape_heads(self) -> None:
+        """Note the most channels of a row in any layer, and which layers have tiles of attention in common."""
+        args, numbers = self._args, list(dict.fromkeys(layer.num_kv_heads for layer in self._layers))
+        assert len(numbers) <= _TILE_LISTS, numbers
+        args.kv_heads[: len(numbers)] = numbers
+        for layer in self._layers:
+            layer.tiles = numbers.index(layer.num_kv_heads)
+            args.attended = max(args.attended, args.num_heads * layer.head_dim)
+            args.channels = max(args.channels, (args.num_heads + 2 * layer.num_kv_heads) * layer.head_dim)
+
+    def _check(self, H: int, num_heads: int) -> None:
         """Assert what the native code relies on."""
-        embedding_VH, layers, _, head = self._owned
+        embedding_VH, layers, _, head, inputs = self._owned
+        check_inputs(inputs, [layer.input for layer in layers], embedding_VH)
         gated = [layer.block for layer in layers if isinstance(layer.block, GatedBlock)]
         mixtures = [layer.block for layer in layers if isinstance(layer.block, Mixture)]
-        check_blocks(gated, H)
+        for block in gated:
+            check_blocks([block], H)
         check_blocks([expert for mixture in mixtures for expert in mixture.experts], H)
         check_blocks([mixture.shared for mixture in mixtures if mixture.shared is not None], H)
         assert len({(len(each.experts), each.choice.chosen, each.shared is None) for each in mixtures}) <= 1
@@ -230,29 +263,33 @@ class Forward:
                     assert vector.is_contiguous()
             assert mixture.shared is not None or mixture.shared_gate_H is None
             assert 0 < choice.chosen <= E, choice.chosen
-        channels = heads[0] * head_dim
         assert embedding_VH.dtype in (torch.bfloat16, torch.float32), embedding_VH.dtype
         assert embedding_VH.is_contiguous()
-        assert H % BLOCK == channels % BLOCK == 0, (H, channels)
-        assert head_dim % 16 == 0, head_dim
-        assert head_dim <= 256, head_dim
-        assert heads[0] % heads[1] == 0, heads
+        assert H % BLOCK == 0, H
         assert head.num_inputs == H, head
         for layer in layers:
+            heads, head_dim = (num_heads, layer.kv_heads.number), layer.kv_heads.width
+            channels = num_heads * head_dim
+            assert channels % BLOCK == 0, channels
+            assert head_dim % 16 == 0, head_dim
+            assert MAX_WIDTH["cpu"] >= head_dim, head_dim
+            assert num_heads % layer.kv_heads.number == 0, heads
             shapes = [(part.num_inputs, part.num_outputs) for part in (layer.qkv, layer.output)]
-            assert shapes == [(H, channels + 2 * heads[1] * head_dim), (channels, H)], shapes
+            assert shapes == [(H, layer.key_values.product_heads(heads) * head_dim), (channels, H)], shapes
             assert layer.cos_LR.shape == layer.sin_LR.shape, layer.cos_LR.shape
             assert layer.cos_LR.dtype == layer.sin_LR.dtype == torch.float32
             assert layer.cos_LR.is_contiguous()
             assert layer.sin_LR.is_contiguous()
             assert layer.cos_LR.shape[1] % 2 == 0, layer.cos_LR.shape
             assert layer.cos_LR.shape[1] <= head_dim, layer.cos_LR.shape
-            check_limits(layer.window, 0, layer.sinks_H, heads[0])
+            check_limits(layer.window, 0, layer.sinks_H, num_heads)
             of_stream = [norm for norm in (getattr(layer, name) for name in _NORMS) if norm is not None]
             assert all(norm.centred == self._owned[2].centred for norm in of_stream), "norms of two kinds"
             wide = [number * head_dim if layer.heads.whole_norms else head_dim for number in heads]
-            for norm, width in zip((layer.q_norm, layer.k_norm), wide, strict=True):
+            for norm, width in zip((layer.q_norm, layer.k_norm, layer.v_norm), (*wide, head_dim), strict=True):
                 assert norm is None or (norm.weight.shape == (width,) and not norm.centred), norm
+            if layer.key_values is KeyValues.SHARED:
+                assert layer.k_norm is layer.v_norm is None, "norms of keys and values that the layer has not"
             if layer.is_parallel:
                 assert of_stream == [layer.pre_attention], "a block next to the attention has norms of its own"
                 assert isinstance(layer.block, GatedBlock), layer.block
@@ -337,9 +374,10 @@ class Forward:
         """Point the layers at the pages, unless they are those of the last call."""
         if pages is self._pages:
             return
-        assert len(pages) == len(self._layers), (len(pages), len(self._layers))
-        (Hkv, D), T = (self._args.num_kv_heads, self._args.head_dim), pages[0].v.shape[2]
-        for args, page in zip(self._layers, pages, strict=True):
+        places, T = {layer.place for layer in self._owned[1]}, pages[0].v.shape[2]
+        assert places == set(range(len(pages))), (places, len(pages))
+        for args, layer in zip(self._layers, self._owned[1], strict=True):
+            page, (Hkv, D) = pages[layer.place], layer.kv_heads
             assert not page.token_major, "the pages have the layout of a GPU"
             assert page.k.dtype == page.v.dtype in (self._dtype, torch.int8), (page.k.dtype, self._dtype)
             assert page.k.shape == (len(page.v), Hkv, D, T), page.k.shape

@@ -360,10 +360,13 @@ def _prepare_net(
 
 def _adapts_by_part(config: EngineConfig, fused: Fused) -> bool:
     """Return whether adapters need a loop in Python: they number the products of gated blocks, not of experts, and
-    natively a product's low-rank half does not outlive the next product, as a block next to the attention needs it."""
+    natively a product's low-rank half does not outlive the next product, as a block next to the attention needs it,
+    and the products of inputs by layer have no number."""
     forward = fused.forward
-    beside = isinstance(forward, FusedForward) and any(layer.is_parallel for layer in forward.layers)
-    return config.takes_adapters and (bool(fused.mixtures) or beside)
+    apart = isinstance(forward, FusedForward) and (
+        forward.inputs is not None or any(layer.is_parallel for layer in forward.layers)
+    )
+    return config.takes_adapters and (bool(fused.mixtures) or apart)
 
 
 def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | DeviceAdapterPool:
