@@ -25,6 +25,9 @@ from kernels.kv_pages import MAX_WIDTH, KVHeads, KVPages, check_limits
 from kernels.library import native
 from kernels.low_rank import LowRankTable
 from kernels.mixture import GatedBlock, Mixture, RoutedArgs, check_blocks
+from kernels.recurrent import RowsArgs
+from kernels.recurrent_layer import LayerMemory, Mixer, RecurrentLayers, RecurrentSizesArgs
+from kernels.recurrent_rows import RecurrentRows
 from kernels.step_tensors import StepTensors
 
 
@@ -82,11 +85,29 @@ class ForwardLayer:
     """float32, contiguous: see `paged_attention`."""
     heads: HeadForm = LLAMA_HEADS
     is_parallel: bool = False
+    query_gates: bool = False
+    """After each query head, `qkv` gives as many channels of a gate: the head is multiplied by the sigmoid of it."""
     v_norm: Norm | None = None
     """Of each value head."""
     key_values: KeyValues = KeyValues.OWN
     input: ForwardInput | None = None
     stream_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentForwardLayer:
+    """The same of a layer with a state in place of attention."""
+
+    first: PackedBlocks
+    """The product before the mixer."""
+    output: PackedBlocks
+    mixer: Mixer
+    block: GatedBlock | Mixture
+    pre_attention: Norm | None
+    post_attention: Norm | None
+    pre_block: Norm | None
+    post_block: Norm | None
+    act: Activation
 
 
 _NORMS = ("pre_attention", "post_attention", "pre_block", "post_block")
@@ -107,12 +128,14 @@ class _LayerArgs(ctypes.Structure):
         *[(name, ctypes.c_float) for name in ("scale", "softcap", "stream_scale")],
         *[(name, ctypes.c_int32) for name in ("window", "act", "neighbours", "whole_norms", "norms_last")],
         *[(name, ctypes.c_int32) for name in ("is_parallel", "key_values", "tiles")],
+        ("recurrent", ctypes.c_void_p),
     ]
 
     @classmethod
-    def of(cls, layer: ForwardLayer) -> _LayerArgs:
+    def of(cls, layer: ForwardLayer | RecurrentForwardLayer) -> _LayerArgs:
         """Return the arguments that no call changes. The layer outlives them."""
-        args = cls(layer.qkv.args, layer.output.args)
+        first = layer.first if isinstance(layer, RecurrentForwardLayer) else layer.qkv
+        args = cls(first.args, layer.output.args)
         if isinstance(layer.block, GatedBlock):
             args.gate_up, args.down = layer.block.gate_up.args, layer.block.down.args
         else:
@@ -120,13 +143,17 @@ class _LayerArgs(ctypes.Structure):
             if (shared := layer.block.shared) is not None:
                 args.gate_up, args.down = shared.gate_up.args, shared.down.args
         for name in (*_NORMS, *_HEAD_NORMS):
-            norm = getattr(layer, name)
+            norm = getattr(layer, name, None)
             if norm is not None:
                 setattr(args, name, norm.weight.data_ptr())
                 setattr(args, f"{name.removesuffix('_norm')}_eps", norm.eps)
+        args.act = layer.act
+        args.stream_scale = 1.0
+        if isinstance(layer, RecurrentForwardLayer):
+            return args
         args.cos, args.sin, args.rotated = layer.cos_LR.data_ptr(), layer.sin_LR.data_ptr(), layer.cos_LR.shape[1]
         args.sinks = None if layer.sinks_H is None else layer.sinks_H.data_ptr()
-        args.scale, args.softcap, args.window, args.act = layer.scale, layer.softcap, layer.window, layer.act
+        args.scale, args.softcap, args.window = layer.scale, layer.softcap, layer.window
         args.neighbours, args.is_parallel = layer.heads.neighbours, layer.is_parallel
         args.whole_norms, args.norms_last = layer.heads.whole_norms, layer.heads.norms_last
         args.num_kv_heads, args.head_dim = layer.kv_heads
@@ -162,6 +189,9 @@ class _ForwardArgs(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in ("adapter_rank", "vocabulary")],
         *[(name, ctypes.c_int64) for name in ("experts", "chosen", "expert_inner", "has_shared")],
         ("inputs", LayerInputsArgs),
+        ("recurrents", RecurrentSizesArgs),
+        ("lanes", RowsArgs),
+        ("query_gates", ctypes.c_int64),
     ]
 
 
@@ -170,7 +200,7 @@ class Forward:
 
     Args:
         embedding_VH: bfloat16 or float32, the dtype of taps; the model owns it. Pages have it, or int8.
-        layers: their gated blocks and heads may differ in size, their experts may not.
+        layers: their gated blocks and heads may differ in size, their experts may not. At least one has attention.
         norm: before the head.
         head: the output product.
         num_heads: query heads.
@@ -183,7 +213,7 @@ class Forward:
     def __init__(
         self,
         embedding_VH: torch.Tensor,
-        layers: Sequence[ForwardLayer],
+        layers: Sequence[ForwardLayer | RecurrentForwardLayer],
         norm: Norm,
         head: PackedBlocks,
         num_heads: int,
@@ -197,6 +227,14 @@ class Forward:
         self._dtype, H = embedding_VH.dtype, embedding_VH.shape[1]
         self._check(H, num_heads)
         self._layers = (_LayerArgs * len(layers))(*(_LayerArgs.of(layer) for layer in layers))
+        recurrent = {at: layer.mixer for at, layer in enumerate(layers) if isinstance(layer, RecurrentForwardLayer)}
+        self._recurrent = RecurrentLayers(list(recurrent.values()))
+        for number, at in enumerate(recurrent):
+            self._layers[at].recurrent = self._recurrent.address_of(number)
+        self._attending = [
+            (layer, args) for layer, args in zip(layers, self._layers, strict=True) if isinstance(layer, ForwardLayer)
+        ]
+        """The layers with attention, which have pages."""
         self._args = _ForwardArgs(self._layers, head.args)
         args = self._args
         args.embedding, args.embedding_scale = embedding_VH.data_ptr(), embedding_scale * scales.input
@@ -214,12 +252,13 @@ class Forward:
             of_all = block.shared if isinstance(block, Mixture) else block
             args.inner = max(args.inner, 0 if of_all is None else of_all.down.num_inputs)
         args.bf16 = self._dtype == torch.bfloat16
-        args.vocabulary = len(embedding_VH)
+        args.vocabulary, args.recurrents = len(embedding_VH), RecurrentSizesArgs(*self._recurrent.sizes)
         self._logits_NV = self._result_NV = torch.empty(0, head.num_outputs)
         """The memory of all logits so far, and the rows of the last call: one tensor while their number is the same."""
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._reserved = (0, 0, 0, 0)
-        """Rows, sequences, logits and `defers_head` of the last call, which has its memory."""
+        self._reserved = (0, 0, 0, 0, 0, 0)
+        """Rows, sequences, logits, `defers_head`, lanes and their pending rows of the last call, which has its memory.
+        """
         self._inputs: tuple[torch.Tensor, ...] = ()
         """The last call's, held so that a tensor that is the same object has the same address."""
         self._tapped = False
@@ -232,18 +271,22 @@ class Forward:
 
     def _shape_heads(self) -> None:
         """Note the most channels of a row in any layer, and which layers have tiles of attention in common."""
-        args, numbers = self._args, list(dict.fromkeys(layer.num_kv_heads for layer in self._layers))
+        args, numbers = self._args, list(dict.fromkeys(layer.kv_heads.number for layer, _ in self._attending))
         assert len(numbers) <= _TILE_LISTS, numbers
         args.kv_heads[: len(numbers)] = numbers
-        for layer in self._layers:
-            layer.tiles = numbers.index(layer.num_kv_heads)
-            args.attended = max(args.attended, args.num_heads * layer.head_dim)
-            args.channels = max(args.channels, (args.num_heads + 2 * layer.num_kv_heads) * layer.head_dim)
+        args.query_gates = any(layer.query_gates for layer, _ in self._attending)
+        for layer, of_layer in self._attending:
+            number, width = layer.kv_heads
+            of_layer.tiles = numbers.index(number)
+            args.attended = max(args.attended, args.num_heads * width)
+            queries = 2 * args.num_heads if args.query_gates else args.num_heads
+            args.channels = max(args.channels, (queries + 2 * number) * width)
 
     def _check(self, H: int, num_heads: int) -> None:
         """Assert what the native code relies on."""
         embedding_VH, layers, _, head, inputs = self._owned
-        check_inputs(inputs, [layer.input for layer in layers], embedding_VH)
+        with_input = [layer.input if isinstance(layer, ForwardLayer) else None for layer in layers]
+        check_inputs(inputs, with_input, embedding_VH)
         gated = [layer.block for layer in layers if isinstance(layer.block, GatedBlock)]
         mixtures = [layer.block for layer in layers if isinstance(layer.block, Mixture)]
         for block in gated:
@@ -267,7 +310,15 @@ class Forward:
         assert embedding_VH.is_contiguous()
         assert H % BLOCK == 0, H
         assert head.num_inputs == H, head
+        gates = set[bool]()
         for layer in layers:
+            of_stream = [norm for norm in (getattr(layer, name) for name in _NORMS) if norm is not None]
+            assert all(norm.centred == self._owned[2].centred for norm in of_stream), "norms of two kinds"
+            if isinstance(layer, RecurrentForwardLayer):
+                outputs, _, _, read = layer.mixer.sizes
+                shapes = [(part.num_inputs, part.num_outputs) for part in (layer.first, layer.output)]
+                assert shapes == [(H, outputs), (read, H)], shapes
+                continue
             heads, head_dim = (num_heads, layer.kv_heads.number), layer.kv_heads.width
             channels = num_heads * head_dim
             assert channels % BLOCK == 0, channels
@@ -275,7 +326,10 @@ class Forward:
             assert MAX_WIDTH["cpu"] >= head_dim, head_dim
             assert num_heads % layer.kv_heads.number == 0, heads
             shapes = [(part.num_inputs, part.num_outputs) for part in (layer.qkv, layer.output)]
-            assert shapes == [(H, layer.key_values.product_heads(heads) * head_dim), (channels, H)], shapes
+            outputs = layer.key_values.product_heads(heads) + (num_heads if layer.query_gates else 0)
+            assert shapes == [(H, outputs * head_dim), (channels, H)], shapes
+            gates.add(layer.query_gates)
+            assert not (layer.query_gates and layer.heads.whole_norms), "a norm of all queries would have their gates"
             assert layer.cos_LR.shape == layer.sin_LR.shape, layer.cos_LR.shape
             assert layer.cos_LR.dtype == layer.sin_LR.dtype == torch.float32
             assert layer.cos_LR.is_contiguous()
@@ -283,8 +337,6 @@ class Forward:
             assert layer.cos_LR.shape[1] % 2 == 0, layer.cos_LR.shape
             assert layer.cos_LR.shape[1] <= head_dim, layer.cos_LR.shape
             check_limits(layer.window, 0, layer.sinks_H, num_heads)
-            of_stream = [norm for norm in (getattr(layer, name) for name in _NORMS) if norm is not None]
-            assert all(norm.centred == self._owned[2].centred for norm in of_stream), "norms of two kinds"
             wide = [number * head_dim if layer.heads.whole_norms else head_dim for number in heads]
             for norm, width in zip((layer.q_norm, layer.k_norm, layer.v_norm), (*wide, head_dim), strict=True):
                 assert norm is None or (norm.weight.shape == (width,) and not norm.centred), norm
@@ -293,6 +345,7 @@ class Forward:
             if layer.is_parallel:
                 assert of_stream == [layer.pre_attention], "a block next to the attention has norms of its own"
                 assert isinstance(layer.block, GatedBlock), layer.block
+        assert len(gates) == 1, "only some queries have gates"
 
     def __call__(
         self,
@@ -307,6 +360,8 @@ class Forward:
         taps: Mapping[int, torch.Tensor] | None = None,
         adapters: SequenceAdapters | None = None,
         virtual_VH: torch.Tensor | None = None,
+        memory: Sequence[LayerMemory] = (),
+        rows: RecurrentRows | None = None,
     ) -> torch.Tensor:
         """Store the rows' keys and values; return the logits of the first `num_logits` rows, float32 [num_logits, V].
 
@@ -317,13 +372,18 @@ class Forward:
         `ids_N` int64, `positions_N` int32: negative is padding, after the other rows of its sequence. `row_starts`
         int32 [S + 1]: sequence s has rows [row_starts[s], row_starts[s + 1]). `page_table_SN` int32. `taps`: layer ->
         [N, H] in the model's dtype, which gets that layer's input; the number of layers stands for the head's input.
-        `adapters`: None where no row has one. `virtual_VH`: float32, the embeddings of the ids from V on.
+        `adapters`: None where no row has one. `virtual_VH`: float32, the embeddings of the ids from V on. `memory`: of
+        the recurrent layers, in their order; the same object in calls with the same memory. `rows`: their lanes, by the
+        numbers of the call's rows, padding included.
         """
         args, inputs = self._args, (ids_N, positions_N, row_starts, page_table_SN)
         if not self._inputs or not all(map(operator.is_, inputs, self._inputs)):
             self._use_inputs(*inputs)
         assert num_logits <= args.num_rows, (num_logits, args.num_rows)
         self._use_pages(pages)
+        assert (rows is None) == (self._recurrent.sizes[0] == 0), "only recurrent layers have lanes, and they must"
+        if rows is not None:
+            args.lanes = self._recurrent.use(memory, rows, args.num_rows)
         args.num_logits = num_logits
         args.defers_head, self._deferred = defers_head, (positions_N, row_starts) if defers_head else None
         if adapters is not None or virtual_VH is not None or self._adapted:
@@ -374,9 +434,9 @@ class Forward:
         """Point the layers at the pages, unless they are those of the last call."""
         if pages is self._pages:
             return
-        places, T = {layer.place for layer in self._owned[1]}, pages[0].v.shape[2]
+        places, T = {layer.place for layer, _ in self._attending}, pages[0].v.shape[2]
         assert places == set(range(len(pages))), (places, len(pages))
-        for args, layer in zip(self._layers, self._owned[1], strict=True):
+        for layer, args in self._attending:
             page, (Hkv, D) = pages[layer.place], layer.kv_heads
             assert not page.token_major, "the pages have the layout of a GPU"
             assert page.k.dtype == page.v.dtype in (self._dtype, torch.int8), (page.k.dtype, self._dtype)
@@ -402,7 +462,8 @@ class Forward:
     def _reserve(self) -> None:
         """Have memory for the call. It only grows."""
         args, library = self._args, native()
-        shape = (args.num_rows, args.num_sequences, args.num_logits, args.defers_head)
+        lanes = (args.lanes.lanes, args.lanes.max_pending)
+        shape = (args.num_rows, args.num_sequences, args.num_logits, args.defers_head, *lanes)
         if shape == self._reserved and not args.adapters:
             return
         library.lockstep_forward_scratch.restype = ctypes.c_int64

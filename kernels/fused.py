@@ -144,9 +144,9 @@ def rotate(
     rotation is rounded once then.
     """
     if qkv_NC.device.type != "cpu":
+        assert form == LLAMA_HEADS, form
         from kernels.cuda import fused as device  # a CPU install has no Triton
 
-        assert form == LLAMA_HEADS, form
         assert v_norm is None
         device.rotate(qkv_NC, cos_NR, sin_NR, heads=heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm)
         return

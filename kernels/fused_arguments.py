@@ -87,6 +87,7 @@ class StreamScales:
     residual: float = 1.0
     """What a layer adds to the residual stream."""
     logits: float = 1.0
+    """The outputs of the head."""
 
 
 UNSCALED = StreamScales()

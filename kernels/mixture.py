@@ -44,7 +44,7 @@ class Choice:
     of_sigmoid: bool = False
     """Shares are the sigmoid of the outputs, and not their softmax."""
     correction_E: torch.Tensor | None = None
-    """float32, contiguous: added to the shares for the choice, not to weights; None: nothing is."""
+    """float32, contiguous: added to the shares for the choice, not to weights; None: there is no correction."""
     scale: float = 1.0
     """Multiplies the weights."""
 
@@ -72,7 +72,7 @@ class Mixture:
     shared: GatedBlock | None = None
     """The expert that every row takes, which may have another inner size; None: there is none."""
     shared_gate_H: torch.Tensor | None = None
-    """float32, contiguous: the sigmoid of its product with a row is the weight of the shared expert; None: 1 is."""
+    """float32, contiguous: the weight of the shared expert is the sigmoid of its product with a row; None: it is 1."""
 
 
 def check_blocks(blocks: Sequence[GatedBlock], H: int) -> None:

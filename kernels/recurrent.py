@@ -41,7 +41,7 @@ class Gate(IntEnum):
     BEFORE_NORM = 2
 
 
-class _Rows(ctypes.Structure):
+class RowsArgs(ctypes.Structure):
     """Mirror of `struct recurrent_rows`."""
 
     _fields_ = [
@@ -50,28 +50,33 @@ class _Rows(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, rows: RecurrentRows, num_rows: int, max_pending: int) -> _Rows:
+    def of(cls, rows: RecurrentRows, num_rows: int, max_pending: int) -> RowsArgs:
         """Return the rows of a call; the caller holds `rows`."""
         parts = (rows.first_L1, rows.state_L, rows.fresh_L, rows.redo_L, rows.commit_L)
         return cls(*[address(part) for part in parts], len(rows.state_L), num_rows, max_pending)
 
 
-class _ConvArgs(ctypes.Structure):
+class ConvArgs(ctypes.Structure):
     """Mirror of `struct short_conv_args`."""
 
     _fields_ = [
-        ("rows", _Rows),
+        ("rows", RowsArgs),
         *[(name, ctypes.c_void_p) for name in ("x", "tail", "pending", "weight", "bias", "out")],
         *[(name, ctypes.c_int64) for name in ("x_stride", "pending_stride", "channels", "taps")],
         *[(name, ctypes.c_int32) for name in ("act", "bf16", "out_bf16", "emits_redo")],
     ]
 
+    def use(self, conv: ShortConv) -> None:
+        """Set what is the same in every call. The convolution outlives the arguments."""
+        self.weight, self.bias = address(conv.weight_TC), None if conv.bias_C is None else address(conv.bias_C)
+        (self.taps, self.channels), self.act = conv.weight_TC.shape, conv.act
 
-class _MatrixArgs(ctypes.Structure):
+
+class MatrixArgs(ctypes.Structure):
     """Mirror of `struct matrix_recurrence_args`."""
 
     _fields_ = [
-        ("rows", _Rows),
+        ("rows", RowsArgs),
         *[(name, ctypes.c_void_p) for name in ("mixed", "control", "state", "pending", "a", "bias", "skip", "out")],
         *[(name, ctypes.c_int64) for name in ("mixed_stride", "pending_stride", "q_at", "k_at", "v_at")],
         *[(name, ctypes.c_int64) for name in ("heads", "key_heads", "keys", "values")],
@@ -79,18 +84,27 @@ class _MatrixArgs(ctypes.Structure):
         ("delta", ctypes.c_int32),
     ]
 
+    def use(self, heads: MatrixRecurrence) -> None:
+        """Set what is the same in every call. The heads outlive the arguments."""
+        self.a, self.bias = address(heads.a_H), address(heads.bias_H)
+        self.skip = None if heads.skip_H is None else address(heads.skip_H)
+        self.q_at, self.k_at, self.v_at = heads.q_at, heads.k_at, heads.v_at
+        (self.heads, self.keys, self.values), self.key_heads = heads.state_shape, heads.key_heads
+        (self.dt_min, self.dt_max), self.eps, self.delta = heads.dt_limits, heads.eps, heads.delta
+        self.q_scale = heads.keys**-0.5 if heads.delta else 1.0
+
 
 class _ScanArgs(ctypes.Structure):
     """Mirror of `struct selective_scan_args`."""
 
     _fields_ = [
-        ("rows", _Rows),
+        ("rows", RowsArgs),
         *[(name, ctypes.c_void_p) for name in ("x", "control", "state", "pending", "a", "skip", "out")],
         *[(name, ctypes.c_int64) for name in ("pending_stride", "channels", "states")],
     ]
 
 
-class _GatedNormArgs(ctypes.Structure):
+class GatedNormArgs(ctypes.Structure):
     """Mirror of `struct gated_norm_args`."""
 
     _fields_ = [
@@ -163,6 +177,12 @@ class MatrixRecurrence:
         return len(self.a_H), self.keys, self.values
 
     @property
+    def columns(self) -> int:
+        """Columns of the convolution's output that are read."""
+        of_keys = max(self.q_at, self.k_at) + self.key_heads * self.keys
+        return max(of_keys, self.v_at + len(self.a_H) * self.values)
+
+    @property
     def control_width(self) -> int:
         """Floats that control a row: dt of each head, and b of each for the delta rule."""
         return len(self.a_H) * (2 if self.delta else 1)
@@ -217,20 +237,14 @@ def short_conv(
     check_conv(conv, x_NC, tail_STC, pending_SRW)
     assert x_NC.dtype in _DTYPES, x_NC.dtype
     assert out_dtype in _DTYPES, out_dtype
-    T, C = conv.weight_TC.shape
+    C = conv.state_shape[1]
     N, (_, R, W) = len(x_NC), pending_SRW.shape
     out = torch.empty(N + (len(rows.state_L) * R if emits_redo else 0), C, dtype=out_dtype)
-    args = _ConvArgs(
-        _Rows.of(rows, N, R),
-        *[address(part) for part in (x_NC, tail_STC, pending_SRW, conv.weight_TC)],
-        None if conv.bias_C is None else address(conv.bias_C),
-        address(out),
-        *(x_NC.stride(0), W, C, T),
-        conv.act,
-        x_NC.dtype == torch.bfloat16,
-        out_dtype == torch.bfloat16,
-        emits_redo,
-    )
+    args = ConvArgs(RowsArgs.of(rows, N, R), address(x_NC), address(tail_STC), address(pending_SRW))
+    args.use(conv)
+    args.out, args.x_stride, args.pending_stride = address(out), x_NC.stride(0), W
+    args.bf16, args.out_bf16 = x_NC.dtype == torch.bfloat16, out_dtype == torch.bfloat16
+    args.emits_redo = emits_redo
     native().lockstep_short_conv(ctypes.byref(args))
     return out
 
@@ -252,21 +266,13 @@ def matrix_recurrence(
     contiguous.
     """
     check_matrix(heads, mixed_MC, control_NJ, rows, state_SHDV, pending_SRW, saved_at)
-    H, D, V = heads.state_shape
+    H, _, V = heads.state_shape
     N, (_, R, W) = len(control_NJ), pending_SRW.shape
     out = torch.empty(N, H * V)
-    low, high = heads.dt_limits
-    args = _MatrixArgs(
-        _Rows.of(rows, N, R),
-        *[address(part) for part in (mixed_MC, control_NJ, state_SHDV)],
-        address(pending_SRW) + 4 * saved_at,
-        *[address(part) for part in (heads.a_H, heads.bias_H)],
-        None if heads.skip_H is None else address(heads.skip_H),
-        address(out),
-        *(mixed_MC.shape[1], W, heads.q_at, heads.k_at, heads.v_at, H, heads.key_heads, D, V),
-        *(low, high, D**-0.5 if heads.delta else 1.0, heads.eps),
-        heads.delta,
-    )
+    args = MatrixArgs(RowsArgs.of(rows, N, R), address(mixed_MC), address(control_NJ), address(state_SHDV))
+    args.use(heads)
+    args.pending, args.out = address(pending_SRW) + 4 * saved_at, address(out)
+    args.mixed_stride, args.pending_stride = mixed_MC.shape[1], W
     native().lockstep_matrix_recurrence(ctypes.byref(args))
     return out
 
@@ -292,7 +298,7 @@ def selective_scan(
     N, (_, R, W) = len(control_NJ), pending_SRW.shape
     out = torch.empty(N, I)
     args = _ScanArgs(
-        _Rows.of(rows, N, R),
+        RowsArgs.of(rows, N, R),
         *[address(part) for part in (x_MI, control_NJ, state_SEI)],
         address(pending_SRW) + 4 * saved_at,
         *[address(part) for part in (scan.a_EI, scan.skip_I, out)],
@@ -320,7 +326,7 @@ def gated_norm(
     assert gate_PG.dtype in _DTYPES, gate_PG.dtype
     (N, V), P = x_NV.shape, len(gate_PG)
     out_NV = torch.empty(N, V, dtype=gate_PG.dtype)
-    args = _GatedNormArgs(
+    args = GatedNormArgs(
         address(x_NV),
         address(gate_PG),
         None if weight_V is None else address(weight_V),
@@ -336,10 +342,15 @@ def gated_norm(
 
 def check_conv(conv: ShortConv, x_NC: torch.Tensor, tail_STC: torch.Tensor, pending_SRW: torch.Tensor) -> None:
     """Assert what `short_conv` takes on every device."""
+    assert x_NC.shape[1] == conv.state_shape[1], x_NC.shape
+    assert x_NC.stride(1) == 1, x_NC.stride()
+    check_conv_memory(conv, tail_STC, pending_SRW)
+
+
+def check_conv_memory(conv: ShortConv, tail_STC: torch.Tensor, pending_SRW: torch.Tensor) -> None:
+    """Assert the shapes of a convolution's memory."""
     T, C = conv.weight_TC.shape
     S, R, W = pending_SRW.shape
-    assert x_NC.shape[1] == C, x_NC.shape
-    assert x_NC.stride(1) == 1, x_NC.stride()
     _check_floats(tail_STC, (S, T - 1, C))
     _check_floats(pending_SRW, (S, R, W))
     assert C <= W, (C, W)
@@ -355,15 +366,21 @@ def check_matrix(
     saved_at: int,
 ) -> None:
     """Assert what `matrix_recurrence` takes on every device."""
-    H, D, V = heads.state_shape
-    N, S, R, W = len(control_NJ), *pending_SRW.shape
+    N, R = len(control_NJ), pending_SRW.shape[1]
     _check_floats(mixed_MC, (len(rows.state_L) * R + N, mixed_MC.shape[1]))
     _check_floats(control_NJ, (N, heads.control_width))
-    _check_floats(state_SHDV, (S, H, D, V))
+    check_matrix_memory(heads, state_SHDV, pending_SRW, saved_at)
+    assert heads.columns <= mixed_MC.shape[1], mixed_MC.shape
+
+
+def check_matrix_memory(
+    heads: MatrixRecurrence, state_SHDV: torch.Tensor, pending_SRW: torch.Tensor, saved_at: int
+) -> None:
+    """Assert the shapes of the memory of matrices."""
+    S, R, W = pending_SRW.shape
+    _check_floats(state_SHDV, (S, *heads.state_shape))
     _check_floats(pending_SRW, (S, R, W))
     assert saved_at + heads.control_width <= W, (saved_at, W)
-    assert max(heads.q_at, heads.k_at) + heads.key_heads * D <= mixed_MC.shape[1], mixed_MC.shape
-    assert heads.v_at + H * V <= mixed_MC.shape[1], mixed_MC.shape
 
 
 def check_scan(

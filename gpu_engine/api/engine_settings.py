@@ -142,10 +142,10 @@ class EngineSettings:
     max_model_len=0 up to 2048 for each slot and at least one sequence of full length; at most what fits into half of
     the memory that is free once the weights are loaded (on a GPU: four fifths)."""
     max_batched_tokens: int = 0
-    """Most prompt tokens of one forward. On a CPU, models whose forward is one loop over fused parts run prompts and
-    decoding sequences in the same forward (docs/features.md, mixed batches), so no gap between two tokens is longer
-    than one forward of this size; elsewhere decode steps run between the forwards of a prompt. On a GPU one forward may
-    hold prompts of several sequences. 0: 256 on a CPU, 512 on a GPU."""
+    """Most prompt tokens of one forward. On a CPU, models whose forward is one loop over fused parts without recurrent
+    layers run prompts and decoding sequences in the same forward (docs/features.md, mixed batches), so no gap between
+    two tokens is longer than one forward of this size; elsewhere decode steps run between the forwards of a prompt. On
+    a GPU one forward may hold prompts of several sequences. 0: 256 on a CPU, 512 on a GPU."""
     prefix_cache: bool = True
     """Reuse KV pages of requests that share a prefix, as whole pages, until their memory is needed. Off with a drafting
     network inside the step (drafter=model, eagle3, dflash, mtp), whose cache depends on the tokens that follow."""

@@ -8,7 +8,7 @@ the model itself (see fusion.py). Not responsible for: the computation of a laye
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,11 +16,21 @@ import torch
 from torch import nn
 
 from gpu_engine.model.attention import AttentionContext, PromptRows
-from gpu_engine.model.fused_layers import FusedAttention, FusedGated, FusedNorm, MixedBlock, angles_by_row
+from gpu_engine.model.fused_layers import (
+    ChosenExperts,
+    ExpertsAndBlock,
+    FusedAttention,
+    FusedGated,
+    FusedNorm,
+    MixedBlock,
+    angles_by_row,
+    no_angles,
+)
 from gpu_engine.model.layer_inputs import LayerInput, LayerInputs, OtherInputs, layer_input_of, layer_inputs_of
-from gpu_engine.model.linear import PackedLinear
+from gpu_engine.model.linear import PackedLinear, has_weights
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Recording
+from gpu_engine.model.recurrent.mixer import RecurrentMixer
 from kernels.fused import RMSNorm, add_rms_norm, angles_at, rms_norm
 from kernels.fused_arguments import KeyValues, StreamScales
 from kernels.step_tensors import StepTensors
@@ -63,10 +73,11 @@ class Layer:
     `is_parallel`: x += attention(pre(x)) + block(pre(x)). Then the layer's input, and x *= scale.
     """
 
-    attention: FusedAttention
+    attention: FusedAttention | RecurrentMixer
+    """A recurrent layer has its module here."""
     gated: FusedGated | MixedBlock
-    angles: int
-    """Index into `FusedForward.rotary`: the call whose angles this layer uses."""
+    angles: int | None
+    """Index into `FusedForward.rotary`: the call whose angles this layer uses. None: nothing is rotated."""
     is_parallel: bool
     input: LayerInput | None
     scale: float
@@ -119,7 +130,7 @@ class FusedForward:
     """A single row is computed as two equal rows: otherwise each packed product would double it again (see
     linear.py)."""
     takes_prompts: bool
-    """The products are packed for a CPU, so that a row has the same bits in any company."""
+    """The products are packed for a CPU, so that a row has the same bits in any company, and no layer is recurrent."""
     inputs: LayerInputs | None = None
 
     @property
@@ -169,7 +180,8 @@ class FusedForward:
         if self.scales.input != 1.0:
             x_BPH = x_BPH * self.scales.input
         inputs_LNI = None if self.inputs is None else self.inputs.of(ids, x_BPH)
-        angles = [call.angles(x_BPH, positions) for call in self.rotary]
+        rotated = [call.angles(x_BPH, positions) for call in self.rotary]
+        unrotated = no_angles(x_BPH, ids.numel())
         x, delta = x_BPH.view(-1, x_BPH.shape[-1]), None
         if self.pairs and len(x) == 1:
             x = torch.cat([x, x])
@@ -179,7 +191,11 @@ class FusedForward:
             h = self._normed(x, delta, layer.pre_attention)
             if ctx.hidden is not None and at in ctx.hidden:
                 ctx.hidden[at] = x[: ids_BP.numel()].clone()
-            delta = layer.attention.attend(h, *angles[layer.angles], ctx)
+            if isinstance(layer.attention, RecurrentMixer):
+                delta = layer.attention.of_rows(h, ctx.recurrent)
+            else:
+                angles = unrotated if layer.angles is None else rotated[layer.angles]
+                delta = layer.attention.attend(h, *angles, ctx)
             if at == end:
                 break
             if layer.post_attention is not None:
@@ -196,9 +212,10 @@ class FusedForward:
         return x, delta
 
     def _last_filled(self, ctx: AttentionContext) -> int:
-        """Return the last layer that stores keys and values, or whose input is wanted."""
-        stores = (layer.attention.key_values is not KeyValues.SHARED for layer in self.layers)
+        """Return the last layer that stores keys and values or a state, or whose input is wanted."""
         wanted = [at for at in ctx.hidden or {} if at < len(self.layers)]
+        parts = [layer.attention for layer in self.layers]
+        stores = (isinstance(part, RecurrentMixer) or part.key_values is not KeyValues.SHARED for part in parts)
         return max(*wanted, *(at for at, does in enumerate(stores) if does), 0)
 
     def _normed(self, x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm | None) -> torch.Tensor:
@@ -230,13 +247,15 @@ def _with_prompts(
 
 _NORMS: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
     ("input_layernorm", None, "post_attention_layernorm", None),
+    ("operator_norm", None, "ffn_norm", None),
+    ("input_layernorm", None, "pre_ff_layernorm", None),
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     ("input_layernorm", None, None, None),
 )
-"""The names of a layer's norms, before and after the attention, before and after the block: those of Llama, Gemma 2,
-GLM 4, OLMo 2, and Cohere, whose block is next to the attention."""
+"""The names of a layer's norms, before and after the attention, before and after the block: those of Llama, LFM 2,
+Bamba, Gemma 2, GLM 4, OLMo 2, and Cohere, whose block is next to the attention."""
 
 
 def fused_forward_of(net: Any, record: Recording, mixtures: Mapping[nn.Module, MixedBlock]) -> FusedForward:
@@ -257,9 +276,7 @@ def fused_forward_of(net: Any, record: Recording, mixtures: Mapping[nn.Module, M
     if len(stacks) != 1 or len(norms) != 1:
         raise NotALoop(f"{len(stacks)} stacks of layers and {len(norms)} norms")
     known = {embedding, head, stacks[0], norms[0], *of_inputs}
-    if strangers := [
-        name for name, child in decoder.named_children() if child not in known and any(child.parameters())
-    ]:
+    if strangers := [name for name, child in decoder.named_children() if child not in known and has_weights(child)]:
         raise NotALoop(f"the decoder has more: {strangers}")
     rotary: list[RotaryCall] = []
     layers = tuple(_layer_of(layer, record, rotary, decoder, mixtures) for layer in stacks[0])
@@ -277,8 +294,11 @@ def _scales_of(config: Any) -> StreamScales:
 
 
 def _packed(products: list[nn.Module], layers: tuple[Layer, ...]) -> bool:
-    """Return whether every product is packed for a CPU, these and the layers'."""
+    """Return whether every product is packed for a CPU, these and the layers', and no layer has a state, which rows of
+    prompts lack."""
     for layer in layers:
+        if isinstance(layer.attention, RecurrentMixer):
+            return False
         for part in (layer.attention, layer.gated, *([layer.input] if layer.input is not None else [])):
             products += [product for _, product in part.products()]
     return all(isinstance(product, PackedLinear | BlockLinear) for product in products)
@@ -299,33 +319,42 @@ def _layer_of(
     if layer_input is not None:
         for name in ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"):
             del children[name]
-    attentions = [child for child in children.values() if isinstance(child, FusedAttention)]
+    attentions = [child for child in children.values() if isinstance(child, FusedAttention | RecurrentMixer)]
     blocks = [child for child in children.values() if isinstance(child, FusedGated | MixedBlock)]
     norms = {name: child.norm for name, child in children.items() if isinstance(child, FusedNorm)}
     strangers = [
         name
         for name, child in children.items()
-        if child not in (*attentions, *blocks)
-        and not isinstance(child, FusedNorm)
-        and next(child.parameters(), None) is not None
+        if child not in (*attentions, *blocks) and not isinstance(child, FusedNorm) and has_weights(child)
     ]
+    if (both := _mixture_and_block(blocks)) is not None:
+        blocks = [both]
     if len(attentions) != 1 or len(blocks) != 1 or strangers:
         raise NotALoop(f"a layer of {sorted(children)}")
     names = next((names for names in _NORMS if {name for name in names if name} == set(norms)), None)
     if names is None:
         raise NotALoop(f"a layer with the norms {sorted(norms)}")
     around = (norms[name] if name else None for name in names)
-    angles = _angles_of(layer, record, rotary, decoder)
+    angles = None if isinstance(attentions[0], RecurrentMixer) else _angles_of(layer, record, rotary, decoder)
     scale = float(getattr(layer, "layer_scalar", 1.0))
     return Layer(attentions[0], blocks[0], angles, len(norms) == 1, layer_input, scale, *around)
 
 
-def _angles_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> int:
-    """Return which rotary call gave this layer its angles; a new one is added."""
+def _mixture_and_block(blocks: Sequence[FusedGated | MixedBlock]) -> ExpertsAndBlock | None:
+    """Return the sum of a layer's two blocks, if they are a mixture and a block next to it."""
+    mixtures = [block for block in blocks if isinstance(block, ChosenExperts) and not block.has_shared]
+    gated = [block for block in blocks if isinstance(block, FusedGated)]
+    return ExpertsAndBlock(mixtures[0], gated[0]) if len(mixtures) == len(gated) == 1 and len(blocks) == 2 else None
+
+
+def _angles_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> int | None:
+    """Return which rotary call gave this layer its angles; a new one is added. None: the layer got none."""
     try:
-        given = record.only(layer).kwargs["position_embeddings"]
-    except (KeyError, ValueError) as error:
+        given = record.only(layer).kwargs.get("position_embeddings")
+    except ValueError as error:
         raise NotALoop(f"a layer without angles: {error}") from error
+    if given is None:
+        return None
     for module in decoder.children():
         for call in record.calls.get(module, []):
             if not _same_memory(call.output, given):

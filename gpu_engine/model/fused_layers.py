@@ -27,7 +27,7 @@ Sources = dict[str, tuple[tuple[str, int], ...]]
 
 
 class FusedNorm(nn.Module):
-    """An RMSNorm in one kernel."""
+    """A norm in one kernel."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
@@ -171,30 +171,60 @@ class ChosenExperts(MixedBlock):
         return shared if isinstance(shared, FusedGated) else None
 
 
+class ExpertsAndBlock(ChosenExperts):
+    """The sum of a mixture and of a gated block with the same input, which is like an expert that every row takes
+    (Granite 4)."""
+
+    def __init__(self, mixture: ChosenExperts, block: FusedGated) -> None:
+        super().__init__(mixture.inner, mixture.router_EH, mixture.router_bias_E, mixture.choice, mixture.act)
+        self._block = block
+
+    def products(self) -> list[tuple[str, nn.Module]]:
+        """Return those of the mixture and of the block."""
+        return [*super().products(), *((f"shared.{name}", product) for name, product in self._block.products())]
+
+    @property
+    def has_shared(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def shared(self) -> FusedGated:
+        """The block."""
+        return self._block
+
+    def of_rows(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> [N, H]."""
+        return super().of_rows(x_NH) + self._block.of_rows(x_NH)
+
+
 class Rotation(enum.Enum):
-    """The channels of a head that are rotated together, and what the model's rotary embedding gives for them."""
+    """The channels of a head that are rotated together, and what the model's rotary embedding gives for them.
+
+    R channels rotate. They are pairs of halves, i and i + R / 2, or pairs of neighbours, 2 i and 2 i + 1.
+    """
 
     HALVES = enum.auto()
-    """Channels i and i + R / 2 are a pair, and each channel has its angle (Llama)."""
-    HALVES_SHARE = enum.auto()
-    """The same with R / 2 angles, one for each pair (gpt-oss)."""
+    """Pairs of halves; the model gives an angle for each channel (Llama)."""
+    HALVES_BY_PAIR = enum.auto()
+    """Pairs of halves; the model gives R / 2 angles, one for each pair (gpt-oss)."""
     NEIGHBOURS = enum.auto()
-    """Channels 2 i and 2 i + 1 are a pair, and each channel has its angle (Cohere)."""
-    NEIGHBOURS_SHARE = enum.auto()
-    """The same, and the first R / 2 angles are the pairs' (GLM 4, ERNIE 4.5); the others repeat them."""
+    """Pairs of neighbours; the model gives an angle for each channel (Cohere)."""
+    NEIGHBOURS_REPEATED = enum.auto()
+    """Pairs of neighbours; the model gives the pairs' angles twice, one after the other (GLM 4, ERNIE 4.5)."""
     NONE = enum.auto()
-    """Nothing is rotated, whatever the angles are (SmolLM 3's layers without positions)."""
+    """Nothing rotates, whatever angles the model gives (the layers of SmolLM 3 without positions)."""
 
     @property
     def of_neighbours(self) -> bool:
         """Whether neighbours are pairs."""
-        return self in (Rotation.NEIGHBOURS, Rotation.NEIGHBOURS_SHARE)
+        return self in (Rotation.NEIGHBOURS, Rotation.NEIGHBOURS_REPEATED)
 
     def angles(self, cos_NR: torch.Tensor, sin_NR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines that `rotate` takes, from the model's."""
         if self is Rotation.NONE:
             return torch.ones_like(cos_NR), torch.zeros_like(sin_NR)
-        if self is Rotation.HALVES_SHARE:
+        if self is Rotation.HALVES_BY_PAIR:
             return torch.cat([cos_NR, cos_NR], dim=1), torch.cat([sin_NR, sin_NR], dim=1)
         if self is Rotation.NEIGHBOURS:
             return torch.cat([cos_NR[:, ::2], cos_NR[:, 1::2]], 1), torch.cat([sin_NR[:, ::2], sin_NR[:, 1::2]], 1)
@@ -208,7 +238,10 @@ class FusedAttention(nn.Module):
         sinks_H: float32, the further logit of each query head; None: there is none.
         v_norm: of each value head.
         key_values: what `qkv` gives next to the queries.
-        norms_last: the norms come after the rotation. They are of all heads together where their weights are.
+        norms_last: the norms of queries and keys come after the rotation.
+        q_norm, k_norm: RMSNorms of each head, or of all heads together if the weights have their size.
+        query_gates: after each query head, `qkv` gives as many channels of a gate: what the head attended to is
+            multiplied by the sigmoid of it (Qwen 3.5).
     """
 
     def __init__(
@@ -225,9 +258,10 @@ class FusedAttention(nn.Module):
         key_values: KeyValues = KeyValues.OWN,
         rotation: Rotation = Rotation.HALVES,
         norms_last: bool = False,
+        query_gates: bool = False,
     ) -> None:
         super().__init__()
-        self.sinks_H, self.rotation = sinks_H, rotation
+        self.sinks_H, self.rotation, self.query_gates = sinks_H, rotation, query_gates
         self.qkv, self.output, self.shape, self.layer_idx = qkv, output, shape, layer_idx
         self._qkv, self._output = qkv.forward, output.forward
         heads = (shape.num_heads, shape.num_kv_heads)
@@ -251,13 +285,16 @@ class FusedAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         """[B, P, H] -> ([B, P, H], None), as transformers' attention modules."""
         B, P, H = hidden_states.shape
-        cos, sin = (angles_by_row(part, B) for part in position_embeddings)
+        if position_embeddings is None:
+            cos, sin = no_angles(hidden_states, B * P)
+        else:
+            cos, sin = (angles_by_row(part, B) for part in position_embeddings)
         out_NH = self.attend(hidden_states.reshape(B * P, H), cos, sin, context_of_forward())
         return out_NH.view(B, P, H), None
 
@@ -267,15 +304,26 @@ class FusedAttention(nn.Module):
         """[N, H] -> [N, H]; row b * P + j is position j of sequence b. Rows of prompts are after those of the batch."""
         pages, qkv_NC = ctx.pages[self.layer_idx], self._qkv(x_NH)
         if self.key_values is KeyValues.FROM_KEYS:
-            qkv_NC = torch.cat([qkv_NC, qkv_NC[:, self.shape.num_heads * self.shape.head_dim :]], dim=1)
+            keys = self.shape.num_kv_heads * self.shape.head_dim
+            qkv_NC = torch.cat([qkv_NC, qkv_NC[:, -keys:]], dim=1)
+        gate_NC = None
+        if self.query_gates:
+            qkv_NC, gate_NC = self._without_gates(qkv_NC)
         cos_NR, sin_NR = self.rotation.angles(cos_NR, sin_NR)
         if ctx.prompts is None:
             where = (pages, ctx.page_table_BN, ctx.positions_BP, ctx.tree_rows_BRR)
             out_NC = self._core(qkv_NC, cos_NR, sin_NR, *where)
         else:
             out_NC = self._attend_with_prompts(qkv_NC, cos_NR, sin_NR, pages, ctx, ctx.prompts)
-        out_NH: torch.Tensor = self._output(out_NC)
+        out_NH: torch.Tensor = self._output(out_NC if gate_NC is None else out_NC * torch.sigmoid(gate_NC))
         return out_NH
+
+    def _without_gates(self, qkv_NC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the queries, keys and values, and the gates of the queries."""
+        N, Hq, D = len(qkv_NC), self.shape.num_heads, self.shape.head_dim
+        queries_NH2D = qkv_NC[:, : 2 * Hq * D].view(N, Hq, 2, D)
+        q_NC, gate_NC = (queries_NH2D[:, :, part].reshape(N, Hq * D) for part in (0, 1))
+        return torch.cat([q_NC, qkv_NC[:, 2 * Hq * D :]], dim=1), gate_NC
 
     def _attend_with_prompts(
         self,
@@ -306,6 +354,12 @@ class FusedAttention(nn.Module):
 def join_activations(model: nn.Module) -> int:
     """Join the activation of every fused gated block to its product, where that has a kernel; return how many."""
     return sum(module.join_activation() for module in model.modules() if isinstance(module, FusedGated))
+
+
+def no_angles(x: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines [N, 0]: no channel is rotated. `x` gives device and dtype."""
+    none_N0 = x.new_zeros(num_rows, 0)
+    return none_N0, none_N0
 
 
 def angles_by_row(part_BPR: torch.Tensor, num_sequences: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,10 +23,11 @@ from gpu_engine.model.attention import LayerAttention
 from gpu_engine.model.experts import Experts, WideGate
 from gpu_engine.model.fused_forward import NotALoop, WholeForward, fused_forward_of
 from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, FusedNorm, Rotation
-from gpu_engine.model.linear import Product, joined
+from gpu_engine.model.linear import Product, has_weights, joined
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
 from gpu_engine.model.recording import Call, Distance, Recording, distance
+from gpu_engine.model.recurrent.delta_nets import DeltaNet, JoinedDeltaNet
 from kernels.fused_arguments import EVERYWHERE, KeyValues, NormKind, RMSNorm
 from kernels.mixture import Choice
 
@@ -73,7 +75,12 @@ def norm_of(module: nn.Module, record: Recording, bound: float) -> FusedNorm:
     return _closest((FusedNorm(RMSNorm(weight_H, eps, kind)) for kind in kinds), call, bound)
 
 
-_GATED_BLOCKS = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w3", "w2"))
+_GATED_BLOCKS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("input_linear", "output_linear"),
+)
 """The names of a gated block's products: gate, up and down, or both and down."""
 
 
@@ -92,7 +99,7 @@ def gated_of(module: nn.Module, record: Recording, bound: float) -> FusedGated:
 
 
 _ROUTERS = ({"weight"}, {"weight", "bias"})
-"""The parameters of routers; one may have a module more, with a correction of the experts' shares."""
+"""The parameters of routers."""
 
 
 def chosen_experts_of(module: nn.Module, record: Recording, bound: float) -> ChosenExperts:
@@ -119,8 +126,9 @@ def chosen_experts_of(module: nn.Module, record: Recording, bound: float) -> Cho
         raise NotRecognised("its output is not the experts'")
     dense_NE = _dense(outputs_NE, weights_Nk, chosen_Nk)
     forms = _choices(module, routers[0], len(router_EH), chosen_Nk.shape[1])
-    choice = next((form for form in forms if distance(_dense(outputs_NE, *form(outputs_NE)), dense_NE) <= bound), None)
-    if choice is None:
+    far = {form: distance(_dense(outputs_NE, *form(outputs_NE)), dense_NE) for form in forms}
+    choice = min(far, key=far.__getitem__)
+    if far[choice] > bound:
         raise NotRecognised("its router does not take the highest outputs by their softmax or sigmoid")
     act = experts[0].activation(rows_NH.dtype, bound)
     if act is None:
@@ -130,12 +138,7 @@ def chosen_experts_of(module: nn.Module, record: Recording, bound: float) -> Cho
 
 def _is_router(module: nn.Module) -> bool:
     own = {name for name, _ in module.named_parameters(recurse=False)}
-    return (
-        own in _ROUTERS
-        and module.get_parameter("weight").dim() == 2
-        and not _is_product(module)
-        and type(module) is not WideGate
-    )
+    return own in _ROUTERS and module.get_parameter("weight").dim() == 2 and not _is_product(module)
 
 
 def _dense(like_NE: torch.Tensor, weights_Nk: torch.Tensor, chosen_Nk: torch.Tensor) -> torch.Tensor:
@@ -144,12 +147,18 @@ def _dense(like_NE: torch.Tensor, weights_Nk: torch.Tensor, chosen_Nk: torch.Ten
 
 
 def _choices(module: nn.Module, router: nn.Module, E: int, k: int) -> Iterator[Choice]:
-    """Yield what may become of a router's outputs."""
-    experts = {weight for child in module.children() if type(child) is Experts for weight in child.parameters()}
-    tensors = [*module.parameters(), *module.buffers()]
-    vectors = [each for each in tensors if each.numel() == E and each.dim() < 3 and each not in experts]
-    vectors = [each for each in vectors if each is not router._parameters.get("bias")]
-    corrections = [None, *(each.detach().flatten().float().contiguous() for each in vectors)]
+    """Yield what may become of a router's outputs. Raises NotRecognised for a choice by groups of experts."""
+    for of in (router, module):
+        groups = getattr(of, "num_group", None) or getattr(of, "n_group", None) or 1
+        if groups > (getattr(of, "topk_group", None) or groups):
+            raise NotRecognised(f"its router takes experts of some of its {groups} groups")
+    # One that moves no choice of the recorded rows moves others.
+    corrections: list[torch.Tensor | None] = [
+        each.detach().flatten().float().contiguous()
+        for name, each in itertools.chain(module.named_parameters(), module.named_buffers())
+        if re.search(r"(correction|expert)_bias$", name) and each.numel() == E and each.any()
+    ]
+    corrections = corrections or [None]
     scales = dict.fromkeys((1.0, *(float(getattr(of, "routed_scaling_factor", 1.0)) for of in (router, module))))
     for correction_E, scale, of_sigmoid, renormalises in itertools.product(
         corrections, scales, (False, True), (True, False)
@@ -157,16 +166,11 @@ def _choices(module: nn.Module, router: nn.Module, E: int, k: int) -> Iterator[C
         yield Choice(k, renormalises, of_sigmoid, correction_E, scale)
 
 
-def _has_weights(module: nn.Module) -> bool:
-    """Return whether a module has weights, or products over blocks, whose weights are no parameters."""
-    return any(_is_product(part) or next(part.parameters(), None) is not None for part in module.modules())
-
-
 def _shared_expert(
     module: nn.Module, known: Collection[nn.Module], record: Recording
 ) -> tuple[str | None, torch.Tensor | None, torch.Tensor | float]:
     """Return the name of the expert that every row takes, the weights of its gate, and what it adds, flat."""
-    others = {name: child for name, child in module.named_children() if child not in known and _has_weights(child)}
+    others = {name: child for name, child in module.named_children() if child not in known and has_weights(child)}
     gates = [child for child in others.values() if type(child) is WideGate]
     blocks = [name for name, child in others.items() if type(child) is not WideGate]
     if not others:
@@ -180,11 +184,10 @@ def _shared_expert(
     return blocks[0], gate_H, added * _only(record, gates[0]).tensor().flatten().sigmoid()
 
 
-_HEAD_NORMS = {
-    "q": ("q_norm", "q_layernorm", "query_layernorm"),
-    "k": ("k_norm", "k_layernorm", "key_layernorm"),
-    "v": ("v_norm",),
-}
+_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+"""The names of the norms of queries and keys."""
+_LAST_NORMS = ("query_layernorm", "key_layernorm")
+"""HunYuan's, which come after the rotation."""
 _ATTENTIONS = {
     ("q_proj", "k_proj", "v_proj", "o_proj"): KeyValues.OWN,
     ("qkv_proj", "o_proj"): KeyValues.OWN,
@@ -197,29 +200,38 @@ from."""
 
 
 def attention_of(
-    module: nn.Module, record: Recording, shape: LayerAttention, layer_idx: int, bounds: Bounds, num_positions: int
+    module: nn.Module,
+    record: Recording,
+    shape: LayerAttention,
+    layer_idx: int,
+    bounds: Bounds,
+    num_positions: int,
+    *,
+    on_cpu: bool,
 ) -> FusedAttention:
     """Return the fused form of an attention: q, k, v and output products, head norms, rotary. Raise NotRecognised.
 
-    `num_positions`: how many the model is served with; the record has only the first of them.
+    `num_positions`: how many the model is served with; the record has only the first of them. `on_cpu`: forms that only
+    a CPU has will do.
     """
     if shape.chunk or shape.padded:
         raise NotRecognised("has chunks or heads of other sizes")
     if (length := _length_of_equal_queries(module)) is not None and length < num_positions:
         raise NotRecognised(f"has queries that grow from position {length} on")
-    on_cpu = all(weight.device.type == "cpu" for weight in module.parameters())
+    call = _with_other_angles(module, _only(record, module))
     sinks = module._parameters.get("sinks") if shape.sinks else None
     if sinks is not None and not on_cpu:
         raise NotRecognised("has sinks, whose fused form only a CPU has")
-    with_none = {of: _norm_of_heads(module, names) for of, names in _HEAD_NORMS.items()}
-    norms = {of: norm for of, norm in with_none.items() if norm is not None}
+    norms, norms_last = _norms_of_heads(module)
+    v_norm = getattr(module, "v_norm", None)
+    if isinstance(v_norm, nn.Module):
+        norms["v"] = v_norm
     linears = _linears(module, but=norms.values(), own=() if sinks is None else ("sinks",))
-    call = _only(record, module)
     *parts, last = names = next((names for names in _ATTENTIONS if set(names) == set(linears)), ("",))
     if not parts:
         raise NotRecognised(f"has the products {sorted(linears)}")
     key_values = _ATTENTIONS[names]
-    if not on_cpu and ("v" in norms or key_values is not KeyValues.OWN):
+    if not on_cpu and (v_norm is not None or key_values is not KeyValues.OWN):
         raise NotRecognised("has normed or shared values, whose fused form only a CPU has")
     found = {of: norm_of(norm, record, bounds.norm).norm for of, norm in norms.items()}
     if "v" in found and "q" in found and not any(norms["v"].parameters()):
@@ -227,14 +239,15 @@ def attention_of(
     qkv, output = _joined([linears[name] for name in parts]), _joined([linears[last]])
     sinks_H = None if sinks is None else sinks.detach().float().contiguous()
     made_of = (qkv, output, shape, layer_idx, found.get("q"), found.get("k"), sinks_H, found.get("v"))
+    if norms_last and not on_cpu:
+        raise NotRecognised("has norms after the rotation, which only a CPU has")
+    rotations = _rotations(call, shape, on_cpu=on_cpu)
+    gates = len(parts) == 3 and linears[parts[0]].out_features == 2 * shape.num_heads * shape.head_dim
     forms = (
-        FusedAttention(*made_of, key_values=key_values, rotation=rotation, norms_last=last)
-        for last in ((False, True) if found and on_cpu else (False,))
-        for rotation in _rotations(call, shape, on_cpu=on_cpu)
+        FusedAttention(*made_of, key_values=key_values, rotation=rotation, norms_last=norms_last, query_gates=gates)
+        for rotation in rotations
     )
-    # Where another form is as near as that, the positions of the record do not tell them apart.
     fused = _closest(forms, call, bounds.block, enough=bounds.block / 8)
-    fused(*call.args, **call.kwargs)  # the layers that share its keys read them, and not those of another form
     fused.sources = {"qkv": _sources(linears, parts), "output": _sources(linears, [last])}
     return fused
 
@@ -246,16 +259,44 @@ def _length_of_equal_queries(module: nn.Module) -> int | None:
     return length if rotation.get("llama_4_scaling_beta") else None
 
 
-def _norm_of_heads(module: nn.Module, names: Collection[str]) -> nn.Module | None:
-    found = (getattr(module, name, None) for name in names)
-    return next((norm for norm in found if isinstance(norm, nn.Module)), None)
+def _norms_of_heads(module: nn.Module) -> tuple[dict[str, nn.Module], bool]:
+    """Return the norms of queries and keys by "q" and "k", and whether they come after the rotation."""
+    for names in (*_HEAD_NORMS, _LAST_NORMS):
+        norms = {of: getattr(module, name, None) for of, name in zip("qk", names, strict=True)}
+        if found := {of: norm for of, norm in norms.items() if isinstance(norm, nn.Module)}:
+            return found, names == _LAST_NORMS
+    return {}, False
+
+
+def _with_other_angles(module: nn.Module, call: Call) -> Call:
+    """Return a call of an attention with angles of its own, in which every channel that rotates turns by far.
+
+    The first positions turn most channels so little that a form without rotation, or with other pairs, would be within
+    the bound. Channels of equal frequencies keep equal angles. Raises NotRecognised.
+    """
+    given = call.kwargs.get("position_embeddings")
+    if not isinstance(given, tuple) or len(given) != 2 or any(part.dim() != 3 or part.shape[1] < 2 for part in given):
+        return call  # no cosines and sines of several positions, so no form takes them
+    cos_BPR, sin_BPR = given
+    per_position_R = torch.atan2(sin_BPR[0, 1].float(), cos_BPR[0, 1].float())
+    size_BPR = torch.hypot(sin_BPR.float(), cos_BPR.float())
+    spread_R = torch.where(per_position_R == 0, 0.0, 0.5 + (per_position_R.abs().clamp(min=1e-30).log() * 7.3) % 2.0)
+    angle_PR = torch.arange(cos_BPR.shape[1], device=cos_BPR.device)[:, None] * spread_R
+    other = ((size_BPR * angle_PR.cos()).to(cos_BPR.dtype), (size_BPR * angle_PR.sin()).to(sin_BPR.dtype))
+    kwargs = {**call.kwargs, "position_embeddings": other}
+    try:
+        return Call(call.args, kwargs, module(*call.args, **kwargs))
+    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise NotRecognised(f"cannot be called with other angles: {error}") from error
 
 
 def _rotations(call: Call, shape: LayerAttention, *, on_cpu: bool) -> list[Rotation]:
-    """Return what the angles of an attention's call may mean. Neighbours are rotated only on a CPU."""
+    """Return what the angles of an attention's call may mean. Neighbours, and heads without angles, need a CPU."""
     angles = call.kwargs.get("position_embeddings")
-    halved = angles is not None and 2 * angles[0].shape[-1] <= shape.head_dim
-    left_out = set() if halved else {Rotation.HALVES_SHARE}
+    if angles is None:
+        return [Rotation.NONE] if on_cpu else []
+    halved = 2 * angles[0].shape[-1] <= shape.head_dim
+    left_out = set() if halved else {Rotation.HALVES_BY_PAIR}
     return [rotation for rotation in Rotation if rotation not in left_out and (on_cpu or not rotation.of_neighbours)]
 
 
@@ -277,9 +318,7 @@ def _linears(module: nn.Module, but: Iterable[nn.Module] = (), own: Collection[s
     left = set(but)
     children = {name: child for name, child in module.named_children() if child not in left}
     linears = {name: child for name, child in children.items() if _is_product(child)}
-    rest = [
-        name for name, child in children.items() if name not in linears and next(child.parameters(), None) is not None
-    ]
+    rest = [name for name, child in children.items() if name not in linears and has_weights(child)]
     rest += [name for name, _ in module.named_parameters(recurse=False) if name not in own]
     if rest:
         raise NotRecognised(f"has weights of its own: {rest}")
@@ -300,22 +339,33 @@ def _joined(linears: list[Product]) -> nn.Module:
 def _closest(candidates: Iterable[_M], call: Call, bound: float, *, enough: float = 0.0) -> _M:
     """Return the candidate that repeats the recorded call best; raise NotRecognised when none is within the bound.
 
-    `enough`: the first that is no further away will do.
+    `enough`: the first that is no further away will do. A candidate that does not take the call is left out.
     """
-    best, least = None, float("inf")
+    best, least, refusal = None, float("inf"), ""
     for candidate in candidates:
         try:
             got = candidate(*call.args, **call.kwargs)
             far = distance(got[0] if isinstance(got, tuple) else got, call.tensor())
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-            raise NotRecognised(f"does not take the fused form: {error}") from error
+            refusal = f"does not take the fused form: {error}"
+            continue
         if far < least:
             best, least = candidate, far
         if least <= enough:
             break
     if best is None or least > bound:
-        raise NotRecognised(f"its fused form is {least:.1e} away from it")
+        raise NotRecognised(f"its fused form is {least:.1e} away from it" if best is not None else refusal)
     return best
+
+
+def joined_delta_net_of(module: DeltaNet, record: Recording, bound: float) -> JoinedDeltaNet:
+    """Return a delta net with two products for what rows bring; raise NotRecognised. It writes the states of the
+    record's forward again."""
+    try:
+        joined_net = JoinedDeltaNet(module)
+    except ValueError as error:
+        raise NotRecognised(str(error)) from error
+    return _closest([joined_net], _only(record, module), bound)
 
 
 class FusedModelDiffers(RuntimeError):
@@ -351,8 +401,9 @@ def fuse_parts(
     `num_positions`: as in `attention_of`.
     A replaced module is also removed from the record, which releases its weights: memory holds at most one layer twice.
     """
-    counts, left = dict.fromkeys(("norms", "blocks", "attentions"), 0), dict[str, None]()
+    counts, left = dict.fromkeys(("norms", "blocks", "attentions", "mixers"), 0), dict[str, None]()
     mixtures: dict[nn.Module, ChosenExperts] = {}
+    on_cpu = next(net.parameters()).device.type == "cpu"
 
     def attempt(kind: str, parent: nn.Module, name: str, child: nn.Module, make: Callable[[], nn.Module]) -> None:
         try:
@@ -371,7 +422,10 @@ def fuse_parts(
         is_attention = "o_proj" in parts or {"q_proj", "out_proj"} <= parts
         if is_attention and isinstance(layer_idx, int) and layer_idx in layer_attention:
             of_layer = (layer_attention[layer_idx], layer_idx, bounds, num_positions)
-            attempt("attentions", parent, name, child, functools.partial(attention_of, child, record, *of_layer))
+            make = functools.partial(attention_of, child, record, *of_layer, on_cpu=on_cpu)
+            attempt("attentions", parent, name, child, make)
+        elif type(child) is DeltaNet and on_cpu:
+            attempt("mixers", parent, name, child, functools.partial(joined_delta_net_of, child, record, bounds.block))
         elif any(names[-1] in parts for names in _GATED_BLOCKS):
             attempt("blocks", parent, name, child, functools.partial(gated_of, child, record, bounds.block))
         elif any(isinstance(part, Experts) for part in child.children()):

@@ -133,6 +133,14 @@ _EQUAL_ROWS: dict[tuple[int, int, torch.dtype, int], int] = {}
 """By shape, type and threads. Matrices of one kind are compared once a process."""
 
 
+def has_weights(module: nn.Module) -> bool:
+    """Return whether a module has parameters, or products, whose weights may be blocks and so no parameters."""
+    return any(
+        hasattr(part, "in_features") or next(part.parameters(recurse=False), None) is not None
+        for part in module.modules()
+    )
+
+
 class InvariantLinear(nn.Module):
     """`nn.Linear` on a GPU. Shares the weight; a row has the same bits beside any others (kernels/cuda/products.py).
 

@@ -66,7 +66,9 @@ from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint
 from gpu_engine.model.quantised.choice import forms_of, quantise
 from gpu_engine.model.quantised.mixtures import mix_natively
 from gpu_engine.model.quantised.native import NativeForward, with_native
+from gpu_engine.model.recurrent.delta_nets import JoinedDeltaNet
 from gpu_engine.model.recurrent.replacement import is_replaced, replace_recurrent
+from gpu_engine.model.recurrent.rows import recurrent_layers
 from gpu_engine.model.rotary import install_tables
 from kernels.blocks import BLOCK
 from kernels.forward import LAYER_PRODUCTS
@@ -210,6 +212,10 @@ def _load(
     return model
 
 
+_NATIVE_NAMES = {"in_proj": "qkv", "out_proj": "output"}
+"""By the names of a recurrent layer's products: those that a native forward has in their place."""
+
+
 def _choices_file() -> Path:
     return cache_dir() / "units.json"
 
@@ -333,6 +339,8 @@ def _prepare_net(
     if config.fuse_parts:
         with attention.attending(seen.ctx):
             model.fused = fuse_parts(net, seen.record, seen.ctx.layers_seen, bounds, model.max_model_len)
+    if model.recurrent:
+        model.recurrent = recurrent_layers(net)  # some are others by now
     if config.data_parallel_attention > 1:  # every forward enters every mixture, and a loop that fills skips the last
         model.fused = replace(model.fused, mixtures={})
     if device.type == "cpu":
@@ -351,22 +359,26 @@ def _prepare_net(
     if config.takes_adapters:
         model.adapters = _adapter_pool(config, model)
         if isinstance(model.adapters, AdapterPool) and isinstance(model.fused.forward, NativeForward):
-            in_order = [name for _, _, name in model.adapters.places.owners]
-            assert in_order == list(LAYER_PRODUCTS) * model.num_layers, in_order
+            in_order = [_NATIVE_NAMES.get(name, name) for _, _, name in model.adapters.places.owners]
+            assert in_order == list(LAYER_PRODUCTS) * (len(model.fused.forward.parts) // 2), in_order
     if not model.recurrent:  # else it has no states at the tokens whose outputs are wanted
         model.outputs = find_outputs(model)
     return model
 
 
 def _adapts_by_part(config: EngineConfig, fused: Fused) -> bool:
-    """Return whether adapters need a loop in Python: they number the products of gated blocks, not of experts, and
-    natively a product's low-rank half does not outlive the next product, as a block next to the attention needs it,
-    and the products of inputs by layer have no number."""
+    """Return whether adapters need the loop in Python.
+
+    They have no numbers for the products of experts, of inputs by layer, or for the further product of a delta net. The
+    native forward also has memory for the low-rank half of one product at a time, and a block next to the attention has
+    the attention's products between its own and its input.
+    """
     forward = fused.forward
-    apart = isinstance(forward, FusedForward) and (
-        forward.inputs is not None or any(layer.is_parallel for layer in forward.layers)
+    layers = forward.layers if isinstance(forward, FusedForward) else ()
+    has_more = any(
+        layer.is_parallel or layer.input is not None or isinstance(layer.attention, JoinedDeltaNet) for layer in layers
     )
-    return config.takes_adapters and (bool(fused.mixtures) or apart)
+    return config.takes_adapters and (bool(fused.mixtures) or has_more)
 
 
 def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | DeviceAdapterPool:
@@ -375,7 +387,8 @@ def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | Dev
     if model.model_type == "gemma4_text" and model.net.config.get_text_config().hidden_size_per_layer_input:
         why = f"{model.model_type} also embeds tokens by layer, and virtual tokens have no such embeddings"
     if model.device.type == "cpu":
-        return AdapterPool(model.net, model.vocab_size, no_prompts=why)
+        first = model.fused.forward.parts if isinstance(model.fused.forward, NativeForward) else ()
+        return AdapterPool(model.net, model.vocab_size, no_prompts=why, first=first)
     from kernels.cuda.low_rank import add_low_rank  # a CPU install has no Triton
 
     try:

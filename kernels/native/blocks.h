@@ -120,6 +120,12 @@ INLINE struct block_rows block_rows_at(uint8_t *memory, int64_t rows, int64_t in
     return r;
 }
 
+/* The rows from `row` on. */
+INLINE struct block_rows block_rows_from(const struct block_rows *x, int64_t row) {
+    const int64_t at = row * (x->inputs / QBLOCK);
+    return (struct block_rows){x->quants + at * QBLOCK, x->scales + at, x->sums + at, x->counts + at, x->inputs};
+}
+
 INLINE void copy_block_row(const struct block_rows *from, int64_t i, const struct block_rows *to, int64_t k) {
     const int64_t blocks = from->inputs / QBLOCK;
     memcpy(to->quants + k * to->inputs, from->quants + i * from->inputs, (size_t)from->inputs);

@@ -23,10 +23,10 @@ struct mixture {
     const void *router;                         /* [experts][hidden], bfloat16 or fp32 */
     const float *router_bias;                   /* [experts]; null: none */
     const float *correction;                    /* [experts], added to the shares for the choice only; null: none */
-    const float *shared_gate;                   /* [hidden]: its sigmoid weighs the shared expert; null: 1 does */
-    float scale;                                /* of the weights */
-    int32_t of_sigmoid;                         /* shares are sigmoids; 0: the softmax */
-    int32_t renormalises;                       /* the weights of the chosen experts are divided by their sum */
+    const float *shared_gate; /* [hidden]: its sigmoid weighs the shared expert; null: the weight is 1 */
+    float scale;              /* of the weights */
+    int32_t of_sigmoid;       /* shares are sigmoids; 0: the softmax */
+    int32_t renormalises;     /* the weights of the chosen experts are divided by their sum */
     int32_t router_bf16;
 };
 

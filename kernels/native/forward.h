@@ -16,6 +16,7 @@
 #include "low_rank.h"
 #include "mixture.h"
 #include "paged_attention.h"
+#include "recurrent_layer.h"
 #include "team.h"
 
 enum { OWN_VALUES, VALUES_FROM_KEYS, SHARED_VALUES }; /* see KeyValues in fused_arguments.py */
@@ -26,9 +27,9 @@ struct forward_layer {
     struct layer_input input;
     /* fp32 [hidden]; null: no such norm */
     const float *pre_attention, *post_attention, *pre_block, *post_block;
-    const float *q_norm,
-        *k_norm;             /* fp32 [head_dim], or of all query heads and all keys' with `whole_norms`; null: none */
-    const float *v_norm;     /* fp32 [head_dim]; null: none */
+    /* fp32 [head_dim], or of all query heads and of all key heads with `whole_norms`; null: none */
+    const float *q_norm, *k_norm;
+    const float *v_norm;     /* fp32 [head_dim], of each value head; null: none */
     const float *cos, *sin;  /* fp32 [positions][rotated]; halves, whatever channels are pairs */
     const float *sinks;      /* see paged_attention.h */
     void *k_pages, *v_pages; /* see paged_attention.h */
@@ -43,10 +44,11 @@ struct forward_layer {
     int32_t neighbours;  /* channels 2 i and 2 i + 1 are rotated together; 0: i and i + rotated / 2 */
     int32_t whole_norms; /* q_norm is one norm of all query heads together, k_norm one of all keys */
     int32_t norms_last;  /* q_norm and k_norm come after the rotation */
-    int32_t
-        is_parallel; /* the block is next to the attention, and has its input; pre_block and post_attention are null */
+    /* The block is next to the attention, and has its input; pre_block and post_attention are null. */
+    int32_t is_parallel;
     int32_t key_values;
-    int32_t tiles; /* which of the forward's `kv_heads` is num_kv_heads */
+    int32_t tiles;                           /* which of the forward's `kv_heads` is num_kv_heads */
+    const struct recurrent_layer *recurrent; /* in place of attention, between `qkv` and `output`; null: attention */
 };
 
 enum { OF_QKV, OF_OUTPUT, OF_GATE_UP, OF_DOWN, PRODUCTS }; /* the products of a layer, as adapters number them */
@@ -87,6 +89,9 @@ struct forward_args {
     int64_t vocabulary;                     /* rows of the embedding */
     struct mixture_sizes mixtures;
     struct layer_inputs inputs;
+    struct recurrent_sizes recurrents;
+    struct recurrent_rows lanes; /* of the recurrent layers: their rows are the caller's, padding included */
+    int64_t query_gates;         /* after the channels of a query head come as many of its gate; 0: queries have none */
 };
 
 enum { EVERY_GROUP = -1, NO_GROUP = -2 };
@@ -119,8 +124,14 @@ struct forward_work {
     struct block_rows head_inputs;
     float *low, *active; /* only with adapters: [R][adapter_rank] and, as fp32, the input of `down`, [R][inner] */
     struct mixture_work mixed;
+    struct recurrent_work recurrent;
     int64_t begin, rows, num_logits; /* begin: the number of the first row among all */
 };
+
+/* From a query head to the next, in a row of queries, keys and values. */
+INLINE int64_t query_step(const struct forward_args *a, const struct forward_layer *l) {
+    return l->head_dim * (a->query_gates ? 2 : 1);
+}
 
 /* Lay the work out from `memory` on for so many rows; return the end. With a null `work` it only counts. */
 static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t rows, struct forward_work *work) {
@@ -149,6 +160,7 @@ static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t r
     w.low = (float *)carve(&memory, a->adapters ? rows * a->adapter_rank * 4 : 0);
     w.active = (float *)carve(&memory, a->adapters ? rows * a->inner * 4 : 0);
     memory = lay_out_mixture(&a->mixtures, a->hidden, memory, rows, &w.mixed);
+    memory = lay_out_recurrent(&a->recurrents, &a->lanes, memory, rows, &w.recurrent);
     if (work) *work = w;
     return memory;
 }
@@ -338,31 +350,31 @@ INLINE void rotate32(float *head, const float *cos, const float *sin, int64_t ro
 INLINE struct block_rows inputs_at(const struct forward_args *a, const struct forward_work *w, uint8_t *memory,
                                    int64_t inputs) {
     const struct block_rows all = block_rows_at(memory, a->num_rows, inputs);
-    const int64_t at = w->begin * (inputs / QBLOCK);
-    return (struct block_rows){all.quants + at * QBLOCK, all.scales + at, all.sums + at, all.counts + at, inputs};
+    return block_rows_from(&all, w->begin);
 }
 
 /* The norms of a row's queries and keys. */
 static void norm_heads(const struct forward_args *a, const struct forward_layer *l, float *qkv) {
     const int64_t d = l->head_dim, queries = a->num_heads * d, keys = l->num_kv_heads * d;
     const int64_t q_width = l->whole_norms ? queries : d, k_width = l->whole_norms ? keys : d;
-    for (int64_t c = 0; l->q_norm && c < queries; c += q_width)
+    const int64_t step = query_step(a, l), begin = a->num_heads * step;
+    for (int64_t c = 0; l->q_norm && c < begin; c += l->whole_norms ? queries : step)
         norm32(qkv + c, l->q_norm, l->q_eps, 0, qkv + c, q_width);
-    for (int64_t c = queries; l->k_norm && c < queries + keys; c += k_width)
+    for (int64_t c = begin; l->k_norm && c < begin + keys; c += k_width)
         norm32(qkv + c, l->k_norm, l->k_eps, 0, qkv + c, k_width);
 }
 
 /* Head norms and rotary, then keys and values into the pages, where the layer has some. */
 static void rotate_and_store(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                              const struct forward_work *w, const struct paged_attention_args *attention) {
-    const int64_t d = l->head_dim, queries = a->num_heads * d;
+    const int64_t d = l->head_dim, step = query_step(a, l);
     const int64_t keys = l->key_values == SHARED_VALUES ? 0 : l->num_kv_heads * d;
     TEAM_FOR(m, r, w->rows) {
-        float *q = w->qkv + r * a->channels, *k = q + queries, *v = k + keys;
+        float *q = w->qkv + r * a->channels, *k = q + a->num_heads * step, *v = k + keys;
         const int64_t angle = w->position[r] * l->rotated;
         if (l->key_values == VALUES_FROM_KEYS) memcpy(v, k, (size_t)keys * sizeof *v);
         if (!l->norms_last) norm_heads(a, l, q);
-        for (float *head = q; head < v; head += d)
+        for (float *head = q; head < v; head += head < k ? step : d)
             rotate32(head, l->cos + angle, l->sin + angle, l->rotated, l->neighbours);
         if (l->norms_last) norm_heads(a, l, q);
         for (int64_t c = 0; l->v_norm && c < keys; c += d) norm32(v + c, l->v_norm, l->v_eps, 0, v + c, d);
@@ -414,10 +426,31 @@ static void attend_tiles(struct member *m, const struct forward_args *a, const s
     }
 }
 
+/* A row of what the heads attended to, times the sigmoid of their gates. */
+static void gate_attended(const struct forward_args *a, const struct forward_layer *l, const float *qkv,
+                          float *attended) {
+    const int64_t d = l->head_dim;
+    for (int64_t h = 0; h < a->num_heads; h++)
+        for (int64_t i = 0; i < d; i += 16) {
+            const v16f gate = load_f32(qkv + h * query_step(a, l) + d + i);
+            const v16f y = load_f32(attended + h * d + i) * sigmoid16(gate);
+            memcpy(attended + h * d + i, &y, sizeof y);
+        }
+}
+
 static void quantise_attended(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                               const struct forward_work *w, const struct block_rows *heads) {
+    const struct recurrent_work *recurrent = &w->recurrent;
     TEAM_FOR(m, r, w->rows) {
-        const float *attended = w->attended + (w->begin + r) * heads->inputs;
+        if (l->recurrent) {
+            const float *read = recurrent->read + r * a->recurrents.read;
+            gate_read(l->recurrent, &a->recurrents, recurrent, r);
+            if (a->adapters) shrink(a, l, w, r, OF_OUTPUT, read);
+            quantise_row(read, heads, r);
+            continue;
+        }
+        float *attended = w->attended + (w->begin + r) * heads->inputs;
+        if (a->query_gates) gate_attended(a, l, w->qkv + r * a->channels, attended);
         if (a->adapters) shrink(a, l, w, r, OF_OUTPUT, attended);
         quantise_row(attended, heads, r);
     }
@@ -481,7 +514,7 @@ static struct paged_attention_args attention_of(const struct forward_args *a, co
         .page_table = a->page_table,
         .positions = w->position,
         .q_stride_p = a->channels,
-        .q_stride_h = d,
+        .q_stride_h = query_step(a, l),
         .k_stride_h = d,
         .v_stride_h = d,
         .table_stride = a->table_stride,
@@ -504,8 +537,23 @@ static void before_attention(struct member *m, const struct forward_args *a, con
                              const struct forward_work *w, const struct forward_layer *last) {
     const struct paged_attention_args attention = attention_of(a, l, w);
     before_product(m, a, w, pending_layer(last), l->pre_attention, l->pre_attention_eps, l->tap, l, OF_QKV);
-    product(m, a, l, w, &l->qkv, OF_QKV, &w->normed, w->qkv, a->channels);
-    rotate_and_store(m, a, l, w, &attention);
+    if (!l->recurrent) {
+        product(m, a, l, w, &l->qkv, OF_QKV, &w->normed, w->qkv, a->channels);
+        rotate_and_store(m, a, l, w, &attention);
+        return;
+    }
+    product(m, a, l, w, &l->qkv, OF_QKV, &w->normed, w->recurrent.projected, a->recurrents.projected);
+    bring_rows(m, l->recurrent, &a->recurrents, &w->normed, w->rows, &w->recurrent);
+}
+
+/* Attention of the rows of `rest`, or the recurrence of all rows. */
+static void attend_or_recur(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                            const struct forward_work *w, const struct forward_work *rest) {
+    const struct paged_attention_args attention = attention_of(a, l, w);
+    if (l->recurrent)
+        recur(m, l->recurrent, &a->recurrents, &a->lanes, w->rows, &w->recurrent);
+    else if (rest->tiles[l->tiles].count > 0)
+        attend_tiles(m, a, w, &attention, rest->tiles + l->tiles);
 }
 
 /* The work of only the rows [begin, end). */
@@ -523,6 +571,7 @@ static struct forward_work work_of_rows(const struct forward_args *a, const stru
     part.sequence += begin;
     part.low += begin * a->adapter_rank;
     part.active += begin * a->inner;
+    part.recurrent = recurrent_work_from(&a->recurrents, &w->recurrent, begin);
     part.rows = end - begin;
     return part;
 }
@@ -584,7 +633,7 @@ static void add_input(struct member *m, const struct forward_args *a, const stru
 /* The rest of a layer: every row for itself. */
 static void after_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                             const struct forward_work *w) {
-    const struct block_rows heads = inputs_at(a, w, w->heads, l->output.inputs);
+    const struct block_rows heads = l->recurrent ? w->recurrent.given : inputs_at(a, w, w->heads, l->output.inputs);
     quantise_attended(m, a, l, w, &heads);
     product(m, a, l, w, &l->output, OF_OUTPUT, &heads, w->delta, a->hidden);
     if (l->is_parallel)
@@ -635,11 +684,10 @@ static void layers_by_outputs(struct member *m, const struct forward_args *a, co
                               const struct forward_work *ends, int64_t first, int64_t last) {
     for (int64_t i = first; i <= last; i++) {
         const struct forward_layer *l = a->layers + i;
-        const struct paged_attention_args attention = attention_of(a, l, w);
         const struct forward_work *rest = i == last ? ends : w;
         before_attention(m, a, l, w, i ? l - 1 : 0);
+        attend_or_recur(m, a, l, w, rest);
         if (rest->rows == 0) return;
-        attend_tiles(m, a, w, &attention, rest->tiles + l->tiles);
         after_attention(m, a, l, rest);
     }
 }
@@ -670,11 +718,9 @@ static void layers_by_rows(struct member *m, const struct forward_args *a, const
             if (i > first) after_attention(&alone, a, l - 1, &part);
             before_attention(&alone, a, l, &part, i ? l - 1 : 0);
         }
-        const struct paged_attention_args attention = attention_of(a, l, w);
-        const struct tiles *tiles = (i == last ? ends : w)->tiles + l->tiles;
-        if (tiles->count == 0) return;
-        attend_tiles(m, a, w, &attention, tiles);
+        attend_or_recur(m, a, l, w, i == last ? ends : w);
     }
+    if (ends->rows == 0) return;
     if (!by_rows(m, a, ends->rows)) {
         after_attention(m, a, l - 1, ends);
         return;
@@ -720,6 +766,7 @@ void VARIANT(lockstep_forward)(const struct forward_args *a) {
     struct forward_work w;
     lay_out(a, a->scratch, a->num_rows, &w);
     open_work(a, &w);
+    open_lanes(&a->lanes, w.place, w.rows, &w.recurrent);
     if (w.rows > 0) team_run(forward_body, &(struct forward_call){a, &w});
 }
 

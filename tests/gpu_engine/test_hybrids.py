@@ -105,6 +105,7 @@ def test_any_pattern_of_accepted_drafts_gives_the_tokens_of_transformers(
     ("family", "quantization"),
     [
         ("qwen3_5", "none"),
+        ("lfm2", "q4"),
         pytest.param("bamba", "q4", marks=pytest.mark.slow),
         pytest.param("jamba", "int8", marks=pytest.mark.slow),
         ("gemma4 small", "none"),
@@ -161,13 +162,14 @@ def made(engine: Engine) -> list[Answer]:
 
 
 def rows() -> list[Any]:
-    """Return events of one family of each kind of layers; all but one of them are slow."""
-    fast = ("lfm2", "preempted")
+    """Return events of one family of each kind of layers, with a quantization; all but one of them are slow."""
+    fast = ("lfm2", "preempted", "none")
     slow = [
-        *zip(FAST[1:], ("row by row", "dying", "killed in a step"), strict=True),
-        ("lfm2", "late"),
-        ("gemma4 small", "late"),
-        *((family, event) for family in UNLIKE for event in ("preempted", "killed in a step", "staggered")),
+        *zip(FAST[1:], ("row by row", "dying", "killed in a step"), ["none"] * 3, strict=True),
+        ("lfm2", "late", "none"),
+        *(("lfm2", event, "q4") for event in ("preempted", "late", "killed in a step")),
+        ("gemma4 small", "late", "none"),
+        *((family, event, "none") for family in UNLIKE for event in ("preempted", "killed in a step", "staggered")),
     ]
     return [
         pytest.param(*row, id=", ".join(row), marks=[] if row == fast else [pytest.mark.slow])
@@ -175,10 +177,13 @@ def rows() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("family", "event"), rows())
-def test_tokens_depend_on_no_event(folders: Callable[[str], Path], tmp_path: Path, family: str, event: str) -> None:
+@pytest.mark.parametrize(("family", "event", "quantization"), rows())
+def test_tokens_depend_on_no_event(
+    folders: Callable[[str], Path], tmp_path: Path, family: str, event: str, quantization: str
+) -> None:
     folder = folders(family)
     fields = {"model": str(folder), "adapters": (f"l={save_lora(folder, tmp_path, seed=1, gain=2.0)}",)}
+    fields["quantization"] = quantization
     model, settings = load_model(config(**fields)), {**fields, "logits_processors": SETTING, "max_model_len": LENGTH}
     happens, options = EVENTS[event]
     drafts = {"drafter": "ngram", "num_draft_tokens": 3, "jump_forward_tokens": 7}

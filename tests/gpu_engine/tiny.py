@@ -115,7 +115,12 @@ configuration."""
 _WITHOUT_GATE: dict[str, Any] = {
     name: value for name, value in _SHAPE.items() if name not in ("intermediate_size", "num_key_value_heads")
 }
-_WEIGHTED_NORMS = frozenset({"cohere", "cohere2", "exaone4", "gemma4_text", "glm4", "hunyuan_v1_dense", "olmo2"})
+_WEIGHTED_NORMS = frozenset(
+    {
+        *("cohere", "cohere2", "exaone4", "gemma4_text", "glm4", "glm4_moe", "hunyuan_v1_dense"),
+        *("minimax_m2", "olmo2", "olmoe"),
+    }
+)
 """Families whose norms have other forms than Llama's, and so random weights."""
 _BIASED = frozenset({"gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "stablelm", "starcoder2"})
 

@@ -134,6 +134,8 @@ FORMS = [HeadForm(neighbours=True), HeadForm(whole_norms=True), HeadForm(norms_l
 def test_other_forms_of_heads_equal_the_reference(
     ops: Ops, form: HeadForm, rows: int, heads: tuple[int, int], head_dim: int, turned: int, wide_angles: bool
 ) -> None:
+    if not ops.native:
+        pytest.skip("only a CPU has them")
     end = (sum(heads) + heads[1]) * head_dim
     qkv, angle = ops.rand(rows, end), ops.rand(rows, turned, seed=2, scale=10.0, dtype=F32)
     dtype = F32 if wide_angles else ops.dtype
@@ -142,18 +144,27 @@ def test_other_forms_of_heads_equal_the_reference(
     norms = [ops.norm(width, NormKind.SCALE_THEN_ROUND, seed, eps) for width, seed, eps in numbers]
     run = {"heads": heads, "head_dim": head_dim, "q_norm": norms[0], "k_norm": norms[1], "form": form}
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    if not ops.native:
-        del run["form"]
-        if form == HeadForm() and dtype == ops.dtype:
-            return
-        with pytest.raises((AssertionError, TypeError)):
-            ops.ops.rotate(qkv, cos, sin, **run, **({} if form == HeadForm() else {"form": form}))  # type: ignore[arg-type]
-        return
     want = reference.rotate(qkv, cos, sin, heads, head_dim, *norms, form)
-    ops.ops.rotate(qkv, cos, sin, **run)  # type: ignore[arg-type]
+    native.rotate(qkv, cos, sin, **run)  # type: ignore[arg-type]
     assert torch.equal(qkv[:, sum(heads) * head_dim :], want[:, sum(heads) * head_dim :])
     torch.testing.assert_close(qkv.float(), want.float(), atol=1e-5 if ops.dtype == F32 else 0.05, rtol=0.02)
-    assert (qkv != want).float().mean() < (1.0 if ops.dtype == F32 else 0.01)
+    if ops.dtype != F32:
+        assert (qkv != want).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_other_form_reaches_a_device(form: HeadForm) -> None:
+    qkv, angles = (torch.empty(1, columns, device="meta") for columns in (4 * 32, 32))
+    with pytest.raises(AssertionError, match="HeadForm"):
+        native.rotate(qkv, angles, angles, heads=(2, 1), head_dim=32, form=form)
+
+
+def test_angles_of_another_dtype_are_refused_on_a_device(ops: Ops) -> None:
+    if ops.native or ops.dtype == F32:
+        pytest.skip("a device in half precision")
+    qkv, angles = ops.rand(1, 4 * 32), ops.rand(1, 32, dtype=F32)
+    with pytest.raises(AssertionError):
+        ops.ops.rotate(qkv, angles, angles, heads=(2, 1), head_dim=32)
 
 
 @pytest.mark.parametrize("act", EVERYWHERE)

@@ -6,7 +6,8 @@ Invariant: a path without a place has a reason. Not responsible for: the matrice
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,11 +20,14 @@ from gpu_engine.model.fused_layers import FusedAttention, FusedGated
 from gpu_engine.model.linear import InvariantLinear, PackedLinear
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
+from gpu_engine.model.recurrent.delta_nets import JoinedDeltaNet
 from kernels.low_rank import LowRankPart
 from kernels.low_rank_stacks import ProductShape
 
 PRODUCTS = (nn.Linear, PackedLinear, InvariantLinear, BlockLinear, ScaledLinear)
 
+JoinedProducts = FusedAttention | FusedGated | JoinedDeltaNet
+"""Modules that say which modules of the model each of their products has joined."""
 Forward = Callable[[torch.Tensor], torch.Tensor]
 Wrap = Callable[[int, nn.Module], nn.Module]
 """Returns a product that also adds what adapters have for it; its number comes first."""
@@ -44,9 +48,10 @@ class Places:
 
     Args:
         net: the transformers model, with its parts fused.
+        first: the modules whose products come first, in this order; None: in the order of the model.
     """
 
-    def __init__(self, net: Any) -> None:
+    def __init__(self, net: Any, first: Sequence[nn.Module] = ()) -> None:
         self._net = net
         self.by_path: dict[str, Place] = {}
         """As PEFT's files name the modules."""
@@ -55,8 +60,9 @@ class Places:
         head = net.get_output_embeddings()
         self._owners: list[tuple[int, nn.Module, str]] = []
         """(product, the module that calls it, its name there)."""
-        for path, module in net.named_modules():
-            if isinstance(module, FusedAttention | FusedGated):
+        ranks = {module: rank for rank, module in enumerate(first)}
+        for path, module in sorted(net.named_modules(), key=lambda named: self._rank(named[0], ranks)):
+            if isinstance(module, JoinedProducts):
                 for name, product in module.products():
                     self._number(
                         module, name, product, [(f"{path}.{part}", size) for part, size in module.sources[name]]
@@ -69,9 +75,18 @@ class Places:
 
     def _inside(self, path: str) -> bool:
         """Return whether a module belongs to a fused part, or to experts, which see other rows than the forward's."""
+        above = itertools.islice(self._along(path), path.count(".") + 1)
+        inside = any(isinstance(module, JoinedProducts) for module in above)
+        return "experts" in path.split(".")[:-1] or inside
+
+    def _rank(self, path: str, ranks: Mapping[nn.Module, int]) -> int:
+        """Return the rank of a module, or of one that has it; those without come last."""
+        return next((ranks[module] for module in self._along(path) if module in ranks), len(ranks))
+
+    def _along(self, path: str) -> Iterator[nn.Module]:
+        """Yield the modules from the model on that have the one at `path`, then itself."""
         parts = path.split(".")
-        above = (self._net.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
-        return "experts" in parts[:-1] or any(isinstance(module, FusedAttention | FusedGated) for module in above)
+        return (self._net.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1))
 
     def _number(self, owner: nn.Module, name: str, product: Any, parts: list[tuple[str, int]]) -> None:
         number, begin = self.num_products, 0
@@ -149,7 +164,7 @@ def wrap_products(places: Places, wrap: Wrap, adapts: Callable[[], bool] | None 
     for number, owner, name in places.owners:
         if isinstance(owner, FusedGated):
             owner.replace_product(name, wrap(number, dict(owner.products())[name]), adapts)
-        elif isinstance(owner, FusedAttention):
+        elif isinstance(owner, JoinedProducts):
             owner.replace_product(name, wrap(number, dict(owner.products())[name]))
         else:
             setattr(owner, name, wrap(number, getattr(owner, name)))

@@ -7,10 +7,12 @@ registry.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from gpu_engine.api.adapters import MAX_ADAPTERS
 from gpu_engine.model.adapters.peft_files import LoraFiles, PromptFiles
@@ -41,10 +43,11 @@ class AdapterPool:
         net: the model, fused and packed.
         vocab_size: columns of the logits.
         no_prompts: why this server takes no prompt adapters; "" where it does.
+        first: the modules whose products come first, in this order.
     """
 
-    def __init__(self, net: Any, vocab_size: int, *, no_prompts: str = "") -> None:
-        self.places = Places(net)
+    def __init__(self, net: Any, vocab_size: int, *, no_prompts: str = "", first: Sequence[nn.Module] = ()) -> None:
+        self.places = Places(net, first)
         self._virtual = VirtualEmbeddings(net.get_input_embeddings(), vocab_size, no_prompts)
         self._table = LowRankTable(self.places.num_products, MAX_ADAPTERS)
         self._rows: _Rows | None = None

@@ -26,7 +26,14 @@ from gpu_engine.model.files.architectures import WITH_EXPERTS, has_experts
 from gpu_engine.model.files.gguf_dense import DENSE, dense_configuration
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
 from gpu_engine.model.files.gguf_mixtures import MIXTURES, mixture_configuration
-from gpu_engine.model.files.gguf_values import common_values, has_tensor, heads_by_layer, layers_of, number_of
+from gpu_engine.model.files.gguf_values import (
+    common_values,
+    has_tensor,
+    head_size_of,
+    heads_by_layer,
+    layers_of,
+    number_of,
+)
 from gpu_engine.model.files.rope_factors import PROPORTIONAL, rotated_share
 
 
@@ -61,7 +68,7 @@ def _mamba(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _falcon_h1(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
-    own: dict[str, Any] = {"head_dim": number_of(header, "attention.key_length")}  # the class does not name it
+    own: dict[str, Any] = {"head_dim": head_size_of(header)}  # the class does not name it
     return FalconH1Config(
         **common,
         **_mamba(header),
@@ -84,7 +91,7 @@ def _gemma4(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
     by_layer = header.tensors.get("per_layer_token_embd.weight")
     sliding = {"rope_type": "default", "rope_theta": number_of(header, "rope.freq_base_swa")}
     own: dict[str, Any] = {  # the class takes these without naming them
-        "global_head_dim": number_of(header, "attention.key_length"),
+        "global_head_dim": head_size_of(header),
         "num_global_key_value_heads": kv_heads[full],
     }
     return Gemma4TextConfig(
@@ -94,7 +101,7 @@ def _gemma4(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
         intermediate_size=min(widths),
         use_double_wide_mlp=max(widths) == 2 * min(widths),
         layer_types=["sliding_attention" if each else "full_attention" for each in slides],
-        head_dim=number_of(header, "attention.key_length_swa"),
+        head_dim=head_size_of(header, key="attention.key_length_swa"),
         attention_k_eq_v=f"blk.{full}.attn_v.weight" not in header.tensors,
         num_kv_shared_layers=header.get("{arch}.attention.shared_kv_layers") or 0,
         hidden_size_per_layer_input=header.get("{arch}.embedding_length_per_layer_input") or 0,
@@ -132,7 +139,7 @@ def _gpt_oss(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
         **common,
         num_hidden_layers=number_of(header, "block_count"),
         intermediate_size=number_of(header, "expert_feed_forward_length"),
-        head_dim=number_of(header, "attention.key_length"),
+        head_dim=head_size_of(header),
         num_local_experts=number_of(header, "expert_count"),
         num_experts_per_tok=number_of(header, "expert_used_count"),
         sliding_window=number_of(header, "attention.sliding_window"),
@@ -230,7 +237,7 @@ def _nemotron_h(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
         **(_experts_of_nemotron(header) if has_experts(header) else {}),
         layers_block_type=[kinds[kv_heads > 0, width > 0] for kv_heads, width in layers[: layers_of(header)]],
         intermediate_size=max(widths),
-        head_dim=number_of(header, "attention.key_length"),
+        head_dim=head_size_of(header),
         layer_norm_epsilon=header.get("{arch}.attention.layer_norm_rms_epsilon")
         or number_of(header, "attention.layer_norm_epsilon"),
         ssm_state_size=number_of(header, "ssm.state_size"),

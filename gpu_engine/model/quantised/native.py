@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,14 +18,16 @@ from torch import nn
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward, Layer, RotaryCall, WholeForward
-from gpu_engine.model.fused_layers import ChosenExperts, FusedGated, MixedBlock, Rotation
+from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, MixedBlock, Rotation
 from gpu_engine.model.fusion import Fused
 from gpu_engine.model.layer_inputs import LayerInputs
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Distance, distance
+from gpu_engine.model.recurrent.mixer import RecurrentMixer
+from gpu_engine.model.recurrent.rows import LayerStates, RecurrentPools
 from gpu_engine.model.rotary import RotaryTable
 from kernels.blocks import PackedBlocks
-from kernels.forward import Forward, ForwardLayer, Norm
+from kernels.forward import Forward, ForwardLayer, Norm, RecurrentForwardLayer
 from kernels.forward_inputs import ForwardInput, ForwardInputs
 from kernels.fused_arguments import Activation, NormKind, RMSNorm
 from kernels.kv_pages import KVHeads
@@ -40,10 +42,19 @@ class NotNative(Exception):
 
 
 class NativeForward:
-    """Has the methods of `FusedForward`. Logits are float32, and the next call overwrites them."""
+    """Has the methods of `FusedForward`. Logits are float32, and the next call overwrites them.
 
-    def __init__(self, forward: Forward, num_layers: int) -> None:
-        self._forward, self._num_layers = forward, num_layers
+    Args:
+        forward: the native part.
+        parts: the modules that it stands for, two a layer, in the order in which adapters number their products.
+        recurrent: the numbers of the recurrent layers in the memory of states, in the order of the layers.
+    """
+
+    def __init__(self, forward: Forward, parts: Sequence[nn.Module], recurrent: Sequence[int] = ()) -> None:
+        self.parts, self._forward, self._recurrent = parts, forward, recurrent
+        self._pools: RecurrentPools | None = None
+        self._memory: list[LayerStates] = []
+        """The layers' parts of `_pools`."""
         self._starts: dict[tuple[int, int], torch.Tensor] = {}
         """By (B, P)."""
         self._nothing = nothing = torch.zeros(0)
@@ -59,8 +70,8 @@ class NativeForward:
 
     @property
     def takes_prompts(self) -> bool:
-        """True."""
-        return True
+        """True without recurrent layers, whose states rows of prompts lack."""
+        return not self._recurrent
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]; rows of padding have no defined content."""
@@ -94,6 +105,9 @@ class NativeForward:
             ends = itertools.accumulate(prompts.counts, initial=ids_BP.numel())
             starts = torch.cat([starts[:-1], torch.tensor(list(ends), dtype=torch.int32)])
             table_SN = torch.cat([table_SN, prompts.page_table_CN])
+        recurrent = ctx.recurrent if self._recurrent else None
+        if recurrent is not None and recurrent.pools is not self._pools:
+            self._pools, self._memory = recurrent.pools, [recurrent.pools.layers[at] for at in self._recurrent]
         taps = {layer: self._forward.new_tap(len(ids_N)) for layer in ctx.hidden or {}}
         logits_NV = self._forward(
             ids_N,
@@ -106,13 +120,15 @@ class NativeForward:
             taps=taps,
             adapters=ctx.adapters,
             virtual_VH=ctx.virtual_VH,
+            memory=self._memory,
+            rows=None if recurrent is None else recurrent.rows,
         )
         if ctx.hidden is not None:
             ctx.hidden.update(taps)
         return logits_NV
 
     def __repr__(self) -> str:
-        return f"<NativeForward of {self._num_layers} layers>"
+        return f"<NativeForward of {len(self.parts) // 2} layers>"
 
 
 _BLOCKS = 0.1
@@ -158,11 +174,20 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
     head = _packed(fused.head, "head")
     embedding_VH = fused.embedding.weight.detach()
     scale = _embedding_scale(fused.embedding)
-    meant = {(layer.angles, layer.attention.rotation) for layer in fused.layers}
-    tables = {(at, rotation): _table_of(fused.rotary[at], embedding_VH, rotation) for at, rotation in meant}
-    layers = [_layer_of(layer, *tables[layer.angles, layer.attention.rotation]) for layer in fused.layers]
-    heads = {layer.attention.shape.num_heads for layer in fused.layers}
-    if len(heads) > 1:
+    attentions = {layer: layer.attention for layer in fused.layers if isinstance(layer.attention, FusedAttention)}
+    meant = {(layer.angles, attention.rotation) for layer, attention in attentions.items()}
+    tables = {
+        (at, rotation): _NO_ANGLES if at is None else _table_of(fused.rotary[at], embedding_VH, rotation)
+        for at, rotation in meant
+    }
+    layers = [
+        _layer_of(layer, attentions[layer], *tables[layer.angles, attentions[layer].rotation])
+        if layer in attentions
+        else _recurrent_layer_of(layer)
+        for layer in fused.layers
+    ]
+    heads = {attention.shape.num_heads for attention in attentions.values()}
+    if len(heads) != 1:
         raise NotNative(f"its layers have different numbers of query heads: {sorted(heads)}")
     forward = Forward(
         embedding_VH,
@@ -175,7 +200,13 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
         scales=fused.scales,
         inputs=None if fused.inputs is None else _inputs_of(fused.inputs),
     )
-    return NativeForward(forward, len(layers))
+    recurrent = [layer.attention.layer_idx for layer in fused.layers if isinstance(layer.attention, RecurrentMixer)]
+    return NativeForward(
+        forward, [part for layer in fused.layers for part in (layer.attention, layer.gated)], recurrent
+    )
+
+
+_NO_ANGLES = (torch.zeros(1, 0), torch.zeros(1, 0))
 
 
 def _embedding_scale(embedding: nn.Embedding) -> float:
@@ -235,8 +266,8 @@ def _norm_or_none(norm: RMSNorm | None) -> Norm | None:
     return None if norm is None else _norm(norm)
 
 
-def _layer_of(layer: Layer, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> ForwardLayer:
-    attention, shape = layer.attention, layer.attention.shape
+def _layer_of(layer: Layer, attention: FusedAttention, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> ForwardLayer:
+    shape = attention.shape
     block, act = _block_of(layer.gated)
     return ForwardLayer(
         place=attention.layer_idx,
@@ -259,10 +290,30 @@ def _layer_of(layer: Layer, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> Forwa
         sinks_H=attention.sinks_H,
         heads=attention.heads,
         is_parallel=layer.is_parallel,
+        query_gates=attention.query_gates,
         v_norm=_norm_or_none(attention.v_norm),
         key_values=attention.key_values,
         input=_input_of(layer, act),
         stream_scale=layer.scale,
+    )
+
+
+def _recurrent_layer_of(layer: Layer) -> RecurrentForwardLayer:
+    inner, (block, act) = layer.attention, _block_of(layer.gated)
+    native = inner.native() if isinstance(inner, RecurrentMixer) else None
+    if native is None or layer.input is not None or layer.scale != 1.0:
+        raise NotNative(f"its layers have a {type(inner).__name__}")
+    first, mixer, output = native
+    return RecurrentForwardLayer(
+        first=_packed(first, "product before the state"),
+        output=_packed(output, "product after the state"),
+        mixer=mixer,
+        block=block,
+        pre_attention=_norm_or_none(layer.pre_attention),
+        post_attention=_norm_or_none(layer.post_attention),
+        pre_block=_norm_or_none(layer.pre_block),
+        post_block=_norm_or_none(layer.post_block),
+        act=act,
     )
 
 

@@ -2,8 +2,7 @@
 
 Invariant: as in short_convolutions.py. Not responsible for: the recurrences (see kernels/recurrent.py).
 
-Shapes: B sequences, P positions of each, N = B * P rows, I inner channels, C channels of the convolution, J numbers
-that control a row, H heads.
+Shapes: N rows, W hidden size, I inner channels, C channels of the convolution, J numbers that control a row, H heads.
 """
 
 from __future__ import annotations
@@ -13,14 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_engine.model.attention import context_of_forward
-from gpu_engine.model.recurrent.rows import layer_of
+from gpu_engine.model.recurrent.mixer import RecurrentMixer
+from gpu_engine.model.recurrent.rows import RecurrentForward, layer_of
 from gpu_engine.model.recurrent.short_convolutions import activation_of, conv_of, floats
 from kernels.recurrent import Gate, MatrixRecurrence, SelectiveScan
+from kernels.recurrent_layer import MatrixMixer as NativeMixer
+from kernels.recurrent_layer import Mixer
 
 
-class MatrixMixer(nn.Module):
+class MatrixMixer(RecurrentMixer):
     """Replaces the mixers of Mamba 2: a matrix of each head, and a norm around the gate or none."""
+
+    scales_J: torch.Tensor | None
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -50,15 +53,14 @@ class MatrixMixer(nn.Module):
         self.state_shapes = (self.conv.state_shape, self.heads.state_shape)
         self.pending_width = self.conv.state_shape[1] + self.heads.control_width
 
-    def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
-        """Return the layer's output, in the shape of its input."""
-        kernels, states, rows = layer_of(context_of_forward().recurrent, self.layer_idx)
-        x_NW = hidden_states.flatten(0, 1)
+    def of_rows(self, x_NW: torch.Tensor, states: RecurrentForward | None) -> torch.Tensor:
+        """[N, W] -> [N, W]; see `RecurrentMixer`."""
+        kernels, memory, rows = layer_of(states, self.layer_idx)
         projected_NJ = self.in_proj(x_NW if self.input_scale == 1.0 else x_NW * self.input_scale)
         if self.scales_J is not None:
             projected_NJ = projected_NJ * self.scales_J
         gate_NI, x_NC, dt_NH = projected_NJ.split(self.parts, dim=1)
-        (tail, matrix), pending = states.states, states.pending_SRW
+        (tail, matrix), pending = memory.states, memory.pending_SRW
         mixed = kernels.short_conv(self.conv, x_NC, rows, tail, pending, out_dtype=torch.float32, emits_redo=True)
         read_NI = kernels.matrix_recurrence(
             self.heads, mixed, dt_NH.float().contiguous(), rows, matrix, pending, saved_at=self.conv.state_shape[1]
@@ -66,8 +68,28 @@ class MatrixMixer(nn.Module):
         normed_NI = kernels.gated_norm(
             read_NI, gate_NI, self.norm_weight_I, self.kind, eps=self.eps, groups=self.groups
         )
-        out: torch.Tensor = self.out_proj(normed_NI.view(*hidden_states.shape[:2], -1))
-        return out
+        out_NW: torch.Tensor = self.out_proj(normed_NI)
+        return out_NW
+
+    def native(self) -> tuple[nn.Module, Mixer, nn.Module] | None:
+        """Return its parts; see `RecurrentMixer`. The native form has no scales."""
+        if self.input_scale != 1.0 or self.scales_J is not None:
+            return None
+        width, channels, _ = self.parts
+        mixer = NativeMixer(
+            self.conv,
+            self.heads,
+            self.kind,
+            self.norm_weight_I,
+            self.eps,
+            width,
+            self.groups,
+            x_at=width,
+            gate_at=0,
+            control_at=width + channels,
+            outputs=sum(self.parts),
+        )
+        return self.in_proj, mixer, self.out_proj
 
 
 def _norm_of(inner: Any) -> tuple[Gate, torch.Tensor | None, float, int]:
@@ -78,7 +100,7 @@ def _norm_of(inner: Any) -> tuple[Gate, torch.Tensor | None, float, int]:
     return kind, floats(inner.norm.weight), float(inner.norm.variance_epsilon), int(inner.n_groups)
 
 
-class ScanMixer(nn.Module):
+class ScanMixer(RecurrentMixer):
     """Replaces `JambaMambaMixer`: a scan over channels, with norms of what controls it."""
 
     def __init__(self, inner: Any) -> None:
@@ -94,11 +116,11 @@ class ScanMixer(nn.Module):
         self.state_shapes = (self.conv.state_shape, self.scan.state_shape)
         self.pending_width = self.conv.state_shape[1] + self.scan.pending_width
 
-    def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
-        """Return the layer's output, in the shape of its input."""
-        kernels, states, rows = layer_of(context_of_forward().recurrent, self.layer_idx)
-        x_NI, gate_NI = self.in_proj(hidden_states.flatten(0, 1)).chunk(2, dim=1)
-        (tail, scanned), pending = states.states, states.pending_SRW
+    def of_rows(self, x_NW: torch.Tensor, states: RecurrentForward | None) -> torch.Tensor:
+        """[N, W] -> [N, W]; see `RecurrentMixer`."""
+        kernels, memory, rows = layer_of(states, self.layer_idx)
+        x_NI, gate_NI = self.in_proj(x_NW).chunk(2, dim=1)
+        (tail, scanned), pending = memory.states, memory.pending_SRW
         x_MI = kernels.short_conv(self.conv, x_NI, rows, tail, pending, out_dtype=torch.float32, emits_redo=True)
         own_NI = x_MI[len(x_MI) - len(x_NI) :].to(x_NI.dtype)
         dt, b, c = self.x_proj(own_NI).split(self.parts, dim=1)
@@ -108,5 +130,5 @@ class ScanMixer(nn.Module):
             self.scan, x_MI, control_NJ, rows, scanned, pending, saved_at=self.conv.state_shape[1]
         )
         gated_NI = kernels.gated_norm(read_NI, gate_NI, None, Gate.ONLY)
-        out: torch.Tensor = self.out_proj(gated_NI.view(*hidden_states.shape[:2], -1))
-        return out
+        out_NW: torch.Tensor = self.out_proj(gated_NI)
+        return out_NW

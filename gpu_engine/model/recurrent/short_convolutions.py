@@ -3,7 +3,7 @@
 Invariant: the module has the products of the one that it replaces under their own names, so whatever quantises, packs
 or adapts them finds them. Not responsible for: the convolution (see kernels/recurrent.py).
 
-Shapes: B sequences, P positions of each, H hidden size, N = B * P rows.
+Shapes: N rows, H hidden size.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_engine.model.attention import context_of_forward
-from gpu_engine.model.recurrent.rows import layer_of
+from gpu_engine.model.recurrent.mixer import RecurrentMixer
+from gpu_engine.model.recurrent.rows import RecurrentForward, layer_of
 from kernels.recurrent import ConvActivation, ShortConv
+from kernels.recurrent_layer import GatedConv, Mixer
 
 
-class GatedShortConv(nn.Module):
+class GatedShortConv(RecurrentMixer):
     """Replaces `Lfm2ShortConv` and `Lfm2MoeShortConv`."""
 
     def __init__(self, inner: Any) -> None:
@@ -29,14 +30,18 @@ class GatedShortConv(nn.Module):
         self.state_shapes = (self.conv.state_shape,)
         self.pending_width = self.conv.state_shape[1]
 
-    def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
-        """Return the layer's output, [B, P, H] like its input."""
-        kernels, states, rows = layer_of(context_of_forward().recurrent, self.layer_idx)
-        before, after, x = self.in_proj(hidden_states).flatten(0, 1).chunk(3, dim=-1)
-        (tail_STC,) = states.states
-        out_NC = kernels.short_conv(self.conv, before * x, rows, tail_STC, states.pending_SRW, out_dtype=x.dtype)
-        out: torch.Tensor = self.out_proj((after * out_NC).view(*hidden_states.shape[:2], -1))
-        return out
+    def of_rows(self, x_NH: torch.Tensor, states: RecurrentForward | None) -> torch.Tensor:
+        """[N, H] -> [N, H]; see `RecurrentMixer`."""
+        kernels, memory, rows = layer_of(states, self.layer_idx)
+        before, after, x = self.in_proj(x_NH).chunk(3, dim=-1)
+        (tail_STC,) = memory.states
+        out_NC = kernels.short_conv(self.conv, before * x, rows, tail_STC, memory.pending_SRW, out_dtype=x.dtype)
+        out_NH: torch.Tensor = self.out_proj(after * out_NC)
+        return out_NH
+
+    def native(self) -> tuple[nn.Module, Mixer, nn.Module]:
+        """Return its parts; see `RecurrentMixer`."""
+        return self.in_proj, GatedConv(self.conv), self.out_proj
 
 
 def floats(tensor: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,9 @@ def test_answers_are_those_of_the_merged_models(engine: Engine, folder: Path, fi
     assert len({tuple(answer) for answer in got}) == 3
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi3", "gemma2", "gpt2", "gpt_neox", "qwen3_moe", "gemma4 small"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "phi3", "gemma2", "granite", "cohere2", "gpt2", "gpt_neox", "qwen3_moe", "gemma4 small"]
+)
 def test_logits_are_those_of_the_merged_model(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
     """Joined and single products with biases, one loop and a forward of transformers' own; experts stay."""
     targets = {

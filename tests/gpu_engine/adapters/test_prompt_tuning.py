@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GraniteConfig
 
 from gpu_engine.api.adapters import AdapterKind
 from gpu_engine.api.output_tensors import WantedOutput
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.adapters.peft_files import AdapterNotSupported, PromptFiles
+from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.loader import load_model
+from gpu_engine.model.quantised.native import NativeForward
 from tests.gpu_engine import tiny
 from tests.gpu_engine.adapters.files import merge, save_lora, save_prompt
 from tests.gpu_engine.harness import Answer, answer_all, answer_each, ask, config, running, tokens, with_drafts
@@ -97,6 +99,29 @@ def test_answers_and_tensors_are_those_after_the_embeddings(
             got = torch.from_numpy(np.concatenate(parts).view(np.float32))
             torch.testing.assert_close(got, want[tensor], rtol=1e-4, atol=3e-4)
         assert want["logits"][-16:].argmax(-1).tolist() == answer.tokens
+
+
+@pytest.mark.parametrize(("quantization", "tolerance"), [("none", 3e-4), ("int8", 0.3)])
+def test_a_model_that_scales_its_input_scales_the_embeddings_of_an_adapter(
+    tmp_path: Path, quantization: str, tolerance: float
+) -> None:
+    """Granite, whose scale of 12 would be seen in every logit; natively with blocks of 8 bits."""
+    granite = GraniteConfig(**tiny._SHAPE, embedding_multiplier=12.0, residual_multiplier=0.5)
+    folder = tiny.save(granite, tmp_path / "model")
+    files = {"p": save_prompt(tmp_path / "p", tokens=20, hidden=64, seed=1)}
+    prompt, tensor = tokens(21, 5), "logits"
+    settings = with_drafts(0, model=str(folder), adapters=(f"p={files['p']}",), quantization=quantization)
+    model = load_model(settings)
+    assert isinstance(model.fused.forward, FusedForward if quantization == "none" else NativeForward)
+    wanted = (WantedOutput(tensor, tensor, model.outputs[tensor], context=True, answer=True),)
+    with running(Engine(settings, model)) as engine:
+        answer = asked(engine, "p", prompt, tensors=wanted)
+        answer_all(engine, [answer])
+    want = reference(folder, files, "p", "", [*prompt, *answer.tokens[:-1]])[tensor]
+    parts = [each.data for event in answer.events for each in event.outputs if each.name == tensor]
+    got = torch.from_numpy(np.concatenate(parts).view(np.float32))
+    assert float(want.abs().max()) > 5.0
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=tolerance)
 
 
 def test_pages_after_virtual_tokens_are_shared_only_by_their_adapter(engine: Engine) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
 
 from gpu_engine.model import attention
-from gpu_engine.model.fused_layers import FusedNorm
+from gpu_engine.model.fused_layers import FusedAttention, FusedNorm, Rotation
 from gpu_engine.model.fusion import (
     Bounds,
     Fused,
@@ -30,12 +32,12 @@ from gpu_engine.model.loader import load_model, prepare
 from gpu_engine.model.probe import probe
 from gpu_engine.model.recording import distance, recording
 from kernels.blocks import can_multiply_blocks
+from kernels.fused_arguments import HeadForm
 from tests.gpu_engine import tiny
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.model.model_logits import context, logits, some_ids
 
 Saved = Callable[[str], Path]
-BF16 = Bounds.of(torch.bfloat16)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -59,7 +61,9 @@ def test_every_family_is_fused_completely_with_unchanged_logits(saved: Saved, fa
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma4", "gemma4 small"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2", "cohere2", "olmo2", "hunyuan", "gemma4", "gemma4 small"]
+)
 def test_a_row_has_the_same_bits_for_any_number_of_rows(saved: Saved, family: str, dtype: str) -> None:
     model = load_model(config(model=str(saved(family)), dtype=dtype))
     assert model.fused.forward is not None
@@ -69,6 +73,56 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows(saved: Saved, family: st
         assert torch.equal(logits(model, ids[sequence : sequence + 1], start=20)[0], whole[sequence])
     for last in (21, 23):
         assert torch.equal(logits(model, ids[:1, :last], start=20)[0], whole[0, : last - 20])
+
+
+FORMS = {
+    "llama": ((Rotation.HALVES, Rotation.HALVES), HeadForm()),
+    "smollm3": ((Rotation.HALVES, Rotation.NONE), HeadForm()),
+    "exaone4": ((Rotation.HALVES, Rotation.NONE), HeadForm()),
+    "olmo2": ((Rotation.HALVES, Rotation.HALVES), HeadForm(whole_norms=True)),
+    "glm4": ((Rotation.NEIGHBOURS_REPEATED,) * 2, HeadForm(neighbours=True)),
+    "ernie4_5": ((Rotation.NEIGHBOURS_REPEATED,) * 2, HeadForm(neighbours=True)),
+    "cohere": ((Rotation.NEIGHBOURS,) * 2, HeadForm(neighbours=True)),
+    "cohere2": ((Rotation.NEIGHBOURS, Rotation.NONE), HeadForm(neighbours=True)),
+    "hunyuan": ((Rotation.HALVES, Rotation.HALVES), HeadForm(norms_last=True)),
+}
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_the_form_of_an_attention_is_that_of_its_family(saved: Saved, family: str) -> None:
+    model = load_model(config(model=str(saved(family))))
+    attentions = [module for module in model.net.modules() if isinstance(module, FusedAttention)]
+    rotations, form = FORMS[family]
+    assert tuple(each.rotation for each in attentions) == rotations
+    assert attentions[0].heads == form
+
+
+@torch.inference_mode()
+@pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+@pytest.mark.parametrize("family", ["glm4", "cohere", "ernie4_5", "hunyuan"])
+def test_no_other_form_takes_the_place_of_one_that_a_device_lacks(saved: Saved, tmp_path: Path, family: str) -> None:
+    """In the positions of the record the channels with weights turn by less than the bound, so all forms are alike."""
+    folder = tmp_path / "model"
+    shutil.copytree(saved(family), folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["rope_parameters"] = {**settings["rope_parameters"], "rope_theta": 1e9}
+    (folder / "config.json").write_text(json.dumps(settings))
+    tensors = load_file(folder / "model.safetensors")
+    head_dim = settings.get("head_dim") or 16
+    for name in tensors:
+        if "q_proj" in name or "k_proj" in name:
+            channels = torch.arange(len(tensors[name])) % head_dim
+            tensors[name][(channels < head_dim // 4) | (channels % 4 < 2)] = 0.0
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    # Products over blocks are as they were when the parts of a model are fused.
+    model = load_model(config(model=str(folder), dtype="bfloat16", quantization="int8", fuse_parts=False))
+    seen = probe(model)
+    module = next(module for module in model.net.modules() if hasattr(module, "o_proj"))
+    place = (module, seen.record, seen.ctx.layers_seen[0], 0, Bounds.of(torch.bfloat16), 512)
+    with attention.attending(seen.ctx):
+        assert attention_of(*place, on_cpu=True).heads == FORMS[family][1]
+        with pytest.raises(NotRecognised, match="away from it" if family != "hunyuan" else "after the rotation"):
+            attention_of(*place, on_cpu=False)
 
 
 @pytest.mark.parametrize("length", [32, 64])
@@ -239,21 +293,6 @@ def test_a_layer_that_shares_keys_and_is_not_fused_needs_an_unfused_model(saved:
     net.model.layers[5].self_attn.__class__ = Louder
     with pytest.raises(FusedModelDiffers, match="a part lacks 'full_attention'"):
         prepare(config(model=str(folder)), net, PreTrainedTokenizerFast.from_pretrained(folder))
-
-
-@pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
-@torch.inference_mode()
-def test_the_cache_has_the_keys_of_the_form_that_an_attention_gets(saved: Saved) -> None:
-    """Later layers may share them, and other forms are tried after it."""
-    model = load_model(config(model=str(saved("llama")), dtype="bfloat16", quantization="int8", fuse_parts=False))
-    seen, module = probe(model), model.net.model.layers[0].self_attn
-    call = seen.record.only(module)
-    seen.record.calls[module] = [replace(call, output=(call.tensor() * 1.02, None))]  # no form is near enough
-    with attention.attending(seen.ctx):
-        fused = attention_of(module, seen.record, seen.ctx.layers_seen[0], 0, replace(BF16, block=4e-2), 16)
-        got_k = seen.ctx.pages[0].k.clone()
-        fused(*call.args, **call.kwargs)
-    assert torch.equal(got_k, seen.ctx.pages[0].k)
 
 
 class TripledNorm(nn.RMSNorm):

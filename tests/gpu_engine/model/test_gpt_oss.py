@@ -39,7 +39,7 @@ def test_the_parts_are_fused_and_the_logits_are_those_of_transformers(folder: st
     assert isinstance(got.fused.forward, FusedForward), got.fused.left
     assert want.fused.forward is None
     attentions = [module for module in got.net.modules() if isinstance(module, FusedAttention)]
-    assert all(each.rotation is Rotation.HALVES_SHARE and each.sinks_H is not None for each in attentions)
+    assert all(each.rotation is Rotation.HALVES_BY_PAIR and each.sinks_H is not None for each in attentions)
     mixtures = list(got.fused.mixtures.values())
     found = [(each.act, each.choice.renormalises, each.choice.chosen) for each in mixtures]
     assert found == [(Activation.SWIGLU_OAI, True, 2)] * 2

@@ -384,6 +384,22 @@ class Tanh(nn.Module):
         return outputs_NE, *outputs_NE.tanh().topk(2)
 
 
+class Sigmoid(nn.Module):
+    """A router of DeepSeek V3's kind, whose correction moves no choice of a few rows, and whose outputs are small."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(inner.get_parameter("weight").detach() / 50)
+        self.e_score_correction_bias = nn.Buffer(torch.linspace(-1e-6, 1e-6, len(self.weight)))
+
+    def forward(self, x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        outputs_NE = nn.functional.linear(x_NH, self.weight)
+        shares_NE = outputs_NE.sigmoid()
+        chosen_Nk = (shares_NE + self.e_score_correction_bias).topk(2).indices
+        weights_Nk = shares_NE.gather(1, chosen_Nk)
+        return outputs_NE, weights_Nk / weights_Nk.sum(-1, keepdim=True), chosen_Nk
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "weights are scaled": (lambda b: setattr(b, "between", lambda x: 1.1 * x), "what its router returns"),
     "the router's input is scaled": (lambda b: setattr(b, "before", lambda x: 1.1 * x), "do not get its input"),
@@ -395,6 +411,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "another activation",
     ),
     "two routers": (lambda b: setattr(b, "other", Tanh(b.gate)), "has the parts"),
+    "groups": (
+        lambda b: (setattr(b.gate, "n_group", 3), setattr(b.gate, "topk_group", 2)),
+        "takes experts of some of its 3 groups",
+    ),
     "two shared experts": (
         lambda b: (setattr(b, "other", nn.Linear(4, 4)), setattr(b, "another", nn.Linear(4, 4))),
         r"has the further parts \['another', 'other'\]",
@@ -427,6 +447,43 @@ def test_only_the_known_form_is_recognised(change: str | None) -> None:
         return
     with pytest.raises(NotRecognised, match=CHANGES[change][1]):
         chosen_experts_of(block, record, 1e-3)
+
+
+@torch.inference_mode()
+def test_the_nearest_choice_is_taken_with_every_correction() -> None:
+    """The softmax of these outputs, and a choice without the correction, are within the bound as well."""
+    block, x_BPH = Block(), torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(2))
+    block.gate = Sigmoid(block.gate)
+    block.experts._gate = block.experts._halves
+    with recording(block) as record:
+        block(x_BPH)
+    choice = chosen_experts_of(block, record, 1e-2).choice
+    assert (choice.chosen, choice.renormalises, choice.of_sigmoid, choice.scale) == (2, True, True, 1.0)
+    assert choice.correction_E is not None
+    assert torch.equal(choice.correction_E, block.gate.e_score_correction_bias)
+    outputs_NE = record.only(block.gate).output[0]
+    softmax = Choice(2, renormalises=True)
+    assert distance(softmax(outputs_NE)[0], choice(outputs_NE)[0]) < 1e-2
+
+
+FORMS = {
+    "qwen2_moe": (True, False, False, 1.0),
+    "granitemoe": (False, False, False, 1.0),
+    "ernie4_5_moe": (True, False, True, 1.0),
+    "glm4_moe": (True, True, True, 2.5),
+    "minimax_m2": (False, True, True, 1.0),
+}
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_the_form_of_a_mixture_is_that_of_its_family(tmp_path: Path, family: str) -> None:
+    """Whether it has a shared expert, sigmoids, and a correction, and its scale."""
+    model = load_model(config(model=str(tiny.save(KNOWN[family](), tmp_path))))
+    for each in model.fused.mixtures.values():
+        choice = each.choice
+        found = (each.has_shared, choice.of_sigmoid, choice.correction_E is not None, choice.scale)
+        assert found == FORMS[family]
+    assert model.fused.mixtures
 
 
 @needs_blocks

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.loader import ModelNotSupported, load_model
 from gpu_engine.model.quantised import choice
 from gpu_engine.model.quantised.linear import BlockLinear, check_product, joined_blocks, quantise_linears
@@ -40,7 +41,9 @@ def test_every_family_runs_as_one_native_call(saved: Saved, family: str, dtype: 
     assert distance(logits(native, ids_BP), logits(loop, ids_BP).float()) < (2e-2 if dtype == "float32" else 5e-2)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma4", "gemma4 small"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2", "cohere2", "olmo2", "hunyuan", "gemma4", "gemma4 small"]
+)
 def test_a_row_has_the_same_bits_whatever_else_is_in_the_call(saved: Saved, family: str) -> None:
     model = load_model(config(model=str(saved(family)), dtype="bfloat16", quantization="q4"))
     ids_BP = some_ids(5, 33)
@@ -74,7 +77,7 @@ def test_a_forward_reads_what_its_tensors_hold_now(saved: Saved, strided: bool) 
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma4", "gemma4 small"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2", "granite", "gemma4", "gemma4 small"])
 def test_rows_of_a_forward_that_threads_share_by_rows_are_those_of_one_thread(saved: Saved, family: str) -> None:
     model = load_model(config(model=str(saved(family)), dtype="bfloat16", quantization="q4"))
     ids_BP, before, got = some_ids(5, 50), torch.get_num_threads(), []  # 250 rows: 48 for each of five members
@@ -96,6 +99,16 @@ def test_rows_of_a_forward_that_threads_share_by_rows_are_those_of_one_thread(sa
         assert torch.equal(whole_BPV, got[0][0])
         assert all(torch.equal(k, want) for k, want in zip(keys, got[0][1], strict=True))
     assert torch.equal(logits(model, ids_BP[2:3]), got[0][0][2:3])
+
+
+@pytest.mark.parametrize(("family", "is_native"), [("granite", True), ("cohere2", False)])
+def test_adapters_keep_blocks_next_to_attention_out_of_the_native_call(
+    saved: Saved, family: str, is_native: bool
+) -> None:
+    """The low-rank half of the block's product would have to outlive that of the attention's output."""
+    settings = config(model=str(saved(family)), dtype="bfloat16", quantization="q4", max_adapter_bytes=1 << 20)
+    forward = load_model(settings).fused.forward
+    assert isinstance(forward, NativeForward if is_native else FusedForward)
 
 
 @torch.inference_mode()

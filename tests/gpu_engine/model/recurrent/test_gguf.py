@@ -18,12 +18,13 @@ from gpu_engine.model.files.gguf_weights import GGUFWeights
 from gpu_engine.model.files.reading import configuration_of
 from gpu_engine.model.loader import load_model
 from gpu_engine.model.quantised.linear import BlockLinear
+from gpu_engine.model.quantised.native import NativeForward
 from gpu_engine.model.recording import distance, typical_distance
 from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.model.model_logits import logits, some_ids
 from tests.gpu_engine.model.recurrent.families import CONFIGS, tiny
-from tests.gpu_engine.model.recurrent.hybrid_gguf_files import BIASES, FAMILIES, WITH_EXPERTS, write
+from tests.gpu_engine.model.recurrent.hybrid_gguf_files import BIASES, FAMILIES, KEYS, WITH_EXPERTS, write
 
 needs_avx2 = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
@@ -94,6 +95,20 @@ def test_experts_of_a_file_run_over_its_own_blocks(tmp_path: Path, arch: str) ->
         assert typical_distance(logits(model, ids_BP)[0].float(), own(ids_BP, use_cache=False).logits[0]) < 0.1
 
 
+@needs_avx2
+@pytest.mark.parametrize("arch", ["lfm2", "qwen35", "granitehybrid"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_a_file_of_blocks_runs_as_one_native_call(tmp_path: Path, arch: str, kind: str) -> None:
+    """What controls a row of a delta net may be in another kind than the other products."""
+    file = write(tiny(FAMILIES[arch]), arch, tmp_path / "model.gguf", kind)
+    settings = {"model": str(file), "dtype": "float32", "quantization": "q4"}
+    own, model = (load_model(config(**settings, fuse_parts=fuse)) for fuse in (False, True))
+    assert own.fused.forward is None
+    assert isinstance(model.fused.forward, NativeForward), model.fused.left
+    ids_BP = some_ids(1, 40)
+    assert typical_distance(logits(model, ids_BP)[0], logits(own, ids_BP)[0]) < 2e-2
+
+
 @pytest.mark.parametrize(("arch", "family"), [*FAMILIES.items(), *WITH_EXPERTS.items()])
 def test_a_file_has_the_logits_of_its_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, arch: str, family: str
@@ -151,4 +166,14 @@ def test_mixtures_are_refused_by_name(tmp_path: Path) -> None:
     writer.close()
     header = GGUFHeader(tmp_path / "model.gguf")
     with pytest.raises(GGUFError, match="a mixture of experts of the architecture falcon-h1, which is not read"):
+        configuration_of(header.path, header)
+
+
+@pytest.mark.parametrize("arch", ["falcon-h1", "nemotron_h"])
+def test_the_size_of_a_head_is_bounded(tmp_path: Path, arch: str) -> None:
+    """The angles of a rotation take memory before any tensor's shape is compared."""
+    own = tiny(FAMILIES[arch])
+    keys = {**KEYS[arch](own.config), "attention.key_length": 2**32 - 1}
+    header = GGUFHeader(write(own, arch, tmp_path / "model.gguf", keys=keys))
+    with pytest.raises(GGUFError, match="key_length is 4294967295, and must be from 1 to 65536"):
         configuration_of(header.path, header)
