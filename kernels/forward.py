@@ -19,8 +19,9 @@ import torch
 
 from kernels.accept import accept_arguments
 from kernels.blocks import BLOCK, BlockWeightsArgs, PackedBlocks
-from kernels.fused_arguments import LLAMA_HEADS, UNSCALED, Activation, HeadForm, StreamScales
-from kernels.kv_pages import KVPages, check_limits
+from kernels.forward_inputs import ForwardInput, ForwardInputs, LayerInputArgs, LayerInputsArgs, check_inputs
+from kernels.fused_arguments import LLAMA_HEADS, UNSCALED, Activation, HeadForm, KeyValues, StreamScales
+from kernels.kv_pages import MAX_WIDTH, KVHeads, KVPages, check_limits
 from kernels.library import native
 from kernels.low_rank import LowRankTable
 from kernels.mixture import GatedBlock, Mixture, RoutedArgs, check_blocks
@@ -54,9 +55,14 @@ class Norm:
 class ForwardLayer:
     """The weights and numbers of one layer: x += post(attention(pre(x))), then the same with the block.
 
-    `is_parallel`: x += attention(pre(x)) + block(pre(x)), with no other norm.
+    `is_parallel`: x += attention(pre(x)) + block(pre(x)), with no other norm. Then the layer's input (see
+    forward_inputs.py), and x *= stream_scale.
     """
 
+    place: int
+    """The pages' index in the cache."""
+    kv_heads: KVHeads
+    """Query heads have the same width."""
     qkv: PackedBlocks
     output: PackedBlocks
     block: GatedBlock | Mixture
@@ -81,6 +87,11 @@ class ForwardLayer:
     is_parallel: bool = False
     query_gates: bool = False
     """After each query head, `qkv` gives as many channels of a gate: the head is multiplied by the sigmoid of it."""
+    v_norm: Norm | None = None
+    """Of each value head."""
+    key_values: KeyValues = KeyValues.OWN
+    input: ForwardInput | None = None
+    stream_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +111,7 @@ class RecurrentForwardLayer:
 
 
 _NORMS = ("pre_attention", "post_attention", "pre_block", "post_block")
-_HEAD_NORMS = ("q_norm", "k_norm")
+_HEAD_NORMS = ("q_norm", "k_norm", "v_norm")
 _PAGES = ("k_pages", "v_pages", "k_scales", "v_scales")
 
 
@@ -110,14 +121,13 @@ class _LayerArgs(ctypes.Structure):
     _fields_ = [
         *[(name, BlockWeightsArgs) for name in ("qkv", "output", "gate_up", "down")],
         ("mixture", RoutedArgs),
+        ("input", LayerInputArgs),
         *[(name, ctypes.c_void_p) for name in (*_NORMS, *_HEAD_NORMS, "cos", "sin", "sinks", *_PAGES, "tap")],
-        ("rotated", ctypes.c_int64),
-        *[
-            (name, ctypes.c_float)
-            for name in (*(f"{norm}_eps" for norm in _NORMS), "q_eps", "k_eps", "scale", "softcap")
-        ],
+        *[(name, ctypes.c_int64) for name in ("rotated", "head_dim", "num_kv_heads")],
+        *[(f"{name.removesuffix('_norm')}_eps", ctypes.c_float) for name in (*_NORMS, *_HEAD_NORMS)],
+        *[(name, ctypes.c_float) for name in ("scale", "softcap", "stream_scale")],
         *[(name, ctypes.c_int32) for name in ("window", "act", "neighbours", "whole_norms", "norms_last")],
-        ("is_parallel", ctypes.c_int32),
+        *[(name, ctypes.c_int32) for name in ("is_parallel", "key_values", "tiles")],
         ("recurrent", ctypes.c_void_p),
     ]
 
@@ -138,6 +148,7 @@ class _LayerArgs(ctypes.Structure):
                 setattr(args, name, norm.weight.data_ptr())
                 setattr(args, f"{name.removesuffix('_norm')}_eps", norm.eps)
         args.act = layer.act
+        args.stream_scale = 1.0
         if isinstance(layer, RecurrentForwardLayer):
             return args
         args.cos, args.sin, args.rotated = layer.cos_LR.data_ptr(), layer.sin_LR.data_ptr(), layer.cos_LR.shape[1]
@@ -145,11 +156,17 @@ class _LayerArgs(ctypes.Structure):
         args.scale, args.softcap, args.window = layer.scale, layer.softcap, layer.window
         args.neighbours, args.is_parallel = layer.heads.neighbours, layer.is_parallel
         args.whole_norms, args.norms_last = layer.heads.whole_norms, layer.heads.norms_last
+        args.num_kv_heads, args.head_dim = layer.kv_heads
+        args.key_values, args.stream_scale = layer.key_values, layer.stream_scale
+        if layer.input is not None:
+            args.input = LayerInputArgs.of(layer.input)
         return args
 
 
 _POINTERS = ("norm", "embedding", "ids", "positions", "row_starts", "page_table", "logits", "tap", "scratch")
-_SIZES = ("hidden", "inner", "num_heads", "num_kv_heads", "head_dim", "page_size")
+_SIZES = ("hidden", "inner", "num_heads", "page_size", "channels", "attended")
+_TILE_LISTS = 2
+"""Different numbers of KV heads that layers may have."""
 
 LAYER_PRODUCTS = ("qkv", "output", "gate_up", "down")
 """The products of a layer in the order in which a `LowRankTable` numbers them: four a layer."""
@@ -164,12 +181,14 @@ class _ForwardArgs(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in _POINTERS],
         *[(name, ctypes.c_int64) for name in ("table_stride", "logits_stride")],
         *[(name, ctypes.c_int64) for name in ("num_rows", "num_sequences", "num_layers", "num_logits", *_SIZES)],
+        ("kv_heads", ctypes.c_int64 * _TILE_LISTS),
         *[(name, ctypes.c_float) for name in ("embedding_scale", "norm_eps", "logits_softcap")],
         *[(name, ctypes.c_float) for name in ("virtual_scale", "residual_scale", "logits_scale")],
         *[(name, ctypes.c_int32) for name in ("centred", "bf16", "pages", "defers_head")],
         *[(name, ctypes.c_void_p) for name in ("adapters", "sequence_adapters", "virtual_embedding")],
         *[(name, ctypes.c_int64) for name in ("adapter_rank", "vocabulary")],
         *[(name, ctypes.c_int64) for name in ("experts", "chosen", "expert_inner", "has_shared")],
+        ("inputs", LayerInputsArgs),
         ("recurrents", RecurrentSizesArgs),
         ("lanes", RowsArgs),
         ("query_gates", ctypes.c_int64),
@@ -181,14 +200,14 @@ class Forward:
 
     Args:
         embedding_VH: bfloat16 or float32, the dtype of taps; the model owns it. Pages have it, or int8.
-        layers: of equal shapes; a gated block may have another inner size than the experts. At least one has attention.
+        layers: their gated blocks and heads may differ in size, their experts may not. At least one has attention.
         norm: before the head.
         head: the output product.
-        heads: (query heads, KV heads).
-        head_dim: D.
+        num_heads: query heads.
         logits_softcap: 0: none.
         embedding_scale: multiplies the embedding of a token of the vocabulary.
         scales: of any model's input, residual additions and logits.
+        inputs: those of the layers; None: they have none.
     """
 
     def __init__(
@@ -197,22 +216,24 @@ class Forward:
         layers: Sequence[ForwardLayer | RecurrentForwardLayer],
         norm: Norm,
         head: PackedBlocks,
-        heads: tuple[int, int],
-        head_dim: int,
+        num_heads: int,
         *,
         logits_softcap: float = 0.0,
         embedding_scale: float = 1.0,
         scales: StreamScales = UNSCALED,
+        inputs: ForwardInputs | None = None,
     ) -> None:
-        self._owned = (embedding_VH, tuple(layers), norm, head)
+        self._owned = (embedding_VH, tuple(layers), norm, head, inputs)
         self._dtype, H = embedding_VH.dtype, embedding_VH.shape[1]
-        self._check(H, heads, head_dim)
+        self._check(H, num_heads)
         self._layers = (_LayerArgs * len(layers))(*(_LayerArgs.of(layer) for layer in layers))
         recurrent = {at: layer.mixer for at, layer in enumerate(layers) if isinstance(layer, RecurrentForwardLayer)}
         self._recurrent = RecurrentLayers(list(recurrent.values()))
         for number, at in enumerate(recurrent):
             self._layers[at].recurrent = self._recurrent.address_of(number)
-        self._attending = [args for at, args in enumerate(self._layers) if at not in recurrent]
+        self._attending = [
+            (layer, args) for layer, args in zip(layers, self._layers, strict=True) if isinstance(layer, ForwardLayer)
+        ]
         """The layers with attention, which have pages."""
         self._args = _ForwardArgs(self._layers, head.args)
         args = self._args
@@ -220,15 +241,17 @@ class Forward:
         args.virtual_scale, args.residual_scale, args.logits_scale = scales.input, scales.residual, scales.logits
         args.centred = norm.centred
         args.norm, args.norm_eps, args.logits_softcap = norm.weight.data_ptr(), norm.eps, logits_softcap
-        args.num_layers, args.hidden, args.head_dim = len(layers), H, head_dim
+        args.num_layers, args.hidden, args.num_heads = len(layers), H, num_heads
+        self._shape_heads()
+        if inputs is not None:
+            args.inputs = LayerInputsArgs.of(inputs)
         for block in (layer.block for layer in layers):
             if isinstance(block, Mixture):
                 args.experts, args.chosen = len(block.experts), block.choice.chosen
                 args.expert_inner, args.has_shared = block.experts[0].down.num_inputs, block.shared is not None
             of_all = block.shared if isinstance(block, Mixture) else block
             args.inner = max(args.inner, 0 if of_all is None else of_all.down.num_inputs)
-        (args.num_heads, args.num_kv_heads), args.bf16 = heads, self._dtype == torch.bfloat16
-        args.query_gates = any(isinstance(layer, ForwardLayer) and layer.query_gates for layer in layers)
+        args.bf16 = self._dtype == torch.bfloat16
         args.vocabulary, args.recurrents = len(embedding_VH), RecurrentSizesArgs(*self._recurrent.sizes)
         self._logits_NV = self._result_NV = torch.empty(0, head.num_outputs)
         """The memory of all logits so far, and the rows of the last call: one tensor while their number is the same."""
@@ -246,12 +269,28 @@ class Forward:
         self._adapted = False
         """The last call had adapters or virtual tokens."""
 
-    def _check(self, H: int, heads: tuple[int, int], head_dim: int) -> None:
+    def _shape_heads(self) -> None:
+        """Note the most channels of a row in any layer, and which layers have tiles of attention in common."""
+        args, numbers = self._args, list(dict.fromkeys(layer.kv_heads.number for layer, _ in self._attending))
+        assert len(numbers) <= _TILE_LISTS, numbers
+        args.kv_heads[: len(numbers)] = numbers
+        args.query_gates = any(layer.query_gates for layer, _ in self._attending)
+        for layer, of_layer in self._attending:
+            number, width = layer.kv_heads
+            of_layer.tiles = numbers.index(number)
+            args.attended = max(args.attended, args.num_heads * width)
+            queries = 2 * args.num_heads if args.query_gates else args.num_heads
+            args.channels = max(args.channels, (queries + 2 * number) * width)
+
+    def _check(self, H: int, num_heads: int) -> None:
         """Assert what the native code relies on."""
-        embedding_VH, layers, _, head = self._owned
+        embedding_VH, layers, _, head, inputs = self._owned
+        with_input = [layer.input if isinstance(layer, ForwardLayer) else None for layer in layers]
+        check_inputs(inputs, with_input, embedding_VH)
         gated = [layer.block for layer in layers if isinstance(layer.block, GatedBlock)]
         mixtures = [layer.block for layer in layers if isinstance(layer.block, Mixture)]
-        check_blocks(gated, H)
+        for block in gated:
+            check_blocks([block], H)
         check_blocks([expert for mixture in mixtures for expert in mixture.experts], H)
         check_blocks([mixture.shared for mixture in mixtures if mixture.shared is not None], H)
         assert len({(len(each.experts), each.choice.chosen, each.shared is None) for each in mixtures}) <= 1
@@ -267,13 +306,9 @@ class Forward:
                     assert vector.is_contiguous()
             assert mixture.shared is not None or mixture.shared_gate_H is None
             assert 0 < choice.chosen <= E, choice.chosen
-        channels = heads[0] * head_dim
         assert embedding_VH.dtype in (torch.bfloat16, torch.float32), embedding_VH.dtype
         assert embedding_VH.is_contiguous()
-        assert H % BLOCK == channels % BLOCK == 0, (H, channels)
-        assert head_dim % 16 == 0, head_dim
-        assert head_dim <= 256, head_dim
-        assert heads[0] % heads[1] == 0, heads
+        assert H % BLOCK == 0, H
         assert head.num_inputs == H, head
         gates = set[bool]()
         for layer in layers:
@@ -284,9 +319,15 @@ class Forward:
                 shapes = [(part.num_inputs, part.num_outputs) for part in (layer.first, layer.output)]
                 assert shapes == [(H, outputs), (read, H)], shapes
                 continue
+            heads, head_dim = (num_heads, layer.kv_heads.number), layer.kv_heads.width
+            channels = num_heads * head_dim
+            assert channels % BLOCK == 0, channels
+            assert head_dim % 16 == 0, head_dim
+            assert MAX_WIDTH["cpu"] >= head_dim, head_dim
+            assert num_heads % layer.kv_heads.number == 0, heads
             shapes = [(part.num_inputs, part.num_outputs) for part in (layer.qkv, layer.output)]
-            queries = channels * 2 if layer.query_gates else channels
-            assert shapes == [(H, queries + 2 * heads[1] * head_dim), (channels, H)], shapes
+            outputs = layer.key_values.product_heads(heads) + (num_heads if layer.query_gates else 0)
+            assert shapes == [(H, outputs * head_dim), (channels, H)], shapes
             gates.add(layer.query_gates)
             assert not (layer.query_gates and layer.heads.whole_norms), "a norm of all queries would have their gates"
             assert layer.cos_LR.shape == layer.sin_LR.shape, layer.cos_LR.shape
@@ -295,10 +336,12 @@ class Forward:
             assert layer.sin_LR.is_contiguous()
             assert layer.cos_LR.shape[1] % 2 == 0, layer.cos_LR.shape
             assert layer.cos_LR.shape[1] <= head_dim, layer.cos_LR.shape
-            check_limits(layer.window, 0, layer.sinks_H, heads[0])
+            check_limits(layer.window, 0, layer.sinks_H, num_heads)
             wide = [number * head_dim if layer.heads.whole_norms else head_dim for number in heads]
-            for norm, width in zip((layer.q_norm, layer.k_norm), wide, strict=True):
+            for norm, width in zip((layer.q_norm, layer.k_norm, layer.v_norm), (*wide, head_dim), strict=True):
                 assert norm is None or (norm.weight.shape == (width,) and not norm.centred), norm
+            if layer.key_values is KeyValues.SHARED:
+                assert layer.k_norm is layer.v_norm is None, "norms of keys and values that the layer has not"
             if layer.is_parallel:
                 assert of_stream == [layer.pre_attention], "a block next to the attention has norms of its own"
                 assert isinstance(layer.block, GatedBlock), layer.block
@@ -391,9 +434,10 @@ class Forward:
         """Point the layers at the pages, unless they are those of the last call."""
         if pages is self._pages:
             return
-        assert len(pages) == len(self._attending), (len(pages), len(self._attending))
-        (Hkv, D), T = (self._args.num_kv_heads, self._args.head_dim), pages[0].v.shape[2]
-        for args, page in zip(self._attending, pages, strict=True):
+        places, T = {layer.place for layer, _ in self._attending}, pages[0].v.shape[2]
+        assert places == set(range(len(pages))), (places, len(pages))
+        for layer, args in self._attending:
+            page, (Hkv, D) = pages[layer.place], layer.kv_heads
             assert not page.token_major, "the pages have the layout of a GPU"
             assert page.k.dtype == page.v.dtype in (self._dtype, torch.int8), (page.k.dtype, self._dtype)
             assert page.k.shape == (len(page.v), Hkv, D, T), page.k.shape

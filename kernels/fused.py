@@ -47,9 +47,9 @@ class RotaryArgs(ctypes.Structure):
     """Mirror of `struct rotary_args`."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "q_weight", "k_weight")],
+        *[(name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "q_weight", "k_weight", "v_weight")],
         *[(name, ctypes.c_int64) for name in ("rows", "stride", "q_heads", "k_heads", "head_dim", "rotated")],
-        *[(name, ctypes.c_float) for name in ("q_eps", "k_eps")],
+        *[(name, ctypes.c_float) for name in ("q_eps", "k_eps", "v_eps")],
         *[(name, ctypes.c_int32) for name in ("kind", "bf16", "angles_bf16")],
         *[(name, ctypes.c_int32) for name in ("neighbours", "whole_norms", "norms_last")],
     ]
@@ -61,15 +61,18 @@ class RotaryArgs(ctypes.Structure):
         head_dim: int,
         q_norm: RMSNorm | None,
         k_norm: RMSNorm | None,
+        v_norm: RMSNorm | None = None,
         form: HeadForm = LLAMA_HEADS,
     ) -> RotaryArgs:
         """Return the arguments that are the same in every call. The caller owns the norms' weights and outlives
         them."""
         args = cls(q_heads=heads[0], k_heads=heads[1], head_dim=head_dim)
         args.neighbours, args.whole_norms, args.norms_last = form.neighbours, form.whole_norms, form.norms_last
-        if q_norm and k_norm:
-            args.q_weight, args.k_weight = q_norm.weight_H.data_ptr(), k_norm.weight_H.data_ptr()
-            args.q_eps, args.k_eps, args.kind = q_norm.eps, k_norm.eps, q_norm.kind
+        for part, norm in (("q", q_norm), ("k", k_norm), ("v", v_norm)):
+            if norm is not None:
+                setattr(args, f"{part}_weight", norm.weight_H.data_ptr())
+                setattr(args, f"{part}_eps", norm.eps)
+                args.kind = norm.kind
         return args
 
 
@@ -129,9 +132,11 @@ def rotate(
     head_dim: int,
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
+    v_norm: RMSNorm | None = None,
     form: HeadForm = LLAMA_HEADS,
 ) -> None:
-    """Norm (where given) and rotate the query and key heads of `qkv_NC` in place; the values after them are unchanged.
+    """Norm (where given) and rotate the query and key heads of `qkv_NC` in place; norm the value heads after them,
+    which are unchanged without `v_norm`.
 
     `heads` is (query heads, key heads), which are the first columns of a row. Channels i and i + R / 2 of a head are a
     pair, or neighbours by `form`: angles i and i + R / 2 are of the two channels of pair i. Channels from R on are not
@@ -142,11 +147,13 @@ def rotate(
         assert form == LLAMA_HEADS, form
         from kernels.cuda import fused as device  # a CPU install has no Triton
 
+        assert v_norm is None
         device.rotate(qkv_NC, cos_NR, sin_NR, heads=heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm)
         return
-    check_rotate(qkv_NC, cos_NR, sin_NR, heads=heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, form=form)
+    norms = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": v_norm}
+    check_rotate(qkv_NC, cos_NR, sin_NR, heads=heads, head_dim=head_dim, **norms, form=form)
     assert qkv_NC.dtype in _DTYPES, qkv_NC.dtype
-    args = RotaryArgs.of(heads, head_dim, q_norm, k_norm, form)
+    args = RotaryArgs.of(heads, head_dim, **norms, form=form)
     args.qkv, args.cos, args.sin = qkv_NC.data_ptr(), cos_NR.data_ptr(), sin_NR.data_ptr()
     args.rows, args.stride, args.rotated = qkv_NC.shape[0], qkv_NC.stride(0), cos_NR.shape[1]
     args.bf16, args.angles_bf16 = qkv_NC.dtype == torch.bfloat16, cos_NR.dtype == torch.bfloat16

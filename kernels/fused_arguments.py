@@ -63,6 +63,21 @@ class HeadForm:
 LLAMA_HEADS = HeadForm()
 
 
+class KeyValues(enum.IntEnum):
+    """Where the keys and values of an attention come from, with the values of `forward.h`."""
+
+    OWN = 0
+    """The joined product gives queries, keys and values."""
+    FROM_KEYS = 1
+    """It gives queries and keys; the values are the keys before their norm and rotation (Gemma 4 31B)."""
+    SHARED = 2
+    """It gives queries; an earlier layer has stored the keys and values (Gemma 4 E2B)."""
+
+    def product_heads(self, heads: tuple[int, int]) -> int:
+        """Return the heads that the joined product gives. `heads`: query heads and KV heads."""
+        return heads[0] + (2 - self) * heads[1]
+
+
 @dataclass(frozen=True, slots=True)
 class StreamScales:
     """What a model multiplies its numbers by."""
@@ -87,6 +102,7 @@ def check_rotate(
     head_dim: int,
     q_norm: RMSNorm | None,
     k_norm: RMSNorm | None,
+    v_norm: RMSNorm | None = None,
     form: HeadForm = LLAMA_HEADS,
 ) -> None:
     """Assert the shapes and dtypes that `rotate` takes, on any device."""
@@ -99,10 +115,13 @@ def check_rotate(
     assert sin_NR.is_contiguous()
     assert cos_NR.shape[1] % 2 == 0, cos_NR.shape
     assert cos_NR.shape[1] <= head_dim, (cos_NR.shape, head_dim)
-    assert (q_norm is None) == (k_norm is None)
-    if q_norm and k_norm:
-        assert q_norm.kind == k_norm.kind, (q_norm.kind, k_norm.kind)
-        assert q_norm.kind != NormKind.CENTRED, "norms of heads have no mean to take off"
-        sizes = tuple(head_dim * number if form.whole_norms else head_dim for number in heads)
-        assert (len(q_norm.weight_H), len(k_norm.weight_H)) == sizes, (q_norm.weight_H.shape, k_norm.weight_H.shape)
-        assert q_norm.weight_H.dtype == k_norm.weight_H.dtype == qkv_NC.dtype, q_norm.weight_H.dtype
+    assert (q_norm is None) == (k_norm is None) or heads[1] == 0
+    assert v_norm is None or qkv_NC.shape[1] >= (heads[0] + 2 * heads[1]) * head_dim, (qkv_NC.shape, heads, head_dim)
+    sizes = [head_dim * number if form.whole_norms else head_dim for number in heads]
+    with_none = zip((q_norm, k_norm, v_norm), (*sizes, head_dim), strict=True)
+    norms = [(norm, size) for norm, size in with_none if norm is not None]
+    for norm, size in norms:
+        assert norm.kind == norms[0][0].kind, [each.kind for each, _ in norms]
+        assert norm.kind != NormKind.CENTRED, "norms of heads have no mean to take off"
+        assert norm.weight_H.shape == (size,), (norm.weight_H.shape, size)
+        assert norm.weight_H.dtype == qkv_NC.dtype, norm.weight_H.dtype

@@ -14,7 +14,7 @@ import torch
 
 from kernels.fused import RMSNorm, RotaryArgs, check_rotate, rotate
 from kernels.fused_arguments import LLAMA_HEADS, HeadForm
-from kernels.kv_pages import check_limits
+from kernels.kv_pages import MAX_WIDTH, check_limits
 from kernels.library import native
 from kernels.paged_attention import AttentionArgs, KVPages, paged_attention
 
@@ -34,11 +34,16 @@ class QkvAttention:
         k_norm: RMSNorm | None = None,
         sinks_H: torch.Tensor | None = None,
         form: HeadForm = LLAMA_HEADS,
+        v_norm: RMSNorm | None = None,
+        *,
+        stores: bool = True,
     ) -> None:
         check_limits(window, 0, sinks_H, heads[0])
-        self.heads, self.head_dim, self.q_norm, self.k_norm, self.form = heads, head_dim, q_norm, k_norm, form
+        self.heads, self.head_dim, self.form, self.stores = heads, head_dim, form, stores
+        self.q_norm, self.k_norm, self.v_norm = q_norm, k_norm, v_norm
         self.scale, self.softcap, self.window, self.sinks_H = scale, softcap, window, sinks_H
-        self._rotary = RotaryArgs.of(heads, head_dim, q_norm, k_norm, form)
+        self._rotated = heads if stores else (heads[0], 0)
+        self._rotary = RotaryArgs.of(self._rotated, head_dim, q_norm, k_norm, v_norm, form)
         self._args = AttentionArgs(scale=scale, softcap=softcap, window=window, head_dim=head_dim)
         self._args.sinks = None if sinks_H is None else sinks_H.data_ptr()
         self._args.num_heads, self._args.num_kv_heads = heads
@@ -58,7 +63,8 @@ class QkvAttention:
     ) -> torch.Tensor:
         """Return [N, Hq * D]; row b * P + j is position j of sequence b. `qkv_NC`, contiguous, is changed.
 
-        C is (Hq + 2 Hkv) * D: query heads, key heads, value heads. N may be more than B * P: the rows after that are
+        C is (Hq + 2 Hkv) * D: query heads, key heads, value heads; without `stores` Hq * D, and the pages have the keys
+        and values of these positions. N may be more than B * P: the rows after that are
         padding, and its results are 0. The rest as in `rotate` and `paged_attention`.
         """
         (Hq, Hkv), D = self.heads, self.head_dim
@@ -70,13 +76,16 @@ class QkvAttention:
                 qkv_NC,
                 cos_NR,
                 sin_NR,
-                heads=self.heads,
+                heads=self._rotated,
                 head_dim=D,
                 q_norm=self.q_norm,
                 k_norm=self.k_norm,
+                v_norm=self.v_norm,
                 form=self.form,
             )
-            q_BPHD, k_BPHD, v_BPHD = qkv_NC.view(B, P, Hq + 2 * Hkv, D).split((Hq, Hkv, Hkv), dim=2)
+            q_BPHD, *own = qkv_NC.view(B, P, -1, D).split((Hq, Hkv, Hkv) if self.stores else Hq, dim=2)
+            # The kernel stores in every call.
+            k_BPHD, v_BPHD = own if self.stores else _stored(pages, page_table_BN, positions_BP)
             out_BPHD = paged_attention(
                 q_BPHD,
                 k_BPHD,
@@ -118,7 +127,9 @@ class QkvAttention:
         rotary, args, library = self._rotary, self._args, native()
         rotary.qkv, rotary.cos, rotary.sin = start, cos_NR.data_ptr(), sin_NR.data_ptr()
         library.lockstep_rotary(ctypes.byref(rotary))
-        args.q, args.k, args.v = start, start + Hq * D * size, start + (Hq + Hkv) * D * size
+        args.q = start
+        if self.stores:
+            args.k, args.v = start + Hq * D * size, start + (Hq + Hkv) * D * size
         args.out, args.page_table, args.positions = out_NC.data_ptr(), page_table_BN.data_ptr(), positions_BP.data_ptr()
         library.lockstep_paged_attention(ctypes.byref(args))
         return out_NC
@@ -134,18 +145,18 @@ class QkvAttention:
     ) -> None:
         """Assert the shapes that the kernels take, and store the arguments that depend on them."""
         (Hq, Hkv), D, (B, P), T = self.heads, self.head_dim, positions_BP.shape, pages.v.shape[2]
-        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
-        check_rotate(qkv_NC[: B * P], cos_NR, sin_NR, heads=self.heads, head_dim=D, **norms, form=self.form)
+        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm, "v_norm": self.v_norm}
+        check_rotate(qkv_NC[: B * P], cos_NR, sin_NR, heads=self._rotated, head_dim=D, **norms, form=self.form)
         assert qkv_NC.device.type == "cpu", qkv_NC.device
         assert qkv_NC.dtype in (torch.bfloat16, torch.float32), qkv_NC.dtype
         assert pages.k.dtype == pages.v.dtype in (qkv_NC.dtype, torch.int8), (qkv_NC.dtype, pages.k.dtype)
-        assert qkv_NC.shape == (len(qkv_NC), (Hq + 2 * Hkv) * D), (qkv_NC.shape, positions_BP.shape)
+        assert qkv_NC.shape[1] == (Hq + 2 * Hkv if self.stores else Hq) * D, (qkv_NC.shape, positions_BP.shape)
         assert len(qkv_NC) >= B * P, (qkv_NC.shape, positions_BP.shape)
         assert pages.k.shape == (pages.v.shape[0], Hkv, D, T), pages.k.shape
         assert pages.v.shape[1:] == (Hkv, T, D), pages.v.shape
         assert all(part.is_contiguous() for part in pages.tensors)
         assert D % 16 == T % 16 == 0, (D, T)
-        assert D <= 256, D
+        assert MAX_WIDTH["cpu"] >= D, D
         assert Hq % Hkv == 0, (Hq, Hkv)
         assert page_table_BN.dtype == positions_BP.dtype == torch.int32
         assert page_table_BN.shape[0] >= B
@@ -163,3 +174,12 @@ class QkvAttention:
 
     def __repr__(self) -> str:
         return f"<QkvAttention {self.heads[0]} over {self.heads[1]} heads of {self.head_dim}>"
+
+
+def _stored(
+    pages: KVPages, page_table_BN: torch.Tensor, positions_BP: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values that pages have at some positions, [B, P, Hkv, D] each."""
+    T, places_BP = pages.v.shape[2], positions_BP.clamp(min=0).long()
+    numbers_BP = page_table_BN[: len(places_BP)].gather(1, places_BP // T).long()
+    return pages.k_NHTD[numbers_BP, :, places_BP % T], pages.v[numbers_BP, :, places_BP % T]

@@ -209,8 +209,8 @@ def take_temperatures(net: nn.Module, *, back: bool = False) -> None:
 def number_layers(decoder: nn.Module, places: Mapping[int, int]) -> None:
     """Give the attention of each layer its place in the cache as its number. `places`: by the numbers of the layers.
 
-    A layer with the keys and values of another one stores them there once more, and attends there. transformers reads
-    an attention's number for its own caches only, which no forward here has.
+    A layer with the keys and values of another one attends there, and stores them there once more unless it is fused.
+    transformers reads an attention's number for its own caches only, which no forward here has.
     """
     for module in decoder.modules():
         own: Any = module

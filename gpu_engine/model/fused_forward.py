@@ -7,6 +7,7 @@ the model itself (see fusion.py). Not responsible for: the computation of a laye
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -25,12 +26,13 @@ from gpu_engine.model.fused_layers import (
     angles_by_row,
     no_angles,
 )
+from gpu_engine.model.layer_inputs import LayerInput, LayerInputs, OtherInputs, layer_input_of, layer_inputs_of
 from gpu_engine.model.linear import PackedLinear, has_weights
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Recording
 from gpu_engine.model.recurrent.mixer import RecurrentMixer
 from kernels.fused import RMSNorm, add_rms_norm, angles_at, rms_norm
-from kernels.fused_arguments import StreamScales
+from kernels.fused_arguments import KeyValues, StreamScales
 from kernels.step_tensors import StepTensors
 
 
@@ -68,7 +70,7 @@ class DeferringForward(WholeForward, Protocol):
 class Layer:
     """x += post(attention(pre(x))), then the same with the block; any of the norms may be missing.
 
-    `is_parallel`: x += attention(pre(x)) + block(pre(x)).
+    `is_parallel`: x += attention(pre(x)) + block(pre(x)). Then the layer's input, and x *= scale.
     """
 
     attention: FusedAttention | RecurrentMixer
@@ -77,6 +79,8 @@ class Layer:
     angles: int | None
     """Index into `FusedForward.rotary`: the call whose angles this layer uses. None: nothing is rotated."""
     is_parallel: bool
+    input: LayerInput | None
+    scale: float
     pre_attention: RMSNorm | None
     post_attention: RMSNorm | None
     pre_block: RMSNorm | None
@@ -127,6 +131,7 @@ class FusedForward:
     linear.py)."""
     takes_prompts: bool
     """The products are packed for a CPU, so that a row has the same bits in any company, and no layer is recurrent."""
+    inputs: LayerInputs | None = None
 
     @property
     def skips_padding(self) -> bool:
@@ -150,7 +155,7 @@ class FusedForward:
         return logits_NV
 
     def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
-        """Write keys and values only; stop after the attention of the last layer, unless its output is wanted."""
+        """Write keys and values only; stop after the last attention that stores some, or whose input is wanted."""
         if ctx.hidden is not None and len(self.layers) in ctx.hidden:
             self._last(ids_BP, ctx)
         else:
@@ -174,11 +179,14 @@ class FusedForward:
         x_BPH: torch.Tensor = self.embedding(ids)
         if self.scales.input != 1.0:
             x_BPH = x_BPH * self.scales.input
+        inputs_LNI = None if self.inputs is None else self.inputs.of(ids, x_BPH)
         rotated = [call.angles(x_BPH, positions) for call in self.rotary]
         unrotated = no_angles(x_BPH, ids.numel())
         x, delta = x_BPH.view(-1, x_BPH.shape[-1]), None
         if self.pairs and len(x) == 1:
             x = torch.cat([x, x])
+            inputs_LNI = None if inputs_LNI is None else inputs_LNI.expand(-1, 2, -1)
+        end = self._last_filled(ctx) if only_fill else len(self.layers)
         for at, layer in enumerate(self.layers):
             h = self._normed(x, delta, layer.pre_attention)
             if ctx.hidden is not None and at in ctx.hidden:
@@ -188,7 +196,7 @@ class FusedForward:
             else:
                 angles = unrotated if layer.angles is None else rotated[layer.angles]
                 delta = layer.attention.attend(h, *angles, ctx)
-            if only_fill and layer is self.layers[-1]:
+            if at == end:
                 break
             if layer.post_attention is not None:
                 delta = rms_norm(delta, layer.post_attention)
@@ -196,7 +204,19 @@ class FusedForward:
             delta = layer.gated.of_rows(h if layer.is_parallel else between)
             if layer.post_block is not None:
                 delta = rms_norm(delta, layer.post_block)
+            if layer.input is not None and inputs_LNI is not None:
+                x = self._normed(x, delta, None)
+                delta = layer.input.of_rows(x, inputs_LNI[at])
+            if layer.scale != 1.0:
+                x, delta = self._normed(x, delta, None).mul_(layer.scale), None
         return x, delta
+
+    def _last_filled(self, ctx: AttentionContext) -> int:
+        """Return the last layer that stores keys and values or a state, or whose input is wanted."""
+        wanted = [at for at in ctx.hidden or {} if at < len(self.layers)]
+        parts = [layer.attention for layer in self.layers]
+        stores = (isinstance(part, RecurrentMixer) or part.key_values is not KeyValues.SHARED for part in parts)
+        return max(*wanted, *(at for at, does in enumerate(stores) if does), 0)
 
     def _normed(self, x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm | None) -> torch.Tensor:
         """Add the pending output to the residual stream, in place, and return the norm of the sum."""
@@ -246,18 +266,24 @@ def fused_forward_of(net: Any, record: Recording, mixtures: Mapping[nn.Module, M
     decoder = net.get_decoder()
     embedding, head = net.get_input_embeddings(), net.get_output_embeddings()
     stacks = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    try:
+        inputs = layer_inputs_of(decoder, embedding, itertools.chain(*stacks), record)
+    except OtherInputs as why:
+        raise NotALoop(str(why)) from why
+    of_inputs = set() if inputs is None else {inputs.embedding, inputs.projection}
     norms = [child for child in decoder.children() if isinstance(child, FusedNorm)]
+    norms = [norm for norm in norms if inputs is None or norm.norm is not inputs.norm]
     if len(stacks) != 1 or len(norms) != 1:
         raise NotALoop(f"{len(stacks)} stacks of layers and {len(norms)} norms")
-    known = {embedding, head, stacks[0], norms[0]}
+    known = {embedding, head, stacks[0], norms[0], *of_inputs}
     if strangers := [name for name, child in decoder.named_children() if child not in known and has_weights(child)]:
         raise NotALoop(f"the decoder has more: {strangers}")
     rotary: list[RotaryCall] = []
     layers = tuple(_layer_of(layer, record, rotary, decoder, mixtures) for layer in stacks[0])
     softcap = getattr(net.config.get_text_config(), "final_logit_softcapping", None) or 0.0
     pairs, scales = isinstance(head, PackedLinear) and head.pairs, _scales_of(net.config.get_text_config())
-    packed = _packed(head, layers)
-    return FusedForward(embedding, tuple(rotary), layers, norms[0].norm, head, softcap, scales, pairs, packed)
+    packed = _packed([head] if inputs is None else [head, inputs.projection], layers)
+    return FusedForward(embedding, tuple(rotary), layers, norms[0].norm, head, softcap, scales, pairs, packed, inputs)
 
 
 def _scales_of(config: Any) -> StreamScales:
@@ -267,13 +293,13 @@ def _scales_of(config: Any) -> StreamScales:
     return StreamScales(embedding, residual, multiplied / divided)
 
 
-def _packed(head: nn.Module, layers: tuple[Layer, ...]) -> bool:
-    """Return whether every product is packed for a CPU, and no layer has a state, which rows of prompts lack."""
-    products = [head]
+def _packed(products: list[nn.Module], layers: tuple[Layer, ...]) -> bool:
+    """Return whether every product is packed for a CPU, these and the layers', and no layer has a state, which rows of
+    prompts lack."""
     for layer in layers:
         if isinstance(layer.attention, RecurrentMixer):
             return False
-        for part in (layer.attention, layer.gated):
+        for part in (layer.attention, layer.gated, *([layer.input] if layer.input is not None else [])):
             products += [product for _, product in part.products()]
     return all(isinstance(product, PackedLinear | BlockLinear) for product in products)
 
@@ -286,6 +312,13 @@ def _layer_of(
     mixtures: Mapping[nn.Module, MixedBlock],
 ) -> Layer:
     children = {name: mixtures.get(child, child) for name, child in layer.named_children()}
+    try:
+        layer_input = layer_input_of(layer, record)
+    except OtherInputs as why:
+        raise NotALoop(str(why)) from why
+    if layer_input is not None:
+        for name in ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"):
+            del children[name]
     attentions = [child for child in children.values() if isinstance(child, FusedAttention | RecurrentMixer)]
     blocks = [child for child in children.values() if isinstance(child, FusedGated | MixedBlock)]
     norms = {name: child.norm for name, child in children.items() if isinstance(child, FusedNorm)}
@@ -303,7 +336,8 @@ def _layer_of(
         raise NotALoop(f"a layer with the norms {sorted(norms)}")
     around = (norms[name] if name else None for name in names)
     angles = None if isinstance(attentions[0], RecurrentMixer) else _angles_of(layer, record, rotary, decoder)
-    return Layer(attentions[0], blocks[0], angles, len(norms) == 1, *around)
+    scale = float(getattr(layer, "layer_scalar", 1.0))
+    return Layer(attentions[0], blocks[0], angles, len(norms) == 1, layer_input, scale, *around)
 
 
 def _mixture_and_block(blocks: Sequence[FusedGated | MixedBlock]) -> ExpertsAndBlock | None:
@@ -323,7 +357,7 @@ def _angles_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], de
         return None
     for module in decoder.children():
         for call in record.calls.get(module, []):
-            if call.output is not given:
+            if not _same_memory(call.output, given):
                 continue
             rest, kwargs = call.args[2:], {name: value for name, value in call.kwargs.items() if name != "position_ids"}
             for at, known in enumerate(rotary):
@@ -332,3 +366,12 @@ def _angles_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], de
             rotary.append(RotaryCall(module, rest, kwargs))
             return len(rotary) - 1
     raise NotALoop("a layer's angles come from elsewhere")
+
+
+def _same_memory(ones: Any, others: Any) -> bool:
+    """Return whether two tuples of tensors are the same, or whole views of them, as Gemma 4's later layers get."""
+    return ones is others or (
+        isinstance(ones, tuple)
+        and isinstance(others, tuple)
+        and [(part.data_ptr(), part.shape) for part in ones] == [(part.data_ptr(), part.shape) for part in others]
+    )

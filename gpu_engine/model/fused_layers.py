@@ -17,6 +17,7 @@ from gpu_engine.model.attention import AttentionContext, LayerAttention, PromptR
 from gpu_engine.model.experts import Experts
 from gpu_engine.model.linear import InvariantLinear
 from kernels.fused import Activation, HeadForm, RMSNorm, gated, rms_norm
+from kernels.fused_arguments import KeyValues
 from kernels.fused_attention import QkvAttention
 from kernels.kv_pages import KVPages
 from kernels.mixture import Choice
@@ -235,7 +236,9 @@ class FusedAttention(nn.Module):
 
     Args:
         sinks_H: float32, the further logit of each query head; None: there is none.
-        norms_last: the norms come after the rotation.
+        v_norm: of each value head.
+        key_values: what `qkv` gives next to the queries.
+        norms_last: the norms of queries and keys come after the rotation.
         q_norm, k_norm: RMSNorms of each head, or of all heads together if the weights have their size.
         query_gates: after each query head, `qkv` gives as many channels of a gate: what the head attended to is
             multiplied by the sigmoid of it (Qwen 3.5).
@@ -250,7 +253,9 @@ class FusedAttention(nn.Module):
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         sinks_H: torch.Tensor | None = None,
+        v_norm: RMSNorm | None = None,
         *,
+        key_values: KeyValues = KeyValues.OWN,
         rotation: Rotation = Rotation.HALVES,
         norms_last: bool = False,
         query_gates: bool = False,
@@ -260,11 +265,12 @@ class FusedAttention(nn.Module):
         self.qkv, self.output, self.shape, self.layer_idx = qkv, output, shape, layer_idx
         self._qkv, self._output = qkv.forward, output.forward
         heads = (shape.num_heads, shape.num_kv_heads)
-        self.q_norm, self.k_norm = q_norm, k_norm
+        self.q_norm, self.k_norm, self.v_norm, self.key_values = q_norm, k_norm, v_norm, key_values
         whole = q_norm is not None and len(q_norm.weight_H) != shape.head_dim
         self.heads = HeadForm(rotation.of_neighbours, whole, norms_last)
-        numbers = (shape.scale, shape.softcap, shape.window)
-        self._core = QkvAttention(heads, shape.head_dim, *numbers, q_norm, k_norm, sinks_H, self.heads)
+        numbers, norms = (shape.scale, shape.softcap, shape.window), (q_norm, k_norm)
+        stores = key_values is not KeyValues.SHARED
+        self._core = QkvAttention(heads, shape.head_dim, *numbers, *norms, sinks_H, self.heads, v_norm, stores=stores)
         self.sources: Sources = {}
 
     def products(self) -> list[tuple[str, nn.Module]]:
@@ -297,6 +303,9 @@ class FusedAttention(nn.Module):
     ) -> torch.Tensor:
         """[N, H] -> [N, H]; row b * P + j is position j of sequence b. Rows of prompts are after those of the batch."""
         pages, qkv_NC = ctx.pages[self.layer_idx], self._qkv(x_NH)
+        if self.key_values is KeyValues.FROM_KEYS:
+            keys = self.shape.num_kv_heads * self.shape.head_dim
+            qkv_NC = torch.cat([qkv_NC, qkv_NC[:, -keys:]], dim=1)
         gate_NC = None
         if self.query_gates:
             qkv_NC, gate_NC = self._without_gates(qkv_NC)

@@ -28,7 +28,7 @@ from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
 from gpu_engine.model.recording import Call, Distance, Recording, distance, typical_distance
 from gpu_engine.model.recurrent.delta_nets import DeltaNet, JoinedDeltaNet
-from kernels.fused_arguments import EVERYWHERE, NormKind, RMSNorm
+from kernels.fused_arguments import EVERYWHERE, KeyValues, NormKind, RMSNorm
 from kernels.mixture import Choice
 
 log = logging.getLogger(__name__)
@@ -62,13 +62,15 @@ class NotRecognised(Exception):
 
 
 def norm_of(module: nn.Module, record: Recording, bound: float) -> FusedNorm:
-    """Return the fused form of a norm that has a weight and no bias; raise NotRecognised."""
+    """Return the fused form of a norm that has no bias; its weights are ones if it has none. Raise NotRecognised."""
     parameters = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or not isinstance(eps, float):
+    weight = parameters.pop("weight", None)
+    if parameters or (weight is not None and weight.dim() != 1) or not isinstance(eps, float):
         raise NotRecognised("is no norm with a weight and no bias")
     call = _only(record, module)
-    weight_H = parameters["weight"].detach()
+    x = call.tensor()
+    weight_H = x.new_ones(x.shape[-1]) if weight is None else weight.detach()
     kinds = [kind for kind in NormKind if weight_H.device.type == "cpu" or kind is not NormKind.CENTRED]
     return _closest((FusedNorm(RMSNorm(weight_H, eps, kind)) for kind in kinds), call, bound)
 
@@ -187,12 +189,15 @@ _HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 """The names of the norms of queries and keys."""
 _LAST_NORMS = ("query_layernorm", "key_layernorm")
 """HunYuan's, which come after the rotation."""
-_ATTENTIONS = (
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    ("qkv_proj", "o_proj"),
-    ("q_proj", "k_proj", "v_proj", "out_proj"),
-)
-"""The names of an attention's products: the ones that are joined, and the output's."""
+_ATTENTIONS = {
+    ("q_proj", "k_proj", "v_proj", "o_proj"): KeyValues.OWN,
+    ("qkv_proj", "o_proj"): KeyValues.OWN,
+    ("q_proj", "k_proj", "v_proj", "out_proj"): KeyValues.OWN,
+    ("q_proj", "k_proj", "o_proj"): KeyValues.FROM_KEYS,
+    ("q_proj", "o_proj"): KeyValues.SHARED,
+}
+"""The names of an attention's products, the ones that are joined and the output's; and where its keys and values come
+from."""
 
 
 def attention_of(
@@ -219,20 +224,29 @@ def attention_of(
     if sinks is not None and not on_cpu:
         raise NotRecognised("has sinks, whose fused form only a CPU has")
     norms, norms_last = _norms_of_heads(module)
+    v_norm = getattr(module, "v_norm", None)
+    if isinstance(v_norm, nn.Module):
+        norms["v"] = v_norm
     linears = _linears(module, but=norms.values(), own=() if sinks is None else ("sinks",))
-    *parts, last = next((names for names in _ATTENTIONS if set(names) == set(linears)), ("",))
+    *parts, last = names = next((names for names in _ATTENTIONS if set(names) == set(linears)), ("",))
     if not parts:
         raise NotRecognised(f"has the products {sorted(linears)}")
+    key_values = _ATTENTIONS[names]
+    if not on_cpu and (v_norm is not None or key_values is not KeyValues.OWN):
+        raise NotRecognised("has normed or shared values, whose fused form only a CPU has")
     found = {of: norm_of(norm, record, bounds.norm).norm for of, norm in norms.items()}
+    if "v" in found and "q" in found and not any(norms["v"].parameters()):
+        found["v"] = replace(found["v"], kind=found["q"].kind)  # weights of ones are the same in each kind
     qkv, output = _joined([linears[name] for name in parts]), _joined([linears[last]])
     sinks_H = None if sinks is None else sinks.detach().float().contiguous()
-    made_of = (qkv, output, shape, layer_idx, found.get("q"), found.get("k"), sinks_H)
+    made_of = (qkv, output, shape, layer_idx, found.get("q"), found.get("k"), sinks_H, found.get("v"))
     if norms_last and not on_cpu:
         raise NotRecognised("has norms after the rotation, which only a CPU has")
     rotations = _rotations(call, shape, on_cpu=on_cpu)
     gates = len(parts) == 3 and linears[parts[0]].out_features == 2 * shape.num_heads * shape.head_dim
     forms = (
-        FusedAttention(*made_of, rotation=rotation, norms_last=norms_last, query_gates=gates) for rotation in rotations
+        FusedAttention(*made_of, key_values=key_values, rotation=rotation, norms_last=norms_last, query_gates=gates)
+        for rotation in rotations
     )
     fused = _closest(forms, call, bounds.block, enough=bounds.block / 8)
     fused.sources = {"qkv": _sources(linears, parts), "output": _sources(linears, [last])}
@@ -443,7 +457,10 @@ def verified(
     bound.
     """
     bound = max(bounds.logits, min(2 * noise, bounds.most))
-    own = compare(run(None), want_NV)
+    try:
+        own = compare(run(None), want_NV)
+    except KeyError as missing:  # keys and values of a layer that is fused, in a layer that shares them and is not
+        raise FusedModelDiffers(f"a part lacks {missing}") from missing
     if own > bound:
         raise FusedModelDiffers(f"fused parts give logits that are {own:.1e} away")
     try:

@@ -369,13 +369,15 @@ def _prepare_net(
 def _adapts_by_part(config: EngineConfig, fused: Fused) -> bool:
     """Return whether adapters need the loop in Python.
 
-    They have no numbers for the products of experts, or for the further product of a delta net. The native forward also
-    has memory for the low-rank half of one product at a time, and a block next to the attention has the attention's
-    products between its own and its input.
+    They have no numbers for the products of experts, of inputs by layer, or for the further product of a delta net. The
+    native forward also has memory for the low-rank half of one product at a time, and a block next to the attention has
+    the attention's products between its own and its input.
     """
     forward = fused.forward
     layers = forward.layers if isinstance(forward, FusedForward) else ()
-    has_more = any(layer.is_parallel or isinstance(layer.attention, JoinedDeltaNet) for layer in layers)
+    has_more = any(
+        layer.is_parallel or layer.input is not None or isinstance(layer.attention, JoinedDeltaNet) for layer in layers
+    )
     return config.takes_adapters and (bool(fused.mixtures) or has_more)
 
 

@@ -1,46 +1,59 @@
 /* A decoder's whole forward over block-quantised weights, for CPUs: one call, one team of threads, no Python in between.
  *
  * A layer is x += scale * post(attention(pre(x))), then the same with a gated block or a mixture of experts; a block next
- * to the attention gets the attention's input. Each function below is a loop that the team shares, in their order; with
- * many rows and no experts it is a loop over a chunk of rows that one member has. Between products everything is fp32; keys
- * and values are rounded to the pages' dtype. Padding is dropped in front: only rows with a position are computed. Invariant: a row depends only on its own sequence, bit for bit, whatever
- * else is in the call. Not responsible for: the ownership of pages and weights.
+ * to the attention gets the attention's input. A layer may have an input of its own after that (see layer_inputs.h), and
+ * may read the keys and values of an earlier one. Each function below is a loop that the team shares, in their order;
+ * with many rows and no experts it is a loop over a chunk of rows that one member has. Between products everything is
+ * fp32; keys and values are rounded to the pages' dtype. Padding is dropped in front: only rows with a position are
+ * computed. Invariant: a row depends only on its own sequence, bit for bit, whatever else is in the call. Not responsible
+ * for: the ownership of pages and weights.
  */
 #ifndef LOCKSTEP_FORWARD_H
 #define LOCKSTEP_FORWARD_H
 
 #include "blocks.h"
+#include "layer_inputs.h"
 #include "low_rank.h"
 #include "mixture.h"
 #include "paged_attention.h"
 #include "recurrent_layer.h"
 #include "team.h"
 
+enum { OWN_VALUES, VALUES_FROM_KEYS, SHARED_VALUES }; /* see KeyValues in fused_arguments.py */
+
 struct forward_layer {
     struct block_weights qkv, output, gate_up, down; /* gate_up: the gate's outputs, then those of up */
     struct mixture mixture; /* a null router: there is none. Else gate_up and down are its shared expert, or null */
+    struct layer_input input;
     /* fp32 [hidden]; null: no such norm */
     const float *pre_attention, *post_attention, *pre_block, *post_block;
     /* fp32 [head_dim], or of all query heads and of all key heads with `whole_norms`; null: none */
     const float *q_norm, *k_norm;
+    const float *v_norm;     /* fp32 [head_dim], of each value head; null: none */
     const float *cos, *sin;  /* fp32 [positions][rotated]; halves, whatever channels are pairs */
     const float *sinks;      /* see paged_attention.h */
     void *k_pages, *v_pages; /* see paged_attention.h */
     float *k_scales, *v_scales;
     void *tap;       /* [num_rows][hidden] in the embedding's dtype: gets the layer's input; null: not wanted */
     int64_t rotated; /* the first channels of a head, which are rotated */
-    float pre_attention_eps, post_attention_eps, pre_block_eps, post_block_eps, q_eps, k_eps;
+    int64_t head_dim, num_kv_heads;
+    float pre_attention_eps, post_attention_eps, pre_block_eps, post_block_eps, q_eps, k_eps, v_eps;
     float scale, softcap; /* of attention */
+    float stream_scale;   /* of the residual stream after the layer */
     int32_t window, act;
     int32_t neighbours;  /* channels 2 i and 2 i + 1 are rotated together; 0: i and i + rotated / 2 */
     int32_t whole_norms; /* q_norm is one norm of all query heads together, k_norm one of all keys */
     int32_t norms_last;  /* q_norm and k_norm come after the rotation */
     /* The block is next to the attention, and has its input; pre_block and post_attention are null. */
     int32_t is_parallel;
+    int32_t key_values;
+    int32_t tiles;                           /* which of the forward's `kv_heads` is num_kv_heads */
     const struct recurrent_layer *recurrent; /* in place of attention, between `qkv` and `output`; null: attention */
 };
 
 enum { OF_QKV, OF_OUTPUT, OF_GATE_UP, OF_DOWN, PRODUCTS }; /* the products of a layer, as adapters number them */
+
+#define TILE_LISTS 2 /* different numbers of KV heads that layers may have */
 
 struct forward_args {
     const struct forward_layer *layers;
@@ -58,7 +71,9 @@ struct forward_args {
     int64_t table_stride, logits_stride;
     int64_t num_rows, num_sequences, num_layers;
     int64_t num_logits; /* the first rows, whose logits are wanted. Without a tap the others only fill the pages */
-    int64_t hidden, inner, num_heads, num_kv_heads, head_dim, page_size;
+    int64_t hidden, inner, num_heads, page_size;     /* inner: the most of any layer */
+    int64_t channels, attended;                      /* the most of any layer: of q, k and v together, and of q */
+    int64_t kv_heads[TILE_LISTS];                    /* 0: unused */
     float embedding_scale, norm_eps, logits_softcap; /* softcap 0: none */
     float virtual_scale;                             /* of `virtual_embedding` */
     float residual_scale;                            /* of what is added to the residual stream */
@@ -73,6 +88,7 @@ struct forward_args {
     int64_t adapter_rank;                   /* of a product, its parts together: the most of any adapter */
     int64_t vocabulary;                     /* rows of the embedding */
     struct mixture_sizes mixtures;
+    struct layer_inputs inputs;
     struct recurrent_sizes recurrents;
     struct recurrent_rows lanes; /* of the recurrent layers: their rows are the caller's, padding included */
     int64_t query_gates;         /* after the channels of a query head come as many of its gate; 0: queries have none */
@@ -87,46 +103,57 @@ struct head_row {
     int32_t place;        /* its number among the caller's rows */
 };
 
+/* The tiles of attention: sequence, KV head, first query. */
+struct tiles {
+    int32_t (*tasks)[3];
+    int64_t count;
+};
+
 /* Memory of one call, cut from the scratch. R rows that are no padding. */
 struct forward_work {
-    float *x, *delta, *qkv, *attended;      /* [R][hidden], [R][hidden], [R][(Hq + 2 Hkv) D], [R][Hq D] */
-    struct block_rows normed, heads, gated; /* inputs of products: of hidden, Hq D and inner channels */
-    int32_t *place, *position, *sequence;   /* [R]: number among the caller's rows, position, and whose row it is */
-    int32_t *first;                         /* [num_sequences + 1]: sequence b has rows [first[b], first[b + 1]) of R */
-    int32_t (*tasks)[3];                    /* sequence, KV head, first query of a tile */
-    struct head_row *head_rows;             /* [num_logits], only with `defers_head`, as are their inputs */
+    float *x, *delta, *qkv, *attended; /* [R][hidden], [R][hidden], [R][channels], and of every row [][Hq D] */
+    float *inputs;                     /* [R][layers * width], see layer_inputs.h */
+    struct block_rows normed;          /* the input of a product of hidden channels */
+    /* The same of every row and of Hq D, of inner and of a layer's input's channels: `inputs_at` lays them out by layer.
+     * Each has one layout in a loop, where members are at different products. */
+    uint8_t *heads, *gated, *gated_input;
+    int32_t *place, *position, *sequence; /* [R]: number among the caller's rows, position, and whose row it is */
+    int32_t *first;                       /* [num_sequences + 1]: sequence b has rows [first[b], first[b + 1]) of R */
+    struct tiles tiles[TILE_LISTS];
+    struct head_row *head_rows; /* [num_logits], only with `defers_head`, as are their inputs */
     struct block_rows head_inputs;
     float *low, *active; /* only with adapters: [R][adapter_rank] and, as fp32, the input of `down`, [R][inner] */
     struct mixture_work mixed;
     struct recurrent_work recurrent;
-    int64_t rows, num_tasks, num_logits;
+    int64_t begin, rows, num_logits; /* begin: the number of the first row among all */
 };
 
 /* From a query head to the next, in a row of queries, keys and values. */
-INLINE int64_t query_step(const struct forward_args *a) { return a->head_dim * (a->query_gates ? 2 : 1); }
-
-INLINE int64_t qkv_channels(const struct forward_args *a) {
-    return a->num_heads * query_step(a) + 2 * a->num_kv_heads * a->head_dim;
+INLINE int64_t query_step(const struct forward_args *a, const struct forward_layer *l) {
+    return l->head_dim * (a->query_gates ? 2 : 1);
 }
 
 /* Lay the work out from `memory` on for so many rows; return the end. With a null `work` it only counts. */
 static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t rows, struct forward_work *work) {
-    const int64_t attended = a->num_heads * a->head_dim, channels = qkv_channels(a);
-    const int64_t group = a->num_heads / a->num_kv_heads;
-    const int64_t tiles = (rows * group + TILE - 1) / TILE + a->num_sequences;
     struct forward_work w;
     w.x = (float *)carve(&memory, rows * a->hidden * 4);
     w.delta = (float *)carve(&memory, rows * a->hidden * 4);
-    w.qkv = (float *)carve(&memory, rows * channels * 4);
-    w.attended = (float *)carve(&memory, rows * attended * 4);
+    w.qkv = (float *)carve(&memory, rows * a->channels * 4);
+    w.attended = (float *)carve(&memory, rows * a->attended * 4);
+    w.inputs = (float *)carve(&memory, a->inputs.width ? rows * a->inputs.projection.outputs * 4 : 0);
     w.normed = block_rows_at(carve(&memory, block_rows_bytes(rows, a->hidden)), rows, a->hidden);
-    w.heads = block_rows_at(carve(&memory, block_rows_bytes(rows, attended)), rows, attended);
-    w.gated = block_rows_at(carve(&memory, block_rows_bytes(rows, a->inner)), rows, a->inner);
+    w.heads = carve(&memory, block_rows_bytes(rows, a->attended));
+    w.gated = carve(&memory, block_rows_bytes(rows, a->inner));
+    w.gated_input = carve(&memory, block_rows_bytes(rows, a->inputs.width));
     w.place = (int32_t *)carve(&memory, rows * 4);
     w.position = (int32_t *)carve(&memory, rows * 4);
     w.sequence = (int32_t *)carve(&memory, rows * 4);
     w.first = (int32_t *)carve(&memory, (a->num_sequences + 1) * 4);
-    w.tasks = (int32_t (*)[3])carve(&memory, tiles * a->num_kv_heads * 12);
+    for (int i = 0; i < TILE_LISTS; i++) {
+        const int64_t heads = a->kv_heads[i], group = heads ? a->num_heads / heads : 0;
+        const int64_t tiles = (rows * group + TILE - 1) / TILE + a->num_sequences;
+        w.tiles[i].tasks = (int32_t (*)[3])carve(&memory, tiles * heads * 12);
+    }
     const int64_t deferred = a->defers_head ? a->num_logits : 0;
     w.head_rows = (struct head_row *)carve(&memory, deferred * (int64_t)sizeof *w.head_rows);
     w.head_inputs = block_rows_at(carve(&memory, block_rows_bytes(deferred, a->hidden)), deferred, a->hidden);
@@ -138,10 +165,22 @@ static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t r
     return memory;
 }
 
+/* List the tiles of attention over some number of KV heads. */
+static void list_tiles(const struct forward_args *a, const struct forward_work *w, int64_t heads, struct tiles *to) {
+    const int64_t group = a->num_heads / heads;
+    for (int64_t b = 0; b < a->num_sequences; b++)
+        for (int64_t q = 0; q < (w->first[b + 1] - w->first[b]) * group; q += TILE)
+            for (int64_t h = 0; h < heads; h++) {
+                int32_t *task = to->tasks[to->count++];
+                task[0] = (int32_t)b;
+                task[1] = (int32_t)h;
+                task[2] = (int32_t)q;
+            }
+}
+
 /* Drop padding, and list the tiles of attention. */
 static void open_work(const struct forward_args *a, struct forward_work *w) {
-    const int64_t group = a->num_heads / a->num_kv_heads;
-    w->rows = w->num_tasks = w->num_logits = 0;
+    w->begin = w->rows = w->num_logits = 0;
     for (int64_t b = 0; b < a->num_sequences; b++) {
         w->first[b] = (int32_t)w->rows;
         for (int32_t r = a->row_starts[b]; r < a->row_starts[b + 1] && a->positions[r] >= 0; r++) {
@@ -150,15 +189,12 @@ static void open_work(const struct forward_args *a, struct forward_work *w) {
             w->position[w->rows++] = a->positions[r];
             w->num_logits += r < a->num_logits;
         }
-        for (int64_t q = 0; q < (w->rows - w->first[b]) * group; q += TILE)
-            for (int64_t h = 0; h < a->num_kv_heads; h++) {
-                int32_t *task = w->tasks[w->num_tasks++];
-                task[0] = (int32_t)b;
-                task[1] = (int32_t)h;
-                task[2] = (int32_t)q;
-            }
     }
     w->first[a->num_sequences] = (int32_t)w->rows;
+    for (int i = 0; i < TILE_LISTS; i++) {
+        w->tiles[i].count = 0;
+        if (a->kv_heads[i]) list_tiles(a, w, a->kv_heads[i], w->tiles + i);
+    }
 }
 
 /* x * weight / rms(x), n a multiple of 16; `out` may be `x`. `centred`: of x minus its mean. */
@@ -186,14 +222,35 @@ static void tap_row(const struct forward_args *a, const struct forward_work *w, 
     for (int64_t i = 0; i < a->hidden; i++) store1(tap, w->place[r] * a->hidden + i, x[i], a->bf16);
 }
 
-/* x += scale * post(delta), then delta = pre(x): the input of the next product. `post` and `pre` may be null. */
-INLINE void add_and_norm(const struct forward_args *a, const struct forward_work *w, int64_t r, const float *post,
-                         float post_eps, const float *pre, float pre_eps, void *tap) {
+/* What becomes of a product's output: x = scale * (x + residual_scale * norm(output)). */
+struct pending {
+    const float *norm; /* null: none */
+    float eps, scale;
+};
+
+INLINE struct pending pending_attention(const struct forward_layer *l) {
+    return (struct pending){l->post_attention, l->post_attention_eps, 1.0f};
+}
+
+INLINE struct pending pending_block(const struct forward_layer *l) {
+    return (struct pending){l->post_block, l->post_block_eps, l->input.gate.quants ? 1.0f : l->stream_scale};
+}
+
+/* Of a layer's last product; `l` is null before the first layer. */
+INLINE struct pending pending_layer(const struct forward_layer *l) {
+    if (!l) return (struct pending){0, 0.0f, 1.0f};
+    if (!l->input.gate.quants) return pending_block(l);
+    return (struct pending){l->input.norm, l->input.eps, l->stream_scale};
+}
+
+/* Add the pending output to x, then delta = pre(x): the input of the next product. `pre` may be null. */
+INLINE void add_and_norm(const struct forward_args *a, const struct forward_work *w, int64_t r, struct pending last,
+                         const float *pre, float pre_eps, void *tap) {
     const int64_t n = a->hidden;
     float *x = w->x + r * n, *delta = w->delta + r * n;
-    if (post) norm32(delta, post, post_eps, a->centred, delta, n);
+    if (last.norm) norm32(delta, last.norm, last.eps, a->centred, delta, n);
     for (int64_t i = 0; i < n; i += 16) {
-        v16f y = fused_add(load_f32(delta + i), splat(a->residual_scale), load_f32(x + i));
+        v16f y = fused_add(load_f32(delta + i), splat(a->residual_scale), load_f32(x + i)) * splat(last.scale);
         memcpy(x + i, &y, sizeof y);
     }
     if (tap) tap_row(a, w, tap, r, x);
@@ -250,12 +307,12 @@ static void expand(const struct forward_args *a, const struct forward_layer *l, 
 
 /* `l` and `product` are of the product after it; a null `l`: the head, which no adapter changes. */
 static void before_product(struct member *m, const struct forward_args *a, const struct forward_work *w,
-                           const float *post, float post_eps, const float *pre, float pre_eps, void *tap,
+                           struct pending last, const float *pre, float pre_eps, void *tap,
                            const struct forward_layer *l, int product) {
     TEAM_FOR(m, r, w->rows) {
-        add_and_norm(a, w, r, post, post_eps, pre, pre_eps, tap);
+        add_and_norm(a, w, r, last, pre, pre_eps, tap);
         if (a->adapters && l) shrink(a, l, w, r, product, w->delta + r * a->hidden);
-        if (product == OF_GATE_UP && l->mixture.router)
+        if (l && product == OF_GATE_UP && l->mixture.router)
             route_row(&l->mixture, &a->mixtures, w->delta + r * a->hidden, a->hidden, &w->mixed.routes, r);
         quantise_row(w->delta + r * a->hidden, &w->normed, r);
     }
@@ -263,13 +320,12 @@ static void before_product(struct member *m, const struct forward_args *a, const
 
 static void product(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                     const struct forward_work *w, const struct block_weights *weights, int number,
-                    const struct block_rows *x, float *out) {
+                    const struct block_rows *x, float *out, int64_t stride) {
     TEAM_FOR(m, g, groups_of(weights)) {
-        group_into(weights, g, x, w->rows, out, weights->outputs, 0);
+        group_into(weights, g, x, w->rows, out, stride, 0);
         if (a->adapters) {
             const int64_t left = weights->outputs - g * GROUP;
-            expand(a, l, w, 0, w->rows, number, g * GROUP, left < GROUP ? left : GROUP, out + g * GROUP,
-                   weights->outputs);
+            expand(a, l, w, 0, w->rows, number, g * GROUP, left < GROUP ? left : GROUP, out + g * GROUP, stride);
         }
     }
 }
@@ -290,33 +346,42 @@ INLINE void rotate32(float *head, const float *cos, const float *sin, int64_t ro
         rotate_pairs(head, cos, sin, rotated / 2, 1, rotated / 2);
 }
 
+/* Memory of every row as the inputs of a product, from the work's first row on. */
+INLINE struct block_rows inputs_at(const struct forward_args *a, const struct forward_work *w, uint8_t *memory,
+                                   int64_t inputs) {
+    const struct block_rows all = block_rows_at(memory, a->num_rows, inputs);
+    return block_rows_from(&all, w->begin);
+}
+
 /* The norms of a row's queries and keys. */
 static void norm_heads(const struct forward_args *a, const struct forward_layer *l, float *qkv) {
-    const int64_t d = a->head_dim, queries = a->num_heads * d, keys = a->num_kv_heads * d;
+    const int64_t d = l->head_dim, queries = a->num_heads * d, keys = l->num_kv_heads * d;
     const int64_t q_width = l->whole_norms ? queries : d, k_width = l->whole_norms ? keys : d;
-    const int64_t step = query_step(a), begin = a->num_heads * step;
+    const int64_t step = query_step(a, l), begin = a->num_heads * step;
     for (int64_t c = 0; l->q_norm && c < begin; c += l->whole_norms ? queries : step)
         norm32(qkv + c, l->q_norm, l->q_eps, 0, qkv + c, q_width);
     for (int64_t c = begin; l->k_norm && c < begin + keys; c += k_width)
         norm32(qkv + c, l->k_norm, l->k_eps, 0, qkv + c, k_width);
 }
 
-/* Head norms and rotary, then keys and values into the pages. */
+/* Head norms and rotary, then keys and values into the pages, where the layer has some. */
 static void rotate_and_store(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                              const struct forward_work *w, const struct paged_attention_args *attention) {
-    const int64_t channels = qkv_channels(a), step = query_step(a);
+    const int64_t d = l->head_dim, step = query_step(a, l);
+    const int64_t keys = l->key_values == SHARED_VALUES ? 0 : l->num_kv_heads * d;
     TEAM_FOR(m, r, w->rows) {
+        float *q = w->qkv + r * a->channels, *k = q + a->num_heads * step, *v = k + keys;
         const int64_t angle = w->position[r] * l->rotated;
-        float *head = w->qkv + r * channels;
-        if (!l->norms_last) norm_heads(a, l, w->qkv + r * channels);
-        for (int64_t h = 0; h < a->num_heads + a->num_kv_heads; h++) {
+        if (l->key_values == VALUES_FROM_KEYS) memcpy(v, k, (size_t)keys * sizeof *v);
+        if (!l->norms_last) norm_heads(a, l, q);
+        for (float *head = q; head < v; head += head < k ? step : d)
             rotate32(head, l->cos + angle, l->sin + angle, l->rotated, l->neighbours);
-            head += h < a->num_heads ? step : a->head_dim;
-        }
-        if (l->norms_last) norm_heads(a, l, w->qkv + r * channels);
+        if (l->norms_last) norm_heads(a, l, q);
+        for (int64_t c = 0; l->v_norm && c < keys; c += d) norm32(v + c, l->v_norm, l->v_eps, 0, v + c, d);
+        if (l->key_values == SHARED_VALUES) continue;
         struct paged_attention_args row = *attention;
-        row.k = (const float *)row.k + r * channels;
-        row.v = (const float *)row.v + r * channels;
+        row.k = k;
+        row.v = v;
         row.positions = w->position + r;
         row.page_table += w->sequence[r] * a->table_stride;
         store_row(&row, 0, 0, a->pages);
@@ -326,10 +391,10 @@ static void rotate_and_store(struct member *m, const struct forward_args *a, con
 /* Attention as one sequence's queries see it. */
 INLINE struct paged_attention_args attention_of_sequence(const struct forward_args *a, const struct forward_work *w,
                                                          const struct paged_attention_args *attention, int64_t b) {
-    const int64_t channels = qkv_channels(a), r = w->first[b];
+    const int64_t r = w->first[b];
     struct paged_attention_args part = *attention;
-    part.q = (const float *)part.q + r * channels;
-    part.out = (float *)part.out + r * a->num_heads * a->head_dim;
+    part.q = (const float *)part.q + r * a->channels;
+    part.out = (float *)part.out + r * a->num_heads * part.head_dim;
     part.positions = w->position + r;
     part.page_table += b * a->table_stride;
     part.num_queries = w->first[b + 1] - (int32_t)r;
@@ -344,64 +409,57 @@ static struct block first_block(const struct paged_attention_args *a, int64_t b,
     return block_at(a, b, hkv, from, last, a->head_dim);
 }
 
-/* Attention of the first `num_tasks` tiles. */
-static void attend_tasks(struct member *m, const struct forward_args *a, const struct forward_work *w,
-                         const struct paged_attention_args *attention, int64_t num_tasks) {
-    TEAM_FOR_CHUNKS(m, task, num_tasks, 1) {
-        const struct paged_attention_args part = attention_of_sequence(a, w, attention, w->tasks[task][0]);
+static void attend_tiles(struct member *m, const struct forward_args *a, const struct forward_work *w,
+                         const struct paged_attention_args *attention, const struct tiles *tiles) {
+    TEAM_FOR_CHUNKS(m, tile, tiles->count, 1) {
+        const int32_t *task = tiles->tasks[tile];
+        const struct paged_attention_args part = attention_of_sequence(a, w, attention, task[0]);
         struct block then, *known = 0;
         /* Neighbours cost about the same, so the members take them in turn: what this one probably takes next. */
-        if (task + m->threads < num_tasks) {
-            const int32_t *other = w->tasks[task + m->threads];
+        if (tile + m->threads < tiles->count) {
+            const int32_t *other = tiles->tasks[tile + m->threads];
             const struct paged_attention_args next = attention_of_sequence(a, w, attention, other[0]);
             then = first_block(&next, 0, other[1], other[2]);
             known = &then;
         }
-        attend(&part, 0, w->tasks[task][1], w->tasks[task][2], known);
+        attend(&part, 0, task[1], task[2], known);
     }
 }
 
 /* A row of what the heads attended to, times the sigmoid of their gates. */
-static void gate_attended(const struct forward_args *a, const float *qkv, float *attended) {
-    const int64_t d = a->head_dim;
+static void gate_attended(const struct forward_args *a, const struct forward_layer *l, const float *qkv,
+                          float *attended) {
+    const int64_t d = l->head_dim;
     for (int64_t h = 0; h < a->num_heads; h++)
         for (int64_t i = 0; i < d; i += 16) {
-            const v16f gate = load_f32(qkv + h * query_step(a) + d + i);
+            const v16f gate = load_f32(qkv + h * query_step(a, l) + d + i);
             const v16f y = load_f32(attended + h * d + i) * sigmoid16(gate);
             memcpy(attended + h * d + i, &y, sizeof y);
         }
 }
 
 static void quantise_attended(struct member *m, const struct forward_args *a, const struct forward_layer *l,
-                              const struct forward_work *w) {
+                              const struct forward_work *w, const struct block_rows *heads) {
     const struct recurrent_work *recurrent = &w->recurrent;
     TEAM_FOR(m, r, w->rows) {
         if (l->recurrent) {
             const float *read = recurrent->read + r * a->recurrents.read;
             gate_read(l->recurrent, &a->recurrents, recurrent, r);
             if (a->adapters) shrink(a, l, w, r, OF_OUTPUT, read);
-            quantise_row(read, &recurrent->given, r);
+            quantise_row(read, heads, r);
             continue;
         }
-        float *attended = w->attended + r * a->num_heads * a->head_dim;
-        if (a->query_gates) gate_attended(a, w->qkv + r * qkv_channels(a), attended);
+        float *attended = w->attended + (w->begin + r) * heads->inputs;
+        if (a->query_gates) gate_attended(a, l, w->qkv + r * a->channels, attended);
         if (a->adapters) shrink(a, l, w, r, OF_OUTPUT, attended);
-        quantise_row(attended, &w->heads, r);
+        quantise_row(attended, heads, r);
     }
-}
-
-/* The input of the product `down`, of as many channels as the layer has there. Layers differ only next to mixtures, whose
- * members share no rows, so all rows lie from the beginning on. */
-INLINE struct block_rows gated_rows(const struct forward_layer *l, const struct forward_work *w) {
-    if (w->gated.inputs == l->down.inputs) return w->gated;
-    return block_rows_at((uint8_t *)w->gated.quants, w->rows, l->down.inputs);
 }
 
 /* act(gate) * up of 32 channels at a time, quantised at once: the input of the product `down`. */
 static void gate_and_up(struct member *m, const struct forward_args *a, const struct forward_layer *l,
-                        const struct forward_work *w) {
+                        const struct forward_work *w, const struct block_rows *gated) {
     const int64_t blocks = l->down.inputs / GROUP;
-    const struct block_rows gated = gated_rows(l, w);
     float gate[GATED_ROWS][GROUP] __attribute__((aligned(64))), up[GATED_ROWS][GROUP] __attribute__((aligned(64)));
     TEAM_FOR(m, c, blocks)
     for (int64_t r = 0, rows; r < w->rows; r += rows) {
@@ -417,7 +475,7 @@ static void gate_and_up(struct member *m, const struct forward_args *a, const st
         if (a->adapters)
             for (int64_t t = 0; t < rows; t++)
                 memcpy(w->active + (r + t) * a->inner + c * GROUP, gate[t], sizeof gate[t]);
-        quantise_gated(gate, r, rows, c, &gated);
+        quantise_gated(gate, r, rows, c, gated);
     }
 }
 
@@ -445,11 +503,9 @@ static void head(struct member *m, const struct forward_args *a, const struct fo
 
 static struct paged_attention_args attention_of(const struct forward_args *a, const struct forward_layer *l,
                                                 const struct forward_work *w) {
-    const int64_t d = a->head_dim, channels = qkv_channels(a), queries = a->num_heads * query_step(a);
+    const int64_t d = l->head_dim;
     return (struct paged_attention_args){
         .q = w->qkv,
-        .k = w->qkv + queries,
-        .v = w->qkv + queries + a->num_kv_heads * d,
         .out = w->attended,
         .k_pages = l->k_pages,
         .v_pages = l->v_pages,
@@ -457,17 +513,15 @@ static struct paged_attention_args attention_of(const struct forward_args *a, co
         .v_scales = l->v_scales,
         .page_table = a->page_table,
         .positions = w->position,
-        .q_stride_p = channels,
-        .q_stride_h = query_step(a),
-        .k_stride_p = channels,
+        .q_stride_p = a->channels,
+        .q_stride_h = query_step(a, l),
         .k_stride_h = d,
-        .v_stride_p = channels,
         .v_stride_h = d,
         .table_stride = a->table_stride,
         .num_batch = 1,
         .num_queries = 1,
         .num_heads = (int32_t)a->num_heads,
-        .num_kv_heads = (int32_t)a->num_kv_heads,
+        .num_kv_heads = (int32_t)l->num_kv_heads,
         .head_dim = (int32_t)d,
         .page_size = (int32_t)a->page_size,
         .kind = a->pages,
@@ -482,13 +536,13 @@ static struct paged_attention_args attention_of(const struct forward_args *a, co
 static void before_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                              const struct forward_work *w, const struct forward_layer *last) {
     const struct paged_attention_args attention = attention_of(a, l, w);
-    before_product(m, a, w, last ? last->post_block : 0, last ? last->post_block_eps : 0.0f, l->pre_attention,
-                   l->pre_attention_eps, l->tap, l, OF_QKV);
-    product(m, a, l, w, &l->qkv, OF_QKV, &w->normed, l->recurrent ? w->recurrent.projected : w->qkv);
+    before_product(m, a, w, pending_layer(last), l->pre_attention, l->pre_attention_eps, l->tap, l, OF_QKV);
     if (!l->recurrent) {
+        product(m, a, l, w, &l->qkv, OF_QKV, &w->normed, w->qkv, a->channels);
         rotate_and_store(m, a, l, w, &attention);
         return;
     }
+    product(m, a, l, w, &l->qkv, OF_QKV, &w->normed, w->recurrent.projected, a->recurrents.projected);
     bring_rows(m, l->recurrent, &a->recurrents, &w->normed, w->rows, &w->recurrent);
 }
 
@@ -498,22 +552,20 @@ static void attend_or_recur(struct member *m, const struct forward_args *a, cons
     const struct paged_attention_args attention = attention_of(a, l, w);
     if (l->recurrent)
         recur(m, l->recurrent, &a->recurrents, &a->lanes, w->rows, &w->recurrent);
-    else if (rest->num_tasks > 0)
-        attend_tasks(m, a, w, &attention, rest->num_tasks);
+    else if (rest->tiles[l->tiles].count > 0)
+        attend_tiles(m, a, w, &attention, rest->tiles + l->tiles);
 }
 
 /* The work of only the rows [begin, end). */
 static struct forward_work work_of_rows(const struct forward_args *a, const struct forward_work *w, int64_t begin,
                                         int64_t end) {
-    const int64_t attended = a->num_heads * a->head_dim, channels = qkv_channels(a);
     struct forward_work part = *w;
+    part.begin += begin;
     part.x += begin * a->hidden;
     part.delta += begin * a->hidden;
-    part.qkv += begin * channels;
-    part.attended += begin * attended;
-    part.normed = block_rows_from(&w->normed, begin);
-    part.heads = block_rows_from(&w->heads, begin);
-    part.gated = block_rows_from(&w->gated, begin);
+    part.qkv += begin * a->channels;
+    part.inputs += begin * a->inputs.projection.outputs;
+    part.normed = inputs_at(a, &part, (uint8_t *)w->normed.quants, a->hidden);
     part.place += begin;
     part.position += begin;
     part.sequence += begin;
@@ -525,9 +577,10 @@ static struct forward_work work_of_rows(const struct forward_args *a, const stru
 }
 
 /* What a block next to the attention leaves to do between them: its input is in place. */
-static void add_attention(struct member *m, const struct forward_args *a, const struct forward_work *w) {
+static void add_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                          const struct forward_work *w) {
     TEAM_FOR(m, r, w->rows)
-    add_and_norm(a, w, r, 0, 0.0f, 0, 0.0f, 0);
+    add_and_norm(a, w, r, pending_attention(l), 0, 0.0f, 0);
 }
 
 /* The mixture of a layer, whose experts are chosen. Adapters change nothing of it. */
@@ -535,31 +588,67 @@ static void mix_layer(struct member *m, const struct forward_args *a, const stru
                       const struct forward_work *w) {
     float *shared = l->gate_up.quants ? w->mixed.shared : 0;
     if (shared) {
-        gate_and_up(m, a, l, w);
-        const struct block_rows gated = gated_rows(l, w);
-        product(m, a, l, w, &l->down, OF_DOWN, &gated, shared);
+        const struct block_rows gated = inputs_at(a, w, w->gated, l->down.inputs);
+        gate_and_up(m, a, l, w, &gated);
+        product(m, a, l, w, &l->down, OF_DOWN, &gated, shared, a->hidden);
     }
     mix(m, &l->mixture, &a->mixtures, l->act, &w->normed, w->rows, &w->mixed, shared, w->delta);
+}
+
+/* The inputs of all layers, from the first layer's input. */
+static void make_inputs(struct member *m, const struct forward_args *a, const struct forward_work *w) {
+    const struct block_weights *projection = &a->inputs.projection;
+    TEAM_FOR(m, r, w->rows) quantise_row(w->x + r * a->hidden, &w->normed, r);
+    TEAM_FOR(m, g, groups_of(projection))
+    group_into(projection, g, &w->normed, w->rows, w->inputs, projection->outputs, 0);
+    TEAM_FOR(m, r, w->rows)
+    finish_inputs(&a->inputs, w->inputs + r * projection->outputs, a->ids[w->place[r]], a->bf16);
+}
+
+/* act(gate) * input of 32 channels at a time, quantised at once: the input of the projection. */
+static void gate_input(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                       const struct forward_work *w, const struct block_rows *gated) {
+    const int64_t stride = a->inputs.projection.outputs, of_layer = (l - a->layers) * a->inputs.width;
+    float gate[GATED_ROWS][GROUP] __attribute__((aligned(64))), input[GATED_ROWS][GROUP] __attribute__((aligned(64)));
+    TEAM_FOR(m, c, a->inputs.width / GROUP)
+    for (int64_t r = 0, rows; r < w->rows; r += rows) {
+        rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
+        group_of_rows(&l->input.gate, c, &w->normed, r, rows, r + rows < w->rows ? c : c + 1, gate[0], GROUP);
+        for (int64_t t = 0; t < rows; t++)
+            memcpy(input[t], w->inputs + (r + t) * stride + of_layer + c * GROUP, sizeof input[t]);
+        gate_rows(gate[0], input[0], rows, l->act);
+        quantise_gated(gate, r, rows, c, gated);
+    }
+}
+
+/* The layer's input, after its block. Adapters change nothing of it. */
+static void add_input(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                      const struct forward_work *w) {
+    const struct block_rows gated = inputs_at(a, w, w->gated_input, a->inputs.width);
+    before_product(m, a, w, pending_block(l), 0, 0.0f, 0, 0, 0);
+    gate_input(m, a, l, w, &gated);
+    product(m, a, l, w, &l->input.projection, OF_DOWN, &gated, w->delta, a->hidden);
 }
 
 /* The rest of a layer: every row for itself. */
 static void after_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                             const struct forward_work *w) {
-    quantise_attended(m, a, l, w);
-    product(m, a, l, w, &l->output, OF_OUTPUT, l->recurrent ? &w->recurrent.given : &w->heads, w->delta);
+    const struct block_rows heads = l->recurrent ? w->recurrent.given : inputs_at(a, w, w->heads, l->output.inputs);
+    quantise_attended(m, a, l, w, &heads);
+    product(m, a, l, w, &l->output, OF_OUTPUT, &heads, w->delta, a->hidden);
     if (l->is_parallel)
-        add_attention(m, a, w);
+        add_attention(m, a, l, w);
     else
-        before_product(m, a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0, l,
-                       OF_GATE_UP);
+        before_product(m, a, w, pending_attention(l), l->pre_block, l->pre_block_eps, 0, l, OF_GATE_UP);
     if (l->mixture.router) {
         mix_layer(m, a, l, w);
         return;
     }
-    gate_and_up(m, a, l, w);
+    const struct block_rows gated = inputs_at(a, w, w->gated, l->down.inputs);
+    gate_and_up(m, a, l, w, &gated);
     if (a->adapters) shrink_active(m, a, l, w);
-    const struct block_rows gated = gated_rows(l, w);
-    product(m, a, l, w, &l->down, OF_DOWN, &gated, w->delta);
+    product(m, a, l, w, &l->down, OF_DOWN, &gated, w->delta, a->hidden);
+    if (l->input.gate.quants) add_input(m, a, l, w);
 }
 
 int64_t VARIANT(lockstep_forward_scratch)(const struct forward_args *a) {
@@ -571,22 +660,31 @@ struct forward_call {
     const struct forward_work *work;
 };
 
-/* What is wanted after the last layer's keys and values: of all rows where a tap wants them, else of those with logits.
- * These come first, so the tiles of their sequences do as well. */
+/* The last layer that stores keys and values, or whose input is wanted, of all rows. */
+static int64_t last_of_all_rows(const struct forward_args *a) {
+    int64_t i = a->num_layers - 1;
+    while (i > 0 && a->layers[i].key_values == SHARED_VALUES && !a->layers[i].tap) i--;
+    return i;
+}
+
+/* What is wanted after that layer's keys and values: of all rows where a tap wants them, else of those with logits. These
+ * come first, so the tiles of their sequences do as well. */
 static struct forward_work work_of_ends(const struct forward_args *a, const struct forward_work *w) {
     struct forward_work ends = *w;
     if (a->tap) return ends;
     ends.rows = w->num_logits;
-    while (ends.num_tasks > 0 && w->first[w->tasks[ends.num_tasks - 1][0]] >= ends.rows) ends.num_tasks--;
+    for (struct tiles *t = ends.tiles; t < ends.tiles + TILE_LISTS; t++)
+        while (t->count > 0 && w->first[t->tasks[t->count - 1][0]] >= ends.rows) t->count--;
     return ends;
 }
 
-/* Few rows: the members share the outputs of each product, so that each of them reads a part of the weights. */
+/* Layers [first, last] of few rows: the members share the outputs of each product, so that each of them reads a part of the
+ * weights. `ends`: what is wanted after the last one's keys and values. */
 static void layers_by_outputs(struct member *m, const struct forward_args *a, const struct forward_work *w,
-                              const struct forward_work *ends) {
-    for (int64_t i = 0; i < a->num_layers; i++) {
+                              const struct forward_work *ends, int64_t first, int64_t last) {
+    for (int64_t i = first; i <= last; i++) {
         const struct forward_layer *l = a->layers + i;
-        const struct forward_work *rest = i + 1 == a->num_layers ? ends : w;
+        const struct forward_work *rest = i == last ? ends : w;
         before_attention(m, a, l, w, i ? l - 1 : 0);
         attend_or_recur(m, a, l, w, rest);
         if (rest->rows == 0) return;
@@ -611,16 +709,16 @@ static int64_t rows_of_chunk(const struct member *m, int64_t rows) {
 /* Many rows: the members share the rows. What a member writes is read by itself, from its own cache, except for keys and values;
  * and a layer has two loops. After the last attention the rows may be few again. */
 static void layers_by_rows(struct member *m, const struct forward_args *a, const struct forward_work *w,
-                           const struct forward_work *ends) {
+                           const struct forward_work *ends, int64_t first, int64_t last) {
     struct member alone = {.alone = 1, .chunks = 1};
-    const struct forward_layer *l = a->layers;
-    for (int64_t i = 0; i < a->num_layers; i++, l++) {
+    const struct forward_layer *l = a->layers + first;
+    for (int64_t i = first; i <= last; i++, l++) {
         for (struct share s = team_loop(m, w->rows, rows_of_chunk(m, w->rows)); team_take(m, &s);) {
             const struct forward_work part = work_of_rows(a, w, s.begin, s.end);
-            if (i) after_attention(&alone, a, l - 1, &part);
+            if (i > first) after_attention(&alone, a, l - 1, &part);
             before_attention(&alone, a, l, &part, i ? l - 1 : 0);
         }
-        attend_or_recur(m, a, l, w, i + 1 == a->num_layers ? ends : w);
+        attend_or_recur(m, a, l, w, i == last ? ends : w);
     }
     if (ends->rows == 0) return;
     if (!by_rows(m, a, ends->rows)) {
@@ -633,16 +731,24 @@ static void layers_by_rows(struct member *m, const struct forward_args *a, const
     }
 }
 
+/* Layers [first, last]; `ends` as in layers_by_outputs. */
+static void layers(struct member *m, const struct forward_args *a, const struct forward_work *w,
+                   const struct forward_work *ends, int64_t first, int64_t last) {
+    if (by_rows(m, a, w->rows))
+        layers_by_rows(m, a, w, ends, first, last);
+    else
+        layers_by_outputs(m, a, w, ends, first, last);
+}
+
 static void forward_of_member(struct member *m, const struct forward_args *a, const struct forward_work *w) {
     const struct forward_work ends = work_of_ends(a, w);
-    const struct forward_layer *last = a->layers + a->num_layers - 1;
+    const int64_t of_all = last_of_all_rows(a), last = a->num_layers - 1;
     embed(m, a, w);
-    if (by_rows(m, a, w->rows))
-        layers_by_rows(m, a, w, &ends);
-    else
-        layers_by_outputs(m, a, w, &ends);
+    if (a->inputs.width) make_inputs(m, a, w);
+    layers(m, a, w, &ends, 0, of_all);
     if (ends.rows == 0) return;
-    before_product(m, a, &ends, last->post_block, last->post_block_eps, a->norm, a->norm_eps, 0, 0, 0);
+    if (of_all < last) layers(m, a, &ends, &ends, of_all + 1, last);
+    before_product(m, a, &ends, pending_layer(a->layers + last), a->norm, a->norm_eps, 0, 0, 0);
     if (a->tap) {
         TEAM_FOR(m, r, w->rows)
         tap_row(a, w, a->tap, r, w->delta + r * a->hidden);

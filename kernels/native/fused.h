@@ -25,13 +25,15 @@ struct rms_norm_args {
 };
 
 struct rotary_args {
-    void *qkv; /* [rows][stride]: q heads, then k heads, changed in place; the columns after them are not touched */
+    void
+        *qkv; /* [rows][stride]: q heads, then k heads, changed in place; the columns after them only with `v_weight` */
     const void *cos;      /* [rows][rotated] contiguous; halves, whatever channels are pairs */
     const void *sin;      /* the same */
     const void *q_weight; /* [head_dim], RMSNorm of a query head, or with `whole_norms` of all together; null: none */
     const void *k_weight; /* the same for keys */
+    const void *v_weight; /* [head_dim], RMSNorm of each of the k_heads heads after the keys; null: none */
     int64_t rows, stride, q_heads, k_heads, head_dim, rotated; /* the first `rotated` channels of a head are rotated */
-    float q_eps, k_eps;
+    float q_eps, k_eps, v_eps;
     int32_t kind, bf16;
     int32_t angles_bf16;             /* 0 with bf16: the rotation is computed in fp32, and rounded once */
     int32_t neighbours;              /* channels 2 i and 2 i + 1 are a pair; 0: i and i + rotated / 2 */
@@ -171,6 +173,9 @@ INLINE void rotate_row(const struct rotary_args *a, int64_t row, int bf16, int a
             rotate_halves(a, at, angle, bf16, angles_bf16);
     }
     if (a->norms_last) norm_heads_of(a, row, bf16);
+    const int64_t d = a->head_dim, values = row * a->stride + (a->q_heads + a->k_heads) * d;
+    for (int64_t h = 0; a->v_weight && h < a->k_heads; h++)
+        norm_head(a->qkv, values + h * d, a->v_weight, d, a->v_eps, a->kind, bf16);
 }
 
 /* 1 / (1 + exp(-x)), without overflow on either side. */

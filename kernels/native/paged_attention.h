@@ -29,7 +29,7 @@ enum { PAGES_FP32, PAGES_BF16, PAGES_INT8 };
 
 struct paged_attention_args {
     const void *q;           /* [B][P][Hq][D] by strides below, D contiguous */
-    const void *k;           /* [B][P][Hkv][D] by strides below, the new keys */
+    const void *k;           /* [B][P][Hkv][D] by strides below, the new keys; null: nothing is stored */
     const void *v;           /* the same for values */
     void *out;               /* [B][P][Hq][D] contiguous */
     void *k_pages, *v_pages; /* as above */
@@ -383,7 +383,7 @@ void VARIANT(lockstep_paged_attention)(const struct paged_attention_args *a) {
 #pragma omp parallel
     {
 #pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) {
+        for (int64_t r = 0; r < (a->k ? rows : 0); r++) {
             store_row(a, r / a->num_queries, r % a->num_queries, a->kind);
         }
 #pragma omp for schedule(dynamic)

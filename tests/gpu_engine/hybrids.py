@@ -32,8 +32,8 @@ from tests.gpu_engine.model.recurrent.families import CONFIGS
 
 def configuration(family: str) -> PreTrainedConfig:
     """Return the configuration of a tiny model of a family, with the tokens of `tiny`'s tokenizer."""
-    if family in tiny.OWN_FORWARD:
-        return tiny.OWN_FORWARD[family]()
+    if family not in CONFIGS:
+        return (tiny.FAMILIES | tiny.OWN_FORWARD)[family]()
     shape = CONFIGS[family]()
     shape.vocab_size, shape.bos_token_id, shape.eos_token_id, shape.pad_token_id = tiny.VOCAB, 257, EOS, None
     return shape

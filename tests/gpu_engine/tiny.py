@@ -106,6 +106,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "cohere": lambda: CohereConfig(**_SHAPE, logit_scale=0.5, tie_word_embeddings=False),
     "cohere2": lambda: Cohere2Config(**_SHAPE, **_LAYERS, logit_scale=0.5, tie_word_embeddings=False),
     "hunyuan": lambda: HunYuanDenseV1Config(**_SHAPE, head_dim=32),
+    "gemma4 small": lambda: gemma4_small(),
+    "gemma4": lambda: gemma4(head_dim=256, global_head_dim=512),
 }
 """The model families whose forward is one loop over fused parts, each with a function that returns a small
 configuration."""
@@ -114,7 +116,10 @@ _WITHOUT_GATE: dict[str, Any] = {
     name: value for name, value in _SHAPE.items() if name not in ("intermediate_size", "num_key_value_heads")
 }
 _WEIGHTED_NORMS = frozenset(
-    {"cohere", "cohere2", "exaone4", "glm4", "glm4_moe", "hunyuan_v1_dense", "minimax_m2", "olmo2", "olmoe"}
+    {
+        *("cohere", "cohere2", "exaone4", "gemma4_text", "glm4", "glm4_moe", "hunyuan_v1_dense"),
+        *("minimax_m2", "olmo2", "olmoe"),
+    }
 )
 """Families whose norms have other forms than Llama's, and so random weights."""
 _BIASED = frozenset({"gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "stablelm", "starcoder2"})
@@ -140,8 +145,6 @@ OWN_FORWARD: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama with heads of 20": lambda: LlamaConfig(**_SHAPE, head_dim=20),
     "gpt_oss": lambda: gpt_oss(),
     "gemma3n": lambda: gemma3n(),
-    "gemma4 small": lambda: gemma4_small(),
-    "gemma4": lambda: gemma4(head_dim=256, global_head_dim=512),
     "gemma4 moe": lambda: gemma4_moe(),
     "llama4": lambda: llama4(),
     "deepseek_v2": lambda: deepseek_v2(),
@@ -300,6 +303,8 @@ def save(config: PreTrainedConfig, folder: Path, *, rounds: bool = False, seed: 
                 "norm" in name and config.model_type in _WEIGHTED_NORMS
             ):
                 weight.uniform_(0.5, 1.5)
+                if name.endswith(("q_norm.weight", "k_norm.weight")) and config.model_type == "gemma4_text":
+                    weight.mul_(0.3)  # it does not scale the products of queries and keys
             elif "bias" in name or "sinks" in name:
                 # Biases after every norm and product: larger ones would be the same for every input.
                 weight.normal_(0.0, 0.1 if config.model_type in _BIASED else 0.5)

@@ -28,6 +28,7 @@ def rotate(
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
     form: HeadForm = LLAMA_HEADS,
+    v_norm: RMSNorm | None = None,
 ) -> torch.Tensor:
     """Return the values that `rotate` writes to `qkv`."""
     qkv, turned, width = qkv.clone(), cos.shape[1], sum(heads) * head_dim
@@ -51,6 +52,9 @@ def rotate(
     x = (torch.stack(pair, -1).flatten(-2) if form.neighbours else torch.cat(pair, -1)).to(qkv.dtype)
     parts = torch.cat([x, rest], -1)
     qkv[:, :width] = (normed(parts) if form.norms_last else parts).reshape(len(qkv), width)
+    if v_norm:
+        values = qkv[:, width : width + heads[1] * head_dim]
+        values.copy_(rms_norm(values.reshape(len(qkv), heads[1], head_dim), v_norm).flatten(1))
     return qkv
 
 

@@ -11,7 +11,7 @@ import torch
 from kernels.blocks import BlockKind, PackedBlocks, can_multiply_blocks, quantised
 from kernels.forward import Forward, ForwardLayer, Norm
 from kernels.fused_arguments import Activation
-from kernels.kv_pages import KVPages
+from kernels.kv_pages import KVHeads, KVPages
 from kernels.mixture import Choice, GatedBlock, Mixture
 from tests.kernels.block_cases import random_blocks
 
@@ -43,6 +43,8 @@ def forward_of(blocks: Sequence[GatedBlock | Mixture], act: Activation = Activat
     embedding_VH, table_LR = some(VOCAB, H, seed=1), some(LONG, HEAD_DIM, seed=2)
     layers = [
         ForwardLayer(
+            place=at,
+            kv_heads=KVHeads(HEADS[1], HEAD_DIM),
             qkv=packed((HEADS[0] + 2 * HEADS[1]) * HEAD_DIM, H, 10 * at),
             output=packed(H, HEADS[0] * HEAD_DIM, 10 * at + 1),
             block=each,
@@ -61,7 +63,7 @@ def forward_of(blocks: Sequence[GatedBlock | Mixture], act: Activation = Activat
         )
         for at, each in enumerate(blocks)
     ]
-    return Forward(embedding_VH, layers, Norm(torch.ones(H), 1e-5), packed(VOCAB, H, 5), HEADS, HEAD_DIM)
+    return Forward(embedding_VH, layers, Norm(torch.ones(H), 1e-5), packed(VOCAB, H, 5), HEADS[0])
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,24 @@ def test_rotate_equals_the_reference(
         ops.assert_near(qkv, want)
 
 
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 80), ((3, 1), 32)])
+def test_rotate_norms_the_values_alone_where_it_is_asked_to(ops: Ops, heads: tuple[int, int], head_dim: int) -> None:
+    end = (sum(heads) + heads[1]) * head_dim
+    qkv, angle = ops.rand(3, end + 16, scale=3.0), ops.rand(3, head_dim, seed=2, scale=10.0, dtype=F32)
+    cos, sin = angle.cos().to(ops.dtype), angle.sin().to(ops.dtype)
+    norms = [ops.norm(head_dim, NormKind.SCALE_THEN_ROUND, seed, eps) for seed, eps in ((4, 1e-6), (5, 0.5), (6, 0.1))]
+    run = {"heads": heads, "head_dim": head_dim, "q_norm": norms[0], "k_norm": norms[1], "v_norm": norms[2]}
+    if not ops.native:
+        with pytest.raises(TypeError):
+            ops.ops.rotate(qkv, cos, sin, **run)  # type: ignore[arg-type]
+        return
+    want = reference.rotate(qkv, cos, sin, heads, head_dim, *norms[:2], v_norm=norms[2])
+    ops.ops.rotate(qkv, cos, sin, **run)  # type: ignore[arg-type]
+    assert torch.equal(qkv[:, end:], want[:, end:])
+    torch.testing.assert_close(qkv.float(), want.float(), atol=1e-5 if ops.dtype == F32 else 0.05, rtol=0.02)
+    assert (qkv != want).float().mean() < (1.0 if ops.dtype == F32 else 0.01)
+
+
 FORMS = [HeadForm(neighbours=True), HeadForm(whole_norms=True), HeadForm(norms_last=True), HeadForm(True, True, True)]
 
 

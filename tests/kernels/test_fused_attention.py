@@ -60,6 +60,26 @@ def test_fused_attention_has_the_bits_of_its_parts_after_any_earlier_calls(
         assert torch.equal(ours.v, theirs.v)
 
 
+@pytest.mark.parametrize("token_major", [False, True])
+def test_queries_alone_attend_to_what_the_pages_have(token_major: bool, target: torch.device | None) -> None:
+    """As after a layer that has stored the same rows. Heads may have 512 channels."""
+    if token_major and target is None:
+        pytest.skip("only device kernels read that layout")
+    D, dtype = 64 if token_major else 512, torch.float32
+    norm, v_norm = (RMSNorm(rand(D, dtype=dtype, seed=seed), 1e-6, NormKind.SCALE_THEN_ROUND) for seed in (1, 2))
+    stores = QkvAttention((Hq, Hkv), D, 0.2, q_norm=norm, k_norm=norm, v_norm=v_norm)
+    reads = QkvAttention((Hq, Hkv), D, 0.2, q_norm=norm, stores=False)
+    pages = KVPages.allocate(2 * N, Hkv, D, T, dtype, torch.device("cpu"), token_major)
+    table, positions = torch.randperm(2 * N).view(2, N).int(), torch.tensor([[20, 21, 22], [3, 4, -1]]).int()
+    qkv, cos, sin = (rand(6, width, dtype=dtype, seed=width) for width in ((Hq + 2 * Hkv) * D, D, D))
+    queries = qkv[:, : Hq * D].contiguous()
+    want = stores(qkv, cos, sin, pages, table, positions)
+    stored = [part.clone() for part in pages.tensors]
+    got = reads(queries, cos, sin, pages, table, positions)
+    assert torch.equal(got, want)
+    assert all(torch.equal(part, before) for part, before in zip(pages.tensors, stored, strict=True))
+
+
 def test_caches_of_8_bits_take_the_place_of_others_in_the_same_memory() -> None:
     """The allocator gives a new engine's cache the addresses of one that is gone."""
     attend, shape = QkvAttention((Hq, Hkv), D, 0.2), (N, Hkv, D, T)

@@ -20,6 +20,7 @@ from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward, Layer, RotaryCall, WholeForward
 from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, MixedBlock, Rotation
 from gpu_engine.model.fusion import Fused
+from gpu_engine.model.layer_inputs import LayerInputs
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Distance, distance
 from gpu_engine.model.recurrent.mixer import RecurrentMixer
@@ -27,7 +28,9 @@ from gpu_engine.model.recurrent.rows import LayerStates, RecurrentPools
 from gpu_engine.model.rotary import RotaryTable
 from kernels.blocks import PackedBlocks
 from kernels.forward import Forward, ForwardLayer, Norm, RecurrentForwardLayer
+from kernels.forward_inputs import ForwardInput, ForwardInputs
 from kernels.fused_arguments import Activation, NormKind, RMSNorm
+from kernels.kv_pages import KVHeads
 from kernels.mixture import GatedBlock, Mixture
 from kernels.step_tensors import StepTensors
 
@@ -170,8 +173,7 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
         raise NotNative(f"its embedding is a {type(fused.embedding).__name__}")
     head = _packed(fused.head, "head")
     embedding_VH = fused.embedding.weight.detach()
-    # Gemma's; another kind of embedding that does more gives other logits, and is not used.
-    scale = float(torch.as_tensor(getattr(fused.embedding, "embed_scale", 1.0)).to(embedding_VH.dtype))
+    scale = _embedding_scale(fused.embedding)
     attentions = {layer: layer.attention for layer in fused.layers if isinstance(layer.attention, FusedAttention)}
     meant = {(layer.angles, attention.rotation) for layer, attention in attentions.items()}
     tables = {
@@ -184,21 +186,19 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
         else _recurrent_layer_of(layer)
         for layer in fused.layers
     ]
-    shapes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in (part.shape for part in attentions.values())}
-    if len(shapes) > 1:
-        raise NotNative(f"its layers have the attention shapes {sorted(shapes)}")
-    ((num_heads, num_kv_heads, head_dim),) = shapes
-    heads = (num_heads, num_kv_heads)
+    heads = {attention.shape.num_heads for attention in attentions.values()}
+    if len(heads) != 1:
+        raise NotNative(f"its layers have different numbers of query heads: {sorted(heads)}")
     forward = Forward(
         embedding_VH,
         layers,
         _norm(fused.norm),
         head,
-        heads,
-        head_dim,
+        heads.pop(),
         logits_softcap=fused.logits_softcap,
         embedding_scale=scale,
         scales=fused.scales,
+        inputs=None if fused.inputs is None else _inputs_of(fused.inputs),
     )
     recurrent = [layer.attention.layer_idx for layer in fused.layers if isinstance(layer.attention, RecurrentMixer)]
     return NativeForward(
@@ -207,6 +207,36 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
 
 
 _NO_ANGLES = (torch.zeros(1, 0), torch.zeros(1, 0))
+
+
+def _embedding_scale(embedding: nn.Embedding) -> float:
+    """Return Gemma's; another kind of embedding that does more gives other logits, and is not used."""
+    return float(torch.as_tensor(getattr(embedding, "embed_scale", 1.0)).to(embedding.weight.dtype))
+
+
+def _inputs_of(inputs: LayerInputs) -> ForwardInputs:
+    if not isinstance(inputs.embedding, nn.Embedding):
+        raise NotNative(f"its embedding by layer is a {type(inputs.embedding).__name__}")
+    norm = _norm(inputs.norm)
+    return ForwardInputs(
+        _packed(inputs.projection, "product of inputs by layer"),
+        inputs.embedding.weight.detach(),
+        norm.weight,
+        norm.eps,
+        inputs.projection_scale,
+        _embedding_scale(inputs.embedding),
+        inputs.scale,
+    )
+
+
+def _input_of(layer: Layer, act: Activation) -> ForwardInput | None:
+    if layer.input is None:
+        return None
+    if layer.input.act is not act:
+        raise NotNative("the input of a layer has another activation than its block")
+    gate, projection = (_packed(product, f"{name} of a layer's input") for name, product in layer.input.products())
+    norm = _norm(layer.input.norm)
+    return ForwardInput(gate, projection, norm.weight, norm.eps)
 
 
 def _packed(module: nn.Module, name: str) -> PackedBlocks:
@@ -237,8 +267,11 @@ def _norm_or_none(norm: RMSNorm | None) -> Norm | None:
 
 
 def _layer_of(layer: Layer, attention: FusedAttention, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> ForwardLayer:
+    shape = attention.shape
     block, act = _block_of(layer.gated)
     return ForwardLayer(
+        place=attention.layer_idx,
+        kv_heads=KVHeads(shape.num_kv_heads, shape.head_dim),
         qkv=_packed(attention.qkv, "q, k, v product"),
         output=_packed(attention.output, "output product"),
         block=block,
@@ -250,21 +283,25 @@ def _layer_of(layer: Layer, attention: FusedAttention, cos_LR: torch.Tensor, sin
         k_norm=_norm_or_none(attention.k_norm),
         cos_LR=cos_LR,
         sin_LR=sin_LR,
-        scale=attention.shape.scale,
-        softcap=attention.shape.softcap,
-        window=attention.shape.window,
+        scale=shape.scale,
+        softcap=shape.softcap,
+        window=shape.window,
         act=act,
         sinks_H=attention.sinks_H,
         heads=attention.heads,
         is_parallel=layer.is_parallel,
         query_gates=attention.query_gates,
+        v_norm=_norm_or_none(attention.v_norm),
+        key_values=attention.key_values,
+        input=_input_of(layer, act),
+        stream_scale=layer.scale,
     )
 
 
 def _recurrent_layer_of(layer: Layer) -> RecurrentForwardLayer:
     inner, (block, act) = layer.attention, _block_of(layer.gated)
     native = inner.native() if isinstance(inner, RecurrentMixer) else None
-    if native is None:
+    if native is None or layer.input is not None or layer.scale != 1.0:
         raise NotNative(f"its layers have a {type(inner).__name__}")
     first, mixer, output = native
     return RecurrentForwardLayer(

@@ -6,12 +6,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
 
 from gpu_engine.model import attention
 from gpu_engine.model.fused_layers import FusedAttention, FusedNorm, Rotation
@@ -26,7 +28,7 @@ from gpu_engine.model.fusion import (
     verified,
 )
 from gpu_engine.model.linear import PackedByLibrary, joined
-from gpu_engine.model.loader import load_model
+from gpu_engine.model.loader import load_model, prepare
 from gpu_engine.model.probe import probe
 from gpu_engine.model.recording import distance, recording
 from kernels.blocks import can_multiply_blocks
@@ -44,10 +46,12 @@ def test_every_family_is_fused_completely_with_unchanged_logits(saved: Saved, fa
     plain, fused = (
         load_model(config(model=str(saved(family)), dtype=dtype, fuse_parts=fuse)) for fuse in (False, True)
     )
-    norms = {"gemma2": 9, "gemma3": 9, "glm4": 9, "cohere": 3, "cohere2": 3}.get(family, 5)
+    norms = {"gemma2": 9, "gemma3": 9, "gemma4": 13, "gemma4 small": 32, "glm4": 9, "cohere": 3, "cohere2": 3}
+    layers = plain.net.config.num_hidden_layers
     assert plain.fused == Fused()
     assert not [item for item in plain.net.modules() if isinstance(item, FusedNorm)]
-    assert (fused.fused.norms, fused.fused.blocks, fused.fused.attentions) == (norms, 2, 2), fused.fused.left
+    assert fused.fused.norms == norms.get(family, 5), fused.fused.left
+    assert fused.fused.blocks == fused.fused.attentions == layers, fused.fused.left
     assert fused.fused.left == ()
     assert fused.fused.forward is not None
     for B, P, start in ((1, 50, 0), (3, 40, 17), (2, 30, 29)):
@@ -57,7 +61,9 @@ def test_every_family_is_fused_completely_with_unchanged_logits(saved: Saved, fa
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "cohere2", "olmo2", "hunyuan"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2", "cohere2", "olmo2", "hunyuan", "gemma4", "gemma4 small"]
+)
 def test_a_row_has_the_same_bits_for_any_number_of_rows(saved: Saved, family: str, dtype: str) -> None:
     model = load_model(config(model=str(saved(family)), dtype=dtype))
     assert model.fused.forward is not None
@@ -143,20 +149,51 @@ def test_a_product_that_is_cut_into_pieces_has_the_bits_of_a_whole_one(rows: int
 
 
 @pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize(("family", "layers"), [("llama", (0, 1, 2)), ("gemma4 small", (0, 5)), ("gemma4 small", (6,))])
 @torch.inference_mode()
-def test_requested_layer_inputs_are_returned(saved: Saved, fuse: bool) -> None:
-    model = load_model(config(model=str(saved("llama")), fuse_parts=fuse))
+def test_requested_layer_inputs_are_returned(saved: Saved, family: str, layers: tuple[int, ...], fuse: bool) -> None:
+    """The last number is after the last layer and the norm. The last three layers of Gemma 4 store nothing."""
+    model = load_model(config(model=str(saved(family)), fuse_parts=fuse))
     ids = some_ids(2, 12)
-    with_own = AutoModelForCausalLM.from_pretrained(saved("llama"), attn_implementation="eager").eval()
+    with_own = AutoModelForCausalLM.from_pretrained(saved(family), attn_implementation="eager").eval()
     states = with_own(input_ids=ids, output_hidden_states=True).hidden_states
     for run in (model.logits, model.prefill):
-        hidden: dict[int, torch.Tensor | None] = {0: None, 1: None, 2: None}  # 2: after the last layer and the norm
+        hidden: dict[int, torch.Tensor | None] = dict.fromkeys(layers)
         ctx = context(model, 2, 12)
         ctx.hidden = hidden
         run(ids, ctx)
         for layer, got in hidden.items():
             assert got is not None
             assert distance(got, states[layer].reshape(24, -1)) < 1e-4
+
+
+class Noted(nn.Module):
+    """A product that notes its calls."""
+
+    def __init__(self, inner: nn.Module, number: int, calls: list[int]) -> None:
+        super().__init__()
+        self.inner, self.number, self.calls = inner, number, calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(self.number)
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+@torch.inference_mode()
+def test_a_fill_ends_with_the_last_layer_that_stores(saved: Saved) -> None:
+    model, ids = load_model(config(model=str(saved("gemma4 small")))), some_ids(2, 12)
+    seen: list[int] = []
+    for layer, module in enumerate(model.net.get_decoder().layers):
+        module.mlp.replace_product("gate_up", Noted(module.mlp.gate_up, layer, seen))
+    filled, whole = (context(model, 2, 12) for _ in range(2))
+    model.prefill(ids, filled)
+    assert seen == [0, 1]
+    model.logits(ids, whole)
+    assert seen[2:] == [0, 1, 2, 3, 4, 5]
+    for page, want in zip(filled.pages, whole.pages, strict=True):
+        assert torch.equal(page.k, want.k)
+        assert torch.equal(page.v, want.v)
 
 
 @pytest.mark.parametrize(("family", "rows"), [("gemma2", 2), ("phi", 24)])  # gemma2 caps its logits; phi is not fused
@@ -238,6 +275,24 @@ def test_a_fused_forward_with_other_logits_is_rejected(saved: Saved) -> None:
             verified(net, fused, record, want, lambda forward, away=away: want * away, Bounds.of(dtype), noise)  # type: ignore[misc]
     bfloat16 = Bounds.of(torch.bfloat16)
     assert verified(net, fused, record, want, lambda forward: want * 1.06, bfloat16, 0.035).norms == fused.norms
+
+
+class Louder(Gemma4TextAttention):
+    """An attention that doubles its result."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out, weights = super().forward(*args, **kwargs)
+        return 2.0 * out, weights
+
+
+def test_a_layer_that_shares_keys_and_is_not_fused_needs_an_unfused_model(saved: Saved) -> None:
+    """transformers hands it the keys of an earlier layer, and a fused layer hands on none."""
+    attention.register()
+    folder = saved("gemma4 small")
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention.NAME).eval()
+    net.model.layers[5].self_attn.__class__ = Louder
+    with pytest.raises(FusedModelDiffers, match="a part lacks 'full_attention'"):
+        prepare(config(model=str(folder)), net, PreTrainedTokenizerFast.from_pretrained(folder))
 
 
 class TripledNorm(nn.RMSNorm):

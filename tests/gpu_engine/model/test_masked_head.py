@@ -100,7 +100,7 @@ class Step:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gemma4 small"])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("quantization", ["q4", "int8"])
 def test_what_rows_leave_has_the_bits_of_the_whole_product(

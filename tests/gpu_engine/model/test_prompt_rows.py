@@ -27,10 +27,13 @@ needs_avx2 = pytest.mark.skipif(not can_multiply_blocks(), reason="products over
     [
         pytest.param("llama", "bfloat16", "q4", marks=needs_avx2),
         pytest.param("gemma2", "bfloat16", "q4", marks=needs_avx2),
+        pytest.param("gemma4", "bfloat16", "q4", marks=needs_avx2),
+        pytest.param("gemma4 small", "bfloat16", "q4", marks=needs_avx2),
         pytest.param("qwen3_moe", "bfloat16", "q4", marks=needs_avx2),
         ("llama", "bfloat16", "none"),
         ("llama", "float32", "none"),
         ("gemma2", "bfloat16", "none"),
+        ("gemma4 small", "bfloat16", "none"),
         ("qwen3", "float32", "none"),
         ("qwen3_moe", "float32", "none"),
         ("qwen3_moe", "bfloat16", "none"),
