@@ -26,7 +26,7 @@ from kernels.library import native
 from kernels.low_rank import LowRankTable
 from kernels.mixture import GatedBlock, Mixture, RoutedArgs, check_blocks
 from kernels.recurrent import RowsArgs
-from kernels.recurrent_layer import LayerMemory, Mixer, RecurrentLayers, RecurrentSizesArgs
+from kernels.recurrent_layer import LayerMemory, MatrixMixer, Mixer, RecurrentLayers, RecurrentSizesArgs
 from kernels.recurrent_rows import RecurrentRows
 from kernels.step_tensors import StepTensors
 
@@ -316,6 +316,8 @@ class Forward:
             assert all(norm.centred == self._owned[2].centred for norm in of_stream), "norms of two kinds"
             if isinstance(layer, RecurrentForwardLayer):
                 outputs, _, _, read = layer.mixer.sizes
+                if isinstance(layer.mixer, MatrixMixer):
+                    layer.mixer.check(H)
                 shapes = [(part.num_inputs, part.num_outputs) for part in (layer.first, layer.output)]
                 assert shapes == [(H, outputs), (read, H)], shapes
                 continue
@@ -366,8 +368,8 @@ class Forward:
         """Store the rows' keys and values; return the logits of the first `num_logits` rows, float32 [num_logits, V].
 
         The result is a view of memory that the next call overwrites; a row of padding has no defined content. With
-        `num_logits` 0 and no tap after the last layer, the last layer only fills the pages. With `defers_head` the
-        logits have no content before `masked_head`, which must be the next call.
+        `num_logits` 0 and no tap after the last layer, the last layer only fills pages or states. With `defers_head`
+        the logits have no content before `masked_head`, which must be the next call.
 
         `ids_N` int64, `positions_N` int32: negative is padding, after the other rows of its sequence. `row_starts`
         int32 [S + 1]: sequence s has rows [row_starts[s], row_starts[s + 1]). `page_table_SN` int32. `taps`: layer ->

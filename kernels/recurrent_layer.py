@@ -74,8 +74,9 @@ class MatrixMixer:
     x_at: int
     """The column of the convolution's first input in the outputs of the first product."""
     gate_at: int
+    """The column of the gate there."""
     control_at: int
-    """The same, without `control`."""
+    """The column there of what controls a row; not used with `control`."""
     outputs: int
     """O."""
     control: PackedBlocks | None = None
@@ -86,6 +87,23 @@ class MatrixMixer:
         """(O, C, J, G)."""
         H, _, V = self.heads.state_shape
         return self.outputs, self.conv.state_shape[1], self.heads.control_width, H * V
+
+    def check(self, num_inputs: int) -> None:
+        """Assert what the native code relies on; `num_inputs`: of the layer's first product."""
+        O, C, J, G = self.sizes  # noqa: E741
+        assert self.heads.columns <= C, (self.heads.columns, C)
+        assert 0 <= self.x_at <= O - C, (self.x_at, self.sizes)
+        assert 0 <= self.gate_at <= O - G, (self.gate_at, self.sizes)
+        if self.control is None:
+            assert 0 <= self.control_at <= O - J, (self.control_at, self.sizes)
+        else:
+            assert (self.control.num_inputs, self.control.num_outputs) == (num_inputs, J), self.control
+        assert G % self.width == self.width % self.groups == 0, (G, self.width, self.groups)
+        assert (self.norm_weight is None) == (self.gate is Gate.ONLY), self.gate
+        if (weight := self.norm_weight) is not None:
+            assert weight.shape == (self.width,), weight.shape
+            assert weight.dtype == torch.float32, weight.dtype
+            assert weight.is_contiguous()
 
 
 Mixer = GatedConv | MatrixMixer
@@ -150,7 +168,7 @@ class RecurrentLayers:
         self._args = [RecurrentLayerArgs.of(mixer) for mixer in mixers]
         self._memory: Sequence[LayerMemory] | None = None
         self._rows: RecurrentRows | None = None
-        """The last call's, whose tensors `masked_head` of the forward reads again."""
+        """The last call's, held so that its tensors keep their addresses."""
         self.max_pending = 0
         assert len({mixer.sizes for mixer in mixers}) <= 1, [mixer.sizes for mixer in mixers]
         self.sizes = mixers[0].sizes if mixers else (0, 0, 0, 0)

@@ -155,7 +155,7 @@ class FusedForward:
         return logits_NV
 
     def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
-        """Write keys and values only; stop after the last attention that stores some, or whose input is wanted."""
+        """Write keys, values and states; stop after the last layer that stores some, or whose input is wanted."""
         if ctx.hidden is not None and len(self.layers) in ctx.hidden:
             self._last(ids_BP, ctx)
         else:
@@ -175,6 +175,7 @@ class FusedForward:
     def _through(
         self, ids_BP: torch.Tensor, ctx: AttentionContext, *, only_fill: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert ctx.prompts is None or self.takes_prompts, "this forward has no rows of prompts"
         ids, positions = (ids_BP, ctx.positions_BP) if ctx.prompts is None else _with_prompts(ids_BP, ctx, ctx.prompts)
         x_BPH: torch.Tensor = self.embedding(ids)
         if self.scales.input != 1.0:

@@ -243,6 +243,8 @@ def attention_of(
     if norms_last and not on_cpu:
         raise NotRecognised("has norms after the rotation, which only a CPU has")
     rotations = _rotations(call, shape, on_cpu=on_cpu)
+    if not rotations:
+        raise NotRecognised("has no angles, and only a CPU has that form")
     gates = len(parts) == 3 and linears[parts[0]].out_features == 2 * shape.num_heads * shape.head_dim
     forms = (
         FusedAttention(*made_of, key_values=key_values, rotation=rotation, norms_last=norms_last, query_gates=gates)

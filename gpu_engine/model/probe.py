@@ -73,6 +73,20 @@ class Probe:
 
         return run
 
+    def goes_on(self, model: LoadedModel) -> Callable[[WholeForward], bool]:
+        """Return a function that says whether a forward has the same bits in several calls as in one.
+
+        A draft is rejected between the calls, whose rows a recurrent layer must take back.
+        """
+
+        @torch.inference_mode()
+        def same(fused: WholeForward) -> bool:
+            ctx = _context(model)
+            whole_NV = fused.logits(self.ids_BP, ctx)[_PREFILLED:].clone()
+            return torch.equal(_continued(model, self.ids_BP, ctx, fused), whole_NV)
+
+        return same
+
 
 def _context(model: LoadedModel) -> AttentionContext:
     ctx = AttentionContext(
@@ -86,19 +100,23 @@ def _context(model: LoadedModel) -> AttentionContext:
     return ctx
 
 
-def _continued(model: LoadedModel, ids_BP: torch.Tensor, whole: AttentionContext) -> torch.Tensor:
+def _continued(
+    model: LoadedModel, ids_BP: torch.Tensor, whole: AttentionContext, fused: WholeForward | None = None
+) -> torch.Tensor:
     """Return the logits of the tokens from `_PREFILLED` on, in a forward after the one of the tokens before them.
 
     `whole`: of a forward of all tokens, whose pages have the keys and values of the first ones. A model with recurrent
     layers computes these again, then verifies some of the others, and a wrong one after these, in a forward in between.
+    `fused`: the forward; None: the model's.
     """
+    logits, fill = (model.logits, model.prefill) if fused is None else (fused.logits, fused.fill)
 
     def part(start: int, end: int) -> AttentionContext:
         return AttentionContext(pages, whole.page_table_BN, whole.positions_BP[:, start:end].contiguous())
 
     if not model.recurrent:
         pages = whole.pages
-        return model.logits(ids_BP[:, _PREFILLED:], part(_PREFILLED, _TOKENS))
+        return logits(ids_BP[:, _PREFILLED:], part(_PREFILLED, _TOKENS))
     pages = _context(model).pages
     states = SequenceStates(model.recurrent, num_slots=1, max_rows=_DRAFTS + 1, device=model.device)
 
@@ -106,13 +124,13 @@ def _continued(model: LoadedModel, ids_BP: torch.Tensor, whole: AttentionContext
         recurrent = states.forward_of([0], [start], [end - start], [num_committed])
         return replace(part(start, end), recurrent=recurrent)
 
-    model.prefill(ids_BP[:, :_PREFILLED], with_states(0, _PREFILLED, _PREFILLED))
+    fill(ids_BP[:, :_PREFILLED], with_states(0, _PREFILLED, _PREFILLED))
     accepted, end = _PREFILLED + _DRAFTS, _PREFILLED + _DRAFTS + 1
     drafts_BP = ids_BP[:, _PREFILLED:end].clone()
     drafts_BP[:, -1] = (drafts_BP[:, -1] + 1) % model.vocab_size
-    verified_NV = model.logits(drafts_BP, with_states(_PREFILLED, end, 1))[:-1].clone()
+    verified_NV = logits(drafts_BP, with_states(_PREFILLED, end, 1))[:-1].clone()
     rest = with_states(accepted, _TOKENS, _TOKENS - accepted)
-    return torch.cat((verified_NV, model.logits(ids_BP[:, accepted:], rest)))
+    return torch.cat((verified_NV, logits(ids_BP[:, accepted:], rest)))
 
 
 _RECURRENT = re.compile(r"Mamba|Recurrent|DeltaNet|DeltaAttention|LightningAttention|ShortConv|Rwkv|LSTM|Mixer$")

@@ -101,6 +101,7 @@ class NativeForward:
             self._given = (ids_BP, ctx.positions_BP) if views else (self._nothing, self._nothing)
         (ids_N, positions_N, starts), table_SN = self._rows, ctx.page_table_BN
         if (prompts := ctx.prompts) is not None:
+            assert self.takes_prompts, "rows of prompts are not in the order of the lanes"
             ids_N, positions_N = torch.cat([ids_N, prompts.ids_N]), torch.cat([positions_N, prompts.positions_N])
             ends = itertools.accumulate(prompts.counts, initial=ids_BP.numel())
             starts = torch.cat([starts[:-1], torch.tensor(list(ends), dtype=torch.int32)])
@@ -146,11 +147,13 @@ def with_native(
     run: Callable[[WholeForward | None], torch.Tensor],
     compare: Distance = distance,
     noise: float = 0.0,
+    goes_on: Callable[[WholeForward], bool] = lambda forward: True,
 ) -> Fused:
     """Return `fused` with its loop as one native call, where that gives the same logits; the log says why not.
 
     `run` computes logits [N, V] of the probe's tokens, `want_NV` are those of the loop's products. `noise` is the
-    distance of two forwards of the model that are both right.
+    distance of two forwards of the model that are both right. `goes_on`: whether a forward has the same bits in several
+    calls as in one.
     """
     assert isinstance(fused.forward, FusedForward)
     try:
@@ -158,6 +161,8 @@ def with_native(
         far = compare(run(native), want_NV)
         if far > (max(_MIXED, min(2 * noise, _MOST)) if fused.mixtures else _BLOCKS):
             raise NotNative(f"its logits are {far:.1e} away")
+        if not goes_on(native):
+            raise NotNative("it has other logits when a sequence goes on in a second call")
     except (NotNative, AssertionError) as why:
         log.info("not native: %s", why)
         return fused
@@ -301,7 +306,7 @@ def _layer_of(layer: Layer, attention: FusedAttention, cos_LR: torch.Tensor, sin
 def _recurrent_layer_of(layer: Layer) -> RecurrentForwardLayer:
     inner, (block, act) = layer.attention, _block_of(layer.gated)
     native = inner.native() if isinstance(inner, RecurrentMixer) else None
-    if native is None or layer.input is not None or layer.scale != 1.0:
+    if native is None or layer.input is not None or layer.scale != 1.0 or layer.is_parallel:
         raise NotNative(f"its layers have a {type(inner).__name__}")
     first, mixer, output = native
     return RecurrentForwardLayer(

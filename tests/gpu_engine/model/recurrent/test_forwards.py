@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import torch
 
 from gpu_engine.model.adapters.peft_files import LoraFiles, read_adapter
 from gpu_engine.model.attention import AttentionContext
-from gpu_engine.model.fused_forward import FusedForward
+from gpu_engine.model.fused_forward import FusedForward, WholeForward
 from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.probe import probe
 from gpu_engine.model.quantised.native import NativeForward
 from gpu_engine.model.recording import distance, typical_distance
 from gpu_engine.model.states import SequenceStates
@@ -150,6 +152,40 @@ def test_a_quantised_hybrid_runs_as_one_native_call(
     # transformers' forward rounds to the dtype before each quantisation, which then finds other integers.
     got_NV, want_NV = (logits(model, ids_BP).flatten(0, 1).float() for model in (native, own))
     assert typical_distance(got_NV, want_NV) < (2e-2 if dtype == "float32" else 0.1)
+
+
+class Forgets:
+    """A forward that takes no row again."""
+
+    skips_padding = takes_prompts = True
+
+    def __init__(self, own: WholeForward) -> None:
+        self.own = own
+
+    def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
+        return self.own.logits(ids_BP, self._without_redo(ctx))
+
+    def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
+        self.own.fill(ids_BP, self._without_redo(ctx))
+
+    def _without_redo(self, ctx: AttentionContext) -> AttentionContext:
+        assert ctx.recurrent is not None
+        rows = replace(ctx.recurrent.rows, redo_L=torch.zeros_like(ctx.recurrent.rows.redo_L))
+        return replace(ctx, recurrent=replace(ctx.recurrent, rows=rows))
+
+
+@needs_blocks
+@pytest.mark.parametrize("family", ["lfm2", "bamba", "qwen3_5"])
+def test_a_native_forward_that_takes_no_row_again_is_seen_at_the_start(
+    load: Callable[..., LoadedModel], family: str
+) -> None:
+    model = load(family, dtype="bfloat16", quantization="q4")
+    assert isinstance(model.fused.forward, NativeForward)
+    own = load(family, dtype="bfloat16", quantization="q4", fuse_parts=False)
+    of_probe = torch.arange(16)[None] * 37 % own.vocab_size
+    goes_on = probe(own, own=logits(own, of_probe)[0]).goes_on(model)
+    assert goes_on(model.fused.forward)
+    assert not goes_on(Forgets(model.fused.forward))
 
 
 SETTINGS = [
