@@ -130,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="as the engine's setting (default: embedded)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--dtype", default="auto", help="as the engine's setting (default: auto)")
+    parser.add_argument("--quantization", default="auto", help="as the engine's setting (default: auto)")
     parser.add_argument("--rows", default="1,8,16", help="positions of a call (default: 1,8,16)")
     parser.add_argument("--context", type=int, default=300, help="tokens before them (default: 300)")
     parser.add_argument("--rounds", type=int, default=40, help="measurements of each (default: 40)")
@@ -145,9 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     models = []
     for fuse in (False, True):
-        config = EngineConfig(
-            model=args.model, device=args.device, dtype=args.dtype, num_threads=args.threads, fuse_parts=fuse
-        )
+        where = {"model": args.model, "device": args.device, "num_threads": args.threads}
+        config = EngineConfig(**where, dtype=args.dtype, quantization=args.quantization, fuse_parts=fuse)
         models.append(load_model(config, lambda stage, done: print(f"{done:4.0%} {stage}", file=sys.stderr)))
     plain, fused = models
     print(f"{plain!r}, context {args.context}: {fused.fused!r}", *fused.fused.left, sep="\n")
