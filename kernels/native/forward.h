@@ -70,7 +70,8 @@ struct forward_args {
     uint8_t *scratch;          /* lockstep_forward_scratch bytes, on a 64-byte boundary */
     int64_t table_stride, logits_stride;
     int64_t num_rows, num_sequences, num_layers;
-    int64_t num_logits; /* the first rows, whose logits are wanted. Without a tap the others only fill pages and states */
+    int64_t
+        num_logits; /* the first rows, whose logits are wanted. Without a tap the others only fill pages and states */
     int64_t hidden, inner, num_heads, page_size;     /* inner: the most of any layer */
     int64_t channels, attended;                      /* the most of any layer: of q, k and v together, and of q */
     int64_t kv_heads[TILE_LISTS];                    /* 0: unused */
