@@ -13,7 +13,12 @@
 #include "team.h"
 
 enum { CONV_COLS = 64, MAX_TAPS = 8, HEAD_COLS = 32, MAX_KEYS = 256, SCAN_COLS = 64, MAX_SCANNED = 64 };
-#define OWN_CODE static __attribute__((noinline)) /* one copy, so one choice of instructions */
+/* One copy, so one choice of instructions for all rows: gcc makes others of a function whose arguments it knows. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define OWN_CODE static __attribute__((noipa))
+#else
+#define OWN_CODE static __attribute__((noinline))
+#endif
 
 struct recurrent_rows {
     const int32_t *first; /* [lanes + 1], of the rows of this call */
