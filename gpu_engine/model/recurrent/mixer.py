@@ -6,6 +6,8 @@ for: the layers (see short_convolutions.py, mixers.py, delta_nets.py), their mem
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import nn
 
@@ -14,16 +16,16 @@ from gpu_engine.model.recurrent.rows import RecurrentForward
 from kernels.recurrent_layer import Mixer
 
 
-class RecurrentMixer(nn.Module):
+class RecurrentMixer(nn.Module, ABC):
     """A recurrent layer's module: it takes the place of attention."""
 
     layer_idx: int
     state_shapes: tuple[tuple[int, ...], ...]
     pending_width: int
 
+    @abstractmethod
     def of_rows(self, x_NH: torch.Tensor, states: RecurrentForward | None) -> torch.Tensor:
         """[N, H] -> [N, H], in the order of the lanes of `states`. Raises RuntimeError without states."""
-        raise NotImplementedError
 
     def native(self) -> tuple[nn.Module, Mixer, nn.Module] | None:
         """Return the parts of a native forward: the first product, what comes after it, and the last product; None:
