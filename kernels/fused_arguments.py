@@ -22,7 +22,7 @@ class NormKind(enum.IntEnum):
     ONE_PLUS_SCALE = 2
     """Gemma's: multiplied by 1 + weight in fp32, then rounded."""
     CENTRED = 3
-    """Cohere's, a LayerNorm without a bias: the mean is taken off, then as OLMo 2's. Only a CPU has it."""
+    """Cohere's, a LayerNorm without a bias: the mean is taken off, then as OLMo 2's."""
 
 
 class Activation(enum.IntEnum):

@@ -71,8 +71,7 @@ def norm_of(module: nn.Module, record: Recording, bound: float) -> FusedNorm:
     call = _only(record, module)
     x = call.tensor()
     weight_H = x.new_ones(x.shape[-1]) if weight is None else weight.detach()
-    kinds = [kind for kind in NormKind if weight_H.device.type == "cpu" or kind is not NormKind.CENTRED]
-    return _closest((FusedNorm(RMSNorm(weight_H, eps, kind)) for kind in kinds), call, bound)
+    return _closest((FusedNorm(RMSNorm(weight_H, eps, kind)) for kind in NormKind), call, bound)
 
 
 _GATED_BLOCKS = (

@@ -14,6 +14,7 @@ from kernels.fused_arguments import EVERYWHERE, Activation, NormKind, RMSNorm, c
 
 ROUND_FIRST = tl.constexpr(NormKind.ROUND_THEN_SCALE.value)
 ONE_PLUS = tl.constexpr(NormKind.ONE_PLUS_SCALE.value)
+CENTRED = tl.constexpr(NormKind.CENTRED.value)
 GELU = tl.constexpr(Activation.GELU_TANH.value)
 _GATED_BLOCK = 1024
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -55,6 +56,8 @@ def norm_kernel(
         tl.store(x + row * x_stride + column, value, mask=inside)
     w = tl.load(weight + column, mask=inside, other=0.0)
     wide = value.to(tl.float32)
+    if KIND == CENTRED:
+        wide = tl.where(inside, wide - tl.sum(wide, axis=0) / H, 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / H + eps)
     tl.store(out + row * H + column, weighed(wide * inverse, w, KIND).to(value.dtype), mask=inside)
 
@@ -166,7 +169,6 @@ def _norm(x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm) -> t
     assert x_NH.dtype == added.dtype == norm.weight_H.dtype, (x_NH.dtype, added.dtype, norm.weight_H.dtype)
     assert x_NH.stride(1) == added.stride(1) == 1
     assert norm.weight_H.shape == x_NH.shape[1:], (norm.weight_H.shape, x_NH.shape)
-    assert norm.kind != NormKind.CENTRED, norm.kind
     N, H = x_NH.shape
     out_NH = torch.empty((N, H), dtype=x_NH.dtype, device=x_NH.device)
     block = triton.next_power_of_2(H)

@@ -223,6 +223,8 @@ def compile_fused(rows: int, H: int, inner: int, heads: tuple[int, int], D: int,
         norm, head = (RMSNorm(torch.ones(width, dtype=dtype), 1e-6, kind) for width in (H, D))
         fused.rms_norm(x, norm)
         fused.add_rms_norm(x, x, norm)
+        if kind is NormKind.CENTRED:
+            continue  # No norm of a head takes the mean off.
         fused.rotate(qkv, angles, angles, heads=heads, head_dim=D, q_norm=head, k_norm=head)
     fused.rotate(qkv, angles, angles, heads=heads, head_dim=D)
     fused.angles_at(ints(rows, 1), angles, angles)
