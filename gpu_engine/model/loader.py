@@ -355,7 +355,7 @@ def _prepare_net(
             net, model.fused, seen.record, seen.logits_NV, seen.again(model), bounds, seen.noise, seen.compare
         )
     if model.quantised and not by_row and model.fused.forward and whole and not _adapts_by_part(config, model.fused):
-        checks = (seen.logits_NV, seen.again(model), seen.compare, seen.noise, seen.goes_on(model))
+        checks = (seen.logits_NV, seen.again(model), seen.compare, seen.moves(model), seen.goes_on(model))
         model.fused = with_native(model.fused, *checks)
     if config.takes_adapters:
         model.adapters = _adapter_pool(config, model)

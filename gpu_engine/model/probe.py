@@ -10,7 +10,6 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,6 +71,10 @@ class Probe:
             return fused.logits(self.ids_BP, ctx) if fused else model.logits(self.ids_BP, ctx)
 
         return run
+
+    def moves(self, model: LoadedModel) -> Callable[[], float]:
+        """Return a function that says how far the logits move with one rounding: of the input, or in a sum."""
+        return lambda: max(self.noise, self.compare(_nudged(model), self.logits_NV))
 
     def goes_on(self, model: LoadedModel) -> Callable[[WholeForward], bool]:
         """Return a function that says whether a forward has the same bits in several calls as in one.
@@ -157,13 +160,9 @@ def refuse_recurrent(config: EngineConfig, net: Any) -> None:
 
 
 @torch.inference_mode()
-def own_logits(model: LoadedModel, *, nudged: bool = False) -> torch.Tensor:
-    """Return the logits of the probe's tokens by the model's own forward, with its own attention.
-
-    `nudged`: every second number of the embedding is larger by a bfloat16's rounding.
-    """
+def own_logits(model: LoadedModel) -> torch.Tensor:
+    """Return the logits of the probe's tokens by the model's own forward, with its own attention."""
     net: Any = model.net
-    hook = net.get_input_embeddings().register_forward_hook(_nudge) if nudged else None
     net.set_attn_implementation("eager")
     attention.take_temperatures(net, back=True)
     # It advises users to install kernels of recurrent layers, which this forward alone would use.
@@ -174,17 +173,25 @@ def own_logits(model: LoadedModel, *, nudged: bool = False) -> torch.Tensor:
         logits: torch.Tensor = net(input_ids=_ids(model), use_cache=False).logits[0].float()
     finally:
         advice.setLevel(level)
-        if hook is not None:
-            hook.remove()
     attention.take_temperatures(net)
     net.set_attn_implementation(attention.NAME)
     return logits
 
 
-def _nudge(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-    nudged = out.clone()
-    nudged[..., ::2] *= 1 + _NUDGE
-    return nudged
+@torch.inference_mode()
+def _nudged(model: LoadedModel) -> torch.Tensor:
+    """Return the unfused model's logits with every second number of the embedding larger by a bfloat16's rounding."""
+
+    def nudge(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        nudged = out.clone()
+        nudged[..., ::2] *= 1 + _NUDGE
+        return nudged
+
+    hook = model.net.get_input_embeddings().register_forward_hook(nudge)
+    try:
+        return model.logits(_ids(model), _context(model)).clone()
+    finally:
+        hook.remove()
 
 
 def _ids(model: LoadedModel) -> torch.Tensor:
@@ -197,7 +204,7 @@ def probe(
     *,
     rough: bool = False,
     own: torch.Tensor | None = None,
-    nudged: Callable[[], torch.Tensor] | None = None,
+    moves: Callable[[], float] | None = None,
 ) -> Probe:
     """Run a few tokens and check that every layer uses our attention and that no part of the model's own attention is
     lost.
@@ -205,12 +212,10 @@ def probe(
     Args:
         rough: inputs of products are rounded to 8 bits by row.
         own: the model's `own_logits`, if its recurrent layers were replaced since.
-        nudged: returns the same after a rounding of the input; None: as `own_logits` makes them, unless `own` is given.
+        moves: returns how far the logits move with one rounding of the input; None: it is measured.
 
     Raises ModelNotSupported.
     """
-    if own is None:
-        nudged = nudged or partial(own_logits, model, nudged=True)
     attention.take_temperatures(model.net)
     ctx = _context(model)
     ids = _ids(model)
@@ -243,9 +248,10 @@ def probe(
     compare = typical_distance if jumps and not exact else distance
     noise, later_noise = compare(logits, own), compare(later, own[_PREFILLED:])
     bound = _EXACT_ERROR if exact else _ROUGH_ERROR if rough else _ERROR
-    if (far := max(noise, later_noise)) > bound and not exact and nudged is not None:
+    if (far := max(noise, later_noise)) > bound and not exact:
         # A small model in few bits may follow a rounding as others follow another input.
-        bound = max(bound, min(2 * compare(nudged(), own), _MOST_ERROR))
+        moved = compare(_nudged(model), logits) if moves is None else moves()
+        bound = max(bound, min(2 * moved, _MOST_ERROR))
         if far <= bound:
             log.warning(
                 "the logits of %s follow each rounding: two ways to compute them are %.2f apart", model.name, far

@@ -138,7 +138,7 @@ first, so other integers come out of it."""
 _MIXED = 0.2
 """The same with mixtures of experts, where a router with two nearly equal outputs may choose the other one."""
 _MOST = 0.5
-"""The same of mixtures whose own logits move as far with the order of a sum: deep ones with random weights do."""
+"""The same of models whose own logits move as far with the order of a sum: deep ones with random weights do."""
 
 
 def with_native(
@@ -146,12 +146,12 @@ def with_native(
     want_NV: torch.Tensor,
     run: Callable[[WholeForward | None], torch.Tensor],
     compare: Distance = distance,
-    noise: float = 0.0,
+    moves: Callable[[], float] = lambda: 0.0,
     goes_on: Callable[[WholeForward], bool] = lambda forward: True,
 ) -> Fused:
     """Return `fused` with its loop as one native call, where that gives the same logits; the log says why not.
 
-    `run` computes logits [N, V] of the probe's tokens, `want_NV` are those of the loop's products. `noise` is the
+    `run` computes logits [N, V] of the probe's tokens, `want_NV` are those of the loop's products. `moves` returns the
     distance of two forwards of the model that are both right. `goes_on`: whether a forward has the same bits in several
     calls as in one.
     """
@@ -159,7 +159,7 @@ def with_native(
     try:
         native = native_forward_of(fused.forward)
         far = compare(run(native), want_NV)
-        if far > (max(_MIXED, min(2 * noise, _MOST)) if fused.mixtures else _BLOCKS):
+        if far > (_MIXED if fused.mixtures else _BLOCKS) and far > min(2 * moves(), _MOST):
             raise NotNative(f"its logits are {far:.1e} away")
         if not goes_on(native):
             raise NotNative("it has other logits when a sequence goes on in a second call")

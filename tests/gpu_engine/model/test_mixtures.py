@@ -169,7 +169,7 @@ def test_a_native_mixture_may_differ_as_far_as_the_models_own_forwards(
             assert isinstance(product, AdaptedProduct)
             layer.attention.replace_product(name, product._product[0])
     logits_NV = torch.zeros(1, 1)
-    made = with_native(model.fused, logits_NV, lambda forward: logits_NV, lambda got, want: far, noise)
+    made = with_native(model.fused, logits_NV, lambda forward: logits_NV, lambda got, want: far, lambda: noise)
     assert isinstance(made.forward, NativeForward) is is_native
 
 
