@@ -92,6 +92,8 @@ class ForwardLayer:
     key_values: KeyValues = KeyValues.OWN
     input: ForwardInput | None = None
     stream_scale: float = 1.0
+    query_factors_L: torch.Tensor | None = None
+    """float32, contiguous: a factor of the queries at each position; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +124,8 @@ class _LayerArgs(ctypes.Structure):
         *[(name, BlockWeightsArgs) for name in ("qkv", "output", "gate_up", "down")],
         ("mixture", RoutedArgs),
         ("input", LayerInputArgs),
-        *[(name, ctypes.c_void_p) for name in (*_NORMS, *_HEAD_NORMS, "cos", "sin", "sinks", *_PAGES, "tap")],
+        *[(name, ctypes.c_void_p) for name in (*_NORMS, *_HEAD_NORMS, "cos", "sin", "factors")],
+        *[(name, ctypes.c_void_p) for name in ("sinks", *_PAGES, "tap")],
         *[(name, ctypes.c_int64) for name in ("rotated", "head_dim", "num_kv_heads")],
         *[(f"{name.removesuffix('_norm')}_eps", ctypes.c_float) for name in (*_NORMS, *_HEAD_NORMS)],
         *[(name, ctypes.c_float) for name in ("scale", "softcap", "stream_scale")],
@@ -152,6 +155,7 @@ class _LayerArgs(ctypes.Structure):
         if isinstance(layer, RecurrentForwardLayer):
             return args
         args.cos, args.sin, args.rotated = layer.cos_LR.data_ptr(), layer.sin_LR.data_ptr(), layer.cos_LR.shape[1]
+        args.factors = None if layer.query_factors_L is None else layer.query_factors_L.data_ptr()
         args.sinks = None if layer.sinks_H is None else layer.sinks_H.data_ptr()
         args.scale, args.softcap, args.window = layer.scale, layer.softcap, layer.window
         args.neighbours, args.is_parallel = layer.heads.neighbours, layer.is_parallel
@@ -338,6 +342,10 @@ class Forward:
             assert layer.sin_LR.is_contiguous()
             assert layer.cos_LR.shape[1] % 2 == 0, layer.cos_LR.shape
             assert layer.cos_LR.shape[1] <= head_dim, layer.cos_LR.shape
+            if (factors_L := layer.query_factors_L) is not None:
+                assert factors_L.shape == layer.cos_LR.shape[:1], factors_L.shape
+                assert factors_L.dtype == torch.float32, factors_L.dtype
+                assert factors_L.is_contiguous()
             check_limits(layer.window, 0, layer.sinks_H, num_heads)
             wide = [number * head_dim if layer.heads.whole_norms else head_dim for number in heads]
             for norm, width in zip((layer.q_norm, layer.k_norm, layer.v_norm), (*wide, head_dim), strict=True):

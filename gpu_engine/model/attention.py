@@ -181,16 +181,21 @@ _TEMPERATURE = "lockstep_temperature"
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """The factor of Llama 4's queries without rotation, which grows with the position."""
+    """A factor of queries that grows with the position: of Llama 4's without rotation, and of Ministral 3's."""
 
     attn_scale: float
     floor_scale: float
+    first: int = 1
+    """The number that the first position counts as."""
+
+    def factors(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the float32 factor at each position; arithmetic as in transformers."""
+        steps = torch.floor((positions.clamp(min=0).float() + self.first) / self.floor_scale)
+        return torch.log1p(steps) * self.attn_scale + 1.0
 
     def of(self, query_BHPD: torch.Tensor, positions_BP: torch.Tensor) -> torch.Tensor:
-        """Return the queries times their factors; arithmetic as in transformers."""
-        steps_BP = torch.floor((positions_BP.clamp(min=0).float() + 1.0) / self.floor_scale)
-        factors_BP = torch.log1p(steps_BP) * self.attn_scale + 1.0
-        return (query_BHPD * factors_BP[:, None, :, None]).to(query_BHPD.dtype)
+        """Return the queries times their factors."""
+        return (query_BHPD * self.factors(positions_BP)[:, None, :, None]).to(query_BHPD.dtype)
 
 
 def take_temperatures(net: nn.Module, *, back: bool = False) -> None:

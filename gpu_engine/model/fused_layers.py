@@ -240,6 +240,7 @@ class FusedAttention(nn.Module):
         key_values: what `qkv` gives next to the queries.
         norms_last: the norms of queries and keys come after the rotation.
         q_norm, k_norm: RMSNorms of each head, or of all heads together if the weights have their size.
+        query_factors_L: float32, what queries are multiplied by at each position; None: nothing.
         query_gates: after each query head, `qkv` gives as many channels of a gate: what the head attended to is
             multiplied by the sigmoid of it (Qwen 3.5).
     """
@@ -259,9 +260,11 @@ class FusedAttention(nn.Module):
         rotation: Rotation = Rotation.HALVES,
         norms_last: bool = False,
         query_gates: bool = False,
+        query_factors_L: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.sinks_H, self.rotation, self.query_gates = sinks_H, rotation, query_gates
+        self.sinks_H, self.rotation = sinks_H, rotation
+        self.query_gates, self.query_factors_L = query_gates, query_factors_L
         self.qkv, self.output, self.shape, self.layer_idx = qkv, output, shape, layer_idx
         self._qkv, self._output = qkv.forward, output.forward
         heads = (shape.num_heads, shape.num_kv_heads)
@@ -309,6 +312,9 @@ class FusedAttention(nn.Module):
         gate_NC = None
         if self.query_gates:
             qkv_NC, gate_NC = self._without_gates(qkv_NC)
+        if self.query_factors_L is not None:
+            queries = self.shape.num_heads * self.shape.head_dim
+            qkv_NC[:, :queries] *= self.query_factors_L[_positions_of_rows(ctx), None]
         cos_NR, sin_NR = self.rotation.angles(cos_NR, sin_NR)
         if ctx.prompts is None:
             where = (pages, ctx.page_table_BN, ctx.positions_BP, ctx.tree_rows_BRR)
@@ -354,6 +360,14 @@ class FusedAttention(nn.Module):
 def join_activations(model: nn.Module) -> int:
     """Join the activation of every fused gated block to its product, where that has a kernel; return how many."""
     return sum(module.join_activation() for module in model.modules() if isinstance(module, FusedGated))
+
+
+def _positions_of_rows(ctx: AttentionContext) -> torch.Tensor:
+    """Return the position of each row [N] of a forward; padding has 0."""
+    parts = (
+        [ctx.positions_BP.flatten()] if ctx.prompts is None else [ctx.positions_BP.flatten(), ctx.prompts.positions_N]
+    )
+    return torch.cat(parts).clamp(min=0)
 
 
 def no_angles(x: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 from torch import nn
 
-from gpu_engine.model.attention import LayerAttention
+from gpu_engine.model.attention import LayerAttention, Temperature
 from gpu_engine.model.experts import Experts, WideGate
 from gpu_engine.model.fused_forward import NotALoop, WholeForward, fused_forward_of
 from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, FusedNorm, Rotation
@@ -28,6 +28,7 @@ from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
 from gpu_engine.model.recording import Call, Distance, Recording, distance, typical_distance
 from gpu_engine.model.recurrent.delta_nets import DeltaNet, JoinedDeltaNet
+from gpu_engine.model.rotary import SPARE_ROWS
 from kernels.fused_arguments import EVERYWHERE, KeyValues, NormKind, RMSNorm
 from kernels.mixture import Choice
 
@@ -216,9 +217,11 @@ def attention_of(
     """
     if shape.chunk or shape.padded:
         raise NotRecognised("has chunks or heads of other sizes")
-    if (length := _length_of_equal_queries(module)) is not None and length < num_positions:
-        raise NotRecognised(f"has queries that grow from position {length} on")
-    call = _with_other_angles(module, _only(record, module))
+    growth = _growth_of_queries(module, num_positions)
+    call = _only(record, module)
+    if growth is not None:
+        call = _from_position(_FAR * int(growth.floor_scale), call)
+    call = _with_other_angles(module, call)
     sinks = module._parameters.get("sinks") if shape.sinks else None
     if sinks is not None and not on_cpu:
         raise NotRecognised("has sinks, whose fused form only a CPU has")
@@ -245,20 +248,35 @@ def attention_of(
     if not rotations:
         raise NotRecognised("has no angles, and only a CPU has that form")
     gates = len(parts) == 3 and linears[parts[0]].out_features == 2 * shape.num_heads * shape.head_dim
-    forms = (
-        FusedAttention(*made_of, key_values=key_values, rotation=rotation, norms_last=norms_last, query_gates=gates)
-        for rotation in rotations
-    )
+    more: dict[str, Any] = {"key_values": key_values, "norms_last": norms_last, "query_gates": gates}
+    if growth is not None:
+        positions_L = torch.arange(num_positions + SPARE_ROWS, device=call.tensor().device)
+        more["query_factors_L"] = growth.factors(positions_L + _FAR * growth.floor_scale)
+    forms = (FusedAttention(*made_of, rotation=rotation, **more) for rotation in rotations)
     fused = _closest(forms, call, bounds.block, enough=bounds.block / 8)
+    if growth is not None:
+        fused.query_factors_L = growth.factors(positions_L)
     fused.sources = {"qkv": _sources(linears, parts), "output": _sources(linears, [last])}
     return fused
 
 
-def _length_of_equal_queries(module: nn.Module) -> int | None:
-    """Return the positions before which queries do not grow, as Ministral's do; None: they never grow."""
+_FAR = 1000
+"""A position of so many times the length from which queries grow has a factor of 1.7 where the usual growth is 0.1."""
+
+
+def _growth_of_queries(module: nn.Module, num_positions: int) -> Temperature | None:
+    """Return the growth of a module's queries, as of Ministral 3's; None: at these positions they do not grow."""
     rotation: Any = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
-    length: int | None = rotation.get("original_max_position_embeddings")
-    return length if rotation.get("llama_4_scaling_beta") else None
+    length, beta = rotation.get("original_max_position_embeddings"), rotation.get("llama_4_scaling_beta")
+    return Temperature(beta, length, first=0) if beta and length < num_positions else None
+
+
+def _from_position(first: int, call: Call) -> Call:
+    """Return the arguments of a call from another first position on. Raises NotRecognised."""
+    positions = call.kwargs.get("position_ids")
+    if not isinstance(positions, torch.Tensor):
+        raise NotRecognised("has queries that grow, and gets no positions")
+    return Call(call.args, {**call.kwargs, "position_ids": positions + first}, None)
 
 
 def _norms_of_heads(module: nn.Module) -> tuple[dict[str, nn.Module], bool]:

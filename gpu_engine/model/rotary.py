@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu_engine.model.loaded_model import ModelNotSupported
+from gpu_engine.model.names import ModelNotSupported
 
 log = logging.getLogger(__name__)
 
-_SPARE_ROWS = 64
+SPARE_ROWS = 64
 """Positions after the last: rejected drafts and padding reach them, and no token depends on them."""
 
 _READS = (
@@ -75,7 +75,7 @@ class RotaryTable(nn.Module):
         places_1L = torch.arange(self.num_positions, device=x.device)[None]
         cos_1LR, sin_1LR = self.inner(x[:1, :1], places_1L, *rest, **options)
         cos_LR, sin_LR = (
-            torch.cat([part[0], part[0, -1:].expand(_SPARE_ROWS, -1)]).clone() for part in (cos_1LR, sin_1LR)
+            torch.cat([part[0], part[0, -1:].expand(SPARE_ROWS, -1)]).clone() for part in (cos_1LR, sin_1LR)
         )
         return cos_LR, sin_LR
 

@@ -31,6 +31,7 @@ struct forward_layer {
     const float *q_norm, *k_norm;
     const float *v_norm;     /* fp32 [head_dim], of each value head; null: none */
     const float *cos, *sin;  /* fp32 [positions][rotated]; halves, whatever channels are pairs */
+    const float *factors;    /* fp32 [positions], of the queries after the rotation; null: none */
     const float *sinks;      /* see paged_attention.h */
     void *k_pages, *v_pages; /* see paged_attention.h */
     float *k_scales, *v_scales;
@@ -365,6 +366,12 @@ static void norm_heads(const struct forward_args *a, const struct forward_layer 
         norm32(qkv + c, l->k_norm, l->k_eps, 0, qkv + c, k_width);
 }
 
+/* A row's queries times a factor. */
+static void grow_queries(const struct forward_args *a, const struct forward_layer *l, float *q, float factor) {
+    for (int64_t h = 0; h < a->num_heads; h++)
+        for (int64_t i = 0; i < l->head_dim; i++) q[h * query_step(a, l) + i] *= factor;
+}
+
 /* Head norms and rotary, then keys and values into the pages, where the layer has some. */
 static void rotate_and_store(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                              const struct forward_work *w, const struct paged_attention_args *attention) {
@@ -378,6 +385,7 @@ static void rotate_and_store(struct member *m, const struct forward_args *a, con
         for (float *head = q; head < v; head += head < k ? step : d)
             rotate32(head, l->cos + angle, l->sin + angle, l->rotated, l->neighbours);
         if (l->norms_last) norm_heads(a, l, q);
+        if (l->factors) grow_queries(a, l, q, l->factors[w->position[r]]);
         for (int64_t c = 0; l->v_norm && c < keys; c += d) norm32(v + c, l->v_norm, l->v_eps, 0, v + c, d);
         if (l->key_values == SHARED_VALUES) continue;
         struct paged_attention_args row = *attention;

@@ -106,6 +106,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "cohere": lambda: CohereConfig(**_SHAPE, logit_scale=0.5, tie_word_embeddings=False),
     "cohere2": lambda: Cohere2Config(**_SHAPE, **_LAYERS, logit_scale=0.5, tie_word_embeddings=False),
     "hunyuan": lambda: HunYuanDenseV1Config(**_SHAPE, head_dim=32),
+    "ministral3": lambda: ministral3(),
     "gemma4 small": lambda: gemma4_small(),
     "gemma4": lambda: gemma4(head_dim=256, global_head_dim=512),
 }
@@ -149,7 +150,6 @@ OWN_FORWARD: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama4": lambda: llama4(),
     "deepseek_v2": lambda: deepseek_v2(),
     "deepseek_v3": lambda: deepseek_v3(),
-    "ministral3": lambda: ministral3(),
     "minimax_m2": lambda: MiniMaxM2Config(**_SHAPE, head_dim=32, num_local_experts=4, num_experts_per_tok=2),
     "mixtral": lambda: MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
 }

@@ -300,6 +300,7 @@ def _layer_of(layer: Layer, attention: FusedAttention, cos_LR: torch.Tensor, sin
         key_values=attention.key_values,
         input=_input_of(layer, act),
         stream_scale=layer.scale,
+        query_factors_L=attention.query_factors_L,
     )
 
 

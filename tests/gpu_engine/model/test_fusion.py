@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
 
 from gpu_engine.model import attention
+from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.fused_layers import FusedAttention, FusedNorm, Rotation
 from gpu_engine.model.fusion import (
     Bounds,
@@ -126,12 +127,13 @@ def test_no_other_form_takes_the_place_of_one_that_a_device_lacks(saved: Saved, 
 
 
 @pytest.mark.parametrize("length", [32, 64])
-def test_queries_that_grow_beyond_a_length_are_fused_only_below_it(saved: Saved, length: int) -> None:
+def test_queries_that_grow_from_a_position_on_are_fused(saved: Saved, length: int) -> None:
     """The probe's positions are too small to see it."""
     folder = saved("ministral3")
     model = load_model(config(model=str(folder), dtype="float32", max_model_len=length))
-    assert (model.fused.forward is not None) == (length == 32)
-    assert ("grow from position 32 on" in "".join(model.fused.left)) == (length == 64)
+    assert isinstance(model.fused.forward, FusedForward)
+    grow = [layer.attention.query_factors_L for layer in model.fused.forward.layers]
+    assert all((factors_L is not None) == (length == 64) for factors_L in grow)
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids_1P = some_ids(1, length)
     with torch.inference_mode():
