@@ -249,13 +249,14 @@ def attention_of(
         raise NotRecognised("has no angles, and only a CPU has that form")
     gates = len(parts) == 3 and linears[parts[0]].out_features == 2 * shape.num_heads * shape.head_dim
     more: dict[str, Any] = {"key_values": key_values, "norms_last": norms_last, "query_gates": gates}
+    factors_L = None
     if growth is not None:
         positions_L = torch.arange(num_positions + SPARE_ROWS, device=call.tensor().device)
+        factors_L = growth.factors(positions_L)
         more["query_factors_L"] = growth.factors(positions_L + _FAR * growth.floor_scale)
     forms = (FusedAttention(*made_of, rotation=rotation, **more) for rotation in rotations)
     fused = _closest(forms, call, bounds.block, enough=bounds.block / 8)
-    if growth is not None:
-        fused.query_factors_L = growth.factors(positions_L)
+    fused.query_factors_L = factors_L
     fused.sources = {"qkv": _sources(linears, parts), "output": _sources(linears, [last])}
     return fused
 
