@@ -19,11 +19,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from gpu_engine.api.capabilities import OF_START, Start, refuse
 from gpu_engine.api.config import EngineConfig, ServerConfig
@@ -243,8 +243,11 @@ async def _start(
     engine_config = _resolve(engine_config, server_config, parts)
     split = _split_cores(stack, engine_config)
 
-    # 2. Addresses are bound before the model is loaded, so that a taken one is reported at once.
+    # 2. Addresses are bound before the model is loaded, so that a taken one is reported at once. Clients connect;
+    # health says NOT_SERVING until stage 9, and other calls wait for stage 7.
     listeners, gateway = _bind(stack, server_config, extensions)
+    _set_health(listeners.health, [SERVICE], extensions.serves_engine, NOT_SERVING)
+    await listeners.start()
     metrics = BothProcesses()
     scrapes = _serve_metrics(stack, server_config, metrics)
 
@@ -288,12 +291,12 @@ async def _start(
         accounts=extensions.accounts,
         receipts=extensions.receipts,
     )
-    services = _add_services(listeners.server, calls, server_config, doors, extensions)
+    services = _add_services(cast(grpc.aio.Server, listeners.services), calls, server_config, doors, extensions)
 
-    # 7. The ports answer; health says NOT_SERVING until stage 9.
+    # 7. Calls go on.
     set_health = partial(_set_health, listeners.health, services, extensions.serves_engine)
     set_health(NOT_SERVING)
-    await listeners.start()
+    listeners.services.complete()
     if gateway:
         gateway.start(background, stack)
 
@@ -472,7 +475,9 @@ def _add_services(
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
     services += [door.add_to(server, calls, config) for door in doors]
     services += extensions.add_to(server, calls)
-    reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    servicer_of_names = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # the stub lacks it
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer_of_names, server)
     return services
 
 

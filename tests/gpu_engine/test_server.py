@@ -7,6 +7,7 @@ import gc
 import os
 import struct
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,39 @@ async def test_a_server_answers_reports_serving_and_lists_its_service(tmp_path: 
             response = await anext(aiter(call))
         assert SERVICE in {service.name for service in response.list_services_response.service}
     assert engines[0].closed
+
+
+async def test_a_call_waits_for_the_model_on_a_connection_that_is_made_at_once(tmp_path: Path) -> None:
+    """A client's connection has a limit of its own, which a large model's loading may exceed."""
+    loads = threading.Event()
+
+    def slowly(config: EngineConfig, progress: object) -> FakeModel:
+        assert loads.wait(60)
+        return FakeModel()
+
+    async def serve() -> None:
+        async with open_server(ENGINE, config(tmp_path), parts=replace(parts(answers_with("yes")), load_model=slowly)):
+            await finished.wait()
+
+    finished, address = asyncio.Event(), f"unix:{tmp_path}/s"
+    async with asyncio.TaskGroup() as group, Client(address) as client:
+        group.create_task(serve())
+        assert await health_of(address) == await health_of(address, "") == NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await anext(client.generate(pb.GenerateRequest(text="x"), timeout_s=0.2))
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        answer = group.create_task(answer_of(client))
+        async with grpc.aio.insecure_channel(address) as channel:
+            unknown = asyncio.ensure_future(channel.unary_unary("/nobody/Knows")(b""))
+            done, _ = await asyncio.wait({answer, unknown}, timeout=0.2)
+            assert not done
+            loads.set()
+            assert await answer == "yes"
+            with pytest.raises(grpc.aio.AioRpcError) as nowhere:
+                await unknown
+            assert nowhere.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert await health_of(address) == SERVING
+        finished.set()
 
 
 async def test_no_grammar_process_starts_for_a_model_that_is_not_there(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.front.port.auth import BearerTokens
+from gpu_engine.front.port.later_services import LaterServices
 from gpu_engine.front.port.malformed import ParsedRequests
 from gpu_engine.front.port.tls import server_credentials
 from service_runtime.aborted_calls import AbortedCalls
@@ -42,10 +43,12 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Servers that are bound, and not started yet."""
+    """Servers that are bound."""
 
     server: grpc.aio.Server
-    """The public server; services may be added until it is started."""
+    """The public server."""
+    services: LaterServices
+    """The services of the public server, next to its health."""
     probe: grpc.aio.Server | None
     """With `health_listen`: a server for health checks in clear text and without tokens."""
     health: HealthServicer
@@ -89,8 +92,10 @@ def bind(
         raise ServerError(str(error)) from error
     if (problem := exposure(config)) is not None:
         log.warning("%s", problem)
+    services = LaterServices()
     server = grpc.aio.server(
-        interceptors=[AbortedCalls(), *interceptors, ParsedRequests()],
+        handlers=[services],
+        interceptors=[AbortedCalls(), *interceptors, ParsedRequests(), services],
         options=[
             ("grpc.max_receive_message_length", max(LARGEST_MESSAGE_BYTES, 2 * config.max_prompt_bytes)),
             _OWN_PORT,
@@ -109,7 +114,7 @@ def bind(
     address = config.listen
     if not address.startswith("unix:"):
         address = f"{address.rpartition(':')[0]}:{port}"
-    return Listeners(server, probe, servicer, address, _bind_http(config.http) if config.http else None)
+    return Listeners(server, services, probe, servicer, address, _bind_http(config.http) if config.http else None)
 
 
 def _bind_http(address: str) -> socket.socket:
