@@ -26,7 +26,7 @@ from kernels.library import native
 from kernels.low_rank import LowRankTable
 from kernels.mixture import GatedBlock, Mixture, RoutedArgs, check_blocks
 from kernels.recurrent import RowsArgs
-from kernels.recurrent_layer import LayerMemory, MatrixMixer, Mixer, RecurrentLayers, RecurrentSizesArgs
+from kernels.recurrent_layer import LayerMemory, Recurrence, RecurrentLayers, RecurrentSizesArgs
 from kernels.recurrent_rows import RecurrentRows
 from kernels.step_tensors import StepTensors
 
@@ -52,12 +52,8 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ForwardLayer:
-    """The weights and numbers of one layer: x += post(attention(pre(x))), then the same with the block.
-
-    `is_parallel`: x += attention(pre(x)) + block(pre(x)), with no other norm. Then the layer's input (see
-    forward_inputs.py), and x *= stream_scale.
-    """
+class ForwardAttention:
+    """The weights and numbers of one layer's attention."""
 
     place: int
     """The pages' index in the cache."""
@@ -65,11 +61,6 @@ class ForwardLayer:
     """Query heads have the same width."""
     qkv: PackedBlocks
     output: PackedBlocks
-    block: GatedBlock | Mixture
-    pre_attention: Norm | None
-    post_attention: Norm | None
-    pre_block: Norm | None
-    post_block: Norm | None
     q_norm: Norm | None
     k_norm: Norm | None
     cos_LR: torch.Tensor
@@ -80,36 +71,39 @@ class ForwardLayer:
     """0: none."""
     window: int
     """0: none."""
-    act: Activation
     sinks_H: torch.Tensor | None = None
     """float32, contiguous: see `paged_attention`."""
     heads: HeadForm = LLAMA_HEADS
-    is_parallel: bool = False
     query_gates: bool = False
     """After each query head, `qkv` gives as many channels of a gate: the head is multiplied by the sigmoid of it."""
     v_norm: Norm | None = None
     """Of each value head."""
     key_values: KeyValues = KeyValues.OWN
-    input: ForwardInput | None = None
-    stream_scale: float = 1.0
     query_factors_L: torch.Tensor | None = None
     """float32, contiguous: a factor of the queries at each position; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecurrentForwardLayer:
-    """The same of a layer with a state in place of attention."""
+class ForwardLayer:
+    """The parts of one layer: x += post(attention(pre(x))), then the same with the block.
 
-    first: PackedBlocks
-    """The product before the mixer."""
-    output: PackedBlocks
-    mixer: Mixer
-    block: GatedBlock | Mixture
+    A recurrence takes the place of the attention, or adds what it gives for the same input. A layer may also have
+    no block, or only a block, and no norm but `pre_attention` then. `is_parallel`: x += attention(pre(x)) +
+    block(pre(x)), with no other norm. Then the layer's input (see forward_inputs.py), and x *= stream_scale.
+    """
+
+    attention: ForwardAttention | None
+    recurrence: Recurrence | None
+    block: GatedBlock | Mixture | None
+    act: Activation
+    """Of the block."""
     pre_attention: Norm | None
     post_attention: Norm | None
     pre_block: Norm | None
     post_block: Norm | None
-    act: Activation
+    is_parallel: bool = False
+    input: ForwardInput | None = None
+    stream_scale: float = 1.0
 
 
 _NORMS = ("pre_attention", "post_attention", "pre_block", "post_block")
@@ -135,36 +129,68 @@ class _LayerArgs(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, layer: ForwardLayer | RecurrentForwardLayer) -> _LayerArgs:
+    def of(cls, layer: ForwardLayer) -> _LayerArgs:
         """Return the arguments that no call changes. The layer outlives them."""
-        first = layer.first if isinstance(layer, RecurrentForwardLayer) else layer.qkv
-        args = cls(first.args, layer.output.args)
-        if isinstance(layer.block, GatedBlock):
-            args.gate_up, args.down = layer.block.gate_up.args, layer.block.down.args
-        else:
+        args = cls(act=layer.act, is_parallel=layer.is_parallel, stream_scale=layer.stream_scale)
+        if isinstance(layer.block, Mixture):
             args.mixture = RoutedArgs.of(layer.block)
-            if (shared := layer.block.shared) is not None:
-                args.gate_up, args.down = shared.gate_up.args, shared.down.args
-        for name in (*_NORMS, *_HEAD_NORMS):
-            norm = getattr(layer, name, None)
-            if norm is not None:
-                setattr(args, name, norm.weight.data_ptr())
-                setattr(args, f"{name.removesuffix('_norm')}_eps", norm.eps)
-        args.act = layer.act
-        args.stream_scale = 1.0
-        if isinstance(layer, RecurrentForwardLayer):
-            return args
-        args.cos, args.sin, args.rotated = layer.cos_LR.data_ptr(), layer.sin_LR.data_ptr(), layer.cos_LR.shape[1]
-        args.factors = None if layer.query_factors_L is None else layer.query_factors_L.data_ptr()
-        args.sinks = None if layer.sinks_H is None else layer.sinks_H.data_ptr()
-        args.scale, args.softcap, args.window = layer.scale, layer.softcap, layer.window
-        args.neighbours, args.is_parallel = layer.heads.neighbours, layer.is_parallel
-        args.whole_norms, args.norms_last = layer.heads.whole_norms, layer.heads.norms_last
-        args.num_kv_heads, args.head_dim = layer.kv_heads
-        args.key_values, args.stream_scale = layer.key_values, layer.stream_scale
+        block = layer.block.shared if isinstance(layer.block, Mixture) else layer.block
+        if block is not None:
+            args.gate_up, args.down = block.gate_up.args, block.down.args
+        args._use_norms(layer, _NORMS)
+        if layer.attention is not None:
+            args._use_attention(layer.attention)
         if layer.input is not None:
             args.input = LayerInputArgs.of(layer.input)
         return args
+
+    def _use_norms(self, part: ForwardLayer | ForwardAttention, names: Sequence[str]) -> None:
+        for name in names:
+            norm = getattr(part, name)
+            if norm is not None:
+                setattr(self, name, norm.weight.data_ptr())
+                setattr(self, f"{name.removesuffix('_norm')}_eps", norm.eps)
+
+    def _use_attention(self, part: ForwardAttention) -> None:
+        self.qkv, self.output = part.qkv.args, part.output.args
+        self._use_norms(part, _HEAD_NORMS)
+        self.cos, self.sin, self.rotated = part.cos_LR.data_ptr(), part.sin_LR.data_ptr(), part.cos_LR.shape[1]
+        self.factors = None if part.query_factors_L is None else part.query_factors_L.data_ptr()
+        self.sinks = None if part.sinks_H is None else part.sinks_H.data_ptr()
+        self.scale, self.softcap, self.window = part.scale, part.softcap, part.window
+        self.neighbours, self.whole_norms = part.heads.neighbours, part.heads.whole_norms
+        self.norms_last, self.key_values = part.heads.norms_last, part.key_values
+        self.num_kv_heads, self.head_dim = part.kv_heads
+
+
+def _check_attention(part: ForwardAttention, H: int, num_heads: int) -> None:
+    """Assert what the native code relies on."""
+    heads, head_dim = (num_heads, part.kv_heads.number), part.kv_heads.width
+    channels = num_heads * head_dim
+    assert channels % BLOCK == 0, channels
+    assert head_dim % 16 == 0, head_dim
+    assert MAX_WIDTH["cpu"] >= head_dim, head_dim
+    assert num_heads % part.kv_heads.number == 0, heads
+    shapes = [(product.num_inputs, product.num_outputs) for product in (part.qkv, part.output)]
+    outputs = part.key_values.product_heads(heads) + (num_heads if part.query_gates else 0)
+    assert shapes == [(H, outputs * head_dim), (channels, H)], shapes
+    assert not (part.query_gates and part.heads.whole_norms), "a norm of all queries would have their gates"
+    assert part.cos_LR.shape == part.sin_LR.shape, part.cos_LR.shape
+    assert part.cos_LR.dtype == part.sin_LR.dtype == torch.float32
+    assert part.cos_LR.is_contiguous()
+    assert part.sin_LR.is_contiguous()
+    assert part.cos_LR.shape[1] % 2 == 0, part.cos_LR.shape
+    assert part.cos_LR.shape[1] <= head_dim, part.cos_LR.shape
+    if (factors_L := part.query_factors_L) is not None:
+        assert factors_L.shape == part.cos_LR.shape[:1], factors_L.shape
+        assert factors_L.dtype == torch.float32, factors_L.dtype
+        assert factors_L.is_contiguous()
+    check_limits(part.window, 0, part.sinks_H, num_heads)
+    wide = [number * head_dim if part.heads.whole_norms else head_dim for number in heads]
+    for norm, width in zip((part.q_norm, part.k_norm, part.v_norm), (*wide, head_dim), strict=True):
+        assert norm is None or (norm.weight.shape == (width,) and not norm.centred), norm
+    if part.key_values is KeyValues.SHARED:
+        assert part.k_norm is part.v_norm is None, "norms of keys and values that the layer has not"
 
 
 _POINTERS = ("norm", "embedding", "ids", "positions", "row_starts", "page_table", "logits", "tap", "scratch")
@@ -217,7 +243,7 @@ class Forward:
     def __init__(
         self,
         embedding_VH: torch.Tensor,
-        layers: Sequence[ForwardLayer | RecurrentForwardLayer],
+        layers: Sequence[ForwardLayer],
         norm: Norm,
         head: PackedBlocks,
         num_heads: int,
@@ -231,14 +257,17 @@ class Forward:
         self._dtype, H = embedding_VH.dtype, embedding_VH.shape[1]
         self._check(H, num_heads)
         self._layers = (_LayerArgs * len(layers))(*(_LayerArgs.of(layer) for layer in layers))
-        recurrent = {at: layer.mixer for at, layer in enumerate(layers) if isinstance(layer, RecurrentForwardLayer)}
+        recurrent = {at: layer.recurrence for at, layer in enumerate(layers) if layer.recurrence is not None}
         self._recurrent = RecurrentLayers(list(recurrent.values()))
+        both = any(layers[at].attention is not None for at in recurrent)
         for number, at in enumerate(recurrent):
             self._layers[at].recurrent = self._recurrent.address_of(number)
         self._attending = [
-            (layer, args) for layer, args in zip(layers, self._layers, strict=True) if isinstance(layer, ForwardLayer)
+            (layer.attention, args)
+            for layer, args in zip(layers, self._layers, strict=True)
+            if layer.attention is not None
         ]
-        """The layers with attention, which have pages."""
+        """The attentions, which have pages."""
         self._args = _ForwardArgs(self._layers, head.args)
         args = self._args
         args.embedding, args.embedding_scale = embedding_VH.data_ptr(), embedding_scale * scales.input
@@ -256,7 +285,10 @@ class Forward:
             of_all = block.shared if isinstance(block, Mixture) else block
             args.inner = max(args.inner, 0 if of_all is None else of_all.down.num_inputs)
         args.bf16 = self._dtype == torch.bfloat16
-        args.vocabulary, args.recurrents = len(embedding_VH), RecurrentSizesArgs(*self._recurrent.sizes)
+        args.vocabulary, args.recurrents = (
+            len(embedding_VH),
+            RecurrentSizesArgs(*self._recurrent.sizes, H if both else 0),
+        )
         self._logits_NV = self._result_NV = torch.empty(0, head.num_outputs)
         """The memory of all logits so far, and the rows of the last call: one tensor while their number is the same."""
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -275,12 +307,12 @@ class Forward:
 
     def _shape_heads(self) -> None:
         """Note the most channels of a row in any layer, and which layers have tiles of attention in common."""
-        args, numbers = self._args, list(dict.fromkeys(layer.kv_heads.number for layer, _ in self._attending))
+        args, numbers = self._args, list(dict.fromkeys(part.kv_heads.number for part, _ in self._attending))
         assert len(numbers) <= _TILE_LISTS, numbers
         args.kv_heads[: len(numbers)] = numbers
-        args.query_gates = any(layer.query_gates for layer, _ in self._attending)
-        for layer, of_layer in self._attending:
-            number, width = layer.kv_heads
+        args.query_gates = any(part.query_gates for part, _ in self._attending)
+        for part, of_layer in self._attending:
+            number, width = part.kv_heads
             of_layer.tiles = numbers.index(number)
             args.attended = max(args.attended, args.num_heads * width)
             queries = 2 * args.num_heads if args.query_gates else args.num_heads
@@ -289,14 +321,15 @@ class Forward:
     def _check(self, H: int, num_heads: int) -> None:
         """Assert what the native code relies on."""
         embedding_VH, layers, _, head, inputs = self._owned
-        with_input = [layer.input if isinstance(layer, ForwardLayer) else None for layer in layers]
-        check_inputs(inputs, with_input, embedding_VH)
-        gated = [layer.block for layer in layers if isinstance(layer.block, GatedBlock)]
+        check_inputs(inputs, [layer.input for layer in layers], embedding_VH)
+        for layer in layers:
+            if isinstance(layer.block, GatedBlock):
+                check_blocks([layer.block], H, layer.act)
         mixtures = [layer.block for layer in layers if isinstance(layer.block, Mixture)]
-        for block in gated:
-            check_blocks([block], H)
-        check_blocks([expert for mixture in mixtures for expert in mixture.experts], H)
-        check_blocks([mixture.shared for mixture in mixtures if mixture.shared is not None], H)
+        if mixtures:
+            (act,) = {layer.act for layer in layers if isinstance(layer.block, Mixture)}
+            check_blocks([expert for mixture in mixtures for expert in mixture.experts], H, act)
+            check_blocks([mixture.shared for mixture in mixtures if mixture.shared is not None], H, act)
         assert len({(len(each.experts), each.choice.chosen, each.shared is None) for each in mixtures}) <= 1
         for mixture in mixtures:
             E, choice = len(mixture.experts), mixture.choice
@@ -318,43 +351,18 @@ class Forward:
         for layer in layers:
             of_stream = [norm for norm in (getattr(layer, name) for name in _NORMS) if norm is not None]
             assert all(norm.centred == self._owned[2].centred for norm in of_stream), "norms of two kinds"
-            if isinstance(layer, RecurrentForwardLayer):
-                outputs, _, _, read = layer.mixer.sizes
-                if isinstance(layer.mixer, MatrixMixer):
-                    layer.mixer.check(H)
-                shapes = [(part.num_inputs, part.num_outputs) for part in (layer.first, layer.output)]
-                assert shapes == [(H, outputs), (read, H)], shapes
-                continue
-            heads, head_dim = (num_heads, layer.kv_heads.number), layer.kv_heads.width
-            channels = num_heads * head_dim
-            assert channels % BLOCK == 0, channels
-            assert head_dim % 16 == 0, head_dim
-            assert MAX_WIDTH["cpu"] >= head_dim, head_dim
-            assert num_heads % layer.kv_heads.number == 0, heads
-            shapes = [(part.num_inputs, part.num_outputs) for part in (layer.qkv, layer.output)]
-            outputs = layer.key_values.product_heads(heads) + (num_heads if layer.query_gates else 0)
-            assert shapes == [(H, outputs * head_dim), (channels, H)], shapes
-            gates.add(layer.query_gates)
-            assert not (layer.query_gates and layer.heads.whole_norms), "a norm of all queries would have their gates"
-            assert layer.cos_LR.shape == layer.sin_LR.shape, layer.cos_LR.shape
-            assert layer.cos_LR.dtype == layer.sin_LR.dtype == torch.float32
-            assert layer.cos_LR.is_contiguous()
-            assert layer.sin_LR.is_contiguous()
-            assert layer.cos_LR.shape[1] % 2 == 0, layer.cos_LR.shape
-            assert layer.cos_LR.shape[1] <= head_dim, layer.cos_LR.shape
-            if (factors_L := layer.query_factors_L) is not None:
-                assert factors_L.shape == layer.cos_LR.shape[:1], factors_L.shape
-                assert factors_L.dtype == torch.float32, factors_L.dtype
-                assert factors_L.is_contiguous()
-            check_limits(layer.window, 0, layer.sinks_H, num_heads)
-            wide = [number * head_dim if layer.heads.whole_norms else head_dim for number in heads]
-            for norm, width in zip((layer.q_norm, layer.k_norm, layer.v_norm), (*wide, head_dim), strict=True):
-                assert norm is None or (norm.weight.shape == (width,) and not norm.centred), norm
-            if layer.key_values is KeyValues.SHARED:
-                assert layer.k_norm is layer.v_norm is None, "norms of keys and values that the layer has not"
-            if layer.is_parallel:
+            assert layer.attention or layer.recurrence or layer.block, "a layer of nothing"
+            if layer.recurrence is not None:
+                layer.recurrence.check(H)
+            if layer.block is None or (layer.attention is None and layer.recurrence is None):
+                assert of_stream == [layer.pre_attention], "a layer of one part has other norms"
+                assert layer.input is None, "a layer of one part has an input of its own"
+            elif layer.is_parallel:
                 assert of_stream == [layer.pre_attention], "a block next to the attention has norms of its own"
                 assert isinstance(layer.block, GatedBlock), layer.block
+            if layer.attention is not None:
+                gates.add(layer.attention.query_gates)
+                _check_attention(layer.attention, H, num_heads)
         assert len(gates) == 1, "only some queries have gates"
 
     def __call__(
@@ -444,10 +452,10 @@ class Forward:
         """Point the layers at the pages, unless they are those of the last call."""
         if pages is self._pages:
             return
-        places, T = {layer.place for layer, _ in self._attending}, pages[0].v.shape[2]
+        places, T = {part.place for part, _ in self._attending}, pages[0].v.shape[2]
         assert places == set(range(len(pages))), (places, len(pages))
-        for layer, args in self._attending:
-            page, (Hkv, D) = pages[layer.place], layer.kv_heads
+        for part, args in self._attending:
+            page, (Hkv, D) = pages[part.place], part.kv_heads
             assert not page.token_major, "the pages have the layout of a GPU"
             assert page.k.dtype == page.v.dtype in (self._dtype, torch.int8), (page.k.dtype, self._dtype)
             assert page.k.shape == (len(page.v), Hkv, D, T), page.k.shape

@@ -173,7 +173,12 @@ def angles_at(
 
 
 def gated(gate_up_NJ: torch.Tensor, act: Activation) -> torch.Tensor:
-    """Return act(gate) * up, [N, I] contiguous, of rows that hold gate and then up: J = 2 I. See `Activation`."""
+    """Return act(gate) * up, [N, I] contiguous, of rows that hold gate and then up: J = 2 I. See `Activation`.
+
+    Without a gate the rows hold what the activation takes: J = I.
+    """
+    if not act.has_gate:
+        return gate_up_NJ.relu().square_()
     if gate_up_NJ.device.type != "cpu":
         from kernels.cuda import fused as device  # a CPU install has no Triton
 

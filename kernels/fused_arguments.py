@@ -32,10 +32,17 @@ class Activation(enum.IntEnum):
     GELU_TANH = 1
     SWIGLU_OAI = 2
     """gpt-oss's, of bounded numbers: (up + 1) * gate * sigmoid(1.702 * gate)."""
+    RELU_SQUARED = 3
+    """max(up, 0) ** 2, without a gate (Nemotron, Arcee)."""
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether a block's first product gives a gate before what it multiplies."""
+        return self is not Activation.RELU_SQUARED
 
 
 EVERYWHERE = (Activation.SILU, Activation.GELU_TANH)
-"""The activations that every device has, and not only a CPU."""
+"""The activations with a gate that every device has, and not only a CPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,10 +23,10 @@ from kernels.library import native
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedBlock:
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) with an activation that has no gate."""
 
     gate_up: PackedBlocks
-    """The gate's outputs, then those of up."""
+    """The gate's outputs, if there is one, then those of up."""
     down: PackedBlocks
 
 
@@ -75,13 +75,13 @@ class Mixture:
     """float32, contiguous: the weight of the shared expert is the sigmoid of its product with a row; None: it is 1."""
 
 
-def check_blocks(blocks: Sequence[GatedBlock], H: int) -> None:
+def check_blocks(blocks: Sequence[GatedBlock], H: int, act: Activation) -> None:
     """Assert that blocks have the same shapes, and the native code's."""
     for block in blocks:
         inner = blocks[0].down.num_inputs
         assert inner % BLOCK == 0, inner
         shapes = [(part.num_inputs, part.num_outputs) for part in (block.gate_up, block.down)]
-        assert shapes == [(H, 2 * inner), (inner, H)], shapes
+        assert shapes == [(H, inner * (1 + act.has_gate)), (inner, H)], shapes
 
 
 def _weights_of(experts: Sequence[GatedBlock]) -> tuple[ctypes.Array[BlockWeightsArgs], ...]:
@@ -148,7 +148,7 @@ class MixtureProducts:
 
     def __init__(self, experts: Sequence[GatedBlock], act: Activation, scratch: Scratch) -> None:
         self._experts, self._hidden = tuple(experts), experts[0].gate_up.num_inputs
-        check_blocks(experts, self._hidden)
+        check_blocks(experts, self._hidden, act)
         self._args = _MixtureArgs(*_weights_of(self._experts), act=act)
         self._args.num_experts, self._args.hidden = len(experts), self._hidden
         self._args.inner = experts[0].down.num_inputs

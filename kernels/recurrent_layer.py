@@ -109,10 +109,28 @@ class MatrixMixer:
 Mixer = GatedConv | MatrixMixer
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Recurrence:
+    """output(mixer(first(x)))."""
+
+    first: PackedBlocks
+    mixer: Mixer
+    output: PackedBlocks
+
+    def check(self, hidden: int) -> None:
+        """Assert what the native code relies on; `hidden`: of the model."""
+        outputs, _, _, read = self.mixer.sizes
+        if isinstance(self.mixer, MatrixMixer):
+            self.mixer.check(hidden)
+        shapes = [(part.num_inputs, part.num_outputs) for part in (self.first, self.output)]
+        assert shapes == [(hidden, outputs), (read, hidden)], shapes
+
+
 class RecurrentLayerArgs(ctypes.Structure):
     """Mirror of `struct recurrent_layer`."""
 
     _fields_ = [
+        *[(name, BlockWeightsArgs) for name in ("first", "output")],
         ("conv", ConvArgs),
         ("matrix", MatrixArgs),
         ("norm", GatedNormArgs),
@@ -122,9 +140,9 @@ class RecurrentLayerArgs(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, mixer: Mixer) -> RecurrentLayerArgs:
-        """Return the arguments that no call changes. The mixer outlives them."""
-        args = cls()
+    def of(cls, recurrence: Recurrence) -> RecurrentLayerArgs:
+        """Return the arguments that no call changes. The recurrence outlives them."""
+        args, mixer = cls(recurrence.first.args, recurrence.output.args), recurrence.mixer
         args.conv.use(mixer.conv)
         if isinstance(mixer, MatrixMixer):
             args.kind = 1
@@ -153,19 +171,19 @@ class RecurrentLayerArgs(ctypes.Structure):
 class RecurrentSizesArgs(ctypes.Structure):
     """Mirror of `struct recurrent_sizes`."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("projected", "mixed", "control", "read")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("projected", "mixed", "control", "read", "beside")]
 
 
 class RecurrentLayers:
     """The recurrent layers of a forward, whose sizes are equal.
 
     Args:
-        mixers: in the order of the layers.
+        recurrences: in the order of the layers.
     """
 
-    def __init__(self, mixers: Sequence[Mixer]) -> None:
-        self._mixers = tuple(mixers)
-        self._args = [RecurrentLayerArgs.of(mixer) for mixer in mixers]
+    def __init__(self, recurrences: Sequence[Recurrence]) -> None:
+        self._mixers = mixers = tuple(each.mixer for each in recurrences)
+        self._args = [RecurrentLayerArgs.of(each) for each in recurrences]
         self._memory: Sequence[LayerMemory] | None = None
         self._rows: RecurrentRows | None = None
         """The last call's, held so that its tensors keep their addresses."""

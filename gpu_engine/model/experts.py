@@ -100,12 +100,11 @@ class Experts(nn.Module):
     def activation(self, dtype: torch.dtype, bound: float) -> Activation | None:
         """Return the activation that gives the outputs of the gate in this dtype, up to a relative distance; None: it
         is another one."""
-        gate_up_NC = torch.randn(4, 2 * self.width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        channels = self.width * (2 if self.has_gate else 1)
+        gate_up_NC = torch.randn(4, channels, generator=torch.Generator().manual_seed(0)).to(dtype)
         ranges = (gate_up_NC, 100.0 * gate_up_NC)  # some activations differ near 0, and others have a bound
-        if not self.has_gate:
-            return None
-        same = (act for act in Activation if all(distance(gated(x, act), self.gate(x)) <= bound for x in ranges))
-        return next(same, None)
+        acts = (act for act in Activation if act.has_gate == self.has_gate)
+        return next((act for act in acts if all(distance(gated(x, act), self.gate(x)) <= bound for x in ranges)), None)
 
     def keep(self, own: range) -> None:
         """Forget the weights of the experts that are not in `own`. The others keep their numbers."""

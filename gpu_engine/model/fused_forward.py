@@ -70,12 +70,14 @@ class DeferringForward(WholeForward, Protocol):
 class Layer:
     """x += post(attention(pre(x))), then the same with the block; any of the norms may be missing.
 
-    `is_parallel`: x += attention(pre(x)) + block(pre(x)). Then the layer's input, and x *= scale.
+    A recurrent layer's module takes the place of the attention, or adds what it gives for the same input. A layer may
+    also have no block, or only a block. `is_parallel`: x += attention(pre(x)) + block(pre(x)). Then the layer's input,
+    and x *= scale.
     """
 
-    attention: FusedAttention | RecurrentMixer
-    """A recurrent layer has its module here."""
-    gated: FusedGated | MixedBlock
+    attention: FusedAttention | None
+    recurrent: RecurrentMixer | None
+    gated: FusedGated | MixedBlock | None
     angles: int | None
     """Index into `FusedForward.rotary`: the call whose angles this layer uses. None: nothing is rotated."""
     is_parallel: bool
@@ -85,6 +87,18 @@ class Layer:
     post_attention: RMSNorm | None
     pre_block: RMSNorm | None
     post_block: RMSNorm | None
+
+    @property
+    def parts(self) -> list[FusedAttention | RecurrentMixer | FusedGated | MixedBlock]:
+        """The parts that the layer has, in the order of their use."""
+        return [part for part in (self.attention, self.recurrent, self.gated) if part is not None]
+
+    @property
+    def stores(self) -> bool:
+        """Whether the layer stores keys and values, or a state."""
+        return self.recurrent is not None or (
+            self.attention is not None and self.attention.key_values is not KeyValues.SHARED
+        )
 
 
 @runtime_checkable
@@ -192,19 +206,20 @@ class FusedForward:
             h = self._normed(x, delta, layer.pre_attention)
             if ctx.hidden is not None and at in ctx.hidden:
                 ctx.hidden[at] = x[: ids_BP.numel()].clone()
-            if isinstance(layer.attention, RecurrentMixer):
-                delta = layer.attention.of_rows(h, ctx.recurrent)
-            else:
+            delta = None if layer.recurrent is None else layer.recurrent.of_rows(h, ctx.recurrent)
+            if layer.attention is not None:
                 angles = unrotated if layer.angles is None else rotated[layer.angles]
-                delta = layer.attention.attend(h, *angles, ctx)
+                attended = layer.attention.attend(h, *angles, ctx)
+                delta = attended if delta is None else delta + attended
             if at == end:
                 break
-            if layer.post_attention is not None:
+            if delta is not None and layer.post_attention is not None:
                 delta = rms_norm(delta, layer.post_attention)
-            between = self._normed(x, delta, layer.pre_block)
-            delta = layer.gated.of_rows(h if layer.is_parallel else between)
-            if layer.post_block is not None:
-                delta = rms_norm(delta, layer.post_block)
+            if layer.gated is not None:
+                between = self._normed(x, delta, layer.pre_block)
+                delta = layer.gated.of_rows(h if layer.is_parallel else between)
+                if layer.post_block is not None:
+                    delta = rms_norm(delta, layer.post_block)
             if layer.input is not None and inputs_LNI is not None:
                 x = self._normed(x, delta, None)
                 delta = layer.input.of_rows(x, inputs_LNI[at])
@@ -215,9 +230,7 @@ class FusedForward:
     def _last_filled(self, ctx: AttentionContext) -> int:
         """Return the last layer that stores keys and values or a state, or whose input is wanted."""
         wanted = [at for at in ctx.hidden or {} if at < len(self.layers)]
-        parts = [layer.attention for layer in self.layers]
-        stores = (isinstance(part, RecurrentMixer) or part.key_values is not KeyValues.SHARED for part in parts)
-        return max(*wanted, *(at for at, does in enumerate(stores) if does), 0)
+        return max(*wanted, *(at for at, layer in enumerate(self.layers) if layer.stores), 0)
 
     def _normed(self, x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm | None) -> torch.Tensor:
         """Add the pending output to the residual stream, in place, and return the norm of the sum."""
@@ -254,9 +267,11 @@ _NORMS: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     ("input_layernorm", None, None, None),
+    ("norm", None, None, None),
 )
 """The names of a layer's norms, before and after the attention, before and after the block: those of Llama, LFM 2,
-Bamba, Gemma 2, GLM 4, OLMo 2, and Cohere, whose block is next to the attention."""
+Bamba, Gemma 2, GLM 4, OLMo 2, and Cohere, whose block is next to the attention, and of Nemotron-H, whose layers have
+one part each."""
 
 
 def fused_forward_of(net: Any, record: Recording, mixtures: Mapping[nn.Module, MixedBlock]) -> FusedForward:
@@ -298,10 +313,10 @@ def _packed(products: list[nn.Module], layers: tuple[Layer, ...]) -> bool:
     """Return whether every product is packed for a CPU, these and the layers', and no layer has a state, which rows of
     prompts lack."""
     for layer in layers:
-        if isinstance(layer.attention, RecurrentMixer):
+        if layer.recurrent is not None:
             return False
-        for part in (layer.attention, layer.gated, *([layer.input] if layer.input is not None else [])):
-            products += [product for _, product in part.products()]
+        for part in (layer.attention, layer.gated, layer.input):
+            products += [] if part is None else [product for _, product in part.products()]
     return all(isinstance(product, PackedLinear | BlockLinear) for product in products)
 
 
@@ -320,25 +335,28 @@ def _layer_of(
     if layer_input is not None:
         for name in ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"):
             del children[name]
-    attentions = [child for child in children.values() if isinstance(child, FusedAttention | RecurrentMixer)]
+    attentions = [child for child in children.values() if isinstance(child, FusedAttention)]
+    recurrent = [child for child in children.values() if isinstance(child, RecurrentMixer)]
     blocks = [child for child in children.values() if isinstance(child, FusedGated | MixedBlock)]
     norms = {name: child.norm for name, child in children.items() if isinstance(child, FusedNorm)}
     strangers = [
         name
         for name, child in children.items()
-        if child not in (*attentions, *blocks) and not isinstance(child, FusedNorm) and has_weights(child)
+        if child not in (*attentions, *recurrent, *blocks) and not isinstance(child, FusedNorm) and has_weights(child)
     ]
     if (both := _mixture_and_block(blocks)) is not None:
         blocks = [both]
-    if len(attentions) != 1 or len(blocks) != 1 or strangers:
+    numbers = [len(attentions), len(recurrent), len(blocks)]
+    if strangers or not any(numbers) or max(numbers) > 1:
         raise NotALoop(f"a layer of {sorted(children)}")
     names = next((names for names in _NORMS if {name for name in names if name} == set(norms)), None)
     if names is None:
         raise NotALoop(f"a layer with the norms {sorted(norms)}")
     around = (norms[name] if name else None for name in names)
-    angles = None if isinstance(attentions[0], RecurrentMixer) else _angles_of(layer, record, rotary, decoder)
+    angles = _angles_of(layer, record, rotary, decoder) if attentions else None
     scale = float(getattr(layer, "layer_scalar", 1.0))
-    return Layer(attentions[0], blocks[0], angles, len(norms) == 1, layer_input, scale, *around)
+    attention, mixer, block = next(iter(attentions), None), next(iter(recurrent), None), next(iter(blocks), None)
+    return Layer(attention, mixer, block, angles, len(norms) == 1, layer_input, scale, *around)
 
 
 def _mixture_and_block(blocks: Sequence[FusedGated | MixedBlock]) -> ExpertsAndBlock | None:

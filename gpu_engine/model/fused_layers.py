@@ -45,7 +45,7 @@ class FusedNorm(nn.Module):
 
 
 class FusedGated(nn.Module):
-    """down(act(gate(x)) * up(x)) with one product for gate and up."""
+    """down(act(gate(x)) * up(x)) with one product for gate and up, or down(act(up(x))) if `act` has no gate."""
 
     def __init__(self, gate_up: nn.Module, down: nn.Module, act: Activation) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class FusedGated(nn.Module):
 
     def join_activation(self) -> bool:
         """Put the activation at the end of the product's kernel, where there is one that agrees; return whether."""
-        if isinstance(self.gate_up, InvariantLinear) and self.gate_up.gates_in_one(self.act):
+        if self.act.has_gate and isinstance(self.gate_up, InvariantLinear) and self.gate_up.gates_in_one(self.act):
             self._in_one = self.gate_up.gated
         return self._in_one is not None
 

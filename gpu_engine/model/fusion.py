@@ -29,7 +29,7 @@ from gpu_engine.model.quantised.scaled import ScaledLinear
 from gpu_engine.model.recording import Call, Distance, Recording, distance, typical_distance
 from gpu_engine.model.recurrent.delta_nets import DeltaNet, JoinedDeltaNet
 from gpu_engine.model.rotary import SPARE_ROWS
-from kernels.fused_arguments import EVERYWHERE, KeyValues, NormKind, RMSNorm
+from kernels.fused_arguments import EVERYWHERE, Activation, KeyValues, NormKind, RMSNorm
 from kernels.mixture import Choice
 
 log = logging.getLogger(__name__)
@@ -78,14 +78,16 @@ def norm_of(module: nn.Module, record: Recording, bound: float) -> FusedNorm:
 _GATED_BLOCKS = (
     ("gate_proj", "up_proj", "down_proj"),
     ("gate_up_proj", "down_proj"),
+    ("up_proj", "down_proj"),
     ("w1", "w3", "w2"),
     ("input_linear", "output_linear"),
 )
-"""The names of a gated block's products: gate, up and down, or both and down."""
+"""The names of a gated block's products: gate, up and down, or both and down, or up and down without a gate."""
 
 
 def gated_of(module: nn.Module, record: Recording, bound: float) -> FusedGated:
-    """Return the fused form of a gated block: gate, up and down products around an activation. Raise NotRecognised."""
+    """Return the fused form of a block of products around an activation, with or without a gate. Raise
+    NotRecognised."""
     linears = _linears(module)
     call = _only(record, module)
     *parts, last = next((names for names in _GATED_BLOCKS if set(names) == set(linears)), ("",))
@@ -93,7 +95,8 @@ def gated_of(module: nn.Module, record: Recording, bound: float) -> FusedGated:
         raise NotRecognised(f"has the products {sorted(linears)}")
     gate_up, down = _joined([linears[name] for name in parts]), _joined([linears[last]])
     # Two activations differ by far more than the bound, so the second is tried only where the first is not the one.
-    fused = _closest((FusedGated(gate_up, down, act) for act in EVERYWHERE), call, bound, enough=bound)
+    acts = (Activation.RELU_SQUARED,) if parts == ["up_proj"] else EVERYWHERE
+    fused = _closest((FusedGated(gate_up, down, act) for act in acts), call, bound, enough=bound)
     fused.sources = {"gate_up": _sources(linears, parts), "down": _sources(linears, [last])}
     return fused
 

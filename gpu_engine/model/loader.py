@@ -361,7 +361,7 @@ def _prepare_net(
         model.adapters = _adapter_pool(config, model)
         if isinstance(model.adapters, AdapterPool) and isinstance(model.fused.forward, NativeForward):
             in_order = [_NATIVE_NAMES.get(name, name) for _, _, name in model.adapters.places.owners]
-            assert in_order == list(LAYER_PRODUCTS) * (len(model.fused.forward.parts) // 2), in_order
+            assert in_order == list(LAYER_PRODUCTS) * (len(in_order) // len(LAYER_PRODUCTS)), in_order
     if not model.recurrent:  # else it has no states at the tokens whose outputs are wanted
         model.outputs = find_outputs(model)
     return model
@@ -370,14 +370,18 @@ def _prepare_net(
 def _adapts_by_part(config: EngineConfig, fused: Fused) -> bool:
     """Return whether adapters need the loop in Python.
 
-    They have no numbers for the products of experts, of inputs by layer, or for the further product of a delta net. The
-    native forward also has memory for the low-rank half of one product at a time, and a block next to the attention has
-    the attention's products between its own and its input.
+    They have no numbers for the products of experts, of inputs by layer, or for the further product of a delta net, and
+    a layer has the numbers of four products. The native forward also has memory for the low-rank half of one product at
+    a time, and a block next to the attention has the attention's products between its own and its input.
     """
     forward = fused.forward
     layers = forward.layers if isinstance(forward, FusedForward) else ()
     has_more = any(
-        layer.is_parallel or layer.input is not None or isinstance(layer.attention, JoinedDeltaNet) for layer in layers
+        layer.is_parallel
+        or layer.input is not None
+        or len(layer.parts) != 2
+        or isinstance(layer.recurrent, JoinedDeltaNet)
+        for layer in layers
     )
     return config.takes_adapters and (bool(fused.mixtures) or has_more)
 

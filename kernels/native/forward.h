@@ -1,7 +1,8 @@
 /* A decoder's whole forward over block-quantised weights, for CPUs: one call, one team of threads, no Python in between.
  *
  * A layer is x += scale * post(attention(pre(x))), then the same with a gated block or a mixture of experts; a block next
- * to the attention gets the attention's input. A layer may have an input of its own after that (see layer_inputs.h), and
+ * to the attention gets the attention's input. Instead of attention, or next to it, a layer may have a recurrence
+ * (recurrent_layer.h); it may also have only these, or only a block. A layer may have an input of its own after that (see layer_inputs.h), and
  * may read the keys and values of an earlier one. Each function below is a loop that the team shares, in their order;
  * with many rows and no experts it is a loop over a chunk of rows that one member has. Between products everything is
  * fp32; keys and values are rounded to the pages' dtype. Padding is dropped in front: only rows with a position are
@@ -22,7 +23,8 @@
 enum { OWN_VALUES, VALUES_FROM_KEYS, SHARED_VALUES }; /* see KeyValues in fused_arguments.py */
 
 struct forward_layer {
-    struct block_weights qkv, output, gate_up, down; /* gate_up: the gate's outputs, then those of up */
+    struct block_weights qkv, output;   /* of attention; null: there is none */
+    struct block_weights gate_up, down; /* gate_up: the gate's outputs, then those of up. Null: there is no block */
     struct mixture mixture; /* a null router: there is none. Else gate_up and down are its shared expert, or null */
     struct layer_input input;
     /* fp32 [hidden]; null: no such norm */
@@ -49,7 +51,7 @@ struct forward_layer {
     int32_t is_parallel;
     int32_t key_values;
     int32_t tiles;                           /* which of the forward's `kv_heads` is num_kv_heads */
-    const struct recurrent_layer *recurrent; /* in place of attention, between `qkv` and `output`; null: attention */
+    const struct recurrent_layer *recurrent; /* next to attention, with the same input; null: there is none */
 };
 
 enum { OF_QKV, OF_OUTPUT, OF_GATE_UP, OF_DOWN, PRODUCTS }; /* the products of a layer, as adapters number them */
@@ -129,6 +131,10 @@ struct forward_work {
     struct recurrent_work recurrent;
     int64_t begin, rows, num_logits; /* begin: the number of the first row among all */
 };
+
+INLINE int has_attention(const struct forward_layer *l) { return l->qkv.quants != 0; }
+
+INLINE int has_block(const struct forward_layer *l) { return l->gate_up.quants || l->mixture.router; }
 
 /* From a query head to the next, in a row of queries, keys and values. */
 INLINE int64_t query_step(const struct forward_args *a, const struct forward_layer *l) {
@@ -447,6 +453,7 @@ static void gate_attended(const struct forward_args *a, const struct forward_lay
         }
 }
 
+/* The inputs of the last products of attention and of the recurrence. */
 static void quantise_attended(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                               const struct forward_work *w, const struct block_rows *heads) {
     const struct recurrent_work *recurrent = &w->recurrent;
@@ -455,13 +462,33 @@ static void quantise_attended(struct member *m, const struct forward_args *a, co
             const float *read = recurrent->read + r * a->recurrents.read;
             gate_read(l->recurrent, &a->recurrents, recurrent, r);
             if (a->adapters) shrink(a, l, w, r, OF_OUTPUT, read);
-            quantise_row(read, heads, r);
-            continue;
+            quantise_row(read, &recurrent->given, r);
         }
+        if (!has_attention(l)) continue;
         float *attended = w->attended + (w->begin + r) * heads->inputs;
         if (a->query_gates) gate_attended(a, l, w->qkv + r * a->channels, attended);
         if (a->adapters) shrink(a, l, w, r, OF_OUTPUT, attended);
         quantise_row(attended, heads, r);
+    }
+}
+
+/* What attention, the recurrence, or both add to the stream: their last products. */
+static void add_mixers(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                       const struct forward_work *w, const struct block_rows *heads) {
+    const struct recurrent_work *recurrent = &w->recurrent;
+    if (!l->recurrent || !has_attention(l)) {
+        const struct block_weights *weights = l->recurrent ? &l->recurrent->output : &l->output;
+        product(m, a, l, w, weights, OF_OUTPUT, l->recurrent ? &recurrent->given : heads, w->delta, a->hidden);
+        return;
+    }
+    TEAM_FOR(m, g, groups_of(&l->output)) {
+        group_into(&l->output, g, heads, w->rows, w->delta, a->hidden, 0);
+        group_into(&l->recurrent->output, g, &recurrent->given, w->rows, recurrent->beside, a->hidden, 0);
+        for (int64_t r = 0; r < w->rows; r++)
+            for (int64_t i = r * a->hidden + g * GROUP; i < r * a->hidden + (g + 1) * GROUP; i += 16) {
+                const v16f y = load_f32(w->delta + i) + load_f32(recurrent->beside + i);
+                memcpy(w->delta + i, &y, sizeof y);
+            }
     }
 }
 
@@ -474,11 +501,11 @@ static void gate_and_up(struct member *m, const struct forward_args *a, const st
     for (int64_t r = 0, rows; r < w->rows; r += rows) {
         rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
         const int64_t then = r + rows < w->rows ? c : c + 1;
-        group_of_rows(&l->gate_up, c, &w->normed, r, rows, blocks + c, gate[0], GROUP);
-        group_of_rows(&l->gate_up, blocks + c, &w->normed, r, rows, then, up[0], GROUP);
+        gate_and_up_group(&l->gate_up, c, blocks, &w->normed, r, rows, then, l->act, gate[0], up[0]);
         if (a->adapters) {
             expand(a, l, w, r, rows, OF_GATE_UP, c * GROUP, GROUP, gate[0], GROUP);
-            expand(a, l, w, r, rows, OF_GATE_UP, l->down.inputs + c * GROUP, GROUP, up[0], GROUP);
+            if (l->act != ACT_RELU_SQUARED)
+                expand(a, l, w, r, rows, OF_GATE_UP, l->down.inputs + c * GROUP, GROUP, up[0], GROUP);
         }
         gate_rows(gate[0], up[0], rows, l->act);
         if (a->adapters)
@@ -541,28 +568,30 @@ static struct paged_attention_args attention_of(const struct forward_args *a, co
     };
 }
 
-/* A layer up to the keys and values, which attention has of all rows. Each function is a loop that the members share. */
+/* A layer up to the keys and values, which attention has of all rows, or up to its block if it has only that. Each function
+ * is a loop that the members share. */
 static void before_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                              const struct forward_work *w, const struct forward_layer *last) {
     const struct paged_attention_args attention = attention_of(a, l, w);
-    before_product(m, a, w, pending_layer(last), l->pre_attention, l->pre_attention_eps, l->tap, l, OF_QKV);
-    if (!l->recurrent) {
+    const int first = l->recurrent || has_attention(l) ? OF_QKV : OF_GATE_UP;
+    before_product(m, a, w, pending_layer(last), l->pre_attention, l->pre_attention_eps, l->tap, l, first);
+    if (has_attention(l)) {
         product(m, a, l, w, &l->qkv, OF_QKV, &w->normed, w->qkv, a->channels);
         rotate_and_store(m, a, l, w, &attention);
-        return;
     }
-    product(m, a, l, w, &l->qkv, OF_QKV, &w->normed, w->recurrent.projected, a->recurrents.projected);
-    bring_rows(m, l->recurrent, &a->recurrents, &w->normed, w->rows, &w->recurrent);
+    if (l->recurrent) {
+        const struct block_weights *weights = &l->recurrent->first;
+        product(m, a, l, w, weights, OF_QKV, &w->normed, w->recurrent.projected, a->recurrents.projected);
+        bring_rows(m, l->recurrent, &a->recurrents, &w->normed, w->rows, &w->recurrent);
+    }
 }
 
-/* Attention of the rows of `rest`, or the recurrence of all rows. */
+/* Attention of the rows of `rest`, and the recurrence of all rows. */
 static void attend_or_recur(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                             const struct forward_work *w, const struct forward_work *rest) {
     const struct paged_attention_args attention = attention_of(a, l, w);
-    if (l->recurrent)
-        recur(m, l->recurrent, &a->recurrents, &a->lanes, w->rows, &w->recurrent);
-    else if (rest->tiles[l->tiles].count > 0)
-        attend_tiles(m, a, w, &attention, rest->tiles + l->tiles);
+    if (l->recurrent) recur(m, l->recurrent, &a->recurrents, &a->lanes, w->rows, &w->recurrent);
+    if (has_attention(l) && rest->tiles[l->tiles].count > 0) attend_tiles(m, a, w, &attention, rest->tiles + l->tiles);
 }
 
 /* The work of only the rows [begin, end). */
@@ -642,13 +671,16 @@ static void add_input(struct member *m, const struct forward_args *a, const stru
 /* The rest of a layer: every row for itself. */
 static void after_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                             const struct forward_work *w) {
-    const struct block_rows heads = l->recurrent ? w->recurrent.given : inputs_at(a, w, w->heads, l->output.inputs);
-    quantise_attended(m, a, l, w, &heads);
-    product(m, a, l, w, &l->output, OF_OUTPUT, &heads, w->delta, a->hidden);
-    if (l->is_parallel)
-        add_attention(m, a, l, w);
-    else
-        before_product(m, a, w, pending_attention(l), l->pre_block, l->pre_block_eps, 0, l, OF_GATE_UP);
+    if (has_attention(l) || l->recurrent) {
+        const struct block_rows heads = inputs_at(a, w, w->heads, l->output.inputs);
+        quantise_attended(m, a, l, w, &heads);
+        add_mixers(m, a, l, w, &heads);
+        if (!has_block(l)) return;
+        if (l->is_parallel)
+            add_attention(m, a, l, w);
+        else
+            before_product(m, a, w, pending_attention(l), l->pre_block, l->pre_block_eps, 0, l, OF_GATE_UP);
+    }
     if (l->mixture.router) {
         mix_layer(m, a, l, w);
         return;
@@ -669,10 +701,15 @@ struct forward_call {
     const struct forward_work *work;
 };
 
-/* The last layer that stores keys and values, or whose input is wanted, of all rows. */
+/* Keys and values, or states. */
+INLINE int stores(const struct forward_layer *l) {
+    return l->recurrent || (has_attention(l) && l->key_values != SHARED_VALUES);
+}
+
+/* The last layer that stores something, or whose input is wanted, of all rows. */
 static int64_t last_of_all_rows(const struct forward_args *a) {
     int64_t i = a->num_layers - 1;
-    while (i > 0 && a->layers[i].key_values == SHARED_VALUES && !a->layers[i].tap) i--;
+    while (i > 0 && !stores(a->layers + i) && !a->layers[i].tap) i--;
     return i;
 }
 

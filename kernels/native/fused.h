@@ -12,7 +12,7 @@
 #define SERIAL_BELOW 8192 /* elements: a parallel region costs as much time */
 
 enum { ROUND_THEN_SCALE, SCALE_THEN_ROUND, ONE_PLUS_SCALE, CENTRED };
-enum { ACT_SILU, ACT_GELU_TANH, ACT_SWIGLU_OAI };
+enum { ACT_SILU, ACT_GELU_TANH, ACT_SWIGLU_OAI, ACT_RELU_SQUARED };
 
 struct rms_norm_args {
     void *x;            /* [rows][x_stride], width used; becomes x + delta */

@@ -70,14 +70,33 @@ INLINE void gate_vectors(float *gate, const float *up, int64_t rows, int act) {
     }
 }
 
-/* act(gate) * up of 32 channels of some rows, into `gate`. */
+INLINE void square_vectors(float *x, int64_t rows) {
+    for (int64_t i = 0; i < rows * GROUP; i += 16) {
+        const v16f y = larger(splat(0.0f), load_f32(x + i)), z = y * y;
+        memcpy(x + i, &z, sizeof z);
+    }
+}
+
+/* act(gate) * up of 32 channels of some rows, into `gate`; of an activation without a gate, act(gate). */
 INLINE void gate_rows(float *gate, const float *up, int64_t rows, int32_t act) {
     if (act == ACT_SILU)
         gate_vectors(gate, up, rows, ACT_SILU);
     else if (act == ACT_GELU_TANH)
         gate_vectors(gate, up, rows, ACT_GELU_TANH);
-    else
+    else if (act == ACT_SWIGLU_OAI)
         gate_vectors(gate, up, rows, ACT_SWIGLU_OAI);
+    else
+        square_vectors(gate, rows);
+}
+
+/* Block c of the outputs of a gate and of up, for some rows of x. Without a gate, `gate` gets the outputs of up. `then`: the
+ * group that the caller reads after these. */
+INLINE void gate_and_up_group(const struct block_weights *gate_up, int64_t c, int64_t blocks,
+                              const struct block_rows *x, int64_t r, int64_t rows, int64_t then, int32_t act,
+                              float *gate, float *up) {
+    const int has_gate = act != ACT_RELU_SQUARED;
+    group_of_rows(gate_up, c, x, r, rows, has_gate ? blocks + c : then, gate, GROUP);
+    if (has_gate) group_of_rows(gate_up, blocks + c, x, r, rows, then, up, GROUP);
 }
 
 /* Block c of rows [r, r + rows): the input of the product `down`. */
@@ -107,8 +126,7 @@ static void mix_some(struct member *m, const struct mixture *mixture, const stru
         for (int64_t p = t->first[i], pairs; p < end; p += pairs) {
             pairs = end - p < GATED_ROWS ? end - p : GATED_ROWS;
             const int64_t then = p + pairs < end ? c : c + 1;
-            group_of_rows(gate_up, c, &w->taken, p, pairs, blocks + c, gate[0], GROUP);
-            group_of_rows(gate_up, blocks + c, &w->taken, p, pairs, then, up[0], GROUP);
+            gate_and_up_group(gate_up, c, blocks, &w->taken, p, pairs, then, act, gate[0], up[0]);
             gate_rows(gate[0], up[0], pairs, act);
             quantise_gated(gate, p, pairs, c, &w->taken_gated);
         }

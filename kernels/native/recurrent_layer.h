@@ -15,6 +15,7 @@
 enum { GATED_CONV, MATRIX_MIXER };
 
 struct recurrent_layer {
+    struct block_weights first, output;
     struct short_conv_args conv; /* without rows, x and out; so are the next two */
     struct matrix_recurrence_args matrix;
     struct gated_norm_args norm;
@@ -29,12 +30,14 @@ struct recurrent_sizes {
     int64_t mixed;     /* channels of a matrix mixer's convolution */
     int64_t control;   /* floats that control a row of a matrix mixer */
     int64_t read;      /* inputs of the last product */
+    int64_t beside;    /* outputs of the last product of a layer that also has attention; 0: there is none */
 };
 
 /* R rows that are no padding, of L lanes. */
 struct recurrent_work {
     float *projected, *mixed, *control, *read; /* [R], but mixed: [L max_pending + R] */
     struct block_rows given;                   /* `read`, as the last product takes it */
+    float *beside;                             /* [R]: what that product gives next to attention */
     int32_t *first;                            /* [L + 1]: lane i has rows [first[i], first[i + 1]) of R */
 };
 
@@ -47,6 +50,7 @@ static uint8_t *lay_out_recurrent(const struct recurrent_sizes *sizes, const str
     w->mixed = (float *)carve(&memory, (redone + rows) * sizes->mixed * 4);
     w->control = (float *)carve(&memory, rows * sizes->control * 4);
     w->read = (float *)carve(&memory, rows * sizes->read * 4);
+    w->beside = (float *)carve(&memory, rows * sizes->beside * 4);
     w->given = block_rows_at(carve(&memory, block_rows_bytes(rows, sizes->read)), rows, sizes->read);
     w->first = (int32_t *)carve(&memory, (lanes->lanes + 1) * 4);
     return memory;
@@ -70,6 +74,7 @@ static struct recurrent_work recurrent_work_from(const struct recurrent_sizes *s
     part.projected += begin * sizes->projected;
     part.control += begin * sizes->control;
     part.read += begin * sizes->read;
+    part.beside += begin * sizes->beside;
     part.given = block_rows_from(&w->given, begin);
     return part;
 }

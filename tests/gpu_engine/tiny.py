@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
     BloomConfig,
     Cohere2Config,
@@ -107,6 +108,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "cohere2": lambda: Cohere2Config(**_SHAPE, **_LAYERS, logit_scale=0.5, tie_word_embeddings=False),
     "hunyuan": lambda: HunYuanDenseV1Config(**_SHAPE, head_dim=32),
     "ministral3": lambda: ministral3(),
+    "arcee": lambda: ArceeConfig(**_SHAPE),
     "gemma4 small": lambda: gemma4_small(),
     "gemma4": lambda: gemma4(head_dim=256, global_head_dim=512),
 }

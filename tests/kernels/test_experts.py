@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.blocks import BlockKind, PackedBlocks, can_multiply_blocks, quantised
-from kernels.forward import Forward, ForwardLayer, Norm
+from kernels.forward import Forward, ForwardAttention, ForwardLayer, Norm
 from kernels.fused_arguments import Activation
 from kernels.kv_pages import KVHeads, KVPages
 from kernels.mixture import Choice, GatedBlock, Mixture
@@ -34,8 +34,11 @@ def packed(
     return PackedBlocks(random_blocks(kind, outputs, inputs, seed), bias_N)
 
 
-def block(seed: int, kind: BlockKind = BlockKind.Q8, *, biased: bool = False) -> GatedBlock:
-    return GatedBlock(packed(2 * INNER, H, seed, kind, biased=biased), packed(H, INNER, seed + 1, kind, biased=biased))
+def block(
+    seed: int, kind: BlockKind = BlockKind.Q8, act: Activation = Activation.SILU, *, biased: bool = False
+) -> GatedBlock:
+    first = packed(INNER * (1 + act.has_gate), H, seed, kind, biased=biased)
+    return GatedBlock(first, packed(H, INNER, seed + 1, kind, biased=biased))
 
 
 def forward_of(blocks: Sequence[GatedBlock | Mixture], act: Activation = Activation.SILU) -> Forward:
@@ -43,23 +46,26 @@ def forward_of(blocks: Sequence[GatedBlock | Mixture], act: Activation = Activat
     embedding_VH, table_LR = some(VOCAB, H, seed=1), some(LONG, HEAD_DIM, seed=2)
     layers = [
         ForwardLayer(
-            place=at,
-            kv_heads=KVHeads(HEADS[1], HEAD_DIM),
-            qkv=packed((HEADS[0] + 2 * HEADS[1]) * HEAD_DIM, H, 10 * at),
-            output=packed(H, HEADS[0] * HEAD_DIM, 10 * at + 1),
+            attention=ForwardAttention(
+                place=at,
+                kv_heads=KVHeads(HEADS[1], HEAD_DIM),
+                qkv=packed((HEADS[0] + 2 * HEADS[1]) * HEAD_DIM, H, 10 * at),
+                output=packed(H, HEADS[0] * HEAD_DIM, 10 * at + 1),
+                q_norm=None,
+                k_norm=None,
+                cos_LR=table_LR.cos(),
+                sin_LR=table_LR.sin(),
+                scale=0.25,
+                softcap=0.0,
+                window=0,
+            ),
+            recurrence=None,
             block=each,
+            act=act,
             pre_attention=Norm(some(H, seed=3), 1e-5),
             post_attention=None,
             pre_block=Norm(some(H, seed=4), 1e-5),
             post_block=None,
-            q_norm=None,
-            k_norm=None,
-            cos_LR=table_LR.cos(),
-            sin_LR=table_LR.sin(),
-            scale=0.25,
-            softcap=0.0,
-            window=0,
-            act=act,
         )
         for at, each in enumerate(blocks)
     ]
@@ -114,7 +120,7 @@ def test_a_row_adds_its_experts_with_their_weights(
     counts: tuple[int, ...],
 ) -> None:
     """What an expert gives is what a model with this expert as its block adds."""
-    blocks, rows = [block(100 + 2 * e, kind, biased=biased) for e in range(experts)], Rows(counts)
+    blocks, rows = [block(100 + 2 * e, kind, act, biased=biased) for e in range(experts)], Rows(counts)
     bias_E = some(experts, seed=7) if biased else None
     mixture = Mixture(tuple(blocks), some(experts, H, seed=6, scale=0.3), Choice(chosen, renormalises), bias_E)
     nothing = GatedBlock(blocks[0].gate_up, PackedBlocks(quantised(torch.zeros(H, INNER), BlockKind.Q8)))

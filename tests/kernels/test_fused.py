@@ -195,6 +195,11 @@ def test_gate_and_up_of_gpt_oss_are_bounded(ops: Ops, rows: int, width: int) -> 
     torch.testing.assert_close(ops.ops.gated(ends, act), exact, atol=1e-30, rtol=1e-4 if ops.dtype == F32 else 2**-7)
 
 
+def test_a_square_has_no_gate(ops: Ops) -> None:
+    x = ops.rand(3, 96, scale=3.0)
+    assert torch.equal(native.gated(x, Activation.RELU_SQUARED), torch.relu(x).square())
+
+
 @pytest.mark.parametrize("name", ["norm", "add", "rotate", "gated"])
 def test_a_row_has_the_same_bits_for_any_number_of_rows(ops: Ops, name: str) -> None:
     rows = 64 if ops.native else 20

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels.blocks import BlockKind, PackedBlocks, can_multiply_blocks
-from kernels.forward import Forward, ForwardLayer, Norm
+from kernels.forward import Forward, ForwardAttention, ForwardLayer, Norm
 from kernels.forward_inputs import ForwardInput, ForwardInputs
 from kernels.fused_arguments import Activation, KeyValues
 from kernels.kv_pages import KVHeads, KVPages
@@ -49,16 +49,11 @@ def layer_of(at: int, place: int, heads: KVHeads, key_values: KeyValues, inner: 
     seed, stores = 100 * at, key_values is not KeyValues.SHARED
     angles_LR = some(max(COUNTS), heads.width, seed=heads.width)
     channels = key_values.product_heads((HEADS, heads.number)) * heads.width
-    return ForwardLayer(
+    attention = ForwardAttention(
         place=place,
         kv_heads=heads,
         qkv=packed(channels, H, seed),
         output=packed(H, HEADS * heads.width, seed + 1),
-        block=GatedBlock(packed(2 * inner, H, seed + 2), packed(H, inner, seed + 3)),
-        pre_attention=norm(H, seed + 4),
-        post_attention=norm(H, seed + 5),
-        pre_block=norm(H, seed + 6),
-        post_block=norm(H, seed + 7),
         q_norm=norm(heads.width, seed + 8),
         k_norm=norm(heads.width, seed + 9) if stores else None,
         v_norm=norm(heads.width, seed + 10) if stores else None,
@@ -67,8 +62,17 @@ def layer_of(at: int, place: int, heads: KVHeads, key_values: KeyValues, inner: 
         scale=0.1,
         softcap=0.0,
         window=20 if place == 0 else 0,
-        act=Activation.GELU_TANH,
         key_values=key_values,
+    )
+    return ForwardLayer(
+        attention=attention,
+        recurrence=None,
+        block=GatedBlock(packed(2 * inner, H, seed + 2), packed(H, inner, seed + 3)),
+        act=Activation.GELU_TANH,
+        pre_attention=norm(H, seed + 4),
+        post_attention=norm(H, seed + 5),
+        pre_block=norm(H, seed + 6),
+        post_block=norm(H, seed + 7),
         input=ForwardInput(packed(WIDTH, H, seed + 11), packed(H, WIDTH, seed + 12), some(H, seed=seed + 13), 1e-5),
         stream_scale=0.5 + 0.25 * at,
     )

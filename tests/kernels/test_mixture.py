@@ -24,10 +24,10 @@ def some(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def block(seed: int, kind: BlockKind) -> GatedBlock:
+def block(seed: int, kind: BlockKind, act: Activation = Activation.SILU) -> GatedBlock:
     parts = [
         PackedBlocks(random_blocks(kind, N, K, seed + at), some(N, seed=seed + at + 50))
-        for at, (N, K) in enumerate(((2 * INNER, H), (H, INNER)))
+        for at, (N, K) in enumerate(((INNER * (1 + act.has_gate), H), (H, INNER)))
     ]
     return GatedBlock(*parts)
 
@@ -51,7 +51,7 @@ def by_expert(blocks: list[GatedBlock], act: Activation, x_NH: torch.Tensor, cho
 def test_a_row_adds_its_experts_with_their_weights(
     act: Activation, kind: BlockKind, rows: int, experts: int, each: int
 ) -> None:
-    blocks, x_NH = [block(100 * e, kind) for e in range(experts)], some(rows, H, seed=1)
+    blocks, x_NH = [block(100 * e, kind, act) for e in range(experts)], some(rows, H, seed=1)
     chosen_Nk, weights_Nk = chosen(rows, experts, each), some(rows, each, seed=2)
     got_NH = MixtureProducts(blocks, act, Scratch())(x_NH, chosen_Nk, weights_Nk)
     want_NH = (by_expert(blocks, act, x_NH, chosen_Nk) * weights_Nk[..., None]).sum(1)

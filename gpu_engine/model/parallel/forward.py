@@ -19,7 +19,6 @@ from torch import nn
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward
-from gpu_engine.model.fused_layers import FusedAttention
 from gpu_engine.model.parallel.collectives import Call, Collectives, Message
 from kernels.kv_pages import KVPages, copy_page
 
@@ -53,7 +52,9 @@ class SummedProduct(nn.Module):
 def add_over_ranks(forward: FusedForward, collectives: Collectives) -> None:
     """Make the sums a part of each layer, in place."""
     for layer in forward.layers:
-        assert isinstance(layer.attention, FusedAttention), "a model with recurrent layers is not divided"
+        assert layer.recurrent is None, "a model with recurrent layers is not divided"
+        assert layer.attention is not None
+        assert layer.gated is not None
         layer.attention.replace_product("output", SummedProduct(layer.attention.output, collectives))
         layer.gated.replace_product("down", SummedProduct(layer.gated.down, collectives))
 

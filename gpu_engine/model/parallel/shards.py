@@ -154,8 +154,8 @@ def _shard_block(module: nn.Module, part: Shard, kind: str, group: int) -> None:
     linears = _linears(module, kind)
     down, width = linears["down_proj"], linears["down_proj"].in_features
     columns = _columns_of(width, part, "a block", kind, group)
-    if set(linears) == {"gate_proj", "up_proj", "down_proj"}:
-        for name in ("gate_proj", "up_proj"):
+    if set(linears) - {"gate_proj"} == {"up_proj", "down_proj"}:
+        for name in set(linears) - {"down_proj"}:
             setattr(module, name, _rows(linears[name], [columns]))
     elif set(linears) == {"gate_up_proj", "down_proj"}:
         both = [columns, range(width + columns.start, width + columns.stop)]

@@ -27,11 +27,12 @@ from gpu_engine.model.recurrent.mixer import RecurrentMixer
 from gpu_engine.model.recurrent.rows import LayerStates, RecurrentPools
 from gpu_engine.model.rotary import RotaryTable
 from kernels.blocks import PackedBlocks
-from kernels.forward import Forward, ForwardLayer, Norm, RecurrentForwardLayer
+from kernels.forward import Forward, ForwardAttention, ForwardLayer, Norm
 from kernels.forward_inputs import ForwardInput, ForwardInputs
 from kernels.fused_arguments import Activation, NormKind, RMSNorm
 from kernels.kv_pages import KVHeads
 from kernels.mixture import GatedBlock, Mixture
+from kernels.recurrent_layer import Recurrence
 from kernels.step_tensors import StepTensors
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class NativeForward:
 
     Args:
         forward: the native part.
-        parts: the modules that it stands for, two a layer, in the order in which adapters number their products.
+        parts: the modules that it stands for, in the order in which adapters number their products.
         recurrent: the numbers of the recurrent layers in the memory of states, in the order of the layers.
     """
 
@@ -129,7 +130,7 @@ class NativeForward:
         return logits_NV
 
     def __repr__(self) -> str:
-        return f"<NativeForward of {len(self.parts) // 2} layers>"
+        return f"<NativeForward of {len(self.parts)} parts>"
 
 
 _BLOCKS = 0.1
@@ -179,19 +180,13 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
     head = _packed(fused.head, "head")
     embedding_VH = fused.embedding.weight.detach()
     scale = _embedding_scale(fused.embedding)
-    attentions = {layer: layer.attention for layer in fused.layers if isinstance(layer.attention, FusedAttention)}
-    meant = {(layer.angles, attention.rotation) for layer, attention in attentions.items()}
+    meant = {(layer.angles, layer.attention.rotation) for layer in fused.layers if layer.attention is not None}
     tables = {
         (at, rotation): _NO_ANGLES if at is None else _table_of(fused.rotary[at], embedding_VH, rotation)
         for at, rotation in meant
     }
-    layers = [
-        _layer_of(layer, attentions[layer], *tables[layer.angles, attentions[layer].rotation])
-        if layer in attentions
-        else _recurrent_layer_of(layer)
-        for layer in fused.layers
-    ]
-    heads = {attention.shape.num_heads for attention in attentions.values()}
+    layers = [_layer_of(layer, tables) for layer in fused.layers]
+    heads = {layer.attention.shape.num_heads for layer in fused.layers if layer.attention is not None}
     if len(heads) != 1:
         raise NotNative(f"its layers have different numbers of query heads: {sorted(heads)}")
     forward = Forward(
@@ -205,10 +200,8 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
         scales=fused.scales,
         inputs=None if fused.inputs is None else _inputs_of(fused.inputs),
     )
-    recurrent = [layer.attention.layer_idx for layer in fused.layers if isinstance(layer.attention, RecurrentMixer)]
-    return NativeForward(
-        forward, [part for layer in fused.layers for part in (layer.attention, layer.gated)], recurrent
-    )
+    recurrent = [layer.recurrent.layer_idx for layer in fused.layers if layer.recurrent is not None]
+    return NativeForward(forward, [part for layer in fused.layers for part in layer.parts], recurrent)
 
 
 _NO_ANGLES = (torch.zeros(1, 0), torch.zeros(1, 0))
@@ -271,19 +264,35 @@ def _norm_or_none(norm: RMSNorm | None) -> Norm | None:
     return None if norm is None else _norm(norm)
 
 
-def _layer_of(layer: Layer, attention: FusedAttention, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> ForwardLayer:
-    shape = attention.shape
-    block, act = _block_of(layer.gated)
+_Tables = dict[tuple[int | None, Rotation], tuple[torch.Tensor, torch.Tensor]]
+"""Cosines and sines by the call of a rotary embedding, and by what its angles mean."""
+
+
+def _layer_of(layer: Layer, tables: _Tables) -> ForwardLayer:
+    block, act = (None, Activation.SILU) if layer.gated is None else _block_of(layer.gated)
+    attention = layer.attention
     return ForwardLayer(
-        place=attention.layer_idx,
-        kv_heads=KVHeads(shape.num_kv_heads, shape.head_dim),
-        qkv=_packed(attention.qkv, "q, k, v product"),
-        output=_packed(attention.output, "output product"),
+        attention=None if attention is None else _attention_of(attention, tables[layer.angles, attention.rotation]),
+        recurrence=None if layer.recurrent is None else _recurrence_of(layer.recurrent),
         block=block,
+        act=act,
         pre_attention=_norm_or_none(layer.pre_attention),
         post_attention=_norm_or_none(layer.post_attention),
         pre_block=_norm_or_none(layer.pre_block),
         post_block=_norm_or_none(layer.post_block),
+        is_parallel=layer.is_parallel,
+        input=_input_of(layer, act),
+        stream_scale=layer.scale,
+    )
+
+
+def _attention_of(attention: FusedAttention, table: tuple[torch.Tensor, torch.Tensor]) -> ForwardAttention:
+    shape, (cos_LR, sin_LR) = attention.shape, table
+    return ForwardAttention(
+        place=attention.layer_idx,
+        kv_heads=KVHeads(shape.num_kv_heads, shape.head_dim),
+        qkv=_packed(attention.qkv, "q, k, v product"),
+        output=_packed(attention.output, "output product"),
         q_norm=_norm_or_none(attention.q_norm),
         k_norm=_norm_or_none(attention.k_norm),
         cos_LR=cos_LR,
@@ -291,36 +300,21 @@ def _layer_of(layer: Layer, attention: FusedAttention, cos_LR: torch.Tensor, sin
         scale=shape.scale,
         softcap=shape.softcap,
         window=shape.window,
-        act=act,
         sinks_H=attention.sinks_H,
         heads=attention.heads,
-        is_parallel=layer.is_parallel,
         query_gates=attention.query_gates,
         v_norm=_norm_or_none(attention.v_norm),
         key_values=attention.key_values,
-        input=_input_of(layer, act),
-        stream_scale=layer.scale,
         query_factors_L=attention.query_factors_L,
     )
 
 
-def _recurrent_layer_of(layer: Layer) -> RecurrentForwardLayer:
-    inner, (block, act) = layer.attention, _block_of(layer.gated)
-    native = inner.native() if isinstance(inner, RecurrentMixer) else None
-    if native is None or layer.input is not None or layer.scale != 1.0 or layer.is_parallel:
-        raise NotNative(f"its layers have a {type(inner).__name__}")
-    first, mixer, output = native
-    return RecurrentForwardLayer(
-        first=_packed(first, "product before the state"),
-        output=_packed(output, "product after the state"),
-        mixer=mixer,
-        block=block,
-        pre_attention=_norm_or_none(layer.pre_attention),
-        post_attention=_norm_or_none(layer.post_attention),
-        pre_block=_norm_or_none(layer.pre_block),
-        post_block=_norm_or_none(layer.post_block),
-        act=act,
-    )
+def _recurrence_of(mixer: RecurrentMixer) -> Recurrence:
+    native = mixer.native()
+    if native is None:
+        raise NotNative(f"its layers have a {type(mixer).__name__}")
+    first, inner, output = native
+    return Recurrence(_packed(first, "product before the state"), inner, _packed(output, "product after the state"))
 
 
 def _block_of(block: FusedGated | MixedBlock) -> tuple[GatedBlock | Mixture, Activation]:

@@ -27,7 +27,18 @@ from tests.gpu_engine.model.model_logits import logits, some_ids
 
 needs_blocks = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
-NATIVE = ("lfm2", "lfm2 moe", "granite dense", "granite", "bamba", "qwen3_5", "qwen3_5 moe")
+NATIVE = (
+    "lfm2",
+    "lfm2 moe",
+    "granite dense",
+    "granite",
+    "bamba",
+    "qwen3_5",
+    "qwen3_5 moe",
+    "nemotron_h",
+    "nemotron_h dense",
+    "nemotron_h moe",
+)
 """Families whose forward is one loop, and natively one call."""
 LOOPS = (*NATIVE, "jamba dense", "qwen3_next")
 NATIVE_ADAPTERS = ("lfm2", "granite dense", "bamba")
@@ -44,6 +55,9 @@ ADAPTED: dict[str, tuple[str, ...]] = {
     "granite": (*QKV, "o_proj", *RECURRENT, "input_linear", "output_linear"),
     "bamba": (*QKV, "o_proj", *RECURRENT, *BLOCK),
     "jamba dense": (*QKV, "o_proj", *RECURRENT, *BLOCK),
+    "nemotron_h": (*QKV, "o_proj", *RECURRENT, "up_proj", "down_proj"),
+    "nemotron_h dense": (*QKV, "o_proj", *RECURRENT, "up_proj", "down_proj"),
+    "nemotron_h moe": (*QKV, "o_proj", *RECURRENT, "up_proj", "down_proj"),
 }
 """The products of their layers, without experts."""
 TOKENS, DRAFTS, LANES = 80, 6, 3

@@ -89,14 +89,15 @@ def test_experts_of_a_file_run_over_its_own_blocks(tmp_path: Path, arch: str) ->
     assert experts
     for each in experts:
         assert {type(product) for product in (*each.gate_up, *each.down)} == {BlockLinear}
-        assert (each.native is None) == (arch == "nemotron_h_moe")  # whose activation has no kernel
-    ids_BP = some_ids(1, 40)
+        assert each.native is not None
+    ids_BP = some_ids(3, 40)
     with torch.inference_mode():
-        assert typical_distance(logits(model, ids_BP)[0].float(), own(ids_BP, use_cache=False).logits[0]) < 0.1
+        got_NV, want_NV = (each.flatten(0, 1) for each in (logits(model, ids_BP), own(ids_BP, use_cache=False).logits))
+    assert typical_distance(got_NV.float(), want_NV) < 0.15
 
 
 @needs_avx2
-@pytest.mark.parametrize("arch", ["lfm2", "qwen35", "granitehybrid"])
+@pytest.mark.parametrize("arch", ["lfm2", "qwen35", "granitehybrid", "nemotron_h"])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 def test_a_file_of_blocks_runs_as_one_native_call(tmp_path: Path, arch: str, kind: str) -> None:
     """What controls a row of a delta net may be in another kind than the other products."""
