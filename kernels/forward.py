@@ -104,9 +104,15 @@ class ForwardLayer:
     is_parallel: bool = False
     input: ForwardInput | None = None
     stream_scale: float = 1.0
+    pre_mixture: Norm | None = None
+    """Of a mixture whose experts have an input of their own. That of its shared expert is the block's."""
+    post_mixture: Norm | None = None
+    """Of what the experts of such a mixture give together."""
+    post_shared: Norm | None = None
+    """Of what its shared expert gives."""
 
 
-_NORMS = ("pre_attention", "post_attention", "pre_block", "post_block")
+_NORMS = ("pre_attention", "post_attention", "pre_block", "post_block", "pre_mixture", "post_mixture", "post_shared")
 _HEAD_NORMS = ("q_norm", "k_norm", "v_norm")
 _PAGES = ("k_pages", "v_pages", "k_scales", "v_scales")
 
@@ -336,7 +342,8 @@ class Forward:
             assert mixture.router_EH.shape == (E, H), mixture.router_EH.shape
             assert mixture.router_EH.dtype in (torch.bfloat16, torch.float32), mixture.router_EH.dtype
             assert mixture.router_EH.is_contiguous()
-            for vector, size in ((mixture.router_bias_E, E), (choice.correction_E, E), (mixture.shared_gate_H, H)):
+            vectors = (mixture.router_bias_E, choice.correction_E, choice.scales_E, mixture.shared_gate_H)
+            for vector, size in zip(vectors, (E, E, E, H), strict=True):
                 if vector is not None:
                     assert vector.shape == (size,), vector.shape
                     assert vector.dtype == torch.float32, vector.dtype
@@ -360,6 +367,12 @@ class Forward:
             elif layer.is_parallel:
                 assert of_stream == [layer.pre_attention], "a block next to the attention has norms of its own"
                 assert isinstance(layer.block, GatedBlock), layer.block
+            apart = [norm is not None for norm in (layer.pre_mixture, layer.post_mixture, layer.post_shared)]
+            if any(apart):
+                assert all(apart), "a mixture with some norms of its own"
+                assert isinstance(layer.block, Mixture), layer.block
+                assert layer.block.shared is not None, "a norm of a shared expert that is not there"
+                assert layer.block.shared_gate_H is None, "a norm of a shared expert that has a gate"
             if layer.attention is not None:
                 gates.add(layer.attention.query_gates)
                 _check_attention(layer.attention, H, num_heads)

@@ -47,6 +47,8 @@ class Choice:
     """float32, contiguous: added to the shares for the choice, not to weights; None: there is no correction."""
     scale: float = 1.0
     """Multiplies the weights."""
+    scales_E: torch.Tensor | None = None
+    """float32, contiguous: multiplies the weights of each expert; None: nothing does."""
 
     def __call__(self, outputs_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights, float32 [N, k], and the experts, int64 [N, k], in the order of the choice."""
@@ -56,7 +58,8 @@ class Choice:
         weights_Nk = shares_NE.gather(1, chosen_Nk)
         if self.renormalises:
             weights_Nk = weights_Nk / weights_Nk.sum(-1, keepdim=True)
-        return weights_Nk * self.scale, chosen_Nk
+        scales = self.scale if self.scales_E is None else self.scale * self.scales_E[chosen_Nk]
+        return weights_Nk * scales, chosen_Nk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +98,7 @@ class RoutedArgs(ctypes.Structure):
 
     _fields_ = [
         *[(name, ctypes.POINTER(BlockWeightsArgs)) for name in ("gate_up", "down")],
-        *[(name, ctypes.c_void_p) for name in ("router", "router_bias", "correction", "shared_gate")],
+        *[(name, ctypes.c_void_p) for name in ("router", "router_bias", "correction", "scales", "shared_gate")],
         ("scale", ctypes.c_float),
         *[(name, ctypes.c_int32) for name in ("of_sigmoid", "renormalises", "router_bf16")],
     ]
@@ -104,7 +107,7 @@ class RoutedArgs(ctypes.Structure):
     def of(cls, mixture: Mixture) -> RoutedArgs:
         """Return the arguments; the mixture outlives them."""
         choice, router_EH = mixture.choice, mixture.router_EH
-        vectors = (mixture.router_bias_E, choice.correction_E, mixture.shared_gate_H)
+        vectors = (mixture.router_bias_E, choice.correction_E, choice.scales_E, mixture.shared_gate_H)
         addresses = (None if vector is None else vector.data_ptr() for vector in vectors)
         numbers = (choice.scale, choice.of_sigmoid, choice.renormalises, router_EH.dtype == torch.bfloat16)
         return cls(*_weights_of(mixture.experts), router_EH.data_ptr(), *addresses, *numbers)

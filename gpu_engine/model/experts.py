@@ -9,7 +9,6 @@ products run, or the model is refused. Not responsible for: the choice of expert
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpu_engine.model.linear import PackedLinear, can_pack
 from gpu_engine.model.names import ModelNotSupported
+from gpu_engine.model.quantised.linear import is_router
 from gpu_engine.model.recording import distance
 from kernels.fused import gated
 from kernels.fused_arguments import Activation
@@ -26,7 +26,6 @@ from kernels.mixture import MixtureProducts
 
 log = logging.getLogger(__name__)
 
-_ROUTER = re.compile(r"Router|Gate$")
 _LIBRARY = "transformers.integrations.moe"
 """The module of the gate that most families' experts have."""
 _OF_GPT_OSS = "GptOssExperts"
@@ -214,7 +213,7 @@ def replace_experts(net: nn.Module) -> int:
     if count and can_pack():
         for module in net.modules():
             weight = module._parameters.get("weight")
-            if weight is not None and weight.dim() == 2 and _ROUTER.search(type(module).__name__):
+            if weight is not None and weight.dim() == 2 and is_router(module):
                 _pack_router(module, weight)
     return count
 

@@ -19,6 +19,7 @@ from gpu_engine.model.attention import AttentionContext, PromptRows
 from gpu_engine.model.fused_layers import (
     ChosenExperts,
     ExpertsAndBlock,
+    ExpertsApart,
     FusedAttention,
     FusedGated,
     FusedNorm,
@@ -217,7 +218,10 @@ class FusedForward:
                 delta = rms_norm(delta, layer.post_attention)
             if layer.gated is not None:
                 between = self._normed(x, delta, layer.pre_block)
-                delta = layer.gated.of_rows(h if layer.is_parallel else between)
+                if isinstance(layer.gated, ExpertsApart):
+                    delta = layer.gated.of_both(between, x)
+                else:
+                    delta = layer.gated.of_rows(h if layer.is_parallel else between)
                 if layer.post_block is not None:
                     delta = rms_norm(delta, layer.post_block)
             if layer.input is not None and inputs_LNI is not None:
@@ -274,6 +278,14 @@ Bamba, Gemma 2, GLM 4, OLMo 2, and Cohere, whose block is next to the attention,
 one part each."""
 
 
+_NORMS_APART = {
+    "pre_feedforward_layernorm_2": "pre",
+    "post_feedforward_layernorm_2": "post",
+    "post_feedforward_layernorm_1": "post_block",
+}
+"""The names of the norms around experts next to a block, as in Gemma 4, by what `ExpertsApart` calls them."""
+
+
 def fused_forward_of(net: Any, record: Recording, mixtures: Mapping[nn.Module, MixedBlock]) -> FusedForward:
     """Return the loop of a model with fused parts. Does not check its numbers. `mixtures`: by the module of the model.
 
@@ -328,6 +340,8 @@ def _layer_of(
     mixtures: Mapping[nn.Module, MixedBlock],
 ) -> Layer:
     children = {name: mixtures.get(child, child) for name, child in layer.named_children()}
+    if (of_layer := mixtures.get(layer)) is not None:
+        del children["router"], children["experts"]
     try:
         layer_input = layer_input_of(layer, record)
     except OtherInputs as why:
@@ -346,6 +360,10 @@ def _layer_of(
     ]
     if (both := _mixture_and_block(blocks)) is not None:
         blocks = [both]
+    if isinstance(of_layer, ChosenExperts) and len(blocks) == 1 and isinstance(blocks[0], FusedGated):
+        if not _NORMS_APART.keys() <= norms.keys():
+            raise NotALoop(f"a layer with experts and the norms {sorted(norms)}")
+        blocks = [ExpertsApart(of_layer, blocks[0], **{part: norms.pop(name) for name, part in _NORMS_APART.items()})]
     numbers = [len(attentions), len(recurrent), len(blocks)]
     if strangers or not any(numbers) or max(numbers) > 1:
         raise NotALoop(f"a layer of {sorted(children)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -196,6 +197,28 @@ class ExpertsAndBlock(ChosenExperts):
     def of_rows(self, x_NH: torch.Tensor) -> torch.Tensor:
         """[N, H] -> [N, H]."""
         return super().of_rows(x_NH) + self._block.of_rows(x_NH)
+
+
+class ExpertsApart(ExpertsAndBlock):
+    """The same where the experts have an input of their own, and all have norms after them (Gemma 4).
+
+    The module that holds the router and the experts is the layer. In the model the router has a norm and scales of its
+    own before its product; `router_EH` is that product over the experts' input.
+    """
+
+    def __init__(
+        self, mixture: ChosenExperts, block: FusedGated, pre: RMSNorm, post: RMSNorm, post_block: RMSNorm
+    ) -> None:
+        super().__init__(mixture, block)
+        self.pre, self.post, self.post_block = pre, post, post_block
+
+    def of_both(self, x_NH: torch.Tensor, stream_NH: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> [N, H]. `x_NH`: the block's input; `stream_NH`: the residual stream."""
+        layer: Any = self.inner
+        _, weights_Nk, chosen_Nk = layer.router(stream_NH)
+        experts_NH = layer.experts(rms_norm(stream_NH, self.pre), chosen_Nk, weights_Nk)
+        block_NH = rms_norm(self._block.of_rows(x_NH), self.post_block)
+        return block_NH + rms_norm(experts_NH, self.post)
 
 
 class Rotation(enum.Enum):

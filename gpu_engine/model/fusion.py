@@ -108,6 +108,9 @@ _ROUTERS = ({"weight"}, {"weight", "bias"})
 def chosen_experts_of(module: nn.Module, record: Recording, bound: float) -> ChosenExperts:
     """Return a mixture of experts as the known form; raise NotRecognised."""
     experts = [child for child in module.children() if type(child) is Experts]
+    router = getattr(module, "router", None)
+    if len(experts) == 1 and isinstance(router, nn.Module) and not _is_router(router):
+        return _experts_of_layer(module, experts[0], record, bound)
     routers = [child for child in module.children() if _is_router(child)]
     if len(experts) != 1 or len(routers) != 1:
         raise NotRecognised(f"has the parts {sorted(type(child).__name__ for child in module.children())}")
@@ -138,6 +141,38 @@ def chosen_experts_of(module: nn.Module, record: Recording, bound: float) -> Cho
     if act is None:
         raise NotRecognised("its experts have another activation")
     return ChosenExperts(module, router_EH, router_bias_E, choice, act, shared, shared_gate_H)
+
+
+def _experts_of_layer(layer: Any, experts: Experts, record: Recording, bound: float) -> ChosenExperts:
+    """Return the experts that are children of a layer with a block next to them, as in Gemma 4; raise NotRecognised.
+
+    The router's own norm has the sum of squares of the experts' norm, so one product over the experts' input gives its
+    outputs.
+    """
+    router, norm_H = layer.router, layer.pre_feedforward_layernorm_2.weight.detach().float()
+    if norm_H.abs().min() < _SMALL * norm_H.abs().max():
+        raise NotRecognised("its experts' norm leaves too little of some channels for the router")
+    scales_H = router.scale.detach().float() * router.scalar_root_size / norm_H
+    router_EH = (router.proj.weight.detach().float() * scales_H).contiguous()
+    (rows_NH, chosen_Nk, weights_Nk), routed = _only(record, experts).args, _only(record, router)
+    inputs = zip((chosen_Nk, weights_Nk), (routed.output[2], routed.output[1]), strict=True)
+    if any(distance(part.flatten(), wanted.flatten()) > bound for part, wanted in inputs):
+        raise NotRecognised("its experts do not get what its router returns")
+    outputs_NE = nn.functional.linear(rows_NH.float(), router_EH)
+    choice = Choice(
+        chosen_Nk.shape[1], renormalises=True, scales_E=router.per_expert_scale.detach().float().contiguous()
+    )
+    dense_NE = _dense(outputs_NE, weights_Nk, chosen_Nk)
+    if typical_distance(_dense(outputs_NE, *choice(outputs_NE)), dense_NE) > bound:
+        raise NotRecognised("its router does not take the highest outputs by their softmax")
+    act = experts.activation(rows_NH.dtype, bound)
+    if act is None:
+        raise NotRecognised("its experts have another activation")
+    return ChosenExperts(layer, router_EH, None, choice, act)
+
+
+_SMALL = 1e-4
+"""The least weight of a norm, as a share of the largest, that a router's product may be divided by."""
 
 
 def _is_router(module: nn.Module) -> bool:

@@ -251,7 +251,7 @@ def _read(
             net,
             weights,
             dtype,
-            (lambda name, linear: None) if products is None else products.of,
+            (lambda name, parent, linear: None) if products is None else products.of,
             lambda share: progress("loading the weights", 0.2 + 0.6 * share),
         )
     if products is not None:

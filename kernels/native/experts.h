@@ -23,8 +23,9 @@ struct mixture {
     const void *router;                         /* [experts][hidden], bfloat16 or fp32 */
     const float *router_bias;                   /* [experts]; null: none */
     const float *correction;                    /* [experts], added to the shares for the choice only; null: none */
+    const float *scales;                        /* [experts], of the weights; null: they are 1 */
     const float *shared_gate; /* [hidden]: its sigmoid weighs the shared expert; null: the weight is 1 */
-    float scale;              /* of the weights */
+    float scale;              /* of all weights */
     int32_t of_sigmoid;       /* shares are sigmoids; 0: the softmax */
     int32_t renormalises;     /* the weights of the chosen experts are divided by their sum */
     int32_t router_bf16;
@@ -103,7 +104,10 @@ static void route_row(const struct mixture *mix, const struct mixture_sizes *siz
         keys[best] = -INFINITY;
     }
     if (!mix->renormalises) total = whole;
-    for (int64_t j = 0; j < sizes->chosen; j++) weights[j] = weights[j] / total * mix->scale;
+    for (int64_t j = 0; j < sizes->chosen; j++) {
+        weights[j] = weights[j] / total * mix->scale;
+        if (mix->scales) weights[j] *= mix->scales[experts[j]];
+    }
     if (sizes->has_shared) t->shared[r] = shared_weight(mix, x, hidden);
 }
 

@@ -29,6 +29,9 @@ struct forward_layer {
     struct layer_input input;
     /* fp32 [hidden]; null: no such norm */
     const float *pre_attention, *post_attention, *pre_block, *post_block;
+    /* fp32 [hidden]: of the mixture's input, of what its experts give, and of what the shared expert gives, whose input is
+     * the block's. Null: the mixture and its shared expert have the block's input, and no norms after them. */
+    const float *pre_mixture, *post_mixture, *post_shared;
     /* fp32 [head_dim], or of all query heads and of all key heads with `whole_norms`; null: none */
     const float *q_norm, *k_norm;
     const float *v_norm;     /* fp32 [head_dim], of each value head; null: none */
@@ -40,7 +43,8 @@ struct forward_layer {
     void *tap;       /* [num_rows][hidden] in the embedding's dtype: gets the layer's input; null: not wanted */
     int64_t rotated; /* the first channels of a head, which are rotated */
     int64_t head_dim, num_kv_heads;
-    float pre_attention_eps, post_attention_eps, pre_block_eps, post_block_eps, q_eps, k_eps, v_eps;
+    float pre_attention_eps, post_attention_eps, pre_block_eps, post_block_eps;
+    float pre_mixture_eps, post_mixture_eps, post_shared_eps, q_eps, k_eps, v_eps;
     float scale, softcap; /* of attention */
     float stream_scale;   /* of the residual stream after the layer */
     int32_t window, act;
@@ -320,7 +324,7 @@ static void before_product(struct member *m, const struct forward_args *a, const
     TEAM_FOR(m, r, w->rows) {
         add_and_norm(a, w, r, last, pre, pre_eps, tap);
         if (a->adapters && l) shrink(a, l, w, r, product, w->delta + r * a->hidden);
-        if (l && product == OF_GATE_UP && l->mixture.router)
+        if (l && product == OF_GATE_UP && l->mixture.router && !l->pre_mixture)
             route_row(&l->mixture, &a->mixtures, w->delta + r * a->hidden, a->hidden, &w->mixed.routes, r);
         quantise_row(w->delta + r * a->hidden, &w->normed, r);
     }
@@ -621,6 +625,24 @@ static void add_attention(struct member *m, const struct forward_args *a, const 
     add_and_norm(a, w, r, pending_attention(l), 0, 0.0f, 0);
 }
 
+/* The input of a mixture with norms of its own, and the choice of its experts. */
+static void begin_mixture(const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w,
+                          int64_t r) {
+    float *input = w->delta + r * a->hidden;
+    norm32(w->x + r * a->hidden, l->pre_mixture, l->pre_mixture_eps, a->centred, input, a->hidden);
+    route_row(&l->mixture, &a->mixtures, input, a->hidden, &w->mixed.routes, r);
+    quantise_row(input, &w->normed, r);
+}
+
+/* The sum of the norms of what such a mixture and its shared expert give. */
+static void end_mixture(const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w,
+                        int64_t r) {
+    float *given = w->delta + r * a->hidden, *shared = w->mixed.shared + r * a->hidden;
+    norm32(given, l->post_mixture, l->post_mixture_eps, a->centred, given, a->hidden);
+    norm32(shared, l->post_shared, l->post_shared_eps, a->centred, shared, a->hidden);
+    for (int64_t i = 0; i < a->hidden; i++) given[i] += shared[i];
+}
+
 /* The mixture of a layer, whose experts are chosen. Adapters change nothing of it. */
 static void mix_layer(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                       const struct forward_work *w) {
@@ -630,7 +652,13 @@ static void mix_layer(struct member *m, const struct forward_args *a, const stru
         gate_and_up(m, a, l, w, &gated);
         product(m, a, l, w, &l->down, OF_DOWN, &gated, shared, a->hidden);
     }
-    mix(m, &l->mixture, &a->mixtures, l->act, &w->normed, w->rows, &w->mixed, shared, w->delta);
+    if (l->pre_mixture) {
+        TEAM_FOR(m, r, w->rows) begin_mixture(a, l, w, r);
+    }
+    mix(m, &l->mixture, &a->mixtures, l->act, &w->normed, w->rows, &w->mixed, l->pre_mixture ? 0 : shared, w->delta);
+    if (l->pre_mixture) {
+        TEAM_FOR(m, r, w->rows) end_mixture(a, l, w, r);
+    }
 }
 
 /* The inputs of all layers, from the first layer's input. */
@@ -683,12 +711,12 @@ static void after_attention(struct member *m, const struct forward_args *a, cons
     }
     if (l->mixture.router) {
         mix_layer(m, a, l, w);
-        return;
+    } else {
+        const struct block_rows gated = inputs_at(a, w, w->gated, l->down.inputs);
+        gate_and_up(m, a, l, w, &gated);
+        if (a->adapters) shrink_active(m, a, l, w);
+        product(m, a, l, w, &l->down, OF_DOWN, &gated, w->delta, a->hidden);
     }
-    const struct block_rows gated = inputs_at(a, w, w->gated, l->down.inputs);
-    gate_and_up(m, a, l, w, &gated);
-    if (a->adapters) shrink_active(m, a, l, w);
-    product(m, a, l, w, &l->down, OF_DOWN, &gated, w->delta, a->hidden);
     if (l->input.gate.quants) add_input(m, a, l, w);
 }
 

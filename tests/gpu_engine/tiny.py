@@ -111,6 +111,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "arcee": lambda: ArceeConfig(**_SHAPE),
     "gemma4 small": lambda: gemma4_small(),
     "gemma4": lambda: gemma4(head_dim=256, global_head_dim=512),
+    "gemma4 moe": lambda: gemma4_moe(),
 }
 """The model families whose forward is one loop over fused parts, each with a function that returns a small
 configuration."""
@@ -148,7 +149,6 @@ OWN_FORWARD: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama with heads of 20": lambda: LlamaConfig(**_SHAPE, head_dim=20),
     "gpt_oss": lambda: gpt_oss(),
     "gemma3n": lambda: gemma3n(),
-    "gemma4 moe": lambda: gemma4_moe(),
     "llama4": lambda: llama4(),
     "deepseek_v2": lambda: deepseek_v2(),
     "deepseek_v3": lambda: deepseek_v3(),

@@ -72,7 +72,7 @@ def fill(
     net: Any,
     weights: Weights,
     dtype: torch.dtype,
-    product_of: Callable[[str, nn.Linear], MakeProduct | None],
+    product_of: Callable[[str, nn.Module, nn.Linear], MakeProduct | None],
     report: Callable[[float], None],
 ) -> int:
     """Give a model that is `unfilled` its weights; return how many products took the place of linear layers.
@@ -109,7 +109,7 @@ def fill(
     for prefix, parent in list(net.named_modules()):
         for name, child in list(parent.named_children()):
             path = f"{prefix}.{name}" if prefix else name
-            if type(child) is nn.Linear and (make := product_of(path, child)) is not None:
+            if type(child) is nn.Linear and (make := product_of(path, parent, child)) is not None:
                 replaced.add(child)
                 jobs.append((child.weight.numel(), partial(replace, parent, name, path, child, make)))
     for prefix, module in list(net.named_modules()):

@@ -134,9 +134,9 @@ class ReadProducts:
         self._again = 0
         self._lock = threading.Lock()
 
-    def of(self, path: str, linear: nn.Linear) -> MakeProduct | None:
+    def of(self, path: str, parent: nn.Module, linear: nn.Linear) -> MakeProduct | None:
         """Return what makes the product in a layer's place; None: the layer stays, and the log names it."""
-        if (why := why_not_blocks(linear)) is not None:
+        if (why := why_not_blocks(linear, parent)) is not None:
             log.info("not quantised: %s %s", path, why)
             return None
         return self._make

@@ -7,6 +7,7 @@ come from (see gguf_blocks.py), products that are joined (see model/linear.py).
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -72,8 +73,18 @@ BlocksOf = Callable[[str, nn.Linear], Blocks]
 """Returns the blocks of a product of that name in the model."""
 
 
-def why_not_blocks(linear: nn.Linear) -> str | None:
-    """Return why a product stays as it is; None: blocks can take its place."""
+_ROUTER = re.compile(r"Router|Gate$")
+
+
+def is_router(module: nn.Module) -> bool:
+    """Return whether a module is a router of transformers, by its name."""
+    return bool(_ROUTER.search(type(module).__name__))
+
+
+def why_not_blocks(linear: nn.Linear, parent: nn.Module) -> str | None:
+    """Return why a product of `parent` stays as it is; None: blocks can take its place."""
+    if is_router(parent):  # the choice of experts follows small differences
+        return "belongs to a router"
     if linear.in_features % BLOCK:
         return f"has {linear.in_features} inputs, no multiple of {BLOCK}"
     if linear.out_features == 1:  # the gate of a shared expert, which has nothing to save
@@ -93,7 +104,7 @@ def quantise_linears(model: nn.Module, blocks_of: BlocksOf) -> int:
             path = f"{prefix}.{name}" if prefix else name
             if type(child) is not nn.Linear:
                 continue
-            if (why := why_not_blocks(child)) is not None:
+            if (why := why_not_blocks(child, parent)) is not None:
                 log.info("not quantised: %s %s", path, why)
                 continue
             blocks = blocks_of(path, child)

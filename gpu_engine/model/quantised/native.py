@@ -18,7 +18,7 @@ from torch import nn
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward, Layer, RotaryCall, WholeForward
-from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, MixedBlock, Rotation
+from gpu_engine.model.fused_layers import ChosenExperts, ExpertsApart, FusedAttention, FusedGated, MixedBlock, Rotation
 from gpu_engine.model.fusion import Fused
 from gpu_engine.model.layer_inputs import LayerInputs
 from gpu_engine.model.quantised.linear import BlockLinear
@@ -283,7 +283,14 @@ def _layer_of(layer: Layer, tables: _Tables) -> ForwardLayer:
         is_parallel=layer.is_parallel,
         input=_input_of(layer, act),
         stream_scale=layer.scale,
+        **_norms_apart(layer.gated),
     )
+
+
+def _norms_apart(block: nn.Module | None) -> dict[str, Norm]:
+    if not isinstance(block, ExpertsApart):
+        return {}
+    return {"pre_mixture": _norm(block.pre), "post_mixture": _norm(block.post), "post_shared": _norm(block.post_block)}
 
 
 def _attention_of(attention: FusedAttention, table: tuple[torch.Tensor, torch.Tensor]) -> ForwardAttention:

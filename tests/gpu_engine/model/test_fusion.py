@@ -47,7 +47,16 @@ def test_every_family_is_fused_completely_with_unchanged_logits(saved: Saved, fa
     plain, fused = (
         load_model(config(model=str(saved(family)), dtype=dtype, fuse_parts=fuse)) for fuse in (False, True)
     )
-    norms = {"gemma2": 9, "gemma3": 9, "gemma4": 13, "gemma4 small": 32, "glm4": 9, "cohere": 3, "cohere2": 3}
+    norms = {
+        "gemma2": 9,
+        "gemma3": 9,
+        "gemma4": 13,
+        "gemma4 small": 32,
+        "gemma4 moe": 22,
+        "glm4": 9,
+        "cohere": 3,
+        "cohere2": 3,
+    }
     layers = plain.net.config.num_hidden_layers
     assert plain.fused == Fused()
     assert not [item for item in plain.net.modules() if isinstance(item, FusedNorm)]
@@ -63,7 +72,7 @@ def test_every_family_is_fused_completely_with_unchanged_logits(saved: Saved, fa
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma2", "cohere2", "olmo2", "hunyuan", "gemma4", "gemma4 small"]
+    "family", ["llama", "qwen3", "gemma2", "cohere2", "olmo2", "hunyuan", "gemma4", "gemma4 small", "gemma4 moe"]
 )
 def test_a_row_has_the_same_bits_for_any_number_of_rows(saved: Saved, family: str, dtype: str) -> None:
     model = load_model(config(model=str(saved(family)), dtype=dtype))

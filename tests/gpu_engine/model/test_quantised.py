@@ -42,7 +42,8 @@ def test_every_family_runs_as_one_native_call(saved: Saved, family: str, dtype: 
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma2", "cohere2", "olmo2", "hunyuan", "ministral3", "gemma4", "gemma4 small"]
+    "family",
+    ["llama", "qwen3", "gemma2", "cohere2", "olmo2", "hunyuan", "ministral3", "gemma4", "gemma4 small", "gemma4 moe"],
 )
 def test_a_row_has_the_same_bits_whatever_else_is_in_the_call(saved: Saved, family: str) -> None:
     model = load_model(config(model=str(saved(family)), dtype="bfloat16", quantization="q4"))

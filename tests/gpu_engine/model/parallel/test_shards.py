@@ -18,7 +18,7 @@ from tests.gpu_engine.harness import config
 from tests.gpu_engine.model.parallel.shard_logits import logits
 from tests.gpu_engine.model.parallel.threads import ThreadRanks
 
-WHOLE = ("olmo2", "gemma4", "gemma4 small")
+WHOLE = ("olmo2", "gemma4", "gemma4 small", "gemma4 moe")
 """Families that ranks do not divide: norms of all heads together, and layers whose heads differ or are shared."""
 
 ODD = {**tiny._SHAPE, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 97}

@@ -38,7 +38,7 @@ def test_weights_come_back(tmp_path: Path, arch: str) -> None:
         refuse_misfits(net, weights)
         unread = weights.unread(sources_of(net, weights).values())
         assert unread == ([] if arch == "qwen35" else [f"blk.{own.config.num_hidden_layers}.nextn.eh_proj.weight"])
-        fill(net, weights, torch.float32, lambda name, linear: None, lambda share: None)
+        fill(net, weights, torch.float32, lambda name, parent, linear: None, lambda share: None)
     got, want = dict(net.named_parameters()), dict(own.named_parameters())
     assert got.keys() == want.keys()
     for name, parameter in want.items():
@@ -63,7 +63,7 @@ def test_weights_of_experts_come_back(tmp_path: Path, arch: str) -> None:
         refuse_misfits(net, weights)
         unread = weights.unread(sources_of(net, weights).values())
         assert [name for name in unread if "nextn" not in name] == []
-        fill(net, weights, torch.float32, lambda name, linear: None, lambda share: None)
+        fill(net, weights, torch.float32, lambda name, parent, linear: None, lambda share: None)
     got, want = net.state_dict(), dict[str, torch.Tensor]()
     for name, tensor in own.state_dict().items():
         if ".experts." in name:
