@@ -91,6 +91,10 @@ WITH_EXPERTS = {
         renamed={f".gate.moe_statics.{_CORRECTION}_bias": f".moe_statics.{_CORRECTION}.bias"},
         one_row=("exp_probs_b",),
     ),
+    "gemma4": Architecture(
+        renamed=ARCHITECTURES["gemma4"].renamed
+        | {".router.scale": ".router.proj.scale", ".router.per_expert_scale": ".experts.down_proj.scale"}
+    ),
     "glm4moe": _CORRECTED,
     "gpt-oss": Architecture(renamed={".sinks": ".sinks.weight"}),
     "granitehybrid": _GRANITE,

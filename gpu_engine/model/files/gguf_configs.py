@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from gpu_engine.model.files.architectures import WITH_EXPERTS, has_experts
+from gpu_engine.model.files.architectures import WITH_EXPERTS, has_experts, width_of_experts
 from gpu_engine.model.files.gguf_dense import DENSE, dense_configuration
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
 from gpu_engine.model.files.gguf_mixtures import MIXTURES, mixture_configuration
@@ -94,6 +94,10 @@ def _gemma4(header: GGUFHeader, common: dict[str, Any]) -> PreTrainedConfig:
         "global_head_dim": head_size_of(header),
         "num_global_key_value_heads": kv_heads[full],
     }
+    if number_of_experts := header.get("{arch}.expert_count"):
+        own["enable_moe_block"], own["num_experts"] = True, number_of_experts
+        own["top_k_experts"] = number_of(header, "expert_used_count")
+        own["moe_intermediate_size"] = width_of_experts(header)
     return Gemma4TextConfig(
         **{**common, "num_key_value_heads": kv_heads[slides.index(True) if any(slides) else full]},
         **own,

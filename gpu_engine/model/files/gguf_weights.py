@@ -104,7 +104,7 @@ class GGUFWeights:
             name = name.replace(part, other)
         stem, dot, suffix = name.replace(".dt_bias", ".dt_proj.bias").rpartition(".")
         whole = self._names.get_name(name)  # the table has some names of parameters, and their tensors have no suffix
-        if suffix not in ("weight", "bias"):
+        if suffix not in ("weight", "bias", "scale"):
             stem, dot, suffix = name, "", ""
         found = self.header.tensors.get(f"{self._names.get_name(stem)}{dot}{suffix}")
         return self.header.tensors.get(str(whole)) if found is None else found

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gpu_engine.model.loader import ModelNotSupported, load_model
+from gpu_engine.model.quantised.native import NativeForward
 from gpu_engine.model.recording import distance
 from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine.gguf_files import write_vocabulary
@@ -71,11 +72,19 @@ def write(
     rotated = int(full.head_dim * c.rope_parameters["full_attention"]["partial_rotary_factor"]) // 2
     factors = [1.0] * rotated + [still] * (full.head_dim // 2 - rotated)
     writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+    if c.enable_moe_block:
+        writer.add_expert_count(c.num_experts)
+        writer.add_expert_used_count(c.top_k_experts)
+        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
     for name, tensor in net.state_dict().items():
-        stem = name.removesuffix(".weight")
+        stem, part = name.removesuffix(".weight"), "weight"
+        for of_router, place in (("router.scale", "router.proj"), ("router.per_expert_scale", "experts.down_proj")):
+            if name.endswith(of_router):
+                stem, part = name.replace(of_router, place), "scale"
         values = tensor.float().numpy()
-        of_kind = gguf.GGMLQuantizationType[kind if values.ndim == 2 and values.shape[1] % 32 == 0 else "F32"]
-        writer.add_tensor(f"{names.get_name(stem)}.weight", gguf.quants.quantize(values, of_kind), raw_dtype=of_kind)
+        is_float = values.ndim < 2 or values.shape[-1] % 32 or "router" in name
+        of_kind = gguf.GGMLQuantizationType["F32" if is_float else kind]
+        writer.add_tensor(f"{names.get_name(stem)}.{part}", gguf.quants.quantize(values, of_kind), raw_dtype=of_kind)
     for layer in range(first_shared, c.num_hidden_layers) if spare else ():
         for part in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"):
             writer.add_tensor(f"blk.{layer}.{part}", np.ones((2, 2), np.float32))
@@ -91,7 +100,7 @@ def net_of(saved: Saved) -> Callable[[str], Any]:
     return lambda family: AutoModelForCausalLM.from_pretrained(saved(family), dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("family", ["gemma4 small", "gemma4"])
+@pytest.mark.parametrize("family", ["gemma4 small", "gemma4", "gemma4 moe"])
 def test_a_file_has_the_logits_of_its_model(
     net_of: Callable[[str], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str
 ) -> None:
@@ -106,12 +115,14 @@ def test_a_file_has_the_logits_of_its_model(
 
 
 @pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+@pytest.mark.parametrize("family", ["gemma4 small", "gemma4 moe"])
 def test_blocks_of_a_file_are_multiplied_and_drafts_change_no_token(
-    net_of: Callable[[str], Any], tmp_path: Path
+    net_of: Callable[[str], Any], tmp_path: Path, family: str
 ) -> None:
-    fields = {"model": str(write(net_of("gemma4 small"), tmp_path / "model.gguf", "Q8_0")), "dtype": "auto"}
+    fields = {"model": str(write(net_of(family), tmp_path / "model.gguf", "Q8_0")), "dtype": "auto"}
     model = load_model(config(**fields))
     assert model.forms.startswith("8-bit blocks: ")
+    assert isinstance(model.fused.forward, NativeForward)
     found = []
     for num_drafts in (0, 7):
         with unguided_engine(model, with_drafts(num_drafts, **fields)) as engine:
@@ -149,7 +160,8 @@ def test_the_vocabulary_of_a_file_ends_a_turn(net_of: Callable[[str], Any], tmp_
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"expert_count": 4}, "it is a mixture of experts of the architecture gemma4, which is not read"),
+        ({"expert_count": 4}, "its gemma4.expert_used_count is 0, and must be a number from 1 to its expert_count, 4"),
+        ({"expert_count": 4, "expert_used_count": 2}, "its gemma4.expert_count is 4, and it has no router"),
         ({"still": 8.0}, "rope_freqs.weight has a factor that is neither 1 nor at least 1e+20"),
     ],
 )
