@@ -367,6 +367,15 @@ class PackedBlocks:
             groups = slice(group, group + -(-count // _GROUP))
             self.offsets[groups] = _offsets_of(self.kind, self.scales[groups])
 
+    def multiply(self, factors_N: torch.Tensor) -> None:
+        """Multiply each output by a factor, in place. The numbers of the blocks are rounded once more."""
+        factors = _padded(factors_N.float()).view(-1, 1, _GROUP)
+        for part in (self.scales, self.offsets):
+            if part is not None:
+                part.mul_(factors)
+        if self.bias is not None:
+            self.bias.mul_(factors.flatten())
+
     def unpacked(self) -> Blocks:
         """Return the matrix with an integer in each byte."""
         N, K = self.num_outputs, self.num_inputs

@@ -8,6 +8,7 @@ the model itself (see fusion.py). Not responsible for: the computation of a laye
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -315,10 +316,10 @@ def fused_forward_of(net: Any, record: Recording, mixtures: Mapping[nn.Module, M
 
 
 def _scales_of(config: Any) -> StreamScales:
-    """Return the scales that a configuration names as Granite's or as Cohere's does."""
-    names = ("embedding_multiplier", "residual_multiplier", "logit_scale", "logits_scaling")
-    embedding, residual, multiplied, divided = (float(getattr(config, name, None) or 1.0) for name in names)
-    return StreamScales(embedding, residual, multiplied / divided)
+    """Return the scales that a configuration names as Granite's, Cohere's or Falcon-H1's does."""
+    names = ("embedding_multiplier", "residual_multiplier", "logit_scale", "lm_head_multiplier", "logits_scaling")
+    embedding, residual, *multiplied, divided = (float(getattr(config, name, None) or 1.0) for name in names)
+    return StreamScales(embedding, residual, math.prod(multiplied) / divided)
 
 
 def _packed(products: list[nn.Module], layers: tuple[Layer, ...]) -> bool:

@@ -14,7 +14,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,9 +23,7 @@ from gpu_engine.model.attention import LayerAttention, Temperature
 from gpu_engine.model.experts import Experts, WideGate
 from gpu_engine.model.fused_forward import NotALoop, WholeForward, fused_forward_of
 from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, FusedNorm, Rotation
-from gpu_engine.model.linear import Product, has_weights, joined
-from gpu_engine.model.quantised.linear import BlockLinear
-from gpu_engine.model.quantised.scaled import ScaledLinear
+from gpu_engine.model.linear import Product, has_weights, is_product, joined
 from gpu_engine.model.recording import Call, Distance, Recording, distance, typical_distance
 from gpu_engine.model.recurrent.delta_nets import DeltaNet, JoinedDeltaNet
 from gpu_engine.model.rotary import SPARE_ROWS
@@ -177,7 +175,7 @@ _SMALL = 1e-4
 
 def _is_router(module: nn.Module) -> bool:
     own = {name for name, _ in module.named_parameters(recurse=False)}
-    return own in _ROUTERS and module.get_parameter("weight").dim() == 2 and not _is_product(module)
+    return own in _ROUTERS and module.get_parameter("weight").dim() == 2 and not is_product(module)
 
 
 def _dense(like_NE: torch.Tensor, weights_Nk: torch.Tensor, chosen_Nk: torch.Tensor) -> torch.Tensor:
@@ -376,16 +374,12 @@ def _linears(module: nn.Module, but: Iterable[nn.Module] = (), own: Collection[s
     has parameters that are not in `own`."""
     left = set(but)
     children = {name: child for name, child in module.named_children() if child not in left}
-    linears = {name: child for name, child in children.items() if _is_product(child)}
+    linears = {name: child for name, child in children.items() if is_product(child)}
     rest = [name for name, child in children.items() if name not in linears and has_weights(child)]
     rest += [name for name, _ in module.named_parameters(recurse=False) if name not in own]
     if rest:
         raise NotRecognised(f"has weights of its own: {rest}")
     return linears
-
-
-def _is_product(module: nn.Module) -> TypeGuard[Product]:
-    return type(module) in (nn.Linear, BlockLinear, ScaledLinear)
 
 
 def _joined(linears: list[Product]) -> nn.Module:

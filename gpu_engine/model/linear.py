@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -374,6 +374,27 @@ def can_pack() -> bool:
 
 
 Product = nn.Linear | BlockLinear | ScaledLinear
+
+
+def is_product(module: nn.Module) -> TypeGuard[Product]:
+    """Return whether a module is a product in one of the forms that it has before it is packed or joined."""
+    return type(module) in (nn.Linear, BlockLinear, ScaledLinear)
+
+
+@torch.no_grad()
+def multiply_outputs(linear: Product, factors_N: torch.Tensor) -> None:
+    """Multiply the outputs of a product, in its weights; `factors_N` is float32, on any device."""
+    if isinstance(linear, BlockLinear):
+        linear.packed.multiply(factors_N)
+    elif isinstance(linear, ScaledLinear):
+        linear.scales_1N *= factors_N.to(linear.scales_1N.device)
+    else:
+        factors_N = factors_N.to(linear.weight.device)
+        weight_NK = (linear.weight.float() * factors_N[:, None]).to(linear.weight.dtype)
+        linear.weight = nn.Parameter(weight_NK, requires_grad=False)
+    if linear.bias is not None:
+        bias_N = (linear.bias.float() * factors_N.to(linear.bias.device)).to(linear.bias.dtype)
+        linear.bias = nn.Parameter(bias_N, requires_grad=False) if isinstance(linear, nn.Linear) else bias_N
 
 
 def joined(linears: Sequence[Product]) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -67,6 +67,7 @@ from gpu_engine.model.quantised.choice import forms_of, quantise
 from gpu_engine.model.quantised.mixtures import mix_natively
 from gpu_engine.model.quantised.native import NativeForward, with_native
 from gpu_engine.model.recurrent.delta_nets import JoinedDeltaNet
+from gpu_engine.model.recurrent.multipliers import fold_multipliers
 from gpu_engine.model.recurrent.replacement import is_replaced, replace_recurrent
 from gpu_engine.model.recurrent.rows import recurrent_layers
 from gpu_engine.model.rotary import install_tables
@@ -328,9 +329,10 @@ def _prepare_net(
     net.to(device)
     install_tables(net.get_decoder(), model.max_model_len, captured=device.type == "cuda")
     by_row = model.quantised and device.type == "cuda"
-    own = None
+    own, folded = None, dict[str, torch.Tensor]()
     if any(map(is_replaced, net.modules())):
         own = own_logits(model)
+        folded = fold_multipliers(net) if config.fuse_parts else {}
         model.recurrent = replace_recurrent(net)
     attention.number_layers(net.get_decoder(), cache_places(net.config.get_text_config()))
     seen = probe(model, rough=by_row, own=own)
@@ -358,7 +360,7 @@ def _prepare_net(
         checks = (seen.logits_NV, seen.again(model), seen.compare, seen.moves(model), seen.goes_on(model))
         model.fused = with_native(model.fused, *checks)
     if config.takes_adapters:
-        model.adapters = _adapter_pool(config, model)
+        model.adapters = _adapter_pool(config, model, folded)
         if isinstance(model.adapters, AdapterPool) and isinstance(model.fused.forward, NativeForward):
             in_order = [_NATIVE_NAMES.get(name, name) for _, _, name in model.adapters.places.owners]
             assert in_order == list(LAYER_PRODUCTS) * (len(in_order) // len(LAYER_PRODUCTS)), in_order
@@ -386,19 +388,22 @@ def _adapts_by_part(config: EngineConfig, fused: Fused) -> bool:
     return config.takes_adapters and (bool(fused.mixtures) or has_more)
 
 
-def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | DeviceAdapterPool:
-    """Return the place of the adapters' weights on the model's device. Raises ModelNotSupported."""
+def _adapter_pool(
+    config: EngineConfig, model: LoadedModel, folded: Mapping[str, torch.Tensor]
+) -> AdapterPool | DeviceAdapterPool:
+    """Return the place of the adapters' weights on the model's device. `folded`: see `Places`. Raises
+    ModelNotSupported."""
     why = f"drafter={config.drafter} reads the tokens of the prompt" if config.drafts_by_net else ""
     if model.model_type == "gemma4_text" and model.net.config.get_text_config().hidden_size_per_layer_input:
         why = f"{model.model_type} also embeds tokens by layer, and virtual tokens have no such embeddings"
     if model.device.type == "cpu":
         first = model.fused.forward.parts if isinstance(model.fused.forward, NativeForward) else ()
-        return AdapterPool(model.net, model.vocab_size, no_prompts=why, first=first)
+        return AdapterPool(model.net, model.vocab_size, no_prompts=why, first=first, folded=folded)
     from kernels.cuda.low_rank import add_low_rank  # a CPU install has no Triton
 
     try:
         limits = config.adapter_limits
-        return DeviceAdapterPool(model.net, model.vocab_size, limits, add_low_rank, no_prompts=why)
+        return DeviceAdapterPool(model.net, model.vocab_size, limits, add_low_rank, no_prompts=why, folded=folded)
     except AdapterNotSupported as error:
         raise ModelNotSupported(str(error)) from error
 

@@ -10,8 +10,9 @@ Shapes: M adapters, T virtual tokens of one adapter, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,16 +53,24 @@ class DeviceAdapterPool:
         limits: of the settings.
         add: `kernels.cuda.low_rank.add_low_rank`.
         no_prompts: why this server takes no prompt adapters; "" where it does.
+        folded: see `Places`.
 
     Raises AdapterNotSupported when the stacks need more than the limits allow.
     """
 
     def __init__(
-        self, net: Any, vocab_size: int, limits: AdapterLimits, add: AddLowRank, *, no_prompts: str = ""
+        self,
+        net: Any,
+        vocab_size: int,
+        limits: AdapterLimits,
+        add: AddLowRank,
+        *,
+        no_prompts: str = "",
+        folded: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         embedding = net.get_input_embeddings()
         weight: torch.Tensor = embedding.weight
-        self.places, self._add = Places(net), add
+        self.places, self._add = Places(net, folded=folded), add
         tokens = 0 if no_prompts else limits.max_virtual_tokens
         self.lora_bytes = LowRankStacks.num_bytes(self.places.shapes, limits.max_lora_rank, weight.dtype)
         self.prompt_bytes = tokens * weight.shape[1] * weight.dtype.itemsize

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -49,10 +50,13 @@ class Places:
     Args:
         net: the transformers model, with its parts fused.
         first: the modules whose products come first, in this order; None: in the order of the model.
+        folded: by the path of a product whose weights have taken a multiplier of its outputs: the factors, [O].
     """
 
-    def __init__(self, net: Any, first: Sequence[nn.Module] = ()) -> None:
-        self._net = net
+    def __init__(
+        self, net: Any, first: Sequence[nn.Module] = (), folded: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ) -> None:
+        self._net, self._folded = net, folded
         self.by_path: dict[str, Place] = {}
         """As PEFT's files name the modules."""
         self.shapes: list[ProductShape] = []
@@ -131,7 +135,8 @@ class Places:
         for path, matrices in files.modules.items():
             place = self.by_path[path]
             dtype = stored_dtype(matrices)
-            a_RI, b_RO = matrices.a_RI.to(dtype).contiguous(), matrices.b_OR.to(dtype).T.contiguous()
+            b_OR = matrices.b_OR if path not in self._folded else matrices.b_OR.float() * self._folded[path][:, None]
+            a_RI, b_RO = matrices.a_RI.to(dtype).contiguous(), b_OR.to(dtype).T.contiguous()
             found.setdefault(place.product, []).append(LowRankPart(a_RI, b_RO, place.begin, matrices.scale))
         for parts in found.values():
             parts.sort(key=lambda part: part.begin)

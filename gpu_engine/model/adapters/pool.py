@@ -7,8 +7,9 @@ registry.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,10 +45,19 @@ class AdapterPool:
         vocab_size: columns of the logits.
         no_prompts: why this server takes no prompt adapters; "" where it does.
         first: the modules whose products come first, in this order.
+        folded: see `Places`.
     """
 
-    def __init__(self, net: Any, vocab_size: int, *, no_prompts: str = "", first: Sequence[nn.Module] = ()) -> None:
-        self.places = Places(net, first)
+    def __init__(
+        self,
+        net: Any,
+        vocab_size: int,
+        *,
+        no_prompts: str = "",
+        first: Sequence[nn.Module] = (),
+        folded: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        self.places = Places(net, first, folded)
         self._virtual = VirtualEmbeddings(net.get_input_embeddings(), vocab_size, no_prompts)
         self._table = LowRankTable(self.places.num_products, MAX_ADAPTERS)
         self._rows: _Rows | None = None

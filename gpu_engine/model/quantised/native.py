@@ -130,7 +130,7 @@ class NativeForward:
         return logits_NV
 
     def __repr__(self) -> str:
-        return f"<NativeForward of {len(self.parts)} parts>"
+        return f"<NativeForward: {self._forward}>"
 
 
 _BLOCKS = 0.1

@@ -48,7 +48,9 @@ class MatrixMixer(RecurrentMixer):
         self.parts = [width, width + 2 * of_keys, inner.num_heads]
         self.kind, self.norm_weight_I, self.eps, self.groups = _norm_of(inner)
         self.input_scale = float(getattr(inner, "ssm_in_multiplier", 1.0))
-        scales = getattr(inner, "mup_vector", None)
+        scales: torch.Tensor | None = getattr(inner, "mup_vector", None)
+        if scales is not None and not scales.is_meta and bool((scales == 1.0).all()):
+            scales = None
         self.register_buffer("scales_J", None if scales is None else scales.flatten(), persistent=False)
         self.state_shapes = (self.conv.state_shape, self.heads.state_shape)
         self.pending_width = self.conv.state_shape[1] + self.heads.control_width

@@ -33,6 +33,9 @@ NATIVE = (
     "granite dense",
     "granite",
     "bamba",
+    "falcon_h1",
+    "falcon_h1 plain",
+    "falcon_h1 with norms",
     "qwen3_5",
     "qwen3_5 moe",
     "nemotron_h",
@@ -54,6 +57,9 @@ ADAPTED: dict[str, tuple[str, ...]] = {
     "granite dense": (*QKV, "o_proj", *RECURRENT, "input_linear", "output_linear"),
     "granite": (*QKV, "o_proj", *RECURRENT, "input_linear", "output_linear"),
     "bamba": (*QKV, "o_proj", *RECURRENT, *BLOCK),
+    "falcon_h1": (*QKV, "o_proj", *RECURRENT, *BLOCK),
+    "falcon_h1 plain": (*QKV, "o_proj", *RECURRENT, *BLOCK),
+    "falcon_h1 with norms": (*QKV, "o_proj", *RECURRENT, *BLOCK),
     "jamba dense": (*QKV, "o_proj", *RECURRENT, *BLOCK),
     "nemotron_h": (*QKV, "o_proj", *RECURRENT, "up_proj", "down_proj"),
     "nemotron_h dense": (*QKV, "o_proj", *RECURRENT, "up_proj", "down_proj"),
@@ -266,7 +272,7 @@ def test_states_of_layers_that_a_forward_wants_are_those_of_transformers_forward
             model.prefill(ids_BN, ctx)
         taken.append(ctx.hidden)
     for layer, want in taken[0].items():
-        assert distance(taken[1][layer], want) < 2e-2, layer
+        assert distance(taken[1][layer], want) < (4e-2 if "quantization" in settings else 1e-3), layer
 
 
 @pytest.mark.parametrize(("family", "settings"), SETTINGS)
@@ -287,7 +293,7 @@ def test_an_adapter_changes_every_product_of_its_own_rows(
         model.adapters.put(1, files)
         found.append(logits_of_all(model, ids_BN, adapters=[1, 0, 1]))
     own_BNV, fused_BNV = found
-    assert distance(fused_BNV, own_BNV) < 2e-2
+    assert distance(fused_BNV, own_BNV) < (4e-2 if "quantization" in settings else 1e-3)
     if type(plain.fused.forward) is type(model.fused.forward):
         assert torch.equal(fused_BNV[1], logits_of_all(plain, ids_BN)[1])
     assert distance(fused_BNV[0], logits_of_all(plain, ids_BN)[0]) > 0.1

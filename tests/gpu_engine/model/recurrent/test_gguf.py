@@ -97,7 +97,7 @@ def test_experts_of_a_file_run_over_its_own_blocks(tmp_path: Path, arch: str) ->
 
 
 @needs_avx2
-@pytest.mark.parametrize("arch", ["lfm2", "qwen35", "granitehybrid", "nemotron_h"])
+@pytest.mark.parametrize("arch", ["falcon-h1", "granitehybrid", "lfm2", "nemotron_h", "qwen35"])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 def test_a_file_of_blocks_runs_as_one_native_call(tmp_path: Path, arch: str, kind: str) -> None:
     """What controls a row of a delta net may be in another kind than the other products."""
