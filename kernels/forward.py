@@ -156,7 +156,7 @@ class _LayerArgs(ctypes.Structure):
         args.scale, args.softcap, args.window = layer.scale, layer.softcap, layer.window
         args.neighbours, args.is_parallel = layer.heads.neighbours, layer.is_parallel
         args.whole_norms, args.norms_last = layer.heads.whole_norms, layer.heads.norms_last
-        args.num_kv_heads, args.head_dim = layer.kv_heads
+        args.num_kv_heads, args.head_dim = layer.kv_heads[:2]
         args.key_values, args.stream_scale = layer.key_values, layer.stream_scale
         if layer.input is not None:
             args.input = LayerInputArgs.of(layer.input)
@@ -276,7 +276,7 @@ class Forward:
         args.kv_heads[: len(numbers)] = numbers
         args.query_gates = any(layer.query_gates for layer, _ in self._attending)
         for layer, of_layer in self._attending:
-            number, width = layer.kv_heads
+            number, width = layer.kv_heads[:2]
             of_layer.tiles = numbers.index(number)
             args.attended = max(args.attended, args.num_heads * width)
             queries = 2 * args.num_heads if args.query_gates else args.num_heads
@@ -439,7 +439,7 @@ class Forward:
         places, T = {layer.place for layer, _ in self._attending}, pages[0].v.shape[2]
         assert places == set(range(len(pages))), (places, len(pages))
         for layer, args in self._attending:
-            page, (Hkv, D) = pages[layer.place], layer.kv_heads
+            page, (Hkv, D) = pages[layer.place], layer.kv_heads[:2]
             assert not page.token_major, "the pages have the layout of a GPU"
             assert page.k.dtype == page.v.dtype in (self._dtype, torch.int8), (page.k.dtype, self._dtype)
             assert page.k.shape == (len(page.v), Hkv, D, T), page.k.shape

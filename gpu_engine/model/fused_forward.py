@@ -19,10 +19,10 @@ from gpu_engine.model.attention import AttentionContext, PromptRows
 from gpu_engine.model.fused_layers import (
     ChosenExperts,
     ExpertsAndBlock,
-    FusedAttention,
     FusedGated,
     FusedNorm,
     MixedBlock,
+    RowAttention,
     angles_by_row,
     no_angles,
 )
@@ -73,7 +73,7 @@ class Layer:
     `is_parallel`: x += attention(pre(x)) + block(pre(x)). Then the layer's input, and x *= scale.
     """
 
-    attention: FusedAttention | RecurrentMixer
+    attention: RowAttention | RecurrentMixer
     """A recurrent layer has its module here."""
     gated: FusedGated | MixedBlock
     angles: int | None
@@ -320,7 +320,7 @@ def _layer_of(
     if layer_input is not None:
         for name in ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"):
             del children[name]
-    attentions = [child for child in children.values() if isinstance(child, FusedAttention | RecurrentMixer)]
+    attentions = [child for child in children.values() if isinstance(child, RowAttention | RecurrentMixer)]
     blocks = [child for child in children.values() if isinstance(child, FusedGated | MixedBlock)]
     norms = {name: child.norm for name, child in children.items() if isinstance(child, FusedNorm)}
     strangers = [

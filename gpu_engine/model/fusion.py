@@ -22,7 +22,14 @@ from torch import nn
 from gpu_engine.model.attention import LayerAttention
 from gpu_engine.model.experts import Experts, WideGate
 from gpu_engine.model.fused_forward import NotALoop, WholeForward, fused_forward_of
-from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, FusedNorm, Rotation
+from gpu_engine.model.fused_layers import (
+    ChosenExperts,
+    FusedAttention,
+    FusedGated,
+    FusedNorm,
+    Rotation,
+    RowAttention,
+)
 from gpu_engine.model.linear import Product, has_weights, joined
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
@@ -438,7 +445,8 @@ def fuse_parts(
     for parent, name, child in _children(net):
         if hasattr(child, "weight") and (hasattr(child, "eps") or hasattr(child, "variance_epsilon")):
             attempt("norms", parent, name, child, functools.partial(norm_of, child, record, bounds.norm))
-    return Fused(counts["norms"], counts["blocks"], counts["attentions"], mixtures, left=tuple(left))
+    attentions = sum(isinstance(module, RowAttention) for module in net.modules())
+    return Fused(counts["norms"], counts["blocks"], attentions, mixtures, left=tuple(left))
 
 
 def verified(
