@@ -22,9 +22,10 @@ from kernels.blocks import BLOCK, BlockWeightsArgs, PackedBlocks
 from kernels.forward_inputs import ForwardInput, ForwardInputs, LayerInputArgs, LayerInputsArgs, check_inputs
 from kernels.fused_arguments import LLAMA_HEADS, UNSCALED, Activation, HeadForm, KeyValues, StreamScales
 from kernels.kv_pages import MAX_WIDTH, KVHeads, KVPages, check_limits
+from kernels.latent import LatentShape
 from kernels.library import native
 from kernels.low_rank import LowRankTable
-from kernels.mixture import GatedBlock, Mixture, RoutedArgs, check_blocks
+from kernels.mixture import MOST_GROUPS, GatedBlock, Mixture, RoutedArgs, check_blocks
 from kernels.recurrent import RowsArgs
 from kernels.recurrent_layer import LayerMemory, MatrixMixer, Mixer, RecurrentLayers, RecurrentSizesArgs
 from kernels.recurrent_rows import RecurrentRows
@@ -49,6 +50,24 @@ class Norm:
     eps: float
     centred: bool = False
     """The mean is taken off first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentPart:
+    """What latent attention has between a layer's first product and its last one. The first gives queries, the latent
+    and the shared key."""
+
+    shape: LatentShape
+    norm: Norm
+    """Of the latent."""
+    keys: tuple[PackedBlocks, ...]
+    """By head: its query's channels that do not rotate -> the latent's."""
+    values: tuple[PackedBlocks, ...]
+    """By head: the latent's channels -> its own."""
+    query: PackedBlocks | None = None
+    """Of compressed queries, which the first product gives then; None: it gives the queries."""
+    query_norm: Norm | None = None
+    """Of compressed queries."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +111,8 @@ class ForwardLayer:
     key_values: KeyValues = KeyValues.OWN
     input: ForwardInput | None = None
     stream_scale: float = 1.0
+    latent: LatentPart | None = None
+    """Of latent attention, whose `qkv` gives queries, latent and shared key. `kv_heads` is that of its shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +136,34 @@ _HEAD_NORMS = ("q_norm", "k_norm", "v_norm")
 _PAGES = ("k_pages", "v_pages", "k_scales", "v_scales")
 
 
+class _LatentArgs(ctypes.Structure):
+    """Mirror of `struct latent_layer`."""
+
+    _fields_ = [
+        ("query", BlockWeightsArgs),
+        *[(name, ctypes.POINTER(BlockWeightsArgs)) for name in ("keys", "values")],
+        *[(name, ctypes.c_void_p) for name in ("query_norm", "norm")],
+        *[(name, ctypes.c_float) for name in ("query_eps", "eps")],
+    ]
+
+    @classmethod
+    def of(cls, latent: LatentPart) -> _LatentArgs:
+        """Return the arguments; the part outlives them."""
+        by_head = BlockWeightsArgs * len(latent.keys)
+        args = cls(norm=latent.norm.weight.data_ptr(), eps=latent.norm.eps)
+        args.keys, args.values = (by_head(*(each.args for each in part)) for part in (latent.keys, latent.values))
+        if latent.query is not None and latent.query_norm is not None:
+            args.query, args.query_eps = latent.query.args, latent.query_norm.eps
+            args.query_norm = latent.query_norm.weight.data_ptr()
+        return args
+
+
+class _LatentSizes(ctypes.Structure):
+    """Mirror of `struct latent_sizes`."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("latent", "unrotated", "rotated", "values", "width", "rank")]
+
+
 class _LayerArgs(ctypes.Structure):
     """Mirror of `struct forward_layer`."""
 
@@ -129,6 +178,7 @@ class _LayerArgs(ctypes.Structure):
         *[(name, ctypes.c_int32) for name in ("window", "act", "neighbours", "whole_norms", "norms_last")],
         *[(name, ctypes.c_int32) for name in ("is_parallel", "key_values", "tiles")],
         ("recurrent", ctypes.c_void_p),
+        ("latent", ctypes.POINTER(_LatentArgs)),
     ]
 
     @classmethod
@@ -160,6 +210,8 @@ class _LayerArgs(ctypes.Structure):
         args.key_values, args.stream_scale = layer.key_values, layer.stream_scale
         if layer.input is not None:
             args.input = LayerInputArgs.of(layer.input)
+        if layer.latent is not None:
+            args.latent = ctypes.pointer(_LatentArgs.of(layer.latent))
         return args
 
 
@@ -191,8 +243,44 @@ class _ForwardArgs(ctypes.Structure):
         ("inputs", LayerInputsArgs),
         ("recurrents", RecurrentSizesArgs),
         ("lanes", RowsArgs),
+        ("latents", _LatentSizes),
         ("query_gates", ctypes.c_int64),
     ]
+
+
+def _form(latent: LatentPart) -> tuple[LatentShape, int]:
+    """Return what all layers have in common."""
+    return latent.shape, 0 if latent.query is None else latent.query.num_inputs
+
+
+def _check_latent(layer: ForwardLayer, latent: LatentPart, H: int, num_heads: int) -> None:
+    """Assert what the native code relies on in a layer of latent attention."""
+    shape, wide = latent.shape, latent.shape.unrotated + latent.shape.rotated
+    assert num_heads == shape.heads == len(latent.keys) == len(latent.values), (shape, num_heads)
+    assert layer.kv_heads == shape.kv_heads, layer.kv_heads
+    assert MAX_WIDTH["cpu"] >= shape.kv_heads.width, shape
+    assert shape.latent % 16 == shape.rotated % 2 == 0, shape
+    assert max(wide, shape.values) <= shape.latent, "queries and values have the memory of latents"
+    assert {(each.num_inputs, each.num_outputs) for each in latent.keys} == {(shape.unrotated, shape.latent)}
+    assert {(each.num_inputs, each.num_outputs) for each in latent.values} == {(shape.latent, shape.values)}
+    rank = num_heads * wide if latent.query is None else latent.query.num_inputs
+    assert (layer.qkv.num_inputs, layer.qkv.num_outputs) == (H, rank + shape.latent + shape.rotated), layer.qkv
+    assert (layer.output.num_inputs, layer.output.num_outputs) == (num_heads * shape.values, H), layer.output
+    assert layer.output.num_inputs % BLOCK == 0, layer.output
+    assert latent.norm.weight.shape == (shape.latent,), latent.norm.weight.shape
+    assert (latent.query is None) == (latent.query_norm is None)
+    if latent.query is not None and latent.query_norm is not None:
+        assert latent.query.num_outputs == num_heads * wide, latent.query
+        assert latent.query_norm.weight.shape == (rank,), latent.query_norm.weight.shape
+    assert layer.cos_LR.shape == layer.sin_LR.shape == (len(layer.cos_LR), shape.rotated), layer.cos_LR.shape
+    assert layer.cos_LR.dtype == layer.sin_LR.dtype == torch.float32
+    assert layer.cos_LR.is_contiguous()
+    assert layer.sin_LR.is_contiguous()
+    assert layer.q_norm is layer.k_norm is layer.v_norm is None
+    assert layer.sinks_H is None
+    assert not layer.query_gates
+    assert not layer.is_parallel
+    assert (layer.softcap, layer.window, layer.key_values) == (0.0, 0, KeyValues.OWN)
 
 
 class Forward:
@@ -281,6 +369,12 @@ class Forward:
             args.attended = max(args.attended, args.num_heads * width)
             queries = 2 * args.num_heads if args.query_gates else args.num_heads
             args.channels = max(args.channels, (queries + 2 * number) * width)
+        if (latent := self._attending[0][0].latent) is not None:
+            shape, compressed = latent.shape, latent.query
+            rank = 0 if compressed is None else compressed.num_inputs
+            parts = (shape.latent, shape.unrotated, shape.rotated, shape.values, shape.kv_heads.width, rank)
+            args.latents, args.attended = _LatentSizes(*parts), shape.heads * shape.latent
+            args.channels = self._attending[0][0].qkv.num_outputs
 
     def _check(self, H: int, num_heads: int) -> None:
         """Assert what the native code relies on."""
@@ -305,12 +399,18 @@ class Forward:
                     assert vector.dtype == torch.float32, vector.dtype
                     assert vector.is_contiguous()
             assert mixture.shared is not None or mixture.shared_gate_H is None
-            assert 0 < choice.chosen <= E, choice.chosen
+            assert 0 < choice.chosen <= E // choice.groups * choice.kept, choice
+            assert 0 < choice.kept <= choice.groups <= MOST_GROUPS, choice
+            assert E % choice.groups == 0, choice
+            assert not choice.by_two or E // choice.groups > 1, choice
         assert embedding_VH.dtype in (torch.bfloat16, torch.float32), embedding_VH.dtype
         assert embedding_VH.is_contiguous()
         assert H % BLOCK == 0, H
         assert head.num_inputs == H, head
         gates = set[bool]()
+        attentions = [layer for layer in layers if isinstance(layer, ForwardLayer)]
+        forms = {None if layer.latent is None else _form(layer.latent) for layer in attentions}
+        assert len(forms) == 1, "layers have attentions of different forms"
         for layer in layers:
             of_stream = [norm for norm in (getattr(layer, name) for name in _NORMS) if norm is not None]
             assert all(norm.centred == self._owned[2].centred for norm in of_stream), "norms of two kinds"
@@ -320,6 +420,10 @@ class Forward:
                     layer.mixer.check(H)
                 shapes = [(part.num_inputs, part.num_outputs) for part in (layer.first, layer.output)]
                 assert shapes == [(H, outputs), (read, H)], shapes
+                continue
+            if layer.latent is not None:
+                _check_latent(layer, layer.latent, H, num_heads)
+                gates.add(False)
                 continue
             heads, head_dim = (num_heads, layer.kv_heads.number), layer.kv_heads.width
             channels = num_heads * head_dim
@@ -442,7 +546,8 @@ class Forward:
             page, (Hkv, D) = pages[layer.place], layer.kv_heads[:2]
             assert not page.token_major, "the pages have the layout of a GPU"
             assert page.k.dtype == page.v.dtype in (self._dtype, torch.int8), (page.k.dtype, self._dtype)
-            assert page.k.shape == (len(page.v), Hkv, D, T), page.k.shape
+            assert page.joined == (layer.latent is not None)
+            assert page.joined or page.k.shape == (len(page.v), Hkv, D, T), page.k.shape
             assert page.v.shape[1:] == (Hkv, T, D), page.v.shape
             args.k_pages, args.v_pages = page.k.data_ptr(), page.v.data_ptr()
             args.k_scales, args.v_scales = page.scales

@@ -7,7 +7,7 @@ Invariant: a row depends only on itself, bit for bit. Not responsible for: the p
 gpu_engine/model/latent).
 
 Shapes: N rows, B sequences, P query positions, H heads, L channels of the latent, C of a key's part that does not
-rotate, R that rotate, V of a value, D of a key in the cache, K inputs and O outputs of a head's product.
+rotate, R that rotate, V of a value, D of a key in the cache, K inputs and J outputs of a head's product.
 """
 
 from __future__ import annotations
@@ -70,20 +70,20 @@ class HeadProducts:
     """One product for each head. Owns its memory.
 
     Args:
-        weights: [H, K, O] in the dtype of the inputs, O a multiple of 16; or for each head a matrix [O, K] in blocks.
+        weights: [H, K, J] in the dtype of the inputs, O a multiple of 16; or for each head a matrix [J, K] in blocks.
     """
 
     def __init__(self, weights: torch.Tensor | Sequence[PackedBlocks]) -> None:
         self.weights = weights.contiguous() if isinstance(weights, torch.Tensor) else tuple(weights)
         if isinstance(self.weights, torch.Tensor):
-            H, K, O = self.weights.shape
-            assert O % 16 == 0, O
+            H, K, J = self.weights.shape
+            assert J % 16 == 0, J
             self._args = _HeadsArgs(None, self.weights.data_ptr())
         else:
-            H, K, O = len(self.weights), self.weights[0].num_inputs, self.weights[0].num_outputs
-            assert all((each.num_inputs, each.num_outputs) == (K, O) for each in self.weights)
+            H, K, J = len(self.weights), self.weights[0].num_inputs, self.weights[0].num_outputs
+            assert all((each.num_inputs, each.num_outputs) == (K, J) for each in self.weights)
             self._args = _HeadsArgs((BlockWeightsArgs * H)(*(each.args for each in self.weights)))
-        self._args.heads, self._args.inputs, self._args.outputs = H, K, O
+        self._args.heads, self._args.inputs, self._args.outputs = H, K, J
 
     @property
     def num_bytes(self) -> int:
@@ -93,28 +93,28 @@ class HeadProducts:
         return sum(each.num_bytes for each in self.weights)
 
     def dense(self) -> torch.Tensor:
-        """Return the weights, float32 [H, K, O]."""
+        """Return the weights, float32 [H, K, J]."""
         if isinstance(self.weights, torch.Tensor):
             return self.weights.float()
         return torch.stack([each.unpacked().dequantised().T for each in self.weights])
 
-    def __call__(self, x_NHK: torch.Tensor, out_NHO: torch.Tensor) -> None:
-        """Write x @ weights of each head into `out_NHO`, in the dtype of x: bfloat16 or float32. Both may be strided,
+    def __call__(self, x_NHK: torch.Tensor, out_NHJ: torch.Tensor) -> None:
+        """Write x @ weights of each head into `out_NHJ`, in the dtype of x: bfloat16 or float32. Both may be strided,
         but for their last dimension."""
         (N, H, K), args = x_NHK.shape, self._args
-        assert (H, K) == (args.heads, args.inputs), x_NHK.shape
-        assert out_NHO.shape == (N, H, args.outputs), out_NHO.shape
-        assert x_NHK.stride(2) == out_NHO.stride(2) == 1
-        assert x_NHK.dtype == out_NHO.dtype in (torch.bfloat16, torch.float32), x_NHK.dtype
+        assert (args.heads, args.inputs) == (H, K), x_NHK.shape
+        assert out_NHJ.shape == (N, H, args.outputs), out_NHJ.shape
+        assert x_NHK.stride(2) == out_NHJ.stride(2) == 1
+        assert x_NHK.dtype == out_NHJ.dtype in (torch.bfloat16, torch.float32), x_NHK.dtype
         assert x_NHK.device.type == "cpu", x_NHK.device
         if isinstance(self.weights, torch.Tensor):
             assert self.weights.dtype == x_NHK.dtype, self.weights.dtype
         else:
             scratch = torch.empty(N * H * (K + K // BLOCK * 12) + 256, dtype=torch.uint8)
             args.scratch = scratch.data_ptr()
-        args.x, args.out, args.rows, args.bf16 = x_NHK.data_ptr(), out_NHO.data_ptr(), N, x_NHK.dtype == torch.bfloat16
+        args.x, args.out, args.rows, args.bf16 = x_NHK.data_ptr(), out_NHJ.data_ptr(), N, x_NHK.dtype == torch.bfloat16
         args.x_row, args.x_head = x_NHK.stride()[:2]
-        args.out_row, args.out_head = out_NHO.stride()[:2]
+        args.out_row, args.out_head = out_NHJ.stride()[:2]
         native().lockstep_head_products(ctypes.byref(args))
 
     def __repr__(self) -> str:
@@ -147,6 +147,7 @@ class AbsorbedAttention:
         assert norm.weight_H.is_contiguous()
         assert shape.latent % 16 == shape.rotated % 2 == 0, shape
         self.shape, self.scale, self.norm, self.keys, self.values = shape, scale, norm, keys, values
+        self.neighbours = neighbours
         self._args = _RowsArgs(weight=norm.weight_H.data_ptr(), eps=norm.eps, neighbours=neighbours)
         self._args.heads, self._args.unrotated, self._args.rotated = shape.heads, shape.unrotated, shape.rotated
         self._args.latent, self._args.width = shape.latent, shape.kv_heads.width

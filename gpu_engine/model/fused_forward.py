@@ -8,6 +8,7 @@ the model itself (see fusion.py). Not responsible for: the computation of a laye
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -288,9 +289,11 @@ def fused_forward_of(net: Any, record: Recording, mixtures: Mapping[nn.Module, M
 
 
 def _scales_of(config: Any) -> StreamScales:
-    """Return the scales that a configuration names as Granite's or as Cohere's does."""
+    """Return the scales that a configuration names as Granite's, Cohere's or MiniCPM's does."""
     names = ("embedding_multiplier", "residual_multiplier", "logit_scale", "logits_scaling")
     embedding, residual, multiplied, divided = (float(getattr(config, name, None) or 1.0) for name in names)
+    if depth := getattr(config, "scale_depth", None):
+        residual = float(depth) / math.sqrt(config.num_hidden_layers)
     return StreamScales(embedding, residual, multiplied / divided)
 
 

@@ -281,7 +281,11 @@ def attend_by_sequence(
     if ctx.prompts is not None:
         prompts, ends = ctx.prompts, itertools.accumulate(ctx.prompts.counts, initial=begin)
         parts[:0] = [
-            (slice(start, end), prompts.page_table_CN[c : c + 1], prompts.positions_N[None, start - begin : end - begin])
+            (
+                slice(start, end),
+                prompts.page_table_CN[c : c + 1],
+                prompts.positions_N[None, start - begin : end - begin],
+            )
             for c, (start, end) in enumerate(itertools.pairwise(ends))
         ]
     done = [(part[0], run(*part)) for part in parts]

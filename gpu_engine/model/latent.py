@@ -1,5 +1,5 @@
-"""Latent attention (MLA) on a CPU: transformers' module by one that caches a token's latent vector, and not the keys and
-values of every head.
+"""Replaces transformers' latent attention (MLA) on a CPU by one that caches a token's latent vector, and not the keys
+and values of every head.
 
 The product that expands a latent becomes two for each head, with which queries and outputs are multiplied instead (see
 kernels/latent.py). Invariant: a replaced module keeps its other products, with what quantised them; the expansion is
@@ -33,7 +33,7 @@ _NEIGHBOURS: dict[str, Callable[[Any], bool]] = {
     "MiniCPM3Attention": lambda config: False,
     "YoutuAttention": lambda config: config.rope_interleave,
 }
-"""By the name of the class in transformers: whether neighbouring channels are rotated together, by its configuration."""
+"""By the name of the class in transformers: whether its configuration has neighbouring channels rotate together."""
 _COMPLEX = "DeepseekV2RotaryEmbedding"
 """The rotary embedding whose result is complex numbers, one for each pair of channels."""
 EXPANSION = "kv_b_proj"
@@ -52,8 +52,8 @@ class LatentExpansion(nn.Module):
     def __init__(self, shape: LatentShape, weight_NL: torch.Tensor, kind: BlockKind | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = shape.latent, shape.heads * (shape.unrotated + shape.values)
-        keys_HCL, values_HVL = weight_NL.detach().unflatten(0, (shape.heads, -1)).split(
-            (shape.unrotated, shape.values), dim=1
+        keys_HCL, values_HVL = (
+            weight_NL.detach().unflatten(0, (shape.heads, -1)).split((shape.unrotated, shape.values), dim=1)
         )
         self.keys, self.values = HeadProducts(keys_HCL), HeadProducts(values_HVL.transpose(1, 2))
         if kind is not None:
@@ -73,7 +73,7 @@ def _rounded(products: HeadProducts, kind: BlockKind) -> HeadProducts:
     weights = products.weights
     if not isinstance(weights, torch.Tensor) or weights.shape[1] % BLOCK:
         return products
-    return HeadProducts([PackedBlocks(quantised(each_KO.T.contiguous(), kind)) for each_KO in weights])
+    return HeadProducts([PackedBlocks(quantised(each_KJ.T.contiguous(), kind)) for each_KJ in weights])
 
 
 class LatentAttention(RowAttention):
@@ -89,11 +89,11 @@ class LatentAttention(RowAttention):
         own: Any = inner
         expansion: LatentExpansion = own.kv_b_proj
         self.layer_idx, self.num_key_value_groups = int(own.layer_idx), shape.heads
-        self._compresses = own.q_proj is None if hasattr(own, "q_proj") else True
-        self.first = joined([own.q_a_proj if self._compresses else own.q_proj, own.kv_a_proj_with_mqa])
-        self.query = joined([own.q_b_proj]) if self._compresses else None
+        compresses = getattr(own, "q_proj", None) is None
+        self.first = joined([own.q_a_proj if compresses else own.q_proj, own.kv_a_proj_with_mqa])
+        self.query = joined([own.q_b_proj]) if compresses else None
         self.output = joined([own.o_proj])
-        self._query_norm = _norm(own.q_a_layernorm) if self._compresses else None
+        self.query_norm = _norm(own.q_a_layernorm) if compresses else None
         parts = _norm(own.kv_a_layernorm), expansion.keys, expansion.values
         self.core = AbsorbedAttention(shape, float(own.scaling), *parts, neighbours=neighbours)
         heads = shape.kv_heads
@@ -111,13 +111,12 @@ class LatentAttention(RowAttention):
         shape, ctx.layers_seen[self.layer_idx] = self.core.shape, self.shape
         first_NC: torch.Tensor = self.first(x_NH)
         q_NC, kv_NC = first_NC.tensor_split((-shape.latent - shape.rotated,), dim=1)
-        if self.query is not None and self._query_norm is not None:
-            q_NC = self.query(rms_norm(q_NC, self._query_norm))
+        if self.query is not None and self.query_norm is not None:
+            q_NC = self.query(rms_norm(q_NC, self.query_norm))
         pages = ctx.pages[self.layer_idx]
 
         def run(rows: slice, page_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            parts = (part[rows] for part in (q_NC, kv_NC, cos_NR, sin_NR))
-            return self.core(*parts, pages, page_table, positions)
+            return self.core(q_NC[rows], kv_NC[rows], cos_NR[rows], sin_NR[rows], pages, page_table, positions)
 
         out_NH: torch.Tensor = self.output(attend_by_sequence(ctx, len(x_NH), run))
         return out_NH

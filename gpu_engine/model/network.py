@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -252,7 +253,9 @@ def _read(
             net,
             weights,
             dtype,
-            (lambda name, linear: None) if products is None else _with_expansions(config, net, weights, products, dtype),
+            (lambda name, linear: None)
+            if products is None
+            else _with_expansions(config, net, weights, products, dtype),
             lambda share: progress("loading the weights", 0.2 + 0.6 * share),
         )
     if products is not None:

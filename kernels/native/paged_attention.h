@@ -16,8 +16,9 @@
 #include "simd.h"
 
 #define TILE 6      /* queries at once: TILE * SUBS score vectors stay in registers */
-#define MOST_TILE 8 /* the same of keys that begin with their values, which have many query heads */
-#define SUBS 4      /* sub-blocks of 16 tokens, each within one page */
+#define MOST_TILE 8 /* the same of keys that begin with their values, which have many query heads, or LEAST_JOINED */
+#define LEAST_JOINED 2
+#define SUBS 4 /* sub-blocks of 16 tokens, each within one page */
 #define BLOCK (16 * SUBS)
 #define MAX_D 576
 #if defined(__AVX512F__)
@@ -444,10 +445,10 @@ static void attend_joined(const struct paged_attention_args *a, int64_t b, int64
     const int64_t d = a->head_dim, values = a->values;
 #define ATTEND_JOINED(d, values, kind)                                                                                 \
     do {                                                                                                               \
-        if (tile == 8)                                                                                                 \
-            attend_tile(a, b, hkv, first, d, values, 1, kind, 8, 0);                                                   \
+        if (tile == MOST_TILE)                                                                                         \
+            attend_tile(a, b, hkv, first, d, values, 1, kind, MOST_TILE, 0);                                           \
         else                                                                                                           \
-            attend_tile(a, b, hkv, first, d, values, 1, kind, 2, 0);                                                   \
+            attend_tile(a, b, hkv, first, d, values, 1, kind, LEAST_JOINED, 0);                                        \
     } while (0)
     if (a->kind == PAGES_BF16 && d == 576 && values == 512)
         ATTEND_JOINED(576, 512, PAGES_BF16); /* of DeepSeek, and of most other families */
@@ -462,16 +463,14 @@ static void attend_joined(const struct paged_attention_args *a, int64_t b, int64
 
 extern int omp_get_max_threads(void);
 
-/* Queries of a tile. Where keys begin with their values, a tile reads each key once for all of its queries, and smaller ones
- * give every thread some. */
-static int64_t queries_of_tile(const struct paged_attention_args *a) {
-    if (!a->values) return TILE;
-    const int64_t queries = (int64_t)a->num_batch * a->num_queries * a->num_heads;
-    return queries / 8 >= omp_get_max_threads() ? 8 : 2;
+/* Queries of a tile, of so many, where keys begin with their values: a tile reads each key once for all of its queries, and
+ * smaller ones give every thread some. */
+static int64_t joined_tile(int64_t queries) {
+    return queries / MOST_TILE >= omp_get_max_threads() ? MOST_TILE : LEAST_JOINED;
 }
 
 void VARIANT(lockstep_paged_attention)(const struct paged_attention_args *a) {
-    int64_t rows = (int64_t)a->num_batch * a->num_queries, tile = queries_of_tile(a);
+    int64_t rows = (int64_t)a->num_batch * a->num_queries, tile = a->values ? joined_tile(rows * a->num_heads) : TILE;
     int64_t group = a->num_heads / a->num_kv_heads;
     int64_t tiles = (a->num_queries * group + tile - 1) / tile;
     int64_t tasks = (int64_t)a->num_batch * a->num_kv_heads * tiles;

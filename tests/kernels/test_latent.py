@@ -62,7 +62,9 @@ def test_a_key_that_begins_with_its_value_is_stored_once() -> None:
 
 
 @pytest.mark.parametrize("kv", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize(("P", "Hq", "D", "values", "T"), [(1, 16, 576, 512, 32), (5, 4, 48, 32, 16), (3, 21, 80, 64, 16)])
+@pytest.mark.parametrize(
+    ("P", "Hq", "D", "values", "T"), [(1, 16, 576, 512, 32), (5, 4, 48, 32, 16), (3, 21, 80, 64, 16)]
+)
 def test_attention_equals_that_over_keys_and_values_apart(
     P: int, Hq: int, D: int, values: int, T: int, kv: torch.dtype, threads: int
 ) -> None:
@@ -93,33 +95,33 @@ def test_attention_equals_that_over_keys_and_values_apart(
     assert not got[~live].any()
 
 
-def products_of(weights_HKO: torch.Tensor, form: str) -> HeadProducts:
+def products_of(weights_HKJ: torch.Tensor, form: str) -> HeadProducts:
     if form in ("float32", "bfloat16"):
-        return HeadProducts(weights_HKO.to(getattr(torch, form)))
-    return HeadProducts([PackedBlocks(quantised(each.T.contiguous(), BlockKind[form])) for each in weights_HKO])
+        return HeadProducts(weights_HKJ.to(getattr(torch, form)))
+    return HeadProducts([PackedBlocks(quantised(each.T.contiguous(), BlockKind[form])) for each in weights_HKJ])
 
 
 FORMS = ["float32", "bfloat16", pytest.param("Q4", marks=NEEDS_BLOCKS), pytest.param("Q8", marks=NEEDS_BLOCKS)]
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("H", "K", "O"), [(3, 64, 48), (2, 32, 16), (4, 128, 512)])
+@pytest.mark.parametrize(("H", "K", "J"), [(3, 64, 48), (2, 32, 16), (4, 128, 512)])
 def test_each_head_has_its_product_and_a_row_has_the_same_bits_in_any_company(
-    H: int, K: int, O: int, form: str, threads: int
+    H: int, K: int, J: int, form: str, threads: int
 ) -> None:
     dtype = torch.float32 if form == "float32" else torch.bfloat16
-    products = products_of(rand(H, K, O) / math.sqrt(K), form)
+    products = products_of(rand(H, K, J) / math.sqrt(K), form)
     wide = rand(29, H, K + 8, seed=1, dtype=dtype)
-    x_NHK, out = wide[..., 4 : 4 + K], torch.zeros(29, H, O + 16, dtype=dtype)
-    products(x_NHK, out[..., :O])
-    want = torch.einsum("nhk,hko->nho", x_NHK.float(), products.dense())
+    x_NHK, out = wide[..., 4 : 4 + K], torch.zeros(29, H, J + 16, dtype=dtype)
+    products(x_NHK, out[..., :J])
+    want = torch.einsum("nhk,hkj->nhj", x_NHK.float(), products.dense())
     bound = {"float32": 1e-5, "bfloat16": 1e-2}.get(form, 2e-2)
-    assert float((out[..., :O].float() - want).norm() / want.norm()) < bound
-    assert not out[..., O:].any()
+    assert float((out[..., :J].float() - want).norm() / want.norm()) < bound
+    assert not out[..., J:].any()
     for count in (1, 2, 3, 6, 7, 13):
-        some = torch.empty(count, H, O, dtype=dtype)
+        some = torch.empty(count, H, J, dtype=dtype)
         products(x_NHK[29 - count :], some)
-        assert torch.equal(some, out[29 - count :, :, :O])
+        assert torch.equal(some, out[29 - count :, :, :J])
 
 
 def layer_of(shape: LatentShape, form: str, *, neighbours: bool, dtype: torch.dtype) -> AbsorbedAttention:

@@ -21,7 +21,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 
-
 class Weights(Protocol):
     """The tensors of a model's files, by the names that the model gives its parameters. For several threads."""
 

@@ -20,6 +20,7 @@ from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward, Layer, RotaryCall, WholeForward
 from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, MixedBlock, Rotation
 from gpu_engine.model.fusion import Fused
+from gpu_engine.model.latent import LatentAttention
 from gpu_engine.model.layer_inputs import LayerInputs
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Distance, distance
@@ -27,14 +28,17 @@ from gpu_engine.model.recurrent.mixer import RecurrentMixer
 from gpu_engine.model.recurrent.rows import LayerStates, RecurrentPools
 from gpu_engine.model.rotary import RotaryTable
 from kernels.blocks import PackedBlocks
-from kernels.forward import Forward, ForwardLayer, Norm, RecurrentForwardLayer
+from kernels.forward import Forward, ForwardLayer, LatentPart, Norm, RecurrentForwardLayer
 from kernels.forward_inputs import ForwardInput, ForwardInputs
-from kernels.fused_arguments import Activation, NormKind, RMSNorm
+from kernels.fused_arguments import Activation, HeadForm, NormKind, RMSNorm
 from kernels.kv_pages import KVHeads
 from kernels.mixture import GatedBlock, Mixture
 from kernels.step_tensors import StepTensors
 
 log = logging.getLogger(__name__)
+
+
+_Layers = Sequence[ForwardLayer | RecurrentForwardLayer]
 
 
 class NotNative(Exception):
@@ -179,6 +183,27 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
     head = _packed(fused.head, "head")
     embedding_VH = fused.embedding.weight.detach()
     scale = _embedding_scale(fused.embedding)
+    latent = any(isinstance(layer.attention, LatentAttention) for layer in fused.layers)
+    layers, num_heads = (_latent_layers if latent else _layers_of)(fused, embedding_VH)
+    forward = Forward(
+        embedding_VH,
+        layers,
+        _norm(fused.norm),
+        head,
+        num_heads,
+        logits_softcap=fused.logits_softcap,
+        embedding_scale=scale,
+        scales=fused.scales,
+        inputs=None if fused.inputs is None else _inputs_of(fused.inputs),
+    )
+    recurrent = [layer.attention.layer_idx for layer in fused.layers if isinstance(layer.attention, RecurrentMixer)]
+    return NativeForward(
+        forward, [part for layer in fused.layers for part in (layer.attention, layer.gated)], recurrent
+    )
+
+
+def _layers_of(fused: FusedForward, embedding_VH: torch.Tensor) -> tuple[_Layers, int]:
+    """Return the layers of a model without latent attention, and the number of query heads."""
     attentions = {layer: layer.attention for layer in fused.layers if isinstance(layer.attention, FusedAttention)}
     meant = {(layer.angles, attention.rotation) for layer, attention in attentions.items()}
     tables = {
@@ -194,21 +219,22 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
     heads = {attention.shape.num_heads for attention in attentions.values()}
     if len(heads) != 1:
         raise NotNative(f"its layers have different numbers of query heads: {sorted(heads)}")
-    forward = Forward(
-        embedding_VH,
-        layers,
-        _norm(fused.norm),
-        head,
-        heads.pop(),
-        logits_softcap=fused.logits_softcap,
-        embedding_scale=scale,
-        scales=fused.scales,
-        inputs=None if fused.inputs is None else _inputs_of(fused.inputs),
-    )
-    recurrent = [layer.attention.layer_idx for layer in fused.layers if isinstance(layer.attention, RecurrentMixer)]
-    return NativeForward(
-        forward, [part for layer in fused.layers for part in (layer.attention, layer.gated)], recurrent
-    )
+    return layers, heads.pop()
+
+
+def _latent_layers(fused: FusedForward, embedding_VH: torch.Tensor) -> tuple[_Layers, int]:
+    """Return the layers of a model with latent attention, and the number of query heads."""
+    tables = [_table_of(call, embedding_VH, Rotation.HALVES) for call in fused.rotary]
+    layers, heads = list[ForwardLayer | RecurrentForwardLayer](), 0
+    for layer in fused.layers:
+        if not isinstance(layer.attention, LatentAttention) or layer.angles is None:
+            raise NotNative("only some of its layers have latent attention")
+        heads = layer.attention.shape.num_heads
+        cos_LR, sin_LR = tables[layer.angles]
+        if 2 * cos_LR.shape[1] == layer.attention.core.shape.rotated:  # one for each pair
+            cos_LR, sin_LR = torch.cat([cos_LR, cos_LR], dim=1), torch.cat([sin_LR, sin_LR], dim=1)
+        layers.append(_latent_layer_of(layer, layer.attention, cos_LR, sin_LR))
+    return layers, heads
 
 
 _NO_ANGLES = (torch.zeros(1, 0), torch.zeros(1, 0))
@@ -300,6 +326,41 @@ def _layer_of(layer: Layer, attention: FusedAttention, cos_LR: torch.Tensor, sin
         key_values=attention.key_values,
         input=_input_of(layer, act),
         stream_scale=layer.scale,
+    )
+
+
+def _latent_layer_of(
+    layer: Layer, attention: LatentAttention, cos_LR: torch.Tensor, sin_LR: torch.Tensor
+) -> ForwardLayer:
+    core, (block, act) = attention.core, _block_of(layer.gated)
+    by_head = [part.weights for part in (core.keys, core.values)]
+    if any(isinstance(weights, torch.Tensor) for weights in by_head):
+        raise NotNative("its products by head are not over blocks")
+    keys, values = (tuple(weights) for weights in by_head)
+    query = None if attention.query is None else _packed(attention.query, "product of compressed queries")
+    return ForwardLayer(
+        place=attention.layer_idx,
+        kv_heads=core.shape.kv_heads,
+        qkv=_packed(attention.first, "product of queries and latents"),
+        output=_packed(attention.output, "output product"),
+        block=block,
+        pre_attention=_norm_or_none(layer.pre_attention),
+        post_attention=_norm_or_none(layer.post_attention),
+        pre_block=_norm_or_none(layer.pre_block),
+        post_block=_norm_or_none(layer.post_block),
+        q_norm=None,
+        k_norm=None,
+        cos_LR=cos_LR,
+        sin_LR=sin_LR,
+        scale=core.scale,
+        softcap=0.0,
+        window=0,
+        act=act,
+        heads=HeadForm(neighbours=core.neighbours),
+        is_parallel=layer.is_parallel,
+        input=_input_of(layer, act),
+        stream_scale=layer.scale,
+        latent=LatentPart(core.shape, _norm(core.norm), keys, values, query, _norm_or_none(attention.query_norm)),
     )
 
 
