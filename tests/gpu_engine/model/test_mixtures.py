@@ -404,8 +404,12 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "two routers": (lambda b: setattr(b, "other", Tanh(b.gate)), "has the parts"),
     "groups": (
-        lambda b: (setattr(b.gate, "n_group", 3), setattr(b.gate, "topk_group", 2)),
-        "experts are in 3 groups",
+        lambda b: (setattr(b.gate, "n_group", 3), setattr(b.gate, "topk_group", 1)),
+        "the highest outputs by their softmax or sigmoid",
+    ),
+    "unequal groups": (
+        lambda b: (setattr(b.gate, "n_group", 5), setattr(b.gate, "topk_group", 1)),
+        "experts are in 5 groups",
     ),
     "two shared experts": (
         lambda b: (setattr(b, "other", nn.Linear(4, 4)), setattr(b, "another", nn.Linear(4, 4))),
