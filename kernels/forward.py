@@ -22,9 +22,10 @@ from kernels.blocks import BLOCK, BlockWeightsArgs, PackedBlocks
 from kernels.forward_inputs import ForwardInput, ForwardInputs, LayerInputArgs, LayerInputsArgs, check_inputs
 from kernels.fused_arguments import LLAMA_HEADS, UNSCALED, Activation, HeadForm, KeyValues, StreamScales
 from kernels.kv_pages import MAX_WIDTH, KVHeads, KVPages, check_limits
+from kernels.latent import LatentShape
 from kernels.library import native
 from kernels.low_rank import LowRankTable
-from kernels.mixture import GatedBlock, Mixture, RoutedArgs, check_blocks
+from kernels.mixture import MOST_GROUPS, GatedBlock, Mixture, RoutedArgs, check_blocks
 from kernels.recurrent import RowsArgs
 from kernels.recurrent_layer import LayerMemory, Recurrence, RecurrentLayers, RecurrentSizesArgs
 from kernels.recurrent_rows import RecurrentRows
@@ -49,6 +50,24 @@ class Norm:
     eps: float
     centred: bool = False
     """The mean is taken off first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentPart:
+    """What latent attention has between a layer's first product and its last one. The first gives queries, the latent
+    and the shared key."""
+
+    shape: LatentShape
+    norm: Norm
+    """Of the latent."""
+    keys: tuple[PackedBlocks, ...]
+    """By head: its query's channels that do not rotate -> the latent's."""
+    values: tuple[PackedBlocks, ...]
+    """By head: the latent's channels -> its own."""
+    query: PackedBlocks | None = None
+    """Of compressed queries, which the first product gives then; None: it gives the queries."""
+    query_norm: Norm | None = None
+    """Of compressed queries."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +100,8 @@ class ForwardAttention:
     key_values: KeyValues = KeyValues.OWN
     query_factors_L: torch.Tensor | None = None
     """float32, contiguous: a factor of the queries at each position; None: there is none."""
+    latent: LatentPart | None = None
+    """Of latent attention, whose `qkv` gives queries, latent and shared key. `kv_heads` is that of its shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +138,34 @@ _HEAD_NORMS = ("q_norm", "k_norm", "v_norm")
 _PAGES = ("k_pages", "v_pages", "k_scales", "v_scales")
 
 
+class _LatentArgs(ctypes.Structure):
+    """Mirror of `struct latent_layer`."""
+
+    _fields_ = [
+        ("query", BlockWeightsArgs),
+        *[(name, ctypes.POINTER(BlockWeightsArgs)) for name in ("keys", "values")],
+        *[(name, ctypes.c_void_p) for name in ("query_norm", "norm")],
+        *[(name, ctypes.c_float) for name in ("query_eps", "eps")],
+    ]
+
+    @classmethod
+    def of(cls, latent: LatentPart) -> _LatentArgs:
+        """Return the arguments; the part outlives them."""
+        by_head = BlockWeightsArgs * len(latent.keys)
+        args = cls(norm=latent.norm.weight.data_ptr(), eps=latent.norm.eps)
+        args.keys, args.values = (by_head(*(each.args for each in part)) for part in (latent.keys, latent.values))
+        if latent.query is not None and latent.query_norm is not None:
+            args.query, args.query_eps = latent.query.args, latent.query_norm.eps
+            args.query_norm = latent.query_norm.weight.data_ptr()
+        return args
+
+
+class _LatentSizes(ctypes.Structure):
+    """Mirror of `struct latent_sizes`."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("latent", "unrotated", "rotated", "values", "width", "rank")]
+
+
 class _LayerArgs(ctypes.Structure):
     """Mirror of `struct forward_layer`."""
 
@@ -132,6 +181,7 @@ class _LayerArgs(ctypes.Structure):
         *[(name, ctypes.c_int32) for name in ("window", "act", "neighbours", "whole_norms", "norms_last")],
         *[(name, ctypes.c_int32) for name in ("is_parallel", "key_values", "tiles")],
         ("recurrent", ctypes.c_void_p),
+        ("latent", ctypes.POINTER(_LatentArgs)),
     ]
 
     @classmethod
@@ -166,7 +216,9 @@ class _LayerArgs(ctypes.Structure):
         self.scale, self.softcap, self.window = part.scale, part.softcap, part.window
         self.neighbours, self.whole_norms = part.heads.neighbours, part.heads.whole_norms
         self.norms_last, self.key_values = part.heads.norms_last, part.key_values
-        self.num_kv_heads, self.head_dim = part.kv_heads
+        self.num_kv_heads, self.head_dim = part.kv_heads[:2]
+        if part.latent is not None:
+            self.latent = ctypes.pointer(_LatentArgs.of(part.latent))
 
 
 def _check_attention(part: ForwardAttention, H: int, num_heads: int) -> None:
@@ -227,8 +279,45 @@ class _ForwardArgs(ctypes.Structure):
         ("inputs", LayerInputsArgs),
         ("recurrents", RecurrentSizesArgs),
         ("lanes", RowsArgs),
+        ("latents", _LatentSizes),
         ("query_gates", ctypes.c_int64),
     ]
+
+
+def _form(latent: LatentPart) -> tuple[LatentShape, int]:
+    """Return what all layers have in common."""
+    return latent.shape, 0 if latent.query is None else latent.query.num_inputs
+
+
+def _check_latent(part: ForwardAttention, H: int, num_heads: int) -> None:
+    """Assert what the native code relies on in latent attention."""
+    latent = part.latent
+    assert latent is not None
+    shape, wide = latent.shape, latent.shape.unrotated + latent.shape.rotated
+    assert num_heads == shape.heads == len(latent.keys) == len(latent.values), (shape, num_heads)
+    assert part.kv_heads == shape.kv_heads, part.kv_heads
+    assert MAX_WIDTH["cpu"] >= shape.kv_heads.width, shape
+    assert shape.latent % 16 == shape.rotated % 2 == 0, shape
+    assert max(wide, shape.values) <= shape.latent, "queries and values have the memory of latents"
+    assert {(each.num_inputs, each.num_outputs) for each in latent.keys} == {(shape.unrotated, shape.latent)}
+    assert {(each.num_inputs, each.num_outputs) for each in latent.values} == {(shape.latent, shape.values)}
+    rank = num_heads * wide if latent.query is None else latent.query.num_inputs
+    assert (part.qkv.num_inputs, part.qkv.num_outputs) == (H, rank + shape.latent + shape.rotated), part.qkv
+    assert (part.output.num_inputs, part.output.num_outputs) == (num_heads * shape.values, H), part.output
+    assert part.output.num_inputs % BLOCK == 0, part.output
+    assert latent.norm.weight.shape == (shape.latent,), latent.norm.weight.shape
+    assert (latent.query is None) == (latent.query_norm is None)
+    if latent.query is not None and latent.query_norm is not None:
+        assert latent.query.num_outputs == num_heads * wide, latent.query
+        assert latent.query_norm.weight.shape == (rank,), latent.query_norm.weight.shape
+    assert part.cos_LR.shape == part.sin_LR.shape == (len(part.cos_LR), shape.rotated), part.cos_LR.shape
+    assert part.cos_LR.dtype == part.sin_LR.dtype == torch.float32
+    assert part.cos_LR.is_contiguous()
+    assert part.sin_LR.is_contiguous()
+    assert part.q_norm is part.k_norm is part.v_norm is None
+    assert part.sinks_H is None
+    assert not part.query_gates
+    assert (part.softcap, part.window, part.key_values) == (0.0, 0, KeyValues.OWN)
 
 
 class Forward:
@@ -318,11 +407,17 @@ class Forward:
         args.kv_heads[: len(numbers)] = numbers
         args.query_gates = any(part.query_gates for part, _ in self._attending)
         for part, of_layer in self._attending:
-            number, width = part.kv_heads
+            number, width = part.kv_heads[:2]
             of_layer.tiles = numbers.index(number)
             args.attended = max(args.attended, args.num_heads * width)
             queries = 2 * args.num_heads if args.query_gates else args.num_heads
             args.channels = max(args.channels, (queries + 2 * number) * width)
+        if (latent := self._attending[0][0].latent) is not None:
+            shape, compressed = latent.shape, latent.query
+            rank = 0 if compressed is None else compressed.num_inputs
+            parts = (shape.latent, shape.unrotated, shape.rotated, shape.values, shape.kv_heads.width, rank)
+            args.latents, args.attended = _LatentSizes(*parts), shape.heads * shape.latent
+            args.channels = self._attending[0][0].qkv.num_outputs
 
     def _check(self, H: int, num_heads: int) -> None:
         """Assert what the native code relies on."""
@@ -349,12 +444,18 @@ class Forward:
                     assert vector.dtype == torch.float32, vector.dtype
                     assert vector.is_contiguous()
             assert mixture.shared is not None or mixture.shared_gate_H is None
-            assert 0 < choice.chosen <= E, choice.chosen
+            assert 0 < choice.chosen <= E // choice.groups * choice.kept, choice
+            assert 0 < choice.kept <= choice.groups <= MOST_GROUPS, choice
+            assert E % choice.groups == 0, choice
+            assert not choice.by_two or E // choice.groups > 1, choice
         assert embedding_VH.dtype in (torch.bfloat16, torch.float32), embedding_VH.dtype
         assert embedding_VH.is_contiguous()
         assert H % BLOCK == 0, H
         assert head.num_inputs == H, head
         gates = set[bool]()
+        attentions = [layer.attention for layer in layers if layer.attention is not None]
+        forms = {None if part.latent is None else _form(part.latent) for part in attentions}
+        assert len(forms) == 1, "layers have attentions of different forms"
         for layer in layers:
             of_stream = [norm for norm in (getattr(layer, name) for name in _NORMS) if norm is not None]
             assert all(norm.centred == self._owned[2].centred for norm in of_stream), "norms of two kinds"
@@ -375,7 +476,8 @@ class Forward:
                 assert layer.block.shared_gate_H is None, "a norm of a shared expert that has a gate"
             if layer.attention is not None:
                 gates.add(layer.attention.query_gates)
-                _check_attention(layer.attention, H, num_heads)
+                check = _check_attention if layer.attention.latent is None else _check_latent
+                check(layer.attention, H, num_heads)
         assert len(gates) == 1, "only some queries have gates"
 
     def __call__(
@@ -468,10 +570,11 @@ class Forward:
         places, T = {part.place for part, _ in self._attending}, pages[0].v.shape[2]
         assert places == set(range(len(pages))), (places, len(pages))
         for part, args in self._attending:
-            page, (Hkv, D) = pages[part.place], part.kv_heads
+            page, (Hkv, D) = pages[part.place], part.kv_heads[:2]
             assert not page.token_major, "the pages have the layout of a GPU"
             assert page.k.dtype == page.v.dtype in (self._dtype, torch.int8), (page.k.dtype, self._dtype)
-            assert page.k.shape == (len(page.v), Hkv, D, T), page.k.shape
+            assert page.joined == (part.latent is not None)
+            assert page.joined or page.k.shape == (len(page.v), Hkv, D, T), page.k.shape
             assert page.v.shape[1:] == (Hkv, T, D), page.v.shape
             args.k_pages, args.v_pages = page.k.data_ptr(), page.v.data_ptr()
             args.k_scales, args.v_scales = page.scales

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-MAX_WIDTH = {"cpu": 512, "cuda": 256}
+MAX_WIDTH = {"cpu": 576, "cuda": 256}
 """The most channels of a head that attention takes, by type of device. On a GPU the sums of a tile of queries are in
 registers, and those of 64 queries with 512 channels would fill them."""
 
@@ -35,12 +35,15 @@ class KVHeads(NamedTuple):
     number: int
     width: int
     """Channels of a head."""
+    values: int = 0
+    """Channels of a value that is the first part of its key, and so has no memory of its own; 0: values are apart."""
 
 
 def bytes_of_token(layers: Iterable[KVHeads], dtype: torch.dtype) -> int:
     """Return the bytes of a token's keys and values in some layers."""
     scale = SCALE.itemsize if dtype is torch.int8 else 0
-    return 2 * sum(heads.number * (heads.width * dtype.itemsize + scale) for heads in layers)
+    parts = ((1 if heads.values else 2) * heads.number * (heads.width * dtype.itemsize + scale) for heads in layers)
+    return sum(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ class KVPages:
     """One layer's cache, in the model's dtype, or on a CPU in int8 with a scale for each token of a head.
 
     On a CPU the keys are channel-major, so that a vector holds neighbouring tokens; on a GPU they are token-major like
-    the values, so that a token's key is one run of bytes.
+    the values, so that a token's key is one run of bytes. Keys that begin with their values are token-major everywhere:
+    `k` and its scales are `v` and its scales.
     """
 
     k: torch.Tensor
@@ -65,7 +69,13 @@ class KVPages:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All memory of the layer; the first dimension is the page."""
-        return tuple(part for part in (self.k, self.v, self.k_scales, self.v_scales) if part is not None)
+        parts = {id(part): part for part in (self.k, self.v, self.k_scales, self.v_scales) if part is not None}
+        return tuple(parts.values())
+
+    @property
+    def joined(self) -> bool:
+        """True: the values are the first channels of the keys."""
+        return self.k is self.v
 
     @property
     def kind(self) -> int:
@@ -81,7 +91,7 @@ class KVPages:
     @property
     def k_NHTD(self) -> torch.Tensor:
         """The keys token by token, a view."""
-        return self.k if self.token_major else self.k.transpose(2, 3)
+        return self.k if self.token_major or self.joined else self.k.transpose(2, 3)
 
     @classmethod
     def allocate_layers(
@@ -100,7 +110,8 @@ class KVPages:
         """
         parts: dict[KVHeads, Iterator[KVPages]] = {}
         for heads in dict.fromkeys(layers):
-            whole = cls.allocate(layers.count(heads) * num_pages, *heads, page_size, dtype, device, token_major)
+            sizes = (layers.count(heads) * num_pages, heads.number, heads.width, page_size)
+            whole = cls.allocate(*sizes, dtype, device, token_major, joined=heads.values > 0)
             parts[heads] = iter(whole.split(num_pages))
         return [next(parts[heads]) for heads in layers]
 
@@ -114,13 +125,18 @@ class KVPages:
         dtype: torch.dtype,
         device: torch.device,
         token_major: bool | None = None,
+        *,
+        joined: bool = False,
     ) -> KVPages:
-        """Return zeroed pages, in the layout of the device unless it is named."""
+        """Return zeroed pages, in the layout of the device unless it is named. `joined`: see `KVPages.joined`."""
         by_token, by_channel = (
             (num_pages, num_kv_heads, page_size, head_dim),
             (num_pages, num_kv_heads, head_dim, page_size),
         )
         v = untouched_zeros(by_token, dtype, device)
+        if joined:
+            scales = untouched_zeros(by_token[:3], SCALE, device) if dtype is torch.int8 else None
+            return cls(v, v, k_scales=scales, v_scales=scales)
         if device.type != "cpu" if token_major is None else token_major:
             assert dtype is not torch.int8, "int8 pages exist only on a CPU"
             return cls(untouched_zeros(by_token, dtype, device), v, token_major=True)
@@ -137,6 +153,8 @@ class KVPages:
             for part in (self.k_scales, self.v_scales)
         )
         parts = zip(self.k.split(num_pages), self.v.split(num_pages), *scales, strict=True)
+        if self.joined:
+            return [KVPages(v, v, k_scales=v_scales, v_scales=v_scales) for _, v, _, v_scales in parts]
         return [KVPages(k, v, self.token_major, k_scales, v_scales) for k, v, k_scales, v_scales in parts]
 
 

@@ -49,11 +49,22 @@ class Choice:
     """Multiplies the weights."""
     scales_E: torch.Tensor | None = None
     """float32, contiguous: multiplies the weights of each expert; None: nothing does."""
+    groups: int = 1
+    """Groups of experts with neighbouring numbers; 1: there are none."""
+    kept: int = 1
+    """The groups from which a row takes experts: the highest ones."""
+    by_two: bool = False
+    """A group counts as much as its two highest experts together, and not as its highest."""
 
     def __call__(self, outputs_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights, float32 [N, k], and the experts, int64 [N, k], in the order of the choice."""
         shares_NE = outputs_NE.float().sigmoid() if self.of_sigmoid else outputs_NE.float().softmax(-1)
         keys_NE = shares_NE if self.correction_E is None else shares_NE + self.correction_E
+        if self.groups > 1:
+            keys_NGe = keys_NE.unflatten(1, (self.groups, -1))
+            kept_Nn = keys_NGe.topk(1 + self.by_two).values.sum(-1).topk(self.kept).indices
+            barred_NG = torch.ones(keys_NGe.shape[:2], dtype=torch.bool).scatter(1, kept_Nn, False)
+            keys_NE = keys_NGe.masked_fill(barred_NG[..., None], float("-inf")).flatten(1)
         chosen_Nk = keys_NE.topk(self.chosen).indices
         weights_Nk = shares_NE.gather(1, chosen_Nk)
         if self.renormalises:
@@ -76,6 +87,10 @@ class Mixture:
     """The expert that every row takes, which may have another inner size; None: there is none."""
     shared_gate_H: torch.Tensor | None = None
     """float32, contiguous: the weight of the shared expert is the sigmoid of its product with a row; None: it is 1."""
+
+
+MOST_GROUPS = 64
+"""Of experts."""
 
 
 def check_blocks(blocks: Sequence[GatedBlock], H: int, act: Activation) -> None:
@@ -101,6 +116,7 @@ class RoutedArgs(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in ("router", "router_bias", "correction", "scales", "shared_gate")],
         ("scale", ctypes.c_float),
         *[(name, ctypes.c_int32) for name in ("of_sigmoid", "renormalises", "router_bf16")],
+        *[(name, ctypes.c_int32) for name in ("groups", "kept", "by_two")],
     ]
 
     @classmethod
@@ -110,7 +126,8 @@ class RoutedArgs(ctypes.Structure):
         vectors = (mixture.router_bias_E, choice.correction_E, choice.scales_E, mixture.shared_gate_H)
         addresses = (None if vector is None else vector.data_ptr() for vector in vectors)
         numbers = (choice.scale, choice.of_sigmoid, choice.renormalises, router_EH.dtype == torch.bfloat16)
-        return cls(*_weights_of(mixture.experts), router_EH.data_ptr(), *addresses, *numbers)
+        groups = (choice.groups, choice.kept, choice.by_two)
+        return cls(*_weights_of(mixture.experts), router_EH.data_ptr(), *addresses, *numbers, *groups)
 
 
 class _MixtureArgs(ctypes.Structure):

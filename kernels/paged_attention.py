@@ -14,7 +14,7 @@ import torch
 from kernels.kv_pages import MAX_WIDTH, KVPages, check_limits
 from kernels.library import address, native
 
-__all__ = ["AttentionArgs", "KVPages", "paged_attention"]
+__all__ = ["AttentionArgs", "KVPages", "joined_attention", "paged_attention"]
 
 _LONGS = (
     "q_stride_b",
@@ -42,6 +42,7 @@ class AttentionArgs(ctypes.Structure):
         ("io_bf16", ctypes.c_int32),
         ("chunk", ctypes.c_int32),
         ("sinks", ctypes.c_void_p),
+        ("values", ctypes.c_int64),
     ]
 
 
@@ -69,7 +70,7 @@ def paged_attention(
     part of the weights and has no value (gpt-oss). `tree_rows_BRR` int32 (`TreeRows.rows_BRR`), on a GPU: the queries
     of a sequence are the rows of a tree, which see the positions before the first row, and the rows on the way
     to themselves; the key of row j is stored j after that of the first row. q, k, v may be strided; D must be
-    contiguous and a multiple of 16, at most 512; T a multiple of 16. The pages have q's dtype or, on a CPU, int8.
+    contiguous and a multiple of 16, at most 576; T a multiple of 16. The pages have q's dtype or, on a CPU, int8.
     """
     if pages.token_major:
         from kernels.cuda.attention import paged as device  # a CPU install has no Triton
@@ -131,3 +132,46 @@ def paged_attention(
     )
     native().lockstep_paged_attention(ctypes.byref(args))
     return out_BPHD
+
+
+def joined_attention(
+    q_BPHD: torch.Tensor,
+    k_BPHD: torch.Tensor,
+    pages: KVPages,
+    page_table_BN: torch.Tensor,
+    positions_BP: torch.Tensor,
+    *,
+    scale: float,
+    values: int,
+) -> torch.Tensor:
+    """The same on a CPU where a value is the first channels of its key, and so is stored once.
+
+    Return [B, P, Hq, values], contiguous; `values` is a multiple of 16. The pages are `joined`; the rest as in
+    `paged_attention`.
+    """
+    (B, P, Hq, D), (Hkv, T) = q_BPHD.shape, pages.v.shape[1:3]
+    assert q_BPHD.dtype == k_BPHD.dtype in (torch.bfloat16, torch.float32), (q_BPHD.dtype, k_BPHD.dtype)
+    assert pages.joined
+    assert pages.v.dtype in (q_BPHD.dtype, torch.int8), (pages.v.dtype, q_BPHD.dtype)
+    assert pages.v.shape[1:] == (Hkv, T, D), (pages.v.shape, q_BPHD.shape)
+    assert k_BPHD.shape == (B, P, Hkv, D), (k_BPHD.shape, q_BPHD.shape)
+    assert all(part.is_contiguous() for part in pages.tensors)
+    assert q_BPHD.stride(3) == k_BPHD.stride(3) == 1
+    assert D % 16 == T % 16 == values % 16 == 0, (D, T, values)
+    assert 0 < values <= D <= MAX_WIDTH["cpu"], (values, D)
+    assert Hq % Hkv == 0, (Hq, Hkv)
+    assert page_table_BN.dtype == positions_BP.dtype == torch.int32
+    assert positions_BP.shape == (B, P)
+    assert positions_BP.is_contiguous()
+    assert page_table_BN.shape[0] >= B
+    assert page_table_BN.stride(1) == 1
+    out_BPHV = torch.empty(B, P, Hq, values, dtype=q_BPHD.dtype)
+    args = AttentionArgs(q=address(q_BPHD), k=address(k_BPHD), out=address(out_BPHV), v_pages=address(pages.v))
+    args.v_scales, args.page_table, args.positions = pages.scales[1], address(page_table_BN), address(positions_BP)
+    args.q_stride_b, args.q_stride_p, args.q_stride_h = q_BPHD.stride()[:3]
+    args.k_stride_b, args.k_stride_p, args.k_stride_h = k_BPHD.stride()[:3]
+    args.table_stride, args.num_batch, args.num_queries, args.num_heads = page_table_BN.stride(0), B, P, Hq
+    args.num_kv_heads, args.head_dim, args.page_size, args.kind, args.values = Hkv, D, T, pages.kind, values
+    args.scale, args.io_bf16 = scale, q_BPHD.dtype == torch.bfloat16
+    native().lockstep_paged_attention(ctypes.byref(args))
+    return out_BPHV

@@ -40,6 +40,7 @@ class PageFormat:
     page_size: int
     """Tokens of a page."""
     layout: str
+    """Of the keys: "channel-major" or "token-major"; "joined": they begin with the values."""
     num_layers: int
     num_kv_heads: int
     """0 where layers differ, as `head_dim`."""
@@ -52,7 +53,7 @@ class PageFormat:
         """Bytes of a page, keys and values of every layer."""
         width = {"float32": 4, "bfloat16": 2}[self.dtype]
         numbers = self.num_layers * self.num_kv_heads * self.head_dim + sum(map(math.prod, self.layers))
-        return 2 * numbers * self.page_size * width
+        return (1 if self.layout == "joined" else 2) * numbers * self.page_size * width
 
     @property
     def piece_pages(self) -> int:

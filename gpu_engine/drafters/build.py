@@ -255,8 +255,8 @@ def _head_directory(parts: DrafterParts) -> Path:
 def _one_layer(parts: DrafterParts, heads: KVHeads) -> KVPages:
     """Return a cache of one layer, in the target's dtype."""
     target = parts.target
-    sizes = (parts.num_pages, *heads, parts.config.page_size)
-    return KVPages.allocate(*sizes, target.dtype, target.device, parts.token_major)
+    sizes = (parts.num_pages, parts.config.page_size)
+    return KVPages.allocate_layers([heads], *sizes, target.dtype, target.device, parts.token_major)[0]
 
 
 def _prepare(parts: DrafterParts, net: Any) -> None:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,9 @@ def attention_layers(text: Any) -> list[int]:
     return list(cache_places(text))
 
 
+_NONE: Mapping[int, KVHeads] = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True)
 class CachedShape:
     """The shape of a model's keys and values, and the size of its recurrent states."""
@@ -105,12 +109,13 @@ class CachedShape:
     states: StateSize = NO_STATE
 
     @classmethod
-    def of(cls, text: Any) -> CachedShape:
-        """Return the shape that a model's text configuration describes."""
+    def of(cls, text: Any, latent: Mapping[int, KVHeads] = _NONE) -> CachedShape:
+        """Return the shape that a model's text configuration describes. `latent`: the heads of the layers that cache
+        latent vectors, by number; others have the heads that these expand to."""
         places = cache_places(text)
         own = {place: layer for layer, place in reversed(places.items())}
         layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
-        heads = tuple(_heads_of(layers[own[place]]) for place in sorted(own))
+        heads = tuple(latent.get(own[place]) or _heads_of(layers[own[place]]) for place in sorted(own))
         return cls(len(places), heads, min(_position_limits(text), default=0))
 
     @property
@@ -266,7 +271,7 @@ def device_bytes(config: EngineConfig, net: nn.Module, dtype: torch.dtype, *, of
 
 def _heads_of(layer: Any) -> KVHeads:
     """Return the heads in the cache of a layer's configuration."""
-    if getattr(layer, "kv_lora_rank", None):  # latent attention, whose keys and values are cached expanded
+    if getattr(layer, "kv_lora_rank", None):  # latent attention, in its expanded form
         wide: int = max(layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim)
     else:
         wide = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads

@@ -21,10 +21,10 @@ from gpu_engine.model.fused_layers import (
     ChosenExperts,
     ExpertsAndBlock,
     ExpertsApart,
-    FusedAttention,
     FusedGated,
     FusedNorm,
     MixedBlock,
+    RowAttention,
     angles_by_row,
     no_angles,
 )
@@ -77,7 +77,7 @@ class Layer:
     and x *= scale.
     """
 
-    attention: FusedAttention | None
+    attention: RowAttention | None
     recurrent: RecurrentMixer | None
     gated: FusedGated | MixedBlock | None
     angles: int | None
@@ -91,7 +91,7 @@ class Layer:
     post_block: RMSNorm | None
 
     @property
-    def parts(self) -> list[FusedAttention | RecurrentMixer | FusedGated | MixedBlock]:
+    def parts(self) -> list[RowAttention | RecurrentMixer | FusedGated | MixedBlock]:
         """The parts that the layer has, in the order of their use."""
         return [part for part in (self.attention, self.recurrent, self.gated) if part is not None]
 
@@ -316,9 +316,11 @@ def fused_forward_of(net: Any, record: Recording, mixtures: Mapping[nn.Module, M
 
 
 def _scales_of(config: Any) -> StreamScales:
-    """Return the scales that a configuration names as Granite's, Cohere's or Falcon-H1's does."""
+    """Return the scales that a configuration names as Granite's, Cohere's, Falcon-H1's or MiniCPM's does."""
     names = ("embedding_multiplier", "residual_multiplier", "logit_scale", "lm_head_multiplier", "logits_scaling")
     embedding, residual, *multiplied, divided = (float(getattr(config, name, None) or 1.0) for name in names)
+    if depth := getattr(config, "scale_depth", None):
+        residual = float(depth) / math.sqrt(config.num_hidden_layers)
     return StreamScales(embedding, residual, math.prod(multiplied) / divided)
 
 
@@ -350,7 +352,7 @@ def _layer_of(
     if layer_input is not None:
         for name in ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"):
             del children[name]
-    attentions = [child for child in children.values() if isinstance(child, FusedAttention)]
+    attentions = [child for child in children.values() if isinstance(child, RowAttention)]
     recurrent = [child for child in children.values() if isinstance(child, RecurrentMixer)]
     blocks = [child for child in children.values() if isinstance(child, FusedGated | MixedBlock)]
     norms = {name: child.norm for name, child in children.items() if isinstance(child, FusedNorm)}

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import enum
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from gpu_engine.model.attention import AttentionContext, LayerAttention, PromptRows, context_of_forward
+from gpu_engine.model.attention import AttentionContext, LayerAttention, context_of_forward
 from gpu_engine.model.experts import Experts
 from gpu_engine.model.linear import InvariantLinear
 from kernels.fused import Activation, HeadForm, RMSNorm, gated, rms_norm
@@ -254,7 +255,74 @@ class Rotation(enum.Enum):
         return cos_NR, sin_NR
 
 
-class FusedAttention(nn.Module):
+class RowAttention(nn.Module, ABC):
+    """An attention over the pages, in transformers' place or in a whole forward."""
+
+    layer_idx: int
+    """Its place in the cache."""
+    shape: LayerAttention
+    key_values: KeyValues = KeyValues.OWN
+    """Where its keys and values come from."""
+
+    @abstractmethod
+    def products(self) -> list[tuple[str, nn.Module]]:
+        """Return the products by name, in the order of their use."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **_: object,
+    ) -> tuple[torch.Tensor, None]:
+        """[B, P, H] -> ([B, P, H], None), as transformers' attention modules."""
+        B, P, H = hidden_states.shape
+        if position_embeddings is None:
+            cos, sin = no_angles(hidden_states, B * P)
+        else:
+            cos, sin = (angles_by_row(part, B) for part in position_embeddings)
+        out_NH = self.attend(hidden_states.reshape(B * P, H), cos, sin, context_of_forward())
+        return out_NH.view(B, P, H), None
+
+    @abstractmethod
+    def attend(
+        self, x_NH: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, ctx: AttentionContext
+    ) -> torch.Tensor:
+        """[N, H] -> [N, H]; row b * P + j is position j of sequence b. Rows of prompts are after those of the batch."""
+
+
+def attend_by_sequence(
+    ctx: AttentionContext,
+    num_rows: int,
+    run: Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Attend to each prompt, then to the batch, whose rows may be the next tokens of those prompts.
+
+    `run` returns [n, C] for some rows, their page table and their positions. Returns [num_rows, C], with zeros for
+    padding.
+    """
+    begin = ctx.positions_BP.numel()
+    parts = [(slice(0, begin), ctx.page_table_BN, ctx.positions_BP)] if begin else []
+    if ctx.prompts is not None:
+        prompts, ends = ctx.prompts, itertools.accumulate(ctx.prompts.counts, initial=begin)
+        parts[:0] = [
+            (
+                slice(start, end),
+                prompts.page_table_CN[c : c + 1],
+                prompts.positions_N[None, start - begin : end - begin],
+            )
+            for c, (start, end) in enumerate(itertools.pairwise(ends))
+        ]
+    done = [(part[0], run(*part)) for part in parts]
+    if len(done) == 1 and len(done[0][1]) == num_rows:
+        return done[0][1]
+    out_NC = done[0][1].new_zeros(num_rows, done[0][1].shape[1])
+    for rows, out_nC in done:
+        out_NC[rows] = out_nC
+    return out_NC
+
+
+class FusedAttention(RowAttention):
     """One product for q, k and v; head norms and rotary in one kernel; attention over the pages; the output product.
 
     Args:
@@ -308,26 +376,10 @@ class FusedAttention(nn.Module):
         setattr(self, name, product)
         self._qkv, self._output = self.qkv.forward, self.output.forward
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: torch.Tensor | None = None,
-        **_: object,
-    ) -> tuple[torch.Tensor, None]:
-        """[B, P, H] -> ([B, P, H], None), as transformers' attention modules."""
-        B, P, H = hidden_states.shape
-        if position_embeddings is None:
-            cos, sin = no_angles(hidden_states, B * P)
-        else:
-            cos, sin = (angles_by_row(part, B) for part in position_embeddings)
-        out_NH = self.attend(hidden_states.reshape(B * P, H), cos, sin, context_of_forward())
-        return out_NH.view(B, P, H), None
-
     def attend(
         self, x_NH: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, ctx: AttentionContext
     ) -> torch.Tensor:
-        """[N, H] -> [N, H]; row b * P + j is position j of sequence b. Rows of prompts are after those of the batch."""
+        """See `RowAttention`."""
         pages, qkv_NC = ctx.pages[self.layer_idx], self._qkv(x_NH)
         if self.key_values is KeyValues.FROM_KEYS:
             keys = self.shape.num_kv_heads * self.shape.head_dim
@@ -343,7 +395,7 @@ class FusedAttention(nn.Module):
             where = (pages, ctx.page_table_BN, ctx.positions_BP, ctx.tree_rows_BRR)
             out_NC = self._core(qkv_NC, cos_NR, sin_NR, *where)
         else:
-            out_NC = self._attend_with_prompts(qkv_NC, cos_NR, sin_NR, pages, ctx, ctx.prompts)
+            out_NC = self._attend_with_prompts(qkv_NC, cos_NR, sin_NR, pages, ctx)
         out_NH: torch.Tensor = self._output(out_NC if gate_NC is None else out_NC * torch.sigmoid(gate_NC))
         return out_NH
 
@@ -361,23 +413,11 @@ class FusedAttention(nn.Module):
         sin_NR: torch.Tensor,
         pages: KVPages,
         ctx: AttentionContext,
-        prompts: PromptRows,
     ) -> torch.Tensor:
-        """Attend to each prompt, then to the batch, whose rows may be the next tokens of those prompts."""
-        begin = ctx.positions_BP.numel()
-        ends = list(itertools.accumulate(prompts.counts, initial=begin))
-        out_NC = qkv_NC.new_zeros(len(qkv_NC), self.shape.num_heads * self.shape.head_dim)
+        def run(rows: slice, page_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return self._core(qkv_NC[rows], cos_NR[rows], sin_NR[rows], pages, page_table, positions)
 
-        def run(start: int, end: int, page_table: torch.Tensor, positions: torch.Tensor) -> None:
-            rows = slice(start, end)
-            out_NC[rows] = self._core(qkv_NC[rows], cos_NR[rows], sin_NR[rows], pages, page_table, positions)
-
-        for c, (start, end) in enumerate(itertools.pairwise(ends)):
-            positions_1P = prompts.positions_N[None, start - begin : end - begin]
-            run(start, end, prompts.page_table_CN[c : c + 1], positions_1P)
-        if begin:
-            run(0, begin, ctx.page_table_BN, ctx.positions_BP)
-        return out_NC
+        return attend_by_sequence(ctx, len(qkv_NC), run)
 
 
 def join_activations(model: nn.Module) -> int:

@@ -22,7 +22,14 @@ from torch import nn
 from gpu_engine.model.attention import LayerAttention, Temperature
 from gpu_engine.model.experts import Experts, WideGate
 from gpu_engine.model.fused_forward import NotALoop, WholeForward, fused_forward_of
-from gpu_engine.model.fused_layers import ChosenExperts, FusedAttention, FusedGated, FusedNorm, Rotation
+from gpu_engine.model.fused_layers import (
+    ChosenExperts,
+    FusedAttention,
+    FusedGated,
+    FusedNorm,
+    Rotation,
+    RowAttention,
+)
 from gpu_engine.model.linear import Product, has_weights, is_product, joined
 from gpu_engine.model.recording import Call, Distance, Recording, distance, typical_distance
 from gpu_engine.model.recurrent.delta_nets import DeltaNet, JoinedDeltaNet
@@ -184,11 +191,15 @@ def _dense(like_NE: torch.Tensor, weights_Nk: torch.Tensor, chosen_Nk: torch.Ten
 
 
 def _choices(module: nn.Module, router: nn.Module, E: int, k: int) -> Iterator[Choice]:
-    """Yield what may become of a router's outputs. Raises NotRecognised for a choice by groups of experts."""
+    """Yield what may become of a router's outputs. Raises NotRecognised for groups of experts that are not equal."""
+    groups, kept = 1, 1
     for of in (router, module):
-        groups = getattr(of, "num_group", None) or getattr(of, "n_group", None) or 1
-        if groups > (getattr(of, "topk_group", None) or groups):
-            raise NotRecognised(f"its router takes experts of some of its {groups} groups")
+        number = getattr(of, "num_group", None) or getattr(of, "n_group", None) or 1
+        some = getattr(of, "topk_group", None) or number
+        if number > some and getattr(of, "topk_method", None) != "greedy":
+            groups, kept = number, some
+    if E % groups:
+        raise NotRecognised(f"its {E} experts are in {groups} groups")
     # One that moves no choice of the recorded rows moves others.
     corrections: list[torch.Tensor | None] = [
         each.detach().flatten().float().contiguous()
@@ -200,7 +211,9 @@ def _choices(module: nn.Module, router: nn.Module, E: int, k: int) -> Iterator[C
     for correction_E, scale, of_sigmoid, renormalises in itertools.product(
         corrections, scales, (False, True), (True, False)
     ):
-        yield Choice(k, renormalises, of_sigmoid, correction_E, scale)
+        # DeepSeek's softmax counts a group by its highest expert, and its sigmoid by two.
+        by_two = groups > 1 and of_sigmoid
+        yield Choice(k, renormalises, of_sigmoid, correction_E, scale, groups=groups, kept=kept, by_two=by_two)
 
 
 def _shared_expert(
@@ -489,7 +502,8 @@ def fuse_parts(
     for parent, name, child in _children(net):
         if hasattr(child, "weight") and (hasattr(child, "eps") or hasattr(child, "variance_epsilon")):
             attempt("norms", parent, name, child, functools.partial(norm_of, child, record, bounds.norm))
-    return Fused(counts["norms"], counts["blocks"], counts["attentions"], mixtures, left=tuple(left))
+    attentions = sum(isinstance(module, RowAttention) for module in net.modules())
+    return Fused(counts["norms"], counts["blocks"], attentions, mixtures, left=tuple(left))
 
 
 def verified(

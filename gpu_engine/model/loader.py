@@ -46,6 +46,7 @@ from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.fused_layers import join_activations
 from gpu_engine.model.fusion import Bounds, Fused, FusedModelDiffers, fuse_parts, verified
 from gpu_engine.model.hub import path_of
+from gpu_engine.model.latent import latent_shapes, quantise_expansions, replace_latent, take_expansions
 from gpu_engine.model.linear import pack_linears, replace_conv1d, replace_linears, sum_in_fp32
 from gpu_engine.model.loaded_model import KnownVocabulary, LoadedModel, ModelNotSupported
 from gpu_engine.model.network import (
@@ -71,7 +72,7 @@ from gpu_engine.model.recurrent.multipliers import fold_multipliers
 from gpu_engine.model.recurrent.replacement import is_replaced, replace_recurrent
 from gpu_engine.model.recurrent.rows import recurrent_layers
 from gpu_engine.model.rotary import install_tables
-from kernels.blocks import BLOCK
+from kernels.blocks import BLOCK, BlockKind
 from kernels.forward import LAYER_PRODUCTS
 from kernels.matrix_unit import use_units
 from service_runtime.cores import usable_cores
@@ -268,7 +269,7 @@ def _prepare(
     refuse_recurrent(config, net)
     replace_conv1d(net)
     count = made.num_parameters or num_parameters(net)
-    shape = cached_shape(net)
+    shape = cached_shape(config, net)
     refuse_wide_heads(shape.heads, device.type)
     weights = device_bytes(config, net, dtype, of_8_bits=made.checkpoint is not None) if device.type == "cuda" else 0
     size = made.size or decide_size(config, shape, dtype, free_bytes(device, weights))  # the weights are not there yet
@@ -321,19 +322,24 @@ def _prepare_net(
         refuse_grouped_products(net, partial(torch.cuda.get_device_capability, device))
     if device.type == "cpu":
         replace_experts(net)  # their products are quantised like others
+    latent = latent_shapes(config, net)
+    take_expansions(net, latent)
     # The memory of a GPU then never holds the weights that are replaced.
     model.quantised = quantise(config, net, gguf_file, checkpoint) if quantised is None else quantised
+    if model.quantised:
+        quantise_expansions(net, BlockKind.Q4 if config.quantization == "q4" and gguf_file is None else BlockKind.Q8)
     model.forms = forms_of(net)
     if model.quantised and device.type == "cpu":
         mix_natively(net, dtype)
     net.to(device)
-    install_tables(net.get_decoder(), model.max_model_len, captured=device.type == "cuda")
     by_row = model.quantised and device.type == "cuda"
     own, folded = None, dict[str, torch.Tensor]()
-    if any(map(is_replaced, net.modules())):
+    if latent or any(map(is_replaced, net.modules())):
         own = own_logits(model)
         folded = fold_multipliers(net) if config.fuse_parts else {}
         model.recurrent = replace_recurrent(net)
+        replace_latent(net, latent)
+    install_tables(net.get_decoder(), model.max_model_len, captured=device.type == "cuda")
     attention.number_layers(net.get_decoder(), cache_places(net.config.get_text_config()))
     seen = probe(model, rough=by_row, own=own)
     # Activations of 8 bits hide a float32's rounding: another order of a sum may give another integer.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -40,7 +41,7 @@ from gpu_engine.model.cache_size import (
 )
 from gpu_engine.model.experts import split_experts
 from gpu_engine.model.files.early import check_files, checked_config
-from gpu_engine.model.files.filled import Weights, fill, refuse_misfits, sources_of, unfilled
+from gpu_engine.model.files.filled import MakeProduct, Weights, fill, refuse_misfits, sources_of, unfilled
 from gpu_engine.model.files.gguf_splits import split_as_named
 from gpu_engine.model.files.gpt_oss_weights import GptOssWeights
 from gpu_engine.model.files.need import need_of, refuse_too_large, say_need
@@ -60,6 +61,7 @@ from gpu_engine.model.files.reading import (
 from gpu_engine.model.files.rope_factors import rope_tensors
 from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
 from gpu_engine.model.hub import Progress, path_of
+from gpu_engine.model.latent import EXPANSION, LatentExpansion, latent_shapes
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.names import one_line
 from gpu_engine.model.probe import refuse_recurrent
@@ -229,7 +231,7 @@ def _read(
         if decided:
             split_experts(net)
         refuse_recurrent(config, net)
-        refuse_wide_heads(cached_shape(net, setting).heads, "cpu" if config.on_cpu else "cuda")
+        refuse_wide_heads(cached_shape(config, net, setting).heads, "cpu" if config.on_cpu else "cuda")
         if isinstance(weights, SafetensorsWeights):
             reason = why_not_read(net, weights, rounds=products is not None)
             if reason is not None:
@@ -251,12 +253,26 @@ def _read(
             net,
             weights,
             dtype,
-            (lambda name, parent, linear: None) if products is None else products.of,
+            (lambda name, parent, linear: None)
+            if products is None
+            else _with_expansions(config, net, weights, products, dtype),
             lambda share: progress("loading the weights", 0.2 + 0.6 * share),
         )
     if products is not None:
         log.info("quantised %d products: %s", replaced, products)
     return Network(net, count, products is not None if decided else None, size)
+
+
+def _with_expansions(
+    config: EngineConfig, net: nn.Module, weights: Weights, products: ReadProducts, dtype: torch.dtype
+) -> Callable[[str, nn.Module, nn.Linear], MakeProduct | None]:
+    """Return what `fill` asks for products: those of `products`, and the expansions of latent attention."""
+    shapes = {f"{path}.{EXPANSION}": shape for path, shape in latent_shapes(config, net).items()}
+
+    def make(path: str, source: str, bias: torch.Tensor | None) -> nn.Module:
+        return LatentExpansion(shapes[path], weights.tensor(source, dtype), products.rounded)
+
+    return lambda path, parent, linear: make if path in shapes else products.of(path, parent, linear)
 
 
 def _unfilled(configuration: PreTrainedConfig, dtype: torch.dtype) -> Any:
@@ -331,11 +347,13 @@ def shape_of(path: Path, setting: str) -> CachedShape:
         raise ModelNotSupported(f"{setting}: the configuration of {path} cannot be read: {error}") from error
 
 
-def cached_shape(net: Any, setting: str = "model") -> CachedShape:
-    """Return the shape of a model's keys and values, and the size of its states. Raises ModelNotSupported, with the
-    setting that names the model."""
+def cached_shape(config: EngineConfig, net: Any, setting: str = "model") -> CachedShape:
+    """Return the shape of a model's keys and values as they are served, and the size of its states. Raises
+    ModelNotSupported, with the setting that names the model."""
     try:
-        shape = replace(CachedShape.of(net.config.get_text_config()), states=states_of(planned_layers(net)))
+        latent = {net.get_submodule(path).layer_idx: of.kv_heads for path, of in latent_shapes(config, net).items()}
+        shape = CachedShape.of(net.config.get_text_config(), latent)
+        shape = replace(shape, states=states_of(planned_layers(net)))
     except AttributeError as error:
         kind = net.config.model_type
         raise ModelNotSupported(f"{setting}: {kind} is no transformer with attention: {error}") from error
@@ -364,7 +382,7 @@ def _memory(
     """
     need, free = need_of(net, weights, products, files.dtype), free_bytes(torch.device("cpu"))
     refuse_too_large(need, free, files.setting, rounds=products is not None)
-    shape = cached_shape(net, files.setting)
+    shape = cached_shape(config, net, files.setting)
     size = decide_size(config, shape, files.dtype, None if free is None else max(0, free - need.total))
     tokens = pool_tokens(config, size.max_model_len, size.room_tokens)
     if files.setting == "model":  # a draft model's cache has the target's tokens

@@ -4,6 +4,7 @@
 #define VARIANT(name) name##_aarch64_i8mm
 #include "accept.h"
 #include "forward.h"
+#include "latent.h"
 #include "masked_head.h"
 #include "recurrent.h"
 #endif

@@ -2,6 +2,7 @@
 #define VARIANT(name) name##_baseline
 #include "accept.h"
 #include "fused.h"
+#include "latent.h"
 #include "low_rank.h"
 #include "paged_attention.h"
 #include "recurrent.h"

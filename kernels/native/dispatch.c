@@ -6,6 +6,8 @@ struct block_linear_args;
 struct forward_args;
 struct gated_args;
 struct gated_norm_args;
+struct head_products_args;
+struct latent_rows_args;
 struct logprobs_args;
 struct low_rank_args;
 struct matrix_recurrence_args;
@@ -26,6 +28,8 @@ struct short_conv_args;
     void lockstep_rotary_##variant(const struct rotary_args *);                                                        \
     void lockstep_gated_##variant(const struct gated_args *);                                                          \
     void lockstep_gated_norm_##variant(const struct gated_norm_args *);                                                \
+    void lockstep_head_products_##variant(const struct head_products_args *);                                          \
+    void lockstep_latent_rows_##variant(const struct latent_rows_args *);                                              \
     void lockstep_matrix_recurrence_##variant(const struct matrix_recurrence_args *);                                  \
     void lockstep_selective_scan_##variant(const struct selective_scan_args *);                                        \
     void lockstep_short_conv_##variant(const struct short_conv_args *);                                                \
@@ -118,6 +122,10 @@ void lockstep_rotary(const struct rotary_args *a) { CALL(lockstep_rotary, a); }
 void lockstep_gated(const struct gated_args *a) { CALL(lockstep_gated, a); }
 
 void lockstep_gated_norm(const struct gated_norm_args *a) { CALL(lockstep_gated_norm, a); }
+
+void lockstep_head_products(const struct head_products_args *a) { CALL(lockstep_head_products, a); }
+
+void lockstep_latent_rows(const struct latent_rows_args *a) { CALL(lockstep_latent_rows, a); }
 
 void lockstep_matrix_recurrence(const struct matrix_recurrence_args *a) { CALL(lockstep_matrix_recurrence, a); }
 

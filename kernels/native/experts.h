@@ -2,12 +2,12 @@
  *
  * A router has an output for each expert. A row takes the `chosen` experts of the highest shares, the first ones of equal
  * shares, and adds what they give in this order, weighted by their shares, which are the softmax or the sigmoid of the
- * outputs. Invariant: what a row takes, and the order in which it adds, depend only on this row. Not responsible for: the
- * experts' products (see mixture.h).
+ * outputs. With groups of experts it takes them from the highest groups. Invariant: what a row takes, and the order in which
+ * it adds, depend only on this row. Not responsible for: the experts' products (see mixture.h).
  *
  * Source: N. Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer",
- * arXiv:1701.06538; the softmax before the choice as in W. Fedus et al., "Switch Transformers", arXiv:2101.03961; sigmoids
- * and corrections as in DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437.
+ * arXiv:1701.06538; the softmax before the choice as in W. Fedus et al., "Switch Transformers", arXiv:2101.03961; sigmoids,
+ * corrections and groups as in DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437.
  */
 #ifndef LOCKSTEP_EXPERTS_H
 #define LOCKSTEP_EXPERTS_H
@@ -29,7 +29,12 @@ struct mixture {
     int32_t of_sigmoid;       /* shares are sigmoids; 0: the softmax */
     int32_t renormalises;     /* the weights of the chosen experts are divided by their sum */
     int32_t router_bf16;
+    int32_t groups; /* of experts, at most MOST_GROUPS; 1: there are none */
+    int32_t kept;   /* groups from which a row takes experts */
+    int32_t by_two; /* a group counts as much as its two highest experts together; 0: as its highest */
 };
+
+#define MOST_GROUPS 64
 
 /* Numbers that all mixtures of a model have in common. */
 struct mixture_sizes {
@@ -66,6 +71,30 @@ static float shared_weight(const struct mixture *mix, const float *x, int64_t hi
     return sigmoid16(splat(sum16(sum)))[0];
 }
 
+/* Bar the experts of all groups but the highest ones. */
+static void bar_groups(const struct mixture *mix, int64_t experts, float *keys) {
+    const int64_t each = experts / mix->groups;
+    float counts[MOST_GROUPS];
+    for (int64_t g = 0; g < mix->groups; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (const float *key = keys + g * each; key < keys + (g + 1) * each; key++) {
+            const float lower = *key > first ? first : *key;
+            first = *key > first ? *key : first;
+            second = lower > second ? lower : second;
+        }
+        counts[g] = mix->by_two ? first + second : first;
+    }
+    uint64_t kept = 0;
+    for (int64_t n = 0; n < mix->kept; n++) {
+        int64_t best = 0; /* where no output is a number, every choice */
+        for (int64_t g = 1; g < mix->groups; g++) best = counts[g] > counts[best] ? g : best;
+        counts[best] = -INFINITY;
+        kept |= (uint64_t)1 << best;
+    }
+    for (int64_t e = 0; e < experts; e++)
+        if (!(kept >> e / each & 1)) keys[e] = -INFINITY;
+}
+
 /* Choose row r's experts, whose input is x, fp32 [hidden]. */
 static void route_row(const struct mixture *mix, const struct mixture_sizes *sizes, const float *x, int64_t hidden,
                       const struct routes *t, int64_t r) {
@@ -94,6 +123,7 @@ static void route_row(const struct mixture *mix, const struct mixture_sizes *siz
     }
     const float whole = mix->of_sigmoid ? 1.0f : sum16(sum);
     for (int64_t e = 0; mix->correction && e < sizes->experts; e++) keys[e] = scores[e] / whole + mix->correction[e];
+    if (mix->groups > 1) bar_groups(mix, sizes->experts, keys);
     float total = 0.0f;
     for (int64_t j = 0; j < sizes->chosen; j++) {
         int64_t best = 0; /* where no output is a number, every choice */

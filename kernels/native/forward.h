@@ -13,6 +13,7 @@
 #define LOCKSTEP_FORWARD_H
 
 #include "blocks.h"
+#include "latent_layer.h"
 #include "layer_inputs.h"
 #include "low_rank.h"
 #include "mixture.h"
@@ -56,6 +57,7 @@ struct forward_layer {
     int32_t key_values;
     int32_t tiles;                           /* which of the forward's `kv_heads` is num_kv_heads */
     const struct recurrent_layer *recurrent; /* next to attention, with the same input; null: there is none */
+    const struct latent_layer *latent;       /* of latent attention, whose `qkv` gives queries, latent and shared key */
 };
 
 enum { OF_QKV, OF_OUTPUT, OF_GATE_UP, OF_DOWN, PRODUCTS }; /* the products of a layer, as adapters number them */
@@ -99,6 +101,7 @@ struct forward_args {
     struct layer_inputs inputs;
     struct recurrent_sizes recurrents;
     struct recurrent_rows lanes; /* of the recurrent layers: their rows are the caller's, padding included */
+    struct latent_sizes latents; /* of every attention, or of none */
     int64_t query_gates;         /* after the channels of a query head come as many of its gate; 0: queries have none */
 };
 
@@ -133,6 +136,8 @@ struct forward_work {
     float *low, *active; /* only with adapters: [R][adapter_rank] and, as fp32, the input of `down`, [R][inner] */
     struct mixture_work mixed;
     struct recurrent_work recurrent;
+    struct latent_work latent;
+    int64_t tile;                    /* queries of a tile of attention */
     int64_t begin, rows, num_logits; /* begin: the number of the first row among all */
 };
 
@@ -161,9 +166,10 @@ static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t r
     w.position = (int32_t *)carve(&memory, rows * 4);
     w.sequence = (int32_t *)carve(&memory, rows * 4);
     w.first = (int32_t *)carve(&memory, (a->num_sequences + 1) * 4);
+    const int64_t tile = a->latents.latent ? LEAST_JOINED : TILE;
     for (int i = 0; i < TILE_LISTS; i++) {
         const int64_t heads = a->kv_heads[i], group = heads ? a->num_heads / heads : 0;
-        const int64_t tiles = (rows * group + TILE - 1) / TILE + a->num_sequences;
+        const int64_t tiles = (rows * group + tile - 1) / tile + a->num_sequences;
         w.tiles[i].tasks = (int32_t (*)[3])carve(&memory, tiles * heads * 12);
     }
     const int64_t deferred = a->defers_head ? a->num_logits : 0;
@@ -173,6 +179,7 @@ static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t r
     w.active = (float *)carve(&memory, a->adapters ? rows * a->inner * 4 : 0);
     memory = lay_out_mixture(&a->mixtures, a->hidden, memory, rows, &w.mixed);
     memory = lay_out_recurrent(&a->recurrents, &a->lanes, memory, rows, &w.recurrent);
+    memory = lay_out_latent(&a->latents, a->num_heads, memory, rows, &w.latent);
     if (work) *work = w;
     return memory;
 }
@@ -181,7 +188,7 @@ static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t r
 static void list_tiles(const struct forward_args *a, const struct forward_work *w, int64_t heads, struct tiles *to) {
     const int64_t group = a->num_heads / heads;
     for (int64_t b = 0; b < a->num_sequences; b++)
-        for (int64_t q = 0; q < (w->first[b + 1] - w->first[b]) * group; q += TILE)
+        for (int64_t q = 0; q < (w->first[b + 1] - w->first[b]) * group; q += w->tile)
             for (int64_t h = 0; h < heads; h++) {
                 int32_t *task = to->tasks[to->count++];
                 task[0] = (int32_t)b;
@@ -203,6 +210,7 @@ static void open_work(const struct forward_args *a, struct forward_work *w) {
         }
     }
     w->first[a->num_sequences] = (int32_t)w->rows;
+    w->tile = a->latents.latent ? joined_tile(w->rows * a->num_heads) : TILE;
     for (int i = 0; i < TILE_LISTS; i++) {
         w->tiles[i].count = 0;
         if (a->kv_heads[i]) list_tiles(a, w, a->kv_heads[i], w->tiles + i);
@@ -412,8 +420,8 @@ INLINE struct paged_attention_args attention_of_sequence(const struct forward_ar
                                                          const struct paged_attention_args *attention, int64_t b) {
     const int64_t r = w->first[b];
     struct paged_attention_args part = *attention;
-    part.q = (const float *)part.q + r * a->channels;
-    part.out = (float *)part.out + r * a->num_heads * part.head_dim;
+    part.q = (const float *)part.q + r * part.q_stride_p;
+    part.out = (float *)part.out + r * a->num_heads * (part.values ? part.values : part.head_dim);
     part.positions = w->position + r;
     part.page_table += b * a->table_stride;
     part.num_queries = w->first[b + 1] - (int32_t)r;
@@ -433,6 +441,10 @@ static void attend_tiles(struct member *m, const struct forward_args *a, const s
     TEAM_FOR_CHUNKS(m, tile, tiles->count, 1) {
         const int32_t *task = tiles->tasks[tile];
         const struct paged_attention_args part = attention_of_sequence(a, w, attention, task[0]);
+        if (part.values) {
+            attend_joined(&part, 0, task[1], task[2], w->tile);
+            continue;
+        }
         struct block then, *known = 0;
         /* Neighbours cost about the same, so the members take them in turn: what this one probably takes next. */
         if (tile + m->threads < tiles->count) {
@@ -545,7 +557,7 @@ static struct paged_attention_args attention_of(const struct forward_args *a, co
                                                 const struct forward_work *w) {
     const int64_t d = l->head_dim;
     return (struct paged_attention_args){
-        .q = w->qkv,
+        .q = l->latent ? w->latent.queries : w->qkv,
         .out = w->attended,
         .k_pages = l->k_pages,
         .v_pages = l->v_pages,
@@ -553,7 +565,7 @@ static struct paged_attention_args attention_of(const struct forward_args *a, co
         .v_scales = l->v_scales,
         .page_table = a->page_table,
         .positions = w->position,
-        .q_stride_p = a->channels,
+        .q_stride_p = l->latent ? a->num_heads * d : a->channels,
         .q_stride_h = query_step(a, l),
         .k_stride_h = d,
         .v_stride_h = d,
@@ -569,7 +581,61 @@ static struct paged_attention_args attention_of(const struct forward_args *a, co
         .scale = l->scale,
         .softcap = l->softcap,
         .sinks = l->sinks,
+        .values = l->latent ? a->latents.latent : 0,
     };
+}
+
+/* Latent attention up to the keys in the pages: the first product has given its rows. */
+static void before_latent(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                          const struct forward_work *w, const struct paged_attention_args *attention) {
+    const struct latent_layer *latent = l->latent;
+    const struct latent_sizes *s = &a->latents;
+    const int64_t H = a->num_heads, wide = H * (s->unrotated + s->rotated), compressed = latent->query.inputs;
+    const int64_t kv_at = latent->query.quants ? compressed : wide;
+    float *q = w->qkv, *queries = w->latent.queries + w->begin * H * s->width;
+    int64_t stride = a->channels;
+    if (latent->query.quants) {
+        const struct block_rows whole = block_rows_at(w->latent.normed, a->num_rows, compressed);
+        const struct block_rows normed = block_rows_from(&whole, w->begin);
+        TEAM_FOR(m, r, w->rows) {
+            float *row = w->qkv + r * a->channels;
+            norm32(row, latent->query_norm, latent->query_eps, 0, row, compressed);
+            quantise_row(row, &normed, r);
+        }
+        q = w->attended + w->begin * a->attended; /* free before the attention */
+        stride = a->attended;
+        product(m, a, l, w, &latent->query, OF_QKV, &normed, q, stride);
+    }
+    const struct block_rows inputs = head_inputs_at(&w->latent, a->num_rows, H, w->begin, s->unrotated);
+    TEAM_FOR(m, r, w->rows) {
+        const int64_t angle = w->position[r] * l->rotated;
+        float *kv = w->qkv + r * a->channels + kv_at, key[MAX_D] __attribute__((aligned(64)));
+        norm32(kv, latent->norm, latent->eps, 0, key, s->latent);
+        rotate_apart(kv + s->latent, l->cos + angle, l->sin + angle, s->rotated, l->neighbours, key + s->latent,
+                     s->width - s->latent);
+        place_queries(s, H, q + r * stride, l->cos + angle, l->sin + angle, l->neighbours, queries + r * H * s->width,
+                      &inputs, w->rows, r);
+        struct paged_attention_args row = *attention;
+        row.k = key;
+        row.positions = w->position + r;
+        row.page_table += w->sequence[r] * a->table_stride;
+        store_row(&row, 0, 0, a->pages);
+    }
+    product_by_head(m, latent->keys, H, &inputs, w->rows, queries, H * s->width, s->width);
+}
+
+/* What the heads attended to, as the inputs of the last product. */
+static void after_latent(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                         const struct forward_work *w, const struct block_rows *heads) {
+    const struct latent_sizes *s = &a->latents;
+    const int64_t H = a->num_heads;
+    const struct block_rows inputs = head_inputs_at(&w->latent, a->num_rows, H, w->begin, s->latent);
+    float *given = w->latent.queries + w->begin * H * s->width; /* the queries have been read */
+    TEAM_FOR(m, r, w->rows)
+    for (int64_t h = 0; h < H; h++)
+        quantise_row(w->attended + ((w->begin + r) * H + h) * s->latent, &inputs, h * w->rows + r);
+    product_by_head(m, l->latent->values, H, &inputs, w->rows, given, H * s->width, s->values);
+    TEAM_FOR(m, r, w->rows) quantise_row(given + r * H * s->width, heads, r);
 }
 
 /* A layer up to the keys and values, which attention has of all rows, or up to its block if it has only that. Each function
@@ -581,7 +647,10 @@ static void before_attention(struct member *m, const struct forward_args *a, con
     before_product(m, a, w, pending_layer(last), l->pre_attention, l->pre_attention_eps, l->tap, l, first);
     if (has_attention(l)) {
         product(m, a, l, w, &l->qkv, OF_QKV, &w->normed, w->qkv, a->channels);
-        rotate_and_store(m, a, l, w, &attention);
+        if (l->latent)
+            before_latent(m, a, l, w, &attention);
+        else
+            rotate_and_store(m, a, l, w, &attention);
     }
     if (l->recurrent) {
         const struct block_weights *weights = &l->recurrent->first;
@@ -701,7 +770,10 @@ static void after_attention(struct member *m, const struct forward_args *a, cons
                             const struct forward_work *w) {
     if (has_attention(l) || l->recurrent) {
         const struct block_rows heads = inputs_at(a, w, w->heads, l->output.inputs);
-        quantise_attended(m, a, l, w, &heads);
+        if (l->latent)
+            after_latent(m, a, l, w, &heads);
+        else
+            quantise_attended(m, a, l, w, &heads);
         add_mixers(m, a, l, w, &heads);
         if (!has_block(l)) return;
         if (l->is_parallel)

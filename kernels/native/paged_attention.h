@@ -4,6 +4,7 @@
  *     k_pages [num_pages][Hkv][D][page_size]     (transposed: 16 tokens of one channel are neighbours)
  *     v_pages [num_pages][Hkv][page_size][D]
  *     k_scales, v_scales [num_pages][Hkv][page_size], fp32, with pages of 8 bits only
+ * Where the values are the first channels of the keys (latent attention), both are v_pages, and v_scales those of both.
  * With 8 bits a number is an integer times the scale of its token's head: a score is multiplied by the key's scale, and a
  * weight by the value's, so the integers are only converted.
  * Softmax is the online one (Milakov and Gimelshein 2018) over blocks of 64 tokens that start at multiples of 64, so a
@@ -14,15 +15,18 @@
  */
 #include "simd.h"
 
-#define TILE 6 /* queries at once: TILE * SUBS score vectors stay in registers */
+#define TILE 6      /* queries at once: TILE * SUBS score vectors stay in registers */
+#define MOST_TILE 8 /* the same of keys that begin with their values, which have many query heads, or LEAST_JOINED */
+#define LEAST_JOINED 2
 #define SUBS 4 /* sub-blocks of 16 tokens, each within one page */
 #define BLOCK (16 * SUBS)
-#define MAX_D 512
-#define UNROLL _Pragma("GCC unroll 8")
+#define MAX_D 576
 #if defined(__AVX512F__)
-#define GATHER 6 /* queries whose sums of values fit into registers */
+#define GATHER 6   /* queries whose sums of values fit into registers */
+#define TOGETHER 8 /* queries whose scores of two tokens fit into registers */
 #else
 #define GATHER 2
+#define TOGETHER 2
 #endif
 
 enum { PAGES_FP32, PAGES_BF16, PAGES_INT8 };
@@ -30,8 +34,8 @@ enum { PAGES_FP32, PAGES_BF16, PAGES_INT8 };
 struct paged_attention_args {
     const void *q;           /* [B][P][Hq][D] by strides below, D contiguous */
     const void *k;           /* [B][P][Hkv][D] by strides below, the new keys; null: nothing is stored */
-    const void *v;           /* the same for values */
-    void *out;               /* [B][P][Hq][D] contiguous */
+    const void *v;           /* the same for values; not read where `values` is set */
+    void *out;               /* [B][P][Hq][D] contiguous, or [B][P][Hq][values] */
     void *k_pages, *v_pages; /* as above */
     float *k_scales, *v_scales;
     const int32_t *page_table; /* [B][table_stride], page numbers */
@@ -47,6 +51,7 @@ struct paged_attention_args {
     int32_t io_bf16;      /* q, k, v and out; fp32 values are rounded when they are stored in other pages */
     int32_t chunk;        /* a query sees only its own chunk of so many tokens, 0: none */
     const float *sinks;   /* [Hq], a further logit of each head, without a value; NULL: none */
+    int64_t values; /* a value is so many channels of its key, the first, a multiple of 16; 0: it is stored apart */
 };
 
 INLINE v16f load_page(const void *pages, int64_t index, int kind) {
@@ -77,11 +82,26 @@ INLINE float store_int8(const void *x, int64_t at, int64_t d, int bf16, int8_t *
     return scale;
 }
 
+/* A key that begins with its value, at number `at` of the pages; its scale is `number`. */
+INLINE void store_joined(const struct paged_attention_args *a, int64_t key, int64_t at, int64_t number, int kind) {
+    if (kind == PAGES_INT8) {
+        a->v_scales[number] = store_int8(a->k, key, a->head_dim, a->io_bf16, (int8_t *)a->v_pages + at, 1);
+        return;
+    }
+    for (int64_t i = 0; i < a->head_dim; i += 16)
+        store(a->v_pages, at + i, load(a->k, key + i, a->io_bf16), kind == PAGES_BF16);
+}
+
 INLINE void store_row(const struct paged_attention_args *a, int64_t b, int64_t p, int kind) {
     int32_t pos = a->positions[b * a->num_queries + p];
     if (pos < 0) return;
     int64_t ps = a->page_size, d = a->head_dim;
     int64_t page = a->page_table[b * a->table_stride + pos / ps], off = pos % ps;
+    for (int64_t h = 0; a->values && h < a->num_kv_heads; h++) {
+        const int64_t number = (page * a->num_kv_heads + h) * ps + off;
+        store_joined(a, b * a->k_stride_b + p * a->k_stride_p + h * a->k_stride_h, number * d, number, kind);
+    }
+    if (a->values) return;
     for (int64_t h = 0; h < a->num_kv_heads; h++) {
         int64_t ks = b * a->k_stride_b + p * a->k_stride_p + h * a->k_stride_h;
         int64_t vs = b * a->v_stride_b + p * a->v_stride_p + h * a->v_stride_h;
@@ -113,10 +133,10 @@ INLINE void store_row(const struct paged_attention_args *a, int64_t b, int64_t p
 
 /* State of one tile of queries, carried from block to block. */
 struct tile {
-    float q[TILE][MAX_D];          /* scaled */
-    v16f acc[TILE][MAX_D / 16];    /* weighted sum of the values so far */
-    float peak[TILE], denom[TILE]; /* largest score so far, sum of weights */
-    int32_t first_key[TILE], pos[TILE];
+    float q[MOST_TILE][MAX_D];               /* scaled */
+    v16f acc[MOST_TILE][MAX_D / 16];         /* weighted sum of the values so far */
+    float peak[MOST_TILE], denom[MOST_TILE]; /* largest score so far, sum of weights */
+    int32_t first_key[MOST_TILE], pos[MOST_TILE];
     int32_t begin, last; /* over the tile; last < 0: only padding */
 };
 
@@ -193,7 +213,7 @@ INLINE void fetch_value(const struct paged_attention_args *a, const struct block
 
 /* Scores of the keys in the first `subs` sub-blocks, a compile-time constant: each needs several sums to hide the latency. */
 INLINE void score_subs(const struct paged_attention_args *a, const struct tile *w, const struct block *k,
-                       const struct block *next, v16f s[TILE][SUBS], int64_t d, int kind, int n, int subs) {
+                       const struct block *next, v16f s[MOST_TILE][SUBS], int64_t d, int kind, int n, int subs) {
     const int64_t ps = a->page_size;
     v16f r[TILE][SUBS] = {0};
     for (int64_t two = 0; two < d; two += 2) {
@@ -214,9 +234,48 @@ INLINE void score_subs(const struct paged_attention_args *a, const struct tile *
     UNROLL for (int t = 0; t < n; t++) memcpy(s[t], r[t], (size_t)subs * sizeof r[t][0]);
 }
 
+/* Products of `n` queries from `t` on with 16 tokens' keys, which begin with their values: `number` of the first token, and
+ * `at` of its key. Each score is a sum of its own over the lanes. */
+INLINE void score_tokens(const struct paged_attention_args *a, const struct tile *w, int64_t at, int64_t number,
+                         v16f s[MOST_TILE][SUBS], int sub, int64_t d, int kind, int t, int n) {
+    v16f sums[TOGETHER][16];
+    for (int j = 0; j < 16; j += 2) {
+        v16f r[TOGETHER][2] = {0};
+        for (int64_t c = 0; c < d; c += 16) {
+            v16f x[2];
+            UNROLL for (int i = 0; i < 2; i++) x[i] = load_page(a->v_pages, at + (j + i) * d + c, kind);
+            UNROLL for (int e = 0; e < n; e++) {
+                const v16f q = load_f32(w->q[t + e] + c);
+                UNROLL for (int i = 0; i < 2; i++) r[e][i] += q * x[i];
+            }
+        }
+        UNROLL for (int e = 0; e < n; e++) UNROLL for (int i = 0; i < 2; i++) sums[e][j + i] = r[e][i];
+    }
+    for (int e = 0; e < n; e++) {
+        s[t + e][sub] = sum_of_each(sums[e]);
+        if (kind == PAGES_INT8) s[t + e][sub] *= load_f32(a->v_scales + number);
+    }
+}
+
+/* Start to load 16 tokens of the next block into L2. */
+INLINE void fetch_tokens(const struct paged_attention_args *a, const struct block *next, int sub, int64_t d, int kind) {
+    const int64_t size = bytes_of_number(kind);
+    const char *at = (const char *)a->v_pages + next->value[sub] * size;
+    for (int64_t i = 0; i < 16 * d * size; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+INLINE void score_joined(const struct paged_attention_args *a, const struct tile *w, const struct block *k,
+                         const struct block *next, v16f s[MOST_TILE][SUBS], int64_t d, int kind, int n) {
+    for (int i = 0; i < k->subs; i++) {
+        fetch_tokens(a, next, i, d, kind);
+        UNROLL for (int t = 0; t < n; t += TOGETHER)
+            score_tokens(a, w, k->value[i], k->number[i], s, i, d, kind, t, n - t < TOGETHER ? n - t : TOGETHER);
+    }
+}
+
 /* Scores of the block's keys into s, of `subs` sub-blocks at least. */
 INLINE void score(const struct paged_attention_args *a, const struct tile *w, const struct block *k,
-                  const struct block *next, v16f s[TILE][SUBS], int64_t d, int kind, int n) {
+                  const struct block *next, v16f s[MOST_TILE][SUBS], int64_t d, int kind, int n) {
     if (k->subs <= 2)
         score_subs(a, w, k, next, s, d, kind, n, 2);
     else
@@ -258,7 +317,8 @@ INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, i
 }
 
 /* The weights by the values' scales; after the tile's last position they are not read. */
-INLINE void scale_weights(const struct paged_attention_args *a, const struct block *k, float p[TILE][BLOCK], int n) {
+INLINE void scale_weights(const struct paged_attention_args *a, const struct block *k, float p[MOST_TILE][BLOCK],
+                          int n) {
     for (int i = 0; i < k->subs; i++) {
         const v16f scale = load_f32(a->v_scales + k->number[i]);
         for (int t = 0; t < n; t++) {
@@ -268,16 +328,17 @@ INLINE void scale_weights(const struct paged_attention_args *a, const struct blo
     }
 }
 
-/* acc += p . v for `n` queries from `t` on, 16 * wide channels from 16 * c on: the sums stay in registers. */
+/* acc += p . v for `n` queries from `t` on, 16 * wide channels from 16 * c on: the sums stay in registers. `next`: null where
+ * the scores have fetched the values. */
 INLINE void gather_part(const struct paged_attention_args *a, struct tile *w, const struct block *k,
-                        const struct block *next, float p[TILE][BLOCK], int64_t d, int kind, int t, int n, int64_t c,
-                        int wide) {
+                        const struct block *next, float p[MOST_TILE][BLOCK], int64_t d, int kind, int t, int n,
+                        int64_t c, int wide) {
     v16f x[TILE][4];
     UNROLL for (int i = 0; i < n; i++) UNROLL for (int e = 0; e < wide; e++) x[i][e] = w->acc[t + i][c + e];
     for (int j = 0; j < k->tokens; j++) {
         const int64_t at = k->value[j / 16] + j % 16 * d + c * 16;
         v16f v[4];
-        if (t == 0 && c == 0) fetch_value(a, next, j, d, kind);
+        if (next && t == 0 && c == 0) fetch_value(a, next, j, d, kind);
         UNROLL for (int e = 0; e < wide; e++) v[e] = load_page(a->v_pages, at + e * 16, kind);
         UNROLL for (int i = 0; i < n; i++) {
             v16f q = splat(p[t + i][j]);
@@ -288,12 +349,13 @@ INLINE void gather_part(const struct paged_attention_args *a, struct tile *w, co
 }
 
 INLINE void gather(const struct paged_attention_args *a, struct tile *w, const struct block *k,
-                   const struct block *next, float p[TILE][BLOCK], int64_t d, int kind, int n) {
-    UNROLL for (int t = 0; t < n; t += GATHER) {
-        const int some = n - t < GATHER ? n - t : GATHER;
+                   const struct block *next, float p[MOST_TILE][BLOCK], int64_t d, int64_t values, int kind, int n,
+                   int together) {
+    UNROLL for (int t = 0; t < n; t += together) {
+        const int some = n - t < together ? n - t : together;
         int64_t c = 0;
-        for (; c + 4 <= d / 16; c += 4) gather_part(a, w, k, next, p, d, kind, t, some, c, 4);
-        for (; c < d / 16; c++) gather_part(a, w, k, next, p, d, kind, t, some, c, 1);
+        for (; c + 4 <= values / 16; c += 4) gather_part(a, w, k, next, p, d, kind, t, some, c, 4);
+        for (; c < values / 16; c++) gather_part(a, w, k, next, p, d, kind, t, some, c, 1);
     }
 }
 
@@ -306,33 +368,36 @@ INLINE float share(const struct paged_attention_args *a, const struct tile *w, i
     return kept / (w->denom[t] * kept + expf(sink - peak));
 }
 
-/* n queries, up to TILE, of one (sequence, KV head): query number i is (p, g) = (i / group, i % group). `then`: a block that
- * is likely to be read afterwards; null: none is known. */
+/* n queries of one (sequence, KV head): query number i is (p, g) = (i / group, i % group). `values`: channels of a value.
+ * `joined`: it is the first part of its key. `then`: a block that is likely to be read afterwards; null: none is known. */
 INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first, int64_t d,
-                        int kind, int n, const struct block *then) {
+                        int64_t values, int joined, int kind, int n, const struct block *then) {
     const int64_t group = a->num_heads / a->num_kv_heads;
     struct tile w __attribute__((aligned(64)));
-    float p[TILE][BLOCK] __attribute__((aligned(64)));
+    float p[MOST_TILE][BLOCK] __attribute__((aligned(64)));
     struct block now, next;
     open_tile(a, &w, b, hkv, first, d, n);
     int64_t at = w.last < 0 ? 0 : w.begin / BLOCK * BLOCK;
     if (w.last >= 0) now = block_at(a, b, hkv, at, w.last, d);
     for (; at <= w.last; at += BLOCK, now = next) {
-        v16f s[TILE][SUBS];
+        v16f s[MOST_TILE][SUBS];
         if (at + BLOCK <= w.last)
             next = block_at(a, b, hkv, at + BLOCK, w.last, d);
         else
             next = then ? *then : now;
-        score(a, &w, &now, &next, s, d, kind, n);
-        for (int t = 0; t < n; t++) weigh(a, &w, t, at, now.subs, s[t], p[t], d);
+        if (joined)
+            score_joined(a, &w, &now, &next, s, d, kind, n);
+        else
+            score(a, &w, &now, &next, s, d, kind, n);
+        for (int t = 0; t < n; t++) weigh(a, &w, t, at, now.subs, s[t], p[t], values);
         if (kind == PAGES_INT8) scale_weights(a, &now, p, n);
-        gather(a, &w, &now, &next, p, d, kind, n);
+        gather(a, &w, &now, joined ? 0 : &next, p, d, values, kind, n, joined && GATHER > 4 ? 4 : GATHER);
     }
     for (int64_t t = 0, row = first / group, head = first % group; t < n && row < a->num_queries;
          t++, head + 1 < group ? head++ : (row++, head = 0)) {
-        int64_t dst = ((b * a->num_queries + row) * a->num_heads + hkv * group + head) * d;
+        int64_t dst = ((b * a->num_queries + row) * a->num_heads + hkv * group + head) * values;
         float inverse = share(a, &w, (int)t, hkv * group + head);
-        for (int64_t c = 0; c < d; c += 16) store(a->out, dst + c, w.acc[t][c / 16] * splat(inverse), a->io_bf16);
+        for (int64_t c = 0; c < values; c += 16) store(a->out, dst + c, w.acc[t][c / 16] * splat(inverse), a->io_bf16);
     }
 }
 
@@ -341,12 +406,12 @@ INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t
 #define ATTEND(d, kind)                                                                                                \
     do {                                                                                                               \
         if (left > 3)                                                                                                  \
-            attend_tile(a, b, hkv, first, d, kind, 6, then);                                                           \
+            attend_tile(a, b, hkv, first, d, d, 0, kind, 6, then);                                                     \
         else                                                                                                           \
-            attend_tile(a, b, hkv, first, d, kind, 3, then);                                                           \
+            attend_tile(a, b, hkv, first, d, d, 0, kind, 3, then);                                                     \
     } while (0)
 #else
-#define ATTEND(d, kind) attend_tile(a, b, hkv, first, d, kind, TILE, then)
+#define ATTEND(d, kind) attend_tile(a, b, hkv, first, d, d, 0, kind, TILE, then)
 #endif
 
 static void attend(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first,
@@ -375,10 +440,39 @@ static void attend(const struct paged_attention_args *a, int64_t b, int64_t hkv,
     }
 }
 
+/* As many queries as `tile` says of keys that begin with their values. */
+static void attend_joined(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first, int64_t tile) {
+    const int64_t d = a->head_dim, values = a->values;
+#define ATTEND_JOINED(d, values, kind)                                                                                 \
+    do {                                                                                                               \
+        if (tile == MOST_TILE)                                                                                         \
+            attend_tile(a, b, hkv, first, d, values, 1, kind, MOST_TILE, 0);                                           \
+        else                                                                                                           \
+            attend_tile(a, b, hkv, first, d, values, 1, kind, LEAST_JOINED, 0);                                        \
+    } while (0)
+    if (a->kind == PAGES_BF16 && d == 576 && values == 512)
+        ATTEND_JOINED(576, 512, PAGES_BF16); /* of DeepSeek, and of most other families */
+    else if (a->kind == PAGES_BF16)
+        ATTEND_JOINED(d, values, PAGES_BF16);
+    else if (a->kind == PAGES_INT8)
+        ATTEND_JOINED(d, values, PAGES_INT8);
+    else
+        ATTEND_JOINED(d, values, PAGES_FP32);
+#undef ATTEND_JOINED
+}
+
+extern int omp_get_max_threads(void);
+
+/* Queries of a tile, of so many, where keys begin with their values: a tile reads each key once for all of its queries, and
+ * smaller ones give every thread some. */
+static int64_t joined_tile(int64_t queries) {
+    return queries / MOST_TILE >= omp_get_max_threads() ? MOST_TILE : LEAST_JOINED;
+}
+
 void VARIANT(lockstep_paged_attention)(const struct paged_attention_args *a) {
-    int64_t rows = (int64_t)a->num_batch * a->num_queries;
+    int64_t rows = (int64_t)a->num_batch * a->num_queries, tile = a->values ? joined_tile(rows * a->num_heads) : TILE;
     int64_t group = a->num_heads / a->num_kv_heads;
-    int64_t tiles = (a->num_queries * group + TILE - 1) / TILE;
+    int64_t tiles = (a->num_queries * group + tile - 1) / tile;
     int64_t tasks = (int64_t)a->num_batch * a->num_kv_heads * tiles;
 #pragma omp parallel
     {
@@ -387,7 +481,12 @@ void VARIANT(lockstep_paged_attention)(const struct paged_attention_args *a) {
             store_row(a, r / a->num_queries, r % a->num_queries, a->kind);
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks; task++)
-            attend(a, task / (a->num_kv_heads * tiles), task / tiles % a->num_kv_heads, task % tiles * TILE, 0);
+        for (int64_t task = 0; task < tasks; task++) {
+            const int64_t b = task / (a->num_kv_heads * tiles), head = task / tiles % a->num_kv_heads;
+            if (a->values)
+                attend_joined(a, b, head, task % tiles * tile, tile);
+            else
+                attend(a, b, head, task % tiles * TILE, 0);
+        }
     }
 }

@@ -4,6 +4,7 @@
 #define VARIANT(name) name##_x86_64_vnni
 #include "accept.h"
 #include "forward.h"
+#include "latent.h"
 #include "masked_head.h"
 #include "recurrent.h"
 #endif

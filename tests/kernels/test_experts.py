@@ -133,8 +133,10 @@ def test_a_row_adds_its_experts_with_their_weights(
 
 CHOICES = {
     "sigmoid": Choice(2, renormalises=False, of_sigmoid=True),
-    "sigmoid, corrected": Choice(2, True, True, some(7, seed=12), 2.5),
-    "softmax, corrected": Choice(3, True, False, some(7, seed=12, scale=0.2)),
+    "sigmoid, corrected": Choice(2, True, True, some(8, seed=12), 2.5),
+    "softmax, corrected": Choice(3, True, False, some(8, seed=12, scale=0.2)),
+    "of groups": Choice(3, renormalises=False, groups=4, kept=2),
+    "of groups by two": Choice(3, True, True, some(8, seed=12, scale=0.2), 2.5, groups=4, kept=2, by_two=True),
     "scaled": Choice(2, renormalises=False, scale=0.25),
 }
 
@@ -144,10 +146,10 @@ CHOICES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shares_corrections_and_a_shared_expert(choice: str, gate: str | None, dtype: torch.dtype) -> None:
     """The shared expert is wider than the others, and than the block of the next layer."""
-    blocks, rows = [block(100 + 2 * e) for e in range(7)], Rows((40, 3))
+    blocks, rows = [block(100 + 2 * e) for e in range(8)], Rows((40, 3))
     shared = GatedBlock(packed(256, H, 300), packed(H, 128, 301))
     gate_H = some(H, seed=9, scale=0.2) if gate else None
-    router_EH = some(7, H, seed=6, scale=0.3).to(dtype)
+    router_EH = some(8, H, seed=6, scale=0.3).to(dtype)
     mixture = Mixture(tuple(blocks), router_EH, CHOICES[choice], None, shared, gate_H)
 
     def like(each: GatedBlock) -> GatedBlock:
@@ -218,6 +220,8 @@ def test_a_row_has_the_same_bits_in_any_company(threads: int) -> None:
     [
         "a router in another dtype",
         "too many chosen",
+        "groups of unequal size",
+        "too many of the groups",
         "experts of two sizes",
         "another count",
         "a long bias",
@@ -235,6 +239,8 @@ def test_what_the_native_code_relies_on_is_asserted(bad: str) -> None:
         "an expert that only one has": replace(mixture, shared=block(104)),
         "a long bias": replace(mixture, router_bias_E=torch.zeros(3)),
         "too many chosen": replace(mixture, choice=Choice(3, renormalises=True)),
+        "groups of unequal size": replace(mixture, choice=Choice(1, renormalises=True, groups=3)),
+        "too many of the groups": replace(mixture, choice=Choice(2, renormalises=True, groups=2)),
         "experts of two sizes": replace(mixture, experts=(block(100), GatedBlock(packed(64, H, 1), packed(H, 32, 2)))),
         "another count": replace(
             mixture, experts=mixture.experts[:1], router_EH=mixture.router_EH[:1], choice=Choice(1, renormalises=True)

@@ -215,7 +215,7 @@ def test_splits_are_whole_blocks_and_their_number_is_bounded(target: Target) -> 
 @pytest.mark.parametrize("heads", [[KVHeads(2, 32)] * 3, [KVHeads(2, 32), KVHeads(1, 64), KVHeads(2, 32)]])
 def test_the_pages_of_all_layers_are_zero_contiguous_and_apart(heads: list[KVHeads]) -> None:
     layers = KVPages.allocate_layers(heads, 4, 16, torch.float32, torch.device("cpu"))
-    assert [tuple(pages.k.shape) for pages in layers] == [(4, *each, 16) for each in heads]
+    assert [tuple(pages.k.shape) for pages in layers] == [(4, each.number, each.width, 16) for each in heads]
     assert [tuple(pages.v.shape) for pages in layers] == [(4, each.number, 16, each.width) for each in heads]
     assert sum(part.nbytes for pages in layers for part in (pages.k, pages.v)) == 64 * bytes_of_token(
         heads, torch.float32

@@ -26,7 +26,7 @@ ADDRESS = ("-g1", "-fsanitize=address", "-fno-omit-frame-pointer")
 UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize-recover=all")
 TESTS = (
     *("test_accept.py", "test_blocks.py", "test_experts.py", "test_fused.py", "test_fused_attention.py"),
-    *("test_layer_forms.py", "test_low_rank.py", "test_mixture.py"),
+    *("test_latent.py", "test_layer_forms.py", "test_low_rank.py", "test_mixture.py"),
     *("test_paged_attention.py", "test_recurrent.py", "test_suffix.py", "test_team.py"),
     "test_unpack.py",
 )

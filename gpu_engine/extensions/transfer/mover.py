@@ -104,7 +104,7 @@ class PageMover:
         dtype = self._pages[0].v.dtype
         parts, at = [], 0
         for layer in self._pages:
-            for whole in (layer.k, layer.v):
+            for whole in layer.tensors:
                 flat = whole.view(len(whole), -1)
                 size = count * flat.shape[1] * dtype.itemsize
                 parts.append((flat, self._staged[at : at + size].view(dtype).view(count, -1)))
@@ -128,12 +128,13 @@ class PageMover:
 def page_format(config: EngineConfig, model: LoadedModel, pages: list[KVPages]) -> PageFormat:
     """Return the format of an engine's pages, with only the digest of the weights as its fingerprint."""
     alike = len(set(model.kv_heads)) == 1
-    number, width = model.kv_heads[0] if alike else (0, 0)
+    number, width = model.kv_heads[0][:2] if alike else (0, 0)
+    layout = "joined" if pages[0].joined else "token-major" if pages[0].token_major else "channel-major"
     return PageFormat(
         fingerprint=weights_digest(model),
         dtype=model.dtype_name,
         page_size=config.page_size,
-        layout="token-major" if pages[0].token_major else "channel-major",
+        layout=layout,
         num_layers=len(model.kv_heads),
         num_kv_heads=number,
         head_dim=width,

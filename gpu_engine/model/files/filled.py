@@ -20,8 +20,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from gpu_engine.model.quantised.linear import BlockLinear
-
 
 class Weights(Protocol):
     """The tensors of a model's files, by the names that the model gives its parameters. For several threads."""
@@ -41,7 +39,7 @@ _MAX_LOADERS = 8
 _REPORTS = 6
 """How often `fill` says how far it is: a log has a line each time."""
 
-MakeProduct = Callable[[str, str, torch.Tensor | None], BlockLinear]
+MakeProduct = Callable[[str, str, torch.Tensor | None], nn.Module]
 """Returns the product that takes the place of a linear layer: by the layer's name, the name of its weight in the files,
 and its bias."""
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward
+from gpu_engine.model.fused_layers import FusedAttention
 from gpu_engine.model.parallel.collectives import Call, Collectives, Message
 from kernels.kv_pages import KVPages, copy_page
 
@@ -53,7 +54,7 @@ def add_over_ranks(forward: FusedForward, collectives: Collectives) -> None:
     """Make the sums a part of each layer, in place."""
     for layer in forward.layers:
         assert layer.recurrent is None, "a model with recurrent layers is not divided"
-        assert layer.attention is not None
+        assert isinstance(layer.attention, FusedAttention), "latent attention is not divided"
         assert layer.gated is not None
         layer.attention.replace_product("output", SummedProduct(layer.attention.output, collectives))
         layer.gated.replace_product("down", SummedProduct(layer.gated.down, collectives))

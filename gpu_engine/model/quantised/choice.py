@@ -128,7 +128,7 @@ class ReadProducts:
     """
 
     def __init__(self, weights: Weights, own: OwnBlocks | None, dtype: torch.dtype, rounded: BlockKind) -> None:
-        self._weights, self._own, self._dtype, self._rounded = weights, own, dtype, rounded
+        self._weights, self._own, self._dtype, self.rounded = weights, own, dtype, rounded
         self._used: Counter[str] = Counter()
         """Matrices whose own blocks are multiplied, by their type in the file."""
         self._again = 0
@@ -144,7 +144,7 @@ class ReadProducts:
     def kind_of(self, path: str, source: str) -> BlockKind:
         """Return the kind of the product in the place of the layer `path`, whose weight the files call `source`."""
         own = None if self._own is None else self._own.blocks_kind(source)
-        return own if own is not None else BlockKind.Q8 if path == "lm_head" else self._rounded
+        return own if own is not None else BlockKind.Q8 if path == "lm_head" else self.rounded
 
     def has_offsets(self, path: str, source: str) -> bool:
         """Return whether the product in the place of the layer `path`, whose weight is `source`, has offsets."""
@@ -166,7 +166,7 @@ class ReadProducts:
     def __str__(self) -> str:
         """For the log: the kinds of the products."""
         if self._own is None:
-            return "q4" if self._rounded is BlockKind.Q4 else "int8"
+            return "q4" if self.rounded is BlockKind.Q4 else "int8"
         kinds = [f"{count} of {kind}" for kind, count in sorted(self._used.items())]
         return ", ".join([*kinds, *([f"{self._again} rounded again"] if self._again else [])])
 

@@ -18,8 +18,17 @@ from torch import nn
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward, Layer, RotaryCall, WholeForward
-from gpu_engine.model.fused_layers import ChosenExperts, ExpertsApart, FusedAttention, FusedGated, MixedBlock, Rotation
+from gpu_engine.model.fused_layers import (
+    ChosenExperts,
+    ExpertsApart,
+    FusedAttention,
+    FusedGated,
+    MixedBlock,
+    Rotation,
+    RowAttention,
+)
 from gpu_engine.model.fusion import Fused
+from gpu_engine.model.latent import LatentAttention
 from gpu_engine.model.layer_inputs import LayerInputs
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Distance, distance
@@ -27,9 +36,9 @@ from gpu_engine.model.recurrent.mixer import RecurrentMixer
 from gpu_engine.model.recurrent.rows import LayerStates, RecurrentPools
 from gpu_engine.model.rotary import RotaryTable
 from kernels.blocks import PackedBlocks
-from kernels.forward import Forward, ForwardAttention, ForwardLayer, Norm
+from kernels.forward import Forward, ForwardAttention, ForwardLayer, LatentPart, Norm
 from kernels.forward_inputs import ForwardInput, ForwardInputs
-from kernels.fused_arguments import Activation, NormKind, RMSNorm
+from kernels.fused_arguments import Activation, HeadForm, NormKind, RMSNorm
 from kernels.kv_pages import KVHeads
 from kernels.mixture import GatedBlock, Mixture
 from kernels.recurrent_layer import Recurrence
@@ -180,13 +189,16 @@ def native_forward_of(fused: FusedForward) -> NativeForward:
     head = _packed(fused.head, "head")
     embedding_VH = fused.embedding.weight.detach()
     scale = _embedding_scale(fused.embedding)
-    meant = {(layer.angles, layer.attention.rotation) for layer in fused.layers if layer.attention is not None}
+    attentions = [layer.attention for layer in fused.layers if layer.attention is not None]
+    if len({isinstance(attention, LatentAttention) for attention in attentions}) > 1:
+        raise NotNative("only some of its layers have latent attention")
+    meant = {(layer.angles, _rotation_of(layer.attention)) for layer in fused.layers if layer.attention is not None}
     tables = {
         (at, rotation): _NO_ANGLES if at is None else _table_of(fused.rotary[at], embedding_VH, rotation)
         for at, rotation in meant
     }
     layers = [_layer_of(layer, tables) for layer in fused.layers]
-    heads = {layer.attention.shape.num_heads for layer in fused.layers if layer.attention is not None}
+    heads = {attention.shape.num_heads for attention in attentions}
     if len(heads) != 1:
         raise NotNative(f"its layers have different numbers of query heads: {sorted(heads)}")
     forward = Forward(
@@ -270,9 +282,11 @@ _Tables = dict[tuple[int | None, Rotation], tuple[torch.Tensor, torch.Tensor]]
 
 def _layer_of(layer: Layer, tables: _Tables) -> ForwardLayer:
     block, act = (None, Activation.SILU) if layer.gated is None else _block_of(layer.gated)
-    attention = layer.attention
+    attention = None
+    if layer.attention is not None:
+        attention = _attention_of(layer.attention, tables[layer.angles, _rotation_of(layer.attention)])
     return ForwardLayer(
-        attention=None if attention is None else _attention_of(attention, tables[layer.angles, attention.rotation]),
+        attention=attention,
         recurrence=None if layer.recurrent is None else _recurrence_of(layer.recurrent),
         block=block,
         act=act,
@@ -293,7 +307,16 @@ def _norms_apart(block: nn.Module | None) -> dict[str, Norm]:
     return {"pre_mixture": _norm(block.pre), "post_mixture": _norm(block.post), "post_shared": _norm(block.post_block)}
 
 
-def _attention_of(attention: FusedAttention, table: tuple[torch.Tensor, torch.Tensor]) -> ForwardAttention:
+def _rotation_of(attention: RowAttention) -> Rotation:
+    """Return what the angles of a layer mean; latent attention takes them as they are."""
+    return attention.rotation if isinstance(attention, FusedAttention) else Rotation.HALVES
+
+
+def _attention_of(attention: RowAttention, table: tuple[torch.Tensor, torch.Tensor]) -> ForwardAttention:
+    if isinstance(attention, LatentAttention):
+        return _latent_of(attention, table)
+    if not isinstance(attention, FusedAttention):
+        raise NotNative(f"its layers have a {type(attention).__name__}")
     shape, (cos_LR, sin_LR) = attention.shape, table
     return ForwardAttention(
         place=attention.layer_idx,
@@ -313,6 +336,32 @@ def _attention_of(attention: FusedAttention, table: tuple[torch.Tensor, torch.Te
         v_norm=_norm_or_none(attention.v_norm),
         key_values=attention.key_values,
         query_factors_L=attention.query_factors_L,
+    )
+
+
+def _latent_of(attention: LatentAttention, table: tuple[torch.Tensor, torch.Tensor]) -> ForwardAttention:
+    core, (cos_LR, sin_LR) = attention.core, table
+    if 2 * cos_LR.shape[1] == core.shape.rotated:  # one for each pair
+        cos_LR, sin_LR = torch.cat([cos_LR, cos_LR], dim=1), torch.cat([sin_LR, sin_LR], dim=1)
+    by_head = [part.weights for part in (core.keys, core.values)]
+    if any(isinstance(weights, torch.Tensor) for weights in by_head):
+        raise NotNative("its products by head are not over blocks")
+    keys, values = (tuple(weights) for weights in by_head)
+    query = None if attention.query is None else _packed(attention.query, "product of compressed queries")
+    return ForwardAttention(
+        place=attention.layer_idx,
+        kv_heads=core.shape.kv_heads,
+        qkv=_packed(attention.first, "product of queries and latents"),
+        output=_packed(attention.output, "output product"),
+        q_norm=None,
+        k_norm=None,
+        cos_LR=cos_LR,
+        sin_LR=sin_LR,
+        scale=core.scale,
+        softcap=0.0,
+        window=0,
+        heads=HeadForm(neighbours=core.neighbours),
+        latent=LatentPart(core.shape, _norm(core.norm), keys, values, query, _norm_or_none(attention.query_norm)),
     )
 
 

@@ -47,10 +47,10 @@ _MULTIPLIERS: dict[str, Any] = {
 _LATENT: dict[str, Any] = {
     **_SIZES,
     "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
+    "kv_lora_rank": 64,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 24,
+    "v_head_dim": 48,
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
     "n_routed_experts": 8,

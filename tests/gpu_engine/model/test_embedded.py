@@ -16,6 +16,7 @@ from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.api.request import FinishReason
 from gpu_engine.model.embedded import CacheNotWritten, Progress, cache_dir, ensure_embedded, weights_file
 from gpu_engine.model.loader import LoadedModel, load_model
+from kernels.kv_pages import KVHeads
 from tests.gpu_engine.harness import PATIENCE_S, answer_all, ask, config, unguided_engine, with_drafts
 
 IN_A_BARE_PYTHON = """
@@ -139,7 +140,7 @@ def prompts(embedded: LoadedModel) -> list[list[int]]:
 @pytest.mark.model
 def test_the_real_model_has_the_values_of_its_card(embedded: LoadedModel) -> None:
     assert (embedded.model_type, embedded.vocab_size) == ("llama", 49152)
-    assert embedded.kv_heads == ((3, 64),) * embedded.num_layers == ((3, 64),) * 30
+    assert embedded.kv_heads == (KVHeads(3, 64),) * 30 == (KVHeads(3, 64),) * embedded.num_layers
     assert embedded.num_parameters == 134_515_008
     assert embedded.tokenizer.convert_ids_to_tokens(list(embedded.eos_token_ids)) == ["<|im_end|>"]
     text = "naive cafe, 12 345 \u00e9\u4e2d\U0001f600\n"

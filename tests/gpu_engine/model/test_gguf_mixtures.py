@@ -74,10 +74,11 @@ def test_older_files_of_qwen_2_lack_the_widths_of_experts(tmp_path: Path, width:
 
 def test_older_files_have_the_heads_of_latent_attention_in_one_tensor(tmp_path: Path) -> None:
     own = tiny("deepseek2")
-    older = {"key_length": 48, "value_length": 24, "key_length_mla": None, "value_length_mla": None}
+    older = {"key_length": 48, "value_length": 48, "key_length_mla": None, "value_length_mla": None}
     keys: dict[str, Any] = {f"attention__{name}": value for name, value in older.items()}
     file = write(own, "deepseek2", tmp_path / "model.gguf", **keys)
     model = load_model(config(model=str(file), dtype="float32", quantization="none"))
+    assert {heads.values for heads in model.kv_heads} == {64}, "the cache has latent vectors"
     ids_BP = some_ids(1, 40)
     with torch.inference_mode():
         assert distance(logits(model, ids_BP)[0], own(ids_BP, use_cache=False).logits[0]) < 1e-4
@@ -116,7 +117,7 @@ def cut(tensors: list[Any], end: str) -> list[Any]:
             "ffn_up_shexp.weight",
             r"ffn_up_shexp\.weight \(F32 \[64, 32\]\), whose rows differ in length$",
         ),
-        ("deepseek2", "attn_v_b.weight", r"attn_v_b\.weight \(F32 \[4, 24, 16\]\) are not of the same heads$"),
+        ("deepseek2", "attn_v_b.weight", r"attn_v_b\.weight \(F32 \[4, 48, 32\]\) are not of the same heads$"),
         (
             "qwen2moe",
             "ffn_up_exps.weight",
@@ -189,8 +190,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek2", {"expert_weights_norm": True}, r"deepseek2\.expert_weights_norm is True, and must be False$"),
     (
         "deepseek2",
-        {"attention__kv_lora_rank": 64},
-        r"kv_a_proj_with_mqa\.weight is \[48, 64\], and the model's is \[80, 64\]$",
+        {"attention__kv_lora_rank": 32},
+        r"kv_a_proj_with_mqa\.weight is \[80, 64\], and the model's is \[48, 64\]$",
     ),
     ("granitemoe", {"rope__scaling__type": "su", "rope__scaling__factor": 2.0}, r"type is 'su'; none, linear and yarn"),
     (

@@ -98,8 +98,8 @@ def test_a_sequence_goes_on_from_pages_of_another_engine(llama: LoadedModel, oth
         assert prefill.stats().prefill_tokens == 6 * PAGE
 
 
-@pytest.mark.parametrize("family", ["gemma4 small", "gemma4"])
-def test_layers_with_heads_of_several_sizes_go_on_from_pages_of_another_engine(
+@pytest.mark.parametrize("family", ["gemma4 small", "gemma4", "deepseek_v3"])
+def test_heads_of_several_sizes_and_latent_vectors_go_on_from_pages_of_another_engine(
     saved: Callable[[str], Path], family: str
 ) -> None:
     two = [load_model(config(model=str(saved(family)))) for _ in range(2)]
@@ -107,7 +107,9 @@ def test_layers_with_heads_of_several_sizes_go_on_from_pages_of_another_engine(
     with pair(*two) as (prefill, decode):
         pieces, wanted, answer = prefilled(prefill), want(), waiting()
         form = prefill.pages.form
-        assert (form.num_kv_heads, form.head_dim, len(form.layers)) == (0, 0, form.num_layers)
+        one_size = (1, 48, 0) if family == "deepseek_v3" else (0, 0, form.num_layers)
+        assert (form.num_kv_heads, form.head_dim, len(form.layers)) == one_size
+        assert (form.layout == "joined") == (family == "deepseek_v3")
         assert [len(piece.data) for piece in pieces] == [form.page_bytes] * 6
         decode.pages.open(wanted).result(SOON_S)
         answer.submit(decode, awaits_pages=True)
