@@ -51,7 +51,7 @@ def _factors_of(layer: Any) -> list[tuple[Product, float, torch.Tensor | float]]
         (attention.k_proj, before, float(attention.key_multiplier)),
         (attention.v_proj, before, 1.0),
         (attention.o_proj, 1.0, float(layer.attn_out_multiplier)),
-        (mixer.in_proj, float(mixer.ssm_in_multiplier), mixer.mup_vector.detach().flatten()),
+        (mixer.in_proj, float(mixer.ssm_in_multiplier), mixer.mup_vector.detach().float().flatten()),
         (mixer.out_proj, 1.0, float(layer.ssm_out_multiplier)),
         (block.gate_proj, 1.0, float(block.gate_multiplier)),
         (block.down_proj, 1.0, float(block.down_multiplier)),
