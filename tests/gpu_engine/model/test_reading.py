@@ -139,7 +139,7 @@ def test_every_architecture_that_is_read_is_compared() -> None:
     written = {gguf_files.architecture_of(family()) for family in families}
     written |= {"gemma4", "qwen2vl", "qwen3vl"}  # test_gemma4_gguf.py and test_dense_gguf.py have them
     assert written | set(hybrid_gguf_files.FAMILIES) == set(ARCHITECTURES)
-    apart = {"gpt-oss", "qwen3moe"}  # test_gpt_oss_files.py and test_mixtures.py have them
+    apart = {"gemma4", "gpt-oss", "qwen3moe"}  # test_gemma4_gguf.py, test_gpt_oss_files.py, test_mixtures.py
     mixtures = {family.split()[0] for family in mixture_gguf_files.CONFIGS}
     assert set(hybrid_gguf_files.WITH_EXPERTS) | mixtures | apart == set(WITH_EXPERTS)
 

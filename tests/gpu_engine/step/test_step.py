@@ -150,7 +150,7 @@ def test_the_error_of_a_missing_device_names_the_device(monkeypatch: pytest.Monk
     [
         (tiny.bloom, "bloom sends 0 of 2 layers through our attention"),
         (tiny.diffllama, "diffllama has other logits when a sequence goes on in a second forward"),
-        (lambda: tiny.gemma4(global_head_dim=528), "it has heads of 528 channels, and attention takes at most 512"),
+        (lambda: tiny.gemma4(global_head_dim=592), "it has heads of 592 channels, and attention takes at most 576"),
         (tiny.gptj, ".* the attention of its family in transformers takes no other function"),
         (tiny.mamba, r"mamba has recurrent layers \(MambaBlock\)"),
     ],
