@@ -246,7 +246,8 @@ async def _start(
     # 2. Addresses are bound before the model is loaded, so that a taken one is reported at once. Clients connect;
     # health says NOT_SERVING until stage 9, and other calls wait for stage 7.
     listeners, gateway = _bind(stack, server_config, extensions)
-    _set_health(listeners.health, [SERVICE], extensions.serves_engine, NOT_SERVING)
+    listeners.health.set(health.OVERALL_HEALTH, NOT_SERVING)
+    listeners.health.of_others = NOT_SERVING
     await listeners.start()
     metrics = BothProcesses()
     scrapes = _serve_metrics(stack, server_config, metrics)
@@ -312,6 +313,7 @@ async def _start(
     if grammar:
         _run_until_close(stack, background, _report_guided(grammar, listeners.health), "guided health")
     calls.warm()
+    listeners.health.of_others = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
     set_health(SERVING)
     stack.push_async_callback(_drain, listeners.server, calls, set_health, gateway, server_config.drain_timeout_s)
     return Server(

@@ -321,7 +321,7 @@ class PackedBlocks:
         self.quants = huge_pages.empty(groups, blocks, 2, self._words, _LANES, 4, dtype=torch.uint8, lasts=lasts)
         self.scales = huge_pages.empty(groups, blocks, _GROUP, dtype=torch.float16, lasts=lasts)
         self.offsets = huge_pages.empty(groups, blocks, _GROUP, dtype=torch.float16, lasts=lasts) if offsets else None
-        self.bias = None if bias is None else _padded(bias.float())
+        self.bias = None if bias is None else _padded(bias.float()).clone()  # not the caller's memory
         self.args = BlockWeightsArgs(
             self.quants.data_ptr(),
             self.scales.data_ptr(),

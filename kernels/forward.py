@@ -316,7 +316,11 @@ def _check_latent(part: ForwardAttention, H: int, num_heads: int) -> None:
     assert part.sin_LR.is_contiguous()
     assert part.q_norm is part.k_norm is part.v_norm is None
     assert part.sinks_H is None
+    assert part.query_factors_L is None
     assert not part.query_gates
+    for norm in (latent.norm, latent.query_norm):
+        assert norm is None or (norm.weight.dtype == torch.float32 and norm.weight.is_contiguous()), norm
+        assert norm is None or not norm.centred, norm
     assert (part.softcap, part.window, part.key_values) == (0.0, 0, KeyValues.OWN)
 
 
@@ -392,6 +396,9 @@ class Forward:
         """
         self._inputs: tuple[torch.Tensor, ...] = ()
         """The last call's, held so that a tensor that is the same object has the same address."""
+        self._takes_adapters = all(
+            layer.attention is None or (layer.attention.latent is None and layer.recurrence is None) for layer in layers
+        )
         self._tapped = False
         """The last call had taps."""
         self._pages: list[KVPages] | None = None
@@ -476,6 +483,7 @@ class Forward:
                 assert layer.block.shared_gate_H is None, "a norm of a shared expert that has a gate"
             if layer.attention is not None:
                 gates.add(layer.attention.query_gates)
+                assert layer.attention.latent is None or layer.recurrence is None, "latent attention next to a state"
                 check = _check_attention if layer.attention.latent is None else _check_latent
                 check(layer.attention, H, num_heads)
         assert len(gates) == 1, "only some queries have gates"
@@ -587,6 +595,7 @@ class Forward:
             args.adapters = None
             return
         assert adapters.table.num_products == len(LAYER_PRODUCTS) * len(self._layers), adapters.table
+        assert self._takes_adapters, "adapters of latent attention, or of attention next to a state"
         assert adapters.numbers_S.dtype == torch.int32
         assert adapters.numbers_S.is_contiguous()
         assert len(adapters.numbers_S) == args.num_sequences, (len(adapters.numbers_S), args.num_sequences)

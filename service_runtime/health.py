@@ -25,6 +25,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
 
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {"": health_pb2.HealthCheckResponse.SERVING}
+        self.of_others: int = UNKNOWN
+        """The status of a service that is not known; a server that does not know its services yet says NOT_SERVING."""
         self._watchers: set[asyncio.Event] = set()
         """One for each Watch, set when any status has changed."""
 
@@ -43,9 +45,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> health_pb2.HealthCheckResponse:
         """Return the status of a service; NOT_FOUND for a service that is not known."""
-        if request.service not in self._statuses:
+        status = self._statuses.get(request.service, self.of_others)
+        if status == UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"service: there is no {request.service!r}")
-        return health_pb2.HealthCheckResponse(status=self._statuses[request.service])
+        return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Stream the status of a service, now and after each change; SERVICE_UNKNOWN for one that is not known."""
@@ -54,7 +57,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
         try:
             while True:
                 changed.clear()
-                status = self._statuses.get(request.service, UNKNOWN)
+                status = self._statuses.get(request.service, self.of_others)
                 if status != sent:
                     await send(context, health_pb2.HealthCheckResponse(status=status))
                     sent = status

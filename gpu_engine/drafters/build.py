@@ -35,6 +35,7 @@ from gpu_engine.drafters.nets import DraftNet, ModelNet
 from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
 from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.drafters.suffix_index import SuffixIndex
+from gpu_engine.model.cache_size import CachedShape
 from gpu_engine.model.hub import path_of
 from gpu_engine.model.linear import pack_linears, replace_linears
 from gpu_engine.model.loaded_model import ModelNotSupported
@@ -191,7 +192,9 @@ def _mtp(parts: DrafterParts) -> Drafter:
     target = parts.target
     mtp = load_mtp(str(path_of(parts.config)), target.net, target.dtype)
     _prepare(parts, mtp)
-    return _chain(parts, MtpNet(mtp, target.num_layers, _one_layer(parts, target.kv_heads[-1])))
+    # The layer attends as transformers' do: to keys and values in expanded form, also next to latent ones.
+    heads = CachedShape.of(target.net.config.get_text_config()).heads[-1]
+    return _chain(parts, MtpNet(mtp, target.num_layers, _one_layer(parts, heads)))
 
 
 def _model(parts: DrafterParts) -> Drafter:

@@ -208,11 +208,9 @@ def _choices(module: nn.Module, router: nn.Module, E: int, k: int) -> Iterator[C
     ]
     corrections = corrections or [None]
     scales = dict.fromkeys((1.0, *(float(getattr(of, "routed_scaling_factor", 1.0)) for of in (router, module))))
-    for correction_E, scale, of_sigmoid, renormalises in itertools.product(
-        corrections, scales, (False, True), (True, False)
+    for correction_E, scale, by_two, of_sigmoid, renormalises in itertools.product(
+        corrections, scales, (False, True) if groups > 1 else (False,), (False, True), (True, False)
     ):
-        # DeepSeek's softmax counts a group by its highest expert, and its sigmoid by two.
-        by_two = groups > 1 and of_sigmoid
         yield Choice(k, renormalises, of_sigmoid, correction_E, scale, groups=groups, kept=kept, by_two=by_two)
 
 

@@ -73,7 +73,8 @@ class Probe:
         return run
 
     def moves(self, model: LoadedModel) -> Callable[[], float]:
-        """Return a function that says how far the logits move with one rounding: of the input, or in a sum."""
+        """Return a function that says how far the logits move with one rounding: of the input, or in a sum. Parts that
+        were fused or packed since count as such sums."""
         return lambda: max(self.noise, self.compare(_nudged(model), self.logits_NV))
 
     def goes_on(self, model: LoadedModel) -> Callable[[WholeForward], bool]:
@@ -180,7 +181,7 @@ def own_logits(model: LoadedModel) -> torch.Tensor:
 
 @torch.inference_mode()
 def _nudged(model: LoadedModel) -> torch.Tensor:
-    """Return the unfused model's logits with every second number of the embedding larger by a bfloat16's rounding."""
+    """Return the logits of the modules with every second number of the embedding larger by a bfloat16's rounding."""
 
     def nudge(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
         nudged = out.clone()

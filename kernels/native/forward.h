@@ -606,7 +606,7 @@ static void before_latent(struct member *m, const struct forward_args *a, const 
         stride = a->attended;
         product(m, a, l, w, &latent->query, OF_QKV, &normed, q, stride);
     }
-    const struct block_rows inputs = head_inputs_at(&w->latent, a->num_rows, H, w->begin, s->unrotated);
+    const struct block_rows inputs = head_inputs_at(s, &w->latent, H, w->begin, w->rows, s->unrotated);
     TEAM_FOR(m, r, w->rows) {
         const int64_t angle = w->position[r] * l->rotated;
         float *kv = w->qkv + r * a->channels + kv_at, key[MAX_D] __attribute__((aligned(64)));
@@ -629,7 +629,7 @@ static void after_latent(struct member *m, const struct forward_args *a, const s
                          const struct forward_work *w, const struct block_rows *heads) {
     const struct latent_sizes *s = &a->latents;
     const int64_t H = a->num_heads;
-    const struct block_rows inputs = head_inputs_at(&w->latent, a->num_rows, H, w->begin, s->latent);
+    const struct block_rows inputs = head_inputs_at(s, &w->latent, H, w->begin, w->rows, s->latent);
     float *given = w->latent.queries + w->begin * H * s->width; /* the queries have been read */
     TEAM_FOR(m, r, w->rows)
     for (int64_t h = 0; h < H; h++)

@@ -45,11 +45,12 @@ static uint8_t *lay_out_latent(const struct latent_sizes *s, int64_t heads, uint
     return memory;
 }
 
-/* The inputs of the products by head, of the rows from `begin` on of `all`: row r of head h is h * rows + r. */
-INLINE struct block_rows head_inputs_at(const struct latent_work *w, int64_t all, int64_t heads, int64_t begin,
-                                        int64_t inputs) {
-    const struct block_rows whole = block_rows_at(w->heads, all * heads, inputs);
-    return block_rows_from(&whole, begin * heads);
+/* The inputs of the products by head, of `rows` rows from `begin` on: row r of head h is h * rows + r. These rows have bytes of
+ * their own, because members of one loop may be at the keys of a layer and at the values of the one before it. */
+INLINE struct block_rows head_inputs_at(const struct latent_sizes *s, const struct latent_work *w, int64_t heads,
+                                        int64_t begin, int64_t rows, int64_t inputs) {
+    const int64_t most = most_head_inputs(s), bytes = most + most / QBLOCK * 12;
+    return block_rows_at(w->heads + begin * heads * bytes, rows * heads, inputs);
 }
 
 /* Rotated channels, the first ones of all pairs and then the second ones; zeros up to `end`. The angles are halves. */

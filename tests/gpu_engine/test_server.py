@@ -92,7 +92,8 @@ async def test_a_call_waits_for_the_model_on_a_connection_that_is_made_at_once(t
     finished, address = asyncio.Event(), f"unix:{tmp_path}/s"
     async with asyncio.TaskGroup() as group, Client(address) as client:
         group.create_task(serve())
-        assert await health_of(address) == await health_of(address, "") == NOT_SERVING
+        for service in (SERVICE, "", GUIDED, "inference.GRPCInferenceService"):
+            assert await health_of(address, service) == NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError) as late:
             await anext(client.generate(pb.GenerateRequest(text="x"), timeout_s=0.2))
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -107,6 +108,8 @@ async def test_a_call_waits_for_the_model_on_a_connection_that_is_made_at_once(t
                 await unknown
             assert nowhere.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert await health_of(address) == SERVING
+        with pytest.raises(grpc.aio.AioRpcError, match="there is no 'nobody'"):
+            await health_of(address, "nobody")
         finished.set()
 
 

@@ -3,8 +3,8 @@
 A client's connection has its time limit, 20 s by default in gRPC, and a large model takes longer to load. So the port
 answers from the start, with its health, and holds a call of any other method until the services are there.
 
-Invariant: a call is held before its message is read and after the server has let its caller in; a client that gives up
-ends it. Not responsible for: who is let in (see auth.py), and what health says.
+Invariant: a call is held before its message is read, and after its token was checked, where it has one; a client that
+gives up ends it. Not responsible for: who is let in (see auth.py), and what health says.
 """
 
 from __future__ import annotations

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from gpu_engine.drafters.mtp import MtpNet, load_mtp
 from gpu_engine.drafters.nets import Hidden
@@ -21,7 +27,7 @@ from kernels.paged_attention import KVPages
 from shared_mem.layout import Stage
 from tests.fakes import byte_tokenizer
 from tests.gpu_engine.drafters.proposals import prophet
-from tests.gpu_engine.harness import UNHURRIED_MS, Answer, answer_all, ask, config, tokens
+from tests.gpu_engine.harness import UNHURRIED_MS, Answer, answer_all, ask, config, tokens, unguided_engine
 from tests.gpu_engine.toy_sidecar import guided_engine
 
 cache_utils = pytest.importorskip("transformers.cache_utils")
@@ -29,41 +35,45 @@ modeling_layers = pytest.importorskip("transformers.modeling_layers")
 if not hasattr(modeling_layers, "MtpModel"):
     pytest.skip("this transformers has no MtpModel", allow_module_level=True)
 
-LAYERS = 46
-"""transformers identifies the MTP layer of this family by its number, which is that of the published models."""
+LAYERS, LAYERS_OF_DEEPSEEK = 46, 61
+"""transformers identifies these families' MTP layers by their numbers, which are those of the published models."""
 H, PAGE, LENGTH = 32, 16, 64
 PATIENT = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny GLM-4.5 of random weights whose checkpoint has the MTP layer after the last layer."""
+def saved(family: type[PreTrainedConfig], layers: int, path: Path, **own: int | None) -> Path:
+    """Write a tiny model of random weights whose checkpoint has the MTP layer after the last layer."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "vocab_size": 300, "hidden_size": H, "intermediate_size": 48, "moe_intermediate_size": 16,
-        "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": LAYERS,
-        "n_group": 1, "topk_group": 1, "max_position_embeddings": 256, "num_mtp_layers": 1, "bos_token_id": 257,
-        "eos_token_id": 256, "pad_token_id": None,
+        "num_hidden_layers": layers, "num_attention_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_shared_experts": 1, "first_k_dense_replace": layers, "n_group": 1, "topk_group": 1,
+        "max_position_embeddings": 256, "num_mtp_layers": 1, "bos_token_id": 257, "eos_token_id": 256,
+        "pad_token_id": None,
     }  # fmt: skip
-    net = AutoModelForCausalLM.from_config(Glm4MoeConfig(**shape), dtype=torch.float32)
+    net = AutoModelForCausalLM.from_config(family(**shape, **own), dtype=torch.float32)
     mtp = modeling_layers.MtpModel(net, 1)
     for part in (net, mtp):
         for weight in part.parameters():
             if weight.dim() > 1:
                 torch.nn.init.normal_(weight, std=1.5 / weight.shape[-1] ** 0.5)
-    path = tmp_path_factory.mktemp("glm")
     net.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
     for name, tensor in mtp.state_dict().items():
         if name.startswith("layers.0."):
             published = name.removeprefix("layers.0.").removeprefix("mtp_block.")
-            tensors[f"model.layers.{LAYERS}.{published}"] = tensor.clone()
+            tensors[f"model.layers.{layers}.{published}"] = tensor.clone()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     PreTrainedTokenizerFast(
         tokenizer_object=byte_tokenizer(), eos_token="<|end|>", bos_token="<|start|>"
     ).save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GLM-4.5."""
+    return saved(Glm4MoeConfig, LAYERS, tmp_path_factory.mktemp("glm"), num_key_value_heads=1, head_dim=16)
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +186,18 @@ def test_the_mtp_layer_of_a_quantised_checkpoint_is_refused(target: LoadedModel,
     )
     with pytest.raises(ModelNotSupported, match=r"drafter: mtp: .* is quantised"):
         load_mtp(str(folder), target.net, torch.float32)
+
+
+def test_the_mtp_layer_of_a_model_with_latent_attention_has_keys_in_expanded_form(tmp_path: Path) -> None:
+    latent = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+    heads = {"num_key_value_heads": 2, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    fields = {"model": str(saved(DeepseekV3Config, LAYERS_OF_DEEPSEEK, tmp_path, **latent, **heads))}
+    model, found = load_model(config(**fields)), []
+    assert {heads.values for heads in model.kv_heads} == {32}
+    for drafts in ({"drafter": "none"}, {"drafter": "mtp", "num_draft_tokens": 2}):
+        with unguided_engine(model, config(**fields, **drafts)) as engine:
+            asked = [ask(tokens(9, seed), max_tokens=12, ignore_eos=True) for seed in (1, 2)]
+            found.append(answer_all(engine, asked))
+            drafted = engine.stats().draft_tokens
+    assert found[0] == found[1]
+    assert drafted > 10

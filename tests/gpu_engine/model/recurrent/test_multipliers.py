@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from gpu_engine.model.linear import Product, multiply_outputs
+from gpu_engine.model.linear import Product, joined, multiply_outputs
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import distance
 from gpu_engine.model.recurrent.multipliers import fold_multipliers
@@ -45,6 +45,17 @@ def test_outputs_of_floats_are_multiplied(biased: bool) -> None:
 def test_outputs_of_blocks_are_multiplied(kind: BlockKind, biased: bool) -> None:
     """But for one more rounding of a block's scale."""
     assert is_multiplied(BlockLinear.of(random_blocks(kind, 70, 64, 3), some(70, seed=2) if biased else None), 1e-3)
+
+
+@needs_blocks
+def test_a_multiplied_product_is_joined_with_its_bias() -> None:
+    """The packed weights have a bias of their own, next to the module's."""
+    kind, factors_N, x_MK = BlockKind.Q8, torch.linspace(0.2, 3.0, 64), some(5, 64, seed=1)
+    product = BlockLinear.of(random_blocks(kind, 64, 64, 3), some(64, seed=2))
+    other = BlockLinear.of(random_blocks(kind, 64, 64, 4), some(64, seed=5))
+    want_MN = torch.cat([product(x_MK) * factors_N, other(x_MK)], dim=1)
+    multiply_outputs(product, factors_N)
+    assert distance(joined([product, other])(x_MK), want_MN) < 1e-3
 
 
 def test_no_multiplier_is_left() -> None:
