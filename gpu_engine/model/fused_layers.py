@@ -389,7 +389,7 @@ class FusedAttention(RowAttention):
             qkv_NC, gate_NC = self._without_gates(qkv_NC)
         if self.query_factors_L is not None:
             queries = self.shape.num_heads * self.shape.head_dim
-            qkv_NC[:, :queries] *= self.query_factors_L[_positions_of_rows(ctx), None]
+            qkv_NC[:, :queries] *= self.query_factors_L[_positions_of_rows(ctx, len(x_NH)), None]
         cos_NR, sin_NR = self.rotation.angles(cos_NR, sin_NR)
         if ctx.prompts is None:
             where = (pages, ctx.page_table_BN, ctx.positions_BP, ctx.tree_rows_BRR)
@@ -425,12 +425,11 @@ def join_activations(model: nn.Module) -> int:
     return sum(module.join_activation() for module in model.modules() if isinstance(module, FusedGated))
 
 
-def _positions_of_rows(ctx: AttentionContext) -> torch.Tensor:
-    """Return the position of each row [N] of a forward; padding has 0."""
-    parts = (
-        [ctx.positions_BP.flatten()] if ctx.prompts is None else [ctx.positions_BP.flatten(), ctx.prompts.positions_N]
-    )
-    return torch.cat(parts).clamp(min=0)
+def _positions_of_rows(ctx: AttentionContext, num_rows: int) -> torch.Tensor:
+    """Return the position of each row [num_rows] of a forward; padding, also after the rows of prompts, has 0."""
+    prompts = () if ctx.prompts is None else (ctx.prompts.positions_N,)
+    positions_N = torch.cat([ctx.positions_BP.flatten(), *prompts]).clamp(min=0)
+    return nn.functional.pad(positions_N, (0, num_rows - len(positions_N)))
 
 
 def no_angles(x: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

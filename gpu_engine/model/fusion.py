@@ -297,10 +297,10 @@ def attention_of(
     gates = len(parts) == 3 and linears[parts[0]].out_features == 2 * shape.num_heads * shape.head_dim
     more: dict[str, Any] = {"key_values": key_values, "norms_last": norms_last, "query_gates": gates}
     factors_L = None
-    if growth is not None:
-        positions_L = torch.arange(num_positions + SPARE_ROWS, device=call.tensor().device)
-        factors_L = growth.factors(positions_L)
-        more["query_factors_L"] = growth.factors(positions_L + _FAR * growth.floor_scale)
+    if growth is not None:  # transformers rounds a factor to the dtype of the queries
+        positions_L, dtype = torch.arange(num_positions + SPARE_ROWS, device=call.tensor().device), call.tensor().dtype
+        factors_L = growth.factors(positions_L).to(dtype).float()
+        more["query_factors_L"] = growth.factors(positions_L + _FAR * growth.floor_scale).to(dtype).float()
     forms = (FusedAttention(*made_of, rotation=rotation, **more) for rotation in rotations)
     fused = _closest(forms, call, bounds.block, enough=bounds.block / 8)
     fused.query_factors_L = factors_L
@@ -308,8 +308,9 @@ def attention_of(
     return fused
 
 
-_FAR = 1000
-"""A position of so many times the length from which queries grow has a factor of 1.7 where the usual growth is 0.1."""
+_FAR = 10
+"""A position of so many times the length from which queries grow has a factor of 1.24 where the usual growth is 0.1. A
+larger one makes attention so sharp that it follows roundings."""
 
 
 def _growth_of_queries(module: nn.Module, num_positions: int) -> Temperature | None:

@@ -32,6 +32,7 @@ needs_avx2 = pytest.mark.skipif(not can_multiply_blocks(), reason="products over
         pytest.param("qwen3_moe", "bfloat16", "q4", marks=needs_avx2),
         ("llama", "bfloat16", "none"),
         ("llama", "float32", "none"),
+        ("ministral3", "float32", "none"),
         ("gemma2", "bfloat16", "none"),
         ("gemma4 small", "bfloat16", "none"),
         ("qwen3", "float32", "none"),

@@ -37,8 +37,9 @@ def test_every_family_runs_as_one_native_call(saved: Saved, family: str, dtype: 
     assert loop.fused.forward is None
     assert isinstance(native.fused.forward, NativeForward), native.fused.left
     ids_BP = some_ids(3, 40)
-    # The loop rounds to the dtype before each quantisation, which then finds other integers.
-    assert distance(logits(native, ids_BP), logits(loop, ids_BP).float()) < (2e-2 if dtype == "float32" else 6e-2)
+    # The loop rounds to the dtype before each quantisation, which then finds other integers, or other experts.
+    bound = 2e-2 if dtype == "float32" else 0.1 if family == "gemma4 moe" else 6e-2
+    assert distance(logits(native, ids_BP), logits(loop, ids_BP).float()) < bound
 
 
 @pytest.mark.parametrize(
