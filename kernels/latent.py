@@ -70,7 +70,7 @@ class HeadProducts:
     """One product for each head. Owns its memory.
 
     Args:
-        weights: [H, K, J] in the dtype of the inputs, O a multiple of 16; or for each head a matrix [J, K] in blocks.
+        weights: [H, K, J] in the dtype of the inputs, J a multiple of 16; or for each head a matrix [J, K] in blocks.
     """
 
     def __init__(self, weights: torch.Tensor | Sequence[PackedBlocks]) -> None:
@@ -84,13 +84,6 @@ class HeadProducts:
             assert all((each.num_inputs, each.num_outputs) == (K, J) for each in self.weights)
             self._args = _HeadsArgs((BlockWeightsArgs * H)(*(each.args for each in self.weights)))
         self._args.heads, self._args.inputs, self._args.outputs = H, K, J
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the weights."""
-        if isinstance(self.weights, torch.Tensor):
-            return self.weights.nbytes
-        return sum(each.num_bytes for each in self.weights)
 
     def dense(self) -> torch.Tensor:
         """Return the weights, float32 [H, K, J]."""

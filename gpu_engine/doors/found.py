@@ -55,7 +55,8 @@ class Door(Protocol):
         """
 
     def add_to(self, server: grpc.aio.Server, calls: Calls, config: ServerConfig) -> str:
-        """Serve `calls` on `server` as well; return the full name of the gRPC service."""
+        """Serve `calls` on `server` as well; return the full name of the gRPC service. `server` takes services as
+        generated code adds them, and has started."""
 
 
 def found_doors() -> list[Door]:

@@ -62,7 +62,8 @@ class Extension:
         """Note a request that has ended. Raises nothing."""
 
     def add_to(self, server: grpc.aio.Server, calls: Calls) -> list[str]:
-        """Add services to the public port; return their names, each of which has its own health status."""
+        """Add services to the public port; return their names, each of which has its own health status. `server` as
+        in `Door`."""
         return []
 
     async def warm(self) -> None:

@@ -92,7 +92,7 @@ class Layer:
 
     @property
     def parts(self) -> list[RowAttention | RecurrentMixer | FusedGated | MixedBlock]:
-        """The parts that the layer has, in the order of their use."""
+        """The parts that the layer has; with attention next to a recurrence, attention comes first."""
         return [part for part in (self.attention, self.recurrent, self.gated) if part is not None]
 
     @property

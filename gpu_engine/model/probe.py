@@ -212,7 +212,7 @@ def probe(
 
     Args:
         rough: inputs of products are rounded to 8 bits by row.
-        own: the model's `own_logits`, if its recurrent layers were replaced since.
+        own: the model's `own_logits`, if recurrent layers or latent attentions were replaced since.
         moves: returns how far the logits move with one rounding of the input; None: it is measured.
 
     Raises ModelNotSupported.

@@ -2,12 +2,12 @@
  *
  * A layer is x += scale * post(attention(pre(x))), then the same with a gated block or a mixture of experts; a block next
  * to the attention gets the attention's input. Instead of attention, or next to it, a layer may have a recurrence
- * (recurrent_layer.h); it may also have only these, or only a block. A layer may have an input of its own after that (see layer_inputs.h), and
- * may read the keys and values of an earlier one. Each function below is a loop that the team shares, in their order;
- * with many rows and no experts it is a loop over a chunk of rows that one member has. Between products everything is
- * fp32; keys and values are rounded to the pages' dtype. Padding is dropped in front: only rows with a position are
- * computed. Invariant: a row depends only on its own sequence, bit for bit, whatever else is in the call. Not responsible
- * for: the ownership of pages and weights.
+ * (recurrent_layer.h); it may also have only these, or only a block. A layer may have an input of its own after that (see
+ * layer_inputs.h), and may read the keys and values of an earlier one. Its attention may be latent (latent_layer.h). Each
+ * function below is a loop that the team shares, in their order; with many rows and no experts it is a loop over a chunk of
+ * rows that one member has. Between products everything is fp32; keys and values are rounded to the pages' dtype. Padding
+ * is dropped in front: only rows with a position are computed. Invariant: a row depends only on its own sequence, bit for
+ * bit, whatever else is in the call. Not responsible for: the ownership of pages and weights.
  */
 #ifndef LOCKSTEP_FORWARD_H
 #define LOCKSTEP_FORWARD_H
@@ -79,8 +79,7 @@ struct forward_args {
     uint8_t *scratch;          /* lockstep_forward_scratch bytes, on a 64-byte boundary */
     int64_t table_stride, logits_stride;
     int64_t num_rows, num_sequences, num_layers;
-    int64_t
-        num_logits; /* the first rows, whose logits are wanted. Without a tap the others only fill pages and states */
+    int64_t num_logits; /* the first rows, whose logits are wanted. Without a tap others fill pages and states */
     int64_t hidden, inner, num_heads, page_size;     /* inner: the most of any layer */
     int64_t channels, attended;                      /* the most of any layer: of q, k and v together, and of q */
     int64_t kv_heads[TILE_LISTS];                    /* 0: unused */
