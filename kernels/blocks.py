@@ -1,13 +1,14 @@
-"""Weights in blocks of 32 inputs, 4 or 8 bits each, and their product with activations of 8 bits, on a CPU.
+"""Weights in blocks of 32 inputs, 4 to 8 bits each, and their product with activations of 8 bits, on a CPU.
 
 The formats are GGUF's: a block of 4 bits is Q4_0 (integers 0 to 15 that stand for -8 to 7, a scale), Q4_1 (0 to 15,
-a scale, an offset), MXFP4 (codes of floats, a scale) or IQ4_NL (codes of levels, a scale), a block of 8 bits is Q8_0
-(integers -127 to 127, a scale).
+a scale, an offset), MXFP4 (codes of floats, a scale) or IQ4_NL (codes of levels, a scale), a block of 5 bits is Q5_0 or
+Q5_1, a block of 8 bits is Q8_0 (integers -127 to 127, a scale). A block of Q3_K or Q6_K has two scales.
 Activations are quantised in the product, 8 bits with a scale for every 32 (Q8_1).
 Invariant: a row's result has the same bits for any number of rows. Not responsible for: the source of the blocks (see
 gpu_engine/model/quantised), a whole forward (see forward.py).
 
-Shapes: N outputs, K inputs, B = K / 32 blocks, G = N / 16 rounded up to an even number, M rows.
+Shapes: N outputs, K inputs, B = K / 32 blocks, G = N / 16 rounded up to an even number, M rows, S = B times a block's
+scales.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from kernels.library import native
 
 BLOCK = 32
 """Inputs of a block; the inputs of a product are a multiple of it."""
-MIDDLE = 8
-"""A weight of 4 bits without an offset is scale * (quant - MIDDLE)."""
 _LANES = 16
 """Outputs that are packed together: those of a vector."""
 _GROUP = 32
@@ -44,20 +43,47 @@ class BlockKind(enum.IntEnum):
     """The code of a float of 4 bits (e2m1): a sign, 2 bits of exponent, 1 bit of mantissa. It has no offsets."""
     L4 = 3
     """The code of one of the 16 levels of IQ4_NL, which are integers of 8 bits. It has no offsets."""
+    Q5 = 4
+    """An integer of 5 bits."""
+    Q6 = 5
+    """An integer of 6 bits. Either half of the inputs has a scale."""
+    P4 = 6
+    """An integer of 4 bits. Either half of the inputs has a scale. It has no offsets."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight."""
+        return {BlockKind.Q8: 8, BlockKind.Q5: 5, BlockKind.Q6: 6}.get(self, 4)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block's weights."""
-        return BLOCK if self is BlockKind.Q8 else BLOCK // 2
+        return BLOCK * self.bits // 8
+
+    @property
+    def scales(self) -> int:
+        """Scales of a block: one, or one for either half of its inputs."""
+        return 2 if self in (BlockKind.Q6, BlockKind.P4) else 1
+
+    def middle(self, *, offsets: bool) -> int:
+        """Return what an integer stands for itself minus. `offsets`: the blocks have them."""
+        if self is BlockKind.Q6:
+            return 32
+        return 0 if offsets else {BlockKind.Q4: 8, BlockKind.P4: 8, BlockKind.Q5: 16}.get(self, 0)
 
 
 BLOCK_FORMS = (
     (BlockKind.Q4, False),
     (BlockKind.Q4, True),
+    (BlockKind.Q5, False),
+    (BlockKind.Q5, True),
+    (BlockKind.Q6, False),
+    (BlockKind.Q6, True),
     (BlockKind.Q8, False),
     (BlockKind.Q8, True),
     (BlockKind.F4, False),
     (BlockKind.L4, False),
+    (BlockKind.P4, False),
 )
 """Each kind that a product takes, and whether the blocks have offsets."""
 
@@ -72,16 +98,15 @@ CODE_VALUES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """A quantised matrix, not packed: weight = scale * quant + offset.
+    """A quantised matrix, not packed: weight = scale * (quant - middle) + offset.
 
-    The quant of a code is the integer that the code stands for. Without offsets, an integer of 4 bits stands for
-    itself minus MIDDLE.
+    The quant of a code is the integer that the code stands for.
     """
 
     kind: BlockKind
     quants_NK: torch.Tensor
-    """uint8: 0 to 15, an integer or a code; int8 for 8 bits."""
-    scales_NB: torch.Tensor
+    """uint8: an integer of up to 6 bits, or a code; int8 for 8 bits."""
+    scales_NS: torch.Tensor
     """float16."""
     offsets_NB: torch.Tensor | None
     """float16, or None."""
@@ -92,15 +117,22 @@ class Blocks:
         N, K = self.quants_NK.shape
         return N, K
 
+    @property
+    def middle(self) -> int:
+        """What an integer stands for itself minus."""
+        return self.kind.middle(offsets=self.offsets_NB is not None)
+
+    def integers(self) -> torch.Tensor:
+        """Return what the quants stand for, int8 [N, K]."""
+        values = CODE_VALUES.get(self.kind)
+        return self.quants_NK.to(torch.int8) - self.middle if values is None else values[self.quants_NK.int()]
+
     def dequantised(self) -> torch.Tensor:
         """Return the weights, float32 [N, K]."""
         N, K = self.shape
-        values = CODE_VALUES.get(self.kind)
-        quants_NK = self.quants_NK if values is None else values[self.quants_NK.int()]
-        weights_NBk = quants_NK.float().view(N, K // BLOCK, BLOCK)
-        if self.offsets_NB is None and self.kind is BlockKind.Q4:
-            weights_NBk -= MIDDLE
-        weights_NBk *= self.scales_NB.float()[..., None]
+        weights_NSk = self.integers().float().view(N, self.scales_NS.shape[1], -1)
+        weights_NSk *= self.scales_NS.float()[..., None]
+        weights_NBk = weights_NSk.view(N, K // BLOCK, BLOCK)
         if self.offsets_NB is not None:
             weights_NBk += self.offsets_NB.float()[..., None]
         return weights_NBk.view(N, K)
@@ -108,51 +140,63 @@ class Blocks:
     def rows(self, rows: torch.Tensor) -> Blocks:
         """Return the matrix of some outputs, in the order of `rows`."""
         offsets = None if self.offsets_NB is None else self.offsets_NB[rows]
-        return Blocks(self.kind, self.quants_NK[rows], self.scales_NB[rows], offsets)
+        return Blocks(self.kind, self.quants_NK[rows], self.scales_NS[rows], offsets)
 
     def columns(self, blocks: torch.Tensor) -> Blocks:
         """Return the matrix with its blocks of inputs in the order of `blocks`."""
         N, K = self.shape
         offsets = None if self.offsets_NB is None else self.offsets_NB[:, blocks]
-        quants_NK = self.quants_NK.view(N, K // BLOCK, BLOCK)[:, blocks].view(N, K)
-        return Blocks(self.kind, quants_NK, self.scales_NB[:, blocks], offsets)
+        quants, scales = (part.view(N, K // BLOCK, -1)[:, blocks] for part in (self.quants_NK, self.scales_NS))
+        return Blocks(self.kind, quants.view(N, K), scales.view(N, -1), offsets)
 
     @classmethod
     def joined(cls, parts: Sequence[Blocks]) -> Blocks:
-        """Return the matrix with the outputs of all parts, which have the same inputs. Parts of different kinds give 8
-        bits, which is exact."""
-        if len({part.kind for part in parts}) > 1:
-            parts = [_of_8_bits(part) for part in parts]
-        offsets = None
-        if any(part.offsets_NB is not None for part in parts):
-            offsets = torch.cat([_offsets(part) for part in parts])
-        quants = torch.cat([part.quants_NK for part in parts])
-        return cls(parts[0].kind, quants, torch.cat([part.scales_NB for part in parts]), offsets)
+        """Return the matrix with the outputs of all parts, which have the same inputs. Parts of different kinds give
+        the one of fewest bits that holds them all; that is exact, unless one has two scales in a block and another has
+        codes or 8 bits."""
+        kind = joined_kind({part.kind for part in parts})
+        offsets = any(part.offsets_NB is not None for part in parts)
+        parts = [part._of_kind(kind, offsets=offsets) for part in parts]
+        return cls(
+            kind,
+            torch.cat([part.quants_NK for part in parts]),
+            torch.cat([part.scales_NS for part in parts]),
+            torch.cat([part.offsets_NB for part in parts if part.offsets_NB is not None]) if offsets else None,
+        )
+
+    def _of_kind(self, kind: BlockKind, *, offsets: bool) -> Blocks:
+        """Return the same weights as blocks of `kind`, with offsets if `offsets`."""
+        if kind is self.kind and offsets == (self.offsets_NB is not None):
+            return self
+        if self.kind.scales > kind.scales:
+            return quantised(self.dequantised(), kind)._of_kind(kind, offsets=offsets)
+        own, offsets_NB = self.offsets_NB is not None, self.offsets_NB
+        if offsets and not own:
+            offsets_NB = _offsets_of(kind, self.scales_NS)[:, :: self.kind.scales]
+        quants_NK = (self.integers() + kind.middle(offsets=own)).to(torch.int8 if kind is BlockKind.Q8 else torch.uint8)
+        scales_NS = self.scales_NS.repeat_interleave(kind.scales // self.kind.scales, dim=1)
+        return Blocks(kind, quants_NK, scales_NS, offsets_NB)
 
 
-def _of_8_bits(part: Blocks) -> Blocks:
-    """Return the same weights as blocks of 8 bits."""
-    if (values := CODE_VALUES.get(part.kind)) is not None:
-        return Blocks(BlockKind.Q8, values[part.quants_NK.int()], part.scales_NB, None)
-    quants_NK = part.quants_NK.to(torch.int8)
-    if part.kind is BlockKind.Q4 and part.offsets_NB is None:
-        quants_NK -= MIDDLE
-    return Blocks(BlockKind.Q8, quants_NK, part.scales_NB, part.offsets_NB)
-
-
-def _offsets(part: Blocks) -> torch.Tensor:
-    return part.offsets_NB if part.offsets_NB is not None else _offsets_of(part.kind, part.scales_NB)
+def joined_kind(kinds: set[BlockKind]) -> BlockKind:
+    """Return the kind of a matrix that is joined from parts of `kinds`."""
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    if kinds & {BlockKind.Q8, *CODE_VALUES}:
+        return BlockKind.Q8
+    return BlockKind.Q5 if kinds == {BlockKind.Q4, BlockKind.Q5} else BlockKind.Q6
 
 
 def _offsets_of(kind: BlockKind, scales: torch.Tensor) -> torch.Tensor:
-    """Return the offsets of blocks that have none of their own."""
-    return scales * -MIDDLE if kind is BlockKind.Q4 else torch.zeros_like(scales)
+    """Return, for each scale, the offset of blocks that have none of their own."""
+    lower = kind.middle(offsets=True) - kind.middle(offsets=False)
+    return scales * lower if lower else torch.zeros_like(scales)
 
 
 def packed_bytes(kind: BlockKind, shape: tuple[int, int], *, offsets: bool = False) -> int:
     """Return about what a matrix [N, K] takes in the layout of the product. `offsets`: its blocks have them."""
     N, K = shape
-    in_block = kind.block_bytes + 2 + 2 * offsets
+    in_block = kind.block_bytes + 2 * kind.scales + 2 * offsets
     return -(-N // _GROUP) * _GROUP * (K // BLOCK) * in_block
 
 
@@ -165,11 +209,11 @@ def can_multiply_blocks() -> bool:
 def quantised(weight_NK: torch.Tensor, kind: BlockKind) -> Blocks:
     """Quantise a matrix by rounding to nearest: by the largest magnitude of a block (8 bits), or by its range (4 bits).
 
-    K is a multiple of 32. Nothing is rounded to codes.
+    K is a multiple of 32. Nothing is rounded to another kind.
     """
     N, K = weight_NK.shape
     assert K % BLOCK == 0, K
-    assert kind not in CODE_VALUES, kind
+    assert kind in (BlockKind.Q4, BlockKind.Q8), kind
     is_bf16 = weight_NK.dtype is torch.bfloat16
     x_NK = weight_NK.detach().contiguous() if is_bf16 else weight_NK.detach().float().contiguous()
     assert x_NK.device.type == "cpu", x_NK.device
@@ -213,7 +257,7 @@ class _PackArgs(ctypes.Structure):
     _fields_ = [
         *[(name, _BlockSource) for name in ("quants", "scales", "offsets")],
         *[(name, ctypes.c_void_p) for name in ("order", "out_quants", "out_scales", "out_offsets")],
-        *[(name, ctypes.c_int64) for name in ("rows", "blocks", "words")],
+        *[(name, ctypes.c_int64) for name in ("rows", "blocks", "words", "parts")],
         ("flip", ctypes.c_uint32),
     ]
 
@@ -256,11 +300,12 @@ class Field:
 @dataclass(frozen=True, slots=True, eq=False)
 class RawBlocks:
     """The blocks of some rows as they lie in memory. Integers or codes of 4 bits: 16 bytes, input j in the low half of
-    byte j, input j + 16 in the high half; 8 bits: 32 bytes."""
+    byte j, input j + 16 in the high half; 5 and 6 bits: 20 and 24 bytes, as the words of `blocks.h` have them; 8 bits:
+    32 bytes."""
 
     quants: Field
     scales: Field
-    """float16."""
+    """float16; the step to the next is that of a scale."""
     offsets: Field | None
     """float16."""
 
@@ -270,9 +315,41 @@ class RawBlocks:
         (N, K), quants_NK = blocks.shape, blocks.quants_NK
         bytes_NBk = quants_NK.reshape(N, K // BLOCK, BLOCK)
         if blocks.kind is not BlockKind.Q8:
-            bytes_NBk = bytes_NBk[..., : BLOCK // 2] | bytes_NBk[..., BLOCK // 2 :] << 4
+            bytes_NBk = _in_words(bytes_NBk, blocks.kind.bits)
         offsets = None if blocks.offsets_NB is None else Field.of(blocks.offsets_NB)
-        return cls(Field.of(bytes_NBk), Field.of(blocks.scales_NB), offsets)
+        return cls(Field.of(bytes_NBk), Field.of(blocks.scales_NS), offsets)
+
+
+def _in_words(quants_NBk: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the bytes of blocks of 4 to 6 bits, [N, B, 4 * bits], as their words have them (see blocks.h)."""
+    N, B, _ = quants_NBk.shape
+    if bits == 6:
+        words = quants_NBk.view(N, B, 2, 4, 4)
+        two_of_last = words[..., 3:, :] >> _SHIFTS[:3, None] << 6
+        return (words[..., :3, :] | two_of_last).view(N, B, 24)
+    low, high = quants_NBk.view(N, B, 2, BLOCK // 2).unbind(2)
+    nibbles = (low & 15) | high << 4
+    if bits == 4:
+        return nibbles
+    fifth = (low >> 4 | high >> 4 << 1).view(N, B, 4, 4) << _SHIFTS[:, None]
+    return torch.cat([fifth.sum(2, dtype=torch.uint8), nibbles], dim=2)
+
+
+def _of_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the integers of blocks of 4 to 6 bits, [..., 8, 16, 4] of words [..., bits, 16, 4]."""
+    if bits == 6:
+        parts = words.unflatten(-3, (2, 3))
+        last = (parts >> 6 << _SHIFTS[:3, None, None]).sum(-3, keepdim=True, dtype=torch.uint8)
+        return torch.cat([parts & 63, last], dim=-3).flatten(-4, -3)
+    nibbles = words[..., -4:, :, :]
+    made = torch.stack([nibbles & 15, nibbles >> 4], dim=-4)
+    if bits == 5:
+        fifth = words[..., :1, :, :] >> _SHIFTS[:, None, None]
+        made |= torch.stack([fifth & 1, fifth >> 1 & 1], dim=-4) << 4
+    return made.flatten(-4, -3)
+
+
+_SHIFTS = torch.arange(0, 8, 2, dtype=torch.uint8)
 
 
 def no_rows(kind: BlockKind, offsets: bool, num_inputs: int) -> int:
@@ -319,7 +396,7 @@ class PackedBlocks:
         assert can_multiply_blocks(), "this CPU has neither AVX2 nor aarch64's dot products"
         groups, blocks = -(-self.num_outputs // _GROUP), self.num_inputs // BLOCK
         self.quants = huge_pages.empty(groups, blocks, 2, self._words, _LANES, 4, dtype=torch.uint8, lasts=lasts)
-        self.scales = huge_pages.empty(groups, blocks, _GROUP, dtype=torch.float16, lasts=lasts)
+        self.scales = huge_pages.empty(groups, blocks * kind.scales, _GROUP, dtype=torch.float16, lasts=lasts)
         self.offsets = huge_pages.empty(groups, blocks, _GROUP, dtype=torch.float16, lasts=lasts) if offsets else None
         self.bias = None if bias is None else _padded(bias.float()).clone()  # not the caller's memory
         self.args = BlockWeightsArgs(
@@ -360,12 +437,13 @@ class PackedBlocks:
             count,
             self.num_inputs // BLOCK,
             self._words,
+            self.kind.scales,
             0x80808080 if self.kind is BlockKind.Q8 else 0,
         )
         native().lockstep_pack_blocks(ctypes.byref(args))
         if raw.offsets is None and self.offsets is not None:
             groups = slice(group, group + -(-count // _GROUP))
-            self.offsets[groups] = _offsets_of(self.kind, self.scales[groups])
+            self.offsets[groups] = _offsets_of(self.kind, self.scales[groups])[:, :: self.kind.scales]
 
     def multiply(self, factors_N: torch.Tensor) -> None:
         """Multiply each output by a factor, in place. The numbers of the blocks are rounded once more."""
@@ -379,18 +457,16 @@ class PackedBlocks:
     def unpacked(self) -> Blocks:
         """Return the matrix with an integer in each byte."""
         N, K = self.num_outputs, self.num_inputs
-        parts = self.quants
-        if self.kind is not BlockKind.Q8:
-            parts = torch.cat([parts & 15, parts >> 4], dim=3)
+        parts = self.quants if self.kind is BlockKind.Q8 else _of_words(self.quants, self.kind.bits)
         quants_NK = parts.permute(0, 2, 4, 1, 3, 5).reshape(-1, K)[:N]
         if self.kind is BlockKind.Q8:
             quants_NK = (quants_NK ^ 128).view(torch.int8)
-        scales_NB, offsets_NB = (
-            None if part is None else part.transpose(1, 2).reshape(-1, K // BLOCK)[:N]
+        scales_NS, offsets_NB = (
+            None if part is None else part.transpose(1, 2).reshape(-1, part.shape[1])[:N]
             for part in (self.scales, self.offsets)
         )
-        assert scales_NB is not None
-        return Blocks(self.kind, quants_NK, scales_NB, offsets_NB)
+        assert scales_NS is not None
+        return Blocks(self.kind, quants_NK, scales_NS, offsets_NB)
 
     @classmethod
     def joined(cls, parts: Sequence[PackedBlocks], bias: torch.Tensor | None = None) -> PackedBlocks:
@@ -440,7 +516,7 @@ class LinearCall:
         M, K = x_MK.shape
         self._owned = weights, x_MK
         self.out_MN = torch.empty(M, weights.num_outputs, dtype=x_MK.dtype)
-        self._scratch = torch.empty(M * (K + K // BLOCK * 12) + 256, dtype=torch.uint8)
+        self._scratch = torch.empty(M * (K + K // BLOCK * 16) + 256, dtype=torch.uint8)
         self.args = _LinearArgs(
             weights.args,
             x_MK.data_ptr(),

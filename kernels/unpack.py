@@ -42,16 +42,16 @@ def unpacked(
 
     Args:
         raw_Nk: uint8 [N, bytes of a row], contiguous.
-        number: the kind in the file; Q2_K, Q3_K and Q6_K have no blocks, and those of MXFP4 are not unpacked.
+        number: the kind in the file; Q2_K has no blocks, and those of MXFP4 are not unpacked.
         num_inputs: K, a multiple of 32.
-        kind: of the blocks, with integers of 4 or 8 bits or codes.
+        kind: of the blocks.
         offsets: the blocks have them; those of Q4_0 do not.
         order: int64 [B], the block in the file of each block; None: the same order.
     """
     N, B = len(raw_Nk), num_inputs // BLOCK
     quants_NBk = torch.empty(N, B, kind.block_bytes, dtype=torch.uint8)
-    scales_NB = torch.empty(N, B, dtype=torch.float16)
-    offsets_NB = torch.empty_like(scales_NB) if offsets else None
+    scales_NBs = torch.empty(N, B, kind.scales, dtype=torch.float16)
+    offsets_NB = torch.empty(N, B, dtype=torch.float16) if offsets else None
     assert raw_Nk.is_contiguous()
     args = _UnpackArgs(
         raw_Nk.data_ptr(),
@@ -60,14 +60,15 @@ def unpacked(
         B,
         number,
         quants_NBk.data_ptr(),
-        scales_NB.data_ptr(),
+        scales_NBs.data_ptr(),
         None if offsets_NB is None else offsets_NB.data_ptr(),
     )
     native().lockstep_unpack_blocks(ctypes.byref(args))
     if order is not None:
-        quants_NBk, scales_NB = quants_NBk[:, order], scales_NB[:, order]
+        quants_NBk, scales_NBs = quants_NBk[:, order], scales_NBs[:, order]
         offsets_NB = None if offsets_NB is None else offsets_NB[:, order]
-    return RawBlocks(Field.of(quants_NBk), Field.of(scales_NB), None if offsets_NB is None else Field.of(offsets_NB))
+    scales = Field.of(scales_NBs.reshape(N, -1))
+    return RawBlocks(Field.of(quants_NBk), scales, None if offsets_NB is None else Field.of(offsets_NB))
 
 
 def dequantised(raw_Nk: torch.Tensor, number: int, num_inputs: int, dtype: torch.dtype) -> torch.Tensor:

@@ -48,6 +48,9 @@ KINDS = {
     "q4_0": (BlockKind.Q4, False),
     "f4": (BlockKind.F4, False),
     "l4": (BlockKind.L4, False),
+    "q5": (BlockKind.Q5, True),
+    "q6": (BlockKind.Q6, False),
+    "p4": (BlockKind.P4, False),
     "q8": (BlockKind.Q8, False),
     "bf16": None,
 }

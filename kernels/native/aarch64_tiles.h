@@ -21,9 +21,9 @@
 struct tile_place {
     const uint8_t *quants;
     const uint16_t *scales, *offsets;
-    const int8_t *rows; /* of the first row, as are the other three */
+    const int8_t *rows; /* of the first row, as are the other four */
     const float *row_scales, *row_sums;
-    const int32_t *row_counts;
+    const int32_t *row_counts, *row_firsts;
     int64_t inputs, begin, end;
     float (*acc)[GROUP];
 };
@@ -73,51 +73,75 @@ INLINE uint8x16_t half_bytes(uint8x16_t codes, int form) {
 INLINE uint8x16_t low_bytes(uint8x16_t both, int form) { return half_bytes(vandq_u8(both, vdupq_n_u8(15)), form); }
 INLINE uint8x16_t high_bytes(uint8x16_t both, int form) { return half_bytes(vshrq_n_u8(both, 4), form); }
 
+INLINE uint8x16_t masked_bits(uint8x16_t x, int up, uint8_t mask) {
+    return vandq_u8(vshlq_u8(x, vdupq_n_s8((int8_t)up)), vdupq_n_u8(mask));
+}
+
+/* The bytes of the inputs 4 word + i of a block, word 0 to 7; `block`: of these outputs. */
+INLINE uint8x16_t word_bytes(const uint8_t *block, int form, int word) {
+    const int bits = bits_of(form), half = word / 4, of_half = word % 4;
+    if (bits == 8) return wide(block + 64 * word);
+    if (bits < 6) {
+        const uint8x16_t both = vld1q_u8(block + 64 * (of_half + bits - 4)); /* the fifth bits come first */
+        const uint8x16_t nibble = half ? high_bytes(both, form) : low_bytes(both, form);
+        if (bits == 4) return nibble;
+        return vorrq_u8(nibble, masked_bits(vld1q_u8(block), 4 - (2 * of_half + half), 0x10));
+    }
+    const uint8_t *part = block + half * 3 * 64; /* three words have 6 bits each, and two of the fourth */
+    if (of_half < 3) return masked_bits(vld1q_u8(part + 64 * of_half), 0, 0x3f);
+    return vorrq_u8(vorrq_u8(masked_bits(vld1q_u8(part), -6, 0x03), masked_bits(vld1q_u8(part + 64), -4, 0x0c)),
+                    masked_bits(vld1q_u8(part + 2 * 64), -2, 0x30));
+}
+
+/* What the sums of a row's block begin with: of all inputs, or of either half. */
+INLINE void sum_starts(const struct tile_place *p, int form, int64_t number, int32_t start[2]) {
+    const int32_t count = p->row_counts[number], first = parts_of(form) == 2 ? p->row_firsts[number] : count;
+    start[0] = SUM_START(form, first);
+    start[1] = SUM_START(form, count - first);
+}
+
 /* Outputs [from, from + 4 vectors) of `rows` rows by dot products. */
 INLINE void dot_pass(const struct tile_place *p, int rows, int form, int from, int vectors) {
     const int64_t blocks = p->inputs / QBLOCK, bytes = bytes_of(form);
+    const int parts = parts_of(form);
     float32x4_t acc[ROW_TILE][VECTORS];
     load_acc(p, rows, from, vectors, acc);
     for (int64_t k = p->begin; k < p->end; k++) {
         int8x16_t x[ROW_TILE][2];
-        int32x4_t sum[ROW_TILE][VECTORS];
+        int32x4_t sum[2][ROW_TILE][VECTORS]; /* of a block in parts: of either half */
         const uint8_t *q = p->quants + 2 * k * bytes;
         if (!from) fetch_ahead(q, bytes);
         UNROLL_4 for (int t = 0; t < rows; t++) {
+            int32_t start[2];
+            sum_starts(p, form, t * blocks + k, start);
             x[t][0] = vld1q_s8(p->rows + t * p->inputs + k * QBLOCK);
             x[t][1] = vld1q_s8(p->rows + t * p->inputs + k * QBLOCK + 16);
-            UNROLL_8 for (int v = 0; v < vectors; v++) sum[t][v] =
-                vdupq_n_s32(SUM_START(form, p->row_counts[t * blocks + k]));
+            UNROLL_4 for (int h = 0; h < parts; h++) UNROLL_8 for (int v = 0; v < vectors; v++) sum[h][t][v] =
+                vdupq_n_s32(start[h]);
         }
 #define WORD(half, lane)                                                                                               \
     UNROLL_8 for (int v = 0; v < vectors; v++) {                                                                       \
         const int output = from + VECTOR * v;                                                                          \
-        const uint8_t *at = q + output / LANES * bytes + output % LANES * 4 + (4 * half + lane) * 64;                  \
-        if (has_4_bits(form)) {                                                                                        \
-            const uint8x16_t both = vld1q_u8(at), low = low_bytes(both, form), high = high_bytes(both, form);          \
-            UNROLL_4 for (int t = 0; t < rows; t++) sum[t][v] = DOT(sum[t][v], low, x[t][0], lane);                    \
-            UNROLL_4 for (int t = 0; t < rows; t++) sum[t][v] = DOT(sum[t][v], high, x[t][1], lane);                   \
-        } else {                                                                                                       \
-            const uint8x16_t w = wide(at);                                                                             \
-            UNROLL_4 for (int t = 0; t < rows; t++) sum[t][v] = DOT(sum[t][v], w, x[t][half], lane);                   \
-        }                                                                                                              \
+        const uint8x16_t w = word_bytes(q + output / LANES * bytes + output % LANES * 4, form, 4 * half + lane);       \
+        int32x4_t(*to)[VECTORS] = sum[parts == 2 ? half : 0];                                                          \
+        UNROLL_4 for (int t = 0; t < rows; t++) to[t][v] = DOT(to[t][v], w, x[t][half], lane);                         \
     }
         WORD(0, 0);
         WORD(0, 1);
         WORD(0, 2);
         WORD(0, 3);
-        if (!has_4_bits(form)) {
-            WORD(1, 0);
-            WORD(1, 1);
-            WORD(1, 2);
-            WORD(1, 3);
-        }
+        WORD(1, 0);
+        WORD(1, 1);
+        WORD(1, 2);
+        WORD(1, 3);
 #undef WORD
         UNROLL_8 for (int v = 0; v < vectors; v++) {
             const int64_t number = k * GROUP + from + VECTOR * v;
-            const float32x4_t scale = halves_at(p->scales + number);
-            UNROLL_4 for (int t = 0; t < rows; t++) acc[t][v] =
-                add_block(acc[t][v], sum[t][v], scale, p->row_scales[t * blocks + k]);
+            UNROLL_4 for (int h = 0; h < parts; h++) {
+                const float32x4_t scale = halves_at(p->scales + (parts * k + h) * GROUP + from + VECTOR * v);
+                UNROLL_4 for (int t = 0; t < rows; t++) acc[t][v] =
+                    add_block(acc[t][v], sum[h][t][v], scale, p->row_scales[t * blocks + k]);
+            }
             if (!has_offsets(form)) continue;
             const float32x4_t offset = halves_at(p->offsets + number);
             UNROLL_4 for (int t = 0; t < rows; t++) acc[t][v] =
@@ -147,45 +171,45 @@ INLINE void pair_rows(const int8_t *a, const int8_t *b, int8x16_t x[2]) {
  * A sum has output n of both rows, then output n + 1 of both; sum[pair][2 v] and sum[pair][2 v + 1] are four outputs. */
 INLINE void matrix_pass(const struct tile_place *p, int rows, int form, int from, int vectors) {
     const int64_t blocks = p->inputs / QBLOCK, bytes = bytes_of(form);
-    const int pairs = (rows + 1) / 2;
+    const int pairs = (rows + 1) / 2, parts = parts_of(form);
     float32x4_t acc[ROW_TILE][VECTORS];
     load_acc(p, rows, from, vectors, acc);
     for (int64_t k = p->begin; k < p->end; k++) {
         int8x16_t x[ROW_TILE / 2][4];
-        int32x4_t sum[ROW_TILE / 2][VECTORS];
+        int32x4_t sum[2][ROW_TILE / 2][VECTORS];
         const uint8_t *q = p->quants + 2 * k * bytes;
         if (!from) fetch_ahead(q, bytes);
         UNROLL_4 for (int i = 0; i < pairs; i++) {
             const int one = 2 * i, other = one + 1 < rows ? one + 1 : one;
             const int8_t *a = p->rows + one * p->inputs + k * QBLOCK, *b = p->rows + other * p->inputs + k * QBLOCK;
-            const int32_t *counts = p->row_counts + k;
-            const int32x2_t start = {SUM_START(form, counts[one * blocks]), SUM_START(form, counts[other * blocks])};
+            int32_t of_one[2], of_other[2];
+            sum_starts(p, form, one * blocks + k, of_one);
+            sum_starts(p, form, other * blocks + k, of_other);
             pair_rows(a, b, x[i]);
             pair_rows(a + 16, b + 16, x[i] + 2);
-            UNROLL_8 for (int v = 0; v < 2 * vectors; v++) sum[i][v] = vcombine_s32(start, start);
-        }
-        UNROLL_4 for (int j = 0; j < bytes / 128; j++) UNROLL_8 for (int v = 0; v < vectors; v++) {
-            const int output = from + VECTOR * v;
-            const uint8_t *at = q + output / LANES * bytes + output % LANES * 4 + j * 128;
-            const uint8x16_t a = vld1q_u8(at), b = vld1q_u8(at + 64);
-            const uint8x16_t w[2] = {low_words(a, b), high_words(a, b)};
-            UNROLL_4 for (int h = 0; h < 2; h++) {
-                const uint8x16_t low = has_4_bits(form) ? low_bytes(w[h], form) : w[h];
-                UNROLL_4 for (int i = 0; i < pairs; i++) sum[i][2 * v + h] =
-                    vusmmlaq_s32(sum[i][2 * v + h], low, x[i][j]);
-                if (!has_4_bits(form)) continue;
-                const uint8x16_t high = high_bytes(w[h], form);
-                UNROLL_4 for (int i = 0; i < pairs; i++) sum[i][2 * v + h] =
-                    vusmmlaq_s32(sum[i][2 * v + h], high, x[i][j + 2]);
+            UNROLL_4 for (int h = 0; h < parts; h++) {
+                const int32x2_t start = {of_one[h], of_other[h]};
+                UNROLL_8 for (int v = 0; v < 2 * vectors; v++) sum[h][i][v] = vcombine_s32(start, start);
             }
+        }
+        UNROLL_4 for (int j = 0; j < 4; j++) UNROLL_8 for (int v = 0; v < vectors; v++) {
+            const int output = from + VECTOR * v;
+            const uint8_t *block = q + output / LANES * bytes + output % LANES * 4;
+            const uint8x16_t a = word_bytes(block, form, 2 * j), b = word_bytes(block, form, 2 * j + 1);
+            const uint8x16_t w[2] = {low_words(a, b), high_words(a, b)};
+            int32x4_t(*to)[VECTORS] = sum[parts == 2 ? j / 2 : 0];
+            UNROLL_4 for (int h = 0; h < 2; h++) UNROLL_4 for (int i = 0; i < pairs; i++) to[i][2 * v + h] =
+                vusmmlaq_s32(to[i][2 * v + h], w[h], x[i][j]);
         }
         UNROLL_8 for (int v = 0; v < vectors; v++) {
             const int64_t number = k * GROUP + from + VECTOR * v;
-            const float32x4_t scale = halves_at(p->scales + number);
-            UNROLL_4 for (int t = 0; t < rows; t++) {
-                const int32x4_t a = sum[t / 2][2 * v], b = sum[t / 2][2 * v + 1];
-                acc[t][v] = add_block(acc[t][v], t % 2 ? vuzp2q_s32(a, b) : vuzp1q_s32(a, b), scale,
-                                      p->row_scales[t * blocks + k]);
+            UNROLL_4 for (int h = 0; h < parts; h++) {
+                const float32x4_t scale = halves_at(p->scales + (parts * k + h) * GROUP + from + VECTOR * v);
+                UNROLL_4 for (int t = 0; t < rows; t++) {
+                    const int32x4_t a = sum[h][t / 2][2 * v], b = sum[h][t / 2][2 * v + 1];
+                    acc[t][v] = add_block(acc[t][v], t % 2 ? vuzp2q_s32(a, b) : vuzp1q_s32(a, b), scale,
+                                          p->row_scales[t * blocks + k]);
+                }
             }
             if (!has_offsets(form)) continue;
             const float32x4_t offset = halves_at(p->offsets + number);
@@ -206,12 +230,13 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
     const int vectors = rows == 1 ? 8 : rows == 2 ? 4 : 2;
     float acc[ROW_TILE][GROUP] = {{0}};
     struct tile_place place = {.quants = w->quants + 2 * g * blocks * bytes,
-                               .scales = w->scales + g * blocks * GROUP,
+                               .scales = w->scales + parts_of(form) * g * blocks * GROUP,
                                .offsets = has_offsets(form) ? w->offsets + g * blocks * GROUP : 0,
                                .rows = x->quants + first * x->inputs,
                                .row_scales = x->scales + first * blocks,
                                .row_sums = x->sums + first * blocks,
                                .row_counts = x->counts + first * blocks,
+                               .row_firsts = x->firsts + first * blocks,
                                .inputs = w->inputs,
                                .acc = acc};
     for (; place.begin < blocks; place.begin = place.end) {

@@ -1,7 +1,7 @@
 /* Products over blocks of many rows on x86-64's matrix unit (AMX), with the bits of the unit that includes this (see blocks.h).
  *
- * A tile multiplies up to 16 rows of activations by 16 outputs over one block of 32 inputs. Its sums are integers and hence
- * exact; they go through memory into the same fused operations, in the same order, as group_tile's. The packed weights are
+ * A tile multiplies up to 16 rows of activations by 16 outputs over one block of 32 inputs, or over one of its two parts. Its
+ * sums are integers and hence exact; they go through memory into the same fused operations, in the same order, as group_tile's. The packed weights are
  * shared with the other units: four neighbouring inputs of 16 outputs are a row of 64 bytes here as there. They are made
  * signed bytes in L1 once for all rows of a call.
  *
@@ -21,18 +21,18 @@
 
 #define UNROLL_16 _Pragma("GCC unroll 16")
 
-static __thread int64_t configured_rows; /* of this thread's tiles; 0: it has none */
+static __thread int64_t configured_rows, configured_inputs; /* of this thread's tiles; 0: it has none */
 
 /* Tiles 0 and 1 are sums, 2 and 3 activations, 4 and 5 weights. */
-static void configure_tiles(int64_t rows) {
-    if (configured_rows == rows) return;
+static void configure_tiles(int64_t rows, int64_t inputs) {
+    if (configured_rows == rows && configured_inputs == inputs) return;
     struct tile_config config = {.palette = 1};
     for (int t = 0; t < 6; t++) {
-        config.rows[t] = t < 4 ? (uint8_t)rows : QBLOCK / 4;
-        config.bytes[t] = t < 2 || t > 3 ? 64 : QBLOCK;
+        config.rows[t] = (uint8_t)(t < 4 ? rows : inputs / 4);
+        config.bytes[t] = (uint16_t)(t < 2 || t > 3 ? 64 : inputs);
     }
     TILE_CONFIGURE(&config);
-    configured_rows = rows;
+    configured_rows = rows, configured_inputs = inputs;
 }
 
 static void release_tiles(void) {
@@ -41,19 +41,24 @@ static void release_tiles(void) {
     configured_rows = 0;
 }
 
-INLINE ints below_middle(ints w) { return (ints)_mm512_sub_epi8((__m512i)w, _mm512_set1_epi8(MIDDLE)); }
-
 /* A block of 16 outputs as signed bytes, 8 rows of 64: row j has inputs 4 j to 4 j + 3. */
 INLINE void unpack_block(const uint8_t *q, int form, uint8_t *unpacked) {
-    const int64_t bytes = has_4_bits(form) ? TILE_BYTES / 2 : TILE_BYTES;
-    for (int64_t line = 0; line < 2 * bytes; line += 64) __builtin_prefetch(q + FETCH_AHEAD + line);
-    UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
-        const ints w = load_ints(q + 64 * i);
-        ints low = has_4_bits(form) ? low_halves(w) : signed_bytes(w), high = high_halves(w);
-        if (form == OF_4_BITS) low = below_middle(low), high = below_middle(high);
+    const int bits = bits_of(form), words = in_nibbles(form) ? 4 : 8, middle = middle_of(form);
+    for (int64_t line = 0; line < 2 * bytes_of(form); line += LINE) __builtin_prefetch(q + FETCH_AHEAD + line);
+    UNROLL_8 for (int i = 0; i < words; i++) {
+        ints low, high;
+        if (bits == 6) {
+            low = six_bits(q + i / 4 * 3 * LINE, i % 4);
+        } else {
+            const ints w = load_ints(q + LINE * i);
+            low = bits == 8 ? signed_bytes(w) : bits == 5 ? five_bits(q, i, 0) : low_halves(w);
+            high = bits == 5 ? five_bits(q, i, 1) : high_halves(w);
+        }
+        if (middle) low = plus_bytes(low, -middle);
+        if (middle && in_nibbles(form)) high = plus_bytes(high, -middle);
         if (has_codes(form)) low = looked_up(CODE_VALUES[form], low), high = looked_up(CODE_VALUES[form], high);
-        memcpy(unpacked + 64 * i, &low, sizeof low);
-        if (has_4_bits(form)) memcpy(unpacked + TILE_BYTES / 2 + 64 * i, &high, sizeof high);
+        memcpy(unpacked + LINE * i, &low, sizeof low);
+        if (in_nibbles(form)) memcpy(unpacked + TILE_BYTES / 2 + LINE * i, &high, sizeof high);
     }
 }
 
@@ -62,49 +67,53 @@ typedef ints tile_sums[TILE_ROWS];
 /* One half of a group over some blocks: where the numbers begin of its 16 outputs, and of the tile's first row. */
 struct panel_place {
     uint8_t (*panel)[TILE_BYTES];
-    const uint8_t *weights;           /* every second block; null: the panel is unpacked */
-    const uint16_t *scales, *offsets; /* [block][GROUP] */
-    const int8_t *quants;             /* [row][block][32] */
+    const uint8_t *weights;  /* every second block; null: the panel is unpacked */
+    const uint16_t *scales;  /* [block][part][GROUP] */
+    const uint16_t *offsets; /* [block][GROUP] */
+    const int8_t *quants;    /* [row][block][32] */
     /* [row][PANEL_BLOCKS] */
     const float *row_scales, *row_sums;
     int64_t inputs, count; /* blocks */
 };
 
-/* Add the products of block k, whose sums are in memory. While tiles are in use, port 5 takes no fused operation and no
+/* Add the products of part k, of the parts of all blocks, whose sums are in memory. While tiles are in use, port 5 takes no fused operation and no
  * conversion, and these are what a product waits for; so the sums begin with WHOLE_BITS. */
 INLINE void add_block(const struct panel_place *p, int64_t k, tile_sums sums, int rows, int form, v16f *acc) {
     const v16f scale = half_floats(p->scales + k * GROUP), whole = times(scale, spread_floats(-WHOLE));
-    const float *row_scales = p->row_scales + k, *row_sums = p->row_sums + k;
+    const int64_t block = k / parts_of(form);
+    const float *row_scales = p->row_scales + block, *row_sums = p->row_sums + block;
     /* One register and a constant each: with a second register, a fused operation and its load are not one. */
     __asm__("" : "+r"(row_scales), "+r"(row_sums));
     UNROLL_16 for (int t = 0; t < rows; t++) {
         const v16f scaled = scaled_sum(sums[t], scale, whole);
         acc[t] = fused(scaled, spread_floats(row_scales[t * PANEL_BLOCKS]), acc[t]);
     }
-    if (has_offsets(form)) {
-        const v16f offset = half_floats(p->offsets + k * GROUP);
+    if (has_offsets(form) && (k + 1) % parts_of(form) == 0) {
+        const v16f offset = half_floats(p->offsets + block * GROUP);
         UNROLL_16 for (int t = 0; t < rows; t++) acc[t] =
             fused(offset, spread_floats(row_sums[t * PANEL_BLOCKS]), acc[t]);
     }
 }
 
-/* Add the products of a panel to `acc` [rows][16]; rows and form are compile-time constants. While two blocks are added up, the
- * tiles of the next two are under way, and the two after them are unpacked by the first tile. */
+/* Add the products of a panel to `acc` [rows][16]; rows and form are compile-time constants. While two blocks (or parts) are
+ * added up, the tiles of the next two are under way, and the two after them are unpacked by the first tile. */
 INLINE void panel_tile(const struct panel_place *p, int rows, int form, float *acc_memory) {
     static const int32_t begin[LANES] __attribute__((aligned(64))) = {[0 ... LANES - 1] = WHOLE_BITS};
-    const int64_t bytes = has_4_bits(form) ? TILE_BYTES : 2 * TILE_BYTES, count = p->count;
+    const int64_t parts = parts_of(form), bytes = 2 * bytes_of(form), count = p->count * parts;
+    const int64_t inputs = QBLOCK / parts, tile_bytes = TILE_BYTES / parts; /* of a part */
     tile_sums sums[2] __attribute__((aligned(64)));
     v16f acc[TILE_ROWS];
 #define UNPACK(k)                                                                                                      \
     do {                                                                                                               \
-        if (p->weights && (k) < count) unpack_block(p->weights + (k) * bytes, form, p->panel[k]);                      \
+        if (!p->weights || (k) >= count || (k) % parts) break;                                                         \
+        unpack_block(p->weights + (k) / parts * bytes, form, p->panel[(k) / parts]);                                   \
     } while (0)
 #define MULTIPLY(t, a, b, k)                                                                                           \
     do {                                                                                                               \
         if ((k) >= count) break;                                                                                       \
         TILE_LOAD(t, begin, 0);                                                                                        \
-        TILE_LOAD(a, p->quants + (k) * QBLOCK, p->inputs);                                                             \
-        TILE_LOAD(b, p->panel[k], 64);                                                                                 \
+        TILE_LOAD(a, p->quants + (k) * inputs, p->inputs);                                                             \
+        TILE_LOAD(b, p->panel[0] + (k) * tile_bytes, 64);                                                              \
         TILE_DOT(t, a, b);                                                                                             \
     } while (0)
 #define KEEP(t, k)                                                                                                     \
@@ -156,45 +165,22 @@ INLINE void panel_rows(const struct panel_place *p, int64_t rows, int form, floa
     }
 }
 
-static __attribute__((noinline)) void panel_of_4_bits(const struct panel_place *p, int64_t rows, float *acc) {
-    panel_rows(p, rows, OF_4_BITS, acc);
-}
-
-static __attribute__((noinline)) void panel_of_4_bits_offset(const struct panel_place *p, int64_t rows, float *acc) {
-    panel_rows(p, rows, OF_4_BITS_OFFSET, acc);
-}
-
-static __attribute__((noinline)) void panel_of_8_bits(const struct panel_place *p, int64_t rows, float *acc) {
-    panel_rows(p, rows, OF_8_BITS, acc);
-}
-
-static __attribute__((noinline)) void panel_of_8_bits_offset(const struct panel_place *p, int64_t rows, float *acc) {
-    panel_rows(p, rows, OF_8_BITS_OFFSET, acc);
-}
-
-static __attribute__((noinline)) void panel_of_4_bit_floats(const struct panel_place *p, int64_t rows, float *acc) {
-    panel_rows(p, rows, OF_4_BIT_FLOATS, acc);
-}
-
-static __attribute__((noinline)) void panel_of_4_bit_levels(const struct panel_place *p, int64_t rows, float *acc) {
-    panel_rows(p, rows, OF_4_BIT_LEVELS, acc);
-}
+#define PANEL_OF(form)                                                                                                 \
+    static __attribute__((noinline)) void panel_##form(const struct panel_place *p, int64_t rows, float *acc) {        \
+        panel_rows(p, rows, form, acc);                                                                                \
+    }
+EACH_FORM(PANEL_OF)
 
 /* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on, LEAST_TILE_ROWS to STEP_ROWS of them. All tiles have the
  * same number of rows, so one configuration serves; the last begins earlier where the rows do not divide. */
 static __attribute__((noinline)) void group_of_tiles(const struct block_weights *w, int64_t g,
                                                      const struct block_rows *x, int64_t first, int64_t rows,
                                                      float *out, int64_t stride) {
-    static void (*const of_forms[])(const struct panel_place *, int64_t, float *) = {
-        [OF_4_BITS] = panel_of_4_bits,
-        [OF_4_BITS_OFFSET] = panel_of_4_bits_offset,
-        [OF_8_BITS] = panel_of_8_bits,
-        [OF_8_BITS_OFFSET] = panel_of_8_bits_offset,
-        [OF_4_BIT_FLOATS] = panel_of_4_bit_floats,
-        [OF_4_BIT_LEVELS] = panel_of_4_bit_levels,
-    };
+#define ENTRY(form) [form] = panel_##form,
+    static void (*const of_forms[])(const struct panel_place *, int64_t, float *) = {EACH_FORM(ENTRY)};
+#undef ENTRY
     const int form = form_of(w);
-    const int64_t blocks = w->inputs / QBLOCK, bytes = has_4_bits(form) ? TILE_BYTES / 2 : TILE_BYTES;
+    const int64_t blocks = w->inputs / QBLOCK, bytes = bytes_of(form), parts = parts_of(form);
     const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, height = (rows + tiles - 1) / tiles;
     /* About equal panels: the first sums of a panel are waited for. */
     const int64_t panels = (blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS, most = (blocks + panels - 1) / panels;
@@ -203,12 +189,12 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
     float row_scales[TILE_ROWS][PANEL_BLOCKS], row_sums[TILE_ROWS][PANEL_BLOCKS];
     int64_t begin[STEP_ROWS / TILE_ROWS]; /* of each tile, from `first` on */
     for (int64_t i = 0; i < tiles; i++) begin[i] = i * height < rows - height ? i * height : rows - height;
-    configure_tiles(height);
+    configure_tiles(height, QBLOCK / parts);
     for (int64_t half = 0; half < GROUP / LANES; half++) {
         memset(acc, 0, (size_t)tiles * sizeof acc[0]);
         for (int64_t k = 0; k < blocks; k += most)
             for (int64_t i = 0; i < tiles; i++) {
-                const int64_t row = first + begin[i], numbers = (g * blocks + k) * GROUP + half * LANES;
+                const int64_t row = first + begin[i], numbers = (g * blocks + k) * GROUP;
                 /* At one distance for every matrix, so that a place in them is a constant. What is copied after a row's last
                  * block is not used; it is still within the rows' memory (see block_rows_at). */
                 for (int64_t t = 0; t < height; t++) {
@@ -217,8 +203,9 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
                 }
                 const struct panel_place place = {.panel = panel,
                                                   .weights = i ? 0 : w->quants + (2 * (g * blocks + k) + half) * bytes,
-                                                  .scales = w->scales + numbers,
-                                                  .offsets = has_offsets(form) ? w->offsets + numbers : 0,
+                                                  .scales = w->scales + parts * numbers + half * LANES,
+                                                  .offsets =
+                                                      has_offsets(form) ? w->offsets + numbers + half * LANES : 0,
                                                   .quants = x->quants + row * x->inputs + k * QBLOCK,
                                                   .row_scales = row_scales[0],
                                                   .row_sums = row_sums[0],

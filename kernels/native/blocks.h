@@ -1,15 +1,16 @@
-/* Matrix products of 4 and 8 bits, for CPUs: weights in blocks of 32 inputs, activations of 8 bits in blocks of 32.
+/* Matrix products of 4 to 8 bits, for CPUs: weights in blocks of 32 inputs, activations of 8 bits in blocks of 32.
  *
- * A block of a weight is GGUF's Q4_0, Q4_1, Q8_0, MXFP4 or IQ4_NL
+ * A block of a weight is GGUF's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4 or IQ4_NL
  * (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): integers, or codes of 4 bits that stand for integers of
- * 8 bits, with a scale, and for Q4_1 an offset, for every 32 inputs of an output. A code of MXFP4 stands for twice the
- * value of its float. A block of activations is Q8_1: integers, a scale, and the sum. A product of two blocks is a sum
- * of integers, hence exact; the sums of blocks are added in fp32, in the order of the inputs. Invariant: an output
- * depends only on its own row, bit for bit, for any number of rows and threads.
+ * 8 bits, with a scale, and for Q4_1 and Q5_1 an offset, for every 32 inputs of an output. A code of MXFP4 stands for
+ * twice the value of its float. A block in two parts is one of Q3_K or Q6_K, and has a scale for every 16 inputs. A
+ * block of activations is Q8_1: integers, a scale, and the sum. A product of two blocks, or of a part, is a sum of
+ * integers, hence exact; these sums are added in fp32, in the order of the inputs. Invariant: an output depends only on
+ * its own row, bit for bit, for any number of rows and threads.
  *
  * Packed weights: 16 outputs are the lanes of a vector, and four neighbouring inputs of an output are the bytes of a
  * lane, as the dot product of bytes wants them (VNNI's vpdpbusd; pairs of vpmaddubsw with AVX2; sdot and usdot on
- * aarch64). The bytes are unsigned: 0 to 15, or the 8-bit integer plus 128. Codes are looked up in a table of bytes.
+ * aarch64). The bytes are unsigned: 0 to 63, or the 8-bit integer plus 128. Codes are looked up in a table of bytes.
  * Needs AVX2, FMA and F16C, or aarch64's dot products. Not responsible for: the choice of a format (see
  * gpu_engine/model/quantised).
  */
@@ -35,10 +36,25 @@
 
 #define UNROLL_8 _Pragma("GCC unroll 8")
 
-enum { BLOCKS_4_BIT, BLOCKS_8_BIT, BLOCKS_4_BIT_FLOATS, BLOCKS_4_BIT_LEVELS };
+enum {
+    BLOCKS_4_BIT,
+    BLOCKS_8_BIT,
+    BLOCKS_4_BIT_FLOATS,
+    BLOCKS_4_BIT_LEVELS,
+    BLOCKS_5_BIT,
+    BLOCKS_6_BIT,
+    BLOCKS_4_BIT_PARTS
+};
 /* The compiled forms of a product. */
-enum { OF_4_BITS, OF_4_BITS_OFFSET, OF_8_BITS, OF_8_BITS_OFFSET, OF_4_BIT_FLOATS, OF_4_BIT_LEVELS };
+#define EACH_FORM(of)                                                                                                  \
+    of(OF_4_BITS) of(OF_4_BITS_OFFSET) of(OF_8_BITS) of(OF_8_BITS_OFFSET) of(OF_4_BIT_FLOATS) of(OF_4_BIT_LEVELS)      \
+        of(OF_5_BITS) of(OF_5_BITS_OFFSET) of(OF_6_BITS) of(OF_6_BITS_OFFSET) of(OF_4_BIT_PARTS)
+#define NAME(form) form,
+enum { EACH_FORM(NAME) };
+#undef NAME
 #define MIDDLE 8        /* of integers of 4 bits without offsets: they stand for -8 to 7, so their sums begin lower */
+#define MIDDLE_OF_5 16  /* the same of 5 bits */
+#define MIDDLE_OF_6 32  /* of 6 bits, with offsets as well */
 #define FLOATS_ABOVE 12 /* twice the value of a float, which is -12 to 12, is so much below its unsigned byte */
 #define WIDE_ABOVE 128  /* the same of an integer of 8 bits */
 
@@ -51,11 +67,16 @@ static const uint8_t CODE_BYTES[][16] = {[OF_4_BIT_FLOATS] = TWICE_E2M1(FLOATS_A
 struct block_weights {
     const uint8_t
         *quants; /* 4 bits: [G/2][K][2][4][16][4], input 4 j + i in the low half of a byte, 4 (j + 4) + i in the high
-                                one; 8 bits: [G/2][K][2][8][16][4]. A group's blocks lie in the order in which they are read */
-    const uint16_t *scales;  /* [G/2][K][2][16], half precision */
-    const uint16_t *offsets; /* the same, added to every weight of the block; null: each is 0, and an integer of 4 bits
-                                stands for itself minus MIDDLE */
-    const float *bias;       /* [16 G]; null: none */
+                                one; 8 bits: [G/2][K][2][8][16][4]. A group's blocks lie in the order in which they are read.
+                                5 bits: [G/2][K][2][5][16][4], first the fifth bits, of input 4 j + i in bit 2 j of byte i,
+                                of input 4 (j + 4) + i in bit 2 j + 1; then as 4 bits. 6 bits: [G/2][K][2][2 parts][3][16][4], input
+                                4 j + i of the part in the low bits of a byte of word j < 3, and in the high ones bits 2 j
+                                and 2 j + 1 of input 12 + i */
+    const uint16_t *scales; /* [G/2][K][2][16], half precision; of blocks in parts [G/2][K][2 parts][2][16] */
+    const uint16_t
+        *offsets;      /* [G/2][K][2][16], added to every weight of the block; null: each is 0, and an integer of 4 or
+                                5 bits stands for itself minus its middle. One of 6 bits always does */
+    const float *bias; /* [16 G]; null: none */
     int64_t outputs, inputs;
     int64_t kind;
     int64_t tile_rows; /* rows at once from which on a matrix unit multiplies (see amx.h); 0: never */
@@ -74,6 +95,7 @@ struct block_rows {
     float *scales;   /* [rows][K] */
     float *sums;     /* [rows][K], scale times the sum of the integers */
     int32_t *counts; /* [rows][K], the sum of the integers */
+    int32_t *firsts; /* the same of the first 16 */
     int64_t inputs;
 };
 
@@ -88,25 +110,47 @@ struct block_linear_args {
 INLINE int form_of(const struct block_weights *w) {
     if (w->kind == BLOCKS_4_BIT_FLOATS) return OF_4_BIT_FLOATS;
     if (w->kind == BLOCKS_4_BIT_LEVELS) return OF_4_BIT_LEVELS;
+    if (w->kind == BLOCKS_4_BIT_PARTS) return OF_4_BIT_PARTS;
+    if (w->kind == BLOCKS_5_BIT) return w->offsets ? OF_5_BITS_OFFSET : OF_5_BITS;
+    if (w->kind == BLOCKS_6_BIT) return w->offsets ? OF_6_BITS_OFFSET : OF_6_BITS;
     if (w->kind == BLOCKS_4_BIT) return w->offsets ? OF_4_BITS_OFFSET : OF_4_BITS;
     return w->offsets ? OF_8_BITS_OFFSET : OF_8_BITS;
 }
 
-INLINE int has_4_bits(int form) { return form != OF_8_BITS && form != OF_8_BITS_OFFSET; }
+/* Of a weight. */
+INLINE int bits_of(int form) {
+    if (form == OF_8_BITS || form == OF_8_BITS_OFFSET) return 8;
+    if (form == OF_6_BITS || form == OF_6_BITS_OFFSET) return 6;
+    return form == OF_5_BITS || form == OF_5_BITS_OFFSET ? 5 : 4;
+}
+
+/* Whether two weights share a byte. */
+INLINE int in_nibbles(int form) { return bits_of(form) < 6; }
+
+/* Scales of a block. */
+INLINE int parts_of(int form) { return bits_of(form) == 6 || form == OF_4_BIT_PARTS ? 2 : 1; }
 
 /* Whether 4 bits are a code. */
 INLINE int has_codes(int form) { return form == OF_4_BIT_FLOATS || form == OF_4_BIT_LEVELS; }
 
 /* Whether the integers that are multiplied have 8 bits. */
-INLINE int is_wide(int form) { return !has_4_bits(form) || form == OF_4_BIT_LEVELS; }
+INLINE int is_wide(int form) { return bits_of(form) == 8 || form == OF_4_BIT_LEVELS; }
 
 /* Whether the offsets are in memory. */
-INLINE int has_offsets(int form) { return form == OF_4_BITS_OFFSET || form == OF_8_BITS_OFFSET; }
+INLINE int has_offsets(int form) {
+    return form == OF_4_BITS_OFFSET || form == OF_8_BITS_OFFSET || form == OF_5_BITS_OFFSET || form == OF_6_BITS_OFFSET;
+}
+
+/* What an integer of a weight is above the weight. */
+INLINE int middle_of(int form) {
+    if (bits_of(form) == 6) return MIDDLE_OF_6;
+    return form == OF_5_BITS ? MIDDLE_OF_5 : form == OF_4_BITS || form == OF_4_BIT_PARTS ? MIDDLE : 0;
+}
 
 /* Bytes of the integers of 16 outputs' blocks. */
-INLINE int64_t bytes_of(int form) { return has_4_bits(form) ? 256 : 512; }
+INLINE int64_t bytes_of(int form) { return LINE * bits_of(form); }
 
-INLINE int64_t block_rows_bytes(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / QBLOCK * 12) + 256; }
+INLINE int64_t block_rows_bytes(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / QBLOCK * 16) + 256; }
 
 /* Lay rows of blocks out in memory of that many bytes. */
 INLINE struct block_rows block_rows_at(uint8_t *memory, int64_t rows, int64_t inputs) {
@@ -116,6 +160,7 @@ INLINE struct block_rows block_rows_at(uint8_t *memory, int64_t rows, int64_t in
     r.scales = (float *)(memory + rows * inputs);
     r.sums = r.scales + blocks;
     r.counts = (int32_t *)(r.sums + blocks);
+    r.firsts = r.counts + blocks;
     r.inputs = inputs;
     return r;
 }
@@ -123,7 +168,8 @@ INLINE struct block_rows block_rows_at(uint8_t *memory, int64_t rows, int64_t in
 /* The rows from `row` on. */
 INLINE struct block_rows block_rows_from(const struct block_rows *x, int64_t row) {
     const int64_t at = row * (x->inputs / QBLOCK);
-    return (struct block_rows){x->quants + at * QBLOCK, x->scales + at, x->sums + at, x->counts + at, x->inputs};
+    return (struct block_rows){x->quants + at * QBLOCK, x->scales + at, x->sums + at,
+                               x->counts + at,          x->firsts + at, x->inputs};
 }
 
 INLINE void copy_block_row(const struct block_rows *from, int64_t i, const struct block_rows *to, int64_t k) {
@@ -132,6 +178,7 @@ INLINE void copy_block_row(const struct block_rows *from, int64_t i, const struc
     memcpy(to->scales + k * blocks, from->scales + i * blocks, (size_t)blocks * sizeof *to->scales);
     memcpy(to->sums + k * blocks, from->sums + i * blocks, (size_t)blocks * sizeof *to->sums);
     memcpy(to->counts + k * blocks, from->counts + i * blocks, (size_t)blocks * sizeof *to->counts);
+    memcpy(to->firsts + k * blocks, from->firsts + i * blocks, (size_t)blocks * sizeof *to->firsts);
 }
 
 /* a * b + c, rounded once: a product has the same bits on every unit. */
@@ -157,6 +204,10 @@ INLINE v16f fused_add(v16f a, v16f b, v16f c) {
 
 INLINE v16i splat_int(int32_t x) { return (v16i){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
+/* The sums of the first 16 integers of a block and of all 32 are added up as one float, the first in this unit: both are below
+ * half of it, and together they are below 2^24. */
+#define FIRST_UNIT 8192.0f
+
 /* Quantise `count` blocks of 32, up to 16, of which block i is at x + i * stride: integers to nearest even of
  * x * 127 / largest magnitude. Block 0 is `block` of `row`; the others follow in the same row, or are those of the next rows. */
 INLINE void quantise_blocks(const float *x, int64_t stride, int64_t count, const struct block_rows *to, int64_t row,
@@ -177,19 +228,22 @@ INLINE void quantise_blocks(const float *x, int64_t stride, int64_t count, const
         v16f a = load_f32(x + i * stride), b = load_f32(x + i * stride + 16);
         a = fused_add(a, splat(inverse[i]), magic) - magic;
         b = fused_add(b, splat(inverse[i]), magic) - magic;
-        each[i] = a + b;
+        each[i] = fused_add(a, splat(FIRST_UNIT), a + b);
         v16c qa = __builtin_convertvector(__builtin_convertvector(a, v16i), v16c);
         v16c qb = __builtin_convertvector(__builtin_convertvector(b, v16i), v16c);
         int8_t *q = to->quants + (at + i * step) * QBLOCK;
         memcpy(q, &qa, sizeof qa);
         memcpy(q + 16, &qb, sizeof qb);
     }
-    v16f whole = sum_of_each(each), sum = scale * whole; /* the lanes after `count` are not read */
-    v16i integer = __builtin_convertvector(whole, v16i);
+    /* The lanes after `count` are not read. */
+    const v16f both = sum_of_each(each), first = fused_add(both, splat(1.0f / FIRST_UNIT), magic) - magic;
+    const v16f whole = fused_add(first, splat(-FIRST_UNIT), both), sum = scale * whole;
+    const v16i integer = __builtin_convertvector(whole, v16i), of_first = __builtin_convertvector(first, v16i);
     for (int64_t i = 0; i < count; i++) {
         to->scales[at + i * step] = scale[i];
         to->sums[at + i * step] = sum[i];
         to->counts[at + i * step] = integer[i];
+        to->firsts[at + i * step] = of_first[i];
     }
 }
 
@@ -207,12 +261,12 @@ INLINE void quantise_row(const float *x, const struct block_rows *to, int64_t ro
 #define ROW_TILE 4
 #endif
 
-/* What the sum of a block's products begins with; `count` is the sum of the activations' integers. */
+/* What the sum of the products of a block, or of a part, begins with; `count` is the sum of the activations' integers. */
 #define SUM_START(form, count)                                                                                         \
     (is_wide(form)               ? WIDE_START(count)                                                                   \
      : (form) == OF_4_BIT_FLOATS ? FLOATS_START(count)                                                                 \
      : (form) == OF_4_BITS       ? HALVES_START(count)                                                                 \
-                                 : 0)
+                                 : -middle_of(form) * (count))
 
 #if defined(__aarch64__)
 #include "aarch64_tiles.h"
@@ -232,6 +286,11 @@ INLINE ints spread_ints(int32_t x) { return (ints)_mm512_set1_epi32(x); }
 INLINE floats spread_floats(float x) { return splat(x); }
 INLINE ints low_halves(ints w) { return w & spread_ints(0x0f0f0f0f); }
 INLINE ints high_halves(ints w) { return (ints)((v16u)w >> 4) & spread_ints(0x0f0f0f0f); }
+INLINE ints bits_up(ints w, int bits) { return (ints)((v16u)w << bits); }
+INLINE ints bits_down(ints w, int bits) { return (ints)((v16u)w >> bits); }
+INLINE ints bits_only(ints w, int bits) { return w & spread_ints(bits * 0x01010101); }
+INLINE ints bits_or(ints a, ints b) { return a | b; }
+INLINE ints plus_bytes(ints w, int more) { return (ints)_mm512_add_epi8((__m512i)w, _mm512_set1_epi8((char)more)); }
 INLINE ints signed_bytes(ints w) { return w ^ spread_ints((int32_t)0x80808080); }
 INLINE ints looked_up(const void *table, ints codes) {
     const __m512i tables = _mm512_broadcast_i32x4(_mm_loadu_si128(table));
@@ -255,6 +314,11 @@ INLINE ints spread_ints(int32_t x) { return _mm256_set1_epi32(x); }
 INLINE floats spread_floats(float x) { return _mm256_set1_ps(x); }
 INLINE ints low_halves(ints w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
 INLINE ints high_halves(ints w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15)); }
+INLINE ints bits_up(ints w, int bits) { return _mm256_slli_epi16(w, bits); }
+INLINE ints bits_down(ints w, int bits) { return _mm256_srli_epi16(w, bits); }
+INLINE ints bits_only(ints w, int bits) { return _mm256_and_si256(w, _mm256_set1_epi8((char)bits)); }
+INLINE ints bits_or(ints a, ints b) { return _mm256_or_si256(a, b); }
+INLINE ints plus_bytes(ints w, int more) { return _mm256_add_epi8(w, _mm256_set1_epi8((char)more)); }
 INLINE ints signed_bytes(ints w) { return _mm256_xor_si256(w, _mm256_set1_epi8(-128)); }
 INLINE ints looked_up(const void *table, ints codes) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(table)), codes);
@@ -269,25 +333,26 @@ INLINE floats load_floats(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
 #endif
 
-#define PARTS (GROUP / WIDTH)
+#define VECTORS (GROUP / WIDTH)
 
 /* Vectors of a group whose sums are under way at once: all, or a half of it, where more than two rows would not stay in
  * registers. */
 #if defined(__AVX512VNNI__)
-#define PASS(rows, form) PARTS
+#define PASS(rows, form) VECTORS
 #elif defined(__AVX512F__)
-#define PASS(rows, form) ((rows) > (is_wide(form) ? 1 : 2) ? PARTS / 2 : PARTS)
+#define PASS(rows, form) ((rows) > (needs_room(form) ? 1 : 2) ? VECTORS / 2 : VECTORS)
 #else
-#define PASS(rows, form) ((rows) > 2 && is_wide(form) ? PARTS / 2 : PARTS)
+#define PASS(rows, form) ((rows) > 2 && needs_room(form) ? VECTORS / 2 : VECTORS)
 #endif
+INLINE int needs_room(int form) { return is_wide(form) || bits_of(form) > 4 || parts_of(form) == 2; }
 
 /* Dot products of four bytes: `sum` + the products of the bytes of every lane with those of x, whose lanes are equal.
  *
  * dot_half takes weights of 4 bits, and sum_of_halves makes integers of 32 bits of eight such sums: pairs of bytes in
  * 16 bits stay below 8 * 2 * 15 * 127. dot_wide takes 8 bits: as they lie, WIDE_ABOVE too large, which WIDE_START takes
  * off with the sum of the activations' integers; or with their sign, which moves to x, so that a pair is at most 2 *
- * 128 * 127 and stays in 16 bits. dot_levels takes what is looked up in LEVELS. dot_floats takes the bytes of floats of
- * two words, whose two pairs stay below 2 * 2 * 24 * 127; eight pairs do not stay in 16 bits. */
+ * 128 * 127 and stays in 16 bits. dot_levels takes what is looked up in LEVELS. dot_bytes takes bytes of up to 6 bits, and
+ * dot_two those of two words, whose two pairs stay below 2 * 2 * 63 * 127; eight pairs do not stay in 16 bits. */
 #define FLOATS_START(count) (-FLOATS_ABOVE * (count))
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 #define IN_PAIRS 0
@@ -301,7 +366,7 @@ INLINE ints dot_half(ints sum, ints w, ints x) {
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 }
 INLINE ints sum_of_halves(ints x) { return x; }
-INLINE ints dot_floats(ints sum, ints low, ints x, ints high, ints later) {
+INLINE ints dot_two(ints sum, ints low, ints x, ints high, ints later) {
     return dot_half(dot_half(sum, low, x), high, later);
 }
 #define SUMS_BEGIN WHOLE_BITS
@@ -316,13 +381,13 @@ INLINE ints dot_with_sign(ints sum, ints w, ints x) {
     const __m512i moved = _mm512_mask_sub_epi8((__m512i)x, negative, _mm512_setzero_si512(), (__m512i)x);
     return sum + sum_of_halves((ints)_mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)w), moved));
 }
-INLINE ints dot_floats(ints sum, ints low, ints x, ints high, ints later) {
+INLINE ints dot_two(ints sum, ints low, ints x, ints high, ints later) {
     return sum + sum_of_halves(dot_half(dot_half(spread_ints(0), low, x), high, later));
 }
 #elif defined(__AVXVNNI__)
 INLINE ints dot_half(ints sum, ints w, ints x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
 INLINE ints sum_of_halves(ints x) { return x; }
-INLINE ints dot_floats(ints sum, ints low, ints x, ints high, ints later) {
+INLINE ints dot_two(ints sum, ints low, ints x, ints high, ints later) {
     return dot_half(dot_half(sum, low, x), high, later);
 }
 #else
@@ -331,10 +396,15 @@ INLINE ints sum_of_halves(ints x) { return _mm256_madd_epi16(x, _mm256_set1_epi1
 INLINE ints dot_with_sign(ints sum, ints w, ints x) {
     return _mm256_add_epi32(sum, sum_of_halves(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))));
 }
-INLINE ints dot_floats(ints sum, ints low, ints x, ints high, ints later) {
+INLINE ints dot_two(ints sum, ints low, ints x, ints high, ints later) {
     return _mm256_add_epi32(sum, sum_of_halves(dot_half(dot_half(spread_ints(0), low, x), high, later)));
 }
 #endif
+
+/* Bytes of up to 6 bits of one word. */
+INLINE ints dot_bytes(ints sum, ints w, ints x) {
+    return IN_PAIRS ? sum_ints(sum, sum_of_halves(dot_half(spread_ints(0), w, x))) : dot_half(sum, w, x);
+}
 
 #if !IN_PAIRS
 #define WIDE_START(count) (-WIDE_ABOVE * (count))
@@ -381,77 +451,122 @@ INLINE ints four_of(const int8_t *p) {
     return spread_ints(four);
 }
 
-/* A half of group g or all of it: `parts` vectors from output `from` of the group on, of `rows` rows from `first` on, into rows
- * of `out`; rows, form and parts are compile-time constants. The sums go from registers to their place: a copy would wait for
- * them, and hold up the next tile. */
+/* Inputs 4 word + i (half 0) or 4 (word + 4) + i of a block of 5 bits; no bit crosses a byte. */
+INLINE ints five_bits(const uint8_t *block, int word, int half) {
+    const ints fifth = load_ints(block), four_bits = load_ints(block + LINE * (word + 1));
+    const ints nibble = half ? high_halves(four_bits) : low_halves(four_bits);
+    const int bit = 2 * word + half;
+    return bits_or(nibble, bits_only(bit < 4 ? bits_up(fifth, 4 - bit) : bits_down(fifth, bit - 4), 0x10));
+}
+
+/* Inputs 4 word + i of a part of 6 bits: three words have 6 bits each, and two of the fourth. */
+INLINE ints six_bits(const uint8_t *part, int word) {
+    if (word < 3) return bits_only(load_ints(part + LINE * word), 0x3f);
+    const ints low = bits_only(bits_down(load_ints(part), 6), 0x03);
+    const ints middle = bits_only(bits_down(load_ints(part + LINE), 4), 0x0c);
+    return bits_or(bits_or(low, middle), bits_only(bits_down(load_ints(part + 2 * LINE), 2), 0x30));
+}
+
+/* Start to load a line of block k of another group, if it is before `end`. */
+INLINE void fetch_line(const struct fetch *ahead, int64_t k, int64_t line, int64_t end) {
+    if (line < end) __builtin_prefetch(ahead->quants + (k * ahead->lines + line) * LINE);
+}
+
+/* Start to load lines [begin, end), up to three, some blocks ahead: the hardware's own prefetch begins anew at every page. */
+INLINE void fetch_lines(const uint8_t *block, int begin, int end) {
+    __builtin_prefetch(block + FETCH_AHEAD + begin * LINE);
+    if (begin + 1 < end) __builtin_prefetch(block + FETCH_AHEAD + (begin + 1) * LINE);
+    if (begin + 2 < end) __builtin_prefetch(block + FETCH_AHEAD + (begin + 2) * LINE);
+}
+
+/* A half of group g or all of it: `vectors` from output `from` of the group on, of `rows` rows from `first` on, into rows of
+ * `out`; rows, form and vectors are compile-time constants. The sums go from registers to their place: a copy would wait for them,
+ * and hold up the next tile. */
 INLINE void group_pass(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
-                       int form, int from, int parts, const struct fetch *ahead, float *out, int64_t stride) {
-    const int64_t blocks = w->inputs / QBLOCK, bytes = bytes_of(form);
-    const int64_t halves = parts * WIDTH / LANES,
-                  lines = ahead ? ahead->lines : 0; /* a pass over a half loads half of the lines */
-    const int64_t line = lines * from / GROUP, last_line = lines * (from + parts * WIDTH) / GROUP;
+                       int form, int from, int vectors, const struct fetch *ahead, float *out, int64_t stride) {
+    const int64_t blocks = w->inputs / QBLOCK, bytes = bytes_of(form), numbers = g * blocks * GROUP;
+    const int parts = parts_of(form), words = bits_of(form) == 8 ? 8 : 4, more = bits_of(form) - words;
+    const int steps = parts * words, own_lines = bits_of(form) * vectors * WIDTH / LANES;
+    const int64_t lines = ahead ? ahead->lines : 0; /* a pass over a half loads half of the lines */
+    const int64_t line = lines * from / GROUP, last_line = lines * (from + vectors * WIDTH) / GROUP;
     const uint8_t *q = w->quants + (2 * g * blocks + from / LANES) * bytes;
-    const int64_t numbers = g * blocks * GROUP + from;
-    const uint16_t *s = w->scales + numbers, *o = has_offsets(form) ? w->offsets + numbers : 0;
+    const uint16_t *s = w->scales + parts * numbers + from, *o = has_offsets(form) ? w->offsets + numbers + from : 0;
     const int8_t *xq = x->quants + first * x->inputs;
     const float *xs = x->scales + first * blocks, *xo = x->sums + first * blocks;
-    const int32_t *xc = x->counts + first * blocks;
-    floats acc[ROW_TILE][PARTS];
-    UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < parts; v++) acc[t][v] = spread_floats(0.0f);
+    const int32_t *xc = x->counts + first * blocks, *xf = x->firsts + first * blocks;
+    floats acc[ROW_TILE][VECTORS];
+    UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < vectors; v++) acc[t][v] = spread_floats(0.0f);
     for (int64_t k = 0; k < blocks; k++) {
-        ints sum[ROW_TILE][PARTS];
         if (ahead) {
-            __builtin_prefetch(ahead->scales + k * GROUP);
+            for (int p = 0; p < parts; p++) __builtin_prefetch(ahead->scales + (parts * k + p) * GROUP);
             if (has_offsets(form)) __builtin_prefetch(ahead->offsets + k * GROUP);
         }
-        UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < parts; v++) sum[t][v] =
-            spread_ints(SUMS_BEGIN + SUM_START(form, xc[t * blocks + k]));
-        UNROLL_8 for (int i = 0; i < bytes / 64; i++) {
-            ints four[ROW_TILE], later[ROW_TILE];
-            /* Not all at once: the loads of the products would wait for them. */
-            if (ahead) {
-                if (line + i < last_line) __builtin_prefetch(ahead->quants + (k * lines + line + i) * LINE);
-            } else { /* the hardware's own prefetch begins anew at every page */
-                for (int h = 0; h < halves; h++)
-                    __builtin_prefetch(q + 2 * k * bytes + FETCH_AHEAD + (halves * i + h) * LINE);
-            }
+        UNROLL_8 for (int p = 0; p < parts; p++) { /* the words of part p have its inputs in half p of their bytes */
+            ints sum[ROW_TILE][VECTORS];
+            int32_t count[ROW_TILE];
             UNROLL_8 for (int t = 0; t < rows; t++) {
-                const int8_t *at = xq + t * x->inputs + k * QBLOCK + 4 * i;
-                four[t] = four_of(at);
-                if (has_4_bits(form)) later[t] = four_of(at + 16);
+                const int32_t whole = xc[t * blocks + k];
+                count[t] = parts == 1 ? whole : p ? whole - xf[t * blocks + k] : xf[t * blocks + k];
+                UNROLL_8 for (int v = 0; v < vectors; v++) sum[t][v] =
+                    spread_ints(SUMS_BEGIN + SUM_START(form, count[t]));
             }
-            UNROLL_8 for (int v = 0; v < parts; v++) {
-                const ints b = load_ints(q + (2 * k + v * WIDTH / LANES) * bytes + 64 * i + v * WIDTH % LANES * 4);
+            UNROLL_8 for (int i = 0; i < words; i++) {
+                ints four[ROW_TILE], later[ROW_TILE];
+                /* Not all at once: the loads of the products would wait for them. */
+                if (ahead && !p) {
+                    fetch_line(ahead, k, line + i, last_line);
+                    if (i < more) fetch_line(ahead, k, line + words + i, last_line);
+                } else if (!ahead) {
+                    fetch_lines(q + 2 * k * bytes, own_lines * (words * p + i) / steps,
+                                own_lines * (words * p + i + 1) / steps);
+                }
                 UNROLL_8 for (int t = 0; t < rows; t++) {
-                    if (has_codes(form)) {
-                        const void *table = form == OF_4_BIT_LEVELS ? (const void *)LEVELS : CODE_BYTES[form];
-                        const ints low = looked_up(table, low_halves(b)), high = looked_up(table, high_halves(b));
-                        sum[t][v] = form == OF_4_BIT_LEVELS
-                                        ? dot_levels(dot_levels(sum[t][v], low, four[t]), high, later[t])
-                                        : dot_floats(sum[t][v], low, four[t], high, later[t]);
-                    } else if (has_4_bits(form)) {
-                        sum[t][v] = dot_half(sum[t][v], low_halves(b), four[t]);
-                        sum[t][v] = dot_half(sum[t][v], high_halves(b), later[t]);
-                    } else {
-                        sum[t][v] = dot_wide(sum[t][v], b, four[t]);
+                    const int8_t *at = xq + t * x->inputs + k * QBLOCK + 4 * i;
+                    four[t] = four_of(at + 16 * p);
+                    if (in_nibbles(form) && parts == 1) later[t] = four_of(at + 16);
+                }
+                UNROLL_8 for (int v = 0; v < vectors; v++) {
+                    const uint8_t *at = q + (2 * k + v * WIDTH / LANES) * bytes + v * WIDTH % LANES * 4;
+                    const ints b = load_ints(at + LINE * i);
+                    UNROLL_8 for (int t = 0; t < rows; t++) {
+                        if (has_codes(form)) {
+                            const void *table = form == OF_4_BIT_LEVELS ? (const void *)LEVELS : CODE_BYTES[form];
+                            const ints low = looked_up(table, low_halves(b)), high = looked_up(table, high_halves(b));
+                            sum[t][v] = form == OF_4_BIT_LEVELS
+                                            ? dot_levels(dot_levels(sum[t][v], low, four[t]), high, later[t])
+                                            : dot_two(sum[t][v], low, four[t], high, later[t]);
+                        } else if (bits_of(form) == 6) {
+                            sum[t][v] = dot_bytes(sum[t][v], six_bits(at + 3 * LINE * p, i), four[t]);
+                        } else if (parts == 2) {
+                            sum[t][v] = dot_bytes(sum[t][v], p ? high_halves(b) : low_halves(b), four[t]);
+                        } else if (bits_of(form) == 5) {
+                            const ints low = five_bits(at, i, 0), high = five_bits(at, i, 1);
+                            sum[t][v] = dot_two(sum[t][v], low, four[t], high, later[t]);
+                        } else if (in_nibbles(form)) {
+                            sum[t][v] = dot_half(sum[t][v], low_halves(b), four[t]);
+                            sum[t][v] = dot_half(sum[t][v], high_halves(b), later[t]);
+                        } else {
+                            sum[t][v] = dot_wide(sum[t][v], b, four[t]);
+                        }
                     }
                 }
             }
-        }
-        UNROLL_8 for (int v = 0; v < parts; v++) {
-            const floats scale = half_floats(s + k * GROUP + v * WIDTH), whole = times(scale, spread_floats(-WHOLE));
-            UNROLL_8 for (int t = 0; t < rows; t++) {
-                const ints integer = whole_sum(sum[t][v], form, xc[t * blocks + k]);
-                acc[t][v] = fused(scaled_sum(integer, scale, whole), spread_floats(xs[t * blocks + k]), acc[t][v]);
-            }
-            if (has_offsets(form)) {
-                const floats offset = half_floats(o + k * GROUP + v * WIDTH);
-                UNROLL_8 for (int t = 0; t < rows; t++) acc[t][v] =
-                    fused(offset, spread_floats(xo[t * blocks + k]), acc[t][v]);
+            UNROLL_8 for (int v = 0; v < vectors; v++) {
+                const floats scale = half_floats(s + (parts * k + p) * GROUP + v * WIDTH);
+                const floats whole = times(scale, spread_floats(-WHOLE));
+                UNROLL_8 for (int t = 0; t < rows; t++) {
+                    const ints integer = whole_sum(sum[t][v], form, count[t]);
+                    acc[t][v] = fused(scaled_sum(integer, scale, whole), spread_floats(xs[t * blocks + k]), acc[t][v]);
+                }
+                if (has_offsets(form) && p == parts - 1) {
+                    const floats offset = half_floats(o + k * GROUP + v * WIDTH);
+                    UNROLL_8 for (int t = 0; t < rows; t++) acc[t][v] =
+                        fused(offset, spread_floats(xo[t * blocks + k]), acc[t][v]);
+                }
             }
         }
     }
-    UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < parts; v++) {
+    UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < vectors; v++) {
         if (w->bias) acc[t][v] = sum_floats(acc[t][v], load_floats(w->bias + g * GROUP + from + v * WIDTH));
         store_floats(out + t * stride + from + v * WIDTH, acc[t][v]);
     }
@@ -460,12 +575,12 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
 /* Outputs [GROUP g, GROUP (g + 1)). */
 INLINE void group_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
                        int form, const struct fetch *ahead, float *out, int64_t stride) {
-    if (PASS(rows, form) == PARTS) {
-        group_pass(w, g, x, first, rows, form, 0, PARTS, ahead, out, stride);
+    if (PASS(rows, form) == VECTORS) {
+        group_pass(w, g, x, first, rows, form, 0, VECTORS, ahead, out, stride);
         return;
     }
     for (int from = 0; from < GROUP; from += LANES)
-        group_pass(w, g, x, first, rows, form, from, PARTS / 2, ahead, out, stride);
+        group_pass(w, g, x, first, rows, form, from, VECTORS / 2, ahead, out, stride);
 }
 #endif
 
@@ -519,34 +634,30 @@ INLINE void rows_tile(const struct block_weights *w, int64_t g, const struct blo
     }
 }
 
+/* A function for each form: of one that holds them all, the compiler would keep the sums in memory. */
+typedef void rows_of_form(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
+                          int64_t rows, struct fetch ahead, float *out, int64_t stride);
+#define ROWS_OF(form)                                                                                                  \
+    static __attribute__((noinline)) void rows_##form(const struct block_weights *w, int64_t g,                        \
+                                                      const struct block_rows *x, int64_t first, int64_t rows,         \
+                                                      struct fetch ahead, float *out, int64_t stride) {                \
+        rows_tile(w, g, x, first, rows, form, ahead, out, stride);                                                     \
+    }
+EACH_FORM(ROWS_OF)
+
 /* Outputs [GROUP g, GROUP (g + 1)) of as many rows as `tile_of` says, or of fewer. */
 static void group_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
                        int64_t rows, struct fetch ahead, float *out, int64_t stride) {
+#define ENTRY(form) [form] = rows_##form,
+    static rows_of_form *const of_forms[] = {EACH_FORM(ENTRY)};
+#undef ENTRY
 #if HAS_TILES
     if (by_tiles(w, rows)) {
         group_of_tiles(w, g, x, first, rows, out, stride);
         return;
     }
 #endif
-    switch (form_of(w)) {
-    case OF_4_BITS:
-        rows_tile(w, g, x, first, rows, OF_4_BITS, ahead, out, stride);
-        break;
-    case OF_4_BITS_OFFSET:
-        rows_tile(w, g, x, first, rows, OF_4_BITS_OFFSET, ahead, out, stride);
-        break;
-    case OF_8_BITS:
-        rows_tile(w, g, x, first, rows, OF_8_BITS, ahead, out, stride);
-        break;
-    case OF_4_BIT_FLOATS:
-        rows_tile(w, g, x, first, rows, OF_4_BIT_FLOATS, ahead, out, stride);
-        break;
-    case OF_4_BIT_LEVELS:
-        rows_tile(w, g, x, first, rows, OF_4_BIT_LEVELS, ahead, out, stride);
-        break;
-    default:
-        rows_tile(w, g, x, first, rows, OF_8_BITS_OFFSET, ahead, out, stride);
-    }
+    of_forms[form_of(w)](w, g, x, first, rows, ahead, out, stride);
 }
 
 INLINE int64_t groups_of(const struct block_weights *w) { return (w->outputs + GROUP - 1) / GROUP; }
@@ -570,7 +681,7 @@ INLINE struct fetch fetch_of(const struct block_weights *w, int64_t r, int64_t r
     if (tiles == 1) return (struct fetch){0};
     return (struct fetch){.quants = w->quants + (next * bytes + tile * lines * LINE) * blocks,
                           .lines = tile * lines < each ? lines : 0,
-                          .scales = w->scales + next * blocks * GROUP,
+                          .scales = w->scales + parts_of(form_of(w)) * next * blocks * GROUP,
                           .offsets = w->offsets ? w->offsets + next * blocks * GROUP : 0};
 }
 

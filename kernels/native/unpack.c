@@ -41,9 +41,11 @@ struct block {
 struct unpack_args {
     const uint8_t *raw; /* [rows][row_bytes] */
     int64_t rows, row_bytes, blocks, kind;
-    uint8_t *quants;  /* [rows][blocks][16 with 4 bits, 32 with 8 bits], as in Q4_0 and Q8_0 */
-    uint16_t *scales; /* [rows][blocks], half precision */
-    uint16_t *offsets;
+    uint8_t
+        *quants; /* [rows][blocks][16 with 4 bits, 20 with 5, 24 with 6, 32 with 8], as a product is packed from (see
+                        pack.c) */
+    uint16_t *scales;  /* [rows][blocks], half precision; of the kinds with a scale for 16 inputs [rows][blocks][2] */
+    uint16_t *offsets; /* [rows][blocks] */
 };
 
 struct dequantise_args {
@@ -247,21 +249,39 @@ INLINE void read_q6_k(struct block *to, const uint8_t *row, int64_t b) {
 
 typedef void read_block(struct block *to, const uint8_t *row, int64_t b);
 
-/* `zero`: added to integers or codes of 4 bits, which makes them 0 to 15. */
-INLINE void unpack(const struct unpack_args *a, read_block *read, int bits, int zero) {
-    const int64_t bytes = bits == 4 ? PART : INPUTS;
+/* Integers or codes of 4 to 6 bits, as a product has them in its words (see block_weights in blocks.h). */
+INLINE void put_bits(uint8_t *out, const uint8_t *quants, int bits) {
+    if (bits == 6) {
+        for (int i = 0; i < 24; i++) { /* byte i % 4 of word i / 4 % 3 of a part */
+            const uint8_t *part = quants + i / 12 * PART;
+            out[i] = (uint8_t)(part[i % 12] | part[12 + i % 4] >> 2 * (i / 4 % 3) << 6);
+        }
+        return;
+    }
+    uint8_t *four_bits = out + 4 * (bits - 4);
+    memset(out, 0, 4);
+    for (int i = 0; i < PART; i++) {
+        if (bits == 5) out[i % 4] |= (uint8_t)((quants[i] >> 4 | quants[PART + i] >> 4 << 1) << i / 4 * 2);
+        four_bits[i] = (uint8_t)((quants[i] & 15) | (quants[PART + i] & 15) << 4);
+    }
+}
+
+/* `zero`: added to integers or codes of fewer than 8 bits, which makes them 0 and more. `parts`: scales of a block. */
+INLINE void unpack(const struct unpack_args *a, read_block *read, int bits, int zero, int parts) {
+    const int64_t bytes = bits == 8 ? INPUTS : 4 * bits;
     for (int64_t r = 0; r < a->rows; r++)
         for (int64_t b = 0; b < a->blocks; b++) {
             const int64_t n = r * a->blocks + b;
             uint8_t *out = a->quants + n * bytes;
             struct block block;
             read(&block, a->raw + r * a->row_bytes, b);
-            if (bits == 4)
-                for (int i = 0; i < PART; i++)
-                    out[i] = (uint8_t)((block.quants[i] + zero) | (block.quants[PART + i] + zero) << 4);
-            else
+            if (bits == 8) {
                 memcpy(out, block.quants, INPUTS);
-            a->scales[n] = to_half(block.scales[0]);
+            } else {
+                minus(&block, (int8_t)-zero);
+                put_bits(out, (const uint8_t *)block.quants, bits);
+            }
+            for (int p = 0; p < parts; p++) a->scales[n * parts + p] = to_half(block.scales[p]);
             if (a->offsets) a->offsets[n] = to_half(block.offsets[0]);
         }
 }
@@ -285,36 +305,41 @@ INLINE void dequantise(const struct dequantise_args *a, read_block *read, int ha
         }
 }
 
-/* Kinds that are not unpacked: Q2_K, Q3_K and Q6_K, whose scales are for 16 inputs, and MXFP4, whose codes a product
- * takes as they are. */
+/* Kinds that are not unpacked: Q2_K, whose offsets are for 16 inputs, and MXFP4, whose codes a product takes as they are. */
 void lockstep_unpack_blocks(const struct unpack_args *a) {
     switch (a->kind) {
     case Q4_0:
-        unpack(a, read_q4_0, 4, 8);
+        unpack(a, read_q4_0, 4, 8, 1);
         break;
     case Q4_1:
-        unpack(a, read_q4_1, 4, 0);
+        unpack(a, read_q4_1, 4, 0, 1);
         break;
     case Q5_0:
-        unpack(a, read_q5_0, 8, 0);
+        unpack(a, read_q5_0, 5, 16, 1);
         break;
     case Q5_1:
-        unpack(a, read_q5_1, 8, 0);
+        unpack(a, read_q5_1, 5, 0, 1);
         break;
     case Q8_0:
-        unpack(a, read_q8_0, 8, 0);
+        unpack(a, read_q8_0, 8, 0, 1);
         break;
     case Q4_K:
-        unpack(a, read_q4_k, 4, 0);
+        unpack(a, read_q4_k, 4, 0, 1);
         break;
     case Q5_K:
-        unpack(a, read_q5_k, 8, 0);
+        unpack(a, read_q5_k, 5, 0, 1);
+        break;
+    case Q3_K:
+        unpack(a, read_q3_k, 4, 8, 2);
+        break;
+    case Q6_K:
+        unpack(a, read_q6_k, 6, 32, 2);
         break;
     case IQ4_NL:
-        unpack(a, read_iq4_nl_codes, 4, 0);
+        unpack(a, read_iq4_nl_codes, 4, 0, 1);
         break;
     case IQ4_XS:
-        unpack(a, read_iq4_xs_codes, 4, 0);
+        unpack(a, read_iq4_xs_codes, 4, 0, 1);
         break;
     }
 }

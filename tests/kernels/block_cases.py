@@ -21,13 +21,13 @@ def with_offsets(N: int, K: int) -> Blocks:
     """8 bits with offsets, and integers of the whole range."""
     made = quantised(rand(N, K), BlockKind.Q8)
     quants_NK = torch.randint(-128, 128, (N, K), generator=torch.Generator().manual_seed(1)).to(torch.int8)
-    return Blocks(BlockKind.Q8, quants_NK, made.scales_NB, rand(N, K // BLOCK).half())
+    return Blocks(BlockKind.Q8, quants_NK, made.scales_NS, rand(N, K // BLOCK).half())
 
 
 def without_offsets(N: int, K: int) -> Blocks:
     """4 bits that stand for -8 to 7, and scales of either sign."""
     made = quantised(rand(N, K), BlockKind.Q4)
-    return Blocks(BlockKind.Q4, made.quants_NK, (made.scales_NB * rand(N, K // BLOCK).sign()).half(), None)
+    return Blocks(BlockKind.Q4, made.quants_NK, (made.scales_NS * rand(N, K // BLOCK).sign()).half(), None)
 
 
 def floats(N: int, K: int) -> Blocks:
@@ -45,6 +45,18 @@ def levels(N: int, K: int) -> Blocks:
     return Blocks(BlockKind.L4, codes_NK, (rand(N, K // BLOCK, seed=5) * 0.01).half(), None)
 
 
+def integers(kind: BlockKind, *, offsets: bool = False) -> Callable[[int, int], Blocks]:
+    """Integers of the whole range of a kind, scales of either sign, and offsets if `offsets`."""
+
+    def made(N: int, K: int) -> Blocks:
+        generator = torch.Generator().manual_seed(6)
+        quants_NK = torch.randint(0, 1 << kind.bits, (N, K), generator=generator).to(torch.uint8)
+        scales_NS = (rand(N, K // BLOCK * kind.scales, seed=7) * 0.05).half()
+        return Blocks(kind, quants_NK, scales_NS, rand(N, K // BLOCK).half() if offsets else None)
+
+    return made
+
+
 CASES: dict[str, Callable[[int, int], Blocks]] = {
     "4 bits": without_offsets,
     "4 bits with offsets": lambda N, K: quantised(rand(N, K), BlockKind.Q4),
@@ -52,6 +64,11 @@ CASES: dict[str, Callable[[int, int], Blocks]] = {
     "8 bits with offsets": with_offsets,
     "4-bit floats": floats,
     "4-bit levels": levels,
+    "4 bits in parts": integers(BlockKind.P4),
+    "5 bits": integers(BlockKind.Q5),
+    "5 bits with offsets": integers(BlockKind.Q5, offsets=True),
+    "6 bits": integers(BlockKind.Q6),
+    "6 bits with offsets": integers(BlockKind.Q6, offsets=True),
 }
 """Matrices [N, K] of each compiled form of a product."""
 
@@ -59,8 +76,9 @@ CASES: dict[str, Callable[[int, int], Blocks]] = {
 def random_blocks(kind: BlockKind, N: int, K: int, seed: int) -> Blocks:
     """Return a matrix [N, K] of a kind, whose products are about as large as their inputs."""
     generator = torch.Generator().manual_seed(seed)
-    if kind not in CODE_VALUES:
+    if kind in (BlockKind.Q4, BlockKind.Q8):
         return quantised(torch.randn(N, K, generator=generator) * K**-0.5, kind)
-    codes_NK = torch.randint(0, 16, (N, K), generator=generator).to(torch.uint8)
-    scale = 12 * 2.0**-6 / float(CODE_VALUES[kind].abs().max())
-    return Blocks(kind, codes_NK, torch.full((N, K // BLOCK), scale, dtype=torch.float16), None)
+    quants_NK = torch.randint(0, 1 << kind.bits, (N, K), generator=generator).to(torch.uint8)
+    largest = CODE_VALUES[kind].abs().max() if kind in CODE_VALUES else kind.middle(offsets=False)
+    scales_NS = torch.full((N, K // BLOCK * kind.scales), 12 * 2.0**-6 / float(largest), dtype=torch.float16)
+    return Blocks(kind, quants_NK, scales_NS, None)

@@ -93,21 +93,58 @@ def test_quantising_rounds_to_the_nearest_step(kind: BlockKind) -> None:
     made = quantised(weight_NK, kind)
     error_NBk = (made.dequantised() - weight_NK).view(6, 2, BLOCK).abs()
     # Half a step, and half precision's rounding of the scale and of the offset.
-    bound_NB = made.scales_NB.float() * 0.5 + weight_NK.view(6, 2, BLOCK).abs().amax(dim=2) * 2e-3
+    bound_NB = made.scales_NS.float() * 0.5 + weight_NK.view(6, 2, BLOCK).abs().amax(dim=2) * 2e-3
     assert bool((error_NBk <= bound_NB[..., None]).all())
 
 
-def test_joined_matrices_of_different_kinds_lose_nothing() -> None:
-    parts = [case(16, 64) for case in CASES.values()]
+JOINED = {
+    BlockKind.Q5: ("4 bits", "4 bits with offsets", "5 bits", "5 bits with offsets"),
+    BlockKind.Q6: (
+        "4 bits",
+        "4 bits with offsets",
+        "4 bits in parts",
+        "5 bits",
+        "5 bits with offsets",
+        "6 bits",
+        "6 bits with offsets",
+    ),
+    BlockKind.Q8: (
+        "4 bits",
+        "4 bits with offsets",
+        "5 bits",
+        "5 bits with offsets",
+        "8 bits",
+        "8 bits with offsets",
+        *CODED,
+    ),
+}
+"""What is joined without a loss, and to which kind."""
+
+
+@pytest.mark.parametrize(("kind", "cases"), JOINED.items())
+def test_joined_matrices_of_different_kinds_lose_nothing(kind: BlockKind, cases: tuple[str, ...]) -> None:
+    parts = [CASES[case](16, 64) for case in cases]
+    for some in (parts, [part for part in parts if part.offsets_NB is None]):
+        whole = Blocks.joined(some)
+        assert (whole.kind, whole.offsets_NB is None) == (kind, some is not parts)
+        assert torch.equal(whole.dequantised(), torch.cat([part.dequantised() for part in some]))
+    same = Blocks.joined([parts[0], parts[0]])
+    assert same.kind is parts[0].kind
+    x_MK, whole = rand(3, 64), Blocks.joined(parts)
+    torch.testing.assert_close(PackedBlocks(whole)(x_MK)[:, :16], PackedBlocks(parts[0])(x_MK), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("other", ["8 bits", "8 bits with offsets", *CODED])
+@pytest.mark.parametrize("case", ["6 bits", "6 bits with offsets", "4 bits in parts"])
+def test_blocks_with_two_scales_are_rounded_where_another_part_has_8_bits(case: str, other: str) -> None:
+    parts = [CASES[case](16, 64), CASES[other](16, 64)]
     whole = Blocks.joined(parts)
     assert whole.kind is BlockKind.Q8
-    assert torch.equal(whole.dequantised(), torch.cat([part.dequantised() for part in parts]))
-    without = Blocks.joined([CASES[case](16, 64) for case in ("8 bits", *CODED)])
-    assert (without.kind, without.offsets_NB) == (BlockKind.Q8, None)
-    same = Blocks.joined([parts[0], parts[0]])
-    assert same.kind is BlockKind.Q4
-    x_MK = rand(3, 64)
-    torch.testing.assert_close(PackedBlocks(whole)(x_MK)[:, :16], PackedBlocks(parts[0])(x_MK), rtol=1e-5, atol=1e-5)
+    halves = whole.dequantised().view(2, 16, 64)
+    assert torch.equal(halves[1], parts[1].dequantised())
+    error_NBk = (halves[0] - parts[0].dequantised()).view(16, 2, BLOCK).abs()
+    # Half a step of the block's largest weight, and half precision's rounding.
+    assert bool((error_NBk.amax(2) <= parts[0].dequantised().view(16, 2, BLOCK).abs().amax(2) * 4.5e-3).all())
 
 
 @pytest.mark.parametrize("shape", [(33, 32), (70, 96), (64, 1120)])
@@ -154,7 +191,7 @@ def test_a_packed_matrix_gives_its_integers_back_and_joins_as_the_matrix_does(ca
             back = made.unpacked()
             assert back.kind is whole.kind
             assert torch.equal(back.quants_NK, whole.quants_NK)
-            assert torch.equal(back.scales_NB, whole.scales_NB)
+            assert torch.equal(back.scales_NS, whole.scales_NS)
             assert (back.offsets_NB is None) == (whole.offsets_NB is None)
             assert back.offsets_NB is None or torch.equal(back.offsets_NB, whole.offsets_NB)
         for name in ("quants", "scales", "offsets"):

@@ -41,6 +41,9 @@ _BLOCKS = {
     BlockKind.Q8: "8-bit blocks",
     BlockKind.F4: "4-bit floats",
     BlockKind.L4: "4-bit levels",
+    BlockKind.Q5: "5-bit blocks",
+    BlockKind.Q6: "6-bit blocks",
+    BlockKind.P4: "4-bit blocks of two scales",
 }
 
 

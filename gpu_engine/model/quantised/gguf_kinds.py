@@ -1,9 +1,10 @@
 """The kinds of quantised matrices in GGUF files, as blocks that a product reads and as numbers.
 
-The kinds of BLOCKS have integers with one scale for every 32 inputs, so their blocks are exact but for the scale, which
-is rounded to half precision (a relative error of at most 5e-4). IQ4_NL and IQ4_XS have codes of integers in their
-place, and MXFP4 has those of floats (see mxfp4.py). Q2_K, Q3_K, Q6_K and the IQ kinds of 3 bits and fewer have a scale
-for every 16 inputs or values that no byte holds, and are not there: their matrices are rounded to 8 bits.
+The kinds of BLOCKS have integers with one scale for every 32 inputs, or for every 16 (Q3_K and Q6_K), so their blocks
+are exact but for the scale, which is rounded to half precision (a relative error of at most 5e-4). IQ4_NL and IQ4_XS
+have codes of integers in their place, and MXFP4 has those of floats (see mxfp4.py). Q2_K, which has an offset for every
+16 inputs, and the IQ kinds of 3 bits and fewer, whose values no byte holds, are not there: their matrices are rounded to
+8 bits.
 Invariant: the blocks of a matrix are those of its rows, whatever part of them is read at once.
 Not responsible for: the names of tensors and the order of their rows (see gguf_blocks.py), the bytes of a block (see
 kernels/unpack.py), the product (see kernels/blocks.py).
@@ -23,7 +24,7 @@ from gguf.quants import dequantize
 
 from gpu_engine.model.quantised.mxfp4 import half_scales
 from kernels import unpack
-from kernels.blocks import BLOCK, BlockKind, Blocks, Field, RawBlocks
+from kernels.blocks import BlockKind, Blocks, Field, PackedBlocks, RawBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,16 @@ class BlockForm:
 BLOCKS = {
     Kind.Q4_0: BlockForm(BlockKind.Q4, has_offsets=False),
     **dict.fromkeys((Kind.Q4_1, Kind.Q4_K), BlockForm(BlockKind.Q4, has_offsets=True)),
-    **dict.fromkeys((Kind.Q5_1, Kind.Q5_K), BlockForm(BlockKind.Q8, has_offsets=True)),
-    **dict.fromkeys((Kind.Q5_0, Kind.Q8_0), BlockForm(BlockKind.Q8, has_offsets=False)),
+    Kind.Q5_0: BlockForm(BlockKind.Q5, has_offsets=False),
+    **dict.fromkeys((Kind.Q5_1, Kind.Q5_K), BlockForm(BlockKind.Q5, has_offsets=True)),
+    Kind.Q3_K: BlockForm(BlockKind.P4, has_offsets=False),
+    Kind.Q6_K: BlockForm(BlockKind.Q6, has_offsets=False),
+    Kind.Q8_0: BlockForm(BlockKind.Q8, has_offsets=False),
     **dict.fromkeys((Kind.IQ4_NL, Kind.IQ4_XS), BlockForm(BlockKind.L4, has_offsets=False)),
     Kind.MXFP4: BlockForm(BlockKind.F4, has_offsets=False),
 }
 """The kinds that have blocks, and what these are."""
-_UNPACKED = frozenset((*BLOCKS, Kind.Q2_K, Kind.Q3_K, Kind.Q6_K))
+_UNPACKED = frozenset((*BLOCKS, Kind.Q2_K))
 """The kinds whose numbers kernels/unpack.py reads."""
 
 
@@ -103,15 +107,10 @@ def blocks_of(raw: npt.NDArray[Any], kind: Kind) -> Blocks | None:
     raw_Nk = np.require(
         raw.view(np.uint8).reshape(raw.shape[0], -1), requirements=["C", "W"]
     )  # torch takes no mapped file
-    # With an order, so that no block is left where it lies.
-    made = raw_blocks(raw_Nk, kind, torch.arange(_inputs(raw_Nk, kind) // BLOCK))
-    quants_NBk = made.quants.memory
-    if BLOCKS[kind].kind is not BlockKind.Q8:
-        quants_NBk = torch.cat([quants_NBk & 15, quants_NBk >> 4], dim=2)
-    else:
-        quants_NBk = quants_NBk.view(torch.int8)
-    offsets_NB = None if made.offsets is None else made.offsets.memory
-    return Blocks(BLOCKS[kind].kind, quants_NBk.view(len(raw_Nk), -1), made.scales.memory, offsets_NB)
+    form, shape = BLOCKS[kind], (len(raw_Nk), _inputs(raw_Nk, kind))
+    packed = PackedBlocks.unfilled(form.kind, shape, offsets=form.has_offsets)
+    packed.put(0, shape[0], raw_blocks(raw_Nk, kind))
+    return packed.unpacked()
 
 
 def numbers_of(raw: npt.NDArray[np.uint8], kind: Kind, dtype: torch.dtype) -> torch.Tensor:

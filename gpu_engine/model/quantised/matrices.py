@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from kernels.blocks import BLOCK, MIDDLE, BlockKind, Blocks
+from kernels.blocks import BLOCK, BlockKind, Blocks
 
 _HALF = 2.0**-11
 """Half precision's relative rounding."""
@@ -118,7 +118,7 @@ class GroupedIntegers:
             offsets_NG = (-scales_NG * self.zeros_NG).half()
             if not bool(offsets_NG.isfinite().all()):
                 raise NoBlocks("its offsets do not fit half precision")
-            if self.bits == 4 and torch.equal(offsets_NG, halves_NG * -MIDDLE):
+            if self.bits == 4 and torch.equal(offsets_NG, halves_NG * -BlockKind.Q4.middle(offsets=False)):
                 offsets_NG = None
         kind = BlockKind.Q4 if self.bits == 4 else BlockKind.Q8
         scales_NB, offsets_NB = (

@@ -164,7 +164,7 @@ def test_a_product_that_differs_from_its_matrix_or_its_neighbour_is_an_error() -
             return 2 * super().dequantised()
 
     right = quantised(torch.randn(8, 64), BlockKind.Q8)
-    wrong = Wrong(right.kind, right.quants_NK, right.scales_NB, None)
+    wrong = Wrong(right.kind, right.quants_NK, right.scales_NS, None)
     with pytest.raises(RuntimeError, match="0 is 5"):
         quantise_linears(nn.Sequential(nn.Linear(64, 8)).requires_grad_(False), lambda *_: wrong)
     with pytest.raises(ValueError, match="biases"):
