@@ -122,7 +122,10 @@ _FIELD = re.compile(r"([a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)*): ")
 _INSIDE = frozenset({"sampling", "response", "messages", "tools"})
 """Messages of the engine whose fields stand at the top of the HTTP body."""
 _HTTP_NAMES = {
-    "token_ids.ids": "prompt",
+    "sampling.repetition_max_pattern_size": "repetition_detection.max_pattern_size",
+    "sampling.repetition_min_pattern_size": "repetition_detection.min_pattern_size",
+    "sampling.repetition_min_count": "repetition_detection.min_count",
+    "response.per_field_logprobs": "field_logprobs",
     "text": "prompt",
     "tools.name": "tool_choice",
     "tools.choice": "tool_choice",
@@ -167,6 +170,16 @@ def _retry_after_s(details: str) -> int:
     return max(RETRY_AFTER_S, math.ceil(float(found[1]))) if found else RETRY_AFTER_S
 
 
+_HTTP_PATTERNS = (
+    (re.compile(r"^token_ids\.ids"), "prompt"),
+    (re.compile(r"^(logits_processors\[\d+\])\.name"), r"\1.qualname"),
+    (re.compile(r"^(logits_processors\[\d+\])\.arguments"), r"\1.kwargs"),
+)
+"""The same for fields with an index."""
+
+
 def _http_name(field: str) -> str:
+    for pattern, name in _HTTP_PATTERNS:
+        field = pattern.sub(name, field)
     first, _, rest = field.partition(".")
     return _HTTP_NAMES.get(field) or (rest if rest and first in _INSIDE else field)
