@@ -465,7 +465,7 @@ async def _completion_events(
     calls: Sequence[Call], completions: Completions, metadata: Metadata
 ) -> AsyncIterator[bytes]:
     async for prompt, response in _merged(calls, metadata):
-        if (chunk := completions.chunk(prompt, response)) is not None:
+        for chunk in completions.chunks(prompt, response):
             yield event(chunk)
     if (last := completions.last()) is not None:
         yield event(last)

@@ -205,6 +205,38 @@ def test_the_input_of_a_call_is_an_object_even_where_max_tokens_cut_it() -> None
         assert answer.json()["content"] == [{"type": "tool_use", "id": "id", "name": "f", "input": value}]
 
 
+@pytest.mark.parametrize("field", [{"echo": True, "logprobs": 0}, {"prompt_logprobs": 0}])
+def test_every_choice_has_the_log_probabilities_of_the_prompt_whichever_sequence_begins(field: dict[str, Any]) -> None:
+    fields = CompletionRequest.model_validate({"prompt": "ab", "n": 2, **field})
+    made = CompletionShape("i", "m", fields, [{1: "a", 2: "b", 3: "c"}], prompt_ids={0: (1, 2)})
+    echo = "ab" if "echo" in field else ""
+    later, first = (
+        pb.GenerateResponse(
+            index=index,
+            text=f"{echo}c",
+            token_ids=[3],
+            logprobs=[pb.TokenLogprobs(logprob=-1)] if echo else (),
+            finish_reason=pb.FINISH_REASON_LENGTH,
+            usage=USAGE,
+        )
+        for index in (1, 0)
+    )
+    first.prompt_token_ids.extend([1, 2])
+    first.prompt_logprobs.extend([pb.TokenLogprobs(), pb.TokenLogprobs(logprob=-2)])
+    whole, streamed = Completions(made), Completions(made)
+    for response in (later, first):
+        whole.take(0, response)
+    choices = whole.result()["choices"]
+    chunks = [chunk["choices"][0] for response in (later, first) for chunk in streamed.chunks(0, response)]
+    assert sorted(chunks, key=lambda choice: choice["index"]) == choices
+    assert choices[0] == choices[1] | {"index": 0}
+    if echo:
+        assert choices[1]["logprobs"]["text_offset"] == [0, 1, 2]
+        assert choices[1]["logprobs"]["token_logprobs"] == [None, -2, -1]
+    else:
+        assert len(choices[1]["prompt_logprobs"]) == 2
+
+
 def test_each_sequence_and_the_usage_have_a_place_of_their_own() -> None:
     stream = ChatStream(shape(stream=True, stream_options={"include_usage": True}, n=2))
     responses = [
