@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from http_gateway.answers.logprobs import Texts, chat_logprobs
-from http_gateway.answers.pieces import Parts, Piece, finish_reason
+from http_gateway.answers.pieces import Parts, Piece
 from http_gateway.answers.usage import Counts
 from http_gateway.wire.errors import ApiError
 from http_gateway.wire.responses import ResponsesRequest
@@ -111,7 +111,7 @@ class ResponseAnswer:
 
     def __init__(self, shape: ResponseShape) -> None:
         self._shape = shape
-        self._parts = Parts(shape.apart)
+        self._parts = Parts(shape.apart, shape.custom)
         self._counts = Counts()
         self._items: list[_Item] = []
         self._number = 0
@@ -132,11 +132,11 @@ class ResponseAnswer:
                 yield self._numbered(event)
             logprobs = []
         if response.finish_reason:
-            self.reason = finish_reason(response, self._parts.calls)
+            self.reason = self._parts.reason(response)
             if not self._items:  # an empty answer is a message, too
                 for event in self._piece(Piece("content"), []):
                     yield self._numbered(event)
-            for event in self._items[-1].closed(self._status):
+            for event in self._items[-1].closed(self._last_status):
                 yield self._numbered(event)
             yield self._numbered({"type": f"response.{self._status}", "response": self.json(self._status)})
 
@@ -156,7 +156,7 @@ class ResponseAnswer:
             "instructions": fields.instructions,
             "max_output_tokens": fields.max_output_tokens,
             "model": self._shape.model,
-            "output": [] if status == "in_progress" else [item.json(status) for item in self._items],
+            "output": [] if status == "in_progress" else self._output(),
             "parallel_tool_calls": fields.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": fields.reasoning.effort if fields.reasoning else None, "summary": None},
@@ -179,6 +179,13 @@ class ResponseAnswer:
     @property
     def _status(self) -> str:
         return "incomplete" if self.reason == "length" else "completed"
+
+    @property
+    def _last_status(self) -> str:
+        return "incomplete" if self._parts.is_cut else self._status
+
+    def _output(self) -> list[dict[str, Any]]:
+        return [item.json(self._last_status if item is self._items[-1] else "completed") for item in self._items]
 
     def _piece(self, piece: Piece, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         current = self._items[-1] if self._items else None

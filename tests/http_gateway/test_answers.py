@@ -205,6 +205,59 @@ def test_the_input_of_a_call_is_an_object_even_where_max_tokens_cut_it() -> None
         assert answer.json()["content"] == [{"type": "tool_use", "id": "id", "name": "f", "input": value}]
 
 
+STOPPED = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, usage=USAGE, matched_stop_str="x")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [("f", '{"a": ', "stop"), ("f", '{"a": 1}', "tool_calls"), ("c", '{"a": ', "tool_calls")],
+)
+def test_a_call_that_a_stop_string_cut_is_not_one_to_run(name: str, arguments: str, reason: str) -> None:
+    calls = [
+        Part(kind=Part.KIND_TOOL_CALL, tool_call_id="i", tool_name="f"),
+        Part(kind=Part.KIND_TOOL_ARGUMENTS, text="{}"),
+        Part(kind=Part.KIND_TOOL_CALL, tool_call_index=1, tool_call_id="j", tool_name=name),
+        Part(kind=Part.KIND_TOOL_ARGUMENTS, tool_call_index=1, text=arguments),
+    ]
+    responses = [pb.GenerateResponse(parts=calls), STOPPED]
+    stream, whole = ChatStream(shape()), ChatWhole(shape())
+    for response in responses:
+        whole.take(response)
+    (choice,) = whole.result()["choices"]
+    chunks = [chunk for response in responses for chunk in stream.chunks(response)]
+    assert choice["finish_reason"] == joined(chunks)["reason"] == reason
+    assert choice["stop_reason"] == "x"
+    fields = ResponsesRequest.model_validate({"input": "x"})
+    answer = ResponseAnswer(
+        ResponseShape(id="i", model="m", fields=fields, custom=frozenset({"c"}), apart=True, texts={})
+    )
+    events = [event for response in responses for event in answer.take(response)]
+    done = [event["item"]["status"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == [item["status"] for item in answer.json()["output"]]
+    assert done == ["completed", "incomplete" if reason == "stop" else "completed"]
+    if name == "f":
+        message = MessageAnswer(message_shape())
+        for response in responses:
+            list(message.take(response))
+        stopped = ("stop_sequence", "x") if reason == "stop" else ("tool_use", None)
+        assert (message.json()["stop_reason"], message.json()["stop_sequence"]) == stopped
+
+
+def test_only_the_last_item_of_a_response_is_incomplete() -> None:
+    parts = [
+        Part(kind=Part.KIND_CONTENT, text="a"),
+        Part(kind=Part.KIND_TOOL_CALL, tool_call_id="i", tool_name="f"),
+        Part(kind=Part.KIND_TOOL_ARGUMENTS, text="{"),
+    ]
+    fields = ResponsesRequest.model_validate({"input": "x"})
+    answer = ResponseAnswer(ResponseShape(id="i", model="m", fields=fields, custom=frozenset(), apart=True, texts={}))
+    for response in (pb.GenerateResponse(parts=parts), end(reason=pb.FINISH_REASON_LENGTH)):
+        list(answer.take(response))
+    made = answer.json()
+    assert [item["status"] for item in made["output"]] == ["completed", "incomplete"]
+    assert made["status"] == "incomplete"
+
+
 @pytest.mark.parametrize("field", [{"echo": True, "logprobs": 0}, {"prompt_logprobs": 0}])
 def test_every_choice_has_the_log_probabilities_of_the_prompt_whichever_sequence_begins(field: dict[str, Any]) -> None:
     fields = CompletionRequest.model_validate({"prompt": "ab", "n": 2, **field})
