@@ -114,6 +114,8 @@ class ResponseAnswer:
         self._parts = Parts(shape.apart, shape.custom)
         self._counts = Counts()
         self._items: list[_Item] = []
+        self._logprobs: list[dict[str, Any]] = []
+        """Of the tokens whose text has not come yet: a part of a character, or held back as the beginning of a stop."""
         self._number = 0
         self.reason = ""
         """Why the sequence ended; empty while it runs."""
@@ -126,16 +128,17 @@ class ResponseAnswer:
     def take(self, response: pb.GenerateResponse) -> Iterator[Event]:
         """Add a response; yield its events. Raises ApiError for a sequence that failed."""
         self._counts.take(response)
-        logprobs = chat_logprobs(response.token_ids, response.logprobs, self._shape.texts)
+        self._logprobs += chat_logprobs(response.token_ids, response.logprobs, self._shape.texts)
         for piece in self._parts.of(response):
-            for event in self._piece(piece, logprobs):
+            for event in self._piece(piece):
                 yield self._numbered(event)
-            logprobs = []
         if response.finish_reason:
             self.reason = self._parts.reason(response)
             if not self._items:  # an empty answer is a message, too
-                for event in self._piece(Piece("content"), []):
+                for event in self._piece(Piece("content")):
                     yield self._numbered(event)
+            if self._logprobs and self._items[-1].type == "message":
+                yield self._numbered(self._items[-1].delta("", self._logprobs))
             for event in self._items[-1].closed(self._last_status):
                 yield self._numbered(event)
             yield self._numbered({"type": f"response.{self._status}", "response": self.json(self._status)})
@@ -187,7 +190,7 @@ class ResponseAnswer:
     def _output(self) -> list[dict[str, Any]]:
         return [item.json(self._last_status if item is self._items[-1] else "completed") for item in self._items]
 
-    def _piece(self, piece: Piece, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+    def _piece(self, piece: Piece) -> Iterator[Event]:
         current = self._items[-1] if self._items else None
         wanted = {"content": "message", "reasoning": "reasoning"}.get(piece.kind, "call")
         if current is None or piece.kind == "call" or (wanted != "call" and current.type != wanted):
@@ -197,6 +200,7 @@ class ResponseAnswer:
             self._items.append(current)
             yield from current.opened()
         if piece.text:
+            logprobs, self._logprobs = self._logprobs, []
             yield current.delta(piece.text, logprobs if current.type == "message" else [])
 
     def _usage(self) -> dict[str, Any]:

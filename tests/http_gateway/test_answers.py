@@ -243,6 +243,27 @@ def test_a_call_that_a_stop_string_cut_is_not_one_to_run(name: str, arguments: s
         assert (message.json()["stop_reason"], message.json()["stop_sequence"]) == stopped
 
 
+@pytest.mark.parametrize("cuts", [(4,), (1, 3), (1, 1, 1, 1)])
+def test_each_token_of_a_message_has_its_log_probability_however_it_comes(cuts: tuple[int, ...]) -> None:
+    fields = ResponsesRequest.model_validate({"input": "x"})
+    texts = {1: "\N{REPLACEMENT CHARACTER}", 2: "\N{REPLACEMENT CHARACTER}", 3: "b", 4: "<end>"}
+    answer = ResponseAnswer(ResponseShape("i", "m", fields, frozenset(), apart=False, texts=texts))
+    events, shown = [], {1: "", 2: "\u00e9", 3: "b", 4: ""}
+    ids = [1, 2, 3, 4]
+    for cut in cuts:
+        now, ids = ids[:cut], ids[cut:]
+        response = pb.GenerateResponse(text="".join(shown[i] for i in now), token_ids=now)
+        response.logprobs.extend(pb.TokenLogprobs(logprob=-i) for i in now)
+        if not ids:
+            response.MergeFrom(end())
+        events += answer.take(response)
+    (item,) = answer.json()["output"]
+    assert [entry["logprob"] for entry in item["content"][0]["logprobs"]] == [-1, -2, -3, -4]
+    streamed = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+    assert streamed == item["content"][0]["logprobs"]
+    assert "".join(event["delta"] for event in events if event["type"].endswith("text.delta")) == "\u00e9b"
+
+
 def test_only_the_last_item_of_a_response_is_incomplete() -> None:
     parts = [
         Part(kind=Part.KIND_CONTENT, text="a"),
