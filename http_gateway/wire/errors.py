@@ -114,6 +114,10 @@ TABLE: dict[grpc.StatusCode, _Row] = {
     _C.DEADLINE_EXCEEDED: _Row(504, "server_error", "timeout"),
 }
 _INTERNAL = _Row(500, "server_error", "internal")
+_TOO_LARGE = re.compile(
+    r"max_(grammar_bytes|grammar_depth|rule_depth|artifact_bytes): |exceeds the library's limits|open in one place"
+)
+"""In the engine's messages about a grammar that is over a limit each time that it is sent."""
 _TOO_LONG = "(max_model_len "
 """In the engine's messages about a prompt that does not fit; clients look for `context_length_exceeded`."""
 
@@ -150,6 +154,8 @@ def from_grpc(error: grpc.aio.AioRpcError) -> ApiError:
 def from_status(status: grpc.StatusCode, details: str) -> ApiError:
     """Return the HTTP error of a gRPC status with its message."""
     row = TABLE.get(status, _INTERNAL)
+    if status is _C.RESOURCE_EXHAUSTED and _TOO_LARGE.search(details):
+        row = _Row(400, "invalid_request_error", "grammar_too_large")
     names_field = row.status in (400, 404) or details.startswith("grammar")
     field = _FIELD.match(details) if names_field else None
     param = _http_name(field[1]) if field else None

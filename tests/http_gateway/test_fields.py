@@ -199,6 +199,22 @@ def test_an_error_of_the_engine_names_the_client_s_own_field(
 
 
 @pytest.mark.parametrize(
+    ("details", "status", "code"),
+    [
+        ("grammar: max_grammar_depth: the JSON Schema is nested deeper than 128 levels", 400, "grammar_too_large"),
+        ("grammar: llguidance: 20001 alternatives; at most 20000 may be open in one place", 400, "grammar_too_large"),
+        ("tools[0].parameters: max_grammar_bytes: the grammar has 2 bytes, the limit is 1", 400, "grammar_too_large"),
+        ("grammar: compile_timeout_s: xgrammar did not compile the grammar within 5 s", 429, "overloaded"),
+        ("grammar: compile_queue: 4 compilations are waiting already", 429, "overloaded"),
+    ],
+)
+def test_a_grammar_that_is_too_large_is_not_to_be_sent_again(details: str, status: int, code: str) -> None:
+    error = from_status(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
+    assert (error.status, error.code, "Retry-After" in error.headers) == (status, code, status == 429)
+    assert error.param == details.partition(":")[0]
+
+
+@pytest.mark.parametrize(
     ("engine_s", "param"),
     [
         ("token_ids.ids[3]", "prompt[3]"),
