@@ -1,14 +1,15 @@
-"""Integers of a JSON Schema for a library that reads every number as a double, and an integer's bounds into 64 bits.
+"""Numbers of a JSON Schema for a library that reads each as a double, and an integer's bounds into 64 bits.
 
 Invariant: what the library accepts under a bound written here, the schema's own bound accepts. A bound or a value that
 cannot be written so is a part that is not enforced.
 
-Not responsible for: numbers with a fraction.
+Not responsible for: bounds with a fraction, which may be read as the next double.
 """
 
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -22,11 +23,13 @@ _LEAST = -_END + 1024
 """The least double that the library can negate in 64 bits."""
 
 
-def unwritable_integer(value: Any) -> str | None:
-    """Return why an integer, or one within `value`, would be written as another one; None if none is."""
+def unwritable_number(value: Any) -> str | None:
+    """Return why a number, or one within `value`, would be written as another one; None if none is."""
     if isinstance(value, list | dict):
         within = value if isinstance(value, list) else value.values()
-        return next((why for child in within if (why := unwritable_integer(child))), None)
+        return next((why for child in within if (why := unwritable_number(child))), None)
+    if isinstance(value, float) and _as_read(value) != value:
+        return f"this backend reads {value} as {_as_read(value)}"
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) <= _EXACT:
         return None
     try:
@@ -36,6 +39,14 @@ def unwritable_integer(value: Any) -> str | None:
     if int(double) == value and (abs(value) < _END or Fraction(repr(double)) == value):
         return None
     return f"the integer {value} is none that this backend can write: it reads numbers as doubles"
+
+
+def _as_read(value: float) -> float:
+    """Return the double that the library reads: it rounds the digits, and then the digits times a power of ten."""
+    sign, digits, exponent = Decimal(repr(value)).as_tuple()
+    assert isinstance(exponent, int), "JSON has no infinity"
+    read, power = float(int("".join(map(str, digits)))), float(f"1e{abs(exponent)}")
+    return math.copysign(read * power if exponent >= 0 else read / power, -1 if sign else 1)
 
 
 def round_bounds(schema: Any, path: str) -> list[Unenforced]:

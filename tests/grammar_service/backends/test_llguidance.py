@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import jsonschema
@@ -426,17 +427,21 @@ def test_bounds_beyond_doubles_are_rounded_inwards(bounds: Schema, legal: list[i
         ({"const": 123456789012345678}, "/const"),
         ({"enum": [1, BIG + 1]}, "/enum/1"),
         ({"const": {"a": [(1 << 64) + 1]}}, "/const"),
+        ({"const": 93277170.12350215}, "/const"),
         ({"type": "integer", "minimum": (1 << 63) + 1, "maximum": (1 << 63) + 300}, "/minimum"),
         ({"type": "integer", "maximum": -(1 << 64)}, "/maximum"),
     ],
 )
-def test_an_integer_that_the_library_would_change_is_named(schema: Schema, named: str) -> None:
+def test_a_number_that_the_library_would_change_is_named(schema: Schema, named: str) -> None:
     _, found = notation(parse(Kind.JSON_SCHEMA, json.dumps(schema), Whitespace.COMPACT), lenient=True)
     assert [f"{part.path}/{part.keyword}" for part in found] == [named]
 
 
-@pytest.mark.parametrize("value", [BIG, -BIG, BIG + 2, 1 << 62, 10**17, 10**20, True, 0.5])
+@pytest.mark.parametrize(
+    "value", [BIG, -BIG, BIG + 2, 1 << 62, 10**17, 10**20, True, 0.5, 3.141592653589793, 1e-7, -0.0]
+)
 def test_a_number_that_the_library_writes_as_it_is_is_taken(value: float) -> None:
     _, found = notation(parse(Kind.JSON_SCHEMA, json.dumps({"const": value}), Whitespace.COMPACT), lenient=True)
     assert not found
-    assert llguidance_takes({"const": value}, json.dumps(value))
+    text = json.dumps(value) if isinstance(value, int) else f"{Decimal(repr(value)):f}".removesuffix(".0")
+    assert llguidance_takes({"const": value}, text)
