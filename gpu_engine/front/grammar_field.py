@@ -120,11 +120,7 @@ def _choice(choice: pb.Choice) -> str:
     field = "grammar.choice.choices"
     if not choice.choices:
         raise InvalidRequest(field, "is empty")
-    seen: dict[str, int] = {}
     for i, text in enumerate(choice.choices):
         if not text:
             raise InvalidRequest(f"{field}[{i}]", "is empty")
-        if text in seen:
-            raise InvalidRequest(f"{field}[{i}]", f"is equal to choice {seen[text]}; choices must be distinct")
-        seen[text] = i
-    return json.dumps(list(choice.choices), ensure_ascii=False)
+    return json.dumps(list(dict.fromkeys(choice.choices)), ensure_ascii=False)

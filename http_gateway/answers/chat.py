@@ -14,7 +14,7 @@ from typing import Any
 
 from http_gateway.answers.beams import is_missing
 from http_gateway.answers.logprobs import Texts, chat_logprobs, prompt_logprobs
-from http_gateway.answers.pieces import Parts, Piece, finish_reason, stop_reason
+from http_gateway.answers.pieces import Parts, Piece, stop_reason
 from http_gateway.answers.usage import Counts, field_logprobs, telemetry, token_origins, value_events
 from http_gateway.wire.chat import ChatRequest
 from protos.engine.v1 import engine_pb2 as pb
@@ -90,10 +90,10 @@ class ChatStream:
         parts = self._sequences.get(index)
         deltas: list[dict[str, Any]] = []
         if parts is None:
-            parts = self._sequences[index] = Parts(self._shape.apart)
+            parts = self._sequences[index] = Parts(self._shape.apart, self._shape.custom)
             yield self._chunk(index, {"role": "assistant", "content": ""})
         deltas += [self._delta(index, piece) for piece in parts.of(response) if not self._shape.hides(piece)]
-        reason = finish_reason(response, parts.calls) if response.finish_reason else None
+        reason = parts.reason(response) if response.finish_reason else None
         logprobs = self._logprobs(response)
         tokens = self._tokens(response)
         if not deltas and (reason or logprobs or tokens):
@@ -184,7 +184,7 @@ class ChatWhole:
         self._counts.take(response)
         sequence = self._sequences.get(response.index)
         if sequence is None:
-            sequence = self._sequences[response.index] = _Sequence(Parts(self._shape.apart))
+            sequence = self._sequences[response.index] = _Sequence(Parts(self._shape.apart, self._shape.custom))
         for piece in sequence.parts.of(response):
             match piece.kind:
                 case "content":
@@ -220,7 +220,7 @@ class ChatWhole:
     def _choice(self, index: int, sequence: _Sequence) -> dict[str, Any]:
         last = sequence.last
         assert last is not None, "the engine ends a stream after the finish reason of every sequence"
-        reason = finish_reason(last, len(sequence.calls))
+        reason = sequence.parts.reason(last)
         content = "".join(sequence.content)
         message: dict[str, Any] = {
             "role": "assistant",

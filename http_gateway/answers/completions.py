@@ -8,7 +8,7 @@ Not responsible for: the connection (http/stream.py), the request (sampling.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,23 +63,26 @@ class Completions:
         self._choices: dict[int, _Choice] = {}
         self._prompts: dict[int, pb.GenerateResponse] = {}
         """By prompt: the response that has its log-probabilities."""
+        self._kept: dict[int, list[pb.GenerateResponse]] = {}
+        """By prompt: the responses of other sequences that came before that one."""
         self._joined: dict[int, dict[str, Any]] = {}
         known = {prompt: shape.virtual_tokens + len(ids) for prompt, ids in shape.prompt_ids.items()}
         self._counts = Counts(prompt=known)
         self._with_usage, self._always = shape.fields.usage_events()
 
-    def chunk(self, prompt: int, response: pb.GenerateResponse) -> dict[str, Any] | None:
-        """Return the chunk of a response; None if the chunk would be empty. Raises ApiError for a failed sequence."""
-        choice = self._choice(prompt, response)
-        shown = (choice["text"], choice["logprobs"], choice["finish_reason"])
-        if not (any(shown) or any(choice.get(name) for name in _LISTS)):
-            return None
-        chunk = self._shape.head() | {"choices": [choice]}
-        if self._always:
-            chunk["usage"] = self._counts.usage()
-        elif self._with_usage:
-            chunk["usage"] = None
-        return chunk
+    def chunks(self, prompt: int, response: pb.GenerateResponse) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of a response that are not empty. Raises ApiError for a failed sequence."""
+        for each in self._after_prompt(prompt, response):
+            choice = self._choice(prompt, each)
+            shown = (choice["text"], choice["logprobs"], choice["finish_reason"])
+            if not (any(shown) or any(choice.get(name) for name in _LISTS)):
+                continue
+            chunk = self._shape.head() | {"choices": [choice]}
+            if self._always:
+                chunk["usage"] = self._counts.usage()
+            elif self._with_usage:
+                chunk["usage"] = None
+            yield chunk
 
     def last(self) -> dict[str, Any] | None:
         """Return the chunk after the last sequence; None where the client asked for none."""
@@ -89,7 +92,10 @@ class Completions:
         """Add a response to the whole answer."""
         if is_missing(self._shape.fields, response):
             return
-        new = self._choice(prompt, response)
+        for each in self._after_prompt(prompt, response):
+            self._join(self._choice(prompt, each))
+
+    def _join(self, new: dict[str, Any]) -> None:
         joined = self._joined.get(new["index"])
         if joined is None:
             self._joined[new["index"]] = new
@@ -110,6 +116,21 @@ class Completions:
         choices = [self._joined[index] for index in sorted(self._joined)]
         return self._shape.head() | {"choices": choices, "usage": self._counts.usage()}
 
+    def _after_prompt(self, prompt: int, response: pb.GenerateResponse) -> Iterator[pb.GenerateResponse]:
+        """Yield the response, or keep it until sequence 0 has begun, which brings the log-probabilities of the prompt.
+
+        Every choice of the prompt begins with them.
+        """
+        fields = self._shape.fields
+        scored = fields.prompt_logprobs is not None or (fields.echo and fields.logprobs is not None)
+        if scored and response.index and prompt not in self._prompts:
+            self._kept.setdefault(prompt, []).append(response)
+            return
+        if response.prompt_logprobs:
+            self._prompts[prompt] = response
+        yield response
+        yield from self._kept.pop(prompt, ())
+
     def _choice(self, prompt: int, response: pb.GenerateResponse) -> dict[str, Any]:
         fields = self._shape.fields
         index = prompt * self._n + response.index
@@ -118,8 +139,6 @@ class Completions:
         if self._shape.echo_alone:
             response = self._without_answer(prompt, response, first=first)
         self._counts.take(response, prompt)
-        if response.prompt_logprobs:
-            self._prompts[prompt] = response
         choice: dict[str, Any] = {
             "index": index,
             "text": response.text,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from http_gateway.answers.pieces import Parts, Piece, finish_reason
+from http_gateway.answers.pieces import Parts, Piece
 from http_gateway.answers.usage import Counts
 from http_gateway.wire.errors import ApiError, message_error
 from protos.engine.v1 import engine_pb2 as pb
@@ -72,7 +72,7 @@ class _Block:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return the input of a call; {} for one that `max_tokens` has cut."""
+    """Return the input of a call; {} for one that is cut."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -102,7 +102,7 @@ class MessageAnswer:
             yield from self._piece(piece)
         if not response.finish_reason:
             return
-        reason = finish_reason(response, self._parts.calls)
+        reason = self._parts.reason(response)
         self._stop["stop_reason"] = _REASONS[reason]
         if reason == "length" and response.usage.prompt_tokens + self._shape.max_tokens > self._shape.max_model_len:
             self._stop["stop_reason"] = "model_context_window_exceeded"

@@ -48,6 +48,7 @@ _RESPONSE_NAMES = {
     "response_format": "text.format",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "tool_choice.allowed_tools": "tool_choice",
 }
 """The chat body's names -> those of the Responses API."""
 _TOOL_WORDS = re.compile(r"(tools\[\d+\])\.(function|custom)\b")
@@ -65,6 +66,8 @@ def _as_sent(field: str, fields: Fields) -> str:
     turn = _TURN.fullmatch(field)
     of_engine = bool(_GRAMMAR.fullmatch(field) or _TOOL.fullmatch(field))
     match fields:
+        case ChatRequest() | ResponsesRequest() if field == "logprobs" and fields.top_logprobs:
+            return "top_logprobs"
         case SamplingFields() if of_engine:
             return _in_chat(field, fields)
         case ResponsesRequest() if turn:

@@ -8,8 +8,9 @@ Not responsible for: the shape in which HTTP shows them (chat.py, completions.py
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from http_gateway.wire.errors import ApiError
@@ -53,8 +54,15 @@ class Parts:
 
     apart: bool
     """The responses have parts: their text is more than the answer."""
+    custom: Container[str] = ()
+    """The tools whose input is text."""
     calls: int = 0
     """Calls that have begun."""
+    is_cut: bool = False
+    """A stop of the request ended the answer within the arguments of its last call."""
+    _name: str = ""
+    _arguments: list[str] = field(default_factory=list)
+    """Of the last call, as its tool's name."""
 
     def of(self, response: pb.GenerateResponse) -> Iterator[Piece]:
         """Yield the pieces of a response."""
@@ -66,7 +74,27 @@ class Parts:
             kind = _KINDS[part.kind]
             if kind == "call":
                 self.calls += 1
+                self._name, self._arguments = part.tool_name, []
+            if kind in ("call", "arguments"):
+                self._arguments.append(part.text)
             yield Piece(kind, part.text, part.tool_call_index, part.tool_call_id, part.tool_name)
+        if response.HasField("matched_stop_str") or response.HasField("matched_token_id"):
+            self.is_cut = bool(self.calls) and self._name not in self.custom and not _is_json("".join(self._arguments))
+
+    def reason(self, response: pb.GenerateResponse) -> str:
+        """Return the finish reason of the sequence's last response; a call that was cut is not one to run.
+
+        Raises ApiError, as `finish_reason`.
+        """
+        return finish_reason(response, 0 if self.is_cut else self.calls)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def finish_reason(response: pb.GenerateResponse, calls: int) -> str:
@@ -94,7 +122,8 @@ def finish_reason(response: pb.GenerateResponse, calls: int) -> str:
             code="grammar_inexact",
         )
     raise ApiError(
-        "the grammar left no legal token: together with the banned tokens and the stops it allows no answer",
+        "the grammar left no legal token: together with the banned tokens and the stops it allows no answer, or its "
+        "library reached a limit",
         status=422,
         code="grammar_error",
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from http_gateway.answers.logprobs import Texts, chat_logprobs
-from http_gateway.answers.pieces import Parts, Piece, finish_reason
+from http_gateway.answers.pieces import Parts, Piece
 from http_gateway.answers.usage import Counts
 from http_gateway.wire.errors import ApiError
 from http_gateway.wire.responses import ResponsesRequest
@@ -111,9 +111,11 @@ class ResponseAnswer:
 
     def __init__(self, shape: ResponseShape) -> None:
         self._shape = shape
-        self._parts = Parts(shape.apart)
+        self._parts = Parts(shape.apart, shape.custom)
         self._counts = Counts()
         self._items: list[_Item] = []
+        self._logprobs: list[dict[str, Any]] = []
+        """Of the tokens whose text has not come yet: a part of a character, or held back as the beginning of a stop."""
         self._number = 0
         self.reason = ""
         """Why the sequence ended; empty while it runs."""
@@ -126,17 +128,18 @@ class ResponseAnswer:
     def take(self, response: pb.GenerateResponse) -> Iterator[Event]:
         """Add a response; yield its events. Raises ApiError for a sequence that failed."""
         self._counts.take(response)
-        logprobs = chat_logprobs(response.token_ids, response.logprobs, self._shape.texts)
+        self._logprobs += chat_logprobs(response.token_ids, response.logprobs, self._shape.texts)
         for piece in self._parts.of(response):
-            for event in self._piece(piece, logprobs):
+            for event in self._piece(piece):
                 yield self._numbered(event)
-            logprobs = []
         if response.finish_reason:
-            self.reason = finish_reason(response, self._parts.calls)
+            self.reason = self._parts.reason(response)
             if not self._items:  # an empty answer is a message, too
-                for event in self._piece(Piece("content"), []):
+                for event in self._piece(Piece("content")):
                     yield self._numbered(event)
-            for event in self._items[-1].closed(self._status):
+            if self._logprobs and self._items[-1].type == "message":
+                yield self._numbered(self._items[-1].delta("", self._logprobs))
+            for event in self._items[-1].closed(self._last_status):
                 yield self._numbered(event)
             yield self._numbered({"type": f"response.{self._status}", "response": self.json(self._status)})
 
@@ -156,7 +159,7 @@ class ResponseAnswer:
             "instructions": fields.instructions,
             "max_output_tokens": fields.max_output_tokens,
             "model": self._shape.model,
-            "output": [] if status == "in_progress" else [item.json(status) for item in self._items],
+            "output": [] if status == "in_progress" else self._output(),
             "parallel_tool_calls": fields.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": fields.reasoning.effort if fields.reasoning else None, "summary": None},
@@ -180,7 +183,14 @@ class ResponseAnswer:
     def _status(self) -> str:
         return "incomplete" if self.reason == "length" else "completed"
 
-    def _piece(self, piece: Piece, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+    @property
+    def _last_status(self) -> str:
+        return "incomplete" if self._parts.is_cut else self._status
+
+    def _output(self) -> list[dict[str, Any]]:
+        return [item.json(self._last_status if item is self._items[-1] else "completed") for item in self._items]
+
+    def _piece(self, piece: Piece) -> Iterator[Event]:
         current = self._items[-1] if self._items else None
         wanted = {"content": "message", "reasoning": "reasoning"}.get(piece.kind, "call")
         if current is None or piece.kind == "call" or (wanted != "call" and current.type != wanted):
@@ -190,6 +200,7 @@ class ResponseAnswer:
             self._items.append(current)
             yield from current.opened()
         if piece.text:
+            logprobs, self._logprobs = self._logprobs, []
             yield current.delta(piece.text, logprobs if current.type == "message" else [])
 
     def _usage(self) -> dict[str, Any]:

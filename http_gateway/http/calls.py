@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -292,7 +293,10 @@ class Calls:
         """Open a call for each request; none stays open if one fails."""
         if len(requests) == 1:
             return [await self.fleet.open(requests[0], model, metadata, lost)]
-        tasks = [asyncio.ensure_future(self.fleet.open(request, model, metadata, lost)) for request in requests]
+        tasks = [
+            asyncio.ensure_future(_named(f"prompt[{number}]", self.fleet.open(request, model, metadata, lost)))
+            for number, request in enumerate(requests)
+        ]
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
@@ -380,6 +384,16 @@ def _nth_id(request_id: str, number: int, of: int) -> str:
     return request_id if of == 1 else f"{request_id}-{number}"
 
 
+async def _named(prompt: str, call: Awaitable[Result]) -> Result:
+    """Return the call's result. Raises its ApiError, in which `prompt` is the name of the prompt at fault."""
+    try:
+        return await call
+    except ApiError as error:
+        if error.param is not None and re.fullmatch(r"prompt(\[\d+\])?", error.param):
+            error.rename(prompt + error.param.removeprefix("prompt"))
+        raise
+
+
 async def _asked(call: Awaitable[Result]) -> Result:
     try:
         return await call
@@ -451,7 +465,7 @@ async def _completion_events(
     calls: Sequence[Call], completions: Completions, metadata: Metadata
 ) -> AsyncIterator[bytes]:
     async for prompt, response in _merged(calls, metadata):
-        if (chunk := completions.chunk(prompt, response)) is not None:
+        for chunk in completions.chunks(prompt, response):
             yield event(chunk)
     if (last := completions.last()) is not None:
         yield event(last)

@@ -145,7 +145,7 @@ class AllowedTools(Fields):
     """A choice among some of the tools."""
 
     mode: Literal["auto", "required"]
-    tools: list[dict[str, Any]]
+    tools: Annotated[list[dict[str, Any]], Field(min_length=1)]
 
 
 class NamedChoice(Fields):

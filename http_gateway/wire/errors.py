@@ -114,6 +114,10 @@ TABLE: dict[grpc.StatusCode, _Row] = {
     _C.DEADLINE_EXCEEDED: _Row(504, "server_error", "timeout"),
 }
 _INTERNAL = _Row(500, "server_error", "internal")
+_TOO_LARGE = re.compile(
+    r"max_(grammar_bytes|grammar_depth|rule_depth|artifact_bytes): |exceeds the library's limits|open in one place"
+)
+"""In the engine's messages about a grammar that is over a limit each time that it is sent."""
 _TOO_LONG = "(max_model_len "
 """In the engine's messages about a prompt that does not fit; clients look for `context_length_exceeded`."""
 
@@ -122,7 +126,10 @@ _FIELD = re.compile(r"([a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)*): ")
 _INSIDE = frozenset({"sampling", "response", "messages", "tools"})
 """Messages of the engine whose fields stand at the top of the HTTP body."""
 _HTTP_NAMES = {
-    "token_ids.ids": "prompt",
+    "sampling.repetition_max_pattern_size": "repetition_detection.max_pattern_size",
+    "sampling.repetition_min_pattern_size": "repetition_detection.min_pattern_size",
+    "sampling.repetition_min_count": "repetition_detection.min_count",
+    "response.per_field_logprobs": "field_logprobs",
     "text": "prompt",
     "tools.name": "tool_choice",
     "tools.choice": "tool_choice",
@@ -147,6 +154,8 @@ def from_grpc(error: grpc.aio.AioRpcError) -> ApiError:
 def from_status(status: grpc.StatusCode, details: str) -> ApiError:
     """Return the HTTP error of a gRPC status with its message."""
     row = TABLE.get(status, _INTERNAL)
+    if status is _C.RESOURCE_EXHAUSTED and _TOO_LARGE.search(details):
+        row = _Row(400, "invalid_request_error", "grammar_too_large")
     names_field = row.status in (400, 404) or details.startswith("grammar")
     field = _FIELD.match(details) if names_field else None
     param = _http_name(field[1]) if field else None
@@ -167,6 +176,16 @@ def _retry_after_s(details: str) -> int:
     return max(RETRY_AFTER_S, math.ceil(float(found[1]))) if found else RETRY_AFTER_S
 
 
+_HTTP_PATTERNS = (
+    (re.compile(r"^token_ids\.ids"), "prompt"),
+    (re.compile(r"^(logits_processors\[\d+\])\.name"), r"\1.qualname"),
+    (re.compile(r"^(logits_processors\[\d+\])\.arguments"), r"\1.kwargs"),
+)
+"""The same for fields with an index."""
+
+
 def _http_name(field: str) -> str:
+    for pattern, name in _HTTP_PATTERNS:
+        field = pattern.sub(name, field)
     first, _, rest = field.partition(".")
     return _HTTP_NAMES.get(field) or (rest if rest and first in _INSIDE else field)

@@ -14,7 +14,6 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 
 from http_gateway.wire.chat import (
     TEXT_ALONE,
-    AllowedTools,
     ChatRequest,
     Content,
     CustomFormat,
@@ -302,8 +301,7 @@ def _chosen(choice: str | ResponseChoice) -> str | dict[str, Any]:
     if isinstance(choice, str):
         return choice
     if choice.type == "allowed_tools":
-        allowed = AllowedTools(mode=choice.mode or "auto", tools=choice.tools or [])
-        return {"type": choice.type, "allowed_tools": allowed.model_dump()}
+        return {"type": choice.type, "allowed_tools": {"mode": choice.mode or "auto", "tools": choice.tools or []}}
     return {"type": choice.type, choice.type: {"name": choice.name}}
 
 

@@ -205,6 +205,112 @@ def test_the_input_of_a_call_is_an_object_even_where_max_tokens_cut_it() -> None
         assert answer.json()["content"] == [{"type": "tool_use", "id": "id", "name": "f", "input": value}]
 
 
+STOPPED = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, usage=USAGE, matched_stop_str="x")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [("f", '{"a": ', "stop"), ("f", '{"a": 1}', "tool_calls"), ("c", '{"a": ', "tool_calls")],
+)
+def test_a_call_that_a_stop_string_cut_is_not_one_to_run(name: str, arguments: str, reason: str) -> None:
+    calls = [
+        Part(kind=Part.KIND_TOOL_CALL, tool_call_id="i", tool_name="f"),
+        Part(kind=Part.KIND_TOOL_ARGUMENTS, text="{}"),
+        Part(kind=Part.KIND_TOOL_CALL, tool_call_index=1, tool_call_id="j", tool_name=name),
+        Part(kind=Part.KIND_TOOL_ARGUMENTS, tool_call_index=1, text=arguments),
+    ]
+    responses = [pb.GenerateResponse(parts=calls), STOPPED]
+    stream, whole = ChatStream(shape()), ChatWhole(shape())
+    for response in responses:
+        whole.take(response)
+    (choice,) = whole.result()["choices"]
+    chunks = [chunk for response in responses for chunk in stream.chunks(response)]
+    assert choice["finish_reason"] == joined(chunks)["reason"] == reason
+    assert choice["stop_reason"] == "x"
+    fields = ResponsesRequest.model_validate({"input": "x"})
+    answer = ResponseAnswer(
+        ResponseShape(id="i", model="m", fields=fields, custom=frozenset({"c"}), apart=True, texts={})
+    )
+    events = [event for response in responses for event in answer.take(response)]
+    done = [event["item"]["status"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == [item["status"] for item in answer.json()["output"]]
+    assert done == ["completed", "incomplete" if reason == "stop" else "completed"]
+    if name == "f":
+        message = MessageAnswer(message_shape())
+        for response in responses:
+            list(message.take(response))
+        stopped = ("stop_sequence", "x") if reason == "stop" else ("tool_use", None)
+        assert (message.json()["stop_reason"], message.json()["stop_sequence"]) == stopped
+
+
+@pytest.mark.parametrize("cuts", [(4,), (1, 3), (1, 1, 1, 1)])
+def test_each_token_of_a_message_has_its_log_probability_however_it_comes(cuts: tuple[int, ...]) -> None:
+    fields = ResponsesRequest.model_validate({"input": "x"})
+    texts = {1: "\N{REPLACEMENT CHARACTER}", 2: "\N{REPLACEMENT CHARACTER}", 3: "b", 4: "<end>"}
+    answer = ResponseAnswer(ResponseShape("i", "m", fields, frozenset(), apart=False, texts=texts))
+    events, shown = [], {1: "", 2: "\u00e9", 3: "b", 4: ""}
+    ids = [1, 2, 3, 4]
+    for cut in cuts:
+        now, ids = ids[:cut], ids[cut:]
+        response = pb.GenerateResponse(text="".join(shown[i] for i in now), token_ids=now)
+        response.logprobs.extend(pb.TokenLogprobs(logprob=-i) for i in now)
+        if not ids:
+            response.MergeFrom(end())
+        events += answer.take(response)
+    (item,) = answer.json()["output"]
+    assert [entry["logprob"] for entry in item["content"][0]["logprobs"]] == [-1, -2, -3, -4]
+    streamed = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+    assert streamed == item["content"][0]["logprobs"]
+    assert "".join(event["delta"] for event in events if event["type"].endswith("text.delta")) == "\u00e9b"
+
+
+def test_only_the_last_item_of_a_response_is_incomplete() -> None:
+    parts = [
+        Part(kind=Part.KIND_CONTENT, text="a"),
+        Part(kind=Part.KIND_TOOL_CALL, tool_call_id="i", tool_name="f"),
+        Part(kind=Part.KIND_TOOL_ARGUMENTS, text="{"),
+    ]
+    fields = ResponsesRequest.model_validate({"input": "x"})
+    answer = ResponseAnswer(ResponseShape(id="i", model="m", fields=fields, custom=frozenset(), apart=True, texts={}))
+    for response in (pb.GenerateResponse(parts=parts), end(reason=pb.FINISH_REASON_LENGTH)):
+        list(answer.take(response))
+    made = answer.json()
+    assert [item["status"] for item in made["output"]] == ["completed", "incomplete"]
+    assert made["status"] == "incomplete"
+
+
+@pytest.mark.parametrize("field", [{"echo": True, "logprobs": 0}, {"prompt_logprobs": 0}])
+def test_every_choice_has_the_log_probabilities_of_the_prompt_whichever_sequence_begins(field: dict[str, Any]) -> None:
+    fields = CompletionRequest.model_validate({"prompt": "ab", "n": 2, **field})
+    made = CompletionShape("i", "m", fields, [{1: "a", 2: "b", 3: "c"}], prompt_ids={0: (1, 2)})
+    echo = "ab" if "echo" in field else ""
+    later, first = (
+        pb.GenerateResponse(
+            index=index,
+            text=f"{echo}c",
+            token_ids=[3],
+            logprobs=[pb.TokenLogprobs(logprob=-1)] if echo else (),
+            finish_reason=pb.FINISH_REASON_LENGTH,
+            usage=USAGE,
+        )
+        for index in (1, 0)
+    )
+    first.prompt_token_ids.extend([1, 2])
+    first.prompt_logprobs.extend([pb.TokenLogprobs(), pb.TokenLogprobs(logprob=-2)])
+    whole, streamed = Completions(made), Completions(made)
+    for response in (later, first):
+        whole.take(0, response)
+    choices = whole.result()["choices"]
+    chunks = [chunk["choices"][0] for response in (later, first) for chunk in streamed.chunks(0, response)]
+    assert sorted(chunks, key=lambda choice: choice["index"]) == choices
+    assert choices[0] == choices[1] | {"index": 0}
+    if echo:
+        assert choices[1]["logprobs"]["text_offset"] == [0, 1, 2]
+        assert choices[1]["logprobs"]["token_logprobs"] == [None, -2, -1]
+    else:
+        assert len(choices[1]["prompt_logprobs"]) == 2
+
+
 def test_each_sequence_and_the_usage_have_a_place_of_their_own() -> None:
     stream = ChatStream(shape(stream=True, stream_options={"include_usage": True}, n=2))
     responses = [

@@ -67,6 +67,11 @@ def refusal(model: type[Fields], body: Any) -> tuple[str, str | None, str | None
         ({"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}, None, "did you mean schema?"),
         ({"tool_choice": "maybe"}, "tool_choice", ""),
         ({"tool_choice": {"type": "function", "function": {"nme": "f"}}}, "tool_choice.function.nme", "name?"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+            "tool_choice.allowed_tools.tools",
+            "at least 1 item",
+        ),
         ({"logits_processors": [{"qualname": "a", "args": [1]}]}, "logits_processors[0].args", "use kwargs"),
         ({"logits_processors": [{"name": "a"}]}, "logits_processors[0].name", "is unknown"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "not padded"),
@@ -172,6 +177,10 @@ ASKED = {"input": "x"}
          "tools[0].input_schema"),
         (MessagesRequest, MESSAGE, "stop[3]", "stop_sequences[3]"),
         (ChatRequest, ASK | {"tools": FUNCTIONS, "tool_choice": ALLOWED}, "tools[1].name", "tools"),
+        (ChatRequest, ASK | {"logprobs": True, "top_logprobs": 21}, "logprobs", "top_logprobs"),
+        (ChatRequest, ASK | {"logprobs": True}, "logprobs", "logprobs"),
+        (ResponsesRequest, ASKED | {"top_logprobs": 21}, "logprobs", "top_logprobs"),
+        (ResponsesRequest, ASKED, "tool_choice.allowed_tools.tools", "tool_choice.tools"),
         (MessagesRequest, MESSAGE | {"system": "s"}, "messages[0].content", "system"),
         (MessagesRequest, MESSAGE | {"system": "s"}, "messages[1].role", "messages[0].role"),
         (MessagesRequest, MESSAGE | {"system": "s"}, "messages[0].content[0].type", "messages[0].content[0].type"),
@@ -187,6 +196,39 @@ def test_an_error_of_the_engine_names_the_client_s_own_field(
     fields = model.model_validate(body)
     error = name_as_sent(ApiError(f"{engine_s}: is wrong", param=engine_s), fields)
     assert (error.param, error.message) == (client_s, f"{client_s}: is wrong")
+
+
+@pytest.mark.parametrize(
+    ("details", "status", "code"),
+    [
+        ("grammar: max_grammar_depth: the JSON Schema is nested deeper than 128 levels", 400, "grammar_too_large"),
+        ("grammar: llguidance: 20001 alternatives; at most 20000 may be open in one place", 400, "grammar_too_large"),
+        ("tools[0].parameters: max_grammar_bytes: the grammar has 2 bytes, the limit is 1", 400, "grammar_too_large"),
+        ("grammar: compile_timeout_s: xgrammar did not compile the grammar within 5 s", 429, "overloaded"),
+        ("grammar: compile_queue: 4 compilations are waiting already", 429, "overloaded"),
+    ],
+)
+def test_a_grammar_that_is_too_large_is_not_to_be_sent_again(details: str, status: int, code: str) -> None:
+    error = from_status(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
+    assert (error.status, error.code, "Retry-After" in error.headers) == (status, code, status == 429)
+    assert error.param == details.partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("engine_s", "param"),
+    [
+        ("token_ids.ids[3]", "prompt[3]"),
+        ("text", "prompt"),
+        ("response.per_field_logprobs", "field_logprobs"),
+        ("sampling.repetition_min_pattern_size", "repetition_detection.min_pattern_size"),
+        ("logits_processors[1].name", "logits_processors[1].qualname"),
+        ("logits_processors[1].arguments", "logits_processors[1].kwargs"),
+        ("logits_processors", "logits_processors"),
+    ],
+)
+def test_a_status_of_the_engine_names_the_field_of_http(engine_s: str, param: str) -> None:
+    error = from_status(grpc.StatusCode.INVALID_ARGUMENT, f"{engine_s}: is wrong")
+    assert (error.param, error.message) == (param, f"{param}: is wrong")
 
 
 def test_anthropic_s_body_is_the_same_conversation() -> None:

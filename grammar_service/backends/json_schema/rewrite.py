@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from grammar_service.backends.json_schema.doubles import unwritable_number
 from grammar_service.backends.json_schema.exclusive import exclusive
 from grammar_service.backends.json_schema.strings.ecma_pattern import NotPortable
 from grammar_service.backends.json_schema.unenforced import Unenforced
@@ -60,18 +61,19 @@ def rewrite(schema: Any, path: str, portable: Callable[[str], str]) -> list[Unen
 
 
 def take_out_unwritable_values(schema: Any, path: str, unwritable: Sequence[tuple[int, int]]) -> list[Unenforced]:
-    """Take out of `const` and `enum` the values with a string that a library cannot write. Return what was taken out.
+    """Take out of `const` and `enum` the values with a string or a number that a library cannot write.
 
-    Names of members are not looked at: the library that needs this can write any name. `unwritable`: as in `Dialect`.
+    Return what was taken out. Names of members are not looked at: the library that needs this can write any name.
+    `unwritable`: as in `Dialect`.
     """
     found: list[Unenforced] = []
-    if not unwritable:
-        return found
     wanted = re.compile("[" + "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in unwritable) + "]")
 
     def problem(value: Any) -> str | None:
         char = next((place[0] for text in _strings(value) if (place := wanted.search(text))), None)
-        return char and f"holds the character U+{ord(char):04X}, which this backend does not write in a string"
+        if char is None:
+            return unwritable_number(value)
+        return f"holds the character U+{ord(char):04X}, which this backend does not write in a string"
 
     for where, node in list(subschemas(schema, path)):
         if "const" in node and (why := problem(node["const"])):

@@ -21,6 +21,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from grammar_service.backends.json_schema.alternatives import expand
 from grammar_service.backends.json_schema.bounds import refuse_minima, write_bounds
+from grammar_service.backends.json_schema.doubles import round_bounds
 from grammar_service.backends.json_schema.draft_3 import write_draft_3
 from grammar_service.backends.json_schema.misspelled import misspelled_keywords, refuse_unknown_types
 from grammar_service.backends.json_schema.plain import is_plain
@@ -100,6 +101,7 @@ def _rewrite(schema: Any, path: str, reading: Reading, *, with_alternatives: boo
         expand(schema)
     found += take_out_unwritable_values(schema, path, STRING_DIALECT.unwritable)
     found += rewrite(schema, path, _portable)
+    found += round_bounds(schema, path)
     _write_exact_formats(schema)
     return found
 

@@ -91,6 +91,12 @@ def test_a_beam_search_returns_its_best_answers(ask: Asker) -> None:
             ask.complete(use_beam_search=True, **fields)
 
 
+def test_an_error_names_the_prompt_at_fault(ask: Asker) -> None:
+    for prompts, named in ((["a", ""], r"prompt\[1\]: is empty"), ([[1], [1, 1 << 30]], r"prompt\[1\]\[1\]: is 107")):
+        with pytest.raises(openai.BadRequestError, match=named):
+            ask.complete(prompts)
+
+
 def test_text_and_conversations_become_tokens_and_text_again(ask: Asker) -> None:
     def post(path: str, body: dict[str, Any]) -> Any:
         return ask.client.post(f"{str(ask.client.base_url).removesuffix('/v1/')}{path}", body=body, cast_to=object)

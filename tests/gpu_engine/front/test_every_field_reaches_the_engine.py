@@ -290,7 +290,7 @@ ROWS: dict[str, Row] = {
     "grammar.regex": grammar(source, (GrammarKind.REGEX, "a+"), regex="a+"),
     "grammar.ebnf": grammar(source, (GrammarKind.EBNF, 'root ::= "a"'), ebnf='root ::= "a"'),
     "grammar.lark": grammar(source, (GrammarKind.LARK, 'start: "a"'), lark='start: "a"'),
-    "grammar.choice.choices": grammar(source, (GrammarKind.CHOICE, '["x", "y"]'), choice={"choices": ["x", "y"]}),
+    "grammar.choice.choices": grammar(source, (GrammarKind.CHOICE, '["x", "y"]'), choice={"choices": ["x", "y", "x"]}),
     "grammar.structural_tag": grammar(source, (GrammarKind.STRUCTURAL_TAG, "{}"), structural_tag="{}"),
     "grammar.grammar_id": grammar(source, (GrammarKind.REGEX, "compiled"), grammar_id="COMPILED"),
     "grammar.whitespace": grammar(

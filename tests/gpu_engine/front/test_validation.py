@@ -160,7 +160,6 @@ BAD: list[tuple[str, str, Change]] = [
     ("grammar.structural_tag", "empty", grammar(structural_tag="")),
     ("grammar.choice.choices", "empty", grammar(choice=pb.Choice())),
     ("grammar.choice.choices[1]", "empty", grammar(choice=pb.Choice(choices=["a", ""]))),
-    ("grammar.choice.choices[2]", "equal to choice 0", grammar(choice=pb.Choice(choices=["a", "b", "a"]))),
     ("grammar.whitespace", "99", grammar(regex="a", whitespace=99)),
     ("grammar.backend", "77", grammar(regex="a", backend=77)),
     ("sampling.ignore_eos", "grammar", lambda m: m.MergeFrom(WITH_GRAMMAR_AND_IGNORE_EOS)),

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import jsonschema
@@ -385,3 +386,62 @@ def test_more_alternatives_than_a_row_holds_are_refused_before_a_row_fails(llgui
     source = "start: " + " | ".join(f'"{i}"' for i in range(20_002))
     with pytest.raises(LimitExceeded, match="at most 20000 may be open"):
         llguidance.compiled(Kind.LARK, source)
+
+
+def llguidance_takes(schema: Schema, text: str) -> bool:
+    notated, _ = notation(parse(Kind.JSON_SCHEMA, json.dumps(schema), Whitespace.COMPACT), lenient=True)
+    matcher = LLMatcher(LLTokenizer("byte"), notated, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.try_consume_tokens(list(text.encode())) == len(text) and matcher.is_accepting()
+
+
+BIG = 1 << 53
+INT64 = {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "legal", "illegal"),
+    [
+        ({"minimum": BIG + 1}, [BIG + 2], [BIG, BIG - 9]),
+        ({"maximum": BIG + 3}, [BIG + 2], [BIG + 4]),
+        ({"exclusiveMinimum": BIG + 1}, [BIG + 3], [BIG, BIG + 1]),
+        ({"exclusiveMaximum": -BIG - 3}, [-BIG - 4], [-BIG - 3, -BIG - 2]),
+        ({"exclusiveMaximum": BIG + 4, "maximum": BIG + 9}, [BIG + 2], [BIG + 4, BIG + 6]),
+        ({"exclusiveMinimum": BIG + 4, "minimum": BIG + 9}, [BIG + 10], [BIG + 4, BIG + 6, BIG + 8]),
+        (INT64, [0, -(10**18), 10**18, (1 << 63) - 1, 1024 - (1 << 63)], [1 << 63, -(1 << 63) - 1]),
+        ({"minimum": -1e30, "maximum": 0}, [-5, 0, -(10**18)], [1]),
+    ],
+)
+def test_bounds_beyond_doubles_are_rounded_inwards(bounds: Schema, legal: list[int], illegal: list[int]) -> None:
+    schema = {"type": "integer", **bounds}
+    for values, wanted in ((legal, True), (illegal, False)):
+        for value in values:
+            assert jsonschema.Draft202012Validator(schema).is_valid(value) == wanted
+            assert llguidance_takes(schema, str(value)) == wanted, value
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"const": BIG + 1}, "/const"),
+        ({"const": 123456789012345678}, "/const"),
+        ({"enum": [1, BIG + 1]}, "/enum/1"),
+        ({"const": {"a": [(1 << 64) + 1]}}, "/const"),
+        ({"const": 93277170.12350215}, "/const"),
+        ({"type": "integer", "minimum": (1 << 63) + 1, "maximum": (1 << 63) + 300}, "/minimum"),
+        ({"type": "integer", "maximum": -(1 << 64)}, "/maximum"),
+    ],
+)
+def test_a_number_that_the_library_would_change_is_named(schema: Schema, named: str) -> None:
+    _, found = notation(parse(Kind.JSON_SCHEMA, json.dumps(schema), Whitespace.COMPACT), lenient=True)
+    assert [f"{part.path}/{part.keyword}" for part in found] == [named]
+
+
+@pytest.mark.parametrize(
+    "value", [BIG, -BIG, BIG + 2, 1 << 62, 10**17, 10**20, True, 0.5, 3.141592653589793, 1e-7, -0.0]
+)
+def test_a_number_that_the_library_writes_as_it_is_is_taken(value: float) -> None:
+    _, found = notation(parse(Kind.JSON_SCHEMA, json.dumps({"const": value}), Whitespace.COMPACT), lenient=True)
+    assert not found
+    text = json.dumps(value) if isinstance(value, int) else f"{Decimal(repr(value)):f}".removesuffix(".0")
+    assert llguidance_takes({"const": value}, text)
