@@ -73,7 +73,7 @@ from gpu_engine.model.recurrent.replacement import is_replaced, replace_recurren
 from gpu_engine.model.recurrent.rows import recurrent_layers
 from gpu_engine.model.rotary import install_tables
 from kernels.blocks import BLOCK, BlockKind
-from kernels.forward import LAYER_PRODUCTS
+from kernels.forward_layers import LAYER_PRODUCTS
 from kernels.matrix_unit import use_units
 from service_runtime.cores import usable_cores
 from service_runtime.memory import freed_at_once
