@@ -160,7 +160,8 @@ def test_the_need_of_a_file_is_what_its_blocks_take(tmp_path: Path) -> None:
     with GGUFWeights(header) as weights:
         net = unfilled(configuration_of(file, header), torch.bfloat16, attention.NAME)
         split_experts(net)
-        need = need_of(net, weights, products_while_reading(settings, weights, weights, torch.bfloat16), torch.bfloat16)
+        read = products_while_reading(settings, net, weights, weights, torch.bfloat16, of_gguf=True)
+        need = need_of(net, weights, read, torch.bfloat16)
     taken = sum(product.packed.num_bytes for product in products(load_model(settings)))
     assert taken > 2 * 4 * 2 * 64 * 96 * 17 / 32
     assert need.weights > taken

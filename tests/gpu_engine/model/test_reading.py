@@ -317,7 +317,8 @@ def test_the_need_of_a_file_counts_the_offsets_of_its_blocks(tmp_path: Path, kin
     attention.register()
     with GGUFWeights(header) as weights:
         net = unfilled(configuration_of(file, header), torch.bfloat16, attention.NAME)
-        need = need_of(net, weights, products_while_reading(settings, weights, weights, torch.bfloat16), torch.bfloat16)
+        products = products_while_reading(settings, net, weights, weights, torch.bfloat16, of_gguf=True)
+        need = need_of(net, weights, products, torch.bfloat16)
     assert need.weights == pytest.approx(bytes_of(load_model(settings)), rel=0.02)
 
 
@@ -328,7 +329,7 @@ def test_the_need_of_the_weights_is_what_they_take(saved: Callable[[str], Path],
     attention.register()
     with SafetensorsWeights(Path(settings.model)) as weights:
         net = unfilled(configuration_of(Path(settings.model), None), torch.float32, attention.NAME)
-        products = products_while_reading(settings, weights, None, torch.float32)
+        products = products_while_reading(settings, net, weights, None, torch.float32, of_gguf=False)
         need = need_of(net, weights, products, torch.float32)
     if products is None:  # the output head is larger than two joined layers, and is joined with nothing
         assert need.working == net.lm_head.weight.numel() * 4 + WORKING + loaders() * OF_LOADER
