@@ -154,25 +154,28 @@ class ReadProducts:
             return None
         return self._make
 
-    def _own_of(self, source: str) -> OwnBlocks | None:
-        """Return the files, if they have the product over a matrix's own blocks."""
-        return self._own if self._own is not None and self._own.blocks_kind(source) is not None else None
+    def _own_of(self, path: str, source: str) -> OwnBlocks | None:
+        """Return the files, if the product in the place of the layer `path` is over the blocks that they have."""
+        if self._own is None or path in self._expansions or self._own.blocks_kind(source) is None:
+            return None
+        return self._own
 
     def kind_of(self, path: str, source: str) -> BlockKind:
         """Return the kind of the product in the place of the layer `path`, whose weight the files call `source`."""
-        own = None if self._own is None else self._own.blocks_kind(source)
-        return own if own is not None else BlockKind.Q8 if path == "lm_head" else self._rounded
+        own = self._own_of(path, source)
+        kind = None if own is None else own.blocks_kind(source)
+        return kind if kind is not None else BlockKind.Q8 if path == "lm_head" else self._rounded
 
     def has_offsets(self, path: str, source: str) -> bool:
         """Return whether the product in the place of the layer `path`, whose weight is `source`, has offsets."""
-        own = self._own_of(source)
+        own = self._own_of(path, source)
         return self.kind_of(path, source) is BlockKind.Q4 if own is None else own.has_offsets(source)
 
     def _expand(self, path: str, source: str, bias: torch.Tensor | None) -> LatentExpansion:
         return LatentExpansion(self._expansions[path], self._weights.tensor(source, self._dtype), self._rounded)
 
     def _make(self, path: str, source: str, bias: torch.Tensor | None) -> BlockLinear:
-        own = self._own_of(source)
+        own = self._own_of(path, source)
         with self._lock:
             if own is not None:
                 self._used[own.kind_name(source)] += 1
