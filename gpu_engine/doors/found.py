@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Protocol
 
-import grpc
-
 from gpu_engine import doors
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.front.calls import Calls
+from gpu_engine.front.port.later_services import Services
 from gpu_engine.front.port.listening import ServerError
 
 GROUP = "lockstep.doors"
@@ -54,9 +53,8 @@ class Door(Protocol):
         Raises ServerError, in one line, when it is asked for by name and something that it needs is missing.
         """
 
-    def add_to(self, server: grpc.aio.Server, calls: Calls, config: ServerConfig) -> str:
-        """Serve `calls` on `server` as well; return the full name of the gRPC service. `server` takes services as
-        generated code adds them, and has started."""
+    def add_to(self, services: Services, calls: Calls, config: ServerConfig) -> str:
+        """Add a service that serves `calls`; return its full name."""
 
 
 def found_doors() -> list[Door]:

@@ -11,9 +11,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import grpc
+
+_Servicer = TypeVar("_Servicer")
+
+
+class Services(Protocol):
+    """The services of the public port, to which doors and extensions add theirs. It has the two methods of a server
+    that generated code calls, and no others."""
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler[Any, Any]], /) -> None:
+        """As `grpc.aio.Server`."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, object], /) -> None:
+        """As `grpc.aio.Server`."""
+
+
+def add_servicer(services: Services, add: Callable[[_Servicer, Any], None], servicer: _Servicer) -> None:
+    """Add a servicer by `add`, the function that is generated for its service: its type names only gRPC's servers."""
+    add(servicer, services)
 
 
 class LaterServices(grpc.GenericRpcHandler, grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stub
@@ -23,12 +41,12 @@ class LaterServices(grpc.GenericRpcHandler, grpc.aio.ServerInterceptor):  # type
         self._handlers: list[grpc.GenericRpcHandler[Any, Any]] = []
         self._complete = asyncio.Event()
 
-    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler[Any, Any]]) -> None:
-        """As `grpc.aio.Server`."""
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler[Any, Any]], /) -> None:
+        """See `Services`."""
         self._handlers.extend(handlers)
 
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, object]) -> None:
-        """As `grpc.aio.Server`; generated code adds the same methods in both ways, and one is enough."""
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, object], /) -> None:
+        """See `Services`; generated code adds the same methods in both ways, and one is enough."""
 
     def complete(self) -> None:
         """Let the calls go on; methods that are not there now are UNIMPLEMENTED."""
