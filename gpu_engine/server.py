@@ -31,7 +31,7 @@ from gpu_engine.api.errors import RankLost
 from gpu_engine.api.limits import Limits
 from gpu_engine.api.ports import Model, ServedEngine, Vocabulary
 from gpu_engine.api.stats import EngineStats
-from gpu_engine.doors.found import Door, wanted_doors
+from gpu_engine.doors.found import Door, methods_of, wanted_doors
 from gpu_engine.extensions.found import Extension, ExtensionModule, Extensions, wanted_extensions
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.early import check_port
@@ -245,10 +245,13 @@ async def _start(
     split = _split_cores(stack, engine_config)
 
     # 2. Addresses are bound before the model is loaded, so that a taken one is reported at once. Clients connect;
-    # health says NOT_SERVING until stage 9, and other calls wait for stage 7.
+    # health says NOT_SERVING until stage 9, doors' liveness answers, and other calls wait for stage 7.
     listeners, gateway = _bind(stack, server_config, extensions)
     listeners.health.set(health.OVERALL_HEALTH, NOT_SERVING)
     listeners.health.of_others = NOT_SERVING
+    for methods in methods_of(doors):
+        for name, answer in methods.loading.items():
+            listeners.services.answer_early(f"/{methods.service}/{name}", answer)
     await listeners.start()
     metrics = BothProcesses()
     scrapes = _serve_metrics(stack, server_config, metrics)

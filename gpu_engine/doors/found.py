@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Protocol
 
@@ -36,6 +36,8 @@ class Methods:
     """What every tenant may call: it concerns only the caller."""
     requests: frozenset[str]
     """The methods that generate; each of their requests is in the audit log."""
+    loading: Mapping[str, bytes] = field(default_factory=dict)
+    """The methods that answer while the model is loaded, with the bytes of their answers; the others wait for it."""
 
 
 class Door(Protocol):
@@ -62,6 +64,11 @@ def found_doors() -> list[Door]:
     own = [each.name for each in pkgutil.iter_modules(doors.__path__) if each.ispkg]
     modules: list[Door] = [importlib.import_module(f"{doors.__name__}.{name}.door") for name in own]
     return [*modules, *(entry.load() for entry in entry_points(group=GROUP))]
+
+
+def methods_of(doors: Sequence[Door]) -> list[Methods]:
+    """Return the methods of doors. Another distribution's door may be older than `METHODS`: it has none here."""
+    return [door.METHODS for door in doors if hasattr(door, "METHODS")]
 
 
 def wanted_doors(config: ServerConfig, doors: Sequence[Door] | None = None) -> list[Door]:

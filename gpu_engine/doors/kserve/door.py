@@ -23,6 +23,8 @@ METHODS = Methods(
         }
     ),
     requests=frozenset({"ModelInfer", "ModelStreamInfer"}),
+    # The field `live` is true, and `ready` is absent, which is false.
+    loading={"ServerLive": b"\x08\x01", "ServerReady": b"", "ModelReady": b""},
 )
 
 

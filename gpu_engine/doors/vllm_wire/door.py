@@ -26,6 +26,7 @@ METHODS = Methods(
     "vllm.grpc.engine.VllmEngine",
     tenants=frozenset({"Generate", "Abort", "HealthCheck", "GetModelInfo", "GetTokenizer", "Embed"}),
     requests=frozenset({"Generate"}),
+    loading={"HealthCheck": b""},  # the field `healthy` is absent, which is false
 )
 PACKAGE = "smg_grpc_proto"
 _MISSING = "needs the package smg-grpc-proto: pip install 'lockstep-engine[vllm-wire]'"
