@@ -4,7 +4,7 @@ Invariant: grammars are compiled as the sidecar compiles them (in processes that
 the sidecar's own worker fills the rows. A row that is read through a segment is compared, bit by bit, with the row of
 a second matcher that is called directly; drafts are accepted and rejected, so rollbacks are covered. Nothing is tuned
 to the file.
-Not responsible for: models, the latency of a whole step (see speed/bench_channel.py and speed/serve.py).
+Not responsible for: models, the latency of a whole step (see speed/bench_sidecar.py and speed/serve.py).
 """
 
 from __future__ import annotations

@@ -37,13 +37,13 @@ from gpu_engine.model.cache_size import (
     refuse_wide_heads,
     report,
 )
-from gpu_engine.model.embedded import Progress, cache_dir
+from gpu_engine.model.embedded import cache_dir
 from gpu_engine.model.experts import refuse_grouped_products, replace_experts
 from gpu_engine.model.files.reading import num_parameters
 from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.fused_layers import join_activations
 from gpu_engine.model.fusion import Bounds, Fused, FusedModelDiffers, fuse_parts, verified
-from gpu_engine.model.hub import path_of
+from gpu_engine.model.hub import Progress, path_of
 from gpu_engine.model.latent import latent_shapes, quantise_expansions, replace_latent, take_expansions
 from gpu_engine.model.linear import pack_linears, replace_conv1d, replace_linears, sum_in_fp32
 from gpu_engine.model.loaded_model import KnownVocabulary, LoadedModel, ModelNotSupported
