@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import number, table
 from protos.engine.v1 import engine_pb2 as pb
@@ -114,12 +115,7 @@ def report(findings: Findings, concurrency: int) -> str:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks processors",
-        description="Compare the time of answers with logits processors and without.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded")
     add("--device", default="cpu")
@@ -147,7 +143,3 @@ def main() -> int:
     about = f"{args.model} on {args.device}, {args.threads} threads, K = {args.num_draft_tokens}"
     print(f"{about}\n\n{report(findings, args.concurrency)}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

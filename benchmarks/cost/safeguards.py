@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
@@ -284,12 +285,7 @@ def as_json(results: Mapping[Cell, Cost]) -> list[dict[str, object]]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks safeguards",
-        description="Compare the speed of answers with each safeguard against bad answers and without, in turn.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--only", metavar="NAMES", help="comma-separated (default: all of the list below)")
     add("--rounds", type=int, default=3, help="passes over the prompts of each safeguard (default 3)")
@@ -342,7 +338,3 @@ def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
     for cell in slow:
         print(f"too slow: {cell[0]} at {cell[1]}: {results[cell].median():.3f}, below {args.at_least}")
     return 1 if slow else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import number, table
 from protos.engine.v1 import engine_pb2 as pb
@@ -127,12 +128,7 @@ def report(findings: Findings, concurrency: int) -> str:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks tensors",
-        description="Compare the time of answers with tensors of the model and without.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
@@ -161,7 +157,3 @@ def main() -> int:
     drafts = f"K = {args.num_draft_tokens}"
     print(f"{args.model} {args.dtype}, {args.threads} threads, {drafts}\n\n{report(findings, args.concurrency)}")
     return int(findings.differ > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

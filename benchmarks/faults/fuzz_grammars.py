@@ -24,6 +24,7 @@ from typing import Any, cast
 import grpc
 
 from benchmarks.faults.fuzz_cases import KINDS, FuzzCase, fuzz_case
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.schemas import read_cases
 from protos.grammar.v1 import grammar_pb2 as pb
@@ -206,12 +207,7 @@ def report(findings: Findings, compile_timeout_s: float) -> bool:
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks fuzz_grammars",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="FILE", help="schemas to mutate, in MaskBench's form")
     add("--count", type=int, default=10_000, help="grammars to send (default 10000)")
@@ -278,7 +274,3 @@ def main() -> int:
         )
         print(f"written to {options.failures}")
     return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -30,6 +30,7 @@ from benchmarks.faults.attacks import (
     kills,
     under,
 )
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.streams import Streams, Window, Windows
@@ -239,12 +240,7 @@ def as_json(results: Sequence[Result]) -> list[dict[str, object]]:
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
     cores = len(os.sched_getaffinity(0))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks isolation",
-        description="Watch steady streams while somebody else's grammars, or SIGKILL, hit the grammar process.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
@@ -313,7 +309,3 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps(as_json(results), indent=1) + "\n")
     return int(any(w.invalid or w.failed or changed(r, k)[1] for r in results for k, w in r.under.items()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -28,6 +28,7 @@ from benchmarks.faults.attacks import Target
 from benchmarks.faults.footprint import MIB, Sample, processes
 from benchmarks.faults.traffic import ADAPTER, KINDS, OK, TIMEOUT_S, Traffic
 from benchmarks.harness.client import make_call
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions, free_port
 from benchmarks.harness.tables import Progress, number, table
@@ -363,12 +364,7 @@ def draw(seen: Seen, path: Path) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks soak",
-        description="Send random requests of every kind with faults, then look for what was left behind.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--minutes", type=float, default=30.0, help="time under traffic (default 30)")
     add("--clients", type=int, default=12, help="requests at a time (default 12)")
@@ -439,7 +435,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.json:
         args.json.write_text(json.dumps(as_json(seen), indent=1) + "\n")
     return int(bool(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.client import CallRefused, EngineClient
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import Progress, number, table
@@ -160,12 +161,7 @@ def result_table(cells: Sequence[Cell]) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks acceptance",
-        description="Tokens a step and tokens a second of guided answers, by drafter and drafts a step.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
@@ -236,7 +232,3 @@ def main() -> int:
         ]
         args.json.write_text(json.dumps(plain, indent=1) + "\n")
     return int(bool(wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

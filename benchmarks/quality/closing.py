@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.client import Call, CallRefused, make_call
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.server import ServerFailed, ServerOptions, engine_address
 from benchmarks.harness.tables import Progress, table
 from benchmarks.harness.validity import COMPLETE, Judge, Verdict
@@ -56,12 +57,7 @@ def calls_of(drawn: Sequence[tuple[Case, int]]) -> list[Call]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks closing",
-        description="Ask for answers to many (schema, max_tokens) pairs and judge every complete one with jsonschema.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--count", type=int, default=200, help="pairs (default 200)")
     add("--seed", type=int, default=0, help="of schemas and limits (default 0)")
@@ -104,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         progress.close()
     endings: Counter[str] = Counter()
-    failed = False
+    judge, failed = Judge(), False
     for (case, limit), outcome in zip(drawn, outcomes, strict=True):
         if isinstance(outcome, CallRefused):
             at_once = "sampling.max_tokens" in (outcome.reason or "")
@@ -118,16 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{outcome.finish} {case.name} max_tokens={limit}: {outcome.text[:160]!r}")
             failed |= outcome.finish not in ("grammar_incomplete",)
             continue
-        judgement = JUDGE.judge(case.schema, outcome.text)
+        judgement = judge.judge(case.schema, outcome.text)
         endings[f"{outcome.finish}/{judgement.verdict.value}"] += 1
         if judgement.verdict is Verdict.INVALID:
             failed = True
             print(f"INVALID {case.name} max_tokens={limit}: {judgement.reason}\n        {outcome.text[:400]}")
     print(table(["ending", "answers"], [[name, str(times)] for name, times in sorted(endings.items())]))
     return int(failed)
-
-
-JUDGE = Judge()
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -27,6 +27,7 @@ from statistics import mean
 import grpc
 
 from benchmarks.harness.client import GENERATE, Call, CallRefused, EngineClient
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerFailed, ServerOptions, engine_address
 from benchmarks.harness.tables import Progress, number, share, table
@@ -329,12 +330,7 @@ async def measure(address: str, subjects: Sequence[Subject], args: argparse.Name
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks exact",
-        description="Compare answers with the model's own distribution given their grammar.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded", help="model of the engine, with a byte-level tokenizer (default 'embedded')")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
@@ -389,7 +385,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failed:
         print(f"\nFAILED: outside the noise, or other answers without drafts: {', '.join(failed)}")
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

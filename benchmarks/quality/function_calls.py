@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.comparison import first_difference
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.gateway import start_gateway
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
@@ -255,12 +256,7 @@ def report(runs: Sequence[Run], top: int = 12) -> bool:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks function_calls",
-        description="Ask for calls of bfcl-eval's functions over HTTP, and judge every call with jsonschema.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add(
         "--bfcl-python",
@@ -351,7 +347,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         progress.close()
     return int(report(runs))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
 from benchmarks.harness.comparison import Difference, compare
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerFailed, ServerOptions, engine_address
 from benchmarks.harness.systems import Prompt, SystemFailed, hf_directory, load_prompts
@@ -158,12 +159,7 @@ async def compare_with_transformers(
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks lossless",
-        description="Compare token ids with speculation on and off, alone and in a batch, under fixed seeds.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded", help="model of the engine (default 'embedded')")
     add("--hf-model", metavar="DIR", help="the same model as a Hugging Face directory, for --transformers")
@@ -242,7 +238,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     exact = args.device == "cpu" or args.dtype == "bfloat16"
     return report(results, peer, len(prompts), strict=exact)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

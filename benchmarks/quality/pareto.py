@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.client import CallRefused, EngineClient
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import Run
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import Progress, number, table
@@ -130,12 +131,7 @@ async def measure(
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks pareto",
-        description="Tokens/s of a user over tokens/s of all, by drafter, drafts a step and number of users.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
@@ -224,7 +220,3 @@ def main() -> int:
         ]
         args.json.write_text(json.dumps(plain, indent=1) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

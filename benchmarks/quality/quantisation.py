@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
 from benchmarks.harness.comparison import first_difference
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, share, table
@@ -322,12 +323,7 @@ def too_high(rows: Sequence[Quality], at_most: float | None) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks quantisation",
-        description="Measure what each quantisation changes: perplexity, distributions, greedy answers, extraction.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add(
         "--quantizations",
@@ -387,7 +383,3 @@ def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
     if failure_line:
         print(failure_line)
     return 1 if failure_line else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerFailed, ServerOptions, engine_address
 from benchmarks.harness.tables import Progress, table
@@ -146,12 +147,7 @@ def report(tallies: dict[str, Tally], top: int = 15) -> bool:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks schemas",
-        description="Generate an answer for many JSON schemas and judge every complete one with jsonschema.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="FILE.jsonl")
     add("--count", type=int, default=100, help="schemas, taken evenly from the file (default 100)")
@@ -215,7 +211,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         progress.close()
     return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

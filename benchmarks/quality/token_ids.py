@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
 from benchmarks.harness.comparison import first_difference
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress
@@ -134,12 +135,7 @@ def report(recorded: Ids, now: Ids, count: int | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks token_ids",
-        description="Record the token ids of a build, or compare this build with such a record.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--record", type=Path, metavar="FILE", help="write the ids of this build to FILE")
     where.add_argument("--compare", type=Path, metavar="FILE", help="compare this build with FILE")
@@ -182,7 +178,3 @@ def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
     count = report(json.loads(args.compare.read_text())["answers"], ids, args.count)
     print(f"{count} differences")
     return 1 if count else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

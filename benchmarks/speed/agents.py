@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.harness.client import Call, EngineClient
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import Progress, number, table
@@ -122,12 +123,7 @@ async def measure(addresses: Sequence[str], args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks agents",
-        description="Time many short calls of agents with tools, with the prefix cache and without.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
@@ -151,7 +147,3 @@ def main() -> int:
     except ServerFailed as error:
         print(error, file=sys.stderr)
         return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,6 +25,7 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import Run, percentile
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
@@ -227,12 +228,7 @@ def commit_of(checkout: Path) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks builds",
-        description="Compare the speed of two builds of the engine, in turn in one run.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--old", type=Path, required=True, metavar="DIR", help="checkout of the old build")
     add("--new", type=Path, default=Path.cwd(), metavar="DIR", help="checkout of the new build (default: this folder)")
@@ -327,7 +323,3 @@ def main(argv: Sequence[str] | None = None, start: Start = start_server) -> int:
     for line in slow:
         print(f"too slow: {line}")
     return 1 if slow else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import Progress, number, table
@@ -143,12 +144,7 @@ def report(found: dict[str, Findings]) -> str:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks disaggregated",
-        description="Compare one engine with a prefill engine and a decode engine on the same cores.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
@@ -175,7 +171,3 @@ def main() -> int:
         return 1
     print(f"{args.model} {args.dtype}: one engine with {args.threads} threads, two with {half} each\n\n{report(found)}")
     return int(found[ONE].tokens != found[TWO].tokens or not found[TWO].cached)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

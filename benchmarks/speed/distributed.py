@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.harness.client import CallRefused
 from benchmarks.harness.comparison import compare
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import number, share, table
@@ -126,12 +127,7 @@ def tokens_of(sizes: Sequence[int], cases: Sequence[Case], drafts: Sequence[int]
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks distributed",
-        description="Compare a model over several processes with the same model in one: tokens, and time by part.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded", help="model of the engine (default 'embedded')")
     add("--ranks", default="1,2", help="numbers of ranks; 1 is the reference (default 1,2)")
@@ -173,7 +169,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failures:
         print("\nFAILED: answers differ")
     return int(failures > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.harness.client import CallRefused, EngineClient
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
@@ -105,12 +106,7 @@ def result_table(results: Results) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks drafts",
-        description="Compare the speed with drafts and without, in turn in one run.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="passes of each server over each cell (default 3)")
     add("--concurrency", default="1,2,4,8,16", help="comma-separated (default 1,2,4,8,16)")
@@ -167,7 +163,3 @@ def main() -> int:
     for name, level in slow:
         print(f"too slow: {name} at {level}: {medians[name, level]:.3f}, below {args.at_least}")
     return 1 if slow else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.harness.client import CallRefused, EngineClient
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.gateway import start_gateway
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
@@ -167,12 +168,7 @@ async def _round(
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks gateway",
-        description="Compare the speed over HTTP and over gRPC, in turn in one run.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="passes over each way and cell (default 3)")
     add("--concurrency", default="1,16", help="comma-separated (default 1,16)")
@@ -220,7 +216,3 @@ def main() -> int:
     for name, level in slow:
         print(f"too slow: {name} at {level}, below {args.at_least}")
     return 1 if slow else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

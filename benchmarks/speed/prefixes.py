@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 
 from benchmarks.harness.client import Call, EngineClient, make_call
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import Progress, number, table
@@ -135,12 +136,7 @@ def report(findings: Findings) -> str:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks prefixes",
-        description="Compare the time to the first token with the prefix cache and without.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
@@ -159,7 +155,3 @@ def main() -> int:
         return 1
     print(f"{args.model} {args.dtype}, {args.threads} threads, one request at a time\n\n{report(findings)}")
     return int(findings.differ > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
