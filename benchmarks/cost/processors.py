@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import time
 from collections import defaultdict
@@ -17,8 +16,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from benchmarks.harness.flags import harness_parser
-from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.server import EngineServer, ServerFailed
 from benchmarks.harness.tables import number, table
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
@@ -117,23 +116,14 @@ def main() -> int:
     """Measure and print."""
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--model", default="embedded")
-    add("--device", default="cpu")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of the model (default: the cores)")
+    add_engine_flags(parser, "model", "device", "threads")
     add("--num-draft-tokens", type=int, default=0, help="drafts per step (default 0)")
     add("--concurrency", type=int, default=8, help="requests at once (default 8)")
     add("--max-tokens", type=int, default=96, help="tokens of an answer (default 96)")
     add("--rounds", type=int, default=3, help="rounds, the best of which counts (default 3)")
     args = parser.parse_args()
     flags = [word for entry in ENTRIES for word in ("--logits-processor", entry)]
-    options = ServerOptions(
-        model=args.model,
-        num_threads=args.threads,
-        device=args.device,
-        num_draft_tokens=args.num_draft_tokens,
-        prefix_cache=False,
-        extra=("--stream-pace-ms", "0", *flags),
-    )
+    options = engine_options(args, prefix_cache=False, extra=("--stream-pace-ms", "0", *flags))
     try:
         with EngineServer(options) as server:
             findings = asyncio.run(measure(server.address, args))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import time
 from collections import defaultdict
@@ -16,8 +15,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from benchmarks.harness.flags import harness_parser
-from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.server import EngineServer, ServerFailed
 from benchmarks.harness.tables import number, table
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
@@ -130,24 +129,13 @@ def main() -> int:
     """Measure and print."""
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--model", default="embedded")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    add("--device", default="cpu")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of the model (default: the cores)")
+    add_engine_flags(parser, "model", "dtype", "device", "threads")
     add("--num-draft-tokens", type=int, default=0, help="drafts per step (default 0)")
     add("--concurrency", type=int, default=8, help="requests at once (default 8)")
     add("--max-tokens", type=int, default=96, help="tokens of an answer (default 96)")
     add("--rounds", type=int, default=3, help="rounds, the best of which counts (default 3)")
     args = parser.parse_args()
-    options = ServerOptions(
-        model=args.model,
-        dtype=args.dtype,
-        num_threads=args.threads,
-        device=args.device,
-        num_draft_tokens=args.num_draft_tokens,
-        prefix_cache=False,
-        extra=("--stream-pace-ms", "0"),
-    )
+    options = engine_options(args, prefix_cache=False, extra=("--stream-pace-ms", "0"))
     try:
         with EngineServer(options) as server:
             findings = asyncio.run(measure(server.address, args))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
 from collections import Counter
@@ -17,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.client import Call, CallRefused, make_call
-from benchmarks.harness.flags import harness_parser
-from benchmarks.harness.server import ServerFailed, ServerOptions, engine_address
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.server import ServerFailed, engine_address
 from benchmarks.harness.tables import Progress, table
 from benchmarks.harness.validity import COMPLETE, Judge, Verdict
 from benchmarks.quality.random_schemas import random_schema
@@ -64,11 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data", type=Path, metavar="FILE.jsonl", help="schemas from a file in MaskBench's form")
     add("--concurrency", type=int, default=8)
     add("--address", metavar="HOST:PORT", help="use a running server instead of starting one")
-    add("--model", default="embedded")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--k", type=int, default=7, help="draft tokens per step (default 7)")
-    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
+    add_engine_flags(parser, "model", "dtype", "threads", "k", "grammar-backend")
     return parser
 
 
@@ -81,14 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(f"--data: {error}")
     drawn = pairs(args.count, args.seed, cases)
-    options = ServerOptions(
-        model=args.model,
-        dtype=args.dtype,
-        num_threads=args.threads,
-        num_draft_tokens=args.k,
-        max_batch_size=max(8, args.concurrency),
-        grammar_backend=args.grammar_backend,
-    )
+    options = engine_options(args, max_batch_size=max(8, args.concurrency))
     print(f"{len(drawn)} (schema, max_tokens) pairs, {args.grammar_backend}, K={args.k}")
     progress = Progress(len(drawn))
     try:

@@ -21,12 +21,11 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from benchmarks.harness import tool_calls
-from benchmarks.harness.flags import harness_parser
+from benchmarks.harness.flags import engine_options, harness_parser
 from benchmarks.harness.measure import Answer, GuidanceCost, Run, Summary, guidance_cost, summarize
 from benchmarks.harness.plot import draw
 from benchmarks.harness.report import Cell, as_json, guidance_table, overview_table, result_table, skipped_line
 from benchmarks.harness.rest import await_rest
-from benchmarks.harness.server import ServerOptions
 from benchmarks.harness.systems import Lockstep, Prompt, System, SystemFailed, hf_directory, load_prompts
 from benchmarks.harness.tables import Progress
 from benchmarks.harness.validity import Judge
@@ -183,16 +182,10 @@ def settings_of(args: argparse.Namespace, directory: Path, levels: Sequence[int]
 
     """
     batch = max(16, *levels)
-    engine = ServerOptions(
-        model=args.model,
+    engine = engine_options(
+        args,
         dtype="auto" if args.quantization == "auto" else args.dtype,
-        quantization=args.quantization,
-        num_threads=args.threads,
-        num_draft_tokens=args.k,
         max_batch_size=batch,
-        grammar_backend=args.grammar_backend,
-        prefix_cache=args.prefix_cache,
-        device=args.device,
         extra=("--draft-index-bytes=0", *args.engine_flag),
     )
     return Settings(
