@@ -205,7 +205,7 @@ def report(findings: Findings, compile_timeout_s: float) -> bool:
     return bool(findings.failures or findings.restarts or findings.leaks)
 
 
-def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def read_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
@@ -222,7 +222,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     add("--compile-timeout-s", type=float, default=2.0, help="the sidecar's setting (default 2)")
     add("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json (default: the embedded model's)")
     add("--failures", type=Path, default=Path("fuzz_failures.jsonl"), metavar="FILE", help="where failures are written")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     options.backends = options.backends.split(",")
     if unknown := set(options.backends) - set(BACKENDS):
         parser.error(f"--backends: {sorted(unknown)[0]!r} is not one of {', '.join(BACKENDS)}")
