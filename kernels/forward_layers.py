@@ -1,6 +1,6 @@
 """The layers of a native forward: their weights and numbers, what the native code relies on, and its arguments.
 
-Invariant: `check_layers` asserts everything that the arguments of layers do not say themselves. Not responsible for:
+Invariant: layers that pass `check_layers` have every shape and dtype that the native code assumes. Not responsible for:
 the call (see forward.py), inputs by layer (see forward_inputs.py), mixtures (see mixture.py), recurrences (see
 recurrent_layer.py).
 
