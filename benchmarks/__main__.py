@@ -26,7 +26,6 @@ HARNESSES = {
     "bench_forward": ("speed", "time of a forward with fused and with separate layers"),
     "bench_step": ("speed", "time of a step on a CPU, guided and free in turn, and its part outside of the forward"),
     "bench_products": ("speed", "time of products over blocks on the vector unit and on the matrix unit of this CPU"),
-    "bench_channel": ("speed", "round trip of a step between two processes over shared memory"),
     "bench_sidecar": ("speed", "time in which the grammar process answers a step"),
     "safeguards": ("cost", "tokens per second with verification, the way back, the repetition guard, bounds"),
     "starts": ("cost", "time and memory of a start by shape and kind of file, next to llama.cpp and OpenVINO"),

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2
@@ -31,10 +31,11 @@ from gpu_engine.api.errors import RankLost
 from gpu_engine.api.limits import Limits
 from gpu_engine.api.ports import Model, ServedEngine, Vocabulary
 from gpu_engine.api.stats import EngineStats
-from gpu_engine.doors.found import Door, wanted_doors
+from gpu_engine.doors.found import Door, methods_of, wanted_doors
 from gpu_engine.extensions.found import Extension, ExtensionModule, Extensions, wanted_extensions
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.early import check_port
+from gpu_engine.front.port.later_services import Services, add_servicer
 from gpu_engine.front.port.listening import Listeners, ServerError, bind
 from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.front.tools.formats import with_format
@@ -244,10 +245,13 @@ async def _start(
     split = _split_cores(stack, engine_config)
 
     # 2. Addresses are bound before the model is loaded, so that a taken one is reported at once. Clients connect;
-    # health says NOT_SERVING until stage 9, and other calls wait for stage 7.
+    # health says NOT_SERVING until stage 9, doors' liveness answers, and other calls wait for stage 7.
     listeners, gateway = _bind(stack, server_config, extensions)
     listeners.health.set(health.OVERALL_HEALTH, NOT_SERVING)
     listeners.health.of_others = NOT_SERVING
+    for methods in methods_of(doors):
+        for name, answer in methods.loading.items():
+            listeners.services.answer_early(f"/{methods.service}/{name}", answer)
     await listeners.start()
     metrics = BothProcesses()
     scrapes = _serve_metrics(stack, server_config, metrics)
@@ -292,7 +296,7 @@ async def _start(
         accounts=extensions.accounts,
         receipts=extensions.receipts,
     )
-    services = _add_services(cast(grpc.aio.Server, listeners.services), calls, server_config, doors, extensions)
+    services = _add_services(listeners.services, calls, server_config, doors, extensions)
 
     # 7. Calls go on.
     set_health = partial(_set_health, listeners.health, services, extensions.serves_engine)
@@ -468,19 +472,17 @@ async def serve(
 
 
 def _add_services(
-    server: grpc.aio.Server, calls: Calls, config: ServerConfig, doors: Sequence[Door], extensions: Extensions
+    services: Services, calls: Calls, config: ServerConfig, doors: Sequence[Door], extensions: Extensions
 ) -> list[str]:
     """Add the services of the public port; return the names of the services that have their own health."""
-    services = [SERVICE]
     # Calls that the service does not implement are UNIMPLEMENTED.
     servicer = EngineServicer(calls, version=installed_version())
-    engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
-    services += [door.add_to(server, calls, config) for door in doors]
-    services += extensions.add_to(server, calls)
-    names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
-    servicer_of_names = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # the stub lacks it
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer_of_names, server)
-    return services
+    add_servicer(services, engine_pb2_grpc.add_EngineServicer_to_server, servicer)
+    names = [SERVICE, *(door.add_to(services, calls, config) for door in doors), *extensions.add_to(services, calls)]
+    listed = [*names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    servicer_of_names = reflection.aio.ReflectionServicer(listed)  # type: ignore[attr-defined]  # the stub lacks it
+    add_servicer(services, reflection_pb2_grpc.add_ServerReflectionServicer_to_server, servicer_of_names)
+    return names
 
 
 def _set_health(

@@ -133,12 +133,12 @@ def files() -> dict[Path, str]:
     return found
 
 
-def main() -> int:
-    """Write the files, or without `--write` print the names of those that differ."""
-    parser = argparse.ArgumentParser(description="The client's synchronous modules, from the asynchronous ones.")
+def write_or_list(made: dict[Path, str], description: str) -> int:
+    """Write made files, or without `--write` print the names of those that differ. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--write", action="store_true", help="write the files")
     write = parser.parse_args().write
-    differing = {path: text for path, text in files().items() if not path.exists() or path.read_text("utf-8") != text}
+    differing = {path: text for path, text in made.items() if not path.exists() or path.read_text("utf-8") != text}
     for path, text in differing.items():
         if write:
             path.write_text(text, encoding="utf-8")
@@ -147,4 +147,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_list(files(), "The client's synchronous modules, from the asynchronous ones."))

@@ -12,10 +12,11 @@ Not responsible for: the engine's own generated code (see the Makefile).
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
+
+from tools.client_twins import write_or_list
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "protos/engine/v1"
@@ -44,18 +45,5 @@ def files() -> dict[Path, str]:
     }
 
 
-def main() -> int:
-    """Write the files, or without `--write` print the names of those that differ."""
-    parser = argparse.ArgumentParser(description="The client's messages, from protos/engine/v1.")
-    parser.add_argument("--write", action="store_true", help="write the files")
-    write = parser.parse_args().write
-    differing = [path for path, text in files().items() if not path.exists() or path.read_text("utf-8") != text]
-    for path in differing:
-        if write:
-            path.write_text(files()[path], encoding="utf-8")
-        print(path.relative_to(ROOT))
-    return 0 if write or not differing else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_list(files(), "The client's messages, from protos/engine/v1."))

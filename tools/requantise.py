@@ -25,8 +25,6 @@ _Floats = npt.NDArray[np.float32]
 _Bytes = npt.NDArray[np.uint8]
 _Numbers = npt.NDArray[Any]
 
-LIBRARYS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4", "f16", "bf16")
-"""Kinds that the gguf package quantises."""
 _HEAD, _HEADS, _KV_HEADS, _WIDTH = 64, 12, 4, 768
 """Of the widened model; three heads share a key head, as in the embedded model."""
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)

@@ -7,12 +7,12 @@ tests/gpu_engine/core/test_beams.py).
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 
 import grpc
 
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import number, table
@@ -73,12 +73,7 @@ def measure(stub: engine_pb2_grpc.EngineStub, width: int, max_tokens: int, count
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks beams",
-        description="Compare a beam search with as many sampled sequences.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     parser.add_argument("--width", type=int, default=4, help="beams, and sampled sequences (default: 4)")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer (default: 64)")
     parser.add_argument("--count", type=int, default=8, help="answers of each kind (default: 8)")
@@ -95,7 +90,3 @@ def main() -> int:
     heads = ("answers", "width", "sampled, p50", "beams, p50", "sampled, least", "beams, least", "ratio of the least")
     print(table(heads, rows))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
@@ -284,24 +284,14 @@ def as_json(results: Mapping[Cell, Cost]) -> list[dict[str, object]]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks safeguards",
-        description="Compare the speed of answers with each safeguard against bad answers and without, in turn.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--only", metavar="NAMES", help="comma-separated (default: all of the list below)")
     add("--rounds", type=int, default=3, help="passes over the prompts of each safeguard (default 3)")
     add("--concurrency", default="1,8", help="comma-separated (default 1,8)")
     add("--count", type=int, help="only the first COUNT prompts of every safeguard")
     add("--max-tokens", type=int, help="lower the token budget of every prompt")
-    add("--model", default="embedded", help="a directory, a GGUF file or 'embedded' (default)")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    add("--device", default="cpu", help="device of the engine (default cpu)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of the engine (default: all cores)")
-    add("--k", type=int, default=7, help="draft tokens per step (default 7)")
-    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
+    add_engine_flags(parser, "model", "dtype", "device", "threads", "k", "grammar-backend")
     add("--at-least", type=float, metavar="RATIO", help="exit 1 where a median ratio is lower")
     add("--json", type=Path, metavar="FILE", help="write the ratios of every turn as JSON")
     return parser
@@ -321,12 +311,12 @@ def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
             raise ValueError(f"--only: {strange[0]!r} is not one of {', '.join(known)}")
     except ValueError as error:
         parser.error(str(error))
-    options = ServerOptions(
-        model=args.model, dtype=args.dtype, device=args.device, num_threads=args.threads, num_draft_tokens=args.k,
-        max_batch_size=max(16, *levels), grammar_backend=args.grammar_backend,
+    options = engine_options(
+        args,
+        max_batch_size=max(16, *levels),
         # The index of earlier answers would draft the answers of the round before.
         extra=("--draft-index-bytes=0",),
-    )  # fmt: skip
+    )
     chosen = {name: known[name] for name in names}
     print(f"{args.model}, {args.dtype} on {args.device}, {args.threads} threads, {args.grammar_backend}, K <= {args.k}")
     try:
@@ -342,7 +332,3 @@ def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
     for cell in slow:
         print(f"too slow: {cell[0]} at {cell[1]}: {results[cell].median():.3f}, below {args.at_least}")
     return 1 if slow else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

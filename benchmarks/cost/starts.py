@@ -21,6 +21,7 @@ from pathlib import Path
 
 import grpc
 
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import Progress, number, table
 from protos.engine.v1 import engine_pb2 as pb
@@ -177,12 +178,7 @@ def row(name: str, kind: str, model: Path, options: argparse.Namespace) -> tuple
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks starts",
-        description=__doc__.split("\n", 1)[0].partition(": ")[2],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6b", "1b"])
     parser.add_argument("--kinds", nargs="+", choices=ALL_KINDS, default=["q4_k_m", "q4_0", "q8_0", SAFETENSORS])
     parser.add_argument("--threads", type=int, default=2)
@@ -212,7 +208,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress.close()
     print(table(header, rows))
     return 0 if all_fit else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,6 +24,7 @@ from typing import Any, cast
 import grpc
 
 from benchmarks.faults.fuzz_cases import KINDS, FuzzCase, fuzz_case
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.schemas import read_cases
 from protos.grammar.v1 import grammar_pb2 as pb
@@ -204,14 +205,9 @@ def report(findings: Findings, compile_timeout_s: float) -> bool:
     return bool(findings.failures or findings.restarts or findings.leaks)
 
 
-def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def read_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks fuzz_grammars",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="FILE", help="schemas to mutate, in MaskBench's form")
     add("--count", type=int, default=10_000, help="grammars to send (default 10000)")
@@ -226,7 +222,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     add("--compile-timeout-s", type=float, default=2.0, help="the sidecar's setting (default 2)")
     add("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json (default: the embedded model's)")
     add("--failures", type=Path, default=Path("fuzz_failures.jsonl"), metavar="FILE", help="where failures are written")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     options.backends = options.backends.split(",")
     if unknown := set(options.backends) - set(BACKENDS):
         parser.error(f"--backends: {sorted(unknown)[0]!r} is not one of {', '.join(BACKENDS)}")
@@ -278,7 +274,3 @@ def main() -> int:
         )
         print(f"written to {options.failures}")
     return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

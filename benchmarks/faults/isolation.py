@@ -30,6 +30,7 @@ from benchmarks.faults.attacks import (
     kills,
     under,
 )
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.streams import Streams, Window, Windows
@@ -239,16 +240,9 @@ def as_json(results: Sequence[Result]) -> list[dict[str, object]]:
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
     cores = len(os.sched_getaffinity(0))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks isolation",
-        description="Watch steady streams while somebody else's grammars, or SIGKILL, hit the grammar process.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--model", default="embedded")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    add("--device", default="cpu")
+    add_engine_flags(parser, "model", "dtype", "device", "grammar-backend")
     spare = max(1, cores - 1)
     add(
         "--threads",
@@ -256,7 +250,6 @@ def build_parser() -> argparse.ArgumentParser:
         default=spare,
         help=f"threads of the model (default {spare}: one core remains for the rest)",
     )
-    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
     add("--tenants", action="store_true", help="a flooding tenant in place of the other scenarios")
     add("--only", metavar="NAME,...", help="scenarios to run (default all)")
     add("--seconds", type=float, default=20.0, help="length of a window (default 20)")
@@ -293,13 +286,12 @@ def main() -> int:
         if unknown := [name for name in names if name not in attacks]:
             parser.error(f"--only: {', '.join(unknown)}: not one of {', '.join(attacks)}")
         attacks = {name: attack for name, attack in attacks.items() if name in names}
-    options = ServerOptions(
-        model=args.model, dtype=args.dtype, num_threads=args.threads, grammar_backend=args.grammar_backend,
+    options = engine_options(
+        args,
         prefix_cache=False,
-        device=args.device,
         extra=("--stream-pace-ms", "0", *args.server_flag),
         internal={"grammar_max_failures": 0},
-    )  # fmt: skip
+    )
     try:
         with tempfile.TemporaryDirectory() as folder, EngineServer(_with_tenants(options, folder, args)) as server:
             results = asyncio.run(measure(Target(server.address, server.pid), attacks, args))
@@ -313,7 +305,3 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps(as_json(results), indent=1) + "\n")
     return int(any(w.invalid or w.failed or changed(r, k)[1] for r in results for k, w in r.under.items()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

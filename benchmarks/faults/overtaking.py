@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.tables import number, table
 from benchmarks.quality.maskbench import read_vocabulary
@@ -50,12 +51,7 @@ reading the table:
 
 def main() -> int:
     """Run the benchmark, print the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks overtaking",
-        description=__doc__.splitlines()[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a directory with one")
     parser.add_argument("--backend", default="llguidance", choices=NAMES)
     parser.add_argument("--workers", type=int, default=1, help="compile_workers of the grammar process (default: 1)")
@@ -150,7 +146,3 @@ _HOSTILE: dict[str, Callable[[str], tuple[Kind, str]]] = {
     "small": _small,
 }
 """A grammar that no other call has had, by a name of its own."""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

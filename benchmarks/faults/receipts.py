@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from benchmarks.faults.attacks import Target
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import Progress, table
 from gpu_engine.api.signed_statements import StatementRefused, checked_claims, read_key
@@ -325,9 +326,7 @@ def report(seen: Seen) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = harness_parser(__doc__, EXAMPLES)
     made.add_argument("--count", type=int, default=500, help="receipts (default: %(default)s)")
     made.add_argument("--rounds", type=int, default=2, help="servers that make receipts (default: %(default)s)")
     made.add_argument("--concurrency", type=int, default=16, help="requests at a time (default: %(default)s)")
@@ -367,7 +366,3 @@ def main() -> int:
         finally:
             print(report(seen) if whole else f"{report(seen)}\nended before its end")
     return int(bool(seen.different or seen.accepted) or seen.equal == 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -28,8 +28,9 @@ from benchmarks.faults.attacks import Target
 from benchmarks.faults.footprint import MIB, Sample, processes
 from benchmarks.faults.traffic import ADAPTER, KINDS, OK, TIMEOUT_S, Traffic
 from benchmarks.harness.client import make_call
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import percentile
-from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions, free_port
+from benchmarks.harness.server import EngineServer, ServerFailed, free_port
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.harness.workloads import workload
 from protos.engine.v1 import engine_pb2 as pb
@@ -363,12 +364,7 @@ def draw(seen: Seen, path: Path) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks soak",
-        description="Send random requests of every kind with faults, then look for what was left behind.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--minutes", type=float, default=30.0, help="time under traffic (default 30)")
     add("--clients", type=int, default=12, help="requests at a time (default 12)")
@@ -382,9 +378,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"of the canary's latency, the last third over the first (default {MAX_SLOWER}); "
         "inf where other work runs on the machine",
     )  # fmt: skip
-    add("--model", default="embedded")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of the model (default: all cores)")
-    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
+    add_engine_flags(parser, "model", "threads", "grammar-backend")
     add("--plot", type=Path, metavar="FILE.png")
     add("--json", type=Path, metavar="FILE.json", help="write what was held at every sample")
     return parser
@@ -415,8 +409,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Soak, print, and return 1 where something was left or went wrong. `arguments` None: the process's."""
     args = build_parser().parse_args(arguments)
     http_address = f"127.0.0.1:{free_port()}"
-    options = ServerOptions(
-        model=args.model, num_threads=args.threads, grammar_backend=args.grammar_backend,
+    options = engine_options(
+        args,
         extra=(
             "--http", http_address, "--adapter-dir", str(ADAPTERS), "--kv-cache-tokens", str(KV_CACHE_TOKENS),
             # Full at the first rest as well.
@@ -439,7 +433,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.json:
         args.json.write_text(json.dumps(as_json(seen), indent=1) + "\n")
     return int(bool(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

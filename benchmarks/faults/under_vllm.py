@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.systems import SystemFailed
 from benchmarks.harness.tables import number, table
@@ -239,12 +240,7 @@ def kills(server: Server, args: argparse.Namespace) -> str:
 
 def main() -> None:
     """Run the benchmark, print the tables."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks under_vllm",
-        description=__doc__.splitlines()[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     parser.add_argument("--vllm-python", type=Path, required=True, help="the Python of an environment with vLLM")
     parser.add_argument("--adapter", type=Path, required=True, help="a folder with the installed lockstep-grammar")
     parser.add_argument("--data", type=Path, required=True, help="schemas in MaskBench's form")
@@ -274,7 +270,3 @@ def main() -> None:
     if answered:
         print(table(("backend", "valid", "invalid", "unjudged", "length", "refused", "tokens/s"), answered))
     print("\n".join(killed))
-
-
-if __name__ == "__main__":
-    main()

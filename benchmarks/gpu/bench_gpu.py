@@ -8,7 +8,6 @@ Not responsible for: the measurement of a section (see sections.py).
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.sections import SECTIONS
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.tables import table
 from service_runtime.parent_death import dying_with_us
 
@@ -172,12 +172,7 @@ def describe(device: str) -> str:
 
 def main() -> int:
     """Run, print the report, write the files."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks bench_gpu",
-        description=__doc__.splitlines()[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--device", default="cuda", help="cuda, cuda:N or cpu (default cuda)")
     add("--quick", action="store_true", help="short sizes: to see that everything runs")
@@ -216,7 +211,3 @@ def main() -> int:
     write(results)
     print(report(results, head))
     return 1 if any(r.status == "FAILED" for r in results) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

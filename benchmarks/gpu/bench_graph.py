@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -203,7 +202,3 @@ def all_modes(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, tuple[F
         work = kernel(source, "work", [ULONG])
         for mode in _MODES:
             yield mode, measure(args, mode, work)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

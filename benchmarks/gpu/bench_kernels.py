@@ -7,7 +7,6 @@ cold. Not responsible for: the step, the model.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.tables import number, table
 from kernels.accept import AcceptResult, SlotParams, StepTensors
 from kernels.paged_attention import KVPages
@@ -274,12 +274,7 @@ PARTS: dict[str, Callable[[], Iterator[Case]]] = {
 
 def main() -> int:
     """Run the cases and print the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks bench_kernels",
-        description=__doc__.splitlines()[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     parser.add_argument("--only", choices=PARTS, help="one part of the table")
     parser.add_argument("--sweep", action="store_true", help="other cuts of attention and of the row kernel")
     options = parser.parse_args()
@@ -304,7 +299,3 @@ def main() -> int:
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     print(table(["kernel", "us", "goal", "GB/s", "TFLOP/s"], lines))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

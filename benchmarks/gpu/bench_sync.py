@@ -244,7 +244,3 @@ def figures(args: argparse.Namespace, modes: Sequence[str] = MODES) -> Iterator[
             torch.cuda.synchronize()
         bench.socket.close()
         bench.peer.wait(timeout=10)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -228,7 +228,7 @@ def kernels(device: str, quick: bool) -> Found:
     if device == "cpu":
         why = "Triton kernels have no time on a CPU; tests/kernels/cuda runs them in Triton's interpreter"
         return Found(left_out=[why])
-    command = [sys.executable, "-m", "benchmarks.gpu.bench_kernels", *(("--only", "copy") if quick else ())]
+    command = [sys.executable, "-m", "benchmarks", "bench_kernels", *(("--only", "copy") if quick else ())]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return Found(notes=["\n" + done.stdout])
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.client import CallRefused, EngineClient
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Answer
-from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
+from benchmarks.harness.server import EngineServer, ServerFailed
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.acceptance_plot import PUBLISHED, PUBLISHED_GROUPS, draw
 from benchmarks.quality.acceptance_prompts import OWN_GROUPS, AcceptancePrompt, own_prompts, read_prompts
@@ -160,18 +160,9 @@ def result_table(cells: Sequence[Cell]) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks acceptance",
-        description="Tokens a step and tokens a second of guided answers, by drafter and drafts a step.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--model", default="embedded")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    add("--device", default="cpu")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
+    add_engine_flags(parser, "model", "dtype", "device", "threads", "grammar-backend")
     add("--data", type=Path, metavar="FILE.jsonl", help="schemas with instances, in MaskBench's form")
     add("--count", type=int, default=12, help="prompts of each group, four times as many of repeated (default 12)")
     add("--groups", default=",".join(OWN_GROUPS), metavar="NAME,...", help="without --data (default: all)")
@@ -191,12 +182,15 @@ def run(args: argparse.Namespace, variants: Sequence[Variant], drafts: Sequence[
     cells: list[Cell] = []
     wrong: list[str] = []
     for number_, variant in enumerate(variants):
-        options = ServerOptions(
-            model=args.model, dtype=args.dtype, num_threads=args.threads, grammar_backend=args.grammar_backend,
+        options = engine_options(
+            args,
             prefix_cache=False,
-            drafter=variant.drafter, num_draft_tokens=max(drafts), max_batch_size=4,
-            device=args.device, extra=variant.flags, internal=variant.internal,
-        )  # fmt: skip
+            drafter=variant.drafter,
+            num_draft_tokens=max(drafts),
+            max_batch_size=4,
+            extra=variant.flags,
+            internal=variant.internal,
+        )
         for k in [0, *drafts] if number_ == 0 else drafts:
             with EngineServer(options) as server:
                 named = k != max(drafts)
@@ -236,7 +230,3 @@ def main() -> int:
         ]
         args.json.write_text(json.dumps(plain, indent=1) + "\n")
     return int(bool(wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
 from collections import Counter
@@ -17,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.client import Call, CallRefused, make_call
-from benchmarks.harness.server import ServerFailed, ServerOptions, engine_address
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.server import ServerFailed, engine_address
 from benchmarks.harness.tables import Progress, table
 from benchmarks.harness.validity import COMPLETE, Judge, Verdict
 from benchmarks.quality.random_schemas import random_schema
@@ -56,23 +56,14 @@ def calls_of(drawn: Sequence[tuple[Case, int]]) -> list[Call]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks closing",
-        description="Ask for answers to many (schema, max_tokens) pairs and judge every complete one with jsonschema.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--count", type=int, default=200, help="pairs (default 200)")
     add("--seed", type=int, default=0, help="of schemas and limits (default 0)")
     add("--data", type=Path, metavar="FILE.jsonl", help="schemas from a file in MaskBench's form")
     add("--concurrency", type=int, default=8)
     add("--address", metavar="HOST:PORT", help="use a running server instead of starting one")
-    add("--model", default="embedded")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--k", type=int, default=7, help="draft tokens per step (default 7)")
-    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
+    add_engine_flags(parser, "model", "dtype", "threads", "k", "grammar-backend")
     return parser
 
 
@@ -85,14 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(f"--data: {error}")
     drawn = pairs(args.count, args.seed, cases)
-    options = ServerOptions(
-        model=args.model,
-        dtype=args.dtype,
-        num_threads=args.threads,
-        num_draft_tokens=args.k,
-        max_batch_size=max(8, args.concurrency),
-        grammar_backend=args.grammar_backend,
-    )
+    options = engine_options(args, max_batch_size=max(8, args.concurrency))
     print(f"{len(drawn)} (schema, max_tokens) pairs, {args.grammar_backend}, K={args.k}")
     progress = Progress(len(drawn))
     try:
@@ -104,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         progress.close()
     endings: Counter[str] = Counter()
-    failed = False
+    judge, failed = Judge(), False
     for (case, limit), outcome in zip(drawn, outcomes, strict=True):
         if isinstance(outcome, CallRefused):
             at_once = "sampling.max_tokens" in (outcome.reason or "")
@@ -118,16 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{outcome.finish} {case.name} max_tokens={limit}: {outcome.text[:160]!r}")
             failed |= outcome.finish not in ("grammar_incomplete",)
             continue
-        judgement = JUDGE.judge(case.schema, outcome.text)
+        judgement = judge.judge(case.schema, outcome.text)
         endings[f"{outcome.finish}/{judgement.verdict.value}"] += 1
         if judgement.verdict is Verdict.INVALID:
             failed = True
             print(f"INVALID {case.name} max_tokens={limit}: {judgement.reason}\n        {outcome.text[:400]}")
     print(table(["ending", "answers"], [[name, str(times)] for name, times in sorted(endings.items())]))
     return int(failed)
-
-
-JUDGE = Judge()
-
-if __name__ == "__main__":
-    sys.exit(main())

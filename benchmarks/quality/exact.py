@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import json
 import math
-import os
 import random
 import sys
 from collections import Counter, defaultdict
@@ -27,8 +26,9 @@ from statistics import mean
 import grpc
 
 from benchmarks.harness.client import GENERATE, Call, CallRefused, EngineClient
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Answer
-from benchmarks.harness.server import ServerFailed, ServerOptions, engine_address
+from benchmarks.harness.server import ServerFailed, engine_address
 from benchmarks.harness.tables import Progress, number, share, table
 from lockstep_client.access import access_to
 from lockstep_client.async_rpc import AsyncRpc
@@ -329,18 +329,12 @@ async def measure(address: str, subjects: Sequence[Subject], args: argparse.Name
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks exact",
-        description="Compare answers with the model's own distribution given their grammar.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded", help="model of the engine, with a byte-level tokenizer (default 'embedded')")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     add("--quantization", default="auto", help="as the engine's setting (default auto)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
+    add_engine_flags(parser, "threads", "grammar-backend")
     add("--address", metavar="HOST:PORT", help="use a running server instead of starting one")
     add("--count", type=int, default=1000, help="answers of each grammar (default 1000)")
     add("--masked", type=int, help="answers of masked sampling (default: as --count)")
@@ -365,14 +359,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = args.grammars.split(",") if args.grammars else [each.name for each in SUBJECTS]
     if unknown := set(names) - {each.name for each in SUBJECTS}:
         parser.error(f"--grammars: unknown {', '.join(sorted(unknown))}")
-    options = ServerOptions(
-        model=args.model,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        num_threads=args.threads,
-        max_batch_size=args.batch,
-        grammar_backend=args.grammar_backend,
-    )
+    options = engine_options(args, max_batch_size=args.batch)
     try:
         with engine_address(args.address, options) as address:
             chosen = [each for each in SUBJECTS if each.name in names]
@@ -389,7 +376,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failed:
         print(f"\nFAILED: outside the noise, or other answers without drafts: {', '.join(failed)}")
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

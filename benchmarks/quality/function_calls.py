@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.comparison import first_difference
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.gateway import start_gateway
-from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
+from benchmarks.harness.server import ServerFailed, start_engine
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.harness.tool_calls import ToolDataMissing, data_folder
 from benchmarks.harness.validity import Judge, Verdict
@@ -255,12 +255,7 @@ def report(runs: Sequence[Run], top: int = 12) -> bool:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks function_calls",
-        description="Ask for calls of bfcl-eval's functions over HTTP, and judge every call with jsonschema.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add(
         "--bfcl-python",
@@ -277,9 +272,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--concurrency", type=int, default=8)
     add("--backends", default="llguidance,xgrammar", help="comma-separated (default llguidance,xgrammar)")
     add("--address", metavar="HOST:PORT", help="use a running gateway, with the backend that its engine has")
-    add("--model", default="embedded", help="a directory, a GGUF file or 'embedded' (default)")
-    add("--device", default="cpu")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add_engine_flags(parser, "model", "device", "threads")
     add("--max-model-len", type=int, default=4096, help="tokens of a prompt and its answer (default 4096)")
     add("--flags", default="", metavar="FLAGS", help="further flags for the engine, as one string")
     return parser
@@ -296,10 +289,8 @@ def gateway_address(args: argparse.Namespace, backend: str, drafts: int) -> Iter
     if args.address is not None:
         yield args.address
         return
-    options = ServerOptions(
-        model=args.model,
-        device=args.device,
-        num_threads=args.threads,
+    options = engine_options(
+        args,
         num_draft_tokens=drafts,
         max_batch_size=max(16, args.concurrency),
         grammar_backend=backend,
@@ -351,7 +342,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         progress.close()
     return int(report(runs))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

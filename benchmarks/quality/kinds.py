@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.harness.client import CallRefused
 from benchmarks.harness.comparison import compare
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.divergence import WindowLogits, windows
@@ -152,12 +153,7 @@ def rows_of(kinds: Sequence[str], args: argparse.Namespace, progress: Progress, 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks kinds",
-        description=__doc__.split("\n", 1)[0].partition(": ")[2],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add(
         "--kinds",
@@ -195,7 +191,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress.close()
         print(table(header, rows))
     return 0 if all_equal else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

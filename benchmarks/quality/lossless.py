@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +16,9 @@ from pathlib import Path
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
 from benchmarks.harness.comparison import Difference, compare
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Answer
-from benchmarks.harness.server import ServerFailed, ServerOptions, engine_address
+from benchmarks.harness.server import ServerFailed, engine_address
 from benchmarks.harness.systems import Prompt, SystemFailed, hf_directory, load_prompts
 from benchmarks.harness.tables import Progress, number, share, table
 from benchmarks.harness.workloads import Item, workload
@@ -158,20 +158,12 @@ async def compare_with_transformers(
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks lossless",
-        description="Compare token ids with speculation on and off, alone and in a batch, under fixed seeds.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--model", default="embedded", help="model of the engine (default 'embedded')")
+    add_engine_flags(parser, "model", "device", "threads", "grammar-backend")
     add("--hf-model", metavar="DIR", help="the same model as a Hugging Face directory, for --transformers")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--quantization", default="none", choices=("none", "int8", "q4"), help="as the engine's setting (default none)")
-    add("--device", default="cpu", help="device of the engine (default cpu)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
     add("--address", metavar="HOST:PORT", help="use a running server of that dtype instead of starting one")
     add("--count", type=int, default=40, help="prompts (default 40)")
     add("--max-tokens", type=int, default=64, help="tokens per answer (default 64)")
@@ -214,17 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--drafts: the first must be 0, the reference")
     cases = make_cases(args.count, args.max_tokens)
     variants = [Variant(each, level) for level in dict.fromkeys((1, args.batch)) for each in drafts]
-    options = ServerOptions(
-        model=args.model,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        num_threads=args.threads,
-        num_draft_tokens=max(drafts),
-        max_batch_size=max(16, args.batch),
-        grammar_backend=args.grammar_backend,
-        prefix_cache=False,
-        device=args.device,
-    )
+    options = engine_options(args, num_draft_tokens=max(drafts), max_batch_size=max(16, args.batch), prefix_cache=False)
     peer = None
     prompts: list[Prompt] = []
     try:
@@ -242,7 +224,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     exact = args.device == "cpu" or args.dtype == "bfloat16"
     return report(results, peer, len(prompts), strict=exact)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,7 @@ Invariant: grammars are compiled as the sidecar compiles them (in processes that
 the sidecar's own worker fills the rows. A row that is read through a segment is compared, bit by bit, with the row of
 a second matcher that is called directly; drafts are accepted and rejected, so rollbacks are covered. Nothing is tuned
 to the file.
-Not responsible for: models, the latency of a whole step (see speed/bench_channel.py and speed/serve.py).
+Not responsible for: models, the latency of a whole step (see speed/bench_sidecar.py and speed/serve.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import asyncio
 import collections
 import json
 import re
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ import numpy as np
 from llguidance import LLTokenizer
 from numpy.typing import NDArray
 
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.shared_rows import SharedRows
 from grammar_service.backends.backend import Compiled, Matcher, MatcherFailed, Rows
@@ -351,12 +351,7 @@ def _bar(total: int) -> Iterator[Progress]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks maskbench",
-        description="Compiles every schema of a file with each backend and tries its instances token by token.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     parser.add_argument("--data", type=Path, required=True, help="the schemas, one JSON object a line")
     parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a directory with one")
     parser.add_argument("--stop-id", type=int, action="append", default=[], help="default: eos_token_id of config.json")
@@ -421,7 +416,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot:
         _draw(benches, options.plot)
     return int(any(tally.differing or tally.crashed or tally.let_by for tally in benches.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

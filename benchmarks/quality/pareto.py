@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -19,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.client import CallRefused, EngineClient
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Run
-from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
+from benchmarks.harness.server import EngineServer, ServerFailed
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.acceptance import Variant
 from benchmarks.quality.acceptance_plot import draw_pareto, published_length
@@ -130,18 +130,9 @@ async def measure(
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks pareto",
-        description="Tokens/s of a user over tokens/s of all, by drafter, drafts a step and number of users.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--model", default="embedded")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    add("--device", default="cpu")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
+    add_engine_flags(parser, "model", "dtype", "device", "threads", "grammar-backend")
     add("--data", type=Path, metavar="FILE.jsonl", help="schemas with instances, in MaskBench's form")
     add("--count", type=int, default=8, help="prompts of each group (default 8)")
     add("--groups", default="extraction,generation", metavar="NAME,...", help="without --data")
@@ -164,12 +155,15 @@ def run(
     progress = Progress(args.rounds * groups * len(levels) * (1 + len(variants) * len(drafts)))
     points: list[Point] = []
     for variant in variants:
-        options = ServerOptions(
-            model=args.model, dtype=args.dtype, num_threads=args.threads, grammar_backend=args.grammar_backend,
-            prefix_cache=False, drafter=variant.drafter, num_draft_tokens=max(drafts),
-            max_batch_size=max(levels), device=args.device, extra=("--draft-index-bytes=0", *variant.flags),
+        options = engine_options(
+            args,
+            prefix_cache=False,
+            drafter=variant.drafter,
+            num_draft_tokens=max(drafts),
+            max_batch_size=max(levels),
+            extra=("--draft-index-bytes=0", *variant.flags),
             internal=variant.internal,
-        )  # fmt: skip
+        )
         cells = [(variant.name, k) for k in drafts]
         with EngineServer(options) as server:
             points += asyncio.run(
@@ -224,7 +218,3 @@ def main() -> int:
         ]
         args.json.write_text(json.dumps(plain, indent=1) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

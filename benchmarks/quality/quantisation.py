@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
 from benchmarks.harness.comparison import first_difference
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, share, table
@@ -263,10 +263,8 @@ def add_answers(rows: Sequence[Quality], args: argparse.Namespace, start: Start,
     judge = Judge()
     for row in rows:
         kind, kv = _parts(row.quantization)
-        options = ServerOptions(
-            model=args.model, dtype=_dtype(kind, args.dtype), quantization=kind, num_threads=args.threads,
-            drafter="none", grammar_backend=args.grammar_backend, prefix_cache=False, extra=(f"--kv-cache-dtype={kv}",),
-        )  # fmt: skip
+        own = {"dtype": _dtype(kind, args.dtype), "quantization": kind, "extra": (f"--kv-cache-dtype={kv}",)}
+        options = engine_options(args, drafter="none", prefix_cache=False, **own)
         with start(options) as address:
             on_answer = partial(progress.step, f"{row.quantization}: answers")
             answers = asyncio.run(run_answers(address, [*chat, *extraction], on_answer))
@@ -322,26 +320,19 @@ def too_high(rows: Sequence[Quality], at_most: float | None) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks quantisation",
-        description="Measure what each quantisation changes: perplexity, distributions, greedy answers, extraction.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add(
         "--quantizations",
         default="none,auto,int8,q4",
         help="comma-separated; none always runs (default all four). NAME+kv-int8: with kv_cache_dtype=int8",
     )
-    add("--model", default="embedded", help="a directory, a GGUF file or 'embedded' (default)")
+    add_engine_flags(parser, "model", "threads", "grammar-backend")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of none, int8 and q4 (default bfloat16)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of a forward (default: all cores)")
     add("--text", type=Path, default=TEXT, metavar="FILE", help="text in UTF-8 (default: some 3,800 tokens of English)")
     add("--window", type=int, default=512, help="tokens of a window; each starts without a context (default 512)")
     add("--count", type=int, help="only the first COUNT prompts of chat and of extraction (default: 12 and 24)")
     add("--no-answers", action="store_true", help="start no servers; leaves out the columns from 'same tokens' on")
-    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
     add("--at-most", type=float, metavar="PERCENT", help="exit 1 when auto's perplexity is further above none's")
     add("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     return parser
@@ -387,7 +378,3 @@ def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
     if failure_line:
         print(failure_line)
     return 1 if failure_line else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,15 +9,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Answer
-from benchmarks.harness.server import ServerFailed, ServerOptions, engine_address
+from benchmarks.harness.server import ServerFailed, engine_address
 from benchmarks.harness.tables import Progress, table
 from benchmarks.harness.validity import Judge, Tally
 from protos.engine.v1 import engine_pb2 as pb
@@ -146,12 +146,7 @@ def report(tallies: dict[str, Tally], top: int = 15) -> bool:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks schemas",
-        description="Generate an answer for many JSON schemas and judge every complete one with jsonschema.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="FILE.jsonl")
     add("--count", type=int, default=100, help="schemas, taken evenly from the file (default 100)")
@@ -161,12 +156,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--concurrency", type=int, default=8)
     add("--formats", action="store_true", help="let the judge assert `format`; without, it is an annotation (2020-12)")
     add("--address", metavar="HOST:PORT", help="use a running server instead of starting one")
-    add("--model", default="embedded")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    add("--device", default="cpu")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--k", type=int, default=7, help="draft tokens per step (default 7)")
-    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
+    add_engine_flags(parser, "model", "dtype", "device", "threads", "k", "grammar-backend")
     return parser
 
 
@@ -181,15 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not cases:
         parser.error("--data: the file has no schema")
     temperatures = [float(each) for each in args.temperatures.split(",")]
-    options = ServerOptions(
-        model=args.model,
-        dtype=args.dtype,
-        num_threads=args.threads,
-        num_draft_tokens=args.k,
-        max_batch_size=max(16, args.concurrency),
-        grammar_backend=args.grammar_backend,
-        device=args.device,
-    )
+    options = engine_options(args, max_batch_size=max(16, args.concurrency))
     judge = Judge(formats=args.formats)
     strict = Judge(formats=True)
     print(f"{len(cases)} schemas, {args.grammar_backend}, K={args.k}, up to {args.max_tokens} tokens")
@@ -215,7 +197,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         progress.close()
     return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
 from benchmarks.harness.comparison import first_difference
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress
@@ -134,20 +134,13 @@ def report(recorded: Ids, now: Ids, count: int | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks token_ids",
-        description="Record the token ids of a build, or compare this build with such a record.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--record", type=Path, metavar="FILE", help="write the ids of this build to FILE")
     where.add_argument("--compare", type=Path, metavar="FILE", help="compare this build with FILE")
     add = parser.add_argument
-    add("--model", default="embedded", help="a directory, a GGUF file or 'embedded' (default)")
+    add_engine_flags(parser, "model", "threads", "grammar-backend")
     add("--dtypes", default="float32,bfloat16", help="dtypes of the engine (default float32,bfloat16)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
     add("--count", type=int, default=40, help="prompts (default 40)")
     add("--max-tokens", type=int, default=64, help="tokens per answer (default 64)")
     add("--drafts", default="0,3,7", help="drafts per step (default 0,3,7)")
@@ -161,13 +154,11 @@ def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
     ids: Ids = {}
     try:
         for dtype in args.dtypes.split(","):
-            options = ServerOptions(
-                model=args.model,
+            options = engine_options(
+                args,
                 dtype=dtype,
-                num_threads=args.threads,
                 num_draft_tokens=max(int(each) for each in args.drafts.split(",")),
                 max_batch_size=max(16, args.batch),
-                grammar_backend=args.grammar_backend,
                 prefix_cache=False,
             )
             with start(options) as address:
@@ -182,7 +173,3 @@ def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
     count = report(json.loads(args.compare.read_text())["answers"], ids, args.count)
     print(f"{count} differences")
     return 1 if count else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,15 +10,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.harness.client import Call, EngineClient
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Answer
-from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
+from benchmarks.harness.server import EngineServer, ServerFailed
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.speed.prefixes import stats
 from protos.engine.v1 import engine_pb2 as pb
@@ -122,36 +122,18 @@ async def measure(addresses: Sequence[str], args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks agents",
-        description="Time many short calls of agents with tools, with the prefix cache and without.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--model", default="embedded")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    add("--device", default="cpu")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each model (default: the cores)")
+    add_engine_flags(parser, "model", "dtype", "device", "threads")
     add("--count", type=int, default=1000, help="calls (default 1000)")
     add("--concurrency", type=int, default=16, help="calls at a time (default 16)")
     add("--block", type=int, default=50, help="calls to one server before the other's turn (default 50)")
     add("--max-tokens", type=int, default=48, help="tokens of an answer (default 48)")
     args = parser.parse_args()
-    options = ServerOptions(
-        model=args.model,
-        dtype=args.dtype,
-        num_threads=args.threads,
-        device=args.device,
-        max_batch_size=args.concurrency,
-    )
+    options = engine_options(args, max_batch_size=args.concurrency)
     try:
         with EngineServer(replace(options, prefix_cache=False)) as without, EngineServer(options) as with_cache:
             return int(asyncio.run(measure((without.address, with_cache.address), args)) > 0)
     except ServerFailed as error:
         print(error, file=sys.stderr)
         return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

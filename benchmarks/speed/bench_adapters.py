@@ -7,7 +7,6 @@ Not responsible for: sampling, masks, the engine's loop.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.tables import number, table
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
@@ -95,12 +95,7 @@ def compare(plain: LoadedModel, adapted: LoadedModel, lanes: int, rounds: int) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks bench_adapters",
-        description="Time a step's forward without adapters, with one and with eight, in turn.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="as the engine's setting (default: embedded)")
     parser.add_argument("--dtype", default="auto", help="as the engine's setting (default: auto)")
     parser.add_argument("--quantization", default="auto", help="as the engine's setting (default: auto)")
@@ -129,7 +124,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [compare(plain, adapted, int(lanes), args.rounds) for lanes in args.lanes.split(",")]
     print(table(["lanes", "none, ms", "idle", "one", "eight"], lines))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,6 @@ Not responsible for: sampling, masks, the engine's loop.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.tables import number, table
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
@@ -121,12 +121,7 @@ def compare(plain: LoadedModel, fused: LoadedModel, rows: int, start: int, round
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks bench_forward",
-        description="Time a step's forward, fused and not, in turn.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="as the engine's setting (default: embedded)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--dtype", default="auto", help="as the engine's setting (default: auto)")
@@ -155,7 +150,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [compare(plain, fused, int(rows), args.context, args.rounds, timer) for rows in args.rows.split(",")]
     print(table(["rows", "as it came, ms", "fused, ms", "ratio", "distance", "argmax"], lines))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

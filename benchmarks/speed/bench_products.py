@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.tables import Progress, number, share, table
 from gpu_engine.model.linear import PackedByLibrary
 from kernels.blocks import BLOCK, BlockKind, LinearCall, PackedBlocks, can_multiply_blocks
@@ -154,12 +155,7 @@ def rows_of(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks bench_products",
-        description="Time products over blocks and of bfloat16 on the units of this CPU, on one thread.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     parser.add_argument(
         "--shapes", default=EMBEDDED_SHAPES, help=f"outputs x inputs of matrices (default: {EMBEDDED_SHAPES})"
     )
@@ -202,7 +198,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{cpu_name()}: {units}; peaks in MAC/ns: {tops or 'not measured'}\n")
     print(table(["kind", "matrix", "rows", "vector, MAC/ns", "matrix, MAC/ns", "ratio"], lines))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

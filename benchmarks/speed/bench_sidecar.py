@@ -22,6 +22,7 @@ import numpy as np
 
 from benchmarks.gpu.guided import SCHEMA
 from benchmarks.gpu.models import widened
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.tables import number, table
 from grammar_service.backends.backend import Compiled, Matcher, Rows
 from grammar_service.backends.reasoning import ReasoningCompiled
@@ -68,12 +69,7 @@ class Walk:
 
 def main() -> None:
     """Run the benchmark, print the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks bench_sidecar",
-        description=__doc__.splitlines()[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json (BPE), or a directory with one")
     parser.add_argument("--vocab", type=int, default=49152, help="fill it up to so many tokens (default: 49152)")
     parser.add_argument("--stop", type=int, default=2, help="its stop token (default: 2)")
@@ -192,7 +188,3 @@ def _measure(
     shares = number(middle * 1e3 / batch), number(statistics.median(cpu[_WARM:]) / batch)
     together = number(100 * stats["batched_records"] / (batch * args.steps), 0, "%")
     return [str(drafts), str(batch), number(middle, 2), number(tail, 2), *shares, together, str(deferred)]
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.guided import SCHEMA
+from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.tables import number, table
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
@@ -177,12 +177,7 @@ async def run(args: argparse.Namespace) -> list[list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks bench_step",
-        description="Time a step of the CPU's engine, guided and free, and its time outside of the forward.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default=EMBEDDED_MODEL, help="as the engine's setting (default: embedded)")
     add("--lanes", default="1,8,16", help="sequences at once (default: 1,8,16)")
@@ -195,7 +190,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     heads = ("sequences", "step, ms", "guided, ms", "outside, ms", "guided outside, ms", "guided")
     print(f"{args.model}, {torch.get_num_threads()} threads, K = {args.num_draft_tokens}\n\n{table(heads, rows)}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import shlex
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Run, percentile
 from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
@@ -227,12 +227,7 @@ def commit_of(checkout: Path) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks builds",
-        description="Compare the speed of two builds of the engine, in turn in one run.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--old", type=Path, required=True, metavar="DIR", help="checkout of the old build")
     add("--new", type=Path, default=Path.cwd(), metavar="DIR", help="checkout of the new build (default: this folder)")
@@ -245,12 +240,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--count", type=int, help="only the first COUNT prompts of every workload")
     add("--max-tokens", type=int, help="lower the token budget of every prompt")
-    add("--model", default="embedded", help="a directory, a GGUF file or 'embedded' (default)")
+    add_engine_flags(parser, "model", "device", "threads", "k", "grammar-backend")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    add("--device", default="cpu", help="device of both engines (default cpu)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each engine (default: all cores)")
-    add("--k", type=int, default=7, help="draft tokens per step (default 7)")
-    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
     add("--old-flags", default="", metavar="FLAGS", help="further flags for the old server, as one string")
     add("--new-flags", default="", metavar="FLAGS", help="further flags for the new server, as one string")
     add("--at-least", type=float, metavar="RATIO", help="exit 1 where the median ratio over all workloads is lower")
@@ -269,16 +260,8 @@ def make_builds(args: argparse.Namespace, levels: Sequence[int]) -> tuple[Build,
     for name, checkout, flags in (("old", args.old, args.old_flags), ("new", args.new, args.new_flags)):
         if not (checkout / "gpu_engine" / "__main__.py").is_file():
             raise ValueError(f"--{name}: {checkout} is not a checkout of the engine")
-        options = ServerOptions(
-            model=args.model,
-            dtype=args.dtype,
-            num_threads=args.threads,
-            num_draft_tokens=args.k,
-            max_batch_size=max(16, *levels),
-            grammar_backend=args.grammar_backend,
-            prefix_cache=False,
-            device=args.device,
-            extra=tuple(shlex.split(flags)),
+        options = engine_options(
+            args, max_batch_size=max(16, *levels), prefix_cache=False, extra=tuple(shlex.split(flags))
         )
         builds.append(Build(name, checkout.resolve(), options))
     return builds[0], builds[1]
@@ -327,7 +310,3 @@ def main(argv: Sequence[str] | None = None, start: Start = start_server) -> int:
     for line in slow:
         print(f"too slow: {line}")
     return 1 if slow else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import Progress, number, table
@@ -143,15 +144,9 @@ def report(found: dict[str, Findings]) -> str:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks disaggregated",
-        description="Compare one engine with a prefill engine and a decode engine on the same cores.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--model", default="embedded")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
+    add_engine_flags(parser, "model", "dtype")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the one engine (default: the cores)")
     add("--streams", type=int, default=2, help="answers that decode all the time (default 2)")
     add("--stream-tokens", type=int, default=300, help="tokens of such an answer (default 300)")
@@ -163,7 +158,7 @@ def main() -> int:
     half = max(1, args.threads // 2)
 
     def options(threads: int, *extra: str) -> ServerOptions:
-        return ServerOptions(model=args.model, dtype=args.dtype, num_threads=threads, extra=(*always, *extra))
+        return engine_options(args, num_threads=threads, extra=(*always, *extra))
 
     try:
         with EngineServer(options(args.threads)) as one, EngineServer(options(half, "--role", "prefill")) as prefill:
@@ -175,7 +170,3 @@ def main() -> int:
         return 1
     print(f"{args.model} {args.dtype}: one engine with {args.threads} threads, two with {half} each\n\n{report(found)}")
     return int(found[ONE].tokens != found[TWO].tokens or not found[TWO].cached)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,8 +22,9 @@ import torch
 
 from benchmarks.harness.client import CallRefused
 from benchmarks.harness.comparison import compare
+from benchmarks.harness.flags import engine_options, harness_parser
 from benchmarks.harness.measure import Answer
-from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
+from benchmarks.harness.server import ServerFailed, start_engine
 from benchmarks.harness.tables import number, share, table
 from benchmarks.quality.lossless import Case, Variant, equality_table, make_cases, run_variants
 from gpu_engine.api.config import EngineConfig
@@ -102,11 +103,14 @@ def tokens_of(sizes: Sequence[int], cases: Sequence[Case], drafts: Sequence[int]
     reference: dict[str, Answer] | None = None
     variants, failures = [Variant(each, args.batch) for each in drafts], 0
     for size in sizes:
-        options = ServerOptions(
-            model=args.model, dtype="float32", quantization="none", num_threads=args.threads,
-            num_draft_tokens=max(drafts), prefix_cache=False,
+        options = engine_options(
+            args,
+            dtype="float32",
+            quantization="none",
+            num_draft_tokens=max(drafts),
+            prefix_cache=False,
             extra=("--tensor-parallel-size", str(size)) if size > 1 else (),
-        )  # fmt: skip
+        )
         with start_engine(options) as address:
             begun_s = time.perf_counter()
             results = asyncio.run(run_variants(address, cases, variants))
@@ -126,12 +130,7 @@ def tokens_of(sizes: Sequence[int], cases: Sequence[Case], drafts: Sequence[int]
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks distributed",
-        description="Compare a model over several processes with the same model in one: tokens, and time by part.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded", help="model of the engine (default 'embedded')")
     add("--ranks", default="1,2", help="numbers of ranks; 1 is the reference (default 1,2)")
@@ -173,7 +172,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failures:
         print("\nFAILED: answers differ")
     return int(failures > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

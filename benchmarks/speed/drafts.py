@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import shlex
 import statistics
 import sys
@@ -20,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.harness.client import CallRefused, EngineClient
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import percentile
-from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
+from benchmarks.harness.server import ServerFailed, start_engine
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.harness.tool_calls import NAME, items_of
 from benchmarks.harness.workloads import WORKLOADS, Item
@@ -105,12 +105,7 @@ def result_table(results: Results) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks drafts",
-        description="Compare the speed with drafts and without, in turn in one run.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="passes of each server over each cell (default 3)")
     add("--concurrency", default="1,2,4,8,16", help="comma-separated (default 1,2,4,8,16)")
@@ -118,13 +113,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--bfcl-python", type=Path, metavar="PATH", default=Path(sys.executable), help="as that of serve, for tools")
     add("--count", type=int, help="only the first COUNT prompts of every workload")
     add("--max-tokens", type=int, help="lower the token budget of every prompt")
-    add("--model", default="embedded", help="a directory, a GGUF file or 'embedded' (default)")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    add("--device", default="cpu", help="device of both engines (default cpu)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each engine (default: all cores)")
+    add_engine_flags(parser, "model", "dtype", "device", "threads", "k", "grammar-backend")
     add("--drafter", default="ngram", help="drafter of the server with drafts (default ngram)")
-    add("--k", type=int, default=7, help="the most draft tokens per step (default 7)")
-    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
     add("--flags", default="", metavar="FLAGS", help="further flags for both servers, as one string")
     add("--at-least", type=float, metavar="RATIO", help="exit 1 where a median ratio is lower")
     add("--json", type=Path, metavar="FILE", help="write the ratios of every round as JSON")
@@ -143,12 +133,12 @@ def main() -> int:
         items = {name: items_of(name, args.bfcl_python, args.count, args.max_tokens) for name in names}
     except ValueError as error:
         parser.error(str(error))
-    drafted = ServerOptions(
-        model=args.model, dtype=args.dtype, device=args.device, num_threads=args.threads,
-        num_draft_tokens=args.k, drafter=args.drafter, max_batch_size=max(16, *levels),
+    drafted = engine_options(
+        args,
+        max_batch_size=max(16, *levels),
         # The index of earlier answers would draft the answers of the round before.
-        grammar_backend=args.grammar_backend, extra=("--draft-index-bytes=0", *shlex.split(args.flags)),
-    )  # fmt: skip
+        extra=("--draft-index-bytes=0", *shlex.split(args.flags)),
+    )
     print(f"{args.model}, {args.dtype} on {args.device}, {args.threads} threads, {args.drafter}, K <= {args.k}, greedy")
     try:
         with ExitStack() as stack:
@@ -167,7 +157,3 @@ def main() -> int:
     for name, level in slow:
         print(f"too slow: {name} at {level}: {medians[name, level]:.3f}, below {args.at_least}")
     return 1 if slow else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

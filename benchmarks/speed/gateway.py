@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import shlex
 import statistics
 import sys
@@ -22,8 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.harness.client import CallRefused, EngineClient
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.gateway import start_gateway
-from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
+from benchmarks.harness.server import ServerFailed, start_engine
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.harness.workloads import Item, workload
 from benchmarks.speed.builds import greedy_calls, tokens_per_s
@@ -167,21 +167,14 @@ async def _round(
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks gateway",
-        description="Compare the speed over HTTP and over gRPC, in turn in one run.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="passes over each way and cell (default 3)")
     add("--concurrency", default="1,16", help="comma-separated (default 1,16)")
     add("--workloads", default="chat,schema", help="comma-separated (default chat,schema)")
     add("--count", type=int, help="only the first COUNT prompts of every workload")
     add("--max-tokens", type=int, help="lower the token budget of every prompt")
-    add("--model", default="embedded", help="a directory, a GGUF file or 'embedded' (default)")
-    add("--device", default="cpu", help="device of the engine (default cpu)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of the engine (default: all cores)")
+    add_engine_flags(parser, "model", "device", "threads")
     add("--flags", default="", metavar="FLAGS", help="further flags for the engine, as one string")
     add("--at-least", type=float, metavar="RATIO", help="exit 1 where the ratio of the best rounds is lower")
     return parser
@@ -196,12 +189,8 @@ def main() -> int:
         items = {name: workload(name, args.count, args.max_tokens) for name in args.workloads.split(",")}
     except ValueError as error:
         parser.error(str(error))
-    options = ServerOptions(
-        model=args.model,
-        device=args.device,
-        num_threads=args.threads,
-        max_batch_size=max(16, *levels),
-        extra=("--draft-index-bytes=0", *shlex.split(args.flags)),
+    options = engine_options(
+        args, max_batch_size=max(16, *levels), extra=("--draft-index-bytes=0", *shlex.split(args.flags))
     )
     try:
         with ExitStack() as stack:
@@ -220,7 +209,3 @@ def main() -> int:
     for name, level in slow:
         print(f"too slow: {name} at {level}, below {args.at_least}")
     return 1 if slow else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

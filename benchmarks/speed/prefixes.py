@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,8 +16,9 @@ from dataclasses import dataclass, field, replace
 import grpc
 
 from benchmarks.harness.client import Call, EngineClient, make_call
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import percentile
-from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
+from benchmarks.harness.server import EngineServer, ServerFailed
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.harness.workloads import Item, workload
 from protos.engine.v1 import engine_pb2 as pb
@@ -135,22 +135,14 @@ def report(findings: Findings) -> str:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks prefixes",
-        description="Compare the time to the first token with the prefix cache and without.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--model", default="embedded")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    add("--device", default="cpu")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each model (default: the cores)")
+    add_engine_flags(parser, "model", "dtype", "device", "threads")
     add("--count", type=int, default=16, help="extraction prompts (default 16)")
     add("--conversations", type=int, default=4, help="conversations of three turns (default 4)")
     add("--max-tokens", type=int, default=48, help="tokens of an answer (default 48)")
     args = parser.parse_args()
-    options = ServerOptions(model=args.model, dtype=args.dtype, num_threads=args.threads, device=args.device)
+    options = engine_options(args)
     try:
         with EngineServer(replace(options, prefix_cache=False)) as without, EngineServer(options) as with_cache:
             findings = asyncio.run(measure((without.address, with_cache.address), args))
@@ -159,7 +151,3 @@ def main() -> int:
         return 1
     print(f"{args.model} {args.dtype}, {args.threads} threads, one request at a time\n\n{report(findings)}")
     return int(findings.differ > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

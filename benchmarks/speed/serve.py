@@ -21,11 +21,11 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from benchmarks.harness import tool_calls
+from benchmarks.harness.flags import engine_options, harness_parser
 from benchmarks.harness.measure import Answer, GuidanceCost, Run, Summary, guidance_cost, summarize
 from benchmarks.harness.plot import draw
 from benchmarks.harness.report import Cell, as_json, guidance_table, overview_table, result_table, skipped_line
 from benchmarks.harness.rest import await_rest
-from benchmarks.harness.server import ServerOptions
 from benchmarks.harness.systems import Lockstep, Prompt, System, SystemFailed, hf_directory, load_prompts
 from benchmarks.harness.tables import Progress
 from benchmarks.harness.validity import Judge
@@ -64,12 +64,7 @@ At concurrency c a pass has at least 2c requests; a workload with fewer prompts 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks serve",
-        description="Compare guided and free generation of this engine with other systems in one run.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded", help="model of this engine: a directory, a GGUF file or 'embedded' (default)")
     add("--hf-model", metavar="DIR", help="the same model as a Hugging Face directory, for transformers and vLLM")
@@ -187,16 +182,10 @@ def settings_of(args: argparse.Namespace, directory: Path, levels: Sequence[int]
 
     """
     batch = max(16, *levels)
-    engine = ServerOptions(
-        model=args.model,
+    engine = engine_options(
+        args,
         dtype="auto" if args.quantization == "auto" else args.dtype,
-        quantization=args.quantization,
-        num_threads=args.threads,
-        num_draft_tokens=args.k,
         max_batch_size=batch,
-        grammar_backend=args.grammar_backend,
-        prefix_cache=args.prefix_cache,
-        device=args.device,
         extra=("--draft-index-bytes=0", *args.engine_flag),
     )
     return Settings(
@@ -377,7 +366,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         measure_and_report(args, systems, prompts, levels, absent)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Protocol
-
-import grpc
 
 from gpu_engine import doors
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.front.calls import Calls
+from gpu_engine.front.port.later_services import Services
 from gpu_engine.front.port.listening import ServerError
 
 GROUP = "lockstep.doors"
@@ -37,6 +36,8 @@ class Methods:
     """What every tenant may call: it concerns only the caller."""
     requests: frozenset[str]
     """The methods that generate; each of their requests is in the audit log."""
+    loading: Mapping[str, bytes] = field(default_factory=dict)
+    """The methods that answer while the model is loaded, with the bytes of their answers; the others wait for it."""
 
 
 class Door(Protocol):
@@ -54,9 +55,8 @@ class Door(Protocol):
         Raises ServerError, in one line, when it is asked for by name and something that it needs is missing.
         """
 
-    def add_to(self, server: grpc.aio.Server, calls: Calls, config: ServerConfig) -> str:
-        """Serve `calls` on `server` as well; return the full name of the gRPC service. `server` takes services as
-        generated code adds them, and has started."""
+    def add_to(self, services: Services, calls: Calls, config: ServerConfig) -> str:
+        """Add a service that serves `calls`; return its full name."""
 
 
 def found_doors() -> list[Door]:
@@ -64,6 +64,11 @@ def found_doors() -> list[Door]:
     own = [each.name for each in pkgutil.iter_modules(doors.__path__) if each.ispkg]
     modules: list[Door] = [importlib.import_module(f"{doors.__name__}.{name}.door") for name in own]
     return [*modules, *(entry.load() for entry in entry_points(group=GROUP))]
+
+
+def methods_of(doors: Sequence[Door]) -> list[Methods]:
+    """Return the methods of doors. Another distribution's door may be older than `METHODS`: it has none here."""
+    return [door.METHODS for door in doors if hasattr(door, "METHODS")]
 
 
 def wanted_doors(config: ServerConfig, doors: Sequence[Door] | None = None) -> list[Door]:

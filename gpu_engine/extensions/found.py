@@ -24,6 +24,7 @@ from gpu_engine.core.hooks import NO_HOOKS, EngineHooks
 from gpu_engine.doors.found import Door
 from gpu_engine.front.caller import Accounts
 from gpu_engine.front.calls import Calls
+from gpu_engine.front.port.later_services import Services
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.front.receipts import Receipts
 from gpu_engine.ops.access import CallRecord
@@ -61,9 +62,8 @@ class Extension:
     def ended(self, record: CallRecord) -> None:
         """Note a request that has ended. Raises nothing."""
 
-    def add_to(self, server: grpc.aio.Server, calls: Calls) -> list[str]:
-        """Add services to the public port; return their names, each of which has its own health status. `server` as
-        in `Door`."""
+    def add_to(self, services: Services, calls: Calls) -> list[str]:
+        """Add services to the public port; return their names, each of which has its own health status."""
         return []
 
     async def warm(self) -> None:
@@ -108,9 +108,9 @@ class Extensions(Extension):
         for each in self.opened:
             each.ended(record)
 
-    def add_to(self, server: grpc.aio.Server, calls: Calls) -> list[str]:
+    def add_to(self, services: Services, calls: Calls) -> list[str]:
         """See `Extension`."""
-        return [name for each in self.opened for name in each.add_to(server, calls)]
+        return [name for each in self.opened for name in each.add_to(services, calls)]
 
     async def warm(self) -> None:
         """See `Extension`."""

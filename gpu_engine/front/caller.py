@@ -139,6 +139,6 @@ class _OwnIds(Collection[str]):
         return sum(1 for _ in self)
 
 
-def refuse_stranger(problem: str = "is missing") -> NotAdmitted:
+def refuse_stranger() -> NotAdmitted:
     """Return the error of a call without a tenant."""
-    return NotAdmitted(f"{HEADER}: {problem}")
+    return NotAdmitted(f"{HEADER}: is missing")

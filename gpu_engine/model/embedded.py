@@ -21,10 +21,7 @@ _NAME = "SmolLM2-135M-Instruct-0.1.2"
 _SIZE_MB = 550
 """The converted model."""
 
-Progress = Callable[[str, float], None]
-"""Called with (the present stage, the finished share in [0, 1])."""
-
-Convert = Callable[[Path, Path, Progress], None]
+Convert = Callable[[Path, Path], None]
 """Writes the model of a GGUF file to a folder that does not exist yet."""
 
 
@@ -56,7 +53,7 @@ def weights_file() -> Path:
     return Path(spec.origin).parent / _FILE
 
 
-def ensure_embedded(progress: Progress | None = None, *, convert: Convert | None = None) -> Path:
+def ensure_embedded(convert: Convert | None = None) -> Path:
     """Return a directory with the model in Hugging Face's format (float32); the first call converts it (some 20 s).
 
     Safe to call from several processes at once: one converts, the others wait. Raises EmbeddedModelMissing, and
@@ -74,7 +71,7 @@ def ensure_embedded(progress: Progress | None = None, *, convert: Convert | None
             partial = target.with_name(f"{_NAME}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             try:
-                (convert or _convert)(source, partial, progress or (lambda stage, done: None))
+                (convert or _convert)(source, partial)
             except Exception as error:
                 shutil.rmtree(partial, ignore_errors=True)
                 if not _lacks_space(error):
@@ -87,20 +84,16 @@ def ensure_embedded(progress: Progress | None = None, *, convert: Convert | None
     return target
 
 
-def _convert(source: Path, folder: Path, progress: Progress) -> None:
+def _convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    progress("reading the embedded model's tokenizer (first start only)", 0.05)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    progress("converting the embedded model (first start only)", 0.3)
     model = AutoModelForCausalLM.from_pretrained(
         source.parent,
         gguf_file=source.name,
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
     )
-    progress("writing the converted model (first start only)", 0.9)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    progress("converted the embedded model", 1.0)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -444,6 +444,7 @@ class Fused:
     norms: int = 0
     blocks: int = 0
     attentions: int = 0
+    delta_nets: int = 0
     mixtures: Mapping[nn.Module, ChosenExperts] = field(default_factory=dict)
     """The mixtures of a known form, by the model's own module, which stays in its place."""
     forward: WholeForward | None = None
@@ -453,6 +454,7 @@ class Fused:
 
     def __repr__(self) -> str:
         parts = f"{self.attentions} attentions, {self.blocks} blocks, {self.norms} norms"
+        parts += f", {self.delta_nets} delta nets" if self.delta_nets else ""
         parts += f", {len(self.mixtures)} mixtures" if self.mixtures else ""
         return f"<Fused {parts}, {'one loop' if self.forward else 'no loop'}, {len(self.left)} reasons>"
 
@@ -466,7 +468,7 @@ def fuse_parts(
     `num_positions`: as in `attention_of`.
     A replaced module is also removed from the record, which releases its weights: memory holds at most one layer twice.
     """
-    counts, left = dict.fromkeys(("norms", "blocks", "attentions", "mixers"), 0), dict[str, None]()
+    counts, left = Counter[str](), dict[str, None]()
     mixtures: dict[nn.Module, ChosenExperts] = {}
     on_cpu = next(net.parameters()).device.type == "cpu"
 
@@ -490,7 +492,8 @@ def fuse_parts(
             make = functools.partial(attention_of, child, record, *of_layer, on_cpu=on_cpu)
             attempt("attentions", parent, name, child, make)
         elif type(child) is DeltaNet and on_cpu:
-            attempt("mixers", parent, name, child, functools.partial(joined_delta_net_of, child, record, bounds.block))
+            joined_net = functools.partial(joined_delta_net_of, child, record, bounds.block)
+            attempt("delta nets", parent, name, child, joined_net)
         elif any(names[-1] in parts for names in _GATED_BLOCKS):
             attempt("blocks", parent, name, child, functools.partial(gated_of, child, record, bounds.block))
         elif any(isinstance(part, Experts) for part in child.children()):
@@ -502,7 +505,7 @@ def fuse_parts(
         if hasattr(child, "weight") and (hasattr(child, "eps") or hasattr(child, "variance_epsilon")):
             attempt("norms", parent, name, child, functools.partial(norm_of, child, record, bounds.norm))
     attentions = sum(isinstance(module, RowAttention) for module in net.modules())
-    return Fused(counts["norms"], counts["blocks"], attentions, mixtures, left=tuple(left))
+    return Fused(counts["norms"], counts["blocks"], attentions, counts["delta nets"], mixtures, left=tuple(left))
 
 
 def verified(

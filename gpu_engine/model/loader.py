@@ -37,15 +37,13 @@ from gpu_engine.model.cache_size import (
     refuse_wide_heads,
     report,
 )
-from gpu_engine.model.embedded import Progress, cache_dir
+from gpu_engine.model.embedded import cache_dir
 from gpu_engine.model.experts import refuse_grouped_products, replace_experts
-from gpu_engine.model.files.reading import (
-    num_parameters,
-)
+from gpu_engine.model.files.reading import num_parameters
 from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.fused_layers import join_activations
 from gpu_engine.model.fusion import Bounds, Fused, FusedModelDiffers, fuse_parts, verified
-from gpu_engine.model.hub import path_of
+from gpu_engine.model.hub import Progress, path_of
 from gpu_engine.model.latent import latent_shapes, quantise_expansions, replace_latent, take_expansions
 from gpu_engine.model.linear import pack_linears, replace_conv1d, replace_linears, sum_in_fp32
 from gpu_engine.model.loaded_model import KnownVocabulary, LoadedModel, ModelNotSupported
@@ -64,7 +62,7 @@ from gpu_engine.model.parallel.division import join_engines, load_divided
 from gpu_engine.model.parallel.shards import SETTING, Shard, heads_of, name_heads, shard
 from gpu_engine.model.probe import own_logits, probe, refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint
-from gpu_engine.model.quantised.choice import forms_of, quantise
+from gpu_engine.model.quantised.choice import forms_of, quantise, rounded_kind
 from gpu_engine.model.quantised.mixtures import mix_natively
 from gpu_engine.model.quantised.native import NativeForward, with_native
 from gpu_engine.model.recurrent.delta_nets import JoinedDeltaNet
@@ -72,8 +70,8 @@ from gpu_engine.model.recurrent.multipliers import fold_multipliers
 from gpu_engine.model.recurrent.replacement import is_replaced, replace_recurrent
 from gpu_engine.model.recurrent.rows import recurrent_layers
 from gpu_engine.model.rotary import install_tables
-from kernels.blocks import BLOCK, BlockKind
-from kernels.forward import LAYER_PRODUCTS
+from kernels.blocks import BLOCK
+from kernels.forward_layers import LAYER_PRODUCTS
 from kernels.matrix_unit import use_units
 from service_runtime.cores import usable_cores
 from service_runtime.memory import freed_at_once
@@ -327,7 +325,7 @@ def _prepare_net(
     # The memory of a GPU then never holds the weights that are replaced.
     model.quantised = quantise(config, net, gguf_file, checkpoint) if quantised is None else quantised
     if model.quantised:
-        quantise_expansions(net, BlockKind.Q4 if config.quantization == "q4" and gguf_file is None else BlockKind.Q8)
+        quantise_expansions(net, rounded_kind(config, of_gguf=gguf_file is not None))
     model.forms = forms_of(net)
     if model.quantised and device.type == "cpu":
         mix_natively(net, dtype)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -41,7 +40,7 @@ from gpu_engine.model.cache_size import (
 )
 from gpu_engine.model.experts import split_experts
 from gpu_engine.model.files.early import check_files, checked_config
-from gpu_engine.model.files.filled import MakeProduct, Weights, fill, refuse_misfits, sources_of, unfilled
+from gpu_engine.model.files.filled import Weights, fill, refuse_misfits, sources_of, unfilled
 from gpu_engine.model.files.gguf_splits import split_as_named
 from gpu_engine.model.files.gpt_oss_weights import GptOssWeights
 from gpu_engine.model.files.need import need_of, refuse_too_large, say_need
@@ -61,14 +60,14 @@ from gpu_engine.model.files.reading import (
 from gpu_engine.model.files.rope_factors import rope_tensors
 from gpu_engine.model.files.safetensors_weights import SafetensorsWeights
 from gpu_engine.model.hub import Progress, path_of
-from gpu_engine.model.latent import EXPANSION, LatentExpansion, latent_shapes
+from gpu_engine.model.latent import latent_shapes
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.names import one_line
 from gpu_engine.model.probe import refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, has_mxfp4_experts, open_checkpoint
 from gpu_engine.model.quantised.choice import OwnBlocks, ReadProducts, products_while_reading, why_floats
 from gpu_engine.model.recurrent.replacement import planned_layers
-from kernels.blocks import BlockKind, can_multiply_blocks
+from kernels.blocks import can_multiply_blocks
 
 if TYPE_CHECKING:
     from gpu_engine.model.files.gguf_header import GGUFHeader
@@ -217,19 +216,19 @@ def _read(
         if configuration is not whole:
             log.info("reading the language model of %s, which takes no images or audio here", path)
             configuration.tie_word_embeddings = weights.shape("lm_head.weight") is None
-        beside = BlockKind.Q4 if gguf is None else BlockKind.Q8
-        products = products_while_reading(config, weights, own, dtype, beside=beside) if decided else None
-        if gguf is None and own is not None and products is None:
-            why = str(why_floats(config, possible=can_multiply_blocks()))
-            log.info("dequantised the experts to %s: %s", str(dtype).removeprefix("torch."), why)
         if isinstance(weights, GptOssWeights) and hasattr(configuration, "quantization_config"):
             del configuration.quantization_config  # of its experts, which are read here
         # The dtype of a new model is torch's default for every thread while it is made.
         net = _unfilled(configuration, torch.float32 if files.beside else dtype)
         if files.beside:
             cast_computed(net, dtype)
+        products: ReadProducts | None = None
         if decided:
             split_experts(net)
+            products = products_while_reading(config, net, weights, own, dtype, of_gguf=gguf is not None)
+        if gguf is None and own is not None and products is None:
+            why = str(why_floats(config, possible=can_multiply_blocks()))
+            log.info("dequantised the experts to %s: %s", str(dtype).removeprefix("torch."), why)
         refuse_recurrent(config, net)
         refuse_wide_heads(cached_shape(config, net, setting).heads, "cpu" if config.on_cpu else "cuda")
         if isinstance(weights, SafetensorsWeights):
@@ -253,26 +252,12 @@ def _read(
             net,
             weights,
             dtype,
-            (lambda name, parent, linear: None)
-            if products is None
-            else _with_expansions(config, net, weights, products, dtype),
+            (lambda name, parent, linear: None) if products is None else products.of,
             lambda share: progress("loading the weights", 0.2 + 0.6 * share),
         )
     if products is not None:
         log.info("quantised %d products: %s", replaced, products)
     return Network(net, count, products is not None if decided else None, size)
-
-
-def _with_expansions(
-    config: EngineConfig, net: nn.Module, weights: Weights, products: ReadProducts, dtype: torch.dtype
-) -> Callable[[str, nn.Module, nn.Linear], MakeProduct | None]:
-    """Return what `fill` asks for products: those of `products`, and the expansions of latent attention."""
-    shapes = {f"{path}.{EXPANSION}": shape for path, shape in latent_shapes(config, net).items()}
-
-    def make(path: str, source: str, bias: torch.Tensor | None) -> nn.Module:
-        return LatentExpansion(shapes[path], weights.tensor(source, dtype), products.rounded)
-
-    return lambda path, parent, linear: make if path in shapes else products.of(path, parent, linear)
 
 
 def _unfilled(configuration: PreTrainedConfig, dtype: torch.dtype) -> Any:

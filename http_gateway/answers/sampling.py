@@ -32,7 +32,6 @@ _SAME = (
     "skip_special_tokens",
 )
 """Fields with one name and meaning on both sides."""
-MAX_BIASED_TOKEN = (1 << 32) - 1
 
 
 def begin(

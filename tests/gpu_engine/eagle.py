@@ -5,15 +5,16 @@ Invariant: both are the same in every run, in the public format, over a pruned v
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from gpu_engine.drafters.heads.eagle3_files import save_head
-from gpu_engine.drafters.heads.eagle3_head import Eagle3Config, Eagle3Head
+from gpu_engine.drafters.heads.eagle3_head import Eagle3Config, Eagle3Head, default_aux_layers
 from tests.gpu_engine.tiny import VOCAB
 
 DRAFT_VOCAB = 200
@@ -30,25 +31,62 @@ def target_config(**changed: Any) -> LlamaConfig:
     return LlamaConfig(**(shape | changed))
 
 
+def shape_for(target: Any, draft_vocab_size: int) -> Eagle3Config:
+    """Return a head's shape for a transformers config of a target."""
+    return Eagle3Config(
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads,
+        head_dim=target.head_dim,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_theta=float(target.rope_parameters["rope_theta"]),
+        max_position_embeddings=target.max_position_embeddings,
+        aux_layers=default_aux_layers(target.num_hidden_layers),
+    )
+
+
+def choose_vocabulary(head: Eagle3Head, target_ids: torch.Tensor) -> None:
+    """Make `target_ids`, int64 [Vd] and distinct, the draft vocabulary, in ascending order."""
+    ids_D = target_ids.sort().values
+    head.d2t.copy_(ids_D - torch.arange(len(ids_D)))
+    head.t2d.zero_()[ids_D] = True
+
+
+def save_head(head: Eagle3Head, directory: Path) -> None:
+    """Write config.json and model.safetensors."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = asdict(head.config)
+    layers = config.pop("aux_layers")
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    tensors = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
 def make_head(seed: int = 0, **changed: Any) -> Eagle3Head:
     torch.manual_seed(seed)
-    head = Eagle3Head(replace(Eagle3Config.of_target(target_config(), draft_vocab_size=VD), **changed))
-    head.choose_vocabulary(torch.randperm(V)[:VD])
+    head = Eagle3Head(replace(shape_for(target_config(), VD), **changed))
+    choose_vocabulary(head, torch.randperm(V)[:VD])
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return head.eval()
-
-
-def _config(target: object) -> Eagle3Config:
-    return Eagle3Config.of_target(target, draft_vocab_size=DRAFT_VOCAB)
 
 
 def save_random(target: Path, folder: Path) -> None:
     """Write a head of random weights."""
     net = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     torch.manual_seed(3)
-    head = Eagle3Head(_config(net.config))
-    head.choose_vocabulary(torch.randperm(VOCAB)[:DRAFT_VOCAB])
+    head = Eagle3Head(shape_for(net.config, DRAFT_VOCAB))
+    choose_vocabulary(head, torch.randperm(VOCAB)[:DRAFT_VOCAB])
     save_head(head, folder)
 
 
@@ -59,9 +97,9 @@ def save_circle(target: Path, folder: Path) -> None:
     target's output head makes the next token. The target's hidden states are not read.
     """
     net = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    head = Eagle3Head(replace(_config(net.config), norm_before_residual=True))
+    head = Eagle3Head(replace(shape_for(net.config, DRAFT_VOCAB), norm_before_residual=True))
     # The ids from 256 on end an answer or have no text.
-    head.choose_vocabulary(torch.arange(DRAFT_VOCAB))
+    choose_vocabulary(head, torch.arange(DRAFT_VOCAB))
     attention, (heads, kv_heads, width) = head.midlayer.self_attn, head.midlayer.self_attn.shape
     with torch.no_grad():
         for name, weight in head.named_parameters():

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kernels.blocks import BlockKind, PackedBlocks, can_multiply_blocks, quantised
-from kernels.forward import Forward, ForwardAttention, ForwardLayer, Norm
+from kernels.forward import Forward
+from kernels.forward_layers import ForwardAttention, ForwardLayer, Norm
 from kernels.fused_arguments import Activation
 from kernels.kv_pages import KVHeads, KVPages
 from kernels.mixture import Choice, GatedBlock, Mixture

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from kernels.blocks import BlockKind, PackedBlocks, can_multiply_blocks
-from kernels.forward import Forward, ForwardAttention, ForwardLayer, Norm
+from kernels.forward import Forward
 from kernels.forward_inputs import ForwardInput, ForwardInputs
+from kernels.forward_layers import ForwardAttention, ForwardLayer, Norm
 from kernels.fused_arguments import Activation, KeyValues
 from kernels.kv_pages import KVHeads, KVPages
 from kernels.mixture import GatedBlock

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice
 from statistics import fmean, median
 from typing import Any
 
@@ -44,7 +44,6 @@ class Timed:
     engine_ttft_s: float
     total_s: float
     """From the first token to the last."""
-    gaps_s: tuple[float, ...]
     compile_s: float | None
     """None: no grammar, or one that was compiled before."""
     guided: bool
@@ -124,7 +123,6 @@ async def _answer(stub: Any, item: Item) -> Timed:
         arrivals[0] - began_s,
         last.telemetry.ttft_ms / 1e3,
         arrivals[-1] - arrivals[0],
-        tuple(after - before for before, after in pairwise(arrivals)),
         last.telemetry.compile_ms / 1e3 if compiled else None,
         item.schema is not None,
         last.telemetry.steps,

@@ -112,15 +112,12 @@ def lose_engine(
     router: str,
     *,
     at_s: float,
-    what: str = "engine",
     detect_s: float = 1.0,
-    seed: int = 0,
 ) -> Loss:
     """Simulate a trace with and without the end of engine 0 at `at_s`."""
-    failure = Failure(at_s, 0, what)
-    broken = Fleet(spec, num_engines, router, (failure,), seed, detect_s).run(trace)
-    whole = Fleet(spec, num_engines, router, seed=seed).run(trace)
-    until_s = at_s + (spec.start_s if what == "engine" else spec.grammars.restart_s + 1)
+    failure, until_s = Failure(at_s, 0), at_s + spec.start_s
+    broken = Fleet(spec, num_engines, router, (failure,), detect_s=detect_s).run(trace)
+    whole = Fleet(spec, num_engines, router).run(trace)
     q = goals.quantile
     outcomes = broken.outcomes
     return Loss(

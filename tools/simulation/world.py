@@ -29,10 +29,6 @@ TRACE_LINES = 400
 """The last lines of the trace that a failed run shows."""
 
 
-class SimulationError(AssertionError):
-    """A run broke a promise; the message says which."""
-
-
 class Process:
     """A simulated process: actors that end together, at any point, without a chance to clean up."""
 
@@ -188,10 +184,6 @@ class World:
     def forget(self, process: Process) -> None:
         """Choose no actor of a process that has ended."""
         self._actors = [actor for actor in self._actors if actor.process is not process]
-
-    def actors_of(self, process: Process) -> list[Actor]:
-        """Return the actors of a process."""
-        return [actor for actor in self._actors if actor.process is process]
 
     # -- the scheduler -----------------------------------------------------------------------------------------------
 

@@ -53,7 +53,6 @@ _ENGINE_PARKS = """        atomic_store_explicit(parked, 1, memory_order_relaxed
         futex_wait_until(bell, rung, until < deadline ? until : deadline);
 """
 _ENTRY_ZERO = "    atomic_store_explicit(at64(entry, 0), 0, memory_order_relaxed);\n"
-_ENTRY_SEQ = "    atomic_store_explicit(at64(entry, 0), seq, memory_order_release);\n"
 _REQ = "    atomic_store_explicit(at64(v->words, LS_REQ_SEQ), seq, memory_order_release);\n"
 _POST_WAKES = "    if (get32(v->words, LS_GRAMMAR_PARKED)) futex_wake(at32(v->words, LS_REQ_SEQ));\n"
 _RINGS = "    atomic_fetch_add_explicit(at64(v->words, LS_DOORBELL), 1, memory_order_release);\n"

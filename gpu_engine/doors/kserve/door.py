@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import grpc
-
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.doors.found import Methods
 from gpu_engine.front.calls import Calls
+from gpu_engine.front.port.later_services import Services
 from gpu_engine.ops.installation import installed_version
 
 NAMES = frozenset({"kserve"})
@@ -24,6 +23,8 @@ METHODS = Methods(
         }
     ),
     requests=frozenset({"ModelInfer", "ModelStreamInfer"}),
+    # The field `live` is true, and `ready` is absent, which is false.
+    loading={"ServerLive": b"\x08\x01", "ServerReady": b"", "ModelReady": b""},
 )
 
 
@@ -32,9 +33,9 @@ def is_wanted(names: Collection[str]) -> bool:
     return "kserve" in names
 
 
-def add_to(server: grpc.aio.Server, calls: Calls, config: ServerConfig) -> str:
-    """Serve `calls` on `server` as well; return the name of the service."""
+def add_to(services: Services, calls: Calls, config: ServerConfig) -> str:
+    """Add the service; return its name."""
     from gpu_engine.doors.kserve.inference_servicer import SERVICE, add_to
 
-    add_to(server, calls, installed_version())
+    add_to(services, calls, installed_version())
     return SERVICE

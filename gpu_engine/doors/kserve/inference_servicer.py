@@ -23,6 +23,7 @@ from gpu_engine.doors.kserve.infer_responses import VERSION, Answers
 from gpu_engine.doors.kserve.statistics import Statistics
 from gpu_engine.front.caller import Caller, TenantView
 from gpu_engine.front.calls import Call, Calls, Context, Write
+from gpu_engine.front.port.later_services import Services, add_servicer
 from gpu_engine.front.request_stream import RequestStream
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.validation import check
@@ -197,7 +198,7 @@ class _Inference:
         return self._asked.field_name(field)
 
 
-def add_to(server: grpc.aio.Server, calls: Calls, version: str) -> None:
-    """Serve `calls` on `server` as well; `version` is this distribution's."""
+def add_to(services: Services, calls: Calls, version: str) -> None:
+    """Add the service; `version` is this distribution's."""
     servicer = InferenceServicer(calls, version=version)
-    inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
+    add_servicer(services, inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, servicer)

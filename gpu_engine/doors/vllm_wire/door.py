@@ -12,11 +12,10 @@ import logging
 from collections.abc import Callable, Collection
 from types import ModuleType
 
-import grpc
-
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.doors.found import Methods
 from gpu_engine.front.calls import Calls
+from gpu_engine.front.port.later_services import Services
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.ops.installation import installed_version
 
@@ -27,6 +26,7 @@ METHODS = Methods(
     "vllm.grpc.engine.VllmEngine",
     tenants=frozenset({"Generate", "Abort", "HealthCheck", "GetModelInfo", "GetTokenizer", "Embed"}),
     requests=frozenset({"Generate"}),
+    loading={"HealthCheck": b""},  # the field `healthy` is absent, which is false
 )
 PACKAGE = "smg_grpc_proto"
 _MISSING = "needs the package smg-grpc-proto: pip install 'lockstep-engine[vllm-wire]'"
@@ -52,11 +52,11 @@ def is_wanted(names: Collection[str], load: Load = importlib.import_module) -> b
     return problem is None
 
 
-def add_to(server: grpc.aio.Server, calls: Calls, config: ServerConfig) -> str:
-    """Serve `calls` on `server` as well; return the name of the service."""
+def add_to(services: Services, calls: Calls, config: ServerConfig) -> str:
+    """Add the service; return its name."""
     from gpu_engine.doors.vllm_wire.vllm_servicer import SERVICE, add_to
 
-    add_to(server, calls, installed_version(), kv_events="kv_events" in config.service_names)
+    add_to(services, calls, installed_version(), kv_events="kv_events" in config.service_names)
     return str(SERVICE)
 
 

@@ -24,6 +24,7 @@ from gpu_engine.doors.vllm_wire.vllm_requests import field_name, to_engine
 from gpu_engine.doors.vllm_wire.vllm_responses import Answers
 from gpu_engine.front.caller import TenantView
 from gpu_engine.front.calls import Calls, Context
+from gpu_engine.front.port.later_services import Services, add_servicer
 from gpu_engine.front.validation import check
 from service_runtime.aborted_calls import send
 
@@ -141,10 +142,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         return f"<VllmEngineServicer {self._calls!r} {self._feed!r}>"
 
 
-def add_to(server: grpc.aio.Server, calls: Calls, version: str, *, kv_events: bool) -> None:
-    """Serve `calls` on `server` as well. For the other arguments see VllmEngineServicer."""
+def add_to(services: Services, calls: Calls, version: str, *, kv_events: bool) -> None:
+    """Add the service. For the other arguments see VllmEngineServicer."""
     servicer = VllmEngineServicer(calls, version=version, kv_events=kv_events)
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
+    add_servicer(services, vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer)
 
 
 async def _refuse(context: Context, message: str) -> None:

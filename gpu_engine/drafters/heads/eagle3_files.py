@@ -6,32 +6,13 @@ values. Not responsible for: the head itself (see eagle3_head.py).
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from gpu_engine.drafters.heads.eagle3_head import FUSED_LAYERS, Eagle3Config, Eagle3Head, default_aux_layers
 from gpu_engine.drafters.heads.formats import HeadNotUsable, read_config, read_tensors
-
-
-def save_head(head: Eagle3Head, directory: Path) -> None:
-    """Write config.json and model.safetensors."""
-    directory.mkdir(parents=True, exist_ok=True)
-    config = asdict(head.config)
-    layers = config.pop("aux_layers")
-    config |= {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
-    }
-    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    tensors = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_head(directory: Path, target_config: Any, dtype: torch.dtype) -> Eagle3Head:

@@ -51,26 +51,6 @@ class Eagle3Config:
     aux_layers: tuple[int, int, int] = (0, 0, 0)
     """The hidden states before these target layers are fused."""
 
-    @staticmethod
-    def of_target(config: Any, *, draft_vocab_size: int, intermediate_size: int = 0) -> Eagle3Config:
-        """Return a head's shape for a transformers config of a target."""
-        heads = config.num_attention_heads
-        rope = getattr(config, "rope_parameters", None) or {}
-        return Eagle3Config(
-            hidden_size=config.hidden_size,
-            target_hidden_size=config.hidden_size,
-            intermediate_size=intermediate_size or config.intermediate_size,
-            num_attention_heads=heads,
-            num_key_value_heads=getattr(config, "num_key_value_heads", heads) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            vocab_size=config.vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
-            rope_theta=float(rope.get("rope_theta", 10000.0)),
-            max_position_embeddings=config.max_position_embeddings,
-            aux_layers=default_aux_layers(config.num_hidden_layers),
-        )
-
     def rope_config(self) -> LlamaConfig:
         """Return what transformers' rotary embedding is made from."""
         rope = {"rope_type": "default"} | dict(self.rope_scaling or {}) | {"rope_theta": self.rope_theta}
@@ -150,12 +130,6 @@ class Eagle3Head(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
         self.angles = Angles(config.rope_config())
-
-    def choose_vocabulary(self, target_ids: torch.Tensor) -> None:
-        """Make `target_ids`, int64 [Vd] and distinct, the draft vocabulary, in ascending order."""
-        ids_D = target_ids.sort().values
-        self.d2t.copy_(ids_D - torch.arange(len(ids_D)))
-        self.t2d.zero_()[ids_D] = True
 
     @property
     def target_ids(self) -> torch.Tensor:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import grpc
 from prometheus_client import CollectorRegistry
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
@@ -28,6 +27,7 @@ from gpu_engine.extensions.found import Extension
 from gpu_engine.extensions.receipts.identity import KEPT, FilesChanged, ModelFiles, tokenizer_digest
 from gpu_engine.extensions.receipts.writer import ReceiptWriter, ServerClaims
 from gpu_engine.front.calls import Calls
+from gpu_engine.front.port.later_services import Services
 from gpu_engine.front.port.listening import ServerError
 from gpu_engine.model.embedded import cache_dir
 from gpu_engine.ops.installation import DISTRIBUTION, installed_version
@@ -76,7 +76,7 @@ class SignedReceipts(Extension):
         except OSError as error:
             raise ServerError(f"receipt_key: the model's files cannot be read: {error}") from error
 
-    def add_to(self, server: grpc.aio.Server, calls: Calls) -> list[str]:
+    def add_to(self, services: Services, calls: Calls) -> list[str]:
         """Take the calls, which know the grammar process. Adds no service."""
         self._calls = calls
         return []

@@ -199,7 +199,6 @@ class Tenants:
         *,
         admission: EngineAdmission,
         gateway_digest: bytes = b"",
-        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args: see below.
 
@@ -207,7 +206,7 @@ class Tenants:
         admission: the engine's, which the tenants share.
         gateway_digest: SHA-256 of the token of the server's own gateway process; b"": there is none.
         """
-        self._file, self._admission, self._clock_s = file, admission, clock_s
+        self._file, self._admission = file, admission
         self._gateway = {gateway_digest: GATEWAY} if gateway_digest else {}
         self._accounts: dict[str, Account] = {}
 
@@ -247,7 +246,7 @@ class Tenants:
         share = share_of(tenant, self.table, self._admission.max_sequences)
         account = self._accounts.get(tenant.name)
         if account is None:
-            account = self._accounts[tenant.name] = Account(tenant, share, self._admission.max_running, self._clock_s)
+            account = self._accounts[tenant.name] = Account(tenant, share, self._admission.max_running, time.monotonic)
         account.renew(tenant, share)
         return account
 

@@ -13,8 +13,6 @@ import json
 import logging
 import logging.handlers
 import os
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
@@ -28,9 +26,8 @@ log = logging.getLogger(__name__)
 class AuditLog:
     """Appends to one file, which may be moved away (by logrotate, for example). Used on the event loop."""
 
-    def __init__(self, path: Path, clock_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path) -> None:
         """Open the file, which, where it is new, only its user can read. Raises OSError."""
-        self._clock_s = clock_s
         self._file = _AuditFile(path)
 
     def called(self, tenant: str, method: str, status: str, seconds: float) -> None:
@@ -55,7 +52,7 @@ class AuditLog:
         self._file.close()
 
     def _write(self, tenant: str, method: str, status: str, seconds: float, fields: dict[str, Any]) -> None:
-        when = datetime.fromtimestamp(self._clock_s(), UTC).isoformat(timespec="milliseconds")
+        when = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = {"time": when, "tenant": tenant, "method": method, "status": status, "ms": round(seconds * 1e3, 3)}
         self._file.write(json.dumps(line | fields))
 

@@ -17,7 +17,7 @@ from gpu_engine.api.admission import EngineAdmission
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.ports import EngineCore, Model
 from gpu_engine.core.hooks import EngineHooks
-from gpu_engine.doors.found import Door
+from gpu_engine.doors.found import Door, methods_of
 from gpu_engine.extensions.found import Extension
 from gpu_engine.extensions.tenants.access import TenantAccess
 from gpu_engine.extensions.tenants.accounts import Tenants
@@ -50,8 +50,7 @@ class Tenancy(Extension):
             file = tenant_file(Path(server.tenant_file))
         except ValueError as error:
             raise ServerError(str(error)) from error
-        # Another distribution's door may be older than `METHODS`: its methods are for operators.
-        methods = [door.METHODS for door in doors if hasattr(door, "METHODS")]
+        methods = methods_of(doors)
         self.gateway_token = secrets.token_hex(32)
         self.accounts = self.tenants = Tenants(
             file,

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-import grpc
 from prometheus_client import CollectorRegistry
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
@@ -24,6 +23,7 @@ from gpu_engine.extensions.transfer.kv_transfer_servicer import SERVICE, KvTrans
 from gpu_engine.extensions.transfer.metrics import TransferMetrics
 from gpu_engine.extensions.transfer.remote_prefill import RemotePrefill
 from gpu_engine.front.calls import Calls
+from gpu_engine.front.port.later_services import Services, add_servicer
 from gpu_engine.front.port.listening import ServerError, is_local
 from protos.transfer.v1 import transfer_pb2_grpc
 
@@ -79,12 +79,12 @@ class Transfer(Extension):
         least_tokens = self._config.prefill_tokens
         self.prefills = RemotePrefill(engine.pages, transports, self._metrics, least_tokens=least_tokens)
 
-    def add_to(self, server: grpc.aio.Server, calls: Calls) -> list[str]:
+    def add_to(self, services: Services, calls: Calls) -> list[str]:
         """Add the service of role=prefill."""
         if self._config.role != "prefill":
             return []
         self._servicer = KvTransferServicer(calls, self._metrics, timeout_s=self._config.prefill_timeout_s)
-        transfer_pb2_grpc.add_KvTransferServicer_to_server(self._servicer, server)
+        add_servicer(services, transfer_pb2_grpc.add_KvTransferServicer_to_server, self._servicer)
         return [SERVICE]
 
     async def warm(self) -> None:

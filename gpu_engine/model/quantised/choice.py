@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.model.files.filled import MakeProduct, Weights
+from gpu_engine.model.latent import EXPANSION, LatentExpansion, latent_shapes
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint
 from gpu_engine.model.quantised.linear import (
@@ -32,6 +33,7 @@ from gpu_engine.model.quantised.linear import (
 from gpu_engine.model.quantised.matrices import ScaledRows
 from gpu_engine.model.quantised.scaled import ScaledKind, ScaledLinear, rounded_rows, scale_linears, why_not_scaled
 from kernels.blocks import BlockKind, Blocks, PackedBlocks, RawBlocks, can_multiply_blocks, quantised
+from kernels.latent import LatentShape
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ def quantise(
             log.info("dequantised the weights to %s: %s: %s", _dtype_of(net), checkpoint, why)
             if wanted in ("none", "auto"):
                 return False
-        count = quantise_linears(net, _rounded(wanted, checkpoint))
+        count = quantise_linears(net, _rounded(config, checkpoint))
         log.info("quantised %d products: %s, %s", count, wanted, checkpoint.usage(count))
         return True
     if wanted == "none" or (wanted == "auto" and not (possible and gguf_file and config.dtype == "auto")):
@@ -95,7 +97,7 @@ def quantise(
         file = GGUFBlocks(gguf_file)
     if wanted == "auto" and not (file and file.quantised):
         return False
-    count = quantise_linears(net, file.of if file is not None and wanted != "int8" else _rounded(wanted, None))
+    count = quantise_linears(net, file.of if file is not None and wanted != "int8" else _rounded(config, None))
     log.info("quantised %d products: %s", count, file if file and wanted != "int8" else wanted)
     return True
 
@@ -128,10 +130,19 @@ class ReadProducts:
         own: the same, where they may have blocks; None: every matrix is rounded.
         dtype: the one that a matrix without a product over its own blocks has before it is rounded.
         rounded: to what, but for the output head, which has 8 bits.
+        expansions: the latent attentions whose expansions are rounded from floats, by the expansions' paths.
     """
 
-    def __init__(self, weights: Weights, own: OwnBlocks | None, dtype: torch.dtype, rounded: BlockKind) -> None:
-        self._weights, self._own, self._dtype, self.rounded = weights, own, dtype, rounded
+    def __init__(
+        self,
+        weights: Weights,
+        own: OwnBlocks | None,
+        dtype: torch.dtype,
+        rounded: BlockKind,
+        expansions: Mapping[str, LatentShape],
+    ) -> None:
+        self._weights, self._own, self._dtype, self._rounded = weights, own, dtype, rounded
+        self._expansions = expansions
         self._used: Counter[str] = Counter()
         """Matrices whose own blocks are multiplied, by their type in the file."""
         self._again = 0
@@ -139,24 +150,35 @@ class ReadProducts:
 
     def of(self, path: str, parent: nn.Module, linear: nn.Linear) -> MakeProduct | None:
         """Return what makes the product in a layer's place; None: the layer stays, and the log names it."""
+        if path in self._expansions:
+            return self._expand
         if (why := why_not_blocks(linear, parent)) is not None:
             log.info("not quantised: %s %s", path, why)
             return None
         return self._make
 
+    def _own_of(self, path: str, source: str) -> OwnBlocks | None:
+        """Return the files, if the product in the place of the layer `path` is over the blocks that they have."""
+        if self._own is None or path in self._expansions or self._own.blocks_kind(source) is None:
+            return None
+        return self._own
+
     def kind_of(self, path: str, source: str) -> BlockKind:
         """Return the kind of the product in the place of the layer `path`, whose weight the files call `source`."""
-        own = None if self._own is None else self._own.blocks_kind(source)
-        return own if own is not None else BlockKind.Q8 if path == "lm_head" else self.rounded
+        own = self._own_of(path, source)
+        kind = None if own is None else own.blocks_kind(source)
+        return kind if kind is not None else BlockKind.Q8 if path == "lm_head" else self._rounded
 
     def has_offsets(self, path: str, source: str) -> bool:
         """Return whether the product in the place of the layer `path`, whose weight is `source`, has offsets."""
-        if self._own is not None and self._own.blocks_kind(source) is not None:
-            return self._own.has_offsets(source)
-        return self.kind_of(path, source) is BlockKind.Q4
+        own = self._own_of(path, source)
+        return self.kind_of(path, source) is BlockKind.Q4 if own is None else own.has_offsets(source)
+
+    def _expand(self, path: str, source: str, bias: torch.Tensor | None) -> LatentExpansion:
+        return LatentExpansion(self._expansions[path], self._weights.tensor(source, self._dtype), self._rounded)
 
     def _make(self, path: str, source: str, bias: torch.Tensor | None) -> BlockLinear:
-        own = self._own if self._own is not None and self._own.blocks_kind(source) is not None else None
+        own = self._own_of(path, source)
         with self._lock:
             if own is not None:
                 self._used[own.kind_name(source)] += 1
@@ -169,36 +191,35 @@ class ReadProducts:
     def __str__(self) -> str:
         """For the log: the kinds of the products."""
         if self._own is None:
-            return "q4" if self.rounded is BlockKind.Q4 else "int8"
+            return "q4" if self._rounded is BlockKind.Q4 else "int8"
         kinds = [f"{count} of {kind}" for kind, count in sorted(self._used.items())]
         return ", ".join([*kinds, *([f"{self._again} rounded again"] if self._again else [])])
 
 
+def rounded_kind(config: EngineConfig, *, of_gguf: bool) -> BlockKind:
+    """Return what matrices without blocks of their own are rounded to, except for the output head, which has 8 bits.
+
+    `of_gguf`: the model comes from a GGUF file, whose matrices have blocks of their own with "q4".
+    """
+    return BlockKind.Q4 if config.quantization == "q4" and not of_gguf else BlockKind.Q8
+
+
 def products_while_reading(
-    config: EngineConfig,
-    weights: Weights,
-    own: OwnBlocks | None,
-    dtype: torch.dtype,
-    can_multiply: Callable[[], bool] = can_multiply_blocks,
-    *,
-    beside: BlockKind = BlockKind.Q8,
+    config: EngineConfig, net: nn.Module, weights: Weights, own: OwnBlocks | None, dtype: torch.dtype, *, of_gguf: bool
 ) -> ReadProducts | None:
     """Return the products of a model that is read for a CPU, or None where `config.quantization` leaves its weights.
 
-    `own`: the files, if they may have blocks; `beside`: to what "q4" rounds their other matrices. Raises
-    ModelNotSupported.
+    `own`: the files, if they may have blocks; `of_gguf`: see `rounded_kind`. Raises ModelNotSupported.
     """
-    wanted, possible = config.quantization, can_multiply()
+    wanted, possible = config.quantization, can_multiply_blocks()
     if wanted not in ("none", "auto") and not possible:
         raise ModelNotSupported(f"quantization: {wanted} needs a CPU with AVX2, or an aarch64 one with dot products")
-    if wanted == "none":
+    takes = possible and own is not None and config.dtype == "auto" and own.quantised
+    if wanted == "none" or (wanted == "auto" and not takes):
         return None
-    if wanted == "auto":
-        takes = possible and own is not None and config.dtype == "auto" and own.quantised
-        return ReadProducts(weights, own, dtype, BlockKind.Q8) if takes else None
-    if wanted == "int8":
-        return ReadProducts(weights, None, dtype, BlockKind.Q8)
-    return ReadProducts(weights, own, dtype, BlockKind.Q4 if own is None else beside)
+    expansions = {f"{path}.{EXPANSION}": shape for path, shape in latent_shapes(config, net).items()}
+    own = None if wanted == "int8" else own
+    return ReadProducts(weights, own, dtype, rounded_kind(config, of_gguf=of_gguf), expansions)
 
 
 def rounded_product(
@@ -288,12 +309,13 @@ def why_floats(config: EngineConfig, *, possible: bool) -> str | None:
     return None
 
 
-def _rounded(wanted: str, checkpoint: QuantisedCheckpoint | None) -> BlocksOf:
+def _rounded(config: EngineConfig, checkpoint: QuantisedCheckpoint | None) -> BlocksOf:
     """The checkpoint's own blocks, where it has them; else rounding to nearest, with 8 bits for the output head."""
 
     def blocks(name: str, linear: nn.Linear) -> Blocks:
-        kind = BlockKind.Q4 if wanted == "q4" and name != "lm_head" else BlockKind.Q8
-        own = None if checkpoint is None else checkpoint.of(name, linear, only=kind if wanted == "int8" else None)
+        kind = BlockKind.Q8 if name == "lm_head" else rounded_kind(config, of_gguf=False)
+        only = kind if config.quantization == "int8" else None
+        own = None if checkpoint is None else checkpoint.of(name, linear, only=only)
         return quantised(linear.weight, kind) if own is None else own
 
     return blocks

@@ -36,8 +36,9 @@ from gpu_engine.model.recurrent.mixer import RecurrentMixer
 from gpu_engine.model.recurrent.rows import LayerStates, RecurrentPools
 from gpu_engine.model.rotary import RotaryTable
 from kernels.blocks import PackedBlocks
-from kernels.forward import Forward, ForwardAttention, ForwardLayer, LatentPart, Norm
+from kernels.forward import Forward
 from kernels.forward_inputs import ForwardInput, ForwardInputs
+from kernels.forward_layers import ForwardAttention, ForwardLayer, LatentPart, Norm
 from kernels.fused_arguments import Activation, HeadForm, NormKind, RMSNorm
 from kernels.kv_pages import KVHeads
 from kernels.mixture import GatedBlock, Mixture

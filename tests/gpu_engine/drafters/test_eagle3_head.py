@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_engine.drafters.heads.eagle3_files import load_head, save_head
-from gpu_engine.drafters.heads.eagle3_head import Eagle3Config, Eagle3Head, default_aux_layers
+from gpu_engine.drafters.heads.eagle3_files import load_head
+from gpu_engine.drafters.heads.eagle3_head import Eagle3Head, default_aux_layers
 from gpu_engine.drafters.heads.formats import HeadNotUsable
-from tests.gpu_engine.eagle import VD, H, V, make_head, target_config
+from tests.gpu_engine.eagle import VD, H, V, make_head, save_head, shape_for, target_config
 
 
 def test_a_saved_head_has_the_public_format_and_is_loaded_unchanged(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_tensor_names_of_other_trainers_are_accepted(tmp_path: Path, prefix: str
 
 def test_a_head_with_the_whole_vocabulary_needs_no_map(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    head = Eagle3Head(Eagle3Config.of_target(target_config(), draft_vocab_size=V))
+    head = Eagle3Head(shape_for(target_config(), V))
     save_head(head, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}, tmp_path / "model.safetensors")

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.api.request import FinishReason
-from gpu_engine.model.embedded import CacheNotWritten, Progress, cache_dir, ensure_embedded, weights_file
+from gpu_engine.model.embedded import CacheNotWritten, cache_dir, ensure_embedded, weights_file
 from gpu_engine.model.loader import LoadedModel, load_model
 from kernels.kv_pages import KVHeads
 from tests.gpu_engine.harness import PATIENCE_S, answer_all, ask, config, unguided_engine, with_drafts
@@ -64,7 +64,7 @@ def test_a_full_disk_is_one_line_with_what_to_do(monkeypatch: pytest.MonkeyPatch
     full = OSError(errno.ENOSPC, "No space left on device")
     for error in (full, SafetensorError(f"I/O error: {full.strerror} (os error 28)")):
 
-        def convert(source: Path, folder: Path, progress: Progress, error: Exception = error) -> None:
+        def convert(source: Path, folder: Path, error: Exception = error) -> None:
             folder.mkdir()
             raise error
 
@@ -80,7 +80,7 @@ def test_many_callers_convert_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     folders: list[Path] = []
     together = threading.Barrier(4)
 
-    def convert(source: Path, folder: Path, progress: Progress) -> None:
+    def convert(source: Path, folder: Path) -> None:
         assert source == weights_file()
         conversions.append(folder)
         folder.mkdir()
@@ -105,12 +105,12 @@ def test_many_callers_convert_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_a_failed_conversion_leaves_no_complete_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
 
-    def fails(source: Path, folder: Path, progress: Progress) -> None:
+    def fails(source: Path, folder: Path) -> None:
         folder.mkdir()
         (folder / "config.json").touch()
         raise OSError("no space left on device")
 
-    def succeeds(source: Path, folder: Path, progress: Progress) -> None:
+    def succeeds(source: Path, folder: Path) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("whole")
 

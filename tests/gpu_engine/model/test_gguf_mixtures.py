@@ -12,12 +12,14 @@ import torch
 from gpu_engine.model.experts import Experts
 from gpu_engine.model.files.gguf_configs import own_configuration
 from gpu_engine.model.files.gguf_header import GGUFError, GGUFHeader
+from gpu_engine.model.files.need import Need
 from gpu_engine.model.files.reading import open_gguf
 from gpu_engine.model.loader import ModelNotSupported, load_model
 from gpu_engine.model.recording import distance, typical_distance
 from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine.gguf_files import EOS
 from tests.gpu_engine.harness import config
+from tests.gpu_engine.model.file_need import need_of_file
 from tests.gpu_engine.model.mixture_gguf_files import CONFIGS, tiny, write
 from tests.gpu_engine.model.model_logits import logits, some_ids
 
@@ -72,16 +74,32 @@ def test_older_files_of_qwen_2_lack_the_widths_of_experts(tmp_path: Path, width:
     assert (made.moe_intermediate_size, made.shared_expert_intermediate_size) == (32, 64)
 
 
+HEADS_IN_ONE_TENSOR: dict[str, Any] = {
+    "attention__key_length": 48,
+    "attention__value_length": 48,
+    "attention__key_length_mla": None,
+    "attention__value_length_mla": None,
+}
+"""Of older files with latent attention."""
+
+
 def test_older_files_have_the_heads_of_latent_attention_in_one_tensor(tmp_path: Path) -> None:
     own = tiny("deepseek2")
-    older = {"key_length": 48, "value_length": 48, "key_length_mla": None, "value_length_mla": None}
-    keys: dict[str, Any] = {f"attention__{name}": value for name, value in older.items()}
-    file = write(own, "deepseek2", tmp_path / "model.gguf", **keys)
+    file = write(own, "deepseek2", tmp_path / "model.gguf", **HEADS_IN_ONE_TENSOR)
     model = load_model(config(model=str(file), dtype="float32", quantization="none"))
     assert {heads.values for heads in model.kv_heads} == {64}, "the cache has latent vectors"
     ids_BP = some_ids(1, 40)
     with torch.inference_mode():
         assert distance(logits(model, ids_BP)[0], own(ids_BP, use_cache=False).logits[0]) < 1e-4
+
+
+@needs_blocks
+def test_the_need_of_latent_attention_counts_blocks_of_eight_bits_in_files_of_four(tmp_path: Path) -> None:
+    def need(name: str, **keys: Any) -> Need:
+        file = write(tiny("deepseek2"), "deepseek2", tmp_path / name, "Q4_0", **keys)
+        return need_of_file(config(model=str(file), dtype="auto"))[1]
+
+    assert need("one.gguf", **HEADS_IN_ONE_TENSOR) == need("apart.gguf")
 
 
 @needs_blocks

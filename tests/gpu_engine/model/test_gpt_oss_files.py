@@ -17,20 +17,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config, PreTrainedTokenizerFast
 
 from gpu_engine.model import attention
-from gpu_engine.model.experts import split_experts
-from gpu_engine.model.files.filled import unfilled
 from gpu_engine.model.files.gguf_header import GGUFHeader
-from gpu_engine.model.files.gguf_weights import GGUFWeights
-from gpu_engine.model.files.need import need_of
 from gpu_engine.model.files.reading import configuration_of
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model, prepare, resolve_dtype
 from gpu_engine.model.network import ModelFiles, read_network, read_tokenizer
-from gpu_engine.model.quantised.choice import products_while_reading
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import distance
 from kernels.blocks import BlockKind, can_multiply_blocks
 from tests.gpu_engine import gpt_oss_files
 from tests.gpu_engine.harness import config
+from tests.gpu_engine.model.file_need import need_of_file
 from tests.gpu_engine.model.model_logits import logits, some_ids
 from tests.gpu_engine.model.same_model import assert_same
 
@@ -155,12 +151,8 @@ def test_tensors_of_gate_and_up_that_do_not_fit_together_are_named(tmp_path: Pat
 @needs_blocks
 def test_the_need_of_a_file_is_what_its_blocks_take(tmp_path: Path) -> None:
     file = gpt_oss_files.write_gguf(gpt_oss_files.model(), tmp_path / "model.gguf", "Q8_0")
-    settings, header = config(model=str(file), dtype="auto"), GGUFHeader(file)
-    attention.register()
-    with GGUFWeights(header) as weights:
-        net = unfilled(configuration_of(file, header), torch.bfloat16, attention.NAME)
-        split_experts(net)
-        need = need_of(net, weights, products_while_reading(settings, weights, weights, torch.bfloat16), torch.bfloat16)
+    settings = config(model=str(file), dtype="auto")
+    net, need = need_of_file(settings)
     taken = sum(product.packed.num_bytes for product in products(load_model(settings)))
     assert taken > 2 * 4 * 2 * 64 * 96 * 17 / 32
     assert need.weights > taken

@@ -40,6 +40,7 @@ from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine import gguf_files, tiny
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.model import mixture_gguf_files
+from tests.gpu_engine.model.file_need import need_of_file
 from tests.gpu_engine.model.model_logits import logits, some_ids
 from tests.gpu_engine.model.recurrent import hybrid_gguf_files
 from tests.gpu_engine.model.same_model import assert_same, by_transformers
@@ -313,11 +314,7 @@ def bytes_of(model: LoadedModel) -> int:
 def test_the_need_of_a_file_counts_the_offsets_of_its_blocks(tmp_path: Path, kind: str) -> None:
     file = gguf_files.write(gguf_files.FAMILIES["llama"](), tmp_path / "model.gguf", [kind])
     settings = config(model=str(file), dtype="auto", quantization="auto")
-    header = GGUFHeader(file)
-    attention.register()
-    with GGUFWeights(header) as weights:
-        net = unfilled(configuration_of(file, header), torch.bfloat16, attention.NAME)
-        need = need_of(net, weights, products_while_reading(settings, weights, weights, torch.bfloat16), torch.bfloat16)
+    _, need = need_of_file(settings)
     assert need.weights == pytest.approx(bytes_of(load_model(settings)), rel=0.02)
 
 
@@ -328,7 +325,7 @@ def test_the_need_of_the_weights_is_what_they_take(saved: Callable[[str], Path],
     attention.register()
     with SafetensorsWeights(Path(settings.model)) as weights:
         net = unfilled(configuration_of(Path(settings.model), None), torch.float32, attention.NAME)
-        products = products_while_reading(settings, weights, None, torch.float32)
+        products = products_while_reading(settings, net, weights, None, torch.float32, of_gguf=False)
         need = need_of(net, weights, products, torch.float32)
     if products is None:  # the output head is larger than two joined layers, and is joined with nothing
         assert need.working == net.lm_head.weight.numel() * 4 + WORKING + loaders() * OF_LOADER

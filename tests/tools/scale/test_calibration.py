@@ -94,7 +94,7 @@ def test_a_simulation_of_the_measured_requests_takes_the_measured_time() -> None
                 generated=1,
             )
         )
-    answer = Timed(31, steps, 10e-3, 10e-3, (steps - 1) * 4e-3, (), None, False, steps)
+    answer = Timed(31, steps, 10e-3, 10e-3, (steps - 1) * 4e-3, None, False, steps)
     one = Pass(1, (answer,) * 40, now, tuple(found))
     calibration = calibration_of([one], "test", "an engine", {"prefix_cache": False})
     result = simulated(calibration, one)
@@ -104,7 +104,7 @@ def test_a_simulation_of_the_measured_requests_takes_the_measured_time() -> None
 
 
 def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
-    answer = Timed(31, 20, 10e-3, 8e-3, 0.1, (), 0.02, True, 15)
+    answer = Timed(31, 20, 10e-3, 8e-3, 0.1, 0.02, True, 15)
     one = Pass(1, (answer,), 1.0, tuple(samples(100, 0.1)))
     calibration = calibration_of([one], "test", "an engine", {"max_batch_size": 8})
     path = tmp_path / "one.json"

@@ -26,7 +26,7 @@ def calibration(path: Path) -> Path:
         )
         for n in range(100)
     ]
-    answer = Timed(20, 10, 0.01, 0.01, 0.05, (), None, False, 10)
+    answer = Timed(20, 10, 0.01, 0.01, 0.05, None, False, 10)
     calibration_of([Pass(1, (answer,), 1.0, tuple(samples))], "chat", "an engine", {}).save(path)
     return path
 

@@ -18,6 +18,7 @@ from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.model.probe import probe
 from gpu_engine.model.quantised.native import NativeForward
 from gpu_engine.model.recording import distance, typical_distance
+from gpu_engine.model.recurrent.delta_nets import DeltaNet
 from gpu_engine.model.states import SequenceStates
 from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine import hybrids
@@ -151,6 +152,7 @@ def test_a_hybrid_runs_as_one_loop(load: Callable[..., LoadedModel], family: str
     own, loop = (load(family, dtype=dtype, fuse_parts=fuse) for fuse in (False, True))
     assert own.fused.forward is None
     assert isinstance(loop.fused.forward, FusedForward), loop.fused.left
+    assert loop.fused.delta_nets == sum(type(module) is DeltaNet for module in own.net.modules())
     assert not loop.takes_prompts
     ids_BP = some_ids(3, 40)
     assert distance(logits(loop, ids_BP), logits(own, ids_BP)) < (1e-4 if dtype == "float32" else 5e-2)
