@@ -3,8 +3,8 @@
 The kinds of BLOCKS have integers with one scale for every 32 inputs, or for every 16 (Q3_K and Q6_K), so their blocks
 are exact but for the scale, which is rounded to half precision (a relative error of at most 5e-4). IQ4_NL and IQ4_XS
 have codes of integers in their place, and MXFP4 has those of floats (see mxfp4.py). Q2_K, which has an offset for every
-16 inputs, and the IQ kinds of 3 bits and fewer, whose values no byte holds, are not there: their matrices are rounded to
-8 bits.
+16 inputs, and the IQ kinds of 3 bits and fewer, whose values no byte holds, are not there: their matrices are rounded
+to 8 bits.
 Invariant: the blocks of a matrix are those of its rows, whatever part of them is read at once.
 Not responsible for: the names of tensors and the order of their rows (see gguf_blocks.py), the bytes of a block (see
 kernels/unpack.py), the product (see kernels/blocks.py).

@@ -18,8 +18,15 @@ from gpu_engine.model.quantised.gguf_kinds import BLOCKS, blocks_of, numbers_of,
 from gpu_engine.model.recording import distance
 from kernels.blocks import BLOCK, PackedBlocks
 
-TWO_HALVES = (Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K)
-"""Kinds whose blocks begin with two halves, and not with one."""
+HALVES = {
+    **dict.fromkeys((Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K), (0, 2)),
+    Kind.Q3_K: (108,),
+    Kind.Q6_K: (208,),
+    Kind.MXFP4: (),
+}
+"""Where the numbers in half precision of a block are, for the kinds that do not begin with one."""
+BITS = {Kind.Q5_0: 5, Kind.Q5_1: 5, Kind.Q5_K: 5, Kind.Q6_K: 6, Kind.Q8_0: 8}
+"""Of a weight in memory, where they are not 4."""
 NO_SCALE, HALF = 0.0, 3e-4
 
 
@@ -28,10 +35,9 @@ def random_bytes(kind: Kind, N: int = 6, blocks: int = 3) -> npt.NDArray[np.uint
     raw_NBk = rng.integers(0, 256, (N, blocks, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
     if kind is Kind.MXFP4:
         raw_NBk[..., 0] = rng.integers(110, 130, (N, blocks))
-    else:
-        for at in (0, 2) if kind in TWO_HALVES else (0,):
-            halves = rng.uniform(-1, 1, (N, blocks, 1)).astype(np.float16)
-            raw_NBk[..., at : at + 2] = halves.view(np.uint8)
+    for at in HALVES.get(kind, (0,)):
+        halves = rng.uniform(-1, 1, (N, blocks, 1)).astype(np.float16)
+        raw_NBk[..., at : at + 2] = halves.view(np.uint8)
     return raw_NBk.reshape(N, -1)
 
 
@@ -42,7 +48,7 @@ def random_bytes(kind: Kind, N: int = 6, blocks: int = 3) -> npt.NDArray[np.uint
             (kind, NO_SCALE)
             for kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.IQ4_NL, Kind.MXFP4)
         ),
-        *((kind, HALF) for kind in (Kind.Q4_K, Kind.Q5_K, Kind.IQ4_XS)),
+        *((kind, HALF) for kind in (Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_XS)),
     ],
 )
 def test_blocks_are_the_weights_of_the_file(kind: Kind, bound: float) -> None:
@@ -52,7 +58,7 @@ def test_blocks_are_the_weights_of_the_file(kind: Kind, bound: float) -> None:
     assert blocks is not None
     assert blocks.shape == tuple(want_NK.shape)
     assert (blocks.kind, blocks.offsets_NB is not None) == (BLOCKS[kind].kind, BLOCKS[kind].has_offsets)
-    assert blocks.kind.block_bytes == (BLOCK // 2 if "4" in kind.name else BLOCK)
+    assert blocks.kind.block_bytes == BLOCK // 8 * BITS.get(kind, 4)
     assert distance(blocks.dequantised(), want_NK) <= bound
     some = blocks_of(raw[2:4], kind)
     assert some is not None
@@ -73,7 +79,7 @@ def test_packed_blocks_are_the_weights_of_the_file_in_any_order_of_blocks(kind: 
 
 
 def test_numbers_of_kinds_without_blocks_are_the_librarys() -> None:
-    for kind in (Kind.Q6_K, Kind.IQ3_S, Kind.TQ1_0):
+    for kind in (Kind.Q2_K, Kind.IQ3_S, Kind.TQ1_0):
         raw = np.zeros((2, 2 * GGML_QUANT_SIZES[kind][1]), np.uint8)
         raw[:, ::3] = 60  # no half of these is infinite
         want = torch.from_numpy(dequantize(raw, kind))
@@ -82,7 +88,7 @@ def test_numbers_of_kinds_without_blocks_are_the_librarys() -> None:
 
 
 def test_other_kinds_have_no_blocks() -> None:
-    for kind in (Kind.F32, Kind.BF16, Kind.Q6_K, Kind.IQ3_S):
+    for kind in (Kind.F32, Kind.BF16, Kind.Q2_K, Kind.IQ3_S):
         assert blocks_of(np.zeros((2, 64), np.uint8), kind) is None
 
 
