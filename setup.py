@@ -56,7 +56,7 @@ def kernels() -> list[Extension]:
 
 
 class ParallelBuild(build_ext):
-    """Compiles the sources of an extension side by side: one for each vector unit, and each takes 8 s to 16 s."""
+    """Compiles the sources of an extension side by side: one for each vector unit, which takes up to a minute."""
 
     def build_extensions(self) -> None:
         """Build all extensions."""

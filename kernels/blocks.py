@@ -98,7 +98,8 @@ CODE_VALUES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """A quantised matrix, not packed: weight = scale * (quant - middle) + offset.
+    """A quantised matrix, not packed: weight = scale * (quant - middle) + offset, with one scale for a block or for
+    either half of it.
 
     The quant of a code is the integer that the code stands for.
     """
@@ -198,6 +199,11 @@ def packed_bytes(kind: BlockKind, shape: tuple[int, int], *, offsets: bool = Fal
     N, K = shape
     in_block = kind.block_bytes + 2 * kind.scales + 2 * offsets
     return -(-N // _GROUP) * _GROUP * (K // BLOCK) * in_block
+
+
+def rows_bytes(M: int, K: int) -> int:
+    """Return what a product needs for its quantised activations: `block_rows_bytes` of `blocks.h`."""
+    return M * (K + K // BLOCK * 16) + 256
 
 
 def can_multiply_blocks() -> bool:
@@ -516,7 +522,7 @@ class LinearCall:
         M, K = x_MK.shape
         self._owned = weights, x_MK
         self.out_MN = torch.empty(M, weights.num_outputs, dtype=x_MK.dtype)
-        self._scratch = torch.empty(M * (K + K // BLOCK * 16) + 256, dtype=torch.uint8)
+        self._scratch = torch.empty(rows_bytes(M, K), dtype=torch.uint8)
         self.args = _LinearArgs(
             weights.args,
             x_MK.data_ptr(),

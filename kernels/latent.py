@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.blocks import BLOCK, BlockWeightsArgs, PackedBlocks
+from kernels.blocks import BlockWeightsArgs, PackedBlocks, rows_bytes
 from kernels.fused_arguments import NormKind, RMSNorm
 from kernels.kv_pages import KVHeads, KVPages
 from kernels.library import native
@@ -103,7 +103,7 @@ class HeadProducts:
         if isinstance(self.weights, torch.Tensor):
             assert self.weights.dtype == x_NHK.dtype, self.weights.dtype
         else:
-            scratch = torch.empty(N * H * (K + K // BLOCK * 16) + 256, dtype=torch.uint8)
+            scratch = torch.empty(rows_bytes(N * H, K), dtype=torch.uint8)
             args.scratch = scratch.data_ptr()
         args.x, args.out, args.rows, args.bf16 = x_NHK.data_ptr(), out_NHJ.data_ptr(), N, x_NHK.dtype == torch.bfloat16
         args.x_row, args.x_head = x_NHK.stride()[:2]

@@ -61,7 +61,7 @@ examples:
   python -m benchmarks quantisation --model DIR --text FILE  another model, another text
 
 reading the table:
-  arithmetic   the dtype, and "blocks" when the products run over weights of 4 or 8 bits
+  arithmetic   the dtype, and "blocks" when the products run over weights of 4 to 8 bits
   weights      bytes of the weights in memory, copies included
   load         seconds in which this process loads the model; its first load, which also imports, is not counted
   perplexity   exp of the mean surprise by a token of the text, in windows of --window tokens; lower is better

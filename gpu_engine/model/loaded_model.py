@@ -85,7 +85,7 @@ class LoadedModel:
     room_tokens: int = 0
     """Tokens that the KV cache may have in the memory that was free at load; 0: unknown."""
     quantised: bool = False
-    """The products are over blocks of 4 or 8 bits, or on a GPU over rows of 8 bits."""
+    """The products are over blocks of 4 to 8 bits, or on a GPU over rows of 8 bits."""
     path: Path | None = None
     """The directory or GGUF file that it was loaded from; None: it was made in memory."""
     numerics: str = ""

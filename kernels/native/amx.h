@@ -1,9 +1,9 @@
 /* Products over blocks of many rows on x86-64's matrix unit (AMX), with the bits of the unit that includes this (see blocks.h).
  *
  * A tile multiplies up to 16 rows of activations by 16 outputs over one block of 32 inputs, or over one of its two parts. Its
- * sums are integers and hence exact; they go through memory into the same fused operations, in the same order, as group_tile's. The packed weights are
- * shared with the other units: four neighbouring inputs of 16 outputs are a row of 64 bytes here as there. They are made
- * signed bytes in L1 once for all rows of a call.
+ * sums are integers and hence exact; they go through memory into the same fused operations, in the same order, as
+ * group_tile's. The packed weights are shared with the other units: four neighbouring inputs of 16 outputs are a row of 64
+ * bytes here as there. They are made signed bytes in L1 once for all rows of a call.
  *
  * Each thread configures its own tiles when its first product needs them, and releases them at the end of the call: tiles in
  * use make a context switch 8 KB dearer. Not responsible for: the permission to use tiles (see amx.c), and from how many rows
@@ -76,8 +76,8 @@ struct panel_place {
     int64_t inputs, count; /* blocks */
 };
 
-/* Add the products of part k, of the parts of all blocks, whose sums are in memory. While tiles are in use, port 5 takes no fused operation and no
- * conversion, and these are what a product waits for; so the sums begin with WHOLE_BITS. */
+/* Add the products of part k, of the parts of all blocks, whose sums are in memory. While tiles are in use, port 5 takes no fused
+ * operation and no conversion, and these are what a product waits for; so the sums begin with WHOLE_BITS. */
 INLINE void add_block(const struct panel_place *p, int64_t k, tile_sums sums, int rows, int form, v16f *acc) {
     const v16f scale = half_floats(p->scales + k * GROUP), whole = times(scale, spread_floats(-WHOLE));
     const int64_t block = k / parts_of(form);

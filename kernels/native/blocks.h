@@ -63,19 +63,21 @@ static const int8_t CODE_VALUES[][16] = {[OF_4_BIT_FLOATS] = TWICE_E2M1(0), [OF_
 static const uint8_t CODE_BYTES[][16] = {[OF_4_BIT_FLOATS] = TWICE_E2M1(FLOATS_ABOVE),
                                          [OF_4_BIT_LEVELS] = IQ4_LEVELS(WIDE_ABOVE)};
 
-/* One matrix. The loader of the model owns the memory. K = inputs / 32; G = outputs / 16, rounded up to an even number. */
+/* One matrix. The loader of the model owns the memory. K = inputs / 32; G = outputs / 16, rounded up to an even number.
+ *
+ * Integers, whose blocks of a group lie in the order in which they are read:
+ *     4 bits  [G/2][K][2][4][16][4], input 4 j + i in the low half of a byte, 4 (j + 4) + i in the high one
+ *     5 bits  [G/2][K][2][5][16][4], first the fifth bits, of input 4 j + i in bit 2 j of byte i, of input 4 (j + 4) + i in
+ *             bit 2 j + 1; then as 4 bits
+ *     6 bits  [G/2][K][2][2 parts][3][16][4], input 4 j + i of a part in the low bits of a byte of word j < 3, and in the
+ *             high ones bits 2 j and 2 j + 1 of input 12 + i
+ *     8 bits  [G/2][K][2][8][16][4]
+ * Scales in half precision: [G/2][K][2][16], of blocks in parts [G/2][K][2 parts][2][16]. Offsets, which are added to every weight
+ * of a block: [G/2][K][2][16], or null. Without them, integers of 4 and 5 bits stand for themselves minus their middle; those of
+ * 6 bits always do. */
 struct block_weights {
-    const uint8_t
-        *quants; /* 4 bits: [G/2][K][2][4][16][4], input 4 j + i in the low half of a byte, 4 (j + 4) + i in the high
-                                one; 8 bits: [G/2][K][2][8][16][4]. A group's blocks lie in the order in which they are read.
-                                5 bits: [G/2][K][2][5][16][4], first the fifth bits, of input 4 j + i in bit 2 j of byte i,
-                                of input 4 (j + 4) + i in bit 2 j + 1; then as 4 bits. 6 bits: [G/2][K][2][2 parts][3][16][4], input
-                                4 j + i of the part in the low bits of a byte of word j < 3, and in the high ones bits 2 j
-                                and 2 j + 1 of input 12 + i */
-    const uint16_t *scales; /* [G/2][K][2][16], half precision; of blocks in parts [G/2][K][2 parts][2][16] */
-    const uint16_t
-        *offsets;      /* [G/2][K][2][16], added to every weight of the block; null: each is 0, and an integer of 4 or
-                                5 bits stands for itself minus its middle. One of 6 bits always does */
+    const uint8_t *quants;
+    const uint16_t *scales, *offsets;
     const float *bias; /* [16 G]; null: none */
     int64_t outputs, inputs;
     int64_t kind;
@@ -150,7 +152,10 @@ INLINE int middle_of(int form) {
 /* Bytes of the integers of 16 outputs' blocks. */
 INLINE int64_t bytes_of(int form) { return LINE * bits_of(form); }
 
-INLINE int64_t block_rows_bytes(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / QBLOCK * 16) + 256; }
+/* Of a row: its integers, and four numbers for each block. */
+INLINE int64_t block_row_bytes(int64_t inputs) { return inputs + inputs / QBLOCK * 16; }
+
+INLINE int64_t block_rows_bytes(int64_t rows, int64_t inputs) { return rows * block_row_bytes(inputs) + 256; }
 
 /* Lay rows of blocks out in memory of that many bytes. */
 INLINE struct block_rows block_rows_at(uint8_t *memory, int64_t rows, int64_t inputs) {
@@ -207,6 +212,7 @@ INLINE v16i splat_int(int32_t x) { return (v16i){x, x, x, x, x, x, x, x, x, x, x
 /* The sums of the first 16 integers of a block and of all 32 are added up as one float, the first in this unit: both are below
  * half of it, and together they are below 2^24. */
 #define FIRST_UNIT 8192.0f
+#define LEAST_OF_BLOCK 4e-37f /* a block of smaller numbers is one of zeros: 127 over the largest would be infinite */
 
 /* Quantise `count` blocks of 32, up to 16, of which block i is at x + i * stride: integers to nearest even of
  * x * 127 / largest magnitude. Block 0 is `block` of `row`; the others follow in the same row, or are those of the next rows. */
@@ -222,7 +228,7 @@ INLINE void quantise_blocks(const float *x, int64_t stride, int64_t count, const
                                      (v16f)((v16i)load_f32(x + i * stride + 16) & positive))
                             : splat(0.0f);
     v16f top = max_of_each(each), scale = top / splat(127.0f);
-    v16f ratio = select16(top > splat(0.0f), splat(127.0f) / top, splat(0.0f));
+    v16f ratio = select16(top > splat(LEAST_OF_BLOCK), splat(127.0f) / top, splat(0.0f));
     memcpy(inverse, &ratio, sizeof ratio);
     for (int64_t i = 0; i < count; i++) {
         v16f a = load_f32(x + i * stride), b = load_f32(x + i * stride + 16);
@@ -480,8 +486,8 @@ INLINE void fetch_lines(const uint8_t *block, int begin, int end) {
 }
 
 /* A half of group g or all of it: `vectors` from output `from` of the group on, of `rows` rows from `first` on, into rows of
- * `out`; rows, form and vectors are compile-time constants. The sums go from registers to their place: a copy would wait for them,
- * and hold up the next tile. */
+ * `out`; rows, form and vectors are compile-time constants. The sums go from registers to their place: a copy would wait for
+ * them, and hold up the next tile. */
 INLINE void group_pass(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows,
                        int form, int from, int vectors, const struct fetch *ahead, float *out, int64_t stride) {
     const int64_t blocks = w->inputs / QBLOCK, bytes = bytes_of(form), numbers = g * blocks * GROUP;

@@ -49,7 +49,7 @@ static uint8_t *lay_out_latent(const struct latent_sizes *s, int64_t heads, uint
  * their own, because members of one loop may be at the keys of a layer and at the values of the one before it. */
 INLINE struct block_rows head_inputs_at(const struct latent_sizes *s, const struct latent_work *w, int64_t heads,
                                         int64_t begin, int64_t rows, int64_t inputs) {
-    const int64_t most = most_head_inputs(s), bytes = most + most / QBLOCK * 12;
+    const int64_t bytes = block_row_bytes(most_head_inputs(s));
     return block_rows_at(w->heads + begin * heads * bytes, rows * heads, inputs);
 }
 

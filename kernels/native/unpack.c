@@ -41,9 +41,8 @@ struct block {
 struct unpack_args {
     const uint8_t *raw; /* [rows][row_bytes] */
     int64_t rows, row_bytes, blocks, kind;
-    uint8_t
-        *quants; /* [rows][blocks][16 with 4 bits, 20 with 5, 24 with 6, 32 with 8], as a product is packed from (see
-                        pack.c) */
+    /* [rows][blocks][16 with 4 bits, 20 with 5, 24 with 6, 32 with 8], as a product is packed from (see pack.c) */
+    uint8_t *quants;
     uint16_t *scales;  /* [rows][blocks], half precision; of the kinds with a scale for 16 inputs [rows][blocks][2] */
     uint16_t *offsets; /* [rows][blocks] */
 };

@@ -148,7 +148,7 @@ class GGUFWeights:
         tensors = self.find(name)
         if LatentHeads.of(tensors) is not None:
             return None
-        forms = {BLOCKS.get(tensor.kind) for tensor in tensors}
+        forms = [BLOCKS.get(tensor.kind) for tensor in tensors]
         order = self._column_order(tensors[0])
         apart = order is not None and _blocks_of(order) is None
         groups = self._groups(name)
@@ -156,10 +156,8 @@ class GGUFWeights:
             return None
         if len({tensor.kind for tensor in tensors}) > len(groups) == 1:  # their rows are read as one tensor's
             return None
-        if all(form is not None and form.kind is BlockKind.Q4 for form in forms):
-            return BlockKind.Q4  # a part without offsets gets them where another has some
-        form = forms.pop()
-        return None if forms or form is None else form.kind
+        kinds = {None if form is None else form.kind for form in forms}
+        return kinds.pop() if len(kinds) == 1 else None  # a part without offsets gets them where another has some
 
     def has_offsets(self, name: str) -> bool:
         """Return whether a matrix's own blocks have offsets next to their scales."""

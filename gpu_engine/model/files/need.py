@@ -7,6 +7,7 @@ the KV cache's size (see cache_size.py), the memory of a GPU.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from gpu_engine.model.files.filled import Weights, loaders, sources_of
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.quantised.choice import ReadProducts
-from kernels.blocks import BLOCK, packed_bytes
+from kernels.blocks import BLOCK, BlockKind, joined_kind, packed_bytes
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Need:
 def need_of(net: nn.Module, weights: Weights, products: ReadProducts | None, dtype: torch.dtype) -> Need:
     """Return what a model takes that has no memory yet. `products`: None, if its linear layers stay floats."""
     sources, kept, packed, joined, head, experts = sources_of(net, weights), dict[int, int](), 0, 0, 0, 0
+    forms = defaultdict[tuple[str, str], list[tuple[BlockKind, bool, int, int]]](list)
     for path, module in net.named_modules():
         tensors = dict(module.named_parameters(recurse=False))
         if type(module) is nn.Linear:
@@ -51,6 +53,8 @@ def need_of(net: nn.Module, weights: Weights, products: ReadProducts | None, dty
                 source = sources[f"{path}.weight"]
                 kind, offsets = products.kind_of(path, source), products.has_offsets(path, source)
                 size = packed_bytes(kind, (module.out_features, module.in_features), offsets=offsets)
+                parent, _, name = path.rpartition(".")
+                forms[parent, _JOINED.get(name, name)].append((kind, offsets, module.out_features, module.in_features))
             packed += size
             if path != "lm_head":
                 joined = max(joined, size)
@@ -61,7 +65,24 @@ def need_of(net: nn.Module, weights: Weights, products: ReadProducts | None, dty
         stacked = (tensor.numel() * dtype.itemsize for tensor in tensors.values() if tensor.dim() == 3)
         experts = max(experts, sum(stacked))
         kept.update({id(tensor): tensor.numel() * dtype.itemsize for tensor in tensors.values()})
+    packed += sum(_more_when_joined(parts) for parts in forms.values())
     return Need(packed + sum(kept.values()), max(2 * joined, head, experts) + WORKING + loaders() * OF_LOADER)
+
+
+_JOINED = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"), **dict.fromkeys(("gate_proj", "up_proj"), "gate_up")}
+"""The products of a layer that become one where they have the same inputs."""
+
+
+def _more_when_joined(parts: list[tuple[BlockKind, bool, int, int]]) -> int:
+    """Return the bytes that products take beyond their own when they are one, whose blocks have one form.
+
+    A part is its kind, whether it has offsets, its outputs and its inputs.
+    """
+    kind, offsets = joined_kind({part[0] for part in parts}), any(part[1] for part in parts)
+    return sum(
+        packed_bytes(kind, (N, K), offsets=offsets) - packed_bytes(own, (N, K), offsets=own_offsets)
+        for own, own_offsets, N, K in parts
+    )
 
 
 def refuse_too_large(need: Need, free: int | None, setting: str, *, rounds: bool) -> None:

@@ -74,6 +74,23 @@ def attentions(model: LoadedModel) -> list[LatentAttention]:
     return [module for module in model.net.modules() if isinstance(module, LatentAttention)]
 
 
+@needs_blocks
+@pytest.mark.parametrize("name", ["minicpm3", "youtu"])
+def test_rows_that_two_members_share_have_the_same_bits_in_smaller_calls(name: str, tmp_path: Path) -> None:
+    """From 48 rows a member on, members take rows of their own through layers: each writes where no other one does."""
+    model = load_model(config(model=str(tiny.save(FAMILIES[name](), tmp_path)), dtype="float32", quantization="int8"))
+    assert isinstance(model.fused.forward, NativeForward)
+    ids_BP = some_ids(12, 20)
+    few_BPV = torch.cat([logits(model, ids_BP[at : at + 2]) for at in range(0, 12, 2)])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(8):
+            assert torch.equal(logits(model, ids_BP), few_BPV)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_answers_equal_those_of_transformers_and_use_the_prefix_cache(folder: Path) -> None:
     model = load_model(config(model=str(folder)))
     assert model.kv_heads == (KVHeads(1, 80, 64),) * 2

@@ -310,9 +310,9 @@ def bytes_of(model: LoadedModel) -> int:
 
 
 @needs_avx2
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1"])
-def test_the_need_of_a_file_counts_the_offsets_of_its_blocks(tmp_path: Path, kind: str) -> None:
-    file = gguf_files.write(gguf_files.FAMILIES["llama"](), tmp_path / "model.gguf", [kind])
+@pytest.mark.parametrize("kinds", [["Q4_0"], ["Q4_1"], ["Q5_1"], ["Q4_0", "Q5_1"], ["Q5_0", "Q8_0", "Q4_1"]])
+def test_the_need_of_a_file_counts_offsets_and_joined_products(tmp_path: Path, kinds: list[str]) -> None:
+    file = gguf_files.write(gguf_files.FAMILIES["llama"](), tmp_path / "model.gguf", kinds)
     settings = config(model=str(file), dtype="auto", quantization="auto")
     _, need = need_of_file(settings)
     assert need.weights == pytest.approx(bytes_of(load_model(settings)), rel=0.02)
