@@ -10,7 +10,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from kernels.blocks import BLOCK, BlockKind, PackedBlocks, quantised
+from kernels.blocks import BLOCK, BlockKind, Blocks, quantised
 from kernels.unpack import dequantised, unpacked
 
 SCALES = {
@@ -48,6 +48,24 @@ def drawn(kind: Kind, scales: npt.NDArray[np.float16], N: int = 9, blocks: int =
     return raw_NBk.reshape(N, -1)
 
 
+def integers_of(quants_NBk: torch.Tensor, kind: BlockKind) -> torch.Tensor:
+    """The integers or codes of blocks, [N, K], from where `block_weights` of blocks.h says that they lie."""
+    N, B, _ = quants_NBk.shape
+    if kind is BlockKind.Q8:
+        return quants_NBk.view(torch.int8).reshape(N, -1)
+    of_inputs = []
+    for half, word, byte in np.ndindex(2, 4, 4):
+        if kind is BlockKind.Q6:
+            part = quants_NBk[..., 12 * half : 12 * half + 12]
+            last = part[..., byte] >> 6 | part[..., 4 + byte] >> 6 << 2 | part[..., 8 + byte] >> 6 << 4
+            of_inputs.append(part[..., 4 * word + byte] & 63 if word < 3 else last)
+            continue
+        four = quants_NBk[..., 4 * (kind.bits - 4) + 4 * word + byte] >> 4 * half & 15
+        fifth = quants_NBk[..., byte] >> (2 * word + half) & 1
+        of_inputs.append(four | fifth << 4 if kind is BlockKind.Q5 else four)
+    return torch.stack(of_inputs, dim=2).view(N, B * BLOCK)
+
+
 ANY = np.random.default_rng(0).standard_normal(64).astype(np.float16)
 ROUND = (2.0 ** np.arange(-9, 3)).astype(np.float16)
 """Scales whose product with a block's own scale of 6 bits is a number of half precision."""
@@ -73,9 +91,8 @@ def test_blocks_are_exact_but_for_a_scale_in_half_precision(kind: Kind) -> None:
         want_NK = torch.from_numpy(dequantize(raw, kind))
         (N, K), block_kind, offsets = want_NK.shape, BLOCK_KINDS[kind], kind in WITH_OFFSETS
         made = unpacked(torch.from_numpy(raw), kind.value, K, block_kind, offsets=offsets, order=None)
-        packed = PackedBlocks.unfilled(block_kind, (N, K), offsets=offsets)
-        packed.put(0, N, made)
-        blocks = packed.unpacked()
+        offsets_NB = None if made.offsets is None else made.offsets.memory
+        blocks = Blocks(block_kind, integers_of(made.quants.memory, block_kind), made.scales.memory, offsets_NB)
         largest_NK = blocks.integers().float().abs().view(N, blocks.scales_NS.shape[1], -1)
         largest_NK *= blocks.scales_NS.float().abs()[..., None]
         if blocks.offsets_NB is not None:
