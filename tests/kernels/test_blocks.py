@@ -80,7 +80,7 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows(case: str, dtype: torch.
     product = PackedBlocks(CASES[case](70, 96))
     x_MK = rand(64, 96).to(dtype)
     whole_MN = product(x_MK)
-    for rows in range(1, 65):
+    for rows in (*range(1, 20), 47, 48, 49):  # every number of rows of a tile, and what is left of several
         assert torch.equal(product(x_MK[:rows].contiguous()), whole_MN[:rows]), rows
     assert torch.equal(product(x_MK[37:40].contiguous()), whole_MN[37:40])
 
