@@ -66,7 +66,7 @@ class BlockKind(enum.IntEnum):
         return 2 if self in (BlockKind.Q6, BlockKind.P4) else 1
 
     def middle(self, *, offsets: bool) -> int:
-        """Return what an integer stands for itself minus. `offsets`: the blocks have them."""
+        """Return the integer that gives a weight of zero, before an offset. `offsets`: the blocks have them."""
         if self is BlockKind.Q6:
             return 32
         return 0 if offsets else {BlockKind.Q4: 8, BlockKind.P4: 8, BlockKind.Q5: 16}.get(self, 0)
@@ -99,7 +99,7 @@ CODE_VALUES = {
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
     """A quantised matrix, not packed: weight = scale * (quant - middle) + offset, with one scale for a block or for
-    either half of it.
+    either half of it. The kind says the middle.
 
     The quant of a code is the integer that the code stands for.
     """
@@ -118,15 +118,11 @@ class Blocks:
         N, K = self.quants_NK.shape
         return N, K
 
-    @property
-    def middle(self) -> int:
-        """What an integer stands for itself minus."""
-        return self.kind.middle(offsets=self.offsets_NB is not None)
-
     def integers(self) -> torch.Tensor:
-        """Return what the quants stand for, int8 [N, K]."""
-        values = CODE_VALUES.get(self.kind)
-        return self.quants_NK.to(torch.int8) - self.middle if values is None else values[self.quants_NK.int()]
+        """Return what the scales multiply, int8 [N, K]: integers less the middle, or the values of codes."""
+        if (values := CODE_VALUES.get(self.kind)) is not None:
+            return values[self.quants_NK.int()]
+        return self.quants_NK.to(torch.int8) - self.kind.middle(offsets=self.offsets_NB is not None)
 
     def dequantised(self) -> torch.Tensor:
         """Return the weights, float32 [N, K]."""

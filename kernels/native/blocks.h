@@ -507,7 +507,7 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
             for (int p = 0; p < parts; p++) __builtin_prefetch(ahead->scales + (parts * k + p) * GROUP);
             if (has_offsets(form)) __builtin_prefetch(ahead->offsets + k * GROUP);
         }
-        UNROLL_8 for (int p = 0; p < parts; p++) { /* the words of part p have its inputs in half p of their bytes */
+        UNROLL_8 for (int p = 0; p < parts; p++) { /* a part has words of its own, or half p of every byte */
             ints sum[ROW_TILE][VECTORS];
             int32_t count[ROW_TILE];
             UNROLL_8 for (int t = 0; t < rows; t++) {

@@ -258,7 +258,7 @@ INLINE void put_bits(uint8_t *out, const uint8_t *quants, int bits) {
         return;
     }
     uint8_t *four_bits = out + 4 * (bits - 4);
-    memset(out, 0, 4);
+    memset(out, 0, 4); /* the fifth bits */
     for (int i = 0; i < PART; i++) {
         if (bits == 5) out[i % 4] |= (uint8_t)((quants[i] >> 4 | quants[PART + i] >> 4 << 1) << i / 4 * 2);
         four_bits[i] = (uint8_t)((quants[i] & 15) | (quants[PART + i] & 15) << 4);
