@@ -214,6 +214,39 @@ async def test_a_client_that_does_not_read_stops_its_own_requests_alone(tmp_path
     assert text == "abc"
 
 
+class HandingOver(FakeContext):
+    """The context of a call whose client has a message some turns of the loop before the write of it returns."""
+
+    def __init__(self) -> None:
+        self.has_last = asyncio.Event()
+        self.taken: list[pb.GenerateManyResponse] = []
+
+    async def write(self, response: pb.GenerateManyResponse) -> None:
+        self.taken.append(response)
+        if response.last:
+            self.has_last.set()
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("max_tokens", [4, 0], ids=["answered", "refused"])
+async def test_an_id_is_free_once_the_client_has_its_last_message(tmp_path: Path, max_tokens: int) -> None:
+    context: Any = HandingOver()
+    request = ask(request_id="a", sampling=pb.SamplingParams(max_tokens=max_tokens))
+
+    async def actions() -> AsyncIterator[pb.GenerateManyRequest]:
+        yield pb.GenerateManyRequest(generate=request)
+        await context.has_last.wait()
+        yield pb.GenerateManyRequest(generate=request)
+
+    async with serving(tmp_path, answers_with("abc")) as s, asyncio.timeout(30):
+        await ManyRequests(s.calls, context, lambda r: lambda seen: check(r, s.calls.limits, seen.running)).run(actions())
+    first, second = (response for response in context.taken if response.last)
+    assert first.HasField("error") == (max_tokens == 0)
+    assert first.error == second.error
+    assert first.response.finish_reason == second.response.finish_reason
+
+
 async def test_the_record_of_each_request_names_the_call(tmp_path: Path) -> None:
     records: list[CallRecord] = []
     async with many_calls(tmp_path, answers_with("abc")) as many:
