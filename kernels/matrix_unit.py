@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import signal
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -53,8 +54,8 @@ GAIN = 1.05
 BUDGET_S = 0.3
 """For the timings of one start. Later widths take the choice of the nearest one, and are timed at another start."""
 CHOICES = (0, *ROWS)
-_KEY = re.compile(r"(?:Q[48]|[FL]4)(?: with offsets)?, \d{1,9} inputs")
-_ROUNDS = 5
+_KEY = re.compile(rf"(?:{'|'.join(BlockKind.__members__)})(?: with offsets)?, \d{{1,9}} inputs")
+_ROUNDS = 11
 _WEIGHTS = 1 << 19
 """Of a matrix that is timed: it lies in the second cache."""
 _MAX_CPUS, _MAX_CHOICES = 8, 64
@@ -118,16 +119,20 @@ class MatrixUnit:
         weights = _random(kind, offsets, max(32, _WEIGHTS // num_inputs // 32 * 32), num_inputs)
         best = 0
         for rows in reversed(ROWS):
-            calls, times = pair(weights, rows), [float("inf")] * 2
+            calls, gains = pair(weights, rows), []
+            # Both in turn, and the median of their ratios: others may use the core's other thread for some milliseconds.
             for _ in range(_ROUNDS):
-                for at, call in enumerate(calls):
-                    begin = self._clock()
-                    self._linear(ctypes.byref(call.args))
-                    times[at] = min(times[at], self._clock() - begin)
-            if times[0] * GAIN > times[1]:
+                tiled_s, plain_s = (self._timed(call) for call in calls)
+                gains.append(plain_s / tiled_s)
+            if statistics.median(gains) < GAIN:
                 return best
             best = rows
         return best
+
+    def _timed(self, call: LinearCall) -> float:
+        begin = self._clock()
+        self._linear(ctypes.byref(call.args))
+        return self._clock() - begin
 
     def _nearest(self, kind: BlockKind, offsets: bool, num_inputs: int) -> int:
         head = f"{kind.name}{' with offsets' if offsets else ''}, "

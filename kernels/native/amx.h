@@ -44,7 +44,7 @@ static void release_tiles(void) {
 /* A block of 16 outputs as signed bytes, 8 rows of 64: row j has inputs 4 j to 4 j + 3. */
 INLINE void unpack_block(const uint8_t *q, int form, uint8_t *unpacked) {
     const int bits = bits_of(form), words = in_nibbles(form) ? 4 : 8, middle = middle_of(form);
-    for (int64_t line = 0; line < 2 * bytes_of(form); line += LINE) __builtin_prefetch(q + FETCH_AHEAD + line);
+    for (int64_t line = 0; line < bytes_of(form); line += LINE) __builtin_prefetch(q + FETCH_AHEAD + line);
     UNROLL_8 for (int i = 0; i < words; i++) {
         ints low, high;
         if (bits == 6) {

@@ -6,6 +6,7 @@ Not responsible for: products.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kernels.blocks import BlockKind, PackedBlocks, can_multiply_blocks, quantised
+from kernels.blocks import BLOCK_FORMS, BlockKind, PackedBlocks, can_multiply_blocks, quantised
 from kernels.library import native
 from kernels.matrix_unit import BUDGET_S, MatrixUnit, Units, trial, use_units
 from tests.kernels.block_cases import rand
@@ -37,6 +38,7 @@ class Machine:
         args = reference._obj
         tile_rows, args.weights.tile_rows = args.weights.tile_rows, 0
         native().lockstep_block_linear_alone(ctypes.byref(args))
+        args.weights.tile_rows = tile_rows
         if tile_rows and args.weights.inputs == self._wrong_width:
             ctypes.c_float.from_address(args.out).value += 1.0
         self.now_s += self._times[tile_rows != 0](args.rows) * 1e-6
@@ -69,6 +71,24 @@ def test_a_choice_is_kept_by_cpu_and_not_timed_again(tmp_path: Path) -> None:
         again.unit(file, f"cpu {number}").rows_from(BlockKind.Q8, False, 96)
     assert len(json.loads(file.read_text())) == 8
     assert [path.name for path in file.parent.iterdir()] == ["units.json"]
+
+
+def test_a_choice_of_every_kind_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "units.json"
+    first = Machine(by_tiles, lambda rows: 2.0 * rows).unit(file)
+    assert [first.rows_from(*form, 64) for form in BLOCK_FORMS] == [6] * len(BLOCK_FORMS)
+    again = Machine(by_tiles, by_tiles)
+    assert [again.unit(file).rows_from(*form, 64) for form in BLOCK_FORMS] == [6] * len(BLOCK_FORMS)
+    assert again.timed == 0
+
+
+def test_pauses_of_the_machine_decide_nothing() -> None:
+    calls = itertools.count()
+
+    def with_pauses(rows: int) -> float:
+        return by_tiles(rows) + (1000.0 if next(calls) % 4 == 0 else 0.0)
+
+    assert Machine(by_tiles, with_pauses).unit().rows_from(BlockKind.Q4, True, 64) == 0
 
 
 @pytest.mark.parametrize(
