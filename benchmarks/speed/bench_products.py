@@ -38,7 +38,7 @@ reading the table:
   rows      rows of activations in the call
   vector    multiplications per nanosecond of the vector unit, the best of the rounds; in brackets the share of what
             the unit's instruction reaches without memory (needs a C compiler, and x86-64)
-  matrix    the same of the matrix unit, from 4 rows on, where this CPU has one that the system permits
+  matrix    the same of the matrix unit, from 16 rows on, where this CPU has one that the system permits
   ratio     matrix over vector
 
 Of bf16, "vector" is oneDNN's product, which uses the matrix unit too, in pieces of as many rows as have the same bits.
@@ -57,7 +57,7 @@ KINDS = {
 }
 """Kind and whether it has offsets; None: not in blocks."""
 EMBEDDED_SHAPES = "960x576,576x576,3072x576,576x1536"
-LEAST_TILE_ROWS = 4
+TILE_ROWS = 16
 """As kernels/native/amx.h has it."""
 
 
@@ -103,7 +103,7 @@ def best_ns(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
 def block_calls(weights: PackedBlocks, rows: int, *, tiles: bool) -> list[LinearCall]:
     """Return the product on the vector unit and, where there is one, on the matrix unit."""
     x_MK = torch.randn(rows, weights.num_inputs, generator=torch.Generator().manual_seed(rows))
-    return [LinearCall(weights, x_MK, least) for least in ((0, 1) if tiles and rows >= LEAST_TILE_ROWS else (0,))]
+    return [LinearCall(weights, x_MK, least) for least in ((0, 1) if tiles and rows >= TILE_ROWS else (0,))]
 
 
 def measure(weights: PackedBlocks, rows: int, rounds: int, *, tiles: bool) -> tuple[float, float]:
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rows", default="1,8,16,64,256", help="rows of a call (default: 1,8,16,64,256)")
     parser.add_argument(
-        "--kinds", default="q4,q8", help="of q4 (with offsets), q4_0, f4, l4, q8, bf16 (default: q4,q8)"
+        "--kinds", default="q4,q8", help=f"of {', '.join(KINDS)} (default: q4,q8); q4 and q5 with offsets"
     )
     parser.add_argument("--rounds", type=int, default=30, help="measurements of each, of which the best counts")
     args = parser.parse_args(argv)

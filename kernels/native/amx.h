@@ -1,9 +1,9 @@
 /* Products over blocks of many rows on x86-64's matrix unit (AMX), with the bits of the unit that includes this (see blocks.h).
  *
- * A tile multiplies up to 16 rows of activations by 16 outputs over one block of 32 inputs, or over one of its two parts. Its
- * sums are integers and hence exact; they go through memory into the same fused operations, in the same order, as
- * group_tile's. The packed weights are shared with the other units: four neighbouring inputs of 16 outputs are a row of 64
- * bytes here as there. They are made signed bytes in L1 once for all rows of a call.
+ * A tile multiplies 16 rows of activations by 16 outputs over one block of 32 inputs, or over one of its two parts; rows that
+ * fill no tile are left to the vector unit. The sums are integers and hence exact; they go through memory into the same fused
+ * operations, in the same order, as group_tile's. The packed weights are shared with the other units: four neighbouring
+ * inputs of 16 outputs are a row of 64 bytes here as there. They are made signed bytes in L1 once for all rows of a call.
  *
  * Each thread configures its own tiles when its first product needs them, and releases them at the end of the call: tiles in
  * use make a context switch 8 KB dearer. Not responsible for: the permission to use tiles (see amx.c), and from how many rows
@@ -14,31 +14,30 @@
 
 #include "tiles.h"
 
-#define TILE_ROWS 16      /* the most rows of a tile */
-#define LEAST_TILE_ROWS 4 /* a tile of fewer rows takes as long as one of 16 */
-#define TILE_BYTES 512    /* of a block of 16 outputs, a byte for each weight */
-#define PANEL_BLOCKS 32   /* the most that are unpacked at once: 16 KB, and 4 KB of the rows' numbers */
+#define TILE_ROWS 16    /* of activations */
+#define TILE_BYTES 512  /* of a block of 16 outputs, a byte for each weight */
+#define PANEL_BLOCKS 32 /* the most that are unpacked at once: 16 KB, and 4 KB of the rows' numbers */
 
 #define UNROLL_16 _Pragma("GCC unroll 16")
 
-static __thread int64_t configured_rows, configured_inputs; /* of this thread's tiles; 0: it has none */
+static __thread int64_t configured_inputs; /* of this thread's tiles; 0: it has none */
 
 /* Tiles 0 and 1 are sums, 2 and 3 activations, 4 and 5 weights. */
-static void configure_tiles(int64_t rows, int64_t inputs) {
-    if (configured_rows == rows && configured_inputs == inputs) return;
+static void configure_tiles(int64_t inputs) {
+    if (configured_inputs == inputs) return;
     struct tile_config config = {.palette = 1};
     for (int t = 0; t < 6; t++) {
-        config.rows[t] = (uint8_t)(t < 4 ? rows : inputs / 4);
+        config.rows[t] = (uint8_t)(t < 4 ? TILE_ROWS : inputs / 4);
         config.bytes[t] = (uint16_t)(t < 2 || t > 3 ? 64 : inputs);
     }
     TILE_CONFIGURE(&config);
-    configured_rows = rows, configured_inputs = inputs;
+    configured_inputs = inputs;
 }
 
 static void release_tiles(void) {
-    if (!configured_rows) return;
+    if (!configured_inputs) return;
     TILE_RELEASE();
-    configured_rows = 0;
+    configured_inputs = 0;
 }
 
 /* A block of 16 outputs as signed bytes, 8 rows of 64: row j has inputs 4 j to 4 j + 3. */
@@ -78,26 +77,26 @@ struct panel_place {
 
 /* Add the products of part k, of the parts of all blocks, whose sums are in memory. While tiles are in use, port 5 takes no fused
  * operation and no conversion, and these are what a product waits for; so the sums begin with WHOLE_BITS. */
-INLINE void add_block(const struct panel_place *p, int64_t k, tile_sums sums, int rows, int form, v16f *acc) {
+INLINE void add_block(const struct panel_place *p, int64_t k, tile_sums sums, int form, v16f *acc) {
     const v16f scale = half_floats(p->scales + k * GROUP), whole = times(scale, spread_floats(-WHOLE));
     const int64_t block = k / parts_of(form);
     const float *row_scales = p->row_scales + block, *row_sums = p->row_sums + block;
     /* One register and a constant each: with a second register, a fused operation and its load are not one. */
     __asm__("" : "+r"(row_scales), "+r"(row_sums));
-    UNROLL_16 for (int t = 0; t < rows; t++) {
+    UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) {
         const v16f scaled = scaled_sum(sums[t], scale, whole);
         acc[t] = fused(scaled, spread_floats(row_scales[t * PANEL_BLOCKS]), acc[t]);
     }
     if (has_offsets(form) && (k + 1) % parts_of(form) == 0) {
         const v16f offset = half_floats(p->offsets + block * GROUP);
-        UNROLL_16 for (int t = 0; t < rows; t++) acc[t] =
+        UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) acc[t] =
             fused(offset, spread_floats(row_sums[t * PANEL_BLOCKS]), acc[t]);
     }
 }
 
-/* Add the products of a panel to `acc` [rows][16]; rows and form are compile-time constants. While two blocks (or parts) are
+/* Add the products of a panel to `acc` [16][16]; form is a compile-time constant. While two blocks (or parts) are
  * added up, the tiles of the next two are under way, and the two after them are unpacked by the first tile. */
-INLINE void panel_tile(const struct panel_place *p, int rows, int form, float *acc_memory) {
+INLINE void panel_tile(const struct panel_place *p, int form, float *acc_memory) {
     static const int32_t begin[LANES] __attribute__((aligned(64))) = {[0 ... LANES - 1] = WHOLE_BITS};
     const int64_t parts = parts_of(form), bytes = 2 * bytes_of(form), count = p->count * parts;
     const int64_t inputs = QBLOCK / parts, tile_bytes = TILE_BYTES / parts; /* of a part */
@@ -125,79 +124,53 @@ INLINE void panel_tile(const struct panel_place *p, int rows, int form, float *a
     MULTIPLY(1, 3, 5, 1);
     KEEP(0, 0);
     KEEP(1, 1);
-    UNROLL_16 for (int t = 0; t < rows; t++) acc[t] = load_f32(acc_memory + t * LANES);
+    UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) acc[t] = load_f32(acc_memory + t * LANES);
     for (int64_t k = 0; k < count; k += 2) {
         MULTIPLY(0, 2, 4, k + 2);
         MULTIPLY(1, 3, 5, k + 3);
         UNPACK(k + 4);
-        add_block(p, k, sums[0], rows, form, acc);
+        add_block(p, k, sums[0], form, acc);
         KEEP(0, k + 2);
         UNPACK(k + 5);
-        if (k + 1 < count) add_block(p, k + 1, sums[1], rows, form, acc);
+        if (k + 1 < count) add_block(p, k + 1, sums[1], form, acc);
         KEEP(1, k + 3);
     }
 #undef UNPACK
 #undef MULTIPLY
 #undef KEEP
-    UNROLL_16 for (int t = 0; t < rows; t++) store_floats(acc_memory + t * LANES, acc[t]);
-}
-
-#define OF_TILE_ROWS(n)                                                                                                \
-    case n:                                                                                                            \
-        panel_tile(p, n, form, acc);                                                                                   \
-        break;
-
-INLINE void panel_rows(const struct panel_place *p, int64_t rows, int form, float *acc) {
-    switch (rows) {
-        OF_TILE_ROWS(4)
-        OF_TILE_ROWS(5)
-        OF_TILE_ROWS(6)
-        OF_TILE_ROWS(7)
-        OF_TILE_ROWS(8)
-        OF_TILE_ROWS(9)
-        OF_TILE_ROWS(10)
-        OF_TILE_ROWS(11)
-        OF_TILE_ROWS(12)
-        OF_TILE_ROWS(13)
-        OF_TILE_ROWS(14)
-        OF_TILE_ROWS(15)
-        OF_TILE_ROWS(16)
-    }
+    UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) store_floats(acc_memory + t * LANES, acc[t]);
 }
 
 #define PANEL_OF(form)                                                                                                 \
-    static __attribute__((noinline)) void panel_##form(const struct panel_place *p, int64_t rows, float *acc) {        \
-        panel_rows(p, rows, form, acc);                                                                                \
+    static __attribute__((noinline)) void panel_##form(const struct panel_place *p, float *acc) {                      \
+        panel_tile(p, form, acc);                                                                                      \
     }
 EACH_FORM(PANEL_OF)
 
-/* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on, LEAST_TILE_ROWS to STEP_ROWS of them. All tiles have the
- * same number of rows, so one configuration serves; the last begins earlier where the rows do not divide. */
+/* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on: whole tiles, up to STEP_ROWS rows. */
 static __attribute__((noinline)) void group_of_tiles(const struct block_weights *w, int64_t g,
                                                      const struct block_rows *x, int64_t first, int64_t rows,
                                                      float *out, int64_t stride) {
 #define ENTRY(form) [form] = panel_##form,
-    static void (*const of_forms[])(const struct panel_place *, int64_t, float *) = {EACH_FORM(ENTRY)};
+    static void (*const of_forms[])(const struct panel_place *, float *) = {EACH_FORM(ENTRY)};
 #undef ENTRY
     const int form = form_of(w);
     const int64_t blocks = w->inputs / QBLOCK, bytes = bytes_of(form), parts = parts_of(form);
-    const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, height = (rows + tiles - 1) / tiles;
+    const int64_t tiles = rows / TILE_ROWS;
     /* About equal panels: the first sums of a panel are waited for. */
     const int64_t panels = (blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS, most = (blocks + panels - 1) / panels;
     uint8_t panel[PANEL_BLOCKS][TILE_BYTES] __attribute__((aligned(64)));
     float acc[STEP_ROWS / TILE_ROWS][TILE_ROWS][LANES] __attribute__((aligned(64)));
     float row_scales[TILE_ROWS][PANEL_BLOCKS], row_sums[TILE_ROWS][PANEL_BLOCKS];
-    int64_t begin[STEP_ROWS / TILE_ROWS]; /* of each tile, from `first` on */
-    for (int64_t i = 0; i < tiles; i++) begin[i] = i * height < rows - height ? i * height : rows - height;
-    configure_tiles(height, QBLOCK / parts);
+    configure_tiles(QBLOCK / parts);
     for (int64_t half = 0; half < GROUP / LANES; half++) {
         memset(acc, 0, (size_t)tiles * sizeof acc[0]);
         for (int64_t k = 0; k < blocks; k += most)
             for (int64_t i = 0; i < tiles; i++) {
-                const int64_t row = first + begin[i], numbers = (g * blocks + k) * GROUP;
+                const int64_t row = first + i * TILE_ROWS, numbers = (g * blocks + k) * GROUP;
                 /* At one distance for every matrix, so that a place in them is a constant. What is copied after a row's last
                  * block is not used; it is still within the rows' memory (see block_rows_at). */
-                for (int64_t t = 0; t < height; t++) {
+                for (int64_t t = 0; t < TILE_ROWS; t++) {
                     memcpy(row_scales[t], x->scales + (row + t) * blocks + k, sizeof row_scales[t]);
                     memcpy(row_sums[t], x->sums + (row + t) * blocks + k, sizeof row_sums[t]);
                 }
@@ -211,13 +184,13 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
                                                   .row_sums = row_sums[0],
                                                   .inputs = w->inputs,
                                                   .count = blocks - k < most ? blocks - k : most};
-                of_forms[form](&place, height, acc[i][0]);
+                of_forms[form](&place, acc[i][0]);
             }
         for (int64_t i = 0; i < tiles; i++)
-            for (int64_t t = 0; t < height; t++) {
+            for (int64_t t = 0; t < TILE_ROWS; t++) {
                 v16f y = load_f32(acc[i][t]);
                 if (w->bias) y += load_f32(w->bias + g * GROUP + half * LANES);
-                store_floats(out + (begin[i] + t) * stride + half * LANES, y);
+                store_floats(out + (i * TILE_ROWS + t) * stride + half * LANES, y);
             }
     }
 }

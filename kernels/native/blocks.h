@@ -593,7 +593,7 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
 #if defined(__AVX512VNNI__)
 /* The CPUs with a matrix unit have this one. */
 #define HAS_TILES 1
-#define STEP_ROWS 48 /* the most rows at once */
+#define STEP_ROWS (3 * TILE_ROWS) /* the most rows at once */
 #include "amx.h"
 
 #if !defined(TILES_FROM) /* a test may have tiles in every product */
@@ -601,7 +601,7 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
 #endif
 
 INLINE int by_tiles(const struct block_weights *w, int64_t rows) {
-    return __builtin_expect(TILES_FROM(w) != 0, 0) && rows >= TILES_FROM(w) && rows >= LEAST_TILE_ROWS;
+    return __builtin_expect(TILES_FROM(w) != 0, 0) && rows >= TILES_FROM(w) && rows >= TILE_ROWS;
 }
 #else
 #define HAS_TILES 0
@@ -658,7 +658,7 @@ static void group_rows(const struct block_weights *w, int64_t g, const struct bl
     static rows_of_form *const of_forms[] = {EACH_FORM(ENTRY)};
 #undef ENTRY
 #if HAS_TILES
-    if (by_tiles(w, rows)) {
+    if (rows > ROW_TILE) {
         group_of_tiles(w, g, x, first, rows, out, stride);
         return;
     }
@@ -668,10 +668,11 @@ static void group_rows(const struct block_weights *w, int64_t g, const struct bl
 
 INLINE int64_t groups_of(const struct block_weights *w) { return (w->outputs + GROUP - 1) / GROUP; }
 
-/* Rows of the next tile: a tile of few rows waits for its dot products, so the last two are about equal. */
+/* Rows of the next tile, or of the next tiles of a matrix unit: a tile of few rows waits for its dot products, so the last two
+ * are about equal. */
 INLINE int64_t tile_of(const struct block_weights *w, int64_t left) {
 #if HAS_TILES
-    if (by_tiles(w, left)) return left < STEP_ROWS ? left : STEP_ROWS;
+    if (by_tiles(w, left)) return left < STEP_ROWS ? left / TILE_ROWS * TILE_ROWS : STEP_ROWS;
 #endif
     (void)w;
     if (left <= ROW_TILE) return left;

@@ -115,7 +115,7 @@ def test_whole_forwards_over_tiles_have_the_bits_of_few_rows(root: Path, tmp_pat
     """Forwards and masked heads compare calls of many rows, which run on tiles here, with calls of one to three."""
     package = package_copy(tmp_path)
     set_level(package / "native" / "dispatch.c", 5)
-    tiles = ("-include", str(HERE / "emulated_tiles.h"), "-DTILES_FROM(w)=4")
+    tiles = ("-include", str(HERE / "emulated_tiles.h"), "-DTILES_FROM(w)=1")
     build(package, ["x86_64_vnni.c", "dispatch.c", *SCALAR], ("-O1", *tiles))
     tests = ["tests/gpu_engine/model/test_masked_head.py"]
     tests += [f"tests/gpu_engine/model/test_quantised.py::test_{name}" for name in FORWARDS]
