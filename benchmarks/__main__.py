@@ -1,6 +1,7 @@
 """`python -m benchmarks [NAME] ...`: runs one of the harnesses; `serve` when no name is given.
 
-Invariant: every harness is listed in `HARNESSES`, with the line that `--help` prints for it.
+Invariant: every harness is listed in `HARNESSES`, with the line that `--help` prints for it. One that cannot run exits
+with 2, after a line that says why.
 Not responsible for: what a harness measures (see the module of that name).
 """
 
@@ -10,6 +11,8 @@ import importlib
 import signal
 import sys
 from types import FrameType
+
+from benchmarks.harness.failure import CannotRun
 
 DEFAULT = "serve"
 
@@ -85,8 +88,11 @@ def main() -> int:
     name = arguments.pop(0) if arguments and arguments[0] in HARNESSES else DEFAULT
     sys.argv = [f"python -m benchmarks {name}", *arguments]
     signal.signal(signal.SIGTERM, _exit)  # with the contexts on the stack, so that servers stop in order
-    code = importlib.import_module(f"benchmarks.{HARNESSES[name][0]}.{name}").main()
-    return int(code or 0)
+    try:
+        return int(importlib.import_module(f"benchmarks.{HARNESSES[name][0]}.{name}").main() or 0)
+    except CannotRun as failure:
+        print(f"cannot run: {failure}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import grpc
 
 from benchmarks.harness.flags import harness_parser
 from benchmarks.harness.measure import percentile
-from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
+from benchmarks.harness.server import EngineServer, ServerOptions
 from benchmarks.harness.tables import number, table
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
@@ -84,7 +84,7 @@ def main() -> int:
         with EngineServer(options) as engine, grpc.insecure_channel(engine.address) as channel:
             stub = engine_pb2_grpc.EngineStub(channel)
             rows = [measure(stub, args.width, args.max_tokens, args.count, guided=guided) for guided in (False, True)]
-    except (ServerFailed, ValueError, grpc.RpcError) as error:
+    except (ValueError, grpc.RpcError) as error:
         print(error, file=sys.stderr)
         return 1
     heads = ("answers", "width", "sampled, p50", "beams, p50", "sampled, least", "beams, least", "ratio of the least")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from typing import Any
 import grpc
 
 from benchmarks.harness.flags import engine_options
-from benchmarks.harness.server import EngineServer, ServerFailed
+from benchmarks.harness.server import EngineServer
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 
@@ -105,12 +104,8 @@ async def _measure(
 
 def measured(
     args: argparse.Namespace, flags: tuple[str, ...], kinds_of: Callable[[pb.GetModelInfoResponse], Kinds]
-) -> Findings | None:
-    """Start an engine with further flags, and ask for everything; None: it failed, and a line says why."""
+) -> Findings:
+    """Start an engine with further flags, and ask for everything."""
     options = engine_options(args, prefix_cache=False, extra=("--stream-pace-ms", "0", *flags))
-    try:
-        with EngineServer(options) as server:
-            return asyncio.run(_measure(server.address, args, kinds_of))
-    except ServerFailed as error:
-        print(error, file=sys.stderr)
-        return None
+    with EngineServer(options) as server:
+        return asyncio.run(_measure(server.address, args, kinds_of))

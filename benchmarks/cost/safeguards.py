@@ -11,17 +11,16 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
+from benchmarks.harness.client import Call, EngineClient, make_call
 from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Answer
-from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
+from benchmarks.harness.server import ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.harness.validity import COMPLETE, Judge, Verdict
 from benchmarks.harness.workloads import Item, workload
@@ -319,12 +318,8 @@ def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
     )
     chosen = {name: known[name] for name in names}
     print(f"{args.model}, {args.dtype} on {args.device}, {args.threads} threads, {args.grammar_backend}, K <= {args.k}")
-    try:
-        with start(options) as address:
-            results = asyncio.run(measure(address, chosen, levels, args.rounds))
-    except (ServerFailed, CallRefused) as failure:
-        print(f"cannot run: {failure}", file=sys.stderr)
-        return 2
+    with start(options) as address:
+        results = asyncio.run(measure(address, chosen, levels, args.rounds))
     print(f"\n{report(results, chosen)}")
     if args.json is not None:
         args.json.write_text(json.dumps(as_json(results), indent=1) + "\n")

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from benchmarks.faults.attacks import (
 )
 from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import percentile
-from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
+from benchmarks.harness.server import EngineServer, ServerOptions
 from benchmarks.harness.streams import Streams, Window, Windows
 from benchmarks.harness.tables import Progress, number, table
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
@@ -292,12 +291,8 @@ def main() -> int:
         extra=("--stream-pace-ms", "0", *args.server_flag),
         internal={"grammar_max_failures": 0},
     )
-    try:
-        with tempfile.TemporaryDirectory() as folder, EngineServer(_with_tenants(options, folder, args)) as server:
-            results = asyncio.run(measure(Target(server.address, server.pid), attacks, args))
-    except ServerFailed as error:
-        print(error, file=sys.stderr)
-        return 1
+    with tempfile.TemporaryDirectory() as folder, EngineServer(_with_tenants(options, folder, args)) as server:
+        results = asyncio.run(measure(Target(server.address, server.pid), attacks, args))
     title = f"{args.model} {args.dtype}, {2 * args.streams} streams, {args.threads} threads, {args.grammar_backend}"
     print(f"{title}, windows of {args.seconds:g} s; goal: p99 within {GOAL}x\n\n{result_table(results)}")
     if args.plot:

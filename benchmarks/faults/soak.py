@@ -16,7 +16,6 @@ import os
 import random
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,7 +29,7 @@ from benchmarks.faults.traffic import ADAPTER, KINDS, OK, TIMEOUT_S, Traffic
 from benchmarks.harness.client import make_call
 from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import percentile
-from benchmarks.harness.server import EngineServer, ServerFailed, free_port
+from benchmarks.harness.server import EngineServer, free_port
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.harness.workloads import workload
 from protos.engine.v1 import engine_pb2 as pb
@@ -419,12 +418,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--grammar-wait-s", "120",
         ),
     )  # fmt: skip
-    try:
-        with EngineServer(options) as server:
-            first, last, seen = asyncio.run(_soak(server, http_address, args))
-    except ServerFailed as error:
-        print(error, file=sys.stderr)
-        return 1
+    with EngineServer(options) as server:
+        first, last, seen = asyncio.run(_soak(server, http_address, args))
     print(report(first, last, seen))
     found = verdict(first, last, seen, args.growth_mib, args.max_slower)
     print("\nverdict: " + ("flat" if not found else "\n  ".join(["not flat:", *found])))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from benchmarks.harness.failure import CannotRun
 from benchmarks.harness.measure import Answer, EngineTimes, Run
 from lockstep_client.access import access_to
 from lockstep_client.async_rpc import AsyncRpc
@@ -23,7 +24,7 @@ GENERATE = Method("Generate", pb.GenerateRequest, pb.GenerateResponse)
 MODEL_INFO = Method("GetModelInfo", pb.GetModelInfoRequest, pb.GetModelInfoResponse)
 
 
-class CallRefused(RuntimeError):
+class CallRefused(CannotRun):
     """The server ended a call with a gRPC status."""
 
     def __init__(self, name: str, status: str, reason: str) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.harness.failure import CannotRun
 from benchmarks.harness.internals import command
 from service_runtime.parent_death import dying_with_us
 
@@ -68,7 +69,7 @@ class ServerOptions:
         ]  # fmt: skip
 
 
-class ServerFailed(RuntimeError):
+class ServerFailed(CannotRun):
     """The server did not become healthy; the message carries the end of its log."""
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
+from benchmarks.harness.failure import CannotRun
 from benchmarks.harness.measure import Answer, Run
 from benchmarks.harness.server import ServerOptions, engine_address
 from benchmarks.harness.workloads import Item
@@ -28,7 +29,7 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-class SystemFailed(RuntimeError):
+class SystemFailed(CannotRun):
     """A system cannot run this workload; the message is what the table shows."""
 
 
@@ -74,7 +75,7 @@ def hf_directory(model: str, given: str | None) -> Path:
     """Return the Hugging Face directory of `model` for the peers: `given`, or `model` itself, or the embedded one.
 
     Raises:
-        ValueError: there is no such directory.
+        CannotRun: there is no such directory.
 
     """
     if given is None and model == "embedded":
@@ -83,10 +84,10 @@ def hf_directory(model: str, given: str | None) -> Path:
         try:
             return ensure_embedded()
         except EmbeddedModelMissing as missing:
-            raise ValueError(f"--hf-model: {missing}") from missing
+            raise CannotRun(f"--hf-model: {missing}") from missing
     path = Path(given if given is not None else model)
     if not (path / "config.json").is_file():
-        raise ValueError(f"--hf-model: {path} is not a directory with config.json")
+        raise CannotRun(f"--hf-model: {path} is not a directory with config.json")
     return path
 
 

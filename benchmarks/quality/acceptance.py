@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.harness.client import CallRefused, EngineClient
 from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Answer
-from benchmarks.harness.server import EngineServer, ServerFailed
+from benchmarks.harness.server import EngineServer
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.acceptance_plot import PUBLISHED, PUBLISHED_GROUPS, draw
 from benchmarks.quality.acceptance_prompts import OWN_GROUPS, AcceptancePrompt, own_prompts, read_prompts
@@ -214,9 +214,6 @@ def main() -> int:
         cells, wrong = run(args, variants, drafts)
     except ValueError as error:
         parser.error(str(error))
-    except ServerFailed as error:
-        print(error, file=sys.stderr)
-        return 1
     title = f"{args.model} {args.dtype}, greedy, one at a time, {args.threads} threads, {args.grammar_backend}"
     print(f"{title}\n\n{result_table(cells)}")
     for line in wrong:

@@ -25,10 +25,10 @@ from statistics import mean
 
 import grpc
 
-from benchmarks.harness.client import GENERATE, Call, CallRefused, EngineClient
+from benchmarks.harness.client import GENERATE, Call, EngineClient
 from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Answer
-from benchmarks.harness.server import ServerFailed, engine_address
+from benchmarks.harness.server import engine_address
 from benchmarks.harness.tables import Progress, number, share, table
 from lockstep_client.access import access_to
 from lockstep_client.async_rpc import AsyncRpc
@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with engine_address(args.address, options) as address:
             chosen = [each for each in SUBJECTS if each.name in names]
             outcomes = asyncio.run(measure(address, chosen, args))
-    except (ServerFailed, CallRefused, RuntimeError, grpc.aio.AioRpcError) as failure:
+    except (RuntimeError, grpc.aio.AioRpcError) as failure:
         reason = failure.details() if isinstance(failure, grpc.aio.AioRpcError) else failure
         print(f"cannot run: {reason}", file=sys.stderr)
         return 2

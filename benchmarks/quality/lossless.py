@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
+from benchmarks.harness.client import Call, EngineClient, make_call
 from benchmarks.harness.comparison import Difference, compare
 from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Answer
-from benchmarks.harness.server import ServerFailed, engine_address
-from benchmarks.harness.systems import Prompt, SystemFailed, hf_directory, load_prompts
+from benchmarks.harness.server import engine_address
+from benchmarks.harness.systems import Prompt, hf_directory, load_prompts
 from benchmarks.harness.tables import Progress, number, share, table
 from benchmarks.harness.workloads import Item, workload
 from protos.engine.v1 import engine_pb2 as pb
@@ -209,18 +208,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = engine_options(args, num_draft_tokens=max(drafts), max_batch_size=max(16, args.batch), prefix_cache=False)
     peer = None
     prompts: list[Prompt] = []
-    try:
-        directory = hf_directory(args.model, args.hf_model) if args.transformers else None
-        with engine_address(args.address, options) as address:
-            kind = args.dtype if args.quantization == "none" else f"{args.dtype} with {args.quantization}"
-            print(f"{args.model}, {kind}, {args.threads} threads, {len(cases)} prompts, {args.max_tokens} tokens")
-            results = asyncio.run(run_variants(address, cases, variants))
-            if directory is not None:
-                prompts = load_prompts(workload("chat", None, args.max_tokens), directory)
-                compared = compare_with_transformers(address, prompts, directory, args)
-                peer = asyncio.run(compared)
-    except (ValueError, ServerFailed, SystemFailed, CallRefused) as failure:
-        print(f"cannot run: {failure}", file=sys.stderr)
-        return 2
+    directory = hf_directory(args.model, args.hf_model) if args.transformers else None
+    with engine_address(args.address, options) as address:
+        kind = args.dtype if args.quantization == "none" else f"{args.dtype} with {args.quantization}"
+        print(f"{args.model}, {kind}, {args.threads} threads, {len(cases)} prompts, {args.max_tokens} tokens")
+        results = asyncio.run(run_variants(address, cases, variants))
+        if directory is not None:
+            prompts = load_prompts(workload("chat", None, args.max_tokens), directory)
+            compared = compare_with_transformers(address, prompts, directory, args)
+            peer = asyncio.run(compared)
     exact = args.device == "cpu" or args.dtype == "bfloat16"
     return report(results, peer, len(prompts), strict=exact)

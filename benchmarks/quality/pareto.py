@@ -12,15 +12,14 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness.client import CallRefused, EngineClient
+from benchmarks.harness.client import EngineClient
 from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Run
-from benchmarks.harness.server import EngineServer, ServerFailed
+from benchmarks.harness.server import EngineServer
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.acceptance import Variant
 from benchmarks.quality.acceptance_plot import draw_pareto, published_length
@@ -201,9 +200,6 @@ def main() -> int:
         points = run(args, *cells_of(args))
     except ValueError as error:
         parser.error(str(error))
-    except (ServerFailed, CallRefused) as error:
-        print(error, file=sys.stderr)
-        return 1
     title = f"{args.model} {args.dtype} on {args.device}, greedy, {args.threads} threads, {args.grammar_backend}"
     print(f"{title}\n\n{result_table(points)}")
     if args.plot:

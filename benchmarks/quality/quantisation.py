@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
+from benchmarks.harness.client import Call, EngineClient, make_call
 from benchmarks.harness.comparison import first_difference
 from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Answer
-from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
+from benchmarks.harness.server import ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, share, table
 from benchmarks.harness.validity import Judge, Verdict
 from benchmarks.harness.workloads import Item, workload
@@ -365,7 +365,7 @@ def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
         rows = logits_rows(quantizations, args, progress)
         if not args.no_answers:
             add_answers(rows, args, start, progress)
-    except (OSError, ValueError, EmbeddedModelMissing, ModelNotSupported, ServerFailed, CallRefused) as failure:
+    except (OSError, ValueError, EmbeddedModelMissing, ModelNotSupported) as failure:
         print(f"cannot run: {failure}", file=sys.stderr)
         return 2
     finally:

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import platform
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,11 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
+from benchmarks.harness.client import Call, EngineClient, make_call
 from benchmarks.harness.comparison import first_difference
 from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.measure import Answer
-from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
+from benchmarks.harness.server import ServerOptions, start_engine
 from benchmarks.harness.tables import Progress
 from benchmarks.harness.workloads import workload
 from benchmarks.quality.lossless import make_cases
@@ -152,20 +151,16 @@ def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
     """Run the build; returns the exit code."""
     args = build_parser().parse_args(argv)
     ids: Ids = {}
-    try:
-        for dtype in args.dtypes.split(","):
-            options = engine_options(
-                args,
-                dtype=dtype,
-                num_draft_tokens=max(int(each) for each in args.drafts.split(",")),
-                max_batch_size=max(16, args.batch),
-                prefix_cache=False,
-            )
-            with start(options) as address:
-                ids |= asyncio.run(run_build(address, dtype, args))
-    except (ServerFailed, CallRefused) as failure:
-        print(f"cannot run: {failure}", file=sys.stderr)
-        return 2
+    for dtype in args.dtypes.split(","):
+        options = engine_options(
+            args,
+            dtype=dtype,
+            num_draft_tokens=max(int(each) for each in args.drafts.split(",")),
+            max_batch_size=max(16, args.batch),
+            prefix_cache=False,
+        )
+        with start(options) as address:
+            ids |= asyncio.run(run_build(address, dtype, args))
     if args.record is not None:
         args.record.write_text(json.dumps({"machine": platform.processor() or platform.machine(), "answers": ids}))
         print(f"{sum(len(answers) for answers in ids.values())} answers written to {args.record}")

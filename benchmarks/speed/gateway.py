@@ -13,7 +13,6 @@ import asyncio
 import json
 import shlex
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from typing import Any
 from benchmarks.harness.client import CallRefused, EngineClient
 from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
 from benchmarks.harness.gateway import start_gateway
-from benchmarks.harness.server import ServerFailed, start_engine
+from benchmarks.harness.server import start_engine
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.harness.workloads import Item, workload
 from benchmarks.speed.builds import greedy_calls, tokens_per_s
@@ -192,14 +191,10 @@ def main() -> int:
     options = engine_options(
         args, max_batch_size=max(16, *levels), extra=("--draft-index-bytes=0", *shlex.split(args.flags))
     )
-    try:
-        with ExitStack() as stack:
-            engine = stack.enter_context(start_engine(options))
-            gateway = stack.enter_context(start_gateway(engine))
-            cells = asyncio.run(measure((engine, gateway), items, levels, args.rounds))
-    except (ServerFailed, CallRefused) as failure:
-        print(f"cannot run: {failure}", file=sys.stderr)
-        return 2
+    with ExitStack() as stack:
+        engine = stack.enter_context(start_engine(options))
+        gateway = stack.enter_context(start_gateway(engine))
+        cells = asyncio.run(measure((engine, gateway), items, levels, args.rounds))
     rows = []
     for (name, level), pair in cells.items():
         figures = [number(max(pair.grpc)), number(max(pair.http)), *(number(ratio, 3) for ratio in pair.ratios())]

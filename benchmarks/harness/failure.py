@@ -1,0 +1,11 @@
+"""Why a harness cannot go on.
+
+Invariant: a harness lets this error through; `python -m benchmarks` prints it in one place, and exits with 2. Not
+responsible for: wrong flags (argparse's), and findings, which a harness reports itself with 1.
+"""
+
+from __future__ import annotations
+
+
+class CannotRun(RuntimeError):
+    """What is measured did not start, or refused a call; the message is for the person who runs the harness."""
