@@ -240,7 +240,9 @@ async def test_an_id_is_free_once_the_client_has_its_last_message(tmp_path: Path
         yield pb.GenerateManyRequest(generate=request)
 
     async with serving(tmp_path, answers_with("abc")) as s, asyncio.timeout(30):
-        await ManyRequests(s.calls, context, lambda r: lambda seen: check(r, s.calls.limits, seen.running)).run(actions())
+        await ManyRequests(s.calls, context, lambda r: lambda seen: check(r, s.calls.limits, seen.running)).run(
+            actions()
+        )
     first, second = (response for response in context.taken if response.last)
     assert first.HasField("error") == (max_tokens == 0)
     assert first.error == second.error
