@@ -120,7 +120,7 @@ class MatrixUnit:
         best = 0
         for rows in reversed(ROWS):
             calls, gains = pair(weights, rows), []
-            # Both in turn, and the median of their ratios: others may use the core's other thread for some milliseconds.
+            # In turn, and the median of the ratios: others may use the core's other thread for some milliseconds.
             for _ in range(_ROUNDS):
                 tiled_s, plain_s = (self._timed(call) for call in calls)
                 gains.append(plain_s / tiled_s)
