@@ -27,7 +27,7 @@ examples:
   python -m benchmarks beams
   python -m benchmarks beams --width 2 --count 20
 
-exit code: 0, 1 an answer had another length or a server failed
+exit code: 0, 1 an answer had another length or a call was refused, 2 a server failed
 """
 
 

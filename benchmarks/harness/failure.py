@@ -8,4 +8,4 @@ from __future__ import annotations
 
 
 class CannotRun(RuntimeError):
-    """What is measured did not start, or refused a call; the message is for the person who runs the harness."""
+    """A server or a peer did not start, or refused a call. The message says so to the person who runs the harness."""

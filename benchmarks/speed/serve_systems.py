@@ -15,7 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness.server import ServerFailed, ServerOptions
+from benchmarks.harness.failure import CannotRun
+from benchmarks.harness.server import ServerOptions
 from benchmarks.harness.systems import Lockstep, System, SystemFailed
 from benchmarks.peers import foreign
 from benchmarks.peers.llama_server import LlamaServer
@@ -209,7 +210,7 @@ def start_systems(
         print(f"starting {name} ...", file=sys.stderr)
         try:
             system = known[name]()
-        except (SystemFailed, ServerFailed, ImportError, OSError) as failure:
+        except (CannotRun, ImportError, OSError) as failure:
             absent[name] = str(failure)
             print(f"{name}: {failure}", file=sys.stderr)
             continue

@@ -82,13 +82,13 @@ def test_a_choice_of_every_kind_is_kept(tmp_path: Path) -> None:
     assert again.timed == 0
 
 
-def test_pauses_of_the_machine_decide_nothing() -> None:
+def test_a_unit_that_is_faster_now_and_then_is_not_chosen() -> None:
     calls = itertools.count()
 
-    def with_pauses(rows: int) -> float:
-        return by_tiles(rows) + (1000.0 if next(calls) % 4 == 0 else 0.0)
+    def unsteady(rows: int) -> float:
+        return by_tiles(rows) * (0.5 if next(calls) % 4 == 0 else 1.0)
 
-    assert Machine(by_tiles, with_pauses).unit().rows_from(BlockKind.Q4, True, 64) == 0
+    assert Machine(unsteady, by_tiles).unit().rows_from(BlockKind.Q4, True, 64) == 0
 
 
 @pytest.mark.parametrize(
