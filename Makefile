@@ -92,8 +92,9 @@ demo: $(VENV)/.runtime ## Start both processes on the embedded model and stream 
 serve: $(VENV)/.runtime ## Serve the embedded model; ARGS="--model DIR --listen HOST:PORT ..."
 	$(PY) -m gpu_engine serve $(ARGS)
 
-# tests/conftest.py says what the workers take, and in which order.
-PYTEST := $(PY) -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder
+# tests/conftest.py says what the workers take, and in which order. A worker that died is not replaced: xdist would wait forever
+# for the tests that it had.
+PYTEST := $(PY) -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder --max-worker-restart=0
 
 test: check ## Lint, type-check and run the tests that are not slow; ARGS="-k NAME ..." goes to pytest
 	$(PYTEST) -m "not slow" $(ARGS)
@@ -103,7 +104,7 @@ test-slow: $(VENV)/.dev $(VENV)-supply/.made ## Run the slow tests: long, and ra
 
 coverage: $(VENV)/.dev ## Run the tests that are not slow under coverage (twice as long), and list files by their share of lines
 	rm -f .coverage .coverage.*
-	$(VENV)/bin/coverage run -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder -m "not slow" $(ARGS)
+	$(VENV)/bin/coverage run -m $(subst $(PY) -m ,,$(PYTEST)) -m "not slow" $(ARGS)
 	$(VENV)/bin/coverage combine --quiet
 	$(VENV)/bin/coverage report
 
