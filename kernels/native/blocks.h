@@ -207,6 +207,31 @@ INLINE v16f fused_add(v16f a, v16f b, v16f c) {
 #endif
 }
 
+/* The same of a register's lanes. */
+INLINE floats fused_floats(floats a, floats b, floats c) {
+#if WIDTH == 16
+    return fused_add(a, b, c);
+#elif WIDTH == 8
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#endif
+}
+
+INLINE floats magnitude(floats x) { return (floats)((int32s)x & 0x7fffffff); }
+
+/* The nearest integers of x * factor, which are below 2^22. */
+INLINE floats nearest(floats x, float factor) {
+    const floats magic = spread_floats(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
+    return fused_floats(x, spread_floats(factor), magic) - magic;
+}
+
+/* Integers of 8 bits. */
+INLINE void store_bytes(int8_t *to, floats x) {
+    const int8s y = __builtin_convertvector(__builtin_convertvector(x, int32s), int8s);
+    memcpy(to, &y, sizeof y);
+}
+
 INLINE v16i splat_int(int32_t x) { return (v16i){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 /* The sums of the first 16 integers of a block and of all 32 are added up as one float, the first in this unit: both are below
@@ -219,27 +244,26 @@ INLINE v16i splat_int(int32_t x) { return (v16i){x, x, x, x, x, x, x, x, x, x, x
 INLINE void quantise_blocks(const float *x, int64_t stride, int64_t count, const struct block_rows *to, int64_t row,
                             int64_t block, int next_rows) {
     const v16f magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
-    const v16i positive = splat_int(0x7fffffff);
     const int64_t at = row * (to->inputs / QBLOCK) + block, step = next_rows ? to->inputs / QBLOCK : 1;
-    v16f each[16];
+    floats each[16][PIECES];
     float inverse[16];
-    for (int64_t i = 0; i < 16; i++)
-        each[i] = i < count ? larger((v16f)((v16i)load_f32(x + i * stride) & positive),
-                                     (v16f)((v16i)load_f32(x + i * stride + 16) & positive))
-                            : splat(0.0f);
+    for (int64_t i = 0; i < 16; i++) UNROLL for (int p = 0; p < PIECES; p++) {
+            const float *from = x + i * stride + p * WIDTH;
+            each[i][p] = i < count ? larger_floats(magnitude(load_floats(from)), magnitude(load_floats(from + 16)))
+                                   : spread_floats(0.0f);
+        }
     v16f top = max_of_each(each), scale = top / splat(127.0f);
     v16f ratio = select16(top > splat(LEAST_OF_BLOCK), splat(127.0f) / top, splat(0.0f));
     memcpy(inverse, &ratio, sizeof ratio);
     for (int64_t i = 0; i < count; i++) {
-        v16f a = load_f32(x + i * stride), b = load_f32(x + i * stride + 16);
-        a = fused_add(a, splat(inverse[i]), magic) - magic;
-        b = fused_add(b, splat(inverse[i]), magic) - magic;
-        each[i] = fused_add(a, splat(FIRST_UNIT), a + b);
-        v16c qa = __builtin_convertvector(__builtin_convertvector(a, v16i), v16c);
-        v16c qb = __builtin_convertvector(__builtin_convertvector(b, v16i), v16c);
         int8_t *q = to->quants + (at + i * step) * QBLOCK;
-        memcpy(q, &qa, sizeof qa);
-        memcpy(q + 16, &qb, sizeof qb);
+        UNROLL for (int p = 0; p < PIECES; p++) {
+            const float *from = x + i * stride + p * WIDTH;
+            const floats a = nearest(load_floats(from), inverse[i]), b = nearest(load_floats(from + 16), inverse[i]);
+            each[i][p] = fused_floats(a, spread_floats(FIRST_UNIT), a + b);
+            store_bytes(q + p * WIDTH, a);
+            store_bytes(q + 16 + p * WIDTH, b);
+        }
     }
     /* The lanes after `count` are not read. */
     const v16f both = sum_of_each(each), first = fused_add(both, splat(1.0f / FIRST_UNIT), magic) - magic;
@@ -279,8 +303,6 @@ INLINE void quantise_row(const float *x, const struct block_rows *to, int64_t ro
 #else
 #if defined(__AVX512F__)
 typedef v16i ints;
-typedef v16f floats;
-#define WIDTH 16 /* outputs of a register */
 
 INLINE ints load_ints(const void *p) {
     ints x;
@@ -289,7 +311,6 @@ INLINE ints load_ints(const void *p) {
 }
 
 INLINE ints spread_ints(int32_t x) { return (ints)_mm512_set1_epi32(x); }
-INLINE floats spread_floats(float x) { return splat(x); }
 INLINE ints low_halves(ints w) { return w & spread_ints(0x0f0f0f0f); }
 INLINE ints high_halves(ints w) { return (ints)((v16u)w >> 4) & spread_ints(0x0f0f0f0f); }
 INLINE ints bits_up(ints w, int bits) { return (ints)((v16u)w << bits); }
@@ -308,16 +329,11 @@ INLINE floats times(floats a, floats b) { return a * b; }
 INLINE floats sum_floats(floats a, floats b) { return a + b; }
 INLINE ints sum_ints(ints a, ints b) { return a + b; }
 INLINE floats floats_of(ints x) { return __builtin_convertvector(x, v16f); }
-INLINE floats load_floats(const float *p) { return load_f32(p); }
-INLINE void store_floats(float *p, floats x) { memcpy(p, &x, sizeof x); }
 #else
 typedef __m256i ints;
-typedef __m256 floats;
-#define WIDTH 8
 
 INLINE ints load_ints(const void *p) { return _mm256_loadu_si256(p); }
 INLINE ints spread_ints(int32_t x) { return _mm256_set1_epi32(x); }
-INLINE floats spread_floats(float x) { return _mm256_set1_ps(x); }
 INLINE ints low_halves(ints w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
 INLINE ints high_halves(ints w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15)); }
 INLINE ints bits_up(ints w, int bits) { return _mm256_slli_epi16(w, bits); }
@@ -335,11 +351,9 @@ INLINE floats times(floats a, floats b) { return _mm256_mul_ps(a, b); }
 INLINE floats sum_floats(floats a, floats b) { return _mm256_add_ps(a, b); }
 INLINE ints sum_ints(ints a, ints b) { return _mm256_add_epi32(a, b); }
 INLINE floats floats_of(ints x) { return _mm256_cvtepi32_ps(x); }
-INLINE floats load_floats(const float *p) { return _mm256_loadu_ps(p); }
-INLINE void store_floats(float *p, floats x) { _mm256_storeu_ps(p, x); }
 #endif
 
-#define VECTORS (GROUP / WIDTH)
+#define VECTORS (GROUP / WIDTH) /* a lane has an output */
 
 /* Vectors of a group whose sums are under way at once: all, or a half of it, where more than two rows would not stay in
  * registers. */

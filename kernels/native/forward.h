@@ -219,22 +219,21 @@ static void open_work(const struct forward_args *a, struct forward_work *w) {
 /* x * weight / rms(x), n a multiple of 16; `out` may be `x`. `centred`: of x minus its mean. */
 INLINE void norm32(const float *x, const float *weight, float eps, int32_t centred, float *out, int64_t n) {
     if (centred) {
-        v16f sum = splat(0.0f);
-        for (int64_t i = 0; i < n; i += 16) sum += load_f32(x + i);
-        const v16f mean = splat(sum16(sum) / (float)n);
-        for (int64_t i = 0; i < n; i += 16) {
-            v16f y = load_f32(x + i) - mean;
-            memcpy(out + i, &y, sizeof y);
-        }
+        floats sum[PIECES] = {0};
+        for (int64_t i = 0; i < n; i += 16)
+            UNROLL for (int p = 0; p < PIECES; p++) sum[p] += load_floats(x + i + p * WIDTH);
+        const floats mean = spread_floats(sum16(load_f32(sum)) / (float)n);
+        for (int64_t i = 0; i < n; i += WIDTH) store_floats(out + i, load_floats(x + i) - mean);
         x = out;
     }
-    v16f squares = splat(0.0f);
-    for (int64_t i = 0; i < n; i += 16) squares += load_f32(x + i) * load_f32(x + i);
-    float inverse = 1.0f / sqrtf(sum16(squares) / (float)n + eps);
-    for (int64_t i = 0; i < n; i += 16) {
-        v16f y = load_f32(x + i) * splat(inverse) * load_f32(weight + i);
-        memcpy(out + i, &y, sizeof y);
-    }
+    floats squares[PIECES] = {0};
+    for (int64_t i = 0; i < n; i += 16) UNROLL for (int p = 0; p < PIECES; p++) {
+            const floats y = load_floats(x + i + p * WIDTH);
+            squares[p] += y * y;
+        }
+    const floats inverse = spread_floats(1.0f / sqrtf(sum16(load_f32(squares)) / (float)n + eps));
+    for (int64_t i = 0; i < n; i += WIDTH)
+        store_floats(out + i, load_floats(x + i) * inverse * load_floats(weight + i));
 }
 
 static void tap_row(const struct forward_args *a, const struct forward_work *w, void *tap, int64_t r, const float *x) {
@@ -268,10 +267,9 @@ INLINE void add_and_norm(const struct forward_args *a, const struct forward_work
     const int64_t n = a->hidden;
     float *x = w->x + r * n, *delta = w->delta + r * n;
     if (last.norm) norm32(delta, last.norm, last.eps, a->centred, delta, n);
-    for (int64_t i = 0; i < n; i += 16) {
-        v16f y = fused_add(load_f32(delta + i), splat(a->residual_scale), load_f32(x + i)) * splat(last.scale);
-        memcpy(x + i, &y, sizeof y);
-    }
+    const floats grown = spread_floats(a->residual_scale), scale = spread_floats(last.scale);
+    for (int64_t i = 0; i < n; i += WIDTH)
+        store_floats(x + i, fused_floats(load_floats(delta + i), grown, load_floats(x + i)) * scale);
     if (tap) tap_row(a, w, tap, r, x);
     if (pre)
         norm32(x, pre, pre_eps, a->centred, delta, n);

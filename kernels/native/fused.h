@@ -179,36 +179,59 @@ INLINE void rotate_row(const struct rotary_args *a, int64_t row, int bf16, int a
 }
 
 /* 1 / (1 + exp(-x)), without overflow on either side. */
+INLINE floats sigmoid_floats(floats x) {
+    const int32s below = x < spread_floats(0.0f);
+    const floats e = exp_floats(select_floats(below, x, spread_floats(0.0f) - x));
+    return select_floats(below, e, spread_floats(1.0f)) / (spread_floats(1.0f) + e);
+}
+
 INLINE v16f sigmoid16(v16f x) {
-    v16f e = exp16(select16(x < splat(0.0f), x, splat(0.0f) - x));
-    return select16(x < splat(0.0f), e, splat(1.0f)) / (splat(1.0f) + e);
+    EACH_PIECE(x, sigmoid_floats);
+    return x;
 }
 
 #define OAI_LIMIT 7.0f /* of gpt-oss's gate, from above, and of the size of its up */
 
 /* act(gate); `act` is a compile-time constant where speed matters. */
-INLINE v16f active16(v16f gate, int act) {
+INLINE floats active_floats(floats gate, int act) {
     if (act == ACT_SWIGLU_OAI) {
-        gate = smaller(splat(OAI_LIMIT), gate); /* the second one where it is no number */
-        return gate * sigmoid16(splat(1.702f) * gate);
+        gate = smaller_floats(spread_floats(OAI_LIMIT), gate); /* the second one where it is no number */
+        return gate * sigmoid_floats(spread_floats(1.702f) * gate);
     }
-    if (act == ACT_GELU_TANH) /* 0.5 (1 + tanh u) is sigmoid(2 u) */
-        return gate * sigmoid16(splat(2.0f * 0.7978845608028654f) * (gate + splat(0.044715f) * gate * gate * gate));
-    return gate * sigmoid16(gate);
+    if (act == ACT_GELU_TANH) { /* 0.5 (1 + tanh u) is sigmoid(2 u) */
+        const floats cube = spread_floats(0.044715f) * gate * gate * gate;
+        return gate * sigmoid_floats(spread_floats(2.0f * 0.7978845608028654f) * (gate + cube));
+    }
+    return gate * sigmoid_floats(gate);
 }
 
 /* What act(gate) is multiplied by. */
-INLINE v16f factor16(v16f up, int act) {
-    return act == ACT_SWIGLU_OAI ? larger(splat(-OAI_LIMIT), smaller(splat(OAI_LIMIT), up)) + splat(1.0f) : up;
+INLINE floats factor_floats(floats up, int act) {
+    const floats limit = spread_floats(OAI_LIMIT);
+    return act == ACT_SWIGLU_OAI ? larger_floats(-limit, smaller_floats(limit, up)) + spread_floats(1.0f) : up;
+}
+
+/* Both of 16 lanes. */
+INLINE void gate_lanes(const v16f *gate, const v16f *up, int act, v16f *active, v16f *factor) {
+    floats g[PIECES], u[PIECES];
+    memcpy(g, gate, sizeof g);
+    memcpy(u, up, sizeof u);
+    UNROLL for (int i = 0; i < PIECES; i++) {
+        g[i] = active_floats(g[i], act);
+        u[i] = factor_floats(u[i], act);
+    }
+    memcpy(active, g, sizeof g);
+    memcpy(factor, u, sizeof u);
 }
 
 INLINE void gated_row(const struct gated_args *a, int64_t row, int act, int bf16) {
     const int64_t n = a->width, at = row * 2 * n;
     for (int64_t i = 0; i < n; i += 16) {
         v16f g = load_some(a->gate_up, at + i, n - i, bf16), up = load_some(a->gate_up, at + n + i, n - i, bf16);
-        v16f factor = factor16(up, act);
+        v16f active, factor;
+        gate_lanes(&g, &up, act, &active, &factor);
         if (act == ACT_SWIGLU_OAI) factor = rounded(factor, bf16);
-        store_some(a->out, row * n + i, rounded(active16(g, act), bf16) * factor, n - i, bf16);
+        store_some(a->out, row * n + i, rounded(active, bf16) * factor, n - i, bf16);
     }
 }
 

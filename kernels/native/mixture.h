@@ -64,16 +64,16 @@ static uint8_t *lay_out_mixture(const struct mixture_sizes *sizes, int64_t hidde
 }
 
 INLINE void gate_vectors(float *gate, const float *up, int64_t rows, int act) {
-    for (int64_t i = 0; i < rows * GROUP; i += 16) {
-        const v16f z = active16(load_f32(gate + i), act) * factor16(load_f32(up + i), act);
-        memcpy(gate + i, &z, sizeof z);
+    for (int64_t i = 0; i < rows * GROUP; i += WIDTH) {
+        const floats z = active_floats(load_floats(gate + i), act) * factor_floats(load_floats(up + i), act);
+        store_floats(gate + i, z);
     }
 }
 
 INLINE void square_vectors(float *x, int64_t rows) {
-    for (int64_t i = 0; i < rows * GROUP; i += 16) {
-        const v16f y = larger(splat(0.0f), load_f32(x + i)), z = y * y;
-        memcpy(x + i, &z, sizeof z);
+    for (int64_t i = 0; i < rows * GROUP; i += WIDTH) {
+        const floats y = larger_floats(spread_floats(0.0f), load_floats(x + i)), z = y * y;
+        store_floats(x + i, z);
     }
 }
 

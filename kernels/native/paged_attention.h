@@ -15,17 +15,19 @@
  */
 #include "simd.h"
 
-#define TILE 6      /* queries at once: TILE * SUBS score vectors stay in registers */
+#define TILE 6      /* queries at once */
 #define MOST_TILE 8 /* the same of keys that begin with their values, which have many query heads, or LEAST_JOINED */
 #define LEAST_JOINED 2
 #define SUBS 4 /* sub-blocks of 16 tokens, each within one page */
 #define BLOCK (16 * SUBS)
 #define MAX_D 576
-#if defined(__AVX512F__)
-#define GATHER 6   /* queries whose sums of values fit into registers */
-#define TOGETHER 8 /* queries whose scores of two tokens fit into registers */
+#if WIDTH == 16
+#define SCORED SUBS /* sub-blocks that TILE queries' scores are summed up of at once, in registers */
+#define GATHERED 4  /* 16 channels that their sums of values are of */
+#define TOGETHER 8  /* queries whose scores of two tokens fit into registers */
 #else
-#define GATHER 2
+#define SCORED 1
+#define GATHERED 1
 #define TOGETHER 2
 #endif
 
@@ -54,8 +56,10 @@ struct paged_attention_args {
     int64_t values; /* a value is so many channels of its key, the first, a multiple of 16; 0: it is stored apart */
 };
 
-INLINE v16f load_page(const void *pages, int64_t index, int kind) {
-    return kind == PAGES_INT8 ? load_int8((const int8_t *)pages + index) : load(pages, index, kind == PAGES_BF16);
+/* WIDTH numbers of a page. */
+INLINE floats load_page(const void *pages, int64_t index, int kind) {
+    return kind == PAGES_INT8 ? floats_of_int8((const int8_t *)pages + index)
+                              : load_lanes(pages, index, kind == PAGES_BF16);
 }
 
 INLINE int64_t bytes_of_number(int kind) { return kind == PAGES_INT8 ? 1 : kind == PAGES_BF16 ? 2 : 4; }
@@ -134,7 +138,7 @@ INLINE void store_row(const struct paged_attention_args *a, int64_t b, int64_t p
 /* State of one tile of queries, carried from block to block. */
 struct tile {
     float q[MOST_TILE][MAX_D];               /* scaled */
-    v16f acc[MOST_TILE][MAX_D / 16];         /* weighted sum of the values so far */
+    floats acc[MOST_TILE][MAX_D / WIDTH];    /* weighted sum of the values so far */
     float peak[MOST_TILE], denom[MOST_TILE]; /* largest score so far, sum of weights */
     int32_t first_key[MOST_TILE], pos[MOST_TILE];
     int32_t begin, last; /* over the tile; last < 0: only padding */
@@ -152,11 +156,12 @@ INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int6
         if (a->chunk > 0 && w->pos[t] > 0) w->first_key[t] = w->pos[t] / a->chunk * a->chunk;
         w->peak[t] = -INFINITY;
         w->denom[t] = 0.0f;
-        for (int64_t c = 0; c < d / 16; c++) w->acc[t][c] = splat(0.0f);
+        for (int64_t c = 0; c < d / WIDTH; c++) w->acc[t][c] = spread_floats(0.0f);
         int64_t src = b * a->q_stride_b + row * a->q_stride_p + (hkv * group + head) * a->q_stride_h;
-        for (int64_t c = 0; c < d; c += 16) {
-            v16f q = w->pos[t] < 0 ? splat(0.0f) : load(a->q, src + c, a->io_bf16) * splat(a->scale);
-            memcpy(w->q[t] + c, &q, sizeof q);
+        for (int64_t c = 0; c < d; c += WIDTH) {
+            const int seen = w->pos[t] >= 0;
+            store_floats(w->q[t] + c,
+                         seen ? load_lanes(a->q, src + c, a->io_bf16) * spread_floats(a->scale) : spread_floats(0.0f));
         }
         if (w->pos[t] < 0) continue;
         w->last = w->pos[t] > w->last ? w->pos[t] : w->last;
@@ -211,49 +216,54 @@ INLINE void fetch_value(const struct paged_attention_args *a, const struct block
     for (int64_t at = 0; at < d * size; at += 64) __builtin_prefetch(value + at, 0, 2);
 }
 
-/* Scores of the keys in the first `subs` sub-blocks, a compile-time constant: each needs several sums to hide the latency. */
+/* Scores of the keys in `subs` sub-blocks from `from` on; `subs` is a compile-time constant, and each of few queries needs
+ * several sums to hide the latency. */
 INLINE void score_subs(const struct paged_attention_args *a, const struct tile *w, const struct block *k,
-                       const struct block *next, v16f s[MOST_TILE][SUBS], int64_t d, int kind, int n, int subs) {
+                       const struct block *next, floats s[MOST_TILE][SUBS * PIECES], int64_t d, int kind, int n,
+                       int from, int subs) {
     const int64_t ps = a->page_size;
-    v16f r[TILE][SUBS] = {0};
+    const int vectors = subs * PIECES;
+    floats r[TILE][SCORED * PIECES] = {0};
     for (int64_t two = 0; two < d; two += 2) {
-        fetch_keys(a, next, two, kind);
+        if (from == 0) fetch_keys(a, next, two, kind);
         UNROLL for (int64_t c = two; c < two + 2; c++) {
-            v16f x[SUBS];
-            UNROLL for (int i = 0; i < subs; i++) x[i] = load_page(a->k_pages, k->key[i] + c * ps, kind);
+            floats x[SCORED * PIECES];
+            UNROLL for (int i = 0; i < vectors; i++) x[i] =
+                load_page(a->k_pages, k->key[from + i / PIECES] + c * ps + i % PIECES * WIDTH, kind);
             UNROLL for (int t = 0; t < n; t++) {
-                v16f q = splat(w->q[t][c]);
-                UNROLL for (int i = 0; i < subs; i++) r[t][i] += q * x[i];
+                const floats q = spread_floats(w->q[t][c]);
+                UNROLL for (int i = 0; i < vectors; i++) r[t][i] += q * x[i];
             }
         }
     }
-    if (kind == PAGES_INT8) UNROLL for (int i = 0; i < subs; i++) {
-            const v16f scale = load_f32(a->k_scales + k->number[i]);
+    if (kind == PAGES_INT8) UNROLL for (int i = 0; i < vectors; i++) {
+            const floats scale = load_floats(a->k_scales + k->number[from + i / PIECES] + i % PIECES * WIDTH);
             UNROLL for (int t = 0; t < n; t++) r[t][i] *= scale;
         }
-    UNROLL for (int t = 0; t < n; t++) memcpy(s[t], r[t], (size_t)subs * sizeof r[t][0]);
+    UNROLL for (int t = 0; t < n; t++) memcpy(s[t] + from * PIECES, r[t], (size_t)vectors * sizeof r[t][0]);
 }
 
 /* Products of `n` queries from `t` on with 16 tokens' keys, which begin with their values: `number` of the first token, and
  * `at` of its key. Each score is a sum of its own over the lanes. */
 INLINE void score_tokens(const struct paged_attention_args *a, const struct tile *w, int64_t at, int64_t number,
-                         v16f s[MOST_TILE][SUBS], int sub, int64_t d, int kind, int t, int n) {
-    v16f sums[TOGETHER][16];
+                         floats s[MOST_TILE][SUBS * PIECES], int sub, int64_t d, int kind, int t, int n) {
+    floats sums[TOGETHER][16][PIECES];
     for (int j = 0; j < 16; j += 2) {
-        v16f r[TOGETHER][2] = {0};
-        for (int64_t c = 0; c < d; c += 16) {
-            v16f x[2];
-            UNROLL for (int i = 0; i < 2; i++) x[i] = load_page(a->v_pages, at + (j + i) * d + c, kind);
-            UNROLL for (int e = 0; e < n; e++) {
-                const v16f q = load_f32(w->q[t + e] + c);
-                UNROLL for (int i = 0; i < 2; i++) r[e][i] += q * x[i];
+        floats r[TOGETHER][2][PIECES] = {0};
+        for (int64_t c = 0; c < d; c += 16) UNROLL for (int p = 0; p < PIECES; p++) {
+                floats x[2];
+                UNROLL for (int i = 0; i < 2; i++) x[i] = load_page(a->v_pages, at + (j + i) * d + c + p * WIDTH, kind);
+                UNROLL for (int e = 0; e < n; e++) {
+                    const floats q = load_floats(w->q[t + e] + c + p * WIDTH);
+                    UNROLL for (int i = 0; i < 2; i++) r[e][i][p] += q * x[i];
+                }
             }
-        }
-        UNROLL for (int e = 0; e < n; e++) UNROLL for (int i = 0; i < 2; i++) sums[e][j + i] = r[e][i];
+        UNROLL for (int e = 0; e < n; e++) memcpy(sums[e][j], r[e], sizeof r[e]);
     }
     for (int e = 0; e < n; e++) {
-        s[t + e][sub] = sum_of_each(sums[e]);
-        if (kind == PAGES_INT8) s[t + e][sub] *= load_f32(a->v_scales + number);
+        v16f y = sum_of_each((const floats(*)[PIECES])sums[e]);
+        if (kind == PAGES_INT8) y *= load_f32(a->v_scales + number);
+        memcpy(s[t + e] + sub * PIECES, &y, sizeof y);
     }
 }
 
@@ -265,7 +275,7 @@ INLINE void fetch_tokens(const struct paged_attention_args *a, const struct bloc
 }
 
 INLINE void score_joined(const struct paged_attention_args *a, const struct tile *w, const struct block *k,
-                         const struct block *next, v16f s[MOST_TILE][SUBS], int64_t d, int kind, int n) {
+                         const struct block *next, floats s[MOST_TILE][SUBS * PIECES], int64_t d, int kind, int n) {
     for (int i = 0; i < k->subs; i++) {
         fetch_tokens(a, next, i, d, kind);
         UNROLL for (int t = 0; t < n; t += TOGETHER)
@@ -275,56 +285,62 @@ INLINE void score_joined(const struct paged_attention_args *a, const struct tile
 
 /* Scores of the block's keys into s, of `subs` sub-blocks at least. */
 INLINE void score(const struct paged_attention_args *a, const struct tile *w, const struct block *k,
-                  const struct block *next, v16f s[MOST_TILE][SUBS], int64_t d, int kind, int n) {
+                  const struct block *next, floats s[MOST_TILE][SUBS * PIECES], int64_t d, int kind, int n) {
+#if SCORED == SUBS
     if (k->subs <= 2)
-        score_subs(a, w, k, next, s, d, kind, n, 2);
+        score_subs(a, w, k, next, s, d, kind, n, 0, 2);
     else
-        score_subs(a, w, k, next, s, d, kind, n, SUBS);
+        score_subs(a, w, k, next, s, d, kind, n, 0, SUBS);
+#else
+    for (int i = 0; i < k->subs; i++) score_subs(a, w, k, next, s, d, kind, n, i, SCORED);
+#endif
 }
 
 /* Write query t's weights of the block's first sub-blocks into p, zero where the key is masked, and rescale its sums to the
  * new peak. */
-INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, int64_t at, int subs, const v16f s[SUBS],
+INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, int64_t at, int subs, const floats *s,
                   float *p, int64_t d) {
-    const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    static const int32_t NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int whole = at + BLOCK - 1 <= w->pos[t] && at >= w->first_key[t]; /* no key is masked */
-    v16f x[SUBS], m = splat(-INFINITY), total = splat(0.0f);
-    for (int i = 0; i < subs; i++) {
-        x[i] = s[i];
-        if (a->softcap > 0.0f)
-            for (int j = 0; j < 16; j++) x[i][j] = a->softcap * tanhf(x[i][j] / a->softcap);
-        if (!whole) {
-            v16i token = lane + (int32_t)(at + 16 * i);
-            v16i legal = (token <= w->pos[t]) & (token >= w->first_key[t]);
-            x[i] = select16(legal, x[i], splat(-INFINITY));
+    floats m[PIECES], total[PIECES] = {0};
+    UNROLL for (int e = 0; e < PIECES; e++) m[e] = spread_floats(-INFINITY);
+    for (int i = 0; i < subs; i++) UNROLL for (int e = 0; e < PIECES; e++) {
+            floats x = s[i * PIECES + e];
+            if (a->softcap > 0.0f)
+                for (int j = 0; j < WIDTH; j++) x[j] = a->softcap * tanhf(x[j] / a->softcap);
+            if (!whole) {
+                int32s token;
+                memcpy(&token, NUMBERS + e * WIDTH, sizeof token);
+                token += (int32_t)(at + 16 * i);
+                x = select_floats((token <= w->pos[t]) & (token >= w->first_key[t]), x, spread_floats(-INFINITY));
+            }
+            store_floats(p + 16 * i + e * WIDTH, x);
+            m[e] = larger_floats(m[e], x);
         }
-        m = larger(m, x[i]);
-    }
-    float peak = max16(m);
+    float peak = max16(load_f32(m));
     if (peak > w->peak[t]) {
-        float shrink = w->peak[t] == -INFINITY ? 0.0f : exp16(splat(w->peak[t] - peak))[0];
-        w->denom[t] *= shrink;
-        for (int64_t c = 0; c < d / 16; c++) w->acc[t][c] *= splat(shrink);
+        const floats shrink =
+            w->peak[t] == -INFINITY ? spread_floats(0.0f) : exp_floats(spread_floats(w->peak[t] - peak));
+        w->denom[t] *= shrink[0];
+        for (int64_t c = 0; c < d / WIDTH; c++) w->acc[t][c] *= shrink;
         w->peak[t] = peak;
     }
-    float base = w->peak[t] == -INFINITY ? 0.0f : w->peak[t];
-    for (int i = 0; i < subs; i++) {
-        x[i] = exp16(x[i] - splat(base));
-        total += x[i];
-        memcpy(p + 16 * i, &x[i], sizeof x[i]);
-    }
-    w->denom[t] += sum16(total);
+    const floats base = spread_floats(w->peak[t] == -INFINITY ? 0.0f : w->peak[t]);
+    for (int i = 0; i < subs; i++) UNROLL for (int e = 0; e < PIECES; e++) {
+            float *to = p + 16 * i + e * WIDTH;
+            const floats x = exp_floats(load_floats(to) - base);
+            total[e] += x;
+            store_floats(to, x);
+        }
+    w->denom[t] += sum16(load_f32(total));
 }
 
 /* The weights by the values' scales; after the tile's last position they are not read. */
 INLINE void scale_weights(const struct paged_attention_args *a, const struct block *k, float p[MOST_TILE][BLOCK],
                           int n) {
-    for (int i = 0; i < k->subs; i++) {
-        const v16f scale = load_f32(a->v_scales + k->number[i]);
-        for (int t = 0; t < n; t++) {
-            const v16f y = load_f32(p[t] + 16 * i) * scale;
-            memcpy(p[t] + 16 * i, &y, sizeof y);
-        }
+    for (int i = 0; i < k->subs * PIECES; i++) {
+        const floats scale = load_floats(a->v_scales + k->number[i / PIECES] + i % PIECES * WIDTH);
+        for (int t = 0; t < n; t++) store_floats(p[t] + WIDTH * i, load_floats(p[t] + WIDTH * i) * scale);
     }
 }
 
@@ -333,19 +349,21 @@ INLINE void scale_weights(const struct paged_attention_args *a, const struct blo
 INLINE void gather_part(const struct paged_attention_args *a, struct tile *w, const struct block *k,
                         const struct block *next, float p[MOST_TILE][BLOCK], int64_t d, int kind, int t, int n,
                         int64_t c, int wide) {
-    v16f x[TILE][4];
-    UNROLL for (int i = 0; i < n; i++) UNROLL for (int e = 0; e < wide; e++) x[i][e] = w->acc[t + i][c + e];
+    const int64_t from = c * PIECES;
+    const int vectors = wide * PIECES;
+    floats x[TILE][GATHERED * PIECES];
+    UNROLL for (int i = 0; i < n; i++) UNROLL for (int e = 0; e < vectors; e++) x[i][e] = w->acc[t + i][from + e];
     for (int j = 0; j < k->tokens; j++) {
         const int64_t at = k->value[j / 16] + j % 16 * d + c * 16;
-        v16f v[4];
+        floats v[GATHERED * PIECES];
         if (next && t == 0 && c == 0) fetch_value(a, next, j, d, kind);
-        UNROLL for (int e = 0; e < wide; e++) v[e] = load_page(a->v_pages, at + e * 16, kind);
+        UNROLL for (int e = 0; e < vectors; e++) v[e] = load_page(a->v_pages, at + e * WIDTH, kind);
         UNROLL for (int i = 0; i < n; i++) {
-            v16f q = splat(p[t + i][j]);
-            UNROLL for (int e = 0; e < wide; e++) x[i][e] += q * v[e];
+            const floats q = spread_floats(p[t + i][j]);
+            UNROLL for (int e = 0; e < vectors; e++) x[i][e] += q * v[e];
         }
     }
-    UNROLL for (int i = 0; i < n; i++) UNROLL for (int e = 0; e < wide; e++) w->acc[t + i][c + e] = x[i][e];
+    UNROLL for (int i = 0; i < n; i++) UNROLL for (int e = 0; e < vectors; e++) w->acc[t + i][from + e] = x[i][e];
 }
 
 INLINE void gather(const struct paged_attention_args *a, struct tile *w, const struct block *k,
@@ -354,8 +372,8 @@ INLINE void gather(const struct paged_attention_args *a, struct tile *w, const s
     UNROLL for (int t = 0; t < n; t += together) {
         const int some = n - t < together ? n - t : together;
         int64_t c = 0;
-        for (; c + 4 <= values / 16; c += 4) gather_part(a, w, k, next, p, d, kind, t, some, c, 4);
-        for (; c < values / 16; c++) gather_part(a, w, k, next, p, d, kind, t, some, c, 1);
+        for (; c + GATHERED <= values / 16; c += GATHERED) gather_part(a, w, k, next, p, d, kind, t, some, c, GATHERED);
+        for (; GATHERED > 1 && c < values / 16; c++) gather_part(a, w, k, next, p, d, kind, t, some, c, 1);
     }
 }
 
@@ -380,7 +398,7 @@ INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t
     int64_t at = w.last < 0 ? 0 : w.begin / BLOCK * BLOCK;
     if (w.last >= 0) now = block_at(a, b, hkv, at, w.last, d);
     for (; at <= w.last; at += BLOCK, now = next) {
-        v16f s[MOST_TILE][SUBS];
+        floats s[MOST_TILE][SUBS * PIECES];
         if (at + BLOCK <= w.last)
             next = block_at(a, b, hkv, at + BLOCK, w.last, d);
         else
@@ -391,17 +409,17 @@ INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t
             score(a, &w, &now, &next, s, d, kind, n);
         for (int t = 0; t < n; t++) weigh(a, &w, t, at, now.subs, s[t], p[t], values);
         if (kind == PAGES_INT8) scale_weights(a, &now, p, n);
-        gather(a, &w, &now, joined ? 0 : &next, p, d, values, kind, n, joined && GATHER > 4 ? 4 : GATHER);
+        gather(a, &w, &now, joined ? 0 : &next, p, d, values, kind, n, joined ? 4 : TILE);
     }
     for (int64_t t = 0, row = first / group, head = first % group; t < n && row < a->num_queries;
          t++, head + 1 < group ? head++ : (row++, head = 0)) {
         int64_t dst = ((b * a->num_queries + row) * a->num_heads + hkv * group + head) * values;
         float inverse = share(a, &w, (int)t, hkv * group + head);
-        for (int64_t c = 0; c < values; c += 16) store(a->out, dst + c, w.acc[t][c / 16] * splat(inverse), a->io_bf16);
+        for (int64_t c = 0; c < values; c += WIDTH)
+            store_lanes(a->out, dst + c, w.acc[t][c / WIDTH] * spread_floats(inverse), a->io_bf16);
     }
 }
 
-#if defined(__AVX512F__)
 /* A decode step of one row has as many queries as a group has heads: three are usual. */
 #define ATTEND(d, kind)                                                                                                \
     do {                                                                                                               \
@@ -410,14 +428,10 @@ INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t
         else                                                                                                           \
             attend_tile(a, b, hkv, first, d, d, 0, kind, 3, then);                                                     \
     } while (0)
-#else
-#define ATTEND(d, kind) attend_tile(a, b, hkv, first, d, d, 0, kind, TILE, then)
-#endif
 
 static void attend(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first,
                    const struct block *then) {
     int64_t d = a->head_dim, left = (int64_t)a->num_queries * (a->num_heads / a->num_kv_heads) - first;
-    (void)left; /* read in some variants */
     if (a->kind == PAGES_BF16) {
         if (d == 64)
             ATTEND(64, PAGES_BF16);

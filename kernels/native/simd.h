@@ -24,6 +24,23 @@ typedef int8_t v16c __attribute__((vector_size(16)));
 #define UNROLL _Pragma("GCC unroll 8")
 #define INLINE static inline __attribute__((always_inline))
 
+/* Lanes of a register, and vectors of so many. Where a register has fewer than 16, gcc keeps a v16f in memory, and moves it word
+ * by word; so what computes with many numbers has these types. A lane's result does not depend on their number. */
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX2__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+#define PIECES (16 / WIDTH) /* of a v16f */
+
+typedef float floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t int32s __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t uint32s __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t uint16s __attribute__((vector_size(2 * WIDTH)));
+typedef int8_t int8s __attribute__((vector_size(WIDTH)));
+
 INLINE v16f splat(float x) { return (v16f){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 INLINE v16f load_f32(const void *p) {
@@ -31,6 +48,16 @@ INLINE v16f load_f32(const void *p) {
     memcpy(&x, p, sizeof x);
     return x;
 }
+
+INLINE floats spread_floats(float x) { return x - (floats){0}; }
+
+INLINE floats load_floats(const float *p) {
+    floats x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+INLINE void store_floats(float *p, floats x) { memcpy(p, &x, sizeof x); }
 
 /* The compiler widens 16 lanes in six steps; the instruction does it in one. */
 INLINE v16f load_bf16(const void *p) {
@@ -59,9 +86,38 @@ INLINE v16f load_int8(const void *p) {
 #endif
 }
 
+INLINE floats floats_of_bf16(const uint16_t *p) {
+#if WIDTH == 16
+    return load_bf16(p);
+#elif WIDTH == 8
+    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
+    uint16s h;
+    memcpy(&h, p, sizeof h);
+    return (floats)(__builtin_convertvector(h, uint32s) << 16);
+#endif
+}
+
+INLINE floats floats_of_int8(const int8_t *p) {
+#if WIDTH == 16
+    return load_int8(p);
+#elif WIDTH == 8
+    return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+    int8s x;
+    memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(__builtin_convertvector(x, int32s), floats);
+#endif
+}
+
 /* dtype is a compile-time constant at every call site. */
 INLINE v16f load(const void *base, int64_t index, int bf16) {
     return bf16 ? load_bf16((const uint16_t *)base + index) : load_f32((const float *)base + index);
+}
+
+/* The same of a register's lanes. */
+INLINE floats load_lanes(const void *base, int64_t index, int bf16) {
+    return bf16 ? floats_of_bf16((const uint16_t *)base + index) : load_floats((const float *)base + index);
 }
 
 INLINE float load1(const void *base, int64_t index, int bf16) {
@@ -92,6 +148,15 @@ INLINE v16u bf16_bits(v16f x) {
     v16u u = (v16u)x, nan = (v16u)(x != x);
     v16u r = (u + 0x7fffu + ((u >> 16) & 1)) >> 16;
     return (nan & 0x7fc0u) | (~nan & r);
+}
+
+INLINE void store_lanes(void *base, int64_t index, floats x, int bf16) {
+    if (bf16) {
+        const uint32s u = (uint32s)x, nan = (uint32s)(x != x), r = (u + 0x7fffu + ((u >> 16) & 1)) >> 16;
+        const uint16s h = __builtin_convertvector((nan & 0x7fc0u) | (~nan & r), uint16s);
+        memcpy((uint16_t *)base + index, &h, sizeof h);
+    } else
+        store_floats((float *)base + index, x);
 }
 
 INLINE void store(void *base, int64_t index, v16f x, int bf16) {
@@ -132,18 +197,28 @@ INLINE v16f smaller(v16f a, v16f b) {
 
 INLINE v16f plus(v16f a, v16f b) { return a + b; }
 
+#if defined(__AVX2__)
+INLINE __m256 half_of(v16f x, int half) {
 #if defined(__AVX512F__)
+    return half ? _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)x), 1))
+                : _mm512_castps512_ps256((__m512)x);
+#else
+    __m256 both[2];
+    memcpy(both, &x, sizeof x);
+    return both[half];
+#endif
+}
+
 /* The same tree; each step needs half of the lanes of the one before. */
 #define FOLD_HALVES(x, op)                                                                                             \
-    __m256 x8 = _mm256_##op##_ps(_mm512_castps512_ps256((__m512)x),                                                    \
-                                 _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)x), 1)));            \
+    __m256 x8 = _mm256_##op##_ps(half_of(x, 0), half_of(x, 1));                                                        \
     __m128 x4 = _mm_##op##_ps(_mm256_castps256_ps128(x8), _mm256_extractf128_ps(x8, 1));                               \
     x4 = _mm_##op##_ps(x4, _mm_movehl_ps(x4, x4));                                                                     \
     x4 = _mm_##op##_ss(x4, _mm_movehdup_ps(x4))
 #endif
 
 INLINE float max16(v16f x) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
     FOLD_HALVES(x, max);
     return _mm_cvtss_f32(x4);
 #else
@@ -153,7 +228,7 @@ INLINE float max16(v16f x) {
 }
 
 INLINE float sum16(v16f x) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
     FOLD_HALVES(x, add);
     return _mm_cvtss_f32(x4);
 #else
@@ -167,8 +242,8 @@ INLINE float sum16(v16f x) {
 #define FOLD_EACH(x, op)                                                                                               \
     __m512 by2[8], by4[4], by8[2];                                                                                     \
     for (int i = 0; i < 8; i++)                                                                                        \
-        by2[i] = op(_mm512_unpacklo_ps((__m512)x[2 * i], (__m512)x[2 * i + 1]),                                        \
-                    _mm512_unpackhi_ps((__m512)x[2 * i], (__m512)x[2 * i + 1]));                                       \
+        by2[i] = op(_mm512_unpacklo_ps((__m512)x[2 * i][0], (__m512)x[2 * i + 1][0]),                                  \
+                    _mm512_unpackhi_ps((__m512)x[2 * i][0], (__m512)x[2 * i + 1][0]));                                 \
     for (int i = 0; i < 4; i++)                                                                                        \
         by4[i] = op(_mm512_shuffle_ps(by2[2 * i], by2[2 * i + 1], 0x44),                                               \
                     _mm512_shuffle_ps(by2[2 * i], by2[2 * i + 1], 0xee));                                              \
@@ -177,41 +252,80 @@ INLINE float sum16(v16f x) {
                     _mm512_shuffle_f32x4(by4[2 * i], by4[2 * i + 1], 0xdd));                                           \
     return (v16f)op(_mm512_shuffle_f32x4(by8[0], by8[1], 0x88), _mm512_shuffle_f32x4(by8[0], by8[1], 0xdd))
 
-INLINE v16f max_of_each(const v16f x[16]) { FOLD_EACH(x, _mm512_max_ps); }
+INLINE v16f max_of_each(const floats x[16][PIECES]) { FOLD_EACH(x, _mm512_max_ps); }
 
 /* In any order: for sums that are exact. */
-INLINE v16f sum_of_each(const v16f x[16]) { FOLD_EACH(x, _mm512_add_ps); }
+INLINE v16f sum_of_each(const floats x[16][PIECES]) { FOLD_EACH(x, _mm512_add_ps); }
 #else
-INLINE v16f max_of_each(const v16f x[16]) {
-    v16f y;
-    for (int i = 0; i < 16; i++) y[i] = max16(x[i]);
-    return y;
+INLINE v16f max_of_each(const floats x[16][PIECES]) {
+    float y[16];
+    for (int i = 0; i < 16; i++) y[i] = max16(load_f32(x[i]));
+    return load_f32(y);
 }
 
-INLINE v16f sum_of_each(const v16f x[16]) {
-    v16f y;
-    for (int i = 0; i < 16; i++) y[i] = sum16(x[i]);
-    return y;
+INLINE v16f sum_of_each(const floats x[16][PIECES]) {
+    float y[16];
+    for (int i = 0; i < 16; i++) y[i] = sum16(load_f32(x[i]));
+    return load_f32(y);
 }
 #endif
 
+/* f of every lane, by `of`, which computes it for those of a register. */
+#define EACH_PIECE(x, of)                                                                                              \
+    do {                                                                                                               \
+        floats piece[PIECES];                                                                                          \
+        memcpy(piece, &x, sizeof x);                                                                                   \
+        UNROLL for (int i = 0; i < PIECES; i++) piece[i] = of(piece[i]);                                               \
+        memcpy(&x, piece, sizeof x);                                                                                   \
+    } while (0)
+
+INLINE floats select_floats(int32s mask, floats a, floats b) {
+    return (floats)((mask & (int32s)a) | (~mask & (int32s)b));
+}
+
+/* a > b ? a : b, hence b where one of them is no number. */
+INLINE floats larger_floats(floats a, floats b) {
+#if WIDTH == 16
+    return larger(a, b);
+#elif WIDTH == 8
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return select_floats(a > b, a, b);
+#endif
+}
+
+INLINE floats smaller_floats(floats a, floats b) {
+#if WIDTH == 16
+    return smaller(a, b);
+#elif WIDTH == 8
+    return (floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return select_floats(a < b, a, b);
+#endif
+}
+
 /* exp(x) for x <= 0, within 2 ulp; below -87 it is 0. Cephes' range reduction and polynomial. */
+INLINE floats exp_floats(floats x) {
+    int32s dead = x < spread_floats(-87.0f);
+    x = select_floats(dead, spread_floats(-87.0f), x);
+    floats t = x * spread_floats(1.44269504088896341f);
+    floats magic = spread_floats(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
+    floats n = (t + magic) - magic;
+    floats r = x - n * spread_floats(0.693359375f) - n * spread_floats(-2.12194440e-4f);
+    floats p = spread_floats(1.9875691500e-4f);
+    p = p * r + spread_floats(1.3981999507e-3f);
+    p = p * r + spread_floats(8.3334519073e-3f);
+    p = p * r + spread_floats(4.1665795894e-2f);
+    p = p * r + spread_floats(1.6666665459e-1f);
+    p = p * r + spread_floats(5.0000001201e-1f);
+    p = p * r * r + r + spread_floats(1.0f);
+    int32s e = (__builtin_convertvector(n, int32s) + 127) << 23;
+    return select_floats(dead, spread_floats(0.0f), p * (floats)e);
+}
+
 INLINE v16f exp16(v16f x) {
-    v16i dead = x < splat(-87.0f);
-    x = select16(dead, splat(-87.0f), x);
-    v16f t = x * splat(1.44269504088896341f);
-    v16f magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
-    v16f n = (t + magic) - magic;
-    v16f r = x - n * splat(0.693359375f) - n * splat(-2.12194440e-4f);
-    v16f p = splat(1.9875691500e-4f);
-    p = p * r + splat(1.3981999507e-3f);
-    p = p * r + splat(8.3334519073e-3f);
-    p = p * r + splat(4.1665795894e-2f);
-    p = p * r + splat(1.6666665459e-1f);
-    p = p * r + splat(5.0000001201e-1f);
-    p = p * r * r + r + splat(1.0f);
-    v16i e = (__builtin_convertvector(n, v16i) + 127) << 23;
-    return select16(dead, splat(0.0f), p * (v16f)e);
+    EACH_PIECE(x, exp_floats);
+    return x;
 }
 
 /* Natural logarithm of normal, positive x, within 2 ulp (Cephes logf). */
