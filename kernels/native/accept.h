@@ -66,34 +66,67 @@ struct accept_args {
     int32_t num_batch, num_rows, vocab_size, bf16;
 };
 
-typedef uint64_t v16l __attribute__((vector_size(128)));
+/* The high and the low words of x * factor. */
+INLINE void multiply(uint32s x, uint32_t factor, uint32s *high, uint32s *low) {
+#if WIDTH == 16
+    const __m512i by = _mm512_set1_epi32((int32_t)factor), even = _mm512_mul_epu32((__m512i)x, by);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)x, 32), by);
+    *high = (uint32s)_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
+    *low = (uint32s)_mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
+#elif WIDTH == 8
+    const __m256i by = _mm256_set1_epi32((int32_t)factor), even = _mm256_mul_epu32((__m256i)x, by);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)x, 32), by);
+    *high = (uint32s)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+    *low = (uint32s)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+#else
+    for (int i = 0; i < WIDTH; i++) {
+        const uint64_t y = (uint64_t)x[i] * factor;
+        (*high)[i] = (uint32_t)(y >> 32);
+        (*low)[i] = (uint32_t)y;
+    }
+#endif
+}
 
-INLINE void philox_round(v16u c[4], uint32_t k0, uint32_t k1) {
-    v16l p0 = __builtin_convertvector(c[0], v16l) * 0xD2511F53ull;
-    v16l p1 = __builtin_convertvector(c[2], v16l) * 0xCD9E8D57ull;
-    v16u hi0 = __builtin_convertvector(p0 >> 32, v16u), lo0 = __builtin_convertvector(p0, v16u);
-    v16u hi1 = __builtin_convertvector(p1 >> 32, v16u), lo1 = __builtin_convertvector(p1, v16u);
+INLINE void philox_round(uint32s c[4], uint32_t k0, uint32_t k1) {
+    uint32s hi0, lo0, hi1, lo1;
+    multiply(c[0], 0xD2511F53u, &hi0, &lo0);
+    multiply(c[2], 0xCD9E8D57u, &hi1, &lo1);
     c[0] = hi1 ^ c[1] ^ k0;
     c[1] = lo1;
     c[2] = hi0 ^ c[3] ^ k1;
     c[3] = lo0;
 }
 
+static const uint32_t LANE_NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* The numbers of the lanes of piece p. */
+INLINE uint32s lanes_of(int p) {
+    uint32s x;
+    memcpy(&x, LANE_NUMBERS + p * WIDTH, sizeof x);
+    return x;
+}
+
+/* All bits of each lane of piece p whose bit of `bits` is set. */
+INLINE int32s lanes_in(uint32_t bits, int p) { return -(int32s)((((uint32s){0} + bits) >> lanes_of(p)) & 1); }
+
 /* Noise of the 64 tokens from `first` (a multiple of 64). */
 INLINE void gumbel64(uint64_t seed, uint32_t position, uint32_t first, float out[64]) {
-    const v16u lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    v16u zero = {0}, c[4] = {lane + first / 4, zero + position, zero, zero};
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++) {
-        philox_round(c, k0, k1);
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    for (int w = 0; w < 4; w++) {
-        /* 23 bits and a half: never 0, never 1. */
-        v16f u = (__builtin_convertvector((v16i)(c[w] >> 9), v16f) + splat(0.5f)) * splat(1.0f / 8388608.0f);
-        v16f g = splat(0.0f) - log16(splat(0.0f) - log16(u));
-        for (int i = 0; i < 16; i++) out[4 * i + w] = g[i];
+    for (int p = 0; p < PIECES; p++) {
+        const uint32s zero = {0};
+        uint32s c[4] = {lanes_of(p) + first / 4, zero + position, zero, zero};
+        uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+        for (int round = 0; round < 10; round++) {
+            philox_round(c, k0, k1);
+            k0 += 0x9E3779B9u;
+            k1 += 0xBB67AE85u;
+        }
+        for (int w = 0; w < 4; w++) {
+            /* 23 bits and a half: never 0, never 1. */
+            const floats whole = __builtin_convertvector((int32s)(c[w] >> 9), floats);
+            const floats u = (whole + spread_floats(0.5f)) * spread_floats(1.0f / 8388608.0f);
+            const floats g = spread_floats(0.0f) - log_floats(spread_floats(0.0f) - log_floats(u));
+            for (int i = 0; i < WIDTH; i++) out[4 * (p * WIDTH + i) + w] = g[i];
+        }
     }
 }
 
@@ -122,26 +155,20 @@ struct prefix {
 INLINE void load_row(const struct accept_args *a, int64_t row, float *x, int bf16) {
     int64_t v = a->vocab_size, base = row * a->logits_stride;
     for (int64_t i = v & ~15ll; i < a->scratch_stride; i++) x[i] = i < v ? load1(a->logits, base + i, bf16) : -INFINITY;
-    for (int64_t i = 0; i + 16 <= v; i += 16) {
-        v16f y = load(a->logits, base + i, bf16);
-        memcpy(x + i, &y, sizeof y);
-    }
+    for (int64_t i = 0; i < (v & ~15ll); i += WIDTH) store_floats(x + i, load_lanes(a->logits, base + i, bf16));
 }
 
 /* x[] := -inf at everything illegal. */
 INLINE void mask_row(const struct accept_args *a, int kind, int32_t forced, const uint32_t *mask, float *x) {
-    const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     int64_t v = a->vocab_size;
     if (kind == KIND_APPLY)
         for (int64_t i = 0; i < a->scratch_stride; i += 16) {
             uint32_t bits = i < v ? mask[i / 32] >> (i % 32) & 0xffffu : 0;
             if (bits == 0xffffu) continue;
-            v16i legal = -((v16i)((v16u){bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits,
-                                         bits, bits, bits} >>
-                                  (v16u)lane) &
-                           1);
-            v16f y = select16(legal, load_f32(x + i), splat(-INFINITY));
-            memcpy(x + i, &y, sizeof y);
+            for (int p = 0; p < PIECES; p++) {
+                float *at = x + i + p * WIDTH;
+                store_floats(at, select_floats(lanes_in(bits, p), load_floats(at), spread_floats(-INFINITY)));
+            }
         }
     if (kind == KIND_FORCED) {
         float keep = forced >= 0 && forced < v ? x[forced] : -INFINITY;
@@ -226,12 +253,13 @@ INLINE float threshold(const float *x, int64_t n, float peak, float floor, float
     while (lo < hi) {
         uint32_t mid = lo + (hi - lo + 1) / 2;
         float cut = float_of(mid) > floor ? float_of(mid) : floor;
-        v16f sum = splat(0.0f);
-        for (int64_t i = 0; i < n; i += 16) {
-            v16f y = load_f32(x + i);
-            sum += select16(y >= splat(cut), mass ? exp16(y - splat(peak)) : splat(1.0f), splat(0.0f));
-        }
-        if (sum16(sum) >= goal)
+        floats sum[PIECES] = {0};
+        for (int64_t i = 0; i < n; i += 16) UNROLL for (int p = 0; p < PIECES; p++) {
+                const floats y = load_floats(x + i + p * WIDTH);
+                const floats each = mass ? exp_floats(y - spread_floats(peak)) : spread_floats(1.0f);
+                sum[p] += select_floats(y >= spread_floats(cut), each, spread_floats(0.0f));
+            }
+        if (sum16(load_f32(sum)) >= goal)
             lo = mid;
         else
             hi = mid - 1;
@@ -240,21 +268,20 @@ INLINE float threshold(const float *x, int64_t n, float peak, float floor, float
 }
 
 INLINE float total_mass(const float *x, int64_t n, float peak, float cut) {
-    v16f sum = splat(0.0f);
-    for (int64_t i = 0; i < n; i += 16) {
-        v16f y = load_f32(x + i);
-        sum += select16(y >= splat(cut), exp16(y - splat(peak)), splat(0.0f));
-    }
-    return sum16(sum);
+    floats sum[PIECES] = {0};
+    for (int64_t i = 0; i < n; i += 16) UNROLL for (int p = 0; p < PIECES; p++) {
+            const floats y = load_floats(x + i + p * WIDTH);
+            sum[p] += select_floats(y >= spread_floats(cut), exp_floats(y - spread_floats(peak)), spread_floats(0.0f));
+        }
+    return sum16(load_f32(sum));
 }
 
 INLINE float peak_of(const float *x, int64_t n) {
-    v16f m = splat(-INFINITY);
-    for (int64_t i = 0; i < n; i += 16) {
-        v16f y = load_f32(x + i);
-        m = select16(y > m, y, m);
-    }
-    return max16(m);
+    floats m[PIECES];
+    UNROLL for (int p = 0; p < PIECES; p++) m[p] = spread_floats(-INFINITY);
+    for (int64_t i = 0; i < n; i += 16)
+        UNROLL for (int p = 0; p < PIECES; p++) m[p] = larger_floats(load_floats(x + i + p * WIDTH), m[p]);
+    return max16(load_f32(m));
 }
 
 /* The largest of x + noise among the entries that reach `cut`, or -1. Ties go to the lowest id. */
@@ -303,22 +330,30 @@ INLINE int32_t choose(const struct accept_args *a, int32_t s, uint32_t position,
 /* What `choose` returns for a row at T = 0 whose logits nothing changes but the mask, in one pass and without scratch. */
 INLINE int32_t likeliest(const struct accept_args *a, int64_t row, int kind, int32_t forced, const uint32_t *mask,
                          int bf16) {
-    const v16u lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int64_t v = a->vocab_size, base = row * a->logits_stride, whole = v & ~15ll;
     if (kind == KIND_FORCED)
         return forced >= 0 && forced < v && load1(a->logits, base + forced, bf16) > -INFINITY ? forced : -1;
-    v16f top = splat(-INFINITY);
-    v16u at = lane;
+    floats tops[PIECES];
+    uint32s places[PIECES];
+    UNROLL for (int p = 0; p < PIECES; p++) {
+        tops[p] = spread_floats(-INFINITY);
+        places[p] = lanes_of(p);
+    }
     for (int64_t i = 0; i < whole; i += 16) {
         const uint32_t bits = kind == KIND_APPLY ? mask[i / 32] >> (i % 32) & 0xffffu : 0xffffu;
         if (!bits) continue;
-        const v16f y = load(a->logits, base + i, bf16);
-        v16i better = y > top;
-        if (bits != 0xffffu) better &= -(v16i)((((v16u){0} + bits) >> lane) & 1);
-        top = select16(better, y, top);
-        at = (v16u)select16(better, (v16f)(lane + (uint32_t)i), (v16f)at);
+        UNROLL for (int p = 0; p < PIECES; p++) {
+            const floats y = load_lanes(a->logits, base + i + p * WIDTH, bf16);
+            int32s better = y > tops[p];
+            if (bits != 0xffffu) better &= lanes_in(bits, p);
+            tops[p] = select_floats(better, y, tops[p]);
+            places[p] = (uint32s)select_floats(better, (floats)(lanes_of(p) + (uint32_t)i), (floats)places[p]);
+        }
     }
-    float peak = -INFINITY;
+    float top[16], peak = -INFINITY;
+    uint32_t at[16];
+    memcpy(top, tops, sizeof top);
+    memcpy(at, places, sizeof at);
     int32_t best = -1;
     for (int j = 0; j < 16; j++)
         if (top[j] > peak || (top[j] == peak && best >= 0 && (int32_t)at[j] < best)) {

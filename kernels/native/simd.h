@@ -329,26 +329,31 @@ INLINE v16f exp16(v16f x) {
 }
 
 /* Natural logarithm of normal, positive x, within 2 ulp (Cephes logf). */
-INLINE v16f log16(v16f x) {
-    v16i bits = (v16i)x;
-    v16i e = ((bits >> 23) & 0xff) - 126;
-    v16f m = (v16f)((bits & 0x007fffff) | 0x3f000000); /* in [0.5, 1) */
-    v16i low = m < splat(0.707106781186547524f);
+INLINE floats log_floats(floats x) {
+    int32s bits = (int32s)x;
+    int32s e = ((bits >> 23) & 0xff) - 126;
+    floats m = (floats)((bits & 0x007fffff) | 0x3f000000); /* in [0.5, 1) */
+    int32s low = m < spread_floats(0.707106781186547524f);
     e = e + low; /* low is -1 where true */
-    m = m + select16(low, m, splat(0.0f)) - splat(1.0f);
-    v16f z = m * m;
-    v16f p = splat(7.0376836292e-2f);
-    p = p * m + splat(-1.1514610310e-1f);
-    p = p * m + splat(1.1676998740e-1f);
-    p = p * m + splat(-1.2420140846e-1f);
-    p = p * m + splat(1.4249322787e-1f);
-    p = p * m + splat(-1.6668057665e-1f);
-    p = p * m + splat(2.0000714765e-1f);
-    p = p * m + splat(-2.4999993993e-1f);
-    p = p * m + splat(3.3333331174e-1f);
-    v16f fe = __builtin_convertvector(e, v16f);
-    v16f y = p * m * z + fe * splat(-2.12194440e-4f) - splat(0.5f) * z;
-    return m + y + fe * splat(0.693359375f);
+    m = m + select_floats(low, m, spread_floats(0.0f)) - spread_floats(1.0f);
+    floats z = m * m;
+    floats p = spread_floats(7.0376836292e-2f);
+    p = p * m + spread_floats(-1.1514610310e-1f);
+    p = p * m + spread_floats(1.1676998740e-1f);
+    p = p * m + spread_floats(-1.2420140846e-1f);
+    p = p * m + spread_floats(1.4249322787e-1f);
+    p = p * m + spread_floats(-1.6668057665e-1f);
+    p = p * m + spread_floats(2.0000714765e-1f);
+    p = p * m + spread_floats(-2.4999993993e-1f);
+    p = p * m + spread_floats(3.3333331174e-1f);
+    floats fe = __builtin_convertvector(e, floats);
+    floats y = p * m * z + fe * spread_floats(-2.12194440e-4f) - spread_floats(0.5f) * z;
+    return m + y + fe * spread_floats(0.693359375f);
+}
+
+INLINE v16f log16(v16f x) {
+    EACH_PIECE(x, log_floats);
+    return x;
 }
 
 #endif
