@@ -97,15 +97,6 @@ INLINE void philox_round(uint32s c[4], uint32_t k0, uint32_t k1) {
     c[3] = lo0;
 }
 
-static const uint32_t LANE_NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-/* The numbers of the lanes of piece p. */
-INLINE uint32s lanes_of(int p) {
-    uint32s x;
-    memcpy(&x, LANE_NUMBERS + p * WIDTH, sizeof x);
-    return x;
-}
-
 /* All bits of each lane of piece p whose bit of `bits` is set. */
 INLINE int32s lanes_in(uint32_t bits, int p) { return -(int32s)((((uint32s){0} + bits) >> lanes_of(p)) & 1); }
 

@@ -232,8 +232,6 @@ INLINE void store_bytes(int8_t *to, floats x) {
     memcpy(to, &y, sizeof y);
 }
 
-INLINE v16i splat_int(int32_t x) { return (v16i){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-
 /* The sums of the first 16 integers of a block and of all 32 are added up as one float, the first in this unit: both are below
  * half of it, and together they are below 2^24. */
 #define FIRST_UNIT 8192.0f

@@ -47,7 +47,12 @@ struct gated_args {
     int32_t act, bf16;
 };
 
-INLINE v16f rounded(v16f x, int bf16) { return bf16 ? (v16f)(bf16_bits(x) << 16) : x; }
+INLINE floats rounded_floats(floats x) { return (floats)(bf16_bits(x) << 16); }
+
+INLINE v16f rounded(v16f x, int bf16) {
+    if (bf16) EACH_PIECE(x, rounded_floats);
+    return x;
+}
 
 INLINE float rounded1(float x, int bf16) {
     uint32_t u = (uint32_t)to_bf16(x) << 16;

@@ -300,7 +300,6 @@ INLINE void score(const struct paged_attention_args *a, const struct tile *w, co
  * new peak. */
 INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, int64_t at, int subs, const floats *s,
                   float *p, int64_t d) {
-    static const int32_t NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int whole = at + BLOCK - 1 <= w->pos[t] && at >= w->first_key[t]; /* no key is masked */
     floats m[PIECES], total[PIECES] = {0};
     UNROLL for (int e = 0; e < PIECES; e++) m[e] = spread_floats(-INFINITY);
@@ -309,9 +308,7 @@ INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, i
             if (a->softcap > 0.0f)
                 for (int j = 0; j < WIDTH; j++) x[j] = a->softcap * tanhf(x[j] / a->softcap);
             if (!whole) {
-                int32s token;
-                memcpy(&token, NUMBERS + e * WIDTH, sizeof token);
-                token += (int32_t)(at + 16 * i);
+                const int32s token = (int32s)lanes_of(e) + (int32_t)(at + 16 * i);
                 x = select_floats((token <= w->pos[t]) & (token >= w->first_key[t]), x, spread_floats(-INFINITY));
             }
             store_floats(p + 16 * i + e * WIDTH, x);

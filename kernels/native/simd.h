@@ -1,5 +1,7 @@
-/* 16-lane vectors in portable GNU C, for the CPU kernels.
+/* Vectors of a register's lanes, and of 16, in portable GNU C, for the CPU kernels.
  *
+ * Where a register has fewer than 16 lanes, gcc keeps a v16f in memory and moves it word by word. So what computes with many
+ * numbers has vectors of one register, and a v16f is what a function gets or gives: a lane's result is the same with both.
  * Invariant: every result depends only on its own row, in a fixed order of operations, so a row computed alone and in a
  * batch is the same to the last bit. Not responsible for: threads.
  */
@@ -18,14 +20,12 @@
 typedef float v16f __attribute__((vector_size(64)));
 typedef int32_t v16i __attribute__((vector_size(64)));
 typedef uint32_t v16u __attribute__((vector_size(64)));
-typedef uint16_t v16h __attribute__((vector_size(32)));
 typedef int8_t v16c __attribute__((vector_size(16)));
 
 #define UNROLL _Pragma("GCC unroll 8")
 #define INLINE static inline __attribute__((always_inline))
 
-/* Lanes of a register, and vectors of so many. Where a register has fewer than 16, gcc keeps a v16f in memory, and moves it word
- * by word; so what computes with many numbers has these types. A lane's result does not depend on their number. */
+/* Lanes of a register, and vectors of so many. */
 #if defined(__AVX512F__)
 #define WIDTH 16
 #elif defined(__AVX2__)
@@ -59,36 +59,10 @@ INLINE floats load_floats(const float *p) {
 
 INLINE void store_floats(float *p, floats x) { memcpy(p, &x, sizeof x); }
 
-/* The compiler widens 16 lanes in six steps; the instruction does it in one. */
-INLINE v16f load_bf16(const void *p) {
-#if defined(__AVX512F__)
-    return (v16f)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
-#else
-    v16h h;
-    memcpy(&h, p, sizeof h);
-    v16u u = __builtin_convertvector(h, v16u) << 16;
-    return (v16f)u;
-#endif
-}
-
-INLINE v16f load_int8(const void *p) {
-#if defined(__AVX512F__)
-    return (v16f)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
-#elif defined(__AVX2__)
-    const __m128i x = _mm_loadu_si128(p);
-    __m256 halves[2] = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),
-                        _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
-    return load_f32(halves);
-#else
-    v16c x;
-    memcpy(&x, p, sizeof x);
-    return __builtin_convertvector(__builtin_convertvector(x, v16i), v16f);
-#endif
-}
-
+/* The compiler widens a register's lanes in several steps; the instruction does it in one. */
 INLINE floats floats_of_bf16(const uint16_t *p) {
 #if WIDTH == 16
-    return load_bf16(p);
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
 #elif WIDTH == 8
     return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
 #else
@@ -100,7 +74,7 @@ INLINE floats floats_of_bf16(const uint16_t *p) {
 
 INLINE floats floats_of_int8(const int8_t *p) {
 #if WIDTH == 16
-    return load_int8(p);
+    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 #elif WIDTH == 8
     return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 #else
@@ -110,14 +84,16 @@ INLINE floats floats_of_int8(const int8_t *p) {
 #endif
 }
 
-/* dtype is a compile-time constant at every call site. */
-INLINE v16f load(const void *base, int64_t index, int bf16) {
-    return bf16 ? load_bf16((const uint16_t *)base + index) : load_f32((const float *)base + index);
-}
-
-/* The same of a register's lanes. */
+/* A register's lanes; dtype is a compile-time constant at every call site. */
 INLINE floats load_lanes(const void *base, int64_t index, int bf16) {
     return bf16 ? floats_of_bf16((const uint16_t *)base + index) : load_floats((const float *)base + index);
+}
+
+/* 16 lanes. */
+INLINE v16f load(const void *base, int64_t index, int bf16) {
+    floats x[PIECES];
+    UNROLL for (int p = 0; p < PIECES; p++) x[p] = load_lanes(base, index + p * WIDTH, bf16);
+    return load_f32(x);
 }
 
 INLINE float load1(const void *base, int64_t index, int bf16) {
@@ -143,28 +119,24 @@ INLINE void store1(void *base, int64_t index, float x, int bf16) {
         ((float *)base)[index] = x;
 }
 
-/* Round to nearest even, as to_bf16, and widen again. */
-INLINE v16u bf16_bits(v16f x) {
-    v16u u = (v16u)x, nan = (v16u)(x != x);
-    v16u r = (u + 0x7fffu + ((u >> 16) & 1)) >> 16;
+/* Round to nearest even, as to_bf16. */
+INLINE uint32s bf16_bits(floats x) {
+    const uint32s u = (uint32s)x, nan = (uint32s)(x != x), r = (u + 0x7fffu + ((u >> 16) & 1)) >> 16;
     return (nan & 0x7fc0u) | (~nan & r);
 }
 
 INLINE void store_lanes(void *base, int64_t index, floats x, int bf16) {
     if (bf16) {
-        const uint32s u = (uint32s)x, nan = (uint32s)(x != x), r = (u + 0x7fffu + ((u >> 16) & 1)) >> 16;
-        const uint16s h = __builtin_convertvector((nan & 0x7fc0u) | (~nan & r), uint16s);
+        const uint16s h = __builtin_convertvector(bf16_bits(x), uint16s);
         memcpy((uint16_t *)base + index, &h, sizeof h);
     } else
         store_floats((float *)base + index, x);
 }
 
 INLINE void store(void *base, int64_t index, v16f x, int bf16) {
-    if (bf16) {
-        v16h h = __builtin_convertvector(bf16_bits(x), v16h);
-        memcpy((uint16_t *)base + index, &h, sizeof h);
-    } else
-        memcpy((float *)base + index, &x, sizeof x);
+    floats pieces[PIECES];
+    memcpy(pieces, &x, sizeof x);
+    UNROLL for (int p = 0; p < PIECES; p++) store_lanes(base, index + p * WIDTH, pieces[p], bf16);
 }
 
 INLINE v16f select16(v16i mask, v16f a, v16f b) { return (v16f)((mask & (v16i)a) | (~mask & (v16i)b)); }
@@ -184,14 +156,6 @@ INLINE v16f larger(v16f a, v16f b) {
     return (v16f)_mm512_max_ps((__m512)a, (__m512)b);
 #else
     return select16(a > b, a, b);
-#endif
-}
-
-INLINE v16f smaller(v16f a, v16f b) {
-#if defined(__AVX512F__)
-    return (v16f)_mm512_min_ps((__m512)a, (__m512)b);
-#else
-    return select16(a < b, a, b);
 #endif
 }
 
@@ -279,6 +243,14 @@ INLINE v16f sum_of_each(const floats x[16][PIECES]) {
         memcpy(&x, piece, sizeof x);                                                                                   \
     } while (0)
 
+/* The numbers of the lanes of piece p. */
+INLINE uint32s lanes_of(int p) {
+    static const uint32_t NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    uint32s x;
+    memcpy(&x, NUMBERS + p * WIDTH, sizeof x);
+    return x;
+}
+
 INLINE floats select_floats(int32s mask, floats a, floats b) {
     return (floats)((mask & (int32s)a) | (~mask & (int32s)b));
 }
@@ -296,7 +268,7 @@ INLINE floats larger_floats(floats a, floats b) {
 
 INLINE floats smaller_floats(floats a, floats b) {
 #if WIDTH == 16
-    return smaller(a, b);
+    return (floats)_mm512_min_ps((__m512)a, (__m512)b);
 #elif WIDTH == 8
     return (floats)_mm256_min_ps((__m256)a, (__m256)b);
 #else
