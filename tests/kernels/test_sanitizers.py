@@ -91,7 +91,7 @@ def test_kernels_of_a_vector_unit_have_no_undefined_behaviour(
     # Products over blocks, which no CPU at the first level calls, are linked all the same.
     with_variant = [f"{variant}.c", *(["x86_64_v3.c"] if level == 1 else []), "dispatch.c", *SCALAR]
     tests += [f"--deselect={name}" for name in OF_EVERY_UNIT]
-    run_over_copy(root, tmp_path, with_variant, ("-O0", "-g1", *UNDEFINED), tests, level=level)
+    run_over_copy(root, tmp_path, with_variant, ("-O1", "-g1", *UNDEFINED), tests, level=level)
 
 
 def test_kernels_have_no_bad_access(root: Path, tmp_path: Path) -> None:
