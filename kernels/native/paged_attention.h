@@ -22,8 +22,8 @@
 #define BLOCK (16 * SUBS)
 #define MAX_D 576
 #if WIDTH == 16
-#define SCORED SUBS /* sub-blocks that TILE queries' scores are summed up of at once, in registers */
-#define GATHERED 4  /* 16 channels that their sums of values are of */
+#define SCORED SUBS /* sub-blocks whose scores for TILE queries fit into registers */
+#define GATHERED 4  /* times 16 channels, whose sums for TILE queries fit into registers */
 #define TOGETHER 8  /* queries whose scores of two tokens fit into registers */
 #else
 #define SCORED 1
