@@ -51,6 +51,7 @@ def kernels() -> list[Extension]:
                 "-fopenmp",
                 "-fno-math-errno",
                 "-fno-trapping-math",
+                "-ffp-contract=off",  # what is fused is written out (see simd.h), so every unit has the same bits
                 *WARNINGS,
             ],
             py_limited_api=True,

@@ -114,8 +114,8 @@ INLINE void gumbel64(uint64_t seed, uint32_t position, uint32_t first, float out
         for (int w = 0; w < 4; w++) {
             /* 23 bits and a half: never 0, never 1. */
             const floats whole = __builtin_convertvector((int32s)(c[w] >> 9), floats);
-            const floats u = (whole + spread_floats(0.5f)) * spread_floats(1.0f / 8388608.0f);
-            const floats g = spread_floats(0.0f) - log_floats(spread_floats(0.0f) - log_floats(u));
+            const floats u = (whole + splat(0.5f)) * splat(1.0f / 8388608.0f);
+            const floats g = splat(0.0f) - log_floats(splat(0.0f) - log_floats(u));
             for (int i = 0; i < WIDTH; i++) out[4 * (p * WIDTH + i) + w] = g[i];
         }
     }
@@ -158,7 +158,7 @@ INLINE void mask_row(const struct accept_args *a, int kind, int32_t forced, cons
             if (bits == 0xffffu) continue;
             for (int p = 0; p < PIECES; p++) {
                 float *at = x + i + p * WIDTH;
-                store_floats(at, select_floats(lanes_in(bits, p), load_floats(at), spread_floats(-INFINITY)));
+                store_floats(at, select_floats(lanes_in(bits, p), load_floats(at), splat(-INFINITY)));
             }
         }
     if (kind == KIND_FORCED) {
@@ -234,7 +234,7 @@ static void apply_penalties(const struct accept_args *a, int32_t s, const int32_
         counts[token] = 0;
         c &= ~seen;
         x[token] = x[token] > 0.0f ? x[token] / rep : x[token] * rep;
-        x[token] -= freq * (float)c + (c > 0 ? pres : 0.0f);
+        x[token] -= fused1(freq, (float)c, c > 0 ? pres : 0.0f);
     }
 }
 
@@ -245,12 +245,11 @@ INLINE float threshold(const float *x, int64_t n, float peak, float floor, float
         uint32_t mid = lo + (hi - lo + 1) / 2;
         float cut = float_of(mid) > floor ? float_of(mid) : floor;
         floats sum[PIECES] = {0};
-        for (int64_t i = 0; i < n; i += 16) UNROLL for (int p = 0; p < PIECES; p++) {
-                const floats y = load_floats(x + i + p * WIDTH);
-                const floats each = mass ? exp_floats(y - spread_floats(peak)) : spread_floats(1.0f);
-                sum[p] += select_floats(y >= spread_floats(cut), each, spread_floats(0.0f));
-            }
-        if (sum16(load_f32(sum)) >= goal)
+        FOR_LANES(i, p, n) {
+            const floats y = load_floats(x + i), each = mass ? exp_floats(y - splat(peak)) : splat(1.0f);
+            sum[p] += select_floats(y >= splat(cut), each, splat(0.0f));
+        }
+        if (sum16(sum) >= goal)
             lo = mid;
         else
             hi = mid - 1;
@@ -260,19 +259,18 @@ INLINE float threshold(const float *x, int64_t n, float peak, float floor, float
 
 INLINE float total_mass(const float *x, int64_t n, float peak, float cut) {
     floats sum[PIECES] = {0};
-    for (int64_t i = 0; i < n; i += 16) UNROLL for (int p = 0; p < PIECES; p++) {
-            const floats y = load_floats(x + i + p * WIDTH);
-            sum[p] += select_floats(y >= spread_floats(cut), exp_floats(y - spread_floats(peak)), spread_floats(0.0f));
-        }
-    return sum16(load_f32(sum));
+    FOR_LANES(i, p, n) {
+        const floats y = load_floats(x + i);
+        sum[p] += select_floats(y >= splat(cut), exp_floats(y - splat(peak)), splat(0.0f));
+    }
+    return sum16(sum);
 }
 
 INLINE float peak_of(const float *x, int64_t n) {
     floats m[PIECES];
-    UNROLL for (int p = 0; p < PIECES; p++) m[p] = spread_floats(-INFINITY);
-    for (int64_t i = 0; i < n; i += 16)
-        UNROLL for (int p = 0; p < PIECES; p++) m[p] = larger_floats(load_floats(x + i + p * WIDTH), m[p]);
-    return max16(load_f32(m));
+    UNROLL for (int p = 0; p < PIECES; p++) m[p] = splat(-INFINITY);
+    FOR_LANES(i, p, n) m[p] = larger(load_floats(x + i), m[p]);
+    return max16(m);
 }
 
 /* The largest of x + noise among the entries that reach `cut`, or -1. Ties go to the lowest id. */
@@ -327,7 +325,7 @@ INLINE int32_t likeliest(const struct accept_args *a, int64_t row, int kind, int
     floats tops[PIECES];
     uint32s places[PIECES];
     UNROLL for (int p = 0; p < PIECES; p++) {
-        tops[p] = spread_floats(-INFINITY);
+        tops[p] = splat(-INFINITY);
         places[p] = lanes_of(p);
     }
     for (int64_t i = 0; i < whole; i += 16) {

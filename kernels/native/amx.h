@@ -77,20 +77,19 @@ struct panel_place {
 
 /* Add the products of part k, of the parts of all blocks, whose sums are in memory. While tiles are in use, port 5 takes no fused
  * operation and no conversion, and these are what a product waits for; so the sums begin with WHOLE_BITS. */
-INLINE void add_block(const struct panel_place *p, int64_t k, tile_sums sums, int form, v16f *acc) {
-    const v16f scale = half_floats(p->scales + k * GROUP), whole = times(scale, spread_floats(-WHOLE));
+INLINE void add_block(const struct panel_place *p, int64_t k, tile_sums sums, int form, floats *acc) {
+    const floats scale = half_floats(p->scales + k * GROUP), whole = times(scale, splat(-WHOLE));
     const int64_t block = k / parts_of(form);
     const float *row_scales = p->row_scales + block, *row_sums = p->row_sums + block;
     /* One register and a constant each: with a second register, a fused operation and its load are not one. */
     __asm__("" : "+r"(row_scales), "+r"(row_sums));
     UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) {
-        const v16f scaled = scaled_sum(sums[t], scale, whole);
-        acc[t] = fused(scaled, spread_floats(row_scales[t * PANEL_BLOCKS]), acc[t]);
+        const floats scaled = scaled_sum(sums[t], scale, whole);
+        acc[t] = fused(scaled, splat(row_scales[t * PANEL_BLOCKS]), acc[t]);
     }
     if (has_offsets(form) && (k + 1) % parts_of(form) == 0) {
-        const v16f offset = half_floats(p->offsets + block * GROUP);
-        UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) acc[t] =
-            fused(offset, spread_floats(row_sums[t * PANEL_BLOCKS]), acc[t]);
+        const floats offset = half_floats(p->offsets + block * GROUP);
+        UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) acc[t] = fused(offset, splat(row_sums[t * PANEL_BLOCKS]), acc[t]);
     }
 }
 
@@ -101,7 +100,7 @@ INLINE void panel_tile(const struct panel_place *p, int form, float *acc_memory)
     const int64_t parts = parts_of(form), bytes = 2 * bytes_of(form), count = p->count * parts;
     const int64_t inputs = QBLOCK / parts, tile_bytes = TILE_BYTES / parts; /* of a part */
     tile_sums sums[2] __attribute__((aligned(64)));
-    v16f acc[TILE_ROWS];
+    floats acc[TILE_ROWS];
 #define UNPACK(k)                                                                                                      \
     do {                                                                                                               \
         if (!p->weights || (k) >= count || (k) % parts) break;                                                         \
@@ -124,7 +123,7 @@ INLINE void panel_tile(const struct panel_place *p, int form, float *acc_memory)
     MULTIPLY(1, 3, 5, 1);
     KEEP(0, 0);
     KEEP(1, 1);
-    UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) acc[t] = load_f32(acc_memory + t * LANES);
+    UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) acc[t] = load_floats(acc_memory + t * LANES);
     for (int64_t k = 0; k < count; k += 2) {
         MULTIPLY(0, 2, 4, k + 2);
         MULTIPLY(1, 3, 5, k + 3);
@@ -188,8 +187,8 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
             }
         for (int64_t i = 0; i < tiles; i++)
             for (int64_t t = 0; t < TILE_ROWS; t++) {
-                v16f y = load_f32(acc[i][t]);
-                if (w->bias) y += load_f32(w->bias + g * GROUP + half * LANES);
+                floats y = load_floats(acc[i][t]);
+                if (w->bias) y += load_floats(w->bias + g * GROUP + half * LANES);
                 store_floats(out + (i * TILE_ROWS + t) * stride + half * LANES, y);
             }
     }

@@ -186,44 +186,10 @@ INLINE void copy_block_row(const struct block_rows *from, int64_t i, const struc
     memcpy(to->firsts + k * blocks, from->firsts + i * blocks, (size_t)blocks * sizeof *to->firsts);
 }
 
-/* a * b + c, rounded once: a product has the same bits on every unit. */
-INLINE v16f fused_add(v16f a, v16f b, v16f c) {
-#if defined(__AVX512F__)
-    return (v16f)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__aarch64__)
-    float32x4_t x[4], y[4], z[4];
-    memcpy(x, &a, sizeof a);
-    memcpy(y, &b, sizeof b);
-    memcpy(z, &c, sizeof c);
-    for (int i = 0; i < 4; i++) z[i] = vfmaq_f32(z[i], x[i], y[i]);
-    return load_f32(z);
-#else
-    __m256 x[2], y[2], z[2];
-    memcpy(x, &a, sizeof a);
-    memcpy(y, &b, sizeof b);
-    memcpy(z, &c, sizeof c);
-    for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
-    return load_f32(z);
-#endif
-}
-
-/* The same of a register's lanes. */
-INLINE floats fused_floats(floats a, floats b, floats c) {
-#if WIDTH == 16
-    return fused_add(a, b, c);
-#elif WIDTH == 8
-    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#endif
-}
-
-INLINE floats magnitude(floats x) { return (floats)((int32s)x & 0x7fffffff); }
-
 /* The nearest integers of x * factor, which are below 2^22. */
 INLINE floats nearest(floats x, float factor) {
-    const floats magic = spread_floats(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
-    return fused_floats(x, spread_floats(factor), magic) - magic;
+    const floats magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
+    return fused(x, splat(factor), magic) - magic;
 }
 
 /* Integers of 8 bits. */
@@ -241,37 +207,43 @@ INLINE void store_bytes(int8_t *to, floats x) {
  * x * 127 / largest magnitude. Block 0 is `block` of `row`; the others follow in the same row, or are those of the next rows. */
 INLINE void quantise_blocks(const float *x, int64_t stride, int64_t count, const struct block_rows *to, int64_t row,
                             int64_t block, int next_rows) {
-    const v16f magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
     const int64_t at = row * (to->inputs / QBLOCK) + block, step = next_rows ? to->inputs / QBLOCK : 1;
-    floats each[16][PIECES];
-    float inverse[16];
+    floats each[16][PIECES], top[PIECES], both[PIECES];
+    float inverse[16], scales[16], sums[16];
+    int32_t counts[16], firsts[16];
     for (int64_t i = 0; i < 16; i++) UNROLL for (int p = 0; p < PIECES; p++) {
             const float *from = x + i * stride + p * WIDTH;
-            each[i][p] = i < count ? larger_floats(magnitude(load_floats(from)), magnitude(load_floats(from + 16)))
-                                   : spread_floats(0.0f);
+            each[i][p] =
+                i < count ? larger(magnitude(load_floats(from)), magnitude(load_floats(from + 16))) : splat(0.0f);
         }
-    v16f top = max_of_each(each), scale = top / splat(127.0f);
-    v16f ratio = select16(top > splat(LEAST_OF_BLOCK), splat(127.0f) / top, splat(0.0f));
-    memcpy(inverse, &ratio, sizeof ratio);
+    max_of_each((const floats(*)[PIECES])each, top);
+    UNROLL for (int p = 0; p < PIECES; p++) store_floats(
+        inverse + p * WIDTH, select_floats(top[p] > splat(LEAST_OF_BLOCK), splat(127.0f) / top[p], splat(0.0f)));
     for (int64_t i = 0; i < count; i++) {
         int8_t *q = to->quants + (at + i * step) * QBLOCK;
         UNROLL for (int p = 0; p < PIECES; p++) {
             const float *from = x + i * stride + p * WIDTH;
             const floats a = nearest(load_floats(from), inverse[i]), b = nearest(load_floats(from + 16), inverse[i]);
-            each[i][p] = fused_floats(a, spread_floats(FIRST_UNIT), a + b);
+            each[i][p] = fused(a, splat(FIRST_UNIT), a + b);
             store_bytes(q + p * WIDTH, a);
             store_bytes(q + 16 + p * WIDTH, b);
         }
     }
     /* The lanes after `count` are not read. */
-    const v16f both = sum_of_each(each), first = fused_add(both, splat(1.0f / FIRST_UNIT), magic) - magic;
-    const v16f whole = fused_add(first, splat(-FIRST_UNIT), both), sum = scale * whole;
-    const v16i integer = __builtin_convertvector(whole, v16i), of_first = __builtin_convertvector(first, v16i);
+    sum_of_each((const floats(*)[PIECES])each, both);
+    UNROLL for (int p = 0; p < PIECES; p++) {
+        const floats first = nearest(both[p], 1.0f / FIRST_UNIT), whole = fused(first, splat(-FIRST_UNIT), both[p]);
+        const floats scale = top[p] / splat(127.0f);
+        store_floats(scales + p * WIDTH, scale);
+        store_floats(sums + p * WIDTH, scale * whole);
+        store_ints(counts + p * WIDTH, __builtin_convertvector(whole, int32s));
+        store_ints(firsts + p * WIDTH, __builtin_convertvector(first, int32s));
+    }
     for (int64_t i = 0; i < count; i++) {
-        to->scales[at + i * step] = scale[i];
-        to->sums[at + i * step] = sum[i];
-        to->counts[at + i * step] = integer[i];
-        to->firsts[at + i * step] = of_first[i];
+        to->scales[at + i * step] = scales[i];
+        to->sums[at + i * step] = sums[i];
+        to->counts[at + i * step] = counts[i];
+        to->firsts[at + i * step] = firsts[i];
     }
 }
 
@@ -300,7 +272,7 @@ INLINE void quantise_row(const float *x, const struct block_rows *to, int64_t ro
 #include "aarch64_tiles.h"
 #else
 #if defined(__AVX512F__)
-typedef v16i ints;
+typedef int32s ints;
 
 INLINE ints load_ints(const void *p) {
     ints x;
@@ -310,9 +282,9 @@ INLINE ints load_ints(const void *p) {
 
 INLINE ints spread_ints(int32_t x) { return (ints)_mm512_set1_epi32(x); }
 INLINE ints low_halves(ints w) { return w & spread_ints(0x0f0f0f0f); }
-INLINE ints high_halves(ints w) { return (ints)((v16u)w >> 4) & spread_ints(0x0f0f0f0f); }
-INLINE ints bits_up(ints w, int bits) { return (ints)((v16u)w << bits); }
-INLINE ints bits_down(ints w, int bits) { return (ints)((v16u)w >> bits); }
+INLINE ints high_halves(ints w) { return (ints)((uint32s)w >> 4) & spread_ints(0x0f0f0f0f); }
+INLINE ints bits_up(ints w, int bits) { return (ints)((uint32s)w << bits); }
+INLINE ints bits_down(ints w, int bits) { return (ints)((uint32s)w >> bits); }
 INLINE ints bits_only(ints w, int bits) { return w & spread_ints(bits * 0x01010101); }
 INLINE ints bits_or(ints a, ints b) { return a | b; }
 INLINE ints plus_bytes(ints w, int more) { return (ints)_mm512_add_epi8((__m512i)w, _mm512_set1_epi8((char)more)); }
@@ -321,12 +293,11 @@ INLINE ints looked_up(const void *table, ints codes) {
     const __m512i tables = _mm512_broadcast_i32x4(_mm_loadu_si128(table));
     return (ints)_mm512_shuffle_epi8(tables, (__m512i)codes);
 }
-INLINE floats half_floats(const uint16_t *p) { return (v16f)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-INLINE floats fused(floats a, floats b, floats c) { return fused_add(a, b, c); }
+INLINE floats half_floats(const uint16_t *p) { return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE floats times(floats a, floats b) { return a * b; }
 INLINE floats sum_floats(floats a, floats b) { return a + b; }
 INLINE ints sum_ints(ints a, ints b) { return a + b; }
-INLINE floats floats_of(ints x) { return __builtin_convertvector(x, v16f); }
+INLINE floats floats_of(ints x) { return __builtin_convertvector(x, floats); }
 #else
 typedef __m256i ints;
 
@@ -344,7 +315,6 @@ INLINE ints looked_up(const void *table, ints codes) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(table)), codes);
 }
 INLINE floats half_floats(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-INLINE floats fused(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE floats times(floats a, floats b) { return _mm256_mul_ps(a, b); }
 INLINE floats sum_floats(floats a, floats b) { return _mm256_add_ps(a, b); }
 INLINE ints sum_ints(ints a, ints b) { return _mm256_add_epi32(a, b); }
@@ -513,7 +483,7 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
     const float *xs = x->scales + first * blocks, *xo = x->sums + first * blocks;
     const int32_t *xc = x->counts + first * blocks, *xf = x->firsts + first * blocks;
     floats acc[ROW_TILE][VECTORS];
-    UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < vectors; v++) acc[t][v] = spread_floats(0.0f);
+    UNROLL_8 for (int t = 0; t < rows; t++) UNROLL_8 for (int v = 0; v < vectors; v++) acc[t][v] = splat(0.0f);
     for (int64_t k = 0; k < blocks; k++) {
         if (ahead) {
             for (int p = 0; p < parts; p++) __builtin_prefetch(ahead->scales + (parts * k + p) * GROUP);
@@ -571,15 +541,15 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
             }
             UNROLL_8 for (int v = 0; v < vectors; v++) {
                 const floats scale = half_floats(s + (parts * k + p) * GROUP + v * WIDTH);
-                const floats whole = times(scale, spread_floats(-WHOLE));
+                const floats whole = times(scale, splat(-WHOLE));
                 UNROLL_8 for (int t = 0; t < rows; t++) {
                     const ints integer = whole_sum(sum[t][v], form, count[t]);
-                    acc[t][v] = fused(scaled_sum(integer, scale, whole), spread_floats(xs[t * blocks + k]), acc[t][v]);
+                    acc[t][v] = fused(scaled_sum(integer, scale, whole), splat(xs[t * blocks + k]), acc[t][v]);
                 }
                 if (has_offsets(form) && p == parts - 1) {
                     const floats offset = half_floats(o + k * GROUP + v * WIDTH);
                     UNROLL_8 for (int t = 0; t < rows; t++) acc[t][v] =
-                        fused(offset, spread_floats(xo[t * blocks + k]), acc[t][v]);
+                        fused(offset, splat(xo[t * blocks + k]), acc[t][v]);
                 }
             }
         }
@@ -739,10 +709,8 @@ static __attribute__((noinline)) void block_linear_body(struct member *m, void *
     TEAM_FOR(m, r, a->rows)
     for (int64_t block = 0; block < w->inputs / QBLOCK; block++) {
         float part[QBLOCK];
-        for (int64_t i = 0; i < QBLOCK; i += 16) {
-            v16f y = load(a->x, r * w->inputs + block * QBLOCK + i, (int)a->bf16);
-            memcpy(part + i, &y, sizeof y);
-        }
+        for (int64_t i = 0; i < QBLOCK; i += WIDTH)
+            store_floats(part + i, load_lanes(a->x, r * w->inputs + block * QBLOCK + i, (int)a->bf16));
         quantise_blocks(part, QBLOCK, 1, &x, r, block, 0);
     }
     TEAM_FOR(m, g, groups_of(w)) {

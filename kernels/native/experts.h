@@ -66,9 +66,9 @@ INLINE int64_t most_active(const struct mixture_sizes *sizes, int64_t rows) {
 /* The weight of the shared expert for the row x. */
 static float shared_weight(const struct mixture *mix, const float *x, int64_t hidden) {
     if (!mix->shared_gate) return 1.0f;
-    v16f sum = splat(0.0f);
-    for (int64_t i = 0; i < hidden; i += 16) sum = fused_add(load_f32(x + i), load_f32(mix->shared_gate + i), sum);
-    return sigmoid16(splat(sum16(sum)))[0];
+    floats sum[PIECES] = {0};
+    FOR_LANES(i, p, hidden) sum[p] = fused(load_floats(x + i), load_floats(mix->shared_gate + i), sum[p]);
+    return sigmoid_floats(splat(sum16(sum)))[0];
 }
 
 /* Bar the experts of all groups but the highest ones. */
@@ -104,22 +104,24 @@ static void route_row(const struct mixture *mix, const struct mixture_sizes *siz
     int32_t *experts = t->experts + r * sizes->chosen;
     for (int64_t e = sizes->experts; e < whole_vectors(sizes->experts); e++) scores[e] = -INFINITY;
     for (int64_t e = 0; e < sizes->experts; e++) {
-        v16f even = splat(0.0f), odd = even;
-        for (int64_t i = 0; i < hidden; i += 32) {
-            even = fused_add(load_f32(x + i), load(mix->router, e * hidden + i, bf16), even);
-            odd = fused_add(load_f32(x + i + 16), load(mix->router, e * hidden + i + 16, bf16), odd);
-        }
-        scores[e] = sum16(even + odd) + (mix->router_bias ? mix->router_bias[e] : 0.0f);
+        floats sums[2 * PIECES] = {0}; /* of 32 channels */
+        for (int64_t i = 0; i < hidden; i += 32) UNROLL for (int p = 0; p < 2 * PIECES; p++) {
+                const int64_t at = i + p * WIDTH;
+                sums[p] = fused(load_floats(x + at), load_lanes(mix->router, e * hidden + at, bf16), sums[p]);
+            }
+        UNROLL for (int p = 0; p < PIECES; p++) sums[p] += sums[PIECES + p];
+        scores[e] = sum16(sums) + (mix->router_bias ? mix->router_bias[e] : 0.0f);
     }
-    v16f top = load_f32(scores), sum = splat(0.0f);
-    for (int64_t e = 16; e < sizes->experts; e += 16) top = larger(top, load_f32(scores + e));
+    floats top[PIECES], sum[PIECES] = {0};
+    UNROLL for (int p = 0; p < PIECES; p++) top[p] = splat(-INFINITY);
+    FOR_LANES(e, p, sizes->experts) top[p] = larger(top[p], load_floats(scores + e));
     const float highest = max16(top);
-    for (int64_t e = 0; e < sizes->experts; e += 16) {
-        const v16f score = load_f32(scores + e);
-        const v16f share = mix->of_sigmoid ? sigmoid16(score) : exp16(score - splat(highest));
-        sum += share;
-        memcpy(scores + e, &share, sizeof share);
-        memcpy(keys + e, &share, sizeof share);
+    FOR_LANES(e, p, sizes->experts) {
+        const floats score = load_floats(scores + e);
+        const floats share = mix->of_sigmoid ? sigmoid_floats(score) : exp_floats(score - splat(highest));
+        sum[p] += share;
+        store_floats(scores + e, share);
+        store_floats(keys + e, share);
     }
     const float whole = mix->of_sigmoid ? 1.0f : sum16(sum);
     for (int64_t e = 0; mix->correction && e < sizes->experts; e++) keys[e] = scores[e] / whole + mix->correction[e];

@@ -220,18 +220,17 @@ static void open_work(const struct forward_args *a, struct forward_work *w) {
 INLINE void norm32(const float *x, const float *weight, float eps, int32_t centred, float *out, int64_t n) {
     if (centred) {
         floats sum[PIECES] = {0};
-        for (int64_t i = 0; i < n; i += 16)
-            UNROLL for (int p = 0; p < PIECES; p++) sum[p] += load_floats(x + i + p * WIDTH);
-        const floats mean = spread_floats(sum16(load_f32(sum)) / (float)n);
+        FOR_LANES(i, p, n) sum[p] += load_floats(x + i);
+        const floats mean = splat(sum16(sum) / (float)n);
         for (int64_t i = 0; i < n; i += WIDTH) store_floats(out + i, load_floats(x + i) - mean);
         x = out;
     }
     floats squares[PIECES] = {0};
-    for (int64_t i = 0; i < n; i += 16) UNROLL for (int p = 0; p < PIECES; p++) {
-            const floats y = load_floats(x + i + p * WIDTH);
-            squares[p] += y * y;
-        }
-    const floats inverse = spread_floats(1.0f / sqrtf(sum16(load_f32(squares)) / (float)n + eps));
+    FOR_LANES(i, p, n) {
+        const floats y = load_floats(x + i);
+        squares[p] = fused(y, y, squares[p]);
+    }
+    const floats inverse = splat(1.0f / sqrtf(sum16(squares) / (float)n + eps));
     for (int64_t i = 0; i < n; i += WIDTH)
         store_floats(out + i, load_floats(x + i) * inverse * load_floats(weight + i));
 }
@@ -267,9 +266,9 @@ INLINE void add_and_norm(const struct forward_args *a, const struct forward_work
     const int64_t n = a->hidden;
     float *x = w->x + r * n, *delta = w->delta + r * n;
     if (last.norm) norm32(delta, last.norm, last.eps, a->centred, delta, n);
-    const floats grown = spread_floats(a->residual_scale), scale = spread_floats(last.scale);
+    const floats grown = splat(a->residual_scale), scale = splat(last.scale);
     for (int64_t i = 0; i < n; i += WIDTH)
-        store_floats(x + i, fused_floats(load_floats(delta + i), grown, load_floats(x + i)) * scale);
+        store_floats(x + i, fused(load_floats(delta + i), grown, load_floats(x + i)) * scale);
     if (tap) tap_row(a, w, tap, r, x);
     if (pre)
         norm32(x, pre, pre_eps, a->centred, delta, n);
@@ -284,16 +283,13 @@ static void embed(struct member *m, const struct forward_args *a, const struct f
         const int64_t id = a->ids[w->place[r]];
         memset(w->delta + r * n, 0, (size_t)n * 4);
         if (a->virtual_embedding && id >= a->vocabulary) {
-            for (int64_t i = 0; i < n; i += 16) {
-                v16f y = load_f32(a->virtual_embedding + (id - a->vocabulary) * n + i) * splat(a->virtual_scale);
-                memcpy(w->x + r * n + i, &y, sizeof y);
-            }
+            const float *row = a->virtual_embedding + (id - a->vocabulary) * n;
+            for (int64_t i = 0; i < n; i += WIDTH)
+                store_floats(w->x + r * n + i, load_floats(row + i) * splat(a->virtual_scale));
             continue;
         }
-        for (int64_t i = 0; i < n; i += 16) {
-            v16f y = load(a->embedding, id * n + i, a->bf16) * splat(a->embedding_scale);
-            memcpy(w->x + r * n + i, &y, sizeof y);
-        }
+        for (int64_t i = 0; i < n; i += WIDTH)
+            store_floats(w->x + r * n + i, load_lanes(a->embedding, id * n + i, a->bf16) * splat(a->embedding_scale));
     }
 }
 
@@ -351,8 +347,8 @@ static void product(struct member *m, const struct forward_args *a, const struct
 INLINE void rotate_pairs(float *head, const float *cos, const float *sin, int64_t half, int64_t first, int64_t second) {
     for (int64_t i = 0; i < half; i++) {
         float x = head[first * i], y = head[first * i + second];
-        head[first * i] = x * cos[i] - y * sin[i];
-        head[first * i + second] = y * cos[half + i] + x * sin[half + i];
+        head[first * i] = fused1(x, cos[i], -y * sin[i]);
+        head[first * i + second] = fused1(y, cos[half + i], x * sin[half + i]);
     }
 }
 
@@ -459,10 +455,9 @@ static void gate_attended(const struct forward_args *a, const struct forward_lay
                           float *attended) {
     const int64_t d = l->head_dim;
     for (int64_t h = 0; h < a->num_heads; h++)
-        for (int64_t i = 0; i < d; i += 16) {
-            const v16f gate = load_f32(qkv + h * query_step(a, l) + d + i);
-            const v16f y = load_f32(attended + h * d + i) * sigmoid16(gate);
-            memcpy(attended + h * d + i, &y, sizeof y);
+        for (int64_t i = 0; i < d; i += WIDTH) {
+            const floats gate = load_floats(qkv + h * query_step(a, l) + d + i);
+            store_floats(attended + h * d + i, load_floats(attended + h * d + i) * sigmoid_floats(gate));
         }
 }
 
@@ -498,10 +493,8 @@ static void add_mixers(struct member *m, const struct forward_args *a, const str
         group_into(&l->output, g, heads, w->rows, w->delta, a->hidden, 0);
         group_into(&l->recurrent->output, g, &recurrent->given, w->rows, recurrent->beside, a->hidden, 0);
         for (int64_t r = 0; r < w->rows; r++)
-            for (int64_t i = r * a->hidden + g * GROUP; i < r * a->hidden + (g + 1) * GROUP; i += 16) {
-                const v16f y = load_f32(w->delta + i) + load_f32(recurrent->beside + i);
-                memcpy(w->delta + i, &y, sizeof y);
-            }
+            for (int64_t i = r * a->hidden + g * GROUP; i < r * a->hidden + (g + 1) * GROUP; i += WIDTH)
+                store_floats(w->delta + i, load_floats(w->delta + i) + load_floats(recurrent->beside + i));
     }
 }
 
@@ -536,9 +529,10 @@ static void shrink_active(struct member *m, const struct forward_args *a, const 
 
 /* What the model makes of its head's outputs. */
 INLINE void finish_logits(const struct forward_args *a, float *y, int64_t count) {
+    const floats cap = splat(a->logits_softcap);
     for (int64_t i = 0; i < count && a->logits_scale != 1.0f; i++) y[i] *= a->logits_scale;
-    for (int64_t i = 0; i < count && a->logits_softcap > 0.0f; i++)
-        y[i] = tanhf(y[i] / a->logits_softcap) * a->logits_softcap;
+    for (int64_t i = 0; i < count && a->logits_softcap > 0.0f; i += WIDTH)
+        store_some(y, i, tanh_floats(load_some(y, i, count - i, 0) / cap) * cap, count - i, 0);
 }
 
 static void head(struct member *m, const struct forward_args *a, const struct forward_work *w) {

@@ -47,12 +47,7 @@ struct gated_args {
     int32_t act, bf16;
 };
 
-INLINE floats rounded_floats(floats x) { return (floats)(bf16_bits(x) << 16); }
-
-INLINE v16f rounded(v16f x, int bf16) {
-    if (bf16) EACH_PIECE(x, rounded_floats);
-    return x;
-}
+INLINE floats rounded(floats x, int bf16) { return bf16 ? (floats)(bf16_bits(x) << 16) : x; }
 
 INLINE float rounded1(float x, int bf16) {
     uint32_t u = (uint32_t)to_bf16(x) << 16;
@@ -61,59 +56,59 @@ INLINE float rounded1(float x, int bf16) {
     return bf16 ? y : x;
 }
 
-/* 16 elements, or the last `n`, with zeros after them. */
-INLINE v16f load_some(const void *base, int64_t index, int64_t n, int bf16) {
-    v16f x = splat(0.0f);
-    if (n >= 16) return load(base, index, bf16);
+/* A register's lanes, or the last `n`, with zeros after them. */
+INLINE floats load_some(const void *base, int64_t index, int64_t n, int bf16) {
+    floats x = splat(0.0f);
+    if (n >= WIDTH) return load_lanes(base, index, bf16);
     for (int64_t i = 0; i < n; i++) x[i] = load1(base, index + i, bf16);
     return x;
 }
 
-INLINE void store_some(void *base, int64_t index, v16f x, int64_t n, int bf16) {
-    if (n >= 16) {
-        store(base, index, x, bf16);
+INLINE void store_some(void *base, int64_t index, floats x, int64_t n, int bf16) {
+    if (n >= WIDTH) {
+        store_lanes(base, index, x, bf16);
         return;
     }
     for (int64_t i = 0; i < n; i++) store1(base, index + i, x[i], bf16);
 }
 
-INLINE v16f scaled(v16f x, float inverse, v16f weight, int kind, int bf16) {
-    v16f y = x * splat(inverse);
+INLINE floats scaled(floats x, float inverse, floats weight, int kind, int bf16) {
+    const floats y = x * splat(inverse);
     if (kind == ROUND_THEN_SCALE) return rounded(y, bf16) * weight;
     return kind == ONE_PLUS_SCALE ? y * (splat(1.0f) + weight) : y * weight;
 }
 
 /* x minus its mean; elements from n on stay 0. */
-INLINE v16f without_mean(v16f x, float mean, int64_t n) {
+INLINE floats without_mean(floats x, float mean, int64_t n) {
     x -= splat(mean);
-    for (int64_t i = n; i < 16; i++) x[i] = 0.0f;
+    for (int64_t i = n > 0 ? n : 0; i < WIDTH; i++) x[i] = 0.0f;
     return x;
 }
 
 INLINE void norm_row(const struct rms_norm_args *a, int64_t row, int bf16) {
     const int64_t n = a->width, at = row * a->x_stride, to = row * n;
-    v16f squares = splat(0.0f), sum = splat(0.0f);
-    for (int64_t i = 0; i < n; i += 16) {
-        v16f x = load_some(a->x, at + i, n - i, bf16);
+    floats squares[PIECES] = {0}, sum[PIECES] = {0};
+    FOR_LANES(i, p, n) {
+        floats x = load_some(a->x, at + i, n - i, bf16);
         if (a->delta) {
             x = rounded(x + load_some(a->delta, row * a->delta_stride + i, n - i, bf16), bf16);
             store_some(a->x, at + i, x, n - i, bf16);
         }
-        squares += x * x;
-        sum += x;
+        squares[p] = fused(x, x, squares[p]);
+        sum[p] += x;
     }
     const int is_centred = a->kind == CENTRED;
     const float mean = is_centred ? sum16(sum) / (float)n : 0.0f;
     if (is_centred) {
-        squares = splat(0.0f);
-        for (int64_t i = 0; i < n; i += 16) {
-            v16f x = without_mean(load_some(a->x, at + i, n - i, bf16), mean, n - i);
-            squares += x * x;
+        memset(squares, 0, sizeof squares);
+        FOR_LANES(i, p, n) {
+            const floats x = without_mean(load_some(a->x, at + i, n - i, bf16), mean, n - i);
+            squares[p] = fused(x, x, squares[p]);
         }
     }
     float inverse = 1.0f / sqrtf(sum16(squares) / (float)n + a->eps);
-    for (int64_t i = 0; i < n; i += 16) {
-        v16f x = load_some(a->x, at + i, n - i, bf16), w = load_some(a->weight, i, n - i, bf16);
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        floats x = load_some(a->x, at + i, n - i, bf16), w = load_some(a->weight, i, n - i, bf16);
         if (is_centred) x = without_mean(x, mean, n - i);
         store_some(a->out, to + i, scaled(x, inverse, w, a->kind, bf16), n - i, bf16);
     }
@@ -121,14 +116,14 @@ INLINE void norm_row(const struct rms_norm_args *a, int64_t row, int bf16) {
 
 /* The RMSNorm of one head, or of several as one, in place. */
 INLINE void norm_head(void *head, int64_t at, const void *weight, int64_t d, float eps, int kind, int bf16) {
-    v16f squares = splat(0.0f);
-    for (int64_t i = 0; i < d; i += 16) {
-        v16f x = load_some(head, at + i, d - i, bf16);
-        squares += x * x;
+    floats squares[PIECES] = {0};
+    FOR_LANES(i, p, d) {
+        const floats x = load_some(head, at + i, d - i, bf16);
+        squares[p] += x * x;
     }
     float inverse = 1.0f / sqrtf(sum16(squares) / (float)d + eps);
-    for (int64_t i = 0; i < d; i += 16) {
-        v16f x = load_some(head, at + i, d - i, bf16), w = load_some(weight, i, d - i, bf16);
+    for (int64_t i = 0; i < d; i += WIDTH) {
+        const floats x = load_some(head, at + i, d - i, bf16), w = load_some(weight, i, d - i, bf16);
         store_some(head, at + i, scaled(x, inverse, w, kind, bf16), d - i, bf16);
     }
 }
@@ -143,17 +138,27 @@ INLINE void norm_heads_of(const struct rotary_args *a, int64_t row, int bf16) {
         norm_head(a->qkv, keys + h * d, a->k_weight, keys_together * d, a->k_eps, a->kind, bf16);
 }
 
+/* x * c + y * s, of products that are rounded to bfloat16 where the angles are. */
+INLINE floats turned(floats x, floats c, floats y, floats s, int bf16) {
+    return bf16 ? rounded(x * c, 1) + rounded(y * s, 1) : fused(x, c, y * s);
+}
+
+INLINE float turned1(float x, float c, float y, float s, int bf16) {
+    return bf16 ? rounded1(x * c, 1) + rounded1(y * s, 1) : fused1(x, c, y * s);
+}
+
 /* A head whose pairs are halves of the rotated channels. */
 INLINE void rotate_halves(const struct rotary_args *a, int64_t at, int64_t angle, int bf16, int angles_bf16) {
     const int64_t half = a->rotated / 2;
-    for (int64_t i = 0; i < half; i += 16) {
+    for (int64_t i = 0; i < half; i += WIDTH) {
         const int64_t n = half - i;
-        v16f x = load_some(a->qkv, at + i, n, bf16), y = load_some(a->qkv, at + half + i, n, bf16);
-        v16f cx = load_some(a->cos, angle + i, n, angles_bf16), sx = load_some(a->sin, angle + i, n, angles_bf16);
-        v16f cy = load_some(a->cos, angle + half + i, n, angles_bf16);
-        v16f sy = load_some(a->sin, angle + half + i, n, angles_bf16);
-        store_some(a->qkv, at + i, rounded(x * cx, angles_bf16) - rounded(y * sx, angles_bf16), n, bf16);
-        store_some(a->qkv, at + half + i, rounded(y * cy, angles_bf16) + rounded(x * sy, angles_bf16), n, bf16);
+        const floats x = load_some(a->qkv, at + i, n, bf16), y = load_some(a->qkv, at + half + i, n, bf16);
+        const floats cx = load_some(a->cos, angle + i, n, angles_bf16);
+        const floats sx = load_some(a->sin, angle + i, n, angles_bf16);
+        const floats cy = load_some(a->cos, angle + half + i, n, angles_bf16);
+        const floats sy = load_some(a->sin, angle + half + i, n, angles_bf16);
+        store_some(a->qkv, at + i, turned(x, cx, -y, sx, angles_bf16), n, bf16);
+        store_some(a->qkv, at + half + i, turned(y, cy, x, sy, angles_bf16), n, bf16);
     }
 }
 
@@ -163,8 +168,8 @@ INLINE void rotate_neighbours(const struct rotary_args *a, int64_t at, int64_t a
         float x = load1(a->qkv, at + 2 * i, bf16), y = load1(a->qkv, at + 2 * i + 1, bf16);
         float cx = load1(a->cos, angle + i, angles_bf16), sx = load1(a->sin, angle + i, angles_bf16);
         float cy = load1(a->cos, angle + half + i, angles_bf16), sy = load1(a->sin, angle + half + i, angles_bf16);
-        store1(a->qkv, at + 2 * i, rounded1(x * cx, angles_bf16) - rounded1(y * sx, angles_bf16), bf16);
-        store1(a->qkv, at + 2 * i + 1, rounded1(y * cy, angles_bf16) + rounded1(x * sy, angles_bf16), bf16);
+        store1(a->qkv, at + 2 * i, turned1(x, cx, -y, sx, angles_bf16), bf16);
+        store1(a->qkv, at + 2 * i + 1, turned1(y, cy, x, sy, angles_bf16), bf16);
     }
 }
 
@@ -185,14 +190,9 @@ INLINE void rotate_row(const struct rotary_args *a, int64_t row, int bf16, int a
 
 /* 1 / (1 + exp(-x)), without overflow on either side. */
 INLINE floats sigmoid_floats(floats x) {
-    const int32s below = x < spread_floats(0.0f);
-    const floats e = exp_floats(select_floats(below, x, spread_floats(0.0f) - x));
-    return select_floats(below, e, spread_floats(1.0f)) / (spread_floats(1.0f) + e);
-}
-
-INLINE v16f sigmoid16(v16f x) {
-    EACH_PIECE(x, sigmoid_floats);
-    return x;
+    const int32s below = x < splat(0.0f);
+    const floats e = exp_floats(select_floats(below, x, splat(0.0f) - x));
+    return select_floats(below, e, splat(1.0f)) / (splat(1.0f) + e);
 }
 
 #define OAI_LIMIT 7.0f /* of gpt-oss's gate, from above, and of the size of its up */
@@ -200,41 +200,27 @@ INLINE v16f sigmoid16(v16f x) {
 /* act(gate); `act` is a compile-time constant where speed matters. */
 INLINE floats active_floats(floats gate, int act) {
     if (act == ACT_SWIGLU_OAI) {
-        gate = smaller_floats(spread_floats(OAI_LIMIT), gate); /* the second one where it is no number */
-        return gate * sigmoid_floats(spread_floats(1.702f) * gate);
+        gate = smaller(splat(OAI_LIMIT), gate); /* the second one where it is no number */
+        return gate * sigmoid_floats(splat(1.702f) * gate);
     }
     if (act == ACT_GELU_TANH) { /* 0.5 (1 + tanh u) is sigmoid(2 u) */
-        const floats cube = spread_floats(0.044715f) * gate * gate * gate;
-        return gate * sigmoid_floats(spread_floats(2.0f * 0.7978845608028654f) * (gate + cube));
+        const floats grown = fused(splat(0.044715f) * gate * gate, gate, gate);
+        return gate * sigmoid_floats(splat(2.0f * 0.7978845608028654f) * grown);
     }
     return gate * sigmoid_floats(gate);
 }
 
 /* What act(gate) is multiplied by. */
 INLINE floats factor_floats(floats up, int act) {
-    const floats limit = spread_floats(OAI_LIMIT);
-    return act == ACT_SWIGLU_OAI ? larger_floats(-limit, smaller_floats(limit, up)) + spread_floats(1.0f) : up;
-}
-
-/* Both of 16 lanes. */
-INLINE void gate_lanes(const v16f *gate, const v16f *up, int act, v16f *active, v16f *factor) {
-    floats g[PIECES], u[PIECES];
-    memcpy(g, gate, sizeof g);
-    memcpy(u, up, sizeof u);
-    UNROLL for (int i = 0; i < PIECES; i++) {
-        g[i] = active_floats(g[i], act);
-        u[i] = factor_floats(u[i], act);
-    }
-    memcpy(active, g, sizeof g);
-    memcpy(factor, u, sizeof u);
+    const floats limit = splat(OAI_LIMIT);
+    return act == ACT_SWIGLU_OAI ? larger(-limit, smaller(limit, up)) + splat(1.0f) : up;
 }
 
 INLINE void gated_row(const struct gated_args *a, int64_t row, int act, int bf16) {
     const int64_t n = a->width, at = row * 2 * n;
-    for (int64_t i = 0; i < n; i += 16) {
-        v16f g = load_some(a->gate_up, at + i, n - i, bf16), up = load_some(a->gate_up, at + n + i, n - i, bf16);
-        v16f active, factor;
-        gate_lanes(&g, &up, act, &active, &factor);
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        const floats active = active_floats(load_some(a->gate_up, at + i, n - i, bf16), act);
+        floats factor = factor_floats(load_some(a->gate_up, at + n + i, n - i, bf16), act);
         if (act == ACT_SWIGLU_OAI) factor = rounded(factor, bf16);
         store_some(a->out, row * n + i, rounded(active, bf16) * factor, n - i, bf16);
     }

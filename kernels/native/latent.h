@@ -44,22 +44,24 @@ struct head_products_args {
 /* Rotated channels of one head into `to`, the first channels of all pairs and then the second ones; zeros up to `end`. */
 INLINE void rotate_into(const struct latent_rows_args *a, const void *from, int64_t at, void *to, int64_t out,
                         int64_t angle, int64_t end, int bf16, int angles_bf16) {
-    const v16i even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+    const int32s even = (int32s)lanes_of(0) * 2;
     const int64_t half = a->rotated / 2;
-    for (int64_t i = 0; i < half; i += 16) {
+    for (int64_t i = 0; i < half; i += WIDTH) {
         const int64_t n = half - i;
-        v16f x, y, c = load_some(a->cos, angle + i, n, angles_bf16), s = load_some(a->sin, angle + i, n, angles_bf16);
+        floats x, y;
+        const floats c = load_some(a->cos, angle + i, n, angles_bf16);
+        const floats s = load_some(a->sin, angle + i, n, angles_bf16);
         if (a->neighbours) {
-            const v16f low = load_some(from, at + 2 * i, 2 * n, bf16);
-            const v16f high = 2 * n > 16 ? load_some(from, at + 2 * i + 16, 2 * n - 16, bf16) : splat(0.0f);
+            const floats low = load_some(from, at + 2 * i, 2 * n, bf16);
+            const floats high = load_some(from, at + 2 * i + WIDTH, 2 * n - WIDTH, bf16);
             x = __builtin_shuffle(low, high, even);
             y = __builtin_shuffle(low, high, even + 1);
         } else {
             x = load_some(from, at + i, n, bf16);
             y = load_some(from, at + half + i, n, bf16);
         }
-        store_some(to, out + i, rounded(x * c, angles_bf16) - rounded(y * s, angles_bf16), n, bf16);
-        store_some(to, out + half + i, rounded(y * c, angles_bf16) + rounded(x * s, angles_bf16), n, bf16);
+        store_some(to, out + i, turned(x, c, -y, s, angles_bf16), n, bf16);
+        store_some(to, out + half + i, turned(y, c, x, s, angles_bf16), n, bf16);
     }
     for (int64_t i = a->rotated; i < end; i++) store1(to, out + i, 0.0f, bf16);
 }
@@ -99,31 +101,32 @@ void VARIANT(lockstep_latent_rows)(const struct latent_rows_args *a) {
     team_run(latent_rows_body, (void *)(intptr_t)a);
 }
 
-#define HEAD_ROWS 6    /* rows at once */
-#define HEAD_VECTORS 4 /* of outputs at once: with the rows, as many sums as stay in registers */
+#define HEAD_ROWS 6 /* rows at once */
+/* Vectors of outputs at once: with the rows, as many sums as stay in registers. */
+#define HEAD_VECTORS (WIDTH == 16 ? 4 : 2)
 
-/* n rows of one head from `r` on, 16 * wide outputs from `o` on. */
+/* n rows of one head from `r` on, WIDTH * wide outputs from `o` on. */
 INLINE void heads_tile(const struct head_products_args *a, int64_t h, int64_t r, int n, int64_t o, int wide, int bf16) {
     const int64_t x = r * a->x_row + h * a->x_head, w = h * a->inputs * a->outputs + o;
-    v16f sums[HEAD_ROWS][HEAD_VECTORS] = {0};
+    floats sums[HEAD_ROWS][HEAD_VECTORS] = {0};
     for (int64_t k = 0; k < a->inputs; k++) {
-        v16f weights[HEAD_VECTORS];
-        UNROLL for (int e = 0; e < wide; e++) weights[e] = load(a->weights, w + k * a->outputs + e * 16, bf16);
+        floats weights[HEAD_VECTORS];
+        UNROLL for (int e = 0; e < wide; e++) weights[e] = load_lanes(a->weights, w + k * a->outputs + e * WIDTH, bf16);
         UNROLL for (int t = 0; t < n; t++) {
-            const v16f each = splat(load1(a->x, x + t * a->x_row + k, bf16));
-            UNROLL for (int e = 0; e < wide; e++) sums[t][e] += each * weights[e];
+            const floats each = splat(load1(a->x, x + t * a->x_row + k, bf16));
+            UNROLL for (int e = 0; e < wide; e++) sums[t][e] = fused(each, weights[e], sums[t][e]);
         }
     }
     UNROLL for (int t = 0; t < n; t++) UNROLL for (int e = 0; e < wide; e++)
-        store(a->out, (r + t) * a->out_row + h * a->out_head + o + e * 16, sums[t][e], bf16);
+        store_lanes(a->out, (r + t) * a->out_row + h * a->out_head + o + e * WIDTH, sums[t][e], bf16);
 }
 
 INLINE void heads_outputs(const struct head_products_args *a, int64_t h, int64_t r, int n, int64_t o, int bf16) {
-    if (a->outputs - o >= 16 * HEAD_VECTORS) {
+    if (a->outputs - o >= WIDTH * HEAD_VECTORS) {
         heads_tile(a, h, r, n, o, HEAD_VECTORS, bf16);
         return;
     }
-    for (; o < a->outputs; o += 16) heads_tile(a, h, r, n, o, 1, bf16);
+    for (; o < a->outputs; o += WIDTH) heads_tile(a, h, r, n, o, 1, bf16);
 }
 
 INLINE void heads_rows(const struct head_products_args *a, int64_t h, int64_t o, int bf16) {
@@ -135,12 +138,12 @@ INLINE void heads_rows(const struct head_products_args *a, int64_t h, int64_t o,
 
 static __attribute__((noinline)) void float_heads_body(struct member *m, void *context) {
     const struct head_products_args *a = context;
-    const int64_t parts = (a->outputs + 16 * HEAD_VECTORS - 1) / (16 * HEAD_VECTORS);
+    const int64_t parts = (a->outputs + WIDTH * HEAD_VECTORS - 1) / (WIDTH * HEAD_VECTORS);
     TEAM_FOR(m, item, a->heads * parts) {
         if (a->bf16)
-            heads_rows(a, item / parts, item % parts * 16 * HEAD_VECTORS, 1);
+            heads_rows(a, item / parts, item % parts * WIDTH * HEAD_VECTORS, 1);
         else
-            heads_rows(a, item / parts, item % parts * 16 * HEAD_VECTORS, 0);
+            heads_rows(a, item / parts, item % parts * WIDTH * HEAD_VECTORS, 0);
     }
 }
 
@@ -153,10 +156,7 @@ static __attribute__((noinline)) void block_heads_body(struct member *m, void *c
     for (int64_t block = 0; block < a->inputs / QBLOCK; block++) {
         const int64_t at = i % a->rows * a->x_row + i / a->rows * a->x_head + block * QBLOCK;
         float part[QBLOCK];
-        for (int64_t e = 0; e < QBLOCK; e += 16) {
-            const v16f y = load(a->x, at + e, bf16);
-            memcpy(part + e, &y, sizeof y);
-        }
+        for (int64_t e = 0; e < QBLOCK; e += WIDTH) store_floats(part + e, load_lanes(a->x, at + e, bf16));
         quantise_blocks(part, QBLOCK, 1, &x, i, block, 0);
     }
     const int64_t groups = groups_of(a->blocks);
@@ -169,8 +169,8 @@ static __attribute__((noinline)) void block_heads_body(struct member *m, void *c
             n = tile_of(w, a->rows - r);
             group_rows(w, g, &x, h * a->rows + r, n, fetch_of(w, r, a->rows, g + 1), y[0], GROUP);
             for (int64_t t = 0; t < n; t++)
-                for (int64_t i = 0; i < count; i += 16)
-                    store_some(a->out, (r + t) * a->out_row + h * a->out_head + g * GROUP + i, load_f32(y[t] + i),
+                for (int64_t i = 0; i < count; i += WIDTH)
+                    store_some(a->out, (r + t) * a->out_row + h * a->out_head + g * GROUP + i, load_floats(y[t] + i),
                                count - i, bf16);
         }
     }

@@ -59,8 +59,8 @@ INLINE void rotate_apart(const float *from, const float *cos, const float *sin, 
     const int64_t half = rotated / 2, first = neighbours ? 2 : 1, second = neighbours ? 1 : half;
     for (int64_t i = 0; i < half; i++) {
         const float x = from[first * i], y = from[first * i + second];
-        to[i] = x * cos[i] - y * sin[i];
-        to[half + i] = y * cos[i] + x * sin[i];
+        to[i] = fused1(x, cos[i], -y * sin[i]);
+        to[half + i] = fused1(y, cos[i], x * sin[i]);
     }
     for (int64_t i = rotated; i < end; i++) to[i] = 0.0f;
 }

@@ -30,18 +30,17 @@ static void finish_inputs(const struct layer_inputs *of, float *row, int64_t id,
     const int64_t all = of->projection.outputs;
     for (int64_t from = 0; from < all; from += of->width) {
         float *y = row + from;
-        v16f squares = splat(0.0f);
-        for (int64_t i = 0; i < of->width; i += 16) {
-            const v16f x = load_f32(y + i) * splat(of->projection_scale);
-            memcpy(y + i, &x, sizeof x);
-            squares += x * x;
+        floats squares[PIECES] = {0};
+        FOR_LANES(i, p, of->width) {
+            const floats x = load_floats(y + i) * splat(of->projection_scale);
+            store_floats(y + i, x);
+            squares[p] = fused(x, x, squares[p]);
         }
         const float inverse = 1.0f / sqrtf(sum16(squares) / (float)of->width + of->eps);
-        for (int64_t i = 0; i < of->width; i += 16) {
-            const v16f normed = load_f32(y + i) * splat(inverse) * load_f32(of->norm + i);
-            const v16f embedded = load(of->embedding, id * all + from + i, bf16);
-            const v16f sum = fused_add(embedded, splat(of->embedding_scale), normed) * splat(of->scale);
-            memcpy(y + i, &sum, sizeof sum);
+        for (int64_t i = 0; i < of->width; i += WIDTH) {
+            const floats normed = load_floats(y + i) * splat(inverse) * load_floats(of->norm + i);
+            const floats embedded = load_lanes(of->embedding, id * all + from + i, bf16);
+            store_floats(y + i, fused(embedded, splat(of->embedding_scale), normed) * splat(of->scale));
         }
     }
 }

@@ -41,13 +41,14 @@ INLINE void shrink_part(const struct low_rank_part *part, int64_t n, const void 
                         float *t) {
     const int64_t whole = n & ~(int64_t)31;
     for (int64_t k = 0; k < part->rank; k++) {
-        v16f even = splat(0.0f), odd = splat(0.0f);
-        for (int64_t i = 0; i < whole; i += 32) {
-            even += load(x, at + i, bf16) * load(part->a, k * n + i, narrow);
-            odd += load(x, at + i + 16, bf16) * load(part->a, k * n + i + 16, narrow);
-        }
-        float sum = sum16(even + odd);
-        for (int64_t i = whole; i < n; i++) sum += load1(x, at + i, bf16) * load1(part->a, k * n + i, narrow);
+        floats sums[2 * PIECES] = {0}; /* of 32 inputs */
+        for (int64_t i = 0; i < whole; i += 32)
+            UNROLL for (int p = 0; p < 2 * PIECES; p++) sums[p] = fused(
+                load_lanes(x, at + i + p * WIDTH, bf16), load_lanes(part->a, k * n + i + p * WIDTH, narrow), sums[p]);
+        UNROLL for (int p = 0; p < PIECES; p++) sums[p] += sums[PIECES + p];
+        float sum = sum16(sums);
+        for (int64_t i = whole; i < n; i++)
+            sum = fused1(load1(x, at + i, bf16), load1(part->a, k * n + i, narrow), sum);
         t[k] = sum * part->scale;
     }
 }
@@ -67,15 +68,16 @@ INLINE void expand_part(const struct low_rank_part *part, const float *t, int64_
                         void *y, int64_t at, int bf16, int narrow) {
     const int64_t width = part->end - part->begin;
     int64_t o = begin;
-    for (; o + 16 <= end; o += 16) {
-        v16f sum = splat(0.0f);
+    for (; o + WIDTH <= end; o += WIDTH) {
+        floats sum = splat(0.0f);
         for (int64_t k = 0; k < part->rank; k++)
-            sum += splat(t[k]) * load(part->b, k * width + o - part->begin, narrow);
-        store(y, at + o - from, load(y, at + o - from, bf16) + sum, bf16);
+            sum = fused(splat(t[k]), load_lanes(part->b, k * width + o - part->begin, narrow), sum);
+        store_lanes(y, at + o - from, load_lanes(y, at + o - from, bf16) + sum, bf16);
     }
     for (; o < end; o++) {
         float sum = 0.0f;
-        for (int64_t k = 0; k < part->rank; k++) sum += t[k] * load1(part->b, k * width + o - part->begin, narrow);
+        for (int64_t k = 0; k < part->rank; k++)
+            sum = fused1(t[k], load1(part->b, k * width + o - part->begin, narrow), sum);
         store1(y, at + o - from, load1(y, at + o - from, bf16) + sum, bf16);
     }
 }

@@ -72,7 +72,7 @@ INLINE void gate_vectors(float *gate, const float *up, int64_t rows, int act) {
 
 INLINE void square_vectors(float *x, int64_t rows) {
     for (int64_t i = 0; i < rows * GROUP; i += WIDTH) {
-        const floats y = larger_floats(spread_floats(0.0f), load_floats(x + i)), z = y * y;
+        const floats y = larger(splat(0.0f), load_floats(x + i)), z = y * y;
         store_floats(x + i, z);
     }
 }
@@ -139,12 +139,12 @@ static void mix_some(struct member *m, const struct mixture *mixture, const stru
                       w->given + p * H + g * GROUP, H);
     }
     TEAM_FOR(m, r, rows)
-    for (int64_t h = 0; h < H; h += 16) {
-        v16f sum = splat(0.0f);
+    for (int64_t h = 0; h < H; h += WIDTH) {
+        floats sum = splat(0.0f);
         for (int64_t j = r * sizes->chosen; j < (r + 1) * sizes->chosen; j++)
-            sum = fused_add(splat(t->weights[j]), load_f32(w->given + t->pairs[j] * H + h), sum);
-        if (shared) sum = fused_add(splat(t->shared[begin + r]), load_f32(shared + (begin + r) * H + h), sum);
-        memcpy(out + (begin + r) * H + h, &sum, sizeof sum);
+            sum = fused(splat(t->weights[j]), load_floats(w->given + t->pairs[j] * H + h), sum);
+        if (shared) sum = fused(splat(t->shared[begin + r]), load_floats(shared + (begin + r) * H + h), sum);
+        store_floats(out + (begin + r) * H + h, sum);
     }
 }
 
@@ -177,10 +177,8 @@ static __attribute__((noinline)) void mixture_body(struct member *m, void *conte
     const struct mixture mixture = {.gate_up = a->gate_up, .down = a->down};
     TEAM_FOR(m, r, a->rows) {
         float *row = w->out + r * a->hidden; /* what it holds now is overwritten later */
-        for (int64_t i = 0; i < a->hidden; i += 16) {
-            const v16f x = load(a->x, r * a->hidden + i, a->bf16);
-            memcpy(row + i, &x, sizeof x);
-        }
+        for (int64_t i = 0; i < a->hidden; i += WIDTH)
+            store_floats(row + i, load_lanes(a->x, r * a->hidden + i, a->bf16));
         quantise_row(row, &w->x, r);
     }
     mix_some(m, &mixture, &a->sizes, a->act, &w->x, 0, a->rows, &w->work, 0, w->out);

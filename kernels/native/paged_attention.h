@@ -67,21 +67,21 @@ INLINE int64_t bytes_of_number(int kind) { return kind == PAGES_INT8 ? 1 : kind 
 /* A head of one token as integers to the nearest of x / scale, `step` bytes apart; returns the scale, a 127th of the largest
  * magnitude. A quotient, because a product would be fused with the sum after it on some units. */
 INLINE float store_int8(const void *x, int64_t at, int64_t d, int bf16, int8_t *to, int64_t step) {
-    const v16f magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
-    v16f top = splat(0.0f);
-    for (int64_t i = 0; i < d; i += 16) {
-        const v16f y = load(x, at + i, bf16);
-        top = larger(top, larger(y, -y));
+    const floats magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
+    floats top[PIECES] = {0};
+    FOR_LANES(i, p, d) {
+        const floats y = load_lanes(x, at + i, bf16);
+        top[p] = larger(top[p], larger(y, -y));
     }
     const float scale = max16(top) / 127.0f;
-    const v16f divisor = splat(scale > 0.0f ? scale : 1.0f);
-    for (int64_t i = 0; i < d; i += 16) {
-        const v16f y = (load(x, at + i, bf16) / divisor + magic) - magic;
-        const v16c q = __builtin_convertvector(__builtin_convertvector(y, v16i), v16c);
+    const floats divisor = splat(scale > 0.0f ? scale : 1.0f);
+    for (int64_t i = 0; i < d; i += WIDTH) {
+        const floats y = (load_lanes(x, at + i, bf16) / divisor + magic) - magic;
+        const int8s q = __builtin_convertvector(__builtin_convertvector(y, int32s), int8s);
         if (step == 1)
             memcpy(to + i, &q, sizeof q);
         else
-            for (int j = 0; j < 16; j++) to[(i + j) * step] = q[j];
+            for (int j = 0; j < WIDTH; j++) to[(i + j) * step] = q[j];
     }
     return scale;
 }
@@ -92,8 +92,8 @@ INLINE void store_joined(const struct paged_attention_args *a, int64_t key, int6
         a->v_scales[number] = store_int8(a->k, key, a->head_dim, a->io_bf16, (int8_t *)a->v_pages + at, 1);
         return;
     }
-    for (int64_t i = 0; i < a->head_dim; i += 16)
-        store(a->v_pages, at + i, load(a->k, key + i, a->io_bf16), kind == PAGES_BF16);
+    for (int64_t i = 0; i < a->head_dim; i += WIDTH)
+        store_lanes(a->v_pages, at + i, load_lanes(a->k, key + i, a->io_bf16), kind == PAGES_BF16);
 }
 
 INLINE void store_row(const struct paged_attention_args *a, int64_t b, int64_t p, int kind) {
@@ -156,12 +156,11 @@ INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int6
         if (a->chunk > 0 && w->pos[t] > 0) w->first_key[t] = w->pos[t] / a->chunk * a->chunk;
         w->peak[t] = -INFINITY;
         w->denom[t] = 0.0f;
-        for (int64_t c = 0; c < d / WIDTH; c++) w->acc[t][c] = spread_floats(0.0f);
+        for (int64_t c = 0; c < d / WIDTH; c++) w->acc[t][c] = splat(0.0f);
         int64_t src = b * a->q_stride_b + row * a->q_stride_p + (hkv * group + head) * a->q_stride_h;
         for (int64_t c = 0; c < d; c += WIDTH) {
             const int seen = w->pos[t] >= 0;
-            store_floats(w->q[t] + c,
-                         seen ? load_lanes(a->q, src + c, a->io_bf16) * spread_floats(a->scale) : spread_floats(0.0f));
+            store_floats(w->q[t] + c, seen ? load_lanes(a->q, src + c, a->io_bf16) * splat(a->scale) : splat(0.0f));
         }
         if (w->pos[t] < 0) continue;
         w->last = w->pos[t] > w->last ? w->pos[t] : w->last;
@@ -231,8 +230,8 @@ INLINE void score_subs(const struct paged_attention_args *a, const struct tile *
             UNROLL for (int i = 0; i < vectors; i++) x[i] =
                 load_page(a->k_pages, k->key[from + i / PIECES] + c * ps + i % PIECES * WIDTH, kind);
             UNROLL for (int t = 0; t < n; t++) {
-                const floats q = spread_floats(w->q[t][c]);
-                UNROLL for (int i = 0; i < vectors; i++) r[t][i] += q * x[i];
+                const floats q = splat(w->q[t][c]);
+                UNROLL for (int i = 0; i < vectors; i++) r[t][i] = fused(q, x[i], r[t][i]);
             }
         }
     }
@@ -255,15 +254,16 @@ INLINE void score_tokens(const struct paged_attention_args *a, const struct tile
                 UNROLL for (int i = 0; i < 2; i++) x[i] = load_page(a->v_pages, at + (j + i) * d + c + p * WIDTH, kind);
                 UNROLL for (int e = 0; e < n; e++) {
                     const floats q = load_floats(w->q[t + e] + c + p * WIDTH);
-                    UNROLL for (int i = 0; i < 2; i++) r[e][i][p] += q * x[i];
+                    UNROLL for (int i = 0; i < 2; i++) r[e][i][p] = fused(q, x[i], r[e][i][p]);
                 }
             }
         UNROLL for (int e = 0; e < n; e++) memcpy(sums[e][j], r[e], sizeof r[e]);
     }
     for (int e = 0; e < n; e++) {
-        v16f y = sum_of_each((const floats(*)[PIECES])sums[e]);
-        if (kind == PAGES_INT8) y *= load_f32(a->v_scales + number);
-        memcpy(s[t + e] + sub * PIECES, &y, sizeof y);
+        floats *y = s[t + e] + sub * PIECES;
+        sum_of_each((const floats(*)[PIECES])sums[e], y);
+        if (kind == PAGES_INT8)
+            UNROLL for (int p = 0; p < PIECES; p++) y[p] *= load_floats(a->v_scales + number + p * WIDTH);
     }
 }
 
@@ -302,34 +302,32 @@ INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, i
                   float *p, int64_t d) {
     const int whole = at + BLOCK - 1 <= w->pos[t] && at >= w->first_key[t]; /* no key is masked */
     floats m[PIECES], total[PIECES] = {0};
-    UNROLL for (int e = 0; e < PIECES; e++) m[e] = spread_floats(-INFINITY);
+    UNROLL for (int e = 0; e < PIECES; e++) m[e] = splat(-INFINITY);
     for (int i = 0; i < subs; i++) UNROLL for (int e = 0; e < PIECES; e++) {
             floats x = s[i * PIECES + e];
-            if (a->softcap > 0.0f)
-                for (int j = 0; j < WIDTH; j++) x[j] = a->softcap * tanhf(x[j] / a->softcap);
+            if (a->softcap > 0.0f) x = splat(a->softcap) * tanh_floats(x / splat(a->softcap));
             if (!whole) {
                 const int32s token = (int32s)lanes_of(e) + (int32_t)(at + 16 * i);
-                x = select_floats((token <= w->pos[t]) & (token >= w->first_key[t]), x, spread_floats(-INFINITY));
+                x = select_floats((token <= w->pos[t]) & (token >= w->first_key[t]), x, splat(-INFINITY));
             }
             store_floats(p + 16 * i + e * WIDTH, x);
-            m[e] = larger_floats(m[e], x);
+            m[e] = larger(m[e], x);
         }
-    float peak = max16(load_f32(m));
+    float peak = max16(m);
     if (peak > w->peak[t]) {
-        const floats shrink =
-            w->peak[t] == -INFINITY ? spread_floats(0.0f) : exp_floats(spread_floats(w->peak[t] - peak));
+        const floats shrink = w->peak[t] == -INFINITY ? splat(0.0f) : exp_floats(splat(w->peak[t] - peak));
         w->denom[t] *= shrink[0];
         for (int64_t c = 0; c < d / WIDTH; c++) w->acc[t][c] *= shrink;
         w->peak[t] = peak;
     }
-    const floats base = spread_floats(w->peak[t] == -INFINITY ? 0.0f : w->peak[t]);
+    const floats base = splat(w->peak[t] == -INFINITY ? 0.0f : w->peak[t]);
     for (int i = 0; i < subs; i++) UNROLL for (int e = 0; e < PIECES; e++) {
             float *to = p + 16 * i + e * WIDTH;
             const floats x = exp_floats(load_floats(to) - base);
             total[e] += x;
             store_floats(to, x);
         }
-    w->denom[t] += sum16(load_f32(total));
+    w->denom[t] += sum16(total);
 }
 
 /* The weights by the values' scales; after the tile's last position they are not read. */
@@ -356,8 +354,8 @@ INLINE void gather_part(const struct paged_attention_args *a, struct tile *w, co
         if (next && t == 0 && c == 0) fetch_value(a, next, j, d, kind);
         UNROLL for (int e = 0; e < vectors; e++) v[e] = load_page(a->v_pages, at + e * WIDTH, kind);
         UNROLL for (int i = 0; i < n; i++) {
-            const floats q = spread_floats(p[t + i][j]);
-            UNROLL for (int e = 0; e < vectors; e++) x[i][e] += q * v[e];
+            const floats q = splat(p[t + i][j]);
+            UNROLL for (int e = 0; e < vectors; e++) x[i][e] = fused(q, v[e], x[i][e]);
         }
     }
     UNROLL for (int i = 0; i < n; i++) UNROLL for (int e = 0; e < vectors; e++) w->acc[t + i][from + e] = x[i][e];
@@ -379,8 +377,8 @@ INLINE float share(const struct paged_attention_args *a, const struct tile *w, i
     if (!(w->denom[t] > 0.0f)) return 0.0f;
     if (!a->sinks) return 1.0f / w->denom[t];
     const float sink = a->sinks[head], peak = sink > w->peak[t] ? sink : w->peak[t];
-    const float kept = expf(w->peak[t] - peak);
-    return kept / (w->denom[t] * kept + expf(sink - peak));
+    const float kept = exp_floats(splat(w->peak[t] - peak))[0], taken = exp_floats(splat(sink - peak))[0];
+    return kept / fused1(w->denom[t], kept, taken);
 }
 
 /* n queries of one (sequence, KV head): query number i is (p, g) = (i / group, i % group). `values`: channels of a value.
@@ -413,7 +411,7 @@ INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t
         int64_t dst = ((b * a->num_queries + row) * a->num_heads + hkv * group + head) * values;
         float inverse = share(a, &w, (int)t, hkv * group + head);
         for (int64_t c = 0; c < values; c += WIDTH)
-            store_lanes(a->out, dst + c, w.acc[t][c / WIDTH] * spread_floats(inverse), a->io_bf16);
+            store_lanes(a->out, dst + c, w.acc[t][c / WIDTH] * splat(inverse), a->io_bf16);
     }
 }
 

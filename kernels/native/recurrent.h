@@ -54,10 +54,7 @@ INLINE void copy_floats(float *to, const float *from, int64_t n, int64_t block) 
         memcpy(to, from, (size_t)n * sizeof(float));
         return;
     }
-    for (int64_t i = 0; i < block; i += 16) {
-        v16f x = load_f32(from + i);
-        memcpy(to + i, &x, sizeof x);
-    }
+    for (int64_t i = 0; i < block; i += WIDTH) store_floats(to + i, load_floats(from + i));
 }
 
 /* Save `width` inputs of each pending row. The caller's loop over the rows has ended: it read those of the last call. */
@@ -70,21 +67,19 @@ INLINE void save_pending(const struct recurrent_rows *r, const struct lane *l, c
 }
 
 /* ln(1 + exp(x)), within 4 ulp. */
-INLINE v16f softplus16(v16f x) {
-    v16i below = x < splat(0.0f);
-    v16f e = exp16(select16(below, x, splat(0.0f) - x)), u = splat(1.0f) + e;
-    v16i small = u == splat(1.0f); /* then ln(u) is 0, and ln(1 + e) is e */
-    v16f rest = u - splat(1.0f);
-    v16f scaled_log = log16(u) * (e / select16(small, splat(1.0f), rest)); /* makes up for what u has lost of e */
-    v16f log1p = select16(small, e, scaled_log);
-    return select16(below, log1p, x + log1p);
+INLINE floats softplus(floats x) {
+    const int32s below = x < splat(0.0f);
+    const floats e = exp_floats(select_floats(below, x, splat(0.0f) - x)), u = splat(1.0f) + e;
+    const int32s small = u == splat(1.0f); /* then ln(u) is 0, and ln(1 + e) is e */
+    const floats rest = u - splat(1.0f);
+    const floats made_up = e / select_floats(small, splat(1.0f), rest); /* for what u has lost of e */
+    const floats log1p = select_floats(small, e, log_floats(u) * made_up);
+    return select_floats(below, log1p, x + log1p);
 }
 
-INLINE float softplus1(float x) { return softplus16(splat(x))[0]; }
-
-INLINE v16f bounded16(v16f x, float low, float high) {
-    x = select16(x < splat(low), splat(low), x);
-    return select16(x > splat(high), splat(high), x);
+INLINE floats bounded(floats x, float low, float high) {
+    x = select_floats(x < splat(low), splat(low), x);
+    return select_floats(x > splat(high), splat(high), x);
 }
 
 /* A causal convolution of each channel over its last `taps` inputs. */
@@ -105,12 +100,12 @@ struct short_conv_args {
 /* `window`: a ring of the inputs, of which `newest` is the row's own. */
 OWN_CODE void conv_row(const struct short_conv_args *a, int64_t c, int64_t n, const float (*window)[CONV_COLS],
                        int64_t newest, int64_t to) {
-    for (int64_t i = 0; i < n; i += 16) {
-        v16f sum = a->bias ? load_some(a->bias, c + i, n - i, 0) : splat(0.0f);
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        floats sum = a->bias ? load_some(a->bias, c + i, n - i, 0) : splat(0.0f);
         for (int64_t t = 0; t < a->taps; t++)
-            sum += load_some(a->weight, t * a->channels + c + i, n - i, 0) *
-                   load_f32(window[(newest + 1 + t) % a->taps] + i);
-        if (a->act == CONV_SILU) sum = sum * sigmoid16(sum);
+            sum = fused(load_some(a->weight, t * a->channels + c + i, n - i, 0),
+                        load_floats(window[(newest + 1 + t) % a->taps] + i), sum);
+        if (a->act == CONV_SILU) sum = sum * sigmoid_floats(sum);
         if (a->out_bf16)
             store_some(a->out, to * a->channels + c + i, sum, n - i, 1);
         else
@@ -142,10 +137,10 @@ INLINE void conv_block(const struct short_conv_args *a, int64_t i, int64_t c) {
         if (row < l.redo)
             memcpy(window[newest], pending + row * a->pending_stride, (size_t)n * sizeof(float));
         else
-            for (int64_t k = 0; k < n; k += 16) {
+            for (int64_t k = 0; k < n; k += WIDTH) {
                 const int64_t at = (l.first + row - l.redo) * a->x_stride + c + k;
-                v16f x = a->bf16 ? load_some(a->x, at, n - k, 1) : load_some(a->x, at, n - k, 0);
-                memcpy(window[newest] + k, &x, sizeof x);
+                const floats x = a->bf16 ? load_some(a->x, at, n - k, 1) : load_some(a->x, at, n - k, 0);
+                store_floats(window[newest] + k, x);
             }
         const int64_t after = row - written;
         if (after >= 0 && after < r->max_pending)
@@ -203,18 +198,53 @@ struct head_state {
 };
 
 INLINE float inverse_norm(const float *x, int64_t n, float eps) {
-    v16f squares = splat(0.0f);
-    for (int64_t i = 0; i < n; i += 16) {
-        v16f y = load_some(x, i, n - i, 0);
-        squares += y * y;
+    floats squares[PIECES] = {0};
+    FOR_LANES(i, p, n) {
+        const floats y = load_some(x, i, n - i, 0);
+        squares[p] = fused(y, y, squares[p]);
     }
     return 1.0f / sqrtf(sum16(squares) + eps);
+}
+
+/* What all columns of a head have in common in one row. */
+struct row_control {
+    floats dt, decay, beta;
+    float skip;
+};
+
+/* Columns at and 2 * WIDTH - 1 after it of the block, of which `n` are left. */
+INLINE void matrix_columns(const struct matrix_recurrence_args *a, struct head_state *h, const struct row_control *r,
+                           const float *values, int64_t at, int64_t n, float *out) {
+    const int64_t whole = (a->keys + 3) & ~(int64_t)3;
+    floats v[2], d[2], y[4][2] = {{{0}}};
+    UNROLL for (int e = 0; e < 2; e++) v[e] = load_some(values, at + e * WIDTH, n - e * WIDTH, 0);
+    UNROLL for (int e = 0; e < 2; e++) d[e] = v[e] * r->dt;
+    if (a->delta) {
+        floats x[4][2] = {{{0}}};
+        for (int64_t i = 0; i < whole; i += 4)
+            UNROLL for (int u = 0; u < 4; u++) UNROLL for (int e = 0; e < 2; e++) x[u][e] =
+                fused(splat(h->k[i + u]), load_floats(h->s[i + u] + at + e * WIDTH), x[u][e]);
+        UNROLL for (int e = 0; e < 2; e++) d[e] =
+            fused(-r->decay, (x[0][e] + x[1][e]) + (x[2][e] + x[3][e]), v[e]) * r->beta;
+    }
+    for (int64_t i = 0; i < whole; i += 4) UNROLL for (int u = 0; u < 4; u++) {
+            const floats k = splat(h->k[i + u]), q = splat(h->q[i + u]);
+            UNROLL for (int e = 0; e < 2; e++) {
+                float *state = h->s[i + u] + at + e * WIDTH;
+                const floats s = fused(load_floats(state), r->decay, k * d[e]);
+                store_floats(state, s);
+                y[u][e] = fused(q, s, y[u][e]);
+            }
+        }
+    for (int e = 0; out && e < 2; e++)
+        store_some(out, at + e * WIDTH, fused(splat(r->skip), v[e], (y[0][e] + y[1][e]) + (y[2][e] + y[3][e])),
+                   n - e * WIDTH, 0);
 }
 
 /* A row of `n` columns from column c of the values; out: null for a row that is taken again. */
 OWN_CODE void matrix_row(const struct matrix_recurrence_args *a, struct head_state *h, const float *mixed,
                          const float *control, int64_t head, int64_t c, int64_t n, float *out) {
-    const int64_t of_keys = head / (a->heads / a->key_heads) * a->keys, whole = (a->keys + 3) & ~(int64_t)3;
+    const int64_t of_keys = head / (a->heads / a->key_heads) * a->keys;
     const float *q = mixed + a->q_at + of_keys, *k = mixed + a->k_at + of_keys;
     const float *v = mixed + a->v_at + head * a->values + c;
     const float q_by = a->delta ? a->q_scale * inverse_norm(q, a->keys, a->eps) : a->q_scale;
@@ -223,35 +253,14 @@ OWN_CODE void matrix_row(const struct matrix_recurrence_args *a, struct head_sta
         h->q[i] = q[i] * q_by;
         h->k[i] = k[i] * k_by;
     }
-    const v16f dt = bounded16(softplus16(splat(control[head] + a->bias[head])), a->dt_min, a->dt_max);
-    const v16f decay = exp16(dt * splat(a->a[head]));
-    const v16f v0 = load_some(v, 0, n, 0), v1 = n > 16 ? load_some(v, 16, n - 16, 0) : splat(0.0f);
-    v16f d0 = v0 * dt, d1 = v1 * dt;
-    if (a->delta) {
-        v16f x[4][2] = {{{0}}};
-        for (int64_t i = 0; i < whole; i += 4)
-            for (int u = 0; u < 4; u++) {
-                x[u][0] += splat(h->k[i + u]) * load_f32(h->s[i + u]);
-                x[u][1] += splat(h->k[i + u]) * load_f32(h->s[i + u] + 16);
-            }
-        const v16f beta = sigmoid16(splat(control[a->heads + head]));
-        d0 = (v0 - decay * ((x[0][0] + x[1][0]) + (x[2][0] + x[3][0]))) * beta;
-        d1 = (v1 - decay * ((x[0][1] + x[1][1]) + (x[2][1] + x[3][1]))) * beta;
-    }
-    v16f y[4][2] = {{{0}}};
-    for (int64_t i = 0; i < whole; i += 4)
-        for (int u = 0; u < 4; u++) {
-            v16f s0 = load_f32(h->s[i + u]) * decay + splat(h->k[i + u]) * d0;
-            v16f s1 = load_f32(h->s[i + u] + 16) * decay + splat(h->k[i + u]) * d1;
-            memcpy(h->s[i + u], &s0, sizeof s0);
-            memcpy(h->s[i + u] + 16, &s1, sizeof s1);
-            y[u][0] += splat(h->q[i + u]) * s0;
-            y[u][1] += splat(h->q[i + u]) * s1;
-        }
-    if (!out) return;
-    const float skip = a->skip ? a->skip[head] : 0.0f;
-    store_some(out, 0, ((y[0][0] + y[1][0]) + (y[2][0] + y[3][0])) + splat(skip) * v0, n, 0);
-    if (n > 16) store_some(out, 16, ((y[0][1] + y[1][1]) + (y[2][1] + y[3][1])) + splat(skip) * v1, n - 16, 0);
+    const floats dt = bounded(softplus(splat(control[head] + a->bias[head])), a->dt_min, a->dt_max);
+    const struct row_control r = {
+        .dt = dt,
+        .decay = exp_floats(dt * splat(a->a[head])),
+        .beta = a->delta ? sigmoid_floats(splat(control[a->heads + head])) : splat(0.0f),
+        .skip = a->skip ? a->skip[head] : 0.0f,
+    };
+    for (int64_t at = 0; at < n; at += 2 * WIDTH) matrix_columns(a, h, &r, v, at, n - at, out);
 }
 
 INLINE void matrix_block(const struct matrix_recurrence_args *a, int64_t i, int64_t head, int64_t c) {
@@ -323,16 +332,16 @@ struct selective_scan_args {
 /* `dt`: of the block's channels. */
 OWN_CODE void scan_row(const struct selective_scan_args *a, float (*s)[SCAN_COLS], int64_t at, int64_t n,
                        const float *x, const float *dt, const float *b, const float *c, float *out) {
-    for (int64_t i = 0; i < n; i += 16) {
-        const v16f step = softplus16(load_some(dt, i, n - i, 0)), xi = load_some(x, i, n - i, 0), put = step * xi;
-        v16f y = splat(0.0f);
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        const floats step = softplus(load_some(dt, i, n - i, 0)), xi = load_some(x, i, n - i, 0), put = step * xi;
+        floats y = splat(0.0f);
         for (int64_t k = 0; k < a->states; k++) {
-            const v16f decay = exp16(step * load_some(a->a, k * a->channels + at + i, n - i, 0));
-            const v16f next = load_f32(s[k] + i) * decay + put * splat(b[k]);
-            memcpy(s[k] + i, &next, sizeof next);
-            if (out) y += splat(c[k]) * next;
+            const floats decay = exp_floats(step * load_some(a->a, k * a->channels + at + i, n - i, 0));
+            const floats next = fused(load_floats(s[k] + i), decay, put * splat(b[k]));
+            store_floats(s[k] + i, next);
+            if (out) y = fused(splat(c[k]), next, y);
         }
-        if (out) store_some(out, i, y + load_some(a->skip, at + i, n - i, 0) * xi, n - i, 0);
+        if (out) store_some(out, i, fused(load_some(a->skip, at + i, n - i, 0), xi, y), n - i, 0);
     }
 }
 
@@ -396,9 +405,9 @@ struct gated_norm_args {
     int32_t kind, bf16; /* bf16: gate and out */
 };
 
-INLINE v16f gated_at(const struct gated_norm_args *a, int64_t x_at, int64_t gate_at, int64_t n, int bf16) {
-    const v16f x = load_some(a->x, x_at, n, 0), g = load_some(a->gate, gate_at, n, bf16);
-    return x * (g * sigmoid16(g));
+INLINE floats gated_at(const struct gated_norm_args *a, int64_t x_at, int64_t gate_at, int64_t n, int bf16) {
+    const floats x = load_some(a->x, x_at, n, 0), g = load_some(a->gate, gate_at, n, bf16);
+    return x * (g * sigmoid_floats(g));
 }
 
 INLINE void gated_norm_row(const struct gated_norm_args *a, int64_t row, int kind, int bf16) {
@@ -406,15 +415,15 @@ INLINE void gated_norm_row(const struct gated_norm_args *a, int64_t row, int kin
     for (int64_t at = 0; at < a->width; at += n) {
         const int64_t x_at = row * a->width + at,
                       gate_at = row / a->per * a->gate_stride + row % a->per * a->width + at;
-        v16f squares = splat(0.0f);
-        for (int64_t i = 0; i < n && kind != GATE_ONLY; i += 16) {
-            v16f x = kind == GATE_BEFORE_NORM ? gated_at(a, x_at + i, gate_at + i, n - i, bf16)
-                                              : load_some(a->x, x_at + i, n - i, 0);
-            squares += x * x;
+        floats squares[PIECES] = {0};
+        FOR_LANES(i, p, kind == GATE_ONLY ? 0 : n) {
+            const floats x = kind == GATE_BEFORE_NORM ? gated_at(a, x_at + i, gate_at + i, n - i, bf16)
+                                                      : load_some(a->x, x_at + i, n - i, 0);
+            squares[p] += x * x;
         }
-        const v16f by = splat(kind == GATE_ONLY ? 1.0f : 1.0f / sqrtf(sum16(squares) / (float)n + a->eps));
-        for (int64_t i = 0; i < n; i += 16) {
-            v16f x = gated_at(a, x_at + i, gate_at + i, n - i, bf16) * by;
+        const floats by = splat(kind == GATE_ONLY ? 1.0f : 1.0f / sqrtf(sum16(squares) / (float)n + a->eps));
+        for (int64_t i = 0; i < n; i += WIDTH) {
+            floats x = gated_at(a, x_at + i, gate_at + i, n - i, bf16) * by;
             if (kind != GATE_ONLY) x = x * load_some(a->weight, at + i, n - i, 0);
             store_some(a->out, x_at + i, x, n - i, bf16);
         }

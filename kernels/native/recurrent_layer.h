@@ -93,10 +93,8 @@ static void bring_rows(struct member *m, const struct recurrent_layer *l, const 
             memcpy(w->control + r * sizes->control, row + l->control_at, (size_t)sizes->control * 4);
             continue;
         }
-        for (int64_t i = 0; i < sizes->read; i += 16) {
-            const v16f y = load_f32(row + i) * load_f32(row + 2 * sizes->read + i);
-            memcpy(row + i, &y, sizeof y);
-        }
+        for (int64_t i = 0; i < sizes->read; i += WIDTH)
+            store_floats(row + i, load_floats(row + i) * load_floats(row + 2 * sizes->read + i));
     }
 }
 
@@ -134,10 +132,8 @@ INLINE void gate_read(const struct recurrent_layer *l, const struct recurrent_si
         for (int64_t i = 0; i < norm.rows; i++) gated_norm_row(&norm, i, norm.kind, 0);
         return;
     }
-    for (int64_t i = 0; i < sizes->read; i += 16) {
-        const v16f y = load_f32(read + i) * load_f32(projected + sizes->read + i);
-        memcpy(read + i, &y, sizeof y);
-    }
+    for (int64_t i = 0; i < sizes->read; i += WIDTH)
+        store_floats(read + i, load_floats(read + i) * load_floats(projected + sizes->read + i));
 }
 
 #endif
