@@ -31,21 +31,9 @@ import torch
 from kernels.blocks import BLOCK, BLOCK_FORMS, BlockKind, LinearCall, PackedBlocks, no_rows
 from kernels.float_tiles import STEP, FloatTiles
 from kernels.library import native, native_path
+from kernels.vector_unit import WITH_TILES, unit_level, unit_name
 
 log = logging.getLogger(__name__)
-
-UNITS = {
-    1: "plain vectors",
-    3: "AVX2",
-    4: "AVX-512",
-    5: "AVX-512 with VNNI",
-    6: "AVX2 with VNNI",
-    8: "dot products of bytes",
-    9: "products of byte matrices (i8mm)",
-}
-"""Names of the vector units, by level of dispatch.c."""
-_WITH_TILES = 5
-"""The level whose kernels have products on tiles."""
 
 ROWS = (16, 32, 48)
 """Numbers of rows that are timed: a tile has 16, and up to three of them share the weights that one unpacks."""
@@ -185,20 +173,16 @@ def use_units(file: Callable[[], Path], *, matrix: bool) -> Units:
 
     `file`: where choices are kept; asked only where there is a matrix unit. `matrix`: use that as well.
     """
-    units = _opened(file) if matrix else Units(_vector(), None)
+    units = _opened(file) if matrix else Units(unit_name(), None)
     PackedBlocks.tile_rows = staticmethod(no_rows if units.matrix is None else units.matrix.rows_from)
     FloatTiles.usable = units.floats
     return units
 
 
-def _vector() -> str:
-    return UNITS.get(int(native().lockstep_cpu_level()), "no vectors")
-
-
 @functools.cache
 def _opened(file: Callable[[], Path]) -> Units:
-    vector = _vector()
-    if vector != UNITS[_WITH_TILES]:
+    vector = unit_name()
+    if unit_level() != WITH_TILES:
         return Units(vector, None)
     refusal = int(native().lockstep_tiles_permission())
     if refusal > 0:

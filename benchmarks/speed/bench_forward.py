@@ -1,6 +1,7 @@
-"""`python -m benchmarks bench_forward`: the forward of a decode step with fused layers and with transformers' own.
+"""`python -m benchmarks bench_forward`: the forward of a decode step with fused layers, over transformers' own, or on
+each vector unit of a CPU.
 
-Invariant: both models have the same weights and run alternately in one process over the same tokens and contexts, so
+Invariant: what is compared has the same weights and runs in turn in one process over the same tokens and contexts, so
 that the ratio holds on a shared machine.
 Not responsible for: sampling, masks, the engine's loop.
 """
@@ -21,12 +22,14 @@ from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.model.recording import distance
+from kernels.vector_unit import on_unit, unit_levels, unit_name
 
 EXAMPLES = """
 examples:
   python -m benchmarks bench_forward                                        the embedded model on this CPU
   python -m benchmarks bench_forward --model /models/Qwen3-0.6B --rows 1,8,32
   python -m benchmarks bench_forward --threads 1 --cpu-time                 on a machine that others use too
+  python -m benchmarks bench_forward --units --rows 1,16,225                AVX-512 and AVX2 on one machine
   python -m benchmarks bench_forward --device cuda                          as captured graphs, which is how a step runs
 
 reading the table:
@@ -35,6 +38,9 @@ reading the table:
   ratio     as it came over fused, the median of the rounds' own ratios: above 1 fusing pays
   distance  of the logits, relative; rounding of bfloat16 is some hundredths
   argmax    share of the rows whose most likely token is the same
+
+with --units, milliseconds on each unit, in brackets over those on the fastest one (the median of the rounds' own
+ratios), and whether all units gave the same bits; the fastest one has the matrix unit's help where the CPU has one
 """
 
 PAGE = 16
@@ -92,6 +98,51 @@ def on_cuda(model: LoadedModel, ids_BP: torch.Tensor, ctx: AttentionContext) -> 
     return run
 
 
+def in_turn(runs: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:
+    """Return the times of each run, of so many rounds; the order alternates, so that none always follows the same."""
+    for run in (*runs, *runs):
+        run()
+    times: list[list[float]] = [[] for _ in runs]
+    for turn in range(rounds):
+        for which, run in list(enumerate(runs))[:: 1 if turn % 2 else -1]:
+            times[which].append(run())
+    return times
+
+
+def quartile(times: list[float]) -> float:
+    """Return the lower quartile: what else the machine does only adds."""
+    return sorted(times)[len(times) // 4]
+
+
+def ratio(a: list[float], b: list[float]) -> float:
+    """Return the median of the ratios of each round."""
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
+
+
+@torch.inference_mode()
+def compare_units(
+    model: LoadedModel, levels: Sequence[int], rows: int, start: int, rounds: int, timer: Timer
+) -> list[str]:
+    """Return a row of the table of vector units, of which the last one is the fastest."""
+    ids_BP, ctx = torch.arange(rows)[None] * 91 % model.vocab_size, context_of(model, start, rows)
+    run, logits = timer(model, ids_BP, ctx), []
+
+    def on(level: int) -> Callable[[], float]:
+        def timed() -> float:
+            with on_unit(level):
+                return run()
+
+        return timed
+
+    for level in levels:
+        with on_unit(level):
+            logits.append(model.logits(ids_BP, ctx).clone())
+    times = in_turn([on(level) for level in levels], rounds)
+    same = all(torch.equal(each, logits[-1]) for each in logits)
+    cells = (f"{number(quartile(each), 2)} ({number(ratio(each, times[-1]), 2)})" for each in times)
+    return [str(rows), *cells, "same" if same else "different"]
+
+
 @torch.inference_mode()
 def compare(plain: LoadedModel, fused: LoadedModel, rows: int, start: int, rounds: int, timer: Timer) -> list[str]:
     """Return a row of the table."""
@@ -101,19 +152,12 @@ def compare(plain: LoadedModel, fused: LoadedModel, rows: int, start: int, round
         ctx = context_of(model, start, rows)
         logits.append(model.logits(ids_BP, ctx).clone())
         runs.append(timer(model, ids_BP, ctx))
-    for run in runs * 2:
-        run()
-    # The order alternates, so that neither always follows the other.
-    pairs = []
-    for turn in range(rounds):
-        times = {which: runs[which]() for which in ((0, 1) if turn % 2 else (1, 0))}
-        pairs.append((times[0], times[1]))
-    quartiles = [sorted(times)[rounds // 4] for times in zip(*pairs, strict=True)]
+    times = in_turn(runs, rounds)
     same = (logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean().item()
     return [
         str(rows),
-        *(number(value, 2) for value in quartiles),
-        number(statistics.median(a / b for a, b in pairs), 2),
+        *(number(quartile(each), 2) for each in times),
+        number(ratio(*times), 2),
         number(distance(logits[1], logits[0]), 4),
         number(same, 2),
     ]
@@ -130,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=300, help="tokens before them (default: 300)")
     parser.add_argument("--rounds", type=int, default=40, help="measurements of each (default: 40)")
     parser.add_argument("--threads", type=int, default=0, help="threads on a CPU; 0: the cores there are (default: 0)")
+    parser.add_argument("--units", action="store_true", help="compare the vector units of this CPU instead")
     parser.add_argument(
         "--cpu-time", action="store_true", help="time of the one thread on its core, not on the wall: with --threads 1"
     )
@@ -139,14 +184,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device != "cpu" and not torch.cuda.is_available():
         print(f"--device {args.device}: torch sees no CUDA device", file=sys.stderr)
         return 2
+    if args.units and args.device != "cpu":
+        parser.error("--units goes with --device cpu")
     models = []
-    for fuse in (False, True):
+    for fuse in (True,) if args.units else (False, True):
         where = {"model": args.model, "device": args.device, "num_threads": args.threads}
         config = EngineConfig(**where, dtype=args.dtype, quantization=args.quantization, fuse_parts=fuse)
         models.append(load_model(config, lambda stage, done: print(f"{done:4.0%} {stage}", file=sys.stderr)))
-    plain, fused = models
-    print(f"{plain!r}, context {args.context}: {fused.fused!r}", *fused.fused.left, sep="\n")
+    fused = models[-1]
+    print(f"{models[0]!r}, context {args.context}: {fused.fused!r}", *fused.fused.left, sep="\n")
     timer = on_cuda if args.device != "cpu" else on_cpu(time.thread_time if args.cpu_time else time.perf_counter)
+    if args.units:
+        # Products over blocks need AVX2, which is level 3.
+        levels = [level for level in unit_levels() if level >= 3 or not fused.quantised]
+        counts = [int(rows) for rows in args.rows.split(",")]
+        lines = [compare_units(fused, levels, rows, args.context, args.rounds, timer) for rows in counts]
+        print(table(["rows", *map(unit_name, levels), "bits"], lines))
+        return 0
+    plain = models[0]
     lines = [compare(plain, fused, int(rows), args.context, args.rounds, timer) for rows in args.rows.split(",")]
     print(table(["rows", "as it came, ms", "fused, ms", "ratio", "distance", "argmax"], lines))
     return 0

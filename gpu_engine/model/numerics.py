@@ -14,8 +14,7 @@ import torch
 from gpu_engine.model.loaded_model import LoadedModel
 from gpu_engine.model.quantised.native import NativeForward
 from kernels.float_tiles import FloatTiles
-from kernels.library import native
-from kernels.matrix_unit import UNITS
+from kernels.vector_unit import unit_name
 
 BLOCKS = "blocks-1"
 """The contract of forwards over blocks. Its number changes when a release changes their bits."""
@@ -35,7 +34,6 @@ def _of_forward(model: LoadedModel) -> str:
         return f"cuda {device} {major}.{minor}, {model.weights}, {model.dtype_name}, torch {torch.__version__}"
     if isinstance(model.fused.forward, NativeForward):
         return f"cpu {BLOCKS}, {model.weights}, {model.dtype_name}"
-    unit = UNITS.get(int(native().lockstep_cpu_level()), "no vectors")
-    unit += " and AMX" if FloatTiles.usable else ""
+    unit = unit_name() + (" and AMX" if FloatTiles.usable else "")
     library = f"torch {torch.__version__} with {torch.backends.cpu.get_cpu_capability()}"
     return f"cpu {unit}, {model.weights}, {model.dtype_name}, {library}"

@@ -53,19 +53,19 @@ DECLARE_BLOCKS(x86_64_avxvnni)
 DECLARE_BLOCKS(x86_64_v4)
 DECLARE_BLOCKS(x86_64_vnni)
 
-static int level(void) {
-    static int known; /* racing threads store the same value */
-    if (!known) {
-        __builtin_cpu_init();
-        int v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-        int v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                 __builtin_cpu_supports("avx512cd");
-        int vnni = v4 && __builtin_cpu_supports("avx512vnni");
-        int avxvnni = v3 && __builtin_cpu_supports("avxvnni");
-        known = vnni ? 5 : v4 ? 4 : avxvnni ? 6 : v3 ? 3 : 1;
-    }
-    return known;
+static const int FASTEST_FIRST[] = {5, 4, 6, 3, 1};
+
+static int runs(int unit) {
+    __builtin_cpu_init();
+    const int v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+    const int v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                   __builtin_cpu_supports("avx512cd");
+    return unit == 5   ? v4 && __builtin_cpu_supports("avx512vnni")
+           : unit == 4 ? v4
+           : unit == 6 ? v3 && __builtin_cpu_supports("avxvnni")
+           : unit == 3 ? v3
+                       : unit == 1;
 }
 
 #define CALL(name, ...)                                                                                                \
@@ -89,9 +89,11 @@ static int level(void) {
 DECLARE_BLOCKS(aarch64_dot)
 DECLARE_BLOCKS(aarch64_i8mm)
 
-static int level(void) {
-    if (!(getauxval(AT_HWCAP) & HWCAP_ASIMDDP)) return 0;
-    return getauxval(AT_HWCAP2) & HWCAP2_I8MM ? 9 : 8;
+static const int FASTEST_FIRST[] = {9, 8, 0};
+
+static int runs(int unit) {
+    const int dot = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+    return unit == 9 ? dot && getauxval(AT_HWCAP2) & HWCAP2_I8MM : unit == 8 ? dot : unit == 0;
 }
 
 #define CALL(name, ...)                                                                                                \
@@ -100,10 +102,20 @@ static int level(void) {
                     : name##_baseline(__VA_ARGS__))
 #define CALL_BLOCKS(name, ...) (level() == 9 ? name##_aarch64_i8mm(__VA_ARGS__) : name##_aarch64_dot(__VA_ARGS__))
 #else
-static int level(void) { return 0; }
+static const int FASTEST_FIRST[] = {0};
+
+static int runs(int unit) { return unit == 0; }
 
 #define CALL(name, ...) name##_baseline(__VA_ARGS__)
 #endif
+
+static int used = -1; /* -1: no call has looked yet. Racing threads store the same value. */
+
+static int level(void) {
+    for (int i = 0; used < 0; i++)
+        if (runs(FASTEST_FIRST[i])) used = FASTEST_FIRST[i];
+    return used;
+}
 
 void lockstep_accept(const struct accept_args *a) { CALL(lockstep_accept, a); }
 
@@ -140,6 +152,13 @@ void lockstep_gumbel(uint64_t seed, uint32_t position, int64_t n, float *out) {
 /* 1: no AVX2; 3: AVX2 and FMA; 4: AVX-512; 5: AVX-512 with VNNI; 6: AVX2 with VNNI; 8: aarch64 with dot products of bytes;
  * 9: aarch64 with those and products of byte matrices (i8mm); 0: others. */
 int32_t lockstep_cpu_level(void) { return level(); }
+
+/* Call the kernels of this level from now on, where the CPU runs it; -1: of the fastest. Returns the level that is used. No
+ * other thread calls a kernel meanwhile. */
+int32_t lockstep_use_level(int32_t wanted) {
+    if (wanted < 0 || runs(wanted)) used = wanted;
+    return level();
+}
 
 #if defined(CALL_BLOCKS)
 /* Products over blocks: the caller has seen that lockstep_cpu_level is at least 3. */

@@ -16,7 +16,7 @@ NATIVE = PACKAGE / "native"
 SCALAR = ("amx.c", "float_tiles.c", "pack.c", "step.c", "suffix.c", "team.c", "unpack.c")
 """Without the kernels, which are headers that are compiled once per vector unit."""
 # As setup.py has them, except for -O3: the sanitizers see more, and gcc is done in minutes.
-OPTIONS = ("-std=gnu11", "-pthread", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
+OPTIONS = ("-std=gnu11", "-pthread", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w")
 
 
 def package_copy(folder: Path) -> Path:
@@ -28,8 +28,7 @@ def package_copy(folder: Path) -> Path:
 def set_level(dispatch: Path, level: int) -> None:
     """Have a copy of dispatch.c call the kernels of one level; what it no longer calls needs not to be there."""
     text, begin = dispatch.read_text(), "static int level(void) {"
-    # The first is that of x86-64.
-    dispatch.write_text(text.replace(begin, f"#define level() {level}\nstatic int(detected)(void) {{", 1))
+    dispatch.write_text(text.replace(begin, f"#define level() {level}\nstatic int(detected)(void) {{"))
     assert dispatch.read_text() != text
 
 

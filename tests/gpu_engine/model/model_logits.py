@@ -7,6 +7,7 @@ import torch
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.model.states import SequenceStates
+from kernels.vector_unit import on_unit, unit_levels, unit_name
 
 
 def some_ids(B: int, P: int) -> torch.Tensor:
@@ -49,3 +50,13 @@ def assert_same_bits_in_any_company(model: LoadedModel) -> None:
         part = AttentionContext(ctx.pages, ctx.page_table_BN, ctx.positions_BP[:, begin:end].contiguous())
         got_NV = model.logits(ids_BP[:, begin:end], part)
         assert torch.equal(got_NV.view(5, end - begin, -1), whole_BPV[:, begin:end])
+
+
+def assert_same_bits_on_every_unit(model: LoadedModel) -> None:
+    """Assert that a native forward's logits do not depend on the vector unit, after a prompt that it has prefilled."""
+    ids_BP = some_ids(3, 40)
+    want_BPV = logits(model, ids_BP, start=24)
+    for level in unit_levels():
+        if level >= 3:  # the others multiply no blocks
+            with on_unit(level):
+                assert torch.equal(logits(model, ids_BP, start=24), want_BPV), unit_name(level)

@@ -15,7 +15,12 @@ from kernels.blocks import can_multiply_blocks
 from kernels.fused_arguments import Activation
 from tests.gpu_engine import tiny
 from tests.gpu_engine.harness import config
-from tests.gpu_engine.model.model_logits import assert_same_bits_in_any_company, logits, some_ids
+from tests.gpu_engine.model.model_logits import (
+    assert_same_bits_in_any_company,
+    assert_same_bits_on_every_unit,
+    logits,
+    some_ids,
+)
 
 needs_blocks = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
@@ -62,6 +67,7 @@ def test_it_runs_in_one_native_call(folder: str, quantization: str, dtype: str) 
 
 @needs_blocks
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_in_any_company(folder: str) -> None:
+def test_a_row_has_the_same_bits_in_any_company_and_on_every_unit(folder: str) -> None:
     model = load_model(config(model=folder, dtype="bfloat16", quantization="q4"))
     assert_same_bits_in_any_company(model)
+    assert_same_bits_on_every_unit(model)

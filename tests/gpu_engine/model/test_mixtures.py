@@ -43,7 +43,12 @@ from kernels.fused_arguments import Activation
 from kernels.mixture import Choice
 from tests.gpu_engine import gguf_files, tiny
 from tests.gpu_engine.harness import config
-from tests.gpu_engine.model.model_logits import assert_same_bits_in_any_company, logits, some_ids
+from tests.gpu_engine.model.model_logits import (
+    assert_same_bits_in_any_company,
+    assert_same_bits_on_every_unit,
+    logits,
+    some_ids,
+)
 from tests.gpu_engine.model.same_model import assert_same, by_transformers
 
 needs_blocks = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
@@ -287,10 +292,11 @@ def test_the_width_of_experts_is_the_files(tmp_path: Path) -> None:
 @needs_blocks
 @torch.inference_mode()
 @pytest.mark.parametrize("family", KNOWN)
-def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path, family: str) -> None:
+def test_a_row_has_the_same_bits_in_any_company_and_on_every_unit(tmp_path: Path, family: str) -> None:
     model = load_model(config(model=str(tiny.save(KNOWN[family](), tmp_path)), dtype="bfloat16", quantization="q4"))
     assert isinstance(model.fused.forward, NativeForward)
     assert_same_bits_in_any_company(model)
+    assert_same_bits_on_every_unit(model)
 
 
 def test_a_rank_and_a_gpu_get_a_gguf_file_through_transformers(

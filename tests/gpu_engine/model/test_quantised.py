@@ -20,7 +20,7 @@ from gpu_engine.model.recording import distance
 from kernels.blocks import BlockKind, Blocks, can_multiply_blocks, quantised
 from tests.gpu_engine import tiny
 from tests.gpu_engine.harness import config
-from tests.gpu_engine.model.model_logits import context, logits, some_ids
+from tests.gpu_engine.model.model_logits import assert_same_bits_on_every_unit, context, logits, some_ids
 
 pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
@@ -40,6 +40,7 @@ def test_every_family_runs_as_one_native_call(saved: Saved, family: str, dtype: 
     # The loop rounds to the dtype before each quantisation, which then finds other integers, or other experts.
     bound = 2e-2 if dtype == "float32" else 0.1 if family == "gemma4 moe" else 6e-2
     assert distance(logits(native, ids_BP), logits(loop, ids_BP).float()) < bound
+    assert_same_bits_on_every_unit(native)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine import hybrids
 from tests.gpu_engine.adapters.files import save_lora
 from tests.gpu_engine.harness import config
-from tests.gpu_engine.model.model_logits import logits, some_ids
+from tests.gpu_engine.model.model_logits import assert_same_bits_on_every_unit, logits, some_ids
 
 needs_blocks = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
@@ -174,6 +174,7 @@ def test_a_quantised_hybrid_runs_as_one_native_call(
     # transformers' forward rounds to the dtype before each quantisation, which then finds other integers.
     got_NV, want_NV = (logits(model, ids_BP).flatten(0, 1).float() for model in (native, own))
     assert typical_distance(got_NV, want_NV) < (2e-2 if dtype == "float32" else 0.1)
+    assert_same_bits_on_every_unit(native)
 
 
 class Forgets:
