@@ -1,7 +1,8 @@
 """The kernels of aarch64, cross-compiled and run under qemu's emulation of a user's process.
 
-Invariant: a product over blocks has the bits that it has on this machine. Not responsible for: speed, which an emulator
-does not show; the order of memory, which an emulator on x86-64 makes stricter than a machine's.
+Invariant: a product over blocks, and a whole forward, has the bits that it has on this machine. Not responsible for:
+speed, which an emulator does not show; the order of memory, which an emulator on x86-64 makes stricter than a
+machine's.
 """
 
 from __future__ import annotations
@@ -17,14 +18,29 @@ import pytest
 import torch
 
 import kernels
+from gpu_engine.model.loader import load_model
+from gpu_engine.model.quantised.native import NativeForward
+from gpu_engine.model.states import SequenceStates
 from kernels.blocks import BLOCK, PackedBlocks, can_multiply_blocks
+from tests.gpu_engine import hybrids, tiny
+from tests.gpu_engine.harness import config
+from tests.gpu_engine.model import latent_families
+from tests.gpu_engine.model.model_logits import context, some_ids
 from tests.kernels.block_cases import CASES, WIDTHS, rand
+from tests.kernels.forward_images import ForwardImage
 
 NATIVE = Path(kernels.__file__).parent / "native"
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64-static")
 UNITS = {"max": 9, "neoverse-n1": 8}
 """An emulated CPU -> the level of dispatch.c: with products of byte matrices, and with dot products only."""
-OPTIONS = ("-std=gnu11", "-pthread", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
+OPTIONS = ("-std=gnu11", "-pthread", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w")
+
+FORWARDS = (
+    *("llama", "qwen3", "gemma2", "gemma4", "gemma4 moe", "gpt_oss", "cohere2", "mixtral"),
+    *("bamba", "falcon_h1 with norms", "lfm2 moe", "nemotron_h moe", "qwen3_5", "qwen3_5 moe"),
+    *("deepseek_v3", "minicpm3"),
+)
+"""Families that have each part of a native forward between them."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,8 +52,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("aarch64") / "block_products"
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The library with each program, by the program's name."""
+    made = tmp_path_factory.mktemp("aarch64") / "of"
     compile_ = [str(COMPILER), *OPTIONS, f"-I{NATIVE}", "-c"]
 
     def compile_one(name: str) -> Path:
@@ -47,12 +64,21 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run([*compile_, *options], check=True)
         return Path(f"{made}-{name}.o")
 
-    sources = ("aarch64_dot.c", "aarch64_i8mm.c", "baseline.c", "dispatch.c", "team.c", "block_products.c")
+    sources = ("aarch64_dot.c", "aarch64_i8mm.c", "baseline.c", "dispatch.c", "team.c")
+    names = ("block_products", "forward_image")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, sources))
-    link = [str(COMPILER), "-static", "-pthread", *map(str, objects), "-lgomp", "-lm", "-o", str(made)]
-    subprocess.run(link, check=True)
-    return made
+        objects = list(pool.map(compile_one, (*sources, *(f"{name}.c" for name in names))))
+    programs = {}
+    for name, own in zip(names, objects[len(sources) :], strict=True):
+        programs[name] = made.with_name(name)
+        linked = [*map(str, objects[: len(sources)]), str(own), "-lgomp", "-lm", "-o", str(programs[name])]
+        subprocess.run([str(COMPILER), "-static", "-pthread", *linked], check=True)
+    return programs
+
+
+@pytest.fixture(scope="module")
+def program(programs: dict[str, Path]) -> Path:
+    return programs["block_products"]
 
 
 def message(product: PackedBlocks, x_MK: torch.Tensor) -> bytes:
@@ -98,6 +124,38 @@ def test_products_over_blocks_have_the_bits_of_this_machine(
     wanted = [product(x_MK).view(torch.int32) for product, x_MK in products]
     for want_MN, got_n in zip(wanted, found.split([want.numel() for want in wanted]), strict=True):
         assert torch.equal(got_n.view_as(want_MN), want_MN)
+
+
+def saved(family: str, folder: Path) -> Path:
+    if family in latent_families.FAMILIES:
+        return tiny.save(latent_families.FAMILIES[family](), folder)
+    return hybrids.save(family, folder)
+
+
+@torch.inference_mode()
+def forward_of(folder: Path, dtype: str) -> tuple[bytes, torch.Tensor]:
+    """Return a forward of 60 rows as forward_image.c reads it, and its logits here."""
+    model = load_model(config(model=str(folder), dtype=dtype, quantization="q4"))
+    assert isinstance(model.fused.forward, NativeForward), model.fused.left
+    ids_BP, ctx = some_ids(3, 20), context(model, 3, 20)
+    if model.recurrent:
+        states = SequenceStates(model.recurrent, num_slots=3, max_rows=2)
+        ctx.recurrent = states.forward_of([0, 1, 2], [0] * 3, [20] * 3, [20] * 3)
+    model.logits(ids_BP, ctx)
+    image = ForwardImage(model.fused.forward._forward)
+    return image.message(), model.logits(ids_BP, ctx).clone()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FORWARDS)
+def test_a_forward_has_the_bits_of_this_machine(
+    programs: dict[str, Path], family: str, dtype: str, tmp_path: Path
+) -> None:
+    sent, want_NV = forward_of(saved(family, tmp_path), dtype)
+    for cpu in UNITS:
+        done = on(cpu, programs["forward_image"], sent)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert torch.equal(torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view_as(want_NV), want_NV), cpu
 
 
 def test_a_cpu_without_dot_products_of_bytes_has_no_such_products(program: Path) -> None:

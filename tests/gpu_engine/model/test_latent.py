@@ -5,13 +5,11 @@ Not responsible for: the kernels (see tests/kernels/test_latent.py), the tiny fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, PreTrainedConfig
 
 from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.latent import LatentAttention, LatentExpansion
@@ -32,37 +30,10 @@ from tests.gpu_engine.harness import (
     unguided_engine,
     with_drafts,
 )
-from tests.gpu_engine.model.model_logits import logits, some_ids
+from tests.gpu_engine.model.latent_families import FAMILIES, family
+from tests.gpu_engine.model.model_logits import assert_same_bits_on_every_unit, logits, some_ids
 
 needs_blocks = pytest.mark.skipif(not can_multiply_blocks(), reason="this CPU has no products over blocks")
-
-_SIZES: dict[str, Any] = {
-    **tiny._LATENT,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "q_lora_rank": 32,
-    "n_shared_experts": 1,
-    "n_routed_experts": 8,
-}
-_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 0.707}
-_YARN |= {"original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
-
-
-def family(name: str, **fields: Any) -> Callable[[], PreTrainedConfig]:
-    return lambda: AutoConfig.for_model(name, **(_SIZES | fields))
-
-
-FAMILIES = {
-    "deepseek_v2": family("deepseek_v2", q_lora_rank=None, topk_method="greedy"),
-    "deepseek_v2 yarn": family("deepseek_v2", rope_parameters=_YARN),
-    "deepseek_v2 groups": family("deepseek_v2", topk_method="group_limited_greedy", n_group=4, topk_group=2),
-    "deepseek_v3": family("deepseek_v3", n_group=4, topk_group=2),
-    "deepseek_v3 halves": family("deepseek_v3", n_group=1, topk_group=1, rope_interleave=False, rope_parameters=_YARN),
-    "glm4_moe_lite": family("glm4_moe_lite", n_group=1, topk_group=1, v_head_dim=64),
-    "minicpm3": family("minicpm3", intermediate_size=96),
-    "youtu": family("youtu", intermediate_size=96),
-}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -111,6 +82,7 @@ def test_answers_equal_those_of_transformers_and_use_the_prefix_cache(folder: Pa
 def test_a_quantised_model_is_one_native_call_near_its_floats(folder: Path, dtype: str, quantization: str) -> None:
     model = load_model(config(model=str(folder), dtype=dtype, quantization=quantization))
     assert isinstance(model.fused.forward, NativeForward), model.fused.left
+    assert_same_bits_on_every_unit(model)
     loop = load_model(config(model=str(folder), dtype=dtype, quantization=quantization, fuse_parts=False))
     assert all(not isinstance(part.core.keys.weights, torch.Tensor) for part in attentions(loop))
     ids_BP = some_ids(3, 40)
