@@ -109,6 +109,9 @@ def fill(
             path = f"{prefix}.{name}" if prefix else name
             if type(child) is nn.Linear and (make := product_of(path, parent, child)) is not None:
                 replaced.add(child)
+                if not parent._non_persistent_buffers_set:
+                    # It has no tables of its own, and may initialise the weight of the layer that it is about to lose.
+                    parent._is_hf_initialized = True  # type: ignore[assignment]
                 jobs.append((child.weight.numel(), partial(replace, parent, name, path, child, make)))
     for prefix, module in list(net.named_modules()):
         if module not in replaced and (module._parameters or module._buffers):

@@ -16,7 +16,7 @@ from gpu_engine.model.loader import ModelNotSupported, load_model
 from gpu_engine.model.quantised import choice
 from gpu_engine.model.quantised.linear import BlockLinear, check_product, joined_blocks, quantise_linears
 from gpu_engine.model.quantised.native import NativeForward
-from gpu_engine.model.recording import distance
+from gpu_engine.model.recording import distance, typical_distance
 from kernels.blocks import BlockKind, Blocks, can_multiply_blocks, quantised
 from tests.gpu_engine import tiny
 from tests.gpu_engine.harness import config
@@ -41,6 +41,15 @@ def test_every_family_runs_as_one_native_call(saved: Saved, family: str, dtype: 
     bound = 2e-2 if dtype == "float32" else 0.1 if family == "gemma4 moe" else 6e-2
     assert distance(logits(native, ids_BP), logits(loop, ids_BP).float()) < bound
     assert_same_bits_on_every_unit(native)
+
+
+@pytest.mark.parametrize("family", tiny.OWN_FORWARD)
+def test_a_family_with_a_forward_of_its_own_is_quantised_too(saved: Saved, family: str) -> None:
+    plain, model = (load_model(config(model=str(saved(family)), quantization=kind)) for kind in ("none", "int8"))
+    assert model.quantised or family in ("gpt2", "gpt2 by layer")  # whose products are no linear layers
+    ids_BP = some_ids(3, 40)
+    got_NV, want_NV = (logits(each, ids_BP).flatten(0, 1) for each in (model, plain))
+    assert typical_distance(got_NV, want_NV) < 0.1  # a mixture may choose other experts for a row
 
 
 @pytest.mark.parametrize(
