@@ -249,7 +249,7 @@ INLINE floats exp_floats(floats x) {
     return select_floats(dead, splat(0.0f), p * (floats)e);
 }
 
-/* tanh(x), within 2 ulp. Cephes' polynomial near 0. The C library's has other bits on other machines and in other versions. */
+/* tanh(x), within 2 ulp. Cephes' polynomial near 0. The C library's has other bits on other machines. */
 INLINE floats tanh_floats(floats x) {
     const floats size = magnitude(x), e = exp_floats(splat(-2.0f) * size), z = x * x;
     const floats large = (splat(1.0f) - e) / (splat(1.0f) + e);
