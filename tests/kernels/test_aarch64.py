@@ -21,7 +21,9 @@ import kernels
 from gpu_engine.model.loader import load_model
 from gpu_engine.model.quantised.native import NativeForward
 from gpu_engine.model.states import SequenceStates
+from kernels.accept import gumbel_noise
 from kernels.blocks import BLOCK, PackedBlocks, can_multiply_blocks
+from kernels.vector_unit import on_unit, unit_levels
 from tests.gpu_engine import hybrids, tiny
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.model import latent_families
@@ -156,6 +158,20 @@ def test_a_forward_has_the_bits_of_this_machine(
         done = on(cpu, programs["forward_image"], sent)
         assert (done.returncode, done.stderr) == (0, b"")
         assert torch.equal(torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view_as(want_NV), want_NV), cpu
+
+
+def test_the_noise_of_sampling_has_the_bits_of_this_machine_and_of_each_of_its_units(
+    programs: dict[str, Path],
+) -> None:
+    where = (1 << 63 | 77, 123456, 4096)
+    want_V = gumbel_noise(*where)
+    for level in unit_levels():
+        if level >= 3:  # the others round a product before they add
+            with on_unit(level):
+                assert torch.equal(gumbel_noise(*where), want_V), level
+    for cpu in UNITS:
+        done = on(cpu, programs["forward_image"], b"", *map(str, where))
+        assert torch.equal(torch.frombuffer(bytearray(done.stdout), dtype=torch.float32), want_V), cpu
 
 
 def test_a_cpu_without_dot_products_of_bytes_has_no_such_products(program: Path) -> None:
