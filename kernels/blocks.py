@@ -23,6 +23,7 @@ import torch
 
 from kernels import huge_pages
 from kernels.library import native
+from kernels.vector_unit import WITH_BLOCKS, unit_level
 
 BLOCK = 32
 """Inputs of a block; the inputs of a product are a multiple of it."""
@@ -205,7 +206,7 @@ def rows_bytes(M: int, K: int) -> int:
 def can_multiply_blocks() -> bool:
     """Return whether this CPU multiplies bytes fast enough for blocks to pay: x86-64 with AVX2, or aarch64 with dot
     products of bytes (Armv8.2)."""
-    return int(native().lockstep_cpu_level()) >= 3
+    return unit_level() >= WITH_BLOCKS
 
 
 def quantised(weight_NK: torch.Tensor, kind: BlockKind) -> Blocks:

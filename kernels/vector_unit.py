@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 from kernels.library import native
 
+WITH_BLOCKS = 3
+"""From this level on there are products over blocks, and forwards in one call."""
 WITH_TILES = 5
 """The level whose kernels have products on tiles."""
 _UNITS = {
@@ -23,7 +25,6 @@ _UNITS = {
     9: "products of byte matrices (i8mm)",
 }
 """Names by level, the slowest of a CPU first."""
-_FASTEST = -1
 
 
 def unit_level() -> int:
@@ -37,22 +38,28 @@ def unit_name(level: int | None = None) -> str:
 
 
 def unit_levels() -> list[int]:
-    """Return the levels that this CPU runs, the slowest first. No other thread calls a kernel meanwhile."""
+    """Return the levels that this CPU runs, the slowest first.
+
+    The caller sees to it that no other thread calls a kernel meanwhile.
+    """
+    before = unit_level()
     try:
         return [level for level in _UNITS if native().lockstep_use_level(level) == level]
     finally:
-        native().lockstep_use_level(_FASTEST)
+        native().lockstep_use_level(before)
 
 
 @contextlib.contextmanager
 def on_unit(level: int) -> Iterator[None]:
-    """Call the kernels of this level meanwhile. No other thread calls a kernel at the beginning and at the end.
+    """Call the kernels of this level meanwhile. The caller sees to it that no other thread calls a kernel at the
+    beginning and at the end.
 
     Raise ValueError where the CPU does not run it.
     """
+    before = unit_level()
+    if native().lockstep_use_level(level) != level:
+        raise ValueError(f"this CPU does not run {_UNITS.get(level, level)}")
     try:
-        if native().lockstep_use_level(level) != level:
-            raise ValueError(f"this CPU does not run {_UNITS.get(level, level)}")
         yield
     finally:
-        native().lockstep_use_level(_FASTEST)
+        native().lockstep_use_level(before)

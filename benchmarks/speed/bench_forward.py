@@ -22,7 +22,7 @@ from gpu_engine.api.engine_settings import EMBEDDED_MODEL
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.model.recording import distance
-from kernels.vector_unit import on_unit, unit_levels, unit_name
+from kernels.vector_unit import WITH_BLOCKS, on_unit, unit_level, unit_levels, unit_name
 
 EXAMPLES = """
 examples:
@@ -39,7 +39,7 @@ reading the table:
   distance  of the logits, relative; rounding of bfloat16 is some hundredths
   argmax    share of the rows whose most likely token is the same
 
-with --units, milliseconds on each unit, in brackets over those on the fastest one (the median of the rounds' own
+with --units, milliseconds on each unit, their ratio to the fastest unit's in brackets (the median of the rounds' own
 ratios), and whether all units gave the same bits; the fastest one has the matrix unit's help where the CPU has one
 """
 
@@ -181,11 +181,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.cpu_time and (args.device != "cpu" or args.threads != 1):
         parser.error("--cpu-time goes with --device cpu and --threads 1")
+    if args.units and args.device != "cpu":
+        parser.error("--units goes with --device cpu")
     if args.device != "cpu" and not torch.cuda.is_available():
         print(f"--device {args.device}: torch sees no CUDA device", file=sys.stderr)
         return 2
-    if args.units and args.device != "cpu":
-        parser.error("--units goes with --device cpu")
     models = []
     for fuse in (True,) if args.units else (False, True):
         where = {"model": args.model, "device": args.device, "num_threads": args.threads}
@@ -195,8 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{models[0]!r}, context {args.context}: {fused.fused!r}", *fused.fused.left, sep="\n")
     timer = on_cuda if args.device != "cpu" else on_cpu(time.thread_time if args.cpu_time else time.perf_counter)
     if args.units:
-        # Products over blocks need AVX2, which is level 3.
-        levels = [level for level in unit_levels() if level >= 3 or not fused.quantised]
+        levels = [level for level in unit_levels() if level >= WITH_BLOCKS] or [unit_level()]
         counts = [int(rows) for rows in args.rows.split(",")]
         lines = [compare_units(fused, levels, rows, args.context, args.rounds, timer) for rows in counts]
         print(table(["rows", *map(unit_name, levels), "bits"], lines))

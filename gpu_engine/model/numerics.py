@@ -1,10 +1,11 @@
 """The name of a model's numerics: what decides the bits of its logits, apart from its weights.
 
 Invariant: two servers with equal weights and equal names have logits with equal bits, so equal seeds give equal tokens.
-Where one native call runs the whole forward over blocks, the units of x86-64 have the same bits, and the name has no
-unit; on aarch64 that is shown of the products only. Elsewhere the name has all that is known to matter.
+Where one native call runs the whole forward over blocks, the units of x86-64 and of aarch64 have the same bits, and the
+name has no unit. Elsewhere the name has all that is known to matter.
 
-Not responsible for: the proof (tests/kernels/test_blocks.py, tests/kernels/test_tiles.py).
+Not responsible for: the proof (`assert_same_bits_on_every_unit` in the tests of each family,
+tests/kernels/test_tiles.py, tests/kernels/test_aarch64.py).
 """
 
 from __future__ import annotations

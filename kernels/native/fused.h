@@ -119,7 +119,7 @@ INLINE void norm_head(void *head, int64_t at, const void *weight, int64_t d, flo
     floats squares[PIECES] = {0};
     FOR_LANES(i, p, d) {
         const floats x = load_some(head, at + i, d - i, bf16);
-        squares[p] += x * x;
+        squares[p] += x * x; /* not fused, as before fusing was written out: its bits stay */
     }
     float inverse = 1.0f / sqrtf(sum16(squares) / (float)d + eps);
     for (int64_t i = 0; i < d; i += WIDTH) {

@@ -65,7 +65,7 @@ INLINE floats load_page(const void *pages, int64_t index, int kind) {
 INLINE int64_t bytes_of_number(int kind) { return kind == PAGES_INT8 ? 1 : kind == PAGES_BF16 ? 2 : 4; }
 
 /* A head of one token as integers to the nearest of x / scale, `step` bytes apart; returns the scale, a 127th of the largest
- * magnitude. A quotient, because a product would be fused with the sum after it on some units. */
+ * magnitude. A quotient is rounded once; a product with the inverse would be twice. */
 INLINE float store_int8(const void *x, int64_t at, int64_t d, int bf16, int8_t *to, int64_t step) {
     const floats magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
     floats top[PIECES] = {0};

@@ -212,7 +212,7 @@ struct row_control {
     float skip;
 };
 
-/* Columns at and 2 * WIDTH - 1 after it of the block, of which `n` are left. */
+/* The 2 * WIDTH columns from `at` on, of which the block has `n`. */
 INLINE void matrix_columns(const struct matrix_recurrence_args *a, struct head_state *h, const struct row_control *r,
                            const float *values, int64_t at, int64_t n, float *out) {
     const int64_t whole = (a->keys + 3) & ~(int64_t)3;
@@ -419,7 +419,7 @@ INLINE void gated_norm_row(const struct gated_norm_args *a, int64_t row, int kin
         FOR_LANES(i, p, kind == GATE_ONLY ? 0 : n) {
             const floats x = kind == GATE_BEFORE_NORM ? gated_at(a, x_at + i, gate_at + i, n - i, bf16)
                                                       : load_some(a->x, x_at + i, n - i, 0);
-            squares[p] += x * x;
+            squares[p] += x * x; /* not fused, as before fusing was written out: its bits stay */
         }
         const floats by = splat(kind == GATE_ONLY ? 1.0f : 1.0f / sqrtf(sum16(squares) / (float)n + a->eps));
         for (int64_t i = 0; i < n; i += WIDTH) {

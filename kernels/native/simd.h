@@ -56,7 +56,7 @@ INLINE void store_floats(float *p, floats x) { memcpy(p, &x, sizeof x); }
 INLINE void store_ints(int32_t *p, int32s x) { memcpy(p, &x, sizeof x); }
 
 /* a * b + c, rounded once. The compiler fuses nothing by itself (-ffp-contract=off): which product of a * b + c * d it would
- * choose differs between units, and between its versions. Plain x86 rounds twice, and runs no forward in one call. */
+ * choose differs between units, and between its versions. x86-64 without FMA rounds twice, and runs no forward in one call. */
 INLINE floats fused(floats a, floats b, floats c) {
 #if WIDTH == 16
     return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -258,7 +258,7 @@ INLINE floats tanh_floats(floats x) {
     p = fused(p, z, splat(1.33314422036e-1f));
     p = fused(p, z, splat(-3.33332819422e-1f));
     const int32s sign = (int32s)x ^ (int32s)size;
-    return select_floats(size < splat(0.625f), fused(p * z, x, x), (floats)((int32s)large | sign));
+    return (floats)((int32s)select_floats(size < splat(0.625f), fused(p * z, size, size), large) | sign);
 }
 
 /* Natural logarithm of normal, positive x, within 2 ulp (Cephes logf). */

@@ -1,6 +1,6 @@
 """Whole forwards in one piece of memory, which a program without Python runs (see forward_image.c).
 
-Invariant: a pointer of the arguments points to what it points to here, as far as LEAF bytes go. Not responsible for:
+Invariant: each pointer leads to a copy of what it leads to here, of at most LEAF bytes. Not responsible for:
 adapters, whose tables no structure here describes.
 """
 
@@ -74,7 +74,8 @@ class ForwardImage:
     def _copied(self, address: int, size: int) -> int:
         """Return the place of a copy, with the alignment of what it is of. Equal addresses have one copy."""
         if address not in self._places:
-            end = next(end for begin, end in self._mapped if begin <= address < end)
+            end = next((end for begin, end in self._mapped if begin <= address < end), 0)
+            assert end, f"a pointer leads to no memory: {address:#x}"
             self._memory += bytes((address - len(self._memory)) % 64)
             self._places[address] = len(self._memory)
             self._memory += ctypes.string_at(address, min(size, end - address))

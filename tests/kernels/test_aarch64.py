@@ -23,13 +23,13 @@ from gpu_engine.model.quantised.native import NativeForward
 from gpu_engine.model.states import SequenceStates
 from kernels.accept import gumbel_noise
 from kernels.blocks import BLOCK, PackedBlocks, can_multiply_blocks
-from kernels.vector_unit import on_unit, unit_levels
 from tests.gpu_engine import hybrids, tiny
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.model import latent_families
 from tests.gpu_engine.model.model_logits import context, some_ids
 from tests.kernels.block_cases import CASES, WIDTHS, rand
 from tests.kernels.forward_images import ForwardImage
+from tests.kernels.vector_units import assert_same_on_every_unit
 
 NATIVE = Path(kernels.__file__).parent / "native"
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64-static")
@@ -165,12 +165,10 @@ def test_the_noise_of_sampling_has_the_bits_of_this_machine_and_of_each_of_its_u
 ) -> None:
     where = (1 << 63 | 77, 123456, 4096)
     want_V = gumbel_noise(*where)
-    for level in unit_levels():
-        if level >= 3:  # the others round a product before they add
-            with on_unit(level):
-                assert torch.equal(gumbel_noise(*where), want_V), level
+    assert_same_on_every_unit(lambda: gumbel_noise(*where))
     for cpu in UNITS:
         done = on(cpu, programs["forward_image"], b"", *map(str, where))
+        assert (done.returncode, done.stderr) == (0, b"")
         assert torch.equal(torch.frombuffer(bytearray(done.stdout), dtype=torch.float32), want_V), cpu
 
 

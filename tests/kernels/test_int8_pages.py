@@ -10,6 +10,7 @@ import torch
 from kernels.kv_pages import KVHeads, bytes_of_token, copy_page
 from kernels.paged_attention import KVPages, paged_attention
 from tests.kernels.attention_reference import inputs, paged_attention_reference, table_of
+from tests.kernels.vector_units import assert_same_on_every_unit
 
 CPU = torch.device("cpu")
 
@@ -90,6 +91,7 @@ def test_result_bits_do_not_depend_on_the_batch_or_the_number_of_queries() -> No
         return paged_attention(*some, pages, table[b], positions[b, :p].contiguous(), scale=0.125)
 
     whole = run(slice(0, B), P)
+    assert_same_on_every_unit(lambda: run(slice(0, B), P))
     for b in range(B):
         assert torch.equal(run(slice(b, b + 1), P)[0], whole[b])
         assert torch.equal(run(slice(b, b + 1), 1)[0, 0], whole[b, 0])

@@ -12,6 +12,7 @@ from kernels import recurrent as native
 from kernels.recurrent import Gate, RecurrentKernels
 from kernels.recurrent_rows import RecurrentRows
 from tests.kernels.recurrent_reference import FEW_ROWS, LAYERS, MAX_PENDING, ROWS, Layer, Sequence, ints, step, whole
+from tests.kernels.vector_units import assert_same_on_every_unit
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +55,19 @@ def test_a_row_has_the_same_bits_for_any_number_of_threads(kind: str) -> None:
     take_in_parts(LAYERS[kind](native), ROWS)
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+def test_every_vector_unit_gives_the_same_bits(kind: str) -> None:
+    torch.manual_seed(3)
+    layer = LAYERS[kind](native)
+    x_NW = torch.randn(ROWS, layer.width)
+
+    def run() -> torch.Tensor:
+        take_in_parts(layer, ROWS)  # equal to `whole`, row by row
+        return whole(layer, x_NW)
+
+    assert_same_on_every_unit(run)
+
+
 def take_in_parts(layer: Layer, num_rows: int) -> None:
     sequences = [Sequence(layer, place, seed, num_rows) for seed, place in enumerate((2, 0, 3))]
     memory = layer.memory(4, MAX_PENDING)
@@ -86,6 +100,8 @@ def test_gated_norms(kernels: RecurrentKernels, kind: Gate, dtype: torch.dtype) 
     x_NV, gate_PG = torch.randn(6, 44), torch.randn(3, 100).to(dtype)[:, :88]
     weight_V = None if kind is Gate.ONLY else torch.randn(44)
     got = kernels.gated_norm(x_NV, gate_PG, weight_V, kind, eps=1e-5, groups=2)
+    if kernels is native:
+        assert_same_on_every_unit(lambda: native.gated_norm(x_NV, gate_PG, weight_V, kind, eps=1e-5, groups=2))
     gates = silu(gate_PG.double().reshape(6, 44))
     x = x_NV.double() * gates if kind is not Gate.AFTER_NORM else x_NV.double()
     if weight_V is not None:

@@ -7,7 +7,7 @@ import torch
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.model.states import SequenceStates
-from kernels.vector_unit import on_unit, unit_levels, unit_name
+from tests.kernels.vector_units import assert_same_on_every_unit
 
 
 def some_ids(B: int, P: int) -> torch.Tensor:
@@ -55,8 +55,4 @@ def assert_same_bits_in_any_company(model: LoadedModel) -> None:
 def assert_same_bits_on_every_unit(model: LoadedModel) -> None:
     """Assert that a native forward's logits do not depend on the vector unit, after a prompt that it has prefilled."""
     ids_BP = some_ids(3, 40)
-    want_BPV = logits(model, ids_BP, start=24)
-    for level in unit_levels():
-        if level >= 3:  # the others multiply no blocks
-            with on_unit(level):
-                assert torch.equal(logits(model, ids_BP, start=24), want_BPV), unit_name(level)
+    assert_same_on_every_unit(lambda: logits(model, ids_BP, start=24))
