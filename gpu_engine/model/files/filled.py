@@ -111,7 +111,7 @@ def fill(
                 replaced.add(child)
                 if not parent._non_persistent_buffers_set:
                     # It has no tables of its own, and may initialise the weight of the layer that it is about to lose.
-                    parent._is_hf_initialized = True  # type: ignore[assignment]
+                    parent._is_hf_initialized = True
                 jobs.append((child.weight.numel(), partial(replace, parent, name, path, child, make)))
     for prefix, module in list(net.named_modules()):
         if module not in replaced and (module._parameters or module._buffers):
