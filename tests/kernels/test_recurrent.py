@@ -59,10 +59,10 @@ def test_a_row_has_the_same_bits_for_any_number_of_threads(kind: str) -> None:
 def test_every_vector_unit_gives_the_same_bits(kind: str) -> None:
     torch.manual_seed(3)
     layer = LAYERS[kind](native)
-    x_NW = torch.randn(ROWS, layer.width)
+    x_NW = torch.randn(FEW_ROWS, layer.width)
 
     def run() -> torch.Tensor:
-        take_in_parts(layer, ROWS)  # equal to `whole`, row by row
+        take_in_parts(layer, FEW_ROWS)  # equal to `whole`, row by row
         return whole(layer, x_NW)
 
     assert_same_on_every_unit(run)
