@@ -153,10 +153,10 @@ void lockstep_gumbel(uint64_t seed, uint32_t position, int64_t n, float *out) {
  * 9: aarch64 with those and products of byte matrices (i8mm); 0: others. */
 int32_t lockstep_cpu_level(void) { return level(); }
 
-/* Call the kernels of this level from now on, where the CPU runs it; -1: of the fastest. Returns the level that is used. The
- * caller sees to it that no other thread calls a kernel meanwhile. */
+/* Call the kernels of this level from now on, where the CPU runs it. Returns the level that is used. The caller sees to it
+ * that no other thread calls a kernel meanwhile. */
 int32_t lockstep_use_level(int32_t wanted) {
-    if (wanted < 0 || runs(wanted)) used = wanted;
+    if (runs(wanted)) used = wanted;
     return level();
 }
 

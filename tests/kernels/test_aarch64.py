@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import kernels
 from gpu_engine.model.loader import load_model
 from gpu_engine.model.quantised.native import NativeForward
 from gpu_engine.model.states import SequenceStates
@@ -29,14 +28,12 @@ from tests.gpu_engine.model import latent_families
 from tests.gpu_engine.model.model_logits import context, some_ids
 from tests.kernels.block_cases import CASES, WIDTHS, rand
 from tests.kernels.forward_images import ForwardImage
+from tests.kernels.library_copy import NATIVE, OPTIONS
 from tests.kernels.vector_units import assert_same_on_every_unit
 
-NATIVE = Path(kernels.__file__).parent / "native"
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64-static")
 UNITS = {"max": 9, "neoverse-n1": 8}
 """An emulated CPU -> the level of dispatch.c: with products of byte matrices, and with dot products only."""
-OPTIONS = ("-std=gnu11", "-pthread", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w")
-
 FORWARDS = (
     *("llama", "qwen3", "gemma2", "gemma4", "gemma4 moe", "gpt_oss", "cohere2", "mixtral"),
     *("bamba", "falcon_h1 with norms", "lfm2 moe", "nemotron_h moe", "qwen3_5", "qwen3_5 moe"),
