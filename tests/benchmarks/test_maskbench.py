@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.quality import maskbench
-from tests.grammar_service.toy import tokenizer_json
+from benchmarks.quality.shared_rows import SharedRows
+from grammar_service.backends.backend import Rows
+from tests.grammar_service.toy import STOP, VOCAB, ToyMatcher, row_of, tokenizer_json
 
 INT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 LINES = [
@@ -81,3 +85,38 @@ def test_the_cpu_time_of_compilations_is_that_of_served_schemas(data: Path, caps
         assert 0 < compilation < whole < 10_000
     with pytest.raises(SystemExit, match="auto"):
         maskbench.main([*flags, "--backend", "auto"])
+
+
+class SlowMatcher(ToyMatcher):
+    """Takes longer for a row than the worker of the test has."""
+
+    def fill(self, rows: Rows, index: int) -> None:
+        time.sleep(0.02)
+        super().fill(rows, index)
+
+
+class SlowGrammar:
+    """Compiled: one text in tokens."""
+
+    warnings: tuple[str, ...] = ()
+    memory_bytes = 0
+
+    def __init__(self, text: tuple[int, ...]) -> None:
+        self.text = text
+
+    def matcher(self) -> Any:
+        return SlowMatcher([self.text])
+
+
+def test_a_row_after_the_deadline_is_waited_for() -> None:
+    shared, text = SharedRows(VOCAB, row_deadline_ms=0.5), (1, 2, 3, 4, 5, 6)
+    try:
+        words = (VOCAB + 31) // 32
+        after = [row_of({text[at]} if at < len(text) else {STOP}, words) for at in range(len(text) + 1)]
+        compared, differing = shared.compare(SlowGrammar(text), text, after)
+        assert (compared > len(text), differing) == (True, 0)
+        assert shared.num_late > 0
+        after[3] = row_of({8}, words)
+        assert shared.compare(SlowGrammar(text), text, after)[1] > 0
+    finally:
+        shared.close()
