@@ -70,7 +70,7 @@ class ServerOptions:
 
 
 class ServerFailed(CannotRun):
-    """The server did not become healthy; the message carries the end of its log."""
+    """The server did not become healthy, or ended by itself; the message carries the end of its log."""
 
 
 def free_port() -> int:
@@ -123,14 +123,30 @@ class EngineServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """End the process. The log stays after an error, and where the engine ended by itself with a failure.
+
+        Raises:
+            ServerFailed: the engine ended so, and no other error says it.
+        """
+        status = self.status
         self.stop()
-        if error is None:
+        if status:
+            failure = f"the engine ended with {status} while it was in use\n{self._tail()}"
+            if error is None:
+                raise ServerFailed(failure)
+            error.add_note(failure)
+        elif error is None:
             self.log.unlink(missing_ok=True)
 
     @property
     def pid(self) -> int | None:
         """The engine's process id while it runs."""
         return self._process.pid if self._process else None
+
+    @property
+    def status(self) -> int | None:
+        """The exit status of an engine that has ended by itself, or None."""
+        return self._process.poll() if self._process else None
 
     def stop(self) -> None:
         """End the process: SIGTERM, ten seconds, then SIGKILL to its whole session."""
