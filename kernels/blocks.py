@@ -200,7 +200,7 @@ def packed_bytes(kind: BlockKind, shape: tuple[int, int], *, offsets: bool = Fal
 
 def rows_bytes(M: int, K: int) -> int:
     """Return what a product needs for its quantised activations: `block_rows_bytes` of `blocks.h`."""
-    return M * (K + K // BLOCK * 16) + 256
+    return M * (K + K // BLOCK * 24) + 256
 
 
 def can_multiply_blocks() -> bool:

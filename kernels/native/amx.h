@@ -3,7 +3,7 @@
  * A tile multiplies 16 rows of activations by 16 outputs over one block of 32 inputs, or over one of its two parts; rows that
  * fill no tile are left to the vector unit. The sums are integers and hence exact; they go through memory into the same fused
  * operations, in the same order, as group_tile's. The packed weights are shared with the other units: four neighbouring
- * inputs of 16 outputs are a row of 64 bytes here as there. They are made signed bytes in L1 once for all rows of a call.
+ * inputs of 16 outputs are a row of 64 bytes here as there. A panel of them is made signed bytes in L1, for all rows of a call.
  *
  * Each thread configures its own tiles when its first product needs them, and releases them at the end of the call: tiles in
  * use make a context switch 8 KB dearer. Not responsible for: the permission to use tiles (see amx.c), and from how many rows
@@ -16,7 +16,7 @@
 
 #define TILE_ROWS 16    /* of activations */
 #define TILE_BYTES 512  /* of a block of 16 outputs, a byte for each weight */
-#define PANEL_BLOCKS 32 /* the most that are unpacked at once: 16 KB, and 4 KB of the rows' numbers */
+#define PANEL_BLOCKS 18 /* the most that are unpacked at once: 9 KB */
 
 #define UNROLL_16 _Pragma("GCC unroll 16")
 
@@ -43,7 +43,6 @@ static void release_tiles(void) {
 /* A block of 16 outputs as signed bytes, 8 rows of 64: row j has inputs 4 j to 4 j + 3. */
 INLINE void unpack_block(const uint8_t *q, int form, uint8_t *unpacked) {
     const int bits = bits_of(form), words = in_nibbles(form) ? 4 : 8, middle = middle_of(form);
-    for (int64_t line = 0; line < bytes_of(form); line += LINE) __builtin_prefetch(q + FETCH_AHEAD + line);
     UNROLL_8 for (int i = 0; i < words; i++) {
         ints low, high;
         if (bits == 6) {
@@ -63,53 +62,64 @@ INLINE void unpack_block(const uint8_t *q, int form, uint8_t *unpacked) {
 
 typedef ints tile_sums[TILE_ROWS];
 
-/* One half of a group over some blocks: where the numbers begin of its 16 outputs, and of the tile's first row. */
+/* A panel of 16 outputs, and a tile of rows. */
 struct panel_place {
     uint8_t (*panel)[TILE_BYTES];
-    const uint8_t *weights;  /* every second block; null: the panel is unpacked */
-    const uint16_t *scales;  /* [block][part][GROUP] */
-    const uint16_t *offsets; /* [block][GROUP] */
-    const int8_t *quants;    /* [row][block][32] */
-    /* [row][PANEL_BLOCKS] */
-    const float *row_scales, *row_sums;
-    int64_t inputs, count; /* blocks */
+    const uint16_t *scales;             /* [block][part][GROUP] */
+    const uint16_t *offsets;            /* [block][GROUP] */
+    const int8_t *quants;               /* [row][block][32] */
+    const float *row_scales, *row_sums; /* [block][room] */
+    int64_t room, inputs, count;        /* blocks */
+    float *out;                         /* [row][stride]: the sums of the panels before, and then with this one's */
+    int64_t stride;
+    const float *bias; /* of the outputs, where this panel is the last */
+    int begins;        /* the panel is the first */
+    /* What the next panel unpacks, [block][2][bytes], of which this tile starts to load `lines` lines with each block; and the
+     * numbers of that panel, where this tile is the first. */
+    const uint8_t *ahead;
+    int64_t lines;
+    const uint16_t *scales_ahead, *offsets_ahead;
 };
 
 /* Add the products of part k, of the parts of all blocks, whose sums are in memory. While tiles are in use, port 5 takes no fused
- * operation and no conversion, and these are what a product waits for; so the sums begin with WHOLE_BITS. */
+ * operation and no conversion, and these are what a product waits for. So integers become floats by WHOLE_BITS: by an addition,
+ * which port 5 takes, or from the start on, where loads wait less than port 5 (see MULTIPLY). */
 INLINE void add_block(const struct panel_place *p, int64_t k, tile_sums sums, int form, floats *acc) {
     const floats scale = half_floats(p->scales + k * GROUP), whole = times(scale, splat(-WHOLE));
     const int64_t block = k / parts_of(form);
-    const float *row_scales = p->row_scales + block, *row_sums = p->row_sums + block;
+    const int last_part = (k + 1) % parts_of(form) == 0;
+    const float *row_scales = p->row_scales + block * p->room, *row_sums = p->row_sums + block * p->room;
+    floats offset = scale;
+    if (last_part) {
+        for (int64_t i = 0; i < p->lines; i++) __builtin_prefetch(p->ahead + (block * p->lines + i) * LINE, 0, 2);
+        if (p->scales_ahead) __builtin_prefetch(p->scales_ahead + k * GROUP);
+        if (p->offsets_ahead) __builtin_prefetch(p->offsets_ahead + block * GROUP);
+    }
+    if (has_offsets(form) && last_part) offset = half_floats(p->offsets + block * GROUP);
     /* One register and a constant each: with a second register, a fused operation and its load are not one. */
     __asm__("" : "+r"(row_scales), "+r"(row_sums));
     UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) {
-        const floats scaled = scaled_sum(sums[t], scale, whole);
-        acc[t] = fused(scaled, splat(row_scales[t * PANEL_BLOCKS]), acc[t]);
-    }
-    if (has_offsets(form) && (k + 1) % parts_of(form) == 0) {
-        const floats offset = half_floats(p->offsets + block * GROUP);
-        UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) acc[t] = fused(offset, splat(row_sums[t * PANEL_BLOCKS]), acc[t]);
+        const ints integer = has_offsets(form) ? sums[t] : sums[t] + spread_ints(WHOLE_BITS);
+        acc[t] = fused(scaled_sum(integer, scale, whole), splat(row_scales[t]), acc[t]);
+        if (has_offsets(form) && last_part) acc[t] = fused(offset, splat(row_sums[t]), acc[t]);
     }
 }
 
-/* Add the products of a panel to `acc` [16][16]; form is a compile-time constant. While two blocks (or parts) are
- * added up, the tiles of the next two are under way, and the two after them are unpacked by the first tile. */
-INLINE void panel_tile(const struct panel_place *p, int form, float *acc_memory) {
+/* Add the products of a panel to `out`; form is a compile-time constant. While the sums of a block (or part) are added up, the
+ * tiles of the next two are under way; a tile is stored one block later than its dot product, for which the store waits. */
+INLINE void panel_tile(const struct panel_place *p, int form) {
     static const int32_t begin[LANES] __attribute__((aligned(64))) = {[0 ... LANES - 1] = WHOLE_BITS};
-    const int64_t parts = parts_of(form), bytes = 2 * bytes_of(form), count = p->count * parts;
+    const int64_t parts = parts_of(form), count = p->count * parts;
     const int64_t inputs = QBLOCK / parts, tile_bytes = TILE_BYTES / parts; /* of a part */
     tile_sums sums[2] __attribute__((aligned(64)));
     floats acc[TILE_ROWS];
-#define UNPACK(k)                                                                                                      \
-    do {                                                                                                               \
-        if (!p->weights || (k) >= count || (k) % parts) break;                                                         \
-        unpack_block(p->weights + (k) / parts * bytes, form, p->panel[(k) / parts]);                                   \
-    } while (0)
 #define MULTIPLY(t, a, b, k)                                                                                           \
     do {                                                                                                               \
         if ((k) >= count) break;                                                                                       \
-        TILE_LOAD(t, begin, 0);                                                                                        \
+        if (has_offsets(form))                                                                                         \
+            TILE_LOAD(t, begin, 0);                                                                                    \
+        else                                                                                                           \
+            TILE_ZERO(t);                                                                                              \
         TILE_LOAD(a, p->quants + (k) * inputs, p->inputs);                                                             \
         TILE_LOAD(b, p->panel[0] + (k) * tile_bytes, 64);                                                              \
         TILE_DOT(t, a, b);                                                                                             \
@@ -118,79 +128,82 @@ INLINE void panel_tile(const struct panel_place *p, int form, float *acc_memory)
     do {                                                                                                               \
         if ((k) < count) TILE_STORE(t, sums[t], 64);                                                                   \
     } while (0)
-    for (int64_t k = 0; k < 4; k++) UNPACK(k);
     MULTIPLY(0, 2, 4, 0);
     MULTIPLY(1, 3, 5, 1);
     KEEP(0, 0);
-    KEEP(1, 1);
-    UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) acc[t] = load_floats(acc_memory + t * LANES);
+    UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) acc[t] =
+        p->begins ? splat(0.0f) : load_floats(p->out + t * p->stride);
     for (int64_t k = 0; k < count; k += 2) {
         MULTIPLY(0, 2, 4, k + 2);
-        MULTIPLY(1, 3, 5, k + 3);
-        UNPACK(k + 4);
+        KEEP(1, k + 1);
         add_block(p, k, sums[0], form, acc);
+        MULTIPLY(1, 3, 5, k + 3);
         KEEP(0, k + 2);
-        UNPACK(k + 5);
         if (k + 1 < count) add_block(p, k + 1, sums[1], form, acc);
-        KEEP(1, k + 3);
     }
-#undef UNPACK
 #undef MULTIPLY
 #undef KEEP
-    UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) store_floats(acc_memory + t * LANES, acc[t]);
+    if (p->bias) {
+        const floats bias = load_floats(p->bias);
+        UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) acc[t] = sum_floats(acc[t], bias);
+    }
+    UNROLL_16 for (int t = 0; t < TILE_ROWS; t++) store_floats(p->out + t * p->stride, acc[t]);
 }
 
 #define PANEL_OF(form)                                                                                                 \
-    static __attribute__((noinline)) void panel_##form(const struct panel_place *p, float *acc) {                      \
-        panel_tile(p, form, acc);                                                                                      \
-    }
+    static __attribute__((noinline)) void unpack_##form(const uint8_t *q, int64_t count, uint8_t *panel) {             \
+        for (int64_t k = 0; k < count; k++) unpack_block(q + k * 2 * bytes_of(form), form, panel + k * TILE_BYTES);    \
+    }                                                                                                                  \
+    static __attribute__((noinline)) void panel_##form(const struct panel_place *p) { panel_tile(p, form); }
 EACH_FORM(PANEL_OF)
 
 /* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on: whole tiles, up to STEP_ROWS rows. */
 static __attribute__((noinline)) void group_of_tiles(const struct block_weights *w, int64_t g,
                                                      const struct block_rows *x, int64_t first, int64_t rows,
                                                      float *out, int64_t stride) {
-#define ENTRY(form) [form] = panel_##form,
-    static void (*const of_forms[])(const struct panel_place *, float *) = {EACH_FORM(ENTRY)};
-#undef ENTRY
+#define UNPACK(form) [form] = unpack_##form,
+#define MULTIPLY(form) [form] = panel_##form,
+    static void (*const unpack[])(const uint8_t *, int64_t, uint8_t *) = {EACH_FORM(UNPACK)};
+    static void (*const multiply[])(const struct panel_place *) = {EACH_FORM(MULTIPLY)};
+#undef UNPACK
+#undef MULTIPLY
     const int form = form_of(w);
     const int64_t blocks = w->inputs / QBLOCK, bytes = bytes_of(form), parts = parts_of(form);
-    const int64_t tiles = rows / TILE_ROWS;
     /* About equal panels: the first sums of a panel are waited for. */
     const int64_t panels = (blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS, most = (blocks + panels - 1) / panels;
     uint8_t panel[PANEL_BLOCKS][TILE_BYTES] __attribute__((aligned(64)));
-    float acc[STEP_ROWS / TILE_ROWS][TILE_ROWS][LANES] __attribute__((aligned(64)));
-    float row_scales[TILE_ROWS][PANEL_BLOCKS], row_sums[TILE_ROWS][PANEL_BLOCKS];
+    const int64_t turns = GROUP / LANES * (rows / TILE_ROWS), each = 2 * bytes / LINE,
+                  lines = (each + turns - 1) / turns;
     configure_tiles(QBLOCK / parts);
-    for (int64_t half = 0; half < GROUP / LANES; half++) {
-        memset(acc, 0, (size_t)tiles * sizeof acc[0]);
-        for (int64_t k = 0; k < blocks; k += most)
-            for (int64_t i = 0; i < tiles; i++) {
-                const int64_t row = first + i * TILE_ROWS, numbers = (g * blocks + k) * GROUP;
-                /* At one distance for every matrix, so that a place in them is a constant. What is copied after a row's last
-                 * block is not used; it is still within the rows' memory (see block_rows_at). */
-                for (int64_t t = 0; t < TILE_ROWS; t++) {
-                    memcpy(row_scales[t], x->scales + (row + t) * blocks + k, sizeof row_scales[t]);
-                    memcpy(row_sums[t], x->sums + (row + t) * blocks + k, sizeof row_sums[t]);
-                }
-                const struct panel_place place = {.panel = panel,
-                                                  .weights = i ? 0 : w->quants + (2 * (g * blocks + k) + half) * bytes,
-                                                  .scales = w->scales + parts * numbers + half * LANES,
-                                                  .offsets =
-                                                      has_offsets(form) ? w->offsets + numbers + half * LANES : 0,
-                                                  .quants = x->quants + row * x->inputs + k * QBLOCK,
-                                                  .row_scales = row_scales[0],
-                                                  .row_sums = row_sums[0],
-                                                  .inputs = w->inputs,
-                                                  .count = blocks - k < most ? blocks - k : most};
-                of_forms[form](&place, acc[i][0]);
+    for (int64_t k = 0; k < blocks; k += most) {
+        const int64_t numbers = (g * blocks + k) * GROUP, count = blocks - k < most ? blocks - k : most;
+        const int64_t next = numbers + count * GROUP;
+        int64_t turn = 0;
+        for (int64_t half = 0; half < GROUP / LANES; half++) {
+            const float *bias = w->bias && k + most >= blocks ? w->bias + g * GROUP + half * LANES : 0;
+            unpack[form](w->quants + (2 * (g * blocks + k) + half) * bytes, count, panel[0]);
+            for (int64_t r = 0; r < rows; r += TILE_ROWS, turn++) {
+                const struct panel_place place = {
+                    .panel = panel,
+                    .scales = w->scales + parts * numbers + half * LANES,
+                    .offsets = has_offsets(form) ? w->offsets + numbers + half * LANES : 0,
+                    .quants = x->quants + (first + r) * x->inputs + k * QBLOCK,
+                    .row_scales = x->columns + k * x->room + first + r,
+                    .row_sums = x->columns + (blocks + k) * x->room + first + r,
+                    .room = x->room,
+                    .inputs = w->inputs,
+                    .count = count,
+                    .out = out + r * stride + half * LANES,
+                    .stride = stride,
+                    .bias = bias,
+                    .begins = !k,
+                    .ahead = w->quants + next / GROUP * 2 * bytes + turn * lines * count * LINE,
+                    .lines = lines,
+                    .scales_ahead = turn ? 0 : w->scales + parts * next,
+                    .offsets_ahead = turn || !has_offsets(form) ? 0 : w->offsets + next};
+                multiply[form](&place);
             }
-        for (int64_t i = 0; i < tiles; i++)
-            for (int64_t t = 0; t < TILE_ROWS; t++) {
-                floats y = load_floats(acc[i][t]);
-                if (w->bias) y += load_floats(w->bias + g * GROUP + half * LANES);
-                store_floats(out + (i * TILE_ROWS + t) * stride + half * LANES, y);
-            }
+        }
     }
 }
 

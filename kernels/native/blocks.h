@@ -93,12 +93,14 @@ struct fetch {
 
 /* Rows of activations in blocks; K = inputs / 32. */
 struct block_rows {
-    int8_t *quants;  /* [rows][inputs] */
-    float *scales;   /* [rows][K] */
-    float *sums;     /* [rows][K], scale times the sum of the integers */
-    int32_t *counts; /* [rows][K], the sum of the integers */
-    int32_t *firsts; /* the same of the first 16 */
-    int64_t inputs;
+    int8_t *quants;       /* [rows][inputs] */
+    float *scales;        /* [rows][K] */
+    float *sums;          /* [rows][K], scale times the sum of the integers */
+    int32_t *counts;      /* [rows][K], the sum of the integers */
+    int32_t *firsts;      /* the same of the first 16 */
+    float *columns;       /* [2][K][room]: scales and sums again, those of a block next to each other, if `tiled` */
+    int64_t inputs, room; /* rows that there is memory for */
+    int tiled;            /* products of many rows may use tiles (see ready_rows) */
 };
 
 struct block_linear_args {
@@ -152,8 +154,8 @@ INLINE int middle_of(int form) {
 /* Bytes of the integers of 16 outputs' blocks. */
 INLINE int64_t bytes_of(int form) { return LINE * bits_of(form); }
 
-/* Of a row: its integers, and four numbers for each block. */
-INLINE int64_t block_row_bytes(int64_t inputs) { return inputs + inputs / QBLOCK * 16; }
+/* Of a row: its integers, and four numbers for each block, two of them twice. */
+INLINE int64_t block_row_bytes(int64_t inputs) { return inputs + inputs / QBLOCK * 24; }
 
 INLINE int64_t block_rows_bytes(int64_t rows, int64_t inputs) { return rows * block_row_bytes(inputs) + 256; }
 
@@ -166,15 +168,24 @@ INLINE struct block_rows block_rows_at(uint8_t *memory, int64_t rows, int64_t in
     r.sums = r.scales + blocks;
     r.counts = (int32_t *)(r.sums + blocks);
     r.firsts = r.counts + blocks;
+    r.columns = (float *)(r.firsts + blocks);
     r.inputs = inputs;
+    r.room = rows;
+    r.tiled = 0;
     return r;
 }
 
 /* The rows from `row` on. */
 INLINE struct block_rows block_rows_from(const struct block_rows *x, int64_t row) {
     const int64_t at = row * (x->inputs / QBLOCK);
-    return (struct block_rows){x->quants + at * QBLOCK, x->scales + at, x->sums + at,
-                               x->counts + at,          x->firsts + at, x->inputs};
+    struct block_rows part = *x;
+    part.quants += at * QBLOCK;
+    part.scales += at;
+    part.sums += at;
+    part.counts += at;
+    part.firsts += at;
+    part.columns += row;
+    return part;
 }
 
 INLINE void copy_block_row(const struct block_rows *from, int64_t i, const struct block_rows *to, int64_t k) {
@@ -648,15 +659,37 @@ static void group_rows(const struct block_weights *w, int64_t g, const struct bl
     of_forms[form_of(w)](w, g, x, first, rows, ahead, out, stride);
 }
 
+/* Before a loop of products of `rows` rows by such a matrix: `x` as they take it. If they are for tiles, the members lay out
+ * the numbers of `all` its rows by blocks, as a tile of rows reads them. Whoever passes `x` as it is multiplies without tiles. */
+INLINE struct block_rows ready_rows(struct member *m, const struct block_weights *w, const struct block_rows *x,
+                                    int64_t rows, int64_t all) {
+    struct block_rows ready = *x;
+#if HAS_TILES
+    const int64_t blocks = x->inputs / QBLOCK;
+    if (!by_tiles(w, rows)) return ready;
+    TEAM_FOR(m, k, blocks) {
+        float *scales = x->columns + k * x->room, *sums = scales + blocks * x->room;
+        for (int64_t r = 0; r < all; r++) scales[r] = x->scales[r * blocks + k], sums[r] = x->sums[r * blocks + k];
+    }
+    ready.tiled = 1;
+#endif
+    (void)m;
+    (void)w;
+    (void)rows;
+    (void)all;
+    return ready;
+}
+
 INLINE int64_t groups_of(const struct block_weights *w) { return (w->outputs + GROUP - 1) / GROUP; }
 
 /* Rows of the next tile, or of the next tiles of a matrix unit: a tile of few rows waits for its dot products, so the last two
  * are about equal. */
-INLINE int64_t tile_of(const struct block_weights *w, int64_t left) {
+INLINE int64_t tile_of(const struct block_weights *w, const struct block_rows *x, int64_t left) {
 #if HAS_TILES
-    if (by_tiles(w, left)) return left < STEP_ROWS ? left / TILE_ROWS * TILE_ROWS : STEP_ROWS;
+    if (x->tiled && by_tiles(w, left)) return left < STEP_ROWS ? left / TILE_ROWS * TILE_ROWS : STEP_ROWS;
 #endif
     (void)w;
+    (void)x;
     if (left <= ROW_TILE) return left;
     return left < 2 * ROW_TILE ? (left + 1) / 2 : ROW_TILE;
 }
@@ -679,7 +712,7 @@ INLINE struct fetch fetch_of(const struct block_weights *w, int64_t r, int64_t r
 INLINE void group_of_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
                           int64_t rows, int64_t next, float *out, int64_t stride) {
     for (int64_t r = 0, n; r < rows; r += n) {
-        n = tile_of(w, rows - r);
+        n = tile_of(w, x, rows - r);
         group_rows(w, g, x, first + r, n, fetch_of(w, r, rows, next), out + r * stride, stride);
     }
 }
@@ -694,7 +727,7 @@ INLINE void group_into(const struct block_weights *w, int64_t g, const struct bl
         return;
     }
     for (int64_t r = 0, n; r < rows; r += n) {
-        n = tile_of(w, rows - r);
+        n = tile_of(w, x, rows - r);
         group_rows(w, g, x, r, n, fetch_of(w, r, rows, g + 1), y[0], GROUP);
         for (int64_t t = 0; t < n; t++)
             memcpy(out + (place ? place[r + t] : r + t) * stride + g * GROUP, y[t], (size_t)count * sizeof(float));
@@ -705,14 +738,15 @@ INLINE void group_into(const struct block_weights *w, int64_t g, const struct bl
 static __attribute__((noinline)) void block_linear_body(struct member *m, void *context) {
     const struct block_linear_args *a = context;
     const struct block_weights *w = &a->weights;
-    struct block_rows x = block_rows_at(a->scratch, a->rows, w->inputs);
+    const struct block_rows plain = block_rows_at(a->scratch, a->rows, w->inputs);
     TEAM_FOR(m, r, a->rows)
     for (int64_t block = 0; block < w->inputs / QBLOCK; block++) {
         float part[QBLOCK];
         for (int64_t i = 0; i < QBLOCK; i += WIDTH)
             store_floats(part + i, load_lanes(a->x, r * w->inputs + block * QBLOCK + i, (int)a->bf16));
-        quantise_blocks(part, QBLOCK, 1, &x, r, block, 0);
+        quantise_blocks(part, QBLOCK, 1, &plain, r, block, 0);
     }
+    const struct block_rows x = ready_rows(m, w, &plain, a->rows, a->rows);
     TEAM_FOR(m, g, groups_of(w)) {
         const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
         float y[STEP_ROWS][GROUP];
@@ -721,7 +755,7 @@ static __attribute__((noinline)) void block_linear_body(struct member *m, void *
             continue;
         }
         for (int64_t r = 0, n; r < a->rows; r += n) {
-            n = tile_of(w, a->rows - r);
+            n = tile_of(w, &x, a->rows - r);
             group_rows(w, g, &x, r, n, fetch_of(w, r, a->rows, g + 1), y[0], GROUP);
             for (int64_t t = 0; t < n; t++)
                 for (int64_t i = 0; i < count; i++) store1(a->out, (r + t) * w->outputs + g * GROUP + i, y[t][i], 1);

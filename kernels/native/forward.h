@@ -334,8 +334,9 @@ static void before_product(struct member *m, const struct forward_args *a, const
 static void product(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                     const struct forward_work *w, const struct block_weights *weights, int number,
                     const struct block_rows *x, float *out, int64_t stride) {
+    const struct block_rows ready = ready_rows(m, weights, x, w->rows, w->rows);
     TEAM_FOR(m, g, groups_of(weights)) {
-        group_into(weights, g, x, w->rows, out, stride, 0);
+        group_into(weights, g, &ready, w->rows, out, stride, 0);
         if (a->adapters) {
             const int64_t left = weights->outputs - g * GROUP;
             expand(a, l, w, 0, w->rows, number, g * GROUP, left < GROUP ? left : GROUP, out + g * GROUP, stride);
@@ -489,9 +490,11 @@ static void add_mixers(struct member *m, const struct forward_args *a, const str
         product(m, a, l, w, weights, OF_OUTPUT, l->recurrent ? &recurrent->given : heads, w->delta, a->hidden);
         return;
     }
+    const struct block_rows attended = ready_rows(m, &l->output, heads, w->rows, w->rows);
+    const struct block_rows given = ready_rows(m, &l->recurrent->output, &recurrent->given, w->rows, w->rows);
     TEAM_FOR(m, g, groups_of(&l->output)) {
-        group_into(&l->output, g, heads, w->rows, w->delta, a->hidden, 0);
-        group_into(&l->recurrent->output, g, &recurrent->given, w->rows, recurrent->beside, a->hidden, 0);
+        group_into(&l->output, g, &attended, w->rows, w->delta, a->hidden, 0);
+        group_into(&l->recurrent->output, g, &given, w->rows, recurrent->beside, a->hidden, 0);
         for (int64_t r = 0; r < w->rows; r++)
             for (int64_t i = r * a->hidden + g * GROUP; i < r * a->hidden + (g + 1) * GROUP; i += WIDTH)
                 store_floats(w->delta + i, load_floats(w->delta + i) + load_floats(recurrent->beside + i));
@@ -502,12 +505,13 @@ static void add_mixers(struct member *m, const struct forward_args *a, const str
 static void gate_and_up(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                         const struct forward_work *w, const struct block_rows *gated) {
     const int64_t blocks = l->down.inputs / GROUP;
+    const struct block_rows x = ready_rows(m, &l->gate_up, &w->normed, w->rows, w->rows);
     float gate[GATED_ROWS][GROUP] __attribute__((aligned(64))), up[GATED_ROWS][GROUP] __attribute__((aligned(64)));
     TEAM_FOR(m, c, blocks)
     for (int64_t r = 0, rows; r < w->rows; r += rows) {
         rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
         const int64_t then = r + rows < w->rows ? c : c + 1;
-        gate_and_up_group(&l->gate_up, c, blocks, &w->normed, r, rows, then, l->act, gate[0], up[0]);
+        gate_and_up_group(&l->gate_up, c, blocks, &x, r, rows, then, l->act, gate[0], up[0]);
         if (a->adapters) {
             expand(a, l, w, r, rows, OF_GATE_UP, c * GROUP, GROUP, gate[0], GROUP);
             if (l->act != ACT_RELU_SQUARED)
@@ -536,8 +540,9 @@ INLINE void finish_logits(const struct forward_args *a, float *y, int64_t count)
 }
 
 static void head(struct member *m, const struct forward_args *a, const struct forward_work *w) {
+    const struct block_rows x = ready_rows(m, &a->head, &w->normed, w->num_logits, w->num_logits);
     TEAM_FOR(m, g, groups_of(&a->head))
-    group_into(&a->head, g, &w->normed, w->num_logits, a->logits, a->logits_stride, w->place);
+    group_into(&a->head, g, &x, w->num_logits, a->logits, a->logits_stride, w->place);
     if (a->logits_softcap > 0.0f || a->logits_scale != 1.0f) {
         TEAM_FOR(m, r, w->num_logits)
         finish_logits(a, a->logits + w->place[r] * a->logits_stride, a->head.outputs);
@@ -725,8 +730,9 @@ static void mix_layer(struct member *m, const struct forward_args *a, const stru
 static void make_inputs(struct member *m, const struct forward_args *a, const struct forward_work *w) {
     const struct block_weights *projection = &a->inputs.projection;
     TEAM_FOR(m, r, w->rows) quantise_row(w->x + r * a->hidden, &w->normed, r);
+    const struct block_rows x = ready_rows(m, projection, &w->normed, w->rows, w->rows);
     TEAM_FOR(m, g, groups_of(projection))
-    group_into(projection, g, &w->normed, w->rows, w->inputs, projection->outputs, 0);
+    group_into(projection, g, &x, w->rows, w->inputs, projection->outputs, 0);
     TEAM_FOR(m, r, w->rows)
     finish_inputs(&a->inputs, w->inputs + r * projection->outputs, a->ids[w->place[r]], a->bf16);
 }
@@ -736,10 +742,11 @@ static void gate_input(struct member *m, const struct forward_args *a, const str
                        const struct forward_work *w, const struct block_rows *gated) {
     const int64_t stride = a->inputs.projection.outputs, of_layer = (l - a->layers) * a->inputs.width;
     float gate[GATED_ROWS][GROUP] __attribute__((aligned(64))), input[GATED_ROWS][GROUP] __attribute__((aligned(64)));
+    const struct block_rows x = ready_rows(m, &l->input.gate, &w->normed, w->rows, w->rows);
     TEAM_FOR(m, c, a->inputs.width / GROUP)
     for (int64_t r = 0, rows; r < w->rows; r += rows) {
         rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
-        group_of_rows(&l->input.gate, c, &w->normed, r, rows, r + rows < w->rows ? c : c + 1, gate[0], GROUP);
+        group_of_rows(&l->input.gate, c, &x, r, rows, r + rows < w->rows ? c : c + 1, gate[0], GROUP);
         for (int64_t t = 0; t < rows; t++)
             memcpy(input[t], w->inputs + (r + t) * stride + of_layer + c * GROUP, sizeof input[t]);
         gate_rows(gate[0], input[0], rows, l->act);
@@ -837,8 +844,27 @@ static int by_rows(const struct member *m, const struct forward_args *a, int64_t
     return !m->alone && !a->mixtures.experts && rows >= MEMBER_ROWS * m->threads;
 }
 
+#if HAS_TILES
+/* Whole tiles, at least `least` rows, of which the busiest member has the fewest. */
+static int64_t rows_of_tiles(const struct member *m, int64_t rows, int64_t least) {
+    static const int64_t sizes[] = {STEP_ROWS, STEP_ROWS + TILE_ROWS, STEP_ROWS - TILE_ROWS};
+    int64_t chunk = 0, fewest = 0;
+    for (int i = 0; i < 3 && sizes[i] >= least; i++) {
+        const int64_t whole = rows / sizes[i], turns = whole / m->threads, left = rows % sizes[i];
+        const int64_t busiest = turns * sizes[i] + (whole % m->threads ? sizes[i] : left);
+        if (!chunk || busiest < fewest) chunk = sizes[i], fewest = busiest;
+    }
+    return chunk;
+}
+#endif
+
 /* As many chunks for each member, of about CHUNK_ROWS rows. */
-static int64_t rows_of_chunk(const struct member *m, int64_t rows) {
+static int64_t rows_of_chunk(const struct member *m, const struct forward_args *a, int64_t rows) {
+#if HAS_TILES
+    const int64_t least = TILES_FROM(&a->layers->gate_up);
+    if (least) return rows_of_tiles(m, rows, least);
+#endif
+    (void)a;
     const int64_t round = CHUNK_ROWS * m->threads, rounds = (rows + round / 2) / round, chunks = m->threads * rounds;
     return (rows + chunks - 1) / chunks;
 }
@@ -850,7 +876,7 @@ static void layers_by_rows(struct member *m, const struct forward_args *a, const
     struct member alone = {.alone = 1, .chunks = 1};
     const struct forward_layer *l = a->layers + first;
     for (int64_t i = first; i <= last; i++, l++) {
-        for (struct share s = team_loop(m, w->rows, rows_of_chunk(m, w->rows)); team_take(m, &s);) {
+        for (struct share s = team_loop(m, w->rows, rows_of_chunk(m, a, w->rows)); team_take(m, &s);) {
             const struct forward_work part = work_of_rows(a, w, s.begin, s.end);
             if (i > first) after_attention(&alone, a, l - 1, &part);
             before_attention(&alone, a, l, &part, i ? l - 1 : 0);
@@ -862,7 +888,7 @@ static void layers_by_rows(struct member *m, const struct forward_args *a, const
         after_attention(m, a, l - 1, ends);
         return;
     }
-    for (struct share s = team_loop(m, ends->rows, rows_of_chunk(m, ends->rows)); team_take(m, &s);) {
+    for (struct share s = team_loop(m, ends->rows, rows_of_chunk(m, a, ends->rows)); team_take(m, &s);) {
         const struct forward_work part = work_of_rows(a, ends, s.begin, s.end);
         after_attention(&alone, a, l - 1, &part);
     }

@@ -150,15 +150,16 @@ static __attribute__((noinline)) void float_heads_body(struct member *m, void *c
 #if defined(LOCKSTEP_BLOCKS_H)
 static __attribute__((noinline)) void block_heads_body(struct member *m, void *context) {
     const struct head_products_args *a = context;
-    const struct block_rows x = block_rows_at(a->scratch, a->rows * a->heads, a->inputs);
+    const struct block_rows plain = block_rows_at(a->scratch, a->rows * a->heads, a->inputs);
     const int bf16 = (int)a->bf16;
     TEAM_FOR(m, i, a->rows * a->heads)
     for (int64_t block = 0; block < a->inputs / QBLOCK; block++) {
         const int64_t at = i % a->rows * a->x_row + i / a->rows * a->x_head + block * QBLOCK;
         float part[QBLOCK];
         for (int64_t e = 0; e < QBLOCK; e += WIDTH) store_floats(part + e, load_lanes(a->x, at + e, bf16));
-        quantise_blocks(part, QBLOCK, 1, &x, i, block, 0);
+        quantise_blocks(part, QBLOCK, 1, &plain, i, block, 0);
     }
+    const struct block_rows x = ready_rows(m, a->blocks, &plain, a->rows, a->rows * a->heads);
     const int64_t groups = groups_of(a->blocks);
     TEAM_FOR(m, item, a->heads * groups) {
         const int64_t h = item / groups, g = item % groups, left = a->outputs - g * GROUP;
@@ -166,7 +167,7 @@ static __attribute__((noinline)) void block_heads_body(struct member *m, void *c
         const struct block_weights *w = a->blocks + h;
         float y[STEP_ROWS][GROUP];
         for (int64_t r = 0, n; r < a->rows; r += n) {
-            n = tile_of(w, a->rows - r);
+            n = tile_of(w, &x, a->rows - r);
             group_rows(w, g, &x, h * a->rows + r, n, fetch_of(w, r, a->rows, g + 1), y[0], GROUP);
             for (int64_t t = 0; t < n; t++)
                 for (int64_t i = 0; i < count; i += WIDTH)

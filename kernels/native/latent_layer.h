@@ -79,9 +79,10 @@ static void place_queries(const struct latent_sizes *s, int64_t heads, const flo
 static void product_by_head(struct member *m, const struct block_weights *weights, int64_t heads,
                             const struct block_rows *x, int64_t rows, float *out, int64_t row, int64_t head) {
     const int64_t groups = groups_of(weights);
+    const struct block_rows ready = ready_rows(m, weights, x, rows, heads * rows);
     TEAM_FOR(m, item, heads * groups) {
         const int64_t h = item / groups, g = item % groups;
-        const struct block_rows of_head = block_rows_from(x, h * rows);
+        const struct block_rows of_head = block_rows_from(&ready, h * rows);
         group_into(weights + h, g, &of_head, rows, out + h * head, row, 0);
     }
 }

@@ -47,11 +47,12 @@ struct head_call {
 };
 
 /* Group g of `count` rows from `first` on, into their places. */
-static void head_tile(const struct head_call *c, int64_t g, int64_t first, int64_t count, struct fetch ahead) {
+static void head_tile(const struct head_call *c, const struct block_rows *x, int64_t g, int64_t first, int64_t count,
+                      struct fetch ahead) {
     const struct forward_args *a = c->args;
     const int64_t left = a->head.outputs - g * GROUP, width = left < GROUP ? left : GROUP;
     float y[STEP_ROWS][GROUP];
-    group_rows(&a->head, g, &c->inputs, first, count, ahead, y[0], GROUP);
+    group_rows(&a->head, g, x, first, count, ahead, y[0], GROUP);
     for (int64_t t = 0; t < count; t++) {
         finish_logits(a, y[t], width);
         memcpy(a->logits + c->rows[first + t].place * a->logits_stride + g * GROUP, y[t],
@@ -62,14 +63,15 @@ static void head_tile(const struct head_call *c, int64_t g, int64_t first, int64
 static void masked_head_body(struct member *m, void *context) {
     const struct head_call *c = context;
     const struct block_weights *w = &c->args->head;
+    const struct block_rows x = ready_rows(m, w, &c->inputs, c->num_whole, c->num_whole);
     TEAM_FOR_CHUNKS(m, g, groups_of(w), HEAD_CHUNK) {
         for (int64_t r = 0, n; r < c->num_whole; r += n) {
-            n = tile_of(w, c->num_whole - r);
-            head_tile(c, g, r, n, fetch_of(w, r, c->num_whole, g + 1));
+            n = tile_of(w, &x, c->num_whole - r);
+            head_tile(c, &x, g, r, n, fetch_of(w, r, c->num_whole, g + 1));
         }
         for (int64_t r = c->parts, n; r < c->num_rows; r += n ? n : 1) {
             for (n = 0; n < ROW_TILE && r + n < c->num_rows && wants(c->rows + r + n, g);) n++;
-            if (n) head_tile(c, g, r, n, (struct fetch){0});
+            if (n) head_tile(c, &x, g, r, n, (struct fetch){0});
         }
     }
     leave_products();

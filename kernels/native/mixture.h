@@ -118,6 +118,8 @@ static void mix_some(struct member *m, const struct mixture *mixture, const stru
     part.experts += begin * sizes->chosen;
     TEAM_FOR_CHUNKS(m, once, 1, 1) order_pairs(sizes, rows, t);
     TEAM_FOR(m, p, rows * sizes->chosen) copy_block_row(x, begin + t->rows[p], &w->taken, p);
+    const int64_t num_pairs = rows * sizes->chosen;
+    const struct block_rows taken = ready_rows(m, mixture->gate_up, &w->taken, num_pairs, num_pairs);
     TEAM_FOR_CHUNKS(m, item, most_active(sizes, rows) * blocks, EXPERT_CHUNK) {
         const int64_t i = item / blocks, c = item % blocks;
         if (i >= *t->num_active) continue;
@@ -126,16 +128,17 @@ static void mix_some(struct member *m, const struct mixture *mixture, const stru
         for (int64_t p = t->first[i], pairs; p < end; p += pairs) {
             pairs = end - p < GATED_ROWS ? end - p : GATED_ROWS;
             const int64_t then = p + pairs < end ? c : c + 1;
-            gate_and_up_group(gate_up, c, blocks, &w->taken, p, pairs, then, act, gate[0], up[0]);
+            gate_and_up_group(gate_up, c, blocks, &taken, p, pairs, then, act, gate[0], up[0]);
             gate_rows(gate[0], up[0], pairs, act);
             quantise_gated(gate, p, pairs, c, &w->taken_gated);
         }
     }
+    const struct block_rows gated = ready_rows(m, mixture->down, &w->taken_gated, num_pairs, num_pairs);
     TEAM_FOR_CHUNKS(m, item, most_active(sizes, rows) * groups, EXPERT_CHUNK) {
         const int64_t i = item / groups, g = item % groups;
         if (i >= *t->num_active) continue;
         const int64_t p = t->first[i];
-        group_of_rows(mixture->down + t->active[i], g, &w->taken_gated, p, t->first[i + 1] - p, g + 1,
+        group_of_rows(mixture->down + t->active[i], g, &gated, p, t->first[i + 1] - p, g + 1,
                       w->given + p * H + g * GROUP, H);
     }
     TEAM_FOR(m, r, rows)

@@ -83,8 +83,9 @@ static struct recurrent_work recurrent_work_from(const struct recurrent_sizes *s
 static void bring_rows(struct member *m, const struct recurrent_layer *l, const struct recurrent_sizes *sizes,
                        const struct block_rows *x, int64_t rows, const struct recurrent_work *w) {
     if (l->control.quants) {
+        const struct block_rows ready = ready_rows(m, &l->control, x, rows, rows);
         TEAM_FOR(m, g, groups_of(&l->control))
-        group_into(&l->control, g, x, rows, w->control, sizes->control, 0);
+        group_into(&l->control, g, &ready, rows, w->control, sizes->control, 0);
         return;
     }
     TEAM_FOR(m, r, rows) {
