@@ -1,9 +1,25 @@
-"""The flags of an engine that a harness starts."""
+"""The flags of an engine that a harness starts, and what reads numbers, names and lists."""
 
 from __future__ import annotations
 
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks.harness.flags import (
+    add_engine_flags,
+    engine_options,
+    harness_parser,
+    list_of,
+    one_of,
+    pair,
+    real,
+    some_of,
+    whole,
+)
 from benchmarks.harness.server import ServerOptions
+
+Read = Callable[[str], object]
 
 DOC = """`python -m benchmarks weigh --data FILE`: what a token
 weighs.
@@ -23,3 +39,67 @@ def test_flags_become_the_options_of_the_same_meaning() -> None:
     args = parser.parse_args(["--model", "DIR", "--threads", "3", "--k", "5", "--count", "9"])
     assert engine_options(args) == ServerOptions(model="DIR", num_threads=3, num_draft_tokens=5)
     assert engine_options(args, num_threads=1, device="cuda").num_threads == 1
+
+
+def halved(text: str) -> int:
+    """Return half of an even number. Raises ValueError."""
+    half, odd = divmod(int(text), 2)
+    if odd:
+        raise ValueError("is odd")
+    return half
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "found"),
+    [
+        (list_of(whole(1)), "1,8,16", [1, 8, 16]),
+        (list_of(whole(0, 15)), "0, 15", [0, 15]),
+        (list_of(real(0)), "0,0.8", [0.0, 0.8]),
+        (list_of(pair("LANESxROWS")), "1x8,4x1", [(1, 8), (4, 1)]),
+        (list_of(one_of("abc")), "c,a", ["c", "a"]),
+        (list_of(halved), "4,6", [2, 3]),
+        (some_of("abc"), "c,a", ["c", "a"]),
+        (some_of("abc"), "", ["a", "b", "c"]),
+    ],
+)
+def test_a_list_is_read_part_by_part(read: Read, text: str, found: object) -> None:
+    parser = harness_parser(DOC, "")
+    parser.add_argument("--given", type=read)
+    parser.add_argument("--left-out", type=read, default=text)
+    args = parser.parse_args(["--given", text])
+    assert args.given == args.left_out == found
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "error"),
+    [
+        (list_of(whole(1)), "1,x", "'x' is not a whole number of at least 1"),
+        (list_of(whole(1)), "1,2.5", "'2.5' is not a whole number of at least 1"),
+        (list_of(whole(1)), "8,0", "'0' is not a whole number of at least 1"),
+        (list_of(whole(1)), "1,,2", "'' is not a whole number of at least 1"),
+        (list_of(whole(1)), "", "'' is not a whole number of at least 1"),
+        (list_of(whole(1, 15)), "1,16", "'16' is not a whole number from 1 to 15"),
+        (list_of(whole(1, 15)), "0", "'0' is not a whole number from 1 to 15"),
+        (list_of(real(0)), "0,warm", "'warm' is not a number of at least 0"),
+        (list_of(real(0)), "0,-0.5", "'-0.5' is not a number of at least 0"),
+        (list_of(real(0)), "nan", "'nan' is not a number of at least 0"),
+        (list_of(real(0)), "inf", "'inf' is not a number of at least 0"),
+        (list_of(pair("AxB")), "1x1,4", "'4' is not AxB, two whole numbers of at least 1"),
+        (list_of(pair("AxB")), "1x2x3", "'1x2x3' is not AxB, two whole numbers of at least 1"),
+        (list_of(pair("AxB")), "0x1", "'0x1' is not AxB, two whole numbers of at least 1"),
+        (list_of(one_of("abc")), "a,d", "'d' is none of a, b, c"),
+        (list_of(one_of("abc")), "a,", "'' is none of a, b, c"),
+        (list_of(halved), "4,5", "'5': is odd"),
+        (some_of("abc"), "d", "'d' is none of a, b, c"),
+        (some_of("abc"), ",", "'' is none of a, b, c"),
+    ],
+)
+def test_a_wrong_part_is_named_with_what_is_allowed(
+    read: Read, text: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = harness_parser(DOC, "")
+    parser.add_argument("--list", type=read)
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--list", text])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: argument --list: {error}\n")
