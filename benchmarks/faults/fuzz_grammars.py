@@ -24,7 +24,7 @@ from typing import Any, cast
 import grpc
 
 from benchmarks.faults.fuzz_cases import KINDS, FuzzCase, fuzz_case
-from benchmarks.harness.flags import harness_parser
+from benchmarks.harness.flags import harness_parser, list_of, one_of
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.schemas import read_cases
 from protos.grammar.v1 import grammar_pb2 as pb
@@ -215,6 +215,7 @@ def read_arguments() -> argparse.Namespace:
     add("--only", type=int, metavar="NUMBER", help="send only this case and print it")
     add(
         "--backends",
+        type=list_of(one_of(BACKENDS)),
         default="llguidance,xgrammar,auto",
         help="backends, one case each in rotation (default: all three)",
     )
@@ -222,11 +223,7 @@ def read_arguments() -> argparse.Namespace:
     add("--compile-timeout-s", type=float, default=2.0, help="the sidecar's setting (default 2)")
     add("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json (default: the embedded model's)")
     add("--failures", type=Path, default=Path("fuzz_failures.jsonl"), metavar="FILE", help="where failures are written")
-    options = parser.parse_args()
-    options.backends = options.backends.split(",")
-    if unknown := set(options.backends) - set(BACKENDS):
-        parser.error(f"--backends: {sorted(unknown)[0]!r} is not one of {', '.join(BACKENDS)}")
-    return options
+    return parser.parse_args()
 
 
 async def fuzz(options: argparse.Namespace, schemas: Sequence[Any], tokenizer_json: bytes, directory: Path) -> Findings:

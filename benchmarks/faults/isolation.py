@@ -29,7 +29,7 @@ from benchmarks.faults.attacks import (
     kills,
     under,
 )
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, some_of
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer, ServerOptions
 from benchmarks.harness.streams import Streams, Window, Windows
@@ -250,7 +250,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"threads of the model (default {spare}: one core remains for the rest)",
     )
     add("--tenants", action="store_true", help="a flooding tenant in place of the other scenarios")
-    add("--only", metavar="NAME,...", help="scenarios to run (default all)")
+    add("--only", default="", metavar="NAME,...", help="scenarios to run (default all)")
     add("--seconds", type=float, default=20.0, help="length of a window (default 20)")
     add("--rest", type=float, default=3.0, help="pause after an attack, in which its queues drain (default 3)")
     add("--streams", type=int, default=2, help="steady streams of each kind (default 2)")
@@ -280,11 +280,11 @@ def main() -> int:
     parser = build_parser()
     args = parser.parse_args()
     attacks = scenarios(args)
-    if args.only:
-        names = args.only.split(",")
-        if unknown := [name for name in names if name not in attacks]:
-            parser.error(f"--only: {', '.join(unknown)}: not one of {', '.join(attacks)}")
-        attacks = {name: attack for name, attack in attacks.items() if name in names}
+    try:
+        names = some_of(attacks)(args.only)
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"argument --only: {error}")
+    attacks = {name: attack for name, attack in attacks.items() if name in names}
     options = engine_options(
         args,
         prefix_cache=False,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.client import CallRefused, EngineClient
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, one_of, whole
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import EngineServer
 from benchmarks.harness.tables import Progress, number, table
@@ -63,6 +63,8 @@ class Variant:
         """Return the variant of a word on the command line; raises ValueError."""
         base, *marks = text.split("+")
         drafter, _, folder = base.partition(":")
+        if not drafter:
+            raise ValueError("a drafter is missing")
         known = {
             "free": ("--draft-masks", "off"),
             "masked": ("--draft-masks", "on"),
@@ -76,7 +78,7 @@ class Variant:
         }
         if unknown := [mark for mark in marks if mark not in known]:
             names = "free, masked, forced, unforced, noindex, tree, fixed, q4, int8, fN"
-            raise ValueError(f"{text}: {', '.join(unknown)} is none of {names}")
+            raise ValueError(f"{', '.join(unknown)} is none of {names}")
         flags = tuple(flag for mark in marks for flag in known[mark])
         name = "+".join([drafter, *marks])
         flags = ("--draft-model", folder, *flags) if folder else flags
@@ -164,36 +166,54 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add_engine_flags(parser, "model", "dtype", "device", "threads", "grammar-backend")
     add("--data", type=Path, metavar="FILE.jsonl", help="schemas with instances, in MaskBench's form")
-    add("--count", type=int, default=12, help="prompts of each group, four times as many of repeated (default 12)")
-    add("--groups", default=",".join(OWN_GROUPS), metavar="NAME,...", help="without --data (default: all)")
+    add("--count", type=whole(1), default=12, help="prompts of each group, four times as many of repeated (default 12)")
+    add(
+        "--groups",
+        type=list_of(one_of(OWN_GROUPS)),
+        default=",".join(OWN_GROUPS),
+        metavar="NAME,...",
+        help="without --data (default: all)",
+    )
     add("--max-tokens", type=int, default=128)
-    add("--drafts", default="1,2,3,5,7", metavar="K,...", help="drafts a step to try (default 1,2,3,5,7)")
-    add("--variants", default="ngram+unforced,ngram+forced,grammar", metavar="NAME,...", help="see below")
+    add(
+        "--drafts",
+        type=list_of(whole(1, MAX_DRAFT_TOKENS)),
+        default="1,2,3,5,7",
+        metavar="K,...",
+        help="drafts a step to try (default 1,2,3,5,7)",
+    )
+    add(
+        "--variants",
+        type=list_of(Variant.parse),
+        default="ngram+unforced,ngram+forced,grammar",
+        metavar="NAME,...",
+        help="see below",
+    )
     add("--plot", type=Path, metavar="FILE.png")
     add("--json", type=Path, metavar="FILE.json")
     return parser
 
 
-def run(args: argparse.Namespace, variants: Sequence[Variant], drafts: Sequence[int]) -> tuple[list[Cell], list[str]]:
-    """Measure every variant; return the cells and what differed."""
-    prompts = read_prompts(args.data, args.count) if args.data else own_prompts(args.count, args.groups.split(","))
+def run(args: argparse.Namespace) -> tuple[list[Cell], list[str]]:
+    """Measure every variant; return the cells and what differed. Raises ValueError as read_prompts."""
+    prompts = read_prompts(args.data, args.count) if args.data else own_prompts(args.count, args.groups)
     num_groups = len({prompt.group for prompt in prompts})
-    progress = Progress(len(prompts) * (1 + len(variants) * len(drafts)))
+    progress = Progress(len(prompts) * (1 + len(args.variants) * len(args.drafts)))
     cells: list[Cell] = []
     wrong: list[str] = []
-    for number_, variant in enumerate(variants):
+    for number_, variant in enumerate(args.variants):
         options = engine_options(
             args,
             prefix_cache=False,
             drafter=variant.drafter,
-            num_draft_tokens=max(drafts),
+            num_draft_tokens=max(args.drafts),
             max_batch_size=4,
             extra=variant.flags,
             internal=variant.internal,
         )
-        for k in [0, *drafts] if number_ == 0 else drafts:
+        for k in [0, *args.drafts] if number_ == 0 else args.drafts:
             with EngineServer(options) as server:
-                named = k != max(drafts)
+                named = k != max(args.drafts)
                 found = asyncio.run(answer(server.address, prompts, k, args.max_tokens, progress, named=named))
             name = variant.name if k else "no drafts"
             cells += [Cell(name, k, cell.group, cell.answers, cell.wall_s) for cell in found]
@@ -207,11 +227,7 @@ def main() -> int:
     parser = build_parser()
     args = parser.parse_args()
     try:
-        variants = [Variant.parse(text) for text in args.variants.split(",")]
-        drafts = [int(text) for text in args.drafts.split(",")]
-        if not drafts or min(drafts) < 1 or max(drafts) > MAX_DRAFT_TOKENS:
-            raise ValueError(f"--drafts: {args.drafts}: numbers in [1, {MAX_DRAFT_TOKENS}] are needed")
-        cells, wrong = run(args, variants, drafts)
+        cells, wrong = run(args)
     except ValueError as error:
         parser.error(str(error))
     title = f"{args.model} {args.dtype}, greedy, one at a time, {args.threads} threads, {args.grammar_backend}"

@@ -26,7 +26,7 @@ from statistics import mean
 import grpc
 
 from benchmarks.harness.client import GENERATE, Call, EngineClient
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, some_of, whole
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import engine_address
 from benchmarks.harness.tables import Progress, number, share, table
@@ -336,33 +336,28 @@ def build_parser() -> argparse.ArgumentParser:
     add("--quantization", default="auto", help="as the engine's setting (default auto)")
     add_engine_flags(parser, "threads", "grammar-backend")
     add("--address", metavar="HOST:PORT", help="use a running server instead of starting one")
-    add("--count", type=int, default=1000, help="answers of each grammar (default 1000)")
-    add("--masked", type=int, help="answers of masked sampling (default: as --count)")
+    add("--count", type=whole(1), default=1000, help="answers of each grammar (default 1000)")
+    add("--masked", type=whole(1), help="answers of masked sampling (default: as --count)")
     add("--repeats", type=int, default=50, help="answers that are asked for again without drafts (default 50)")
-    add("--tries", type=int, default=1000, help="most tries of an answer (default 1000)")
+    add("--tries", type=whole(1), default=1000, help="most tries of an answer (default 1000)")
     add("--shared-tries", type=int, default=0, help="tries that only teach, once for each grammar (default 0)")
     add(
         "--any-spelling", action="store_true", help="allow every spelling of a text in tokens, as the wanted one counts"
     )
-    add("--batch", type=int, default=16, help="requests at once (default 16)")
-    add("--grammars", help=f"some of {', '.join(each.name for each in SUBJECTS)} (default: all)")
+    add("--batch", type=whole(1), default=16, help="requests at once (default 16)")
+    names = [each.name for each in SUBJECTS]
+    add("--grammars", type=some_of(names), default="", help=f"some of {', '.join(names)} (default: all)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; 1 when exact answers are outside the noise or depend on drafts, 2 when it cannot run."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
     args.masked = args.count if args.masked is None else args.masked
-    if min(args.count, args.masked, args.tries, args.batch) < 1:
-        parser.error("--count, --masked, --tries and --batch must be at least 1")
-    names = args.grammars.split(",") if args.grammars else [each.name for each in SUBJECTS]
-    if unknown := set(names) - {each.name for each in SUBJECTS}:
-        parser.error(f"--grammars: unknown {', '.join(sorted(unknown))}")
     options = engine_options(args, max_batch_size=args.batch)
     try:
         with engine_address(args.address, options) as address:
-            chosen = [each for each in SUBJECTS if each.name in names]
+            chosen = [each for each in SUBJECTS if each.name in args.grammars]
             outcomes = asyncio.run(measure(address, chosen, args))
     except (RuntimeError, grpc.aio.AioRpcError) as failure:
         reason = failure.details() if isinstance(failure, grpc.aio.AioRpcError) else failure

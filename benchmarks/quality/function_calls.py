@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.comparison import first_difference
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, one_of, real, whole
 from benchmarks.harness.gateway import start_gateway
 from benchmarks.harness.server import start_engine
 from benchmarks.harness.tables import Progress, number, table
@@ -264,13 +264,28 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="PYTHON",
         help="Python of the environment that has bfcl-eval, whose data the prompts are made from (default: this one)",
     )
-    add("--count", type=int, default=200, help="prompts, taken evenly from ten categories (default 200)")
-    add("--choices", default="required", help=f"tool_choice of the prompts in turn: {', '.join(CHOICES)}")
-    add("--temperatures", default="0,0.8", help="comma-separated (default 0,0.8)")
-    add("--drafts", default="0,7", help="drafts a step, comma-separated; the first is the reference (default 0,7)")
+    add("--count", type=whole(1), default=200, help="prompts, taken evenly from ten categories (default 200)")
+    add(
+        "--choices",
+        type=list_of(one_of(CHOICES)),
+        default="required",
+        help=f"tool_choice of the prompts in turn: {', '.join(CHOICES)}",
+    )
+    add("--temperatures", type=list_of(real(0)), default="0,0.8", help="comma-separated (default 0,0.8)")
+    add(
+        "--drafts",
+        type=list_of(whole(0)),
+        default="0,7",
+        help="drafts a step, comma-separated; the first is the reference (default 0,7)",
+    )
     add("--max-tokens", type=int, default=256)
-    add("--concurrency", type=int, default=8)
-    add("--backends", default="llguidance,xgrammar", help="comma-separated (default llguidance,xgrammar)")
+    add("--concurrency", type=whole(1), default=8)
+    add(
+        "--backends",
+        type=list_of(one_of(("llguidance", "xgrammar"))),
+        default="llguidance,xgrammar",
+        help="comma-separated (default llguidance,xgrammar)",
+    )
     add("--address", metavar="HOST:PORT", help="use a running gateway, with the backend that its engine has")
     add_engine_flags(parser, "model", "device", "threads")
     add("--max-model-len", type=int, default=4096, help="tokens of a prompt and its answer (default 4096)")
@@ -305,36 +320,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the check; returns the exit code."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    choices = args.choices.split(",")
-    if unknown := set(choices) - set(CHOICES):
-        parser.error(f"--choices: {unknown.pop()!r} is none of {', '.join(CHOICES)}")
-    try:
-        temperatures = [float(each) for each in args.temperatures.split(",")]
-        drafts = [int(each) for each in args.drafts.split(",")]
-    except ValueError as error:
-        parser.error(f"--temperatures, --drafts: {error}")
-    if drafts[0] != 0:
+    if args.drafts[0] != 0:
         parser.error("--drafts: the first must be 0, the reference")
     try:
         prompts = read_prompts(data_folder(args.bfcl_python), args.count)
     except ToolDataMissing as missing:
         parser.error(f"--bfcl-python: {missing}")
-    backends = ["the engine's"] if args.address else args.backends.split(",")
-    settings = [(temperature, each) for temperature in temperatures for each in drafts]
-    tasks = tasks_of(prompts, choices)
+    backends = ["the engine's"] if args.address else args.backends
+    settings = [(temperature, each) for temperature in args.temperatures for each in args.drafts]
+    tasks = tasks_of(prompts, args.choices)
     judge = Judge()
     progress = Progress(len(tasks) * len(settings) * len(backends))
     runs: list[Run] = []
     try:
         for backend in backends:
-            with gateway_address(args, backend, max(drafts)) as address:
+            with gateway_address(args, backend, max(args.drafts)) as address:
                 asked = ask_all(address, tasks, settings, args.max_tokens, args.concurrency, progress)
                 answered = asyncio.run(asked)
             these = [Run(backend, *setting, answers) for setting, answers in zip(settings, answered, strict=True)]
             for at, run in enumerate(these):
                 judge_run(run, prompts, judge)
                 if run.drafts:
-                    compare_runs(these[at - at % len(drafts)], run)
+                    compare_runs(these[at - at % len(args.drafts)], run)
             runs += these
     finally:
         progress.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.harness.client import Call, EngineClient, make_call
 from benchmarks.harness.comparison import Difference, compare
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, whole
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import engine_address
 from benchmarks.harness.systems import Prompt, hf_directory, load_prompts
@@ -164,10 +164,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--quantization", default="none", choices=("none", "int8", "q4"), help="as the engine's setting (default none)")
     add("--address", metavar="HOST:PORT", help="use a running server of that dtype instead of starting one")
-    add("--count", type=int, default=40, help="prompts (default 40)")
-    add("--max-tokens", type=int, default=64, help="tokens per answer (default 64)")
-    add("--drafts", default="0,3,7", help="drafts per step to compare; 0 is the reference (default 0,3,7)")
-    add("--batch", type=int, default=8, help="size of the batch (default 8)")
+    add("--count", type=whole(1), default=40, help="prompts (default 40)")
+    add("--max-tokens", type=whole(1), default=64, help="tokens per answer (default 64)")
+    add(
+        "--drafts",
+        type=list_of(whole(0)),
+        default="0,3,7",
+        help="drafts per step to compare; 0 is the reference (default 0,3,7)",
+    )
+    add("--batch", type=whole(1), default=8, help="size of the batch (default 8)")
     add("--transformers", action="store_true", help="also compare greedy free text with transformers' generate")
     return parser
 
@@ -198,14 +203,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; returns the exit code."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if min(args.count, args.max_tokens, args.batch) < 1:
-        parser.error("--count, --max-tokens and --batch must be at least 1")
-    drafts = [int(each) for each in args.drafts.split(",")]
-    if drafts[0] != 0:
+    if args.drafts[0] != 0:
         parser.error("--drafts: the first must be 0, the reference")
     cases = make_cases(args.count, args.max_tokens)
-    variants = [Variant(each, level) for level in dict.fromkeys((1, args.batch)) for each in drafts]
-    options = engine_options(args, num_draft_tokens=max(drafts), max_batch_size=max(16, args.batch), prefix_cache=False)
+    variants = [Variant(each, level) for level in dict.fromkeys((1, args.batch)) for each in args.drafts]
+    options = engine_options(
+        args, num_draft_tokens=max(args.drafts), max_batch_size=max(16, args.batch), prefix_cache=False
+    )
     peer = None
     prompts: list[Prompt] = []
     directory = hf_directory(args.model, args.hf_model) if args.transformers else None

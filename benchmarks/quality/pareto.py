@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.client import EngineClient
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, one_of, whole
 from benchmarks.harness.measure import Run
 from benchmarks.harness.server import EngineServer
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.acceptance import Variant
 from benchmarks.quality.acceptance_plot import draw_pareto, published_length
-from benchmarks.quality.acceptance_prompts import AcceptancePrompt, own_prompts, read_prompts
+from benchmarks.quality.acceptance_prompts import OWN_GROUPS, AcceptancePrompt, own_prompts, read_prompts
 from gpu_engine.api.engine_settings import MAX_DRAFT_TOKENS
 
 EXAMPLES = """
@@ -133,44 +133,67 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add_engine_flags(parser, "model", "dtype", "device", "threads", "grammar-backend")
     add("--data", type=Path, metavar="FILE.jsonl", help="schemas with instances, in MaskBench's form")
-    add("--count", type=int, default=8, help="prompts of each group (default 8)")
-    add("--groups", default="extraction,generation", metavar="NAME,...", help="without --data")
+    add("--count", type=whole(1), default=8, help="prompts of each group (default 8)")
+    add(
+        "--groups",
+        type=list_of(one_of(OWN_GROUPS)),
+        default="extraction,generation",
+        metavar="NAME,...",
+        help="without --data",
+    )
     add("--max-tokens", type=int, default=96)
-    add("--drafts", default="3,7", metavar="K,...", help="drafts a step to try (default 3,7)")
-    add("--variants", default="ngram", metavar="NAME,...", help="as in acceptance (default ngram)")
-    add("--concurrency", default="1,2,4,8,16", metavar="USERS,...", help="(default 1,2,4,8,16)")
-    add("--rounds", type=int, default=1, help="passes over each cell (default 1)")
+    add(
+        "--drafts",
+        type=list_of(whole(1, MAX_DRAFT_TOKENS)),
+        default="3,7",
+        metavar="K,...",
+        help="drafts a step to try (default 3,7)",
+    )
+    add(
+        "--variants",
+        type=list_of(Variant.parse),
+        default="ngram",
+        metavar="NAME,...",
+        help="as in acceptance (default ngram)",
+    )
+    add(
+        "--concurrency",
+        type=list_of(whole(1)),
+        default="1,2,4,8,16",
+        metavar="USERS,...",
+        help="(default 1,2,4,8,16)",
+    )
+    add("--rounds", type=whole(1), default=1, help="passes over each cell (default 1)")
     add("--plot", type=Path, metavar="FILE.png")
     add("--json", type=Path, metavar="FILE.json")
     return parser
 
 
-def run(
-    args: argparse.Namespace, variants: Sequence[Variant], drafts: Sequence[int], levels: Sequence[int]
-) -> list[Point]:
-    """Measure every variant on its own server; the first one also without drafts."""
-    prompts = read_prompts(args.data, args.count) if args.data else own_prompts(args.count, args.groups.split(","))
+def run(args: argparse.Namespace) -> list[Point]:
+    """Measure every variant on its own server, the first one also without drafts. Raises ValueError as read_prompts."""
+    prompts = read_prompts(args.data, args.count) if args.data else own_prompts(args.count, args.groups)
     groups = len({prompt.group for prompt in prompts})
-    progress = Progress(args.rounds * groups * len(levels) * (1 + len(variants) * len(drafts)))
+    passes_of_a_cell = args.rounds * groups * len(args.concurrency)
+    progress = Progress(passes_of_a_cell * (1 + len(args.variants) * len(args.drafts)))
     points: list[Point] = []
-    for variant in variants:
+    for variant in args.variants:
         options = engine_options(
             args,
             prefix_cache=False,
             drafter=variant.drafter,
-            num_draft_tokens=max(drafts),
-            max_batch_size=max(levels),
+            num_draft_tokens=max(args.drafts),
+            max_batch_size=max(args.concurrency),
             extra=("--draft-index-bytes=0", *variant.flags),
             internal=variant.internal,
         )
-        cells = [(variant.name, k) for k in drafts]
+        cells = [(variant.name, k) for k in args.drafts]
         with EngineServer(options) as server:
             points += asyncio.run(
                 measure(
                     server.address,
                     prompts,
                     [("no drafts", 0), *cells] if not points else cells,
-                    levels,
+                    args.concurrency,
                     args.rounds,
                     args.max_tokens,
                     progress.step,
@@ -180,24 +203,12 @@ def run(
     return points
 
 
-def cells_of(args: argparse.Namespace) -> tuple[list[Variant], list[int], list[int]]:
-    """Return the variants, the numbers of drafts and the numbers of users. Raises ValueError."""
-    variants = [Variant.parse(text) for text in args.variants.split(",")]
-    drafts = [int(text) for text in args.drafts.split(",")]
-    levels = [int(text) for text in args.concurrency.split(",")]
-    if min(drafts) < 1 or max(drafts) > MAX_DRAFT_TOKENS:
-        raise ValueError(f"--drafts: {args.drafts}: numbers in [1, {MAX_DRAFT_TOKENS}] are needed")
-    if min([args.rounds, *levels]) < 1:
-        raise ValueError("--rounds and --concurrency must be at least 1")
-    return variants, drafts, levels
-
-
 def main() -> int:
     """Measure, print and draw; returns the exit code."""
     parser = build_parser()
     args = parser.parse_args()
     try:
-        points = run(args, *cells_of(args))
+        points = run(args)
     except ValueError as error:
         parser.error(str(error))
     title = f"{args.model} {args.dtype} on {args.device}, greedy, {args.threads} threads, {args.grammar_backend}"

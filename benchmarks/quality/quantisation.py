@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.harness.client import Call, EngineClient, make_call
 from benchmarks.harness.comparison import first_difference
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, whole
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, share, table
@@ -117,6 +117,13 @@ def engine_config(quantization: str, args: argparse.Namespace) -> EngineConfig:
         model=args.model, device="cpu", dtype=_dtype(kind, args.dtype), quantization=kind, kv_cache_dtype=kv,
         num_threads=args.threads,
     )  # fmt: skip
+
+
+def quantization_of(text: str) -> str:
+    """Return `text`, which must be a quantisation with or without that of keys and values. Raises ValueError."""
+    kind, kv = _parts(text)
+    EngineConfig(device="cpu", quantization=kind, kv_cache_dtype=kv)
+    return text
 
 
 def _parts(quantization: str) -> tuple[str, str]:
@@ -324,6 +331,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--quantizations",
+        type=list_of(quantization_of),
         default="none,auto,int8,q4",
         help="comma-separated; none always runs (default all four). NAME+kv-int8: with kv_cache_dtype=int8",
     )
@@ -331,33 +339,20 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of none, int8 and q4 (default bfloat16)")
     add("--text", type=Path, default=TEXT, metavar="FILE", help="text in UTF-8 (default: some 3,800 tokens of English)")
     add("--window", type=int, default=512, help="tokens of a window; each starts without a context (default 512)")
-    add("--count", type=int, help="only the first COUNT prompts of chat and of extraction (default: 12 and 24)")
+    add("--count", type=whole(1), help="only the first COUNT prompts of chat and of extraction (default: 12 and 24)")
     add("--no-answers", action="store_true", help="start no servers; leaves out the columns from 'same tokens' on")
     add("--at-most", type=float, metavar="PERCENT", help="exit 1 when auto's perplexity is further above none's")
     add("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     return parser
 
 
-def _checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
-    """Return the quantisations, the reference first; end the program on a wrong flag."""
-    quantizations = list(dict.fromkeys([REFERENCE, *args.quantizations.split(",")]))
-    try:
-        for quantization in quantizations:
-            engine_config(quantization, args)
-        if args.count is not None and args.count < 1:
-            raise ValueError("--count: must be at least 1")
-        if args.at_most is not None and "auto" not in quantizations:
-            raise ValueError("--at-most: needs auto among --quantizations")
-    except ValueError as error:
-        parser.error(str(error))
-    return quantizations
-
-
 def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
     """Run the comparison; returns the exit code."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    quantizations = _checked(parser, args)
+    quantizations = list(dict.fromkeys([REFERENCE, *args.quantizations]))
+    if args.at_most is not None and "auto" not in quantizations:
+        parser.error("--at-most: needs auto among --quantizations")
     transformers_logging.disable_progress_bar()
     prompts = 0 if args.no_answers else sum(len(workload(name, args.count)) for name in ("chat", "extraction"))
     progress = Progress(1 + len(quantizations) * (1 + prompts))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, real, whole
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import engine_address
 from benchmarks.harness.tables import Progress, table
@@ -148,11 +148,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="FILE.jsonl")
-    add("--count", type=int, default=100, help="schemas, taken evenly from the file (default 100)")
+    add("--count", type=whole(1), default=100, help="schemas, taken evenly from the file (default 100)")
     add("--group", help="only schemas of this group")
-    add("--temperatures", default="0,0.8", help="comma-separated (default 0,0.8)")
+    add("--temperatures", type=list_of(real(0)), default="0,0.8", help="comma-separated (default 0,0.8)")
     add("--max-tokens", type=int, default=256)
-    add("--concurrency", type=int, default=8)
+    add("--concurrency", type=whole(1), default=8)
     add("--formats", action="store_true", help="let the judge assert `format`; without, it is an annotation (2020-12)")
     add("--address", metavar="HOST:PORT", help="use a running server instead of starting one")
     add_engine_flags(parser, "model", "dtype", "device", "threads", "k", "grammar-backend")
@@ -169,17 +169,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--data: {error}")
     if not cases:
         parser.error("--data: the file has no schema")
-    temperatures = [float(each) for each in args.temperatures.split(",")]
     options = engine_options(args, max_batch_size=max(16, args.concurrency))
     judge = Judge(formats=args.formats)
     strict = Judge(formats=True)
     print(f"{len(cases)} schemas, {args.grammar_backend}, K={args.k}, up to {args.max_tokens} tokens")
     print(f"judge: jsonschema, `format` {'asserted' if args.formats else 'not asserted'}")
     failed = False
-    progress = Progress(len(cases) * len(temperatures))
+    progress = Progress(len(cases) * len(args.temperatures))
     try:
         with engine_address(args.address, options) as address:
-            for temperature in temperatures:
+            for temperature in args.temperatures:
                 calls = make_calls(cases, temperature, args.max_tokens)
                 outcomes = asyncio.run(ask(address, calls, args.concurrency, progress))
                 tallies: dict[str, Tally] = {case.group: Tally() for case in sorted(cases, key=lambda case: case.group)}

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.harness.client import Call, EngineClient, make_call
 from benchmarks.harness.comparison import first_difference
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, one_of, whole
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerOptions, start_engine
 from benchmarks.harness.tables import Progress
@@ -66,7 +66,6 @@ def _laid_out(call: Call) -> Call:
 
 async def run_build(address: str, dtype: str, args: argparse.Namespace) -> Ids:
     """Run every variant against one server."""
-    drafts = [int(each) for each in args.drafts.split(",")]
     cases = make_cases(args.count, args.max_tokens)
     variants: list[tuple[str, int, list[Call]]] = [
         (
@@ -75,10 +74,10 @@ async def run_build(address: str, dtype: str, args: argparse.Namespace) -> Ids:
             [_laid_out(c.call(k)) for c in cases],
         )
         for level in dict.fromkeys((1, args.batch))
-        for k in drafts
+        for k in args.drafts
     ]
-    sampled = sampled_calls(args.count, args.max_tokens, max(drafts))
-    variants.append((f"{dtype}, sampled, {max(drafts)} drafts, alone", 1, sampled))
+    sampled = sampled_calls(args.count, args.max_tokens, max(args.drafts))
+    variants.append((f"{dtype}, sampled, {max(args.drafts)} drafts, alone", 1, sampled))
     client = EngineClient(address)
     progress = Progress(sum(len(calls) for _, _, calls in variants))
     ids: Ids = {}
@@ -139,11 +138,16 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--compare", type=Path, metavar="FILE", help="compare this build with FILE")
     add = parser.add_argument
     add_engine_flags(parser, "model", "threads", "grammar-backend")
-    add("--dtypes", default="float32,bfloat16", help="dtypes of the engine (default float32,bfloat16)")
-    add("--count", type=int, default=40, help="prompts (default 40)")
-    add("--max-tokens", type=int, default=64, help="tokens per answer (default 64)")
-    add("--drafts", default="0,3,7", help="drafts per step (default 0,3,7)")
-    add("--batch", type=int, default=8, help="size of the batch (default 8)")
+    add(
+        "--dtypes",
+        type=list_of(one_of(("auto", "bfloat16", "float32"))),
+        default="float32,bfloat16",
+        help="dtypes of the engine (default float32,bfloat16)",
+    )
+    add("--count", type=whole(1), default=40, help="prompts (default 40)")
+    add("--max-tokens", type=whole(1), default=64, help="tokens per answer (default 64)")
+    add("--drafts", type=list_of(whole(0)), default="0,3,7", help="drafts per step (default 0,3,7)")
+    add("--batch", type=whole(1), default=8, help="size of the batch (default 8)")
     return parser
 
 
@@ -151,11 +155,11 @@ def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
     """Run the build; returns the exit code."""
     args = build_parser().parse_args(argv)
     ids: Ids = {}
-    for dtype in args.dtypes.split(","):
+    for dtype in args.dtypes:
         options = engine_options(
             args,
             dtype=dtype,
-            num_draft_tokens=max(int(each) for each in args.drafts.split(",")),
+            num_draft_tokens=max(args.drafts),
             max_batch_size=max(16, args.batch),
             prefix_cache=False,
         )
