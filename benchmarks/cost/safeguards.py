@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.client import Call, EngineClient, make_call
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, some_of, whole
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
@@ -285,11 +285,17 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--only", metavar="NAMES", help="comma-separated (default: all of the list below)")
-    add("--rounds", type=int, default=3, help="passes over the prompts of each safeguard (default 3)")
-    add("--concurrency", default="1,8", help="comma-separated (default 1,8)")
-    add("--count", type=int, help="only the first COUNT prompts of every safeguard")
-    add("--max-tokens", type=int, help="lower the token budget of every prompt")
+    add(
+        "--only",
+        type=some_of(safeguards(None, None)),
+        default="",
+        metavar="NAMES",
+        help="comma-separated (default: all of the list below)",
+    )
+    add("--rounds", type=whole(1), default=3, help="passes over the prompts of each safeguard (default 3)")
+    add("--concurrency", type=list_of(whole(1)), default="1,8", help="comma-separated (default 1,8)")
+    add("--count", type=whole(1), help="only the first COUNT prompts of every safeguard")
+    add("--max-tokens", type=whole(1), help="lower the token budget of every prompt")
     add_engine_flags(parser, "model", "dtype", "device", "threads", "k", "grammar-backend")
     add("--at-least", type=float, metavar="RATIO", help="exit 1 where a median ratio is lower")
     add("--json", type=Path, metavar="FILE", help="write the ratios of every turn as JSON")
@@ -298,28 +304,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
     """Run the comparison; returns the exit code."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        levels = [int(level) for level in args.concurrency.split(",")]
-        if min([args.rounds, args.threads, *levels]) < 1:
-            raise ValueError("--rounds, --threads and --concurrency must be at least 1")
-        known = safeguards(args.count, args.max_tokens)
-        names = args.only.split(",") if args.only else list(known)
-        if strange := [name for name in names if name not in known]:
-            raise ValueError(f"--only: {strange[0]!r} is not one of {', '.join(known)}")
-    except ValueError as error:
-        parser.error(str(error))
+    args = build_parser().parse_args(argv)
+    known = safeguards(args.count, args.max_tokens)
     options = engine_options(
         args,
-        max_batch_size=max(16, *levels),
+        max_batch_size=max(16, *args.concurrency),
         # The index of earlier answers would draft the answers of the round before.
         extra=("--draft-index-bytes=0",),
     )
-    chosen = {name: known[name] for name in names}
+    chosen = {name: known[name] for name in args.only}
     print(f"{args.model}, {args.dtype} on {args.device}, {args.threads} threads, {args.grammar_backend}, K <= {args.k}")
     with start(options) as address:
-        results = asyncio.run(measure(address, chosen, levels, args.rounds))
+        results = asyncio.run(measure(address, chosen, args.concurrency, args.rounds))
     print(f"\n{report(results, chosen)}")
     if args.json is not None:
         args.json.write_text(json.dumps(as_json(results), indent=1) + "\n")

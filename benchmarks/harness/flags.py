@@ -110,7 +110,7 @@ _ENGINE_FLAGS: dict[str, dict[str, Any]] = {
     "dtype": {"default": "auto", "choices": ("auto", "bfloat16", "float32")},
     "device": {"default": "cpu", "help": "device of the engine (default cpu)"},
     "threads": {
-        "type": int,
+        "type": whole(1),
         "default": len(os.sched_getaffinity(0)),
         "help": "threads of the engine (default: all cores)",
     },

@@ -16,7 +16,8 @@ from benchmarks.harness.domains import EXTRACTION, INVENTION, Json
 from benchmarks.harness.jobs import repeated_jobs
 
 WORKLOADS = ("extraction", "schema", "chat")
-"""What `serve` runs if nothing else is asked for; `repeated` and `long` are two more."""
+"""What `serve` runs if nothing else is asked for."""
+ALL_WORKLOADS = (*WORKLOADS, "repeated", "long")
 NUM_REPEATED = 48
 NUM_LONG, LONG_WORDS = 32, 400
 

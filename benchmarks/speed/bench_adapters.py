@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.harness.flags import harness_parser
+from benchmarks.harness.flags import harness_parser, list_of, whole
 from benchmarks.harness.tables import number, table
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
@@ -99,9 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="as the engine's setting (default: embedded)")
     parser.add_argument("--dtype", default="auto", help="as the engine's setting (default: auto)")
     parser.add_argument("--quantization", default="auto", help="as the engine's setting (default: auto)")
-    parser.add_argument("--lanes", default="1,8,16", help="sequences of the step (default: 1,8,16)")
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters (default: 16)")
-    parser.add_argument("--rounds", type=int, default=60, help="measurements of each (default: 60)")
+    parser.add_argument(
+        "--lanes", type=list_of(whole(1)), default="1,8,16", help="sequences of the step (default: 1,8,16)"
+    )
+    parser.add_argument("--rank", type=whole(1), default=16, help="of the adapters (default: 16)")
+    parser.add_argument("--rounds", type=whole(1), default=60, help="measurements of each (default: 60)")
     parser.add_argument("--threads", type=int, default=0, help="threads; 0: the cores there are (default: 0)")
     args = parser.parse_args(argv)
     models = []
@@ -121,6 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for seed, each in enumerate(files):
         adapted.adapters.put(seed + 1, each)
     print(f"{plain!r}, context {CONTEXT}, adapters of rank {args.rank} and {files[0].memory_bytes >> 20} MiB")
-    lines = [compare(plain, adapted, int(lanes), args.rounds) for lanes in args.lanes.split(",")]
+    lines = [compare(plain, adapted, lanes, args.rounds) for lanes in args.lanes]
     print(table(["lanes", "none, ms", "idle", "one", "eight"], lines))
     return 0

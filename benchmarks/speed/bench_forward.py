@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.harness.flags import harness_parser
+from benchmarks.harness.flags import harness_parser, list_of, whole
 from benchmarks.harness.tables import number, table
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
@@ -170,9 +170,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--dtype", default="auto", help="as the engine's setting (default: auto)")
     parser.add_argument("--quantization", default="auto", help="as the engine's setting (default: auto)")
-    parser.add_argument("--rows", default="1,8,16", help="positions of a call (default: 1,8,16)")
-    parser.add_argument("--context", type=int, default=300, help="tokens before them (default: 300)")
-    parser.add_argument("--rounds", type=int, default=40, help="measurements of each (default: 40)")
+    parser.add_argument(
+        "--rows", type=list_of(whole(1)), default="1,8,16", help="positions of a call (default: 1,8,16)"
+    )
+    parser.add_argument("--context", type=whole(0), default=300, help="tokens before them (default: 300)")
+    parser.add_argument("--rounds", type=whole(1), default=40, help="measurements of each (default: 40)")
     parser.add_argument("--threads", type=int, default=0, help="threads on a CPU; 0: the cores there are (default: 0)")
     parser.add_argument("--units", action="store_true", help="compare the vector units of this CPU instead")
     parser.add_argument(
@@ -196,11 +198,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     timer = on_cuda if args.device != "cpu" else on_cpu(time.thread_time if args.cpu_time else time.perf_counter)
     if args.units:
         levels = [level for level in unit_levels() if level >= WITH_BLOCKS] or [unit_level()]
-        counts = [int(rows) for rows in args.rows.split(",")]
-        lines = [compare_units(fused, levels, rows, args.context, args.rounds, timer) for rows in counts]
+        lines = [compare_units(fused, levels, rows, args.context, args.rounds, timer) for rows in args.rows]
         print(table(["rows", *map(unit_name, levels), "bits"], lines))
         return 0
     plain = models[0]
-    lines = [compare(plain, fused, int(rows), args.context, args.rounds, timer) for rows in args.rows.split(",")]
+    lines = [compare(plain, fused, rows, args.context, args.rounds, timer) for rows in args.rows]
     print(table(["rows", "as it came, ms", "fused, ms", "ratio", "distance", "argmax"], lines))
     return 0

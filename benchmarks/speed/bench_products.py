@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.flags import harness_parser
+from benchmarks.harness.flags import harness_parser, list_of, one_of, pair, whole
 from benchmarks.harness.tables import Progress, number, share, table
 from gpu_engine.model.linear import PackedByLibrary
 from kernels.blocks import BLOCK, BlockKind, LinearCall, PackedBlocks, can_multiply_blocks
@@ -139,41 +139,34 @@ def cell(value: float, peak: float) -> str:
 
 
 def shape_of(text: str) -> tuple[int, int]:
-    """Parse OUTPUTSxINPUTS. Raises ArgumentTypeError."""
-    outputs, _, inputs = text.partition("x")
-    if not (outputs.isdigit() and inputs.isdigit()) or not int(outputs) or not int(inputs) or int(inputs) % BLOCK:
+    """Read OUTPUTSxINPUTS. Raises ArgumentTypeError."""
+    outputs, inputs = pair("OUTPUTSxINPUTS")(text)
+    if inputs % BLOCK:
         raise argparse.ArgumentTypeError(f"{text!r} is not OUTPUTSxINPUTS with inputs that {BLOCK} divides")
-    return int(outputs), int(inputs)
-
-
-def rows_of(text: str) -> int:
-    """Parse a number of rows. Raises ArgumentTypeError."""
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of rows")
-    return int(text)
+    return outputs, inputs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = harness_parser(__doc__, EXAMPLES)
     parser.add_argument(
-        "--shapes", default=EMBEDDED_SHAPES, help=f"outputs x inputs of matrices (default: {EMBEDDED_SHAPES})"
+        "--shapes",
+        type=list_of(shape_of),
+        default=EMBEDDED_SHAPES,
+        help=f"outputs x inputs of matrices (default: {EMBEDDED_SHAPES})",
     )
-    parser.add_argument("--rows", default="1,8,16,64,256", help="rows of a call (default: 1,8,16,64,256)")
     parser.add_argument(
-        "--kinds", default="q4,q8", help=f"of {', '.join(KINDS)} (default: q4,q8); q4 and q5 with offsets"
+        "--rows", type=list_of(whole(1)), default="1,8,16,64,256", help="rows of a call (default: 1,8,16,64,256)"
     )
-    parser.add_argument("--rounds", type=int, default=30, help="measurements of each, of which the best counts")
+    parser.add_argument(
+        "--kinds",
+        type=list_of(one_of(KINDS)),
+        default="q4,q8",
+        help=f"of {', '.join(KINDS)} (default: q4,q8); q4 and q5 with offsets",
+    )
+    parser.add_argument("--rounds", type=whole(1), default=30, help="measurements of each, of which the best counts")
     args = parser.parse_args(argv)
-    try:
-        shapes, rows = [shape_of(s) for s in args.shapes.split(",")], [rows_of(r) for r in args.rows.split(",")]
-        kinds = {name: KINDS[name] for name in args.kinds.split(",")}
-    except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
-    except KeyError as error:
-        parser.error(f"--kinds: {error} is none of {', '.join(KINDS)}")
-    if args.rounds < 1:
-        parser.error("--rounds: at least 1")
+    kinds = {name: KINDS[name] for name in args.kinds}
     if not can_multiply_blocks():
         print("this CPU has neither AVX2 nor aarch64's dot products", file=sys.stderr)
         return 2
@@ -181,11 +174,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         units = use_units(lambda: Path(folder) / "units.json", matrix=True)
         torch.set_num_threads(1)
         tops = peaks()
-        bar, lines = Progress(len(kinds) * len(shapes) * len(rows)), []
+        bar, lines = Progress(len(kinds) * len(args.shapes) * len(args.rows)), []
         for name, form in kinds.items():
-            for shape in shapes:
+            for shape in args.shapes:
                 blocks = None if form is None else random_blocks(*form, shape)
-                for count in rows:
+                for count in args.rows:
                     if blocks is None:
                         found = measure_floats(shape, count, args.rounds, tiles=units.floats)
                     else:

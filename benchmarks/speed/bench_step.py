@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.guided import SCHEMA
-from benchmarks.harness.flags import harness_parser
+from benchmarks.harness.flags import harness_parser, list_of, whole
 from benchmarks.harness.tables import number, table
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.engine_settings import EMBEDDED_MODEL
@@ -162,17 +162,16 @@ async def run(args: argparse.Namespace) -> list[list[str]]:
         model.fused = replace(model.fused, forward=forward)
         return model
 
-    lanes = [int(count) for count in args.lanes.split(",")]
     config = EngineConfig(
         model=args.model,
-        max_batch_size=max(lanes),
+        max_batch_size=max(args.lanes),
         num_draft_tokens=args.num_draft_tokens,
         num_threads=args.threads,
     )
     with tempfile.TemporaryDirectory() as directory:
         settings = ServerConfig(listen=f"unix:{directory}/engine")
         async with open_server(config, settings, parts=replace(parts, load_model=load)) as server:
-            return [await measure(server, timed[0], count, args) for count in lanes]
+            return [await measure(server, timed[0], count, args) for count in args.lanes]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -180,10 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default=EMBEDDED_MODEL, help="as the engine's setting (default: embedded)")
-    add("--lanes", default="1,8,16", help="sequences at once (default: 1,8,16)")
+    add("--lanes", type=list_of(whole(1)), default="1,8,16", help="sequences at once (default: 1,8,16)")
     add("--num-draft-tokens", type=int, default=0, help="drafts per step (default: 0)")
     add("--tokens", type=int, default=96, help="tokens of each sequence in a round (default: 96)")
-    add("--rounds", type=int, default=5, help="rounds of each kind (default: 5)")
+    add("--rounds", type=whole(1), default=5, help="rounds of each kind (default: 5)")
     add("--threads", type=int, default=0, help="threads of the model; 0: the cores there are (default: 0)")
     args = parser.parse_args(argv)
     rows = asyncio.run(run(args))

@@ -23,11 +23,11 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.harness.client import Call, EngineClient, make_call
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, one_of, whole
 from benchmarks.harness.measure import Run, percentile
 from benchmarks.harness.server import ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
-from benchmarks.harness.workloads import WORKLOADS, Item, workload
+from benchmarks.harness.workloads import ALL_WORKLOADS, WORKLOADS, Item, workload
 from protos.engine.v1 import engine_pb2 as pb
 
 EXAMPLES = """
@@ -230,15 +230,16 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--old", type=Path, required=True, metavar="DIR", help="checkout of the old build")
     add("--new", type=Path, default=Path.cwd(), metavar="DIR", help="checkout of the new build (default: this folder)")
-    add("--rounds", type=int, default=3, help="rounds; each starts both servers anew (default 3)")
-    add("--concurrency", default="1,8", help="comma-separated (default 1,8)")
+    add("--rounds", type=whole(1), default=3, help="rounds; each starts both servers anew (default 3)")
+    add("--concurrency", type=list_of(whole(1)), default="1,8", help="comma-separated (default 1,8)")
     add(
         "--workloads",
+        type=list_of(one_of(ALL_WORKLOADS)),
         default=",".join(WORKLOADS),
-        help=f"comma-separated, of {', '.join((*WORKLOADS, 'repeated', 'long'))}",
+        help=f"comma-separated, of {', '.join(ALL_WORKLOADS)}",
     )
-    add("--count", type=int, help="only the first COUNT prompts of every workload")
-    add("--max-tokens", type=int, help="lower the token budget of every prompt")
+    add("--count", type=whole(1), help="only the first COUNT prompts of every workload")
+    add("--max-tokens", type=whole(1), help="lower the token budget of every prompt")
     add_engine_flags(parser, "model", "device", "threads", "k", "grammar-backend")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--old-flags", default="", metavar="FLAGS", help="further flags for the old server, as one string")
@@ -248,7 +249,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_builds(args: argparse.Namespace, levels: Sequence[int]) -> tuple[Build, Build]:
+def make_builds(args: argparse.Namespace) -> tuple[Build, Build]:
     """Return the old and the new build.
 
     Raises:
@@ -260,7 +261,7 @@ def make_builds(args: argparse.Namespace, levels: Sequence[int]) -> tuple[Build,
         if not (checkout / "gpu_engine" / "__main__.py").is_file():
             raise ValueError(f"--{name}: {checkout} is not a checkout of the engine")
         options = engine_options(
-            args, max_batch_size=max(16, *levels), prefix_cache=False, extra=tuple(shlex.split(flags))
+            args, max_batch_size=max(16, *args.concurrency), prefix_cache=False, extra=tuple(shlex.split(flags))
         )
         builds.append(Build(name, checkout.resolve(), options))
     return builds[0], builds[1]
@@ -286,18 +287,15 @@ def main(argv: Sequence[str] | None = None, start: Start = start_server) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
-        levels = [int(level) for level in args.concurrency.split(",")]
-        if min([args.rounds, args.threads, *levels]) < 1:
-            raise ValueError("--rounds, --threads and --concurrency must be at least 1")
-        items = {name: workload(name, args.count, args.max_tokens) for name in args.workloads.split(",")}
-        builds = make_builds(args, levels)
+        builds = make_builds(args)
     except ValueError as error:
         parser.error(str(error))
+    items = {name: workload(name, args.count, args.max_tokens) for name in args.workloads}
     for build in builds:
         print(f"{build.name}: {build.checkout} at {commit_of(build.checkout)}")
     print(f"{args.model}, {args.dtype} on {args.device}, {args.threads} threads, K={args.k}, greedy")
     print(f"{args.rounds} rounds; prompts: " + ", ".join(f"{name} {len(these)}" for name, these in items.items()))
-    results = with_totals(compare_builds(builds, items, levels, args.rounds, start))
+    results = with_totals(compare_builds(builds, items, args.concurrency, args.rounds, start))
     print(f"\n{result_table(results)}")
     if args.json is not None:
         args.json.write_text(json.dumps(as_json(results), indent=1) + "\n")

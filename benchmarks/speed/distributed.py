@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.harness.comparison import compare
-from benchmarks.harness.flags import engine_options, harness_parser
+from benchmarks.harness.flags import engine_options, harness_parser, list_of, pair, whole
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import start_engine
 from benchmarks.harness.tables import number, share, table
@@ -71,8 +71,8 @@ def forward_of(model: LoadedModel, lanes: int, rows: int) -> Callable[[], list[f
         model.logits(ids_BP, ctx)
         before, begun_s = spent(), time.perf_counter()
         model.logits(ids_BP, ctx)
-        whole = time.perf_counter() - begun_s
-        return [whole, *(after - once for after, once in zip(spent(), before, strict=True))]
+        total_s = time.perf_counter() - begun_s
+        return [total_s, *(after - once for after, once in zip(spent(), before, strict=True))]
 
     return run
 
@@ -90,23 +90,24 @@ def costs(models: dict[int, LoadedModel], shapes: Sequence[tuple[int, int]], rou
         # The parts are those of the round whose whole time is the lower quartile.
         quartiles = {size: sorted(times)[len(times) // 4] for size, times in found.items()}
         first = quartiles[min(quartiles)][0]
-        for size, (whole, *parts) in quartiles.items():
-            shares = [share(part / whole) for part in (*parts, whole - sum(parts))]
-            lines.append([f"{lanes} x {rows}", str(size), number(whole * 1e3, 1), number(whole / first, 2), *shares])
+        for size, (total_s, *parts) in quartiles.items():
+            shares = [share(part / total_s) for part in (*parts, total_s - sum(parts))]
+            figures = number(total_s * 1e3, 1), number(total_s / first, 2)
+            lines.append([f"{lanes} x {rows}", str(size), *figures, *shares])
     header = ("lanes x rows", "ranks", "ms", "of one rank", "announce", "sums", "logits", "compute")
     return table(header, lines)
 
 
-def tokens_of(sizes: Sequence[int], cases: Sequence[Case], drafts: Sequence[int], args: argparse.Namespace) -> int:
+def tokens_of(cases: Sequence[Case], args: argparse.Namespace) -> int:
     """Print the table of equal answers and of tokens per second by number of ranks; return how many differ."""
     reference: dict[str, Answer] | None = None
-    variants, failures = [Variant(each, args.batch) for each in drafts], 0
-    for size in sizes:
+    variants, failures = [Variant(each, args.batch) for each in args.drafts], 0
+    for size in args.ranks:
         options = engine_options(
             args,
             dtype="float32",
             quantization="none",
-            num_draft_tokens=max(drafts),
+            num_draft_tokens=max(args.drafts),
             prefix_cache=False,
             extra=("--tensor-parallel-size", str(size)) if size > 1 else (),
         )
@@ -132,14 +133,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--model", default="embedded", help="model of the engine (default 'embedded')")
-    add("--ranks", default="1,2", help="numbers of ranks; 1 is the reference (default 1,2)")
+    add("--ranks", type=list_of(whole(1)), default="1,2", help="numbers of ranks; 1 is the reference (default 1,2)")
     add("--threads", type=int, default=1, help="threads of each rank (default 1)")
-    add("--count", type=int, default=8, help="prompts, two of three guided (default 8)")
-    add("--max-tokens", type=int, default=48, help="tokens per answer (default 48)")
-    add("--drafts", default="0,7", help="drafts per step to compare (default 0,7)")
-    add("--batch", type=int, default=4, help="prompts at a time (default 4)")
-    add("--shapes", default="1x1,1x8,4x1,4x8", help="lanes x rows of the forwards (default 1x1,1x8,4x1,4x8)")
-    add("--rounds", type=int, default=12, help="forwards of each kind (default 12)")
+    add("--count", type=whole(1), default=8, help="prompts, two of three guided (default 8)")
+    add("--max-tokens", type=whole(1), default=48, help="tokens per answer (default 48)")
+    add("--drafts", type=list_of(whole(0)), default="0,7", help="drafts per step to compare (default 0,7)")
+    add("--batch", type=whole(1), default=4, help="prompts at a time (default 4)")
+    add(
+        "--shapes",
+        type=list_of(pair("LANESxROWS")),
+        default="1x1,1x8,4x1,4x8",
+        help="lanes x rows of the forwards (default 1x1,1x8,4x1,4x8)",
+    )
+    add("--rounds", type=whole(1), default=12, help="forwards of each kind (default 12)")
     add("--no-tokens", action="store_true", help="measure only the forwards")
     return parser
 
@@ -147,24 +153,21 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; returns the exit code."""
     args = build_parser().parse_args(argv)
-    sizes = [int(each) for each in args.ranks.split(",")]
-    shapes = [(int(lanes), int(rows)) for lanes, rows in (each.split("x") for each in args.shapes.split(","))]
     failures = 0
     try:
         if not args.no_tokens:
-            drafts = [int(each) for each in args.drafts.split(",")]
-            failures = tokens_of(sizes, make_cases(args.count, args.max_tokens), drafts, args)
+            failures = tokens_of(make_cases(args.count, args.max_tokens), args)
         config = EngineConfig(
             model=args.model, device="cpu", dtype="float32", quantization="none", num_threads=args.threads
         )
         with ExitStack() as stack:
             models = {}
-            for size in sizes:
+            for size in args.ranks:
                 models[size] = load_model(replace(config, tensor_parallel_size=size))
                 if (ranks := models[size].ranks) is not None:
                     stack.callback(ranks.close)
             print(f"\n{args.model}, float32, {args.threads} threads a rank, after {CONTEXT} tokens\n")
-            print(costs(models, shapes, args.rounds))
+            print(costs(models, args.shapes, args.rounds))
     except ValueError as failure:
         print(f"cannot run: {failure}", file=sys.stderr)
         return 2

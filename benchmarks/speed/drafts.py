@@ -19,12 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.harness.client import EngineClient
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, one_of, whole
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import start_engine
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.harness.tool_calls import NAME, items_of
-from benchmarks.harness.workloads import WORKLOADS, Item
+from benchmarks.harness.workloads import ALL_WORKLOADS, WORKLOADS, Item
 from benchmarks.speed.builds import Comparison, Results, greedy_calls, tokens_per_s, with_totals
 
 EXAMPLES = """
@@ -107,12 +107,17 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--rounds", type=int, default=3, help="passes of each server over each cell (default 3)")
-    add("--concurrency", default="1,2,4,8,16", help="comma-separated (default 1,2,4,8,16)")
-    add("--workloads", default=",".join(WORKLOADS), help=f"comma-separated, of {', '.join((*WORKLOADS, NAME))}")
+    add("--rounds", type=whole(1), default=3, help="passes of each server over each cell (default 3)")
+    add("--concurrency", type=list_of(whole(1)), default="1,2,4,8,16", help="comma-separated (default 1,2,4,8,16)")
+    add(
+        "--workloads",
+        type=list_of(one_of((*ALL_WORKLOADS, NAME))),
+        default=",".join(WORKLOADS),
+        help=f"comma-separated, of {', '.join((*WORKLOADS, NAME))}",
+    )
     add("--bfcl-python", type=Path, metavar="PATH", default=Path(sys.executable), help="as that of serve, for tools")
-    add("--count", type=int, help="only the first COUNT prompts of every workload")
-    add("--max-tokens", type=int, help="lower the token budget of every prompt")
+    add("--count", type=whole(1), help="only the first COUNT prompts of every workload")
+    add("--max-tokens", type=whole(1), help="lower the token budget of every prompt")
     add_engine_flags(parser, "model", "dtype", "device", "threads", "k", "grammar-backend")
     add("--drafter", default="ngram", help="drafter of the server with drafts (default ngram)")
     add("--flags", default="", metavar="FLAGS", help="further flags for both servers, as one string")
@@ -126,16 +131,12 @@ def main() -> int:
     parser = build_parser()
     args = parser.parse_args()
     try:
-        levels = [int(level) for level in args.concurrency.split(",")]
-        if min([args.rounds, args.threads, *levels]) < 1:
-            raise ValueError("--rounds, --threads and --concurrency must be at least 1")
-        names = args.workloads.split(",")
-        items = {name: items_of(name, args.bfcl_python, args.count, args.max_tokens) for name in names}
+        items = {name: items_of(name, args.bfcl_python, args.count, args.max_tokens) for name in args.workloads}
     except ValueError as error:
         parser.error(str(error))
     drafted = engine_options(
         args,
-        max_batch_size=max(16, *levels),
+        max_batch_size=max(16, *args.concurrency),
         # The index of earlier answers would draft the answers of the round before.
         extra=("--draft-index-bytes=0", *shlex.split(args.flags)),
     )
@@ -143,7 +144,7 @@ def main() -> int:
     with ExitStack() as stack:
         both = (replace(drafted, drafter="none"), drafted)
         without, with_drafts = (stack.enter_context(start_engine(options)) for options in both)
-        results = with_totals(asyncio.run(run_pairs((without, with_drafts), items, levels, args.rounds)))
+        results = with_totals(asyncio.run(run_pairs((without, with_drafts), items, args.concurrency, args.rounds)))
     print(f"\n{result_table(results)}")
     if args.json is not None:
         plain = [{"workload": name, "c": level, "ratios": c.ratios()} for (name, level), c in results.items()]

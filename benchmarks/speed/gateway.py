@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.harness.client import CallRefused, EngineClient
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, one_of, whole
 from benchmarks.harness.gateway import start_gateway
 from benchmarks.harness.server import start_engine
 from benchmarks.harness.tables import Progress, number, table
-from benchmarks.harness.workloads import Item, workload
+from benchmarks.harness.workloads import ALL_WORKLOADS, Item, workload
 from benchmarks.speed.builds import greedy_calls, tokens_per_s
 
 EXAMPLES = """
@@ -168,11 +168,16 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--rounds", type=int, default=3, help="passes over each way and cell (default 3)")
-    add("--concurrency", default="1,16", help="comma-separated (default 1,16)")
-    add("--workloads", default="chat,schema", help="comma-separated (default chat,schema)")
-    add("--count", type=int, help="only the first COUNT prompts of every workload")
-    add("--max-tokens", type=int, help="lower the token budget of every prompt")
+    add("--rounds", type=whole(1), default=3, help="passes over each way and cell (default 3)")
+    add("--concurrency", type=list_of(whole(1)), default="1,16", help="comma-separated (default 1,16)")
+    add(
+        "--workloads",
+        type=list_of(one_of(ALL_WORKLOADS)),
+        default="chat,schema",
+        help="comma-separated (default chat,schema)",
+    )
+    add("--count", type=whole(1), help="only the first COUNT prompts of every workload")
+    add("--max-tokens", type=whole(1), help="lower the token budget of every prompt")
     add_engine_flags(parser, "model", "device", "threads")
     add("--flags", default="", metavar="FLAGS", help="further flags for the engine, as one string")
     add("--at-least", type=float, metavar="RATIO", help="exit 1 where the ratio of the best rounds is lower")
@@ -181,20 +186,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Run the comparison; returns the exit code."""
-    parser = build_parser()
-    args = parser.parse_args()
-    try:
-        levels = [int(level) for level in args.concurrency.split(",")]
-        items = {name: workload(name, args.count, args.max_tokens) for name in args.workloads.split(",")}
-    except ValueError as error:
-        parser.error(str(error))
+    args = build_parser().parse_args()
+    items = {name: workload(name, args.count, args.max_tokens) for name in args.workloads}
     options = engine_options(
-        args, max_batch_size=max(16, *levels), extra=("--draft-index-bytes=0", *shlex.split(args.flags))
+        args, max_batch_size=max(16, *args.concurrency), extra=("--draft-index-bytes=0", *shlex.split(args.flags))
     )
     with ExitStack() as stack:
         engine = stack.enter_context(start_engine(options))
         gateway = stack.enter_context(start_gateway(engine))
-        cells = asyncio.run(measure((engine, gateway), items, levels, args.rounds))
+        cells = asyncio.run(measure((engine, gateway), items, args.concurrency, args.rounds))
     rows = []
     for (name, level), pair in cells.items():
         figures = [number(max(pair.grpc)), number(max(pair.http)), *(number(ratio, 3) for ratio in pair.ratios())]

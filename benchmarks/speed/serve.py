@@ -21,7 +21,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from benchmarks.harness import tool_calls
-from benchmarks.harness.flags import engine_options, harness_parser
+from benchmarks.harness.flags import engine_options, harness_parser, list_of, one_of, whole
 from benchmarks.harness.measure import Answer, GuidanceCost, Run, Summary, guidance_cost, summarize
 from benchmarks.harness.plot import draw
 from benchmarks.harness.report import Cell, as_json, guidance_table, overview_table, result_table, skipped_line
@@ -29,7 +29,7 @@ from benchmarks.harness.rest import await_rest
 from benchmarks.harness.systems import Lockstep, Prompt, System, SystemFailed, hf_directory, load_prompts
 from benchmarks.harness.tables import Progress
 from benchmarks.harness.validity import Judge
-from benchmarks.harness.workloads import WORKLOADS, Item
+from benchmarks.harness.workloads import ALL_WORKLOADS, WORKLOADS, Item
 from benchmarks.speed.serve_systems import (
     SYSTEMS,
     Settings,
@@ -40,7 +40,7 @@ from benchmarks.speed.serve_systems import (
     start_systems,
 )
 
-ALL_WORKLOADS = (*WORKLOADS, tool_calls.NAME)
+DEFAULT_WORKLOADS = (*WORKLOADS, tool_calls.NAME)
 
 EXAMPLES = """
 examples:
@@ -88,7 +88,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="device of this engine and of transformers (default cpu); the others run on the CPU",
     )
     add(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of every system (default: all cores)"
+        "--threads",
+        type=whole(1),
+        default=len(os.sched_getaffinity(0)),
+        help="threads of every system (default: all cores)",
     )
     add("--k", type=int, default=7, help="draft tokens per step of this engine (default 7)")
     add(
@@ -101,14 +104,20 @@ def build_parser() -> argparse.ArgumentParser:
     add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"), help="backend of this engine")
     add(
         "--workloads",
-        help=f"comma-separated (default: all that are installed, of {', '.join(ALL_WORKLOADS)}); "
+        type=list_of(one_of((*ALL_WORKLOADS, tool_calls.NAME))),
+        help=f"comma-separated (default: all that are installed, of {', '.join(DEFAULT_WORKLOADS)}); "
         "also repeated and long",
     )
-    add("--concurrency", default="1,4,8,16", help="comma-separated (default 1,4,8,16)")
-    add("--systems", default=",".join(SYSTEMS), help=f"comma-separated, of {', '.join(SYSTEMS)}")
-    add("--count", type=int, help="only the first COUNT prompts of every workload")
-    add("--max-tokens", type=int, help="lower the token budget of every prompt")
-    add("--repeat", type=int, default=1, help="rounds; each system runs once in each (default 1)")
+    add("--concurrency", type=list_of(whole(1)), default="1,4,8,16", help="comma-separated (default 1,4,8,16)")
+    add(
+        "--systems",
+        type=list_of(one_of(SYSTEMS)),
+        default=",".join(SYSTEMS),
+        help=f"comma-separated, of {', '.join(SYSTEMS)}",
+    )
+    add("--count", type=whole(1), help="only the first COUNT prompts of every workload")
+    add("--max-tokens", type=whole(1), help="lower the token budget of every prompt")
+    add("--repeat", type=whole(1), default=1, help="rounds; each system runs once in each (default 1)")
     python = "python of an environment with"
     add("--openvino-python", type=Path, metavar="PATH", help=f"{python} openvino-genai; without it that is skipped")
     add("--llama-server", type=Path, metavar="PATH", help="llama.cpp's server (default: llama-server on the PATH)")
@@ -154,13 +163,12 @@ def load_items(args: argparse.Namespace) -> tuple[dict[str, list[Item]], dict[st
     """Return the items of each workload, and the workloads whose data is not installed, with the reason.
 
     Raises:
-        ValueError: a workload is unknown, or it was asked for by name and its data is not installed.
+        ValueError: a workload was asked for by name and its data is not installed.
 
     """
-    names = ALL_WORKLOADS if args.workloads is None else tuple(args.workloads.split(","))
     items: dict[str, list[Item]] = {}
     absent: dict[str, str] = {}
-    for name in names:
+    for name in args.workloads or DEFAULT_WORKLOADS:
         try:
             items[name] = tool_calls.items_of(name, args.bfcl_python, args.count, args.max_tokens)
         except tool_calls.ToolDataMissing as missing:
@@ -170,7 +178,7 @@ def load_items(args: argparse.Namespace) -> tuple[dict[str, list[Item]], dict[st
     return items, absent
 
 
-def settings_of(args: argparse.Namespace, directory: Path, levels: Sequence[int]) -> Settings:
+def settings_of(args: argparse.Namespace, directory: Path) -> Settings:
     """Return what the systems are started with.
 
     The prefix caches of all systems are off: every round sends the same prompts, and each prefill is measured. With
@@ -181,7 +189,7 @@ def settings_of(args: argparse.Namespace, directory: Path, levels: Sequence[int]
         ValueError: `--gguf` is not a file.
 
     """
-    batch = max(16, *levels)
+    batch = max(16, *args.concurrency)
     engine = engine_options(
         args,
         dtype="auto" if args.quantization == "auto" else args.dtype,
@@ -285,12 +293,11 @@ def measure_and_report(
     args: argparse.Namespace,
     systems: Sequence[System],
     prompts: dict[str, list[Prompt]],
-    levels: Sequence[int],
     absent: dict[str, str],
 ) -> None:
     """Warm up, measure, print the tables, and write the files that were asked for."""
     for system in systems:
-        warm_up(system, prompts, levels)
+        warm_up(system, prompts, args.concurrency)
     peers = {name: peer_names(systems, ready[0].item.schema is not None) for name, ready in prompts.items()}
     costs: dict[Cell, GuidanceCost | str] = {}
 
@@ -303,14 +310,14 @@ def measure_and_report(
         if args.json:
             args.json.write_text(json.dumps(as_json(so_far, costs, peers, absent), indent=1))
 
-    results = measure(systems, prompts, levels, args.repeat, Judge(), report, await_rest)
+    results = measure(systems, prompts, args.concurrency, args.repeat, Judge(), report, await_rest)
     print(
         f"\nall: tokens/s, TTFT p50, tokens/s over the best peer's (*)\n\n{overview_table(results, peers)}", flush=True
     )
     ours = [system for system in systems if isinstance(system, Lockstep)]
     guided = next((ready for ready in prompts.values() if ready[0].item.schema), None)
     if ours and guided and not args.no_guidance_cost:
-        costs = measure_guidance(ours, guided, levels, args.repeat)
+        costs = measure_guidance(ours, guided, args.concurrency, args.repeat)
         print(f"\nguided / free, time per decode step of the same prompts and token counts\n\n{guidance_table(costs)}")
         write(results)
     if args.plot:
@@ -339,21 +346,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the harness; returns the exit code (1 when no system could be started)."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    names = args.systems.split(",")
-    levels = [int(level) for level in args.concurrency.split(",")]
-    if unknown := [name for name in names if name not in SYSTEMS]:
-        parser.error(f"--systems: {', '.join(unknown)} not among {', '.join(SYSTEMS)}")
-    if min([args.repeat, args.threads, *levels]) < 1:
-        parser.error("--repeat, --threads and --concurrency must be at least 1")
     try:
         items, no_data = load_items(args)
         directory = hf_directory(args.model, args.hf_model)
-        settings = settings_of(args, directory, levels)
+        settings = settings_of(args, directory)
     except ValueError as error:
         parser.error(str(error))
     prompts = {name: load_prompts(these, directory) for name, these in items.items()}
     with exit_on_sigterm(), ExitStack() as running:
-        systems, not_started = start_systems(names, makers(settings), running)
+        systems, not_started = start_systems(args.systems, makers(settings), running)
         absent = not_started | no_data
         print(f"model {args.model}, {args.threads} threads on {cpu_name()}")
         print(versions())
@@ -364,5 +365,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(skipped_line(absent))
         if not systems:
             return 1
-        measure_and_report(args, systems, prompts, levels, absent)
+        measure_and_report(args, systems, prompts, absent)
     return 0

@@ -1,4 +1,4 @@
-"""The flags of an engine that a harness starts, and what reads numbers, names and lists."""
+"""The flags of an engine that a harness starts, and the lists of every harness: a wrong part is one clear error."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks.cost import safeguards
 from benchmarks.harness.flags import (
     add_engine_flags,
     engine_options,
@@ -18,6 +19,27 @@ from benchmarks.harness.flags import (
     whole,
 )
 from benchmarks.harness.server import ServerOptions
+from benchmarks.quality import (
+    acceptance,
+    exact,
+    function_calls,
+    lossless,
+    pareto,
+    quantisation,
+    schemas,
+    token_ids,
+)
+from benchmarks.speed import (
+    bench_adapters,
+    bench_forward,
+    bench_products,
+    bench_step,
+    builds,
+    distributed,
+    drafts,
+    gateway,
+    serve,
+)
 
 Read = Callable[[str], object]
 
@@ -103,3 +125,43 @@ def test_a_wrong_part_is_named_with_what_is_allowed(
         parser.parse_args(["--list", text])
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith(f"error: argument --list: {error}\n")
+
+
+@pytest.mark.parametrize(
+    ("run", "arguments", "part"),
+    [
+        (acceptance.build_parser().parse_args, "--variants ngram,grammar+masks", "grammar+masks"),
+        (acceptance.build_parser().parse_args, "--variants ngram,+free", "+free"),
+        (acceptance.build_parser().parse_args, "--groups extraction,nothing", "nothing"),
+        (bench_adapters.main, "--lanes 1,x", "x"),
+        (bench_forward.main, "--rows 1,-8", "-8"),
+        (bench_products.main, "--shapes 8x32,8x31", "8x31"),
+        (bench_products.main, "--kinds q4,q3", "q3"),
+        (bench_step.main, "--lanes 1,,16", ""),
+        (builds.main, "--old DIR --concurrency 1,0", "0"),
+        (distributed.main, "--shapes 1x1,4", "4"),
+        (distributed.main, "--ranks 1,two", "two"),
+        (drafts.build_parser().parse_args, "--workloads chat,,tools", ""),
+        (exact.main, "--grammars yes,maybe", "maybe"),
+        (function_calls.main, "--choices auto,never", "never"),
+        (function_calls.main, "--temperatures 0,warm", "warm"),
+        (gateway.build_parser().parse_args, "--concurrency 1,eight", "eight"),
+        (lossless.main, "--drafts 0,-1", "-1"),
+        (pareto.build_parser().parse_args, "--drafts 3,16", "16"),
+        (quantisation.main, "--quantizations int8,q5", "q5"),
+        (quantisation.main, "--quantizations auto+kv-q4", "auto+kv-q4"),
+        (safeguards.main, "--only verify,nothing", "nothing"),
+        (schemas.main, "--data FILE --temperatures nan", "nan"),
+        (serve.main, "--systems lockstep,nothing", "nothing"),
+        (serve.main, "--workloads chat,nothing", "nothing"),
+        (token_ids.main, "--record FILE --dtypes float16", "float16"),
+    ],
+)
+def test_each_harness_names_its_flag_and_the_wrong_part(
+    run: Callable[[list[str]], object], arguments: str, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = arguments.split()
+    with pytest.raises(SystemExit) as ended:
+        run(words)
+    assert ended.value.code == 2
+    assert f"error: argument {words[-2]}: {part!r}" in capsys.readouterr().err
