@@ -7,6 +7,7 @@ Not responsible for: requests (see client.py).
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -73,11 +74,26 @@ class ServerFailed(CannotRun):
     """The server did not become healthy, or ended by itself; the message carries the end of its log."""
 
 
+def free_ports(count: int) -> list[int]:
+    """Return loopback ports that no socket has now.
+
+    Linux gives them to no connection, nor to a server that asks for any port: the caller may listen seconds later.
+    """
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
+    others = [port for port in range(20_000, 65_536) if not first <= port <= last] or range(first, last + 1)
+    found: list[int] = []
+    for port in random.SystemRandom().sample(others, len(others)):
+        if len(found) == count:
+            return found
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+    raise CannotRun(f"there are no {count} free ports")
+
+
 def free_port() -> int:
-    """Return a loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return one of `free_ports`."""
+    return free_ports(1)[0]
 
 
 class EngineServer:

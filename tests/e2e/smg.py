@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.server import free_ports
+
 START_TIMEOUT_S = 60.0
-PORTS = range(20_000, 32_768)
-"""Below the ports that Linux gives to connections, and to servers that ask for any: smg needs a second to listen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +43,10 @@ class Smg:
             return json.load(response)
 
 
-def _free_ports(count: int) -> list[int]:
-    """Return loopback ports that no socket has, and that no connection gets by itself."""
-    found: list[int] = []
-    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-        if len(found) == count:
-            return found
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            found.append(port)
-    raise AssertionError(f"no {count} free ports in {PORTS}")
-
-
 @contextmanager
 def smg(workers: list[str], log: Path, *options: str) -> Iterator[Smg]:
     """Run smg in front of `workers` ("host:port"), until it serves their model. Its log goes to `log`."""
-    port, metrics_port = _free_ports(2)
+    port, metrics_port = free_ports(2)
     command = [
         sys.executable, "-m", "smg", "launch",
         "--host", "127.0.0.1", "--port", str(port),
