@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 from grammar_service.backends.verified import VerifiedCompiled
 from grammar_service.compile.compiler import AUTO, Compiler
 from grammar_service.compile.disk_cache import DiskCache, artifact_key
+from grammar_service.compile.loader import CompileLoader
 from grammar_service.compile.owned_cache import Owner
-from grammar_service.compile.queue import Share
+from grammar_service.compile.queue import NO_TENANT, Share
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import InternalError, InvalidGrammar, LimitExceeded, NotEnforced, UnknownGrammar
 from grammar_service.grammar.value import Kind, Whitespace, parse
@@ -37,6 +39,25 @@ EACH_NAME = pytest.mark.parametrize("name", ["llguidance", pytest.param(AUTO, ma
 async def compiler(vocabulary: Vocabulary, command: Sequence[str] = (), **settings: object) -> AsyncIterator[Compiler]:
     made = Compiler(dataclasses.replace(CONFIG, **settings), vocabulary, command)  # type: ignore[arg-type]
     try:
+        yield made
+    finally:
+        await made.close()
+
+
+@asynccontextmanager
+async def in_turns(vocabulary: Vocabulary, command: Sequence[str] = (), **settings: object) -> AsyncIterator[Compiler]:
+    """A compiler that answers in the order of the turns, however late a thread or a process is.
+
+    It has one loading thread, and no place in which a slow compilation goes on next to the others.
+    """
+    config = dataclasses.replace(CONFIG, **settings)  # type: ignore[arg-type]
+    made = Compiler(config, vocabulary, command, loader=CompileLoader(ThreadPoolExecutor(1)))
+    try:
+        workers = made._pool("llguidance")
+        assert workers._small.slow.try_acquire(NO_TENANT)
+        await workers.ready()
+        for worker in workers._all:
+            worker.ordinary_s = 600.0  # so none is killed as a slow one
         yield made
     finally:
         await made.close()
@@ -125,7 +146,7 @@ async def test_owners_share_neither_a_compilation_nor_a_file(vocabulary: Vocabul
 
 async def test_a_tenant_that_floods_the_queue_is_passed_by_another(vocabulary: Vocabulary) -> None:
     done: list[str] = []
-    async with compiler(vocabulary) as made:
+    async with in_turns(vocabulary) as made:
 
         async def ask(source: str, share: Share) -> None:
             await made.compile(Kind.REGEX, source, ANY, "llguidance", share=share)
@@ -289,7 +310,7 @@ async def test_a_compilation_without_a_waiter_is_killed(vocabulary: Vocabulary) 
 async def test_an_accepted_caller_promotes_the_compilation_that_it_joins(
     vocabulary: Vocabulary, tmp_path: Path
 ) -> None:
-    async with compiler(vocabulary, PRETEND, compile_queue=2) as made:
+    async with in_turns(vocabulary, PRETEND, compile_queue=2) as made:
         order: list[str] = []
 
         async def ask(text: str, *, accepted: bool = False) -> None:

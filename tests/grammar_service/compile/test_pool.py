@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,11 @@ async def pool(
         yield made
     finally:
         await made.close()
+
+
+def set_limit(workers: CompilePool, timeout_s: float) -> None:
+    """Give the compilations that begin from now on another time limit."""
+    workers._limits = replace(workers._limits, timeout_s=timeout_s)
 
 
 async def pid(workers: CompilePool, text: str = "a") -> int:
@@ -128,6 +134,7 @@ async def test_a_starved_worker_is_replaced_by_one_of_the_fallback(vocabulary: V
         assert commands[:3] == [PRETEND] * 3
         assert commands[-1] == ("fallback",)
         await workers.ready()
+        set_limit(workers, LONG_S)
         assert await pid(workers)
 
 
@@ -143,12 +150,17 @@ async def test_a_slow_grammar_at_idle_priority_leaves_the_cores_to_others(vocabu
             return len(weighed) > 1
 
         worker.weigh = weigh  # type: ignore[method-assign]
+        # Slow at the first look, and starved at the time limit.
+        worker.cpu_s = itertools.chain((0.0, 0.0, SLOW_S), itertools.repeat(0.0)).__next__  # type: ignore[method-assign]
         return worker
 
-    async with pool(vocabulary, timeout_s=1.2, start=start, fallback=("fallback",)) as workers:
+    async with pool(vocabulary, timeout_s=2.5, start=start, fallback=("fallback",)) as workers:
         await workers.ready()
+        refused = asyncio.create_task(workers.compile(grammar("sleep")))
+        await eventually(lambda: len(weighed) == 2)
+        set_limit(workers, 0.3)
         with pytest.raises(LimitExceeded, match="compile_timeout_s"):
-            await workers.compile(grammar("sleep"))
+            await refused
         assert workers.stats()["killed"] >= 3  # by any spare worker at idle priority, and by one of the fallback
         assert weighed == [(weighed[0][0], SLOW_NICENESS)] * 2
 
@@ -357,8 +369,8 @@ async def test_a_grammar_is_slow_if_ordinary_ones_are_quicker(
 
     async with pool(vocabulary, timeout_s=600.0, start=start) as workers:
         assert workers._small.slow.try_acquire(NO_TENANT)
-        task = asyncio.create_task(workers.compile(grammar(f"begin {tmp_path / 'begun'}")))
         await workers.ready()
+        task = asyncio.create_task(workers.compile(grammar(f"begin {tmp_path / 'begun'}")))
         await eventually(lambda: looks > 8 or workers.stats()["yielded"], LONG_S)
         assert workers.stats()["yielded"] == yielded
         task.cancel()
@@ -374,6 +386,7 @@ async def test_the_time_until_a_place_is_free_is_no_compile_time(vocabulary: Voc
             with pytest.raises(LimitExceeded, match="compile_timeout_s"):
                 await each
         assert time.monotonic() - begun > 1.9
+        set_limit(workers, LONG_S)
         assert (await workers.compile(grammar("next"))).data.endswith(b" next")
 
 

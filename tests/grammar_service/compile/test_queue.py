@@ -351,7 +351,7 @@ async def test_a_cancelled_waiter_gets_no_worker(promoted: bool) -> None:
 
 
 async def test_a_compilation_that_waited_too_long_leaves_the_queue_and_the_others_keep_their_place() -> None:
-    queue = CompileQueue(1, 0.05)
+    queue = CompileQueue(1, 1.5)
     await queue.acquire()
     promoted = asyncio.create_task(queue.acquire("promoted"))
     await settled()
