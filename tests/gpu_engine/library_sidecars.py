@@ -37,7 +37,7 @@ from shared_mem.channel import EngineEnd, GrammarEnd
 from shared_mem.layout import Layout, RowKind
 from shared_mem.segment import Segment
 from tests.fakes import EOS
-from tests.gpu_engine.harness import UNHURRIED_MS, Answer, answer_all, answer_each, running, with_drafts
+from tests.gpu_engine.harness import PATIENCE_S, UNHURRIED_MS, Answer, answer_all, answer_each, running, with_drafts
 
 PATIENT = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
 """Settings of an engine in which no row is late."""
@@ -172,7 +172,7 @@ class Sidecars:
                 alone = sum(map(len, grammar.filled.values()))
                 assert stats["filled_rows"] >= alone > 0 if stats["batched_records"] else stats["filled_rows"] == alone
             finally:
-                assert grammar.worker.stop()
+                assert grammar.worker.stop(PATIENCE_S)
 
 
 class Case(Protocol):

@@ -21,12 +21,24 @@ from gpu_engine.api.errors import LimitExceeded
 from gpu_engine.api.request import FinishReason, GrammarExact, GrammarKind, GrammarSpec
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel, load_model
+from shared_mem.channel import Record
 from shared_mem.layout import Stage
 from tests.fakes import EOS
-from tests.gpu_engine.harness import Answer, answer_all, ask, config, tokens, until_false, with_drafts
+from tests.gpu_engine.harness import (
+    PATIENCE_S,
+    Answer,
+    Hold,
+    answer_all,
+    ask,
+    config,
+    held,
+    tokens,
+    until_false,
+    with_drafts,
+)
 from tests.gpu_engine.library_sidecars import EACH_LIBRARY, PATIENT, Sidecars, compare
 from tests.gpu_engine.made_requests import changed
-from tests.gpu_engine.toy_sidecar import guided_engine
+from tests.gpu_engine.toy_sidecar import CrashError, guided_engine
 
 PROMPT = tokens(40, 1, repeat=20)
 BOUND = GrammarExact(2000, 600.0)
@@ -225,11 +237,21 @@ def test_a_killed_grammar_process_changes_no_exact_answer(random_llama: LoadedMo
         wanted = toy_answers(engine)
         assert max(answer.telemetry.exact_tries for answer in wanted) > 1
     with guided_engine(random_llama, settings) as (engine, grammar):
+        kills = 0
+
+        def die(record: Record) -> None:
+            """Die three times, each time at the third try that begins anew."""
+            nonlocal kills
+            if kills < 3 and sum(each.stage == Stage.FORK for each in grammar.sidecar.records) == 3:
+                kills += 1
+                raise CrashError
+
+        grammar.before = grammar.sidecar.before = die
         answers = [toy_request(seed) for seed in range(3)]
         for answer in answers:
             answer.submit(engine)
         for _ in range(3):
-            until_false(lambda: sum(record.stage == Stage.FORK for record in grammar.sidecar.records) < 3)
+            assert grammar.sidecar.crashed.wait(PATIENCE_S)
             grammar.lose_sidecar(engine)
             grammar.restore_sidecar(engine)
         for answer in answers:
@@ -281,10 +303,12 @@ def test_a_learner_that_is_aborted_or_preempted_leaves_the_shared_tries_to_the_n
     for settings in (with_drafts(3, **PATIENT), small):
         with sidecars.engine(settings, logs=False) as (engine, _):
             aborted, *rest = answers()
-            for answer in (aborted, *rest):
-                answer.submit(engine)
-            until_false(lambda: aborted.telemetry.exact_tokens < 3)  # noqa: B023 - waits here
-            engine.abort(aborted.request.request_id)
+            hold = Hold(engine, lambda: aborted.telemetry.exact_tokens >= 3)  # noqa: B023 - not used after the engine
+            with held(engine):  # until each has its telemetry
+                for answer in (aborted, *rest):
+                    answer.submit(engine)
+            with hold.reached():
+                engine.abort(aborted.request.request_id)
             for answer in (aborted, *rest):
                 answer.wait()
             assert aborted.finish is FinishReason.ABORTED
