@@ -223,9 +223,10 @@ async def test_nothing_is_sent_again_after_the_first_response_or_the_timeout(twi
     server.script = script
     with pytest.raises(Unavailable):
         await twin.call("generate", "x")
+    assert len(server.requests) == 1
     with pytest.raises(TimedOut):
         await twin.call("generate", "late", timeout_s=0.2)
-    assert len(server.requests) == 2
+    assert len(server.requests) <= 2  # on a busy machine the call may end before the server sees it
 
 
 async def test_leaving_a_stream_cancels_its_call(twin: Twin, server: Scripted) -> None:

@@ -261,7 +261,7 @@ async def test_a_client_that_leaves_or_a_deadline_frees_every_sequence(tmp_path:
         assert s.grammar.forgotten == ["x"]
         await eventually(lambda: not len(s.calls))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            assert not [each async for each in s.client.generate(ask(), timeout_s=1.0)]
+            assert not [each async for each in s.client.generate(ask(), timeout_s=3.0)]
         assert caught.value.code() is Code.DEADLINE_EXCEEDED
         await eventually(lambda: s.engine.dropped == s.engine.submitted and len(s.engine.dropped) == 3)
 

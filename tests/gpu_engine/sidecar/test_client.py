@@ -31,7 +31,7 @@ from gpu_engine.api.errors import (
 from gpu_engine.api.request import GrammarExact, GrammarKind, GrammarOwner, GrammarSpec, Request
 from gpu_engine.sidecar.client import GrammarClient
 from gpu_engine.sidecar.compilations import grammar_error
-from gpu_engine.sidecar.link import GrammarLink, GrammarSetup, segment_hand_over
+from gpu_engine.sidecar.link import TOLD_S, GrammarLink, GrammarSetup, segment_hand_over
 from protos.grammar.v1 import grammar_pb2 as gpb
 from protos.grammar.v1 import grammar_pb2_grpc
 from shared_mem.channel import EngineEnd
@@ -279,8 +279,10 @@ async def test_the_process_is_configured_and_compiles_in_turns_and_within_the_ti
         assert list(message.stop_token_ids) == [2]
         assert s.client.backends == (gpb.BACKEND_LLGUIDANCE,)
         assert s.channel.words == []
-        stats = await s.client.stats()
-        assert (stats.starts, stats.ready, stats.matchers, stats.cached_grammars) == (1, True, 4, 5)
+        async with asyncio.timeout(60):
+            while not (stats := await s.client.stats()).ready:  # noqa: ASYNC110 - as in `eventually`
+                await asyncio.sleep(0.01)
+        assert (stats.starts, stats.matchers, stats.cached_grammars) == (1, 4, 5)
         await s.client.compile(spec("a"))
         await s.client.compile(
             replace(spec("b"), backend=gpb.BACKEND_AUTO, owner=GrammarOwner("", "acme", 1, 1, 0, 2.5))
@@ -372,7 +374,7 @@ async def test_whatever_a_grammar_waits_for_counts_toward_one_limit_which_ends_n
     tmp_path: Path,
 ) -> None:
     ours = GrammarOwner("", "acme", max_compilations=1, max_waiting=1, max_bytes=0)
-    async with connected(tmp_path, wait_s=0.2, compile_timeout_s=0.1) as s:
+    async with connected(tmp_path, wait_s=1.2, compile_timeout_s=0.8) as s:
         s.process.hold_compile.clear()
         s.open(0, source="running")
         auto = replace(spec("auto"), backend=gpb.BACKEND_AUTO)
@@ -383,13 +385,14 @@ async def test_whatever_a_grammar_waits_for_counts_toward_one_limit_which_ends_n
         results = await ended
         assert [type(result) for result in results] == [LimitExceeded] * 3
         assert {str(result).partition(" of its")[0] for result in results} == {
-            "grammar: compile_timeout_s: the grammar was not ready within 0.3 s"
+            "grammar: compile_timeout_s: the grammar was not ready within 2 s"
         }
-        assert "0.2 s to wait (grammar_wait_s) and 0.1 s to compile" in str(results[0])
+        assert "1.2 s to wait (grammar_wait_s) and 0.8 s to compile" in str(results[0])
         await s.called("compile cancelled", 2)
         s.process.hold_compile.set()
         await s.opened()
         assert s.engine.failed == []
+        s.link.compile_timeout_s = 60.0
         assert (await s.client.compile(waiting[1])).grammar_id == "id:waits for its turn"
 
 
@@ -675,7 +678,7 @@ async def test_after_the_process_is_given_up_no_request_waits_until_one_comes(tm
 
 
 async def test_a_process_without_heartbeats_is_lost_and_what_it_compiles_is_compiled_again(tmp_path: Path) -> None:
-    async with connected(tmp_path, silence_s=0.3) as s:
+    async with connected(tmp_path, silence_s=2 * TOLD_S) as s:  # longer than any silence that is none
         s.link.retire_s = 0.05
         assert s.channel.beats > 0
         s.process.hold_compile.clear()
@@ -726,11 +729,11 @@ async def test_only_a_heartbeat_ends_a_silence(tmp_path: Path) -> None:
 
 
 async def test_a_process_that_is_attached_again_in_time_is_not_killed(tmp_path: Path) -> None:
-    async with connected(tmp_path, silence_s=1.0, was_attached=True) as s:
+    async with connected(tmp_path, silence_s=3.0, was_attached=True) as s:
         await s.dies()
         await s.process.start()
         await eventually(lambda: s.link.attached == 2)
-        await asyncio.sleep(1.1)
+        await asyncio.sleep(3.1)
         assert s.link.up
         assert s.stuck == []
 

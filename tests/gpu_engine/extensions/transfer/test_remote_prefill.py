@@ -254,7 +254,8 @@ async def test_pages_that_do_not_fit_and_streams_that_end_early_fail_the_fetch(t
         transfer_pb2_grpc.add_KvTransferServicer_to_server(engine, server)
         server.add_insecure_port(address)
         await server.start()
-        transport, found, failure = GrpcTransport(address, timeout_s=0.5), 0, None
+        timeout_s = 2.0 if reason is Fallback.SLOW else 60.0
+        transport, found, failure = GrpcTransport(address, timeout_s=timeout_s), 0, None
         try:
             async for piece in transport.fetch(wanted, 1, FORM):
                 found += piece.num_pages
