@@ -33,6 +33,7 @@ from lockstep_client import (
 from lockstep_client.schemas import schema_of
 from tests.docs.pages import ROOT, Snippet, snippets
 from tests.e2e.conftest import RunningServer
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.model
 
@@ -76,12 +77,13 @@ def test_a_grammar_of_every_kind_holds(client: Client, grammar: Grammar, pattern
     assert re.fullmatch(pattern, answer.text, re.DOTALL)
 
 
-def test_the_other_calls_are_answered(client: Client) -> None:
-    info, stats = client.model_info(), client.stats()
+async def test_the_other_calls_are_answered(client: Client) -> None:
+    await eventually(lambda: client.stats().grammar_ready)
+    info = client.model_info()
     assert (info.model, info.model_type, info.max_model_len, info.max_batch_size) == ("embedded", "llama", 512, 8)
     assert info.num_parameters == 134_515_008
     assert set(info.backends) == {"llguidance", "xgrammar"}
-    assert (stats.num_slots, stats.grammar_ready) == (8, True)
+    assert client.stats().num_slots == 8
     tokens = client.tokenize("Hello world", with_texts=True, add_special_tokens=False)
     assert client.detokenize(tokens.token_ids) == "".join(tokens.texts) == "Hello world"
     assert len(client.tokenize(messages="Hello").token_ids) > len(tokens.token_ids)
