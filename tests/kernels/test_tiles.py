@@ -26,9 +26,16 @@ from tests.kernels.library_copy import NATIVE, OPTIONS, SCALAR, build, package_c
 
 HERE = Path(__file__).parent
 FORWARDS = (
-    "a_row_has_the_same_bits_whatever_else_is_in_the_call",
-    "rows_of_a_forward_that_threads_share_by_rows_are_those_of_one_thread",
+    "test_masked_head.py",
+    "test_quantised.py::test_a_row_has_the_same_bits_whatever_else_is_in_the_call",
+    "test_quantised.py::test_rows_of_a_forward_that_threads_share_by_rows_are_those_of_one_thread",
+    "test_mixtures.py::test_a_row_has_the_same_bits_in_any_company_and_on_every_unit",
+    "test_latent.py::test_a_forward_of_many_rows_has_the_bits_of_few",
+    "test_latent.py::test_rows_that_two_members_share_have_the_same_bits_in_smaller_calls",
+    "recurrent/test_forwards.py::test_a_row_has_the_same_bits_with_any_drafts_and_in_any_company",
+    "recurrent/test_forwards.py::test_rows_that_threads_share_by_rows_are_those_of_one_thread",
 )
+"""Tests of models whose calls of many rows are compared with calls of few, which fill no tile."""
 UNITS = ("x86_64_v3", "x86_64_avxvnni", "x86_64_v4", "x86_64_vnni")
 
 pytestmark = [
@@ -112,15 +119,15 @@ def test_operations_on_tiles_are_those_of_the_compiler(tmp_path: Path) -> None:
 
 
 def test_whole_forwards_over_tiles_have_the_bits_of_few_rows(root: Path, tmp_path: Path) -> None:
-    """Forwards and masked heads compare calls of many rows, which run on tiles here, with calls of one to three."""
+    """Forwards and masked heads run calls of many rows on tiles here."""
     package = package_copy(tmp_path)
     set_level(package / "native" / "dispatch.c", 5)
     tiles = ("-include", str(HERE / "emulated_tiles.h"), "-DTILES_FROM(w)=1")
     build(package, ["x86_64_vnni.c", "dispatch.c", *SCALAR], ("-O1", *tiles))
-    tests = ["tests/gpu_engine/model/test_masked_head.py"]
-    tests += [f"tests/gpu_engine/model/test_quantised.py::test_{name}" for name in FORWARDS]
+    tests = [f"tests/gpu_engine/model/{name}" for name in FORWARDS]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
-    command += ["-o", f"pythonpath={tmp_path} . client", "-k", "llama or head", *tests]
+    # Of the dense models, one.
+    command += ["-o", f"pythonpath={tmp_path} . client", "-k", "llama or not test_quantised", *tests]
     done = subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert " passed" in done.stdout
