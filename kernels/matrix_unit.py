@@ -46,6 +46,8 @@ _KEY = re.compile(rf"(?:{'|'.join(BlockKind.__members__)})(?: with offsets)?, \d
 _ROUNDS = 11
 _WEIGHTS = 1 << 19
 """Of a matrix that is timed: it lies in the second cache."""
+_OUTPUTS = 256
+"""It has at least: rows are quantised and laid out once for all outputs, which have to outweigh that."""
 _MAX_CPUS, _MAX_CHOICES = 8, 64
 """Of the file."""
 
@@ -104,7 +106,7 @@ class MatrixUnit:
 
     def _measured(self, kind: BlockKind, offsets: bool, num_inputs: int) -> int:
         """Return the smallest number of rows from which on the unit is faster."""
-        weights = _random(kind, offsets, max(32, _WEIGHTS // num_inputs // 32 * 32), num_inputs)
+        weights = _random(kind, offsets, max(_OUTPUTS, _WEIGHTS // num_inputs // 32 * 32), num_inputs)
         best = 0
         for rows in reversed(ROWS):
             calls, gains = pair(weights, rows), []
