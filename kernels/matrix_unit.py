@@ -36,7 +36,7 @@ from kernels.vector_unit import WITH_TILES, unit_level, unit_name
 log = logging.getLogger(__name__)
 
 ROWS = (16, 32, 48)
-"""Numbers of rows that are timed: a tile has 16, and up to three of them share the weights that one unpacks."""
+"""Numbers of rows that are timed: a tile has 16, and up to three of them share weights that are unpacked once."""
 GAIN = 1.05
 """The unit is chosen from the rows on where it is at least so much faster, there and at all larger numbers."""
 BUDGET_S = 0.3
@@ -45,9 +45,9 @@ CHOICES = (0, *ROWS)
 _KEY = re.compile(rf"(?:{'|'.join(BlockKind.__members__)})(?: with offsets)?, \d{{1,9}} inputs")
 _ROUNDS = 11
 _WEIGHTS = 1 << 19
-"""Of a matrix that is timed: it lies in the second cache."""
+"""Of a matrix that is timed, or somewhat more: it lies in the second cache."""
 _OUTPUTS = 256
-"""It has at least: rows are quantised and laid out once for all outputs, which have to outweigh that."""
+"""The fewest outputs of that matrix: rows are quantised and laid out once for all of them, which has to be little."""
 _MAX_CPUS, _MAX_CHOICES = 8, 64
 """Of the file."""
 

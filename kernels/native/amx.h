@@ -3,7 +3,7 @@
  * A tile multiplies 16 rows of activations by 16 outputs over one block of 32 inputs, or over one of its two parts; rows that
  * fill no tile are left to the vector unit. The sums are integers and hence exact; they go through memory into the same fused
  * operations, in the same order, as group_tile's. The packed weights are shared with the other units: four neighbouring
- * inputs of 16 outputs are a row of 64 bytes here as there. A panel of them is made signed bytes in L1, for all rows of a call.
+ * inputs of 16 outputs are a row of 64 bytes here as there. A panel of them is made signed bytes in L1, for up to STEP_ROWS rows.
  *
  * Each thread configures its own tiles when its first product needs them, and releases them at the end of the call: tiles in
  * use make a context switch 8 KB dearer. Not responsible for: the permission to use tiles (see amx.c), and from how many rows
@@ -64,13 +64,14 @@ typedef ints tile_sums[TILE_ROWS];
 
 /* A panel of 16 outputs, and a tile of rows. */
 struct panel_place {
-    uint8_t (*panel)[TILE_BYTES];
+    const uint8_t *panel;               /* [block][TILE_BYTES] */
     const uint16_t *scales;             /* [block][part][GROUP] */
     const uint16_t *offsets;            /* [block][GROUP] */
     const int8_t *quants;               /* [row][block][32] */
     const float *row_scales, *row_sums; /* [block][room] */
-    int64_t room, inputs, count;        /* blocks */
-    float *out;                         /* [row][stride]: the sums of the panels before, and then with this one's */
+    int64_t room, inputs;
+    int64_t count; /* blocks */
+    float *out;    /* [row][stride]: reads the sums of the panels before this one, and writes those that include it */
     int64_t stride;
     const float *bias; /* of the outputs, where this panel is the last */
     int begins;        /* the panel is the first */
@@ -82,17 +83,17 @@ struct panel_place {
 };
 
 /* Add the products of part k, of the parts of all blocks, whose sums are in memory. While tiles are in use, port 5 takes no fused
- * operation and no conversion, and these are what a product waits for. So integers become floats by WHOLE_BITS: by an addition,
- * which port 5 takes, or from the start on, where loads wait less than port 5 (see MULTIPLY). */
+ * operation and no conversion, and these are what a product waits for. So integers become floats by an addition of WHOLE_BITS,
+ * which port 5 takes. With offsets, which have one fused operation more, the tile starts with them: a load, no addition. */
 INLINE void add_block(const struct panel_place *p, int64_t k, tile_sums sums, int form, floats *acc) {
     const floats scale = half_floats(p->scales + k * GROUP), whole = times(scale, splat(-WHOLE));
     const int64_t block = k / parts_of(form);
     const int last_part = (k + 1) % parts_of(form) == 0;
     const float *row_scales = p->row_scales + block * p->room, *row_sums = p->row_sums + block * p->room;
-    floats offset = scale;
+    floats offset = splat(0.0f);
+    if (p->scales_ahead) __builtin_prefetch(p->scales_ahead + k * GROUP);
     if (last_part) {
         for (int64_t i = 0; i < p->lines; i++) __builtin_prefetch(p->ahead + (block * p->lines + i) * LINE, 0, 2);
-        if (p->scales_ahead) __builtin_prefetch(p->scales_ahead + k * GROUP);
         if (p->offsets_ahead) __builtin_prefetch(p->offsets_ahead + block * GROUP);
     }
     if (has_offsets(form) && last_part) offset = half_floats(p->offsets + block * GROUP);
@@ -121,7 +122,7 @@ INLINE void panel_tile(const struct panel_place *p, int form) {
         else                                                                                                           \
             TILE_ZERO(t);                                                                                              \
         TILE_LOAD(a, p->quants + (k) * inputs, p->inputs);                                                             \
-        TILE_LOAD(b, p->panel[0] + (k) * tile_bytes, 64);                                                              \
+        TILE_LOAD(b, p->panel + (k) * tile_bytes, 64);                                                                 \
         TILE_DOT(t, a, b);                                                                                             \
     } while (0)
 #define KEEP(t, k)                                                                                                     \
@@ -170,18 +171,19 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
     const int form = form_of(w);
     const int64_t blocks = w->inputs / QBLOCK, bytes = bytes_of(form), parts = parts_of(form);
     /* About equal panels: the first sums of a panel are waited for. */
-    const int64_t panels = (blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS, most = (blocks + panels - 1) / panels;
-    uint8_t panel[PANEL_BLOCKS][TILE_BYTES] __attribute__((aligned(64)));
+    const int64_t panels = (blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS;
+    uint8_t panel[PANEL_BLOCKS * TILE_BYTES] __attribute__((aligned(64)));
     const int64_t turns = GROUP / LANES * (rows / TILE_ROWS), each = 2 * bytes / LINE,
                   lines = (each + turns - 1) / turns;
     configure_tiles(QBLOCK / parts);
-    for (int64_t k = 0; k < blocks; k += most) {
-        const int64_t numbers = (g * blocks + k) * GROUP, count = blocks - k < most ? blocks - k : most;
+    for (int64_t i = 0; i < panels; i++) {
+        const int64_t k = blocks * i / panels, count = blocks * (i + 1) / panels - k;
+        const int64_t numbers = (g * blocks + k) * GROUP;
         const int64_t next = numbers + count * GROUP;
         int64_t turn = 0;
         for (int64_t half = 0; half < GROUP / LANES; half++) {
-            const float *bias = w->bias && k + most >= blocks ? w->bias + g * GROUP + half * LANES : 0;
-            unpack[form](w->quants + (2 * (g * blocks + k) + half) * bytes, count, panel[0]);
+            const float *bias = w->bias && i == panels - 1 ? w->bias + g * GROUP + half * LANES : 0;
+            unpack[form](w->quants + (2 * (g * blocks + k) + half) * bytes, count, panel);
             for (int64_t r = 0; r < rows; r += TILE_ROWS, turn++) {
                 const struct panel_place place = {
                     .panel = panel,
@@ -198,7 +200,7 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
                     .bias = bias,
                     .begins = !k,
                     .ahead = w->quants + next / GROUP * 2 * bytes + turn * lines * count * LINE,
-                    .lines = lines,
+                    .lines = turn * lines < each ? lines : 0,
                     .scales_ahead = turn ? 0 : w->scales + parts * next,
                     .offsets_ahead = turn || !has_offsets(form) ? 0 : w->offsets + next};
                 multiply[form](&place);

@@ -660,7 +660,7 @@ static void group_rows(const struct block_weights *w, int64_t g, const struct bl
 }
 
 /* Before a loop of products of `rows` rows by such a matrix: `x` as they take it. If they are for tiles, the members lay out
- * the numbers of `all` its rows by blocks, as a tile of rows reads them. Whoever passes `x` as it is multiplies without tiles. */
+ * the numbers of its first `all` rows by blocks, as a tile of rows reads them. Whoever passes `x` as it is multiplies without tiles. */
 INLINE struct block_rows ready_rows(struct member *m, const struct block_weights *w, const struct block_rows *x,
                                     int64_t rows, int64_t all) {
     struct block_rows ready = *x;

@@ -4,8 +4,8 @@
  * to the attention gets the attention's input. Instead of attention, or next to it, a layer may have a recurrence
  * (recurrent_layer.h); it may also have only these, or only a block. A layer may have an input of its own after that (see
  * layer_inputs.h), and may read the keys and values of an earlier one. Its attention may be latent (latent_layer.h). Each
- * function below is a loop that the team shares, in their order; with many rows and no experts it is a loop over a chunk of
- * rows that one member has. Between products everything is fp32; keys and values are rounded to the pages' dtype. Padding
+ * function below is loops that the team shares, in their order; with many rows and no experts they are over a chunk of rows
+ * that one member has. Between products everything is fp32; keys and values are rounded to the pages' dtype. Padding
  * is dropped in front: only rows with a position are computed. Invariant: a row depends only on its own sequence, bit for
  * bit, whatever else is in the call. Not responsible for: the ownership of pages and weights.
  */
@@ -635,7 +635,7 @@ static void after_latent(struct member *m, const struct forward_args *a, const s
 }
 
 /* A layer up to the keys and values, which attention has of all rows, or up to its block if it has only that. Each function
- * is a loop that the members share. */
+ * is loops that the members share. */
 static void before_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                              const struct forward_work *w, const struct forward_layer *last) {
     const struct paged_attention_args attention = attention_of(a, l, w);
@@ -837,7 +837,7 @@ static void layers_by_outputs(struct member *m, const struct forward_args *a, co
 }
 
 #define MEMBER_ROWS 48 /* rows for every member from which on they share rows */
-#define CHUNK_ROWS 36  /* about: a chunk's activations lie in L2, and it reads all weights of a layer */
+#define CHUNK_ROWS 36  /* about, without tiles: a chunk's activations lie in L2, and it reads all weights of a layer */
 
 /* Few rows of many take the same expert, so members that shared the rows would all read all experts. */
 static int by_rows(const struct member *m, const struct forward_args *a, int64_t rows) {
@@ -845,28 +845,39 @@ static int by_rows(const struct member *m, const struct forward_args *a, int64_t
 }
 
 #if HAS_TILES
-/* Whole tiles, at least `least` rows, of which the busiest member has the fewest. */
-static int64_t rows_of_tiles(const struct member *m, int64_t rows, int64_t least) {
+/* A chunk of whole tiles, of at least `least` rows: the size that leaves the busiest member the fewest rows. 0: with every size
+ * that member has more than `most`. */
+static int64_t rows_of_tiles(const struct member *m, int64_t rows, int64_t least, int64_t most) {
     static const int64_t sizes[] = {STEP_ROWS, STEP_ROWS + TILE_ROWS, STEP_ROWS - TILE_ROWS};
-    int64_t chunk = 0, fewest = 0;
-    for (int i = 0; i < 3 && sizes[i] >= least; i++) {
+    int64_t chunk = 0;
+    for (int i = 0; i < 3; i++) {
         const int64_t whole = rows / sizes[i], turns = whole / m->threads, left = rows % sizes[i];
         const int64_t busiest = turns * sizes[i] + (whole % m->threads ? sizes[i] : left);
-        if (!chunk || busiest < fewest) chunk = sizes[i], fewest = busiest;
+        if (sizes[i] < least || busiest > most) continue;
+        chunk = sizes[i];
+        most = busiest - 1;
     }
     return chunk;
 }
+
+/* The rows from which on the first gated block of a model uses tiles; 0: never. */
+static int64_t tiles_from(const struct forward_args *a) {
+    for (const struct forward_layer *l = a->layers; l < a->layers + a->num_layers; l++)
+        if (l->gate_up.quants) return TILES_FROM(&l->gate_up);
+    return 0;
+}
 #endif
 
-/* As many chunks for each member, of about CHUNK_ROWS rows. */
+/* As many chunks for each member, of about CHUNK_ROWS rows; or whole tiles, unless a member would have much more of them. */
 static int64_t rows_of_chunk(const struct member *m, const struct forward_args *a, int64_t rows) {
+    const int64_t round = CHUNK_ROWS * m->threads, rounds = (rows + round / 2) / round, chunks = m->threads * rounds;
+    const int64_t chunk = (rows + chunks - 1) / chunks;
 #if HAS_TILES
-    const int64_t least = TILES_FROM(&a->layers->gate_up);
-    if (least) return rows_of_tiles(m, rows, least);
+    const int64_t least = tiles_from(a), tiles = least ? rows_of_tiles(m, rows, least, chunk * rounds * 9 / 8) : 0;
+    if (tiles) return tiles;
 #endif
     (void)a;
-    const int64_t round = CHUNK_ROWS * m->threads, rounds = (rows + round / 2) / round, chunks = m->threads * rounds;
-    return (rows + chunks - 1) / chunks;
+    return chunk;
 }
 
 /* Many rows: the members share the rows. What a member writes is read by itself, from its own cache, except for keys and values;

@@ -118,8 +118,8 @@ static void mix_some(struct member *m, const struct mixture *mixture, const stru
     part.experts += begin * sizes->chosen;
     TEAM_FOR_CHUNKS(m, once, 1, 1) order_pairs(sizes, rows, t);
     TEAM_FOR(m, p, rows * sizes->chosen) copy_block_row(x, begin + t->rows[p], &w->taken, p);
-    const int64_t num_pairs = rows * sizes->chosen;
-    const struct block_rows taken = ready_rows(m, mixture->gate_up, &w->taken, num_pairs, num_pairs);
+    /* A row takes an expert once. */
+    const struct block_rows taken = ready_rows(m, mixture->gate_up, &w->taken, rows, rows * sizes->chosen);
     TEAM_FOR_CHUNKS(m, item, most_active(sizes, rows) * blocks, EXPERT_CHUNK) {
         const int64_t i = item / blocks, c = item % blocks;
         if (i >= *t->num_active) continue;
@@ -133,7 +133,7 @@ static void mix_some(struct member *m, const struct mixture *mixture, const stru
             quantise_gated(gate, p, pairs, c, &w->taken_gated);
         }
     }
-    const struct block_rows gated = ready_rows(m, mixture->down, &w->taken_gated, num_pairs, num_pairs);
+    const struct block_rows gated = ready_rows(m, mixture->down, &w->taken_gated, rows, rows * sizes->chosen);
     TEAM_FOR_CHUNKS(m, item, most_active(sizes, rows) * groups, EXPERT_CHUNK) {
         const int64_t i = item / groups, g = item % groups;
         if (i >= *t->num_active) continue;
