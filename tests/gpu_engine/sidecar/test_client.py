@@ -74,6 +74,7 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self._stack = AsyncExitStack()
         self._server: grpc.aio.Server
         self._peers: list[socket.socket] = []
+        self._receiving: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         self._server = grpc.aio.server()
@@ -82,20 +83,25 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         await self._server.start()
         self._listener = listen(self.directory / SOCKET_NAME)
         self._listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept())
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
-    async def _accept(self) -> None:
-        while True:
-            peer, _ = await asyncio.get_running_loop().sock_accept(self._listener)
-            self._peers.append(peer)
-            # An engine that was too slow comes again.
-            with suppress(SharedMemoryError):
-                segment = await asyncio.to_thread(recv_segment, peer)
-                segment.close()
+    def _accept(self) -> None:
+        """Take a connection at once: a task that is cancelled while it waits for one may lose it."""
+        peer, _ = self._listener.accept()
+        self._peers.append(peer)
+        self._receiving.append(asyncio.create_task(self._receive(peer)))
+
+    async def _receive(self, peer: socket.socket) -> None:
+        # An engine that was too slow comes again.
+        with suppress(SharedMemoryError):
+            segment = await asyncio.to_thread(recv_segment, peer)
+            segment.close()
 
     async def stop(self) -> None:
-        self._accepting.cancel()
-        await asyncio.wait([self._accepting])
+        asyncio.get_running_loop().remove_reader(self._listener)
+        for task in self._receiving:
+            task.cancel()
+        await asyncio.gather(*self._receiving, return_exceptions=True)
         self._listener.close()
         for peer in self._peers:
             peer.close()
