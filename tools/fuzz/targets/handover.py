@@ -31,7 +31,7 @@ def handover() -> Target:
 
     def run(data: bytes) -> None:
         mode, body = (data[0] if data else 0), data[1:]
-        before = len(os.listdir("/proc/self/fd"))
+        before = set(os.listdir("/proc/self/fd"))
         try:
             match mode % 3:
                 case 0:
@@ -42,7 +42,8 @@ def handover() -> Target:
                     _send(body, segment)
         except SharedMemoryError:
             pass
-        require(len(os.listdir("/proc/self/fd")) == before, "a descriptor is left behind")
+        # Fewer are no defect of the input: the collector may close what another part of the process left.
+        require(set(os.listdir("/proc/self/fd")) <= before, "a descriptor is left behind")
 
     return Target(run, mutate, max_bytes=2 * HEADER_BYTES + 64)
 
