@@ -4,7 +4,7 @@
  * to the attention gets the attention's input. Instead of attention, or next to it, a layer may have a recurrence
  * (recurrent_layer.h); it may also have only these, or only a block. A layer may have an input of its own after that (see
  * layer_inputs.h), and may read the keys and values of an earlier one. Its attention may be latent (latent_layer.h). Each
- * function below is loops that the team shares, in their order; with many rows and no experts they are over a chunk of rows
+ * function below has loops that the team shares, in their order; with many rows and no experts they are over a chunk of rows
  * that one member has. Between products everything is fp32; keys and values are rounded to the pages' dtype. Padding
  * is dropped in front: only rows with a position are computed. Invariant: a row depends only on its own sequence, bit for
  * bit, whatever else is in the call. Not responsible for: the ownership of pages and weights.
@@ -635,7 +635,7 @@ static void after_latent(struct member *m, const struct forward_args *a, const s
 }
 
 /* A layer up to the keys and values, which attention has of all rows, or up to its block if it has only that. Each function
- * is loops that the members share. */
+ * has loops that the members share. */
 static void before_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                              const struct forward_work *w, const struct forward_layer *last) {
     const struct paged_attention_args attention = attention_of(a, l, w);

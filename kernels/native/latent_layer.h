@@ -1,7 +1,7 @@
 /* Latent attention in a whole forward (see forward.h): what lies between a layer's first product and its last one, around the
  * attention. All numbers are fp32. See latent.h for the method.
  *
- * Each function is one loop or two that the team shares. Invariant: a row depends only on itself. Not responsible for: the attention,
+ * Each function has loops that the team shares. Invariant: a row depends only on itself. Not responsible for: the attention,
  * the pages.
  */
 #ifndef LOCKSTEP_LATENT_LAYER_H

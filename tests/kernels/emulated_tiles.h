@@ -28,6 +28,11 @@ static __thread struct {
     uint8_t data[8][16][64];
 } tiles;
 static _Atomic int threads_with_tiles;
+static _Atomic int64_t tile_dots; /* since the start; a process says at its end that there were some */
+
+__attribute__((destructor)) static void say_tile_dots(void) {
+    if (tile_dots) fprintf(stderr, "tiles: in use\n");
+}
 
 static inline void tile_fault_if(int wrong, const char *what) {
     if (!wrong) return;
@@ -93,6 +98,7 @@ static inline void tile_check_operands(int sums, int a, int b) {
 
 /* TDPBSSD: sums.row[m].dword[n] += the four signed products of a.row[m].dword[k] and b.row[k].dword[n], for each k. */
 static inline void tile_dot(int sums, int a, int b) {
+    tile_dots++;
     tile_check_operands(sums, a, b);
     for (int m = 0; m < tiles.rows[sums]; m++) {
         uint32_t row[16];

@@ -54,7 +54,9 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     sources = [HERE / "tile_products.c", NATIVE / "team.c"]
     command = ["gcc", "-O2", "-fPIC", "-shared", *OPTIONS, f"-I{NATIVE}", *map(str, sources), "-lm", "-o", str(made)]
     subprocess.run(command, check=True)
-    return ctypes.CDLL(str(made))
+    library = ctypes.CDLL(str(made))
+    library.dots_of_tiles.restype = ctypes.c_int64
+    return library
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +96,9 @@ def test_any_number_of_rows_on_any_number_of_threads_has_the_same_bits(emulated:
             torch.set_num_threads(1 + rows % 3)
             part_MK = x_MK[128 - rows :].contiguous()
             want = result(native().lockstep_block_linear, product, part_MK)
+            before = emulated.dots_of_tiles()
             assert result(emulated.lockstep_block_linear_emulated, product, part_MK, 1) == want, (K, rows)
+            assert (emulated.dots_of_tiles() > before) == (rows >= 16), rows
             assert emulated.tiles_in_use() == 0
 
 
@@ -118,16 +122,25 @@ def test_operations_on_tiles_are_those_of_the_compiler(tmp_path: Path) -> None:
     assert code[0] == code[1]
 
 
-def test_whole_forwards_over_tiles_have_the_bits_of_few_rows(root: Path, tmp_path: Path) -> None:
-    """Forwards and masked heads run calls of many rows on tiles here."""
-    package = package_copy(tmp_path)
+@pytest.fixture(scope="module")
+def over_tiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package, whose products of 16 rows and more run on tiles."""
+    folder = tmp_path_factory.mktemp("package")
+    package = package_copy(folder)
     set_level(package / "native" / "dispatch.c", 5)
     tiles = ("-include", str(HERE / "emulated_tiles.h"), "-DTILES_FROM(w)=1")
     build(package, ["x86_64_vnni.c", "dispatch.c", *SCALAR], ("-O1", *tiles))
-    tests = [f"tests/gpu_engine/model/{name}" for name in FORWARDS]
+    return folder
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_whole_forwards_over_tiles_have_the_bits_of_few_rows(root: Path, over_tiles: Path, name: str) -> None:
+    """Forwards and masked heads run calls of many rows on tiles here."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
     # Of the dense models, one.
-    command += ["-o", f"pythonpath={tmp_path} . client", "-k", "llama or not test_quantised", *tests]
+    command += ["-o", f"pythonpath={over_tiles} . client", "-k", "llama or not test_quantised"]
+    command += [f"tests/gpu_engine/model/{name}"]
     done = subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert " passed" in done.stdout
+    assert "tiles: in use" in done.stderr

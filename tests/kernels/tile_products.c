@@ -61,3 +61,6 @@ void reference_block_linear(const struct block_linear_args *a) {
 
 /* Threads whose tiles are configured: outside of a call, none may be. */
 int32_t tiles_in_use(void) { return threads_with_tiles; }
+
+/* Dot products of tiles so far. */
+int64_t dots_of_tiles(void) { return tile_dots; }
