@@ -12,7 +12,7 @@ import time
 
 import grpc
 
-from benchmarks.harness.flags import harness_parser
+from benchmarks.harness.flags import harness_parser, whole
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer, ServerOptions
 from benchmarks.harness.tables import number, table
@@ -74,10 +74,10 @@ def measure(stub: engine_pb2_grpc.EngineStub, width: int, max_tokens: int, count
 def main() -> int:
     """Measure and print."""
     parser = harness_parser(__doc__, EXAMPLES)
-    parser.add_argument("--width", type=int, default=4, help="beams, and sampled sequences (default: 4)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer (default: 64)")
-    parser.add_argument("--count", type=int, default=8, help="answers of each kind (default: 8)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of the model (default: 1)")
+    parser.add_argument("--width", type=whole(1), default=4, help="beams, and sampled sequences (default: 4)")
+    parser.add_argument("--max-tokens", type=whole(1), default=64, help="tokens of each answer (default: 64)")
+    parser.add_argument("--count", type=whole(1), default=8, help="answers of each kind (default: 8)")
+    parser.add_argument("--threads", type=whole(1), default=1, help="threads of the model (default: 1)")
     args = parser.parse_args()
     options = ServerOptions(dtype="auto", num_threads=args.threads, max_batch_size=max(4, args.width))
     try:

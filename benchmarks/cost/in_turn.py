@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from benchmarks.harness.flags import engine_options
+from benchmarks.harness.flags import engine_options, whole
 from benchmarks.harness.server import EngineServer
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
@@ -54,10 +54,10 @@ class Findings:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the measurement."""
     add = parser.add_argument
-    add("--num-draft-tokens", type=int, default=0, help="drafts per step (default 0)")
-    add("--concurrency", type=int, default=8, help="requests at once (default 8)")
-    add("--max-tokens", type=int, default=96, help="tokens of an answer (default 96)")
-    add("--rounds", type=int, default=3, help="rounds, the best of which counts (default 3)")
+    add("--num-draft-tokens", type=whole(0), default=0, help="drafts per step (default 0)")
+    add("--concurrency", type=whole(1), default=8, help="requests at once (default 8)")
+    add("--max-tokens", type=whole(1), default=96, help="tokens of an answer (default 96)")
+    add("--rounds", type=whole(1), default=3, help="rounds, the best of which counts (default 3)")
 
 
 async def _ask(

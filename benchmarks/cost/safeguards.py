@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.client import Call, EngineClient, make_call
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, some_of, whole
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, real, some_of, whole
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
@@ -297,7 +297,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--count", type=whole(1), help="only the first COUNT prompts of every safeguard")
     add("--max-tokens", type=whole(1), help="lower the token budget of every prompt")
     add_engine_flags(parser, "model", "dtype", "device", "threads", "k", "grammar-backend")
-    add("--at-least", type=float, metavar="RATIO", help="exit 1 where a median ratio is lower")
+    add("--at-least", type=real(0), metavar="RATIO", help="exit 1 where a median ratio is lower")
     add("--json", type=Path, metavar="FILE", help="write the ratios of every turn as JSON")
     return parser
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import grpc
 
-from benchmarks.harness.flags import harness_parser
+from benchmarks.harness.flags import harness_parser, whole
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import Progress, number, table
 from protos.engine.v1 import engine_pb2 as pb
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness_parser(__doc__, EXAMPLES)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6b", "1b"])
     parser.add_argument("--kinds", nargs="+", choices=ALL_KINDS, default=["q4_k_m", "q4_0", "q8_0", SAFETENSORS])
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=whole(1), default=2)
     parser.add_argument("--folder", help="where models are written; default: a temporary folder")
     parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python")
     parser.add_argument("--openvino-python", help="an interpreter that has openvino-genai")

@@ -24,7 +24,7 @@ from typing import Any, cast
 import grpc
 
 from benchmarks.faults.fuzz_cases import KINDS, FuzzCase, fuzz_case
-from benchmarks.harness.flags import harness_parser, list_of, one_of
+from benchmarks.harness.flags import harness_parser, list_of, one_of, real, whole
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.schemas import read_cases
 from protos.grammar.v1 import grammar_pb2 as pb
@@ -210,7 +210,7 @@ def read_arguments() -> argparse.Namespace:
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="FILE", help="schemas to mutate, in MaskBench's form")
-    add("--count", type=int, default=10_000, help="grammars to send (default 10000)")
+    add("--count", type=whole(1), default=10_000, help="grammars to send (default 10000)")
     add("--seed", type=int, default=1, help="another seed, other grammars (default 1)")
     add("--only", type=int, metavar="NUMBER", help="send only this case and print it")
     add(
@@ -219,8 +219,8 @@ def read_arguments() -> argparse.Namespace:
         default="llguidance,xgrammar,auto",
         help="backends, one case each in rotation (default: all three)",
     )
-    add("--concurrency", type=int, default=4, help="grammars in flight (default 4)")
-    add("--compile-timeout-s", type=float, default=2.0, help="the sidecar's setting (default 2)")
+    add("--concurrency", type=whole(1), default=4, help="grammars in flight (default 4)")
+    add("--compile-timeout-s", type=real(0), default=2.0, help="the sidecar's setting (default 2)")
     add("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json (default: the embedded model's)")
     add("--failures", type=Path, default=Path("fuzz_failures.jsonl"), metavar="FILE", help="where failures are written")
     return parser.parse_args()

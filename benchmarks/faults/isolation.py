@@ -29,7 +29,7 @@ from benchmarks.faults.attacks import (
     kills,
     under,
 )
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, some_of
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, real, some_of, whole
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer, ServerOptions
 from benchmarks.harness.streams import Streams, Window, Windows
@@ -245,20 +245,20 @@ def build_parser() -> argparse.ArgumentParser:
     spare = max(1, cores - 1)
     add(
         "--threads",
-        type=int,
+        type=whole(1),
         default=spare,
         help=f"threads of the model (default {spare}: one core remains for the rest)",
     )
     add("--tenants", action="store_true", help="a flooding tenant in place of the other scenarios")
     add("--only", default="", metavar="NAME,...", help="scenarios to run (default all)")
-    add("--seconds", type=float, default=20.0, help="length of a window (default 20)")
-    add("--rest", type=float, default=3.0, help="pause after an attack, in which its queues drain (default 3)")
-    add("--streams", type=int, default=2, help="steady streams of each kind (default 2)")
-    add("--max-tokens", type=int, default=96, help="tokens of an answer (default 96)")
-    add("--rate", type=float, default=100.0, help="flood: schemas a second (default 100)")
-    add("--hostile-rate", type=float, default=4.0, help="hostile: requests a second (default 4)")
-    add("--kill-every", type=float, default=2.0, help="kills: seconds between two (default 2)")
-    add("--burners", type=int, default=spare, help=f"burners: processes (default {spare}, as many as compile)")
+    add("--seconds", type=real(0), default=20.0, help="length of a window (default 20)")
+    add("--rest", type=real(0), default=3.0, help="pause after an attack, in which its queues drain (default 3)")
+    add("--streams", type=whole(1), default=2, help="steady streams of each kind (default 2)")
+    add("--max-tokens", type=whole(1), default=96, help="tokens of an answer (default 96)")
+    add("--rate", type=real(0), default=100.0, help="flood: schemas a second (default 100)")
+    add("--hostile-rate", type=real(0), default=4.0, help="hostile: requests a second (default 4)")
+    add("--kill-every", type=real(0), default=2.0, help="kills: seconds between two (default 2)")
+    add("--burners", type=whole(1), default=spare, help=f"burners: processes (default {spare}, as many as compile)")
     add("--nice", type=int, default=NICENESS, help=f"burners: their niceness (default {NICENESS}, the workers')")
     add("--server-flag", action="append", default=[], metavar="FLAG", help="a further flag of the server; repeatable")
     add("--plot", type=Path, metavar="FILE.png")

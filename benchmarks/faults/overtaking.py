@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.harness.flags import harness_parser
+from benchmarks.harness.flags import harness_parser, whole
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.tables import number, table
 from benchmarks.quality.maskbench import read_vocabulary
@@ -54,10 +54,12 @@ def main() -> int:
     parser = harness_parser(__doc__, EXAMPLES)
     parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a directory with one")
     parser.add_argument("--backend", default="llguidance", choices=NAMES)
-    parser.add_argument("--workers", type=int, default=1, help="compile_workers of the grammar process (default: 1)")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4], help="hostile clients (default: 1 4)")
+    parser.add_argument(
+        "--workers", type=whole(1), default=1, help="compile_workers of the grammar process (default: 1)"
+    )
+    parser.add_argument("--clients", type=whole(1), nargs="+", default=[1, 4], help="hostile clients (default: 1 4)")
     parser.add_argument("--hostile", nargs="+", default=["properties"], choices=_HOSTILE, help="(default: properties)")
-    parser.add_argument("--quick", type=int, default=40, help="ordinary schemas that are timed (default: 40)")
+    parser.add_argument("--quick", type=whole(1), default=40, help="ordinary schemas that are timed (default: 40)")
     parser.add_argument("--shares", action="store_true", help="the server knows its clients: each has its turn")
     args = parser.parse_args()
     header = ("hostile", "clients", "quick", "median", "longest", "hostile ended")

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from benchmarks.faults.attacks import Target
-from benchmarks.harness.flags import harness_parser
+from benchmarks.harness.flags import harness_parser, real, whole
 from benchmarks.harness.server import EngineServer, ServerOptions
 from benchmarks.harness.tables import Progress, table
 from gpu_engine.api.signed_statements import StatementRefused, checked_claims, read_key
@@ -326,11 +326,15 @@ def report(seen: Seen) -> str:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = harness_parser(__doc__, EXAMPLES)
-    made.add_argument("--count", type=int, default=500, help="receipts (default: %(default)s)")
-    made.add_argument("--rounds", type=int, default=2, help="servers that make receipts (default: %(default)s)")
-    made.add_argument("--concurrency", type=int, default=16, help="requests at a time (default: %(default)s)")
-    made.add_argument("--kill-every", type=float, default=5.0, help="seconds between two kills (default: %(default)s)")
-    made.add_argument("--kv-cache-tokens", type=int, default=1024, help="few, for preemptions (default: %(default)s)")
+    made.add_argument("--count", type=whole(1), default=500, help="receipts (default: %(default)s)")
+    made.add_argument("--rounds", type=whole(1), default=2, help="servers that make receipts (default: %(default)s)")
+    made.add_argument("--concurrency", type=whole(1), default=16, help="requests at a time (default: %(default)s)")
+    made.add_argument(
+        "--kill-every", type=real(0), default=5.0, help="seconds between two kills (default: %(default)s)"
+    )
+    made.add_argument(
+        "--kv-cache-tokens", type=whole(1), default=1024, help="few, for preemptions (default: %(default)s)"
+    )
     made.add_argument("--seed", type=int, default=1, help="of the requests (default: %(default)s)")
     made.add_argument("--model", default="embedded", help="(default: %(default)s)")
     made.add_argument("--dtype", default="auto", help="(default: %(default)s)")

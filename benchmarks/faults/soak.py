@@ -27,7 +27,7 @@ from benchmarks.faults.attacks import Target
 from benchmarks.faults.footprint import MIB, Sample, processes
 from benchmarks.faults.traffic import ADAPTER, KINDS, OK, TIMEOUT_S, Traffic
 from benchmarks.harness.client import make_call
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, real, whole
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer, free_port
 from benchmarks.harness.tables import Progress, number, table
@@ -365,15 +365,15 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--minutes", type=float, default=30.0, help="time under traffic (default 30)")
-    add("--clients", type=int, default=12, help="requests at a time (default 12)")
+    add("--minutes", type=real(0), default=30.0, help="time under traffic (default 30)")
+    add("--clients", type=whole(1), default=12, help="requests at a time (default 12)")
     add("--seed", type=int, default=1, help="of requests and faults (default 1)")
-    add("--fault-every", type=float, default=20.0, metavar="SECONDS", help="mean time between faults (default 20)")
-    add("--sample-every", type=float, default=2.0, metavar="SECONDS", help="time between two samples (default 2)")
-    add("--warm-rounds", type=int, default=3, help="requests of every kind before the first rest (default 3)")
-    add("--growth-mib", type=float, default=48.0, metavar="MIB", help="what a process may grow by (default 48)")
+    add("--fault-every", type=real(0), default=20.0, metavar="SECONDS", help="mean time between faults (default 20)")
+    add("--sample-every", type=real(0), default=2.0, metavar="SECONDS", help="time between two samples (default 2)")
+    add("--warm-rounds", type=whole(1), default=3, help="requests of every kind before the first rest (default 3)")
+    add("--growth-mib", type=real(0), default=48.0, metavar="MIB", help="what a process may grow by (default 48)")
     add(
-        "--max-slower", type=float, default=MAX_SLOWER, metavar="RATIO",
+        "--max-slower", type=real(0), default=MAX_SLOWER, metavar="RATIO",
         help=f"of the canary's latency, the last third over the first (default {MAX_SLOWER}); "
         "inf where other work runs on the machine",
     )  # fmt: skip

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.sections import SECTIONS
-from benchmarks.harness.flags import harness_parser
+from benchmarks.harness.flags import harness_parser, real
 from benchmarks.harness.tables import table
 from service_runtime.parent_death import dying_with_us
 
@@ -177,7 +177,7 @@ def main() -> int:
     add("--device", default="cuda", help="cuda, cuda:N or cpu (default cuda)")
     add("--quick", action="store_true", help="short sizes: to see that everything runs")
     add("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=f"some of: {', '.join(SECTIONS)}")
-    add("--budget-s", type=float, help="the whole run ends within this many seconds (default 580; on a CPU 2320)")
+    add("--budget-s", type=real(0), help="the whole run ends within this many seconds (default 580; on a CPU 2320)")
     add("--report", type=Path, metavar="FILE.md", help="write the report, which goes to stdout too")
     add("--json", type=Path, metavar="FILE.json", help="write everything as JSON, after each section")
     add("--resume", action="store_true", help="leave out the sections that ended well in the JSON file")

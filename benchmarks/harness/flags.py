@@ -114,7 +114,7 @@ _ENGINE_FLAGS: dict[str, dict[str, Any]] = {
         "default": len(os.sched_getaffinity(0)),
         "help": "threads of the engine (default: all cores)",
     },
-    "k": {"type": int, "default": 7, "help": "draft tokens per step (default 7)"},
+    "k": {"type": whole(0), "default": 7, "help": "draft tokens per step (default 7)"},
     "grammar-backend": {"default": "llguidance", "choices": ("llguidance", "xgrammar")},
 }
 _OPTIONS = {"threads": "num_threads", "k": "num_draft_tokens"}

@@ -174,7 +174,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME,...",
         help="without --data (default: all)",
     )
-    add("--max-tokens", type=int, default=128)
+    add("--max-tokens", type=whole(1), default=128)
     add(
         "--drafts",
         type=list_of(whole(1, MAX_DRAFT_TOKENS)),

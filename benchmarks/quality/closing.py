@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.client import Call, CallRefused, make_call
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, whole
 from benchmarks.harness.server import engine_address
 from benchmarks.harness.tables import Progress, table
 from benchmarks.harness.validity import COMPLETE, Judge, Verdict
@@ -57,10 +57,10 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
-    add("--count", type=int, default=200, help="pairs (default 200)")
+    add("--count", type=whole(1), default=200, help="pairs (default 200)")
     add("--seed", type=int, default=0, help="of schemas and limits (default 0)")
     add("--data", type=Path, metavar="FILE.jsonl", help="schemas from a file in MaskBench's form")
-    add("--concurrency", type=int, default=8)
+    add("--concurrency", type=whole(1), default=8)
     add("--address", metavar="HOST:PORT", help="use a running server instead of starting one")
     add_engine_flags(parser, "model", "dtype", "threads", "k", "grammar-backend")
     return parser

@@ -338,9 +338,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--address", metavar="HOST:PORT", help="use a running server instead of starting one")
     add("--count", type=whole(1), default=1000, help="answers of each grammar (default 1000)")
     add("--masked", type=whole(1), help="answers of masked sampling (default: as --count)")
-    add("--repeats", type=int, default=50, help="answers that are asked for again without drafts (default 50)")
+    add("--repeats", type=whole(0), default=50, help="answers that are asked for again without drafts (default 50)")
     add("--tries", type=whole(1), default=1000, help="most tries of an answer (default 1000)")
-    add("--shared-tries", type=int, default=0, help="tries that only teach, once for each grammar (default 0)")
+    add("--shared-tries", type=whole(0), default=0, help="tries that only teach, once for each grammar (default 0)")
     add(
         "--any-spelling", action="store_true", help="allow every spelling of a text in tokens, as the wanted one counts"
     )

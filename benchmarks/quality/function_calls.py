@@ -278,7 +278,7 @@ def build_parser() -> argparse.ArgumentParser:
         default="0,7",
         help="drafts a step, comma-separated; the first is the reference (default 0,7)",
     )
-    add("--max-tokens", type=int, default=256)
+    add("--max-tokens", type=whole(1), default=256)
     add("--concurrency", type=whole(1), default=8)
     add(
         "--backends",
@@ -288,7 +288,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--address", metavar="HOST:PORT", help="use a running gateway, with the backend that its engine has")
     add_engine_flags(parser, "model", "device", "threads")
-    add("--max-model-len", type=int, default=4096, help="tokens of a prompt and its answer (default 4096)")
+    add("--max-model-len", type=whole(1), default=4096, help="tokens of a prompt and its answer (default 4096)")
     add("--flags", default="", metavar="FLAGS", help="further flags for the engine, as one string")
     return parser
 

@@ -165,9 +165,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--positions", type=whole(2), default=512, help="tokens of the text (default 512)")
     add("--window", type=whole(2), default=128, help="tokens of a window; each starts without a context (default 128)")
-    add("--count", type=int, default=40, help="answers to compare (default 40); 0: none")
-    add("--max-tokens", type=int, default=32, help="tokens per answer (default 32)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of a forward (default: all cores)")
+    add("--count", type=whole(0), default=40, help="answers to compare (default 40); 0: none")
+    add("--max-tokens", type=whole(1), default=32, help="tokens per answer (default 32)")
+    add(
+        "--threads",
+        type=whole(1),
+        default=len(os.sched_getaffinity(0)),
+        help="threads of a forward (default: all cores)",
+    )
     add("--folder", help="where models are written, 1 GB at a time; default: a temporary folder")
     return parser
 

@@ -25,7 +25,7 @@ import numpy as np
 from llguidance import LLTokenizer
 from numpy.typing import NDArray
 
-from benchmarks.harness.flags import harness_parser
+from benchmarks.harness.flags import harness_parser, real, whole
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.shared_rows import SharedRows
 from grammar_service.backends.backend import Compiled, Matcher, MatcherFailed, Rows
@@ -362,9 +362,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="accept schemas with keywords that are not enforced, with warnings",
     )
     parser.add_argument("--verify", action="store_true", help="verify the answers to schemas that are not all enforced")
-    parser.add_argument("--limit", type=int, default=0, help="only the first N schemas")
+    parser.add_argument("--limit", type=whole(0), default=0, help="only the first N schemas")
     parser.add_argument("--whitespace", choices=["compact", "spaced", "bounded", "any"], default="any")
-    parser.add_argument("--compile-timeout-s", type=float, default=5.0)
+    parser.add_argument("--compile-timeout-s", type=real(0), default=5.0)
     parser.add_argument(
         "--compile-cpu",
         action="store_true",

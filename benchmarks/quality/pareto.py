@@ -141,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME,...",
         help="without --data",
     )
-    add("--max-tokens", type=int, default=96)
+    add("--max-tokens", type=whole(1), default=96)
     add(
         "--drafts",
         type=list_of(whole(1, MAX_DRAFT_TOKENS)),

@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.harness.client import Call, EngineClient, make_call
 from benchmarks.harness.comparison import first_difference
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, whole
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, real, whole
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, share, table
@@ -338,10 +338,10 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_flags(parser, "model", "threads", "grammar-backend")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of none, int8 and q4 (default bfloat16)")
     add("--text", type=Path, default=TEXT, metavar="FILE", help="text in UTF-8 (default: some 3,800 tokens of English)")
-    add("--window", type=int, default=512, help="tokens of a window; each starts without a context (default 512)")
+    add("--window", type=whole(1), default=512, help="tokens of a window; each starts without a context (default 512)")
     add("--count", type=whole(1), help="only the first COUNT prompts of chat and of extraction (default: 12 and 24)")
     add("--no-answers", action="store_true", help="start no servers; leaves out the columns from 'same tokens' on")
-    add("--at-most", type=float, metavar="PERCENT", help="exit 1 when auto's perplexity is further above none's")
+    add("--at-most", type=real(0), metavar="PERCENT", help="exit 1 when auto's perplexity is further above none's")
     add("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     return parser
 

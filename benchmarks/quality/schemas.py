@@ -151,7 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--count", type=whole(1), default=100, help="schemas, taken evenly from the file (default 100)")
     add("--group", help="only schemas of this group")
     add("--temperatures", type=list_of(real(0)), default="0,0.8", help="comma-separated (default 0,0.8)")
-    add("--max-tokens", type=int, default=256)
+    add("--max-tokens", type=whole(1), default=256)
     add("--concurrency", type=whole(1), default=8)
     add("--formats", action="store_true", help="let the judge assert `format`; without, it is an annotation (2020-12)")
     add("--address", metavar="HOST:PORT", help="use a running server instead of starting one")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.harness.client import Call, EngineClient
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, whole
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import EngineServer
 from benchmarks.harness.tables import Progress, number, table
@@ -119,16 +119,16 @@ async def measure(addresses: Sequence[str], args: argparse.Namespace) -> int:
     return differ
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add_engine_flags(parser, "model", "dtype", "device", "threads")
-    add("--count", type=int, default=1000, help="calls (default 1000)")
-    add("--concurrency", type=int, default=16, help="calls at a time (default 16)")
-    add("--block", type=int, default=50, help="calls to one server before the other's turn (default 50)")
-    add("--max-tokens", type=int, default=48, help="tokens of an answer (default 48)")
-    args = parser.parse_args()
+    add("--count", type=whole(1), default=1000, help="calls (default 1000)")
+    add("--concurrency", type=whole(1), default=16, help="calls at a time (default 16)")
+    add("--block", type=whole(1), default=50, help="calls to one server before the other's turn (default 50)")
+    add("--max-tokens", type=whole(1), default=48, help="tokens of an answer (default 48)")
+    args = parser.parse_args(argv)
     options = engine_options(args, max_batch_size=args.concurrency)
     with EngineServer(replace(options, prefix_cache=False)) as without, EngineServer(options) as with_cache:
         return int(asyncio.run(measure((without.address, with_cache.address), args)) > 0)

@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rank", type=whole(1), default=16, help="of the adapters (default: 16)")
     parser.add_argument("--rounds", type=whole(1), default=60, help="measurements of each (default: 60)")
-    parser.add_argument("--threads", type=int, default=0, help="threads; 0: the cores there are (default: 0)")
+    parser.add_argument("--threads", type=whole(0), default=0, help="threads; 0: the cores there are (default: 0)")
     args = parser.parse_args(argv)
     models = []
     for room in (0, 1 << 34):

@@ -175,7 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--context", type=whole(0), default=300, help="tokens before them (default: 300)")
     parser.add_argument("--rounds", type=whole(1), default=40, help="measurements of each (default: 40)")
-    parser.add_argument("--threads", type=int, default=0, help="threads on a CPU; 0: the cores there are (default: 0)")
+    parser.add_argument(
+        "--threads", type=whole(0), default=0, help="threads on a CPU; 0: the cores there are (default: 0)"
+    )
     parser.add_argument("--units", action="store_true", help="compare the vector units of this CPU instead")
     parser.add_argument(
         "--cpu-time", action="store_true", help="time of the one thread on its core, not on the wall: with --threads 1"

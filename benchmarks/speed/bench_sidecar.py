@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.gpu.guided import SCHEMA
 from benchmarks.gpu.models import widened
-from benchmarks.harness.flags import harness_parser
+from benchmarks.harness.flags import harness_parser, real, whole
 from benchmarks.harness.tables import number, table
 from grammar_service.backends.backend import Compiled, Matcher, Rows
 from grammar_service.backends.reasoning import ReasoningCompiled
@@ -71,14 +71,14 @@ def main() -> None:
     """Run the benchmark, print the table."""
     parser = harness_parser(__doc__, EXAMPLES)
     parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json (BPE), or a directory with one")
-    parser.add_argument("--vocab", type=int, default=49152, help="fill it up to so many tokens (default: 49152)")
+    parser.add_argument("--vocab", type=whole(1), default=49152, help="fill it up to so many tokens (default: 49152)")
     parser.add_argument("--stop", type=int, default=2, help="its stop token (default: 2)")
     parser.add_argument("--backend", default="llguidance", choices=NAMES)
-    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 7], metavar="K", help="(default: 0 7)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128], metavar="B")
-    parser.add_argument("--steps", type=int, default=60, help="of every pair of those (default: 60)")
-    parser.add_argument("--threads", type=int, default=3, help="the sidecar's `threads` (default: 3)")
-    parser.add_argument("--row-deadline-ms", type=float, default=2.0, help="the sidecar's (default: 2)")
+    parser.add_argument("--drafts", type=whole(0), nargs="+", default=[0, 7], metavar="K", help="(default: 0 7)")
+    parser.add_argument("--batches", type=whole(1), nargs="+", default=[1, 8, 32, 128], metavar="B")
+    parser.add_argument("--steps", type=whole(1), default=60, help="of every pair of those (default: 60)")
+    parser.add_argument("--threads", type=whole(1), default=3, help="the sidecar's `threads` (default: 3)")
+    parser.add_argument("--row-deadline-ms", type=real(0), default=2.0, help="the sidecar's (default: 2)")
     parser.add_argument("--alone", action="store_true", help="answer every record by itself, to compare")
     parser.add_argument("--after-reasoning", action="store_true", help="answers whose reasoning has just ended")
     args = parser.parse_args()

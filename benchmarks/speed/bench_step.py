@@ -180,10 +180,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", default=EMBEDDED_MODEL, help="as the engine's setting (default: embedded)")
     add("--lanes", type=list_of(whole(1)), default="1,8,16", help="sequences at once (default: 1,8,16)")
-    add("--num-draft-tokens", type=int, default=0, help="drafts per step (default: 0)")
-    add("--tokens", type=int, default=96, help="tokens of each sequence in a round (default: 96)")
+    add("--num-draft-tokens", type=whole(0), default=0, help="drafts per step (default: 0)")
+    add("--tokens", type=whole(1), default=96, help="tokens of each sequence in a round (default: 96)")
     add("--rounds", type=whole(1), default=5, help="rounds of each kind (default: 5)")
-    add("--threads", type=int, default=0, help="threads of the model; 0: the cores there are (default: 0)")
+    add("--threads", type=whole(0), default=0, help="threads of the model; 0: the cores there are (default: 0)")
     args = parser.parse_args(argv)
     rows = asyncio.run(run(args))
     heads = ("sequences", "step, ms", "guided, ms", "outside, ms", "guided outside, ms", "guided")

@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.harness.client import Call, EngineClient, make_call
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, one_of, whole
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, one_of, real, whole
 from benchmarks.harness.measure import Run, percentile
 from benchmarks.harness.server import ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, table
@@ -244,7 +244,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--old-flags", default="", metavar="FLAGS", help="further flags for the old server, as one string")
     add("--new-flags", default="", metavar="FLAGS", help="further flags for the new server, as one string")
-    add("--at-least", type=float, metavar="RATIO", help="exit 1 where the median ratio over all workloads is lower")
+    add("--at-least", type=real(0), metavar="RATIO", help="exit 1 where the median ratio over all workloads is lower")
     add("--json", type=Path, metavar="FILE", help="write the figures of every turn as JSON")
     return parser
 

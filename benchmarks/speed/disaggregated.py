@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, whole
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer, ServerOptions
 from benchmarks.harness.tables import Progress, number, table
@@ -146,12 +146,12 @@ def main() -> int:
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add_engine_flags(parser, "model", "dtype")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the one engine (default: the cores)")
-    add("--streams", type=int, default=2, help="answers that decode all the time (default 2)")
-    add("--stream-tokens", type=int, default=300, help="tokens of such an answer (default 300)")
-    add("--prompts", type=int, default=4, help="long prompts of a round (default 4)")
-    add("--prompt-tokens", type=int, default=1024, help="tokens of a long prompt (default 1024)")
-    add("--rounds", type=int, default=3, help="rounds of each way (default 3)")
+    add("--threads", type=whole(1), default=len(os.sched_getaffinity(0)), help="of the one engine (default: the cores)")
+    add("--streams", type=whole(1), default=2, help="answers that decode all the time (default 2)")
+    add("--stream-tokens", type=whole(1), default=300, help="tokens of such an answer (default 300)")
+    add("--prompts", type=whole(1), default=4, help="long prompts of a round (default 4)")
+    add("--prompt-tokens", type=whole(1), default=1024, help="tokens of a long prompt (default 1024)")
+    add("--rounds", type=whole(1), default=3, help="rounds of each way (default 3)")
     args = parser.parse_args()
     always = ("--grammar", "none", "--stream-pace-ms", "0", "--num-draft-tokens", "0")
     half = max(1, args.threads // 2)

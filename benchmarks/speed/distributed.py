@@ -134,7 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="embedded", help="model of the engine (default 'embedded')")
     add("--ranks", type=list_of(whole(1)), default="1,2", help="numbers of ranks; 1 is the reference (default 1,2)")
-    add("--threads", type=int, default=1, help="threads of each rank (default 1)")
+    add("--threads", type=whole(1), default=1, help="threads of each rank (default 1)")
     add("--count", type=whole(1), default=8, help="prompts, two of three guided (default 8)")
     add("--max-tokens", type=whole(1), default=48, help="tokens per answer (default 48)")
     add("--drafts", type=list_of(whole(0)), default="0,7", help="drafts per step to compare (default 0,7)")

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.harness.client import EngineClient
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, one_of, whole
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, one_of, real, whole
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import start_engine
 from benchmarks.harness.tables import Progress, number, table
@@ -121,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_flags(parser, "model", "dtype", "device", "threads", "k", "grammar-backend")
     add("--drafter", default="ngram", help="drafter of the server with drafts (default ngram)")
     add("--flags", default="", metavar="FLAGS", help="further flags for both servers, as one string")
-    add("--at-least", type=float, metavar="RATIO", help="exit 1 where a median ratio is lower")
+    add("--at-least", type=real(0), metavar="RATIO", help="exit 1 where a median ratio is lower")
     add("--json", type=Path, metavar="FILE", help="write the ratios of every round as JSON")
     return parser
 

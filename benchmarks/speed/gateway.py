@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.harness.client import CallRefused, EngineClient
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, one_of, whole
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, list_of, one_of, real, whole
 from benchmarks.harness.gateway import start_gateway
 from benchmarks.harness.server import start_engine
 from benchmarks.harness.tables import Progress, number, table
@@ -180,7 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=whole(1), help="lower the token budget of every prompt")
     add_engine_flags(parser, "model", "device", "threads")
     add("--flags", default="", metavar="FLAGS", help="further flags for the engine, as one string")
-    add("--at-least", type=float, metavar="RATIO", help="exit 1 where the ratio of the best rounds is lower")
+    add("--at-least", type=real(0), metavar="RATIO", help="exit 1 where the ratio of the best rounds is lower")
     return parser
 
 

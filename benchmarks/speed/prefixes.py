@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 
 from benchmarks.harness.client import Call, EngineClient, make_call
-from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser
+from benchmarks.harness.flags import add_engine_flags, engine_options, harness_parser, whole
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer
 from benchmarks.harness.tables import Progress, number, table
@@ -137,9 +137,9 @@ def main() -> int:
     parser = harness_parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add_engine_flags(parser, "model", "dtype", "device", "threads")
-    add("--count", type=int, default=16, help="extraction prompts (default 16)")
-    add("--conversations", type=int, default=4, help="conversations of three turns (default 4)")
-    add("--max-tokens", type=int, default=48, help="tokens of an answer (default 48)")
+    add("--count", type=whole(1), default=16, help="extraction prompts (default 16)")
+    add("--conversations", type=whole(1), default=4, help="conversations of three turns (default 4)")
+    add("--max-tokens", type=whole(1), default=48, help="tokens of an answer (default 48)")
     args = parser.parse_args()
     options = engine_options(args)
     with EngineServer(replace(options, prefix_cache=False)) as without, EngineServer(options) as with_cache:

@@ -93,14 +93,19 @@ def build_parser() -> argparse.ArgumentParser:
         default=len(os.sched_getaffinity(0)),
         help="threads of every system (default: all cores)",
     )
-    add("--k", type=int, default=7, help="draft tokens per step of this engine (default 7)")
+    add("--k", type=whole(0), default=7, help="draft tokens per step of this engine (default 7)")
     add(
         "--engine-flag", action="append", default=[], metavar="FLAG", help="for this engine: --engine-flag=--name=value"
     )
-    add("--lookup", type=int, default=7, help="prompt lookup tokens of transformers (default 7)")
-    add("--openvino-lookup", type=int, default=5, help="prompt lookup tokens of OpenVINO (default 5, as in its sample)")
-    add("--llama-ngram", type=int, default=7, help="n-gram draft tokens of llama.cpp (default 7)")
-    add("--vllm-ngram", type=int, default=4, help="n-gram draft tokens of vLLM (default 4)")
+    add("--lookup", type=whole(0), default=7, help="prompt lookup tokens of transformers (default 7)")
+    add(
+        "--openvino-lookup",
+        type=whole(0),
+        default=5,
+        help="prompt lookup tokens of OpenVINO (default 5, as in its sample)",
+    )
+    add("--llama-ngram", type=whole(0), default=7, help="n-gram draft tokens of llama.cpp (default 7)")
+    add("--vllm-ngram", type=whole(0), default=4, help="n-gram draft tokens of vLLM (default 4)")
     add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"), help="backend of this engine")
     add(
         "--workloads",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.cost import safeguards
+from benchmarks.faults import soak
 from benchmarks.harness.flags import (
     add_engine_flags,
     engine_options,
@@ -21,6 +22,7 @@ from benchmarks.harness.flags import (
 from benchmarks.harness.server import ServerOptions
 from benchmarks.quality import (
     acceptance,
+    closing,
     exact,
     function_calls,
     lossless,
@@ -30,6 +32,7 @@ from benchmarks.quality import (
     token_ids,
 )
 from benchmarks.speed import (
+    agents,
     bench_adapters,
     bench_forward,
     bench_products,
@@ -133,12 +136,15 @@ def test_a_wrong_part_is_named_with_what_is_allowed(
         (acceptance.build_parser().parse_args, "--variants ngram,grammar+masks", "grammar+masks"),
         (acceptance.build_parser().parse_args, "--variants ngram,+free", "+free"),
         (acceptance.build_parser().parse_args, "--groups extraction,nothing", "nothing"),
+        (agents.main, "--concurrency 0", "0"),
         (bench_adapters.main, "--lanes 1,x", "x"),
         (bench_forward.main, "--rows 1,-8", "-8"),
         (bench_products.main, "--shapes 8x32,8x31", "8x31"),
         (bench_products.main, "--kinds q4,q3", "q3"),
         (bench_step.main, "--lanes 1,,16", ""),
+        (bench_step.main, "--num-draft-tokens -1", "-1"),
         (builds.main, "--old DIR --concurrency 1,0", "0"),
+        (closing.main, "--concurrency 0", "0"),
         (distributed.main, "--shapes 1x1,4", "4"),
         (distributed.main, "--ranks 1,two", "two"),
         (drafts.build_parser().parse_args, "--workloads chat,,tools", ""),
@@ -154,6 +160,7 @@ def test_a_wrong_part_is_named_with_what_is_allowed(
         (schemas.main, "--data FILE --temperatures nan", "nan"),
         (serve.main, "--systems lockstep,nothing", "nothing"),
         (serve.main, "--workloads chat,nothing", "nothing"),
+        (soak.main, "--minutes -1", "-1"),
         (token_ids.main, "--record FILE --dtypes float16", "float16"),
     ],
 )
