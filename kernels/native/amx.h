@@ -158,7 +158,8 @@ INLINE void panel_tile(const struct panel_place *p, int form) {
     static __attribute__((noinline)) void panel_##form(const struct panel_place *p) { panel_tile(p, form); }
 EACH_FORM(PANEL_OF)
 
-/* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on: whole tiles, up to STEP_ROWS rows. */
+/* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on, up to STEP_ROWS. If the last ones fill no tile, theirs begins
+ * at rows before them, whose products are computed again and dropped. */
 static __attribute__((noinline)) void group_of_tiles(const struct block_weights *w, int64_t g,
                                                      const struct block_rows *x, int64_t first, int64_t rows,
                                                      float *out, int64_t stride) {
@@ -173,8 +174,9 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
     /* About equal panels: the first sums of a panel are waited for. */
     const int64_t panels = (blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS;
     uint8_t panel[PANEL_BLOCKS * TILE_BYTES] __attribute__((aligned(64)));
-    const int64_t turns = GROUP / LANES * (rows / TILE_ROWS), each = 2 * bytes / LINE,
-                  lines = (each + turns - 1) / turns;
+    float last[TILE_ROWS][GROUP] __attribute__((aligned(64))); /* of a tile that begins at such rows */
+    const int64_t over = rows % TILE_ROWS, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t turns = GROUP / LANES * tiles, each = 2 * bytes / LINE, lines = (each + turns - 1) / turns;
     configure_tiles(QBLOCK / parts);
     for (int64_t i = 0; i < panels; i++) {
         const int64_t k = blocks * i / panels, count = blocks * (i + 1) / panels - k;
@@ -184,7 +186,9 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
         for (int64_t half = 0; half < GROUP / LANES; half++) {
             const float *bias = w->bias && i == panels - 1 ? w->bias + g * GROUP + half * LANES : 0;
             unpack[form](w->quants + (2 * (g * blocks + k) + half) * bytes, count, panel);
-            for (int64_t r = 0; r < rows; r += TILE_ROWS, turn++) {
+            for (int64_t t = 0; t < tiles; t++, turn++) {
+                const int shares = over && t == tiles - 1;
+                const int64_t r = shares ? rows - TILE_ROWS : t * TILE_ROWS;
                 const struct panel_place place = {
                     .panel = panel,
                     .scales = w->scales + parts * numbers + half * LANES,
@@ -195,8 +199,8 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
                     .room = x->room,
                     .inputs = w->inputs,
                     .count = count,
-                    .out = out + r * stride + half * LANES,
-                    .stride = stride,
+                    .out = (shares ? last[0] : out + r * stride) + half * LANES,
+                    .stride = shares ? GROUP : stride,
                     .bias = bias,
                     .begins = !k,
                     .ahead = w->quants + next / GROUP * 2 * bytes + turn * lines * count * LINE,
@@ -207,6 +211,8 @@ static __attribute__((noinline)) void group_of_tiles(const struct block_weights 
             }
         }
     }
+    for (int64_t t = TILE_ROWS - over; over && t < TILE_ROWS; t++)
+        memcpy(out + (rows - TILE_ROWS + t) * stride, last[t], sizeof last[t]);
 }
 
 #endif

@@ -682,14 +682,25 @@ INLINE struct block_rows ready_rows(struct member *m, const struct block_weights
 
 INLINE int64_t groups_of(const struct block_weights *w) { return (w->outputs + GROUP - 1) / GROUP; }
 
-/* Rows of the next tile, or of the next tiles of a matrix unit: a tile of few rows waits for its dot products, so the last two
- * are about equal. */
-INLINE int64_t tile_of(const struct block_weights *w, const struct block_rows *x, int64_t left) {
 #if HAS_TILES
-    if (x->tiled && by_tiles(w, left)) return left < STEP_ROWS ? left / TILE_ROWS * TILE_ROWS : STEP_ROWS;
+/* From so many rows that fill no tile on, the last tile begins at rows of the tile before it: the vector unit would take longer.
+ * With offsets it is nearer to the matrix unit. */
+INLINE int64_t least_in_tile(const struct block_weights *w) { return has_offsets(form_of(w)) ? 12 : 8; }
+#endif
+
+/* Rows of the next tile, or of the next tiles of a matrix unit, of `left` rows after `at` others of the call: a tile of few rows
+ * waits for its dot products, so the last two are about equal. */
+INLINE int64_t tile_of(const struct block_weights *w, const struct block_rows *x, int64_t at, int64_t left) {
+#if HAS_TILES
+    if (x->tiled && by_tiles(w, at + left)) {
+        if (by_tiles(w, left) && left >= STEP_ROWS) return STEP_ROWS;
+        if (left % TILE_ROWS >= least_in_tile(w)) return left;
+        if (by_tiles(w, left)) return left / TILE_ROWS * TILE_ROWS;
+    }
 #endif
     (void)w;
     (void)x;
+    (void)at;
     if (left <= ROW_TILE) return left;
     return left < 2 * ROW_TILE ? (left + 1) / 2 : ROW_TILE;
 }
@@ -712,25 +723,48 @@ INLINE struct fetch fetch_of(const struct block_weights *w, int64_t r, int64_t r
 INLINE void group_of_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
                           int64_t rows, int64_t next, float *out, int64_t stride) {
     for (int64_t r = 0, n; r < rows; r += n) {
-        n = tile_of(w, x, rows - r);
+        n = tile_of(w, x, r, rows - r);
         group_rows(w, g, x, first + r, n, fetch_of(w, r, rows, next), out + r * stride, stride);
     }
 }
 
-/* The same of all rows, for those columns that there are; row r goes to place[r], or to r where place is null. */
-INLINE void group_into(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t rows, float *out,
-                       int64_t stride, const int32_t *place) {
+/* The same of rows [first, first + rows), for those columns that there are; row r goes to place[r], or to r where place is
+ * null. */
+INLINE void group_into(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
+                       int64_t rows, float *out, int64_t stride, const int32_t *place) {
     const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
     float y[STEP_ROWS][GROUP];
     if (count == GROUP && !place) {
-        group_of_rows(w, g, x, 0, rows, g + 1, out + g * GROUP, stride);
+        group_of_rows(w, g, x, first, rows, g + 1, out + first * stride + g * GROUP, stride);
         return;
     }
     for (int64_t r = 0, n; r < rows; r += n) {
-        n = tile_of(w, x, rows - r);
-        group_rows(w, g, x, r, n, fetch_of(w, r, rows, g + 1), y[0], GROUP);
-        for (int64_t t = 0; t < n; t++)
-            memcpy(out + (place ? place[r + t] : r + t) * stride + g * GROUP, y[t], (size_t)count * sizeof(float));
+        n = tile_of(w, x, r, rows - r);
+        group_rows(w, g, x, first + r, n, fetch_of(w, r, rows, g + 1), y[0], GROUP);
+        for (int64_t t = first + r; t < first + r + n; t++)
+            memcpy(out + (place ? place[t] : t) * stride + g * GROUP, y[t - first - r], (size_t)count * sizeof(float));
+    }
+}
+
+/* Rows of `rows` that tiles multiply; the vector unit multiplies the others. */
+INLINE int64_t rows_in_tiles(const struct block_weights *w, const struct block_rows *x, int64_t rows) {
+    int64_t r = 0, n;
+    for (; r < rows && (n = tile_of(w, x, r, rows - r)) > ROW_TILE; r += n) {
+    }
+    return r;
+}
+
+#define GROUPS_BETWEEN 8 /* groups whose weights stay in L2 until the rows that fill no tile are multiplied */
+
+/* The same of all rows and of groups [begin, end). A matrix unit that had nothing to do for some 900 cycles takes as many to
+ * begin again, so the rows that fill no tile are multiplied after the tiles of several groups. */
+INLINE void groups_into(const struct block_weights *w, int64_t begin, int64_t end, const struct block_rows *x,
+                        int64_t rows, float *out, int64_t stride, const int32_t *place) {
+    const int64_t in_tiles = rows_in_tiles(w, x, rows), first = in_tiles ? in_tiles : rows;
+    for (int64_t at = begin, to; at < end; at = to) {
+        to = end - at < GROUPS_BETWEEN ? end : at + GROUPS_BETWEEN;
+        for (int64_t g = at; g < to; g++) group_into(w, g, x, 0, first, out, stride, place);
+        for (int64_t g = at; g < to && first < rows; g++) group_into(w, g, x, first, rows - first, out, stride, place);
     }
 }
 
@@ -747,15 +781,17 @@ static __attribute__((noinline)) void block_linear_body(struct member *m, void *
         quantise_blocks(part, QBLOCK, 1, &plain, r, block, 0);
     }
     const struct block_rows x = ready_rows(m, w, &plain, a->rows, a->rows);
+    if (!a->bf16) {
+        TEAM_FOR_RANGES(m, part, groups_of(w))
+        groups_into(w, part.begin, part.end, &x, a->rows, a->out, w->outputs, 0);
+        leave_products();
+        return;
+    }
     TEAM_FOR(m, g, groups_of(w)) {
         const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
         float y[STEP_ROWS][GROUP];
-        if (!a->bf16) {
-            group_into(w, g, &x, a->rows, a->out, w->outputs, 0);
-            continue;
-        }
         for (int64_t r = 0, n; r < a->rows; r += n) {
-            n = tile_of(w, &x, a->rows - r);
+            n = tile_of(w, &x, r, a->rows - r);
             group_rows(w, g, &x, r, n, fetch_of(w, r, a->rows, g + 1), y[0], GROUP);
             for (int64_t t = 0; t < n; t++)
                 for (int64_t i = 0; i < count; i++) store1(a->out, (r + t) * w->outputs + g * GROUP + i, y[t][i], 1);

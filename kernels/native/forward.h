@@ -335,9 +335,9 @@ static void product(struct member *m, const struct forward_args *a, const struct
                     const struct forward_work *w, const struct block_weights *weights, int number,
                     const struct block_rows *x, float *out, int64_t stride) {
     const struct block_rows ready = ready_rows(m, weights, x, w->rows, w->rows);
-    TEAM_FOR(m, g, groups_of(weights)) {
-        group_into(weights, g, &ready, w->rows, out, stride, 0);
-        if (a->adapters) {
+    TEAM_FOR_RANGES(m, part, groups_of(weights)) {
+        groups_into(weights, part.begin, part.end, &ready, w->rows, out, stride, 0);
+        for (int64_t g = part.begin; a->adapters && g < part.end; g++) {
             const int64_t left = weights->outputs - g * GROUP;
             expand(a, l, w, 0, w->rows, number, g * GROUP, left < GROUP ? left : GROUP, out + g * GROUP, stride);
         }
@@ -493,8 +493,8 @@ static void add_mixers(struct member *m, const struct forward_args *a, const str
     const struct block_rows attended = ready_rows(m, &l->output, heads, w->rows, w->rows);
     const struct block_rows given = ready_rows(m, &l->recurrent->output, &recurrent->given, w->rows, w->rows);
     TEAM_FOR(m, g, groups_of(&l->output)) {
-        group_into(&l->output, g, &attended, w->rows, w->delta, a->hidden, 0);
-        group_into(&l->recurrent->output, g, &given, w->rows, recurrent->beside, a->hidden, 0);
+        group_into(&l->output, g, &attended, 0, w->rows, w->delta, a->hidden, 0);
+        group_into(&l->recurrent->output, g, &given, 0, w->rows, recurrent->beside, a->hidden, 0);
         for (int64_t r = 0; r < w->rows; r++)
             for (int64_t i = r * a->hidden + g * GROUP; i < r * a->hidden + (g + 1) * GROUP; i += WIDTH)
                 store_floats(w->delta + i, load_floats(w->delta + i) + load_floats(recurrent->beside + i));
@@ -507,9 +507,10 @@ static void gate_and_up(struct member *m, const struct forward_args *a, const st
     const int64_t blocks = l->down.inputs / GROUP;
     const struct block_rows x = ready_rows(m, &l->gate_up, &w->normed, w->rows, w->rows);
     float gate[GATED_ROWS][GROUP] __attribute__((aligned(64))), up[GATED_ROWS][GROUP] __attribute__((aligned(64)));
+    const int64_t in_tiles = rows_in_tiles(&l->gate_up, &x, w->rows);
     TEAM_FOR(m, c, blocks)
     for (int64_t r = 0, rows; r < w->rows; r += rows) {
-        rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
+        rows = gated_rows((r < in_tiles ? in_tiles : w->rows) - r);
         const int64_t then = r + rows < w->rows ? c : c + 1;
         gate_and_up_group(&l->gate_up, c, blocks, &x, r, rows, then, l->act, gate[0], up[0]);
         if (a->adapters) {
@@ -541,8 +542,8 @@ INLINE void finish_logits(const struct forward_args *a, float *y, int64_t count)
 
 static void head(struct member *m, const struct forward_args *a, const struct forward_work *w) {
     const struct block_rows x = ready_rows(m, &a->head, &w->normed, w->num_logits, w->num_logits);
-    TEAM_FOR(m, g, groups_of(&a->head))
-    group_into(&a->head, g, &x, w->num_logits, a->logits, a->logits_stride, w->place);
+    TEAM_FOR_RANGES(m, part, groups_of(&a->head))
+    groups_into(&a->head, part.begin, part.end, &x, w->num_logits, a->logits, a->logits_stride, w->place);
     if (a->logits_softcap > 0.0f || a->logits_scale != 1.0f) {
         TEAM_FOR(m, r, w->num_logits)
         finish_logits(a, a->logits + w->place[r] * a->logits_stride, a->head.outputs);
@@ -732,7 +733,7 @@ static void make_inputs(struct member *m, const struct forward_args *a, const st
     TEAM_FOR(m, r, w->rows) quantise_row(w->x + r * a->hidden, &w->normed, r);
     const struct block_rows x = ready_rows(m, projection, &w->normed, w->rows, w->rows);
     TEAM_FOR(m, g, groups_of(projection))
-    group_into(projection, g, &x, w->rows, w->inputs, projection->outputs, 0);
+    group_into(projection, g, &x, 0, w->rows, w->inputs, projection->outputs, 0);
     TEAM_FOR(m, r, w->rows)
     finish_inputs(&a->inputs, w->inputs + r * projection->outputs, a->ids[w->place[r]], a->bf16);
 }
@@ -745,7 +746,7 @@ static void gate_input(struct member *m, const struct forward_args *a, const str
     const struct block_rows x = ready_rows(m, &l->input.gate, &w->normed, w->rows, w->rows);
     TEAM_FOR(m, c, a->inputs.width / GROUP)
     for (int64_t r = 0, rows; r < w->rows; r += rows) {
-        rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
+        rows = gated_rows(w->rows - r);
         group_of_rows(&l->input.gate, c, &x, r, rows, r + rows < w->rows ? c : c + 1, gate[0], GROUP);
         for (int64_t t = 0; t < rows; t++)
             memcpy(input[t], w->inputs + (r + t) * stride + of_layer + c * GROUP, sizeof input[t]);
@@ -837,7 +838,7 @@ static void layers_by_outputs(struct member *m, const struct forward_args *a, co
 }
 
 #define MEMBER_ROWS 48 /* rows for every member from which on they share rows */
-#define CHUNK_ROWS 36  /* about, without tiles: a chunk's activations lie in L2, and it reads all weights of a layer */
+#define CHUNK_ROWS 36  /* about: a chunk's activations lie in L2, and it reads all weights of a layer */
 
 /* Few rows of many take the same expert, so members that shared the rows would all read all experts. */
 static int by_rows(const struct member *m, const struct forward_args *a, int64_t rows) {
@@ -845,21 +846,6 @@ static int by_rows(const struct member *m, const struct forward_args *a, int64_t
 }
 
 #if HAS_TILES
-/* A chunk of whole tiles, of at least `least` rows: the size that leaves the busiest member the fewest rows. 0: with every size
- * that member has more than `most`. */
-static int64_t rows_of_tiles(const struct member *m, int64_t rows, int64_t least, int64_t most) {
-    static const int64_t sizes[] = {STEP_ROWS, STEP_ROWS + TILE_ROWS, STEP_ROWS - TILE_ROWS};
-    int64_t chunk = 0;
-    for (int i = 0; i < 3; i++) {
-        const int64_t whole = rows / sizes[i], turns = whole / m->threads, left = rows % sizes[i];
-        const int64_t busiest = turns * sizes[i] + (whole % m->threads ? sizes[i] : left);
-        if (sizes[i] < least || busiest > most) continue;
-        chunk = sizes[i];
-        most = busiest - 1;
-    }
-    return chunk;
-}
-
 /* The rows from which on the first gated block of a model uses tiles; 0: never. */
 static int64_t tiles_from(const struct forward_args *a) {
     for (const struct forward_layer *l = a->layers; l < a->layers + a->num_layers; l++)
@@ -868,16 +854,34 @@ static int64_t tiles_from(const struct forward_args *a) {
 }
 #endif
 
-/* As many chunks for each member, of about CHUNK_ROWS rows; or whole tiles, unless a member would have much more of them. */
-static int64_t rows_of_chunk(const struct member *m, const struct forward_args *a, int64_t rows) {
-    const int64_t round = CHUNK_ROWS * m->threads, rounds = (rows + round / 2) / round, chunks = m->threads * rounds;
-    const int64_t chunk = (rows + chunks - 1) / chunks;
+/* How the members share many rows: as many chunks for each member, the larger ones first. */
+struct chunks {
+    int64_t rows, count;
+    int64_t unit, units, larger; /* rows of a unit, units of a chunk, and chunks at first that have one unit more */
+};
+
+static struct chunks chunks_of(const struct member *m, int64_t rows, int64_t about, int64_t unit) {
+    const int64_t round = about * m->threads, rounds = (rows + round / 2) / round;
+    struct chunks c = {.rows = rows, .count = m->threads * (rounds ? rounds : 1), .unit = unit};
+    c.units = rows / unit / c.count;
+    c.larger = rows / unit % c.count;
+    return c;
+}
+
+/* Chunks of whole tiles, where each has enough rows for tiles; the last one has the rows that fill no tile as well. */
+static struct chunks share_rows(const struct member *m, const struct forward_args *a, int64_t rows) {
 #if HAS_TILES
-    const int64_t least = tiles_from(a), tiles = least ? rows_of_tiles(m, rows, least, chunk * rounds * 9 / 8) : 0;
-    if (tiles) return tiles;
+    const int64_t least = tiles_from(a);
+    const struct chunks tiles = chunks_of(m, rows, STEP_ROWS, TILE_ROWS);
+    if (least && tiles.units && tiles.units * TILE_ROWS >= least) return tiles;
 #endif
     (void)a;
-    return chunk;
+    return chunks_of(m, rows, CHUNK_ROWS, 1);
+}
+
+/* The first row of chunk i. */
+static int64_t row_of_chunk(const struct chunks *c, int64_t i) {
+    return i == c->count ? c->rows : c->unit * (i * c->units + (i < c->larger ? i : c->larger));
 }
 
 /* Many rows: the members share the rows. What a member writes is read by itself, from its own cache, except for keys and values;
@@ -885,10 +889,11 @@ static int64_t rows_of_chunk(const struct member *m, const struct forward_args *
 static void layers_by_rows(struct member *m, const struct forward_args *a, const struct forward_work *w,
                            const struct forward_work *ends, int64_t first, int64_t last) {
     struct member alone = {.alone = 1, .chunks = 1};
+    const struct chunks chunks = share_rows(m, a, w->rows), last_chunks = share_rows(m, a, ends->rows);
     const struct forward_layer *l = a->layers + first;
     for (int64_t i = first; i <= last; i++, l++) {
-        for (struct share s = team_loop(m, w->rows, rows_of_chunk(m, a, w->rows)); team_take(m, &s);) {
-            const struct forward_work part = work_of_rows(a, w, s.begin, s.end);
+        TEAM_FOR_CHUNKS(m, c, chunks.count, 1) {
+            const struct forward_work part = work_of_rows(a, w, row_of_chunk(&chunks, c), row_of_chunk(&chunks, c + 1));
             if (i > first) after_attention(&alone, a, l - 1, &part);
             before_attention(&alone, a, l, &part, i ? l - 1 : 0);
         }
@@ -899,8 +904,9 @@ static void layers_by_rows(struct member *m, const struct forward_args *a, const
         after_attention(m, a, l - 1, ends);
         return;
     }
-    for (struct share s = team_loop(m, ends->rows, rows_of_chunk(m, a, ends->rows)); team_take(m, &s);) {
-        const struct forward_work part = work_of_rows(a, ends, s.begin, s.end);
+    TEAM_FOR_CHUNKS(m, c, last_chunks.count, 1) {
+        const struct forward_work part =
+            work_of_rows(a, ends, row_of_chunk(&last_chunks, c), row_of_chunk(&last_chunks, c + 1));
         after_attention(&alone, a, l - 1, &part);
     }
 }

@@ -66,7 +66,7 @@ static void masked_head_body(struct member *m, void *context) {
     const struct block_rows x = ready_rows(m, w, &c->inputs, c->num_whole, c->num_whole);
     TEAM_FOR_CHUNKS(m, g, groups_of(w), HEAD_CHUNK) {
         for (int64_t r = 0, n; r < c->num_whole; r += n) {
-            n = tile_of(w, &x, c->num_whole - r);
+            n = tile_of(w, &x, r, c->num_whole - r);
             head_tile(c, &x, g, r, n, fetch_of(w, r, c->num_whole, g + 1));
         }
         for (int64_t r = c->parts, n; r < c->num_rows; r += n ? n : 1) {

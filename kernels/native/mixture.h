@@ -11,9 +11,10 @@
 #include "fused.h"
 #include "team.h"
 
-#define GATED_ROWS 48  /* rows whose gates and ups lie in L1 together */
-#define MIXED_ROWS 512 /* rows of a mixture at once: their pairs take memory */
-#define EXPERT_CHUNK 8 /* groups of outputs that a member takes at once: experts have different numbers of rows */
+#define GATED_ROWS 63    /* the most rows whose gates and ups lie in L1 together */
+#define GATED_AT_ONCE 48 /* of more rows, so many: the last ones have a tile before them */
+#define MIXED_ROWS 512   /* rows of a mixture at once: their pairs take memory */
+#define EXPERT_CHUNK 8   /* groups of outputs that a member takes at once: experts have different numbers of rows */
 
 /* Memory of a mixture, whose choices are those of all rows. The rest is of at most MIXED_ROWS rows. */
 struct mixture_work {
@@ -89,6 +90,9 @@ INLINE void gate_rows(float *gate, const float *up, int64_t rows, int32_t act) {
         square_vectors(gate, rows);
 }
 
+/* Rows whose gates and ups are computed next, of `left`. */
+INLINE int64_t gated_rows(int64_t left) { return left <= GATED_ROWS ? left : GATED_AT_ONCE; }
+
 /* Block c of the outputs of a gate and of up, for some rows of x. Without a gate, `gate` gets the outputs of up. `then`: the
  * group that the caller reads after these. */
 INLINE void gate_and_up_group(const struct block_weights *gate_up, int64_t c, int64_t blocks,
@@ -126,7 +130,7 @@ static void mix_some(struct member *m, const struct mixture *mixture, const stru
         const int64_t end = t->first[i + 1];
         const struct block_weights *gate_up = mixture->gate_up + t->active[i];
         for (int64_t p = t->first[i], pairs; p < end; p += pairs) {
-            pairs = end - p < GATED_ROWS ? end - p : GATED_ROWS;
+            pairs = gated_rows(end - p);
             const int64_t then = p + pairs < end ? c : c + 1;
             gate_and_up_group(gate_up, c, blocks, &taken, p, pairs, then, act, gate[0], up[0]);
             gate_rows(gate[0], up[0], pairs, act);

@@ -85,7 +85,7 @@ static void bring_rows(struct member *m, const struct recurrent_layer *l, const 
     if (l->control.quants) {
         const struct block_rows ready = ready_rows(m, &l->control, x, rows, rows);
         TEAM_FOR(m, g, groups_of(&l->control))
-        group_into(&l->control, g, &ready, rows, w->control, sizes->control, 0);
+        group_into(&l->control, g, &ready, 0, rows, w->control, sizes->control, 0);
         return;
     }
     TEAM_FOR(m, r, rows) {

@@ -46,7 +46,14 @@ static inline struct share team_loop(struct member *m, int64_t count, int64_t ch
     for (struct share share_ = team_loop(m, count, chunk); team_take(m, &share_);)                                     \
         for (int64_t i = share_.begin; i < share_.end; i++)
 
+/* The items of a chunk where all cost the same. */
+#define EQUAL_CHUNK(m, count) (((count) + (m)->chunks - 1) / (m)->chunks)
+
 /* The same for items that cost the same. */
-#define TEAM_FOR(m, i, count) TEAM_FOR_CHUNKS(m, i, count, ((count) + (m)->chunks - 1) / (m)->chunks)
+#define TEAM_FOR(m, i, count) TEAM_FOR_CHUNKS(m, i, count, EQUAL_CHUNK(m, count))
+
+/* The same, a chunk [range.begin, range.end) at a time. */
+#define TEAM_FOR_RANGES(m, range, count)                                                                               \
+    for (struct share range = team_loop(m, count, EQUAL_CHUNK(m, count)); team_take(m, &range);)
 
 #endif

@@ -53,10 +53,11 @@ def by_tiles(rows: int) -> float:
 
 
 def test_the_unit_is_chosen_from_the_rows_on_where_it_is_faster_at_all_later_ones() -> None:
-    assert Machine(by_tiles, lambda rows: rows).unit().rows_from(BlockKind.Q4, True, 64) == 32
-    assert Machine(by_tiles, lambda rows: 2.0 * rows).unit().rows_from(BlockKind.Q4, True, 64) == 16
-    assert Machine(by_tiles, lambda rows: 33.0).unit().rows_from(BlockKind.Q4, True, 64) == 0  # at 16 and 32 only
-    assert Machine(by_tiles, by_tiles).unit().rows_from(BlockKind.Q4, True, 64) == 0
+    assert Machine(by_tiles, lambda rows: rows).unit().rows_from(BlockKind.Q4, False, 64) == 32
+    assert Machine(by_tiles, lambda rows: 2.0 * rows).unit().rows_from(BlockKind.Q4, False, 64) == 16
+    assert Machine(by_tiles, lambda rows: 33.0).unit().rows_from(BlockKind.Q4, False, 64) == 0  # at 16 and 32 only
+    assert Machine(by_tiles, by_tiles).unit().rows_from(BlockKind.Q4, False, 64) == 0
+    assert Machine(by_tiles, lambda rows: 2.0 * rows).unit().rows_from(BlockKind.Q4, True, 64) == 32  # with offsets
 
 
 def test_a_choice_is_kept_by_cpu_and_not_timed_again(tmp_path: Path) -> None:
@@ -76,9 +77,10 @@ def test_a_choice_is_kept_by_cpu_and_not_timed_again(tmp_path: Path) -> None:
 def test_a_choice_of_every_kind_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "units.json"
     first = Machine(by_tiles, lambda rows: 2.0 * rows).unit(file)
-    assert [first.rows_from(*form, 64) for form in BLOCK_FORMS] == [16] * len(BLOCK_FORMS)
+    chosen = [32 if offsets else 16 for _, offsets in BLOCK_FORMS]
+    assert [first.rows_from(*form, 64) for form in BLOCK_FORMS] == chosen
     again = Machine(by_tiles, by_tiles)
-    assert [again.unit(file).rows_from(*form, 64) for form in BLOCK_FORMS] == [16] * len(BLOCK_FORMS)
+    assert [again.unit(file).rows_from(*form, 64) for form in BLOCK_FORMS] == chosen
     assert again.timed == 0
 
 
@@ -88,7 +90,7 @@ def test_a_unit_that_is_faster_now_and_then_is_not_chosen() -> None:
     def unsteady(rows: int) -> float:
         return by_tiles(rows) * (0.5 if next(calls) % 4 == 0 else 1.0)
 
-    assert Machine(unsteady, by_tiles).unit().rows_from(BlockKind.Q4, True, 64) == 0
+    assert Machine(unsteady, by_tiles).unit().rows_from(BlockKind.Q4, False, 64) == 0
 
 
 @pytest.mark.parametrize(
@@ -105,13 +107,13 @@ def test_a_damaged_file_is_measured_again_and_replaced(content: str, tmp_path: P
 def test_a_place_that_takes_no_file_costs_nothing_but_the_next_measurement(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     unit = Machine(by_tiles, lambda rows: 2.0 * rows).unit(tmp_path / "file" / "units.json")
-    assert [unit.rows_from(BlockKind.Q4, True, inputs) for inputs in (64, 96)] == [16, 16]
+    assert [unit.rows_from(BlockKind.Q4, False, inputs) for inputs in (64, 96)] == [16, 16]
 
 
 def test_other_bits_end_the_use_of_the_unit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     unit = Machine(by_tiles, lambda rows: 2.0 * rows, wrong_width=96).unit(tmp_path / "units.json")
     with caplog.at_level(logging.WARNING):
-        assert [unit.rows_from(BlockKind.Q4, True, inputs) for inputs in (64, 96, 64, 128)] == [16, 0, 0, 0]
+        assert [unit.rows_from(BlockKind.Q4, False, inputs) for inputs in (64, 96, 64, 128)] == [16, 0, 0, 0]
     assert caplog.text.count("AMX is not used: its products differ") == 1
     assert str(Units("AVX-512", unit)) == "AVX-512 (AMX gave other bits)"
 
@@ -119,9 +121,9 @@ def test_other_bits_end_the_use_of_the_unit(tmp_path: Path, caplog: pytest.LogCa
 def test_a_slow_machine_times_few_widths_at_a_start(tmp_path: Path) -> None:
     slow = Machine(lambda rows: 1e6 * BUDGET_S, lambda rows: 2e6 * BUDGET_S)
     unit = slow.unit(tmp_path / "units.json")
-    assert unit.rows_from(BlockKind.Q4, True, 64) == 16
+    assert unit.rows_from(BlockKind.Q4, False, 64) == 16
     timed = slow.timed
-    assert unit.rows_from(BlockKind.Q4, True, 96) == 16
+    assert unit.rows_from(BlockKind.Q4, False, 96) == 16
     assert unit.rows_from(BlockKind.Q8, False, 96) == 0
     assert slow.timed == timed
     assert str(Units("AVX-512", unit)) == "AVX-512, and AMX from 16 rows on"
