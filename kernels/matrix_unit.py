@@ -86,7 +86,7 @@ class MatrixUnit:
         return 0 if self.differs else self.chosen[key]
 
     def _choose(self, key: str, kind: BlockKind, offsets: bool, num_inputs: int) -> int:
-        for rows in (16, 33):
+        for rows in (16, 33, 47):
             tiled, plain = pair(_random(kind, offsets, 70, num_inputs), rows)
             for call in (tiled, plain):
                 self._linear(ctypes.byref(call.args))
@@ -107,8 +107,8 @@ class MatrixUnit:
     def _measured(self, kind: BlockKind, offsets: bool, num_inputs: int) -> int:
         """Return the smallest number of rows from which on the unit is faster.
 
-        With offsets it is 32 at least: the unit's gain is small there, and a forward of 16 rows, whose weights come from
-        memory, has none.
+        With offsets it is 32 at least: the unit's gain is small there, and a forward of 16 rows has none, because its
+        weights come from memory.
         """
         weights = _random(kind, offsets, max(_OUTPUTS, _WEIGHTS // num_inputs // 32 * 32), num_inputs)
         best = 0
@@ -242,7 +242,7 @@ def _end(ended: int) -> str:
 def trial(linear: Any) -> str:
     """Return why the first product on tiles must be the last, or nothing. It runs in a child process."""
     for kind, offsets in BLOCK_FORMS:
-        tiled, plain = pair(_random(kind, offsets, 70, 33 * BLOCK), 37)
+        tiled, plain = pair(_random(kind, offsets, 70, 33 * BLOCK), 47)
         address = ctypes.cast(linear, ctypes.c_void_p)
         memory = [ctypes.c_void_p(call.out_MN.data_ptr()) for call in (tiled, plain)]
         size = ctypes.c_int64(plain.out_MN.numel() * 4)

@@ -1,7 +1,7 @@
 /* Products over blocks of many rows on x86-64's matrix unit (AMX), with the bits of the unit that includes this (see blocks.h).
  *
- * A tile multiplies 16 rows of activations by 16 outputs over one block of 32 inputs, or over one of its two parts; rows that
- * fill no tile are left to the vector unit. The sums are integers and hence exact; they go through memory into the same fused
+ * A tile multiplies 16 rows of activations by 16 outputs over one block of 32 inputs, or over one of its two parts; few rows that
+ * fill no tile are left to the vector unit (see tile_of). The sums are integers and hence exact; they go through memory into the same fused
  * operations, in the same order, as group_tile's. The packed weights are shared with the other units: four neighbouring
  * inputs of 16 outputs are a row of 64 bytes here as there. A panel of them is made signed bytes in L1, for up to STEP_ROWS rows.
  *
@@ -159,7 +159,7 @@ INLINE void panel_tile(const struct panel_place *p, int form) {
 EACH_FORM(PANEL_OF)
 
 /* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on, up to STEP_ROWS. If the last ones fill no tile, theirs begins
- * at rows before them, whose products are computed again and dropped. */
+ * at rows before them, whose products are computed again and dropped: fewer than a tile need rows of x before `first`. */
 static __attribute__((noinline)) void group_of_tiles(const struct block_weights *w, int64_t g,
                                                      const struct block_rows *x, int64_t first, int64_t rows,
                                                      float *out, int64_t stride) {

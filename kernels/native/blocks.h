@@ -644,7 +644,7 @@ typedef void rows_of_form(const struct block_weights *w, int64_t g, const struct
     }
 EACH_FORM(ROWS_OF)
 
-/* Outputs [GROUP g, GROUP (g + 1)) of as many rows as `tile_of` says, or of fewer. */
+/* Outputs [GROUP g, GROUP (g + 1)) of as many rows as `tile_of` says. */
 static void group_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
                        int64_t rows, struct fetch ahead, float *out, int64_t stride) {
 #define ENTRY(form) [form] = rows_##form,
@@ -683,19 +683,19 @@ INLINE struct block_rows ready_rows(struct member *m, const struct block_weights
 INLINE int64_t groups_of(const struct block_weights *w) { return (w->outputs + GROUP - 1) / GROUP; }
 
 #if HAS_TILES
-/* From so many rows that fill no tile on, the last tile begins at rows of the tile before it: the vector unit would take longer.
- * With offsets it is nearer to the matrix unit. */
+/* The fewest rows that have a tile though they do not fill it: the vector unit takes longer for as many. With offsets it takes
+ * longer only for more of them. */
 INLINE int64_t least_in_tile(const struct block_weights *w) { return has_offsets(form_of(w)) ? 12 : 8; }
 #endif
 
-/* Rows of the next tile, or of the next tiles of a matrix unit, of `left` rows after `at` others of the call: a tile of few rows
- * waits for its dot products, so the last two are about equal. */
+/* Rows of the next tile, or of the next tiles of a matrix unit, of the last `left` rows of a product, which has `at` rows before
+ * them: a tile of few rows waits for its dot products, so the last two are about equal. */
 INLINE int64_t tile_of(const struct block_weights *w, const struct block_rows *x, int64_t at, int64_t left) {
 #if HAS_TILES
     if (x->tiled && by_tiles(w, at + left)) {
-        if (by_tiles(w, left) && left >= STEP_ROWS) return STEP_ROWS;
+        if (left >= STEP_ROWS) return STEP_ROWS;
         if (left % TILE_ROWS >= least_in_tile(w)) return left;
-        if (by_tiles(w, left)) return left / TILE_ROWS * TILE_ROWS;
+        if (left >= TILE_ROWS) return left / TILE_ROWS * TILE_ROWS;
     }
 #endif
     (void)w;
@@ -718,12 +718,12 @@ INLINE struct fetch fetch_of(const struct block_weights *w, int64_t r, int64_t r
                           .offsets = w->offsets ? w->offsets + next * blocks * GROUP : 0};
 }
 
-/* Group g of `rows` rows from `first` on, whole, as fp32 [rows][stride]. `next`: the group that the
- * caller multiplies afterwards. */
+/* Group g of `rows` rows from `first` on, whole, as fp32 [rows][stride]. `at`: rows of the same product before them. `next`: the
+ * group that the caller multiplies afterwards. */
 INLINE void group_of_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
-                          int64_t rows, int64_t next, float *out, int64_t stride) {
+                          int64_t at, int64_t rows, int64_t next, float *out, int64_t stride) {
     for (int64_t r = 0, n; r < rows; r += n) {
-        n = tile_of(w, x, r, rows - r);
+        n = tile_of(w, x, at + r, rows - r);
         group_rows(w, g, x, first + r, n, fetch_of(w, r, rows, next), out + r * stride, stride);
     }
 }
@@ -735,11 +735,11 @@ INLINE void group_into(const struct block_weights *w, int64_t g, const struct bl
     const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
     float y[STEP_ROWS][GROUP];
     if (count == GROUP && !place) {
-        group_of_rows(w, g, x, first, rows, g + 1, out + first * stride + g * GROUP, stride);
+        group_of_rows(w, g, x, first, first, rows, g + 1, out + first * stride + g * GROUP, stride);
         return;
     }
     for (int64_t r = 0, n; r < rows; r += n) {
-        n = tile_of(w, x, r, rows - r);
+        n = tile_of(w, x, first + r, rows - r);
         group_rows(w, g, x, first + r, n, fetch_of(w, r, rows, g + 1), y[0], GROUP);
         for (int64_t t = first + r; t < first + r + n; t++)
             memcpy(out + (place ? place[t] : t) * stride + g * GROUP, y[t - first - r], (size_t)count * sizeof(float));
@@ -754,15 +754,16 @@ INLINE int64_t rows_in_tiles(const struct block_weights *w, const struct block_r
     return r;
 }
 
-#define GROUPS_BETWEEN 8 /* groups whose weights stay in L2 until the rows that fill no tile are multiplied */
+#define BYTES_BETWEEN (1 << 19) /* of weights that stay in L2 until the rows without a tile are multiplied */
 
 /* The same of all rows and of groups [begin, end). A matrix unit that had nothing to do for some 900 cycles takes as many to
- * begin again, so the rows that fill no tile are multiplied after the tiles of several groups. */
+ * begin again, so the rows without a tile are multiplied after the tiles of several groups. */
 INLINE void groups_into(const struct block_weights *w, int64_t begin, int64_t end, const struct block_rows *x,
                         int64_t rows, float *out, int64_t stride, const int32_t *place) {
     const int64_t in_tiles = rows_in_tiles(w, x, rows), first = in_tiles ? in_tiles : rows;
+    const int64_t fit = BYTES_BETWEEN / (2 * bytes_of(form_of(w)) * (w->inputs / QBLOCK)), together = fit ? fit : 1;
     for (int64_t at = begin, to; at < end; at = to) {
-        to = end - at < GROUPS_BETWEEN ? end : at + GROUPS_BETWEEN;
+        to = end - at < together ? end : at + together;
         for (int64_t g = at; g < to; g++) group_into(w, g, x, 0, first, out, stride, place);
         for (int64_t g = at; g < to && first < rows; g++) group_into(w, g, x, first, rows - first, out, stride, place);
     }

@@ -510,9 +510,10 @@ static void gate_and_up(struct member *m, const struct forward_args *a, const st
     const int64_t in_tiles = rows_in_tiles(&l->gate_up, &x, w->rows);
     TEAM_FOR(m, c, blocks)
     for (int64_t r = 0, rows; r < w->rows; r += rows) {
-        rows = gated_rows((r < in_tiles ? in_tiles : w->rows) - r);
+        rows = (r < in_tiles ? in_tiles : w->rows) - r;
+        if (rows > GATED_ROWS) rows = GATED_ROWS;
         const int64_t then = r + rows < w->rows ? c : c + 1;
-        gate_and_up_group(&l->gate_up, c, blocks, &x, r, rows, then, l->act, gate[0], up[0]);
+        gate_and_up_group(&l->gate_up, c, blocks, &x, r, r, rows, then, l->act, gate[0], up[0]);
         if (a->adapters) {
             expand(a, l, w, r, rows, OF_GATE_UP, c * GROUP, GROUP, gate[0], GROUP);
             if (l->act != ACT_RELU_SQUARED)
@@ -732,8 +733,8 @@ static void make_inputs(struct member *m, const struct forward_args *a, const st
     const struct block_weights *projection = &a->inputs.projection;
     TEAM_FOR(m, r, w->rows) quantise_row(w->x + r * a->hidden, &w->normed, r);
     const struct block_rows x = ready_rows(m, projection, &w->normed, w->rows, w->rows);
-    TEAM_FOR(m, g, groups_of(projection))
-    group_into(projection, g, &x, 0, w->rows, w->inputs, projection->outputs, 0);
+    TEAM_FOR_RANGES(m, part, groups_of(projection))
+    groups_into(projection, part.begin, part.end, &x, w->rows, w->inputs, projection->outputs, 0);
     TEAM_FOR(m, r, w->rows)
     finish_inputs(&a->inputs, w->inputs + r * projection->outputs, a->ids[w->place[r]], a->bf16);
 }
@@ -746,8 +747,8 @@ static void gate_input(struct member *m, const struct forward_args *a, const str
     const struct block_rows x = ready_rows(m, &l->input.gate, &w->normed, w->rows, w->rows);
     TEAM_FOR(m, c, a->inputs.width / GROUP)
     for (int64_t r = 0, rows; r < w->rows; r += rows) {
-        rows = gated_rows(w->rows - r);
-        group_of_rows(&l->input.gate, c, &x, r, rows, r + rows < w->rows ? c : c + 1, gate[0], GROUP);
+        rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
+        group_of_rows(&l->input.gate, c, &x, r, r, rows, r + rows < w->rows ? c : c + 1, gate[0], GROUP);
         for (int64_t t = 0; t < rows; t++)
             memcpy(input[t], w->inputs + (r + t) * stride + of_layer + c * GROUP, sizeof input[t]);
         gate_rows(gate[0], input[0], rows, l->act);
@@ -860,23 +861,23 @@ struct chunks {
     int64_t unit, units, larger; /* rows of a unit, units of a chunk, and chunks at first that have one unit more */
 };
 
-static struct chunks chunks_of(const struct member *m, int64_t rows, int64_t about, int64_t unit) {
-    const int64_t round = about * m->threads, rounds = (rows + round / 2) / round;
-    struct chunks c = {.rows = rows, .count = m->threads * (rounds ? rounds : 1), .unit = unit};
-    c.units = rows / unit / c.count;
-    c.larger = rows / unit % c.count;
-    return c;
+static struct chunks chunks_of(const struct member *m, int64_t rows, int64_t rounds, int64_t unit) {
+    const int64_t count = m->threads * rounds, units = rows / unit;
+    return (struct chunks){rows, count, unit, units / count, units % count};
 }
 
-/* Chunks of whole tiles, where each has enough rows for tiles; the last one has the rows that fill no tile as well. */
+/* Chunks of whole tiles, where each can have enough rows for tiles; the last one has the rows that fill no tile as well. */
 static struct chunks share_rows(const struct member *m, const struct forward_args *a, int64_t rows) {
+    const int64_t round = CHUNK_ROWS * m->threads, rounds = (rows + round / 2) / round;
 #if HAS_TILES
-    const int64_t least = tiles_from(a);
-    const struct chunks tiles = chunks_of(m, rows, STEP_ROWS, TILE_ROWS);
-    if (least && tiles.units && tiles.units * TILE_ROWS >= least) return tiles;
+    const int64_t least = tiles_from(a), round_of_tiles = STEP_ROWS * m->threads;
+    for (int64_t n = (rows + round_of_tiles / 2) / round_of_tiles; least && n > 0; n--) {
+        const struct chunks tiles = chunks_of(m, rows, n, TILE_ROWS);
+        if (tiles.units && tiles.units * TILE_ROWS >= least) return tiles;
+    }
 #endif
     (void)a;
-    return chunks_of(m, rows, CHUNK_ROWS, 1);
+    return chunks_of(m, rows, rounds ? rounds : 1, 1);
 }
 
 /* The first row of chunk i. */

@@ -11,10 +11,9 @@
 #include "fused.h"
 #include "team.h"
 
-#define GATED_ROWS 63    /* the most rows whose gates and ups lie in L1 together */
-#define GATED_AT_ONCE 48 /* of more rows, so many: the last ones have a tile before them */
-#define MIXED_ROWS 512   /* rows of a mixture at once: their pairs take memory */
-#define EXPERT_CHUNK 8   /* groups of outputs that a member takes at once: experts have different numbers of rows */
+#define GATED_ROWS 48  /* rows whose gates and ups lie in L1 together */
+#define MIXED_ROWS 512 /* rows of a mixture at once: their pairs take memory */
+#define EXPERT_CHUNK 8 /* groups of outputs that a member takes at once: experts have different numbers of rows */
 
 /* Memory of a mixture, whose choices are those of all rows. The rest is of at most MIXED_ROWS rows. */
 struct mixture_work {
@@ -90,17 +89,14 @@ INLINE void gate_rows(float *gate, const float *up, int64_t rows, int32_t act) {
         square_vectors(gate, rows);
 }
 
-/* Rows whose gates and ups are computed next, of `left`. */
-INLINE int64_t gated_rows(int64_t left) { return left <= GATED_ROWS ? left : GATED_AT_ONCE; }
-
-/* Block c of the outputs of a gate and of up, for some rows of x. Without a gate, `gate` gets the outputs of up. `then`: the
- * group that the caller reads after these. */
+/* Block c of the outputs of a gate and of up, for rows [r, r + rows) of x. Without a gate, `gate` gets the outputs of up. `at`:
+ * rows of the same product before them. `then`: the group that the caller reads after these. */
 INLINE void gate_and_up_group(const struct block_weights *gate_up, int64_t c, int64_t blocks,
-                              const struct block_rows *x, int64_t r, int64_t rows, int64_t then, int32_t act,
-                              float *gate, float *up) {
+                              const struct block_rows *x, int64_t r, int64_t at, int64_t rows, int64_t then,
+                              int32_t act, float *gate, float *up) {
     const int has_gate = act != ACT_RELU_SQUARED;
-    group_of_rows(gate_up, c, x, r, rows, has_gate ? blocks + c : then, gate, GROUP);
-    if (has_gate) group_of_rows(gate_up, blocks + c, x, r, rows, then, up, GROUP);
+    group_of_rows(gate_up, c, x, r, at, rows, has_gate ? blocks + c : then, gate, GROUP);
+    if (has_gate) group_of_rows(gate_up, blocks + c, x, r, at, rows, then, up, GROUP);
 }
 
 /* Block c of rows [r, r + rows): the input of the product `down`. */
@@ -130,9 +126,9 @@ static void mix_some(struct member *m, const struct mixture *mixture, const stru
         const int64_t end = t->first[i + 1];
         const struct block_weights *gate_up = mixture->gate_up + t->active[i];
         for (int64_t p = t->first[i], pairs; p < end; p += pairs) {
-            pairs = gated_rows(end - p);
+            pairs = end - p < GATED_ROWS ? end - p : GATED_ROWS;
             const int64_t then = p + pairs < end ? c : c + 1;
-            gate_and_up_group(gate_up, c, blocks, &taken, p, pairs, then, act, gate[0], up[0]);
+            gate_and_up_group(gate_up, c, blocks, &taken, p, p - t->first[i], pairs, then, act, gate[0], up[0]);
             gate_rows(gate[0], up[0], pairs, act);
             quantise_gated(gate, p, pairs, c, &w->taken_gated);
         }
@@ -142,7 +138,7 @@ static void mix_some(struct member *m, const struct mixture *mixture, const stru
         const int64_t i = item / groups, g = item % groups;
         if (i >= *t->num_active) continue;
         const int64_t p = t->first[i];
-        group_of_rows(mixture->down + t->active[i], g, &gated, p, t->first[i + 1] - p, g + 1,
+        group_of_rows(mixture->down + t->active[i], g, &gated, p, 0, t->first[i + 1] - p, g + 1,
                       w->given + p * H + g * GROUP, H);
     }
     TEAM_FOR(m, r, rows)

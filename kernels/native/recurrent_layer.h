@@ -84,8 +84,8 @@ static void bring_rows(struct member *m, const struct recurrent_layer *l, const 
                        const struct block_rows *x, int64_t rows, const struct recurrent_work *w) {
     if (l->control.quants) {
         const struct block_rows ready = ready_rows(m, &l->control, x, rows, rows);
-        TEAM_FOR(m, g, groups_of(&l->control))
-        group_into(&l->control, g, &ready, 0, rows, w->control, sizes->control, 0);
+        TEAM_FOR_RANGES(m, part, groups_of(&l->control))
+        groups_into(&l->control, part.begin, part.end, &ready, rows, w->control, sizes->control, 0);
         return;
     }
     TEAM_FOR(m, r, rows) {
