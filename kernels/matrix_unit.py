@@ -112,7 +112,7 @@ class MatrixUnit:
         """
         weights = _random(kind, offsets, max(_OUTPUTS, _WEIGHTS // num_inputs // 32 * 32), num_inputs)
         best = 0
-        for rows in reversed(ROWS[offsets:]):
+        for rows in reversed(ROWS[1:] if offsets else ROWS):
             calls, gains = pair(weights, rows), []
             # In turn, and the median of the ratios: others may use the core's other thread for some milliseconds.
             for _ in range(_ROUNDS):

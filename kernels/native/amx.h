@@ -1,9 +1,10 @@
 /* Products over blocks of many rows on x86-64's matrix unit (AMX), with the bits of the unit that includes this (see blocks.h).
  *
- * A tile multiplies 16 rows of activations by 16 outputs over one block of 32 inputs, or over one of its two parts; few rows that
- * fill no tile are left to the vector unit (see tile_of). The sums are integers and hence exact; they go through memory into the same fused
- * operations, in the same order, as group_tile's. The packed weights are shared with the other units: four neighbouring
- * inputs of 16 outputs are a row of 64 bytes here as there. A panel of them is made signed bytes in L1, for up to STEP_ROWS rows.
+ * A tile multiplies 16 rows of activations by 16 outputs over one block of 32 inputs, or over one of its two parts; few rows
+ * that fill no tile are left to the vector unit (see tile_of). The sums are integers and hence exact; they go through memory
+ * into the same fused operations, in the same order, as group_tile's. The packed weights are shared with the other units: four
+ * neighbouring inputs of 16 outputs are a row of 64 bytes here as there. A panel of them is made signed bytes in L1, for up to
+ * STEP_ROWS rows.
  *
  * Each thread configures its own tiles when its first product needs them, and releases them at the end of the call: tiles in
  * use make a context switch 8 KB dearer. Not responsible for: the permission to use tiles (see amx.c), and from how many rows

@@ -103,6 +103,21 @@ def test_any_number_of_rows_on_any_number_of_threads_has_the_same_bits(emulated:
             assert emulated.tiles_in_use() == 0
 
 
+@pytest.mark.parametrize(("case", "least"), [("4 bits", 8), ("4 bits with offsets", 12)])
+def test_many_rows_that_fill_no_tile_share_one_with_the_rows_before_them(
+    emulated: ctypes.CDLL, case: str, least: int
+) -> None:
+    product = PackedBlocks(CASES[case](33, BLOCK))
+
+    def dots(rows: int) -> int:
+        before = emulated.dots_of_tiles()
+        result(emulated.lockstep_block_linear_emulated, product, rand(rows, BLOCK), 16)
+        return int(emulated.dots_of_tiles() - before)
+
+    assert dots(32) == dots(31) == dots(16 + least) > dots(16 + least - 1) == dots(16) > 0
+    assert dots(64) == dots(48 + least) > dots(48 + least - 1) == dots(48)
+
+
 def test_a_first_product_runs_in_a_child(emulated: ctypes.CDLL) -> None:
     assert trial(emulated.lockstep_block_linear_alone_emulated) == ""
 
