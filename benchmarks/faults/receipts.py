@@ -330,7 +330,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=whole(1), default=2, help="servers that make receipts (default: %(default)s)")
     made.add_argument("--concurrency", type=whole(1), default=16, help="requests at a time (default: %(default)s)")
     made.add_argument(
-        "--kill-every", type=real(0), default=5.0, help="seconds between two kills (default: %(default)s)"
+        "--kill-every", type=real(0.01), default=5.0, help="seconds between two kills (default: %(default)s)"
     )
     made.add_argument(
         "--kv-cache-tokens", type=whole(1), default=1024, help="few, for preemptions (default: %(default)s)"

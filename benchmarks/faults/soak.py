@@ -368,12 +368,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--minutes", type=real(0), default=30.0, help="time under traffic (default 30)")
     add("--clients", type=whole(1), default=12, help="requests at a time (default 12)")
     add("--seed", type=int, default=1, help="of requests and faults (default 1)")
-    add("--fault-every", type=real(0), default=20.0, metavar="SECONDS", help="mean time between faults (default 20)")
-    add("--sample-every", type=real(0), default=2.0, metavar="SECONDS", help="time between two samples (default 2)")
+    add("--fault-every", type=real(0.01), default=20.0, metavar="SECONDS", help="mean time between faults (default 20)")
+    add("--sample-every", type=real(0.01), default=2.0, metavar="SECONDS", help="time between two samples (default 2)")
     add("--warm-rounds", type=whole(1), default=3, help="requests of every kind before the first rest (default 3)")
-    add("--growth-mib", type=real(0), default=48.0, metavar="MIB", help="what a process may grow by (default 48)")
     add(
-        "--max-slower", type=real(0), default=MAX_SLOWER, metavar="RATIO",
+        "--growth-mib", type=real(0, endless=True), default=48.0, metavar="MIB",
+        help="what a process may grow by (default 48); inf where growth is not asked about",
+    )  # fmt: skip
+    add(
+        "--max-slower", type=real(0, endless=True), default=MAX_SLOWER, metavar="RATIO",
         help=f"of the canary's latency, the last third over the first (default {MAX_SLOWER}); "
         "inf where other work runs on the machine",
     )  # fmt: skip

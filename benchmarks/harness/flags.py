@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -46,16 +47,17 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
-def real(least: float) -> Callable[[str], float]:
-    """Return what reads a number of at least `least`; infinity is none."""
+def real(least: float, *, endless: bool = False) -> Callable[[str], float]:
+    """Return what reads a number of at least `least`; infinity is one only where the flag is a limit (`endless`)."""
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least:g}")
+        if not least <= value <= (math.inf if endless else sys.float_info.max):
+            allowed = ", or inf" if endless else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least:g}{allowed}")
         return value
 
     return read

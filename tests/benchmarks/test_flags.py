@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -80,6 +81,7 @@ def halved(text: str) -> int:
         (list_of(whole(1)), "1,8,16", [1, 8, 16]),
         (list_of(whole(0, 15)), "0, 15", [0, 15]),
         (list_of(real(0)), "0,0.8", [0.0, 0.8]),
+        (real(1, endless=True), "inf", math.inf),
         (list_of(pair("LANESxROWS")), "1x8,4x1", [(1, 8), (4, 1)]),
         (list_of(one_of("abc")), "c,a", ["c", "a"]),
         (list_of(halved), "4,6", [2, 3]),
@@ -87,7 +89,7 @@ def halved(text: str) -> int:
         (some_of("abc"), "", ["a", "b", "c"]),
     ],
 )
-def test_a_list_is_read_part_by_part(read: Read, text: str, found: object) -> None:
+def test_a_value_is_read_part_by_part(read: Read, text: str, found: object) -> None:
     parser = harness_parser(DOC, "")
     parser.add_argument("--given", type=read)
     parser.add_argument("--left-out", type=read, default=text)
@@ -109,6 +111,7 @@ def test_a_list_is_read_part_by_part(read: Read, text: str, found: object) -> No
         (list_of(real(0)), "0,-0.5", "'-0.5' is not a number of at least 0"),
         (list_of(real(0)), "nan", "'nan' is not a number of at least 0"),
         (list_of(real(0)), "inf", "'inf' is not a number of at least 0"),
+        (real(1, endless=True), "nan", "'nan' is not a number of at least 1, or inf"),
         (list_of(pair("AxB")), "1x1,4", "'4' is not AxB, two whole numbers of at least 1"),
         (list_of(pair("AxB")), "1x2x3", "'1x2x3' is not AxB, two whole numbers of at least 1"),
         (list_of(pair("AxB")), "0x1", "'0x1' is not AxB, two whole numbers of at least 1"),
@@ -160,6 +163,7 @@ def test_a_wrong_part_is_named_with_what_is_allowed(
         (schemas.main, "--data FILE --temperatures nan", "nan"),
         (serve.main, "--systems lockstep,nothing", "nothing"),
         (serve.main, "--workloads chat,nothing", "nothing"),
+        (soak.main, "--fault-every 0", "0"),
         (soak.main, "--minutes -1", "-1"),
         (token_ids.main, "--record FILE --dtypes float16", "float16"),
     ],
@@ -172,3 +176,8 @@ def test_each_harness_names_its_flag_and_the_wrong_part(
         run(words)
     assert ended.value.code == 2
     assert f"error: argument {words[-2]}: {part!r}" in capsys.readouterr().err
+
+
+def test_a_soak_without_limits_is_one_that_only_faults_can_fail() -> None:
+    args = soak.build_parser().parse_args(["--growth-mib", "inf", "--max-slower", "inf"])
+    assert args.growth_mib == args.max_slower == math.inf
