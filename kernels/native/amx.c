@@ -2,7 +2,8 @@
  *
  * Linux gives the registers of tiles only to a process that asks: its threads, and the processes that it forks, have the
  * permission as well. A first product runs in a child, so a machine that says it has the unit and faults there costs the
- * child. Not responsible for: products (see amx.h and float_tiles.c), and what follows from an answer (see
+ * child. The child is a copy of this process with one thread, in which no library runs a handler: gRPC's starts threads there,
+ * which fault. Not responsible for: products (see amx.h and float_tiles.c), and what follows from an answer (see
  * kernels/matrix_unit.py).
  */
 #define _GNU_SOURCE
@@ -52,11 +53,15 @@ int32_t lockstep_tiles_permission(void) { return TILES_ABSENT; }
 int32_t lockstep_has_float_tiles(void) { return 0; }
 #endif
 
+/* What fork() does without the handlers of pthread_atfork. The child may allocate nothing: another thread may have held a lock of
+ * the allocator. */
+static pid_t bare_fork(void) { return (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0); }
+
 /* Run `product` with both arguments in a child, and compare `bytes` bytes of their results there. 0: they are equal. 1: they
  * are not. Else the signal that ended the child, SIGALRM after ten seconds, or -1 where there was none to run. */
 int32_t lockstep_tiles_trial(void (*product)(const void *), const void *tiles, const void *plain, const void *tiled,
                              const void *wanted, int64_t bytes) {
-    const pid_t child = fork();
+    const pid_t child = bare_fork();
     if (child < 0) return -1;
     if (child == 0) {
         const int fatal[] = {SIGALRM, SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT};

@@ -9,6 +9,10 @@ import ctypes
 import itertools
 import json
 import logging
+import platform
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,6 +137,26 @@ def test_a_slow_machine_times_few_widths_at_a_start(tmp_path: Path) -> None:
 @pytest.mark.skipif(int(native().lockstep_tiles_permission()) == 0, reason="this machine runs instructions on tiles")
 def test_a_machine_that_faults_on_tiles_costs_a_child() -> None:
     assert trial(native().lockstep_block_linear_alone) == "ended by SIGILL"
+
+
+HANDLED = """
+import ctypes, os, sys
+from kernels.library import native
+libc = ctypes.CDLL(None)
+aborts = ctypes.cast(libc.abort, ctypes.c_void_p)
+assert libc.__register_atfork(None, None, aborts, None) == 0
+forked = os.fork()
+print(os.WTERMSIG(os.waitpid(forked, 0)[1]))
+memory = ctypes.create_string_buffer(8)
+harmless = ctypes.cast(libc.labs, ctypes.c_void_p)
+sys.stdout.write(str(native().lockstep_tiles_trial(harmless, None, None, memory, memory, ctypes.c_int64(8))))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="registers a handler with a function of glibc")
+def test_a_trial_runs_no_handler_of_a_library_that_forks() -> None:
+    ended = subprocess.run([sys.executable, "-c", HANDLED], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == [str(int(signal.SIGABRT)), "0"]
 
 
 def test_matrices_without_a_matrix_unit_have_no_rows_for_it() -> None:
