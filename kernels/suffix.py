@@ -208,6 +208,8 @@ class SuffixVotes:
         )
         at_words = ctypes.addressof(self._native_words) if self._native_words else None
         self._args = _Args(*places, at_words, *strides, 0, 0, min_run, max_run)
+        self._most_lanes, self._most_drafts = len(lanes.slots_B), s.drafts_SR.shape[1]
+        self._jump_forward = address(lanes.num_jump_forward_B)
         verified = (lanes.slots_B, lanes.num_emitted_B, lanes.num_verified_B, lanes.num_accepted_B)
         self._count_args = _CountArgs(*_addresses(*verified, s.from_ring_S, self._counts), 0)
 
@@ -216,9 +218,9 @@ class SuffixVotes:
 
         `jump_forward`: `num_jump_forward_B` is valid for this step; else no lane has jump-forward tokens.
         """
-        assert 0 <= num_lanes <= len(self._lanes.slots_B), num_lanes
-        self._args.num_lanes, self._args.max_drafts = num_lanes, min(max_drafts, self._slots.drafts_SR.shape[1])
-        self._args.num_jump_forward = address(self._lanes.num_jump_forward_B) if jump_forward else None
+        assert 0 <= num_lanes <= self._most_lanes, num_lanes
+        self._args.num_lanes, self._args.max_drafts = num_lanes, min(max_drafts, self._most_drafts)
+        self._args.num_jump_forward = self._jump_forward if jump_forward else None
         native().lockstep_suffix_draft(ctypes.byref(self._args))
 
     def count(self, num_lanes: int) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gpu_engine.core.step_times import StepTimes
 
@@ -54,9 +55,8 @@ class DraftRecord:
     """Number of the first step that the sequence was in; -1: none yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """The drafts that a sequence has for its next step."""
+class Proposal(NamedTuple):
+    """The drafts that a sequence has for its next step; a tuple, because each step makes one for each lane."""
 
     record: DraftRecord
     num_jump_forward: int = 0
@@ -107,9 +107,12 @@ class Acceptance:
 
     def chances(self, proposal: Proposal) -> list[float]:
         """Return the chance of each draft that it and all drafts before it are accepted, up to the last worth a row."""
-        record, num_forced, own = proposal.record, proposal.num_jump_forward, self._kind(proposal)
+        num_drafts = proposal.num_drafts
+        if not num_drafts:
+            return []
+        record, num_forced, own = proposal.record, proposal.num_jump_forward, self._kind(proposal, num_drafts)
         chance, found = 1.0, []
-        for j in range(proposal.num_drafts):
+        for j in range(num_drafts):
             kind, at = (_FORCED, j) if j < num_forced else (own, j - num_forced)
             common = self._hits[kind][at] / self._tries[kind][at]
             own_at = kind * _OWN_POSITIONS + min(at, _OWN_POSITIONS - 1)
@@ -120,14 +123,14 @@ class Acceptance:
         return found
 
     def observe(self, proposal: Proposal, limit: int, token_ids: Sequence[int], num_accepted: int) -> None:
-        """Learn from a step that gave the sequence these tokens; without a token it shows nothing."""
-        if not token_ids:
+        """Learn from a step that gave the sequence these tokens; without a token, or a draft, it shows nothing."""
+        if not token_ids or proposal.tokens == ():
             return
         if proposal.tokens is None:
             verdicts = [True] * num_accepted + [False] * (num_accepted < min(limit, len(token_ids)))
         else:
             verdicts = _verdicts(proposal.tokens, token_ids)
-        own = self._kind(proposal)
+        own = self._kind(proposal, proposal.num_drafts)
         for j, hit in enumerate(verdicts[:_POSITIONS]):
             kind, at = (_FORCED, j) if j < proposal.num_jump_forward else (own, j - proposal.num_jump_forward)
             record, own_at = proposal.record, kind * _OWN_POSITIONS + min(at, _OWN_POSITIONS - 1)
@@ -136,8 +139,8 @@ class Acceptance:
             self._tries[kind][at] = self._tries[kind][at] * _ENGINE_MEMORY + 1
             self._hits[kind][at] = self._hits[kind][at] * _ENGINE_MEMORY + hit
 
-    def _kind(self, proposal: Proposal) -> int:
-        own = proposal.num_drafts - proposal.num_jump_forward
+    def _kind(self, proposal: Proposal, num_drafts: int) -> int:
+        own = num_drafts - proposal.num_jump_forward
         if not self._by_length or proposal.tokens is None or own > 5:
             return _LONG
         return _SHORT if own <= 3 else _MIDDLE

@@ -77,7 +77,7 @@ class RunningSequence(Sequence):
 class SlotWriter:
     """Writes the slot buffers. Used by the engine thread, between steps.
 
-    `slot` is written here, and `buffers` is read by the steps; on a CPU both are the same.
+    `slot` is written here, in memory of the host, and `buffers` is read by the steps; on a CPU both are the same.
     """
 
     def __init__(
@@ -98,6 +98,8 @@ class SlotWriter:
         adapters: the model takes adapters, and each slot has the number of its adapter.
         """
         self.slot = self.buffers = slot
+        self._page_table_SN = slot.page_table_SN.numpy()
+        """The same memory as an array: an operation of torch takes some microseconds, of which a step has few."""
         self._adapters = adapters
         self._num_drafts = num_drafts
         self._max_model_len, self._eos = max_model_len, eos_token_ids
@@ -201,7 +203,7 @@ class SlotWriter:
         """Bring the slot's row of the page table up to date; return how many entries are new, at its end."""
         new, at = sequence.pages[sequence.pages_written :], sequence.pages_written
         if new:
-            self.slot.page_table_SN[sequence.slot, at : at + len(new)] = torch.tensor(new, dtype=torch.int32)
+            self._page_table_SN[sequence.slot, at : at + len(new)] = new
             sequence.pages_written += len(new)
         return len(new)
 

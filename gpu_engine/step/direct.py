@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
@@ -63,6 +62,8 @@ class DirectLauncher:
         self._slots: tuple[int, ...] = ()
         self._place_B = torch.zeros(0, dtype=torch.int64)
         """`_slots` as a tensor: a batch has the slots of the last one in most steps."""
+        self._at_B = self._place_B.numpy()
+        """The same memory as an array."""
         self._lanes: tuple[tuple[Any, ...], ...] = ()
         """Slots, their generations and whether they are guided, as the lane buffers have them."""
         self._limits: tuple[int, ...] = ()
@@ -75,10 +76,11 @@ class DirectLauncher:
 
     def drafts(self, slots: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the drafts: every step so far has run."""
-        if self.max_drafts == 0 or not (counts := self._num_drafts_S[np.array(slots)]).any():
+        counts = self._num_drafts_of(slots)
+        if self.max_drafts == 0 or not any(counts):
             return [()] * len(slots)
-        rows = self._drafts_SR[np.array(slots)].tolist()
-        return [tuple(row[:count]) for row, count in zip(rows, counts.tolist(), strict=True)]
+        rows = self._drafts_SR[self._at_B].tolist()
+        return [tuple(row[:count]) for row, count in zip(rows, counts, strict=True)]
 
     def shapes(self, num_lanes: int, *, guided: bool) -> list[tuple[int, int]] | None:
         """Return None where the program packs rows; else any number of rows, for all lanes alike."""
@@ -99,7 +101,7 @@ class DirectLauncher:
         if limits != self._limits:
             lane.draft_limit_B[:B] = torch.tensor(limits, dtype=torch.int32)
             self._limits = limits
-        num_drafts = self._num_drafts_S[np.array(handle.slots)].tolist() if any(limits) else ()
+        num_drafts = self._num_drafts_of(handle.slots) if any(limits) else ()
         P = 1 + max(map(min, num_drafts, limits), default=0)
         max_rows, max_links = 1 if handle.propose_rows == 1 else R, (handle.propose_rows or R) - 1
         prompts = None
@@ -134,7 +136,13 @@ class DirectLauncher:
         """Return the slots as int64 [B]; the tensor is not written to."""
         if slots != self._slots:
             self._slots, self._place_B = slots, torch.tensor(slots)
+            self._at_B = self._place_B.numpy()
         return self._place_B
+
+    def _num_drafts_of(self, slots: tuple[int, ...]) -> list[int]:
+        self._place_of(slots)
+        counts: list[int] = self._num_drafts_S[self._at_B].tolist()
+        return counts
 
     def read(self, handle: StepHandle[Any]) -> StepOutputs:
         """Return the outputs."""

@@ -18,6 +18,7 @@ import itertools
 import time
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from gpu_engine.model.attention import AttentionContext
@@ -128,6 +129,8 @@ class StepProgram:
         self.packs = stream.runs_at_once and (model.skips_padding or not drafter.layers)
         """The forward computes only rows of the lanes' drafts, and no padding between them. A drafter that reads the
         target's states needs them in P rows a lane, so there the model itself must skip padding."""
+        self._num_drafts_B = lane.num_drafts_B.numpy() if model.skips_padding else np.zeros(0, dtype=np.int32)
+        """The lanes' drafts as an array, where the forward skips padding: on a CPU."""
         self.forward_rows = 0
         """Rows of the last step's forward without those of prompts, on a stream that runs at once."""
         self.mixes = stream.runs_at_once and model.takes_prompts and not drafter.layers
@@ -214,7 +217,7 @@ class StepProgram:
             )
         self.forward_rows = ids_BP.numel()
         if self.model.skips_padding:
-            self.forward_rows = B if batch.num_rows == 1 else B + int(batch.lane.num_drafts_B[:B].sum())
+            self.forward_rows = B if batch.num_rows == 1 else B + int(self._num_drafts_B[:B].sum())
         context = AttentionContext(self._pages, table_BN, positions_BP, hidden=self._hidden, prompts=batch.prompts)
         context.adapters_B, context.defers_head = adapters_B, self._defers_head(batch)
         context.recurrent = recurrent
