@@ -46,8 +46,8 @@ INLINE void store_acc(const struct tile_place *p, int rows, int from, int vector
 }
 
 /* The hardware's own prefetch begins anew at every page. */
-INLINE void fetch_ahead(const uint8_t *q, int64_t bytes) {
-    for (int64_t line = 0; line < 2 * bytes; line += 64) __builtin_prefetch(q + FETCH_AHEAD + line);
+INLINE void fetch_ahead(const uint8_t *q, int64_t bytes, int rows) {
+    for (int64_t line = 0; line < 2 * bytes; line += 64) __builtin_prefetch(q + FETCH_AHEAD(rows) + line);
 }
 
 #define HALVES_START(count) (-MIDDLE * (count))
@@ -110,7 +110,7 @@ INLINE void dot_pass(const struct tile_place *p, int rows, int form, int from, i
         int8x16_t x[ROW_TILE][2];
         int32x4_t sum[2][ROW_TILE][VECTORS]; /* of a block in parts: of either half */
         const uint8_t *q = p->quants + 2 * k * bytes;
-        if (!from) fetch_ahead(q, bytes);
+        if (!from) fetch_ahead(q, bytes, rows);
         UNROLL_4 for (int t = 0; t < rows; t++) {
             int32_t start[2];
             sum_starts(p, form, t * blocks + k, start);
@@ -178,7 +178,7 @@ INLINE void matrix_pass(const struct tile_place *p, int rows, int form, int from
         int8x16_t x[ROW_TILE / 2][4];
         int32x4_t sum[2][ROW_TILE / 2][VECTORS];
         const uint8_t *q = p->quants + 2 * k * bytes;
-        if (!from) fetch_ahead(q, bytes);
+        if (!from) fetch_ahead(q, bytes, rows);
         UNROLL_4 for (int i = 0; i < pairs; i++) {
             const int one = 2 * i, other = one + 1 < rows ? one + 1 : one;
             const int8_t *a = p->rows + one * p->inputs + k * QBLOCK, *b = p->rows + other * p->inputs + k * QBLOCK;

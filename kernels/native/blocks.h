@@ -31,8 +31,10 @@
 #define LANES 16  /* outputs of a vector */
 #define GROUP 32  /* outputs at once: two vectors share the loads of the activations */
 
-#define LINE 64          /* bytes that a core loads at once */
-#define FETCH_AHEAD 2048 /* bytes of weights between what a tile multiplies and what it starts to load */
+#define LINE 64 /* bytes that a core loads at once */
+/* Bytes of weights between what a tile multiplies and what it starts to load. With few rows a core itself looks some blocks
+ * ahead. */
+#define FETCH_AHEAD(rows) ((rows) == 1 ? 2048 : (rows) == 2 ? 4096 : 8192)
 
 #define UNROLL_8 _Pragma("GCC unroll 8")
 
@@ -472,10 +474,11 @@ INLINE void fetch_line(const struct fetch *ahead, int64_t k, int64_t line, int64
 }
 
 /* Start to load lines [begin, end), up to three, some blocks ahead: the hardware's own prefetch begins anew at every page. */
-INLINE void fetch_lines(const uint8_t *block, int begin, int end) {
-    __builtin_prefetch(block + FETCH_AHEAD + begin * LINE);
-    if (begin + 1 < end) __builtin_prefetch(block + FETCH_AHEAD + (begin + 1) * LINE);
-    if (begin + 2 < end) __builtin_prefetch(block + FETCH_AHEAD + (begin + 2) * LINE);
+INLINE void fetch_lines(const uint8_t *block, int begin, int end, int rows) {
+    block += FETCH_AHEAD(rows);
+    __builtin_prefetch(block + begin * LINE);
+    if (begin + 1 < end) __builtin_prefetch(block + (begin + 1) * LINE);
+    if (begin + 2 < end) __builtin_prefetch(block + (begin + 2) * LINE);
 }
 
 /* A half of group g or all of it: `vectors` from output `from` of the group on, of `rows` rows from `first` on, into rows of
@@ -517,7 +520,7 @@ INLINE void group_pass(const struct block_weights *w, int64_t g, const struct bl
                     if (i < more) fetch_line(ahead, k, line + words + i, last_line);
                 } else if (!ahead) {
                     fetch_lines(q + 2 * k * bytes, own_lines * (words * p + i) / steps,
-                                own_lines * (words * p + i + 1) / steps);
+                                own_lines * (words * p + i + 1) / steps, rows);
                 }
                 UNROLL_8 for (int t = 0; t < rows; t++) {
                     const int8_t *at = xq + t * x->inputs + k * QBLOCK + 4 * i;
@@ -610,15 +613,15 @@ INLINE void leave_products(void) {
 
 #define OF_ROWS(n)                                                                                                     \
     case n:                                                                                                            \
-        if (ahead.quants)                                                                                              \
-            group_tile(w, g, x, first, n, form, &ahead, out, stride);                                                  \
+        if (ahead->quants)                                                                                             \
+            group_tile(w, g, x, first, n, form, ahead, out, stride);                                                   \
         else /* the numbers of what it loads are compile-time constants */                                             \
             group_tile(w, g, x, first, n, form, 0, out, stride);                                                       \
         break;
 
 /* The same for up to ROW_TILE rows. */
 INLINE void rows_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int64_t rows,
-                      int form, struct fetch ahead, float *out, int64_t stride) {
+                      int form, const struct fetch *ahead, float *out, int64_t stride) {
     switch (rows) {
         OF_ROWS(1)
         OF_ROWS(2)
@@ -635,18 +638,18 @@ INLINE void rows_tile(const struct block_weights *w, int64_t g, const struct blo
 
 /* A function for each form: of one that holds them all, the compiler would keep the sums in memory. */
 typedef void rows_of_form(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
-                          int64_t rows, struct fetch ahead, float *out, int64_t stride);
+                          int64_t rows, const struct fetch *ahead, float *out, int64_t stride);
 #define ROWS_OF(form)                                                                                                  \
     static __attribute__((noinline)) void rows_##form(const struct block_weights *w, int64_t g,                        \
                                                       const struct block_rows *x, int64_t first, int64_t rows,         \
-                                                      struct fetch ahead, float *out, int64_t stride) {                \
+                                                      const struct fetch *ahead, float *out, int64_t stride) {         \
         rows_tile(w, g, x, first, rows, form, ahead, out, stride);                                                     \
     }
 EACH_FORM(ROWS_OF)
 
 /* Outputs [GROUP g, GROUP (g + 1)) of as many rows as `tile_of` says. */
 static void group_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
-                       int64_t rows, struct fetch ahead, float *out, int64_t stride) {
+                       int64_t rows, const struct fetch *ahead, float *out, int64_t stride) {
 #define ENTRY(form) [form] = rows_##form,
     static rows_of_form *const of_forms[] = {EACH_FORM(ENTRY)};
 #undef ENTRY
@@ -718,29 +721,34 @@ INLINE struct fetch fetch_of(const struct block_weights *w, int64_t r, int64_t r
                           .offsets = w->offsets ? w->offsets + next * blocks * GROUP : 0};
 }
 
+/* The group that a member probably multiplies after group g of `part`. */
+INLINE int64_t after(const struct share *part, int64_t g) { return g + 1 < part->end ? g + 1 : part->follow; }
+
 /* Group g of `rows` rows from `first` on, whole, as fp32 [rows][stride]. `at`: rows of the same product before them. `next`: the
  * group that the caller multiplies afterwards. */
 INLINE void group_of_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
                           int64_t at, int64_t rows, int64_t next, float *out, int64_t stride) {
     for (int64_t r = 0, n; r < rows; r += n) {
         n = tile_of(w, x, at + r, rows - r);
-        group_rows(w, g, x, first + r, n, fetch_of(w, r, rows, next), out + r * stride, stride);
+        const struct fetch ahead = fetch_of(w, r, rows, next);
+        group_rows(w, g, x, first + r, n, &ahead, out + r * stride, stride);
     }
 }
 
 /* The same of rows [first, first + rows), for those columns that there are; row r goes to place[r], or to r where place is
  * null. */
 INLINE void group_into(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first,
-                       int64_t rows, float *out, int64_t stride, const int32_t *place) {
+                       int64_t rows, int64_t next, float *out, int64_t stride, const int32_t *place) {
     const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
     float y[STEP_ROWS][GROUP];
     if (count == GROUP && !place) {
-        group_of_rows(w, g, x, first, first, rows, g + 1, out + first * stride + g * GROUP, stride);
+        group_of_rows(w, g, x, first, first, rows, next, out + first * stride + g * GROUP, stride);
         return;
     }
     for (int64_t r = 0, n; r < rows; r += n) {
         n = tile_of(w, x, first + r, rows - r);
-        group_rows(w, g, x, first + r, n, fetch_of(w, r, rows, g + 1), y[0], GROUP);
+        const struct fetch ahead = fetch_of(w, r, rows, next);
+        group_rows(w, g, x, first + r, n, &ahead, y[0], GROUP);
         for (int64_t t = first + r; t < first + r + n; t++)
             memcpy(out + (place ? place[t] : t) * stride + g * GROUP, y[t - first - r], (size_t)count * sizeof(float));
     }
@@ -756,16 +764,17 @@ INLINE int64_t rows_in_tiles(const struct block_weights *w, const struct block_r
 
 #define BYTES_BETWEEN (1 << 19) /* of weights that stay in L2 until the rows without a tile are multiplied */
 
-/* The same of all rows and of groups [begin, end). A matrix unit that had nothing to do for some 900 cycles takes as many to
+/* The same of all rows and of the groups of `part`. A matrix unit that had nothing to do for some 900 cycles takes as many to
  * begin again, so the rows without a tile are multiplied after the tiles of several groups. */
-INLINE void groups_into(const struct block_weights *w, int64_t begin, int64_t end, const struct block_rows *x,
+INLINE void groups_into(const struct block_weights *w, const struct share *part, const struct block_rows *x,
                         int64_t rows, float *out, int64_t stride, const int32_t *place) {
     const int64_t in_tiles = rows_in_tiles(w, x, rows), first = in_tiles ? in_tiles : rows;
     const int64_t fit = BYTES_BETWEEN / (2 * bytes_of(form_of(w)) * (w->inputs / QBLOCK)), together = fit ? fit : 1;
-    for (int64_t at = begin, to; at < end; at = to) {
-        to = end - at < together ? end : at + together;
-        for (int64_t g = at; g < to; g++) group_into(w, g, x, 0, first, out, stride, place);
-        for (int64_t g = at; g < to && first < rows; g++) group_into(w, g, x, first, rows - first, out, stride, place);
+    for (int64_t at = part->begin, to; at < part->end; at = to) {
+        to = part->end - at < together ? part->end : at + together;
+        for (int64_t g = at; g < to; g++) group_into(w, g, x, 0, first, after(part, g), out, stride, place);
+        for (int64_t g = at; g < to && first < rows; g++)
+            group_into(w, g, x, first, rows - first, after(part, g), out, stride, place);
     }
 }
 
@@ -784,16 +793,17 @@ static __attribute__((noinline)) void block_linear_body(struct member *m, void *
     const struct block_rows x = ready_rows(m, w, &plain, a->rows, a->rows);
     if (!a->bf16) {
         TEAM_FOR_RANGES(m, part, groups_of(w))
-        groups_into(w, part.begin, part.end, &x, a->rows, a->out, w->outputs, 0);
+        groups_into(w, &part, &x, a->rows, a->out, w->outputs, 0);
         leave_products();
         return;
     }
-    TEAM_FOR(m, g, groups_of(w)) {
+    TEAM_FOR_RANGES(m, part, groups_of(w)) for (int64_t g = part.begin; g < part.end; g++) {
         const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
         float y[STEP_ROWS][GROUP];
         for (int64_t r = 0, n; r < a->rows; r += n) {
             n = tile_of(w, &x, r, a->rows - r);
-            group_rows(w, g, &x, r, n, fetch_of(w, r, a->rows, g + 1), y[0], GROUP);
+            const struct fetch ahead = fetch_of(w, r, a->rows, after(&part, g));
+            group_rows(w, g, &x, r, n, &ahead, y[0], GROUP);
             for (int64_t t = 0; t < n; t++)
                 for (int64_t i = 0; i < count; i++) store1(a->out, (r + t) * w->outputs + g * GROUP + i, y[t][i], 1);
         }

@@ -336,7 +336,7 @@ static void product(struct member *m, const struct forward_args *a, const struct
                     const struct block_rows *x, float *out, int64_t stride) {
     const struct block_rows ready = ready_rows(m, weights, x, w->rows, w->rows);
     TEAM_FOR_RANGES(m, part, groups_of(weights)) {
-        groups_into(weights, part.begin, part.end, &ready, w->rows, out, stride, 0);
+        groups_into(weights, &part, &ready, w->rows, out, stride, 0);
         for (int64_t g = part.begin; a->adapters && g < part.end; g++) {
             const int64_t left = weights->outputs - g * GROUP;
             expand(a, l, w, 0, w->rows, number, g * GROUP, left < GROUP ? left : GROUP, out + g * GROUP, stride);
@@ -492,9 +492,10 @@ static void add_mixers(struct member *m, const struct forward_args *a, const str
     }
     const struct block_rows attended = ready_rows(m, &l->output, heads, w->rows, w->rows);
     const struct block_rows given = ready_rows(m, &l->recurrent->output, &recurrent->given, w->rows, w->rows);
-    TEAM_FOR(m, g, groups_of(&l->output)) {
-        group_into(&l->output, g, &attended, 0, w->rows, w->delta, a->hidden, 0);
-        group_into(&l->recurrent->output, g, &given, 0, w->rows, recurrent->beside, a->hidden, 0);
+    TEAM_FOR_RANGES(m, part, groups_of(&l->output)) for (int64_t g = part.begin; g < part.end; g++) {
+        const int64_t next = after(&part, g);
+        group_into(&l->output, g, &attended, 0, w->rows, next, w->delta, a->hidden, 0);
+        group_into(&l->recurrent->output, g, &given, 0, w->rows, next, recurrent->beside, a->hidden, 0);
         for (int64_t r = 0; r < w->rows; r++)
             for (int64_t i = r * a->hidden + g * GROUP; i < r * a->hidden + (g + 1) * GROUP; i += WIDTH)
                 store_floats(w->delta + i, load_floats(w->delta + i) + load_floats(recurrent->beside + i));
@@ -508,23 +509,24 @@ static void gate_and_up(struct member *m, const struct forward_args *a, const st
     const struct block_rows x = ready_rows(m, &l->gate_up, &w->normed, w->rows, w->rows);
     float gate[GATED_ROWS][GROUP] __attribute__((aligned(64))), up[GATED_ROWS][GROUP] __attribute__((aligned(64)));
     const int64_t in_tiles = rows_in_tiles(&l->gate_up, &x, w->rows);
-    TEAM_FOR(m, c, blocks)
-    for (int64_t r = 0, rows; r < w->rows; r += rows) {
-        rows = (r < in_tiles ? in_tiles : w->rows) - r;
-        if (rows > GATED_ROWS) rows = GATED_ROWS;
-        const int64_t then = r + rows < w->rows ? c : c + 1;
-        gate_and_up_group(&l->gate_up, c, blocks, &x, r, r, rows, then, l->act, gate[0], up[0]);
-        if (a->adapters) {
-            expand(a, l, w, r, rows, OF_GATE_UP, c * GROUP, GROUP, gate[0], GROUP);
-            if (l->act != ACT_RELU_SQUARED)
-                expand(a, l, w, r, rows, OF_GATE_UP, l->down.inputs + c * GROUP, GROUP, up[0], GROUP);
+    TEAM_FOR_RANGES(m, part, blocks)
+    for (int64_t c = part.begin; c < part.end; c++)
+        for (int64_t r = 0, rows; r < w->rows; r += rows) {
+            rows = (r < in_tiles ? in_tiles : w->rows) - r;
+            if (rows > GATED_ROWS) rows = GATED_ROWS;
+            const int64_t then = r + rows < w->rows ? c : after(&part, c);
+            gate_and_up_group(&l->gate_up, c, blocks, &x, r, r, rows, then, l->act, gate[0], up[0]);
+            if (a->adapters) {
+                expand(a, l, w, r, rows, OF_GATE_UP, c * GROUP, GROUP, gate[0], GROUP);
+                if (l->act != ACT_RELU_SQUARED)
+                    expand(a, l, w, r, rows, OF_GATE_UP, l->down.inputs + c * GROUP, GROUP, up[0], GROUP);
+            }
+            gate_rows(gate[0], up[0], rows, l->act);
+            if (a->adapters)
+                for (int64_t t = 0; t < rows; t++)
+                    memcpy(w->active + (r + t) * a->inner + c * GROUP, gate[t], sizeof gate[t]);
+            quantise_gated(gate, r, rows, c, gated);
         }
-        gate_rows(gate[0], up[0], rows, l->act);
-        if (a->adapters)
-            for (int64_t t = 0; t < rows; t++)
-                memcpy(w->active + (r + t) * a->inner + c * GROUP, gate[t], sizeof gate[t]);
-        quantise_gated(gate, r, rows, c, gated);
-    }
 }
 
 static void shrink_active(struct member *m, const struct forward_args *a, const struct forward_layer *l,
@@ -544,7 +546,7 @@ INLINE void finish_logits(const struct forward_args *a, float *y, int64_t count)
 static void head(struct member *m, const struct forward_args *a, const struct forward_work *w) {
     const struct block_rows x = ready_rows(m, &a->head, &w->normed, w->num_logits, w->num_logits);
     TEAM_FOR_RANGES(m, part, groups_of(&a->head))
-    groups_into(&a->head, part.begin, part.end, &x, w->num_logits, a->logits, a->logits_stride, w->place);
+    groups_into(&a->head, &part, &x, w->num_logits, a->logits, a->logits_stride, w->place);
     if (a->logits_softcap > 0.0f || a->logits_scale != 1.0f) {
         TEAM_FOR(m, r, w->num_logits)
         finish_logits(a, a->logits + w->place[r] * a->logits_stride, a->head.outputs);
@@ -734,7 +736,7 @@ static void make_inputs(struct member *m, const struct forward_args *a, const st
     TEAM_FOR(m, r, w->rows) quantise_row(w->x + r * a->hidden, &w->normed, r);
     const struct block_rows x = ready_rows(m, projection, &w->normed, w->rows, w->rows);
     TEAM_FOR_RANGES(m, part, groups_of(projection))
-    groups_into(projection, part.begin, part.end, &x, w->rows, w->inputs, projection->outputs, 0);
+    groups_into(projection, &part, &x, w->rows, w->inputs, projection->outputs, 0);
     TEAM_FOR(m, r, w->rows)
     finish_inputs(&a->inputs, w->inputs + r * projection->outputs, a->ids[w->place[r]], a->bf16);
 }
@@ -745,15 +747,16 @@ static void gate_input(struct member *m, const struct forward_args *a, const str
     const int64_t stride = a->inputs.projection.outputs, of_layer = (l - a->layers) * a->inputs.width;
     float gate[GATED_ROWS][GROUP] __attribute__((aligned(64))), input[GATED_ROWS][GROUP] __attribute__((aligned(64)));
     const struct block_rows x = ready_rows(m, &l->input.gate, &w->normed, w->rows, w->rows);
-    TEAM_FOR(m, c, a->inputs.width / GROUP)
-    for (int64_t r = 0, rows; r < w->rows; r += rows) {
-        rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
-        group_of_rows(&l->input.gate, c, &x, r, r, rows, r + rows < w->rows ? c : c + 1, gate[0], GROUP);
-        for (int64_t t = 0; t < rows; t++)
-            memcpy(input[t], w->inputs + (r + t) * stride + of_layer + c * GROUP, sizeof input[t]);
-        gate_rows(gate[0], input[0], rows, l->act);
-        quantise_gated(gate, r, rows, c, gated);
-    }
+    TEAM_FOR_RANGES(m, part, a->inputs.width / GROUP)
+    for (int64_t c = part.begin; c < part.end; c++)
+        for (int64_t r = 0, rows; r < w->rows; r += rows) {
+            rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
+            group_of_rows(&l->input.gate, c, &x, r, r, rows, r + rows < w->rows ? c : after(&part, c), gate[0], GROUP);
+            for (int64_t t = 0; t < rows; t++)
+                memcpy(input[t], w->inputs + (r + t) * stride + of_layer + c * GROUP, sizeof input[t]);
+            gate_rows(gate[0], input[0], rows, l->act);
+            quantise_gated(gate, r, rows, c, gated);
+        }
 }
 
 /* The layer's input, after its block. Adapters change nothing of it. */

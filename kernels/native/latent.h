@@ -168,7 +168,8 @@ static __attribute__((noinline)) void block_heads_body(struct member *m, void *c
         float y[STEP_ROWS][GROUP];
         for (int64_t r = 0, n; r < a->rows; r += n) {
             n = tile_of(w, &x, r, a->rows - r);
-            group_rows(w, g, &x, h * a->rows + r, n, fetch_of(w, r, a->rows, g + 1), y[0], GROUP);
+            const struct fetch ahead = fetch_of(w, r, a->rows, g + 1);
+            group_rows(w, g, &x, h * a->rows + r, n, &ahead, y[0], GROUP);
             for (int64_t t = 0; t < n; t++)
                 for (int64_t i = 0; i < count; i += WIDTH)
                     store_some(a->out, (r + t) * a->out_row + h * a->out_head + g * GROUP + i, load_floats(y[t] + i),

@@ -83,7 +83,7 @@ static void product_by_head(struct member *m, const struct block_weights *weight
     TEAM_FOR(m, item, heads * groups) {
         const int64_t h = item / groups, g = item % groups;
         const struct block_rows of_head = block_rows_from(&ready, h * rows);
-        group_into(weights + h, g, &of_head, 0, rows, out + h * head, row, 0);
+        group_into(weights + h, g, &of_head, 0, rows, g + 1, out + h * head, row, 0);
     }
 }
 

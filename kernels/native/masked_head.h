@@ -48,7 +48,7 @@ struct head_call {
 
 /* Group g of `count` rows from `first` on, into their places. */
 static void head_tile(const struct head_call *c, const struct block_rows *x, int64_t g, int64_t first, int64_t count,
-                      struct fetch ahead) {
+                      const struct fetch *ahead) {
     const struct forward_args *a = c->args;
     const int64_t left = a->head.outputs - g * GROUP, width = left < GROUP ? left : GROUP;
     float y[STEP_ROWS][GROUP];
@@ -67,11 +67,12 @@ static void masked_head_body(struct member *m, void *context) {
     TEAM_FOR_CHUNKS(m, g, groups_of(w), HEAD_CHUNK) {
         for (int64_t r = 0, n; r < c->num_whole; r += n) {
             n = tile_of(w, &x, r, c->num_whole - r);
-            head_tile(c, &x, g, r, n, fetch_of(w, r, c->num_whole, g + 1));
+            const struct fetch ahead = fetch_of(w, r, c->num_whole, g + 1);
+            head_tile(c, &x, g, r, n, &ahead);
         }
         for (int64_t r = c->parts, n; r < c->num_rows; r += n ? n : 1) {
             for (n = 0; n < ROW_TILE && r + n < c->num_rows && wants(c->rows + r + n, g);) n++;
-            if (n) head_tile(c, &x, g, r, n, (struct fetch){0});
+            if (n) head_tile(c, &x, g, r, n, &(struct fetch){0});
         }
     }
     leave_products();

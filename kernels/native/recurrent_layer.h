@@ -85,7 +85,7 @@ static void bring_rows(struct member *m, const struct recurrent_layer *l, const 
     if (l->control.quants) {
         const struct block_rows ready = ready_rows(m, &l->control, x, rows, rows);
         TEAM_FOR_RANGES(m, part, groups_of(&l->control))
-        groups_into(&l->control, part.begin, part.end, &ready, rows, w->control, sizes->control, 0);
+        groups_into(&l->control, &part, &ready, rows, w->control, sizes->control, 0);
         return;
     }
     TEAM_FOR(m, r, rows) {

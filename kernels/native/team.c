@@ -74,15 +74,20 @@ static void await_loop(uint32_t loop) {
     }
 }
 
+/* The first item of a chunk, or the number of items where there is no such chunk. */
+static inline int64_t first_item(const struct share *s, int64_t chunk) {
+    const int64_t first = chunk * s->size + (chunk < s->larger ? chunk : s->larger);
+    return first < s->count ? first : s->count;
+}
+
 int team_take(struct member *m, struct share *s) {
     if (m->alone || s->count <= 0) {
         int first = s->end < s->count;
         s->begin = 0;
-        s->end = s->count > 0 ? s->count : 0;
+        s->end = s->follow = s->count > 0 ? s->count : 0;
         return first;
     }
-    const int64_t chunks = (s->count + s->chunk - 1) / s->chunk;
-    if (s->end && atomic_fetch_add_explicit(&team.done, 1, memory_order_acq_rel) + 1 == chunks) {
+    if (s->end && atomic_fetch_add_explicit(&team.done, 1, memory_order_acq_rel) + 1 == s->chunks) {
         atomic_store_explicit(&team.done, 0, memory_order_relaxed);
         atomic_store_explicit(&team.ticket, (uint64_t)(s->loop + 1) << 32, memory_order_release);
         change(&team.loop_word, &team.loop_sleepers);
@@ -90,14 +95,15 @@ int team_take(struct member *m, struct share *s) {
     uint64_t ticket = atomic_load_explicit(&team.ticket, memory_order_acquire);
     while ((uint32_t)(ticket >> 32) == s->loop) {
         const int64_t next = (int64_t)(ticket & 0xffffffff);
-        if (next >= chunks) {
+        if (next >= s->chunks) {
             await_loop(s->loop);
             break;
         }
         if (atomic_compare_exchange_weak_explicit(&team.ticket, &ticket, ticket + 1, memory_order_acq_rel,
                                                   memory_order_acquire)) {
-            s->begin = next * s->chunk;
-            s->end = s->begin + s->chunk < s->count ? s->begin + s->chunk : s->count;
+            s->begin = first_item(s, next);
+            s->end = first_item(s, next + 1);
+            s->follow = first_item(s, next + m->threads);
             return 1;
         }
     }

@@ -25,7 +25,11 @@ struct member {
 
 /* The chunks of one loop, as one member sees them. */
 struct share {
-    int64_t count, chunk, begin, end; /* items in all, items of a chunk, and the chunk in hand: [begin, end) */
+    int64_t count, chunks; /* items and chunks in all */
+    int64_t size,
+        larger; /* items of a chunk, of which there are fewer in the last; chunks at first that have one more */
+    int64_t begin, end,
+        follow; /* the items in hand: [begin, end); `follow`: the first one that the member probably takes then */
     uint32_t loop;
 };
 
@@ -35,25 +39,30 @@ void team_run(void (*body)(struct member *, void *), void *context);
 /* Take the next chunk of the member's present loop. 0: every chunk of the loop has ended, and the member goes on. */
 int team_take(struct member *m, struct share *s);
 
-/* Begin a loop over `count` items, `chunk` of them at a time. */
-static inline struct share team_loop(struct member *m, int64_t count, int64_t chunk) {
-    struct share s = {.count = count, .chunk = chunk < 1 ? 1 : chunk, .loop = m->loop};
-    return s;
+/* Begin a loop over `count` items, `size` of them at a time. */
+static inline struct share team_loop(struct member *m, int64_t count, int64_t size) {
+    const int64_t each = size < 1 ? 1 : size;
+    return (struct share){.count = count, .chunks = (count + each - 1) / each, .size = each, .loop = m->loop};
 }
 
-/* for (i = 0; i < count; i++), shared by the members of the call, `chunk` items at a time. */
-#define TEAM_FOR_CHUNKS(m, i, count, chunk)                                                                            \
-    for (struct share share_ = team_loop(m, count, chunk); team_take(m, &share_);)                                     \
+/* The same of items that cost the same: chunks of about equal size, so that no member ends late. */
+static inline struct share team_even_loop(struct member *m, int64_t count) {
+    const int64_t chunks = count < m->chunks ? count : m->chunks, some = chunks < 1 ? 1 : chunks;
+    return (struct share){
+        .count = count, .chunks = chunks, .size = count / some, .larger = count % some, .loop = m->loop};
+}
+
+/* for (i = 0; i < count; i++), shared by the members of the call, `size` items at a time. */
+#define TEAM_FOR_CHUNKS(m, i, count, size)                                                                             \
+    for (struct share share_ = team_loop(m, count, size); team_take(m, &share_);)                                      \
         for (int64_t i = share_.begin; i < share_.end; i++)
 
-/* The items of a chunk where all cost the same. */
-#define EQUAL_CHUNK(m, count) (((count) + (m)->chunks - 1) / (m)->chunks)
+/* The same for items that cost the same, a chunk [range.begin, range.end) at a time. */
+#define TEAM_FOR_RANGES(m, range, count) for (struct share range = team_even_loop(m, count); team_take(m, &range);)
 
-/* The same for items that cost the same. */
-#define TEAM_FOR(m, i, count) TEAM_FOR_CHUNKS(m, i, count, EQUAL_CHUNK(m, count))
-
-/* The same, a chunk [range.begin, range.end) at a time. */
-#define TEAM_FOR_RANGES(m, range, count)                                                                               \
-    for (struct share range = team_loop(m, count, EQUAL_CHUNK(m, count)); team_take(m, &range);)
+/* The same, an item at a time. */
+#define TEAM_FOR(m, i, count)                                                                                          \
+    TEAM_FOR_RANGES(m, share_, count)                                                                                  \
+    for (int64_t i = share_.begin; i < share_.end; i++)
 
 #endif
