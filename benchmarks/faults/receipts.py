@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from benchmarks.faults.attacks import Target
+from benchmarks.harness.failure import CannotRun
 from benchmarks.harness.flags import harness_parser, real, whole
 from benchmarks.harness.server import EngineServer, ServerOptions
 from benchmarks.harness.tables import Progress, table
-from gpu_engine.api.signed_statements import StatementRefused, checked_claims, read_key
+from gpu_engine.api.signed_statements import NEEDS, StatementRefused, checked_claims, read_key
 from gpu_engine.cli.receipt_differences import differences
 from gpu_engine.cli.receipts import replayed
 from protos.engine.v1 import engine_pb2 as pb
@@ -352,13 +351,23 @@ def servers(args: argparse.Namespace, key: Path) -> Callable[[int], EngineServer
     return start
 
 
+def write_key(path: Path) -> None:
+    """Write a new private key. Raises CannotRun where the package that makes one is missing."""
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError as error:
+        raise CannotRun(NEEDS) from error
+    encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    path.write_bytes(ed25519.Ed25519PrivateKey.generate().private_bytes(encoding, form, serialization.NoEncryption()))
+
+
 def main() -> int:
     """Run the harness; the exit status is 1 where a receipt did not replay equal, or a changed one was accepted."""
     args = parser().parse_args()
     with tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "key.pem"
-        private = Ed25519PrivateKey.generate()
-        key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        write_key(key)
         seen, whole = Seen(), False
         try:
             asyncio.run(run(args, servers(args, key), seen))

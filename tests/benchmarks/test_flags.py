@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.cost import safeguards
-from benchmarks.faults import soak
+from benchmarks.faults import isolation, receipts, soak
 from benchmarks.harness.flags import (
     add_engine_flags,
     engine_options,
@@ -155,10 +155,12 @@ def test_a_wrong_part_is_named_with_what_is_allowed(
         (function_calls.main, "--choices auto,never", "never"),
         (function_calls.main, "--temperatures 0,warm", "warm"),
         (gateway.build_parser().parse_args, "--concurrency 1,eight", "eight"),
+        (isolation.build_parser().parse_args, "--rate 0", "0"),
         (lossless.main, "--drafts 0,-1", "-1"),
         (pareto.build_parser().parse_args, "--drafts 3,16", "16"),
         (quantisation.main, "--quantizations int8,q5", "q5"),
         (quantisation.main, "--quantizations auto+kv-q4", "auto+kv-q4"),
+        (receipts.parser().parse_args, "--kill-every 0", "0"),
         (safeguards.main, "--only verify,nothing", "nothing"),
         (schemas.main, "--data FILE --temperatures nan", "nan"),
         (serve.main, "--systems lockstep,nothing", "nothing"),

@@ -43,6 +43,17 @@ print(*broken, sep="\\n")
 """
 
 
+WITHOUT_CRYPTOGRAPHY = """
+import sys
+
+sys.modules["cryptography"] = None
+sys.argv = ["benchmarks", "receipts"]
+from benchmarks.__main__ import main
+
+sys.exit(main())
+"""
+
+
 def python(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], cwd=root, capture_output=True, text=True, check=False)
 
@@ -63,3 +74,9 @@ def test_every_harness_and_program_explains_its_flags(root: Path) -> None:
     done = python(root, "-c", HELP_OF_ALL, *harnesses, *PROGRAMS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "", done.stderr
+
+
+def test_a_harness_without_its_extra_names_it(root: Path) -> None:
+    done = python(root, "-c", WITHOUT_CRYPTOGRAPHY)
+    wanted = "cannot run: needs the package cryptography: pip install 'lockstep-engine[receipts]'\n"
+    assert (done.returncode, done.stderr) == (2, wanted)
