@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import kernels
 from kernels.blocks import BlockKind, PackedBlocks, can_multiply_blocks, quantised
+
+NATIVE = Path(kernels.__file__).parent / "native"
+CHUNKS = Path(__file__).with_name("team_chunks.c")
 
 pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
 
@@ -103,3 +107,11 @@ def test_a_forked_child_works_without_its_parents_threads() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         deadline.cancel()
+
+
+def test_chunks_of_a_loop_differ_by_one_item_at_most(tmp_path: Path) -> None:
+    program = tmp_path / "team_chunks"
+    command = ["gcc", "-std=gnu11", "-pthread", f"-I{NATIVE}", str(CHUNKS), str(NATIVE / "team.c"), "-o", str(program)]
+    subprocess.run(command, check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
