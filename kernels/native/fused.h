@@ -190,9 +190,8 @@ INLINE void rotate_row(const struct rotary_args *a, int64_t row, int bf16, int a
 
 /* 1 / (1 + exp(-x)), without overflow on either side. */
 INLINE floats sigmoid_floats(floats x) {
-    const int32s below = x < splat(0.0f);
-    const floats e = exp_floats(select_floats(below, x, splat(0.0f) - x));
-    return select_floats(below, e, splat(1.0f)) / (splat(1.0f) + e);
+    const floats one = splat(1.0f), e = exp_floats((floats)((int32s)x | INT32_MIN));
+    return where_below(x, splat(0.0f), e, one) / (one + e);
 }
 
 #define OAI_LIMIT 7.0f /* of gpt-oss's gate, from above, and of the size of its up */

@@ -148,6 +148,17 @@ INLINE floats select_floats(int32s mask, floats a, floats b) {
     return (floats)((mask & (int32s)a) | (~mask & (int32s)b));
 }
 
+/* x < limit ? a : b. Of select_floats the compiler makes arithmetic, and takes a product with a masked factor twice. */
+INLINE floats where_below(floats x, floats limit, floats a, floats b) {
+#if WIDTH == 16
+    return (floats)_mm512_mask_blend_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)limit, _CMP_LT_OS), (__m512)b, (__m512)a);
+#elif WIDTH == 8
+    return (floats)_mm256_blendv_ps((__m256)b, (__m256)a, _mm256_cmp_ps((__m256)x, (__m256)limit, _CMP_LT_OS));
+#else
+    return select_floats(x < limit, a, b);
+#endif
+}
+
 /* a > b ? a : b, hence b where one of them is no number. */
 INLINE floats larger(floats a, floats b) {
 #if WIDTH == 16
@@ -234,8 +245,8 @@ INLINE floats magnitude(floats x) { return (floats)((int32s)x & 0x7fffffff); }
 
 /* exp(x) for x <= 0, within 2 ulp; below -87 it is 0. Cephes' range reduction and polynomial. */
 INLINE floats exp_floats(floats x) {
-    int32s dead = x < splat(-87.0f);
-    x = select_floats(dead, splat(-87.0f), x);
+    const floats least = splat(-87.0f), given = x;
+    x = larger(least, x);              /* x where it is no number */
     floats magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
     floats n = fused(x, splat(1.44269504088896341f), magic) - magic;
     floats r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), x));
@@ -246,7 +257,7 @@ INLINE floats exp_floats(floats x) {
     p = fused(p, r, splat(5.0000001201e-1f));
     p = fused(p * r, r, r) + splat(1.0f);
     int32s e = (__builtin_convertvector(n, int32s) + 127) << 23;
-    return select_floats(dead, splat(0.0f), p * (floats)e);
+    return where_below(given, least, splat(0.0f), p * (floats)e);
 }
 
 /* tanh(x), within 2 ulp. Cephes' polynomial near 0. The C library's has other bits on other machines. */
@@ -258,7 +269,7 @@ INLINE floats tanh_floats(floats x) {
     p = fused(p, z, splat(1.33314422036e-1f));
     p = fused(p, z, splat(-3.33332819422e-1f));
     const int32s sign = (int32s)x ^ (int32s)size;
-    return (floats)((int32s)select_floats(size < splat(0.625f), fused(p * z, size, size), large) | sign);
+    return (floats)((int32s)where_below(size, splat(0.625f), fused(p * z, size, size), large) | sign);
 }
 
 /* Natural logarithm of normal, positive x, within 2 ulp (Cephes logf). */
