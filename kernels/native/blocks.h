@@ -36,6 +36,10 @@
  * ahead. */
 #define FETCH_AHEAD(rows) ((rows) == 1 ? 2048 : (rows) == 2 ? 4096 : 8192)
 
+/* Outputs of a row from which on the lines of a tile's rows are loaded before it stores to them: the stores would wait for
+ * one line after another, and what follows would wait for them. */
+#define FAR_APART 2048
+
 #define UNROLL_8 _Pragma("GCC unroll 8")
 
 enum {
@@ -659,6 +663,9 @@ static void group_rows(const struct block_weights *w, int64_t g, const struct bl
         return;
     }
 #endif
+    if (stride >= FAR_APART && rows > 1)
+        for (int64_t at = 0; at < rows * stride; at += stride)
+            for (int64_t i = 0; i < GROUP; i += LINE / 4) __builtin_prefetch(out + at + i, 1);
     of_forms[form_of(w)](w, g, x, first, rows, ahead, out, stride);
 }
 
